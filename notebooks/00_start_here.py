@@ -28,12 +28,12 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from amp_lab import Precision, compare, forecast_memory, plots, recommend_precision
-from amp_lab.notebook import emulates_bf16, start
-from exercises.start_here import check_marked_lines, check_needs_scaler
+from course import emulates_bf16, figures, start
+
+from amp_lab import Precision, compare, forecast_memory, recommend_precision
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
-plots.use_style()
+figures.use_style()
 
 # %% [markdown]
 # The line above says where you are: the device, its instructions or driver, and the version of torch.
@@ -205,7 +205,7 @@ def kept_mib(name):
 
 
 memory = {name: kept_mib(name) for name in curves}
-_ = plots.time_and_memory(times, memory, "kept for backward", curves)
+_ = figures.time_and_memory(times, memory, "kept for backward", curves)
 print(
     f"with AMP {speedup} as fast, with {memory[str(precision)] / memory['fp32']:.0%} of the memory"
 )
@@ -259,7 +259,13 @@ assert memory[str(precision)] < memory["fp32"]
 #
 # Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
 # not, why. A hint and a solution are folded away below each.
-#
+
+# %%
+from course.exercises import checks_of
+
+exercises = checks_of("00_start_here")
+
+# %% [markdown]
 # ### 1. Who needs a scaler?
 #
 # Write a function that says whether training under autocast in a dtype needs a `GradScaler`.
@@ -270,7 +276,7 @@ def needs_scaler(dtype):
     return ...
 
 
-check_needs_scaler(needs_scaler)
+exercises.check_needs_scaler(needs_scaler)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -314,7 +320,7 @@ def amp_step(model, optimizer, scaler, images, labels):
     return ...  # one training step under autocast in bf16; return the loss
 
 
-check_marked_lines(amp_step)
+exercises.check_marked_lines(amp_step)
 
 # %% [markdown]
 # <details><summary>Hint</summary>

@@ -32,17 +32,10 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from amp_lab import plots
-from amp_lab.notebook import start
-from exercises.number_formats import (
-    check_first_missing,
-    check_largest_scale,
-    check_length,
-    check_sum_stops,
-)
+from course import figures, start
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
-plots.use_style()
+figures.use_style()
 
 # %% [markdown]
 # ## The idea in five lines
@@ -212,13 +205,15 @@ for name, (exponents, spacing, normal) in pictured.items():
     of_normal = [s for e, s in zip(exponents, spacing, strict=True) if e >= normal]
     assert set(of_normal) == {LIMITS[name].eps}
     assert spacing[0] == 1  # the smallest number and the next: it, and twice it
+below_2 = (torch.tensor(2.0).half().view(torch.int16) - 1).view(torch.float16).double()
+assert 0.5 < (2 - below_2) / below_2 / LIMITS["fp16"].eps < 0.51  # just below a power of two
 
 # %% [markdown]
 # Now we draw range and spacing over the same axis of magnitudes. Before you look: can a format with
 # 16 bits be both as wide as bf16 and as fine as fp16?
 
 # %%
-_ = plots.range_and_spacing(pictured)
+_ = figures.range_and_spacing(pictured)
 
 # %% [markdown]
 # In the upper half, six bars show how far each format reaches, in powers of two, and a vertical
@@ -354,7 +349,7 @@ assert weights["bf16"][-1] == weights["fp16"][-1] == 1
 # In both it ends at 1, where it began. The whole history makes a picture:
 
 # %%
-_ = plots.weight_over_updates(weights)
+_ = figures.weight_over_updates(weights)
 
 # %% [markdown]
 # The solid line, fp32, climbs from 1 to 1.1. The dashed line of bf16 and the dotted line of fp16
@@ -558,7 +553,7 @@ assert (gradients.bfloat16() != 0).all()  # in bf16 nothing is lost, without any
 # needs no scaler here. The picture shows why.
 
 # %%
-_ = plots.gradients_against_fp16(gradients.abs().log2(), scales=(1, 2**16))
+_ = figures.gradients_against_fp16(gradients.abs().log2(), scales=(1, 2**16))
 
 # %% [markdown]
 # These are two histograms of log2|gradient|, drawn over the range of fp16: what lies in the dark
@@ -682,7 +677,7 @@ for name, use in USES.items():
 # | swamping | a small number is lost when it is added to a large one | bf16 more than fp16, and fp8 most of all | fp32 master weights and fp32 sums |
 #
 # Mixed precision puts the remedies together: weights and sums in fp32, products in 16 bits, and a
-# loss scale for fp16. Of the gradients that were not zero in our network, fp16 without a scale lost
+# loss scale for fp16. Of the [gradients of our network](#The-gradients-of-a-real-network) that were not zero, fp16 without a scale lost
 # more than a third, with a scale of 2^16 fewer than two in a hundred, and bf16 lost none.
 #
 # Next: [notebook 02](02_autocast_dtypes.ipynb) shows how autocast decides which op runs in which
@@ -692,7 +687,13 @@ for name, use in USES.items():
 #
 # Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
 # not, why. A hint and a solution are folded away below each.
-#
+
+# %%
+from course.exercises import checks_of
+
+exercises = checks_of("01_number_formats")
+
+# %% [markdown]
 # ### 1. Which whole number is missing?
 #
 # fp16 holds every whole number up to 2048, and 2049 is the first that it does not have. Work out on
@@ -700,7 +701,7 @@ for name, use in USES.items():
 
 # %%
 first_missing_in_bf16 = ...
-check_first_missing(first_missing_in_bf16)
+exercises.check_first_missing(first_missing_in_bf16)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -728,7 +729,7 @@ check_first_missing(first_missing_in_bf16)
 
 # %%
 sum_stops_at = ...
-check_sum_stops(sum_stops_at)
+exercises.check_sum_stops(sum_stops_at)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -766,7 +767,7 @@ def length(vector):
     return ...  # the length of an fp16 vector, as a number in fp32
 
 
-check_length(length)
+exercises.check_length(length)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -800,7 +801,7 @@ def largest_scale(gradients):
     return ...
 
 
-check_largest_scale(largest_scale)
+exercises.check_largest_scale(largest_scale)
 
 # %% [markdown]
 # <details><summary>Hint</summary>

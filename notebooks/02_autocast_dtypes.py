@@ -34,12 +34,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_lab import DeviceError, Precision, plots
-from amp_lab.notebook import start
-from exercises.autocast_dtypes import check_casts, check_dtypes, check_island, check_policy
+from course import figures, start
+
+from amp_lab import DeviceError, Precision
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
-plots.use_style()
+figures.use_style()
 _ = torch.manual_seed(0)
 
 # %% [markdown]
@@ -93,7 +93,7 @@ with torch.autocast(device.type, dtype=low):
     for name, step in steps.items():
         h = step(h)
         track.append((name, SHORT[h.dtype]))
-_ = plots.dtype_track(track)
+_ = figures.dtype_track(track)
 on_cpu = device.type == "cpu"
 found, of_gpu = dict(track), SHORT[low] if on_cpu else "fp32"
 assert found["linear"] == found["relu"] == SHORT[low]
@@ -582,7 +582,7 @@ grid = {}
 for backend in ("cpu", "cuda", "xpu", "mps"):
     with policy_of(backend) as backend_low:
         grid[backend] = {name: outcome(op, backend, backend_low) for name, op in OPS.items()}
-_ = plots.dtype_grid(grid)
+_ = figures.dtype_grid(grid)
 differ = ["sum", "exp", "softmax", "layer_norm"]
 assert all(grid["cpu"][name] == "bf16" and grid["cuda"][name] == "fp32" for name in differ)
 assert grid["cuda"]["mean"] == "fp16"
@@ -739,7 +739,13 @@ assert "Unexpected floating ScalarType in at::autocast::prioritize" in message
 #
 # Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
 # not, why. A hint and a solution are folded away below each.
-#
+
+# %%
+from course.exercises import checks_of
+
+exercises = checks_of("02_autocast_dtypes")
+
+# %% [markdown]
 # ### 1. Predict five dtypes
 #
 # `x` and `w` are fp32 matrices on the CPU. Which dtypes do `a`, `b`, `c`, `d` and `e` have? Answer
@@ -756,7 +762,7 @@ assert "Unexpected floating ScalarType in at::autocast::prioritize" in message
 
 # %%
 dtypes = ...
-check_dtypes(dtypes)
+exercises.check_dtypes(dtypes)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -794,7 +800,7 @@ def square_in_fp32(matrix):
     return ...  # matrix @ matrix, multiplied in fp32
 
 
-check_island(square_in_fp32)
+exercises.check_island(square_in_fp32)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -829,7 +835,7 @@ check_island(square_in_fp32)
 
 # %%
 number_of_casts = ...
-check_casts(number_of_casts)
+exercises.check_casts(number_of_casts)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -860,7 +866,7 @@ def policy(op):
     return ...
 
 
-check_policy(policy)
+exercises.check_policy(policy)
 
 # %% [markdown]
 # <details><summary>Hint</summary>

@@ -31,17 +31,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_lab import plots
-from amp_lab.notebook import start
-from exercises.grad_scaler import (
-    check_clipped_step,
-    check_resumed,
-    check_scale_after,
-    check_smallest_scale,
-)
+from course import figures, start
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
-plots.use_style()
+figures.use_style()
 
 # %% [markdown]
 # ## The idea in five lines
@@ -369,7 +362,7 @@ for _ in range(300):
 # %%
 after_each = pairwise([*scales, scaler.get_scale()])
 skipped = [step for step, (now, after) in enumerate(after_each) if after < now]
-_ = plots.scale_over_time(scales, skipped)
+_ = figures.scale_over_time(scales, skipped)
 print(f"{len(skipped)} of {len(scales)} steps skipped")
 print(f"final loss {loss.item():.3f}; the noise alone gives {0.1**2:.3f}")
 assert 0 < len(skipped) < 0.1 * len(scales)
@@ -498,14 +491,20 @@ for dtype in (torch.float16, torch.bfloat16):
 #
 # Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
 # not, why. A hint and a solution are folded away below each.
-#
+
+# %%
+from course.exercises import checks_of
+
+exercises = checks_of("03_grad_scaler_step_by_step")
+
+# %% [markdown]
 # ### 1. Which scale saves this gradient?
 #
 # A gradient is 2^-26. What is the smallest power of two that keeps it from becoming zero in fp16?
 
 # %%
 smallest_scale = ...
-check_smallest_scale(smallest_scale)
+exercises.check_smallest_scale(smallest_scale)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -533,7 +532,7 @@ check_smallest_scale(smallest_scale)
 
 # %%
 scale_at_the_end = ...
-check_scale_after(scale_at_the_end)
+exercises.check_scale_after(scale_at_the_end)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -566,7 +565,7 @@ def clipped_step(loss, model, optimizer, scaler):
     return ...  # backward, clip to a norm of 1, step, update
 
 
-check_clipped_step(clipped_step)
+exercises.check_clipped_step(clipped_step)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -603,7 +602,7 @@ def resumed_scaler(state):
     return ...
 
 
-check_resumed(resumed_scaler)
+exercises.check_resumed(resumed_scaler)
 
 # %% [markdown]
 # <details><summary>Hint</summary>

@@ -40,14 +40,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from amp_lab import Precision, compare, describe_device, measure, plots
+from course import emulates_bf16, figures, start
+
+from amp_lab import Precision, compare, describe_device, measure
 from amp_lab.bench import ConvModel, quantized_sine
-from amp_lab.notebook import emulates_bf16, start
-from amp_lab.timing import Rounds
-from exercises.fp32_vs_amp import check_memory_share, check_paired, check_seconds_of, check_speedup
+from amp_lab.core.timing import Rounds
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
-plots.use_style()
+figures.use_style()
 
 # %% [markdown]
 # ## The idea in five lines
@@ -101,7 +101,7 @@ if emulates_bf16(device):
 # %%
 inputs, target = quantized_sine(config["size"], device)  # (1, 2, H, W), (1, 1, H, W)
 pictures = {"input: x": inputs[:, :1], "input: y": inputs[:, 1:], "target": target}
-_ = plots.side_by_side(pictures)
+_ = figures.side_by_side(pictures)
 assert target.unique().numel() == 4
 
 # %% [markdown]
@@ -160,7 +160,7 @@ def step_amp(model, optimizer, scaler, dtype):
 # %% [markdown]
 # A run consists of a network, an optimizer, and for AMP one scaler. We enable the scaler for fp16
 # only. With bf16 it is disabled and scales nothing, so that one step
-# function serves both. <!-- tests/test_precision.py -->
+# function serves both. <!-- tests/core/test_precision.py -->
 
 
 # %%
@@ -236,7 +236,7 @@ with Precision.FP32.autocast("cpu"):
 # %% tags=["nbval-ignore-output"]
 runs = {precision: [train(precision, seed) for seed in config["seeds"]] for precision in precisions}
 losses = {precision: torch.stack([loss for _, loss in runs[precision]]) for precision in precisions}
-_ = plots.loss_curves(losses)
+_ = figures.loss_curves(losses)
 for loss in losses.values():  # (seeds, epochs)
     assert (loss[:, -1] < 0.1 * loss[:, 0]).all()  # every run has learned most of what it will
 
@@ -286,7 +286,7 @@ def predict(model, precision):
 
 # %% tags=["nbval-ignore-output"]
 pictures = {str(precision): predict(runs[precision][0][0], precision) for precision in precisions}
-_ = plots.side_by_side({"target": target} | pictures)
+_ = figures.side_by_side({"target": target} | pictures)
 for name, picture in pictures.items():
     right = ((picture - target).abs() < 1 / 6).float().mean().item()  # less than half a level off
     print(f"{name}: {right:.0%} of the pixels are nearest to their level")
@@ -304,7 +304,7 @@ differences = {f"{name} and target": (p - target).abs() for name, p in pictures.
 for name in list(pictures)[1:]:
     differences[f"{name} and fp32"] = (pictures[name] - pictures["fp32"]).abs()
 brighter = {name: 3 * d.clamp(max=1 / 3) for name, d in differences.items()}
-_ = plots.side_by_side(brighter, "difference (levels)")
+_ = figures.side_by_side(brighter, "difference (levels)")
 for name, difference in differences.items():
     print(f"{name}: {difference.mean():.3f} on average, where a level is {1 / 3:.3f}")
     assert difference.mean() < 1 / 6  # half a level
@@ -324,7 +324,7 @@ assert all(one < differences["fp32 and target"].mean() for one in between)
 # between it times a small product of its own and, on Linux, asks the operating system who had the
 # cores. A round that another program disturbed is left out, and if too few rounds remain, the result
 # says that it is not to be trusted. From the ratios within each round come the median and, in
-# brackets, its 95 % interval. <!-- tests/test_timing.py -->
+# brackets, its 95 % interval. <!-- tests/core/test_timing.py -->
 #
 # A measured time can still be wrong. So we also count the arithmetic of a step, and check whether
 # the device can do that much in the time.
@@ -387,15 +387,15 @@ assert device.type == "cpu" or not fastest.is_below(1)
 # CPU cores used here, a step took less than two thirds of the time. On your device, AMP is faster if the
 # interval lies above 1x and slower if it lies below. If it contains 1x, this measurement cannot
 # tell. *Too busy to tell* means that something else kept the machine busy. Stop it and run the cell
-# again. <!-- tests/test_timing.py -->
+# again. <!-- tests/core/test_timing.py -->
 #
 # ## Memory of a training step
 #
 # The allocator of an NVIDIA, AMD or Intel GPU counts its bytes, and `measure`, which times one function by
-# itself, also reads their peak. A CPU and Apple's GPU have no such count. But most of the memory of *this*
+# itself, also reads their peak. It reads none on a CPU or on Apple's GPU. But most of the memory of *this*
 # step is what the forward pass keeps for the backward pass, and that can be counted on any device. Autograd
 # shows those tensors to a hook. We count each storage once, and leave out the parameters, which are there
-# anyway. <!-- tests/test_timing.py -->
+# anyway. <!-- tests/core/test_timing.py -->
 
 
 # %%
@@ -445,7 +445,7 @@ for precision in precisions:
 # The picture has both, with the time on the left.
 
 # %% tags=["nbval-ignore-output"]
-_ = plots.time_and_memory(
+_ = figures.time_and_memory(
     training, peak_mib or kept_mib, "peak" if peak_mib else "kept for backward"
 )
 
@@ -664,7 +664,13 @@ for precision in precisions[1:]:
 #
 # Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
 # not, why. A hint and a solution are folded away below each.
-#
+
+# %%
+from course.exercises import checks_of
+
+exercises = checks_of("04_fp32_vs_amp")
+
+# %% [markdown]
 # ### 1. From less time to a speed-up
 #
 # A report says that with AMP a step takes 40 % less time than in FP32. Which speed-up is that? Give
@@ -672,7 +678,7 @@ for precision in precisions[1:]:
 
 # %%
 speedup = ...
-check_speedup(speedup)
+exercises.check_speedup(speedup)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -712,7 +718,7 @@ def seconds_of(step, wait):
     return ...  # the seconds that the device needs for one step
 
 
-check_seconds_of(seconds_of)
+exercises.check_seconds_of(seconds_of)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -750,7 +756,7 @@ def paired(fp32_losses, bf16_losses):
     return ...  # the mean difference, and its standard error
 
 
-check_paired(paired)
+exercises.check_paired(paired)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -783,7 +789,7 @@ check_paired(paired)
 
 # %%
 memory_share = ...
-check_memory_share(memory_share)
+exercises.check_memory_share(memory_share)
 
 # %% [markdown]
 # <details><summary>Hint</summary>

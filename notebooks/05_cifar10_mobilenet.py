@@ -37,14 +37,15 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision.models import MobileNetV2
 
-from amp_lab import Precision, compare, describe_device, load_checkpoint, plots, save_checkpoint
-from amp_lab.checkpoint import random_states, restore_random_states
-from amp_lab.data import batches, load_dataset
-from amp_lab.errors import CheckpointError
-from amp_lab.notebook import start
+from course import figures, start
+
+from amp_lab import Precision, compare, describe_device, load_checkpoint, save_checkpoint
+from amp_lab.core.errors import CheckpointError
+from amp_lab.train.checkpoint import random_states, restore_random_states
+from amp_lab.train.data import batches, load_dataset
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
-plots.use_style()
+figures.use_style()
 
 # %% [markdown]
 # ## The idea in five lines
@@ -279,7 +280,7 @@ if not report.trusted:
 runs = {p: torch.stack([train(p, seed) for seed in seeds]) for p in precisions}
 # each (seeds, 2, epochs): losses and accuracies
 losses, accuracies = ({p: run[:, i] for p, run in runs.items()} for i in (0, 1))
-_ = plots.loss_and_accuracy(losses, accuracies)
+_ = figures.loss_and_accuracy(losses, accuracies)
 assert all((loss[:, -1] < 0.5 * loss[:, 0]).all() for loss in losses.values())  # it has learned
 
 # %% [markdown]
@@ -388,7 +389,7 @@ for p in both:  # 25 times as many pixels or more take longer
 # time on small images, and gains a little only at 160 pixels. Your device may draw
 # the line elsewhere. *Cores apart*: the host of a virtual machine moves its cores, so some timings
 # jump. If a line says that the machine was busy, stop what else runs there, and run
-# the cell again. <!-- tests/test_timing.py -->
+# the cell again. <!-- tests/core/test_timing.py -->
 #
 # ## Find the layers to blame
 #
@@ -455,7 +456,7 @@ kind_times = {}
 for name in kinds:
     calls = {p: in_mode(p, all_layers(name, 64, p.dtype)) for p in both}
     kind_times[name] = compare(calls, device=device, budget_s=2)
-_ = plots.time_by_kind(kind_times)
+_ = figures.time_by_kind(kind_times)
 assert all(is_possible(times, amp) for times in kind_times.values())
 found = [kind(layer) for layer, _, _ in convolutions(64)]
 assert (len(found), found.count("depthwise, stride 2")) == (52, 4)
@@ -521,7 +522,7 @@ for size in step_sizes:
         speedups[label].append(times.ratio(name, "islands"))
         print(f"{size:3d} pixels: {label} {speedups[label][-1]}")
     assert is_possible(times, "islands")
-_ = plots.speedup_over_size(step_sizes, speedups)
+_ = figures.speedup_over_size(step_sizes, speedups)
 
 # %% [markdown]
 # The picture shows how many times as fast a step with islands is as the other two, against the size
@@ -646,7 +647,7 @@ assert distance(resumed) == 0
 #
 # `--dataset digits` needs no download, `--clip-norm` clips unscaled gradients, `--checkpoint-every`
 # saves more often, and `--resume` continues a run that was
-# stopped or killed. <!-- tests/training/test_run.py -->
+# stopped or killed. <!-- tests/train/test_run.py -->
 #
 # ## Clip gradients: unscale first (optional)
 #
@@ -741,7 +742,7 @@ assert not survived  # neither epoch 2 nor epoch 1
 # file is on the disk, and only then give it the real name, which the file system does at once or not at
 # all. This is what *atomic* means, and `amp_lab.save_checkpoint` does it. It also adds a checksum, so
 # that `load_checkpoint` can tell if a file has been damaged. Here one byte in the middle is
-# changed: <!-- tests/checkpoint/test_checkpoint_file.py -->
+# changed: <!-- tests/train/checkpoint/test_checkpoint_file.py -->
 
 # %%
 save_checkpoint(path, weights=torch.ones(1000))
@@ -782,7 +783,7 @@ for size in (32, 224):
     pointwise = sum(flops for name, (flops, _) in layers if name == "pointwise") / step_batch
     print(f"{size} pixels: {total / 1e6:.0f} MFLOP an image, {pointwise / total:.0%} pointwise")
 assert 590e6 < total < 610e6  # the paper counts 300 million products and sums at 224 pixels
-_ = plots.flops_per_byte({f"{size} pixels": values for size, values in intensity.items()})
+_ = figures.flops_per_byte({f"{size} pixels": values for size, values in intensity.items()})
 
 # %% [markdown]
 # The picture shows on a logarithmic axis how many FLOPs a layer does for each byte it moves.
@@ -826,12 +827,9 @@ for size, values in intensity.items():
 # not, why. A hint and a solution are folded away below each.
 
 # %%
-from exercises.image_classification import (
-    check_mended_loop,
-    check_needed_difference,
-    check_speedups,
-    check_superfluous,
-)
+from course.exercises import checks_of
+
+exercises = checks_of("05_cifar10_mobilenet")
 
 # %% [markdown]
 # ### 1. Which difference counts?
@@ -842,7 +840,7 @@ from exercises.image_classification import (
 
 # %%
 needed_difference = ...  # in percentage points
-check_needed_difference(needed_difference)
+exercises.check_needed_difference(needed_difference)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -870,7 +868,7 @@ check_needed_difference(needed_difference)
 
 # %%
 speedups = ...  # two numbers in brackets: with plain autocast, and with the layers in FP32
-check_speedups(speedups)
+exercises.check_speedups(speedups)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -912,7 +910,7 @@ def mended_loop(model, optimizer, epochs):
     return ...
 
 
-check_mended_loop(mended_loop)
+exercises.check_mended_loop(mended_loop)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -951,7 +949,7 @@ check_mended_loop(mended_loop)
 
 # %%
 superfluous = ...  # a set of names
-check_superfluous(superfluous)
+exercises.check_superfluous(superfluous)
 
 # %% [markdown]
 # <details><summary>Hint</summary>

@@ -47,13 +47,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models import ResNet50_Weights, resnet50
 
-from amp_lab import Precision, compare, describe_device, load_checkpoint, make_stand_in, plots
-from amp_lab.checkpoint import save_checkpoint
-from amp_lab.data import batches, load_dataset
-from amp_lab.notebook import start
+from course import figures, start
+
+from amp_lab import Precision, compare, describe_device, load_checkpoint, make_stand_in
+from amp_lab.train.checkpoint import save_checkpoint
+from amp_lab.train.data import batches, load_dataset
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
-plots.use_style()
+figures.use_style()
 
 # %% [markdown]
 # ## The idea in five lines
@@ -122,7 +123,7 @@ assert place.name == "256_ObjectCategories"
 # `load_dataset` leaves out the folder `257.clutter`, which is not a class, and keeps about one image in ten
 # of each class for testing. The parts are the same in each run; otherwise the accuracies of two runs would
 # be of two different tests. The tutorial has 26,802 training and
-# 2,978 test images. <!-- tests/data/test_caltech256.py -->
+# 2,978 test images. <!-- tests/train/data/test_caltech256.py -->
 
 # %% tags=["nbval-ignore-output"]
 print(f"{len(data.train)} images for training, {len(data.test)} for testing")
@@ -534,7 +535,7 @@ assert all(live.peak_bytes > 3 * CARD for live in unfrozen.values())
 # its maxima, 8 bytes each in every precision.
 
 # %%
-_ = plots.memory_by_dtype(
+_ = figures.memory_by_dtype(
     {"backbone frozen": frozen, "backbone trained": unfrozen}, limit=CARD, limit_label="6 GiB"
 )
 
@@ -599,7 +600,7 @@ assert most[torch.bfloat16] > 1.8 * most[torch.float32]
 # A run is more than its weights. To go on as if nothing had happened, it also needs the state of the
 # optimizer, and that of the scaler, which the tutorial did not save. `save_checkpoint` takes whatever has a
 # `state_dict`, and writes the file so that a crash leaves the old one or the new one, never
-# half of one. <!-- tests/checkpoint/test_checkpoint_file.py -->
+# half of one. <!-- tests/train/checkpoint/test_checkpoint_file.py -->
 
 # %% tags=["nbval-ignore-output"]
 model, optimizer, scaler = run  # of the last precision above
@@ -637,7 +638,7 @@ assert (loaded_loss, loaded_accuracy) == (loss, accuracy)
 # In each epoch a training image is moved, turned and scaled a little differently, and may be mirrored. In
 # one data set, the changes depend only on the seed, the epoch and the image's index. So a run that stops
 # can go on, and two precisions train on the
-# very same pixels. <!-- tests/data/test_caltech256.py -->
+# very same pixels. <!-- tests/train/data/test_caltech256.py -->
 
 
 # %%
@@ -671,7 +672,7 @@ shown = {}
 for index in (0, len(data.train) // 2):
     name = data.classes[data.train.targets[index]]
     shown[name] = [training_image(index, epoch) * std + mean for epoch in range(5)]
-_ = plots.augmentation_grid(shown)
+_ = figures.augmentation_grid(shown)
 
 # %% [markdown]
 # A row of the picture is one image, a column an epoch. The thing shown stays the same, but its
@@ -777,12 +778,9 @@ for precision, result in results.items():
 # why. A hint and a solution are folded away below each.
 
 # %%
-from exercises.training_memory import (
-    check_halved,
-    check_head_mode,
-    check_largest_batch,
-    check_map_size,
-)
+from course.exercises import checks_of
+
+exercises = checks_of("06_caltech256_resnet50")
 
 # %% [markdown]
 # ### 1. The size of a tensor
@@ -791,7 +789,7 @@ from exercises.training_memory import (
 
 # %%
 map_mib = ...
-check_map_size(map_mib)
+exercises.check_map_size(map_mib)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -817,7 +815,7 @@ check_map_size(map_mib)
 
 # %%
 largest = ...
-check_largest_batch(largest)
+exercises.check_largest_batch(largest)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -847,7 +845,7 @@ def head_mode(model):
     return ...  # set the modes, and return the model
 
 
-check_head_mode(head_mode)
+exercises.check_head_mode(head_mode)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -877,7 +875,7 @@ check_head_mode(head_mode)
 
 # %%
 halved = ...  # a set of names
-check_halved(halved)
+exercises.check_halved(halved)
 
 # %% [markdown]
 # <details><summary>Hint</summary>

@@ -47,17 +47,10 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from amp_lab import plots
-from amp_lab.notebook import start
-from exercises.training_recipes import (
-    check_after_unscale,
-    check_end_of_step,
-    check_group_step,
-    check_lengths,
-)
+from course import figures, start
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
-plots.use_style()
+figures.use_style()
 torch.set_num_threads(1)  # the tensors here are too small to share among CPU cores
 
 # %% [markdown]
@@ -262,7 +255,7 @@ clip_grad_norm_(model.parameters(), MAX_NORM)
 norms["clip"] = gradient_norm(model)
 scaler.step(optimizer)
 norms["step"] = gradient_norm(model)
-_ = plots.gradient_norm_in_step(norms, scaled=["backward"])
+_ = figures.gradient_norm_in_step(norms, scaled=["backward"])
 assert math.isclose(norms["backward"] / norms["unscale_"], 2**16, rel_tol=1e-6)
 assert math.isclose(norms["step"], MAX_NORM, rel_tol=1e-3)
 
@@ -540,7 +533,7 @@ for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", 
     for _ in range(2000):
         average.update_parameters(weight)
         followed[name].append(average.module[0].item())
-_ = plots.weight_over_updates(followed).set_ylabel("average of the weight")
+_ = figures.weight_over_updates(followed).set_ylabel("average of the weight")
 assert followed["fp32"][-1] > 1.15
 assert followed["bf16"][-1] == followed["fp16"][-1] == 1.0
 
@@ -845,7 +838,13 @@ assert message == "ValueError: Attempting to unscale FP16 gradients."
 #
 # Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
 # not, why. A hint and a solution are folded away below each.
-#
+
+# %%
+from course.exercises import checks_of
+
+exercises = checks_of("07_training_recipes")
+
+# %% [markdown]
 # ### 1. How long is the gradient that is left?
 #
 # A loop clips to a norm of 0.5, but its author forgot `unscale_`. The loss scale is 1024. In one
@@ -854,7 +853,7 @@ assert message == "ValueError: Attempting to unscale FP16 gradients."
 
 # %%
 lengths = ...  # a pair of numbers
-check_lengths(lengths)
+exercises.check_lengths(lengths)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -887,7 +886,7 @@ def group_step(losses, model, optimizer, scaler):
     return ...  # backward for each loss; clip, step and update
 
 
-check_group_step(group_step)
+exercises.check_group_step(group_step)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -932,7 +931,7 @@ def end_of_step(optimizer, scaler, scheduler):
     return ...  # the five lines above, mended
 
 
-check_end_of_step(end_of_step)
+exercises.check_end_of_step(end_of_step)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -969,7 +968,7 @@ check_end_of_step(end_of_step)
 
 # %%
 after_unscale = ...  # a set of these names, such as {"log", "freeze"}
-check_after_unscale(after_unscale)
+exercises.check_after_unscale(after_unscale)
 
 # %% [markdown]
 # <details><summary>Hint</summary>

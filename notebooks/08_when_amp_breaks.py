@@ -197,29 +197,22 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_lab import DeviceError, Precision, compare, forecast_memory, largest_batch, plots
-from amp_lab.notebook import start
+from course import figures, start
+
+from amp_lab import DeviceError, Precision, compare, forecast_memory, largest_batch
 from amp_lab.numerics import ScaleLog, find_nonfinite, gradient_underflow
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
-plots.use_style()
+figures.use_style()
 
 # %% [markdown]
-# Section 40 needs the first four imports. The checks of the exercises come from a module of their
-# own:
+# Section 40 needs these imports:
 
 # %%
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-
-from exercises.when_amp_breaks import (
-    check_advance,
-    check_diagnosis,
-    check_largest_value,
-    check_masked,
-)
 
 # %% [markdown]
 # Two helpers return messages as text, so that they can be printed and checked: one for a call that
@@ -444,7 +437,7 @@ def healthy_loss(weights):
 
 scaler = torch.amp.GradScaler("cpu", growth_interval=20)  # the default is 2000
 learned, healthy = train(healthy_loss, scaler, steps=60)
-_ = plots.loss_scales({"NaN in every gradient": scales[:60], "healthy": healthy})
+_ = figures.loss_scales({"NaN in every gradient": scales[:60], "healthy": healthy})
 assert learned.abs().max() < 0.2
 assert healthy == [2.0**16] * 19 + [2.0**17] * 20 + [2.0**18] * 20 + [2.0**19]
 
@@ -1957,7 +1950,7 @@ def scales_in(dtype, enabled):
 
 
 pointless = scales_in(torch.bfloat16, enabled=True)
-_ = plots.loss_scales({"bf16 with a scaler": pointless, "fp16": scales_in(torch.float16, True)})
+_ = figures.loss_scales({"bf16 with a scaler": pointless, "fp16": scales_in(torch.float16, True)})
 assert max(scales_in(torch.float16, enabled=True)) < 2.0**17
 assert max(pointless) > 2.0**120
 assert any(after < before for before, after in pairwise(pointless))
@@ -2814,7 +2807,7 @@ for dtype in (torch.bfloat16, torch.float16):
 # **Why.** For an LSTM in fp32, torch picks the kernel of oneDNN, a library that comes with it. After
 # that, autocast casts the tensors to 16 bits. On x86 oneDNN has a 16-bit LSTM only for some CPUs: in
 # bf16 from AVX-512 on, in fp16 for inference with AVX-512 FP16, and none that trains in
-# fp16. <!-- tests/test_cpu.py -->
+# fp16. <!-- tests/core/test_cpu.py -->
 #
 # **The fix.** Run the layer in an fp32 region: switch autocast off around it, and give it fp32.
 
@@ -2836,7 +2829,7 @@ for dtype in (torch.bfloat16, torch.float16):
 
 # %% [markdown]
 # **Notice it earlier.** `amp-lab doctor` says where an LSTM fails on your CPU, and `amp-lab xray
-# --device cpu` names the layers of your model that will. <!-- tests/test_cpu.py -->
+# --device cpu` names the layers of your model that will. <!-- tests/core/test_cpu.py -->
 
 # %% [markdown]
 # ### 43 Flash attention refuses fp32
@@ -3122,7 +3115,13 @@ assert not first_step_is_skipped(loaded)
 #
 # Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
 # not, why. A hint and a solution are folded away below each.
-#
+
+# %%
+from course.exercises import checks_of
+
+exercises = checks_of("08_when_amp_breaks")
+
+# %% [markdown]
 # ### 1. Where does a sum of squares end?
 #
 # In section 6, replace `mean` by `sum`. For two equal inputs, what is the largest whole number whose two squares
@@ -3130,7 +3129,7 @@ assert not first_step_is_skipped(loaded)
 
 # %%
 largest_value = ...
-check_largest_value(largest_value)
+exercises.check_largest_value(largest_value)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -3159,7 +3158,7 @@ check_largest_value(largest_value)
 
 # %%
 sections = ...
-check_diagnosis(sections)
+exercises.check_diagnosis(sections)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -3190,7 +3189,7 @@ def mask_scores(scores, mask):
     return ...
 
 
-check_masked(mask_scores)
+exercises.check_masked(mask_scores)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -3223,7 +3222,7 @@ def advance(scaler, scheduler):
     return ...
 
 
-check_advance(advance)
+exercises.check_advance(advance)
 
 # %% [markdown]
 # <details><summary>Hint</summary>

@@ -37,26 +37,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchvision import models
 
-from amp_lab import first_difference, forecast_memory, op_table, plots, xray
-from amp_lab.backends import BACKENDS
+from course import figures, start
+
+from amp_lab import first_difference, forecast_memory, op_table, xray
 from amp_lab.cli import main as amp_lab_command
-from amp_lab.notebook import start
+from amp_lab.core.backends import BACKENDS
 from amp_lab.tracing import compare, compare_memory
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
-plots.use_style()
+figures.use_style()
 _ = torch.manual_seed(0)
-
-# %% [markdown]
-# The checks of the exercises at the end come from a module of their own:
-
-# %%
-from exercises.xray_model import (
-    check_casts_up,
-    check_gigabytes,
-    check_number_of_casts,
-    check_precise_loss,
-)
 
 # %% [markdown]
 # ## The idea in five lines
@@ -372,7 +362,7 @@ def dtypes_by_op(result):
 grid = {}
 for (name, backend), result in found.items():
     grid.setdefault(name, {})[backend] = dtypes_by_op(result)
-_ = plots.dtypes_by_model(grid)
+_ = figures.dtypes_by_model(grid)
 
 # %% [markdown]
 # The picture has a panel for each model, a column for each backend and a row for each kind of op, and
@@ -648,7 +638,7 @@ assert mine.raised is None  # autocast made no op fail
 # From a terminal the same works for a model that can be imported: `pdm run amp-lab xray
 # PACKAGE.MODULE:CALLABLE --input 8,3,224,224 --device cuda`. Add `--against mps`, `--against bf16` or
 # `--against cpu:bf16` to see two side by side. `amp-lab ops --device cuda` prints the table of ops, and
-# `amp-lab memory` makes the forecast, which we run here:
+# `amp-lab memory` makes the forecast, which we run here: <!-- tests/cli/test_tracing_commands.py -->
 
 # %%
 command = "memory torchvision.models:mobilenet_v3_small --input 1,3,224,224 --memory 8GiB"
@@ -801,7 +791,13 @@ assert not forecast.caveats
 #
 # Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
 # not, why. A hint and a solution are folded away below each.
-#
+
+# %%
+from course.exercises import checks_of
+
+exercises = checks_of("09_xray_your_model")
+
+# %% [markdown]
 # ### 1. Count the casts
 #
 # How many casts does autocast insert on CUDA, in one forward pass of fp32 inputs through
@@ -810,7 +806,7 @@ assert not forecast.caveats
 
 # %%
 number_of_casts = ...
-check_number_of_casts(number_of_casts)
+exercises.check_number_of_casts(number_of_casts)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -843,7 +839,7 @@ def casts_up(rows):
     return ...
 
 
-check_casts_up(casts_up)
+exercises.check_casts_up(casts_up)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -878,7 +874,7 @@ def precise_loss(logits, target):
     return ...  # was F.cross_entropy(logits, target).float()
 
 
-check_precise_loss(precise_loss)
+exercises.check_precise_loss(precise_loss)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -905,7 +901,7 @@ check_precise_loss(precise_loss)
 
 # %%
 gigabytes = ...
-check_gigabytes(gigabytes)
+exercises.check_gigabytes(gigabytes)
 
 # %% [markdown]
 # <details><summary>Hint</summary>

@@ -33,21 +33,16 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from amp_lab import Precision, advise, compare, forecast_memory, plots, xray
-from amp_lab.allocator import keep_memory, memory_taken
+from course import emulates_bf16, figures, start
+
+from amp_lab import Precision, advise, compare, forecast_memory, xray
 from amp_lab.bench import ConvModel, FusedStep, count_step, measure_ceilings, quantized_sine
 from amp_lab.cli import main as amp_lab_command
-from amp_lab.device import describe_device, matrix_product, recommend_precision
-from amp_lab.notebook import emulates_bf16, start
-from exercises.speed_ladder import (
-    check_layer_flops,
-    check_least_ms,
-    check_pays_from,
-    check_to_channels_last,
-)
+from amp_lab.core.allocator import keep_memory, memory_taken
+from amp_lab.core.device import describe_device, matrix_product, recommend_precision
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
-plots.use_style()
+figures.use_style()
 
 # %% [markdown]
 # ## The idea in five lines
@@ -143,7 +138,7 @@ assert device.type != "cpu" or not has_kept or anew["fp32", True] < anew["fp32",
 # set `MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1000000000000` in the environment of a program. Other
 # allocators keep memory too ([PyTorch's tuning
 # guide](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#switch-memory-allocator)).
-# The price is memory, which stays with the process. <!-- tests/test_allocator.py -->
+# The price is memory, which stays with the process. <!-- tests/core/test_allocator.py -->
 
 # %% [markdown]
 # ## The limit: what can this device do?
@@ -274,7 +269,7 @@ class Ladder:
 # The rungs take turns, so that a machine that slows down in the meantime slows all of them down. `compare` pairs the
 # times of each round, gives every ratio with an interval, and leaves out the rounds in which another program used the
 # machine. At full scale, a GPU's default, we time three steps in a row, since the device must be free to begin the next
-# step before the host has seen the end of the last. <!-- tests/test_timing.py -->
+# step before the host has seen the end of the last. <!-- tests/core/test_timing.py -->
 
 
 # %%
@@ -423,14 +418,15 @@ assert list(climbed.samples_s) == list(ladder.steps)  # every rung was timed
 # when we measured its limits.
 
 # %% tags=["nbval-ignore-output"]
-_ = plots.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels": bars})
+_ = figures.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels": bars})
 
 # %% [markdown]
 # AMP alone keeps only a part of the promise. With the images and the weights in channels last, a change of
 # two lines, it gains much more. The likely reason is copies: a kernel for
 # [channels last](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html) has to bring
 # each tensor of another layout into its own first. The next two rungs make hardly a difference. On a GPU,
-# as a rule of thumb, they do more, since each small kernel and wait costs time there.
+# as a rule of thumb, they do more, since each small kernel and wait [costs time
+# there](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html).
 #
 # ## Explain: count the bytes too
 #
@@ -497,7 +493,7 @@ for precision, name, took, limit, _ in bars:
         print(f"{name}: products {limit:.0f} ms, memory {copied:.0f} ms, all {took.median:.0f} ms")
 roofs = {p: limits.flops_per_s[p] for p in dict.fromkeys(("fp32", str(low), points[-1][1]))}
 assert points[0][2] < points[1][2] < points[2][2]  # each moves less than the one before
-_ = plots.roofline(roofs, limits.memory_bytes_per_s, points)
+_ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 
 # %% [markdown]
 # From point to point the step moves fewer bytes, and so lies farther to the right. The roof of bf16 is
@@ -520,7 +516,7 @@ PASSES = {
     "back 3": ["read z2, z3", "gradient of z3", "two products", "sums", "write g2"],
     "back 2": ["read z2, g2", "layer 1 again", "two products", "sums"],
 }
-_ = plots.passes(PASSES)
+_ = figures.passes(PASSES)
 
 # %% [markdown]
 # *z2* and *z3* are what the second and the third layer return, before they are normalised, and *g2* is
@@ -665,7 +661,7 @@ for what, name, values in (
     for value, (speedup, _) in zip(values, found, strict=True):
         print(f"{what} {value:>3}: {verdict(speedup)}")
 assert all(0 < share < 1.2 for _, _, shares in growth.values() for share in shares)
-_ = plots.growth(growth)
+_ = figures.growth(growth)
 
 # %% [markdown]
 # The upper row of the picture shows the speed-up by AMP, the lower row its share of FP32's memory.
@@ -777,7 +773,13 @@ assert amp_lab_command(["bench", "--list"]) == 0
 #
 # Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
 # not, why. A hint and a solution are folded away below each.
-#
+
+# %%
+from course.exercises import checks_of
+
+exercises = checks_of("10_speed_ladder")
+
+# %% [markdown]
 # ### 1. Count the FLOPs of a layer
 #
 # A 1x1 convolution from 64 to 128 channels works on one picture of 32 x 32 pixels. It is not the first
@@ -785,7 +787,7 @@ assert amp_lab_command(["bench", "--list"]) == 0
 
 # %%
 layer_flops = ...
-check_layer_flops(layer_flops)
+exercises.check_layer_flops(layer_flops)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -817,7 +819,7 @@ def least_ms(flops, nbytes, flops_per_s, bytes_per_s):
     return ...
 
 
-check_least_ms(least_ms)
+exercises.check_least_ms(least_ms)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -856,7 +858,7 @@ def to_channels_last(model, images):
     return ...  # a model and images
 
 
-check_to_channels_last(to_channels_last)
+exercises.check_to_channels_last(to_channels_last)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -885,7 +887,7 @@ check_to_channels_last(to_channels_last)
 
 # %%
 pays_from = ...
-check_pays_from(pays_from)
+exercises.check_pays_from(pays_from)
 
 # %% [markdown]
 # <details><summary>Hint</summary>

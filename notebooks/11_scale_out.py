@@ -37,16 +37,17 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 
-from amp_lab import load_dataset, plots, xray_sharding
-from amp_lab.notebook import run_workers, start
+from course import figures, start
+from course.processes import run_workers
+
+from amp_lab import load_dataset, xray_sharding
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
-plots.use_style()
+figures.use_style()
 torch.set_num_threads(1)  # as in every worker
 
 # %% [markdown]
-# What is new here comes from PyTorch, apart from the counter of what is sent and the checks of the
-# exercises.
+# What is new here comes from PyTorch, apart from the counter of what is sent.
 
 # %%
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -58,8 +59,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
-from amp_lab.distributed import count_communication
-from exercises.scale_out import check_loss_of_all, check_megabytes, check_one_step, check_per_rank
+from amp_lab.train.distributed import count_communication
 
 assert dist.is_available()
 
@@ -261,13 +261,13 @@ def join(device_type):
 # %% [markdown]
 # In this notebook `run_workers` makes the script: it writes the source of our functions into a file,
 # starts that under torchrun, and returns what each rank returned.
-# <!-- tests/notebook/test_processes.py -->
+# <!-- tests/course/test_processes.py -->
 #
 # An operation of all ranks together is a *collective*, and all of them must call it. `all_reduce` leaves
 # the sum of their tensors on every rank. `all_gather` leaves all of their tensors, one after another,
 # on every rank. `reduce_scatter` leaves an n-th of the sum on each. So an `all_reduce` gives the same as a
 # `reduce_scatter` followed by an `all_gather`.
-# <!-- tests/distributed/test_shared_memory.py -->
+# <!-- tests/parallel/test_shared_memory.py -->
 #
 # ## DDP
 #
@@ -446,7 +446,7 @@ def set_up(config, device, engine, compute, reduce):
 # `count_communication` notes the collectives of a process with dtype and size, and adds up what a rank has to send for
 # them. A payload of S bytes costs 2(n-1)/n S in an `all_reduce`, and (n-1)/n S in the other two. Unless the network
 # itself adds, no algorithm sends less, and the usual one, a ring, sends no more.
-# <!-- tests/distributed/test_collectives.py -->
+# <!-- tests/parallel/test_collectives.py -->
 
 
 # %%
@@ -521,7 +521,7 @@ bars = {
     name: [(kind, names[dtype], size) for (kind, dtype), size in found["sent"].items()]
     for name, found in setups[most].items()
 }
-_ = plots.sent_bytes(bars, most)
+_ = figures.sent_bytes(bars, most)
 for name, parts in bars.items():
     print(f"{name:<30}{sum(size for *_, size in parts):>12,} bytes")
 assert len(bars) == len(SETUPS)
@@ -568,7 +568,7 @@ memory = {
     engine: {1: memory_alone} | {n: setups[n][name]["memory"] for n in counts[1:]}
     for engine, name in (("DDP", "DDP, fp32"), ("FSDP2", "FSDP2, bf16, reduce in fp32"))
 }
-_ = plots.memory_per_rank(memory)
+_ = figures.memory_per_rank(memory)
 for n in counts:
     assert memory["DDP"][n] == memory_alone
     assert memory["FSDP2"][n] == {part: size // n for part, size in memory_alone.items()}
@@ -728,7 +728,7 @@ assert not hasattr(FSDPModule, "join")
 # ```
 #
 # With `--max-restarts 3` [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html) starts all processes
-# again when one is lost, up to three times, and the training resumes from its last checkpoint by itself. <!-- tests/training/test_parallel_run.py -->
+# again when one is lost, up to three times, and the training resumes from its last checkpoint by itself. <!-- tests/train/test_parallel_run.py -->
 #
 # ## Save on four, go on with two (optional)
 #
@@ -841,7 +841,13 @@ assert all(rank[2] == {3} for ranks in loads.values() for rank in ranks)  # step
 #
 # Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
 # not, why. A hint and a solution are folded away below each. None of them starts a process.
-#
+
+# %%
+from course.exercises import checks_of
+
+exercises = checks_of("11_scale_out")
+
+# %% [markdown]
 # ### 1. How much does a rank send?
 #
 # A model has 100 million parameters and is trained with DDP on 8 ranks, under bf16 autocast and without
@@ -849,7 +855,7 @@ assert all(rank[2] == {3} for ranks in loads.values() for rank in ranks)  # step
 
 # %%
 megabytes = ...
-check_megabytes(megabytes)
+exercises.check_megabytes(megabytes)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -878,7 +884,7 @@ check_megabytes(megabytes)
 
 # %%
 gigabytes_per_rank = ...
-check_per_rank(gigabytes_per_rank)
+exercises.check_per_rank(gigabytes_per_rank)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -911,7 +917,7 @@ def one_step(loss, model, optimizer, scaler, average):
     return ...  # backward, average, clip, step, update
 
 
-check_one_step(one_step)
+exercises.check_one_step(one_step)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -949,7 +955,7 @@ def loss_of_all(mean_losses, samples):
     return ...  # sum(mean_losses) / len(mean_losses) holds for equal parts only
 
 
-check_loss_of_all(loss_of_all)
+exercises.check_loss_of_all(loss_of_all)
 
 # %% [markdown]
 # <details><summary>Hint</summary>

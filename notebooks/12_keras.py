@@ -40,15 +40,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from amp_lab import load_dataset, plots
-from amp_lab.notebook import run_on_backends, start
+from course import figures, start
+from course.processes import run_on_backends
+
+from amp_lab import load_dataset
 
 device, scale = start("keras")  # AMP_LAB_DEVICE, AMP_LAB_SCALE override the choice
 os.environ.setdefault("KERAS_BACKEND", "torch")
 os.environ["KERAS_TORCH_DEVICE"] = str(device)
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # hide TensorFlow's log messages
 torch.backends.cudnn.allow_tf32 = False  # keep float32 exact, without TF32
-plots.use_style()
+figures.use_style()
 
 # %% [markdown]
 # Now we can import Keras:
@@ -354,7 +356,7 @@ assert all(
 
 # %% tags=["nbval-ignore-output"]
 SHORT = {"float32": "fp32", "mixed_bfloat16": "bf16", "mixed_float16": "fp16"}
-_ = plots.loss_by_backend(
+_ = figures.loss_by_backend(
     {
         backend: {SHORT[name]: found["loss"] for name, found in policies.items()}
         for backend, policies in fitted.items()
@@ -536,7 +538,7 @@ for backend, policies in trained.items():
         assert torch.equal(kernels[i], kernels[i + 1]) == (i in skipped)
     assert 0 < len(skipped) < given["steps"] / 2
     assert scales[-1] > min(scales)  # and it has doubled again
-ax = plots.scale_over_time(scales[:-1], skipped)
+ax = figures.scale_over_time(scales[:-1], skipped)
 ax.set_title(backend)
 ax.set_xticks(range(0, given["steps"], 2))
 _ = ax.legend(loc="upper right")
@@ -764,12 +766,9 @@ for wrong in ({"dynamic": False}, {"loss_scale": "dynamic"}):
 # not, why. A hint and a solution are folded away below each.
 
 # %%
-from exercises.keras_policies import (
-    check_compiled,
-    check_last_layer,
-    check_step_length,
-    check_variable_bytes,
-)
+from course.exercises import checks_of
+
+exercises = checks_of("12_keras")
 
 # %% [markdown]
 # ### 1. What a policy keeps
@@ -778,7 +777,7 @@ from exercises.keras_policies import (
 
 # %%
 sizes = ...  # two numbers in brackets
-check_variable_bytes(sizes)
+exercises.check_variable_bytes(sizes)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -805,7 +804,7 @@ check_variable_bytes(sizes)
 
 # %%
 step_length = ...
-check_step_length(step_length)
+exercises.check_step_length(step_length)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -835,7 +834,7 @@ def last_layer():
     return ...
 
 
-check_last_layer(last_layer)
+exercises.check_last_layer(last_layer)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -867,7 +866,7 @@ def compile_scaled(model):
     return ...
 
 
-check_compiled(compile_scaled)
+exercises.check_compiled(compile_scaled)
 
 # %% [markdown]
 # <details><summary>Hint</summary>

@@ -35,14 +35,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from amp_lab import plots, xray
-from amp_lab.notebook import start
-from exercises.from_apex import (
-    check_limits,
-    check_momentum_bytes,
-    check_moved_scaler,
-    check_two_optimizers,
-)
+from course import figures, start
+
+from amp_lab import xray
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 
@@ -57,7 +52,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.overrides import TorchFunctionMode
 
-plots.use_style()
+figures.use_style()
 torch.set_num_threads(1)
 fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
 names = {fp32: "fp32", fp16: "fp16", bf16: "bf16"}
@@ -537,7 +532,7 @@ def held(run):
 # %%
 sizes = {level: held(train_apex(level, model=nn.Linear(8, 1).to(device))) for level in LEVELS}
 sizes["autocast"] = held(train_today(fp16, model=nn.Linear(8, 1).to(device)))
-_ = plots.bytes_per_parameter(sizes)
+_ = figures.bytes_per_parameter(sizes)
 assert [sum(parts.values()) for parts in sizes.values()] == [16, 16, 20, 8, 16]
 
 # %% [markdown]
@@ -660,6 +655,12 @@ assert (old, renamed, written_out) == (bf16, fp16, bf16)
 # Without a device in the first place, autocast raises an error. The scaler does not:
 
 # %%
+try:
+    torch.autocast(True)
+except ValueError as error:
+    print(f"autocast(True): {error}")
+else:
+    raise AssertionError("autocast took True for a device")
 asked, got = torch.amp.GradScaler("cpu", 1024.0), torch.amp.GradScaler(1024.0)
 print(f"GradScaler(1024.0) has the scale {got.get_scale():.0f}")
 assert (asked.get_scale(), got.get_scale()) == (1024, 65536)
@@ -861,7 +862,13 @@ folder.cleanup()
 #
 # Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
 # not, why. A hint and a solution are folded away below each.
-#
+
+# %%
+from course.exercises import checks_of
+
+exercises = checks_of("13_from_apex")
+
+# %% [markdown]
 # ### 1. Count bytes with momentum
 #
 # You train with SGD and momentum, which keeps one fp32 value for each parameter where Adam keeps two.
@@ -871,7 +878,7 @@ folder.cleanup()
 # %%
 o2_bytes = ...
 autocast_bytes = ...
-check_momentum_bytes(o2_bytes, autocast_bytes)
+exercises.check_momentum_bytes(o2_bytes, autocast_bytes)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -898,7 +905,7 @@ check_momentum_bytes(o2_bytes, autocast_bytes)
 
 # %%
 moved_scaler = ...
-check_moved_scaler(moved_scaler)
+exercises.check_moved_scaler(moved_scaler)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -928,7 +935,7 @@ def update_within(scaler, lowest, highest):
     return ...  # update, then bring the scale back if it is beyond a limit
 
 
-check_limits(update_within)
+exercises.check_limits(update_within)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -963,7 +970,7 @@ def step_of_both(losses, optimizers, scaler):
     return ...  # two losses and two optimizers, in two lists
 
 
-check_two_optimizers(step_of_both)
+exercises.check_two_optimizers(step_of_both)
 
 # %% [markdown]
 # <details><summary>Hint</summary>

@@ -29,19 +29,14 @@ from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 
-from amp_lab import Precision, compare, plots
-from amp_lab.notebook import start
-from exercises.ten_practices import (
-    check_casts,
-    check_lost_steps,
-    check_mended_step,
-    check_verdict,
-)
+from course import figures, start
+
+from amp_lab import Precision, compare
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 
 # %% [markdown]
-# The rest comes from torch and from `amp_lab`.
+# The other imports:
 
 # %%
 import torch
@@ -52,10 +47,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models import resnet50
 
 from amp_lab import describe_device, gradient_underflow, largest_batch, load_dataset
-from amp_lab.device import matrix_product
+from amp_lab.core.device import matrix_product
 from amp_lab.numerics import ScaleLog
 
-plots.use_style()
+figures.use_style()
 fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
 names = {fp32: "fp32", fp16: "fp16", bf16: "bf16"}
 threads = torch.get_num_threads()
@@ -239,7 +234,7 @@ scores = {names[d]: [accuracy(s, d) for s in range(config["seeds"])] for d in (f
 means = [statistics.mean(found) for found in scores.values()]
 spread = max(map(statistics.stdev, scores.values()))
 print(f"means differ by {abs(means[0] - means[1]):.2f} points; seeds by {spread:.2f} (one sigma)")
-_ = plots.scores_by_seed(scores)
+_ = figures.scores_by_seed(scores)
 assert min(means) > 90
 assert abs(means[0] - means[1]) < min(max(found) - min(found) for found in scores.values())
 
@@ -396,7 +391,7 @@ curves = {
     for scaled in (False, True)
 }
 shown = [name for name in curves if name not in ("fp32, scaler", "bf16, scaler")]
-_ = plots.losses_by_setting({name: curves[name] for name in shown})
+_ = figures.losses_by_setting({name: curves[name] for name in shown})
 
 # %% [markdown]
 # The picture shows the loss over the steps for four of the trainings, on a logarithmic axis. Three
@@ -436,7 +431,7 @@ settings = {
     "from 1": {"init_scale": 1.0},
 }
 logs = {name: train_weighted(180, 300, **options)[0] for name, options in settings.items()}
-_ = plots.scales_by_setting({name: (log.scales, log.skipped) for name, log in logs.items()})
+_ = figures.scales_by_setting({name: (log.scales, log.skipped) for name, log in logs.items()})
 skipped = {name: len(log.skipped) for name, log in logs.items()}
 assert skipped["default"] < skipped["interval 50"] < skipped["interval 10"]
 assert logs["from 1"].scales == [1.0] * 300
@@ -522,7 +517,7 @@ for batch in config["batches"]:
     measured[batch] = compare(steps, device=device, budget_s=2)
     speedups[batch] = measured[batch].ratio(*steps)
     print(f"batch {batch:>4}: speed-up {speedups[batch]}")
-_ = plots.throughput_over_batch(measured)
+_ = figures.throughput_over_batch(measured)
 
 # %% [markdown]
 # The picture shows samples per second over the batch on the left, and the speed-up on the right, both
@@ -659,7 +654,13 @@ for precision, (found, events) in profiles.items():
 #
 # Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
 # not, why. A hint and a solution are folded away below each.
-#
+
+# %%
+from course.exercises import checks_of
+
+exercises = checks_of("14_ten_practices")
+
+# %% [markdown]
 # ### 1. How many steps are lost?
 #
 # A training starts with the default scale of 65536, and the largest scale that its gradients bear is
@@ -667,7 +668,7 @@ for precision, (found, events) in profiles.items():
 
 # %%
 lost_steps = ...
-check_lost_steps(lost_steps)
+exercises.check_lost_steps(lost_steps)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -693,7 +694,7 @@ check_lost_steps(lost_steps)
 
 # %%
 casts_in_forward = ...
-check_casts(casts_in_forward)
+exercises.check_casts(casts_in_forward)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -732,7 +733,7 @@ def mended_step(model, x, y, optimizer, scaler, dtype):
     return ...  # zero_grad, forward pass, backward, step, update
 
 
-check_mended_step(mended_step)
+exercises.check_mended_step(mended_step)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -767,7 +768,7 @@ def verdict(first, second):
     return ...
 
 
-check_verdict(verdict)
+exercises.check_verdict(verdict)
 
 # %% [markdown]
 # <details><summary>Hint</summary>

@@ -33,18 +33,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from amp_lab import plots, rehearse
+from course import figures, start
+
+from amp_lab import rehearse
 from amp_lab.formats import ELEMENTS, FORMATS, Format, hadamard, quantize
-from amp_lab.notebook import start
-from exercises.below_16_bits import (
-    check_bits,
-    check_block_scales,
-    check_left_out,
-    check_scale_of,
-)
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
-plots.use_style()
+figures.use_style()
 
 # %% [markdown]
 # ## The idea in five lines
@@ -165,7 +160,7 @@ errors = {
     kind: {name: sqnr(values, quantize(values, name)) for name in NAMES}
     for kind, values in {"normal": normal, "one outlier channel": outliers}.items()
 }
-_ = plots.sqnr_by_format(errors)
+_ = figures.sqnr_by_format(errors)
 
 # %% [markdown]
 # The picture shows the SQNR of each format, with normal values and beside an outlier channel. (The
@@ -352,7 +347,7 @@ last = {  # the mean of the last 20 steps
 mean = {name: sum(values) / len(values) for name, values in last.items()}
 for name, values in last.items():
     print(f"{name:<15} {mean[name]:.3f}   by seed", *(f"{value:.3f}" for value in values))
-_ = plots.loss_by_format(losses)
+_ = figures.loss_by_format(losses)
 
 # %% [markdown]
 # The picture shows the mean loss of the three seeds, smoothed over ten steps. With scales, every
@@ -575,7 +570,13 @@ assert report.formats[1].gradients_off < 0.01
 #
 # Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
 # not, why. A hint and a solution are folded away below each.
-#
+
+# %%
+from course.exercises import checks_of
+
+exercises = checks_of("15_below_16_bits")
+
+# %% [markdown]
 # ### 1. Count the bits
 #
 # A layer has 4096 x 4096 weights. How many MiB do they take in NVFP4, with the scales of its
@@ -583,7 +584,7 @@ assert report.formats[1].gradients_off < 0.01
 
 # %%
 mebibytes = ...
-check_bits(mebibytes)
+exercises.check_bits(mebibytes)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -613,7 +614,7 @@ def factor_of(values):
     return ...
 
 
-check_scale_of(factor_of)
+exercises.check_scale_of(factor_of)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -643,7 +644,7 @@ def block_scales(rows):  # (blocks, 32) to (blocks, 1)
     return ...
 
 
-check_block_scales(block_scales)
+exercises.check_block_scales(block_scales)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -676,7 +677,7 @@ def left_out(report, form):
     return ...
 
 
-check_left_out(left_out)
+exercises.check_left_out(left_out)
 
 # %% [markdown]
 # <details><summary>Hint</summary>

@@ -31,18 +31,13 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
-from amp_lab import forecast_memory, plots
+from course import emulates_bf16, figures, start
+
+from amp_lab import forecast_memory
 from amp_lab.formats import ELEMENTS, Format, quantize
-from amp_lab.notebook import emulates_bf16, start
-from exercises.low_precision_state import (
-    check_bytes,
-    check_round_stochastically,
-    check_smallest_update,
-    check_store_squares,
-)
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
-plots.use_style()
+figures.use_style()
 
 # %% [markdown]
 # ## The idea in five lines
@@ -95,7 +90,7 @@ held = {name: bytes_held(*setup) for name, setup in SETUPS.items()}
 for name, parts in held.items():
     each, total = [f"{part} {count:.2f}" for part, count in parts.items()], sum(parts.values())
     print(f"{name:<18} {total:5.2f} bytes: {'  '.join(each)}  (7 billion: {7 * total:3.0f} GB)")
-_ = plots.bytes_per_parameter(held)
+_ = figures.bytes_per_parameter(held)
 assert sum(held["fp32, or AMP"].values()) == 16
 assert sum(held["bf16"].values()) == 8
 assert 6 < sum(held["bf16, 8-bit AdamW"].values()) < 6.1
@@ -269,7 +264,7 @@ for name, (make_add, dtype) in WAYS.items():
     losses[name] = [train(seed, adams[seed], steps, dtype)[0] for seed in SEEDS]
     ends = at_the_end(losses[name])
     print(f"{name:<17} {sum(ends) / 3:.3f}   by seed", *(f"{end:.3f}" for end in ends))
-_ = plots.loss_by_format(losses)
+_ = figures.loss_by_format(losses)
 of_fp32 = max(at_the_end(losses["fp32"]))
 assert min(at_the_end(losses["bf16, nearest"])) > 1.2 * of_fp32
 for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
@@ -440,7 +435,7 @@ assert not any(end < 1 for end in at_the_end(learned["INT8"]))
 ends = {name: at_the_end(runs) for name, runs in learned.items()}
 for name in ("INT8, no zero", "4 bits, no zero"):
     assert max(ends[name]) < max(ends["fp32"]) + 0.05
-_ = plots.loss_by_format({name: runs for name, runs in learned.items() if name != "INT8"})
+_ = figures.loss_by_format({name: runs for name, runs in learned.items() if name != "INT8"})
 
 # %% [markdown]
 # INT8 is not merely worse, it explodes, and so it is not in the picture. The others end near fp32,
@@ -545,7 +540,13 @@ for name, make in OPTIMIZERS.items():
 #
 # Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
 # not, why. A hint and a solution are folded away below each.
-#
+
+# %%
+from course.exercises import checks_of
+
+exercises = checks_of("16_low_precision_state")
+
+# %% [markdown]
 # ### 1. Move a weight
 #
 # A bf16 weight is 0.75, and an update is added to it and rounded to nearest. Which size must the
@@ -553,7 +554,7 @@ for name, make in OPTIMIZERS.items():
 
 # %%
 bound = ...
-check_smallest_update(bound)
+exercises.check_smallest_update(bound)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -583,7 +584,7 @@ def round_stochastically(values):
     return ...
 
 
-check_round_stochastically(round_stochastically)
+exercises.check_round_stochastically(round_stochastically)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -610,7 +611,7 @@ check_round_stochastically(round_stochastically)
 
 # %%
 bytes_each = ...
-check_bytes(bytes_each)
+exercises.check_bytes(bytes_each)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -642,7 +643,7 @@ def store_squares(rows):
     return ...
 
 
-check_store_squares(store_squares)
+exercises.check_store_squares(store_squares)
 
 # %% [markdown]
 # <details><summary>Hint</summary>

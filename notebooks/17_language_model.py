@@ -34,12 +34,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from amp_lab import plots, xray
-from amp_lab.notebook import start
-from exercises.language_model import check_agreement, check_chunked, check_logits, check_merge
+from course import figures, start
+
+from amp_lab import xray
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
-plots.use_style()
+figures.use_style()
 
 # %% [markdown]
 # ## The idea in five lines
@@ -333,7 +333,7 @@ for name, dtype in PRECISIONS.items():
         tests[name].append(loss_on(models[name], test_data))
 for name, values in tests.items():
     print(f"{name}: {statistics.mean(values):.3f}   by seed", *(f"{value:.3f}" for value in values))
-_ = plots.loss_by_format(losses)
+_ = figures.loss_by_format(losses)
 
 # %% [markdown]
 # The picture shows the loss of training, the mean of three seeds, and the three curves lie on each
@@ -705,7 +705,7 @@ if folder:
 # ## Summary
 #
 # - Under autocast over fp32 weights the matmuls of this GPT are in 16 bits, and norms, rotations
-#   and the residual stream in fp32. Over bf16 weights the stream is bf16.
+#   and the residual stream [in fp32](#Where-fp32-comes-in). Over bf16 weights the stream is bf16.
 # - Give the loss its logits in fp32: `.float()`.
 # - Cosines may be rounded to bf16, rates and places not: load in a dtype, do not cast afterwards.
 # - Outside of autocast q, k and v need one dtype, and on CUDA flash attention wants 16 bits.
@@ -722,7 +722,13 @@ if folder:
 #
 # Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
 # not, why. A hint and a solution are folded away below each.
-#
+
+# %%
+from course.exercises import checks_of
+
+exercises = checks_of("17_language_model")
+
+# %% [markdown]
 # ### 1. How large are the logits?
 #
 # How many GiB do logits in bf16 and their copy in fp32 take together, for 4 sequences of 4096 tokens
@@ -730,7 +736,7 @@ if folder:
 
 # %%
 gibibytes = ...
-check_logits(gibibytes)
+exercises.check_logits(gibibytes)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -758,7 +764,7 @@ def attend(q, k, v):
     return ...
 
 
-check_agreement(attend)
+exercises.check_agreement(attend)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -788,7 +794,7 @@ def mean_of_chunks(logits, targets):
     return ...
 
 
-check_chunked(mean_of_chunks)
+exercises.check_chunked(mean_of_chunks)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -820,7 +826,7 @@ def merge(weight, up, down, scaling):
     return ...
 
 
-check_merge(merge)
+exercises.check_merge(merge)
 
 # %% [markdown]
 # <details><summary>Hint</summary>

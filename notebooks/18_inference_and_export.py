@@ -35,13 +35,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from amp_lab import compare, plots
+from course import figures, start
+
+from amp_lab import compare
 from amp_lab.formats import quantize
-from amp_lab.notebook import start
-from exercises.inference_and_export import check_changed, check_fold, check_gibibytes, check_predict
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
-plots.use_style()
+figures.use_style()
 
 # %% [markdown]
 # ## The idea in five lines
@@ -201,7 +201,7 @@ def moved(name):
     return ((first - second)[:, 0].cpu() - gap).abs()
 
 
-_ = plots.gap_and_change(gap, {name: moved(name) for name in ("bf16 autocast", "bf16 cast once")})
+_ = figures.gap_and_change(gap, {name: moved(name) for name in ("bf16 autocast", "bf16 cast once")})
 for name in ("bf16 autocast", "bf16 cast once"):
     flipped = outputs[name].argmax(1).cpu() != best.indices[:, 0].cpu()
     to_second = outputs[name].argmax(1).cpu() == best.indices[:, 1].cpu()
@@ -508,7 +508,7 @@ else:
 #
 # For a run of `amp-lab train`, one line exports the model: `amp-lab export runs/x model.onnx
 # --dtype fp16` (or `.pt2`, `.safetensors`) casts a copy, says what that changed, reads the file
-# again and compares decisions before the file takes its name. <!-- tests/training/test_export.py -->
+# again and compares decisions before the file takes its name. <!-- tests/train/test_export.py -->
 #
 # ## Eight bits and fewer
 #
@@ -610,7 +610,13 @@ with torch.inference_mode():
 #
 # Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
 # not, why. A hint and a solution are folded away below each.
-#
+
+# %%
+from course.exercises import checks_of
+
+exercises = checks_of("18_inference_and_export")
+
+# %% [markdown]
 # ### 1. How large is it?
 #
 # A language model has 8 billion parameters (8e9). Stored in INT8, each row of 4,096 weights shares
@@ -618,7 +624,7 @@ with torch.inference_mode():
 
 # %%
 gibibytes = ...
-check_gibibytes(gibibytes)
+exercises.check_gibibytes(gibibytes)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -648,7 +654,7 @@ def changed_share(reference, logits):
     return ...
 
 
-check_changed(changed_share)
+exercises.check_changed(changed_share)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -677,7 +683,7 @@ def predict(model, images):
     return ...
 
 
-check_predict(predict)
+exercises.check_predict(predict)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -707,7 +713,7 @@ def fold(convolution, norm):  # weight (out, in, height, width) and bias (out,)
     return ...
 
 
-check_fold(fold)
+exercises.check_fold(fold)
 
 # %% [markdown]
 # <details><summary>Hint</summary>

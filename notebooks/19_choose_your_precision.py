@@ -32,9 +32,9 @@ from unittest import mock
 import torch
 from torch import nn
 
+from course import start
+
 from amp_lab import describe_device
-from amp_lab.notebook import start
-from exercises.choose_your_precision import check_bits, check_cases, check_outputs, check_scale_down
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 
@@ -162,8 +162,9 @@ with (
 ):
     says = torch.cuda.is_bf16_supported()
     means = torch.cuda.is_bf16_supported(including_emulation=False)
+    has_tf32 = torch.cuda.is_tf32_supported()
 print(f"Turing: is_bf16_supported() is {says}, without emulation {means}")
-assert (says, means) == (True, False)
+assert (says, means, has_tf32) == (True, False, False)
 
 # %% [markdown]
 # `including_emulation=False` is the question that you mean. Second, why subnormals matter: these
@@ -308,15 +309,16 @@ print("outputs finite in bf16:", in_bf16.isfinite().all().item())
 print("outputs finite in fp16:", in_fp16.isfinite().all().item())
 assert in_bf16.isfinite().all()
 assert not in_fp16.isfinite().all()
+assert model[2].weight.detach().abs().max() < torch.finfo(torch.float16).smallest_normal
 
 # %% [markdown]
 # In fp16 hidden values become infinite, and then outputs become infinite or NaN. (The small weights
-# of the last layer became subnormal on the way: a cast to fp16 can lose at both ends.) So **look
+# of the last layer became subnormal or 0 on the way: a cast to fp16 can lose at both ends.) So **look
 # before you cast**: run some of your own inputs through the model with `largest_values`, and
 # compare each value with 65504. Run it in fp32, or in bf16 where fp32 does not fit, if need be
 # slowly on a CPU: here only the range counts. Leave a margin of at least 2, since inside an
 # attention or a norm values can be larger than what comes out. `amp-lab export --dtype fp16`
-# refuses a model whose outputs are not finite. <!-- tests/training/test_export.py -->
+# refuses a model whose outputs are not finite. <!-- tests/train/test_export.py -->
 #
 # What then? Keep the layers that exceed the range in fp32, and the rest in fp16. Or move a power of
 # two from one layer into the next. Within the range that is exact, and possible where what lies
@@ -515,7 +517,13 @@ logging.disable(logging.NOTSET)
 #
 # Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
 # not, why. A hint and a solution are folded away below each.
-#
+
+# %%
+from course.exercises import checks_of
+
+exercises = checks_of("19_choose_your_precision")
+
+# %% [markdown]
 # ### 1. Decide
 #
 # What do you begin with? Choose for each case one of "fp32", "fp16 with a scaler", "fp16" (cast
@@ -534,7 +542,7 @@ answers = {
     "serve on a CPU with AMX": ...,
     "train on a laptop's CPU with AVX2 alone": ...,
 }
-check_cases(answers)
+exercises.check_cases(answers)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -574,7 +582,7 @@ def bits_left(product):
     return ...
 
 
-check_bits(bits_left)
+exercises.check_bits(bits_left)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -607,7 +615,7 @@ outputs = {
     'Fabric, precision="bf16-true"': ...,
     "torch.autocast, after a last linear layer": ...,
 }
-check_outputs(outputs)
+exercises.check_outputs(outputs)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -641,7 +649,7 @@ def scale_down(model, x):
     return ...
 
 
-check_scale_down(scale_down)
+exercises.check_scale_down(scale_down)
 
 # %% [markdown]
 # <details><summary>Hint</summary>

@@ -10,8 +10,8 @@ import nbformat
 import pytest
 
 import build_pairs
-from amp_lab.cpu import check_limits
-from amp_lab.errors import DeviceError
+from amp_lab.core.cpu import check_limits
+from amp_lab.core.errors import DeviceError
 
 # What the committed outputs were made with.
 SETTINGS = {"AMP_LAB_DEVICE": "cpu", "AMP_LAB_SCALE": "quick"}

@@ -12,7 +12,6 @@ import measure_code
 
 ROOT = measure_code.ROOT
 PACKAGE = measure_code.PACKAGE
-NOTEBOOKS = sorted(PACKAGE.parent.glob("[0-9]*.py"))
 
 # What the package keeps to. Its number of lines and of public names has no limit.
 MOST_BRANCHING_PER_100_FUNCTIONS = 5.0
@@ -24,7 +23,7 @@ MOST_PER_1000_LINES = {"tuple_assignments": 7.0, "conditional_expressions": 22.0
 
 
 def test_the_package_keeps_the_rules():
-    assert measure_code.complaints(PACKAGE, NOTEBOOKS) == []
+    assert measure_code.complaints(PACKAGE, measure_code.NOTEBOOKS) == []
 
 
 def test_the_package_stays_plain():
@@ -32,7 +31,9 @@ def test_the_package_stays_plain():
     limits = "\n".join(f"{name}: {value}" for name, value in figures.items())
     assert number(figures, "blocks") <= MOST_BRANCHING_PER_100_FUNCTIONS, limits
     assert number(figures, "comments") >= FEWEST_COMMENTS_PER_100_LINES, limits
-    errors = re.findall(r"^class (\w+)\(", (PACKAGE / "errors.py").read_text(), re.MULTILINE)
+    errors = re.findall(
+        r"^class (\w+)\(", (PACKAGE / "core" / "errors.py").read_text(), re.MULTILINE
+    )
     assert len(errors) <= MOST_ERROR_CLASSES, errors
 
 
@@ -54,33 +55,41 @@ def number(figures: dict[str, str], beginning: str) -> float:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A package that keeps all the rules: a module of the ground and two rooms."""
+    """A package that keeps all the rules: folders of two floors, one with a folder inside."""
     package = tmp_path / "amp_lab"
-    for room in ("data", "cli", "notebook"):
-        (package / room).mkdir(parents=True)
-        (package / room / "__init__.py").write_text("")
+    for folder in ("core", "train", "train/data", "cli"):
+        (package / folder).mkdir(parents=True, exist_ok=True)
+        (package / folder / "__init__.py").write_text("")
     (package / "__init__.py").write_text("_EXPORTS = {}\n")
-    (package / "device.py").write_text("import amp_lab.errors\n")
-    (package / "cli" / "__init__.py").write_text("from amp_lab import data, device\n")
+    (package / "core" / "device.py").write_text("import amp_lab.core.errors\n")
+    (package / "train" / "run.py").write_text("from amp_lab.train.data import batches\n")
+    (package / "cli" / "__init__.py").write_text("from amp_lab import core, train\n")
     return package
 
 
 def test_a_package_that_keeps_the_rules_is_told_nothing(small):
-    (small.parent / "01_sound.py").write_text("from amp_lab import data\nimport amp_lab.cli\n")
-    assert measure_code.complaints(small, [small.parent / "01_sound.py"]) == []
+    notebook = small.parent / "01_sound.py"
+    notebook.write_text("from amp_lab.train.data import x\nfrom amp_lab.core.device import y\n")
+    assert measure_code.complaints(small, [notebook]) == []
 
 
 @pytest.mark.parametrize(
     ("file", "text", "said"),
     [
-        ("device.py", "from amp_lab.data import batches\n", "the ground imports no room"),
-        ("device.py", "def f():\n    from amp_lab import data\n", "the ground imports no room"),
-        ("data/__init__.py", "import amp_lab.cli.train\n", "data/ imports cli/, which is above it"),
-        ("cli/train.py", "from amp_lab.notebook import start\n", "which is for notebooks alone"),
-        ("banana.py", "", "neither ground nor a room"),
-        ("data/__init__.py", "x = 1\n" * 501, "501 lines; split a module of more than 500"),
-        ("device.py", "def f():\n" + "    x = 1\n" * 80, "f has 81 lines; split a function"),
-        ("../02_x.py", "from amp_lab.data.images import x\n", "from the door, amp_lab.data"),
+        ("core/device.py", "from amp_lab.train.data import x\n", "core/ imports train/, which is"),
+        ("core/device.py", "def f():\n    from amp_lab import train\n", "core/ imports train/"),
+        ("train/run.py", "import amp_lab.cli.train\n", "train/ imports cli/, which is above it"),
+        (
+            "train/data/text.py",
+            "from amp_lab.train.run import x\n",
+            "a file of train/, which holds",
+        ),
+        ("banana.py", "", "in no folder that measure_code.py knows"),
+        ("train/run.py", "x = 1\n" * 501, "501 lines; split a module of more than 500"),
+        ("core/device.py", "def f():\n" + "    x = 1\n" * 80, "f has 81 lines; split a function"),
+        ("../02_x.py", "from amp_lab.train.data.text import x\n", "a file of amp_lab.train.data;"),
+        ("../02_x.py", "import amp_lab.train.run as x\n", "a file of amp_lab.train;"),
+        ("../02_x.py", "from amp_lab.train import run\n", "a file of amp_lab.train;"),
     ],
 )
 def test_a_broken_rule_is_named_with_its_place(small, file, text, said):
@@ -108,14 +117,14 @@ def test_ruff_holds_the_size_of_a_function(tmp_path, text, rule):
     assert rule in done.stdout, done.stdout
 
 
-def test_the_page_shows_the_rooms_that_there_are():
+def test_the_page_shows_the_folders_that_there_are():
     page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    table = page.partition("## The rooms")[2].partition("\n## ")[0]
+    table = page.partition("## The folders")[2].partition("\n## ")[0]
     shown = re.findall(r"^\| `(\w+)/` \|", table, re.MULTILINE)
-    assert sorted(shown) == sorted(measure_code.ROOMS)
+    assert sorted(shown) == sorted(measure_code.FOLDERS)
     folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert folders == set(shown)
-    for module in measure_code.GROUND[1:]:
-        assert f"`{module}`" in page, module
-    for path in re.findall(r"`((?:notebooks|tests|tools|data|docker)/[\w./-]*)`", page):
+    for module in (PACKAGE / "core").glob("[a-z]*.py"):
+        assert f"`{module.stem}`" in page, module
+    for path in re.findall(r"`((?:src|notebooks|tests|tools|data|docker)/[\w./-]*)`", page):
         assert (ROOT / path).exists(), path

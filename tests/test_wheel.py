@@ -46,7 +46,8 @@ def built(tmp_path_factory) -> dict[str, Path]:
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"):
         shutil.copy(ROOT / name, source)
-    for name in ("notebooks", "tests", "data/results"):  # of which only the package is to go in
+    # Of which only the package is to go in.
+    for name in ("src", "notebooks", "tests", "data/results"):
         unwanted = shutil.ignore_patterns("__pycache__", ".*")
         shutil.copytree(ROOT / name, source / name, ignore=unwanted)
     code = "from pdm.backend import build_sdist, build_wheel; build_wheel('d'); build_sdist('d')"
@@ -55,16 +56,16 @@ def built(tmp_path_factory) -> dict[str, Path]:
 
 
 def test_both_are_small_and_hold_the_package_alone(built):
-    package = ROOT / "notebooks" / "amp_lab"
+    package = ROOT / "src" / "amp_lab"
     modules = {str(path.relative_to(package.parent)) for path in package.rglob("*.py")}
     data = {"amp_lab/py.typed", "amp_lab/bench/tiled_convmodel.cpp"}
     wheel = set(zipfile.ZipFile(built[".whl"]).namelist())
     assert {name for name in wheel if ".dist-info/" not in name} == {*modules, *data}
     with tarfile.open(built[".tar.gz"]) as archive:
         source = {name.partition("/")[2] for name in archive.getnames()}
-    inside = {name.removeprefix("notebooks/") for name in source if name.startswith("notebooks/")}
+    inside = {name.removeprefix("src/") for name in source if name.startswith("src/")}
     assert inside == {*modules, *data}
-    others = {name for name in source if not name.startswith("notebooks/")}
+    others = {name for name in source if not name.startswith("src/")}
     assert others == {"LICENSE", "PKG-INFO", "README.md", "pyproject.toml"}
     assert max(path.stat().st_size for path in built.values()) < MAX_BYTES
 

@@ -1,4 +1,4 @@
-"""The pages of the site about the package: one a room, from docstrings, with nothing imported.
+"""The pages of the site about the package: one a folder, from docstrings, with nothing imported.
 
 The source is parsed, so that no page needs torch, and docstrings are read as Markdown, which they
 nearly are: text indented by four is code, and what is in backticks is code too. A public name in
@@ -14,8 +14,6 @@ from pathlib import Path
 
 CODE = re.compile(r"(?<!`)`([A-Za-z_.]+)(\(\))?`(?!`)")
 SENTENCE = re.compile(r"(.+?(?:\?|(?=[.:](?: |$))))[.:]?(?: (.*))?$")
-# What the ground has to say: it is no room, and has no door.
-GROUND = "What every room builds on: precisions, devices, timing, and errors."
 Definition = ast.ClassDef | ast.FunctionDef
 
 
@@ -24,42 +22,40 @@ class Entry:
     """A public name: how people import it, and where it is defined."""
 
     name: str  # amp_lab.xray
-    room: str  # tracing, or ground
+    folder: str  # core, tracing, train
     node: Definition
     source: tuple[str, ...]  # lines of its module
 
 
 def pages(package: Path) -> dict[str, str]:
-    """The pages by their file names: `index.md`, and one for each room that has public names."""
+    """The pages by their file names: `index.md`, and one for each folder that has public names."""
     entries = public_names(package)
     links = {entry.name.rpartition(".")[2]: entry.name for entry in entries}
     links |= {entry.name: entry.name for entry in entries}
-    by_room: dict[str, list[Entry]] = {}
+    by_folder: dict[str, list[Entry]] = {}
     for entry in entries:
-        by_room.setdefault(entry.room, []).append(entry)
+        by_folder.setdefault(entry.folder, []).append(entry)
     made = {}
-    overview = ["# What `amp_lab` has", _paragraphs(_door(package), links)]
-    for room in sorted(by_room, key=lambda room: (room != "ground", room)):
-        named = sorted(by_room[room], key=lambda entry: entry.name.rpartition(".")[2].lower())
-        text = GROUND if room == "ground" else _door(package / room)
+    overview = ["# What `amp_lab` has", _paragraphs(_docstring(package), links)]
+    for folder, listed in sorted(by_folder.items()):
+        named = sorted(listed, key=lambda entry: entry.name.rpartition(".")[2].lower())
+        text = _docstring(package / folder)
         found = SENTENCE.match(" ".join(text.partition("\n\n")[0].split()))
-        title, rest = (f"`{room}/`: {found[1]}", found[2] or "") if found else (room, text)
+        title, rest = (f"`{folder}/`: {found[1]}", found[2] or "") if found else (folder, text)
         rest = rest[:1].upper() + rest[1:] + "\n\n" + text.partition("\n\n")[2]
-        if room == "ground":
-            title, rest = "The ground: precisions, devices, timing, errors", text
         body = [f"# {title}", _paragraphs(rest.strip(), links)]
         body += [_entry(entry, links) for entry in named]
-        made[f"{room}.md"] = "\n\n".join(filter(None, body)) + "\n"
+        made[f"{folder}.md"] = "\n\n".join(filter(None, body)) + "\n"
         rows = [f"| {{py:obj}}`{e.name}` | {_summary(e.node, links)} |" for e in named]
-        overview += [f"## [{room}]({room}.md)", "\n".join(["| name | |", "|---|---|", *rows])]
-    tree = "\n".join(room.removesuffix(".md") for room in sorted(made))
+        overview += [f"## [{folder}]({folder}.md)", "\n".join(["| name | |", "|---|---|", *rows])]
+    tree = "\n".join(name.removesuffix(".md") for name in sorted(made))
     overview.append(f"```{{toctree}}\n:hidden:\n\n{tree}\n```")
     made["index.md"] = "\n\n".join(overview) + "\n"
     return made
 
 
 def public_names(package: Path) -> list[Entry]:
-    """What `amp_lab` exports, and what the doors of its rooms export besides."""
+    """What `amp_lab` exports, and what its folders export besides."""
     found: dict[tuple[str, str], Entry] = {}
 
     def add(name: str, module: str, origin: str) -> None:
@@ -67,25 +63,24 @@ def public_names(package: Path) -> list[Entry]:
         if defined is None:
             return
         where, node = defined
-        room = where.partition(".")[0] if (package / where.partition(".")[0]).is_dir() else "ground"
+        folder = where.partition(".")[0]
         source = tuple(_path(package, where).read_text(encoding="utf-8").splitlines())
-        found.setdefault((where, origin), Entry(name, room, node, source))
+        found.setdefault((where, origin), Entry(name, folder, node, source))
 
     exports = _literal(package / "__init__.py", "_EXPORTS") or {}
     for name, module in exports.items():
         add(f"amp_lab.{name}", module, name)
-    for door in sorted(package.glob("*/__init__.py")):
-        room = door.parent.name
-        if room == "plots":
-            for module, name in _figures(door.parent):
-                add(f"amp_lab.plots.{name}", module, name)
-        for name in _literal(door, "__all__") or ():
-            add(f"amp_lab.{room}.{name}", room, name)
+    for module, name in _figures(package / "plots"):
+        add(f"amp_lab.plots.{name}", module, name)
+    for file in sorted(package.glob("*/**/__init__.py")):
+        module = ".".join(file.parent.relative_to(package).parts)
+        for name in _literal(file, "__all__") or ():
+            add(f"amp_lab.{module}.{name}", module, name)
     return list(found.values())
 
 
 def _figures(plots: Path) -> Iterator[tuple[str, str]]:
-    """Module and name of each figure: the door exports all that is public, and of `style` this."""
+    """Module and name of each figure: all that is public is exported, and of `style` this."""
     for file in sorted(plots.glob("[a-z]*.py")):
         names = [node.name for node in _tree(file).body if isinstance(node, ast.FunctionDef)]
         for name in names:
@@ -126,7 +121,7 @@ def _definition(package: Path, module: str, name: str) -> tuple[str, Definition]
     return None
 
 
-def _door(folder: Path) -> str:
+def _docstring(folder: Path) -> str:
     return ast.get_docstring(_tree(folder / "__init__.py")) or ""
 
 

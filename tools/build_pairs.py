@@ -32,7 +32,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from PIL import Image
 
-from amp_lab.timing import Rounds
+from amp_lab.core.timing import Rounds
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 TEMPLATE = Path(__file__).resolve().parent / "notebook_template.txt"
@@ -42,7 +42,7 @@ KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": 
 CELL_TIMEOUT_S = 600
 IGNORED = "nbval-ignore-output"  # the tag of a cell whose output depends on the machine
 UNTRUSTED = re.compile(r"not trusted|too busy")  # what a comparison prints on a busy machine
-DIRTY = re.compile(r"commit [0-9a-f]{7,}\+")  # as `amp_lab.notebook.start` prints it
+DIRTY = re.compile(r"commit [0-9a-f]{7,}\+")  # as `course.start` prints it
 README_FIGURE = FOLDER / "04_fp32_vs_amp.png"  # the last figure of the notebook of that name
 
 

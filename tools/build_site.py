@@ -84,7 +84,7 @@ def gather(root: Path, sources: Path) -> None:
     stage = _Stage(root, sources, set(written))
     for page in written:
         stage.add(page)
-    for name, text in api_pages.pages(root / "notebooks" / "amp_lab").items():
+    for name, text in api_pages.pages(root / "src" / "amp_lab").items():
         _write(sources / "api" / name, text)
     stage.finish_first_page(bar)
     for pattern in ("site/playgrounds/*.js", "site/playgrounds/*.css", "site/static/*"):

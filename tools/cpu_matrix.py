@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from amp_lab.cpu import LIMITS
+from amp_lab.core.cpu import LIMITS
 
 ROOT = Path(__file__).resolve().parent.parent
 REVERSED = "AMP_LAB_REVERSED"

@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from amp_lab.cpu import matrix_instructions
-from amp_lab.device import device_name
-from amp_lab.errors import first_line
-from amp_lab.files import write_whole
-from amp_lab.timing import measure
+from amp_lab.core.cpu import matrix_instructions
+from amp_lab.core.device import device_name
+from amp_lab.core.errors import first_line
+from amp_lab.core.files import write_whole
+from amp_lab.core.timing import measure
 from cpu_matrix import RUNS, can_do
 
 CPU = torch.device("cpu")

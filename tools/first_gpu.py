@@ -156,7 +156,10 @@ def _run(command: list[str], settings: Settings, log: Path, limit_s: float) -> i
         "AMP_LAB_SCALE": settings.scale,
         "MPLBACKEND": "Agg",
         "PYTHONPATH": os.pathsep.join(
-            [str(ROOT / "notebooks"), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")]
+            [
+                *(str(ROOT / folder) for folder in ("src", "notebooks", "tools")),
+                os.environ.get("PYTHONPATH", ""),
+            ]
         ).rstrip(os.pathsep),
     }
     with open(log, "a", encoding="utf-8") as file:

@@ -138,9 +138,11 @@ def setting_problem() -> str | None:
         return None  # the usual case, which need not load torch
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed; run `pdm run sync`, or on AMD see docs/hardware.md"
-    from amp_lab.device import pick_device
-    from amp_lab.errors import AmpLabError
-    from amp_lab.notebook import pick_scale
+    sys.path.append(str(NOTEBOOKS))
+    from course import pick_scale
+
+    from amp_lab.core.device import pick_device
+    from amp_lab.core.errors import AmpLabError
 
     try:
         pick_scale(pick_device())

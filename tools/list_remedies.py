@@ -9,11 +9,11 @@ import importlib
 import sys
 from pathlib import Path
 
-from amp_lab.remedies import REMEDIES, Remedy
+from amp_lab.core.remedies import REMEDIES, Remedy
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = (
-    "amp_lab.cpu",
+    "amp_lab.core.cpu",
     "amp_lab.advisor.learning",
     "amp_lab.advisor.recipes",
     "amp_lab.advisor.session",

@@ -8,7 +8,7 @@ A paragraph makes such a statement if it names an op, a function or a dtype. It 
   (up to two before it and two after it);
 - a source: a link to another site, to a section, or to a file of this project;
 - the mark of what nobody has seen on a GPU;
-- a comment that names the test which holds it: `<!-- tests/training/test_resume.py -->`. In a
+- a comment that names the test which holds it: `<!-- tests/train/test_run.py -->`. In a
   notebook, `<!-- code -->` says that the paragraph only describes the code next to it.
 
 Exit code 1 if a paragraph has none of these, or a comment names a test that does not exist.

@@ -1,8 +1,8 @@
 """The shape of the package in figures, and what breaks the rules of ARCHITECTURE.md.
 
 `python tools/measure_code.py` prints the tables that CONTRIBUTING.md asks for: lines, long modules,
-long and branching functions, comments, public names, rooms and arrows, and then how dense each
-folder is (`density.py`). `complaints` is what the tests call.
+long and branching functions, comments, public names, folders and what they import,
+and then how dense each is (`density.py`). `complaints` is what the tests call.
 """
 
 import ast
@@ -16,19 +16,15 @@ from pathlib import Path
 import density
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "notebooks" / "amp_lab"
+PACKAGE = ROOT / "src" / "amp_lab"
+COURSE = ROOT / "notebooks" / "course"
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.py"))
 
-GROUND = (
-    "__init__", "errors", "files", "requirements", "report", "precision", "backends", "allocator",
-    "cpu", "remedies", "torch_versions", "estimates", "timing", "device",
+FOLDERS = (
+    "core", "plots", "migrate", "models", "parallel", "tracing", "numerics", "difference",
+    "advisor", "formats", "bench", "train", "cli",
 )  # fmt: skip
-"""Modules that lie beside the rooms, and that every room may import."""
-
-ROOMS = (
-    "plots", "migrate", "data", "distributed", "checkpoint", "tracing", "numerics", "difference",
-    "advisor", "formats", "training", "bench", "notebook", "cli",
-)  # fmt: skip
-"""From the lowest to the highest: a room may import those before it, and the ground."""
+"""From the lowest to the highest: a folder imports only those before it."""
 
 MAX_MODULE_LINES = 500
 MAX_FUNCTION_LINES = 80
@@ -51,8 +47,8 @@ def main() -> int:
     for name, value in table(PACKAGE).items():
         print(f"{name:<46}{value:>8}")
     print()
-    density.print_table([PACKAGE, ROOT / "tools"])
-    found = complaints(PACKAGE, sorted(PACKAGE.parent.glob("[0-9]*.py")))
+    density.print_table([PACKAGE, COURSE, ROOT / "tools"])
+    found = complaints(PACKAGE, NOTEBOOKS)
     print("\n".join(found))
     return 1 if found else 0
 
@@ -60,8 +56,8 @@ def main() -> int:
 def complaints(package: Path, notebooks: list[Path]) -> list[str]:
     """What breaks the rules, a line each with its place and what to do about it."""
     return [
-        *_doors(notebooks),
-        *_arrows(package),
+        *_files_of_folders(package, notebooks),
+        *_wrong_imports(package),
         *_sizes(package),
     ]
 
@@ -73,7 +69,7 @@ def table(package: Path) -> dict[str, str]:
     functions = [node for path in modules for node in _functions(path)]
     branching = branching_functions(package)
     sloc, comments = _comments(package)
-    rooms = [path.name for path in package.iterdir() if (path / "__init__.py").exists()]
+    folders = [path.name for path in package.iterdir() if (path / "__init__.py").exists()]
     long_modules = sum(count > MAX_MODULE_LINES for count in lines)
     long_functions = sum(_length(node) > MAX_FUNCTION_LINES for node in functions)
     branching_share = 100 * len(branching) / len(functions)
@@ -85,21 +81,19 @@ def table(package: Path) -> dict[str, str]:
         f"blocks of complexity over {MAX_COMPLEXITY} per 100 functions": f"{branching_share:.1f}",
         "comments per 100 lines of code": f"{comment_share:.1f}",
         "public names": str(len(_public_names(package))),
-        "rooms": str(len(rooms)),
-        "arrows between rooms": str(len(_pairs_of_rooms(package))),
+        "folders": str(len(folders)),
+        "imports from folder to folder": str(len(_pairs_of_folders(package))),
     }
 
 
-def _pairs_of_rooms(package: Path) -> set[tuple[str, str]]:
-    """Each room with every other room that it imports."""
+def _pairs_of_folders(package: Path) -> set[tuple[str, str]]:
+    """Each folder with every other folder that it imports."""
     pairs = set()
     for path in _modules(package):
-        room = _room(package, path)
+        here = path.relative_to(package).parts[0]
         for found in _imports(path):
-            target = found.module.partition(".")[0]
-            if room != target and room in ROOMS and target in ROOMS:
-                pairs.add((room, target))
-    return pairs
+            pairs |= {(here, target) for target in _imported_folders(found) if target != here}
+    return {(here, target) for here, target in pairs if here in FOLDERS}
 
 
 def branching_functions(package: Path) -> list[str]:
@@ -129,40 +123,65 @@ def _radon(*command: object) -> dict:
     return json.loads(done.stdout)
 
 
-def _doors(notebooks: list[Path]) -> Iterator[str]:
+def _files_of_folders(package: Path, notebooks: list[Path]) -> Iterator[str]:
+    """Notebooks take names from a folder, not from a file in it; core has nothing but files."""
     for path in notebooks:
         for found in _imports(path):
-            if "." in found.module:
-                room = found.module.partition(".")[0]
+            folder = _folder_of_module(package, found.module)
+            place = package.joinpath(*folder.split("."))
+            files = {name for name in found.names if (place / f"{name}.py").exists()}
+            is_file = found.module != folder or bool(files - _names_exported(place))
+            if is_file and found.module.partition(".")[0] != "core":
                 yield (
-                    f"{path.name}:{found.line}: imports a file of a room, amp_lab.{found.module}; "
-                    f"take it from the door, amp_lab.{room} (or add it there), or from amp_lab"
+                    f"{path.name}:{found.line}: imports a file of amp_lab.{folder}; take what it "
+                    "needs from there (or add it to its __init__.py), or from amp_lab"
                 )
 
 
-def _arrows(package: Path) -> Iterator[str]:
+def _names_exported(folder: Path) -> set[str]:
+    """What the `__init__` of a folder imports, which may have the name of a file beside it."""
+    return {name for found in _imports(folder / "__init__.py") for name in found.names}
+
+
+def _folder_of_module(package: Path, module: str) -> str:
+    """``train.data`` of ``train.data.images``: as far as the parts of a module are folders."""
+    path = package
+    folders = []
+    for part in module.split("."):
+        path = path / part
+        if not path.is_dir():
+            break
+        folders.append(part)
+    return ".".join(folders)
+
+
+def _wrong_imports(package: Path) -> Iterator[str]:
+    """Imports of a folder further up, or from a folder inside of another of the files around it."""
     for path in _modules(package):
-        here = _room(package, path)
+        here, *inside = path.relative_to(package).with_suffix("").parts
         place = path.relative_to(package.parent)
-        if here not in (*GROUND, *ROOMS, "__main__"):
-            yield f"{place}: neither ground nor a room that {Path(__file__).name} knows; add it"
+        if here in ("__init__", "__main__"):
+            continue
+        if here not in FOLDERS:
+            yield f"{place}: in no folder that {Path(__file__).name} knows; add it"
             continue
         for found in _imports(path):
-            there = found.module.partition(".")[0]
-            # `from amp_lab import x` names a module of the ground, a room, or a name of the face.
-            targets = [there] if there else [name for name in found.names if name in ROOMS]
-            for target in targets:
-                if target not in ROOMS or target == here or here == "__main__":
-                    continue
-                if target == "notebook":
-                    yield f"{place}:{found.line}: imports notebook/, which is for notebooks alone"
-                elif here not in ROOMS:
-                    yield f"{place}:{found.line}: the ground imports no room, but this {target}/"
-                elif ROOMS.index(target) > ROOMS.index(here):
+            for target in _imported_folders(found):
+                if FOLDERS.index(target) > FOLDERS.index(here):
                     yield (
                         f"{place}:{found.line}: {here}/ imports {target}/, which is above it in "
                         "ARCHITECTURE.md; move what it needs further down"
                     )
+            is_around = found.module.startswith(f"{here}.") and len(inside) > 1
+            if is_around and _folder_of_module(package, found.module) == here:
+                yield f"{place}:{found.line}: imports a file of {here}/, which holds its folder"
+
+
+def _imported_folders(found: Import) -> list[str]:
+    """The folder that an import names; `from amp_lab import x` may name several, or none."""
+    first = found.module.partition(".")[0]
+    candidates = (first,) if first else found.names
+    return [name for name in candidates if name in FOLDERS]
 
 
 def _sizes(package: Path) -> Iterator[str]:
@@ -181,12 +200,6 @@ def _sizes(package: Path) -> Iterator[str]:
 
 def _modules(package: Path) -> list[Path]:
     return sorted(package.rglob("*.py"))
-
-
-def _room(package: Path, path: Path) -> str:
-    """The room that a module lies in, or its own name if it lies beside the rooms."""
-    parts = path.relative_to(package).with_suffix("").parts
-    return parts[0]
 
 
 def _functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:

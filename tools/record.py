@@ -17,8 +17,8 @@ import sys
 import time
 from pathlib import Path
 
-from amp_lab.device import device_name, pick_device
-from amp_lab.files import write_whole
+from amp_lab.core.device import device_name, pick_device
+from amp_lab.core.files import write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "data" / "results"
@@ -90,7 +90,7 @@ def slug() -> str:
 def run(name: str, parts: list[str]) -> list[str]:
     """Run the parts in turn; returns those that failed."""
     failed = []
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(("notebooks", "tools"))}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(("src", "notebooks", "tools"))}
     for part in parts:
         start = time.monotonic()
         file = RESULTS / f"{part}-{name}.json"

@@ -48,8 +48,8 @@ for path in glob.glob("/proc/[0-9]*/stat"):
 """
 WHAT_AN_IMAGE_CAN_BREAK = (  # kernels, worker processes, files, the tools, the command
     "notebooks/03_grad_scaler_step_by_step.ipynb",
-    "tests/data",
-    "tests/checkpoint",
+    "tests/train/data",
+    "tests/train/checkpoint",
     "tests/tools",
     "tests/cli/test_cli.py",
 )
@@ -165,10 +165,11 @@ def test_inside_it_is_nobody_in_particular(lab):
     assert lab.run_inside("cat", "/proc/1/comm").strip() == "tini"
 
 
-def test_only_notebooks_and_data_of_the_host_are_there(lab):
+def test_only_code_notebooks_and_data_of_the_host_are_there(lab):
     binds = [mount for mount in lab.inspect()["Mounts"] if mount["Type"] == "bind"]
-    assert {mount["Destination"] for mount in binds} == {"/work/notebooks", "/work/data"}
-    for path in ("/work/x", "/etc/x", "/x"):
+    expected = {"/work/src", "/work/notebooks", "/work/data"}
+    assert {mount["Destination"] for mount in binds} == expected
+    for path in ("/work/src/x", "/work/x", "/etc/x", "/x"):
         assert lab.compose("exec", "-T", "lab", "touch", path, check=False).returncode != 0
 
 

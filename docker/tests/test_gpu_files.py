@@ -70,7 +70,7 @@ def test_every_file_is_as_safe_as_the_first(checkout, file):
     assert lab["restart"] == "on-failure:5"
     assert int(lab["shm_size"]) == 2 * 2**30
     assert int(lab["mem_limit"]) == 16 * 2**30
-    assert {v["target"] for v in lab["volumes"]} == {"/work/notebooks", "/work/data"}
+    assert {v["target"] for v in lab["volumes"]} == {"/work/src", "/work/notebooks", "/work/data"}
     for forbidden in ("privileged", "network_mode", "cap_add", "pid", "ipc"):
         assert forbidden not in lab
 

@@ -29,9 +29,9 @@ from amp_lab.advisor.recipes import (
     program,
     recipes,
 )
-from amp_lab.device import DeviceReport
-from amp_lab.errors import DeviceError, OptionError, TraceError
-from amp_lab.timing import Comparison
+from amp_lab.core.device import DeviceReport
+from amp_lab.core.errors import DeviceError, OptionError, TraceError
+from amp_lab.core.timing import Comparison
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
 

@@ -9,8 +9,8 @@ import pytest
 
 from amp_lab.bench.results import Compared, Results, Row
 from amp_lab.bench.results_file import load_results
-from amp_lab.errors import OptionError
-from amp_lab.timing import Ratio
+from amp_lab.core.errors import OptionError
+from amp_lab.core.timing import Ratio
 
 
 def results_of(*rows, **environment):

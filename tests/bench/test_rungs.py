@@ -13,8 +13,8 @@ from amp_lab.bench import rungs, runner
 from amp_lab.bench.results import Row
 from amp_lab.bench.rungs import RUNGS, Case, make_step, rungs_of, use_fp8
 from amp_lab.bench.workloads import gpt_workload
-from amp_lab.errors import OptionError
-from amp_lab.precision import Precision
+from amp_lab.core.errors import OptionError
+from amp_lab.core.precision import Precision
 
 SLOW = ("compile", "max-autotune", "by-hand", "tiles")  # to compile; the last have their own tests
 QUICK = (TRAINING, INFERENCE, GPT, PRODUCT, pytest.param(CLASSIFIER, marks=pytest.mark.weekly))

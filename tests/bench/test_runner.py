@@ -8,15 +8,15 @@ from cases import some_of
 from tiny_workloads import PRODUCT, TRAINING
 from torch import nn
 
-from amp_lab import timing
 from amp_lab.bench import runner
 from amp_lab.bench.limits import Ceilings
 from amp_lab.bench.results import Results, Row
 from amp_lab.bench.results_file import load_results
 from amp_lab.bench.rungs import Case
 from amp_lab.bench.workloads import Problem, Workload, convmodel_workload
-from amp_lab.errors import OptionError
-from amp_lab.precision import Precision
+from amp_lab.core import timing
+from amp_lab.core.errors import OptionError
+from amp_lab.core.precision import Precision
 
 CPU = torch.device("cpu")
 CHEAP = ["channels-last", "fused-adam"]  # rungs that compile nothing

@@ -13,8 +13,8 @@ from amp_lab.bench.fused_convmodel import FusedStep
 from amp_lab.bench.results import Row
 from amp_lab.bench.tiled_convmodel import TiledStep, why_not_tiled
 from amp_lab.bench.workloads import convmodel_workload
-from amp_lab.errors import OptionError
-from amp_lab.precision import Precision
+from amp_lab.core.errors import OptionError
+from amp_lab.core.precision import Precision
 
 needs_tiles = pytest.mark.skipif(bool(why_not_tiled()), reason=why_not_tiled() or "")
 CPU = torch.device("cpu")

@@ -23,8 +23,8 @@ from amp_lab.bench import rungs
 from amp_lab.bench.convmodel import ConvModel, quantized_sine
 from amp_lab.bench.tiled_convmodel import TiledStep, why_not_tiled
 from amp_lab.bench.workloads import convmodel_workload
-from amp_lab.errors import OptionError
-from amp_lab.precision import Precision
+from amp_lab.core.errors import OptionError
+from amp_lab.core.precision import Precision
 
 triton = pytest.importorskip("triton")
 GPUTarget = pytest.importorskip("triton.backends.compiler").GPUTarget

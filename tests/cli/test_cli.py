@@ -141,9 +141,9 @@ def test_the_package_alone_loads_nothing():
 @pytest.mark.parametrize(
     "code",
     some_of(
-        "from amp_lab import measure; from amp_lab.timing import measure as same",
-        "from amp_lab.timing import measure as same; from amp_lab import measure",
-        "import amp_lab.device; from amp_lab import measure; same = measure",
+        "from amp_lab import measure; from amp_lab.core.timing import measure as same",
+        "from amp_lab.core.timing import measure as same; from amp_lab import measure",
+        "import amp_lab.core.device; from amp_lab import measure; same = measure",
     ),
 )
 def test_measure_is_the_function_whichever_way_it_is_imported(code):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from amp_lab.cli.input_argument import InputSpec, arguments_in, drawn, parse_input, parse_shape
-from amp_lab.errors import OptionError
+from amp_lab.core.errors import OptionError
 
 
 def test_shapes():

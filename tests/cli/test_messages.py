@@ -15,7 +15,7 @@ PACKAGE = Path(amp_lab.__file__).parent
 TRAINS = ("train", "sample", "export")
 # Which commands print the messages of a folder; of cli/ those of the file's name.
 PRINTED_BY = {
-    "training": TRAINS, "data": TRAINS, "distributed": TRAINS, "checkpoint": TRAINS,
+    "train": TRAINS, "parallel": TRAINS, "models": TRAINS,
     "bench": ("bench",), "migrate": ("migrate",), "formats": ("rehearse",),
 }  # fmt: skip
 # Files whose messages several commands print, each of which has the options that are named.

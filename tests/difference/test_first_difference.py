@@ -23,8 +23,8 @@ from parting_models import (
 from torch import nn
 
 from amp_lab import first_difference
+from amp_lab.core.errors import NumericsError
 from amp_lab.difference import compare_runs
-from amp_lab.errors import NumericsError
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
 

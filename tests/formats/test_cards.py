@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from amp_lab.errors import OptionError
+from amp_lab.core.errors import OptionError
 from amp_lab.formats.cards import CARDS, card
 
 NAMES = {

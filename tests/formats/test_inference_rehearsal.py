@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from amp_lab import rehearse
 from amp_lab.advisor.recipes import Case
-from amp_lab.errors import NumericsError, OptionError, TraceError
+from amp_lab.core.errors import NumericsError, OptionError, TraceError
 from amp_lab.formats import quantize, torchao_inference
 from amp_lab.formats.cards import card
 from amp_lab.formats.rehearsal_result import InferenceReport

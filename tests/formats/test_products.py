@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from amp_lab.errors import NumericsError
+from amp_lab.core.errors import NumericsError
 from amp_lab.formats import ProductFormats, hadamard, quantize, quantized_linear
 
 

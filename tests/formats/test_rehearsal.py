@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from amp_lab import rehearse
 from amp_lab.advisor.recipes import TRAINING, Case, Recipe, Step
-from amp_lab.errors import NumericsError, OptionError, TraceError
+from amp_lab.core.errors import NumericsError, OptionError, TraceError
 from amp_lab.formats import quantized_linear, torchao_code, torchao_inference
 from amp_lab.formats.interception import intercepted
 from amp_lab.formats.rehearsal_result import TrainingReport

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import some_of
 
-from amp_lab.errors import NumericsError
+from amp_lab.core.errors import NumericsError
 from amp_lab.formats import FORMATS, Counts, quantize
 from conftest import WEEKLY
 

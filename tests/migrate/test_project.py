@@ -6,7 +6,7 @@ import pytest
 from remedy_tests import says
 
 from amp_lab.cli import main
-from amp_lab.remedies import REMEDIES
+from amp_lab.core.remedies import REMEDIES
 
 OLD = "import torch\nscaler = torch.cuda.amp.GradScaler()\n"
 CUSTOM = "from torch.cuda.amp import custom_fwd\n@custom_fwd\ndef f(x): pass\n"

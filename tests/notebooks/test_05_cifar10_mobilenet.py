@@ -1,4 +1,4 @@
-"""Notebook 05: its loops compute what `amp_lab.training` does, and its remedies help."""
+"""Notebook 05: its loops compute what `amp_lab.train` does, and its remedies help."""
 
 import copy
 
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import build_pairs
 from amp_lab import Precision
-from amp_lab.training.loop import evaluate, fit
+from amp_lab.train.loop import evaluate, fit
 
 SOURCE = build_pairs.FOLDER / "05_cifar10_mobilenet.py"
 

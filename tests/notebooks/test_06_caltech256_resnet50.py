@@ -1,4 +1,4 @@
-"""Notebook 06: its loop computes what `amp_lab.training` does; its counts and its search hold."""
+"""Notebook 06: its loop computes what `amp_lab.train` does; its counts and its search hold."""
 
 import copy
 from collections import Counter
@@ -10,7 +10,7 @@ from torch import nn
 
 import build_pairs
 from amp_lab import Precision
-from amp_lab.training.loop import evaluate, fit
+from amp_lab.train.loop import evaluate, fit
 
 SOURCE = build_pairs.FOLDER / "06_caltech256_resnet50.py"
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from definitions import definitions
 import build_pairs
 from amp_lab import Comparison, Precision
 from amp_lab.bench.convmodel import quantized_sine
-from amp_lab.timing import Ratio
+from amp_lab.core.timing import Ratio
 
 SOURCE = build_pairs.FOLDER / "10_speed_ladder.py"
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from definitions import definitions
 
+from course.processes import run_on_backends
+
 import build_pairs
 from amp_lab import load_dataset
-from amp_lab.notebook import run_on_backends
 from conftest import needs_keras
 
 pytestmark = pytest.mark.slow

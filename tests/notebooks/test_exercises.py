@@ -34,11 +34,11 @@ class Exercise:
 
     @property
     def check(self) -> str:
-        return self.call.partition("(")[0]
+        return self.call.partition("(")[0].removeprefix("exercises.")
 
     def run(self, answer: str) -> None:
         """Run an answer as the reader would, in place of the stub, and the check after it."""
-        names = definitions(self.source, device=torch.device("cpu"))
+        names = definitions(self.source, ["exercises"], device=torch.device("cpu"))
         exec(f"{answer}\n{self.call}", names)
 
 
@@ -47,7 +47,7 @@ def exercises(source: Path) -> Iterator[Exercise]:
     cells = build_pairs.read_source(source).cells
     for above, stub, below in zip(cells, cells[1:], [*cells[2:], None], strict=False):
         dots = stub.cell_type == "code" and re.search(r"(=|return|:) \.\.\.", stub.source)
-        if dots and stub.source.rstrip().rpartition("\n")[2].startswith("check_"):
+        if dots and stub.source.rstrip().rpartition("\n")[2].startswith("exercises.check_"):
             yield Exercise(source, stub.source, above.source, below.source if below else "")
 
 

@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import importlib
 import inspect
 import os
 import re
@@ -27,7 +26,7 @@ MAX_MINUTES, MAX_LINES = 30, 1000  # of reading, and of the whole source
 TO_LOOK_THINGS_UP = "08_when_amp_breaks"  # and not to read from its beginning to its end
 MAX_CELL_LINES = 20
 SCRIPT_NEEDS = {"torch", "torchvision", "numpy", "matplotlib", "sklearn", "tqdm"} | {
-    "amp_lab", "exercises",  # beside the notebooks
+    "amp_lab", "course",  # of this checkout
     "PIL", "filelock", "triton",  # come with torchvision and torch
     "matplotlib_inline",  # imported in a kernel alone, which brings it
 }  # fmt: skip
@@ -174,7 +173,9 @@ def test_cells_are_short_and_the_notebook_asserts(source):
         for cell in cells
         if any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(cell.source)))
     ]
-    lesson = [cell for cell in cells if "\ncheck_" not in cell.source]  # exercises check themselves
+    lesson = [
+        cell for cell in cells if "\nexercises.check_" not in cell.source
+    ]  # exercises check themselves
     assert len(asserting) >= len(lesson) / 3, (
         f"{len(asserting)} of {len(lesson)} code cells assert something; a third of them must: "
         "assert what the text says"
@@ -252,47 +253,6 @@ def test_is_a_plain_script_that_needs_little(source):
     assert not names & {"get_ipython", "display"}, "print it, or end the cell with it"
 
 
-def behind_a_door(node: ast.AST) -> list[str]:
-    """The modules inside of a room of amp_lab that this statement imports."""
-    names = []
-    if isinstance(node, ast.Import):
-        names = [alias.name for alias in node.names]
-    elif isinstance(node, ast.ImportFrom) and node.module:
-        names = [node.module]
-        if node.module.startswith("amp_lab."):  # from amp_lab.room import module
-            room = importlib.import_module(node.module)
-            inside = [a.name for a in node.names if inspect.ismodule(getattr(room, a.name, None))]
-            names += [f"{node.module}.{name}" for name in inside]
-    return [name for name in names if name.startswith("amp_lab.") and name.count(".") > 1]
-
-
-@each_notebook
-def test_imports_from_amp_lab_come_from_its_doors(source):
-    """From `amp_lab`, or from a room, whose `__init__` names what is for others."""
-    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
-        inside = behind_a_door(node)
-        assert not inside, (
-            f"line {node.lineno} imports {inside[0]}: import from "
-            f"{inside[0].rpartition('.')[0]} what its __init__ names, or name it there"
-        )
-
-
-@pytest.mark.parametrize(
-    ("line", "inside"),
-    [
-        ("import amp_lab", []),
-        ("from amp_lab import xray", []),
-        ("from amp_lab.data import batches", []),
-        ("from amp_lab.errors import DataError", []),
-        ("from amp_lab.data.images import ImageSet", ["amp_lab.data.images"]),
-        ("from amp_lab.data import images", ["amp_lab.data.images"]),
-        ("import amp_lab.data.images as images", ["amp_lab.data.images"]),
-    ],
-)
-def test_an_import_from_inside_of_a_room_is_noticed(line, inside):
-    assert behind_a_door(ast.parse(line).body[0]) == inside
-
-
 def imports_migration(node: ast.AST) -> bool:
     """Whether this is a statement that loads `amp_lab.migrate`, or a part of it."""
     names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -303,14 +263,14 @@ def imports_migration(node: ast.AST) -> bool:
 
 def test_the_command_and_one_cell_alone_load_what_needs_more():
     """That cell, in notebook 13, does so only where libcst is: see its own test."""
-    package = SOURCES[0].parent / "amp_lab"
+    package = SOURCES[0].parents[1] / "src" / "amp_lab"
     loading = {
-        str(path.relative_to(package.parent))
+        path.name
         for path in (*SOURCES, *package.rglob("*.py"))
         if path.parent != package / "migrate"
         and any(map(imports_migration, ast.walk(ast.parse(path.read_text()))))
     }
-    assert loading == {"13_from_apex.py", "amp_lab/cli/migrate.py"}
+    assert loading == {"13_from_apex.py", "migrate.py"}
     without = "import sys; sys.modules['libcst'] = None; import amp_lab.cli"
     assert subprocess.run([sys.executable, "-c", without]).returncode == 0
 
@@ -337,7 +297,7 @@ def test_script_refuses_a_wrong_setting_in_one_line():
 
 
 def test_script_refuses_a_missing_package_in_one_line():
-    code = "from amp_lab.notebook import start; start('json', 'no_such', 'nor_this')"
+    code = "from course import start; start('json', 'no_such', 'nor_this')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1

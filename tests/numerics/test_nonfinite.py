@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
 from amp_lab import find_nonfinite
-from amp_lab.errors import AmpLabWarning, NumericsError
+from amp_lab.core.errors import AmpLabWarning, NumericsError
 
 mpl.use("agg")
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")

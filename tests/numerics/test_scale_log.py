@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_lab import ScaleLog
-from amp_lab.errors import NumericsError
+from amp_lab.core.errors import NumericsError
 from amp_lab.numerics import scale_log
 
 mpl.use("agg")

@@ -10,7 +10,7 @@ from small_models import CellRnn, Cnn, Rnn, Transformer, hooks_of, images, loss_
 from torch import nn
 
 from amp_lab import AmpLabError, gradient_underflow
-from amp_lab.errors import NumericsError
+from amp_lab.core.errors import NumericsError
 
 mpl.use("agg")
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")

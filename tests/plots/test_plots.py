@@ -14,10 +14,12 @@ import torch
 from matplotlib.colors import to_rgb
 from matplotlib.container import ErrorbarContainer
 
+from course import figures
+
 from amp_lab import plots
-from amp_lab.errors import OptionError
+from amp_lab.core.errors import OptionError
+from amp_lab.core.timing import Comparison, Estimate, Ratio
 from amp_lab.plots import style
-from amp_lab.timing import Comparison, Estimate, Ratio
 
 mpl.use("agg")
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
@@ -97,8 +99,14 @@ FIGURES = {  # figure: its arguments, and what stands on its axes
 }
 
 
+def figure_of(name):
+    """The function that draws a figure, wherever it is: of the package, or of the notebooks."""
+    return getattr(plots, name, None) or getattr(figures, name)
+
+
 def test_no_figure_goes_untested():
-    exported = {name for name, value in vars(plots).items() if inspect.isfunction(value)}
+    names = vars(plots) | vars(figures)
+    exported = {name for name, value in names.items() if inspect.isfunction(value)}
     assert exported - set(FIGURES) == {"image", "save", "use_style"}
 
 
@@ -106,7 +114,7 @@ def test_no_figure_goes_untested():
 def test_a_figure_is_drawn_and_says_what_its_axes_are(name):
     arguments, words = FIGURES[name]
     plots.use_style()
-    drawn = getattr(plots, name)(*arguments)
+    drawn = figure_of(name)(*arguments)
     figure = plt.gcf()
     assert len(plt.get_fignums()) == 1
     figure.draw_without_rendering()  # finds what only fails when it is laid out
@@ -129,7 +137,7 @@ def intervals_of(ax):
 
 
 def test_bars_end_at_their_values_and_say_them():
-    figure = plots.time_and_memory(TIMES, {"fp32": 80.0, "bf16": 60.0}, "peak")
+    figure = figures.time_and_memory(TIMES, {"fp32": 80.0, "bf16": 60.0}, "peak")
     heights = [[bar.get_height() for bar in ax.patches] for ax in figure.axes]
     assert heights == [[9.0, 4.5], [80.0, 60.0]]
     texts = [texts_of(ax) for ax in figure.axes]
@@ -138,14 +146,14 @@ def test_bars_end_at_their_values_and_say_them():
 
 
 def test_what_was_measured_has_its_interval():
-    left, _ = plots.time_and_memory(TIMES, {"fp32": 80.0, "bf16": 60.0}, "peak").axes
+    left, _ = figures.time_and_memory(TIMES, {"fp32": 80.0, "bf16": 60.0}, "peak").axes
     assert intervals_of(left) == [pytest.approx((8, 10)), pytest.approx((4, 5))]
     ladder = plots.speed_ladder({"CNN": RUNGS}).axes[0]
     assert intervals_of(ladder) == [pytest.approx((8, 11))]
-    rates, ratios = plots.throughput_over_batch({8: TIMES}).axes
+    rates, ratios = figures.throughput_over_batch({8: TIMES}).axes
     assert intervals_of(rates) == [pytest.approx((800, 1000)), pytest.approx((1600, 2000))]
     assert intervals_of(ratios) == [pytest.approx((1.96, 2.04))]
-    speedups = plots.growth({"batch": GROWTH}).axes[0]
+    speedups = figures.growth({"batch": GROWTH}).axes[0]
     assert intervals_of(speedups) == [pytest.approx((1.9, 2.2))] * 2
 
 
@@ -163,7 +171,7 @@ NOT_TRUSTED = {  # figure: its arguments, and how often it says that the machine
 @pytest.mark.parametrize("name", NOT_TRUSTED)
 def test_what_is_not_trusted_is_hatched_in_grey_and_says_why(name):
     arguments, times = NOT_TRUSTED[name]
-    getattr(plots, name)(*arguments)
+    figure_of(name)(*arguments)
     axes = plt.gcf().axes
     texts = [" ".join(text.split()) for ax in axes for text in texts_of(ax)]
     assert texts.count("machine too busy") == times
@@ -175,14 +183,14 @@ def test_what_is_not_trusted_is_hatched_in_grey_and_says_why(name):
 
 
 def test_a_line_does_not_go_through_what_is_not_trusted():
-    ax = plots.speedup_over_size([32, 48, 64], {"bf16": [TWICE, UNTOLD, TWICE]})
+    ax = figures.speedup_over_size([32, 48, 64], {"bf16": [TWICE, UNTOLD, TWICE]})
     (line,) = [line for line in ax.lines if line.get_marker() == "o"]
     assert line.get_ydata().tolist() == [2.0, pytest.approx(np.nan, nan_ok=True), 2.0]
     assert sorted(intervals_of(ax))[0] == pytest.approx((0.1, 9.0))
 
 
 def test_parts_are_stacked_and_named_once():
-    ax = plots.bytes_per_parameter(HELD)
+    ax = figures.bytes_per_parameter(HELD)
     bars = [(bar.get_x(), bar.get_width()) for bar in ax.patches]
     assert bars[:3] == [(0, 4), (4, 4), (8, 8)]
     assert [text.get_text() for text in ax.texts] == [" 16", " 6"]
@@ -191,7 +199,7 @@ def test_parts_are_stacked_and_named_once():
 
 
 def test_lines_have_the_colours_of_their_precisions():
-    ax = plots.losses_by_setting({"fp32": [2.0, 1.0], "fp16, O1": [2.0], "fp16, O2": [2.0]})
+    ax = figures.losses_by_setting({"fp32": [2.0, 1.0], "fp16, O1": [2.0], "fp16, O2": [2.0]})
     colours = [line.get_color() for line in ax.lines]
     assert colours == [style.COLOURS[name] for name in ("fp32", "fp16", "fp16")]
     assert [line.get_linestyle() for line in ax.lines] == ["-", "-", "--"]
@@ -218,7 +226,8 @@ def test_precisions_differ_in_greyscale():
 
 
 def test_colours_are_in_one_place():
-    for path in Path(plots.__file__).parent.glob("*.py"):
+    folders = [Path(part.__file__).parent for part in (plots, figures)]
+    for path in [path for folder in folders for path in folder.glob("*.py")]:
         if path.name != "style.py":
             assert not re.search(r"\"(#[0-9a-f]{6}|0\.\d+)\"", path.read_text()), path
 

@@ -10,7 +10,7 @@ import types
 
 import torch
 
-from amp_lab.backends import BACKENDS, Backend
+from amp_lab.core.backends import BACKENDS, Backend
 
 torch.utils.rename_privateuse1_backend("pretend")
 torch.ops.load_library(os.environ["PRETEND_LIBRARY"])

@@ -80,7 +80,7 @@ assert Precision("fp16").grad_scaler("pretend").scale(torch.ones((), device="pre
 BATCHES = """
 import torch
 from amp_lab import load_dataset
-from amp_lab.data import batches
+from amp_lab.train.data import batches
 images = load_dataset("digits", "data").train
 pinned, to = [], torch.Tensor.to
 torch.Tensor.to = lambda x, *where, **how: pinned.append(x.is_pinned()) or to(x, *where, **how)

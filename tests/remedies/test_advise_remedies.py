@@ -19,10 +19,10 @@ from amp_lab.advisor import session
 from amp_lab.advisor.learning import fp16_remarks
 from amp_lab.advisor.outlook import Outlook
 from amp_lab.advisor.recipes import TRAINING, Candidate, Case, Recipe
-from amp_lab.device import describe_device
-from amp_lab.errors import NumericsError, TraceError
-from amp_lab.precision import Precision
-from amp_lab.remedies import REMEDIES
+from amp_lab.core.device import describe_device
+from amp_lab.core.errors import NumericsError, TraceError
+from amp_lab.core.precision import Precision
+from amp_lab.core.remedies import REMEDIES
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
 
@@ -159,7 +159,7 @@ def test_with_more_minutes_more_is_tried(monkeypatch):
 
 STEP = """
 import json
-from amp_lab.allocator import keep_memory, memory_taken
+from amp_lab.core.allocator import keep_memory, memory_taken
 import torch
 from torch import nn
 
@@ -182,7 +182,7 @@ print(json.dumps(min(memory_taken(step) for _ in range(3))))
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="takes glibc")
 def test_memory_that_is_kept_is_not_taken_anew():
     text = REMEDIES["advise.keep_memory"].text
-    assert "set {settings} (or call amp_lab.allocator.keep_memory)" in text
+    assert "set {settings} (or call amp_lab.core.allocator.keep_memory)" in text
 
     def taken(keep: bool = False, **settings: str) -> int:
         command = [sys.executable, "-c", STEP.format(keep=keep)]

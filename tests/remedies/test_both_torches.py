@@ -12,8 +12,8 @@ import pytest
 import torch
 from remedy_tests import does
 
+from amp_lab.core.remedies import REMEDIES
 from amp_lab.migrate import migrate_source
-from amp_lab.remedies import REMEDIES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 

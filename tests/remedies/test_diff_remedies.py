@@ -10,8 +10,8 @@ from remedy_tests import does, says
 from torch import nn
 
 from amp_lab import first_difference
+from amp_lab.core.errors import NumericsError
 from amp_lab.difference.merged_values import merged
-from amp_lab.errors import NumericsError
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
 

@@ -24,10 +24,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from amp_lab import first_difference, forecast_memory, largest_batch, xray
 from amp_lab.cli import main
-from amp_lab.cpu import lstm_error
+from amp_lab.core.cpu import lstm_error
+from amp_lab.core.errors import NumericsError, TraceError
+from amp_lab.core.remedies import REMEDIES
 from amp_lab.difference import compare_runs
-from amp_lab.errors import NumericsError, TraceError
-from amp_lab.remedies import REMEDIES
 from amp_lab.tracing.records import LOSS
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import (
 )
 
 from amp_lab import forecast_memory
-from amp_lab.errors import TraceError
+from amp_lab.core.errors import TraceError
 from amp_lab.tracing.memory import BatchedInputs, memory_table, parse_bytes
 from amp_lab.tracing.memory_result import MemoryTable
 

@@ -19,9 +19,9 @@ from remedy_tests import does
 from torch import nn
 
 from amp_lab import ScaleLog, find_nonfinite
-from amp_lab.errors import NumericsError
+from amp_lab.core.errors import NumericsError
+from amp_lab.core.remedies import REMEDIES
 from amp_lab.numerics.nonfinite_report import NonfiniteReport
-from amp_lab.remedies import REMEDIES
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -8,7 +8,7 @@ from remedy_tests import remedies_tested
 
 import amp_lab
 import list_remedies
-from amp_lab.remedies import REMEDIES, remedy
+from amp_lab.core.remedies import REMEDIES, remedy
 
 
 def test_every_remedy_has_a_test_and_every_test_a_remedy():

@@ -13,8 +13,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from amp_lab import forecast_inference, forecast_memory, xray
 from amp_lab.cli import main
-from amp_lab.errors import TraceError
-from amp_lab.remedies import REMEDIES
+from amp_lab.core.errors import TraceError
+from amp_lab.core.remedies import REMEDIES
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread_and_seed"),

@@ -11,7 +11,7 @@ from remedy_tests import does, says
 from torch import nn
 
 from amp_lab import xray
-from amp_lab.remedies import REMEDIES
+from amp_lab.core.remedies import REMEDIES
 from amp_lab.tracing.records import LOSS, is_of_loss
 from amp_lab.tracing.structures import named_tensors
 

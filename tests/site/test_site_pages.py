@@ -17,7 +17,7 @@ from conftest import WEEKLY
 pytestmark = pytest.mark.slow
 PLAY = "site/playgrounds"
 PLAYGROUNDS = ("number_formats", "loss_scale", "block_scaling", "memory")
-LOOKED_AT = ["index.html", "api/checkpoint.html"]
+LOOKED_AT = ["index.html", "api/train.html"]
 LOOKED_AT += [f"{PLAY}/{name}.html" for name in PLAYGROUNDS]
 ELSEWHERE = re.compile(r'<(?:script|link rel="(?!canonical)|img)[^>]* (?:src|href)="(?:https?:)?//')
 MAX_FIRST_PAGE, MAX_SITE = 300_000, 25_000_000
@@ -245,9 +245,9 @@ def test_nothing_keeps_people_out(visit, site, scheme):
 def small_root(folder: Path, readme: str) -> Path:
     """A repository with a first page alone."""
     (folder / "site").mkdir()
-    (folder / "notebooks" / "amp_lab").mkdir(parents=True)
+    (folder / "src" / "amp_lab").mkdir(parents=True)
     (folder / "README.md").write_text(readme)
-    (folder / "notebooks" / "amp_lab" / "__init__.py").write_text('"""Doc."""\n_EXPORTS = {}\n')
+    (folder / "src" / "amp_lab" / "__init__.py").write_text('"""Doc."""\n_EXPORTS = {}\n')
     toml = '[[section]]\ncaption = "A"\npages = ["api/index.md"]\n[playgrounds]\n'
     (folder / "site" / "contents.toml").write_text(toml)
     return folder

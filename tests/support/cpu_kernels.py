@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from amp_lab.cpu import lstm_error
+from amp_lab.core.cpu import lstm_error
 
 
 def needs_lstm(dtype: torch.dtype, *, with_gradients: bool = True) -> None:

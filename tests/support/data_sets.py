@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from amp_lab import load_dataset, make_stand_in
-from amp_lab.data import batches
-from amp_lab.errors import DataError
+from amp_lab.core.errors import DataError
+from amp_lab.train.data import batches
 
 CIFAR10_FOLDER, CALTECH256_FOLDER = "cifar-10-batches-py", "256_ObjectCategories"
 

@@ -19,13 +19,13 @@ import tiny_gpt  # noqa: F401 - likewise
 import torch
 
 from amp_lab.cli import main, printing
-from amp_lab.distributed import ranks
+from amp_lab.parallel import ranks
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # Of the one fork server that a process has: whoever starts it first decides.
 LOADED = [
-    "amp_lab.checkpoint.shards",
-    "amp_lab.training.run",
+    "amp_lab.train.checkpoint.shards",
+    "amp_lab.train.run",
     "amp_lab.plots",
     "torch.distributed.run",
     "torch.distributed.fsdp",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from amp_lab.remedies import REMEDIES
+from amp_lab.core.remedies import REMEDIES
 
 FOLDER = Path(__file__).parent.parent / "remedies"
 _PLACE = re.compile(r"\\\{\w+[^}]*\\\}")  # of a fact, as `re.escape` leaves it

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_lab.distributed.collectives import count_communication
+from amp_lab.parallel.collectives import count_communication
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 HAS_OVERRIDE = hasattr(MixedPrecisionPolicy, "param_dtype_override_fn")

@@ -8,7 +8,7 @@ import torchvision
 from torch import Tensor, nn
 from torchvision.models._api import BUILTIN_MODELS
 
-from amp_lab.training.models import model_names
+from amp_lab.models.build import model_names
 
 NAME = "tiny_classifier"
 

@@ -49,7 +49,7 @@ def test_a_test_of_one_cpu_is_caught(tmp_path):
 
 @pytest.mark.weekly  # `.ci/run` runs all files so
 def test_the_last_file_can_be_run_first():
-    files = ["tests/test_backends.py", "tests/test_cpu.py"]
+    files = ["tests/core/test_backends.py", "tests/core/test_cpu.py"]
     orders = []
     for value in ("0", "1"):
         command = [sys.executable, "-m", "pytest", "-o", "addopts=", "--collect-only", "-q", *files]

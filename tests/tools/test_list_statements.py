@@ -29,7 +29,7 @@ def test_the_pages_and_all_notebooks_are_read():
         (f"{STATEMENT} See [AMP](https://docs.pytorch.org/docs/stable/amp.html).", (), "source"),
         (f"{STATEMENT} See [02](02_autocast_dtypes.ipynb).", (), "source"),
         (f"{STATEMENT} [*(not yet seen on\na GPU)*](../data/results/README.md \"x\")", (), "mark"),
-        (f"{STATEMENT}\n<!-- tests/test_cpu.py -->", (), "comment"),
+        (f"{STATEMENT}\n<!-- tests/core/test_cpu.py -->", (), "comment"),
     ],
 )  # fmt: skip
 def test_support_is_recognised(text, code, support):

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from amp_lab import Precision
-from amp_lab.errors import OptionError
-from amp_lab.training import gpt
+from amp_lab.core.errors import OptionError
+from amp_lab.models import gpt
 from measure import peers
 
 CPU = torch.device("cpu")

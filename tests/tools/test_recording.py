@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from amp_lab.timing import Comparison
+from amp_lab.core.timing import Comparison
 from measure import numerics, recording, scale, training, xray
 
 

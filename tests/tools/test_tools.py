@@ -20,7 +20,7 @@ from rank_processes import free_port
 
 import build_pairs
 import lab
-from amp_lab import timing
+from amp_lab.core import timing
 
 pytestmark = pytest.mark.slow
 

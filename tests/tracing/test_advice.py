@@ -7,8 +7,8 @@ from small_models import Head
 from torch import nn
 
 from amp_lab import forecast_memory
-from amp_lab.backends import backend
-from amp_lab.errors import TraceError
+from amp_lab.core.backends import backend
+from amp_lab.core.errors import TraceError
 from amp_lab.tracing.records import LOSS
 from amp_lab.tracing.xray import xray
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_lab import forecast_inference, forecast_memory, largest_batch, xray
-from amp_lab.backends import BACKENDS
 from amp_lab.cli import main
-from amp_lab.errors import TraceError
+from amp_lab.core.backends import BACKENDS
+from amp_lab.core.errors import TraceError
 from amp_lab.tracing import real_run
 from amp_lab.tracing.memory import BatchedInputs, compare_memory, memory_table
 from amp_lab.tracing.real_run import ModelCall, decisions_of

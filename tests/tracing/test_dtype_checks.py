@@ -10,7 +10,7 @@ from rnnt_loss import rnnt_loss
 from torch import nn
 
 from amp_lab import forecast_memory, xray
-from amp_lab.errors import TraceError, first_line
+from amp_lab.core.errors import TraceError, first_line
 from amp_lab.tracing.dtype_checks import StrictFakeMode
 from amp_lab.tracing.fake_device import absent_device
 

@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from amp_lab import find_nonfinite, forecast_memory, xray
-from amp_lab.backends import BACKENDS
-from amp_lab.errors import DeviceError, TraceError
+from amp_lab.core.backends import BACKENDS
+from amp_lab.core.errors import DeviceError, TraceError
 from amp_lab.tracing.dtype_checks import StrictFakeMode
 from amp_lab.tracing.fake_device import absent_device, autocast_on, on_fake_device
 

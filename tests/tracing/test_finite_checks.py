@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from amp_lab import forecast_inference, forecast_memory, xray
-from amp_lab.backends import BACKENDS
-from amp_lab.errors import TraceError
+from amp_lab.core.backends import BACKENDS
+from amp_lab.core.errors import TraceError
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
 

@@ -9,8 +9,8 @@ from memory_models import Meter, images
 from torch import nn
 
 from amp_lab import forecast_inference
-from amp_lab.backends import backend
-from amp_lab.errors import TraceError
+from amp_lab.core.backends import backend
+from amp_lab.core.errors import TraceError
 from amp_lab.tracing.inference_memory import QUANTIZED_WEIGHTS, InferenceTable, inference_table
 from amp_lab.tracing.inference_result import InferenceForecast
 from amp_lab.tracing.memory import BatchedInputs

@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from amp_lab import forecast_memory, xray
 from amp_lab.advisor import Case, first_look, forecast
-from amp_lab.precision import Precision
+from amp_lab.core.precision import Precision
 from amp_lab.tracing.attention import KERNELS
 from amp_lab.tracing.dtype_checks import StrictFakeMode
 from amp_lab.tracing.fake_device import absent_device, attribute_set

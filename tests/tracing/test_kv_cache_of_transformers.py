@@ -9,7 +9,7 @@ from cases import some_of
 from torch import nn
 
 from amp_lab import forecast_inference
-from amp_lab.report import short_name
+from amp_lab.core.report import short_name
 from amp_lab.tracing.inference_memory import inference_table
 from amp_lab.tracing.memory import BatchedInputs
 

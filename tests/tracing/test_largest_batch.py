@@ -6,7 +6,7 @@ from memory_models import Two, vgg
 from torch import nn
 
 from amp_lab import forecast_memory, largest_batch
-from amp_lab.errors import TraceError
+from amp_lab.core.errors import TraceError
 from amp_lab.tracing import compare_memory, parse_bytes
 from amp_lab.tracing.memory import BatchedInputs
 

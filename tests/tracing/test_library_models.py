@@ -13,7 +13,7 @@ from memory_models import bytes_kept, loss_of, real_peaks, tensors_given
 from torch.utils.flop_counter import FlopCounterMode
 
 from amp_lab import forecast_memory, xray
-from amp_lab.errors import TraceError
+from amp_lab.core.errors import TraceError
 
 pytestmark = [
     pytest.mark.weekly,

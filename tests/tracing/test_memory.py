@@ -19,8 +19,8 @@ from memory_models import (
 from torch import nn
 
 from amp_lab import Precision, forecast_inference, forecast_memory, largest_batch
-from amp_lab.errors import DeviceError, TraceError
-from amp_lab.torch_versions import function_nodes_need_their_parents
+from amp_lab.core.errors import DeviceError, TraceError
+from amp_lab.core.torch_versions import function_nodes_need_their_parents
 from amp_lab.tracing.memory import compare_memory, parse_bytes
 from amp_lab.tracing.training_step import OPTIMIZERS
 from gpt import Gpt

@@ -11,7 +11,7 @@ import torchvision
 from small_models import CellRnn, Cnn, Head, Rnn, Transformer, hooks_of, images, series, tokens
 from torch import nn
 
-from amp_lab.errors import OptionError
+from amp_lab.core.errors import OptionError
 from amp_lab.tracing.structures import named_tensors
 from amp_lab.tracing.xray import xray
 

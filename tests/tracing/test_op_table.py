@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from amp_lab.backends import BACKENDS
-from amp_lab.cpu import lstm_error
-from amp_lab.errors import AmpLabWarning, DeviceError
-from amp_lab.report import dtype_name, short_name
+from amp_lab.core.backends import BACKENDS
+from amp_lab.core.cpu import lstm_error
+from amp_lab.core.errors import AmpLabWarning, DeviceError
+from amp_lab.core.report import dtype_name, short_name
 from amp_lab.tracing.op_table import POLICIES, OpRule, OpTable, differences, op_table, policies
 
 pytestmark = pytest.mark.slow

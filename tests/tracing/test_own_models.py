@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from amp_lab import forecast_memory, xray
-from amp_lab.errors import TraceError
+from amp_lab.core.errors import TraceError
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 

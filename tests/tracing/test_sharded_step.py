@@ -16,9 +16,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils import _pytree as pytree
 
 from amp_lab import forecast_memory
-from amp_lab.distributed.ranks import Parallel, Ranks
-from amp_lab.errors import TraceError
-from amp_lab.precision import Precision
+from amp_lab.core.errors import TraceError
+from amp_lab.core.precision import Precision
+from amp_lab.parallel.ranks import Parallel, Ranks
 from amp_lab.tracing import compare_memory
 from gpt import Gpt
 

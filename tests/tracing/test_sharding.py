@@ -11,7 +11,7 @@ from rank_processes import values_of
 from torch import nn
 
 from amp_lab import xray_sharding
-from amp_lab.errors import TraceError
+from amp_lab.core.errors import TraceError
 from amp_lab.tracing.sharded_step import group_of
 
 # Where `reduce_dtype` is left out, gradients of fp32 weights are summed in fp32 from 2.15 on.

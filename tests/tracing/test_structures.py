@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from amp_lab import forecast_inference, forecast_memory, xray
-from amp_lab.errors import TraceError
+from amp_lab.core.errors import TraceError
 from amp_lab.tracing.memory import BatchedInputs, memory_table
 from amp_lab.tracing.structures import map_tensors, named_tensors
 

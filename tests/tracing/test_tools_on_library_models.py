@@ -9,7 +9,7 @@ from library_models import MODELS, built_for_test
 from memory_models import cpu_autocast
 
 from amp_lab import advise, find_nonfinite, first_difference, rehearse
-from amp_lab.errors import AmpLabError
+from amp_lab.core.errors import AmpLabError
 
 pytestmark = [
     pytest.mark.weekly,

@@ -12,7 +12,7 @@ from cpu_kernels import needs_lstm
 from small_models import CellRnn, Cnn, Head, Rnn, Transformer, hooks_of, images, series, tokens
 from torch import nn
 
-from amp_lab.errors import AmpLabError, DeviceError, TraceError
+from amp_lab.core.errors import AmpLabError, DeviceError, TraceError
 from amp_lab.tracing.xray import xray
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")

@@ -24,8 +24,8 @@ from torch import nn
 import gpt
 from amp_lab.advisor import Advice, Candidate, Case, advise
 from amp_lab.advisor.recipes import INFERENCE, TRAINING, Recipe, Step, loss_of
-from amp_lab.device import pick_device
-from amp_lab.timing import compare, measure
+from amp_lab.core.device import pick_device
+from amp_lab.core.timing import compare, measure
 from recording import parser, plain, record
 
 ENOUGH = 1.05  # of the time of the fastest

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from amp_lab import advise, compare
 from amp_lab.advisor.recipes import INFERENCE, Case, Step
-from amp_lab.device import pick_device
+from amp_lab.core.device import pick_device
 from recording import parser, plain, record, times_as_fast
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

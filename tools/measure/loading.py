@@ -26,13 +26,13 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from amp_lab.allocator import keep_memory
-from amp_lab.data import batches, load_dataset
-from amp_lab.data.caltech256 import FOLDER
-from amp_lab.data.generated import make_stand_in
-from amp_lab.data.images import IMAGENET_MEAN_STD
-from amp_lab.device import pick_device
-from amp_lab.timing import Rounds
+from amp_lab.core.allocator import keep_memory
+from amp_lab.core.device import pick_device
+from amp_lab.core.timing import Rounds
+from amp_lab.train.data import batches, load_dataset
+from amp_lab.train.data.caltech256 import FOLDER
+from amp_lab.train.data.generated import make_stand_in
+from amp_lab.train.data.images import IMAGENET_MEAN_STD
 from recording import parser, record, times_as_fast
 
 PARTS = {"as generated": 1, "twice the size": 2}

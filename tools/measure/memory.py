@@ -16,8 +16,8 @@ import torchvision
 from torch import nn
 
 from amp_lab.bench import Block
-from amp_lab.device import pick_device
-from amp_lab.precision import Precision
+from amp_lab.core.device import pick_device
+from amp_lab.core.precision import Precision
 from amp_lab.tracing.memory import forecast_memory, largest_batch, parse_bytes
 from amp_lab.tracing.training_step import OPTIMIZERS
 from recording import parser, record

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_lab.device import pick_device
+from amp_lab.core.device import pick_device
+from amp_lab.core.timing import compare
+from amp_lab.models.build import build_model
 from amp_lab.numerics import ScaleLog, find_nonfinite, gradient_underflow
 from amp_lab.numerics.tensor_summary import is_finite
-from amp_lab.timing import compare
-from amp_lab.training.models import build_model
 from recording import parser, record, times_as_long
 
 PARTS = ("underflow", "scale", "nonfinite")

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from amp_lab.allocator import keep_memory
-from amp_lab.device import describe_device
-from amp_lab.files import write_whole
-from amp_lab.timing import Comparison, Estimate
+from amp_lab.core.allocator import keep_memory
+from amp_lab.core.device import describe_device
+from amp_lab.core.files import write_whole
+from amp_lab.core.timing import Comparison, Estimate
 
 
 def parser(

@@ -17,16 +17,16 @@ from pathlib import Path
 
 import torch
 
-from amp_lab.device import pick_device
-from amp_lab.distributed.collectives import count_communication
-from amp_lab.distributed.process_group import join
-from amp_lab.notebook import run_workers
-from amp_lab.precision import Precision
-from amp_lab.timing import Rounds
-from amp_lab.training.models import build_model
-from amp_lab.training.run_folder import METRICS
+from amp_lab.core.device import pick_device
+from amp_lab.core.precision import Precision
+from amp_lab.core.timing import Rounds
+from amp_lab.models.build import build_model
+from amp_lab.parallel.collectives import count_communication
+from amp_lab.train.distributed.process_group import join
+from amp_lab.train.run_folder import METRICS
 from recording import parser, plain, record
 
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"  # where `course` is
 PRECISIONS = ["fp32", "bf16"]
 BATCH = 32  # images of each process
 WAYS = {  # what is measured: processes and options
@@ -118,6 +118,9 @@ def sent(kind: str, reduce_dtype: str, precision: str, device_type: str, batch: 
 
 def measure_sent(device: torch.device) -> Iterator[dict]:
     """The same on every rank; what all the parameters take in fp32 stands beside it."""
+    sys.path.append(str(NOTEBOOKS))
+    from course.processes import run_workers
+
     whole = 4 * sum(p.numel() for p in build_model("resnet18", 10).parameters())
     for kind in ("ddp", "fsdp"):
         for reduce_dtype in ("fp32", "bf16"):

@@ -22,15 +22,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from amp_lab.checkpoint import save_checkpoint
-from amp_lab.data import batches, load_dataset
-from amp_lab.device import describe_device, pick_device
-from amp_lab.precision import Precision
-from amp_lab.timing import compare
-from amp_lab.training.loop import fit
-from amp_lab.training.models import build_model
-from amp_lab.training.run import train
-from amp_lab.training.train_options import RunConfig
+from amp_lab.core.device import describe_device, pick_device
+from amp_lab.core.precision import Precision
+from amp_lab.core.timing import compare
+from amp_lab.models.build import build_model
+from amp_lab.train.checkpoint import save_checkpoint
+from amp_lab.train.data import batches, load_dataset
+from amp_lab.train.loop import fit
+from amp_lab.train.run import train
+from amp_lab.train.train_options import RunConfig
 from recording import parser, plain, record, times_as_fast, times_as_long
 
 PARTS = ("speed", "loop", "added", "checkpoint", "accuracy")

@@ -25,8 +25,8 @@ import torch
 import torchvision
 
 import gpt
-from amp_lab.backends import BACKENDS
-from amp_lab.device import pick_device
+from amp_lab.core.backends import BACKENDS
+from amp_lab.core.device import pick_device
 from amp_lab.tracing.memory import compare_memory, largest_batch
 from amp_lab.tracing.op_table import op_table
 from amp_lab.tracing.xray import xray

@@ -1,0 +1,139 @@
+"""Checks for notebook 04, Train in FP32 and with AMP, and measure both."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+
+from course.exercises import call, exercise, need
+
+
+@exercise
+def check_speedup(speedup: float) -> str:
+    """The speed-up of a step that takes 40 % less time."""
+    before, after = 100.0, 60.0
+    right = before / after
+    need(isinstance(speedup, int | float), f"A speed-up is a number; this is {speedup!r}.")
+    need(
+        speedup > 1,
+        f"{speedup:g}x would mean that the step became slower. Put FP32's time above the line.",
+    )
+    need(
+        abs(speedup - 1.4) > 0.005,
+        "1.4x is 40 % more speed, and not 40 % less time: that step would take 71 ms instead of "
+        "100 ms.",
+    )
+    need(
+        abs(speedup - right) < 0.01,
+        f"A step of 100 ms would take {100 / speedup:.0f} ms with a speed-up of {speedup:g}x. How "
+        "long does it take with 40 % less time?",
+    )
+    return f"100 ms became 60 ms, and half the time would be 2x, so {right:.2f}x is plausible."
+
+
+class _Device:
+    """A device that works through a queue, and a clock that only its work moves."""
+
+    def __init__(self, older: float) -> None:
+        self.now, self.queued = 0.0, older
+
+    def clock(self) -> float:
+        return self.now
+
+    def step(self) -> None:
+        self.now += 1e-4  # what it takes to queue
+        self.queued += 0.025
+
+    def wait(self) -> None:
+        self.now, self.queued = self.now + self.queued, 0.0
+
+
+@exercise
+def check_seconds_of(seconds_of: Callable[..., Any]) -> str:
+    """A stopwatch for work that is queued, with older work in the queue and without."""
+    for older in (0.0, 0.1):
+        device = _Device(older)
+        with (
+            mock.patch.object(time, "perf_counter", device.clock),
+            mock.patch.object(time, "time", device.clock),
+            mock.patch.object(time, "monotonic", device.clock),
+        ):
+            found = float(call(seconds_of, device.step, device.wait))
+        took = f"The step takes 25.1 ms, and the stopwatch says {1e3 * found:.1f} ms"
+        need(
+            found > 0.02,
+            f"{took}: it stops before the device has done the work.",
+        )
+        need(
+            found < 0.05,
+            f"{took}, where the device had 100 ms of older work: that has been timed as well.",
+        )
+        need(0.0245 < found < 0.0255, f"{took}. Call `step` once.")
+        need(device.queued == 0, "Something is still queued when the clock has been read.")
+    return "It says 25.1 ms, whether the device had older work or not."
+
+
+@exercise
+def check_paired(paired: Callable[..., Any]) -> str:
+    """The mean difference of pairs, and its standard error."""
+    seeds = torch.Generator().manual_seed(0)
+    fp32 = 1 + 0.1 * torch.randn(20, generator=seeds)
+    bf16 = fp32 + 0.02 + 0.005 * torch.randn(20, generator=seeds)
+    pairs = bf16 - fp32
+    mean, error = pairs.mean().item(), pairs.std().item() / math.sqrt(20)
+    apart = math.sqrt((fp32.var().item() + bf16.var().item()) / 20)
+    found = call(paired, fp32.clone(), bf16.clone())
+    need(
+        isinstance(found, tuple | list) and len(found) == 2,
+        "Return two numbers: the mean difference, and its standard error.",
+    )
+    mean_found, error_found = float(found[0]), float(found[1])
+    need(
+        not math.isclose(mean_found, -mean, rel_tol=1e-4),
+        "The mean difference has the wrong sign: a loss that is higher in bf16 makes it positive.",
+    )
+    need(
+        math.isclose(mean_found, mean, rel_tol=1e-4),
+        f"The mean difference is {mean_found:.4g}, and should be {mean:.4g}.",
+    )
+    need(
+        not math.isclose(error_found, apart, rel_tol=0.1),
+        f"A standard error of {error_found:.2g} is that of two separate groups: the spread of the "
+        "seeds is still in it. Take the spread of the differences.",
+    )
+    need(
+        not math.isclose(error_found, error * math.sqrt(20), rel_tol=0.06),
+        f"{error_found:.2g} is the spread of a single difference. The mean of twenty is known more "
+        "exactly than one of them.",
+    )
+    need(
+        math.isclose(error_found, error, rel_tol=0.06),
+        f"The standard error is {error_found:.2g}, which is not that of the differences' mean.",
+    )
+    return (
+        f"{mean:.3f} with a standard error of {error:.4f}: clearly not zero, though the seeds "
+        f"differ by {fp32.std():.2f}."
+    )
+
+
+@exercise
+def check_memory_share(share: float) -> str:
+    """The share of FP32's memory that a step with AMP needs."""
+    states, activations = 100 * (4 + 4 + 8), 400  # MB
+    right = (states + activations / 2) / (states + activations)
+    need(isinstance(share, int | float), f"A share is a number; this is {share!r}.")
+    need(0 < share < 1, f"A share lies between 0 and 1; this is {share:g}.")
+    need(
+        abs(share - 0.5) > 0.01,
+        "Half would be right if everything were half as wide. What does autocast leave in fp32?",
+    )
+    need(
+        abs(share - right) < 0.005,
+        f"With {share:g} a step would need {share * (states + activations):.0f} MB of "
+        f"{states + activations} MB. Write down the four parts in both precisions: only one of "
+        "them changes.",
+    )
+    return "Only the activations shrink, and here they are a fifth of the memory."

@@ -1,0 +1,198 @@
+"""Checks for notebook 07, Combine AMP with the rest of your training loop."""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from course.exercises import call, exercise, need
+
+_SCALE = 1024.0
+
+
+def _clipped_without_unscale(length: float) -> float:
+    """What is left of a gradient that was clipped to 0.5 while it was still scaled."""
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=_SCALE)
+    scaler.scale(length * weight.sum()).backward()
+    clip_grad_norm_([weight], 0.5)
+    scaler.step(optimizer)
+    return abs(weight.item())
+
+
+@exercise
+def check_lengths(lengths: tuple[float, float]) -> str:
+    """What clipping leaves of gradients of length 6 and 0.0003 if `unscale_` was forgotten."""
+    need(
+        isinstance(lengths, tuple | list) and len(lengths) == 2,
+        f"Two numbers are asked for, such as (6.0, 0.0003); this is {lengths!r}.",
+    )
+    long, short = lengths
+    need(
+        not math.isclose(long, 0.5, rel_tol=1e-2),
+        "0.5 is how long the first gradient is just after clipping. What does `step` still do?",
+    )
+    need(
+        math.isclose(long, _clipped_without_unscale(6.0), rel_tol=1e-2),
+        f"The first gradient does not end with a length of {long:g}. It is 6 times 1024 long when "
+        "it is clipped: write down its length after clipping, and then after `step` has divided.",
+    )
+    need(
+        math.isclose(short, _clipped_without_unscale(0.0003), rel_tol=1e-2),
+        f"The first is right, but the second does not end with a length of {short:g}. Compare "
+        "0.0003 times 1024 with the limit of 0.5: does clipping change it?",
+    )
+    return "The long gradient loses nearly all of its length; the short one is not clipped at all."
+
+
+def _after_group(step: Callable[..., Any], scale: float) -> torch.Tensor:
+    """How far a group of two losses moves the weights."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    losses = [
+        weight * model(torch.randn(8, 4)).pow(2).mean(dim=0)[output]
+        for output, weight in enumerate((0.25, 0.75))
+    ]
+    call(step, losses, model, optimizer, scaler)
+    return nn.utils.parameters_to_vector(model.parameters()).detach() - before
+
+
+@exercise
+def check_group_step(step: Callable[..., Any]) -> str:
+    """A step for a group of losses that clips their sum, held against the same in fp32."""
+
+    def plain(
+        losses: list[torch.Tensor], model: nn.Module, optimizer: torch.optim.Optimizer, _: Any
+    ) -> None:
+        torch.stack(losses).sum().backward()
+        clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+    right, found = _after_group(plain, 1.0), _after_group(step, _SCALE)
+    moved, wanted = float(found.norm()), float(right.norm())
+    need(
+        moved > 0,
+        "The weights did not move at all: are there backward and step, and is nothing infinite?",
+    )
+    need(
+        moved > 0.01 * wanted,
+        f"The weights moved by {moved:.2g} where they should by {wanted:.2g}: the gradients were "
+        "divided by the scale once too often, or clipped while they were still multiplied by it.",
+    )
+    need(
+        moved < 1.01 * wanted,
+        f"The weights moved by {moved:.2g} where a norm of 0.1 allows {wanted:.2g}: the sum of "
+        "the gradients was not clipped before the step.",
+    )
+    need(
+        torch.allclose(found, right, atol=1e-5),
+        "The weights moved in another direction than those of a clipped fp32 step: the gradients "
+        "of all losses have to be added up before they are clipped.",
+    )
+    return "The weights are those of an fp32 step with both losses, clipped to 0.1."
+
+
+def _scheduled(
+    end: Callable[..., Any], overflows: tuple[int, ...], interval: int
+) -> tuple[int, int, float]:
+    """How often the schedule and the weight moved in six steps, and the scale at the end."""
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=_SCALE, growth_interval=interval)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(6):
+            optimizer.zero_grad()
+            factor = math.inf if number in overflows else 1.0
+            scaler.scale(factor * weight.sum()).backward()
+            call(end, optimizer, scaler, scheduler)
+    return scheduler.last_epoch, round(-weight.item()), scaler.get_scale()
+
+
+@exercise
+def check_end_of_step(end: Callable[..., Any]) -> str:
+    """The end of a step that moves a schedule on only if the step was taken."""
+    moves, steps, scale = _scheduled(end, (1, 4), 100)
+    need(
+        steps == 4 and scale == _SCALE / 4,
+        f"Of six steps two overflow, so that 4 have to be taken and the scale has to fall from "
+        f"1024 to 256; here {steps} are taken and it is {scale:g}. Keep `step` and `update`.",
+    )
+    need(
+        moves != 6,
+        "The schedule moved on in all six steps, although two of them were skipped. When is the "
+        "scale read that the new one is compared with?",
+    )
+    need(
+        moves == steps,
+        f"The schedule moved on {moves} times where 4 steps were taken: it has to move on if the "
+        "scale did not fall.",
+    )
+    grown, _, _ = _scheduled(end, (), 2)
+    need(
+        grown == 6,
+        f"Without any overflow the schedule moved on only {grown} times in six steps: a scale that "
+        "has *risen* means that the step was taken, too.",
+    )
+    return "Skipped steps leave the schedule alone, and a scale that rises does not stop it."
+
+
+def _with(job: str, early: bool) -> torch.Tensor:
+    """What a step ends with if it does a job before or after `unscale_`."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=_SCALE)
+    scaler.scale(model(torch.randn(8, 4)).square().mean()).backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    noise = [0.01 * torch.randn_like(gradient) for gradient in gradients]
+    logged = torch.zeros(())
+    if not early:
+        scaler.unscale_(optimizer)
+    if job == "log":
+        logged = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+    elif job == "clamp":
+        nn.utils.clip_grad_value_(model.parameters(), 0.1)
+    elif job == "noise":
+        torch._foreach_add_(gradients, noise)
+    elif job == "freeze":
+        gradients[-1].zero_()
+    elif job == "average":
+        average.update_parameters(model)
+    scaler.step(optimizer)
+    weights = [p.detach().flatten() for p in (*model.parameters(), *average.parameters())]
+    return torch.cat([*weights, logged.reshape(1)])
+
+
+@exercise
+def check_after_unscale(names: set[str]) -> str:
+    """Which jobs change what a step ends with if they come before `unscale_`."""
+    jobs = ("log", "clamp", "noise", "freeze", "average")
+    need(
+        not isinstance(names, str) and set(names) <= set(jobs),
+        f"A set of names is asked for, out of {', '.join(jobs)}; this is {names!r}.",
+    )
+    right = {job for job in jobs if not torch.allclose(_with(job, True), _with(job, False))}
+    for job in jobs:
+        need(
+            job in right or job not in names,
+            f"`{job}` ends with the same numbers before and after `unscale_`: does it look at "
+            "gradients, and if so, does it matter how large they are?",
+        )
+    missing = len(right - set(names))
+    need(
+        missing == 0,
+        f"What you name is right, but {missing} more would go wrong: look for jobs that compare "
+        "or mix gradients with a number that knows nothing of the scale, or report them.",
+    )
+    return "These meet gradients that are multiplied by the scale; the others would not notice."

@@ -1,0 +1,113 @@
+"""Checks for notebook 10, Climb from FP32 to the limit of your hardware."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from course.exercises import call, exercise, need
+
+
+@exercise
+def check_layer_flops(flops: float) -> str:
+    """The FLOPs of forward and backward of a 1x1 convolution inside of a network."""
+    layer = nn.Conv2d(64, 128, 1)
+    images = torch.ones(1, 64, 32, 32, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        output = layer(images)
+        forward = counter.get_total_flops()
+        output.sum().backward()
+    right = counter.get_total_flops()
+    need(flops != forward, f"{flops:,} is the forward pass. What does the backward pass add?")
+    need(
+        flops != right / 2,
+        f"{flops:,} counts one operation for each weight and pixel: a multiplication and an "
+        "addition are two.",
+    )
+    need(
+        flops != 2 * forward,
+        f"{flops:,} has only one product in the backward pass. It needs the gradient of the "
+        "weights and that of the input.",
+    )
+    need(
+        flops == right,
+        f"{flops:,} is not it. Multiply the pixels by the weights, by two, and by the number of "
+        "matrix products in a step.",
+    )
+    return "torch counts the same: one product in the forward pass and two in the backward pass."
+
+
+@exercise
+def check_least_ms(least_ms: Callable[..., Any]) -> str:
+    """The least time of a step that computes and moves data at the same time, in ms."""
+    for flops, nbytes, compute, move in ((4e9, 3e8, 40.0, 10.0), (1e9, 3e9, 10.0, 100.0)):
+        found = float(call(least_ms, flops, nbytes, 1e11, 3e10))
+        given = f"For {flops:.0e} FLOPs at 1e11 a second and {nbytes:.0e} bytes at 3e10 a second"
+        right = max(compute, move)
+        need(
+            not math.isclose(found, right / 1e3),
+            f"{given} your answer is {found:g}, which is in seconds and should be in milliseconds.",
+        )
+        need(
+            not math.isclose(found, compute + move),
+            f"{given} your answer is {found:g}, the sum of both. Computing and moving can go on at "
+            "the same time, so the sum is no lower limit.",
+        )
+        need(
+            not math.isclose(found, min(compute, move)),
+            f"{given} your answer is {found:g}, but the other of the two takes longer than that.",
+        )
+        need(
+            math.isclose(found, right),
+            f"{given} computing takes {compute:g} ms and moving {move:g} ms; your answer of "
+            f"{found:g} does not follow from them.",
+        )
+    return "The slower of the two sets the limit: that is what the roofline draws."
+
+
+@exercise
+def check_to_channels_last(convert: Callable[..., Any]) -> str:
+    """A model and its images with the channels of a pixel side by side in memory."""
+    torch.manual_seed(0)
+    model, images = nn.Conv2d(3, 5, 3), torch.randn(2, 3, 8, 6)
+    output = model(images).detach()
+    new_model, new_images = call(convert, model, images)
+    need(
+        new_images.shape == images.shape,
+        f"The images' shape has become {tuple(new_images.shape)}. It should stay "
+        f"{tuple(images.shape)}: only the order in memory changes.",
+    )
+    need(
+        new_images.is_contiguous(memory_format=torch.channels_last),
+        f"The images' strides are {new_images.stride()}: from one channel to the next it should "
+        "be 1. A tensor's `to` leaves the tensor as it is, and returns another.",
+    )
+    need(
+        new_model.weight.is_contiguous(memory_format=torch.channels_last),
+        f"The images are right, but the strides of the model's weight are still "
+        f"{new_model.weight.stride()}.",
+    )
+    need(torch.allclose(new_model(new_images), output, atol=1e-5), "The output has changed.")
+    return "The shape and the output are what they were, and the channels lie side by side."
+
+
+@exercise
+def check_pays_from(size: int) -> str:
+    """The size from which on AMP pays for certain, from the intervals of four speed-ups."""
+    intervals = {16: (1.02, 1.10), 32: (0.96, 1.08), 64: (1.05, 1.20), 128: (1.30, 1.50)}
+    need(size in intervals, f"One of the sizes {', '.join(map(str, intervals))} is asked for.")
+    unsure = [n for n, (low, _) in intervals.items() if n >= size and low <= 1]
+    need(
+        not unsure,
+        f"From {size} on there is also {unsure[-1] if unsure else ''}, whose interval reaches "
+        "below 1: there nobody can say whether AMP pays.",
+    )
+    before = [n for n in intervals if n < size][-1]
+    need(
+        intervals[before][0] <= 1,
+        f"AMP does pay from {size} on, but a smaller size has an interval above 1 as well.",
+    )
+    return "From there on every interval lies above 1. Below it one of them does not."

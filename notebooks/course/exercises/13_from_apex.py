@@ -1,0 +1,139 @@
+"""Checks for notebook 13, Move from Apex to torch.amp."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from course.exercises import call, exercise, need
+
+
+@exercise
+def check_momentum_bytes(o2: float, autocast: float) -> str:
+    """Bytes per parameter with SGD and momentum, at O2 and with autocast."""
+    weight = nn.Parameter(torch.ones(64))
+    optimizer = torch.optim.SGD([weight], momentum=0.9)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    momentum = optimizer.state[weight]["momentum_buffer"]
+    in_fp32 = (weight.nbytes + weight.grad.nbytes + momentum.nbytes) / weight.numel()
+    in_fp16 = 2 * weight.detach().half().nbytes / weight.numel()
+    need(
+        autocast != in_fp32 + 4,
+        f"{autocast} bytes are what autocast holds with Adam: momentum is one value, not two.",
+    )
+    need(
+        autocast == in_fp32,
+        f"Autocast does not hold {autocast} bytes. Its parameters and gradients are fp32, its "
+        "casts of the weights do not last, and the momentum is fp32 too.",
+    )
+    need(
+        o2 != in_fp16 + in_fp32 - 4,
+        f"With {o2} bytes one fp32 value is missing at O2: the optimizer reads its gradients from "
+        "the master weights, so these have gradients of their own.",
+    )
+    need(
+        o2 == in_fp16 + in_fp32,
+        f"O2 did not hold {o2} bytes. Count a weight and a gradient in fp16, and beside them all "
+        "that an fp32 training with this optimizer has.",
+    )
+    return f"O2 held {o2} bytes for each parameter, and autocast holds {autocast}."
+
+
+@exercise
+def check_moved_scaler(scaler: torch.amp.GradScaler) -> str:
+    """A scaler that begins at 1024 and grows after 500 good steps."""
+    need(
+        isinstance(scaler, torch.amp.GradScaler),
+        f"A GradScaler is wanted; this is of type {type(scaler).__name__}.",
+    )
+    need(
+        type(scaler) is torch.amp.GradScaler,
+        "This still has the old name, which warns and will go; the new class is in torch.amp.",
+    )
+    need(
+        scaler.get_scale() != 65536,
+        "Its scale is 65536, the default: the 1024 did not arrive where the initial scale is "
+        "expected. Look at what the first argument stands for.",
+    )
+    need(scaler.get_scale() == 1024, f"Its scale is {scaler.get_scale():g}, and not 1024.")
+    need(
+        scaler.get_growth_interval() == 500,
+        f"The scale is right, but it would grow after {scaler.get_growth_interval()} good steps "
+        "where the old one did after 500.",
+    )
+    return "It begins at 1024 and grows after 500 good steps, as the old one did."
+
+
+def _scales_with(update: Callable[..., Any], gradients: list[float]) -> list[float]:
+    """The scale after each of some steps, between 2^23 and 2^24."""
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight])
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**23, growth_interval=1)
+    found = []
+    for gradient in gradients:
+        optimizer.zero_grad()
+        scaler.scale(gradient * weight).sum().backward()
+        scaler.step(optimizer)
+        call(update, scaler, 2.0**23, 2.0**24)
+        found.append(scaler.get_scale())
+    return found
+
+
+@exercise
+def check_limits(update: Callable[..., Any]) -> str:
+    """An update that keeps the scale between two limits."""
+    rising = _scales_with(update, [0.1, 0.1, 0.1])
+    need(
+        rising[0] == 2.0**24,
+        "From 2^23 a good step should lead to 2^24, since the growth interval is 1 here; "
+        f"it is 2^{math.log2(rising[0]):g}. Has `scaler.update()` been called without a value?",
+    )
+    need(
+        max(rising) == 2.0**24,
+        f"It rose to 2^{math.log2(max(rising)):g}, beyond the highest of 2^24: look at the scale "
+        "after the update, since that may have doubled it.",
+    )
+    falling = _scales_with(update, [0.1, math.inf, math.inf, 0.1])
+    need(
+        min(falling) == 2.0**23,
+        f"After overflows it fell to 2^{math.log2(min(falling)):g}, below the lowest of 2^23: look "
+        "at the scale after the update, since that may have halved it.",
+    )
+    need(
+        falling[-1] == 2.0**24,
+        "Once it was held at a limit the scale no longer moves as it should: after a good step "
+        f"it is 2^{math.log2(falling[-1]):g} instead of 2^24.",
+    )
+    return "The scale rises to the highest and falls to the lowest, and no further."
+
+
+@exercise
+def check_two_optimizers(step: Callable[..., Any]) -> str:
+    """A step of two optimizers with one scaler whose scale grows after each good step."""
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([weight], lr=0.5) for weight in weights]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    losses = [weight.sum() for weight in weights]
+    call(step, losses, optimizers, scaler)
+    first, second = (1 - weight[0].item() for weight in weights)
+    for number, moved in (("first", first), ("second", second)):
+        need(moved != 0, f"The {number} optimizer's weights did not move.")
+    need(
+        max(first, second) < 1,
+        "The weights moved much too far: a gradient that is still scaled went into the optimizer. "
+        "Let the scaler take the step.",
+    )
+    need(
+        first == second == 0.5,
+        f"The weights should both move by 0.5; they moved by {first:g} and {second:g}. The scale "
+        "changed between the two steps, so that one of them was divided by the wrong scale.",
+    )
+    need(
+        scaler.get_scale() == 2048,
+        f"Both steps are right, but the scale is {scaler.get_scale():g} after a good step that "
+        "should have doubled it once, from 1024.",
+    )
+    return "Both weights moved as in fp32, and the scale was adjusted once."

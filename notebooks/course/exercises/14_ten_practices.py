@@ -1,0 +1,194 @@
+"""Checks for notebook 14, Weigh ten common practices."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from course.exercises import call, exercise, need
+
+_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+@exercise
+def check_lost_steps(lost: int) -> str:
+    """The steps that are lost until a scale of 65536 has come down to 3000 or less."""
+    scaler = torch.amp.GradScaler("cpu")
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight])
+    scales = [scaler.get_scale()]
+    while scales[-1] > 3000:
+        weight.grad = torch.tensor([torch.inf])
+        scaler.scale(torch.ones(()))  # makes the scaler begin, as a loss would
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    steps = len(scales) - 1
+    need(
+        lost != steps + 1,
+        f"{lost} is the number of scales you wrote down; the last one fits, so its step counts.",
+    )
+    need(
+        lost != steps - 1,
+        f"After {lost} lost steps the scale is 65536 / 2^{lost} = {65536 / 2**lost:g}, and that is "
+        "still above 3000.",
+    )
+    need(
+        lost == steps,
+        f"{lost} is not it: each lost step halves the scale, and none is lost once it fits.",
+    )
+    return "The scales were " + ", ".join(f"{value:g}" for value in scales) + "."
+
+
+class _Casts(TorchDispatchMode):
+    """Counts the casts that run while it is active."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        self.count += "_to_copy" in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+@exercise
+def check_casts(casts: int) -> str:
+    """The casts in the forward pass of three linear layers, with ReLU between them."""
+    layers = nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)
+    with torch.autocast("cpu", dtype=torch.float16), _Casts() as found:
+        nn.Sequential(*layers)(torch.ones(4, 8))
+    need(
+        casts != found.count + 2,
+        f"{casts} would be right if each layer's input were cast. What dtype does a layer put out?",
+    )
+    need(
+        casts != found.count - 1,
+        f"With {casts} casts one is missing. Is everything that the first layer takes in fp16?",
+    )
+    need(
+        casts != found.count - 3,
+        f"With {casts} casts you have left out the biases: they are fp32 parameters too.",
+    )
+    need(
+        casts == found.count,
+        f"{casts} is not it. List what each layer takes, and strike out what is fp16 already.",
+    )
+    return "Weights and biases of the layers are cast, and the first layer's input."
+
+
+class _Watched:
+    """A small model, and what it has seen of a step."""
+
+    def __init__(self, dtype: torch.dtype):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=dtype is torch.float16)
+        self.dtype, self.in_backward = dtype, False
+        self.inputs: torch.dtype | None = None
+        self.outputs: torch.dtype | None = None
+        self.model.register_forward_hook(self._note)
+
+    def _note(self, _: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        self.inputs, self.outputs = args[0].dtype, output.dtype
+        output.register_hook(self._note_backward)
+
+    def _note_backward(self, _: torch.Tensor) -> None:
+        self.in_backward = torch.is_autocast_enabled("cpu")
+
+    def weights(self) -> torch.Tensor:
+        return nn.utils.parameters_to_vector(self.model.parameters()).detach().clone()
+
+    def take(self, step: Callable[..., Any], target: float) -> None:
+        generator = torch.Generator().manual_seed(1)
+        x, y = torch.randn(8, 4, generator=generator), torch.full((8, 1), target)
+        call(step, self.model, x, y, self.optimizer, self.scaler, self.dtype)
+
+
+def _right_step(
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor, optimizer: Any, scaler: Any, dtype: Any
+) -> None:
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not torch.float32):
+        loss = F.mse_loss(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@exercise
+def check_mended_step(step: Callable[..., Any]) -> str:
+    """A step that is right in fp16, bf16 and fp32."""
+    for dtype, name in _NAMES.items():
+        right, found = _Watched(dtype), _Watched(dtype)
+        start = found.weights()
+        right.take(_right_step, 1.0)
+        found.take(step, 1.0)
+        need(
+            found.inputs in (torch.float32, None),
+            f"In {name} the model's input arrives as {found.inputs}: leave casts to autocast.",
+        )
+        need(
+            found.outputs is dtype,
+            f"In {name} the model's output is {found.outputs}: the forward pass is not in a block "
+            "of autocast that is enabled for this dtype.",
+        )
+        need(
+            not found.in_backward,
+            f"In {name} the backward pass runs with autocast on: end the block after the loss.",
+        )
+        need(
+            not torch.equal(start, found.weights()),
+            f"In {name} the weights did not move: has the optimizer taken its step?",
+        )
+        need(
+            torch.allclose(right.weights(), found.weights(), atol=1e-6),
+            f"In {name} the weights are not those of a right step: is the loss scaled, and does "
+            "the scaler take the step?",
+        )
+        right.take(_right_step, 2.0)
+        found.take(step, 2.0)
+        need(
+            torch.allclose(right.weights(), found.weights(), atol=1e-6),
+            f"In {name} the second step is not right: does it start without the first one's "
+            "gradients?",
+        )
+    overflowing = _Watched(torch.float16)
+    overflowing.take(step, torch.inf)
+    need(
+        bool(overflowing.weights().isfinite().all()),
+        "In fp16 an overflow reaches the weights: let the scaler skip the step.",
+    )
+    need(
+        overflowing.scaler.get_scale() == 512,
+        "In fp16 the scale is not halved by an overflow: `update` is missing, or called twice.",
+    )
+    return "In fp16, bf16 and fp32 the step does what it should, and an overflow is skipped."
+
+
+@exercise
+def check_verdict(verdict: Callable[..., Any]) -> str:
+    """What may be said of a second speed-up compared with a first, from their intervals."""
+    apart = (1.0, 1.2), (1.3, 1.5)
+    for first, second, right in ((*apart, "more"), (*reversed(apart), "less")):
+        answer = call(verdict, first, second)
+        need(
+            answer == right,
+            f"First {first}, second {second}: the intervals do not touch, so it can be told which "
+            f"is higher, and the question is about the second. You say {answer!r}.",
+        )
+    overlapping = (1.0, 1.4), (1.3, 1.6)
+    nested = (1.0, 1.6), (1.2, 1.3)
+    for one, other in (overlapping, nested):
+        for first, second in ((one, other), (other, one)):
+            answer = call(verdict, first, second)
+            need(
+                answer == "cannot tell",
+                f"First {first}, second {second}: you say {answer!r}, but the intervals overlap, "
+                "so both speed-ups may be one number that lies in both.",
+            )
+    return "It says so where the intervals are apart, and is silent where they overlap."

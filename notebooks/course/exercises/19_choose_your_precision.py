@@ -1,0 +1,126 @@
+"""Checks for notebook 19, Choose your precision."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course.exercises import call, exercise, need
+
+_CHOICES = (
+    "fp32",
+    "fp16 with a scaler",
+    "fp16",
+    "bf16 under autocast",
+    "bf16",
+    "fp32 with TF32 off",
+)
+_CASES = {
+    "train a ResNet on a T4": (
+        "fp16 with a scaler",
+        "a T4 multiplies fp16 alone fast, and small gradients vanish in it without a scaler",
+    ),
+    "train a GPT on an A100": ("bf16 under autocast", "an A100 has bf16, and training needs range"),
+    "serve a BERT, trained in fp32, on a V100": ("fp16", "a V100 has no bf16, only emulates it"),
+    "serve a language model on an RTX 4090": ("bf16", "it has bf16, and serving casts once"),
+    "train a U-Net on a GTX 1660": ("fp32", "it has no tensor cores, and fp16 gives NaN there"),
+    "solve an ill-conditioned system on an H100": (
+        "fp32 with TF32 off",
+        "every digit counts, and TF32 keeps 11 bits",
+    ),
+    "fine-tune on an Arc A770": ("bf16 under autocast", "it lacks the float64 of a scaler"),
+    "train on an MI250": ("bf16 under autocast", "it makes fp16's subnormals 0"),
+    "serve on a CPU with AMX": ("bf16", "AMX multiplies bf16"),
+    "train on a laptop's CPU with AVX2 alone": ("fp32", "nothing else is faster there"),
+}
+
+
+def _need_all(answers: Mapping[str, str], wanted: Mapping[str, Any]) -> None:
+    need(set(answers) == set(wanted), "Keep the lines as they are, and fill in each.")
+    for answer in answers.values():
+        call(lambda given=answer: given)  # the dots of the stub are no answer
+
+
+@exercise
+def check_cases(answers: dict[str, str]) -> str:
+    """What to begin with, in ten cases."""
+    _need_all(answers, _CASES)
+    strange = [answer for answer in answers.values() if answer not in _CHOICES]
+    need(not strange, f"{strange[:1]} is none of {', '.join(_CHOICES)}.")
+    wrong = [case for case, (right, _) in _CASES.items() if answers[case] != right]
+    if wrong:
+        need(False, f"Look again at “{wrong[0]}” ({len(wrong)} of 10): {_CASES[wrong[0]][1]}.")
+    return "All ten. Now measure: it is where to begin, and not where to end."
+
+
+def _rounded(bits: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def cut(values: Tensor) -> Tensor:
+        mantissa, exponent = torch.frexp(values)
+        return torch.ldexp((mantissa * 2**bits).round() / 2**bits, exponent)
+
+    return lambda left, right: cut(left) @ cut(right)
+
+
+@exercise
+def check_bits(bits_left: Callable[[Any], Any]) -> str:
+    """The bits of significand that an input of a product keeps."""
+    for bits, name in ((11, "TF32"), (8, "bf16"), (24, "fp32")):
+        found = int(call(bits_left, _rounded(bits)))
+        need(
+            found != bits - 1,
+            f"For {name} it returns {found}: the leading 1 is a bit of the significand too.",
+        )
+        need(found == bits, f"A product in {name} keeps {bits} bits, and it returns {found}.")
+    return "This is how `amp-lab doctor` tells TF32 from fp32 on a card."
+
+
+@exercise
+def check_outputs(outputs: dict[str, str]) -> str:
+    """The dtypes of outputs of four settings."""
+    right = {
+        'accelerate, mixed_precision="bf16"': "fp32",
+        'Lightning\'s Trainer, precision="bf16-mixed", in training_step': "bf16",
+        'Fabric, precision="bf16-true"': "fp32",
+        "torch.autocast, after a last linear layer": "bf16",
+    }
+    _need_all(outputs, right)
+    wrong = [setting for setting in right if outputs[setting] != right[setting]]
+    if wrong:
+        need(False, f"Not so: {wrong[0]}. Does it wrap the model, and cast what that returns?")
+    return "So a loss that you compute from them is in fp32 with some, and not with others."
+
+
+@exercise
+def check_scale_down(scale_down: Callable[[nn.Module, Tensor], Any]) -> str:
+    """What the first layer returns within 1024, and the same outputs."""
+    torch.manual_seed(0)
+    first = nn.Linear(8, 16)
+    with torch.no_grad():
+        first.weight.mul_(1e5)
+        first.bias.mul_(1e5)
+    model = nn.Sequential(first, nn.ReLU(), nn.Linear(16, 4))
+    x = torch.rand(32, 8)
+    before = copy.deepcopy(model)
+    call(scale_down, model, x)
+    with torch.no_grad():
+        largest, wanted = float(model[0](x).abs().max()), before(x)
+        found = model(x)
+    need(
+        largest <= 1024, f"The first layer still returns ±{largest:.4g}: it has to be 1024 or less."
+    )
+    need(
+        largest > 256,
+        f"The first layer returns ±{largest:.4g} at most: you took more than was asked.",
+    )
+    need(
+        torch.allclose(found, wanted, rtol=1e-4),
+        "The outputs changed: what the first layer's weight and bias lose, the last layer's weight "
+        "has to gain, and its bias stays.",
+    )
+    need(
+        torch.equal(found, wanted),
+        "The outputs are nearly the same. With a power of two they are the same to the bit.",
+    )
+    return "Nothing was rounded on the way, for a power of two changes exponents alone."

@@ -1,0 +1,16 @@
+"""The notebooks' figures: those in this folder, and those that commands of `amp_lab` draw too."""
+
+# Every public function of these files is a figure, and is exported without being listed here.
+from course.figures.difference import *  # noqa: F403
+from course.figures.formats import *  # noqa: F403
+from course.figures.memory import *  # noqa: F403
+from course.figures.number_formats import *  # noqa: F403
+from course.figures.pictures import *  # noqa: F403
+from course.figures.speed import *  # noqa: F403
+from course.figures.training import *  # noqa: F403
+
+from amp_lab.plots import gradients_against_fp16 as gradients_against_fp16
+from amp_lab.plots import roofline as roofline
+from amp_lab.plots import scale_over_time as scale_over_time
+from amp_lab.plots import speed_ladder as speed_ladder
+from amp_lab.plots import use_style as use_style

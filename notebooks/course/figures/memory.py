@@ -1,0 +1,174 @@
+"""Memory, and what ranks send each other."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from amp_lab.plots import style
+from amp_lab.plots.style import Bars, Look
+
+_KIB = 2**10
+_MIB = 2**20
+_GIB = 2**30
+_KINDS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_BEHIND_LIMIT: Look = {"color": "white", "linewidth": 4}  # shows the line on a dark bar
+_LIMIT: Look = {
+    "color": "black",
+    "linestyle": "--",
+    "linewidth": 1.5,
+}
+_IN_A_BAR: Look = {
+    "fontsize": 8,
+    "linespacing": 0.9,
+    # keeps the hatch off the letters
+    "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1},
+    **style.CENTRED,
+}
+BytesOf = Mapping[str, float]
+"""Bytes by the name of what they hold."""
+Sent = Sequence[tuple[str, str, int]]
+"""Collective, dtype and bytes of each kind of message."""
+
+
+def memory_by_dtype(
+    panels: Mapping[str, Mapping[str, Any]], limit: float, limit_label: str
+) -> Figure:
+    """Bars {panel: {name: tensors}} of memory, split by dtype, beside a limit in bytes.
+
+    `tensors` has an attribute `peak`, a list of (shape, dtype, bytes).
+    """
+    count = len(panels)
+    figure, axes = style.columns(count, size=(9.0, 2.9))
+    limit_gib = limit / _GIB
+    for ax, title, setups in style.by_panel(axes, panels):
+        for row, tensors in enumerate(setups.values()):
+            bars = _by_dtype(tensors.peak)
+            style.stacked(ax, row, bars)
+        ax.axvline(limit_gib, **_BEHIND_LIMIT)
+        ax.axvline(limit_gib, **_LIMIT)
+        rows = range(len(setups))
+        names = list(setups)
+        ax.set_yticks(rows, names)
+        ax.invert_yaxis()
+        ax.set_xlabel("peak memory of a step (GiB)")
+        ax.set_title(title, fontsize=11, pad=20)
+        above = ax.get_xaxis_transform()
+        ax.text(limit_gib, 1.02, limit_label, transform=above, ha="center")
+    style.legend_beside(figure, "outside lower center", ncols=4)
+    return figure
+
+
+def _by_dtype(peak: Iterable[tuple[Any, Any, int]]) -> Bars:
+    """GiB and look of each kind of tensors; too small to be seen, it stays out of the legend."""
+    sizes = dict.fromkeys(_KINDS.values(), 0.0)
+    sizes["integers"] = 0.0
+    for _, dtype, nbytes in peak:
+        name = str(dtype).removeprefix("torch.")
+        kind = _KINDS.get(name, "integers")
+        sizes[kind] += nbytes / _GIB
+    bars: Bars = []
+    for kind, size in sizes.items():
+        if not size:
+            continue
+        label = None
+        if size > 0.1:
+            label = kind
+        look = style.look_of(kind, height=0.6, label=label)
+        bars.append((size, look))
+    return bars
+
+
+def memory_per_rank(engines: Mapping[str, Mapping[int, BytesOf]]) -> Figure:
+    """Stacked bars of memory against the number of ranks: `engines[name][ranks][part]` in bytes."""
+    count = len(engines)
+    figure, axes = style.columns(count, size=(8.0, 3.2), sharey=True)
+    for ax, title, parts_of in style.by_panel(axes, engines):
+        for x, parts in enumerate(parts_of.values()):
+            bars = _mib_of_parts(parts)
+            style.stacked(ax, x, bars, "{:.3g}")
+        ticks = range(len(parts_of))
+        ranks = list(parts_of)
+        ax.set_xticks(ticks, ranks)
+        ax.set_xlabel("ranks")
+        ax.set_title(title, fontsize=11)
+        ax.margins(y=0.15)  # room for the number above the highest bar
+    first, *_ = axes
+    first.set_ylabel("memory of a rank (MiB)")
+    style.legend_beside(figure, "outside right upper", reverse=True)  # the last part is on top
+    return figure
+
+
+def _mib_of_parts(parts: BytesOf) -> Bars:
+    looks = style.part_looks(parts, style.THREE_PARTS)
+    bars: Bars = []
+    for part, look in looks.items():
+        look["width"] = 0.6
+        mib = parts[part] / _MIB
+        bars.append((mib, look))
+    return bars
+
+
+def bytes_per_parameter(setups: Mapping[str, BytesOf]) -> Axes:
+    """Stacked bars of what is held for one parameter: `setups[name][part]` in bytes."""
+    height = 0.46 * len(setups) + 1.0
+    figure, ax = style.subplots(size=(8.5, height))
+    parts: dict[str, None] = {}  # a set in order
+    for bytes_of in setups.values():
+        parts |= dict.fromkeys(bytes_of)
+    greys = style.FIVE_PARTS[: len(parts)]
+    looks = style.part_looks(parts, greys)
+    for look in looks.values():
+        look["height"] = 0.75
+    for y, bytes_of in enumerate(setups.values()):
+        bars: Bars = []
+        for part, look in looks.items():
+            nbytes = bytes_of.get(part, 0)
+            bars.append((nbytes, look))
+        style.stacked(ax, y, bars, "{:.3g}", size=11)
+    names = list(setups)
+    style.name_rows(ax, names, room=0.08, fontsize=11)
+    ticks = range(0, 21, 4)
+    ax.set_xticks(ticks)
+    ax.set_xlabel("held for each parameter when the optimizer steps (bytes)")
+    style.legend_beside(figure, "outside right upper")
+    return ax
+
+
+def sent_bytes(setups: Mapping[str, Sent], ranks: int) -> Axes:
+    """Stacked bars of what a rank sends a step: `setups[name]` has (collective, dtype, bytes)."""
+    height = 0.48 * len(setups) + 1.0
+    figure, ax = style.subplots(size=(8.5, height))
+    longest = max(map(_total_kib, setups.values()))
+    for y, sent in enumerate(setups.values()):
+        bars: Bars = []
+        for _, dtype, nbytes in sent:
+            kib = nbytes / _KIB
+            look = style.look_of(dtype, height=0.75, linewidth=1.5, label=dtype)
+            bars.append((kib, look))
+        style.stacked(ax, y, bars, "{:,.0f}")
+        _name_collectives(ax, y, sent, longest / 8)
+    names = list(setups)
+    style.name_rows(ax, names, room=0.08)
+    ax.set_xlabel(f"sent by each of {ranks} ranks in a step (KiB)")
+    style.legend_beside(figure, "outside right upper")
+    return ax
+
+
+def _total_kib(sent: Sent) -> float:
+    nbytes = sum(nbytes for _, _, nbytes in sent)
+    return nbytes / _KIB
+
+
+def _name_collectives(ax: Axes, y: float, sent: Sent, least: float) -> None:
+    """Write the collective on each bar of a row; one of `least` KiB or fewer has no room for it."""
+    end = 0.0
+    for collective, _, nbytes in sent:
+        kib = nbytes / _KIB
+        end += kib
+        if kib <= least:
+            continue
+        name = collective.replace("_", "-\n")
+        middle = end - kib / 2
+        ax.text(middle, y, name, **_IN_A_BAR)

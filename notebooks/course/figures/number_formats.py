@@ -1,0 +1,154 @@
+"""What the formats of numbers can hold, and which of them ops compute in."""
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from amp_lab.plots import style
+from amp_lab.plots.style import COLOURS, Look, Values
+
+_LEFT: Look = {"loc": "left", "fontsize": 11}  # of titles
+_DASHES = style.DASHES[:6]
+# Points up, for labels that would meet another line.
+_RAISED = {"fp16": -12, "fp8 E5M2": 5, "fp8 E4M3": -5}
+Exponents = tuple[Sequence[int], Values, int]
+"""Exponents of two, spacing / magnitude at each of them, and the smallest normal one."""
+DtypeOf = Mapping[str, str]
+"""The dtype that an op computes in, or a word, by the op's name."""
+
+
+def range_and_spacing(formats: Mapping[str, Exponents]) -> list[Axes]:
+    """Range (above) and relative spacing (below) of number formats, over one magnitude axis.
+
+    `formats[name]`, whose first word is a precision, has the exponents of two from the smallest
+    subnormal number to the largest, spacing / magnitude at each, and the smallest normal exponent.
+    """
+    size = (8.5, 6.5)
+    heights = [1, 1.3]
+    _, axes = style.rows(2, size, sharex=True, height_ratios=heights)
+    above, below = axes
+    for row, (name, facts) in enumerate(formats.items()):
+        exponents, spacing, normal = facts
+        _range_bar(above, row, name, exponents, normal)
+        dash = _DASHES[row % len(_DASHES)]
+        _spacing_line(below, name, exponents, spacing, dash)
+    above.invert_yaxis()
+    above.set_yticks([])
+    below.set_yscale("log", base=2)
+    ticks = range(-150, 151, 25)
+    below.set_xticks(ticks)
+    below.set_xlim(-155, 165)
+    style.label(below, "log2 of the magnitude", "spacing / magnitude")
+    of_range = "range: solid = normal numbers, hatched = subnormal numbers"
+    above.set_title(of_range, **_LEFT)
+    of_spacing = "spacing of neighbours, relative to their size"
+    below.set_title(of_spacing, **_LEFT)
+    for ax in (above, below):
+        ax.axvline(0, color="grey", linewidth=0.8, zorder=0)
+    return [above, below]
+
+
+def _range_bar(ax: Axes, row: int, name: str, exponents: Sequence[int], normal: int) -> None:
+    """A format's range as a bar, hatched where numbers are subnormal."""
+    colour = COLOURS[style.precision_of(name)]
+    low = exponents[0]
+    high = exponents[-1] + 1
+    hollow: Look = {
+        "color": "white",
+        "edgecolor": colour,
+        "hatch": "////",
+        "height": 0.6,
+    }
+    subnormal_length = normal - low
+    ax.barh(row, subnormal_length, left=low, **hollow)
+    normal_length = high - normal
+    ax.barh(row, normal_length, left=normal, height=0.6, color=colour)
+    ax.text(high + 3, row, name, va="center")
+
+
+def _spacing_line(
+    ax: Axes, name: str, exponents: Sequence[int], spacing: Values, dash: object
+) -> None:
+    """A format's spacing over the magnitude, with its name at the right end."""
+    curve = dict(zip(exponents, spacing, strict=True))
+    style.lines(ax, {name: curve}, [dash], linewidth=2.5)
+    x = exponents[-1] + 1
+    y = spacing[-1]
+    points_up = _RAISED.get(name, 0)
+    beside: Look = {
+        "xytext": (6, points_up),
+        "textcoords": "offset points",
+        "va": "center_baseline",
+    }
+    right_end = (x, y)
+    ax.annotate(name, right_end, **beside)
+
+
+def weight_over_updates(weights: Mapping[str, Values]) -> Axes:
+    """A weight after each of many small updates; `weights` maps a precision to its history."""
+    _, ax = style.subplots()
+    dashes = {
+        "fp32": "-",
+        "bf16": "--",
+        "fp16": ":",
+    }
+    style.lines(ax, weights, dashes, linewidth=3)
+    return style.label(ax, "updates so far", "weight", legend="upper left")
+
+
+def dtype_track(steps: Sequence[tuple[str, str]]) -> Axes:
+    """The dtype after each of `steps`, (name, precision): fp32 above, what is narrower below."""
+    _, ax = style.subplots(size=(8.0, 2.4))
+    names: list[str] = []
+    lanes: list[int] = []
+    narrower = ""  # what the lower lane is called
+    for at, (name, precision) in enumerate(steps):
+        lane = int(precision == "fp32")
+        marker = "s"
+        if not lane:
+            marker = "o"
+            narrower = narrower or precision
+        names.append(name)
+        lanes.append(lane)
+        look: Look = {
+            "s": 90,
+            "marker": marker,
+            "color": COLOURS[precision],
+            "zorder": 2,
+        }
+        ax.scatter(at, lane, **look)
+    places = range(len(steps))
+    path: Look = {"color": style.PATH, "linewidth": 1.5, "zorder": 1}
+    ax.plot(places, lanes, **path)
+    ax.set_yticks([0, 1], [narrower, "fp32"])
+    ax.set_xticks(places, names, rotation=20)
+    ax.set_ylim(-0.4, 1.4)
+    return style.label(ax, "step of the forward pass", "dtype")
+
+
+def dtype_grid(outcomes: Mapping[str, DtypeOf]) -> Axes:
+    """What ops return on backends: `outcomes[backend][op]` is a key of `COLOURS`, or "error"."""
+    first, *_ = outcomes.values()
+    ops = list(first)
+    height = 0.32 * len(ops) + 0.6
+    _, ax = style.subplots(size=(8.0, height))
+    style.dtype_cells(ax, outcomes, ops)
+    return ax
+
+
+def dtypes_by_model(outcomes: Mapping[str, Mapping[str, DtypeOf]]) -> Figure:
+    """What the ops of models compute in: `outcomes[model][backend][op]`, a dtype or a word."""
+    names: dict[str, None] = {}  # a set in order
+    for backends in outcomes.values():
+        for dtype_of in backends.values():
+            names |= dict.fromkeys(dtype_of)
+    ops = list(names)
+    height = 0.3 * len(ops) + 0.8
+    count = len(outcomes)
+    size = (9.0, height)
+    figure, axes = style.columns(count, size, sharey=True)
+    for ax, title, backends in style.by_panel(axes, outcomes):
+        style.dtype_cells(ax, backends, ops, fontsize=9)
+        ax.set_title(title, fontsize=11)
+    return figure

@@ -1,0 +1,283 @@
+"""Times, rates and speed-ups, and the limits of a device."""
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from amp_lab.core.timing import Comparison, Estimate, Ratio
+from amp_lab.plots import style
+from amp_lab.plots.style import COLOURS, Look, Values
+
+_LEVEL: Look = {"color": "black", "linewidth": 1}  # a line to compare with
+_LAYER_DOT: Look = {
+    "linestyle": "none",
+    "markersize": 7,
+    "markeredgecolor": "black",
+    "markeredgewidth": 0.6,
+}
+_KIND_LOOKS = [
+    ("black", "*"),
+    (style.PATH, "^"),
+    (COLOURS["bf16"], "o"),
+    ("black", "v"),
+]
+# Both lines may be of one precision, and one colour: their dash and their fill differ.
+_LINE_LOOKS = (("-o", None), ("--s", "white"))
+Layers = Sequence[tuple[str, float]]
+"""Kind and FLOPs per byte of each layer."""
+Growth = tuple[Sequence[int], Sequence[Ratio], Values]
+"""Values, and for each the speed-up and the share of memory."""
+
+
+def time_and_memory(
+    times: Comparison,
+    mebibytes: Mapping[str, float],
+    memory_label: str,
+    losses: Mapping[str, Values] | None = None,
+) -> Figure:
+    """Bars of time and of memory {precision: MiB}, with their ratio to the first precision.
+
+    The names of the comparison are precisions. Losses of each step are drawn beside them, if given.
+    """
+    panels = 2
+    if losses:
+        panels = 3
+    width = 4.0 * panels
+    figure, axes = style.columns(panels, size=(width, 3.2))
+    left, right, *rest = axes
+    _time_bars(left, times)
+    left.set_ylabel("time of a step (ms)")
+    left.margins(y=0.4)  # room for three lines above the highest bar
+    _memory_bars(right, mebibytes)
+    right.set_ylabel(f"memory, {memory_label} (MiB)")
+    right.margins(y=0.25)
+    for ax in rest:
+        style.lines(ax, losses or {}, first=1, linewidth=2)
+        style.label(ax, "step", "loss", legend="best")
+        ax.set_ylim(bottom=0)
+    return figure
+
+
+def _time_bars(ax: Axes, times: Comparison) -> None:
+    first, *_ = times.samples_s
+    for name in times.samples_s:
+        seconds = times.time_s(name)
+        milliseconds = seconds.times(1e3)
+        text = f"{milliseconds.median:.3g}"
+        if name != first:
+            speedup = times.ratio(first, name)
+            low, high = speedup.interval
+            text += f"\n{speedup.median:.2f}x as fast"
+            text += f"\n({low:.2f}x to {high:.2f}x)"
+        look = style.look_of(name, width=0.6)
+        style.measured_bar(ax, name, milliseconds, text, **look)
+
+
+def _memory_bars(ax: Axes, mebibytes: Mapping[str, float]) -> None:
+    first, *_ = mebibytes.values()
+    for name, value in mebibytes.items():
+        text = f"{value:.3g}"
+        if value != first:
+            share = value / first
+            text += f"\n{share:.0%}"
+        look = style.look_of(name, width=0.6)
+        style.bar(ax, name, value, text, **look)
+
+
+def time_by_kind(kinds: Mapping[str, Comparison]) -> Axes:
+    """Bars of time, `kinds[kind]` over precisions, with the speed-up over the first precision."""
+    _, ax = style.subplots(size=(7.0, 3.2))
+    comparisons = list(kinds.values())
+    precisions = list(comparisons[0].samples_s)
+    first = precisions[0]
+    width = 0.8 / len(precisions)
+    for i, precision in enumerate(precisions):
+        look = style.look_of(precision, width=width)
+        offset = i * width
+        for k, times in enumerate(comparisons):
+            seconds = times.time_s(precision)
+            milliseconds = seconds.times(1e3)
+            text = ""
+            has_room = i == 1 or times.trusted  # not to say twice that it was busy
+            if i and has_room:
+                speedup = times.ratio(first, precision)
+                text = f"{speedup.median:.2f}x"
+            style.measured_bar(ax, k + offset, milliseconds, text, **look)
+        ax.bar([0], [0], label=precision, **look)  # for the legend, whatever could be measured
+    names = list(kinds)
+    half_width = width / 2
+    middles = [k + 0.4 - half_width for k in range(len(names))]
+    ax.set_xticks(middles, names)
+    ax.tick_params(axis="x", length=0)
+    ax.set_ylabel("forward and backward (ms)")
+    ax.margins(y=0.2)  # room for the text above the highest bar
+    ax.legend()
+    return ax
+
+
+def throughput_over_batch(batches: Mapping[int, Comparison]) -> Figure:
+    """Samples per second against the batch, in two precisions, and their ratio.
+
+    `batches[batch]` compares the time of a step of so many samples in both.
+    """
+    figure, axes = style.columns(2, size=(8.5, 2.9))
+    left, right = axes
+    sizes = list(batches)
+    comparisons = list(batches.values())
+    first, second = comparisons[0].samples_s
+    for precision, form in ((first, "-o"), (second, "--s")):
+        rates: list[Estimate] = []
+        for batch, times in batches.items():
+            step_s = times.time_s(precision)
+            rates.append(step_s.rate(batch))
+        look: Look = {"color": COLOURS[precision], "label": precision}
+        style.measured_line(left, sizes, rates, form, **look)
+    left.set_yscale("log")
+    style.label(left, "batch", "samples per second", legend="lower right")
+    ratios = [times.ratio(first, second) for times in comparisons]
+    style.measured_line(right, sizes, ratios, "-D", color="black")
+    right.axhline(1, **_LEVEL)
+    right.set_ylim(bottom=0)  # a small ratio shall look small
+    y_label = f"speed-up of {second} over {first}"
+    style.label(right, "batch", y_label)
+    for ax in (left, right):
+        style.log2_axis(ax, ticks=sizes)
+    return figure
+
+
+def growth(panels: Mapping[str, Growth]) -> Figure:
+    """Speed-up and share of FP32's memory by AMP: `panels[what]` is (values, speed-ups, shares)."""
+    size = (8.5, 4.4)
+    columns = len(panels)
+    alike = {
+        "sharey": "row",
+        "sharex": "col",
+        "squeeze": False,
+    }
+    figure, axes = style.subplots(2, columns, size, **alike)
+    upper_row, lower_row = axes
+    of_speed: Look = {"color": COLOURS["bf16"], "linewidth": 2}
+    of_memory: Look = {"color": COLOURS["fp32"], "linewidth": 2}
+    for column, what, curves in style.by_panel(axes.T, panels):
+        upper, lower = column
+        values, speedups, shares = curves
+        style.measured_line(upper, values, speedups, "-o", **of_speed)
+        upper.axhline(1, **_LEVEL)
+        lower.plot(values, shares, "--s", **of_memory)
+        lower.axhline(0.5, **_LEVEL)
+        style.log2_axis(lower, ticks=values)
+        lower.set_xlabel(what)
+    _limit_around(upper_row, level=1)
+    _limit_around(lower_row, level=0.5)
+    upper_row[0].set_ylabel("speed-up by AMP")
+    lower_row[0].set_ylabel("memory, share of FP32")
+    return figure
+
+
+def _limit_around(row: Sequence[Axes], level: float) -> None:
+    """Limit the y axis that a row of axes shares to its level and what is drawn."""
+    ends: list[float] = []
+    for ax in row:
+        ends.extend(ax.dataLim.intervaly)
+    below_level = 0.85 * level
+    below_all = 0.95 * min(ends)
+    bottom = min(below_level, below_all)
+    top = 1.05 * max(ends)
+    row[0].set_ylim(bottom, top)
+
+
+def speedup_over_size(sizes: Sequence[int], speedups: Mapping[str, Sequence[Ratio]]) -> Axes:
+    """Speed-ups against the image size; `speedups[label]` has a ratio for each size."""
+    _, ax = style.subplots(size=(7.0, 3.2))
+    ax.axhline(1, **_LEVEL)
+    for (label, ratios), line_look in zip(speedups.items(), _LINE_LOOKS, strict=False):
+        form, face = line_look
+        precision = style.precision_of(label)
+        look: Look = {
+            "color": COLOURS[precision],
+            "markerfacecolor": face,
+            "linewidth": 2,
+            "label": label,
+        }
+        style.measured_line(ax, sizes, ratios, form, **look)
+    ax.set_xticks(sizes)
+    x_label = "height and width of the images (pixels)"
+    return style.label(ax, x_label, "speed-up", legend="lower right")
+
+
+def flops_per_byte(panels: Mapping[str, Layers]) -> Figure:
+    """FLOPs per byte of layers in their order: `panels[title]` is a list of (kind, value)."""
+    size = (8.0, 3.4)
+    columns = len(panels)
+    figure, axes = style.subplots(1, columns, size, sharey=True)
+    kinds: dict[str, None] = {}  # a set in order
+    for layers in panels.values():
+        kinds |= dict.fromkeys(kind for kind, _ in layers)
+    for ax, title, layers in style.by_panel(axes, panels):
+        for kind, (colour, marker) in zip(kinds, _KIND_LOOKS, strict=False):
+            look: Look = {"color": colour, "marker": marker, **_LAYER_DOT}
+            _dots_of_kind(ax, layers, kind, look)
+        ax.set_yscale("log")
+        ax.set_xlabel("layer, from input to output")
+        powers = [1, 10, 100]
+        names = [str(power) for power in powers]
+        ax.set_yticks(powers, names)
+        ax.set_title(title, fontsize=11)
+        ax.grid(axis="y", color=style.GRID)
+    axes[0].set_ylabel("FLOPs per byte, in fp32")
+    style.legend_beside(figure, "outside lower center", ncols=4)
+    return figure
+
+
+def _dots_of_kind(ax: Axes, layers: Layers, kind: str, look: Look) -> None:
+    places: list[int] = []
+    intensities: list[float] = []
+    for place, (kind_of_layer, intensity) in enumerate(layers):
+        if kind_of_layer == kind:
+            places.append(place)
+            intensities.append(intensity)
+    ax.plot(places, intensities, label=kind, **look)
+
+
+def passes(chains: Mapping[str, Sequence[str]]) -> Axes:
+    """Each pass over the data as a chain of boxes.
+
+    Those that begin with "read" or "write" stand for memory and are black, the others for what
+    stays in the cache.
+    """
+    count = len(chains)
+    height = 0.62 * count + 0.5
+    _, ax = style.subplots(size=(8.5, height))
+    for y, chain in enumerate(chains.values()):
+        left = 0.0
+        for text in chain:
+            letters = len(text)
+            width = 0.085 * letters + 0.3
+            _box(ax, left, y, width, text)
+            left += width + 0.12
+    rows = range(count)
+    names = list(chains)
+    ax.set_yticks(rows, names)
+    ax.invert_yaxis()
+    ax.set_xticks([])
+    ax.set_frame_on(False)
+    ax.tick_params(axis="y", length=0)
+    ax.set_xlabel("what a pass does, from left to right")
+    return ax
+
+
+def _box(ax: Axes, left: float, y: int, width: float, text: str) -> None:
+    face = "white"
+    ink = "black"
+    if text.startswith(("read", "write")):
+        face = "black"
+        ink = "white"
+    box: Look = {
+        "height": 0.6,
+        "color": face,
+        "edgecolor": "black",
+    }
+    ax.barh(y, width, left=left, **box)
+    middle = left + width / 2
+    ax.text(middle, y, text, fontsize=9, color=ink, **style.CENTRED)

@@ -1,0 +1,214 @@
+"""Training runs: losses, accuracies and scores, and the loss scale with what it does."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator
+from torch import Tensor
+
+from amp_lab.plots import style
+from amp_lab.plots.style import COLOURS, Look, Values
+
+_DASHES = ["-", "--", "-.", ":"]
+_LOOK_OF_SETTING = {  # fp32 is a wide line, on which the others can be seen to lie
+    "fp32": ("-", {"linewidth": 8, "alpha": 0.35}),
+    "fp16": ("-", {"linewidth": 2, "alpha": 1}),
+    "bf16": (":", {"linewidth": 3, "alpha": 1}),
+}
+_SCALE_LOOKS = [("black", "-"), (style.SECOND, "--")]
+_BAND: Look = {"alpha": 0.2, "linewidth": 0}
+_DOT: Look = {
+    "marker": "o",
+    "linestyle": "none",
+    "alpha": 0.6,
+    "markersize": 7,
+}
+_MEAN: Look = {"color": "black", "linewidth": 2}
+_UNIT_SCALE: Look = {
+    "color": "black",
+    "linestyle": ":",
+    "linewidth": 1,
+}
+Losses = Mapping[str, Values]
+"""Losses by the name of what had them."""
+ScaleLog = tuple[Values, Sequence[int]]
+"""Loss scales, and the steps that were skipped."""
+Runs = Mapping[str, Tensor]
+"""Values (seeds, epochs) of each precision."""
+
+
+def _mean_and_band(ax: Axes, runs: Runs, **look: Any) -> None:
+    """Values {precision: (seeds, epochs)}: their mean, and a band from lowest to highest seed."""
+    means: dict[str, list[float]] = {}
+    for precision, run in runs.items():
+        low = run.amin(0)
+        high = run.amax(0)
+        mean = run.mean(0)
+        means[precision] = mean.tolist()
+        epochs = range(1, len(mean) + 1)
+        colour = COLOURS[precision]
+        ax.fill_between(epochs, low, high, color=colour, **_BAND)
+    style.lines(ax, means, first=1, linewidth=2, **look)
+
+
+def loss_curves(losses: Runs) -> Axes:
+    """Losses {precision: (seeds, epochs)}: their mean, and a band from lowest to highest seed."""
+    _, ax = style.subplots()
+    _mean_and_band(ax, losses)
+    ax.set_yscale("log")  # a loss falls by the same factor, not amount
+    return style.label(ax, "epoch", "loss (mean squared error)", legend="best")
+
+
+def loss_and_accuracy(losses: Runs, accuracies: Runs) -> Figure:
+    """Loss and accuracy {precision: (seeds, epochs)}: mean, and a band from lowest to highest."""
+    figure, axes = style.columns(2, size=(7.5, 2.9))
+    left, right = axes
+    for ax, runs in zip(axes, (losses, accuracies), strict=True):
+        _mean_and_band(ax, runs, dashes=_DASHES, markers="osd^")
+        epoch_ticks = ax.xaxis.get_major_locator()
+        epoch_ticks.set_params(integer=True)  # there is no epoch 1.5
+    left.set_ylim(bottom=0)  # a small difference shall look small
+    style.label(left, "epoch", "training loss (cross-entropy)", legend="best")
+    right.set_ylim(0, 1)  # all that an accuracy can be
+    style.label(right, "epoch", "held-out accuracy")
+    right.yaxis.set_major_formatter("{x:.0%}")
+    return figure
+
+
+def loss_by_backend(panels: Mapping[str, Losses]) -> Figure:
+    """Loss over the epochs, a panel for each backend: `panels[backend][precision]` is a list."""
+    columns = len(panels)
+    width = 4.0 * columns
+    size = (width, 3.0)
+    figure, axes = style.subplots(1, columns, size, sharey=True)
+    for ax, backend, losses in style.by_panel(axes, panels):
+        style.lines(ax, losses, first=1, linewidth=2.5)
+        whole_epochs = MaxNLocator(integer=True)  # there is no epoch 1.5
+        ax.xaxis.set_major_locator(whole_epochs)
+        ax.set_title(backend)
+        ax.set_xlabel("epoch")
+    first, *_ = axes
+    first.set_ylabel("cross-entropy in training")
+    first.legend()
+    return figure
+
+
+def losses_by_setting(losses: Losses) -> Axes:
+    """Losses {setting: loss of each step}, on a log axis; a setting begins with a precision."""
+    figure, ax = style.subplots()
+    drawn: set[str] = set()
+    for setting, values in losses.items():
+        precision = style.precision_of(setting)
+        dash, look = _LOOK_OF_SETTING[precision]
+        if precision in drawn:
+            dash = "--"  # it would hide the first
+        drawn.add(precision)
+        curve = {setting: values}
+        style.lines(ax, curve, [dash], **look)
+    ax.set_yscale("log")
+    style.legend_beside(figure, "outside right upper")
+    return style.label(ax, "step", "loss")
+
+
+def scores_by_seed(scores: Mapping[str, Values]) -> Axes:
+    """Dots of a score in percent, `scores[precision]`, for each seed, and a bar at their mean."""
+    _, ax = style.subplots(size=(6.0, 2.0))
+    for y, (precision, values) in enumerate(scores.items()):
+        colour = COLOURS[precision]
+        _seed_dots(ax, y, values, colour)
+    count = len(scores)
+    rows = range(count)
+    names = list(scores)
+    ax.set_yticks(rows, names)
+    lowest = count - 0.5
+    ax.set_ylim(lowest, -0.5)
+    ax.set_xlabel("test accuracy; bar: mean of the seeds (%)")
+    return ax
+
+
+def _seed_dots(ax: Axes, y: int, values: Values, colour: str) -> None:
+    """Dots, one below the other, since equal scores would hide each other; a bar at their mean."""
+    count = len(values)
+    middle = (count - 1) / 2
+    heights = [y + 0.06 * (seed - middle) for seed in range(count)]
+    ax.plot(values, heights, color=colour, **_DOT)
+    mean = sum(values) / count
+    top = y - 0.3
+    bottom = y + 0.3
+    ax.plot([mean, mean], [top, bottom], **_MEAN)
+
+
+def scales_by_setting(logs: Mapping[str, ScaleLog]) -> Figure:
+    """Loss scales and skipped steps, one panel a setting: `logs[setting]` is (scales, skipped)."""
+    rows = len(logs)
+    height = 1.35 * rows + 0.5
+    size = (8.0, height)
+    figure, axes = style.subplots(rows, size=size, sharex=True, sharey=True)
+    for ax, setting, log in style.by_panel(axes, logs):
+        scales, skipped = log
+        style.stairs(ax, scales, skipped, markersize=6)
+        count = len(skipped)
+        title = f"{setting}: {count} skipped"
+        ax.set_title(title, loc="left", fontsize=10)
+        ax.set_ylabel("loss scale")
+    lowest = axes[-1]
+    lowest.set_xlabel("step; x: skipped")
+    return figure
+
+
+def loss_scales(histories: Mapping[str, Values]) -> Axes:
+    """Two loss scales {name: scale after each step}, a precision in its colour; dotted: 1."""
+    _, ax = style.subplots()
+    for (name, scales), scale_look in zip(histories.items(), _SCALE_LOOKS, strict=True):
+        other_colour, dash = scale_look
+        precision = style.precision_of(name)
+        colour = COLOURS.get(precision, other_colour)
+        steps = range(1, len(scales) + 1)
+        look: Look = {
+            "where": "mid",
+            "color": colour,
+            "linewidth": 2,
+            "label": name,
+        }
+        ax.step(steps, scales, dash, **look)
+    ax.axhline(1, **_UNIT_SCALE)
+    ax.set_yscale("log", base=2)
+    far_apart = LogLocator(base=2**16)  # the scale may rise by a hundred powers
+    ax.yaxis.set_major_locator(far_apart)
+    return style.label(ax, "step", "loss scale", legend="center right")
+
+
+def gradient_norm_in_step(norms: Mapping[str, float], scaled: Sequence[str]) -> Axes:
+    """Length of the gradient after each stage {name: length} of a step; first come the `scaled`."""
+    _, ax = style.subplots(size=(8.0, 3.2))
+    stages = range(len(norms))
+    lengths = list(norms.values())
+    first_true = len(scaled)
+    border = first_true - 0.5
+    ax.axvspan(-0.5, border, color=style.SCALED)
+    line: Look = {"color": style.GUIDE, "zorder": 1}  # behind the dots
+    ax.plot(stages, lengths, ":", **line)
+    dot: Look = {"color": COLOURS["fp16"], "markersize": 10}
+    ax.plot(stages, lengths, "o", **dot)
+    off_the_line: Look = {
+        "xytext": (12, 6),
+        "textcoords": "offset points",
+    }
+    for stage, length in enumerate(lengths):
+        text = f"{length:.2f}"
+        if length > 100:
+            text = f"{length:,.0f}"
+        ax.annotate(text, (stage, length), **off_the_line)
+    at_top: Look = {"transform": ax.get_xaxis_transform(), "va": "top"}
+    ax.text(-0.45, 0.96, "scaled: do not look", **at_top)
+    right_of_border = first_true - 0.45
+    ax.text(right_of_border, 0.96, "true: clip, log, step", **at_top)
+    ax.set_yscale("log", base=2)
+    ax.margins(y=0.3)  # room for both texts above the highest value
+    ax.set_xticks(stages, norms)
+    right_end = len(norms) - 0.5
+    ax.set_xlim(-0.5, right_end)
+    x_label = "after this stage of the step"
+    return style.label(ax, x_label, "length of the gradient")

@@ -1,0 +1,110 @@
+"""The set-up cell that every notebook starts with: on which device, and at which scale.
+
+It is imported before anything of `amp_lab`, which it finds in the checkout if none is installed.
+"""
+
+import datetime
+import enum
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+if importlib.util.find_spec("amp_lab") is None:
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "src"))
+
+from amp_lab.core.cpu import onednn_has_bf16
+from amp_lab.core.device import backend_name, device_name, pick_device
+from amp_lab.core.errors import AmpLabError, OptionError
+from amp_lab.core.requirements import require_torch
+
+
+class Scale(enum.StrEnum):
+    """How much a notebook computes."""
+
+    QUICK = "quick"
+    """Small enough for a CPU: a minute a notebook."""
+    FULL = "full"
+    """The problem in its real size, for a GPU."""
+
+
+def pick_scale(device: torch.device) -> Scale:
+    """The scale that AMP_LAB_SCALE in the environment names; else full on a GPU, quick on a CPU.
+
+    Raises `OptionError` for any other name.
+    """
+    name = os.environ.get("AMP_LAB_SCALE")
+    if not name:
+        is_cpu = device.type == "cpu"
+        return Scale.QUICK if is_cpu else Scale.FULL
+    if name not in list(Scale):
+        raise OptionError(f"AMP_LAB_SCALE={name!r} is not a scale; use 'quick' or 'full'")
+    return Scale(name)
+
+
+def emulates_bf16(device: torch.device) -> bool:
+    """Whether it is a CPU without instructions for bf16, as most without AVX-512 are.
+
+    Its matrix products in bf16 run at about a hundredth of fp32's rate.
+    """
+    return device.type == "cpu" and not onednn_has_bf16()
+
+
+def start(*packages: str) -> tuple[torch.device, Scale]:
+    """Device and scale for a notebook, chosen by `pick_device` and `pick_scale`.
+
+    It prints what the outputs below it come from: device, torch, date, and the commit of this
+    checkout.
+
+    `packages` are those that it needs besides what all notebooks need, by the names of their
+    modules; they are not imported.
+
+    One that is not installed, or a wrong AMP_LAB_DEVICE or AMP_LAB_SCALE, ends a plain script with
+    one line on stderr and exit code 2; in Jupyter the same line is the cell's error.
+    """
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    try:
+        if missing:
+            raise OptionError(
+                f"this notebook needs {' and '.join(missing)}, not installed here; `pdm sync` "
+                "installs all that the notebooks need"
+            )
+        require_torch()
+        device = pick_device()
+        scale = pick_scale(device)
+    except AmpLabError as error:
+        if "ipykernel" in sys.modules:
+            raise
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    where = [device_name(device), backend_name(device), f"torch {torch.__version__}"]
+    today = datetime.date.today().isoformat()
+    print(", ".join([*where, f"{scale} scale", today, *_commit()]))
+    if emulates_bf16(device):
+        print("This CPU has no instructions for bf16: it is slow here, and some sizes are smaller.")
+    return device, scale
+
+
+def _commit() -> list[str]:
+    """The commit of this code, with a plus if it was changed since; nothing where git has none."""
+    try:
+        commit = _git("rev-parse", "--short", "HEAD")
+        # The pairs change while they are made, and are no part of what makes them.
+        changes = _git("status", "--porcelain", "-uno", ":/*.py")
+    except (OSError, subprocess.CalledProcessError):  # no git, as in a container; no repository
+        return []
+    if changes:
+        commit += "+"
+    return [f"commit {commit}"]
+
+
+def _git(*arguments: str) -> str:
+    """What a git command prints of the repository of this file."""
+    folder = Path(__file__).parent
+    done = subprocess.run(
+        ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()

@@ -1,0 +1,135 @@
+"""What can be said before anything runs: dtypes, and memory, on a device that need not be here."""
+
+import contextlib
+import math
+from dataclasses import dataclass, field, replace
+
+from amp_lab.advisor.recipes import INFERENCE, TRAINING, Case, Recipe
+from amp_lab.core.backends import backend
+from amp_lab.core.device import describe_device
+from amp_lab.core.errors import TraceError
+from amp_lab.core.precision import Precision
+from amp_lab.core.report import bytes_text
+from amp_lab.tracing.copies import copied
+from amp_lab.tracing.memory import BatchedInputs, memory_table, parse_bytes
+from amp_lab.tracing.xray import xray
+from amp_lab.tracing.xray_result import Xray
+
+_RESERVE = 0.1  # share of the memory that is left to the driver and to fragmentation
+
+
+@dataclass
+class Outlook:
+    """What X-ray and forecast say of a case."""
+
+    memory_bytes: int | None = None
+    raises: dict[tuple[str, Precision], str] = field(default_factory=dict)  # under autocast
+    xrays: dict[Precision, Xray] = field(default_factory=dict)
+    memory: dict[tuple, tuple[int, int | None]] = field(default_factory=dict)
+    """Peak and largest batch by use, and by whether autocast or a cast makes it low precision."""
+    problem: TraceError | None = None  # why there is no forecast
+
+    @property
+    def decisions(self) -> list[str]:
+        """What to say if the X-rays took decisions of a run on the CPU."""
+        decisions = [report.decisions for report in self.xrays.values() if report.decisions]
+        return list(dict.fromkeys(decisions))
+
+    def memory_of(self, recipe: Recipe) -> tuple[int | None, int | None]:
+        """Peak and largest batch: layouts and fused kernels change little of them."""
+        return self.memory.get((recipe.use, recipe.autocasts, recipe.cast), (None, None))
+
+    def why_not(self, recipe: Recipe) -> tuple[str, str]:
+        """Why a recipe need not be tried, as a verdict and its reason; empty if it may run."""
+        raised = self.raises.get((recipe.use, recipe.precision))
+        if raised and recipe.autocasts:
+            return "raises", raised
+        peak, _ = self.memory_of(recipe)
+        usable = (1 - _RESERVE) * (self.memory_bytes or math.inf)
+        too_much = (peak or 0) - usable
+        if too_much > 0:
+            return "does not fit", f"{bytes_text(too_much)} too much"
+        return "", ""
+
+
+def first_look(case: Case, memory: int | str | None = None) -> Outlook:
+    """X-ray a case in each low precision, and forecast its memory.
+
+    `memory`, such as ``"24GiB"``, has to be enough; without it, that of the device, if it is here.
+    Raises `TraceError` for a model that cannot be traced; where the device is here and it may run
+    all the same, the error is kept as the outlook's `problem`.
+    """
+    is_here = backend(case.device).is_available()
+    look = Outlook()
+    if is_here:
+        look.memory_bytes = describe_device(case.device).memory_bytes
+    if memory is not None:
+        look.memory_bytes = parse_bytes(memory)
+    try:
+        for precision in (Precision.BF16, Precision.FP16):
+            _take_xrays(case, precision, look)
+        for use in case.uses:
+            _forecast(case, use, look)
+    except TraceError as error:
+        if not is_here:
+            raise
+        look.problem = error
+    return look
+
+
+def _take_xrays(case: Case, precision: Precision, look: Outlook) -> None:
+    """X-ray a step, and a forward pass alone if the step raises."""
+    report = _xray(case, precision)
+    look.xrays[precision] = report
+    if not report.raised:
+        return
+    # Perhaps in what inference has not: the loss, or a backward pass.
+    model = copied(case.model).requires_grad_(False).eval()
+    alone = _xray(replace(case, model=model, loss_fn=None), precision)
+    look.raises[TRAINING, precision] = report.raised
+    if alone.raised:
+        look.raises[INFERENCE, precision] = alone.raised
+
+
+def _xray(case: Case, precision: Precision) -> Xray:
+    return xray(
+        case.model,
+        *case.args,
+        dtype=precision.dtype,
+        device_type=case.device.type,
+        loss_fn=case.loss_fn,
+        **case.kwargs,
+    )
+
+
+def _forecast(case: Case, use: str, look: Outlook) -> None:
+    """The memory of a step in fp32, under autocast, and with weights that are cast."""
+    _forecast_recipe(case, Recipe(use), look)
+    for precision in look.xrays:
+        if (use, precision) not in look.raises:  # one will do: both have 16 bits
+            _forecast_recipe(case, Recipe(use, precision), look)
+            break
+    # Whether a model runs with its weights cast is for a real run to show.
+    with contextlib.suppress(TraceError):
+        _forecast_recipe(case, Recipe(use, Precision.BF16, cast=True), look)
+
+
+def _forecast_recipe(case: Case, recipe: Recipe, look: Outlook) -> None:
+    copies = case.copied(recipe)
+    loss_fn = case.loss_fn
+    if recipe.use == INFERENCE:  # without gradients a step is a forward pass
+        copies.model.requires_grad_(False).eval()
+        loss_fn = None
+    table = memory_table(
+        copies.model,
+        BatchedInputs(copies.args, copies.kwargs),
+        memory_bytes=look.memory_bytes,
+        reserve=_RESERVE,
+        precisions=[Precision.FP32 if recipe.cast else recipe.precision],
+        device_type=case.device.type,
+        optimizer="adamw",
+        loss_fn=loss_fn,
+    )
+    peak = table.forecasts[0].peak
+    largest_batch = next(iter(table.largest.values()), None)
+    look.memory[recipe.use, recipe.autocasts, recipe.cast] = (peak, largest_batch)

@@ -1,0 +1,285 @@
+"""What can be tried: recipes for a step, as the very lines that are timed, checked and printed."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from amp_lab.core.precision import Precision
+from amp_lab.core.remedies import remedy
+from amp_lab.core.timing import Estimate, Ratio
+from amp_lab.tracing.copies import copied
+from amp_lab.tracing.ops_seen import LOWER_DTYPES
+
+TRAINING = "training"
+INFERENCE = "inference"
+YOURS = "# model, args, kwargs and loss_fn are yours: loss_fn(model(*args, **kwargs)) is the loss"
+
+OWN_LOSS = remedy(
+    "advise.own_loss",
+    "a model is to be trained, and no loss was given",
+    "No loss was given, so {loss} is used here: pass yours.",
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a step runs; `str` of it is its name, which begins with the precision."""
+
+    use: str  # TRAINING or INFERENCE
+    precision: Precision = Precision.FP32
+    cast: bool = False  # weights and inputs cast to the precision, in place of autocast
+    channels_last: bool = False
+    fused: bool = False
+    compiled: bool = False
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether the forward pass runs under `torch.autocast`."""
+        return self.precision.dtype is not torch.float32 and not self.cast
+
+    def __str__(self) -> str:
+        name = str(self.precision)
+        if self.cast:
+            name += " weights"
+        if self.autocasts:
+            name += " autocast"
+        if self.channels_last:
+            name += ", channels-last"
+        if self.fused:
+            name += ", fused AdamW"
+        if self.compiled:
+            name += ", torch.compile"
+        return name
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and what a call and a loss of it take. None is changed: steps work on copies."""
+
+    model: nn.Module
+    args: tuple
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    loss_fn: Callable[[Any], Any] | None = None  # gets the output
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """What it can be used for: a model without a weight to be trained, for inference alone."""
+        if any(parameter.requires_grad for parameter in self.model.parameters()):
+            return TRAINING, INFERENCE
+        return (INFERENCE,)
+
+    def dtype_of(self, recipe: Recipe) -> torch.dtype | None:
+        """What the recipe casts weights and inputs to; None: they have the right dtype already."""
+        if recipe.cast:
+            return recipe.precision.dtype
+        if any(parameter.dtype in LOWER_DTYPES for parameter in self.model.parameters()):
+            return torch.float32
+        return None
+
+    def random_numbers_kept(self) -> AbstractContextManager:
+        """The block after which the random numbers of CPU and device go on as before it."""
+        if self.device.type == "cpu":
+            return torch.random.fork_rng([], device_type="cuda")
+        index = torch.accelerator.current_device_index()
+        return torch.random.fork_rng([index], device_type=self.device.type)
+
+    def copied(self, recipe: Recipe) -> "Case":
+        """The same with copies of model and inputs, in the dtype of the recipe."""
+        dtype = self.dtype_of(recipe)
+        model = copied(self.model)
+
+        if dtype is not None:
+            model = model.to(dtype)
+
+        def copied_input(x: torch.Tensor) -> torch.Tensor:
+            x = x.detach().clone()
+            if dtype is not None and x.is_floating_point():
+                return x.to(dtype)
+            return x
+
+        args, kwargs = tree_map_only(torch.Tensor, copied_input, (self.args, self.kwargs))
+        return replace(self, model=model, args=args, kwargs=kwargs)
+
+
+def recipes(use: str, precisions: list[Precision]) -> list[Recipe]:
+    """What to try first; the best then get what else can be switched on."""
+    can_cast = {Precision.BF16}
+    if use == INFERENCE:  # fp16 weights cannot be trained: GradScaler refuses their gradients
+        can_cast.add(Precision.FP16)
+    found = []
+    for precision in precisions:
+        found.append(Recipe(use, precision))
+        if precision in can_cast:
+            found.append(Recipe(use, precision, cast=True))
+    return found
+
+
+def loss_of(output: Any) -> str | None:
+    """A loss of an output, as Python: its own or a mean square; None if no gradient leads there."""
+    parts = {"output": output}
+    if isinstance(output, Mapping):
+        parts = {f"output[{name!r}]": part for name, part in output.items()}
+    elif isinstance(output, (list, tuple)):
+        parts = {f"output[{i}]": part for i, part in enumerate(output)}
+    places = [place for place, part in parts.items() if _has_gradient(part)]
+    for place in places:
+        is_loss = "loss" in place or place == "output"
+        if is_loss and not parts[place].dim():
+            return place
+    if not places:
+        return None
+    return f"{places[0]}.float().square().mean()"
+
+
+def _has_gradient(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) and part.requires_grad
+
+
+_CHANNELS_LAST = "memory_format=torch.channels_last"
+_MOVED = """
+
+def moved(x):  # for your own batches too
+    if isinstance(x, dict):
+        return {k: moved(v) for k, v in x.items()}
+    if isinstance(x, (list, tuple)):
+        return type(x)(map(moved, x))
+    if not torch.is_tensor(x):
+        return x"""
+_MOVED_END = """\
+    return x.to(device)
+
+
+args, kwargs = moved(args), moved(kwargs)"""
+_FP16_BACKWARD = """\
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()"""
+
+
+def lines(case: Case, recipe: Recipe, scale: float, lr: float = 1e-4) -> str:
+    """The lines that put model and inputs in place, and define ``step``."""
+    found = []
+    if recipe.precision is Precision.TF32:
+        found.append('torch.set_float32_matmul_precision("high")')
+    found += _moving_lines(case, recipe)
+    if recipe.use == TRAINING:
+        found += _optimizer_lines(recipe, scale, lr)
+    if recipe.compiled:
+        found.append("model = torch.compile(model)")
+    if recipe.use == TRAINING:
+        found += _training_step_lines(recipe)
+    else:
+        found += _inference_step_lines(recipe)
+    return "\n".join(found)
+
+
+def _moving_lines(case: Case, recipe: Recipe) -> list[str]:
+    """Lines that move model, ``args`` and ``kwargs`` to the device and the dtype."""
+    dtype = case.dtype_of(recipe)
+    to = "device"
+    if dtype is not None:
+        to += f", dtype={dtype}"
+    if recipe.channels_last:
+        to += f", {_CHANNELS_LAST}"
+    model = f"model = model.to({to})"
+    if recipe.use == INFERENCE:
+        model += ".eval()"
+    found = [f'device = torch.device("{case.device}")', model, _MOVED]
+    if dtype is not None:
+        found.append(f"    x = x.to({dtype}) if x.is_floating_point() else x")
+    if recipe.channels_last:
+        found.append(f"    x = x.contiguous({_CHANNELS_LAST}) if x.dim() == 4 else x")
+    return [*found, _MOVED_END]
+
+
+def _optimizer_lines(recipe: Recipe, scale: float, lr: float) -> list[str]:
+    options = f"lr={lr}"
+    if recipe.fused:
+        options += ", fused=True"
+    found = [f"optimizer = torch.optim.AdamW(model.parameters(), {options})"]
+    if recipe.precision is Precision.FP16:
+        found.append(f"scaler = torch.amp.GradScaler(device.type, init_scale={scale})")
+    return found
+
+
+def _training_step_lines(recipe: Recipe) -> list[str]:
+    forward = _under_autocast(recipe, "loss = loss_fn(model(*args, **kwargs))")
+    backward = "    loss.backward()\n    optimizer.step()"
+    if recipe.precision is Precision.FP16:
+        backward = _FP16_BACKWARD
+    begin = "\n\ndef step():\n    optimizer.zero_grad()"
+    return [begin, forward, backward, "    return loss.detach()"]
+
+
+def _inference_step_lines(recipe: Recipe) -> list[str]:
+    forward = _under_autocast(recipe, "return model(*args, **kwargs)")
+    return ["\n\n@torch.inference_mode()\ndef step():", forward]
+
+
+def _under_autocast(recipe: Recipe, line: str) -> str:
+    if not recipe.autocasts:
+        return f"    {line}"
+    dtype = recipe.precision.dtype
+    return f"    with torch.autocast(device.type, dtype={dtype}):\n        {line}"
+
+
+def program(case: Case, recipe: Recipe, scale: float, beginning: str = YOURS) -> str:
+    """A program with these lines, after a `beginning` that makes the names in `YOURS`."""
+    end = "step()"
+    if recipe.use == TRAINING:
+        end = "for i in range(3):  # your own loop\n    print(i, step().item())"
+    return f"import torch\n\n{beginning.strip()}\n\n{lines(case, recipe, scale)}\n\n\n{end}\n"
+
+
+class Step:
+    """The lines of a recipe on a copy of a model: a call trains, or infers, once."""
+
+    def __init__(self, case: Case, recipe: Recipe, scale: float = 2.0**16, lr: float = 1e-4):
+        self._recipe = recipe
+        self._type = case.device.type
+        self.names: dict[str, Any] = vars(case.copied(recipe)) | {"torch": torch}
+        self.model = self.names["model"]  # itself, also if the lines compile it
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        with Precision.FP32.autocast(self._type):  # puts back what the lines may say of TF32
+            exec(lines(case, recipe, scale, lr), self.names)
+
+    def __call__(self) -> Any:
+        """Run it once, without TF32 but for tf32."""
+        with self._recipe.precision.float32_mode(self._type):
+            return self.names["step"]()
+
+    def output(self) -> Any:
+        """What the model returns in fp32."""
+        with Precision.FP32.autocast(self._type):
+            return self.call_model()
+
+    def call_model(self) -> Any:
+        """What the model itself returns for its inputs, in whatever precision is around."""
+        return self.model(*self.names["args"], **self.names["kwargs"])
+
+
+@dataclass(eq=False)
+class Candidate:
+    """A recipe, and what is found of it."""
+
+    recipe: Recipe
+    verdict: str = ""  # such as "recommended", "slower", "unlike fp32", "raises", "does not fit"
+    reason: str = ""
+    peak_bytes: int | None = None  # forecast, as is the largest batch that fits
+    largest_batch: int | None = None
+    against_fp32: str = ""  # how far its gradients and its learning, or its output, are off
+    losses: tuple[float, ...] = ()  # of its first steps
+    time_s: Estimate | None = None  # of a step
+    speedup: Ratio | None = None  # time of the baseline over its own, in turns with it
+    seconds: float = 0.0  # of the fastest of its first steps
+
+    @property
+    def name(self) -> str:
+        """What it is, in words."""
+        return str(self.recipe)

@@ -1,0 +1,145 @@
+"""What `advise` returns: a ranking, what to watch, and the lines to write."""
+
+import base64
+import html
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from amp_lab.advisor.recipes import Candidate
+from amp_lab.core.files import MADE_BY, save
+from amp_lab.core.report import Printed, Table, bytes_text, listed
+
+# What is too wide for a phone, tables and programs, scrolls by itself.
+_PAGE = """\
+<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="generator" content="{made_by}">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: auto; padding: 1rem }}
+table {{ border-collapse: collapse; display: block; overflow-x: auto }}
+caption {{ display: block; font-weight: bold; text-align: left; margin-bottom: .5em }}
+th, td {{ text-align: left; white-space: nowrap; padding: .25em .75em .25em 0 }}
+th, td {{ border-bottom: 1px solid #8886 }}
+pre {{ background: #8882; border-radius: .25rem; overflow-x: auto; padding: .75rem }}
+img {{ background: white; height: auto; max-width: 100% }}
+</style>
+{body}
+</html>
+"""
+
+
+@dataclass(frozen=True, repr=False)
+class Advice(Printed):
+    """Which precision to use for a model on a device; `str` of it is made to be read."""
+
+    title: str  # the model and the device
+    candidates: list[Candidate]  # for each use, the best first
+    chosen: dict[str, Candidate]  # by use, "training" and "inference"
+    programs: dict[str, str]  # by use: the lines to write, which ran here
+    watch: list[str]
+
+    @property
+    def recommended(self) -> Candidate | None:
+        """What to train with, or to infer with if it cannot be trained; None if nothing can be."""
+        return next(iter(self.chosen.values()), None)
+
+    def to_html(self, path: str | PathLike[str]) -> None:
+        """Write it all as one page, with a picture of the times.
+
+        Raises `OptionError` if that cannot be, and `RequirementError` without matplotlib.
+        """
+        page = _PAGE.format(
+            made_by=html.escape(MADE_BY),
+            title=html.escape(self.title),
+            body=self._repr_html_() + self._picture(),
+        )
+        save(Path(path), [page.encode()])
+
+    def _picture(self) -> str:
+        """The times as an image in HTML; empty if nothing was timed."""
+        panels: dict[str, list[tuple]] = {}
+        for c in self.candidates:
+            if c.time_s is None:
+                continue
+            precision = str(c.recipe.precision)
+            rest = c.name.removeprefix(precision).lstrip(", ")
+            milliseconds = c.time_s.times(1e3)
+            bar = (precision, rest, milliseconds, None, f"{c.speedup or ''}")
+            panels.setdefault(c.recipe.use, []).append(bar)
+        if not panels:
+            return ""
+        from amp_lab import plots  # matplotlib takes a second to load
+
+        png = plots.image(plots.speed_ladder, panels)
+        encoded = base64.b64encode(png).decode()
+        return f'<p><img alt="time of a step by recipe" src="data:image/png;base64,{encoded}"></p>'
+
+    def _repr_html_(self) -> str:
+        return super()._repr_html_() + self._with_programs("<p>{}</p><pre>{}</pre>", html.escape)
+
+    def text(self, width: int | None = None) -> str:
+        """The table and the programs, for a terminal so many characters wide."""
+        return super().text(width) + self._with_programs("\n\n{}\n\n{}").rstrip()
+
+    def to_markdown(self) -> str:
+        """The table and the programs, in Markdown."""
+        return super().to_markdown() + self._with_programs("\n\n{}\n\n```python\n{}```")
+
+    def _with_programs(self, form: str, escape: Any = str) -> str:
+        text = ""
+        for use, program in self.programs.items():
+            head = f"The lines to write for {use} ({self.chosen[use].name}), which ran here:"
+            text += form.format(head, escape(program))
+        return text
+
+    def _contents(self) -> dict[str, Any]:
+        return vars(self) | {
+            "recommended": self.recommended and self.recommended.name,
+            "chosen": {use: candidate.name for use, candidate in self.chosen.items()},
+            "candidates": [vars(c) | {"name": c.name} for c in self.candidates],
+        }
+
+    def _table(self) -> Table:
+        return Table(
+            ["for", "recipe", "ms", "speed-up", "against fp32", "peak", "batch", "verdict"],
+            [_cells(candidate) for candidate in self.candidates],
+            caption=self.title,
+            facts=["Peak and largest batch are forecasts; a speed-up comes with its interval."],
+            advice=[*self.watch, *self._reasons()],
+            right=(2, 5, 6),
+        )
+
+    def _reasons(self) -> list[str]:
+        """Why verdicts are as they are, a sentence for all recipes that share one."""
+        remarks = "\n".join(self.watch)
+        recipes: dict[tuple[str, str], list[str]] = {}
+        for c in self.candidates:
+            if c.reason and c.reason not in remarks:
+                recipes.setdefault((c.verdict, c.reason), []).append(f"{c.name} ({c.recipe.use})")
+        reasons = []
+        for (verdict, reason), names in recipes.items():
+            reasons.append(f"{listed(names)}: {verdict}: {reason}")
+        return reasons
+
+
+def _cells(c: Candidate) -> list[str]:
+    milliseconds = ""
+    if c.time_s and c.time_s.trusted:
+        milliseconds = f"{1e3 * c.time_s.median:.3g}"
+    speedup = ""
+    if c.speedup and c.speedup.trusted:
+        speedup = str(c.speedup)
+    peak = ""
+    if c.peak_bytes is not None:
+        peak = bytes_text(c.peak_bytes)
+    batch = ""
+    if c.largest_batch is not None:
+        batch = f"{c.largest_batch:,}"
+    figures = [milliseconds, speedup, c.against_fp32, peak, batch]
+    return [c.recipe.use, c.name, *[figure or "-" for figure in figures], c.verdict]

@@ -1,0 +1,447 @@
+"""`advise`: what a model can run in is forecast, tried, held against fp32, timed and ranked."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from amp_lab.advisor.learning import CHAOTIC, Answers, Learning, TooSlow, fp16_remarks
+from amp_lab.advisor.outlook import Outlook, first_look
+from amp_lab.advisor.recipes import (
+    INFERENCE,
+    OWN_LOSS,
+    TRAINING,
+    YOURS,
+    Candidate,
+    Case,
+    Recipe,
+    Step,
+    loss_of,
+    program,
+)
+from amp_lab.advisor.recipes import recipes as first_recipes
+from amp_lab.advisor.result import Advice
+from amp_lab.core.allocator import ENVIRONMENT, memory_taken
+from amp_lab.core.backends import BACKENDS, backend
+from amp_lab.core.device import describe_device, pick_device
+from amp_lab.core.errors import TraceError, with_type
+from amp_lab.core.precision import Precision
+from amp_lab.core.remedies import remedy
+from amp_lab.core.report import bytes_text
+from amp_lab.core.timing import Comparison, Estimate, compare, turn_s
+from amp_lab.tracing.fake_device import tip_for
+
+_FROM_SIMPLE = (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16)
+_EMULATED = 0.25  # of fp32's rate in a matrix product: a step might take minutes
+_HOPELESS = 2  # times the fastest step: not worth a comparison, where steps are long
+_FEWEST_ROUNDS = 14  # of a comparison, to be trusted: 12, and some to spare
+_ROUNDS = 24  # that are enough
+_TOO_SLOW = "left out early"
+_SUCH_STEPS = "such steps take too long"
+_TOO_BUSY = "too busy to tell"
+_WORTH = 0.97  # of the time of the best so far: more changes to a program have to save so much
+_CHECKS = 0.2  # share of the time for all
+_HEAT = 0.08  # for one
+_COMPILING = {TRAINING: 0.3, INFERENCE: 0.2}  # what must be left of it
+_SMALLER_BATCH = remedy(
+    "advise.smaller_batch",
+    "a step in fp32 does not fit into the device's memory",
+    "the fp32 baseline needs {sizes}: use a smaller batch",
+)
+_MORE_MINUTES = remedy(
+    "advise.more_minutes",
+    "the time was not enough to try everything",
+    "give more minutes",
+)
+_KEEP_MEMORY = remedy(
+    "advise.keep_memory",
+    "a step on the CPU takes so much new memory that it costs time",
+    "{use}: {name} takes {size} from the operating system each time: set {settings} (or call "
+    "amp_lab.core.allocator.keep_memory) and rerun.",
+)
+_NEW_BYTES_PER_S = 2e9  # that an operating system makes of new pages: 1 to 5 µs for 4 KiB
+
+
+def advise(
+    model: nn.Module,
+    *inputs: Any,
+    device: torch.device | str | None = None,
+    loss_fn: Callable[[Any], Any] | None = None,
+    minutes: float = 2.0,
+    memory: int | str | None = None,
+    **kwargs: Any,
+) -> Advice:
+    """Which precision to use for this model on this device, and the lines to write for it.
+
+    `inputs` and `kwargs` are a batch as the model takes it; `loss_fn` makes a loss of the output,
+    which is else its own or its mean square. It takes about so many `minutes`, on copies. On a
+    `device` that is not here dtypes and memory are forecast, and nothing is timed. `memory`, such
+    as ``"24GiB"``, has to be enough; without it, the device's own. Raises an `AmpLabError`.
+    """
+    end = time.perf_counter() + 60 * minutes
+    kind = str(device).partition(":")[0]
+    is_here = kind not in BACKENDS or backend(kind).is_available()
+    if is_here:
+        place = pick_device(str(device) if device else None)
+    else:
+        place = torch.device(kind)
+    case = Case(model, inputs, kwargs, loss_fn, place)
+    look = first_look(case, memory)
+    if not is_here:
+        return forecast(case, look)
+    return measured(case, look, end - time.perf_counter())
+
+
+def forecast(case: Case, look: Outlook) -> Advice:
+    """What can be said for a device that is not here."""
+    kind = case.device.type
+    candidates = []
+    for use in case.uses:
+        for recipe in first_recipes(use, [Precision.FP32, *look.xrays]):
+            candidate = _candidate(recipe, look)
+            candidate.verdict = candidate.verdict or "not timed"
+            candidates.append(candidate)
+    watch = [f"Nothing was timed: which is the fastest cannot be known without a {kind} to run on."]
+    watch += look.decisions
+    for precision, report in look.xrays.items():
+        watch += [f"{precision}: {line}" for line in report.advice]
+    title = f"{type(case.model).__name__} on {kind}, which is not here: a forecast"
+    return Advice(title, candidates, {}, {}, watch)
+
+
+def _candidate(recipe: Recipe, look: Outlook) -> Candidate:
+    """A recipe with its forecast; it has a verdict if it need not be tried."""
+    verdict, reason = look.why_not(recipe)
+    peak_bytes, largest_batch = look.memory_of(recipe)
+    return Candidate(recipe, verdict, reason, peak_bytes, largest_batch)
+
+
+def measured(case: Case, look: Outlook, seconds: float, beginning: str = "") -> Advice:
+    """Try, check, time and rank on the device of the case, in about so many seconds.
+
+    `beginning` makes model and inputs in a program of its own, which is run before it is shown.
+    """
+    end = time.perf_counter() + seconds
+    report = describe_device(case.device)
+    _require_memory(case, look, report.memory_bytes)
+    stages = tqdm(total=4, unit="stage", leave=False, disable=None)  # None: but on a terminal
+    watch: list[str] = []
+    if look.problem:
+        watch.append(f"No forecast: {look.problem}.")
+    watch += [f"The forecast: {line}" for line in look.decisions]
+    contests: dict[str, _Contest] = {}
+    with stages, case.random_numbers_kept(), torch.enable_grad():
+        try:
+            case, loss, checks, scale = _references(case, _CHECKS * seconds, watch)
+        except Exception as error:  # the user's model and loss raise what they like
+            name = type(case.model).__name__
+            failed = TraceError(f"{name} fails in an fp32 step: {with_type(error)}")
+            raise (look.problem or failed) from error
+        *_, last_use = checks
+        for use, check in checks.items():
+            stages.update()
+            stages.set_description(use)
+            until = end
+            if use != last_use:  # half of what is left
+                until = (time.perf_counter() + end) / 2
+            contests[use] = _Contest(use, case, look, check, scale, until, seconds)
+            contests[use].run()
+            watch += contests[use].memory_remarks()
+        chosen = {use: c.best for use, c in reversed(contests.items()) if c.best is not None}
+        stages.set_description("programs")
+        programs = {}
+        for use, best in chosen.items():
+            text = program(case, best.recipe, scale, _beginning(beginning, use, loss))
+            # Without a beginning there is no more to run than the lines, which ran for the times.
+            failure = _failure(text, 120 + seconds) if beginning else ""
+            if failure:
+                watch.append(f"The program for {use} is left out, since it fails: {failure}.")
+            else:
+                programs[use] = text
+    watch += [f"Nothing can be recommended for {use}." for use in contests if use not in chosen]
+    recipes = [best.recipe for best in chosen.values()]
+    for precision in dict.fromkeys(recipe.precision for recipe in recipes if recipe.autocasts):
+        if precision in look.xrays:
+            watch += look.xrays[precision].advice
+    title = f"{type(case.model).__name__} on {report.name}, {case.device}"
+    ranked = []
+    for contest in reversed(contests.values()):
+        ranked += contest.ranked()
+    return Advice(title, ranked, chosen, programs, watch)
+
+
+def _require_memory(case: Case, look: Outlook, memory_bytes: int | None) -> None:
+    """Raise `TraceError` for an fp32 step for which the system would end this process."""
+    needed = 0
+    for use in (TRAINING, INFERENCE):
+        peak, _ = look.memory_of(Recipe(use))
+        needed = max(needed, peak or 0)
+    if memory_bytes and needed > memory_bytes:
+        sizes = f"{bytes_text(needed)}, and {case.device} has {bytes_text(memory_bytes)}"
+        raise TraceError(_SMALLER_BATCH.said(sizes=sizes))
+
+
+def _beginning(given: str, use: str, loss: str | None) -> str:
+    """What stands before the lines; with a loss, in Python, if one was chosen for training."""
+    if not given:
+        return YOURS
+    if not loss or use != TRAINING:
+        return given
+    return f"{given}\n\n\ndef loss_fn(output):  # yours\n    return {loss}\n"
+
+
+def _failure(text: str, timeout: float) -> str:
+    """Run a program in a process of its own, in this folder; empty if it runs to its end."""
+    command = [sys.executable, "-c", text]
+    try:
+        done = subprocess.run(command, timeout=timeout, capture_output=True, text=True)
+    except subprocess.TimeoutExpired:
+        return f"it did not end in {timeout:.0f} s"
+    if not done.returncode:
+        return ""
+    lines = done.stderr.strip().splitlines() or ["it failed"]
+    return lines[-1]
+
+
+_Check = Callable[[Candidate, float], Step]
+
+
+def _references(
+    case: Case, seconds: float, watch: list[str]
+) -> tuple[Case, str | None, dict[str, _Check], float]:
+    """The case with a loss, that loss in Python, what to hold recipes against, and a loss scale."""
+    checks: dict[str, _Check] = {INFERENCE: Answers(case).check}
+    loss = None
+    scale = None
+    if TRAINING in case.uses and case.loss_fn is None:
+        loss = loss_of(Step(case, Recipe(TRAINING)).output())
+        if loss:
+            case = replace(case, loss_fn=eval(f"lambda output: {loss}"))
+        watch.append(OWN_LOSS.said(loss=loss))
+    if TRAINING in case.uses and case.loss_fn is not None:
+        scale, remarks = fp16_remarks(case)
+        learning = Learning(case, seconds)
+        checks[TRAINING] = learning.check
+        watch += remarks
+        if not learning.learns:
+            watch.append("fp32 does not learn here in a few steps: only first losses are compared.")
+        if learning.noise > CHAOTIC:
+            watch.append(
+                f"A little noise in the weights puts fp32's own gradients {learning.noise:.0%} off,"
+                " so only their size is compared."
+            )
+    return case, loss, checks, scale or 2.0**16
+
+
+@dataclass
+class _Contest:
+    """The recipes of one use: which of them are sound, and which is the best."""
+
+    use: str
+    case: Case
+    look: Outlook
+    check: _Check
+    scale: float
+    end: float  # of the clock
+    seconds: float  # in all
+    found: list[Candidate] = field(default_factory=list)
+    best: Candidate | None = None  # as far as is known
+    _first: Candidate | None = None  # the baseline
+    _steps: dict[str, Step] = field(default_factory=dict)  # of these two, and of new ones
+
+    def run(self) -> None:
+        """Check and time the precisions, and then what else can be switched on."""
+        report = describe_device(self.case.device)
+        rates = {p: report.speedup(p) for p in _FROM_SIMPLE if report.rates.get(p)}
+        least = _EMULATED if report.trusted else _EMULATED / 5
+        fast = [p for p, rate in rates.items() if rate >= least]
+        convolves = any(isinstance(module, nn.Conv2d) for module in self.case.model.modules())
+        self._heat(first_recipes(self.use, fast), layouts=convolves)
+        for precision, rate in rates.items():
+            if rate < least:
+                self._leave_out(precision, rate, report.trusted)
+        if self.use == TRAINING and self.best:
+            self._switch([replace(self.best.recipe, fused=True)], 0.1)
+        if self.best:
+            for recipe in self._to_compile(self.best.recipe, convolves):
+                self._switch([recipe], _COMPILING[self.use])
+
+    def _leave_out(self, precision: Precision, rate: float, trusted: bool) -> None:
+        """Note that a precision is not tried, by its rate over fp32's."""
+        verdict = "emulated"
+        reason = f"its matrix product has {rate:.2g} of fp32's rate"
+        if not trusted:
+            verdict = "not tried"
+            reason += ", measured while the machine was busy"
+        self.found.append(Candidate(Recipe(self.use, precision), verdict, reason))
+
+    def _to_compile(self, best: Recipe, channels_last: bool) -> list[Recipe]:
+        """The best, and what may win when it is compiled: a layout or a precision that lost."""
+        fp32 = Recipe(self.use, fused=best.fused)
+        recipes = [best]
+        for recipe in (best, fp32):
+            recipes.append(replace(recipe, channels_last=channels_last))
+        return [replace(recipe, compiled=True) for recipe in dict.fromkeys(recipes)]
+
+    def _switch(self, recipes: list[Recipe], share: float) -> None:
+        """Try what can be switched on, if that share of the time is left."""
+        left = self.end - time.perf_counter()
+        if left > share * self.seconds:
+            self._heat(recipes)
+            return
+        reason = f"{max(0, left):.0f} s were left: {_MORE_MINUTES.text}"
+        self.found += [Candidate(recipe, "not tried", reason) for recipe in recipes]
+
+    def memory_remarks(self) -> list[str]:
+        """What a step of the first takes anew from the system, where it may cost a tenth."""
+        if self._first is None or self.case.device.type != "cpu":
+            return []
+        name = self._first.name
+        taken = memory_taken(self._steps[name])
+        if taken < 0.1 * _NEW_BYTES_PER_S * self._first.seconds:
+            return []
+        size = bytes_text(taken)
+        return [_KEEP_MEMORY.said(use=self.use, name=name, size=size, settings=ENVIRONMENT)]
+
+    def ranked(self) -> list[Candidate]:
+        """The best first, then the fastest, then what was not timed."""
+
+        def rank(candidate: Candidate) -> tuple[bool, float]:
+            speedup = 0.0
+            if candidate.speedup and candidate.speedup.trusted:
+                speedup = candidate.speedup.median
+            return candidate is not self.best, -speedup
+
+        return sorted(self.found, key=rank)
+
+    def _heat(self, recipes: list[Recipe], layouts: bool = False) -> None:
+        """Check recipes, the simplest first, and time them in turns with the first and the best.
+
+        With `layouts` those that are sound are tried with channels-last too. One takes the place
+        of the best only if it surely saves time, and as much as is worth it.
+        """
+        new = self._enter(recipes)
+        if layouts:
+            new += self._enter([replace(c.recipe, channels_last=True) for c in new])
+        if not new:
+            return
+        self._first = self._first or new[0]
+        best_before = self.best or new[0]
+        speedup_before = best_before.speedup
+        new = self._without_the_slow(new)
+        timed = self._timed()
+        best = best_before
+        for candidate in new:
+            ratio = timed.ratio(candidate.name, best.name)
+            if ratio.is_below(1.0) and ratio.median <= _WORTH:
+                best = candidate
+        self._note_times(timed, self._first, best)
+        if timed.trusted and speedup_before and best_before.speedup:
+            change = best_before.speedup.median / speedup_before.median
+            self._move_others(change, timed.time_s(self._first.name), [*timed.samples_s])
+        self.best = best
+        best.verdict = "recommended"
+        if not timed.trusted and best is self._first:
+            best.reason = f"the simplest; {_busy_reason(timed)}"
+
+    def _enter(self, recipes: list[Recipe]) -> list[Candidate]:
+        """Check recipes; those that are to be timed."""
+        candidates = [self._entered(recipe) for recipe in recipes]
+        return [candidate for candidate in candidates if not candidate.verdict]
+
+    def _timed(self) -> Comparison:
+        enough_s = _ROUNDS * self._round_s()
+        budget_s = max(_HEAT * self.seconds, 1.0, min(enough_s, self._time_to_compare()))
+        return compare(self._steps, device=self.case.device, budget_s=budget_s, warmup=0)
+
+    def _note_times(self, timed: Comparison, first: Candidate, best: Candidate) -> None:
+        """Give times and verdicts to what was compared; only the steps of these two are kept."""
+        for candidate in self.found:
+            name = candidate.name
+            if name not in timed.samples_s:
+                continue
+            if timed.trusted or candidate.speedup is None:  # what was sure stays so
+                candidate.time_s = timed.time_s(name)
+                candidate.speedup = timed.ratio(first.name, name)
+                candidate.verdict = "not worth its changes"
+                if timed.ratio(name, best.name).is_above(1.0):
+                    candidate.verdict = "slower"
+                if not timed.trusted:
+                    candidate.verdict = _TOO_BUSY
+                    candidate.reason = _busy_reason(timed)
+            if candidate not in (first, best):
+                del self._steps[name]  # and its copy of the model
+
+    def _move_others(self, change: float, first: Estimate, names: list[str]) -> None:
+        """Put those that lost in earlier heats behind what beat them, which was timed again now.
+
+        A minute later the machine may be faster: by `change` for the best until now.
+        """
+        for c in self.found:
+            if c.speedup and c.name not in names:
+                c.speedup = c.speedup.times(change)
+                c.time_s = first.times(1 / c.speedup.median)
+
+    def _entered(self, recipe: Recipe) -> Candidate:
+        """A recipe that was checked; it has a verdict if it is not to be timed."""
+        candidate = _candidate(recipe, self.look)
+        self.found.append(candidate)
+        if candidate.verdict:
+            return candidate
+        try:
+            step = self.check(candidate, self.scale)
+        except TooSlow:
+            candidate.verdict = _TOO_SLOW
+            candidate.reason = _SUCH_STEPS
+            return candidate
+        except Exception as error:  # whatever a model raises in this precision
+            tip = tip_for(error, self.case.model, "try", self.case.device.type)
+            candidate.verdict = "raises"
+            candidate.reason = f"{with_type(error)}{tip}"
+            return candidate
+        if candidate.reason:
+            candidate.verdict = "unlike fp32"
+        else:
+            self._steps[candidate.name] = step
+        return candidate
+
+    def _compared(self) -> list[Candidate]:
+        """What the next comparison is between."""
+        return [candidate for candidate in self.found if candidate.name in self._steps]
+
+    def _round_s(self) -> float:
+        """The time of one turn for each of them."""
+        return sum(turn_s(candidate.seconds) for candidate in self._compared())
+
+    def _time_to_compare(self) -> float:
+        return 0.8 * (self.end - time.perf_counter())
+
+    def _without_the_slow(self, new: list[Candidate]) -> list[Candidate]:
+        """The fastest of new recipes, as many as there is time to compare; and always the first."""
+        fastest_s = min(candidate.seconds for candidate in self._compared())
+        allowed_s = max(_HOPELESS * fastest_s, _HEAT * self.seconds / _ROUNDS)
+        left_s = self._time_to_compare() / _FEWEST_ROUNDS - self._round_s()  # in a round
+        others = [candidate for candidate in new if candidate is not self._first]
+        others.sort(key=lambda candidate: -candidate.seconds)
+        for candidate in others:
+            if candidate.seconds > allowed_s:
+                reason = _SUCH_STEPS
+            elif left_s < 0 and candidate is not others[-1]:
+                reason = _MORE_MINUTES.text
+            else:
+                continue
+            candidate.verdict = _TOO_SLOW
+            candidate.reason = reason
+            left_s += turn_s(candidate.seconds)
+            del self._steps[candidate.name]
+        return [candidate for candidate in new if not candidate.verdict]
+
+
+def _busy_reason(timed: Comparison) -> str:
+    return f"its times cannot be trusted ({timed.reason})"

@@ -1,0 +1,152 @@
+"""What a device can do at most, and what a step has to do at least."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from amp_lab.core.backends import backend
+from amp_lab.core.device import describe_device, filling_size, matrix_product
+from amp_lab.core.precision import Precision
+from amp_lab.core.timing import compare
+from amp_lab.tracing.ops_seen import FLOP_FORMULAS, computes_nothing, tensors_in
+
+# Edge of the matrices of a product, and bytes of a copy: at most so many, and fewer where they take
+# long enough already, as on the GPU of a laptop.
+_LARGEST = {"cpu": (2048, 2**29), "accelerator": (8192, 2**32)}
+_LONG_S = 0.02
+
+
+@dataclass
+class Ceilings:
+    """The highest rates that were measured on a device."""
+
+    flops_per_s: dict[str, float | None]  # of a large product; None: the device lacks it
+    stream_bytes_per_s: dict[int, float]  # of a copy or a sum, by the bytes read and written
+    trusted: bool  # whether they repeated; if not, the machine was busy
+
+    def floor_s(self, precision: str, flops: int | None, nbytes: int | None) -> float | None:
+        """Seconds that a step of so many FLOPs and bytes takes at least, if all else were free."""
+        rate = self.flops_per_s[precision]
+        if rate is None or flops is None or nbytes is None:
+            return None
+        compute_s = flops / rate
+        memory_s = nbytes / self.stream_rate(nbytes)
+        return max(compute_s, memory_s)
+
+    def stream_rate(self, nbytes: int) -> float:
+        """The highest rate for so many bytes or more, since a cache may hold them."""
+        nearest = self._nearest(nbytes)
+        return max(rate for size, rate in self.stream_bytes_per_s.items() if size >= nearest)
+
+    def raise_stream_rate(self, nbytes: int, rate: float) -> None:
+        """Note that so many bytes were moved at this rate, if it is the highest."""
+        if rate > self.stream_rate(nbytes):
+            self.stream_bytes_per_s[self._nearest(nbytes)] = rate
+
+    def _nearest(self, nbytes: int) -> int:
+        """The largest measured size that is no larger, or else the smallest."""
+        sizes = sorted(self.stream_bytes_per_s)
+        return max((size for size in sizes if size <= nbytes), default=sizes[0])
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """Bytes/s of what fits in no cache."""
+        largest = max(self.stream_bytes_per_s)
+        return self.stream_bytes_per_s[largest]
+
+
+@dataclass(frozen=True)
+class Count:
+    """What one step does, counted and not timed."""
+
+    # Multiplications and additions of its matrix products and convolutions. Attention counts in
+    # full, although a causal kernel may leave out up to half of it.
+    flops: int
+    moved_bytes: int  # read and written by the ops of the plain eager step, from and to memory
+    least_bytes: int  # inputs, weights and optimizer state, each once: no step can do without
+
+
+def measure_ceilings(device: torch.device) -> Ceilings:
+    """Matrix products and a copy, timed here and now; the fastest of some calls counts."""
+    known_rates = describe_device(device).rates
+    rates = {name: rate for name, rate in known_rates.items() if rate is not None}
+    largest, _ = _largest(device)
+    n = filling_size(device, largest, seconds=_LONG_S)
+    # A precision that is emulated takes seconds at this size, and is no limit to anything.
+    least_rate = 0.5 * rates[Precision.FP32]
+    timed = [precision for precision, rate in rates.items() if rate > least_rate]
+    runs: dict[str, Callable[[], object]] = {}
+    for precision in timed:
+        runs[precision] = matrix_product(device, precision, n)
+    compared = compare(runs, device=device, budget_s=4, precision=0.1)
+    flops = 2 * n**3
+    for precision in timed:
+        fastest_s = min(compared.samples_s[precision])
+        rates[precision] = max(rates[precision], flops / fastest_s)
+    return Ceilings(
+        flops_per_s={str(precision): rates.get(precision) for precision in Precision},
+        stream_bytes_per_s=_stream_rates(device),
+        trusted=compared.trusted,
+    )
+
+
+def _largest(device: torch.device) -> tuple[int, int]:
+    """The largest edge of a matrix and the most bytes of a copy for a device."""
+    if backend(device).is_host:
+        return _LARGEST["cpu"]
+    return _LARGEST["accelerator"]
+
+
+def _stream_rates(device: torch.device) -> dict[int, float]:
+    """The fastest of some copies and sums, from 64 KiB to more than any cache holds."""
+    _, largest = _largest(device)
+    memory_bytes = describe_device(device).memory_bytes
+    if memory_bytes:
+        largest = min(largest, memory_bytes // 8)
+    rates: dict[int, float] = {}
+    for nbytes in (2**power for power in range(16, largest.bit_length())):
+        source = torch.ones(nbytes // 4, device=device)
+        half = source[: source.numel() // 2]
+        copy = torch.empty_like(half)  # half of the bytes are read, half are written
+        runs = {"copy": functools.partial(copy.copy_, half), "sum": source.sum}
+        compared = compare(runs, device=device, budget_s=0.3, precision=0.2)
+        fastest_s = min(min(samples) for samples in compared.samples_s.values())
+        rates[nbytes] = nbytes / fastest_s
+        if nbytes >= 2**28 and fastest_s > _LONG_S:  # more than any cache holds
+            break
+    return rates
+
+
+class _Moved(TorchDispatchMode):
+    """Adds up the bytes that each op reads and writes."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not computes_nothing(func):
+            self.nbytes += sum(tensor.nbytes for tensor in tensors_in((args, kwargs, out)))
+        return out
+
+
+def count_step(
+    step: Callable[[], object], model: nn.Module, inputs: torch.Tensor, *, training: bool
+) -> Count:
+    """Count one call of `step`, which must be eager, by running it twice.
+
+    Adam's training step reads and writes each weight and two numbers of state, in fp32. Inference
+    reads inputs and weights once, as they are kept.
+    """
+    with FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as flops:
+        step()
+    with _Moved() as moved:
+        step()
+    weight_bytes = sum(p.nbytes for p in model.parameters())
+    if training:  # weight and two numbers of state, each read and written
+        weight_bytes *= 6
+    return Count(flops.get_total_flops(), moved.nbytes, inputs.nbytes + weight_bytes)

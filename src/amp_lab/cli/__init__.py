@@ -1,0 +1,156 @@
+"""The command line, `amp-lab …`: the one room that prints for a person and exits.
+
+Each command is a file: `add` tells the parser of its options, `run` does it.
+"""
+
+import argparse
+import difflib
+import re
+import warnings
+
+from amp_lab import __version__
+
+# torch takes seconds to load, so each `run` imports it, not these modules: --help answers at once.
+from amp_lab.cli import (
+    advise,
+    bench,
+    diff,
+    doctor,
+    export,
+    memory,
+    migrate,
+    ops,
+    rehearse,
+    sample,
+    train,
+    xray,
+)
+from amp_lab.cli.printing import (
+    drop_unprintable,
+    flush,
+    open_closed_streams,
+    print_what_can_be,
+    show_warning,
+    tell,
+)
+from amp_lab.core.errors import AmpLabError, AmpLabWarning, OptionError, OtherRankError
+from amp_lab.core.requirements import needed_for, require_torch
+
+COMMANDS = [
+    doctor,
+    train,
+    sample,
+    export,
+    bench,
+    ops,
+    advise,
+    xray,
+    memory,
+    diff,
+    rehearse,
+    migrate,
+]
+"""The modules of the commands, in the order in which --help lists them."""
+
+
+class _Parser(argparse.ArgumentParser):
+    commands: "dict[str, _Parser]"
+    """The parser of each command; the one of `amp-lab` itself has it."""
+
+    def parse_args(self, args=None, namespace=None):
+        """As argparse does, but with the option that was meant by one that there is not."""
+        options, rest = self.parse_known_args(args, namespace)
+        if rest:
+            hint = _did_you_mean(rest[0], self.commands[options.command])
+            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        return options
+
+    def error(self, message: str):  # the usage above it would bury the one line that matters
+        tell(f"{self.prog}: {message} (see {self.prog} --help)")
+        self.exit(2)
+
+
+def _did_you_mean(given: str, parser: argparse.ArgumentParser) -> str:
+    """Which option of a command may have been meant: by its name, or by a word in its help."""
+    name = given.partition("=")[0]
+    if not name.startswith("--"):
+        return ""
+    help_of: dict[str, str] = {}
+    for action in parser._actions:
+        names = [option for option in action.option_strings if option.startswith("--")]
+        help_of.update(dict.fromkeys(names, str(action.help)))
+    near = difflib.get_close_matches(name, help_of, n=1)
+    word = name.strip("-").lower()
+    for option, text in help_of.items():
+        if word in re.findall(r"\w+", text.lower()):
+            near.append(option)
+    if not near:
+        return ""
+    return f"; did you mean {near[0]}?"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `amp-lab` with these arguments; return its exit code.
+
+    It is 0, or 2 for a user's mistake, or 128 plus the number of the signal that ended it; `migrate
+    --check` returns 1 if something is to be done.
+    """
+    open_closed_streams()
+    print_what_can_be()
+    options = _parser().parse_args(argv)
+    try:
+        return _run(options)
+    except OtherRankError:  # the rank that raised it has printed it
+        return 2
+    except AmpLabError as error:
+        tell(f"amp-lab {options.command}: {error}", at_once=error.is_of_one_rank)
+        return 2
+    except OSError as error:
+        drop_unprintable()
+        if isinstance(error, BrokenPipeError):
+            return 0  # the reader of our output, `head` say, has seen enough
+        tell(f"amp-lab {options.command}: {error}")  # a full disk, say
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Run the command; return its exit code. Its warnings are printed in a line each."""
+
+    def print_warning(message: Warning | str, *where: object, **more: object) -> None:
+        show_warning(options.command, message)
+
+    _refuse_empty(options)
+    with warnings.catch_warnings(action="default", category=AmpLabWarning):  # whatever -W says
+        warnings.showwarning = print_warning
+        with needed_for(options.command):
+            if options.needs_torch:
+                require_torch()
+            code = options.run(options)
+    flush()
+    return code or 0
+
+
+def _refuse_empty(options: argparse.Namespace) -> None:
+    """Raise `OptionError` for an empty text, as `"$OUT"` is where nobody has set it.
+
+    As a path it would be the working folder.
+    """
+    for name, value in vars(options).items():
+        values = value if isinstance(value, list) else [value]
+        if "" in values:
+            raise OptionError(f"an empty text was given for {name.replace('_', ' ')}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="amp-lab", description="Automatic mixed precision, on your own hardware and model."
+    )
+    parser.add_argument("--version", action="version", version=f"amp-lab {__version__}")
+    parser.set_defaults(needs_torch=True)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add(commands)
+    parser.commands = commands.choices
+    return parser

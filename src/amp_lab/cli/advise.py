@@ -1,0 +1,189 @@
+"""`amp-lab advise`: which precision to use for a model, and the lines to write."""
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from amp_lab.cli.config_target import imports_and_call, is_config
+from amp_lab.cli.memory_check import require_memory
+from amp_lab.cli.model_argument import GivenModel, add_model, parse_arguments, traced
+from amp_lab.cli.printing import require_output, show
+from amp_lab.cli.user_code import find, user_code_guard
+from amp_lab.core.errors import OptionError
+from amp_lab.core.requirements import require_matplotlib
+
+
+def add(commands) -> None:
+    """Add the command to the parser's `commands`."""
+    advise = commands.add_parser(
+        "advise",
+        help="which precision to use for a model on this machine, and the lines to write",
+        description="X-ray a model, forecast its memory, train it for some steps in each precision "
+        "against fp32, time training and inference in turns, and print a ranking with a program.",
+    )
+    add_model(advise)
+    option = advise.add_argument
+    option("--device", metavar="NAME", help="default: AMP_LAB_DEVICE, else accelerator, else cpu")
+    absent = "cuda (also for ROCm), xpu, mps: forecast for a device that is not here"
+    option("--for", dest="absent", metavar="NAME", help=absent)
+    option("--minutes", type=float, default=2.0, metavar="N", help="to take (default: 2)")
+    option("--memory", metavar="SIZE", help="the budget that has to be enough, such as 24GiB")
+    option("--html", metavar="FILE", help="write it all as a page too")
+    advise.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Forecast, measure, and print the advice."""
+    import torch
+
+    from amp_lab.advisor import Case, first_look, forecast, measured
+    from amp_lab.core.device import pick_device
+    from amp_lab.tracing.fake_device import checked_backend
+
+    _check(options)
+    end = time.perf_counter() + 60 * options.minutes
+    is_here = not options.absent
+    if is_here:
+        device = pick_device(options.device)
+        # Before inputs have values; `measured` asks again, for AdamW's step.
+        require_memory(options, options.device, "fp32, which all is held against")
+    else:
+        device = torch.device(checked_backend(options.absent))
+
+    def survey(given: GivenModel) -> tuple[Any, ...]:
+        case = Case(given.model, given.args, given.kwargs, given.loss_fn, device)
+        outlook = first_look(case, options.memory)
+        advice = None
+        if not is_here:
+            advice = forecast(case, outlook)
+        return given, case, outlook, advice
+
+    given, case, outlook, advice = traced(options, survey, with_values=is_here)
+    if advice is None:  # outside of that block, whose hooks would be timed and compiled
+        seconds = end - time.perf_counter()
+        timeout = max(options.timeout, 180 * options.minutes)
+        with user_code_guard(repr(options.target), timeout):
+            advice = measured(case, outlook, seconds, _beginning(options, given))
+    if options.html:
+        advice.to_html(options.html)
+    show(advice, options.format)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise `OptionError` for options that cannot be, and `RequirementError` without matplotlib."""
+    if not 0 < options.minutes <= 1440:
+        raise OptionError(f"--minutes {options.minutes:g}: give minutes, above 0 and up to 1440")
+    if options.html:  # now, and not after minutes
+        require_matplotlib("advise --html")
+        require_output(options.html)
+    if options.absent and options.device:
+        raise OptionError("--device is measured and --for is forecast: give one of them")
+
+
+def _beginning(options: argparse.Namespace, given: GivenModel) -> str:
+    """The lines that make ``model``, ``args``, ``kwargs`` and, if one is given, ``loss_fn``."""
+    imports, call = _model_call(options)
+    input_imports, input_lines = _input_lines(options, given)
+    loss_imports, loss_lines = _loss_lines(options)
+    lines = ["torch.manual_seed(0)", f"{_returned_names(options, given)} = {call}"]
+    if options.eval:
+        lines.append("model.eval()")
+    all_imports = dict.fromkeys([*imports, *input_imports, *loss_imports])
+    return "\n".join([*all_imports, "", *lines, *input_lines, *loss_lines])
+
+
+def _returned_names(options: argparse.Namespace, given: GivenModel) -> str:
+    """The names for what the callable returns: a model, or a tuple that begins with one."""
+    if not given.returned:
+        return "model"
+    if given.loss_fn is not None and not options.loss:
+        return "model, *_, loss_fn"
+    return "model, *_"
+
+
+def _input_lines(options: argparse.Namespace, given: GivenModel) -> tuple[list[str], list[str]]:
+    """The lines that import what makes ``args`` and ``kwargs``, and those that do so."""
+    if not options.batch:
+        return [], [f"args = {_drawn(given.args)}", f"kwargs = {_drawn(given.kwargs)}"]
+    imports, batch = _imported(options.batch)
+    if callable(find(options.batch)):
+        batch = f"{batch}()"
+    return imports, [f"args, kwargs = {given.form.format(batch)}"]
+
+
+def _loss_lines(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """The lines that import what makes ``loss_fn``, and the line that does so, if --loss is given.
+
+    See `_loss` in `model_argument`.
+    """
+    if not options.loss:
+        return [], []
+    if options.loss.startswith("."):
+        name = options.loss[1:]
+        value = f"output[{name!r}] if isinstance(output, dict) else output.{name}"
+        return [], [f"loss_fn = lambda output: {value}"]
+    imports, loss = _imported(options.loss)
+    if isinstance(find(options.loss), type):
+        loss = f"{loss}()"
+    return imports, [f"loss_fn = {loss}"]
+
+
+def _model_call(options: argparse.Namespace) -> tuple[list[str], str]:
+    """The lines that import what makes the model, and the expression that does so."""
+    from torch import nn
+
+    arguments = parse_arguments(options.arguments or ())
+    if is_config(options.target):
+        return imports_and_call(options.target, arguments)
+    imports, name = _imported(options.target)
+    if isinstance(find(options.target), nn.Module):
+        return imports, name
+    values = [f"{argument}={value!r}" for argument, value in arguments.items()]
+    return imports, f"{name}({', '.join(values)})"
+
+
+def _imported(target: str) -> tuple[list[str], str]:
+    """The lines that import a target, and its name after them."""
+    module, _, name = target.rpartition(":")
+    first = name.partition(".")[0]
+    if not module.endswith(".py"):
+        return [f"from {module} import {first}"], name
+    path = Path(module).resolve()
+    folder = str(path.parent)
+    lines = [
+        "import sys",
+        f"sys.path.insert(0, {folder!r})",
+        f"from {path.stem} import {first}",
+    ]
+    return lines, name
+
+
+def _drawn(value: Any) -> str:
+    """Python that makes such inputs: tensors of that shape and range, and all else as it is."""
+    import torch
+
+    if isinstance(value, dict):
+        items = [f"{name!r}: {_drawn(item)}" for name, item in value.items()]
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, (tuple, list)):
+        items = ", ".join(map(_drawn, value))
+        if isinstance(value, tuple) and value:
+            return f"({items},)"
+        return f"[{items}]"
+    if isinstance(value, torch.Tensor):
+        return _drawn_tensor(value)
+    return repr(value)
+
+
+def _drawn_tensor(tensor: Any) -> str:
+    import torch
+
+    shape = str(tuple(tensor.shape))
+    if tensor.dtype not in (torch.float32, torch.int64):
+        shape += f", dtype={tensor.dtype}"
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return f"torch.randn({shape})"
+    low = int(tensor.min())
+    high = int(tensor.max()) + 1
+    return f"torch.randint({low}, {high}, {shape})"

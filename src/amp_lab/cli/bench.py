@@ -1,0 +1,165 @@
+"""`amp-lab bench`: time training and inference in each precision."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from amp_lab.cli.printing import add_format, require_output, say_aside, show
+from amp_lab.core.errors import OptionError
+from amp_lab.core.requirements import require_matplotlib
+
+if TYPE_CHECKING:  # it loads torch, which takes seconds
+    from amp_lab.bench.results import Results
+
+
+def add(commands) -> None:
+    """Add the command to the parser's `commands`."""
+    bench = commands.add_parser(
+        "bench",
+        help="time training and inference in each precision, up to the limit of the device",
+        description="Time workloads in each precision, from the plain recipe up to the limit of "
+        "the device; print a table, and write it as JSON with a picture beside it.",
+    )
+    option = bench.add_argument
+    option("--workload", action="append", metavar="NAME", help="may be repeated (default: all)")
+    low = "fp32, tf32, fp16, bf16; may be repeated (default: those that the device accelerates)"
+    option("--precision", action="append", metavar="NAME", help=low)
+    option("--rung", action="append", metavar="NAME", help="may be repeated")
+    option("--list", action="store_true", help="print workloads and rungs, and end")
+    option("--quick", action="store_true", help="in less than 3 minutes")
+    rounds = "turns of each (default: until enough were undisturbed, at most 24; 18 if quick)"
+    option("--rounds", type=int, metavar="N", help=rounds)
+    option("--device", metavar="NAME", help="default: AMP_LAB_DEVICE, else accelerator, else cpu")
+    written = "JSON to write, with a .png beside it (default: bench.json)"
+    option("--out", default="bench.json", metavar="FILE", help=written)
+    option("--compare", nargs="+", metavar="FILE", help="print the result beside recorded ones")
+    option("--results", metavar="FILE", help="take this recorded result, and measure nothing")
+    add_format(bench)
+    bench.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure or read results, print them, and draw them."""
+    from amp_lab import bench
+
+    if options.list:
+        print("workloads:", ", ".join(bench.WORKLOADS))
+        for rung in bench.RUNGS:
+            print(f"{rung.name:<15}{rung.what}")
+        return 0
+    out = Path(options.out)
+    if out.suffix != ".json":
+        raise OptionError(f"--out {options.out!r}: give a name that ends with .json")
+    # Before what takes minutes: a file that cannot be read would only be found after it.
+    recorded = [bench.load_results(path) for path in options.compare or []]
+    if recorded or not options.results:
+        require_matplotlib("bench")
+    if recorded:
+        require_output(_pictures(out).compared)
+    if options.results:
+        results = _read(options)
+    else:
+        results = _measure(options, out)
+    show(results, options.format)  # before the pictures, which take seconds
+    if not options.results:
+        _draw(results, out)
+    if recorded:
+        _compare([results, *recorded], options, out)
+    if results.complete or options.results:
+        return 0
+    return 130  # as a shell counts Ctrl-C
+
+
+def _read(options: argparse.Namespace) -> "Results":
+    from amp_lab.bench import load_results
+
+    for name in ("workload", "precision", "rung", "rounds", "quick"):
+        if getattr(options, name):
+            raise OptionError(f"--{name} measures, and --results does not: leave one out")
+    return load_results(options.results)
+
+
+def _measure(options: argparse.Namespace, out: Path) -> "Results":
+    """The results, in the file too. Raises `KeyboardInterrupt` if nothing was timed before one."""
+    from amp_lab.bench import run_bench
+    from amp_lab.core.device import pick_device
+
+    _require_outputs(out)  # now, and not after minutes
+
+    def say(line: str) -> None:
+        say_aside(f"amp-lab bench: {line}")
+
+    def save(so_far: "Results") -> None:
+        so_far.save(out)
+
+    results = run_bench(
+        pick_device(options.device),
+        quick=options.quick,
+        names=options.workload or (),
+        precisions=options.precision or (),
+        rungs=options.rung or (),
+        rounds=options.rounds,  # None: what suits a quick or a full run
+        say=say,
+        after_round=save,
+    )
+    if not results.rows:
+        raise KeyboardInterrupt  # what is under the name stays
+    results.save(out)  # one that was interrupted has had no last `after_round`
+    return results
+
+
+def _require_outputs(out: Path) -> None:
+    """Raise `OptionError` where no result can or should be written."""
+    from amp_lab.bench import load_results
+
+    require_output(out, ours=True)  # looked at below
+    pictures = _pictures(out)
+    require_output(pictures.ladder)
+    require_output(pictures.roofline)
+    if not out.exists():
+        return
+    try:
+        load_results(out)
+    except OptionError as error:
+        raise OptionError(f"{error}; it is not overwritten: give another --out") from error
+
+
+class _Pictures(NamedTuple):
+    """The files of the pictures, which stand beside the results."""
+
+    ladder: Path
+    roofline: Path
+    compared: Path
+
+
+def _pictures(out: Path) -> _Pictures:
+    return _Pictures(
+        ladder=out.with_name(f"{out.stem}.png"),
+        roofline=out.with_name(f"{out.stem}-roofline.png"),
+        compared=out.with_name(f"{out.stem}-compared.png"),
+    )
+
+
+def _draw(results: "Results", out: Path) -> None:
+    from amp_lab import plots
+
+    pictures = _pictures(out)
+    plots.save(pictures.ladder, plots.speed_ladder, results.ladder())
+    plots.save(pictures.roofline, plots.roofline, *results.roofline())
+    say_aside(f"\nWritten: {out}, {pictures.ladder}, {pictures.roofline}")
+
+
+def _compare(results: list["Results"], options: argparse.Namespace, out: Path) -> None:
+    from amp_lab import plots
+    from amp_lab.bench import Compared
+
+    paths = [options.results or options.out, *options.compare]
+    names = [Path(path).stem for path in paths]
+    if len(set(names)) < len(names):  # two are alike
+        names = paths
+    compared = Compared(results, names)
+    print()
+    show(compared, options.format)
+    picture = _pictures(out).compared
+    plots.save(picture, plots.best_speedups, compared.best_speedups())
+    say_aside(f"\nWritten: {picture}")

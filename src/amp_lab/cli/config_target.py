@@ -1,0 +1,87 @@
+"""A target that is a config of transformers: a config.json, its folder, or a name on the Hub."""
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from amp_lab.core.errors import OptionError, RequirementError, first_line
+from amp_lab.core.requirements import nothing_logged
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def is_config(target: str) -> bool:
+    """Whether a target is meant as a config, and not as ``PACKAGE.MODULE:CALLABLE``."""
+    if ":" in target or target.endswith(".py"):
+        return False
+    return target.endswith(".json") or "/" in target or Path(target, "config.json").is_file()
+
+
+def model_of(target: str, changes: dict[str, Any]) -> "nn.Module":
+    """The model that a config describes, with random weights in float32.
+
+    `changes` are values of the config that are to be others. Nothing is downloaded, and no code
+    that comes with a config is run. Raises `OptionError`, or `RequirementError` without
+    transformers.
+    """
+    with nothing_logged():  # of packages that transformers finds, or does not
+        config, architecture = _read(target, changes)
+        return architecture(config)
+
+
+def imports_and_call(target: str, changes: dict[str, Any]) -> tuple[list[str], str]:
+    """The line that imports what a program needs, and the expression that makes the model."""
+    with nothing_logged():  # of packages that transformers finds, or does not
+        _, architecture = _read(target, changes)
+    place = target
+    if Path(target).exists():
+        place = str(Path(target).resolve())
+    arguments = [repr(place)]
+    for name, value in changes.items():
+        arguments.append(f"{name}={value!r}")
+    config = f"AutoConfig.from_pretrained({', '.join(arguments)})"
+    name = architecture.__name__
+    return [f"from transformers import AutoConfig, {name}"], f"{name}({config})"
+
+
+def _read(target: str, changes: dict[str, Any]) -> tuple[Any, Any]:
+    """The config, and the class of models that it is of."""
+    if target.endswith(".json") and not Path(target).is_file():
+        raise OptionError(f"{target!r}: there is no such file")
+    config, unknown = _config(target, changes)
+    if unknown:
+        names = ", ".join(unknown)
+        raise OptionError(f"{target!r}: a {type(config).__name__} has no {names}: see --with")
+    names = config.architectures or []
+    if not names:
+        raise OptionError(f"{target!r}: it names no architecture; write a function instead")
+    transformers = importlib.import_module("transformers")
+    architecture = getattr(transformers, names[0], None)
+    if architecture is None:
+        raise OptionError(f"{target!r}: transformers {transformers.__version__} has no {names[0]}")
+    return config, architecture
+
+
+def _config(target: str, changes: dict[str, Any]) -> tuple[Any, list[str]]:
+    """The config, and the names among `changes` that it does not have."""
+    try:
+        transformers = importlib.import_module("transformers")
+        config, unused = transformers.AutoConfig.from_pretrained(
+            target,
+            local_files_only=True,
+            trust_remote_code=False,
+            return_unused_kwargs=True,
+            **changes,
+        )
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        message = f"{target!r} needs transformers: pip install transformers"
+        raise RequirementError(message) from None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        problem = f"transformers cannot read it ({first_line(error)})"
+        if not Path(target).exists():
+            problem = "it is not on this disk; give the path of its config.json"
+        raise OptionError(f"{target!r}: {problem}") from error
+    return config, [name for name in changes if name in unused]

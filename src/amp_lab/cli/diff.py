@@ -1,0 +1,273 @@
+"""`amp-lab diff`: the first op where two runs of a model part by more than rounding explains."""
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from amp_lab.cli.input_argument import parse_shape
+from amp_lab.cli.memory_check import require_memory
+from amp_lab.cli.model_argument import GivenModel, add_model, given_model
+from amp_lab.cli.printing import require_figure, show
+from amp_lab.cli.user_code import FORM, user_code_guard
+from amp_lab.core.errors import OptionError
+
+_FP32_MODES = ("fp32", "tf32")
+_VARIANTS = "--precision, --compile, --batch-sizes or --device"
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """How a run is made."""
+
+    device: str
+    precision: str | None  # None: the model as it is
+    size: int | None  # rows of the inputs, and then in evaluation mode; None: as they are
+
+
+def add(commands) -> None:
+    """Add the command to the parser's `commands`."""
+    diff = commands.add_parser(
+        "diff",
+        help="find the first op where two runs of a model part by more than rounding explains",
+        description="Run two models, or one in two ways, on the same inputs, and find the first op "
+        "where they part by more than rounding explains. Each op is repeated in fp64. Only the "
+        "forward pass runs: gradients are not compared.",
+    )
+    add_model(diff)
+    option = diff.add_argument
+    option("other", nargs="?", metavar="B", help=f"a second model, as {FORM}; or give {_VARIANTS}")
+    of = "of the second run; of both if B is given, or with --compile"
+    option("--precision", choices=("fp32", "tf32", "fp16", "bf16"), help=of)
+    option("--device", metavar="NAME", help=f"cpu, cuda, xpu or mps: {of}")
+    option("--compile", action="store_true", help="the second run is compiled: compare modules")
+    option("--batch-sizes", metavar="N,M", help="of the two runs, in evaluation mode")
+    option("--same-weights", action="store_true", help="give B the weights of A")
+    option("--figure", metavar="FILE", help="draw how the errors grow, as PNG or SVG")
+    diff.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Compare, print what was found, and draw it if asked."""
+    sizes = _check(options)
+    largest = None
+    if sizes is not None:
+        largest = max(sizes)
+    require_memory(options, options.device or "cpu", "the two runs", largest)
+    found = _difference(options, sizes)
+    if options.figure:
+        from amp_lab import plots
+
+        module = None
+        if found.first:
+            module = found.first.module
+        plots.save(options.figure, plots.error_growth, found.growth, module)
+    show(found, options.format)
+
+
+def _check(options: argparse.Namespace) -> tuple[int, ...] | None:
+    """The batch sizes, if given. Raises `OptionError` unless there are two runs to compare."""
+    variants = (options.compile, options.batch_sizes, options.precision, options.device)
+    if not options.other and not any(variants):
+        raise OptionError(f"there is one run alone: give a second model B, or {_VARIANTS}")
+    if options.other and (options.compile or options.batch_sizes):
+        raise OptionError("--compile and --batch-sizes make the second run: give them without B")
+    if options.compile and options.batch_sizes:
+        raise OptionError("give --compile or --batch-sizes, not both")
+    if options.figure:  # now, and not after both runs
+        require_figure(options.figure, "diff --figure")
+    if options.same_weights and not options.other:
+        raise OptionError("--same-weights is for a second model B")
+    if not options.batch_sizes:
+        return None
+    sizes = parse_shape(options.batch_sizes)
+    if len(sizes) != 2 or sizes[0] == sizes[1]:
+        raise OptionError(f"--batch-sizes {options.batch_sizes!r}: give two sizes such as 16,64")
+    return sizes
+
+
+def _difference(options: argparse.Namespace, sizes: tuple[int, ...] | None) -> Any:
+    """Run both, and compare them."""
+    from amp_lab.tracing.copies import copied
+
+    with given_model(options, with_values=True) as given:
+        if options.other:
+            with given_model(options, with_values=True, target=options.other) as other:
+                if options.same_weights:
+                    _share_weights(given.model, other.model)
+                return _compare(options, given, other.model, sizes)
+        if not options.compile:
+            return _compare(options, given, copied(given.model), sizes)
+    # Outside of that block, whose hooks the compiler would have to follow.
+    with user_code_guard(repr(options.target), options.timeout):
+        return _compare_compiled(options, given)
+
+
+def _compare(
+    options: argparse.Namespace, given: GivenModel, other: Any, sizes: tuple[int, ...] | None
+) -> Any:
+    """Two runs of two models; of copies of one, the second as the options say."""
+    from amp_lab.difference import compare_runs
+
+    size_a, size_b = sizes or (None, None)
+    b = _Setting(_device(options), options.precision, size_b)
+    if options.other:
+        a = dataclasses.replace(b, size=size_a)
+    else:
+        a = _Setting("cpu", _first_precision(options.precision, given.model), size_a)
+    remarks = [
+        *_input_remarks("A", given, given.model, a.precision),
+        *_input_remarks("B", given, other, b.precision),
+    ]
+    # What the first run takes in 16 bits, the second gets with the same values.
+    same = copy.copy(given)
+    dtype = _input_dtype(given.model, a.precision)
+    same.args, same.kwargs = _cast((given.args, given.kwargs), dtype)
+    run_a = _run(given.model, same, a)
+    run_b = _run(other, same, b)
+    found = compare_runs(run_a, run_b)
+    return dataclasses.replace(found, remarks=(*found.remarks, *remarks))
+
+
+def _first_precision(second: str | None, model: Any) -> str | None:
+    """What the first of two runs of one model is in; None: the model as it is."""
+    if not second:
+        return None
+    if second in _FP32_MODES and _has_low_weights(model):
+        return None  # how far is it from fp32?
+    return "fp32"
+
+
+def _has_low_weights(model: Any) -> bool:
+    from amp_lab.tracing.ops_seen import LOWER_DTYPES
+
+    return any(parameter.dtype in LOWER_DTYPES for parameter in model.parameters())
+
+
+def _input_dtype(model: Any, precision: str | None) -> Any:
+    """What a model that runs as it is takes its inputs in; None if that is not known.
+
+    Under autocast the inputs stay as they are.
+    """
+    if precision is not None:
+        return None
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if len(dtypes) != 1:
+        return None
+    return dtypes.pop()
+
+
+def _is_cast(tensor: Any, dtype: Any) -> bool:
+    """Whether an input is cast to the dtype of the weights: fp32 and 16 bits to each other."""
+    import torch
+
+    from amp_lab.tracing.ops_seen import LOWER_DTYPES
+
+    known = (torch.float32, *LOWER_DTYPES)
+    return dtype in known and tensor.dtype in known and tensor.dtype is not dtype
+
+
+def _cast(structure: Any, dtype: Any) -> Any:
+    """The structure with its tensors in fp32 and in 16 bits in this dtype."""
+    from amp_lab.tracing.structures import map_tensors
+
+    def cast(tensor: Any) -> Any:
+        if _is_cast(tensor, dtype):
+            return tensor.to(dtype)
+        return tensor
+
+    return map_tensors(cast, structure)
+
+
+def _input_remarks(run: str, given: GivenModel, model: Any, precision: str | None) -> Iterator[str]:
+    """What to say of a run whose inputs are cast to the dtype of the model's weights."""
+    from amp_lab.core.report import short_name
+    from amp_lab.tracing.ops_seen import tensors_in
+
+    dtype = _input_dtype(model, precision)
+    tensors = tensors_in((given.args, given.kwargs))
+    if any(_is_cast(tensor, dtype) for tensor in tensors):
+        yield f"The inputs of {run} were cast to {short_name(dtype)}, the dtype of its weights."
+
+
+def _run(model: Any, given: GivenModel, setting: _Setting) -> Callable[[], Any]:
+    """A run of a model on the inputs that are given."""
+    import torch
+
+    inputs = _moved((given.args, given.kwargs), setting.device, setting.size)
+    model = model.to(setting.device)
+    if setting.precision in _FP32_MODES and _has_low_weights(model):
+        model = model.float()
+        dtype = torch.float32
+    else:
+        dtype = _input_dtype(model, setting.precision)
+    args, kwargs = _cast(inputs, dtype)
+    if setting.size is not None:
+        model.eval()
+
+    def call():
+        with _autocast(setting.precision, setting.device):
+            output = model(*args, **kwargs)
+            if given.loss_fn is None:
+                return output
+            return given.loss_fn(output)
+
+    return call
+
+
+def _compare_compiled(options: argparse.Namespace, given: GivenModel) -> Any:
+    import torch
+
+    from amp_lab.difference import compare_runs
+
+    device = _device(options)
+    inputs = _moved((given.args, given.kwargs), device, None)
+    args, kwargs = _cast(inputs, _input_dtype(given.model, options.precision))
+    model = given.model.to(device)
+    with _autocast(options.precision, device):
+        found = compare_runs(model, torch.compile(model), *args, **kwargs)
+    remarks = _input_remarks("both", given, model, options.precision)
+    return dataclasses.replace(found, remarks=(*found.remarks, *remarks))
+
+
+def _moved(inputs: tuple[tuple, dict], device: str, size: int | None) -> Any:
+    """Inputs on a device, with `size` rows: as many as they have, over and over."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    from amp_lab.tracing.memory import BatchedInputs
+
+    batch = BatchedInputs(*inputs).batch
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if size is not None and tensor.dim() and len(tensor) == batch:
+            tensor = tensor[torch.arange(size) % batch]
+        return tensor.to(device)
+
+    return tree_map_only(torch.Tensor, move, inputs)
+
+
+def _device(options: argparse.Namespace) -> str:
+    from amp_lab.core.device import pick_device
+
+    return str(pick_device(options.device or "cpu"))
+
+
+def _autocast(precision: str | None, device: str) -> contextlib.AbstractContextManager:
+    from amp_lab.core.precision import Precision
+
+    if not precision:
+        return contextlib.nullcontext()
+    device_type = device.partition(":")[0]
+    return Precision(precision).autocast(device_type)
+
+
+def _share_weights(model: Any, other: Any) -> None:
+    try:
+        other.load_state_dict(model.state_dict())
+    except RuntimeError as error:
+        what = " ".join(str(error).split())[:160]
+        raise OptionError(f"--same-weights: B does not take the weights of A: {what}") from error

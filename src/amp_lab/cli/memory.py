@@ -1,0 +1,121 @@
+"""`amp-lab memory`: forecast the memory of a training step, or of inference."""
+
+import argparse
+import dataclasses
+
+from amp_lab.cli.model_argument import GivenModel, add_absent_device, add_model, traced
+from amp_lab.cli.printing import show
+from amp_lab.core.errors import OptionError
+
+_MOST_TOKENS = 10**9
+
+
+def add(commands) -> None:
+    """Add the command to the parser's `commands`."""
+    memory = commands.add_parser(
+        "memory",
+        help="forecast the memory of a training step or of inference, on a device that need not "
+        "be here",
+        description="Print what a training step needs in each precision, whether it fits into a "
+        "GPU's memory, and the largest batch that does. With --eval it is a forward pass under "
+        "inference_mode: by autocast, with cast weights, and with weights in int8 and int4; and "
+        "the KV cache, if the model returns one.",
+    )
+    add_model(memory)
+    option = memory.add_argument
+    precisions = (
+        "fp32, tf32, fp16, bf16; may be repeated (default: fp32, bf16, and fp16 without --eval)"
+    )
+    reserve = "percent of it left to the driver and to fragmentation (default: 10)"
+    add_absent_device(memory)
+    option("--memory", metavar="SIZE", help="the budget: that of the card, such as 24GiB")
+    option("--reserve", type=_share, default=0.1, metavar="PERCENT", help=reserve)
+    option("--precision", action="append", metavar="NAME", help=precisions)
+    optimizers = "default: adam; also sgd, adamw, muon, adafactor, adamw-8bit, …"
+    option("--optimizer", metavar="NAME", help=optimizers)
+    ranks = "of FSDP2 among which weights, gradients and state are divided (default: 1)"
+    option("--fsdp-ranks", type=int, metavar="N", help=ranks)
+    tokens = "with --eval: of each sequence, for whose KV cache the memory is forecast"
+    option("--tokens", type=_tokens, metavar="N", help=tokens)
+    memory.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Forecast, and print the table."""
+    if options.eval:
+        _run_inference(options)
+    else:
+        _run_training(options)
+
+
+def _run_inference(options: argparse.Namespace) -> None:
+    from amp_lab.tracing.inference_memory import InferenceTable, inference_table
+    from amp_lab.tracing.memory import BatchedInputs
+
+    for name in ("optimizer", "fsdp_ranks"):
+        if getattr(options, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise OptionError(f"{option} is for a training step: leave it out, or leave out --eval")
+
+    def trace(given: GivenModel) -> InferenceTable:
+        return inference_table(
+            given.model,
+            BatchedInputs(given.args, given.kwargs),
+            memory_bytes=options.memory,
+            reserve=options.reserve,
+            device_type=options.device,
+            tokens=options.tokens,
+            **_precisions(options),
+        )
+
+    show(traced(options, trace), options.format)
+
+
+def _run_training(options: argparse.Namespace) -> None:
+    from amp_lab.tracing.memory import BatchedInputs, MemoryTable, memory_table
+
+    if options.tokens is not None:
+        raise OptionError("--tokens is for the KV cache of inference: add --eval, or leave it out")
+
+    def trace(given: GivenModel) -> MemoryTable:
+        table = memory_table(
+            given.model,
+            BatchedInputs(given.args, given.kwargs),
+            loss_fn=given.loss_fn,
+            memory_bytes=options.memory,
+            reserve=options.reserve,
+            device_type=options.device,
+            optimizer=options.optimizer or "adam",
+            fsdp_ranks=1 if options.fsdp_ranks is None else options.fsdp_ranks,
+            **_precisions(options),
+        )
+        if given.loss_fn is not None:
+            return table
+        return dataclasses.replace(table, loss_left_out=given.observer.loss_left_out)
+
+    show(traced(options, trace), options.format)
+
+
+def _precisions(options: argparse.Namespace) -> dict[str, list[str]]:
+    """The precisions as an argument, if any are given; else a function has its own default."""
+    if not options.precision:
+        return {}
+    return {"precisions": options.precision}
+
+
+def _share(text: str) -> float:
+    percent = float(text.strip().removesuffix("%"))  # argparse says what is wrong with other text
+    if not 0 <= percent < 100:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a percentage from 0 to below 100")
+    return percent / 100
+
+
+def _tokens(text: str) -> int:
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if not 1 <= count <= _MOST_TOKENS:
+        what = f"a whole number of tokens from 1 to {_MOST_TOKENS:,}, such as 8192"
+        raise argparse.ArgumentTypeError(f"{text!r}: give {what}")
+    return count

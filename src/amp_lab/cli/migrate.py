@@ -1,0 +1,136 @@
+"""`amp-lab migrate`: old mixed-precision code to today's names."""
+
+import argparse
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from amp_lab.cli.printing import tell
+from amp_lab.core.errors import OptionError
+
+if TYPE_CHECKING:
+    from amp_lab.migrate import Result
+
+
+def add(commands) -> None:
+    """Add the command to the parser's `commands`."""
+    migrate = commands.add_parser(
+        "migrate",
+        help="bring old mixed-precision code to today's names, and find its mistakes",
+        description="Print a diff from torch.cuda.amp, torch.cpu.amp and NVIDIA Apex to torch.amp, "
+        "and what is to be done by hand, with line numbers. Files and notebooks are left as they "
+        "are without --write.",
+    )
+    option = migrate.add_argument
+    option("paths", nargs="+", metavar="PATH", help="a file, notebook or folder")
+    parts = ["torch", "apex", "mistakes"]
+    look = "what to look at, instead of all three; may be given twice"
+    option("--select", action="append", choices=parts, help=look)
+    option("--mark", action="store_true", help="put a comment above what is left of Apex")
+    forms = ["text", "github", "sarif"]
+    say = (
+        "how to say what was found: as text, with a diff (default), as annotations of GitHub, or "
+        "in SARIF"
+    )
+    option("--format", choices=forms, default="text", help=say)
+    one_of = migrate.add_mutually_exclusive_group().add_argument
+    one_of("--write", action="store_true", help="change the files")
+    one_of("--check", action="store_true", help="exit 1 if something is to be done")
+    one_of("--diff", action="store_true", help="print a patch for `git apply`, and nothing else")
+    migrate.set_defaults(run=run, needs_torch=False)  # it only reads code
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what is to be done, or do it; return the exit code."""
+    # it needs libcst, which the other commands do not
+    from amp_lab.migrate import SELECTIONS, Wanted, migrate_paths, needed_torch, older_torch
+
+    if options.diff and options.format != "text":
+        raise OptionError(f"--diff prints a patch, not {options.format}: leave one of them out")
+    wanted = Wanted(tuple(options.select or SELECTIONS), options.mark, options.diff)
+    found = migrate_paths(options.paths, options.write, wanted)
+    if options.write:
+        found = list(found)  # all is written before whoever reads along can end the printing
+    results = []
+    for result in found:
+        results.append(result)
+        problem = result.error or result.skipped
+        if problem:
+            tell(f"amp-lab migrate: {problem}")
+        _print_diff(result, options)
+    if not options.diff:
+        needed = needed_torch(results)
+        if needed:
+            results += older_torch(options.paths, needed)
+        _report(results, needed, options)
+    if any(result.error for result in results):
+        return 2
+    if options.check and any(result.to_do for result in results):
+        return 1
+    return 0
+
+
+def _print_diff(result: "Result", options: argparse.Namespace) -> None:
+    if options.diff:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(result.patch)  # the bytes of the file, whatever its encoding
+    elif options.format == "text":
+        print(result.diff, end="")
+
+
+def _report(
+    results: "list[Result]", needed: tuple[int, int] | None, options: argparse.Namespace
+) -> None:
+    """Print what was found, in the format asked for; `needed` is the torch that it takes."""
+    from amp_lab.migrate import for_older_torch, format_github, format_sarif
+
+    if options.format == "sarif":
+        print(format_sarif(results), end="")
+        return
+    if options.format == "github":
+        print(format_github(results), end="")
+    else:
+        print(_format_lines(results), end="")
+    if needed:
+        print(f"what is rewritten needs torch {needed[0]}.{needed[1]} or later")
+        for advice in for_older_torch(results):
+            print(advice)
+    print(_format_summary(results, options.write), end="")
+
+
+def _format_lines(results: "list[Result]") -> str:
+    """A line of the output for each line of a file, after an empty one."""
+    text = ""
+    for result in results:
+        for line in result.lines:
+            text += f"{result.path}:{line}\n"
+    if not text:
+        return ""
+    return f"\n{text}"
+
+
+def _format_summary(results: "list[Result]", is_written: bool) -> str:
+    kinds = Counter()
+    for result in results:
+        kinds.update(line.kind for line in result.lines)
+    if not kinds:
+        has_error = any(result.error for result in results)
+        return "" if has_error else "nothing to do\n"
+    counts = [f"{kinds[kind]} {kind}" for kind in ("rewritten", "by hand", "left")]
+    counts.append(_count(kinds["mistake"], "mistake"))
+    if kinds["note"]:
+        counts.append(_count(kinds["note"], "note"))
+    if is_written:
+        count = sum(result.written for result in results)
+        change = "changed"
+    else:
+        count = sum(bool(result.diff) for result in results)
+        change = "to change with --write"
+    return f"{', '.join(counts)}; {_count(count, 'file')} {change}\n"
+
+
+def _count(number: int, noun: str) -> str:
+    """``1 file``, or ``0 files``."""
+    if number != 1:
+        noun = f"{noun}s"
+    return f"{number} {noun}"

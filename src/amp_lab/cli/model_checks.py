@@ -1,0 +1,149 @@
+"""What only a run of the model shows: ids beyond a vocabulary, a loss that is left out."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_lab.core.errors import OptionError, with_type
+from amp_lab.core.report import dtype_name
+from amp_lab.tracing.ops_seen import storage_key
+from amp_lab.tracing.structures import named_tensors
+
+
+def parameters_of(model: nn.Module) -> list[inspect.Parameter]:
+    """The arguments that the model takes by position."""
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    found = inspect.signature(model.forward).parameters.values()
+    return [parameter for parameter in found if parameter.kind in by_position]
+
+
+def named_inputs(model: nn.Module, args: tuple, kwargs: dict) -> list[tuple[str, torch.Tensor]]:
+    """Every tensor among the inputs, with the name of the argument that it is in."""
+    names = [parameter.name for parameter in parameters_of(model)]
+    names += [f"input {i}" for i in range(len(names), len(args))]
+    inputs = [*zip(names, args, strict=False), *kwargs.items()]
+    found = []
+    for name, value in inputs:
+        found += [(name, tensor) for _, tensor in named_tensors(value)]
+    return found
+
+
+def _highest(ids: torch.Tensor) -> int | None:
+    """What integers stay below; None of values that are not there."""
+    if ids.is_meta or ids.is_floating_point() or ids.is_complex() or not ids.numel():
+        return None
+    return int(ids.max()) + 1
+
+
+class Observer:
+    """Looks on while a model runs, on fakes too, where no kernel would notice such a mistake."""
+
+    def __init__(self, model: nn.Module, args: tuple, kwargs: dict, below: Sequence[int | None]):
+        """`below` has, for each input, what its values stay below; nothing if they are there."""
+        self._model = model
+        self._inputs = named_inputs(model, args, kwargs)
+        self._below = list(below)
+        if not self._below:
+            self._below = [_highest(tensor) for _, tensor in self._inputs]
+        self._by_storage: dict[int | None, int] = {}  # and which of the inputs it is
+        self.problem: str | None = None
+        """The mistake in a line, which tells more than what torch says of it."""
+        self._outputs: list[tuple[str, torch.Size]] = []  # name and shape, if floating-point
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """The block in which each run of the model is looked at; no tensor is kept from ending."""
+        with contextlib.ExitStack() as hooks:
+            begin = self._model.register_forward_pre_hook(self._begin, with_kwargs=True)
+            hooks.enter_context(begin)
+            hooks.enter_context(self._model.register_forward_hook(self._end))
+            for name, module in self._model.named_modules():
+                if isinstance(module, nn.Embedding):
+                    check = self._embedding_check(name, module.num_embeddings)
+                    hooks.enter_context(module.register_forward_pre_hook(check))
+            yield
+
+    def watched_loss(self, loss_fn: Callable[[Any], Any], text: str) -> Callable[[Any], Any]:
+        """The same loss, which must return one number."""
+
+        def loss(output: Any) -> Any:
+            try:
+                value = loss_fn(output)
+            except OptionError as error:  # `.loss` of what has none
+                self.problem = str(error)
+                raise
+            except (TypeError, AttributeError, LookupError, ValueError) as error:
+                self.problem = f"{text}, which gets the model's output: {with_type(error)}"
+                raise
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                return value
+            found = type(value).__name__
+            shape = getattr(value, "shape", None)
+            if shape is not None:
+                found = f"shape {tuple(shape)}"
+            self.problem = f"{text} must return one number, not {found}"
+            raise OptionError(self.problem)
+
+        return loss
+
+    @property
+    def loss_left_out(self) -> str | None:
+        """What to say if the loss would change the forecast: tokens go in, and logits come out."""
+        for name, shape in self._outputs:
+            if not shape and name:
+                has = f"the output has {name!r}"
+                return f"{has}: add --loss .{name}, or all of it is differentiated"
+        embeddings = [m for m in self._model.modules() if isinstance(m, nn.Embedding)]
+        vocabulary_sizes = {embedding.num_embeddings for embedding in embeddings}
+        for _, shape in self._outputs:
+            if len(shape) > 2 and shape[-1] in vocabulary_sizes:
+                return (
+                    f"the output has logits of {shape[-1]:,} tokens and no loss is given, which "
+                    "takes as much again or more, so that fewer items fit than it says here; add "
+                    "--loss PACKAGE.MODULE:CALLABLE or --loss .loss"
+                )
+        return None
+
+    def _begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        self.problem = None  # that of another run, such as one with another batch, is no more
+        self._by_storage = {}
+        for index, (_, tensor) in enumerate(named_inputs(model, args, kwargs)):
+            self._by_storage[storage_key(tensor)] = index
+
+    def _embedding_check(self, name: str, rows: int) -> Callable[[nn.Module, tuple], None]:
+        """A hook before an embedding with so many rows, which checks an input that is given it."""
+        place = f"embedding {name!r}" if name else "embedding"
+
+        def check(module: nn.Module, args: tuple) -> None:
+            key = None
+            if args and isinstance(args[0], torch.Tensor):
+                key = storage_key(args[0])
+            if key in self._by_storage:  # not computed, and a tensor of the user's
+                self._check_ids(self._by_storage[key], place, rows)
+
+        return check
+
+    def _check_ids(self, index: int, place: str, rows: int) -> None:
+        """Note the problem if the input with this index has no ids, or ids beyond the rows."""
+        name, ids = self._inputs[index]
+        below = self._below[index]
+        if ids.is_floating_point() or ids.dtype is torch.bool:
+            sizes = ",".join(map(str, ids.shape))
+            self.problem = (
+                f"{name!r} is {dtype_name(ids.dtype)}, but the {place} looks ids up: add "
+                f"--input int64:{sizes} ('int64:{sizes}<{rows}' draws them)"
+            )
+        elif below is not None and below > rows:
+            most = f"{name!r} has ids up to {below - 1:,}"
+            self.problem = f"{most}, but the {place} has {rows:,} rows: give int64:…<{rows}"
+
+    def _end(self, model: nn.Module, args: tuple, output: Any) -> None:
+        self._outputs = []
+        for name, tensor in named_tensors(output):
+            if tensor.is_floating_point():
+                self._outputs.append((name[1:], tensor.shape))
+        self._by_storage = {}

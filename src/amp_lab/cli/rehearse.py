@@ -1,0 +1,69 @@
+"""`amp-lab rehearse`: what becomes of a model below 16 bits, on any machine."""
+
+import argparse
+
+from amp_lab.cli.memory_check import require_memory
+from amp_lab.cli.model_argument import add_model, given_model
+from amp_lab.cli.printing import require_figure, show
+from amp_lab.core.errors import OptionError
+
+
+def add(commands) -> None:
+    """Add the command to the parser's `commands`."""
+    rehearse = commands.add_parser(
+        "rehearse",
+        help="what becomes of a model in FP8, MXFP8, MXFP4 and NVFP4, on any machine",
+        description="Take a step of a model with operands rounded to formats below 16 bits: the "
+        "error of each layer, which layers to leave in bf16, and torchao's lines for the rest. "
+        "With --eval it is a forward pass, and the lines are for inference.",
+    )
+    add_model(rehearse)
+    option = rehearse.add_argument
+    several = "names with commas between, such as fp8-rowwise,mxfp8,nvfp4"
+    option("--formats", metavar="NAMES", help=several)
+    option("--steps", type=int, default=0, metavar="N", help="train so long in each (default: 0)")
+    option("--seeds", type=int, default=3, metavar="N", help="of each training (default: 3)")
+    option("--for", dest="card", metavar="CARD", help="forecast what gains there, such as h100")
+    option("--figure", metavar="FILE", help="draw the error of each layer, as PNG or SVG")
+    rehearse.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Rehearse, draw it if asked, and print what was found."""
+    from amp_lab.advisor.recipes import INFERENCE, TRAINING
+    from amp_lab.formats.cards import card
+    from amp_lab.formats.rehearsal import DEFAULT, rehearse
+    from amp_lab.formats.scaling import format_of
+
+    names = options.formats.split(",") if options.formats else DEFAULT
+    for name in names:  # before anything slow
+        format_of(name)
+    if options.card:
+        card(options.card)
+    _require_count("--steps", options.steps, least=0)
+    _require_count("--seeds", options.seeds, least=1)
+    if options.eval and options.steps:
+        raise OptionError("--steps is for training: leave it out, or leave out --eval")
+    if options.figure:
+        require_figure(options.figure, "rehearse --figure")
+    require_memory(options, "cpu", "rehearse", inference=options.eval)
+    with given_model(options, with_values=True) as given:
+        found = given.passed_to(
+            rehearse,
+            formats=names,
+            loss_fn=given.loss_fn,
+            steps=options.steps,
+            seeds=options.seeds,
+            card=options.card,
+            use=INFERENCE if options.eval else TRAINING,
+        )
+    if options.figure:
+        from amp_lab import plots
+
+        plots.save(options.figure, plots.errors_by_layer, found.layers)
+    show(found, options.format)
+
+
+def _require_count(option: str, value: int, least: int) -> None:
+    if not least <= value <= 10**6:
+        raise OptionError(f"{option} {value}: give a number from {least} to {10**6:,}")

@@ -1,0 +1,93 @@
+"""`amp-lab sample`: let a language model that was trained here write."""
+
+import argparse
+import math
+from typing import TYPE_CHECKING
+
+from amp_lab.core.errors import DataError, OptionError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from amp_lab.train.data.tokens import Tokens
+
+
+def add(commands) -> None:
+    """Add the command to the parser's `commands`."""
+    sample = commands.add_parser(
+        "sample",
+        help="let a language model of a run write",
+        description="Write text with the model of a run that `amp-lab train` trained on text.",
+    )
+    option = sample.add_argument
+    option("run_folder", metavar="DIR", help="the folder of the run")
+    option("--prompt", metavar="TEXT", help="what it continues (default: the end of a line)")
+    option("--tokens", metavar="N", type=int, default=300, help="how many to write (default: 300)")
+    likeliest = "0 takes the likeliest (default: 0.8)"
+    option("--temperature", metavar="X", type=float, default=0.8, help=likeliest)
+    option("--seed", metavar="N", type=int, default=0, help="default: 0")
+    option("--precision", metavar="NAME", default="fp32", help="fp32 (default), tf32, fp16, bf16")
+    option("--device", metavar="NAME", help="default: AMP_LAB_DEVICE, else accelerator")
+    sample.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the prompt and what follows it."""
+    import torch
+
+    from amp_lab.core.device import pick_device
+    from amp_lab.core.precision import Precision
+    from amp_lab.models.gpt import write
+    from amp_lab.train.data.text import CONTEXT
+    from amp_lab.train.data.tokens import saved_tokens
+    from amp_lab.train.export import load_model
+    from amp_lab.train.train_options import RunConfig
+
+    _check(options)
+    device = pick_device(options.device)
+    precision = Precision(options.precision)
+    model, state = load_model(options.run_folder)
+    try:
+        tokens = saved_tokens(state)
+    except DataError as error:
+        raise OptionError(f"{options.run_folder}: {error}") from error
+    if tokens is None:
+        raise OptionError(f"{options.run_folder}: a run on images, which cannot write")
+    prompt = torch.from_numpy(_numbers(options.prompt, tokens)).long().to(device)
+    context = RunConfig(**state["config"]).context or CONTEXT
+    model = model.to(device).eval()
+    with precision.autocast(device.type):
+        found = write(model, prompt, options.tokens, context, options.temperature, options.seed)
+    if found is None:
+        outputs = f"the outputs of the model in {precision}"
+        raise OptionError(
+            f"{options.run_folder}: {outputs} are NaN or infinite, so it cannot write"
+        )
+    print(tokens.decode(found.tolist()))
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise `OptionError` for a value that cannot be."""
+    from amp_lab.core.precision import Precision
+
+    if not 1 <= options.tokens <= 10**6:
+        raise OptionError(f"--tokens {options.tokens} must be from 1 to 1,000,000")
+    if options.temperature < 0 or not math.isfinite(options.temperature):
+        raise OptionError(f"--temperature {options.temperature} must be 0 or more")
+    if not 0 <= options.seed < 2**63:
+        raise OptionError(f"--seed {options.seed} must be from 0 to 2^63 - 1")
+    if options.precision not in list(Precision):
+        raise OptionError(f"no precision {options.precision!r}; there are {', '.join(Precision)}")
+
+
+def _numbers(prompt: str | None, tokens: "Tokens") -> "np.ndarray":
+    """The tokens (T,) of a prompt; by default of a line's end, or the first if there is none."""
+    import numpy as np
+
+    if prompt is None and not tokens.knows("\n"):
+        return np.zeros(1, np.int32)
+    text = "\n" if prompt is None else prompt
+    numbers = tokens.encode([text])[0]
+    if len(numbers) == 0:
+        raise OptionError(f"--prompt {prompt!r} has no token of the run in it: give another")
+    return numbers

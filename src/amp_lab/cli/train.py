@@ -1,0 +1,78 @@
+"""`amp-lab train`: train an image classifier or a language model, in a folder, resumably.
+
+Its options are the fields in `training/train_options.py`: to add one, add a field there.
+"""
+
+import argparse
+import dataclasses
+from typing import Any, get_args
+
+from amp_lab.cli.printing import drop_unprintable
+from amp_lab.core.requirements import require_matplotlib
+from amp_lab.train.train_options import TOGETHER, RunConfig, RunOptions
+
+
+def add(commands) -> None:
+    """Add the command to the parser's `commands`."""
+    parser = commands.add_parser(
+        "train",
+        help="train an image classifier or a language model, in a folder, resumably",
+        description="Train a classifier of torchvision, or a GPT on text, in any precision. The "
+        "folder given by --out gets config.json, metrics.csv, loss.png, accuracy.png and "
+        "checkpoint.pt; a run that was stopped or killed goes on with --resume, and ends as if "
+        "it had not been.",
+    )
+    heading = "settings of the run, of which --resume can give more epochs"
+    settings = parser.add_argument_group(heading)
+    for field in dataclasses.fields(RunConfig):
+        # No default: a run that is resumed takes what is not given from its folder.
+        _add_option(settings, field, default=argparse.SUPPRESS)
+    started = "started by: torchrun --nproc-per-node N -m amp_lab train … --parallel ddp"
+    groups = {"": parser, TOGETHER: parser.add_argument_group(TOGETHER, started)}
+    for field in dataclasses.fields(RunOptions):
+        group = groups[field.metadata["group"]]
+        if field.default is dataclasses.MISSING:
+            _add_option(group, field, required=True)
+        else:
+            _add_option(group, field, default=field.default)
+    parser.set_defaults(run=run)
+
+
+def _add_option(group, field: dataclasses.Field, **default: object) -> None:
+    name = "--" + field.name.replace("_", "-")
+    text = field.metadata["help"]
+    if field.type is bool:
+        group.add_argument(name, action="store_true", help=text, **default)
+        return
+    kind = field.type
+    if get_args(kind):
+        kind = get_args(kind)[0]  # int of `int | None`
+    group.add_argument(name, metavar=field.metadata["metavar"], type=kind, help=text, **default)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train; return the exit code."""
+    from amp_lab.core.allocator import keep_memory
+    from amp_lab.train import run as runs
+
+    require_matplotlib("train")  # which draws at the end
+    keep_memory()  # on a CPU, new memory for large tensors may cost as much as the step
+
+    def say(line: str) -> None:
+        try:
+            print(line, flush=True)
+        except OSError:  # whoever read along has seen enough, or a disk is full: the run goes on
+            drop_unprintable()
+
+    settings = _values(options, RunConfig)
+    stopped_by = runs.train(settings, say=say, **_values(options, RunOptions))
+    if stopped_by is None:
+        return 0
+    return 128 + stopped_by  # as a shell counts it
+
+
+def _values(options: argparse.Namespace, kind: type) -> dict[str, Any]:
+    """The values that were given for the fields of a dataclass, by name."""
+    given = vars(options)
+    names = [field.name for field in dataclasses.fields(kind)]
+    return {name: given[name] for name in names if name in given}

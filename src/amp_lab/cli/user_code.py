@@ -1,0 +1,316 @@
+"""The user's own code: found by its name, and kept from printing, exiting and hanging."""
+
+import ast
+import contextlib
+import difflib
+import importlib
+import importlib.util
+import inspect
+import io
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from amp_lab.cli.printing import tell
+from amp_lab.core.errors import AmpLabError, OptionError, with_type
+from amp_lab.core.remedies import remedy
+
+FORM = "PACKAGE.MODULE:CALLABLE"
+_GUARD = remedy(
+    "cli.guard_script",
+    "a file has the model, and runs into an error behind it, as a script that trains may",
+    "line {line} of {file} runs when the file is imported: put it, and what else is not needed for "
+    '{name}, under if __name__ == "__main__":',
+)
+_DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Import, ast.ImportFrom)
+_END_AT_ONCE = os._exit
+
+
+def find(target: str) -> Any:
+    """What ``PACKAGE.MODULE:NAME`` or ``path/to/model.py:NAME`` stands for.
+
+    Modules in the current folder are found too. Raises `OptionError` for whatever goes wrong.
+    """
+    module_name, colon, path = target.rpartition(":")
+    is_file = module_name.endswith(".py")
+    names = path if is_file else f"{module_name}.{path}"
+    if not colon or not _are_identifiers(names):
+        hint = _did_you_mean(target) or ", such as torchvision.models:resnet50"
+        raise OptionError(f"{target!r}: write {FORM}, or FILE.py:CALLABLE{hint}")
+    if is_file:
+        module = _from_file(target, module_name)
+    else:
+        module = _imported(target, module_name)
+    found: Any = module
+    for name in path.split("."):  # so that methods of a class can be named
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            hint = _near_name(module_name, module, path)
+            raise OptionError(f"{target!r}: {module_name} has no {path!r}{hint}") from None
+    return found
+
+
+def _are_identifiers(path: str) -> bool:
+    """Whether each part of a path with dots is a name of Python."""
+    return all(name.isidentifier() for name in path.split("."))
+
+
+@contextlib.contextmanager
+def user_code_guard(what: str, timeout: float) -> Iterator[None]:
+    """The block in which the user's code runs.
+
+    What it prints goes nowhere, since it is no part of the table or the JSON; the current folder is
+    on the path; ``sys.argv`` has no options of ours. Whatever it raises is an `OptionError` that
+    begins with `what`, and after `timeout` seconds the whole process ends with 2.
+    """
+    arguments = sys.argv
+    path = list(sys.path)
+    with _time_limit(what, timeout), _silence_output(), _trap_exit():
+        sys.argv = sys.argv[:1]
+        sys.path.append(os.getcwd())  # at the end, so that no file here hides a package
+        try:
+            yield
+        except (AmpLabError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # SystemExit, and whatever else user's code raises
+            raise OptionError(f"{what}: {_format_error(error)}") from error
+        finally:
+            sys.argv = arguments
+            sys.path[:] = path
+
+
+def call_user_function(what: str, function: Any, arguments: dict[str, Any]) -> Any:
+    """What the user's function returns; `OptionError` for what it raises."""
+    try:
+        return function(**arguments)
+    except (KeyboardInterrupt, AmpLabError):
+        raise
+    except BaseException as error:
+        raise OptionError(f"{what} {_call_problem(function, arguments, error)}") from error
+
+
+def _call_problem(function: Any, arguments: dict[str, Any], error: BaseException) -> str:
+    """What went wrong in `call_user_function`, as the end of a sentence."""
+    frames = error.__traceback__
+    # An error of the call itself has no frame of the function.
+    is_of_call = frames is not None and frames.tb_next is None
+    if not is_of_call:
+        return f"fails when it is called: {with_type(error)}"
+    how = "without arguments"
+    if arguments:
+        values = [f"{name}={value!r}" for name, value in arguments.items()]
+        how = f"with {', '.join(values)}"
+    return f"cannot be called {how}: {with_type(error)}{_missing(function, arguments)}"
+
+
+def _missing(function: Any, arguments: dict[str, Any]) -> str:
+    """What to do if it has arguments without a default, as the end of a sentence."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some in C have none
+        return "; write a function without parameters that calls it"
+    missing = [p.name for p in parameters if _is_required(p) and p.name not in arguments]
+    if not missing:
+        return ""
+    options = " ".join(f"--with {name}=…" for name in missing)
+    return f"; add {options}, or write a function without parameters that calls it"
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    takes_any_number = (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and parameter.kind not in takes_any_number
+
+
+def _format_error(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"exits by itself ({with_type(error)}): give code that returns"
+    return with_type(error)
+
+
+@contextlib.contextmanager
+def _time_limit(what: str, timeout: float) -> Iterator[None]:
+    def end() -> None:
+        tell(f"amp-lab: {what}: not done after {timeout:g} s; give --timeout SECONDS for longer")
+        _END_AT_ONCE(2)  # the only way out of code that catches everything, or is in C
+
+    timer = threading.Timer(timeout, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
+def _trap_exit() -> Iterator[None]:
+    """The block in which `os._exit` raises `SystemExit`, except in processes forked there."""
+    here = os.getpid()
+
+    def leave(status: int) -> NoReturn:
+        if os.getpid() == here:
+            raise SystemExit(status)
+        _END_AT_ONCE(status)
+
+    os._exit = leave
+    try:
+        yield
+    finally:
+        os._exit = _END_AT_ONCE
+
+
+@contextlib.contextmanager
+def _silence_output() -> Iterator[None]:
+    """The block in which nothing reaches standard output, from Python or below it."""
+    sys.stdout.flush()
+    real = os.dup(1)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        os.dup2(real, 1)
+        os.close(real)
+
+
+def _imported(target: str, module_name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except BaseException as error:  # whatever the user's code raises
+        if module_name.endswith(".ipynb"):
+            problem = "a notebook cannot be imported: put the model into a file FILE.py"
+            raise OptionError(f"{target!r}: {problem}") from None
+        missing = ""
+        if isinstance(error, ModuleNotFoundError):
+            missing = error.name or ""
+        # A module that the user's own imports is another matter: there the whole error is of use.
+        if missing and f"{module_name}.".startswith(f"{missing}."):
+            problem = f"no module {missing!r} is installed, or in this folder"
+            hint = _near_file(target, module_name)
+            raise OptionError(f"{target!r}: {problem}{hint}") from None
+        raise _not_imported(target, error) from error
+
+
+def _near_file(target: str, module_name: str) -> str:
+    """The file in this folder that was meant by the name of a module, as the end of a sentence."""
+    files = [path.stem for path in Path().glob("*.py")]
+    near = difflib.get_close_matches(module_name, files, 1)
+    if not near:
+        return ""
+    name = target.rpartition(":")[2]
+    return f"; did you mean {near[0]}:{name}?"
+
+
+def _from_file(target: str, file: str) -> ModuleType:
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise OptionError(f"{target!r}: there is no file {file}")
+    # Under its own name where that is free, for classes that are looked up by their module's name.
+    name = path.stem if path.stem.isidentifier() else "target_file"
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) == str(path):
+        return known
+    if known is not None:
+        name = f"_{name}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))  # first, as for `python FILE.py`
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        sys.modules.pop(spec.name, None)
+        raise _not_imported(target, error) from error
+    return module
+
+
+def _not_imported(target: str, error: BaseException) -> BaseException:
+    if isinstance(error, KeyboardInterrupt):
+        return error
+    hint = ""
+    if "relative import" in str(error):
+        hint = "; give it as a module of its package, as PACKAGE.MODULE:CALLABLE"
+    else:
+        hint = _guard(target.rpartition(":")[2], error)
+    return OptionError(f"{target!r} cannot be imported: {_format_error(error)}{hint}")
+
+
+def _guard(path: str, error: BaseException) -> str:
+    """What to do if a statement behind the definition of the target fails, as the end of a line."""
+    name = path.partition(".")[0]
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "<module>" and name in frame.f_globals:
+            file = Path(frame.f_code.co_filename)
+            if not file.is_file() or _is_definition(file, line):
+                return ""
+            return f"; {_GUARD.said(line=line, file=file.name, name=path)}"
+    return ""
+
+
+def _is_definition(file: Path, line: int) -> bool:
+    """Whether the statement of a module at a line defines or imports something."""
+    for statement in ast.parse(file.read_bytes()).body:
+        last_line = statement.end_lineno or statement.lineno
+        if statement.lineno <= line <= last_line and isinstance(statement, _DEFINITIONS):
+            return True
+    return False
+
+
+def _near_name(module_name: str, module: ModuleType, path: str) -> str:
+    """The name that was meant, as the end of a sentence."""
+    names = [name for name in vars(module) if not name.startswith("_")]
+    near = difflib.get_close_matches(path, names, 1) or _models_of(module)
+    if not near:
+        return ""
+    return f"; did you mean {module_name}:{near[0]}?"
+
+
+def _models_of(module: ModuleType) -> list[str]:
+    """The classes of models that a module defines itself, the last first: it holds the others."""
+    from torch import nn
+
+    models = []
+    for name, value in reversed(vars(module).items()):
+        is_model = isinstance(value, type) and issubclass(value, nn.Module)
+        if is_model and value.__module__ == module.__name__:
+            models.append(name)
+    return models
+
+
+def _did_you_mean(target: str) -> str:
+    """The same for a target without a colon: a file, a module, or a name with a dot before it."""
+    module_name = target.rstrip(":")
+    names: list[str] = []
+    with contextlib.suppress(OptionError):
+        module_name, names = _models_meant(target, module_name)
+    if not names:
+        return ""
+    meant = " or ".join(f"{module_name}:{name}" for name in names[:3])
+    return f"; did you mean {meant}?"
+
+
+def _models_meant(target: str, path: str) -> tuple[str, list[str]]:
+    """The module or file in a path without a colon, and the models in it that it may mean.
+
+    Raises `OptionError` if there is none.
+    """
+    if path.endswith(".py"):
+        return path, _models_of(_from_file(target, path))
+    if not _are_identifiers(path):
+        return path, []
+    try:
+        return path, _models_of(_imported(target, path))
+    except OptionError:
+        module_name, _, name = path.rpartition(".")
+        if module_name and hasattr(_imported(target, module_name), name):
+            return module_name, [name]
+        raise

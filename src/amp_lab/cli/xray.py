@@ -1,0 +1,140 @@
+"""`amp-lab xray`: what autocast does to a model."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from amp_lab.cli.memory_check import require_memory
+from amp_lab.cli.model_argument import (
+    GivenModel,
+    add_absent_device,
+    add_model,
+    dtype_of,
+    given_model,
+    traced,
+)
+from amp_lab.cli.printing import show
+from amp_lab.core.errors import OptionError
+
+if TYPE_CHECKING:
+    from amp_lab.tracing.xray_result import Xray
+
+_DTYPES = ("fp16", "bf16", "fp32")
+
+
+def add(commands) -> None:
+    """Add the command to the parser's `commands`."""
+    xray = commands.add_parser(
+        "xray",
+        help="what autocast does to a model, on a device that need not be here",
+        description="Print the dtypes that a model runs in under autocast, and what is to be said "
+        "of them. Nothing is computed, so no such device is needed.",
+    )
+    add_model(xray)
+    add_absent_device(xray)
+    option = xray.add_argument
+    option("--dtype", choices=_DTYPES, help="default: the backend's own; fp32: off")
+    other = "print how it differs on another device (mps), in another dtype (bf16), or both"
+    option("--against", metavar="OTHER", help=f"{other} (cpu:bf16)")
+    option("--real", action="store_true", help="run it on the device itself")
+    depth = "instead a row for each module N levels down: its output and its parameters"
+    option("--depth", type=_depth, metavar="N", help=depth)
+    sharded = "the dtypes of each parameter under DDP or FSDP2 instead, as `train` or TARGET shards"
+    option("--parallel", choices=("ddp", "fsdp"), help=sharded)
+    low = "with --parallel: default bf16; of a TARGET that calls fully_shard, its policy's"
+    option("--precision", choices=_DTYPES, help=low)
+    reduce = "with --parallel: in which gradients are summed (default: fp32)"
+    option("--reduce-dtype", choices=_DTYPES, help=reduce)
+    xray.set_defaults(run=run)
+
+
+def _depth(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number of 1 or more")
+    return int(text)
+
+
+def run(options: argparse.Namespace) -> None:
+    """X-ray the model, and print what was found."""
+    from amp_lab.tracing import compare
+    from amp_lab.tracing.xray import xray
+
+    if options.parallel is not None:
+        _run_sharded(options)
+        return
+    sides = _sides(options)
+    if options.real:
+        require_memory(options, options.device, "--real")
+
+    def trace(given: GivenModel) -> "list[Xray]":
+        return [
+            given.passed_to(
+                xray,
+                device_type=device,
+                dtype=dtype_of(name),
+                loss_fn=given.loss_fn,
+                real=options.real,
+            )
+            for device, name in sides
+        ]
+
+    found, *others = traced(options, trace, with_values=options.real)
+    if others:
+        (other,) = others
+        if found.title == other.title:
+            same = f"--against {options.against!r} is the same again"
+            raise OptionError(f"{same}: give another device or dtype")
+        show(compare(found, other), options.format)
+    elif options.depth is not None:
+        show(found.by_module(options.depth), options.format)
+    else:
+        show(found, options.format)
+
+
+def _sides(options: argparse.Namespace) -> list[tuple[str, str | None]]:
+    """The devices and dtypes to X-ray in: one, or two to compare."""
+    if options.precision or options.reduce_dtype:
+        raise OptionError(
+            "--precision and --reduce-dtype are for --parallel: --dtype is autocast's"
+        )
+    side = (options.device, options.dtype)
+    if options.against is None:
+        return [side]
+    if options.depth is not None:
+        raise OptionError("--depth shows one X-ray: leave out --against")
+    return [side, _other_side(options.against, *side)]
+
+
+def _run_sharded(options: argparse.Namespace) -> None:
+    """Print the dtypes of each parameter, and what was found of them."""
+    if options.dtype or options.against or options.real or options.depth:
+        others = "--dtype, --against, --real or --depth"
+        raise OptionError(f"--parallel goes with --precision, not with {others}")
+    from amp_lab.tracing.sharded_step import group_of
+    from amp_lab.tracing.sharding import parallel_of, xray_sharding
+
+    # A group for a TARGET that calls fully_shard itself; no other process is needed.
+    with group_of(ranks=2), given_model(options, with_values=False) as given:
+        parallel = options.parallel
+        if parallel_of(given.model) == parallel:  # which it has done itself
+            parallel = None
+        found = given.passed_to(
+            xray_sharding,
+            parallel=parallel,
+            device_type=options.device,
+            precision=options.precision,
+            reduce_dtype=options.reduce_dtype,
+        )
+    show(found, options.format)
+
+
+def _other_side(text: str, device: str, dtype: str | None) -> tuple[str, str | None]:
+    """The device and dtype that `--against` names: ``mps``, ``bf16`` or ``cpu:bf16``."""
+    first, colon, second = text.partition(":")
+    if not colon and first in _DTYPES:
+        return device, first
+    if not colon:
+        return first, dtype
+    if second not in _DTYPES:
+        known = f"a device (cuda, xpu, mps, cpu), a dtype ({', '.join(_DTYPES)})"
+        raise OptionError(f"--against {text!r}: give {known}, or both, as cpu:bf16")
+    return first, second

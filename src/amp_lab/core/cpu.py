@@ -1,0 +1,135 @@
+"""The CPU at hand: its matrix instructions, and what torch cannot run on it in low precision."""
+
+import functools
+import os
+
+import torch
+
+from amp_lab.core.errors import DeviceError
+from amp_lab.core.remedies import remedy
+
+NO_PRIMITIVE = "could not create a primitive descriptor"
+"""The beginning of oneDNN's error for an op that it has no kernel for on this CPU."""
+NO_PRIMITIVE_REMEDY = remedy(
+    "cpu.no_primitive",
+    "an LSTM under autocast that oneDNN has no kernel for on this CPU",
+    "oneDNN has no kernel for it on this CPU, so run the layer in fp32: "
+    'with torch.autocast("cpu", enabled=False), on x.float()',
+).text
+
+LIMITS: dict[str, tuple[str, ...]] = {
+    "ATEN_CPU_CAPABILITY": ("default", "avx2", "avx512", "vsx", "zvector", "sve256"),
+    "ONEDNN_MAX_CPU_ISA": (
+        "default", "sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core",
+        "avx512_core_vnni", "avx512_core_bf16", "avx512_core_fp16", "avx512_core_amx",
+        "avx512_core_amx_fp16", "avx10_1_512", "avx10_1_512_amx", "avx10_1_512_amx_fp16",
+        "avx10_2_512", "avx10_2_512_amx_2",
+    ),
+}  # fmt: skip
+"""Environment variables that limit the instructions which ATen and oneDNN choose, to emulate
+another CPU, with their values. torch and oneDNN ignore any other value."""
+
+
+_WITHOUT_BF16 = ("sse41", "avx", "avx2", "avx2_vnni", "avx512_core", "avx512_core_vnni")
+
+
+def check_limits() -> None:
+    """Raise `DeviceError` for a limit in the environment that would be ignored."""
+    for name, values in LIMITS.items():
+        value = os.environ.get(name, "")
+        if value and value.lower() not in values:
+            raise DeviceError(f"{name}={value!r} limits nothing; give one of {', '.join(values)}")
+
+
+def matrix_instructions() -> str:
+    """The instructions that matter to a matrix product, such as ``AVX-512 BF16, AMX``.
+
+    A limit that is set in the environment is named behind them. Raises what `check_limits` raises.
+    """
+    check_limits()
+    instructions = torch.backends.cpu.get_cpu_capability()
+    if instructions == "AVX512":
+        instructions = ", ".join(_avx512_instructions())
+    limits = [f"{name}={os.environ[name]}" for name in LIMITS if os.environ.get(name)]
+    if not limits:
+        return instructions
+    return f"{instructions} (limited by {' '.join(limits)})"
+
+
+def _avx512_instructions() -> list[str]:
+    found = ["AVX-512 BF16" if has_bf16_instructions() else "AVX-512"]
+    if onednn_has_fp16():
+        found.append("AVX-512 FP16")
+    is_amx_allowed = _limit() == "default" or "amx" in _limit()
+    if is_amx_allowed and torch.cpu._is_amx_tile_supported():
+        found.append("AMX")
+    return found
+
+
+def has_bf16_instructions() -> bool:
+    """Whether this CPU multiplies in bf16 itself, so that it is faster than in fp32.
+
+    With AVX-512 alone oneDNN takes bf16 too, but converts it to fp32 and back.
+    """
+    if not onednn_has_bf16():
+        return False
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return True  # Arm's, of which oneDNN asks just that
+    # What torch says of bf16 and AMX is of the CPU, whatever limits oneDNN.
+    return torch.cpu._is_avx512_bf16_supported() and _limit() not in _WITHOUT_BF16
+
+
+def _limit() -> str:
+    return os.environ.get("ONEDNN_MAX_CPU_ISA", "").lower() or "default"
+
+
+def onednn_has_bf16() -> bool:
+    """Whether oneDNN, where this torch has it, computes in bf16 on this CPU."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def onednn_has_fp16() -> bool:
+    """Whether oneDNN, where this torch has it, computes in fp16 on this CPU."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+def lstm_error(
+    dtype: torch.dtype, *, with_gradients: bool, input_dtype: torch.dtype = torch.float32
+) -> str | None:
+    """What torch raises for an `nn.LSTM` under autocast to `dtype` on this CPU; None if it runs.
+
+    Autocast casts the layer after torch has chosen oneDNN's kernel for it, which exists in bf16
+    from AVX-512 on, in fp16 for inference with AVX-512 FP16 alone, and for training in fp16 on no
+    CPU. torch chooses by the dtype of the input, `input_dtype`: of one that is in 16 bits already
+    it asks whether oneDNN has the kernel, and takes its own if not (`use_mkldnn` in
+    ATen/native/RNN.cpp). Layers with projections, `nn.GRU` and `nn.RNN` have other kernels, which
+    always run.
+    """
+    return _lstm_error(dtype, with_gradients, input_dtype)
+
+
+@functools.cache
+def _lstm_error(
+    dtype: torch.dtype, with_gradients: bool, input_dtype: torch.dtype = torch.float32
+) -> str | None:
+    steps = torch.zeros(1, 1, 1, device="cpu", dtype=input_dtype)  # (T, B, C)
+    weights = [torch.zeros(4, 1, device="cpu"), torch.zeros(4, 1, device="cpu")]
+    try:
+        with torch.set_grad_enabled(with_gradients), torch.autocast("cpu", dtype):
+            torch.lstm(steps, (steps, steps), weights, False, 1, 0.0, with_gradients, False, False)
+    except RuntimeError as error:
+        return str(error).partition(".")[0]
+    return None
+
+
+def lstm_remarks() -> list[str]:
+    """A sentence on where an `nn.LSTM` does not run under autocast on this CPU, if that is so."""
+    fails = []
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if lstm_error(dtype, with_gradients=False) is not None:
+            fails.append(name)
+        elif lstm_error(dtype, with_gradients=True) is not None:
+            fails.append(f"{name} when it trains")
+    if not fails:
+        return []
+    return [f"nn.LSTM under autocast raises on this CPU in {' and in '.join(fails)}"]

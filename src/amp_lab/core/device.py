@@ -1,0 +1,410 @@
+"""The device: choose it, describe it, and measure which precisions it accelerates."""
+
+import functools
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from amp_lab.core.backends import BACKENDS, backend
+from amp_lab.core.cpu import has_bf16_instructions, matrix_instructions
+from amp_lab.core.errors import DeviceError
+from amp_lab.core.precision import Precision, has_tf32, require_backend
+from amp_lab.core.timing import compare, measure
+
+# A precision counts as accelerated when its matrix product is at least this many times as fast as
+# fp32's. Less drowns in the casts that autocast inserts, and in the noise of a shared machine.
+ACCELERATED = 1.25
+_SMALL = 256  # the edge of the matrices that are tried first
+
+# What readers type who know their card but not torch's name for it.
+_ALSO_KNOWN_AS: dict[str, str] = {}
+for _row in BACKENDS.values():
+    _ALSO_KNOWN_AS.update(dict.fromkeys(_row.also_called, _row.type))
+
+
+@dataclass(frozen=True)
+class ProductValues:
+    """What a device's matrix product does to values, found by products whose result is known."""
+
+    error: float
+    """Largest error of a sum of 4,096 products in units in the last place of the result: 0.5 where
+    sums are kept in a wider format and rounded once. In fp32 several are usual."""
+    input_bits: int
+    """Bits of significand that are left of an fp32 input: 24, or 11 in TF32, or 8 in bf16."""
+    subnormals: bool
+    """Whether the smallest subnormal number, times 1, is itself; some devices make it zero."""
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """What `describe_device` found out about a device."""
+
+    device: torch.device
+    name: str
+    """The name its maker gave it."""
+    backend: str
+    """What torch drives it with, e.g. ``CUDA 13.0, compute capability 9.0``."""
+    memory_bytes: int | None
+    """Its memory in bytes (for a CPU: what this process may use); None if it does not say."""
+    rates: dict[Precision, float | None]
+    """Measured rate of a matrix product in FLOP/s; None for a precision that it does not have."""
+    values: dict[Precision, ProductValues | None]
+    """What the same product does to values; None as in `rates`."""
+    fp32_bits_as_set: tuple[int, int]
+    """Bits of significand that an fp32 input keeps in a product and in a convolution, by the modes
+    that are set in this process: 24, or 11 where TF32 is allowed and there."""
+    trusted: bool
+    """Whether the machine was quiet enough for the rates; if not, measure again."""
+    recommended: Precision
+    """By the rates; where they are not `trusted`, by what is known of such a device."""
+    why: str
+    """The reason for `recommended`, in a sentence with its figures."""
+
+    @property
+    def accelerated(self) -> tuple[Precision, ...]:
+        """The precisions whose matrix product is measurably faster than fp32's, fastest first.
+
+        Where the rates are not `trusted`, what is `recommended` by what is known of the device.
+        """
+        if self.trusted:
+            faster = [p for p in Precision if self.speedup(p) >= ACCELERATED]
+            return tuple(sorted(faster, key=self.speedup, reverse=True))
+        if self.recommended is Precision.FP32:
+            return ()
+        return (self.recommended,)
+
+    def speedup(self, precision: Precision) -> float:
+        """Rate of `precision` as a multiple of fp32's; 0 if the device does not have it."""
+        return _speedup(self.rates, precision)
+
+
+def pick_device(name: str | None = None) -> torch.device:
+    """The device called `name`, checked to be there.
+
+    Without a name: the one in the environment variable AMP_LAB_DEVICE; else the accelerator of this
+    machine; else the CPU. Raises `DeviceError` if the name is no device or the device is not there;
+    another one is never taken in its place.
+    """
+    if name is not None:
+        return _checked_device(name, asked=repr(name))
+    name = os.environ.get("AMP_LAB_DEVICE")
+    if name:
+        return _checked_device(name, asked=f"AMP_LAB_DEVICE={name!r}")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def _checked_device(name: str, asked: str) -> torch.device:
+    """The device of this name; `DeviceError`, which begins with what was `asked`, for any other."""
+    if name in _ALSO_KNOWN_AS:
+        raise DeviceError(
+            f"{asked}: torch calls this device {_ALSO_KNOWN_AS[name]!r}; use that name"
+        )
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise DeviceError(f"{asked} is not a device; {_devices_here()}") from None
+    if device.type == "meta":
+        raise DeviceError(f"{asked} stores no values, so nothing can run there; {_devices_here()}")
+    try:
+        require_backend(device.type)
+    except DeviceError:
+        raise DeviceError(f"{asked} is not there; {_devices_here()}") from None
+    count = _device_count(device.type)
+    if device.index is not None and device.index >= count:
+        raise DeviceError(f"{asked}: there is no such number, the highest is {count - 1}")
+    return device
+
+
+def _device_count(device_type: str) -> int:
+    if backend(device_type).is_host:
+        return 1
+    return torch.get_device_module(device_type).device_count()
+
+
+def _devices_here() -> str:
+    names = "'cpu'"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        names = f"'{accelerator.type}' and 'cpu'"
+    return f"this machine has {names} (with torch {torch.__version__})"
+
+
+@functools.cache
+def _describe(device: torch.device, driven_by: str) -> DeviceReport:
+    try:
+        torch.ones(2, device=device).sum().item()
+    except RuntimeError as error:  # a GPU that this torch has no kernels for, or a broken driver
+        reason = str(error).splitlines()[0]
+        raise DeviceError(f"{str(device)!r} is there, but torch cannot use it: {reason}") from error
+    rates, trusted = _matmul_rates(device)
+    if trusted:
+        recommended, why = _recommend(rates)
+    else:
+        recommended, why = _recommend_unmeasured(device)
+    values = dict.fromkeys(Precision)
+    for precision in _precisions_here(device):
+        values[precision] = product_values(device, precision)
+    return DeviceReport(
+        device=device,
+        name=device_name(device),
+        backend=driven_by,
+        memory_bytes=memory_bytes(device),
+        rates=rates,
+        values=values,
+        fp32_bits_as_set=(
+            _bits_left(device, torch.float32, torch.matmul),
+            _bits_left(device, torch.float32, _convolve),
+        ),
+        trusted=trusted,
+        recommended=recommended,
+        why=why,
+    )
+
+
+def describe_device(device: torch.device | str) -> DeviceReport:
+    """Name, memory and measured matrix-product rates of a device, and which precision to use there.
+
+    Takes up to a few seconds the first time, for the measurement; later calls for the same device
+    and number of threads return the same report. Raises `DeviceError` if the device is not there.
+    """
+    chosen = pick_device(str(device))
+    return _describe(chosen, backend_name(chosen))
+
+
+def recommend_precision(device: torch.device | str) -> Precision:
+    """The precision to train with on `device`: `describe_device(device).recommended`."""
+    return describe_device(device).recommended
+
+
+def _matmul_rates(device: torch.device) -> tuple[dict[Precision, float | None], bool]:
+    """FLOP/s of a square matrix product in each precision, and whether the figures can be trusted.
+
+    None stands for a precision that the device does not have. The size is the same for all: it
+    doubles until the product takes 10 ms in fp32, enough to fill the device. On a CPU it stops at
+    1024. A precision that is hopeless, since it is emulated, is timed at the first, small size
+    alone: at 1024 one call of fp16 takes seconds on many CPUs.
+    """
+    here = _precisions_here(device)
+    small_s = {}
+    for precision in here:
+        product = matrix_product(device, precision, _SMALL)
+        small_s[precision] = measure(product, device=device, repeats=2).median_s
+    slowest_s = 10 * small_s[Precision.FP32]
+    fast = [precision for precision in here if small_s[precision] <= slowest_s]
+    largest = 1024 if backend(device).is_host else 8192
+    n = filling_size(device, largest, seconds=10e-3)
+    products: dict[str, Callable] = {p: matrix_product(device, p, n) for p in fast}
+    compared = compare(products, device=device, budget_s=3)
+    rates = dict.fromkeys(Precision)
+    for precision in here:
+        if precision in fast:
+            rates[precision] = 2 * n**3 / compared.median_s(precision)
+        else:
+            rates[precision] = 2 * _SMALL**3 / small_s[precision]
+    return rates, compared.trusted
+
+
+def _precisions_here(device: torch.device) -> list[Precision]:
+    """All, or all but TF32 on a device without it."""
+    return [p for p in Precision if p is not Precision.TF32 or has_tf32(device.type)]
+
+
+def filling_size(device: torch.device, largest: int, *, seconds: float) -> int:
+    """The n from which on an n x n fp32 product takes so long; `largest`, if it never does."""
+    n = _SMALL
+    while n < largest:
+        product = matrix_product(device, Precision.FP32, n)
+        if measure(product, device=device, warmup=1, repeats=2).median_s >= seconds:
+            break
+        n *= 2
+    return n
+
+
+def matrix_product(
+    device: torch.device, precision: Precision, n: int
+) -> Callable[[], torch.Tensor]:
+    """A function that multiplies two n x n matrices in a precision, (n, n) @ (n, n).
+
+    It takes 2 n^3 FLOPs: n^3 multiplications and about as many additions.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    left = torch.randn(n, n, device=device, generator=generator).to(precision.dtype)
+    right = torch.randn(n, n, device=device, generator=generator).to(precision.dtype)
+    mode = _without_autocast(precision)
+
+    def multiply() -> torch.Tensor:
+        with mode.autocast(device.type):
+            return left @ right
+
+    return multiply
+
+
+def _without_autocast(precision: Precision) -> Precision:
+    """The precision to set for operands that have its dtype already."""
+    if precision is Precision.TF32:
+        return Precision.TF32
+    return Precision.FP32
+
+
+def product_values(device: torch.device, precision: Precision) -> ProductValues:
+    """What a matrix product in a precision does to values on a device."""
+    dtype = precision.dtype
+    eps = torch.finfo(dtype).eps
+    generator = torch.Generator().manual_seed(0)
+    left = torch.rand(32, 4096, generator=generator).to(dtype)
+    right = torch.rand(32, 4096, generator=generator).to(dtype)
+    smallest_subnormal = torch.tensor(torch.finfo(dtype).smallest_normal * eps)
+    subnormals = smallest_subnormal.to(dtype).expand(16, 16)
+    identity = torch.eye(16, dtype=dtype)
+    with _without_autocast(precision).autocast(device.type):
+        sums = (left.to(device) @ right.T.to(device)).cpu().double()
+        kept = (subnormals.to(device) @ identity.to(device)).cpu()
+        bits = _bits_left(device, dtype, torch.matmul)
+    # All are positive, so that no sum is small, and fp64 sums them exactly enough.
+    exact = left.double() @ right.T.double()
+    exponents = torch.frexp(exact).exponent.double() - 1
+    unit = torch.exp2(exponents) * eps
+    error = ((sums - exact).abs() / unit).max().item()
+    keeps_subnormals = bool((kept == subnormals).all())
+    return ProductValues(error=error, input_bits=bits, subnormals=keeps_subnormals)
+
+
+def _bits_left(device: torch.device, dtype: torch.dtype, multiply: Callable) -> int:
+    """How many bits of significand an input keeps in a product: of 1 + 2^-k it is that 2^-k."""
+    size = 32
+    steps = (1 + torch.exp2(-torch.arange(1.0, 1 + size))).to(dtype)
+    identity = torch.eye(size, dtype=dtype, device=device)
+    found = multiply(torch.diag(steps).to(device), identity)
+    is_kept = found.cpu().diagonal() > 1
+    return 1 + int(is_kept.sum())
+
+
+def _convolve(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The product (n, k) @ (k, m) as a convolution of 1 x 1."""
+    images = left[:, :, None, None]
+    weight = right.T[:, :, None, None]
+    return torch.nn.functional.conv2d(images, weight)[:, :, 0, 0]
+
+
+def _speedup(rates: dict[Precision, float | None], precision: Precision) -> float:
+    fp32 = rates[Precision.FP32]
+    assert fp32 is not None, "every device has it"
+    return (rates[precision] or 0.0) / fp32
+
+
+def _recommend(rates: dict[Precision, float | None]) -> tuple[Precision, str]:
+    """The precision to use, given the rate of each, and the sentence that says why."""
+    bf16 = _speedup(rates, Precision.BF16)
+    fp16 = _speedup(rates, Precision.FP16)
+    tf32 = _speedup(rates, Precision.TF32)
+    rate = "its matrix product runs at {:.2f}x the rate of fp32"
+    if bf16 >= ACCELERATED and bf16 >= 0.75 * fp16:
+        why = f"{rate.format(bf16)}, and it has the range of fp32"
+        return Precision.BF16, f"{why}, so gradients need no scaling"
+    if fp16 >= ACCELERATED:
+        why = f"{rate.format(fp16)}, bf16's at {bf16:.2f}x"
+        return Precision.FP16, f"{why}; its range is small, so use a gradient scaler"
+    if tf32 >= ACCELERATED:
+        return Precision.TF32, f"{rate.format(tf32)}, and nothing else is faster"
+    why = f"nothing is measurably faster (bf16 {bf16:.2f}x, fp16 {fp16:.2f}x its rate)"
+    return Precision.FP32, why
+
+
+def _recommend_unmeasured(device: torch.device) -> tuple[Precision, str]:
+    """The precision to use where rates cannot be trusted, by what the device has, and why."""
+    busy = "the machine was too busy to measure"
+    if backend(device).is_host:
+        if has_bf16_instructions():
+            return Precision.BF16, f"{busy}, and this CPU has instructions for bf16"
+        return Precision.FP32, f"{busy}, and this CPU has no instructions for bf16"
+    if device.type == "cuda" and not torch.version.hip:
+        capability = torch.cuda.get_device_capability(device)
+        has = f"{busy}, and compute capability {capability[0]}.{capability[1]} has"
+        if capability >= (8, 0):
+            return Precision.BF16, f"{has} tensor cores for bf16"
+        if capability >= (7, 0):
+            return Precision.FP16, f"{has} tensor cores for fp16 alone; use a gradient scaler"
+        return Precision.FP32, f"{has} no tensor cores"
+    return Precision.FP32, f"{busy}: measure again when it is idle"
+
+
+def device_name(device: torch.device) -> str:
+    """The name its maker gave it."""
+    module = torch.get_device_module(device.type)
+    if hasattr(module, "get_device_name"):
+        return module.get_device_name(device)
+    if platform.system() == "Darwin":  # CPU and GPU of an Apple chip share its name
+        asked = subprocess.run(
+            ["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True
+        )
+        return asked.stdout.strip() or platform.machine()
+    try:
+        cpuinfo = Path("/proc/cpuinfo").read_text()
+    except OSError:  # not Linux
+        return platform.processor() or platform.machine()
+    found = re.search(r"^model name.*?:(.*)", cpuinfo, re.MULTILINE)
+    if found is None:
+        return platform.machine()
+    return found[1].strip()
+
+
+def backend_name(device: torch.device) -> str:
+    """What torch drives it with, e.g. ``CUDA 13.0, compute capability 9.0``.
+
+    For a CPU its matrix instructions and the number of threads.
+    """
+    if backend(device).is_host:
+        return f"CPU, {matrix_instructions()}, {torch.get_num_threads()} threads"
+    if device.type == "cuda" and torch.version.hip:
+        return f"ROCm {torch.version.hip}"
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"CUDA {torch.version.cuda}, compute capability {major}.{minor}"
+    return device.type.upper()
+
+
+def memory_bytes(device: torch.device) -> int | None:
+    """Bytes of a device; of a CPU what this process may use. None if it does not say."""
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    if not backend(device).is_host:
+        return torch.accelerator.get_memory_info(device)[1]
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError):  # no sysconf, as on Windows
+        return None
+    try:  # a container may be allowed less than the machine has
+        allowed = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return total
+    if allowed == "max":
+        return total
+    return min(total, int(allowed))
+
+
+def free_bytes() -> int | None:
+    """Bytes of main memory that this process could take now; None if the system does not say."""
+    total = memory_bytes(torch.device("cpu"))
+    try:
+        lines = Path("/proc/meminfo").read_text()
+    except OSError:  # not Linux
+        return total
+    free = total
+    available = re.search(r"^MemAvailable:\s+(\d+) kB", lines, re.MULTILINE)
+    if available:
+        free = int(available[1]) * 1024
+    try:  # a container may be allowed less than the machine has
+        taken = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        allowed = int(Path("/sys/fs/cgroup/memory.max").read_text())
+    except (OSError, ValueError):  # there is no limit, or it is "max"
+        return free
+    left = max(0, allowed - taken)
+    if free is None:
+        return left
+    return min(free, left)

@@ -1,0 +1,199 @@
+"""Files that are whole or not there, and files of a user's that may be anything."""
+
+import contextlib
+import errno
+import glob
+import io
+import json
+import math
+import os
+import reprlib
+import stat
+import tempfile
+import time
+import types
+import typing
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from amp_lab.core.errors import AmpLabError, OptionError
+
+MADE_BY = "made by amp-lab"  # stands at the beginning of every picture and page of ours
+_MOST_JSON = 2**26  # bytes
+_PARTIAL = ".amp-lab-partial"  # the end of the name of a file that is being written
+_ABANDONED_S = 3600.0
+
+
+@contextlib.contextmanager
+def open_regular(path: Path) -> Iterator[io.BufferedReader]:
+    """The block in which a file is open, to read its bytes.
+
+    Raises `OSError` if it cannot be opened, or is a pipe, a device or the like, from which one may
+    read for ever.
+    """
+    with open(path, "rb", opener=_open_without_waiting) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "no regular file", str(path))
+        yield file
+
+
+def _open_without_waiting(name: str, flags: int) -> int:
+    """The descriptor of a file, at once: of a pipe too, into which nobody may ever write."""
+    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def read_regular(path: Path, most: int | None = None) -> bytes:
+    """The bytes of a file.
+
+    Raises `OSError` as `open_regular`, if it has more bytes than `most`, or more than fit into
+    memory.
+    """
+    with open_regular(path) as file:
+        if most is not None and os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, f"has more than {most} bytes", str(path))
+        try:
+            return file.read()
+        except MemoryError:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), str(path)) from None
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds. Raises `OSError` as `read_regular`, and `ValueError` for no JSON."""
+    text = read_regular(path, _MOST_JSON)
+    try:
+        return json.loads(text, parse_constant=_number, parse_int=_number, parse_float=_number)
+    except RecursionError:
+        raise ValueError("its brackets are nested too deeply") from None
+
+
+def _number(text: str) -> int | float:
+    """The number of 64 bits that a text in JSON is; Python would read NaN, and any length."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is no number of 64 bits")
+    is_whole = text.lstrip("-").isdigit()
+    if is_whole and abs(value) < 2**63:
+        return int(text)
+    return value
+
+
+def require_types(record: Any) -> None:
+    """Raise `TypeError` if a field of a dataclass has a value of another type than is declared.
+
+    This is for values that were read from a file. A bool is no number here.
+    """
+    for name, kind in typing.get_type_hints(type(record)).items():
+        value = getattr(record, name)
+        if not _fits(value, kind):
+            wanted = getattr(kind, "__name__", kind)
+            raise TypeError(f"{name!r} is {reprlib.repr(value)}, where {wanted} belongs")
+
+
+def _fits(value: object, kind: Any) -> bool:
+    """Whether a value is of a type such as ``list[float]`` or ``int | None``."""
+    container = typing.get_origin(kind)
+    arguments = typing.get_args(kind)
+    if container is types.UnionType:
+        return any(_fits(value, one) for one in arguments)
+    if isinstance(value, (list, dict)):
+        if type(value) is not container:
+            return False
+        items = value.values() if isinstance(value, dict) else value
+        return all(_fits(item, arguments[-1]) for item in items)
+    if container is not None:
+        return False
+    if isinstance(value, bool):
+        return kind is bool
+    if kind is float:
+        return isinstance(value, (int, float))
+    return isinstance(value, kind)
+
+
+def write_whole(
+    path: Path, parts: Iterable[bytes | memoryview], like: os.stat_result | None = None
+) -> None:
+    """Write a file so that at any moment the old one or the new one is there, whole.
+
+    It is written beside `path` under another name, and takes that name only when it is safely on
+    the disk. It gets the owner and the mode of `like`, if given. Raises `OSError` if any of that
+    fails, or `path` is a link, a device or another thing that is no file, and leaves what was under
+    `path` as it was.
+    """
+    require_writable(path)
+    _remove_old_partials(path)
+    # A name of its own, since another process may write the same file now.
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_PARTIAL}")
+    try:
+        with open(partial, "xb") as file:  # x: never through a link that somebody puts there
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        if like is not None:
+            _copy_owner_and_mode(partial, like)
+        os.replace(partial, path)
+    except OSError:
+        with contextlib.suppress(OSError):  # the first error is the one to tell
+            partial.unlink(missing_ok=True)
+        raise
+    with contextlib.suppress(PermissionError):  # of a folder that may be written and not read
+        sync_folder(path.parent)
+
+
+def _remove_old_partials(path: Path) -> None:
+    """Remove what processes that were killed left beside a file; none writes for an hour."""
+    for partial in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
+        with contextlib.suppress(OSError):  # another process may have removed it
+            if time.time() - partial.lstat().st_mtime > _ABANDONED_S:
+                partial.unlink()
+
+
+def save(
+    path: Path, parts: Iterable[bytes | memoryview], error: type[AmpLabError] = OptionError
+) -> None:
+    """`write_whole`, but raises such an `error`, which says in a line why it cannot be."""
+    try:
+        write_whole(path, parts)
+    except OSError as found:
+        raise error(f"{path}: cannot be written ({found.strerror})") from found
+
+
+def require_writable(path: Path) -> None:
+    """Raise `OSError` if `write_whole` would, as far as that can be seen without writing."""
+    with contextlib.suppress(FileNotFoundError):
+        kind = os.lstat(path).st_mode
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(kind):
+            raise OSError(errno.EINVAL, "what is there is no regular file", str(path))
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def try_to_write(path: Path) -> None:
+    """Raise `OSError` if `write_whole` would; a folder such as /proc says that it takes files."""
+    require_writable(path)
+    with tempfile.TemporaryFile(dir=path.parent):
+        return
+
+
+def _copy_owner_and_mode(path: Path, like: os.stat_result) -> None:
+    """Give a file the owner and the mode of another; the owner first, since that clears bits."""
+    if os.name == "posix" and (os.geteuid(), os.getegid()) != (like.st_uid, like.st_gid):
+        os.chown(path, like.st_uid, like.st_gid)
+    os.chmod(path, stat.S_IMODE(like.st_mode))
+
+
+def sync_folder(folder: Path) -> None:
+    """Put a folder's entries, such as a new name, safely on the disk."""
+    if os.name != "posix":  # where a folder cannot be opened
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,160 @@
+"""The `Precision` enum, and what each value means for autocast, loss scaling and TF32."""
+
+import enum
+import functools
+import operator
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+
+from amp_lab.core.backends import backend
+from amp_lab.core.errors import AmpLabWarning, DeviceError
+
+# Every place where torch keeps a mode for float32 arithmetic: cuBLAS and cuDNN (hipBLAS and MIOpen
+# on ROCm), and oneDNN (the CPU and XPU). Each is "ieee", "tf32", "bf16", or "none" for unset.
+_NAMES = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
+# By name, since most of them are made when torch.backends is imported, unseen by a type checker.
+_FLOAT32_MODES = tuple(operator.attrgetter(name)(torch.backends) for name in _NAMES)
+# What the older names are set to in a mode: float32_matmul_precision, cudnn.allow_tf32.
+_OLD_SETTINGS = {"ieee": ("highest", False), "tf32": ("high", True)}
+
+
+class Precision(enum.StrEnum):
+    """How to compute: in which number format, and with which help.
+
+    - ``fp32``: IEEE single precision, with TF32 switched off where it would be on by default.
+    - ``tf32``: fp32 tensors, whose matrix products and convolutions may round their inputs to TF32.
+    - ``fp16``: autocast to float16, with a gradient scaler.
+    - ``bf16``: autocast to bfloat16, without one.
+    """
+
+    FP32 = "fp32"
+    TF32 = "tf32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensors that enter a matrix product in this precision."""
+        if self is Precision.FP16:
+            return torch.float16
+        if self is Precision.BF16:
+            return torch.bfloat16
+        return torch.float32
+
+    def autocast(self, device_type: str) -> AbstractContextManager:
+        """A context in which the forward pass runs in this precision.
+
+        For ``fp16`` and ``bf16`` it is `torch.autocast`. For ``fp32`` and ``tf32`` autocast is off
+        in the block, and torch's float32 mode is "ieee" or "tf32" for the whole process until the
+        block ends, however it ends; then every mode is what it was. Can be used again, and nested.
+
+        Raises `DeviceError` if there is no such device here, where `torch.autocast` would do
+        nothing, with a warning at best. Warns for ``tf32`` on a device without it, which then
+        computes in fp32.
+        """
+        require_backend(device_type)
+        if self in (Precision.FP16, Precision.BF16):
+            return torch.autocast(device_type, dtype=self.dtype)
+        if self is Precision.FP32:
+            return _Float32Mode(device_type, "ieee")
+        if not has_tf32(device_type):
+            warnings.warn(
+                f"tf32: device {device_type!r} has none here and computes in fp32",
+                AmpLabWarning,
+                stacklevel=2,
+            )
+        return _Float32Mode(device_type, "tf32")
+
+    def float32_mode(self, device_type: str) -> AbstractContextManager:
+        """A context for a whole step, backward pass included: fp32 without TF32, tf32 with it.
+
+        It does nothing for ``fp16`` and ``bf16``, whose autocast stands around the forward pass.
+        """
+        if self.dtype is torch.float32:
+            return self.autocast(device_type)
+        return nullcontext()
+
+    def grad_scaler(self, device_type: str, **kw) -> torch.amp.GradScaler:
+        """The `torch.amp.GradScaler` for this precision: enabled for ``fp16`` alone.
+
+        Its methods may be called all the same in every precision, so that one loop serves all.
+        Keywords go to `GradScaler`; ``enabled=False`` switches it off for ``fp16`` too. Raises
+        `DeviceError` if there is no such device here.
+        """
+        require_backend(device_type)
+        enabled = kw.pop("enabled", True) and self is Precision.FP16
+        return torch.amp.GradScaler(device_type, enabled=enabled, **kw)
+
+
+def require_backend(device_type: str) -> None:
+    """Raise `DeviceError` unless a device of this type ("cpu", "cuda", …) is here."""
+    if not backend(device_type).is_available():
+        raise DeviceError(
+            f"device {device_type!r}: this machine and this torch ({torch.__version__}) have none"
+        )
+
+
+@functools.cache
+def has_tf32(device_type: str) -> bool:
+    """Whether a float32 matrix product on this device really rounds its inputs to TF32 when it may.
+
+    Found by trying: 1 + 2^-12 times the identity comes back as it is in IEEE arithmetic, and loses
+    its last bit with TF32's 10 bits of mantissa. The device must be there.
+    """
+    left = torch.full((256, 256), 1 + 2**-12, device=device_type)
+    with _Float32Mode(device_type, "tf32"):
+        return not torch.equal(left @ torch.eye(256, device=device_type), left)
+
+
+class _Modes(NamedTuple):
+    """A state of torch's float32 settings, under their new names and their old ones."""
+
+    new: tuple[str, ...]  # one for each of _FLOAT32_MODES
+    old: tuple[str, bool] | None  # matmul precision, cudnn.allow_tf32; None: not to be read or set
+
+    @classmethod
+    def read(cls) -> "_Modes":
+        new = tuple(place.fp32_precision for place in _FLOAT32_MODES)
+        try:
+            old = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+        except RuntimeError:  # new and old names were mixed before, so torch refuses the old
+            old = None
+        return cls(new, old)
+
+    def write(self) -> None:
+        # The old names first, since setting them also sets some of the new. They are set at all
+        # because torch refuses to read them out of step, and torch.compile does read them.
+        if self.old is not None:
+            matmul_precision, allow_tf32 = self.old
+            torch.set_float32_matmul_precision(matmul_precision)
+            torch.backends.cudnn.allow_tf32 = allow_tf32
+        for place, mode in zip(_FLOAT32_MODES, self.new, strict=True):
+            place.fp32_precision = mode
+
+
+class _Float32Mode(AbstractContextManager):
+    """Autocast off, and one float32 mode everywhere, until the block ends."""
+
+    def __init__(self, device_type: str, mode: str):
+        self._device_type = device_type
+        self._mode = mode
+        self._saved: list[tuple[_Modes, torch.autocast]] = []  # one for each nested use
+
+    def __enter__(self) -> None:
+        before = _Modes.read()
+        new = (self._mode,) * len(_FLOAT32_MODES)
+        old = _OLD_SETTINGS[self._mode]
+        if before.old is None:
+            old = None
+        autocast = torch.autocast(self._device_type, enabled=False)
+        _Modes(new, old).write()
+        autocast.__enter__()
+        self._saved.append((before, autocast))
+
+    def __exit__(self, *error) -> None:
+        before, autocast = self._saved.pop()
+        autocast.__exit__(*error)
+        before.write()

@@ -1,0 +1,89 @@
+"""What has to be installed: torch, which is taken as it is found, and the packages of the extras.
+
+`amp-lab` itself needs numpy and tqdm. What else a command or function needs is asked for here, in
+one line, when it is missing.
+"""
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from amp_lab.core.errors import RequirementError, with_type
+
+OLDEST_TORCH = (2, 11)
+
+_EXTRAS = {  # a module: the extra in pyproject.toml that brings it
+    "onnxruntime": "export",
+    "onnxscript": "export",
+    "safetensors": "export",
+    "libcst": "migrate",
+    "matplotlib": "plots",
+    "PIL": "train",
+    "filelock": "train",
+    "sklearn": "train",
+    "tokenizers": "train",
+    "torchvision": "train",
+}
+_NAMES = {"PIL": "pillow", "sklearn": "scikit-learn"}  # where a package is not called as its module
+_OLDEST_NAME = ".".join(map(str, OLDEST_TORCH))
+_WANTED = (
+    f"amp_lab needs {_OLDEST_NAME} or later, from "
+    "https://pytorch.org/get-started/locally (in a checkout: pdm run sync)"
+)
+
+
+def require_torch() -> None:
+    """Load torch; raise `RequirementError` if there is none, or one that is too old."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a library of a driver that is not there
+        if getattr(error, "name", None) == "torch":
+            raise RequirementError(f"torch is not installed: {_WANTED}") from None
+        raise RequirementError(f"torch cannot be imported: {with_type(error)}") from error
+    version = str(getattr(torch, "__version__", ""))  # a folder called torch has none
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None:
+        raise RequirementError(f"torch is not installed, or has no version: {_WANTED}")
+    if tuple(map(int, found.groups())) < OLDEST_TORCH:
+        raise RequirementError(f"torch {version} is too old: {_WANTED}")
+
+
+@contextmanager
+def needed_for(what: str) -> Iterator[None]:
+    """The block that imports what an extra brings, for `what`, which the message begins with.
+
+    Raises `RequirementError` for a package of an extra that is not installed, with the line that
+    installs it; any other error stays as it is.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if module == "torch":
+            raise RequirementError(f"torch is not installed: {_WANTED}") from None
+        if module not in _EXTRAS:  # the user's own module, or a mistake of this package
+            raise
+        package = _NAMES.get(module, module)
+        install = f"pip install 'amp-lab[{_EXTRAS[module]}]'"
+        raise RequirementError(f"{what} needs {package}: {install}") from None
+
+
+@contextmanager
+def nothing_logged() -> Iterator[None]:
+    """The block in which packages log no warnings: what matters, their errors say too."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def require_matplotlib(what: str) -> None:
+    """Raise `RequirementError` now, and not after minutes of work, if nothing can be drawn."""
+    try:
+        with nothing_logged(), needed_for(what):
+            import matplotlib  # noqa: F401
+    except (OSError, ValueError) as error:  # of its settings, the user's, which it reads
+        raise RequirementError(f"matplotlib cannot be imported: {with_type(error)}") from error

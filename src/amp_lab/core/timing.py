@@ -1,0 +1,468 @@
+"""Time and peak memory of a piece of code, measured so that the figures can be trusted."""
+
+import contextlib
+import gc
+import glob
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from amp_lab.core.backends import backend
+from amp_lab.core.estimates import Estimate, Ratio, bootstrap, estimate_median
+
+_FEWEST_ROUNDS = 12
+_LEAST_S = 0.7  # a neighbour on the host comes and goes in tenths of a second
+_TURN_S = 5e-3
+_REST_S = 3e-3  # in which the threads of a library end to spin, and leave the cores to another's
+_SLOWER = 1.5  # the calibration product against its usual time: more is another program
+_APART = 3.0  # an exchange between threads against the fastest: the host has moved the cores
+_WAITED = 0.03  # of a round's time, in which a thread was ready and another program had its core
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What `measure` found: seconds and bytes of one call of the function."""
+
+    samples_s: tuple[float, ...]
+    """Seconds of each repeat, in the order in which they ran."""
+    peak_bytes: int | None
+    """Largest number of bytes in tensors at any moment, whatever was there before included; None
+    where the backend keeps no count, as on a CPU."""
+    reserved_bytes: int | None
+    """The same for what the caching allocator held back from the driver; at least `peak_bytes`."""
+
+    @property
+    def median_s(self) -> float:
+        """Median of the samples, in seconds."""
+        return statistics.median(self.samples_s)
+
+    @property
+    def iqr_s(self) -> float:
+        """Interquartile range of the samples, in seconds: the spread of the middle half."""
+        if len(self.samples_s) == 1:
+            return 0.0
+        first, _, third = statistics.quantiles(self.samples_s, n=4, method="inclusive")
+        return third - first
+
+    def __str__(self) -> str:
+        median = time_text(self.median_s)
+        spread = time_text(self.iqr_s)
+        text = f"{median} (IQR {spread}, {len(self.samples_s)} repeats)"
+        if self.peak_bytes is None:
+            return text
+        return f"{text}, peak {self.peak_bytes / 2**20:.0f} MiB"
+
+
+def measure(
+    fn: Callable[[], object], *, device: torch.device | str, warmup: int = 3, repeats: int = 10
+) -> Measurement:
+    """Time `fn()` on `device`, and read the peak memory it needed there.
+
+    A device runs its work after the call that asked for it has returned, so the clock is read only
+    when `torch.accelerator.synchronize` has returned. The first `warmup` calls are not counted:
+    they load kernels, choose algorithms and fill caches. Peaks are reset after them.
+
+    Raises `ValueError` for fewer than one repeat or a negative warm-up, and whatever `fn` raises.
+    """
+    if repeats < 1 or warmup < 0:
+        raise ValueError(
+            f"measure: repeats={repeats} must be at least 1 and warmup={warmup} at least 0"
+        )
+    device = torch.device(device)
+    if not backend(device).is_host:  # where a collection may take longer than what is timed
+        gc.collect()  # what earlier code left behind is not this function's memory
+        torch.accelerator.empty_cache()
+    for _ in range(warmup):
+        fn()
+    _synchronize(device)
+    keeps_peak = _resets_peak(device)
+    samples = []
+    for _ in range(repeats):
+        _synchronize(device)
+        start = time.perf_counter()
+        fn()
+        _synchronize(device)
+        samples.append(time.perf_counter() - start)
+    if not keeps_peak:
+        return Measurement(tuple(samples), peak_bytes=None, reserved_bytes=None)
+    return Measurement(
+        samples_s=tuple(samples),
+        peak_bytes=torch.accelerator.max_memory_allocated(device),
+        reserved_bytes=torch.accelerator.max_memory_reserved(device),
+    )
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes in tensors on a device now; 0 where the backend keeps no count, as on a CPU."""
+    if not _resets_peak(device):
+        return 0
+    return torch.accelerator.memory_allocated(device)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch found no memory; the CPU's allocator has no type of error for it."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def _synchronize(device: torch.device) -> None:
+    if not backend(device).is_host:
+        torch.accelerator.synchronize(device)
+
+
+def _resets_peak(device: torch.device) -> bool:
+    """Reset the device's peak memory; whether it keeps one."""
+    if not backend(device).keeps_peak:
+        return False
+    try:
+        torch.accelerator.reset_peak_memory_stats(device)
+    except (RuntimeError, NotImplementedError):  # an allocator without statistics
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` found: seconds of one call of each function, round by round."""
+
+    samples_s: dict[str, tuple[float, ...]]
+    """By name, one value for each round; those of one round belong together. Disturbed rounds are
+    left out of a result that is trusted; one that is not holds all rounds, with their spread.
+    """
+    disturbed: int
+    """Rounds in which something else used the machine."""
+    reason: str
+    """Why the result is not to be trusted; empty if it is."""
+    apart: bool = False
+    """Whether the cores were moved, or lay apart: some ratios depend on where they are."""
+
+    @property
+    def trusted(self) -> bool:
+        """Whether enough rounds were undisturbed."""
+        return not self.reason
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds the samples are of."""
+        return len(next(iter(self.samples_s.values())))
+
+    def median_s(self, name: str) -> float:
+        """Median of one function's samples, in seconds."""
+        return statistics.median(self.samples_s[name])
+
+    def time_s(self, name: str) -> Estimate:
+        """That median with its interval, by the same bootstrap as a ratio's."""
+        median, interval = estimate_median(np.array(self.samples_s[name]))
+        return Estimate(median, interval, self.trusted)
+
+    def ratio(self, name: str, to: str) -> Ratio:
+        """Time of `name` over time of `to`: above 1, `to` is as many times as fast.
+
+        The median of the ratios within each round, with a bootstrap interval (Efron and Tibshirani
+        1993, percentile method, seeded). Raises `KeyError` for a name that was not compared.
+        """
+        ratios = np.array(self.samples_s[name]) / np.array(self.samples_s[to])
+        median, interval = estimate_median(ratios)
+        return Ratio(median, interval, self.trusted)
+
+    def to_json(self) -> dict:
+        """The samples in seconds, and whether they are to be trusted, for a JSON file."""
+        return {
+            "samples_s": {str(name): list(samples) for name, samples in self.samples_s.items()},
+            "median_s": {str(name): self.median_s(name) for name in self.samples_s},
+            "disturbed": self.disturbed,
+            "trusted": self.trusted,
+            "reason": self.reason,
+            "apart": self.apart,
+        }
+
+    def __str__(self) -> str:
+        """A line for each function, with the first one's time over its own: its speed-up."""
+        names = list(self.samples_s)
+        first = names[0]
+        width = max(map(len, names))
+        lines = []
+        for name in names:
+            line = f"{name:<{width}}  {time_text(self.median_s(name)):>8}"
+            if name != first:
+                line += f"  {self.ratio(first, name)}"
+            lines.append(line)
+        return "\n".join([*lines, *self.remarks()])
+
+    def remarks(self) -> list[str]:
+        """What has to be said beside the figures: nothing, if all went well."""
+        found = []
+        if self.reason:
+            found.append(f"not trusted: {self.reason}")
+        if self.apart:
+            found.append(
+                "cores apart: the host of this machine moves them, and some ratios depend on it"
+            )
+        return found
+
+
+def compare(
+    functions: Mapping[str, Callable[[], object]],
+    *,
+    device: torch.device | str,
+    precision: float = 0.03,
+    budget_s: float = 10.0,
+    warmup: int = 1,
+) -> Comparison:
+    """Time functions against each other, in turns, so that their ratios can be trusted.
+
+    A round runs all functions once, every other round in reverse (A B, B A), so that a drift of the
+    machine meets all of them alike. A turn waits for the threads of the last one to rest, lies
+    between two synchronisations, and repeats a short function until it is long enough for the
+    clock. After at least twelve rounds it ends when every ratio to the first function is known to
+    within `precision` (0.03: 3 % to either side), or when `budget_s` seconds are spent, whichever
+    comes first; the functions' own warm-up, `warmup` calls of each, is not counted. The environment
+    variable AMP_LAB_TIMING_S is an upper limit to every budget: tests set it, since they run side
+    by side and find the machine busy.
+
+    Between the turns a fixed matrix product is timed, on a CPU also how fast threads read what
+    others wrote, and the operating system is asked how long threads of this process waited for a
+    core and how much of it the host took away (Linux). A round in which another program took part
+    of the machine is left out, as is one in which the host moved the cores if twelve others remain.
+    With fewer than twelve undisturbed rounds, or fewer than half, the result is not trusted; after
+    being busy for most of half the budget, a machine is not given the other half.
+
+    Raises `ValueError` for no functions, and whatever they raise.
+    """
+    if not functions:
+        raise ValueError("compare: give at least one function")
+    device = torch.device(device)
+    budget_s = min(budget_s, float(os.environ.get("AMP_LAB_TIMING_S", "inf")))
+    for fn in functions.values():
+        for _ in range(warmup):
+            fn()
+    calls = {name: _calls_for_a_turn(fn, device) for name, fn in functions.items()}
+    rounds = Rounds(device)
+    order = list(functions)
+    checked_at = _FEWEST_ROUNDS
+    least_s = min(_LEAST_S, budget_s / 4)
+    start = time.perf_counter()
+    spent_s = 0.0
+    while spent_s < budget_s or not rounds.all:
+        is_mostly_busy = 4 * len(rounds.quiet) < len(rounds.all)
+        if is_mostly_busy and spent_s > budget_s / 2:
+            break
+        with rounds.next() as seconds:
+            for name in order:
+                time.sleep(_REST_S)
+                seconds[name] = _turn(functions[name], calls[name], device) / calls[name]
+        order.reverse()  # so that none is always first
+        if len(rounds.still) >= checked_at and spent_s > least_s:
+            # An interval takes a thousand draws, so it is not computed after every round.
+            checked_at += max(1, len(rounds.still) // 4)
+            if _is_narrow_enough(rounds.still, precision):
+                break
+        spent_s = time.perf_counter() - start
+    return rounds.comparison(list(functions))
+
+
+class Rounds:
+    """Rounds of timings that belong together, and which of them something else disturbed.
+
+    `compare` fills them; so does whoever has to time its functions in another way.
+    """
+
+    def __init__(self, device: torch.device):
+        self.watch = _Watch(device)
+        self.all: list[dict[str, float]] = []
+        """Seconds of a call by name, a dictionary a round."""
+        self.quiet: list[dict[str, float]] = []
+        """Those of them that nothing disturbed."""
+        self.still: list[dict[str, float]] = []  # and their cores lay where they mostly did
+
+    @contextlib.contextmanager
+    def next(self) -> Iterator[dict[str, float]]:
+        """A round: write the seconds of each function into the dictionary."""
+        self.watch.start_round()
+        seconds: dict[str, float] = {}
+        yield seconds
+        self.watch.calibrate()
+        self.all.append(seconds)
+        if not self.watch.was_disturbed():
+            self.quiet.append(seconds)
+            if not self.watch.was_moved():
+                self.still.append(seconds)
+
+    def comparison(self, names: list[str]) -> Comparison:
+        """What the rounds say of these functions, each of which was timed in every round."""
+        kept = self.still
+        is_still = len(self.still) >= _FEWEST_ROUNDS
+        if not is_still:  # so the interval has to be wider
+            kept = self.quiet
+        samples = kept
+        reason = _untrusted_reason(len(self.quiet), len(self.all))
+        if reason:
+            samples = self.all
+        samples_s = {}
+        for name in names:
+            samples_s[name] = tuple(seconds[name] for seconds in samples)
+        return Comparison(
+            samples_s=samples_s,
+            disturbed=len(self.all) - len(kept),
+            reason=reason,
+            apart=self.watch.lay_apart() or not is_still,
+        )
+
+
+def _turn(fn: Callable[[], object], calls: int, device: torch.device) -> float:
+    """Seconds of so many calls, between two synchronisations."""
+    _synchronize(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        fn()
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+def _calls_for_a_turn(fn: Callable[[], object], device: torch.device) -> int:
+    """So many calls that a turn is long enough for the clock."""
+    calls = 1
+    seconds = _turn(fn, calls, device)
+    while seconds < _TURN_S and calls < 2**20:
+        # Towards the goal in few steps, but no further than tenfold on one short reading.
+        growth = 1.2 * _TURN_S / max(seconds, 1e-9)
+        calls = math.ceil(calls * min(10.0, growth))
+        seconds = _turn(fn, calls, device)
+    return calls
+
+
+def _is_narrow_enough(rounds: list[dict[str, float]], precision: float) -> bool:
+    """Whether every ratio to the first function is known to within `precision`."""
+    first, *others = rounds[0]
+    for name in others:
+        ratios = np.array([seconds[name] / seconds[first] for seconds in rounds])
+        median, low, high = bootstrap(ratios)
+        if high - low > 2 * precision * median:
+            return False
+    return True
+
+
+def turn_s(call_s: float) -> float:
+    """About the seconds that a turn of a function takes in `compare`, with the rest before it."""
+    return max(call_s, 1.2 * _TURN_S) + _REST_S
+
+
+def _untrusted_reason(quiet: int, rounds: int) -> str:
+    """Why so many undisturbed rounds, among so many, are not enough; empty if they are."""
+    if 2 * quiet < rounds:
+        return f"the machine was busy in {rounds - quiet} of {rounds} rounds"
+    if quiet < _FEWEST_ROUNDS:
+        return f"only {quiet} undisturbed rounds in the time given, and {_FEWEST_ROUNDS} are needed"
+    return ""
+
+
+class _Watch:
+    """Tells of each round whether something else used the machine, or moved its cores."""
+
+    nearest_s: ClassVar[dict[int, float]] = {}  # of an exchange between so many threads, so far
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.factor = torch.ones(192, 192, device=device)
+        self.passed_on = torch.ones(2**18)
+        self.calibrations_s: list[float] = []
+        self.exchanges_s: list[float] = []
+        self.start_round()
+
+    def start_round(self) -> None:
+        self.first_of_round = len(self.calibrations_s)
+        self.round_start = time.perf_counter()
+        self.waited_before_s = _waited_s()
+        self.stolen_before_s = _stolen_s()
+        self.calibrate()
+
+    def calibrate(self) -> None:
+        """Time a product that uses all threads, as the functions do: about a millisecond."""
+        self.calibrations_s.append(self._faster_of_two(self.multiply, 4))
+        if not backend(self.device).is_host:
+            return
+        exchange_s = self._faster_of_two(self.exchange, 1)
+        self.exchanges_s.append(exchange_s)
+        threads = torch.get_num_threads()
+        nearest_s = self.nearest_s.get(threads, exchange_s)
+        self.nearest_s[threads] = min(nearest_s, exchange_s)
+
+    def _faster_of_two(self, fn: Callable[[], object], calls: int) -> float:
+        """Seconds of the faster of two turns."""
+        return min(_turn(fn, calls, self.device), _turn(fn, calls, self.device))
+
+    def multiply(self) -> torch.Tensor:
+        return self.factor @ self.factor
+
+    def exchange(self) -> None:
+        """Let threads read what others wrote: slow, as some ops are then, where caches differ."""
+        for _ in range(3):
+            self.passed_on = self.passed_on.flip(0)
+
+    def was_disturbed(self) -> bool:
+        """Whether this round was: its product was slow, or its threads or cores had to wait.
+
+        The product is held against its usual time and not against its best. That one comes once in
+        a hundred rounds, when a neighbour on the same core of the host sleeps; and what slows all
+        rounds alike leaves the ratios as they are.
+        """
+        slowest_s = max(self.calibrations_s[self.first_of_round :])
+        allowed_s = _WAITED * (time.perf_counter() - self.round_start)
+        if slowest_s > _SLOWER * statistics.median(self.calibrations_s):
+            return True
+        if _waited_s() - self.waited_before_s > allowed_s:
+            return True
+        # What was stolen is counted in steps of 10 ms.
+        return _stolen_s() - self.stolen_before_s > max(allowed_s, 0.02)
+
+    def was_moved(self) -> bool:
+        """Whether the cores lay elsewhere in this round than in most."""
+        usual_s = self._usual_exchange_s()
+        latest = self.exchanges_s[self.first_of_round :] or [usual_s]
+        is_farther = max(latest) > _APART * usual_s
+        is_nearer = usual_s > _APART * min(latest)
+        return is_farther or is_nearer
+
+    def lay_apart(self) -> bool:
+        """Whether the cores mostly lay farther apart than at other times in this process."""
+        nearest_s = self.nearest_s.get(torch.get_num_threads(), math.inf)
+        return self._usual_exchange_s() > _APART * nearest_s
+
+    def _usual_exchange_s(self) -> float:
+        """Seconds of an exchange in most rounds; 0 where none is timed."""
+        return statistics.median(self.exchanges_s or [0.0])
+
+
+def _waited_s() -> float:
+    """Seconds that threads of this process were ready to run and had no core; 0 if not told."""
+    waited = 0
+    for path in glob.glob("/proc/self/task/*/schedstat"):
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            waited += int(Path(path).read_text().split()[1])
+    return waited / 1e9
+
+
+def _stolen_s() -> float:
+    """Seconds that the host of a virtual machine gave its cores to others; 0 if not told."""
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            fields = file.readline().split()
+    except OSError:
+        return 0.0
+    if len(fields) <= 8:
+        return 0.0
+    return int(fields[8]) / os.sysconf("SC_CLK_TCK")
+
+
+def time_text(seconds: float) -> str:
+    """Seconds with three digits, in s or ms."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms"

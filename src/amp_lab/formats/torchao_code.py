@@ -1,0 +1,136 @@
+"""The lines that convert a model with torchao to what was rehearsed."""
+
+import importlib.util
+import json
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from amp_lab.advisor.recipes import TRAINING, Case, Recipe, Step
+from amp_lab.core.errors import with_type
+from amp_lab.core.requirements import nothing_logged
+
+_FLOAT8 = """\
+import dataclasses
+
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.utils import is_MI300, is_MI350, is_sm_at_least_89
+
+LEFT_OUT = {left_out}
+config = Float8LinearConfig.from_recipe_name("{recipe}")
+# A device that cannot multiply in FP8 rounds to it, and multiplies in the precision around.
+can = is_sm_at_least_89() or is_MI300() or is_MI350()
+config = dataclasses.replace(config, emulate=not can)
+convert_to_float8_training(
+    model, config=config, module_filter_fn=lambda module, name: name not in LEFT_OUT
+)
+"""
+_MXFP8 = """\
+import torch
+from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig
+from torchao.quantization import quantize_
+from torchao.quantization.quantize_.common import KernelPreference
+from torchao.utils import is_sm_at_least_100
+
+LEFT_OUT = {left_out}
+# A device that cannot multiply in MXFP8 rounds to it, and multiplies in the precision around.
+can = is_sm_at_least_100()
+config = MXFP8TrainingOpConfig(
+    kernel_preference=KernelPreference.AUTO if can else KernelPreference.EMULATED,
+    out_dtype=next(model.parameters()).dtype,
+)
+quantize_(
+    model,
+    config,
+    # torchao 0.18 would drop a bias (pytorch/ao 4846).
+    lambda module, name: (
+        isinstance(module, torch.nn.Linear)
+        and module.bias is None
+        and name not in LEFT_OUT
+    ),
+)
+"""
+_NVFP4 = """\
+import torch
+from torchao.prototype.moe_training.nvfp4_training.nvfp4_training import (
+    NVFP4TrainingConfig,
+)
+from torchao.quantization import quantize_
+
+LEFT_OUT = {left_out}
+quantize_(
+    model,
+    NVFP4TrainingConfig(),
+    lambda module, name: isinstance(module, torch.nn.Linear) and name not in LEFT_OUT,
+)
+"""
+_CODE = {"fp8": _FLOAT8, "fp8-rowwise": _FLOAT8, "mxfp8": _MXFP8, "nvfp4": _NVFP4}
+_RECIPE = {"fp8": "tensorwise", "fp8-rowwise": "rowwise"}
+
+
+_WIDTH = 88  # of a line, as ruff formats by default
+
+
+def lines(form: str, left_out: Sequence[str]) -> str:
+    """What converts ``model`` to a format; empty where torchao 0.18 cannot train in it."""
+    names = set_of(left_out)
+    return _CODE.get(form, "").format(left_out=names, recipe=_RECIPE.get(form))
+
+
+def set_of(names: Sequence[str]) -> str:
+    """The value of ``LEFT_OUT``, in Python: one name a line if they have no room in one."""
+    if not names:
+        return "set()"
+    quoted = [json.dumps(name, ensure_ascii=False) for name in names]
+    one_line = "{" + ", ".join(quoted) + "}"
+    if len(f"LEFT_OUT = {one_line}") <= _WIDTH:
+        return one_line
+    return "{\n" + "".join(f"    {name},\n" for name in quoted) + "}"
+
+
+def converts(form: str, module: nn.Module | None) -> bool:
+    """Whether these lines convert a module."""
+    if type(module) is not nn.Linear:
+        return False
+    return form != "mxfp8" or module.bias is None
+
+
+def converted_kind(form: str) -> str:
+    """The modules that these lines convert, in words."""
+    if form == "mxfp8":
+        return "nn.Linear without a bias"
+    return "nn.Linear"
+
+
+def untried_reason(form: str, device: torch.device) -> str:
+    """Why lines cannot be tried on a copy of a model on this device; empty if they can."""
+    if importlib.util.find_spec("torchao") is None:
+        return "torchao is not installed"
+    if form == "nvfp4":
+        return "torchao trains in NVFP4 with kernels for Blackwell alone"
+    return ""
+
+
+def failure(case: Case, code: str) -> str:
+    """Convert a copy of a model and take its gradients: the error; empty if that went well."""
+    step = Step(case, Recipe(TRAINING))
+    loss_fn = case.loss_fn
+    assert loss_fn is not None
+
+    def run() -> None:
+        exec(code, {"model": step.model})
+        loss_fn(step.call_model()).backward()
+
+    return error_of(run)
+
+
+def error_of(run: Callable[[], None]) -> str:
+    """What running some of torchao's lines raises, without its warnings; empty if nothing."""
+    try:
+        with nothing_logged(), warnings.catch_warnings(action="ignore"):
+            run()
+    except Exception as error:  # of torchao, or of a model that it cannot convert
+        return with_type(error)
+    return ""

@@ -1,0 +1,33 @@
+"""The way from old mixed-precision code to today's: ``amp-lab migrate``.
+
+    from amp_lab.migrate import migrate_paths, migrate_source
+
+    new, findings = migrate_source(old)
+
+A rule is a module with two names, registered in the tuple `RULES` of ``rules.py``. One that moves
+``torch.backends.cuda.matmul.allow_tf32`` is all of this:
+
+    TRIGGERS = ("allow_tf32",)  # a file is read only if it has one of these texts; several words
+                                # in one text, with blanks between, must all be in the file
+
+    class Rule(Rewriter):
+        def run(self):
+            for use in self.tree.uses:
+                if "torch.backends.cuda.matmul.allow_tf32" in use.origins:
+                    self.say(use.node, "by hand", "use torch.set_float32_matmul_precision")
+
+`Rewriter` has `replace` and `insert` for what is certain; `Tree` tells what a name stands for. Its
+snippets, old and new, go to ``tests/migrate/snippets``.
+"""
+
+from amp_lab.core.requirements import needed_for
+
+with needed_for("migrate"):
+    from amp_lab.migrate.files import Result, migrate_paths
+    from amp_lab.migrate.project import for_older_torch, needed_torch, older_torch
+    from amp_lab.migrate.reports import format_github, format_sarif
+    from amp_lab.migrate.rewriter import Finding
+    from amp_lab.migrate.rules import SELECTIONS, Wanted, migrate_source
+
+__all__ = ["SELECTIONS", "Finding", "Result", "Wanted", "format_github", "format_sarif"]
+__all__ += ["for_older_torch", "migrate_paths", "migrate_source", "needed_torch", "older_torch"]

@@ -1,0 +1,173 @@
+"""What torch has for the names of Apex, and what to do about those that it has no equal of.
+
+What Apex's functions do, and their arguments and defaults, is from its sources
+(https://github.com/NVIDIA/apex: ``apex/amp``, ``apex/optimizers``, ``apex/normalization``).
+"""
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple, TypeVar
+
+from amp_lab.core.remedies import remedy
+
+_Entry = TypeVar("_Entry")
+# apex.optimizers.fused_adam.FusedAdam is apex.optimizers.FusedAdam
+_INNER = re.compile(r"^(apex\.(?:optimizers|parallel|normalization|contrib\.clip_grad))\.[a-z_]+\.")
+
+
+class Equal(NamedTuple):
+    """What torch has for a name of Apex, and with which arguments the two mean the same."""
+
+    module: str
+    name: str
+    positional: int
+    keywords: str = ""
+    added: str = ""  # keywords, where they are not given
+
+    @property
+    def dotted_name(self) -> str:
+        """The whole name, such as ``torch.optim.AdamW``."""
+        return f"{self.module}.{self.name}"
+
+
+EQUALS = {
+    "apex.optimizers.FusedAdam": Equal(  # AdamW's own decay is 0.01
+        "torch.optim", "AdamW", 2, "params lr betas eps weight_decay", "weight_decay=0.0 fused=True"
+    ),
+    "apex.optimizers.FusedSGD": Equal(
+        "torch.optim", "SGD", 5, "params lr momentum dampening weight_decay nesterov", "fused=True"
+    ),
+    "apex.optimizers.FusedAdagrad": Equal(
+        "torch.optim", "Adagrad", 2, "params lr eps weight_decay"
+    ),
+    "apex.normalization.FusedLayerNorm": Equal(
+        "torch.nn", "LayerNorm", 3, "normalized_shape eps elementwise_affine"
+    ),
+    "apex.parallel.convert_syncbn_model": Equal(
+        "torch.nn", "SyncBatchNorm.convert_sync_batchnorm", 1
+    ),
+    "apex.parallel.SyncBatchNorm": Equal(
+        "torch.nn", "SyncBatchNorm", 6, "eps momentum affine track_running_stats"
+    ),
+    # with delay_allreduce, gradients that a loss does not need are allowed: by hand
+    "apex.parallel.DistributedDataParallel": Equal(
+        "torch.nn.parallel", "DistributedDataParallel", 1
+    ),
+    "apex.contrib.clip_grad.clip_grad_norm_": Equal(
+        "torch.nn.utils", "clip_grad_norm_", 4, "parameters max_norm norm_type error_if_nonfinite"
+    ),
+}
+_AUTOCAST = 'the forward pass and the loss in torch.autocast("cuda", dtype=torch.float16)'
+_SCALER = 'scaler = torch.amp.GradScaler("cuda") once'
+_MASTERS = f"keep the model in float32; put {_AUTOCAST}, and make {_SCALER}, to train"
+_FLOAT = 'compute in torch.autocast("cuda", enabled=False), on x.float() for each input'
+_PROMOTES = "drop it: ops of two dtypes promote by themselves in autocast"
+_ADVICE = {name: f"write {equal.dotted_name}" for name, equal in EQUALS.items()}
+_ADVICE |= {  # by the longest name that fits
+    "apex.amp.initialize": (
+        f"delete it; at O1 and O2 put {_AUTOCAST}, and make {_SCALER}; O0 is plain float32, and O3 "
+        "is model.half(), both without a scaler"
+    ),
+    "apex.amp.scale_loss": (
+        "write scaler.scale(loss).backward(); for optimizer.step() write scaler.step(optimizer), "
+        "then scaler.update() once; call scaler.unscale_(optimizer) before clipping; "
+        "at O0 and O3 write loss.backward() alone"
+    ),
+    "apex.amp.master_params": (
+        'write (p for group in optimizer.param_groups for p in group["params"]), after '
+        "scaler.unscale_(optimizer) where there is a scaler"
+    ),
+    "apex.amp.state_dict": "save scaler.state_dict() in its place",
+    "apex.amp.load_state_dict": (
+        'write scaler.load_state_dict(...); in a checkpoint of Apex, "scale" is "loss_scale" of '
+        '"loss_scaler0", and "_growth_tracker" is its "unskipped"'
+    ),
+    "apex.amp.disable_casts": 'write torch.autocast("cuda", enabled=False)',
+    "apex.amp.half_function": "drop it: autocast casts matrix products to float16 itself",
+    "apex.amp.float_function": _FLOAT,
+    "apex.amp.promote_function": _PROMOTES,
+    "apex.amp.register_half_function": "drop it: autocast casts matrix products to float16 itself",
+    "apex.amp.register_float_function": _FLOAT,
+    "apex.amp.register_promote_function": _PROMOTES,
+    "apex.amp.init": f"drop it: put {_AUTOCAST}, and make {_SCALER}",
+    "apex.amp": "torch.amp is always there; what keeps a state, as this module did, is the scaler",
+    "apex.optimizers.FusedAdam": (
+        "write torch.optim.AdamW(..., weight_decay=0.0, fused=True), or torch.optim.Adam if it has "
+        "adam_w_mode=False; bias_correction=False has no equal"
+    ),
+    "apex.optimizers.FusedSGD": "write torch.optim.SGD(..., fused=True)",
+    "apex.optimizers.FP16_Optimizer": _MASTERS,
+    "apex.optimizers": "torch.optim has no such optimizer: take torch.optim.AdamW, and tune anew",
+    "apex.parallel.DistributedDataParallel": (
+        "write torch.nn.parallel.DistributedDataParallel(model, device_ids=[local_rank]), for "
+        "delay_allreduce=True with find_unused_parameters=True"
+    ),
+    "apex.parallel": "torch has no equal of it: see whether it is still needed",
+    "apex.normalization.FusedRMSNorm": "write torch.nn.RMSNorm(..., eps=1e-5)",
+    "apex.normalization.MixedFusedRMSNorm": "write torch.nn.RMSNorm(..., eps=1e-5)",
+    "apex.normalization": "write torch.nn.LayerNorm",
+    "apex.fp16_utils": _MASTERS,
+    "apex.contrib.group_norm": "write torch.nn.GroupNorm, and its activation after it",
+    "apex.contrib.layer_norm": "write torch.nn.LayerNorm",
+    "apex.contrib.optimizers.FP16_Optimizer": _MASTERS,
+    "apex.contrib.optimizers.DistributedFusedAdam": (
+        "shard with torch.distributed.fsdp.fully_shard, or torch's ZeroRedundancyOptimizer"
+    ),
+    "apex.contrib.xentropy": (
+        'write torch.nn.functional.cross_entropy(..., ignore_index=0, reduction="none"), and '
+        "label_smoothing= for its smoothing"
+    ),
+    "apex.contrib": "torch has no equal of it: keep Apex for it, or see what torch.nn has",
+    "apex.transformer": "torch has no equal of it: Megatron-LM has its own by now",
+    "apex.mlp": "write torch.nn.Sequential of Linear and ReLU; torch.compile fuses them",
+    "apex.multi_tensor_apply": "torch's optimizers and clip_grad_norm_ take many tensors at once",
+    "apex.pyprof": "use torch.profiler, or torch.autograd.profiler.emit_nvtx",
+    "apex": "torch has no equal of this name: see what it does, and whether it is still needed",
+}
+ADVICE = {
+    name: remedy(f"migrate.{name}", f"{name} is used and not rewritten", text)
+    for name, text in _ADVICE.items()
+}
+UNUSED = remedy(
+    "migrate.apex_unused",
+    "an import of Apex is left over",
+    "nothing in this file uses {name}, and without Apex its import fails: delete the import, "
+    "unless another file imports {name} from here",
+)
+SECTIONS = {  # of notebook 13, where it is explained: the heading for a name, and those below it
+    "apex.amp.initialize": "What each level did, and what does it today",
+    "apex.amp.init": "What each level did, and what does it today",
+    "apex.fp16_utils": "What each level did, and what does it today",
+    "apex.amp.scale_loss": "The loop, line by line",
+    "apex.amp.master_params": "The loop, line by line",
+    "apex.amp.state_dict": "Checkpoints that Apex wrote",
+    "apex.amp.load_state_dict": "Checkpoints that Apex wrote",
+    "apex": "The names, then and now",
+}
+
+
+def advice_on(origin: str) -> str:
+    """What to do about a name of Apex."""
+    return _longest(ADVICE, public_name(origin)).said()
+
+
+def section_of(origin: str) -> str:
+    """The heading of notebook 13 under which a name of Apex is explained."""
+    return _longest(SECTIONS, public_name(origin))
+
+
+def is_apex(origin: str | None) -> bool:
+    """Whether a dotted name is Apex, or of it."""
+    return origin is not None and origin.partition(".")[0] == "apex"
+
+
+def public_name(origin: str) -> str:
+    """The name by which Apex's manual calls something."""
+    return _INNER.sub(r"\1.", origin)
+
+
+def _longest(table: Mapping[str, _Entry], name: str) -> _Entry:
+    """What a table has for a dotted name, or for the longest part that it begins with."""
+    while name not in table:
+        name = name.rpartition(".")[0]
+    return table[name]

@@ -1,0 +1,51 @@
+"""What autocast to fp16 does with an op that overflowed in a model whose weights are fp16."""
+
+import functools
+
+import torch
+
+from amp_lab.core.backends import BACKENDS
+
+# Below autocast, some ops have other names than in its table: softmax runs _softmax.
+_PREFIXES = ("_", "native_")
+_SUFFIX = "_forward"
+
+
+def runs_in_fp32(op: str, device_type: str) -> bool:
+    """Whether autocast to fp16 casts the inputs of an op to fp32 on a type of device."""
+    return _policies(op, device_type) in ({"fp32"}, {"fp32_set_opt_dtype"})
+
+
+def what_autocast_does(op: str, device_type: str) -> str:
+    """The effect of autocast to fp16 on an op that it does not run in fp32, as a clause."""
+    if device_type not in BACKENDS:
+        return f"amp_lab has no table of autocast on {device_type!r}"
+    found = _policies(op, device_type)
+    if found == {"lower_precision"}:
+        return f"on {device_type!r} it runs {op} in fp16 as well"
+    if found == {"banned"}:
+        return f"on {device_type!r} it refuses {op}"
+    inputs = "the dtype of its inputs, which is fp16 after a linear or convolution layer"
+    return f"on {device_type!r} it leaves {op} in {inputs}"
+
+
+@functools.cache
+def _policies(op: str, device_type: str) -> set[str]:
+    """The policies of an op by the name under which it runs; none for one that writes in place."""
+    from amp_lab.tracing.op_table import policies  # it imports torch's fake tensors, which is slow
+
+    if device_type not in BACKENDS or op.endswith("_"):
+        return set()
+    for name in _names(op):
+        found = policies(name, device_type, torch.float16)
+        if found:
+            return found
+    return set()
+
+
+def _names(op: str) -> list[str]:
+    """The names that autocast may have for an op."""
+    names = [op, f"_{op}", op.removesuffix(_SUFFIX)]
+    for prefix in _PREFIXES:
+        names.append(op.removeprefix(prefix).removesuffix(_SUFFIX))
+    return list(dict.fromkeys(names))

@@ -1,0 +1,194 @@
+"""How many gradient values lie where, exactly as fp16 would round them."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from amp_lab.core.errors import NumericsError
+
+KEEP = 0.999  # the share of the non-zero gradient values that `smallest_scale` keeps
+SAMPLE = 2**17  # about so many values are counted of a gradient with twice as many or more
+LARGEST_POWER = 64  # scales go from 2^-64 to 2^64, far from where fp32 itself underflows
+
+
+def log2_of(scale: float) -> int:
+    """The exponent of a scale; raises `NumericsError` if it is no power of two."""
+    if scale > 0 and math.isfinite(scale):
+        mantissa, exponent = math.frexp(scale)
+        power = exponent - 1  # the mantissa of a power of two is 0.5
+        if mantissa == 0.5 and abs(power) <= LARGEST_POWER:
+            return power
+    raise NumericsError(f"loss scale {scale:g}: give a power of two from 2^-64 to 2^64")
+
+
+# fp32's own exponents make the bins: the bits of a magnitude, shifted right by 23 bits of mantissa.
+# An offset before the shift moves the edges to where fp16 rounds, for each power of two as a scale:
+# -1, since 2^-25 itself still rounds to zero; 2^13, since 2^-14 - 2^-25 already rounds to the
+# smallest normal number; 2^12, since 65520 = 2^16 - 2^4 already rounds to infinity. The third is 1
+# more than the first only if the second is, so their sum, plus 1 for zero's -1, keys them all:
+_KEYS = 3 * 255 + 2
+_SUMS = torch.arange(-1, _KEYS - 1)
+# The three exponents of each key: for rounding to zero, to normal numbers and to infinity.
+_TO_ZERO = _SUMS.div(3, rounding_mode="floor") - 127
+_TO_NORMAL = _TO_ZERO + (_SUMS % 3 > 0)
+_TO_INFINITY = _TO_ZERO + (_SUMS % 3 > 1)
+
+
+def _count_by_key(values: Tensor) -> Tensor:
+    """Number of values by key, (765 + 2,), on the CPU; fp32's inf is too large for every scale."""
+    bits = values.to(torch.float32).abs().view(torch.int32)
+    key = (bits + (2**23 - 1)).bitwise_right_shift_(23)  # of 1 less, plus zero's 1
+    for _ in range(2):  # 2^12, then 2^13, added in place: fewer passes over memory
+        key += bits.add_(2**12) >> 23
+    bins = torch.bincount(key, minlength=_KEYS).cpu()
+    if values.dtype is torch.float64:  # what is too small for fp32 is not zero
+        zeros = (values == 0).sum().cpu()
+        tiny = bins[0] - zeros
+        bins[:2] += torch.stack((-tiny, tiny))
+    return bins
+
+
+@dataclass(eq=False)
+class GradientCount:
+    """How the gradient values of one layer, or of several together, would fare in fp16.
+
+    A value fares as ``(gradient * scale).to(torch.float16)`` does; scales are powers of two.
+    """
+
+    layer: str  # qualified name of the module
+    what: str  # the parameter's name, or ``output of OP``: the gradient that arrives there
+    values: int = 0
+    nonfinite: int = 0  # infinite or NaN before any cast; counted nowhere else
+    half: bool = False  # some gradients of the pass were fp16: what it flushed counts as zero
+    sample: int | None = None  # values counted of the gradient with the fewest; None: of each all
+    _bins: Tensor = field(default_factory=lambda: torch.zeros(_KEYS).long(), repr=False)
+
+    @torch.no_grad()
+    def add(self, gradients: Iterable[Tensor | None]) -> None:
+        """Count the values of gradients of any layout and dtype as well."""
+        for gradient in gradients:
+            if gradient is not None:
+                values = _flattened(gradient.detach())
+                self.values += len(values)
+                self._bins += self._count(values)
+
+    def _count(self, values: Tensor) -> Tensor | int:
+        """Number of finite values by key, most of them estimated if there are many."""
+        if not len(values):
+            return 0
+        extremes = torch.stack(values.aminmax())
+        if not all(map(math.isfinite, extremes.tolist())):
+            finite = values[values.isfinite()]
+            self.nonfinite += len(values) - len(finite)
+            return self._count(finite)
+        if len(values) < 2 * SAMPLE:
+            return _count_by_key(values)
+        sample = values[:: _sampling_stride(len(values))]
+        self.sample = min(self.sample or len(sample), len(sample))
+        others = len(values) - len(extremes)  # these stand for themselves: they may overflow
+        bins = _count_by_key(sample) * others // len(sample)
+        bins[bins.argmax()] += others - bins.sum()  # what rounding has left
+        return bins + _count_by_key(extremes)
+
+    @property
+    def zero(self) -> int:
+        """Values that are exactly zero before any cast."""
+        return int(self._bins[0])
+
+    @property
+    def nonzero(self) -> int:
+        """Values that are finite and not zero: those that fp16 could lose."""
+        return self.values - self.zero - self.nonfinite
+
+    def _below(self, exponents: Tensor, end: int) -> int:
+        """Number of values whose exponent of one of the three kinds is smaller than `end`."""
+        return int(self._bins[1:][exponents[1:] < end].sum())
+
+    def zero_in_fp16(self, scale: float) -> int:
+        """Number of values that are not zero, and would be in fp16 at this loss scale."""
+        # fp16's smallest number is 2^-24. Half of it lies between that and zero and goes to the
+        # even one of the two, which is zero; what is larger goes to 2^-24.
+        return self._below(_TO_ZERO, -25 - log2_of(scale))
+
+    def subnormal_in_fp16(self, scale: float) -> int:
+        """Number of values that would be kept with fewer than fp16's 11 significant bits."""
+        below_normal = self._below(_TO_NORMAL, -14 - log2_of(scale))
+        return below_normal - self.zero_in_fp16(scale)
+
+    def inf_in_fp16(self, scale: float) -> int:
+        """Number of finite values that would be infinite."""
+        finite = self._below(_TO_INFINITY, 16 - log2_of(scale))
+        return self.nonzero - finite
+
+    def lost(self, scale: float) -> float:
+        """Share of the non-zero values, from 0 to 1, that would be zero; NaN if `half`."""
+        if self.half:
+            return math.nan
+        if not self.nonzero:
+            return 0.0
+        return self.zero_in_fp16(scale) / self.nonzero
+
+    @property
+    def histogram(self) -> dict[int, int]:
+        """Exponent k: number of values with a magnitude in (2^k, 2^(k+1)]; -127: all below, too."""
+        counts = torch.zeros(256).long().index_add_(0, _TO_ZERO[1:] + 127, self._bins[1:])
+        return {exponent: count for exponent, count in enumerate(counts.tolist(), -127) if count}
+
+    @property
+    def smallest_scale(self) -> float | None:
+        """The smallest power of two, 1 to 2^64, at which 99.9 % of the non-zero values stay so.
+
+        None without values, if there is none, and if `half`.
+        """
+        if self.half or not self.nonzero:
+            return None
+        allowed = (1 - KEEP) * self.nonzero
+        for power in range(LARGEST_POWER + 1):
+            if self.zero_in_fp16(2.0**power) <= allowed:
+                return 2.0**power
+        return None
+
+    @property
+    def largest_scale(self) -> float | None:
+        """The largest power of two at which no value becomes infinite; None without values."""
+        if not self.nonzero:
+            return None
+        for power in range(LARGEST_POWER, -LARGEST_POWER - 1, -1):
+            if not self.inf_in_fp16(2.0**power):
+                return 2.0**power
+        return None
+
+
+def together(what: str, rows: Sequence[GradientCount]) -> GradientCount:
+    """The sum of several counts."""
+    total = GradientCount("all", what, half=any(row.half for row in rows))
+    for row in rows:
+        total.values += row.values
+        total.nonfinite += row.nonfinite
+        total._bins += row._bins
+    total.sample = min((row.sample for row in rows if row.sample), default=None)
+    return total
+
+
+def _sampling_stride(count: int) -> int:
+    """A stride without a divisor in common with any dimension: no pattern hides from the sample."""
+    stride = count // SAMPLE
+    while math.gcd(stride, count) != 1:
+        stride += 1
+    return stride
+
+
+def _flattened(tensor: Tensor) -> Tensor:
+    """The values in one dimension, without a copy if they are dense in memory in any order."""
+    if tensor.is_sparse:
+        tensor = tensor.coalesce()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    # The dimension with the largest stride first.
+    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.size(d)))
+    return tensor.permute(order[::-1]).reshape(-1)

@@ -1,0 +1,489 @@
+"""The first value that is not finite, and the op that made it."""
+
+import contextlib
+import dataclasses
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amp_lab.core.errors import NumericsError
+from amp_lab.numerics.call_stack import applied_loss_scale, is_in_scaler, user_line
+from amp_lab.numerics.error_notes import add_note
+from amp_lab.numerics.nonfinite_report import NonfiniteReport
+from amp_lab.numerics.op_constants import (
+    constant_beyond,
+    divisor,
+    exponent,
+    infinite_at_zero,
+    keeps_zero,
+    lost_eps,
+)
+from amp_lab.numerics.tensor_summary import TensorSummary, is_finite, summarise
+from amp_lab.numerics.watched_ops import REDUCTIONS, Call, Site, among, argument_summaries, outputs
+from amp_lab.tracing.ops_seen import storage_key, stored_values, tensors_in
+
+_OUTSIDE = Site()  # of all modules
+
+
+class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which follows `with` too
+    """Find the module and the op that made the first inf or NaN, in forward and backward.
+
+        with find_nonfinite(model) as finder:
+            loss = loss_fn(model(inputs), targets)
+            loss.backward()
+        print(finder.report)  # None if no inf or NaN mattered
+
+    Every op of the block is watched, also in the loss, under autocast, in activation checkpointing
+    and in custom functions; backward ops are named after the module whose forward they undo. With
+    `raise_on_first` the block ends with a `NumericsError` that carries the report.
+
+    What counts is what spreads: to a gradient of a parameter or of an input, to the output of the
+    model (inf or NaN; a -inf there may be a mask), to a single number outside the model such as
+    the loss. Then the op that the value came from is reported, however far back. So a mask of -inf
+    that softmax makes finite is no finding, and neither is an intermediate that is replaced. If
+    nothing spread, but something was divided by an inf, so that it became 0, the op that made that
+    inf is reported when the block ends; an inf that stands in the code is not. A
+    parameter that is not finite, and a running mean or variance, is reported when its module is
+    called. What a compiled function, an optimizer that works on lists of tensors, or another
+    thread computes is not watched op by op: run the model eagerly.
+
+    On a GPU the host waits for every op: meant for the step that fails, not for a whole run.
+    Results stay the same to the last bit. It can be entered again, and then starts anew.
+
+    Raises `NumericsError` if `model` is no `nn.Module`, or if one is active already.
+    """
+
+    _active: ClassVar["find_nonfinite | None"] = None
+
+    def __init__(self, model: nn.Module, *, raise_on_first: bool = False):
+        if not isinstance(model, nn.Module):
+            kind = type(model).__name__
+            raise NumericsError(f"find_nonfinite: the model must be an nn.Module, not {kind}")
+        super().__init__()
+        self._model = model
+        self._raise = raise_on_first
+        self.report: NonfiniteReport | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._names: dict[nn.Module, str] = {}
+        self._stack: list[tuple[nn.Module, Site]] = []
+        self._calls: Counter[nn.Module] = Counter()
+        self._made: dict[int, Site] = {}  # by autograd's sequence number
+        # Where tensors turned non-finite, which may or may not come to matter: by storage, and all.
+        self._origins: dict[int | None, tuple[StorageWeakRef, NonfiniteReport]] = {}
+        self._all: list[NonfiniteReport] = []
+        self._watched: set[str] = set()  # names of the parameters whose gradients are
+        self._loss_scale: float | None = None
+        self._lost_eps: dict[int | None, tuple[StorageWeakRef, float]] = {}  # by storage
+        self._divided_away: NonfiniteReport | None = None
+        self._bypassed = False
+        self._watching = False
+
+    def __enter__(self) -> "find_nonfinite":
+        if find_nonfinite._active is not None:
+            raise NumericsError(
+                "find_nonfinite: one is active already; they cannot be nested, so leave that first"
+            )
+        self.report = None
+        self._thread = threading.get_ident()
+        self._first = torch._C._autograd._get_sequence_nr()  # older nodes were not seen
+        # After an error in here the hooks that are there already are removed.
+        with contextlib.ExitStack() as self._installed:
+            self._install()
+            self._installed = self._installed.pop_all()
+        find_nonfinite._active = self
+        self._watching = True
+        return super().__enter__()
+
+    def _install(self) -> None:
+        for name, module in self._model.named_modules():
+            self._names[module] = name
+            before = module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+            after = module.register_forward_hook(self._leave, always_call=True)
+            self._installed.callback(before.remove)
+            self._installed.callback(after.remove)
+        self._watch_parameters()
+        self._installed.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        for parameter in self._model.parameters():
+            if parameter.grad is not None and not is_finite(parameter.grad):
+                self._origin_of(parameter.grad)
+
+    def _watch_parameters(self) -> None:
+        for name, parameter in self._model.named_parameters():
+            has_gradient = parameter.requires_grad and not nn.parameter.is_lazy(parameter)
+            if has_gradient and name not in self._watched:
+                self._watched.add(name)
+                self._watch_gradient(parameter, name)
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        if find_nonfinite._active is not self:
+            raise NumericsError(
+                "find_nonfinite: use it in a with statement; it was left without being entered"
+            )
+        super().__exit__(exc_type, exc_val, exc_tb)
+        add_note(exc_val, "find_nonfinite")
+        find_nonfinite._active = None
+        self._installed.close()
+        try:
+            if self._divided_away is not None and self.report is None and exc_val is None:
+                self._judge(self._divided_away, "a divisor: what was divided by it became 0")
+        finally:
+            self._reset()  # it may outlive its block: it then holds no modules, nor what ops made
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Note an optimizer that steps by itself on gradients of a scaled loss."""
+        if self._loss_scale is None or is_in_scaler("step", "_maybe_opt_step"):
+            return
+        stepped: set[int] = set()
+        for group in optimizer.param_groups:
+            stepped.update(map(id, group["params"]))
+        if stepped.isdisjoint(map(id, self._model.parameters())):
+            return
+        self._bypassed = True
+        if self.report is not None:
+            self.report = dataclasses.replace(self.report, bypassed=True)
+
+    # Modules
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        is_recomputed = _in_backward()  # activation checkpointing calls modules once more
+        is_outermost = not self._stack and not is_recomputed
+        if is_outermost:
+            self._calls.clear()
+            self._loss_scale = None
+        if not is_recomputed:
+            self._calls[module] += 1
+        site = Site(self._names[module], type(module).__name__, self._calls[module])
+        self._stack.append((module, site))
+        if self._watching:
+            with self._unwatched():
+                if is_outermost:
+                    self._check_inputs(site, args, kwargs)
+                self._check_state(module, site)
+
+    def _leave(self, module: nn.Module, args: tuple, output: object) -> None:
+        while self._stack and self._stack.pop()[0] is not module:
+            pass  # left without a call of its hooks
+        if not self._stack and not _in_backward():
+            self._watch_parameters()  # a lazy one is there after the first call
+            for tensor in tensors_in(output):
+                self._check(tensor, "the output of the model", masks=True)
+
+    def _check(self, tensor: Tensor, reached: str, *, masks: bool = False) -> None:
+        """Judge a tensor that matters, unless it is finite or, with `masks`, may be a mask."""
+        if not self._watching or not self._origins:
+            return
+        with self._unwatched():
+            if is_finite(tensor):
+                return
+            kinds = summarise(reached, tensor).kinds
+            origin = self._origin_of(tensor)
+        # A -inf may be a mask, for a loss that can take it; a single number is no mask.
+        is_mask = origin.placed or (kinds == {"-inf"} and tensor.numel() > 1)
+        if masks and is_mask:
+            return
+        self._judge(origin, reached)
+
+    def _check_inputs(self, site: Site, args: tuple, kwargs: dict[str, Any]) -> None:
+        by_name = {f"argument {place}": argument for place, argument in enumerate(args)}
+        by_name |= kwargs
+        for name, argument in by_name.items():
+            for tensor in tensors_in(argument):
+                if tensor.requires_grad and tensor.is_leaf:
+                    self._watch_gradient(tensor, name)
+                if not is_finite(tensor) and self._noted(tensor) is None:
+                    self._before(tensor, "input", name, site)
+
+    def _check_state(self, module: nn.Module, site: Site) -> None:
+        statistics = {
+            name: buffer for name, buffer in module._buffers.items() if name.startswith("running_")
+        }
+        for name, tensor in (module._parameters | statistics).items():
+            if tensor is None or is_finite(tensor):
+                continue
+            # A batch norm that is called again may hold what an op of this block made.
+            origin = self._noted(tensor)
+            if origin is None:
+                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                place = f"{site.module}.{name}".lstrip(".")
+                origin = self._before(tensor, kind, place, site)
+            if not origin.placed or tensor.requires_grad:  # else a mask that is a parameter
+                self._judge(origin, "the forward pass")
+                return
+
+    def _watch_gradient(self, tensor: Tensor, name: str) -> None:
+        def check(gradient: Tensor) -> None:
+            self._check(gradient, f"the gradient of {name}")
+
+        hook = tensor.register_hook(check)
+        self._installed.callback(hook.remove)
+
+    # Ops
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if self._watching and func is not _DETACH:
+            self._look_at(func, args, kwargs or {}, out)
+        return out
+
+    def _look_at(self, func: Any, args: tuple, kwargs: dict[str, Any], out: object) -> None:
+        """Look at what an op returned; this runs below autograd and autocast, for every op."""
+        node = torch._C._current_autograd_node()
+        site = self._site_of(node)
+        if node is None and not self._stack and func is torch.ops.aten.mul.Tensor:
+            self._loss_scale = applied_loss_scale(args) or self._loss_scale
+        returned = outputs(func, out, all_finite=not self._origins)
+        bad = [tensor for tensor in returned if not is_finite(tensor)]
+        is_recomputed = bool(node and self._stack)
+        call = Call(func, args, kwargs, node, site, is_recomputed)
+        if bad:
+            self._look_at_bad(call, bad)
+        elif self._origins:
+            self._look_at_divisor(call)
+            self._forget(returned)
+        self._follow_eps(call, returned)
+
+    def _look_at_divisor(self, call: Call) -> None:
+        """Note the first inf that an op made, and that another op divides by."""
+        by = divisor(call)
+        if by is None:
+            return
+        origin = self._noted(by)
+        if origin is None or origin.placed or origin.phase == "before":
+            return
+        is_overwritten = by is call.args[0] and call.name.endswith("_")
+        if self._divided_away is None and (is_overwritten or not is_finite(by)):
+            self._divided_away = origin
+
+    def _follow_eps(self, call: Call, returned: list[Tensor]) -> None:
+        """Note which tensors had an eps added that is 0 in their dtype."""
+        for tensor in returned:
+            eps = lost_eps(call, tensor.dtype)
+            if eps is None and self._lost_eps and keeps_zero(call):
+                eps = self._eps_of(tensors_in((call.args, call.kwargs)))
+            if eps is None:
+                continue
+            if len(self._lost_eps) > 10_000:
+                self._lost_eps = _living(self._lost_eps)
+            self._lost_eps[storage_key(tensor)] = (_storage(tensor), eps)
+
+    def _eps_of(self, tensors: list[Tensor]) -> float | None:
+        """The eps that was added to one of these tensors, and lost, so that it has zeros."""
+        for tensor in tensors:
+            found = self._lost_eps.get(storage_key(tensor))
+            if found is not None and not tensor.all():
+                return found[1]
+        return None
+
+    def _site_of(self, node: Any) -> Site:
+        """Where an op runs: in the module that is being called; in backward, its node's."""
+        if self._stack:
+            site = self._stack[-1][1]
+        elif node is not None:
+            site = self._made.get(node._sequence_nr(), _OUTSIDE)
+        else:
+            site = _OUTSIDE
+        # Autograd numbers its nodes, and makes an op's node just before it runs the op; an op that
+        # comes after without a node of its own finds the number taken.
+        number = torch._C._autograd._get_sequence_nr() - 1
+        if number >= self._first and threading.get_ident() == self._thread:
+            self._made.setdefault(number, site)
+            if len(self._made) > 2**18:  # thousands of steps
+                del self._made[next(iter(self._made))]
+        return site
+
+    def _look_at_bad(self, call: Call, bad: list[Tensor]) -> None:
+        """Find the origin of what an op returned that is not finite, and whether it matters."""
+        values = [summarise("output", tensor) for tensor in bad]
+        kinds = frozenset().union(*(value.kinds for value in values))
+        source = self._source(call, bad)
+        origin = source
+        # An op passes on what was placed on purpose if it is the same kind; else it made it.
+        if origin is None or (origin.placed and not kinds <= origin.value.kinds):
+            origin = self._originate(call, bad, values[0], source)
+        for tensor in bad:
+            self._note(tensor, origin)
+        for tensor in call.statistics_written:
+            if not is_finite(tensor):
+                self._note(tensor, origin)
+        if call.node is not None:
+            if call.node.name().endswith("AccumulateGrad"):
+                self._judge(origin, "a gradient that was accumulated")
+        elif call.site.module is None and any(tensor.numel() == 1 for tensor in bad):
+            # A mask or another constant that was written on purpose counts once it is averaged.
+            is_averaged = origin is source and call.name.startswith(REDUCTIONS)
+            if is_averaged or not origin.placed:
+                self._judge(origin, "a single number outside the model, such as the loss")
+
+    def _source(self, call: Call, bad: list[Tensor]) -> NonfiniteReport | None:
+        """The earliest origin of what the op was given; before those placed on purpose, any."""
+        origins = []
+        if call.name not in ("copy_", "fill_"):  # which keep nothing of what they write into
+            origins = [self._noted(tensor) for tensor in bad if among(tensor, call.args)]
+        written = bad + call.statistics_written
+        for tensor in tensors_in((call.args, call.kwargs)):
+            if not among(tensor, written) and not is_finite(tensor):
+                origins.append(self._origin_of(tensor))
+        known = [origin for origin in origins if origin is not None]
+        return min(known, key=lambda origin: (origin.placed, origin.number), default=None)
+
+    def _originate(
+        self, call: Call, bad: list[Tensor], value: TensorSummary, source: Any
+    ) -> NonfiniteReport:
+        """The origin that this op is; in a recomputation, the one that it was in forward."""
+        if call.recomputed:
+            here = ("forward", call.site.module, call.name)
+            for origin in self._all:
+                if (origin.phase, origin.module, origin.op) == here:
+                    return origin
+        facts: dict[str, Any] = {"phase": "forward", "op": call.name, "tensor": "output"}
+        if call.is_backward:
+            node = call.node.name().rpartition("::")[2]
+            facts = {"phase": "backward", "op": node, "tensor": "gradient"}
+        else:
+            facts["line"] = user_line()
+        if source is not None:
+            facts["placed_by"] = source.place
+        placed = call.places_nonfinite(value.kinds)
+        if not placed:
+            written = bad + call.statistics_written
+            facts["inputs"] = tuple(argument_summaries(call, written))
+        return self._new(
+            call.site,
+            value,
+            placed=placed,
+            kernel=call.name,
+            name="output",
+            constant=constant_beyond(call, value.dtype),
+            exponent=exponent(call),
+            eps=self._eps_of(infinite_at_zero(call)),
+            **facts,
+        )
+
+    # Origins
+
+    def _new(self, site: Site, value: TensorSummary, **facts: Any) -> NonfiniteReport:
+        origin = NonfiniteReport(
+            module=site.module,
+            module_type=site.module_type,
+            call=site.call,
+            value=value,
+            number=len(self._all),
+            loss_scale=self._loss_scale,
+            weights=self._weights_of(site.module),
+            half_weights=self._trains_half(),
+            **facts,
+        )
+        self._all.append(origin)
+        return origin
+
+    def _weights_of(self, name: str | None) -> torch.dtype | None:
+        """The dtype of a module's own weights, or of the model's first if it has none."""
+        if name is not None:
+            own = _first_dtype(self._model.get_submodule(name).parameters(recurse=False))
+            if own is not None:
+                return own
+        return _first_dtype(self._model.parameters())
+
+    def _trains_half(self) -> bool:
+        parameters = self._model.parameters()
+        return any(p.requires_grad and p.dtype is torch.float16 for p in parameters)
+
+    def _before(self, tensor: Tensor, kind: str, name: str, site: Site) -> NonfiniteReport:
+        """Note the origin of a tensor that no op seen here has made."""
+        value = summarise(name, tensor)
+        placed = value.kinds == {"-inf"}
+        origin = self._new(site, value, placed=placed, phase="before", tensor=kind, name=name)
+        self._note(tensor, origin)
+        return origin
+
+    def _origin_of(self, tensor: Tensor) -> NonfiniteReport:
+        noted = self._noted(tensor)
+        if noted is not None:
+            return noted
+        for kind, name, held in self._state():
+            if storage_key(held) == storage_key(tensor):
+                owner = name.rpartition(".")[0]
+                module = self._model.get_submodule(owner)
+                site = Site(owner, type(module).__name__, self._calls[module])
+                return self._before(tensor, kind, name, site)
+        site = self._stack[-1][1] if self._stack else _OUTSIDE
+        return self._before(tensor, "constant", "a tensor from elsewhere", site)
+
+    def _state(self) -> Iterator[tuple[str, str, Tensor]]:
+        """The tensors that the model holds, each with its kind and its name."""
+        for name, parameter in self._model.named_parameters():
+            yield "parameter", name, parameter
+        for name, buffer in self._model.named_buffers():
+            yield "buffer", name, buffer
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is not None:
+                yield "gradient", name, parameter.grad
+
+    def _noted(self, tensor: Tensor) -> NonfiniteReport | None:
+        return self._origins.get(storage_key(tensor), (None, None))[1]
+
+    def _note(self, tensor: Tensor, origin: NonfiniteReport) -> None:
+        key = storage_key(tensor)
+        if key is None:
+            return
+        if len(self._origins) > 10_000:  # a long block, and masks in every step
+            self._origins = _living(self._origins)
+        self._origins[key] = (_storage(tensor), origin)
+
+    def _forget(self, overwritten: list[Tensor]) -> None:
+        """Drop what was known of memory that finite values have been written over."""
+        for tensor in overwritten:
+            key = storage_key(tensor)
+            nbytes = tensor.numel() * tensor.itemsize
+            # A part of it may leave a value that is not finite in the rest.
+            if key in self._origins and nbytes == tensor.untyped_storage().nbytes():
+                del self._origins[key]
+
+    def _judge(self, origin: NonfiniteReport, reached: str) -> None:
+        """The first that came to matter is the finding; nothing is watched after it."""
+        self.report = dataclasses.replace(origin, reached=reached, bypassed=self._bypassed)
+        self._watching = False
+        if self._raise:
+            raise NumericsError(f"find_nonfinite:\n{self.report}")
+
+    @contextlib.contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        """For checks in hooks, which are above autograd and the mode, unlike `_look_at`."""
+        was_watching = self._watching
+        self._watching = False
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._watching = was_watching and self.report is None
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    """A weak reference, which keeps the address from being used again for another storage."""
+    return StorageWeakRef(stored_values(tensor).untyped_storage())
+
+
+def _first_dtype(parameters: Iterator[nn.Parameter]) -> torch.dtype | None:
+    """The dtype of the first that is in a floating-point format."""
+    return next((p.dtype for p in parameters if p.is_floating_point()), None)
+
+
+def _living(by_storage: dict) -> dict:
+    """Those entries whose storage still lives."""
+    return {key: entry for key, entry in by_storage.items() if not entry[0].expired()}
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+_DETACH = torch.ops.aten.detach.default  # a third of all calls: it computes nothing, without a node

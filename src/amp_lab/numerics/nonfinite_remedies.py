@@ -1,0 +1,471 @@
+"""What to do about an inf or a NaN: the remedies of `find_nonfinite`, and which one fits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from amp_lab.core.remedies import Remedy, remedy
+from amp_lab.numerics.autocast_effect import runs_in_fp32
+from amp_lab.numerics.op_constants import FILLING
+from amp_lab.numerics.power_remedies import (
+    BOTH_SIGNS,
+    divides_by_both_signs,
+    input_of,
+    remedy_for_power,
+)
+
+if TYPE_CHECKING:
+    from amp_lab.numerics.nonfinite_report import NonfiniteReport
+
+
+def _remedy(code: str, when: str, text: str) -> Remedy:
+    return remedy(f"nonfinite.{code}", when, text)
+
+
+# What was not finite before any op of the block ran, by the kind of tensor.
+_BEFORE = {
+    "parameter": _remedy(
+        "parameter",
+        "a weight was inf or NaN when it was first used",
+        "The weights were broken before they were used. If an optimizer step did it, its gradients "
+        "were not finite or the learning rate is too high. Go back to the last good checkpoint. In "
+        "fp16 autocast, scaler.step(optimizer) skips such a step, and a plain optimizer.step() "
+        "does not. In bf16 and fp32 nothing skips it: "
+        "clip_grad_norm_(parameters, max_norm, error_if_nonfinite=True) raises before the step.",
+    ),
+    "buffer": _remedy(
+        "buffer",
+        "a buffer was inf or NaN when it was first used",
+        "Look at what wrote this buffer, or at the checkpoint it came from.",
+    ),
+    "statistics": _remedy(
+        "statistics",
+        "the running statistics of a norm were inf or NaN",
+        "The running statistics took in a batch that was not finite. Call reset_running_stats(), "
+        "or go back to the last good checkpoint, and find that batch.",
+    ),
+    "input": _remedy(
+        "input",
+        "the model was given an inf or a NaN",
+        "Its input contained it. Check the data and their preprocessing: missing values, a "
+        "division by a standard deviation of 0, a cast to fp16 of values over 65504.",
+    ),
+    "gradient": _remedy(
+        "gradient",
+        "a gradient was inf or NaN before the backward pass",
+        "It is left from an earlier backward pass: call zero_grad() before this one.",
+    ),
+    "constant": _remedy(
+        "constant",
+        "a tensor from outside the block was inf or NaN",
+        "No op of this block made it. Look at targets, constants, what was computed before, and "
+        "memory from torch.empty that was never written.",
+    ),
+}
+
+# Whatever the op was.
+_MASKED_SOFTMAX = _remedy(
+    "masked_softmax",
+    "softmax or attention was given a row that is -inf everywhere",
+    "A row is masked everywhere, so softmax divides 0 by 0. Leave one position of each row "
+    "unmasked, or use masked_fill with torch.finfo(dtype).min instead of -inf. Do not add that "
+    "number: the sum can be -inf again.",
+)
+_MASKED = _remedy(
+    "masked",
+    "a mask of -inf was multiplied by 0 or subtracted",
+    "0 * -inf and -inf - -inf are NaN. Mask after the arithmetic, with torch.where or "
+    "masked_fill, or fill in (do not add) a finite value such as torch.finfo(dtype).min.",
+)
+_NO_VALUES = _remedy(
+    "no_values",
+    "an op was given an empty tensor",
+    "It was given no values: the mean of nothing is NaN. Skip empty batches.",
+)
+_LOSS_SCALE = _remedy(
+    "loss_scale",
+    "a gradient overflowed while the loss was scaled",
+    "The loss was scaled by {scale:g}. If that alone makes it overflow, GradScaler handles it: "
+    "scaler.step(optimizer) skips the step, and scaler.update() lowers the scale. A plain "
+    "optimizer.step() skips nothing. If it still overflows at a scale of 1 (ScaleLog shows the "
+    "scale), it is a real bug; then:",
+)
+_BYPASSED = _remedy(
+    "bypassed",
+    "an optimizer stepped by itself on the gradients of a scaled loss",
+    "An optimizer took a step by itself, although the loss was scaled. optimizer.step() skips no "
+    "inf or NaN and does not divide by the scale, so the weights may be broken now: go back to the "
+    "last good ones, and call scaler.step(optimizer) and then scaler.update() in its place.",
+)
+HALF_WEIGHTS = _remedy(
+    "half_weights",
+    "weights that are trained are fp16, and a GradScaler is used",
+    "The weights that are trained are fp16. GradScaler refuses their gradients (Attempting to "
+    "unscale FP16 gradients), so it neither skips a step nor lowers the scale. Keep these weights "
+    "in fp32: load or make the model with dtype=torch.float32, or convert it with model.float(). "
+    "Then run the forward pass under torch.autocast. Or use bf16 without a GradScaler: "
+    "model.bfloat16(), with inputs in bf16.",
+)
+MASK_VALUE = _remedy(
+    "mask_value",
+    "a number in the code, such as a mask of -1e9, does not fit the dtype",
+    "A number in the code is too large for the dtype of this tensor, as -1e9 is for fp16. If it "
+    "is a mask, fill in the lowest number that the dtype has: "
+    "scores.masked_fill(mask, torch.finfo(scores.dtype).min). Do not add that number: the sum can "
+    "be -inf again.",
+)
+_EPS = _remedy(
+    "eps",
+    "an eps that protects a division, a root or a logarithm is 0 in the dtype",
+    "The eps of {eps:g} is 0 in fp16 and protects against nothing. Compute this part in fp32, on "
+    "x.float(), with an eps of 1e-3 or more: where x is 0, a gradient can be 1 / eps, and goes "
+    "back into fp16 multiplied by the loss scale. An eps of 1e-4 without the cast is often not "
+    "enough: the derivative of 1 / x is 1 / x ** 2, and 1e8 is inf in fp16.",
+)
+
+# What exceeds 65504 in fp16. How to compute a part in fp32 depends on where its weights are.
+_OVERFLOW = "{what} exceeds 65504, the largest number of fp16. Use bf16, which has fp32's range"
+_OVERFLOW_AUTOCAST = _remedy(
+    "fp16_overflow.autocast",
+    "a value exceeded 65504 under autocast, with fp32 weights",
+    f"{_OVERFLOW}, or compute this part in fp32, up to where its values are small again: with "
+    "torch.autocast(device_type, enabled=False), on x.float().",
+)
+_IN_BF16 = f"{_OVERFLOW} (model.bfloat16(), with inputs in bf16)"
+_PART = (
+    "part.float(), called with x.float(), or x.float() before an op without weights; the result "
+    "fits back into fp16 only where its values are small again"
+)
+_OVERFLOW_CAST = _remedy(
+    "fp16_overflow.cast",
+    "a value exceeded 65504 with weights in fp16, in an op that autocast leaves in fp16",
+    f"{_IN_BF16}, or compute this part in fp32: {_PART}. Do not rely on autocast to fp16 instead: "
+    "{autocast}.",
+)
+_OVERFLOW_FP32_OP = _remedy(
+    "fp16_overflow.fp32_op",
+    "a value exceeded 65504 with weights in fp16, in an op that autocast runs in fp32",
+    f"{_IN_BF16}. Or keep the weights in fp32 and use torch.autocast, which on {{device!r}} runs "
+    f"{{op}} in fp32. To compute one part in fp32: {_PART}.",
+)
+_OVERFLOW_GRADIENT = _remedy(
+    "fp16_overflow.gradient",
+    "a gradient exceeded 65504 with weights in fp16",
+    f"{_IN_BF16}. Or keep the weights in fp32, and train under torch.autocast with a GradScaler, "
+    "which skips such a step and lowers the scale of the loss until the gradients fit.",
+)
+_SCORES = _remedy(
+    "attention_scores",
+    "a product of activations, such as attention scores, exceeded 65504",
+    "If these are attention scores: divide the queries by sqrt(d) before the product, or call "
+    "F.scaled_dot_product_attention.",
+)
+_RANGE = _remedy(
+    "range",
+    "a result exceeded the range of bf16 or fp32",
+    "The result exceeds the range of {dtype}: see how its inputs came to be so large, or whether "
+    "one lies where this op is infinite.",
+)
+
+_NEAR_ZERO = 1e-2
+"""A divisor beyond it makes nothing infinite by itself; remedies add as much."""
+
+# By how the op's name begins; the first that fits is taken.
+_BACKWARD = {
+    "sqrt": _remedy(
+        "backward.sqrt",
+        "the backward pass of sqrt at 0",
+        "The derivative of sqrt is infinite at 0: torch.sqrt(x + 1e-6).",
+    ),
+    "rsqrt": _remedy(
+        "backward.rsqrt",
+        "the backward pass of rsqrt near 0",
+        "The derivative of rsqrt is infinite at 0 and soon exceeds fp16: torch.rsqrt(x + 1e-2).",
+    ),
+    "pow": _remedy(
+        "backward.pow",
+        "the backward pass of a power below 1 at 0",
+        "The derivative of a power below 1 is infinite at 0: (x + 1e-6) ** p.",
+    ),
+    "log1p": _remedy(
+        "backward.log1p",
+        "the backward pass of log1p at -1",
+        "The derivative of log1p is infinite at -1: torch.log1p(x.clamp_min(-0.99)).",
+    ),
+    "log": _remedy(
+        "backward.log",
+        "the backward pass of a logarithm at 0",
+        "The derivative of log is infinite at 0: torch.log(x.clamp_min(1e-4)). Where torch.where "
+        "discards the result, replace the input before the log as well: 0 * inf is NaN.",
+    ),
+    "div reciprocal": _remedy(
+        "backward.div",
+        "the backward pass of a division by nearly 0",
+        "The divisor is nearly zero, and the derivative is larger still: in fp16, a / (b + 1e-2), "
+        "if b is not negative.",
+    ),
+    "linalg": _remedy(
+        "backward.linalg",
+        "the backward pass of a decomposition with equal eigenvalues or singular values",
+        "The derivative is undefined at equal eigenvalues or singular values. Unequal offsets on "
+        "the diagonal separate them: "
+        "x + torch.linspace(1e-3, 1e-2, x.shape[-1], device=x.device).diag().",
+    ),
+    "acosh": _remedy(
+        "backward.acosh",
+        "the backward pass of acosh at 1",
+        "The derivative is infinite at 1: torch.acosh(x.clamp_min(1.01)).",
+    ),
+    "acos asin": _remedy(
+        "backward.acos",
+        "the backward pass of acos or asin at -1 or 1",
+        "The derivative is infinite at -1 and 1: clamp the input, x.clamp(-0.99, 0.99) in 16 bits.",
+    ),
+}
+_DERIVATIVE = _remedy(
+    "backward.other",
+    "the backward pass of another op",
+    "An infinite derivative, or 0 * inf: keep the input of this op away from where its derivative "
+    "is infinite, before the op. A torch.where behind it does not help.",
+)
+_FORWARD = {
+    "logit": _remedy(
+        "logit",
+        "logit of 0 or 1",
+        "Keep the input inside (0, 1): torch.logit(x.float(), eps=1e-6). Without the cast, "
+        "1 - eps is 1 in 16 bits on a CPU.",
+    ),
+    "log1p": _remedy(
+        "log1p",
+        "log1p of -1 or less",
+        "log1p is -inf at -1, and NaN below: torch.log1p(x.clamp_min(-0.99)).",
+    ),
+    "log": _remedy(
+        "log",
+        "a logarithm of 0 or of a negative number",
+        "The log of 0 is -inf, and of a negative number NaN: clamp the input "
+        "(x.clamp_min(1e-4)), or stay in log space: log_softmax, logsigmoid, "
+        "binary_cross_entropy_with_logits.",
+    ),
+    "xlogy": _remedy(
+        "xlogy",
+        "xlogy of a negative second argument",
+        "The logarithm of a negative number: clamp the second argument.",
+    ),
+    "div": _remedy(
+        "div",
+        "a division by 0",
+        "A division by zero: add an eps to the divisor or clamp it (F.normalize has one). In "
+        "fp16 compute this part in fp32, on x.float(), with an eps of 1e-3 or more: gradients can "
+        "be 1 / eps, and overflow fp16 with a smaller one and a loss scale of 65536.",
+    ),
+    "reciprocal": _remedy(
+        "reciprocal",
+        "the reciprocal of 0",
+        "A division by zero: x.float().clamp_min(1e-3).reciprocal(), for an input that is not "
+        "negative. Without the cast the derivative, 1 / x ** 2, is inf in fp16.",
+    ),
+    "rsqrt": _remedy(
+        "rsqrt",
+        "rsqrt of 0 or of a negative number",
+        "A division by zero, or the root of a negative number: torch.rsqrt(x.clamp_min(0) + 1e-2).",
+    ),
+    "sqrt": _remedy(
+        "sqrt",
+        "the root of a negative number",
+        "The root of a negative number: torch.sqrt(x.clamp_min(0)); with an eps, x.clamp_min(1e-6),"
+        " if gradients are needed, since the derivative at 0 is infinite.",
+    ),
+    "exp": _remedy(
+        "exp",
+        "an exponential out of range",
+        "The exponential overflows fp16 from 11.1 on, and fp32 and bf16 from 88.7: subtract the "
+        "largest value first, as softmax and logsumexp do, or use softplus. For a sigmoid by hand, "
+        "1 / (1 + exp(-x)), use torch.sigmoid.",
+    ),
+    "acosh": _remedy(
+        "acosh",
+        "acosh of a number below 1",
+        "Its input must be at least 1: torch.acosh(x.clamp_min(1.01)).",
+    ),
+    "acos asin": _remedy(
+        "acos",
+        "acos or asin of a number outside [-1, 1]",
+        "Clamp its input to [-1, 1]: x.clamp(-1, 1), or (-0.99, 0.99) if gradients are needed.",
+    ),
+    "std": _remedy(
+        "std",
+        "the standard deviation of a single value",
+        "The deviation of a single value is NaN: use correction=0, or more values.",
+    ),
+    "var": _remedy(
+        "var",
+        "the variance of a single value",
+        "The variance of a single value is NaN: use correction=0, or more values.",
+    ),
+    "nll_loss": _remedy(
+        "nll_loss",
+        "a mean over no targets",
+        "The mean over no targets: all of them are ignore_index, or the class weights are 0. Use "
+        "reduction='sum', divided by the number of targets but at least by 1.",
+    ),
+    "to_copy": _remedy(
+        "cast",
+        "a value that does not fit the dtype that it is cast to",
+        "The value does not fit the dtype it is cast to: clamp it first, or use bf16.",
+    ),
+}
+_UNKNOWN = _remedy(
+    "other",
+    "another op made a NaN",
+    "0 * inf, inf - inf or 0 / 0: see which of its inputs is zero or very large, and why.",
+)
+
+
+def remedies_for(report: NonfiniteReport) -> list[Remedy]:
+    """What to do about a finding, in the order in which to say it."""
+    found = _on_cause(report)
+    if report.bypassed:
+        return [_BYPASSED, *found]
+    return found
+
+
+def _on_cause(report: NonfiniteReport) -> list[Remedy]:
+    if report.phase == "before":
+        return [_on_state(report)]
+    # A mask, or an empty input, is the reason whatever the op, and in backward too.
+    if report.placed_by:
+        return [_on_mask(report)]
+    if report.value.kinds == {"NaN"} and any(not summary.values for summary in report.inputs):
+        return [_NO_VALUES]
+    if report.eps is not None:
+        return [_EPS]
+    if report.phase == "backward":
+        return _on_backward(report)
+    return _on_forward(report)
+
+
+def _on_state(report: NonfiniteReport) -> Remedy:
+    """What to do about a tensor that was not finite before any op."""
+    if report.tensor == "buffer" and "running_" in report.name:
+        return _BEFORE["statistics"]
+    return _BEFORE[report.tensor]
+
+
+def _on_mask(report: NonfiniteReport) -> Remedy:
+    kernel = report.kernel or ""
+    if "softmax" in kernel or "scaled_dot_product" in kernel:
+        return _MASKED_SOFTMAX
+    return _MASKED
+
+
+def _on_backward(report: NonfiniteReport) -> list[Remedy]:
+    found = []
+    if report.loss_scale is not None and _overflows(report):
+        found.append(HALF_WEIGHTS if report.half_weights else _LOSS_SCALE)
+    for_op = _on_backward_op(report)
+    if for_op is not None:
+        found.append(for_op)
+    # An infinite derivative is so in any format; fp16 makes one of a finite derivative too.
+    if HALF_WEIGHTS in found:  # which says what to do about the range as well
+        return found
+    if _overflows_fp16(report):
+        found.append(_fp16_overflow(report))
+    elif for_op is None:
+        found.append(_DERIVATIVE)
+    return found
+
+
+def _on_backward_op(report: NonfiniteReport) -> Remedy | None:
+    if _begins(report, "div", "reciprocal", "pow") and divides_by_both_signs(report):
+        return BOTH_SIGNS
+    if not _has_infinite_derivative(report):
+        return None
+    return _by_op(report, _BACKWARD)
+
+
+def _has_infinite_derivative(report: NonfiniteReport) -> bool:
+    """Whether the derivative may be at fault, and not a large gradient alone."""
+    kernel = (report.kernel or "").strip("_")
+    if _begins(report, "pow"):  # the product with the gradient is another kernel
+        return kernel.startswith("pow")
+    divisor = input_of(report, "other")
+    if kernel.startswith("div") and divisor is not None:
+        return divisor.low < _NEAR_ZERO and divisor.high > -_NEAR_ZERO
+    return True
+
+
+def _on_forward(report: NonfiniteReport) -> list[Remedy]:
+    if report.constant is not None and _overflows(report):
+        # Only a mask is -inf alone, or filled in; data that overflow may have either sign.
+        if report.value.kinds == {"-inf"} or _begins(report, *FILLING):
+            return [MASK_VALUE]
+        return [MASK_VALUE, *_on_overflow(report)]
+    return _on_overflow(report)
+
+
+def _on_overflow(report: NonfiniteReport) -> list[Remedy]:
+    for_op = _on_forward_op(report)
+    if _overflows_fp16(report) and not _is_at_a_pole(report):
+        found = [_fp16_overflow(report)]
+        # What these do about it needs no other format.
+        if for_op is not None and _begins(report, "exp", "pow", "to_copy"):
+            found.insert(0, for_op)
+        if _begins(report, "bmm", "baddbmm", "matmul"):
+            found.append(_SCORES)
+        return found
+    if for_op is not None:
+        return [for_op]
+    if report.inputs and _overflows(report):
+        return [_RANGE]
+    return [_UNKNOWN]
+
+
+def _on_forward_op(report: NonfiniteReport) -> Remedy | None:
+    if _begins(report, "pow"):
+        return remedy_for_power(report)
+    if divides_by_both_signs(report):
+        return BOTH_SIGNS
+    return _by_op(report, _FORWARD)
+
+
+def _fp16_overflow(report: NonfiniteReport) -> Remedy:
+    if report.weights is not torch.float16:
+        return _OVERFLOW_AUTOCAST
+    if report.phase == "backward":
+        return _OVERFLOW_GRADIENT
+    if runs_in_fp32(report.op or "", report.value.device_type):
+        return _OVERFLOW_FP32_OP
+    return _OVERFLOW_CAST
+
+
+def _begins(report: NonfiniteReport, *starts: str) -> bool:
+    """Whether the op's name does; backward, autograd's: ``SqrtBackward0``; else ``_softmax``."""
+    return (report.op or "").lower().strip("_").startswith(starts)
+
+
+def _by_op(report: NonfiniteReport, texts: dict[str, Remedy]) -> Remedy | None:
+    for starts, entry in texts.items():
+        if _begins(report, *starts.split(" ")):
+            return entry
+    return None
+
+
+def _overflows(report: NonfiniteReport) -> bool:
+    return not report.value.kinds.isdisjoint({"inf", "-inf"})
+
+
+def _overflows_fp16(report: NonfiniteReport) -> bool:
+    return report.value.dtype is torch.float16 and _overflows(report)
+
+
+def _is_at_a_pole(report: NonfiniteReport) -> bool:
+    """Whether an input is zero where that alone makes the result infinite, in any precision."""
+    if _begins(report, "div"):
+        return any(x.name == "other" and x.low <= 0 <= x.high for x in report.inputs)
+    at_zero = any(x.name == "self" and x.low <= 0 for x in report.inputs)
+    if _begins(report, "pow"):
+        return at_zero and (report.exponent or 0) < 0
+    return at_zero and _begins(report, "log", "reciprocal", "rsqrt")

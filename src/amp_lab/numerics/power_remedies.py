@@ -1,0 +1,116 @@
+"""What to do about a power or a division that is not finite, chosen by the values it was given."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from amp_lab.core.remedies import Remedy, remedy
+
+if TYPE_CHECKING:
+    from amp_lab.numerics.nonfinite_report import NonfiniteReport
+    from amp_lab.numerics.tensor_summary import TensorSummary
+
+_FRACTION = remedy(
+    "nonfinite.pow.fraction",
+    "a negative number is raised to a fractional exponent",
+    "A negative number has no power with a fractional exponent. If x should not be negative: "
+    "x.clamp_min(1e-3) ** p. If both signs are meant, keep the sign: "
+    "x.sign() * x.abs().clamp_min(1e-3) ** p.",
+)
+_ZERO = remedy(
+    "nonfinite.pow.zero",
+    "a number that is 0 or nearly 0, and not negative, is raised to a negative exponent",
+    "0 has no power with a negative exponent: x.clamp_min(1e-3) ** p, with a limit that suits p.",
+)
+_TOO_LARGE_FOR_FP16 = remedy(
+    "nonfinite.pow.fp16",
+    "a power exceeds fp16, and fits fp32",
+    "The power exceeds fp16 and fits fp32: x.float() ** p, which keeps both signs and all values.",
+)
+_TOO_LARGE = remedy(
+    "nonfinite.pow.range",
+    "a power exceeds fp32",
+    "The power is out of range in fp32 too: x.clamp(-1e3, 1e3) ** p, with a limit that suits p. "
+    "Use the same limit on both sides, since the values may have both signs.",
+)
+_EXPONENT = remedy(
+    "nonfinite.pow.exponent",
+    "a number is raised to exponents that are too large",
+    "The exponent is too large (2 ** x exceeds fp16 from x = 16 on, and fp32 and bf16 from 128 "
+    "on): subtract the largest exponent first, a ** (x - x.max()) for a > 1, or clamp it, "
+    "a ** x.clamp_max(limit).",
+)
+BOTH_SIGNS = remedy(
+    "nonfinite.both_signs",
+    "a division by numbers near 0 of both signs, or a negative power of them",
+    "The divisor x is 0 or nearly 0, and has both signs. Keep it away from 0 on its own side: "
+    "torch.where(x < 0, x.clamp_max(-1e-2), x.clamp_min(1e-2)) in place of x. Neither clamp_min "
+    "by itself nor an eps that is added is right here: the first changes each negative value, and "
+    "the second makes some of them 0.",
+)
+
+
+def remedy_for_power(report: NonfiniteReport) -> Remedy:
+    """What to do about a power in a forward pass."""
+    base = input_of(report, "self")
+    if base is None and input_of(report, "exponent") is not None:
+        return _EXPONENT
+    if report.value.nan:
+        return _FRACTION
+    if _smallest_exponent(report) < 0:
+        return BOTH_SIGNS if base is None or base.low < 0 else _ZERO
+    if report.value.dtype is torch.float16 and _fits_fp32(report, base):
+        return _TOO_LARGE_FOR_FP16
+    return _TOO_LARGE
+
+
+def divides_by_both_signs(report: NonfiniteReport) -> bool:
+    """Whether an op divides by numbers some of which are negative, as far as they were recorded."""
+    by = input_of(report, _divisor(report))
+    return by is not None and by.low < 0
+
+
+def _divisor(report: NonfiniteReport) -> str:
+    """Which input of the kernel has the sign of what is divided by; empty if none has."""
+    if report.op == "ReciprocalBackward0":  # it multiplies by the square of the reciprocal
+        return "self" if report.kernel == "mul" else ""
+    kernel = (report.kernel or "").strip("_")
+    if kernel.startswith("div"):
+        return "other"
+    if kernel.startswith(("reciprocal", "pow")) and _smallest_exponent(report) < 0:
+        return "self"
+    return ""
+
+
+def input_of(report: NonfiniteReport, name: str) -> TensorSummary | None:
+    """What was recorded of one of the kernel's inputs."""
+    return next((summary for summary in report.inputs if summary.name == name), None)
+
+
+def _smallest_exponent(report: NonfiniteReport) -> float:
+    """The smallest exponent of a power; -1 for a reciprocal, 0 if it is not known."""
+    if (report.kernel or "").startswith("reciprocal"):
+        return -1.0
+    if report.exponent is not None:
+        return report.exponent
+    exponents = input_of(report, "exponent")
+    if exponents is None:
+        return 0.0
+    return exponents.low
+
+
+def _fits_fp32(report: NonfiniteReport, base: TensorSummary | None) -> bool:
+    """Whether the largest power fits fp32; one written over counts as fp16's largest."""
+    exponents = input_of(report, "exponent")
+    exponent = report.exponent
+    if exponents is not None:
+        exponent = exponents.high
+    largest = torch.finfo(torch.float16).max
+    if base is not None:
+        largest = max(abs(base.low), abs(base.high))
+    if exponent is None or largest <= 1:
+        return True
+    return exponent * math.log2(largest) < 128

@@ -1,0 +1,183 @@
+"""The loss scale over time."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_lab.core.errors import NumericsError
+from amp_lab.core.remedies import remedy
+from amp_lab.core.report import plural
+from amp_lab.numerics.error_notes import add_note
+
+_BELOW_ONE = remedy(
+    "scale_log.below_one",
+    "the loss scale fell below 1",
+    "A scale below 1 means that gradients overflow unscaled: see find_nonfinite",
+)
+
+
+class ScaleLog:
+    """Log the loss scale of every step of a `torch.amp.GradScaler`, and the steps it skipped.
+
+        with ScaleLog(scaler) as log:
+            train(…)
+        log.plot()
+
+    A step is a call of ``scaler.update()``. The scale and the found infs are copied on their
+    device and read when you ask, so that the host waits for nothing more than without the log.
+
+    Leaving the block, or `close`, leaves the scaler as it was; the log can still be read. With a
+    disabled scaler every scale is 1. While it is open, save the scaler by its `state_dict` alone.
+    If the scaler refuses fp16 gradients in the block, what to do is added to its error as a note.
+
+    Raises `NumericsError` if `scaler` is no GradScaler, or has an open ScaleLog already.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler):
+        if not isinstance(scaler, torch.amp.GradScaler):
+            raise NumericsError(f"ScaleLog: {type(scaler).__name__} is no torch.amp.GradScaler")
+        if isinstance(getattr(vars(scaler).get("update"), "__self__", None), ScaleLog):
+            raise NumericsError("ScaleLog: this scaler has an open ScaleLog; close that first")
+        self._scaler = scaler
+        self._steps = 0
+        self._scales = _Values()  # one for each step
+        # Whether an optimizer found infs, and at which steps, in the order of their first step.
+        self._found: dict[torch.optim.Optimizer, tuple[list[int], _Values]] = {}
+        self._stepped: list[torch.optim.Optimizer] = []  # since the last update
+        self._open = True
+        # What the scaler has of its own under these names, beside those of its class.
+        self._before = {name: vars(scaler).get(name) for name in ("step", "update")}
+        self._step = scaler.step
+        self._update = scaler.update
+        scaler.step = self._log_step
+        scaler.update = self._log_update
+
+    def _log_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = self._step(optimizer, *args, **kwargs)
+        if self._open:
+            self._stepped.append(optimizer)
+        return result
+
+    def _log_update(self, *args: Any, **kwargs: Any) -> None:
+        if not self._open:
+            return self._update(*args, **kwargs)
+        # What there is to log is gone after the update, but counts only if that succeeds.
+        scale = getattr(self._scaler, "_scale", None)  # a scaler that is disabled has none
+        if scale is not None:
+            scale = scale.clone()
+        found = {optimizer: self._found_inf(optimizer, scale) for optimizer in self._stepped}
+        self._update(*args, **kwargs)
+        if scale is not None:
+            self._scales.append(scale)
+        for optimizer, flag in found.items():
+            self._log_found(optimizer, flag)
+        self._stepped.clear()
+        self._steps += 1
+        return None
+
+    def _found_inf(self, optimizer: Any, scale: Tensor | None) -> Tensor | None:
+        """Above 0 if a gradient of the optimizer is not finite; None without gradient or scale."""
+        if scale is None:
+            return None
+        state = self._scaler._per_optimizer_states[id(optimizer)]
+        by_device = state["found_inf_per_device"]
+        if not by_device:
+            return None
+        flags = [flag.to(scale.device, non_blocking=True) for flag in by_device.values()]
+        # `stack` copies them, since update adds the flags of all optimizers to the first of them.
+        return torch.stack(flags).sum()
+
+    def _log_found(self, optimizer: torch.optim.Optimizer, flag: Tensor | None) -> None:
+        steps, flags = self._found.setdefault(optimizer, ([], _Values()))
+        if flag is not None:
+            steps.append(self._steps)
+            flags.append(flag)
+
+    @property
+    def scales(self) -> list[float]:
+        """The scale in force at each step; the one to come after the last is not among them."""
+        if not self._scaler.is_enabled():
+            return [1.0] * self._steps
+        return self._scales.tolist()
+
+    @property
+    def skipped(self) -> list[int]:
+        """Numbers of the steps, from 0, at which at least one optimizer's step was skipped."""
+        return sorted(set().union(*self.skipped_by))
+
+    @property
+    def skipped_by(self) -> list[list[int]]:
+        """The same for each optimizer, in the order in which they first stepped."""
+        skipped = []
+        for steps, flags in self._found.values():
+            found = flags.tolist()
+            skipped.append(list(itertools.compress(steps, found)))
+        return skipped
+
+    def plot(self):
+        """The scale at each step, with the skipped steps marked; `NumericsError` without steps."""
+        from amp_lab import plots  # matplotlib only where a figure is drawn
+
+        if not self._steps:
+            raise NumericsError(
+                "ScaleLog: no step was logged; call scaler.update() while it is open"
+            )
+        return plots.scale_over_time(self.scales, self.skipped)
+
+    def close(self) -> None:
+        """Stop logging and leave the scaler as it was; nothing happens the second time."""
+        if self._open:
+            self._restore("step", self._log_step)
+            self._restore("update", self._log_update)
+        self._open = False
+
+    def _restore(self, name: str, ours: Callable) -> None:
+        """Give the scaler the method back that it had."""
+        own = vars(self._scaler)
+        if own.get(name) != ours:
+            return  # wrapped by someone else since; ours then only passes the call on
+        del own[name]
+        if self._before[name] is not None:
+            own[name] = self._before[name]
+
+    def __enter__(self) -> "ScaleLog":
+        return self
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        add_note(exc_val, "ScaleLog")
+        self.close()
+
+    def __repr__(self) -> str:
+        scales = self.scales
+        if not scales:
+            return "ScaleLog: no steps yet"
+        text = f"ScaleLog: {plural(len(scales), 'step')}, {len(self.skipped)} skipped"
+        if not self._scaler.is_enabled():
+            return f"{text}; the scaler is disabled"
+        low = min(scales)
+        text += f"; scale {scales[0]:g} at first, {scales[-1]:g} at the last, lowest {low:g}"
+        if low < 1:
+            text += f". {_BELOW_ONE.text}"
+        return text
+
+
+class _Values:
+    """Numbers that stay on their device until they are read, in few pieces however many."""
+
+    PIECE = 1024  # each single number takes 512 bytes of a GPU's memory
+
+    def __init__(self):
+        self._pieces: list[Tensor] = []
+
+    def append(self, value: Tensor) -> None:
+        self._pieces.append(value.reshape(1))
+        if len(self._pieces) == self.PIECE:
+            self._pieces = [torch.cat(self._pieces)]
+
+    def tolist(self) -> list[float]:
+        if not self._pieces:
+            return []
+        return torch.cat(self._pieces).tolist()

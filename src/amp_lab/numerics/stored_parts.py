@@ -1,0 +1,53 @@
+"""The tensors that a subclass such as torchao's quantized weights keeps its values in."""
+
+import functools
+import warnings
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from amp_lab.core.errors import AmpLabWarning
+
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+_can_compute: dict[type, bool] = {}
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensor itself, or what a subclass without sums and comparisons is stored as.
+
+    Empty of a subclass that does not say what it is stored as; it warns about that, once.
+    """
+    if type(tensor) in _PLAIN or _computes(tensor):
+        return [tensor]
+    if not is_traceable_wrapper_subclass(tensor):
+        _warn(type(tensor))
+        return []
+    names, _ = tensor.__tensor_flatten__()
+    parts = []
+    for name in names:
+        parts += parts_of(getattr(tensor, name))
+    return parts
+
+
+def _computes(tensor: torch.Tensor) -> bool:
+    """Whether a class of tensors has what it takes to look for an inf or a NaN."""
+    kind = type(tensor)
+    if kind not in _can_compute:
+        try:
+            values = tensor.detach()
+            values.isfinite()
+            values.sum()
+            _can_compute[kind] = True
+        except (NotImplementedError, TypeError):  # of torchao, and where it returns NotImplemented
+            _can_compute[kind] = False
+    return _can_compute[kind]
+
+
+@functools.cache
+def _warn(kind: type) -> None:
+    message = (
+        f"the values of a {kind.__name__} are not looked at: it has neither sums nor "
+        "__tensor_flatten__"
+    )
+    warnings.warn(message, AmpLabWarning, stacklevel=2)

@@ -1,0 +1,400 @@
+"""Gradients that fp16 would lose, and the loss scale that keeps them."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from amp_lab.core.errors import NumericsError, first_line
+from amp_lab.core.remedies import remedy
+from amp_lab.core.report import Printed, Table, listed, percent
+from amp_lab.numerics.gradient_histogram import GradientCount, log2_of, together
+from amp_lab.tracing.backward import nodes_below
+
+# What autocast runs in low precision, by the name of its backward node. The gradient of an op's
+# output has the dtype of that output, so these are the nodes that fp16 gradients arrive at.
+_LOW_PRECISION_NODES = (
+    "Addbmm", "Addmm", "Addmv", "Addr", "Baddbmm", "Bmm", "Convolution", "CudnnConvolution",
+    "CudnnRnn", "Dot", "Linear", "MiopenConvolution", "MiopenRnn", "MkldnnConvolution",
+    "MkldnnLinear", "MkldnnRnnLayer", "Mm", "Mps", "Mv", "ScaledDotProduct", "SlowConv",
+    "ThnnConv", "ThnnFused",
+)  # fmt: skip
+_SCALE = remedy(
+    "underflow.scale",
+    "some loss scale keeps the gradients in fp16's range",
+    "A loss scale from {low} to {high} keeps 99.9 % of all and overflows none.",
+)
+_NO_SCALE = remedy(
+    "underflow.no_scale",
+    "the gradients span more than fp16's range, whatever the loss scale",
+    "No loss scale keeps 99.9 % and overflows none: {high}, the largest that does not overflow, "
+    "loses {lost:.2g} %. Use bf16, which has the range for all.",
+)
+_NONFINITE = remedy(
+    "underflow.nonfinite",
+    "some gradients are inf or NaN without any loss scale",
+    "{count:,} values are inf or NaN already: see find_nonfinite.",
+)
+_FP16_ALREADY = remedy(
+    "underflow.fp16_already",
+    "some gradients were computed in fp16",
+    "Some gradients were computed in fp16, which flushed the smallest to zero before they could be "
+    "counted. So it is not known how many fp16 loses, nor which loss scale keeps them. Compute the "
+    "loss again in fp32 or bf16, with fp32 weights and without fp16 autocast, to see that.",
+)
+_ABOUT = (
+    "zero %: of all values, those that are zero in any precision. Of the others, in fp16 "
+    "at each loss scale:",
+    "lost: zero; subn.: subnormal, with fewer bits; inf: overflow. keep at: the smallest "
+    "scale that loses at most 0.1 %.",
+)
+_ABOUT_HALF = (
+    "zero %: of all values, those that are zero, among them those that fp16 has flushed.",
+    "subn. %: of the others, those that are subnormal in fp16, with fewer bits.",
+)
+_HALF = (torch.float16, torch.complex32)
+_PLAIN_CELLS = (
+    "layer", "what", "values", "sample", "zero", "nonfinite", "smallest_scale", "largest_scale",
+)  # fmt: skip
+_Names: TypeAlias = dict[Tensor, str]  # of the parameters that require a gradient
+_RESHAPING = {"ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "Expand", "Alias"}
+
+
+@dataclass(frozen=True, repr=False)
+class UnderflowReport(Printed):
+    """What `gradient_underflow` found."""
+
+    rows: tuple[GradientCount, ...]  # outputs of layers as the forward pass goes, then parameters
+    outputs: GradientCount  # all outputs of layers together
+    parameters: GradientCount  # all parameters together
+    scales: tuple[float, ...]
+    unused: tuple[str, ...]  # parameters that require a gradient and get none from this loss
+
+    @property
+    def total(self) -> GradientCount:
+        """Outputs and parameters together."""
+        return together("", (self.outputs, self.parameters))
+
+    @property
+    def half(self) -> bool:
+        """Whether some gradients were fp16 already: what it has lost can then not be counted."""
+        return self.total.half
+
+    @property
+    def smallest_scale(self) -> float | None:
+        """The smallest power of two at which 99.9 % of all non-zero values stay so in fp16.
+
+        None if no scale does, without such values, and if `half`.
+        """
+        return self.total.smallest_scale
+
+    @property
+    def largest_scale(self) -> float | None:
+        """The largest power of two at which no value becomes infinite in fp16."""
+        return self.total.largest_scale
+
+    def __str__(self) -> str:
+        numbers = range(len(self.rows))
+        by_loss = sorted(numbers, key=lambda i: self._share_lost(self.rows[i]), reverse=True)
+        shown = sorted(by_loss[:20])
+        return self._table([self.rows[i] for i in shown]).text()
+
+    def _share_lost(self, row: GradientCount) -> float:
+        """The share that the first scale loses; if that is not known, the share of zeros."""
+        if not self.half:
+            return row.lost(self.scales[0])
+        if not row.values:
+            return 0.0
+        return row.zero / row.values
+
+    def _table(self, rows: Sequence[GradientCount] | None = None) -> Table:
+        if rows is None:
+            rows = self.rows
+        head = self._header()
+        return Table(
+            head,
+            [self._cells(row) for row in rows],
+            foot=[self._cells(self.outputs), self._cells(self.parameters)],
+            facts=self._facts(len(self.rows) - len(rows)),
+            caption=_FP16_ALREADY.text if self.half else "",
+            right=range(2, len(head)),
+        )
+
+    def _contents(self) -> dict[str, Any]:
+        contents = dict(vars(self))
+        contents["outputs"] = self._plain(self.outputs)
+        contents["parameters"] = self._plain(self.parameters)
+        contents["rows"] = [self._plain(row) for row in self.rows]
+        contents["half"] = self.half
+        return contents
+
+    def _plain(self, count: GradientCount) -> dict[str, Any]:
+        cells = {name: getattr(count, name) for name in _PLAIN_CELLS}
+        for scale in self.scales:
+            cells[f"lost at {scale:g}"] = None
+            if not self.half:
+                cells[f"lost at {scale:g}"] = count.zero_in_fp16(scale)
+        return cells
+
+    def plot(self):
+        """The exponents of all gradient values against fp16's range, one panel for each scale.
+
+        What fp16 has flushed already is not among them, if `half`.
+        """
+        from amp_lab import plots  # matplotlib only where a figure is drawn
+
+        histograms = {
+            self.outputs.what: self.outputs.histogram,
+            self.parameters.what: self.parameters.histogram,
+        }
+        return plots.exponents_against_fp16(histograms, self.scales)
+
+    def _header(self) -> list[str]:
+        cells = ["layer", "gradient of", "values", "zero %"]
+        if self.half:
+            return [*cells, "subn. %"]
+        for scale in self.scales:
+            cells += [f"lost % at {_power(scale)}", "subn. %"]
+            if self.total.inf_in_fp16(scale):
+                cells.append("inf %")
+        return [*cells, "keep at"]
+
+    def _cells(self, row: GradientCount) -> list[str]:
+        cells = [row.layer or "(model)", row.what, f"{row.values:,}", percent(row.zero, row.values)]
+        if self.half:
+            return [*cells, percent(row.subnormal_in_fp16(1.0), row.nonzero)]
+        for scale in self.scales:
+            cells.append(percent(row.zero_in_fp16(scale), row.nonzero))
+            cells.append(percent(row.subnormal_in_fp16(scale), row.nonzero))
+            if self.total.inf_in_fp16(scale):
+                cells.append(percent(row.inf_in_fp16(scale), row.nonzero))
+        return [*cells, _power(row.smallest_scale)]
+
+    def _facts(self, missing: int) -> list[str]:
+        """The lines below a table that leaves out so many rows."""
+        total = self.total
+        lines = []
+        if missing:
+            lines.append(f"… and {missing} that lose no more; see .rows.")
+        if self.half:
+            lines += _ABOUT_HALF
+        else:
+            lines += _ABOUT
+            lines += self._on_scales()
+        if total.nonfinite:
+            lines.append(_NONFINITE.said(count=total.nonfinite))
+        if self.unused:
+            lines.append(f"No gradient from this loss: {listed(self.unused)}.")
+        if total.sample:
+            off = f"{100 / total.sample**0.5:.2f} percentage points (95 %)"
+            lines.append(f"A sample was counted of large gradients: shares may be off by {off}.")
+        return lines
+
+    def _on_scales(self) -> list[str]:
+        """Which loss scales keep the gradients."""
+        smallest = self.smallest_scale
+        largest = self.largest_scale
+        if smallest is None or largest is None:
+            return []
+        low = _power(smallest)
+        high = _power(largest)
+        if smallest <= largest:
+            return [_SCALE.said(low=low, high=high)]
+        return [_NO_SCALE.said(high=high, lost=100 * self.total.lost(largest))]
+
+
+def gradient_underflow(
+    model: nn.Module, loss: Tensor, *, scales: Iterable[float] = (1.0, 2.0**8, 2.0**16)
+) -> UnderflowReport:
+    """Count, layer by layer, the gradient values that fp16 would lose at each loss scale.
+
+    `loss` is a scalar that `model` was used to compute, without a loss scale, and in fp32 or bf16.
+    Under fp16 autocast, or with fp16 weights, fp16 has lost its values before they can be counted.
+    Then `half` is true, no share that is lost and no smallest scale is given, and the report says
+    so first; zeros, and numbers that are subnormal in fp16, are still counted.
+
+    One backward pass runs from the loss, with the graph kept, so that ``loss.backward()`` still
+    works after it. No `.grad` is written.
+
+    Counted are the gradients that fp16 holds under autocast: those of the parameters, and those
+    that arrive at the outputs of matrix products, convolutions and recurrent layers. These are
+    named after the module whose parameters the op uses or, for a product of activations as in
+    attention, after that of the nearest parameters before it. Each value counts as it would be
+    after ``(gradient * scale).to(torch.float16)``; of a sparse gradient the stored values count, of
+    a complex one real and imaginary parts. Scales are powers of two, as `GradScaler`'s are. The
+    histogram is that of Micikevicius et al., "Mixed Precision Training", 2018, figure 3.
+    Of 262,144 values or more a sample is counted, always the same one, with the extremes, so that
+    `largest_scale` is exact. The report says how far a share may be off.
+
+    Raises `NumericsError` if no parameter requires a gradient, a scale is no power of two from
+    2^-64 to 2^64, or the loss is no scalar, does not lead to the model, or has no graph, one that
+    was freed, or a compiled one.
+    """
+    scales = tuple(float(scale) for scale in scales)
+    parameters = _checked(model, loss, scales)
+    arrivals = _low_precision_nodes(loss, parameters, _factors(model, parameters))
+    gradients = _backward(loss, list(parameters), arrivals)
+    outputs = [row for row in dict.fromkeys(arrivals.values()) if row.values]
+    half = _has_fp16(loss)
+    for output in outputs:
+        output.half = half
+    rows = []
+    unused = []
+    for name, gradient in zip(parameters.values(), gradients, strict=True):
+        if gradient is None:
+            unused.append(name)
+            continue
+        layer, _, what = name.rpartition(".")
+        row = GradientCount(layer, what, half=half)
+        row.add((gradient,))
+        rows.append(row)
+    if not rows:
+        raise NumericsError("gradient_underflow: the loss does not depend on the model")
+    return UnderflowReport(
+        rows=(*outputs, *rows),
+        outputs=together("outputs", outputs),
+        parameters=together("parameters", rows),
+        scales=scales,
+        unused=tuple(unused),
+    )
+
+
+def _checked(model: object, loss: object, scales: tuple[float, ...]) -> _Names:
+    """The names of the parameters that require a gradient; `NumericsError` for what cannot be."""
+    for scale in scales:
+        log2_of(scale)  # raises for what is no power of two
+    if not scales:
+        raise NumericsError("gradient_underflow: scales is empty; give at least one")
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise NumericsError(f"gradient_underflow: the model must be an nn.Module, not {kind}")
+    parameters: _Names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise NumericsError("gradient_underflow: no parameter of the model requires a gradient")
+    _check_loss(loss)
+    return parameters
+
+
+def _check_loss(loss: object) -> None:
+    """Raise `NumericsError` for what is no single number with a graph."""
+    complaint = "gradient_underflow: the loss must be one number, not"
+    if not isinstance(loss, Tensor):
+        raise NumericsError(f"{complaint} {type(loss).__name__}")
+    if loss.numel() != 1:
+        raise NumericsError(f"{complaint} {tuple(loss.shape)}")
+    if loss.grad_fn is None:
+        raise NumericsError(
+            "gradient_underflow: the loss has no graph; compute it with gradients enabled, and "
+            "pass the tensor itself, not .item() or .detach()"
+        )
+
+
+def _factors(model: nn.Module, parameters: _Names) -> _Names:
+    """The names of the parameters where they are multiplied.
+
+    Tied weights are multiplied by the head, though the embedding's name comes before.
+    """
+    factors = dict(parameters)
+    for name, module in reversed(list(model.named_modules())):
+        if isinstance(module, nn.Linear):
+            weight = module._parameters.get("weight")
+            if weight is not None:  # else it is computed
+                factors[weight] = f"{name}.weight"
+    return factors
+
+
+def _has_fp16(loss: Tensor) -> bool:
+    """Whether the gradient of anything that the loss was computed from is fp16."""
+    for node in nodes_below([loss.grad_fn]):
+        if any(gradient.dtype in _HALF for gradient in node._input_metadata):
+            return True
+    return False
+
+
+def _backward(
+    loss: Tensor, parameters: list[Tensor], arrivals: dict[Node, GradientCount]
+) -> Sequence[Tensor | None]:
+    """The gradients of the parameters, while those that arrive at nodes are counted."""
+    hooks = [node.register_prehook(row.add) for node, row in arrivals.items()]
+    try:
+        # The graph is kept for the caller, who has yet to call backward.
+        return torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+    except RuntimeError as error:
+        reason = first_line(error).partition(". ")[0]
+        raise NumericsError(
+            f"gradient_underflow: no backward pass from this loss ({reason}); call it before "
+            "loss.backward(), with the loss of a model that is not compiled"
+        ) from error
+    finally:
+        for hook in hooks:  # also after an error: they would count on in the caller's backward
+            hook.remove()
+
+
+def _low_precision_nodes(
+    loss: Tensor, parameters: _Names, factors: _Names
+) -> dict[Node, GradientCount]:
+    """The nodes that fp16 gradients arrive at, first op first, and where each is counted."""
+    nodes = nodes_below([loss.grad_fn])
+    low = [node for node in nodes if node.name().startswith(_LOW_PRECISION_NODES)]
+    low.sort(key=lambda node: node._sequence_nr())  # as the forward pass ran them
+    arrivals: dict[Node, GradientCount] = {}
+    shared: dict[object, GradientCount] = {}  # as by the steps of a recurrent network
+    products: Counter[tuple[str, str]] = Counter()
+    for node in low:
+        op = _op_of(node).lower()
+        weights = _weights_of(node, factors)
+        if weights:  # a layer's product
+            row = GradientCount(_layer_of(weights[-1]), f"output of {op}")
+            arrivals[node] = shared.setdefault((weights, op), row)
+        else:  # one of activations, as in attention
+            layer = _layer_of(_nearest(node, parameters))
+            products[layer, op] += 1
+            arrivals[node] = GradientCount(layer, f"output of {op} {products[layer, op]}")
+    return arrivals
+
+
+def _op_of(node: Any) -> str:
+    return node.name().partition("Backward")[0]
+
+
+def _layer_of(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _weights_of(node: Any, factors: _Names) -> tuple[str, ...]:
+    """The parameters among the inputs of an op, which are the layer's own."""
+    inputs = [_parameter_behind(inner, factors) for inner, _ in node.next_functions]
+    return tuple(name for name in inputs if name)
+
+
+def _parameter_behind(node: Any, factors: _Names) -> str | None:
+    """The parameter that this input of an op is, behind casts and transpositions."""
+    while node is not None:
+        if hasattr(node, "variable"):  # AccumulateGrad
+            return factors.get(node.variable)
+        if _op_of(node) not in _RESHAPING:
+            return None
+        node = node.next_functions[0][0]
+    return None
+
+
+def _nearest(node: Any, parameters: _Names) -> str:
+    """The parameter that the fewest ops lie between and this node."""
+    for below in nodes_below([node]):
+        if hasattr(below, "variable") and below.variable in parameters:
+            return parameters[below.variable]
+    return ""
+
+
+def _power(scale: float | None) -> str:
+    """A scale, which is a power of two, as people write it."""
+    if scale is None:
+        return "none"
+    power = log2_of(scale)
+    if abs(power) <= 3:
+        return f"{scale:g}"
+    return f"2^{power}"

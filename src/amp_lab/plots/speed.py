@@ -1,0 +1,142 @@
+"""Times, rates and speed-ups, and the limits of a device."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from amp_lab.core.timing import Estimate, Ratio
+from amp_lab.plots import style
+from amp_lab.plots.style import COLOURS, Look
+
+_TICK: Look = {"color": "black", "linewidth": 2}  # of a limit on a bar
+_ROOF_DASHES = ["-", "--", ":", "-."]
+_POINT_MARKS = "osD^vP*X"
+Bar = tuple[str, str, Estimate | None, float | None, str]
+"""Precision, rung, milliseconds, those at the limit, and the text beside the bar."""
+Point = tuple[str, str, float, Estimate]
+"""Label, precision, FLOPs per byte, and FLOP/s."""
+
+
+def speed_ladder(panels: Mapping[str, Sequence[Bar]]) -> Figure:
+    """Bars of time from the lowest rung to the highest, and a tick where the device's limit is.
+
+    `panels[title]` has (precision, rung, milliseconds, those at the limit, text beside the bar).
+    """
+    heights = [len(bars) + 1.5 for bars in panels.values()]
+    height = 0.26 * sum(heights) + 0.6
+    size = (8.0, height)
+    count = len(panels)
+    figure, axes = style.rows(count, size, height_ratios=heights)
+    has_limits = False
+    for ax, title, bars in style.by_panel(axes, panels):
+        names: list[str] = []
+        for y, bar in enumerate(bars):
+            precision, rung, milliseconds, limit, text = bar
+            names.append(f"{precision} {rung}")
+            _rung_bar(ax, y, precision, milliseconds, text)
+            if limit is not None:
+                has_limits = True
+                _limit_tick(ax, y, limit)
+        style.name_rows(ax, names, room=0.12)
+        ax.set_xlim(left=0)  # margins would begin the bars left of 0
+        ax.set_title(title, fontsize=10, loc="left")
+    x_label = "time of a step (ms)"
+    if has_limits:
+        x_label += "; black: the limit of the device"
+    lowest = axes[-1]
+    lowest.set_xlabel(x_label)
+    return figure
+
+
+def _rung_bar(ax: Axes, y: int, precision: str, time: Estimate | None, text: str) -> None:
+    """The bar of a rung; without a time, its text alone."""
+    look = style.look_of(precision, height=0.75)
+    if time is None:
+        style.bar(ax, y, 0, text, **look)
+        return
+    style.measured_bar(ax, y, time, text, **look)
+
+
+def _limit_tick(ax: Axes, y: int, limit: float) -> None:
+    lower_end = y - 0.45
+    upper_end = y + 0.45
+    ax.plot([limit, limit], [lower_end, upper_end], **_TICK)
+
+
+def roofline(roofs: Mapping[str, float], bytes_per_s: float, points: Sequence[Point]) -> Figure:
+    """FLOP/s against FLOPs per byte, both logarithmic, below the roofs of each precision.
+
+    `roofs` is {precision: FLOP/s}; `points` are (label, precision, FLOPs per byte, FLOP/s).
+    """
+    figure, ax = style.subplots(size=(8.0, 4.2))
+    _roofs(ax, roofs, bytes_per_s, points)
+    labels = dict.fromkeys(label for label, *_ in points)
+    marker_of = dict(zip(labels, _POINT_MARKS, strict=False))
+    for label, precision, intensity, achieved in points:
+        marker = marker_of[label]
+        look: Look = {
+            "color": COLOURS[precision],
+            "markersize": 8,
+            "markeredgecolor": "black",
+        }
+        style.measured_line(ax, [intensity], [achieved], marker, **look)
+    # The legend has them without a precision's colour.
+    grey: Look = {"color": style.STRONG_GRID, "markeredgecolor": "black"}
+    for label, marker in marker_of.items():
+        ax.plot([], [], marker, label=label, **grey)
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    style.label(ax, "FLOPs per byte moved", "FLOP/s")
+    style.legend_beside(figure, "outside right upper", fontsize=9)
+    return figure
+
+
+def _roofs(
+    ax: Axes, roofs: Mapping[str, float], bytes_per_s: float, points: Iterable[Point]
+) -> None:
+    """The limit of each precision, over a range that has all points."""
+    intensities = [intensity for _, _, intensity, _ in points]
+    lowest = min([1.0, *intensities])
+    highest = max([100.0, *intensities])
+    low = lowest / 2
+    high = highest * 4
+    for (precision, flops_per_s), dash in zip(roofs.items(), _ROOF_DASHES, strict=False):
+        ridge = flops_per_s / bytes_per_s  # left of it, memory is the limit
+        x = [low, ridge, high]
+        lowest_rate = low * bytes_per_s
+        y = [lowest_rate, flops_per_s, flops_per_s]
+        colour = COLOURS[precision]
+        label = f"limit in {precision}"
+        ax.plot(x, y, dash, color=colour, label=label)
+
+
+def best_speedups(machines: Mapping[str, Mapping[str, Ratio]]) -> Figure:
+    """Bars of the best speed-up of each workload, side by side: `machines[name][workload]`."""
+    workloads: dict[str, None] = {}  # a set in order
+    for speedup_of in machines.values():
+        workloads |= dict.fromkeys(speedup_of)
+    names = list(workloads)
+    count = len(machines)
+    height = 0.3 * len(names) * count + 1.4
+    figure, ax = style.subplots(size=(8.0, height))
+    bar_height = 0.8 / count
+    last = max(1, count - 1)
+    for i, (machine, speedup_of) in enumerate(machines.items()):
+        grey = 0.15 + 0.6 * i / last
+        look: Look = {
+            "color": str(grey),
+            "height": bar_height,
+            **style.EDGED,
+        }
+        offset = i * bar_height
+        for name, speedup in speedup_of.items():
+            y = names.index(name) + offset
+            text = f"{speedup.median:.2f}x"
+            style.measured_bar(ax, y, speedup, text, **look)
+        ax.barh([0], [0], label=machine, **look)  # for the legend, whatever could be measured
+    middle = 0.4 - bar_height / 2
+    style.name_rows(ax, names, room=0.12, middle=middle)
+    ax.set_xlabel("best speed-up over fp32 eager on the same device")
+    style.legend_beside(figure, "outside lower center", ncols=2, fontsize=9)
+    return figure

@@ -1,0 +1,29 @@
+"""Training runs: losses, accuracies and scores, and the loss scale with what it does."""
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from amp_lab.plots import style
+from amp_lab.plots.style import COLOURS, Look, Values
+
+
+def training_curves(curves: Mapping[str, Values], what: str) -> Figure:
+    """A measure {"train": [...], "test": [...]} of each epoch; `what` is its name."""
+    figure, ax = style.subplots()
+    colour = COLOURS["fp32"]
+    forms = ["--o", "-o"]
+    for (part, values), form in zip(curves.items(), forms, strict=True):
+        epochs = range(1, len(values) + 1)
+        look: Look = {"color": colour, "label": part}
+        ax.plot(epochs, values, form, **look)
+    style.label(ax, "epoch", what, legend="best")
+    return figure
+
+
+def scale_over_time(scales: Values, skipped: Sequence[int]) -> Axes:
+    """The loss scale before each step, on a log2 axis, and the steps that were skipped."""
+    _, ax = style.subplots()
+    style.stairs(ax, scales, skipped, markersize=8)
+    return style.label(ax, "step", "loss scale", legend="lower right")

@@ -1,0 +1,450 @@
+"""What an X-ray advises to look at: softmax and norms in a low dtype, casts, small layers, …
+
+A rule is a function that yields lines: to add one, write it and add it to `RULES`, at the end.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from amp_lab.core.backends import backend
+from amp_lab.core.cpu import NO_PRIMITIVE_REMEDY, lstm_error
+from amp_lab.core.remedies import remedy
+from amp_lab.core.report import bytes_text, dtype_name, listed, percent, short_name
+from amp_lab.tracing.ops_seen import LOWER_DTYPES, largest_whole_number
+from amp_lab.tracing.records import LOSS, Cast, OpRecord, is_of_loss, place_of, places_of, work_of
+from amp_lab.tracing.running_module import Outputs
+from amp_lab.tracing.tracer import NORMS, Tracer
+
+LARGE = 0.05  # of all work, or of all bytes written: an op of this share is large
+_TINY = 0.01  # of all work: what does less is not worth a line
+
+_SOFTMAX = {"_softmax", "_log_softmax", "_safe_softmax"}
+
+_LOSS_IN_LOW_PRECISION = remedy(
+    "xray.loss_in_low_precision",
+    "an op of the loss runs in fp16 or bf16",
+    "{where}: its {op} {what}: compute the loss outside autocast, from output.float().",
+)
+_LOSS_IN_THE_MODEL = remedy(
+    "xray.loss_in_the_model",
+    "an op of a loss that the model itself computes runs in fp16 or bf16, and it returns logits",
+    "{where}: its {op} {what}, inside the model: call the model without targets, and compute the "
+    "loss outside autocast from its output{place}, cast by .float().",
+)
+_LOSS_ALONE = remedy(
+    "xray.loss_alone",
+    "an op of a loss that the model itself computes runs in fp16 or bf16, and it returns no logits",
+    "{where}: its {op} {what}, inside the model: let the model return what the loss is computed "
+    "from, and compute the loss outside autocast, from output.float().",
+)
+_NO_RULE = remedy(
+    "xray.no_rule",
+    "autocast has no rule for a matmul, such as grouped_mm of experts, and leaves it in fp32",
+    "autocast on {device} has no rule that casts this call: cast its operands where it is called, "
+    "x.to(torch.{dtype}), or, in a library's model, cast weights and inputs once, "
+    "model.to(torch.{dtype}), and leave autocast off",
+)
+_ROWS_OF_THE_INPUT = remedy(
+    "xray.rows_of_the_input",
+    "a number of rows, which is batch x tokens, is no multiple of 8",
+    "Numbers of rows come from this input, as its batch x tokens, and not from the model: give "
+    "the input that you will train with.",
+)
+_FROZEN = remedy(
+    "xray.frozen",
+    "no parameter of a model requires a gradient, so that autocast casts all weights in each call",
+    "No parameter requires a gradient, so autocast keeps no cast of a weight: each use casts it "
+    "anew, {size} in this forward pass. Cast weights and inputs once, model.to(torch.{dtype}), and "
+    "leave autocast off.",
+)
+_OTHER_HALF = remedy(
+    "xray.other_half",
+    "autocast casts weights from one 16-bit format to the other",
+    "Autocast casts weights in {own} to {low}, {loss}: give autocast dtype=torch.{dtype}, or keep "
+    "the weights in fp32, model.float().",
+)
+_LOST_IN = {
+    torch.float16: "which makes those above 65504 inf and small ones 0",
+    torch.bfloat16: "which leaves them 8 bits",
+}
+_INTEGERS = remedy(
+    "xray.integers",
+    "autocast casts whole numbers to 16 bits, such as positions of tokens",
+    "{called} in {where}: autocast casts whole numbers to {low}, which has all of them only up to "
+    "{most:,}. If they are positions or counts that can be larger, compute this in fp32: "
+    "with torch.autocast({device!r}, enabled=False).",
+)
+_MIXED_OP = remedy(
+    "xray.mixed_op",
+    "an op that is not torch's gets fp32 and 16 bits under autocast, which has no rule for it",
+    "{op} in {where} gets {mixed}: autocast has no rule for the op and casts none of them. If its "
+    "kernel takes one dtype alone, as that of flash attention does, cast them before the call, "
+    "{casts}; or give autocast a rule, torch.library.register_autocast({op!r}, {device!r}, "
+    "torch.{dtype}); or, if an autograd.Function calls the op, write above its forward "
+    "@torch.amp.custom_fwd(device_type={device!r}, cast_inputs=torch.{dtype}) and above its "
+    "backward @torch.amp.custom_bwd(device_type={device!r}).",
+)
+
+
+def advise(trace: Tracer, raised: str | None) -> list[str]:
+    """Sentences on what autocast did to a model; `raised` is what it made fail.
+
+    Without autocast there is little to look at: a loss in the dtype that the model is cast to.
+    """
+    lines = []
+    if raised is not None:
+        lines.append(f"Only under autocast: {raised}. The table ends there.")
+    rules = RULES if trace.dtype in LOWER_DTYPES else _WITHOUT_AUTOCAST
+    for rule in rules:
+        lines += rule(trace)
+    return lines
+
+
+def _verdict(trace: Tracer) -> Iterator[str]:
+    """What autocast brings, as far as that is known without timing: the work, and the bytes."""
+    if trace.error is not None or not trace.rows:
+        return
+    yield f"{_share_of_work(trace)}{_change_in_bytes(trace)}."
+
+
+def _share_of_work(trace: Tracer) -> str:
+    low = short_name(trace.dtype)
+    low_work = work_of(filter(_is_low, trace.rows))
+    if not low_work:
+        return f"Autocast does not speed this model up: none of its work is done in {low}"
+    return f"{percent(low_work, work_of(trace.rows))} % of the work is done in {low}"
+
+
+def _change_in_bytes(trace: Tracer) -> str:
+    """How much less the forward pass writes than in fp32; empty if it writes as much."""
+    saved = sum(map(_saved_bytes, trace.rows))
+    casts = sum(cast.nbytes for cast in trace.casts)
+    if saved > casts:
+        bytes_in_fp32 = saved + sum(row.nbytes for row in trace.rows)
+        share = percent(saved - casts, bytes_in_fp32)
+        return f"; the forward pass writes {share} % less than in fp32, the casts included"
+    if not casts:
+        return ""
+    low = short_name(trace.dtype)
+    weights = sum(cast.nbytes for cast in trace.casts if cast.is_of_parameter)
+    return (
+        f"; in bytes {low} saves nothing in this forward pass: casts write {bytes_text(casts)} "
+        f"({bytes_text(weights)} for weights, with any batch), and results take only "
+        f"{bytes_text(saved)} less than in fp32"
+    )
+
+
+def _saved_bytes(row: OpRecord) -> int:
+    """How much less an op writes than in fp32, where each low result takes two bytes more."""
+    results = zip(row.out_shapes, row.out_dtypes, strict=True)
+    return sum(2 * math.prod(shape) for shape, dtype in results if dtype in LOWER_DTYPES)
+
+
+def _refused_by_this_cpu(trace: Tracer) -> Iterator[str]:
+    """An LSTM that torch cannot run on the CPU at hand, which fake tensors do not show."""
+    if trace.device_type != "cpu":
+        return
+    facts = []
+    for row in trace.rows:
+        if row.op == "lstm" and _is_low(row) and not _is_projected(row):
+            # torch chooses the kernel by the input as the model gives it, before autocast casts.
+            facts.append((row, (row.dtype, row.given_dtype)))
+    for subject, _, (dtype, given_dtype) in _group_rows(facts):
+        error = lstm_error(dtype, with_gradients=True, input_dtype=given_dtype)
+        if error is None:
+            continue
+        failure = f"{subject} fails in {short_name(dtype)} on this CPU"
+        if lstm_error(dtype, with_gradients=False, input_dtype=given_dtype) is None:
+            failure += " when it trains"
+        yield f"{failure}: torch raises {error!r}. {NO_PRIMITIVE_REMEDY}."
+
+
+def _is_projected(row: OpRecord) -> bool:
+    """Whether an LSTM has projections (`proj_size`), which torch runs without oneDNN."""
+    weights = [shape for shape in row.in_shapes if len(shape) == 2]
+    return len({shape[0] for shape in weights}) > 1
+
+
+def _loss_in_low_precision(trace: Tracer) -> Iterator[str]:
+    loss_rows = [row for row in trace.rows if is_of_loss(row)]
+    in_fp32_too = {(row.module, row.called) for row in loss_rows if not _is_low(row)}
+    facts = []
+    for row in filter(_is_low, loss_rows):
+        what = f"runs in {short_name(row.dtype)}, so the loss is computed in low precision"
+        if (row.module, row.called) in in_fp32_too:
+            what = f"runs in {short_name(row.dtype)}, and the fp32 loss is computed from that"
+        is_outside = row.module == LOSS
+        place = None if is_outside else _logits_among(trace.outputs, row)
+        facts.append((row, (row.op.strip("_"), what, is_outside, place)))
+    for subject, _, (op, what, is_outside, place) in _group_rows(facts):
+        if is_outside:
+            yield _LOSS_IN_LOW_PRECISION.said(where=subject, op=op, what=what)
+        elif place is None:
+            yield _LOSS_ALONE.said(where=subject, op=op, what=what)
+        else:
+            quoted = f" {place!r}" if place else ""
+            yield _LOSS_IN_THE_MODEL.said(where=subject, op=op, what=what, place=quoted)
+
+
+def _logits_among(outputs: Outputs, row: OpRecord) -> str | None:
+    """The place of the output that an op of a loss was computed from, as far as sizes tell."""
+    loss_shape = row.in_shapes[0]
+    candidates = []
+    for place, (dtype, shape) in outputs.items():
+        if dtype in LOWER_DTYPES and shape[-1:] == loss_shape[-1:] != ():
+            candidates.append(place)
+    for place in candidates:
+        if "logits" in place:
+            return place
+    return next(iter(candidates), None)
+
+
+def _work_left_wide(trace: Tracer) -> Iterator[str]:
+    facts = []
+    for row in trace.rows:
+        if row.flops and not _is_low(row):
+            facts.append((row, (row.dtype, _reason_to_stay_wide(row, trace))))
+    for subject, rows, (dtype, reason) in _group_rows(facts):
+        share = work_of(rows) / work_of(trace.rows)
+        untouched = _is_untouched(rows, trace.rows)
+        least_share = _TINY if untouched else LARGE
+        if share < least_share:
+            continue
+        what = " autocast leaves it untouched," if untouched else ""
+        kept = short_name(dtype) if dtype else "complex numbers or integers"
+        stays = f"{100 * share:.1f} % of the work stays in {kept}"
+        yield f"{subject}:{what} {stays}, because {reason}."
+
+
+def _large_op_in_fp32(trace: Tracer) -> Iterator[str]:
+    written = sum(row.nbytes for row in trace.rows)
+    facts = []
+    for row in trace.rows:
+        if row.widened and row.dtype is torch.float32 and not row.flops:
+            facts.append((row, None))
+    for subject, rows, _ in _group_rows(facts):
+        size = sum(row.nbytes for row in rows)
+        if size < LARGE * written:
+            continue
+        yield (
+            f"{subject} stays in fp32, because autocast on {trace.device_type} runs it so: it "
+            f"writes {bytes_text(size)}, {100 * size / written:.0f} % of all."
+        )
+
+
+def _rounded_softmax_and_norms(trace: Tracer) -> Iterator[str]:
+    facts = []
+    for row in trace.rows:
+        if row.op not in _SOFTMAX | NORMS or not _is_low(row):
+            continue
+        if is_of_loss(row):  # the loss has a remark of its own
+            continue
+        # On CUDA a softmax may take low precision and return fp32, which rounds nothing.
+        if all(dtype in LOWER_DTYPES for dtype in row.out_dtypes):
+            facts.append((row, row.dtype))
+    for subject, _, dtype in _group_rows(facts):
+        runs = f"{subject} runs in {short_name(dtype)} on {trace.device_type}"
+        yield f"{runs}: its input and its output are rounded to it."
+
+
+def _cast_there_and_back(trace: Tracer) -> Iterator[str]:
+    low = short_name(trace.dtype)
+    for subject, _, wanted_by in _group_rows(trace.bounces):
+        yield (
+            f"{subject}: autocast takes its input from {low} to fp32, and its output back to {low} "
+            f"for {wanted_by}."
+        )
+
+
+def _sizes_of_no_whole_tile(trace: Tracer) -> Iterator[str]:
+    work = work_of(trace.rows)
+    large = [row for row in trace.rows if row.flops > _TINY * work and _is_low(row)]
+    rows = sorted(filter(_odd_sizes, large), key=lambda row: -row.flops)
+    if not rows or backend(trace.device_type).is_host:
+        return
+    facts = [(row, _odd_sizes(row)) for row in rows]
+    texts = [f"{subject}: {sizes}" for subject, _, sizes in _group_rows(facts)]
+    shown = texts[:3]
+    more = ""
+    if len(texts) > 3:
+        more = f"; and {len(texts) - 3} more"
+    advice = ""
+    if any(" rows" in text for text in shown):
+        advice = f" {_ROWS_OF_THE_INPUT.text}"
+    why = "Matrix units take multiples of 8, but not so the sizes of"
+    share = percent(work_of(rows), work)
+    yield f"{why} {share} % of the work: {'; '.join(shown)}{more}.{advice}"
+
+
+def _parameters_cast_anew(trace: Tracer) -> Iterator[str]:
+    uses: Counter[tuple[str, torch.dtype]] = Counter()
+    for cast in trace.casts:
+        if cast.is_of_parameter and not cast.cached:
+            uses[cast.what, cast.to_dtype] += 1
+    repeated = [what.removeprefix("parameter ") for (what, _), n in uses.items() if n > 1]
+    if repeated:
+        yield (
+            f"{listed(repeated, 3)}: cast anew for each use, up to {max(uses.values())} times; "
+            "autocast caches only whole parameters in fp32 that require a gradient."
+        )
+
+
+def _weight_casts(trace: Tracer) -> list[Cast]:
+    return [cast for cast in trace.casts if cast.is_of_parameter]
+
+
+def _frozen(trace: Tracer) -> Iterator[str]:
+    casts = _weight_casts(trace)
+    if trace.is_frozen and casts:
+        size = bytes_text(sum(cast.nbytes for cast in casts))
+        yield _FROZEN.said(size=size, dtype=dtype_name(trace.dtype))
+
+
+def _other_half(trace: Tracer) -> Iterator[str]:
+    if trace.dtype not in LOWER_DTYPES:
+        return
+    weight_dtypes = {cast.from_dtype for cast in _weight_casts(trace)}
+    other_dtypes = weight_dtypes & set(LOWER_DTYPES) - {trace.dtype}
+    for dtype in other_dtypes:  # one at most, of the two
+        yield _OTHER_HALF.said(
+            own=short_name(dtype),
+            low=short_name(trace.dtype),
+            loss=_LOST_IN[trace.dtype],
+            dtype=dtype_name(dtype),
+        )
+
+
+def _integers(trace: Tracer) -> Iterator[str]:
+    if trace.dtype not in LOWER_DTYPES:
+        return
+    modules_by_function: dict[str, list[str]] = defaultdict(list)
+    for cast in trace.casts:
+        if not cast.of_integers or cast.to_dtype is not trace.dtype:
+            continue
+        modules = modules_by_function[cast.called]
+        if cast.module not in modules:
+            modules.append(cast.module)
+    for called, modules in modules_by_function.items():
+        yield _INTEGERS.said(
+            called=called,
+            where=_places(modules),
+            low=short_name(trace.dtype),
+            most=largest_whole_number(trace.dtype),
+            device=trace.device_type,
+        )
+
+
+def _mixed_op(trace: Tracer) -> Iterator[str]:
+    dtype = dtype_name(trace.dtype)
+    for call, modules in trace.mixed.items():
+        mixed = []
+        casts = []
+        for argument_dtype, names in call.arguments:
+            mixed.append(f"{listed(names)} in {short_name(argument_dtype)}")
+            if argument_dtype is not trace.dtype:
+                casts += [f"{name}.to(torch.{dtype})" for name in names]
+        yield _MIXED_OP.said(
+            op=call.op,
+            where=_places(modules),
+            mixed=" and ".join(mixed),
+            casts=", ".join(casts),
+            device=trace.device_type,
+            dtype=dtype,
+        )
+
+
+def _places(modules: Iterable[str]) -> str:
+    return listed([place_of(module) for module in modules], 3)
+
+
+def _without_gradient(trace: Tracer) -> Iterator[str]:
+    if trace.without_gradient:
+        yield f"The model cannot be trained: {trace.without_gradient}."
+
+
+def _backward_not_followed(trace: Tracer) -> Iterator[str]:
+    reason = trace.backward_not_followed
+    if reason:
+        yield f"Only the forward pass was followed: {reason}. Mixed dtypes there raise in training."
+
+
+# Each yields sentences, or none if it has nothing to say.
+RULES: tuple[Callable[[Tracer], Iterator[str]], ...] = (
+    _verdict,
+    _refused_by_this_cpu,
+    _loss_in_low_precision,
+    _work_left_wide,
+    _large_op_in_fp32,
+    _rounded_softmax_and_norms,
+    _cast_there_and_back,
+    _sizes_of_no_whole_tile,
+    _parameters_cast_anew,
+    _frozen,
+    _other_half,
+    _integers,
+    _mixed_op,
+    _without_gradient,
+    _backward_not_followed,
+)
+_WITHOUT_AUTOCAST = (_loss_in_low_precision, _backward_not_followed)
+
+
+def _is_low(row: OpRecord) -> bool:
+    return row.dtype in LOWER_DTYPES
+
+
+def _group_rows(pairs: Iterable[tuple[OpRecord, Any]]) -> Iterator[tuple[str, list[OpRecord], Any]]:
+    """Rows of one function and alike in a fact: ``linear in 'a', 'b'``, the rows, the fact."""
+    groups: dict[tuple[str, Any], list[OpRecord]] = defaultdict(list)
+    for row, fact in pairs:
+        groups[row.called, fact].append(row)
+    for (called, fact), rows in groups.items():
+        yield f"{called} in {places_of(rows)}", rows, fact
+
+
+def _reason_to_stay_wide(row: OpRecord, trace: Tracer) -> str:
+    device_type = trace.device_type
+    if row.op in backend(device_type).rnns_without_rule:
+        return f"autocast on {device_type} has no rule for the layer"
+    if not row.autocast:
+        return "autocast is switched off there"
+    if row.dtype is torch.float64:
+        return "autocast leaves fp64 alone"
+    if row.dtype is None:
+        return "autocast leaves alone what is no floating-point number"
+    if row.called.endswith("_") and not row.called.endswith("__"):
+        return "autocast does not cast for in-place ops"
+    return _NO_RULE.said(device=device_type, dtype=dtype_name(trace.dtype))
+
+
+def _is_untouched(wide_rows: list[OpRecord], rows: list[OpRecord]) -> bool:
+    """Whether nothing in the modules of the ops that stay wide is in low precision."""
+    modules = {row.module for row in wide_rows} - {"", LOSS}
+    dtypes: set[torch.dtype] = set()
+    for row in rows:
+        if row.module in modules:
+            dtypes.update(row.in_dtypes, row.out_dtypes)
+    return bool(modules) and dtypes.isdisjoint(LOWER_DTYPES)
+
+
+def _odd_sizes(row: OpRecord) -> str:
+    """The sizes of a product that are no multiples of 8."""
+    sizes = {}
+    if row.op == "convolution":
+        image, weight = row.in_shapes[:2]  # (N, C, …), (output channels, C per group, …)
+        if weight[1] == 1 < image[1]:
+            return "1 channel for each group (depthwise)"
+        sizes = {"input channels": image[1], "output channels": row.out_shapes[0][1]}
+    elif row.op in ("mm", "addmm"):
+        left, right = row.in_shapes[-2:]  # (rows, inner), (inner, columns)
+        sizes = {"input features": right[0], "output features": right[1]}
+        if left[0] > 8:
+            sizes["rows"] = left[0]
+    elif row.op in ("bmm", "baddbmm"):
+        left, right = row.in_shapes[-2:]  # with a batch in front
+        sizes = {"rows": left[1], "inner size": left[2], "columns": right[2]}
+    return ", ".join(f"{size:,} {what}" for what, size in sizes.items() if size % 8)

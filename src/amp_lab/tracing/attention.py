@@ -1,0 +1,226 @@
+"""Attention as one op: a call of it, its FLOPs, and how it runs on a device that is not here."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from amp_lab.core.backends import Backend
+from amp_lab.tracing.kernel_limits import require_alike
+from amp_lab.tracing.ops_seen import LOWER_DTYPES
+
+ATTENTION = "scaled_dot_product_attention"
+
+
+class Attention(NamedTuple):
+    """A call of `scaled_dot_product_attention`: its arguments, by their names and in their order.
+
+    Shapes: query (…, H, T, D), key (…, H, S, D), value (…, H, S, V); the output is (…, H, T, V).
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    def in_plain_ops(self) -> torch.Tensor:
+        """The output by attention's definition, without asking the device for a kernel."""
+        *tensors, scale, enable_gqa = self
+        return torch.ops.aten._scaled_dot_product_attention_math(
+            *tensors, scale=scale, enable_gqa=enable_gqa
+        )[0]
+
+    def flops(self) -> int:
+        """FLOPs of both matrix products, of every query with every key, also if it is causal."""
+        width = self.query.shape[-1] + self.value.shape[-1]
+        return 2 * self.query[..., 0].numel() * self.key.shape[-2] * width
+
+
+@contextmanager
+def attention_of(device: Backend) -> Iterator[None]:
+    """The block in which attention runs as on such a device, which is not asked for its kernel.
+
+    Where it is fused, by the first of `KERNELS` that the program allows and that takes the call.
+    """
+
+    def run(*args, **kwargs) -> torch.Tensor:
+        call = Attention(*args, **kwargs)
+        require_alike(ATTENTION, list(call[:3]))
+        if not device.fused_attention:
+            return call.in_plain_ops()
+        kernel = _kernel(call)
+        return kernel(call)
+
+    if device.is_host:
+        yield
+        return
+    with torch.library._scoped_library("aten", "IMPL") as library, _composite_attention(run):
+        # In the dispatcher, which comes after autocast, and which also sees the calls inside of
+        # nn.MultiheadAttention, as a mode for functions does not.
+        library.impl(ATTENTION, run, f"Autograd{device.key}", allow_override=True)
+        yield
+
+
+@contextmanager
+def _composite_attention(run: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """The block in which a mode that takes attention apart finds `run`.
+
+    It does so under inference_mode, where autograd is not there to take the op first.
+    """
+    kernels = torch.ops.aten.scaled_dot_product_attention.default.py_kernels
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    before = kernels.get(key)
+    kernels[key] = run
+    try:
+        yield
+    finally:
+        del kernels[key]
+        if before is not None:
+            kernels[key] = before
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """A kernel of CUDA's attention: whether the program allows it, and which calls it takes."""
+
+    is_allowed: Callable[[], bool]
+    takes: Callable[[Attention], bool]
+    run: Callable[[Attention], torch.Tensor]
+    source: str
+
+
+def _kernel(call: Attention) -> Callable[[Attention], torch.Tensor]:
+    """The first of `KERNELS` for a call; raises `RuntimeError` with torch's words for none."""
+    for kernel in KERNELS:
+        if kernel.is_allowed() and kernel.takes(call):
+            return kernel.run
+    raise RuntimeError("No available kernel. Aborting execution.")
+
+
+def _is_low(call: Attention) -> bool:
+    return call.query.dim() == 4 and call.query.dtype in LOWER_DTYPES
+
+
+def _same_heads(call: Attention) -> bool:
+    return call.query.shape[:2] == call.key.shape[:2] == call.value.shape[:2]
+
+
+def _heads_fit(call: Attention) -> bool:
+    """Whether flash and cuDNN take these heads: for GQA there may be fewer of keys and values."""
+    return call.enable_gqa or _same_heads(call)
+
+
+def _fits_flash(call: Attention) -> bool:
+    if not _is_low(call) or call.attn_mask is not None or not _is_ampere_or_later():
+        return False
+    is_square = call.query.size(-2) == call.key.size(-2)
+    if call.is_causal and not is_square:
+        return False
+    if not _heads_fit(call):
+        return False
+    head = call.query.size(-1)
+    if head > 256:
+        return False
+    return head == call.key.size(-1) == call.value.size(-1)
+
+
+def _fits_efficient(call: Attention) -> bool:
+    dtype = call.query.dtype
+    if call.query.dim() != 4 or dtype == torch.float64 or not _same_heads(call):
+        return False
+    if dtype == torch.bfloat16 and not _is_ampere_or_later():
+        return False
+    width = 8 if dtype in LOWER_DTYPES else 4  # numbers in the 16 bytes that it reads at once
+    return call.query.size(-1) % width == call.value.size(-1) % width == 0
+
+
+def _fits_cudnn(call: Attention) -> bool:
+    if not _is_low(call) or not _is_ampere_or_later() or not _heads_fit(call):
+        return False
+    return all(tensor.size(-1) % 8 == 0 and tensor.size(-1) <= 256 for tensor in call[:3])
+
+
+def _fits_plain_ops(call: Attention) -> bool:
+    return True
+
+
+def _is_ampere_or_later() -> bool:
+    return torch.cuda.get_device_capability() >= (8, 0)
+
+
+def _flash(call: Attention) -> torch.Tensor:
+    head = call.query.size(-1)
+    pad = -head % 8  # the kernel reads 16 bytes at a time, so torch pads what they do not divide
+    tensors = list(call[:3])
+    if pad:
+        tensors = [nn.functional.pad(tensor, (0, pad)) for tensor in tensors]
+    scale = call.scale
+    if scale is None:
+        scale = head**-0.5  # of the width before padding
+    result = torch.ops.aten._scaled_dot_product_flash_attention(
+        *tensors, call.dropout_p, call.is_causal, scale=scale
+    )[0]
+    if pad:
+        return result[..., :head]
+    return result
+
+
+def _efficient(call: Attention) -> torch.Tensor:
+    keeps_logsumexp = torch.is_grad_enabled()
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        *call[:3],
+        _added_mask(call),
+        keeps_logsumexp,
+        call.dropout_p,
+        call.is_causal,
+        scale=call.scale,
+    )[0]
+
+
+def _added_mask(call: Attention) -> torch.Tensor | None:
+    """The mask (…, H, T, S) in the dtype of the query, as a kernel adds it to the scores."""
+    mask = call.attn_mask
+    if mask is None:
+        return None
+    dtype = call.query.dtype
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
+    return mask.to(dtype).expand(*call.query.shape[:-1], call.key.size(-2))
+
+
+_SDP_UTILS = "ATen/native/transformers/cuda/sdp_utils.cpp"
+# cuDNN's is not here first, though torch prefers it on an H100: what it keeps is what flash keeps.
+KERNELS: tuple[AttentionKernel, ...] = (
+    AttentionKernel(
+        torch.backends.cuda.flash_sdp_enabled,
+        _fits_flash,
+        _flash,
+        f"{_SDP_UTILS}, can_use_flash_attention",
+    ),
+    AttentionKernel(
+        torch.backends.cuda.mem_efficient_sdp_enabled,
+        _fits_efficient,
+        _efficient,
+        f"{_SDP_UTILS}, can_use_mem_efficient_attention",
+    ),
+    AttentionKernel(
+        torch.backends.cuda.cudnn_sdp_enabled,
+        _fits_cudnn,
+        _efficient,  # cuDNN's keeps as much
+        f"{_SDP_UTILS}, can_use_cudnn_attention",
+    ),
+    AttentionKernel(
+        torch.backends.cuda.math_sdp_enabled,
+        _fits_plain_ops,
+        Attention.in_plain_ops,
+        f"{_SDP_UTILS}, select_sdp_backend",
+    ),
+)
+"""The kernels of attention on CUDA, in the order in which torch asks them."""

@@ -1,0 +1,48 @@
+"""An idle guard for a device that this torch was built without.
+
+torch asks a *device guard* for the current stream when it records for autograd or copies; without
+one the process ends. No public call gives it one, so `idle_guard` writes into libc10's table.
+"""
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amp_lab.core.backends import Backend
+from amp_lab.core.errors import DeviceError
+
+# std::array<std::atomic<DeviceGuardImplInterface*>, …> c10::impl::device_guard_impl_registry
+_REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
+
+
+@contextmanager
+def idle_guard(row: Backend) -> Iterator[None]:
+    """The block in which the device has ``meta``'s guard; `DeviceError` if it is out of reach."""
+    device_types: Any = torch._C._autograd.DeviceType
+    index = int(getattr(device_types, row.key))
+    meta_index = int(device_types.Meta)
+    pointers = ctypes.c_void_p * (1 + max(index, meta_index))  # one for each type of device
+    try:
+        libc10 = ctypes.CDLL(str(_path_of_libc10()))
+        guards = pointers.in_dll(libc10, _REGISTRY)
+    except (OSError, ValueError):  # no such library, or no such symbol, as on Windows
+        raise DeviceError(
+            f"device type {row.type!r}: torch {torch.__version__} on {sys.platform} cannot do "
+            "without the device: take 'cuda' or 'cpu'"
+        ) from None
+    before = guards[index]  # one, if this block is inside another
+    guards[index] = before or guards[meta_index]
+    try:
+        yield
+    finally:
+        guards[index] = before
+
+
+def _path_of_libc10() -> Path:
+    suffix = ".dylib" if sys.platform == "darwin" else ".so"
+    return Path(torch.__file__).parent / "lib" / f"libc10{suffix}"

@@ -1,0 +1,83 @@
+"""What to do about errors of torch that low precision causes, on fake tensors and on real ones."""
+
+import traceback
+from collections.abc import Iterator
+
+import torch
+
+from amp_lab.core.cpu import NO_PRIMITIVE, NO_PRIMITIVE_REMEDY
+from amp_lab.core.remedies import remedy
+from amp_lab.tracing.kernel_limits import REMEDIES_BY_MESSAGE
+from amp_lab.tracing.operands import remedies_for_writes
+
+_NO_KERNEL = remedy(
+    "dtype.no_kernel",
+    "an op has no kernel for 16 bits on the device that the model runs on",
+    "there is no kernel of this op for 16 bits: call .float() on what it gets",
+)
+_NO_KERNEL_SAYS = (
+    "not implemented for 'Half'",
+    "not implemented for 'BFloat16'",
+    "Low precision dtypes not supported",  # torch.linalg
+    "must be either float or double dtype",  # quantile
+)
+_TIPS = {  # by what an error says
+    "are unsafe to autocast": remedy(
+        "dtype.bce",
+        "binary cross-entropy of probabilities under autocast",
+        "use binary_cross_entropy_with_logits, on logits",
+    ).text,
+    "without overflow": remedy(
+        "dtype.fill_value",
+        "a mask is filled with a number that its dtype does not hold",
+        "use torch.finfo(x.dtype).min (or .max) instead of the number",
+    ).text,
+    "_to_copy.default encountered during backward but not found in storage": remedy(
+        "dtype.selective_checkpoint",
+        "regions of selective checkpointing use the same weight under autocast",
+        "two regions of selective checkpointing (context_fn) use a weight that autocast has cast "
+        "once: open autocast with cache_enabled=False; for a forecast, in the model's forward, "
+        "around the regions",
+    ).text,
+    NO_PRIMITIVE: NO_PRIMITIVE_REMEDY,
+    **dict.fromkeys(_NO_KERNEL_SAYS, _NO_KERNEL.text),
+    **REMEDIES_BY_MESSAGE,
+}
+_CUSTOM_FUNCTION = remedy(
+    "dtype.custom_function",
+    "the backward of an autograd.Function mixes dtypes, since it ignores autocast",
+    "under autocast the forward of {name} needs @torch.amp.custom_fwd(device_type={device!r}), its "
+    "backward @torch.amp.custom_bwd(device_type={device!r})",
+)
+
+_COPIED_VALUES = remedy(
+    "dtype.copied_values",
+    "torch.tensor makes a tensor of the values of others, which a fake tensor has not",
+    "torch.tensor copies values and cuts the graph, so that nothing before it gets a gradient: "
+    "write torch.stack([...])",
+)
+_NEEDS_VALUES = ("Found no NVIDIA driver", "its data is not allocated yet")
+
+
+def tips_for(error: Exception, op: str, device_type: str) -> list[str]:
+    """What to do about an error that is known; `op` is the one that failed, "" if that is not."""
+    message = str(error)
+    tips = [tip for phrase, tip in _TIPS.items() if phrase in message]
+    tips += remedies_for_writes(error, op, device_type)
+    if op == "tensor" and any(phrase in message for phrase in _NEEDS_VALUES):
+        tips.append(_COPIED_VALUES.text)
+    if "dtype" not in message:
+        return tips
+    for name in _functions_without_autocast(error):
+        tips.append(_CUSTOM_FUNCTION.said(name=name, device=device_type))
+    return tips
+
+
+def _functions_without_autocast(error: Exception) -> Iterator[str]:
+    """The names of `autograd.Function` subclasses that ignore autocast, in which it was raised."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        node = frame.f_locals.get("self")
+        if not isinstance(node, torch.autograd.function.BackwardCFunction):
+            continue
+        if not hasattr(node, "_fwd_used_autocast"):
+            yield type(node).__name__.removesuffix("Backward")

@@ -1,0 +1,470 @@
+"""The memory of a training step: a forecast, several side by side, and the largest batch."""
+
+import dataclasses
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from amp_lab.core.errors import AmpLabError, TraceError, first_line, with_type
+from amp_lab.core.precision import Precision
+from amp_lab.core.remedies import remedy
+from amp_lab.tracing.answered import answered
+from amp_lab.tracing.decisions import Decisions, NoValues, ValuesNeeded
+from amp_lab.tracing.fake_device import ModelRun
+from amp_lab.tracing.memory_advice import EIGHT_BIT, needs_eight_bit, ways_out
+from amp_lab.tracing.memory_result import MemoryForecast, MemoryTable
+from amp_lab.tracing.real_run import ModelCall, Passes
+from amp_lab.tracing.structures import map_tensors, named_tensors
+from amp_lab.tracing.training_step import LossFunction, TrainingStep, training_steps
+
+_EACH_BATCH = remedy(
+    "memory.each_batch",
+    "the largest batch of a model whose course depends on values",
+    "forecast each batch by itself, with forecast_memory and inputs that have values",
+)
+
+Shapes = Sequence[int] | Sequence[Sequence[int]]
+Dtypes = torch.dtype | Sequence[torch.dtype]
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchedInputs:
+    """The inputs of a model for any batch; values are of no importance.
+
+    The batch is the first size of the first tensor, and every tensor whose first size is the same
+    grows with it. Others are held as they are, such as positions that all items share.
+    """
+
+    args: tuple
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def batch(self) -> int:
+        """The batch that was given; 1 if there is no tensor with a size."""
+        for _, tensor in named_tensors((self.args, self.kwargs), opened=True):
+            if tensor.ndim:
+                return tensor.shape[0]
+        return 1
+
+    @property
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the tensors that do not grow with the batch."""
+        batch = self.batch
+        return tuple(shape for shape in self.shapes(batch) if shape[:1] != (batch,))
+
+    def of(self, batch: int, device: torch.device | str) -> tuple[tuple, dict[str, Any]]:
+        """`args` and `kwargs` for a batch."""
+        given_batch = self.batch
+
+        def resized(tensor: torch.Tensor) -> torch.Tensor:
+            shape: Sequence[int] = tensor.shape
+            if shape[:1] == (given_batch,):
+                shape = (batch, *shape[1:])
+            empty = torch.empty(shape, dtype=tensor.dtype, device=device)
+            return empty.requires_grad_(tensor.requires_grad)
+
+        return map_tensors(resized, (self.args, self.kwargs))
+
+    def shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
+        """The shape of each tensor for a batch."""
+        inputs = self.of(batch, "meta")
+        return tuple(tuple(tensor.shape) for _, tensor in named_tensors(inputs, opened=True))
+
+
+def forecast_memory(
+    model: nn.Module,
+    *inputs: Any,
+    device_type: str = "cuda",
+    precision: Precision | str,
+    optimizer: str = "adam",
+    loss_fn: LossFunction | None = None,
+    fsdp_ranks: int = 1,
+    **kwargs: Any,
+) -> MemoryForecast:
+    """Forecast the memory of one training step of `model` on a device that need not be there.
+
+    The step is ``loss_fn(model(*inputs, **kwargs)).backward(); optimizer.step()``, under autocast
+    for fp16 and bf16, from the second time on: the optimizer has its state, and no gradient is left
+    from before. It runs on fake tensors, and each storage counts from its making to its end. With
+    torch 2.11 the peak can be too high next to an `autograd.Function`.
+
+    `inputs` and `kwargs` are tensors, or structures of them, on any device, also ``meta``. Without
+    `loss_fn` every floating-point output gets a gradient of its own size; give one, from the output
+    to one number, if the loss is large, as a language model's is. `optimizer` is a key of
+    `OPTIMIZERS` or `QUANTIZED`. With `fsdp_ranks` it is the memory of each of so many ranks of
+    FSDP2, whose blocks are gathered as `amp-lab train` has them: torch's own code runs, on the
+    CPU's fakes. Not counted: the workspaces of cuBLAS and cuDNN, the memory that the driver takes,
+    and what the allocator loses by rounding and fragmentation.
+
+    If the course of the model depends on values, it runs once for real on the CPU in fp32, on
+    copies, and the step takes the decisions of that run; a caveat of the forecast says so.
+
+    Raises `TraceError` for a model without a fake copy, an input that it does not take, an op whose
+    result depends on values that the run on the CPU does not have, and an unknown precision or
+    optimizer; `DeviceError` for an unknown device type.
+    """
+
+    def trace(call: ModelCall, decisions: Decisions | None) -> MemoryForecast:
+        steps = training_steps(
+            call.model, device_type, [precision], optimizer, call.loss_fn, fsdp_ranks
+        )
+        with steps as (step,):
+            args = step.run.fake(call.args)
+            kwargs = step.run.fake(call.kwargs)
+            return step.trace(args, kwargs, decisions).forecast()
+
+    call = ModelCall(model, inputs, kwargs, loss_fn, Passes.BACKWARD)
+    return answered(trace, call, "forecast")
+
+
+def largest_batch(
+    model: nn.Module,
+    input_shape: Shapes,
+    *,
+    memory_bytes: int | str,
+    precision: Precision | str,
+    device_type: str = "cuda",
+    optimizer: str = "adam",
+    loss_fn: LossFunction | None = None,
+    input_dtype: Dtypes = torch.float32,
+) -> int:
+    """The largest batch whose training step fits into `memory_bytes`; 0 if not even one fits.
+
+    `input_shape` has a batch dimension of 1 first, as in ``(1, 3, 224, 224)``, or none, as in
+    ``(3, 224, 224)``: a first dimension other than 1 is no batch. A model with several inputs gets
+    a sequence of such shapes, and one `input_dtype` for all or for each. For the step and the
+    other arguments see `forecast_memory`.
+
+    Two forecasts give the size of every storage as a constant plus a multiple of the batch, and
+    with that the peak of every batch; a third, at the solution, must agree. Raises what
+    `forecast_memory` raises, and `TraceError` if the memory is no size, or sizes do not grow so.
+    """
+    limit = parse_bytes(memory_bytes)
+    inputs = inputs_of_shapes(input_shape, input_dtype, batched=False)
+    with training_steps(model, device_type, [precision], optimizer, loss_fn) as (step,):
+        try:
+            return MemoryByBatch(step, inputs, limit).largest
+        except ValuesNeeded as error:
+            raise _shapes_alone(model) from error
+
+
+def compare_memory(
+    model: nn.Module, input_shape: Shapes, *, input_dtype: Dtypes = torch.float32, **options: Any
+) -> MemoryTable:
+    """Forecasts in several precisions side by side, with the largest batch that fits into memory.
+
+    The forecasts are for `input_shape` as it is, whose first size is the batch; a model with
+    several inputs is given as to `largest_batch`. `options` are those of `memory_table`, among them
+    ``memory_bytes="24GiB"``, ``precisions=["fp32", "bf16"]`` and ``device_type="cuda"``.
+    """
+    inputs = inputs_of_shapes(input_shape, input_dtype, batched=True)
+    try:
+        return memory_table(model, inputs, **options)
+    except NoValues as error:
+        raise _shapes_alone(model) from error
+
+
+def _shapes_alone(model: nn.Module) -> TraceError:
+    name = type(model).__name__
+    why = "its course depends on values, and shapes have none"
+    return TraceError(f"{name}: {why}: {_EACH_BATCH.text}")
+
+
+def memory_table(
+    model: nn.Module,
+    inputs: BatchedInputs,
+    *,
+    memory_bytes: int | str | None = None,
+    reserve: float = 0.0,
+    precisions: Iterable[Precision | str] = (Precision.FP32, Precision.FP16, Precision.BF16),
+    device_type: str = "cuda",
+    **options: Any,
+) -> MemoryTable:
+    """The same for inputs of any structure, with a share of the memory held in reserve.
+
+    `options` are the optimizer, loss_fn and fsdp_ranks of `forecast_memory`.
+
+    The largest batch is asked for only if there is a `memory_bytes`. tf32 needs what fp32 does.
+    Where the memory is no constant plus a multiple of the batch, the forecast is that of the batch
+    which was given, and there is no largest batch. The rest is as for `forecast_memory`.
+    """
+    total, limit = memory_and_limit(memory_bytes, reserve)
+    precisions = list(precisions)  # an iterator could be read only once
+
+    def trace(call: ModelCall, decisions: Decisions | None) -> _ByPrecision:
+        with_loss: dict[str, Any] = {**options, "loss_fn": call.loss_fn}
+        with training_steps(call.model, device_type, precisions, **with_loss) as steps:
+            return _each_precision(steps, inputs, limit, decisions)
+
+    loss_fn = options.get("loss_fn")
+    call = ModelCall(model, inputs.args, inputs.kwargs, loss_fn, Passes.BACKWARD)
+    by_precision = answered(trace, call, "forecast")
+    solved = by_precision.solved
+    largest = {}
+    if limit is not None:
+        largest = {precision: by_batch.largest for precision, by_batch in solved.items()}
+    table = MemoryTable(
+        tuple(by_precision.forecasts),
+        total,
+        largest,
+        _curves(solved, inputs.batch, largest),
+        reserve=reserve,
+        not_extrapolated=by_precision.reason,
+        held=inputs.held,
+        failed={precision: str(error) for precision, error in by_precision.failed.items()},
+    )
+    eight_bit = None
+    if needs_eight_bit(table) and solved:
+        smallest = min(solved.values(), key=lambda by_batch: by_batch.at(inputs.batch).peak)
+        eight_bit = smallest.at(inputs.batch, optimizer=EIGHT_BIT)
+    return dataclasses.replace(table, ways_out=tuple(ways_out(table, eight_bit)))
+
+
+def memory_and_limit(
+    memory_bytes: int | str | None, reserve: float
+) -> tuple[int, int] | tuple[None, None]:
+    """The bytes of a memory, and those without the share in `reserve`; None for no memory."""
+    if memory_bytes is None:
+        return None, None
+    total = parse_bytes(memory_bytes)
+    return total, int(total * (1 - reserve))
+
+
+def _curves(
+    solved: dict[str, "MemoryByBatch"], given_batch: int, largest: dict[str, int]
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Batches and the peak at each, by precision."""
+    # A quarter beyond the largest batch, so that the figure shows where the curves cross the limit.
+    beyond_largest = [5 * count // 4 for count in largest.values()]
+    end = max([2 * given_batch, 16, *beyond_largest])
+    batches = tuple(sorted({max(1, end * i // 16) for i in range(17)}))
+    curves = {}
+    for precision, by_batch in solved.items():
+        peaks = tuple(by_batch.at(batch).peak for batch in batches)
+        curves[precision] = (batches, peaks)
+    return curves
+
+
+@dataclasses.dataclass
+class _ByPrecision:
+    """The forecasts of some steps, which differ in precision."""
+
+    solved: dict[str, "MemoryByBatch"] = dataclasses.field(default_factory=dict)
+    forecasts: list[MemoryForecast] = dataclasses.field(default_factory=list)
+    failed: dict[str, TraceError] = dataclasses.field(default_factory=dict)
+    reason: str = ""  # why other batches cannot be extrapolated
+
+
+def _each_precision(
+    steps: list[TrainingStep],
+    inputs: BatchedInputs,
+    limit: int | None,
+    decisions: Decisions | None,
+) -> _ByPrecision:
+    """Forecast each step, by batch if that can be; `decisions` are those for the given batch."""
+    by_precision = _ByPrecision()
+    for step in steps:
+        precision = str(step.precision)
+        known = tuple(by_precision.solved.values())
+        try:
+            by_batch = MemoryByBatch(step, inputs, limit, known)
+        except Exception as error:  # a batch that was not given may make the model raise anything
+            try:
+                trace = step.trace(*inputs.of(inputs.batch, step.traced_on), decisions)
+            except TraceError as failure:  # what was given fails too
+                by_precision.failed[precision] = failure
+            else:
+                by_precision.forecasts.append(trace.forecast())
+                by_precision.reason = first_line(error)
+        else:
+            by_precision.solved[precision] = by_batch
+            by_precision.forecasts.append(by_batch.at(inputs.batch))
+    failed = by_precision.failed
+    # A failure in every precision, or in fp32, is one of the model or its inputs.
+    if not by_precision.forecasts or "fp32" in failed:
+        raise next(iter(failed.values()))
+    return by_precision
+
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS[f"{_letter}b"] = 1000**_power
+    _UNITS[f"{_letter}ib"] = 1024**_power
+
+
+def parse_bytes(text: str | int) -> int:
+    """The number of bytes in ``"24GiB"`` (24 x 2^30), ``"24 GB"`` (24 x 10^9) or ``"25769803776"``.
+
+    Raises `TraceError` for anything else, for a bare ``"24G"`` (it does not say which of the two it
+    means), less than one byte or more than 2^62, and less than 1 MiB in a text without a unit.
+    """
+    if isinstance(text, str) and text.strip().isdecimal() and int(text) < 2**20:
+        raise TraceError(f"memory {text!r} would be {text} bytes: give a unit, as {text}GiB")
+    count = _count_of_bytes(str(text))
+    if count is None:
+        raise TraceError(f"memory {text!r}: give bytes, as 24GiB (24 x 2^30) or 24GB (24 x 10^9)")
+    if not 1 <= count <= 2**62:
+        raise TraceError(f"memory {text!r}: give from one byte to 2^62")
+    return int(count)
+
+
+def _count_of_bytes(text: str) -> Fraction | None:
+    """A number with a unit in bytes; None for any other text, and for parts of a byte."""
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip().lower())
+    if match is None:
+        return None
+    unit = _UNITS.get(match[2])
+    if unit is None:
+        return None
+    number = Fraction(match[1])  # exact, unlike 1.1 * 10**9
+    if unit == 1 and number.denominator > 1:
+        return None
+    return number * unit
+
+
+def inputs_of_shapes(input_shape: Shapes, input_dtype: Dtypes, *, batched: bool) -> BatchedInputs:
+    """Inputs of these shapes and dtypes.
+
+    With `batched`, the first size of each is the batch, else only if it is 1. Raises `TraceError`
+    for inputs that do not go together.
+    """
+    shapes = _checked_shapes(input_shape)
+    if isinstance(input_dtype, torch.dtype):
+        dtypes = [input_dtype] * len(shapes)
+    else:
+        dtypes = list(input_dtype)
+    if len(dtypes) != len(shapes):
+        counts = f"{len(dtypes)} input dtypes for {len(shapes)} inputs"
+        raise TraceError(f"{counts}: give one for all, or one for each")
+    batches = {shape[0] for shape in shapes}
+    if batched and len(batches) > 1:
+        given = "inputs of shapes " + ", ".join(map(str, shapes))
+        raise TraceError(f"{given}: the first size is the batch; give the same for all")
+    if not batched and batches != {1}:
+        shapes = [(1, *shape) for shape in shapes]
+    inputs = []
+    for shape, dtype in zip(shapes, dtypes, strict=True):
+        inputs.append(torch.empty(shape, dtype=dtype, device="meta"))
+    return BatchedInputs(tuple(inputs))
+
+
+def _checked_shapes(given: Any) -> list[tuple[int, ...]]:
+    if given and all(isinstance(shape, Sequence) for shape in given):
+        shapes = [tuple(shape) for shape in given]
+    else:
+        shapes = [tuple(given)]
+    for sizes in shapes:
+        if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise TraceError(f"input shape {sizes}: give sizes of 1 or more")
+    return shapes
+
+
+class Step(Protocol):
+    """What runs once for a batch: a training step, or a forward pass."""
+
+    @property
+    def run(self) -> ModelRun:
+        """The model, on its fake device."""
+
+    @property
+    def traced_on(self) -> str:
+        """The type of device on which the inputs have to be."""
+
+    def trace(self, inputs: tuple, kwargs: dict[str, Any], /) -> Any:
+        """A dataclass with `storages`, `step`, `input_shapes` and `forecast`."""
+
+
+@contextmanager
+def errors_with(model: nn.Module, inputs: str) -> Iterator[None]:
+    """The block in which a model gets other inputs than were given, and its errors say which.
+
+    Whatever it raises becomes a `TraceError`, but for other errors of this package.
+    """
+    try:
+        yield
+    except ValuesNeeded:
+        raise
+    except TraceError as error:
+        raise TraceError(f"{error} (tried with {inputs})") from error
+    except AmpLabError:
+        raise
+    except Exception as error:
+        said = f"{type(model).__name__}: {with_type(error)}"
+        raise TraceError(f"{said} (tried with {inputs})") from error
+
+
+class MemoryByBatch:
+    """The memory of a step as a function of the batch, from two traces; a third has agreed.
+
+    `largest` is the largest batch within `limit` bytes, and 0 if none fits or there is no limit.
+    One trace is enough if it equals that of a step in `known`, the same in another precision.
+    """
+
+    _FIRST, _SECOND, _THIRD = 2, 3, 7  # not 1, where some ops and layers do something else
+
+    def __init__(
+        self,
+        step: Step,
+        inputs: BatchedInputs,
+        limit: int | None,
+        known: Iterable["MemoryByBatch"] = (),
+    ):
+        self._step = step
+        self._inputs = inputs
+        self._second = self._trace(self._SECOND).storages
+        for other in known:  # bf16 mostly needs just what fp16 does
+            if self._second.equals(other._second):
+                self._first = dataclasses.replace(other._first, step=step)
+                self._slope = other._slope
+                self.largest = other.largest
+                return
+        self._first = self._trace(self._FIRST)
+        storages = self._first.storages
+        # Another log would mean that another batch allocates at other times, or other things.
+        self._require(np.array_equal(storages.log, self._second.log))
+        self._slope = self._second.sizes - storages.sizes  # bytes per item of the batch
+        self.largest = 0
+        if limit is not None:
+            self.largest = self.largest_within(limit)
+        third = self._THIRD
+        if self.largest > self._SECOND:
+            third = self.largest
+        self._require(self.at(third) == self._trace(third).forecast())
+
+    def _trace(self, batch: int) -> Any:
+        with errors_with(self._step.run.model, f"a batch of {batch}"):
+            return self._step.trace(*self._inputs.of(batch, self._step.traced_on))
+
+    def _require(self, agrees: bool) -> None:
+        if not agrees:
+            raise TraceError(
+                f"{type(self._step.run.model).__name__}: its memory is not a constant plus a "
+                "multiple of the batch; forecast the batches one by one"
+            )
+
+    def at(self, batch: int, optimizer: str | None = None) -> Any:
+        """The forecast for a batch, of a training step with another optimizer if one is named."""
+        traced = self._first
+        if optimizer is not None:
+            step = dataclasses.replace(traced.step, optimizer=optimizer)
+            traced = dataclasses.replace(traced, step=step)
+        sizes = traced.storages.sizes + self._slope * (batch - self._FIRST)
+        storages = dataclasses.replace(traced.storages, sizes=sizes)
+        input_shapes = self._inputs.shapes(batch)
+        resized = dataclasses.replace(traced, input_shapes=input_shapes, storages=storages)
+        return resized.forecast()
+
+    def largest_within(self, limit: int) -> int:
+        """The largest batch whose peak is at most `limit` bytes; 0 if none is."""
+        too_large = 1
+        while self.at(too_large).peak <= limit:
+            too_large *= 2
+        # The peak never falls as the batch grows, so the batches are in the order of their peaks.
+        return bisect_right(range(too_large), limit, lo=1, key=lambda n: self.at(n).peak) - 1

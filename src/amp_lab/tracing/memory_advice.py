@@ -1,0 +1,106 @@
+"""What to do if a training step does not fit: each way with what it saves."""
+
+from collections.abc import Iterator
+
+from amp_lab.core.remedies import Remedy, remedy
+from amp_lab.tracing.memory_result import MemoryForecast, MemoryTable, amount
+
+EIGHT_BIT = "adamw-8bit"
+_ADAM = ("adam", "adamw")
+_RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+_EIGHT_BIT_STATE = remedy(
+    "memory.eight_bit_state",
+    "a step with Adam does not fit",
+    "Adam's state in 8 bits, torchao.optim.AdamW8bit (--optimizer adamw-8bit), {saves}",
+)
+_SHARD = remedy(
+    "memory.shard",
+    "a step does not fit on one device",
+    "FSDP2 on {ranks} ranks (--fsdp-ranks {ranks}) {saves}",
+)
+_LOW_WEIGHTS = remedy(
+    "memory.low_weights",
+    "a step with fp32 weights does not fit",
+    "weights, gradients and state in bf16, a function that returns model.bfloat16(), {saves}; "
+    "small updates are lost then without stochastic rounding (notebook 16)",
+)
+_ADAPTERS = remedy(
+    "memory.adapters",
+    "a step that trains all weights does not fit",
+    "LoRA on frozen weights, whose adapters take little, {saves}",
+)
+_CHECKPOINT = remedy(
+    "memory.checkpoint",
+    "activations take much of a step that does not fit",
+    "torch.utils.checkpoint around each block (use_reentrant=False) keeps only what goes into the "
+    "blocks, of {activations} of activations, and computes the rest again",
+)
+
+
+def ways_out(table: MemoryTable, eight_bit: MemoryForecast | None) -> Iterator[str]:
+    """What makes a step smaller, if it fits in no precision that was asked for.
+
+    `eight_bit` is the forecast of the smallest one with Adam's state in 8 bits.
+    """
+    spare = table.spare
+    if table.memory_bytes is None or not spare or max(spare.values()) >= 0:
+        return
+    smallest = min(table.forecasts, key=lambda forecast: forecast.peak)
+    limit = smallest.peak + spare[str(smallest.precision)]
+    if eight_bit is not None and eight_bit.peak < smallest.peak:
+        yield _with_saving(_EIGHT_BIT_STATE, smallest, eight_bit.peak, limit)
+    if smallest.fsdp_ranks == 1:
+        yield _advise_sharding(smallest, limit)
+    if smallest.gradients:
+        if any(forecast.cast_cache for forecast in table.forecasts):  # of weights in fp32
+            halved = _peak_with(smallest, weights=0.5, gradients=0.5, state=0.5)
+            yield _with_saving(_LOW_WEIGHTS, smallest, halved, limit)
+        frozen = _peak_with(smallest, gradients=0.0, state=0.0)
+        yield _with_saving(_ADAPTERS, smallest, frozen, limit)
+    if smallest.activations > smallest.peak // 4:
+        yield _CHECKPOINT.said(activations=amount(smallest.activations))
+
+
+def needs_eight_bit(table: MemoryTable) -> bool:
+    """Whether `ways_out` has a use for the forecast with Adam's state in 8 bits."""
+    if table.memory_bytes is None or max(table.spare.values()) >= 0:
+        return False
+    return table.forecasts[0].optimizer_name in _ADAM
+
+
+def _advise_sharding(forecast: MemoryForecast, limit: int) -> str:
+    """FSDP2 on as few ranks as make the step fit, or on the most there may be."""
+    for ranks in _RANKS:
+        share = 1 / ranks
+        peak = _peak_with(forecast, weights=share, gradients=share, state=share)
+        if peak <= limit:
+            break
+    return _with_saving(_SHARD, forecast, peak, limit, ranks=ranks)
+
+
+def _peak_with(
+    forecast: MemoryForecast, *, weights: float = 1.0, gradients: float = 1.0, state: float = 1.0
+) -> int:
+    """The peak if these parts were so much of what they are: at most, since all else stays."""
+    saved_always = (1 - weights) * forecast.weights + (1 - state) * forecast.optimizer
+    gradients_in = {"forward": 0, "backward": 0, "optimizer": forecast.gradients}
+    gradients_in[forecast.peak_phase] = forecast.at_peak["gradients"]
+    if forecast.peak_phase == "optimizer":  # its temporaries are of the size of the gradients
+        gradients_in["optimizer"] += forecast.at_peak["temporaries"]
+    peaks = []
+    for phase, gradient_bytes in gradients_in.items():
+        saved_gradients = (1 - gradients) * gradient_bytes
+        peaks.append(forecast.phases[phase] - saved_always - saved_gradients)
+    return int(max(peaks))
+
+
+def _with_saving(
+    way: Remedy, forecast: MemoryForecast, peak: int, limit: int, **facts: object
+) -> str:
+    saves = f"saves about {amount(forecast.peak - peak)}"
+    if peak <= limit:
+        saves += ", and it fits"
+    else:
+        saves += f", {amount(peak - limit)} too little"
+    return way.said(saves=saves, **facts)

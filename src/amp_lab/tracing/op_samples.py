@@ -1,0 +1,216 @@
+"""Arguments with which an op can be called, by what its schema says of them."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import OpOverload
+
+from amp_lab.core.torch_versions import dimension_by_name
+
+_N = 4  # the size of every dimension, unless the op needs another
+
+
+class _Shape(tuple):  # of a floating-point tensor
+    pass
+
+
+class _Index(tuple):  # of a tensor of indices, which are all 0
+    pass
+
+
+class _Pivots(tuple):  # of a tensor of LAPACK's indices, which start at 1
+    pass
+
+
+# What the name of an argument says about its value.
+_BY_NAME = {
+    "dim": [0],
+    "dims_self": [0],
+    "dims_other": [0],
+    "equation": "ij,jk->ik",
+    "indices": [_Index((1,))],  # of index_put; an op with one tensor of indices is below
+    "n_fft": _N,
+    "normalized_shape": [_N],
+    "output_padding": [0, 0],
+    "train": True,
+    "training": True,
+}
+
+# What an argument of some type gets of which nothing else is known; numbers are 1.
+_BY_KIND = {"bool": False, "str": "nuc"}
+
+# Tensors that some ops take as floating-point numbers, and others as indices.
+_MAYBE_INDICES = ("index", "target", "targets")
+
+# Arguments of ops that do not take tensors of equal sizes. All else is found by trying.
+_VECTOR = _Shape((_N,))
+_CUBE = _Shape((_N, _N, _N))
+_IMAGE = _Shape((_N, _N, _N, _N))
+_VOLUME = _Shape((_N, _N, _N, _N, _N))
+# Of GRU with three gates and of LSTM with four, which lie side by side.
+_IN_3 = _Shape((_N, 3 * _N))
+_IN_4 = _Shape((_N, 4 * _N))
+_WEIGHT_3 = _Shape((3 * _N, _N))
+_WEIGHT_4 = _Shape((4 * _N, _N))
+_BIAS_3 = _Shape((3 * _N,))
+_BIAS_4 = _Shape((4 * _N,))
+_STATE = _Shape((1, _N, _N))
+_HEADS = _Shape((1, 1, 8, 8))
+_LSTM = {"input": _CUBE, "batch_sizes": [], "mode": 2, "hidden_size": _N}
+_BY_OPS: dict[str, dict[str, Any]] = {
+    "_convolution _mps_convolution convolution cudnn_convolution cudnn_convolution_transpose":
+        {"input": _IMAGE, "self": _IMAGE, "weight": _IMAGE},
+    "_cudnn_rnn": _LSTM | {
+        "weight": [_WEIGHT_4, _WEIGHT_4, _BIAS_4, _BIAS_4], "weight_stride0": 4,
+        "hx": _STATE, "cx": _STATE, "proj_size": 0,
+    },
+    "_native_multi_head_attention": dict.fromkeys(("query", "key", "value"), _CUBE) | {
+        "embed_dim": _N, "qkv_weight": _WEIGHT_3, "qkv_bias": _BIAS_3, "proj_bias": _VECTOR
+    },
+    "_scaled_dot_product_flash_attention":
+        dict.fromkeys(("query", "key", "value"), _HEADS),
+    "_thnn_fused_gru_cell": {"input_gates": _IN_3, "hidden_gates": _IN_3},
+    "_thnn_fused_lstm_cell": {"input_gates": _IN_4, "hidden_gates": _IN_4},
+    "cross": dict.fromkeys(("self", "other"), _Shape((_N, 3))),
+    "ctc_loss": {"input_lengths": [_N] * _N, "target_lengths": [0] * _N},
+    "fractional_max_pool2d": {"random_samples": _Shape((_N, _N, 2))},
+    "fractional_max_pool3d": {"random_samples": _Shape((_N, _N, 3))},
+    "grid_sampler grid_sampler_2d _grid_sampler_2d_cpu_fallback":
+        {"grid": _Shape((_N, _N, _N, 2))},
+    "grid_sampler_3d": {"grid": _Shape((_N, _N, _N, _N, 3))},
+    "index_copy": {"index": _Index(_VECTOR)},
+    "gru_cell": {"w_ih": _WEIGHT_3, "w_hh": _WEIGHT_3},
+    "lstm_cell": {"w_ih": _WEIGHT_4, "w_hh": _WEIGHT_4},
+    "lu_solve": {"LU_pivots": _Pivots(_VECTOR)},
+    "max_unpool2d": {"indices": _Index(_IMAGE)},
+    "max_unpool3d": {"indices": _Index(_VOLUME)},
+    "mkldnn_rnn_layer": _LSTM | {"weight2": _BIAS_4, "weight3": _BIAS_4},
+    "nll_loss2d": {"target": _Index(_CUBE)},
+    "linalg_tensorinv": {"ind": 1},
+    "stft": {"return_complex": True},
+    "view_as_complex": {"self": _Shape((_N, 2))},
+}  # fmt: skip
+
+
+def _row_for_each_op() -> dict[str, dict[str, Any]]:
+    rows = {}
+    for ops, arguments in _BY_OPS.items():
+        rows |= dict.fromkeys(ops.split(), arguments)
+    return rows
+
+
+_BY_OP = _row_for_each_op()
+
+
+class Sizes(NamedTuple):
+    """Shapes for the tensors of an op of which nothing is known by name."""
+
+    shapes: Iterable[tuple[int, ...]]
+    indices: bool = False  # whether those that may be indices are
+
+
+def sizes_to_try(op: OpOverload) -> Iterator[Sizes]:
+    """Shapes that the op may take: all of as many dimensions first, then each with its own."""
+    free = [argument.name for argument in op._schema.arguments if _is_free(op, argument)]
+    combinations = itertools.product((2, 1, 3, 4, 5), repeat=min(len(free), 3))
+    ordered = sorted(combinations, key=lambda dims: len(set(dims)))
+    for dims in ordered:
+        yield Sizes(_cubes(dims, len(free)))
+    if set(free).isdisjoint(_MAYBE_INDICES):
+        return
+    for dims in ordered:
+        yield Sizes(_cubes(dims, len(free)), indices=True)
+
+
+def _cubes(dims: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
+    """So many shapes with these numbers of dimensions, of which the last one is repeated."""
+    missing = count - len(dims)
+    return [(_N,) * dim for dim in (*dims, *dims[-1:] * missing)]
+
+
+class Sample:
+    """Arguments for an op; the first floating-point tensor has the dtype `first`, others `rest`."""
+
+    def __init__(
+        self, op: OpOverload, device_type: str, first: torch.dtype, rest: torch.dtype, sizes: Sizes
+    ):
+        self.given: list[torch.dtype] = []  # of its tensors in floating point
+        self._op = op
+        self._device = torch.device(device_type)
+        self._dtypes = itertools.chain([first], itertools.repeat(rest))
+        self._shapes = iter(sizes.shapes)
+        self._has_indices = sizes.indices
+        self.arguments = {argument.name: self._value(argument) for argument in op._schema.arguments}
+
+    def _value(self, argument: torch.Argument) -> Any:
+        name = argument.name
+        # The op's own table comes before a default: some defaults fit no shape of ours.
+        by_op = _by_op(self._op)
+        if name in by_op:
+            return self._value_by_name(by_op[name], argument)
+        if argument.has_default_value():
+            return argument.default_value
+        if name in _BY_NAME:
+            return self._value_by_name(_BY_NAME[name], argument)
+        if _is_free(self._op, argument):
+            return self._free(argument)
+        kind = str(argument.type)
+        if kind.startswith("List"):
+            return [1] * (argument.N or 2)  # pyrefly: ignore[missing-attribute]: not in the stub
+        if kind.startswith("Optional"):
+            return None
+        return _BY_KIND.get(kind, 1)
+
+    def _free(self, argument: torch.Argument) -> Any:
+        """A tensor of the next shape, or two for an argument that takes a list."""
+        shape = next(self._shapes)
+        if self._has_indices and argument.name in _MAYBE_INDICES:
+            shape = _Index(shape)
+        if "List" in str(argument.type):
+            return [self._tensor(shape), self._tensor(shape)]
+        return self._tensor(shape)
+
+    def _value_by_name(self, value: Any, argument: torch.Argument) -> Any:
+        """The value that a name stands for: a tensor of a shape, a list, or its first element."""
+        kind = str(argument.type)
+        if isinstance(value, tuple):
+            return self._tensor(value)
+        if kind in ("str", "List[str]") and not isinstance(value, str):
+            return dimension_by_name(kind)
+        if not isinstance(value, list) or not value:
+            return value
+        if kind == "Tensor":
+            return self._tensor(_Index((len(value),)))
+        if "List" not in kind:  # one, where other ops take several
+            return value[0]
+        if isinstance(value[0], tuple):
+            return [self._tensor(shape) for shape in value]
+        # An op for images has two where this has one.
+        return value[: argument.N or None]  # pyrefly: ignore[missing-attribute]: not in the stub
+
+    def _tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
+        if isinstance(shape, _Index):
+            return torch.zeros(shape, dtype=torch.int64, device=self._device)
+        if isinstance(shape, _Pivots):
+            return torch.ones(shape, dtype=torch.int32, device=self._device)
+        dtype = next(self._dtypes)
+        self.given.append(dtype)
+        if len(shape) < 2:
+            return torch.full(shape, 0.5, dtype=dtype, device=self._device)
+        # Half the identity has an inverse, a Cholesky factor, and values in [0, 1].
+        identity = torch.eye(*shape[-2:], dtype=dtype, device=self._device)
+        return (identity / 2).expand(shape).contiguous()
+
+
+def _by_op(op: OpOverload) -> dict[str, Any]:
+    name = op._schema.name.removeprefix("aten::")
+    return _BY_OP.get(name, {})
+
+
+def _is_free(op: OpOverload, argument: torch.Argument) -> bool:
+    """Whether an argument is a tensor of which nothing is known by name."""
+    if str(argument.type) not in ("Tensor", "List[Tensor]"):
+        return False
+    return argument.name not in _BY_NAME and argument.name not in _by_op(op)

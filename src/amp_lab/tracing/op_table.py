@@ -1,0 +1,415 @@
+"""The op table of autocast: which policy each op has on a backend, and what a call returns.
+
+No policy is written here. The dispatcher says which ops autocast knows on a backend. What it does
+to one is read from a call that is caught between autocast's kernel for the op and the op itself.
+"""
+
+import dataclasses
+import functools
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amp_lab.core.backends import backend
+from amp_lab.core.cpu import lstm_remarks, matrix_instructions
+from amp_lab.core.errors import AmpLabWarning, first_line
+from amp_lab.core.report import Printed, Table, short_name
+from amp_lab.tracing.dtype_checks import StrictFakeMode
+from amp_lab.tracing.fake_device import (
+    absent_device,
+    autocast_on,
+    checked_backend,
+    checked_dtype,
+    errors_not_logged,
+)
+from amp_lab.tracing.op_samples import Sample, Sizes, sizes_to_try
+from amp_lab.tracing.ops_seen import tensors_in
+
+POLICIES = {  # what autocast does to an op
+    "lower_precision": "casts floating-point inputs to autocast's dtype",
+    "fp32": "casts floating-point inputs to float32",
+    "fp32_set_opt_dtype": "computes and returns float32, unless the call names a dtype",
+    "promote": "casts floating-point inputs to the widest dtype among them",
+    "banned": "raises",
+}
+_NO_KERNEL = (
+    NotImplementedError,
+    UnsupportedOperatorException,
+    torch.AcceleratorError,  # of an op that asks a device that is not here
+)
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """What autocast on one backend does to one of torch's ops."""
+
+    op: str  # without "aten::", and with the overload where its overloads differ
+    overloads: tuple[str, ...]  # that it is for; the one without a name is "default"
+    policy: str  # one of POLICIES
+    given: tuple[torch.dtype, ...]  # dtypes of the inputs of a call, such that the policy has work
+    observed: torch.dtype | None  # what the call returned; None: the op could not be called
+    reason: str  # why it could not be called, in a line; else empty
+    # Whether `observed`, or a part of it if complex, is what the policy promises; None: no float.
+    agrees: bool | None
+
+
+class OpTable(Printed, list[OpRule]):
+    """The rules of one backend; made by `op_table`."""
+
+    def __init__(self, rules: Iterable[OpRule], device_type: str, dtype: torch.dtype, real: bool):
+        super().__init__(rules)
+        self.device_type = device_type
+        self.dtype = dtype
+        self.real = real  # whether ops were called on the device itself, not on fake tensors
+
+    def _contents(self) -> dict[str, Any]:
+        return {
+            "torch": torch.__version__,
+            "device_type": self.device_type,
+            "dtype": self.dtype,
+            "real": self.real,
+            "ops": list(self),
+        }
+
+    def _table(self) -> Table:
+        counts = Counter(rule.policy for rule in self)
+        parts = [f"{counts[policy]} {policy}" for policy in POLICIES if counts[policy]]
+        where = "the device" if self.real else "fake tensors"
+        facts = [f"{policy}: {meaning}" for policy, meaning in POLICIES.items()]
+        if self.device_type == "cpu":
+            facts += [f"this CPU: {matrix_instructions()}", *lstm_remarks()]
+        return Table(
+            ["policy", "op", "given", "returned", "note"],
+            [_row_of(rule) for rule in self],
+            caption=f"autocast on {self.device_type!r} to {short_name(self.dtype)}, "
+            f"torch {torch.__version__}: {len(self)} ops ({', '.join(parts)}), called on {where}",
+            facts=facts,
+        )
+
+
+def _row_of(rule: OpRule) -> list[str]:
+    given = dict.fromkeys(map(short_name, rule.given))
+    note = rule.reason
+    if not note and rule.agrees is False:
+        note = "not what the policy says"
+    return [rule.policy, rule.op, ", ".join(given), short_name(rule.observed), note]
+
+
+class OpDifference(NamedTuple):
+    """An op that autocast treats differently on two backends."""
+
+    op: str  # with the overload, unless that is "default"
+    first: str | None  # policy in the first table; None: autocast leaves the op alone
+    second: str | None
+
+
+class OpDifferences(Printed, list[OpDifference]):
+    """The ops that have different policies in two tables; made by `differences`."""
+
+    def __init__(self, rows: Iterable[OpDifference], names: tuple[str, str]):
+        super().__init__(rows)
+        self.names = names
+
+    def _contents(self) -> dict[str, Any]:
+        rows = [{"op": row.op, "policies": [row.first, row.second]} for row in self]
+        return {"device_types": self.names, "ops": rows}
+
+    def _table(self) -> Table:
+        first, second = self.names
+        return Table(
+            ["op", first, second],
+            [[row.op, row.first or "-", row.second or "-"] for row in self],
+            caption=f"{len(self)} ops are treated differently by autocast on {first!r} and on "
+            f"{second!r}; '-': autocast leaves it alone",
+        )
+
+
+def op_table(device_type: str, dtype: torch.dtype | None = None) -> OpTable:
+    """What autocast on a backend does to each of torch's ops that it knows, by policy and name.
+
+    `dtype` is what autocast lowers to, the backend's default for None. The policies are those of
+    this torch (see `POLICIES`), each checked by a call of the op: on the device if it is here, else
+    on fake tensors of that type. An op that is in no table of its backend runs in the dtype of its
+    inputs, or is made of ops that are.
+
+    Raises `DeviceError` for an unknown device type and for a dtype that autocast does not take.
+    Warns of an op that follows no policy, and leaves it out.
+    """
+    dtype = checked_dtype(device_type, dtype)
+    autocast = _Autocast(device_type, dtype, real=backend(device_type).is_available())
+    rules: dict[str, list[OpRule]] = {}
+    for name in sorted(_names_of_rules(device_type)):
+        namespace, _, qualified = name.partition("::")
+        if namespace != "aten":  # an extension's, such as torchvision's, and only once imported
+            continue
+        base, _, overload = qualified.partition(".")
+        op = _overload_of(base, overload)
+        policy, reason = autocast.policy(op)
+        if policy is None:
+            left_out = f"{name} is left out: autocast on {device_type!r} follows no policy"
+            warnings.warn(f"{left_out} ({reason})", AmpLabWarning, stacklevel=2)
+            continue
+        rules.setdefault(base, []).append(autocast.rule(op, policy, reason))
+    table: list[OpRule] = []
+    for base, rules_of_overloads in rules.items():
+        table += _merge_overloads(base, rules_of_overloads)
+    order = list(POLICIES)
+    table.sort(key=lambda rule: (order.index(rule.policy), rule.op))
+    return OpTable(table, device_type, dtype, autocast.real)
+
+
+def _names_of_rules(device_type: str) -> list[str]:
+    """The full names of the ops for which autocast on a backend has a kernel."""
+    key = f"Autocast{backend(device_type).key}"
+    return torch._C._dispatch_get_registrations_for_dispatch_key(key)
+
+
+def _overload_of(base: str, overload: str) -> OpOverload:
+    """An overload of one of torch's ops; "" is the default."""
+    return getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
+def policies(op: str, device_type: str, dtype: torch.dtype) -> set[str]:
+    """The policies of an op's overloads on a backend; none if autocast leaves the op alone.
+
+    `op` is without "aten::" and without an overload, `dtype` what autocast lowers to. Only this op
+    is asked about, so this takes some milliseconds, where `op_table` takes seconds.
+
+    Raises `DeviceError` for an unknown device type.
+    """
+    names = _names_of_rules(checked_backend(device_type))
+    autocast = _Autocast(device_type, dtype, real=False)
+    found = set()
+    for name in names:
+        base, _, overload = name.removeprefix("aten::").partition(".")
+        if base != op:
+            continue
+        policy, _ = autocast.policy(_overload_of(base, overload))
+        if policy is not None:
+            found.add(policy)
+    return found
+
+
+def differences(first: OpTable, second: OpTable) -> OpDifferences:
+    """The ops, each overload by itself, that autocast treats differently on two backends."""
+    first_policies = _policies(first)
+    second_policies = _policies(second)
+    rows = []
+    for name in sorted(first_policies.keys() | second_policies.keys()):
+        first_policy = first_policies.get(name)
+        second_policy = second_policies.get(name)
+        if first_policy != second_policy:
+            op = name.removesuffix(".default")
+            rows.append(OpDifference(op, first_policy, second_policy))
+    return OpDifferences(rows, (first.device_type, second.device_type))
+
+
+def _policies(table: OpTable) -> dict[str, str]:
+    """The policy of each overload by its full name."""
+    found = {}
+    for rule in table:
+        base = rule.op.partition(".")[0]
+        for overload in rule.overloads:
+            found[f"{base}.{overload}"] = rule.policy
+    return found
+
+
+class _Observation(NamedTuple):
+    """What a call under autocast returned."""
+
+    dtype: torch.dtype | None = None  # None: the op could not be called
+    given: tuple[torch.dtype, ...] = ()  # dtypes of the inputs
+    reason: str = ""  # why it could not be called
+
+
+class _CaughtError(Exception):
+    """The call has arrived at the op itself."""
+
+
+class _Catch(TorchDispatchMode):
+    """Catches a call of one op below autocast, whatever its overload, before the op runs."""
+
+    def __init__(self, op: OpOverload):
+        super().__init__()
+        self._name = op._schema.name
+        self.arguments: list[Any] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func._schema.name == self._name:
+            self.arguments = pytree.tree_leaves((args, kwargs))
+            raise _CaughtError
+        return func(*args, **kwargs)  # a cast
+
+
+@dataclass(frozen=True)
+class _Autocast:
+    """Autocast on one backend, asked about one op after another."""
+
+    device_type: str
+    dtype: torch.dtype
+    real: bool  # whether ops are called on the device itself
+
+    def policy(self, op: OpOverload) -> tuple[str | None, str]:
+        """The name of the policy, and what torch says of a banned op; None, and why, for none."""
+        reasons = []
+        # The kernel of cuDNN's recurrent networks knows float16 alone: CUDA's default.
+        for dtype in dict.fromkeys((self.dtype, torch.get_autocast_dtype(self.device_type))):
+            low, reason = self._catch_arguments(op, dtype, first=dtype)
+            mixed, _ = self._catch_arguments(op, dtype, first=torch.float32)
+            if low is not None and mixed is not None:
+                return _policy_of(low, mixed, dtype), "it changes no dtype"
+            reasons.append(reason)
+        # A kernel may raise for other reasons; the one of a banned op says that it is for autocast.
+        if "autocast" in reasons[0]:
+            return "banned", reasons[0]
+        return None, reasons[0]
+
+    def _catch_arguments(
+        self, op: OpOverload, dtype: torch.dtype, first: torch.dtype
+    ) -> tuple[list[Any] | None, str]:
+        """The arguments with which the op is called below autocast; None, and why, if it is not.
+
+        The first floating-point input has the dtype `first`, the others have autocast's.
+        """
+        catch = _Catch(op)
+        shapes = itertools.repeat((2, 2))  # any will do, since the op never runs
+        # In inference mode torch does not take an op apart before `catch` has seen it.
+        with self._fakes(), torch.inference_mode(), autocast_on(self.device_type, dtype):
+            sample = Sample(op, self.device_type, first, dtype, Sizes(shapes))
+            try:
+                with catch:
+                    op(**sample.arguments)
+            except _CaughtError:
+                return catch.arguments, ""
+            except RuntimeError as error:
+                return None, _reason(error)
+        return None, "its kernel does not call it"
+
+    def rule(self, op: OpOverload, policy: str, reason: str) -> OpRule:
+        """The rule of one overload, with what a call returned."""
+        observation = _Observation(reason=reason)
+        if policy != "banned":
+            observation = self._observe(op, policy)
+        return OpRule(
+            op=op._schema.name.removeprefix("aten::"),
+            overloads=(op._overloadname,),
+            policy=policy,
+            given=observation.given,
+            observed=observation.dtype,
+            reason=observation.reason,
+            agrees=self._agrees(observation.dtype, policy),
+        )
+
+    def _agrees(self, observed: torch.dtype | None, policy: str) -> bool | None:
+        """Whether a returned dtype is what the policy promises; None if it is no float."""
+        if observed is None or not _is_float(observed):
+            return None
+        promised = self.dtype if policy == "lower_precision" else torch.float32
+        return observed in (promised, promised.to_complex())
+
+    def _observe(self, op: OpOverload, policy: str) -> _Observation:
+        """What a call returned, what it was given, and why there is none."""
+        # Inputs such that the policy has something to change.
+        first = torch.float32 if policy == "lower_precision" else self.dtype
+        rest = self.dtype if policy.startswith("fp32") else torch.float32
+        sizes_found, reason = _find_sizes(op)
+        candidates: Iterable[Sizes] = ()
+        if sizes_found is not None:
+            candidates = [sizes_found]
+        elif self.real:  # some ops have kernels for the device alone
+            candidates = sizes_to_try(op)
+        for sizes in candidates:
+            try:
+                with nullcontext() if self.real else self._fakes():
+                    sample = Sample(op, self.device_type, first, rest, sizes)
+                    with autocast_on(self.device_type, self.dtype):
+                        dtypes = _call(op, sample)
+            except Exception as error:  # kernels, and their fakes in Python, raise what they like
+                reason = _reason(error)
+                continue
+            floats = [dtype for dtype in dtypes if _is_float(dtype)]
+            return _Observation((floats or dtypes)[0], tuple(sample.given))
+        return _Observation(reason=reason)
+
+    @contextmanager
+    def _fakes(self) -> Iterator[None]:
+        with absent_device(self.device_type), StrictFakeMode(), errors_not_logged():
+            yield
+
+
+def _policy_of(low: list[Any], mixed: list[Any], dtype: torch.dtype) -> str | None:
+    """The policy by what came through of inputs all low, and with the first one in float32."""
+    named = [argument for argument in low if isinstance(argument, torch.dtype)]
+    if named == [torch.float32]:  # set, or appended by a change to an overload that takes one
+        return "fp32_set_opt_dtype"
+    mixed_inputs = _float_dtypes(mixed)
+    if set(mixed_inputs) == {dtype}:
+        return "lower_precision"
+    if set(mixed_inputs) != {torch.float32}:
+        return None
+    if set(_float_dtypes(low)) == {torch.float32}:
+        return "fp32"
+    if len(mixed_inputs) > 1:
+        return "promote"
+    return None
+
+
+def _is_float(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _float_dtypes(given: list[Any]) -> list[torch.dtype]:
+    return [tensor.dtype for tensor in tensors_in(given) if tensor.is_floating_point()]
+
+
+@functools.cache
+def _find_sizes(op: OpOverload) -> tuple[Sizes | None, str]:
+    """The first sizes with which the op runs on meta tensors; if none do, None and the reason."""
+    reason = ""
+    for sizes in sizes_to_try(op):
+        try:
+            sample = Sample(op, "meta", first=torch.float32, rest=torch.float32, sizes=sizes)
+            _call(op, sample)
+        except NotImplementedError as error:  # no kernel for meta tensors, of any size
+            return None, _reason(error)
+        except Exception as error:  # most often, these sizes do not fit together
+            reason = _reason(error)
+        else:
+            return sizes, ""
+    return None, reason
+
+
+def _call(op: OpOverload, sample: Sample) -> list[torch.dtype]:
+    """Call the op; the dtypes of the tensors that it returns."""
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # of deprecated ops: the user did not call them
+        return [tensor.dtype for tensor in tensors_in(op(**sample.arguments))]
+
+
+def _reason(error: Exception) -> str:
+    """Why an op could not be called, in a line."""
+    if isinstance(error, _NO_KERNEL):
+        return "torch has no kernel for it here, and none for fake tensors"
+    return first_line(error)
+
+
+def _merge_overloads(base: str, rules: list[OpRule]) -> list[OpRule]:
+    """One rule for all overloads of an op, if they do not differ."""
+    called = [rule for rule in rules if rule.observed is not None] or rules
+    different_policies = {rule.policy for rule in rules}
+    different_dtypes = {rule.observed for rule in called}
+    if len(different_policies) == 1 and len(different_dtypes) == 1:
+        overloads = tuple(rule.overloads[0] for rule in rules)
+        return [dataclasses.replace(called[0], overloads=overloads)]
+    return [dataclasses.replace(rule, op=f"{base}.{rule.overloads[0]}") for rule in rules]

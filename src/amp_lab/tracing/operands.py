@@ -1,0 +1,259 @@
+"""Operands of an op that differ in dtype: where each comes from, and what to do about it."""
+
+import re
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+
+from amp_lab.core.remedies import remedy
+from amp_lab.core.report import dtype_name
+from amp_lab.tracing.ops_seen import LOWER_DTYPES, has_autocast_rule, tensor_key, tensors_in
+
+_INPUT = remedy(
+    "dtype.inputs_of_a_cast_model",
+    "an op of a model cast to fp16 or bf16 gets an input in fp32",
+    "{op} gets float32 from {wide} and {dtype} from {low}: give {wide} in {dtype}",
+)
+_OWN = remedy(
+    "dtype.own_tensor_of_a_cast_model",
+    "an op of a model with 16-bit weights gets fp32 from a buffer, a weight or an attribute",
+    "{op} gets float32 from {wide} and {dtype} from {low}: cast {name} where it is used, "
+    "{name}.to(torch.{dtype})",
+)
+_COMPUTED = remedy(
+    "dtype.computed_in_a_cast_model",
+    "an op of a model with 16-bit weights gets fp32 that the model computes",
+    "{op} gets float32 from {wide} and {dtype} from {low}: cast the first before it, "
+    "x.to(torch.{dtype})",
+)
+_WRITE = remedy(
+    "dtype.write",
+    "values of another dtype are written into a tensor, by x[i] = y, index_add, scatter, …",
+    "what is written{place} has another dtype than the tensor that it is written into: write "
+    "values.to(target.dtype)",
+)
+_IN_PLACE = remedy(
+    "dtype.in_place",
+    "a matmul that writes in place, x.addmm_, or into out=, gets fp32 and 16 bits",
+    "autocast does not cast for in-place ops, nor for out=: cast what the op gets{place} to the "
+    "dtype of the tensor that it writes, a.to(target.dtype)",
+)
+_OUT_OF_PLACE = remedy(
+    "dtype.out_of_place",
+    "the same, and autocast casts for the op where it does not write in place",
+    "or, under autocast, which casts for torch.{op}, assign its result, "
+    "target = torch.{op}({arguments})",
+)
+_WRITES = re.compile(
+    r"^_?(index[ _](put|add|copy|reduce)|put_?\b|scatter|masked_scatter)", re.IGNORECASE
+)
+_WRITES_SAY = ("source", "src", "tensors of one dtype")  # and not of the dtype of an index
+_ADDING = ("addmm", "addmv", "addbmm", "baddbmm")  # to their first argument
+_MATMULS = (*_ADDING, "mm", "bmm", "mv", "matmul")
+_ONE_DTYPE = re.compile(r"(one|same) dtype|dtypes must be the same")  # torch's words, and ours
+_IN_PLACE_SAYS = re.compile(rf"^({'|'.join(_ADDING)})_ takes tensors of one dtype")
+_OUT_SAYS = re.compile(r"^(\w+) with out= takes tensors|^Expected out tensor to have dtype")
+_TORCH = Path(torch.__file__).parent
+_OURS = Path(__file__).parent.parent
+
+
+class Kind(Enum):
+    """What the values of a tensor come from."""
+
+    INPUT = "input"
+    OWN = "own"  # a parameter, a buffer or an attribute of the model
+    COMPUTED = "computed"
+
+
+_REMEDIES = {Kind.INPUT: _INPUT, Kind.OWN: _OWN, Kind.COMPUTED: _COMPUTED}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the values of a tensor come from."""
+
+    kind: Kind
+    text: str  # ``input 0``, ``buffer table``, ``the output of float in 'up'``
+
+
+_MADE_BY_THE_MODEL = Source(Kind.COMPUTED, "a tensor that the model makes")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A floating-point tensor that an op got."""
+
+    dtype: torch.dtype
+    source: Source
+
+
+class Sources:
+    """Follows where tensors in fp32 come from, through the ops that compute with them."""
+
+    def __init__(self) -> None:
+        self._named: dict[int, Source] = {}  # by storage
+        self._computed: dict[int, Source] = {}  # by storage, of fp32 alone
+
+    def name(self, tensor: torch.Tensor, kind: Kind, text: str) -> None:
+        """Name a tensor that is there before the model runs."""
+        self._named.setdefault(tensor_key(tensor), Source(kind, text))
+
+    def name_attributes(self, model: nn.Module) -> None:
+        """Name the tensors that are plain attributes of modules, which casts of a model pass by."""
+        for path, module in model.named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, torch.Tensor):
+                    self.name(value, Kind.OWN, f"attribute {path}.{name}".replace(" .", " "))
+
+    def note(self, ins: list[torch.Tensor], outs: list[torch.Tensor], text: str) -> None:
+        """Note an op, of which `text` says what its output is."""
+        wide = [tensor for tensor in ins if tensor.dtype is torch.float32]
+        if wide:
+            source = self.of(wide[0])
+        else:
+            source = Source(Kind.COMPUTED, f"the {text}")
+        for tensor in outs:
+            key = tensor_key(tensor)
+            if key in self._named:  # an op that writes in place
+                continue
+            if tensor.dtype is torch.float32:
+                self._computed[key] = source
+            else:  # another tensor may have had this storage's key
+                self._computed.pop(key, None)
+
+    def of(self, tensor: torch.Tensor) -> Source:
+        """Where a tensor comes from; of what no op made, that the model's code made it."""
+        key = tensor_key(tensor)
+        return self._named.get(key) or self._computed.get(key) or _MADE_BY_THE_MODEL
+
+    def operands(self, tensors: Iterable[torch.Tensor]) -> tuple[Operand, ...]:
+        """The operands among what an op got."""
+        floats = [tensor for tensor in tensors if tensor.is_floating_point()]
+        return tuple(Operand(tensor.dtype, self.of(tensor)) for tensor in floats)
+
+
+def low_operand(operands: Iterable[Operand]) -> Operand | None:
+    """The first operand in 16 bits, if another is in fp32; None if dtypes are not mixed so."""
+    low = None
+    has_wide = False
+    for operand in operands:
+        if operand.dtype is torch.float32:
+            has_wide = True
+        elif low is None and operand.dtype in LOWER_DTYPES:
+            low = operand
+    return low if has_wide else None
+
+
+def remedy_for_mixed(
+    error: Exception, op: str, operands: tuple[Operand, ...], has_low_weights: bool
+) -> str:
+    """What to do about an op that got fp32 and 16 bits; empty if that is not the error.
+
+    Of a write and of a matmul in place `remedies_for_writes` says it. Where no weight is in 16
+    bits, only a tensor of the model's own is a sure cause.
+    """
+    low = low_operand(operands)
+    if low is None or "type" not in str(error) or is_write(error):
+        return ""
+    wide = next(operand.source for operand in operands if operand.dtype is torch.float32)
+    if wide.kind is not Kind.INPUT and _matmul_in_place(error, op) is not None:
+        return ""  # the tensor in fp32 may be the one that is written
+    is_own_constant = wide.kind is Kind.OWN and not wide.text.startswith("parameter ")
+    if not has_low_weights and not is_own_constant:
+        return ""
+    place = user_line(error)
+    return _REMEDIES[wide.kind].said(
+        op=f"{op} ({place})" if place else op,
+        wide=wide.text,
+        low=low.source.text,
+        dtype=dtype_name(low.dtype),
+        name=wide.text.rpartition(" ")[2],
+    )
+
+
+@dataclass(frozen=True)
+class MixedCall:
+    """A call of an op with floating-point arguments of several dtypes."""
+
+    op: str  # ``mylib::attention``
+    arguments: tuple[tuple[torch.dtype, tuple[str, ...]], ...]  # names of each dtype
+
+
+def mixed_call(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> MixedCall | None:
+    """The call of an op, if it gets tensors in fp32 and 16 bits, or in both 16-bit dtypes.
+
+    Tensors without a dimension, such as a scale, do not count.
+    """
+    parameters = [argument.name for argument in func._schema.arguments]
+    names_of: dict[torch.dtype, dict[str, None]] = {}  # each name once, in order
+    for name, value in [*zip(parameters, args, strict=False), *kwargs.items()]:
+        for tensor in tensors_in(value):
+            if tensor.dim() and tensor.dtype in (torch.float32, *LOWER_DTYPES):
+                names_of.setdefault(tensor.dtype, {})[name] = None
+    if len(names_of) < 2:
+        return None
+    arguments = tuple((dtype, tuple(names)) for dtype, names in names_of.items())
+    return MixedCall(func._schema.name, arguments)
+
+
+def is_write(error: Exception) -> bool:
+    """Whether an op refused to write values into a tensor of another dtype."""
+    message = str(error)
+    if "type" not in message or not _WRITES.match(message):
+        return False
+    return any(word in message for word in _WRITES_SAY)
+
+
+def remedies_for_writes(error: Exception, op: str, device_type: str) -> list[str]:
+    """What to do about a write of another dtype, and a matmul in place or into ``out=``.
+
+    `op` is the one that failed, or "" if that is not known. Empty of other errors.
+    """
+    place = user_line(error)
+    where = f" at {place}" if place else ""
+    if is_write(error):
+        return [_WRITE.said(place=where)]
+    name = _matmul_in_place(error, op)
+    if name is None:
+        return []
+    remedies = [_IN_PLACE.said(place=where)]
+    matmul = name.rstrip("_")
+    if matmul in _MATMULS and has_autocast_rule(f"aten::{matmul}", device_type):
+        arguments = "target, a, b" if matmul in _ADDING else "a, b"
+        remedies.append(_OUT_OF_PLACE.said(op=matmul, arguments=arguments))
+    return remedies
+
+
+def _matmul_in_place(error: Exception, op: str) -> str | None:
+    """The name of the matmul that does not write where it was to, as far as known; or None."""
+    message = str(error)
+    is_in_place = op.endswith("_") and op.rstrip("_") in _ADDING
+    if is_in_place and _ONE_DTYPE.search(message):
+        return op
+    match = _IN_PLACE_SAYS.match(message) or _OUT_SAYS.match(message)
+    if match is None:
+        return None
+    return match[1] or op
+
+
+def user_line(error: Exception) -> str:
+    """The innermost line of code that is neither torch's nor ours, as ``model.py:12``; or empty."""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):  # the innermost comes last
+        path = Path(frame.f_code.co_filename)
+        if _is_user_file(path):
+            place = f"{path.name}:{line}"
+    return place
+
+
+def _is_user_file(path: Path) -> bool:
+    if path.name.startswith("<") or not path.suffix:  # such as ``<string>``: code without a file
+        return False
+    return not path.is_relative_to(_TORCH) and not path.is_relative_to(_OURS)

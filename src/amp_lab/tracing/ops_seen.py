@@ -1,0 +1,141 @@
+"""What every tracer asks of an op: whose memory it is, whether it is a view, and its FLOPs."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, shape_wrapper
+
+from amp_lab.core.backends import backend
+
+LOWER_DTYPES = (torch.float16, torch.bfloat16)  # what autocast takes, on every backend
+
+_MEMORY_ONLY = {"_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided"}
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def largest_whole_number(dtype: torch.dtype) -> int:
+    """Up to which number a format has all whole ones: 256 in bf16, 2048 in fp16."""
+    return int(2 / torch.finfo(dtype).eps)
+
+
+def tensors_in(structure: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves of tuples, lists and dicts."""
+    if isinstance(structure, torch.Tensor):
+        return [structure]
+    return [leaf for leaf in tree_leaves(structure) if isinstance(leaf, torch.Tensor)]
+
+
+def stored_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The stored values of a sparse tensor; any other as it is."""
+    layout = tensor.layout
+    if layout is torch.sparse_coo:
+        return tensor._values()
+    if layout in _COMPRESSED:
+        return tensor.values()
+    return tensor
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """What tells the tensor's storage from all others that live; None for oneDNN's, without one.
+
+    It is the address of the storage itself, since fake tensors, and those on ``meta``, have no
+    data. When the storage ends, another may get the same: keep it, or a weak reference.
+    """
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        values = stored_values(tensor)
+        if values is tensor:
+            return None
+        return storage_key(values)
+
+
+def tensor_key(tensor: torch.Tensor) -> int:
+    """The key of a tensor's storage; of oneDNN's tensors, which have none, their own."""
+    return storage_key(tensor) or id(tensor)
+
+
+def computes_nothing(func: OpOverload) -> bool:
+    """Whether an op returns a view, or memory that is not written yet."""
+    return func.is_view or func._schema.name.removeprefix("aten::") in _MEMORY_ONLY
+
+
+def has_autocast_rule(name: str, device_type: str) -> bool:
+    """Whether autocast on a backend has a rule for an op, which is named with its namespace."""
+    key = f"Autocast{backend(device_type).key}"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
+def flops(func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
+    """Multiplications and additions of a matrix product, convolution or attention kernel; else 0.
+
+    Attention counts in full, although a causal kernel may leave out up to half of it.
+    """
+    packet = func._overloadpacket
+    own_formula = FLOP_FORMULAS.get(packet) or _FLOPS_BY_NAME.get(func._schema.name)
+    if own_formula is not None:
+        return shape_wrapper(own_formula)(*args, **kwargs, out_val=out)
+    formula = flop_registry.get(packet)  # torch has wrapped it already
+    if formula is None:
+        return 0
+    return formula(*args, **kwargs, out_val=out)
+
+
+# Each formula gets the op's arguments as its schema has them, with shapes in place of tensors.
+
+
+def _product_flops(*shapes, out_shape=None, **scales) -> int:
+    left, right = shapes[-2:]  # before them, what the product is added to
+    columns = math.prod(right[2:])
+    return 2 * math.prod(left) * columns
+
+
+def _convolution_backward_flops(gradient, inputs, weight, *more, out_shape=None, **settings) -> int:
+    """FLOPs for the gradients that are wanted, of which torch's own count leaves out the groups."""
+    transposed = more[4]  # after bias sizes, stride, padding and dilation
+    of_input, of_weight, _ = more[7]
+    # Each takes what the forward pass does: every weight meets every pixel of the output, or of the
+    # input if transposed.
+    met = inputs if transposed else gradient  # (N, C, …)
+    pixels = met[0] * math.prod(met[2:])
+    forward = 2 * pixels * math.prod(weight)
+    return forward * (of_input + of_weight)
+
+
+def _grouped_product_flops(left, right, offsets=None, *more, out_shape=None, **settings) -> int:
+    """Groups of rows, each with a matrix of its own: each of (M, K) meets one of (G, K, N)."""
+    rows, inner = left[-2:]
+    columns = right[-1]
+    is_batched = len(left) == 3 and len(right) == 3  # else the groups divide a dimension
+    groups = left[0] if is_batched else 1
+    return 2 * groups * rows * inner * columns
+
+
+def _bilinear_flops(left, weight, right, *more, out_shape=None, **settings) -> int:
+    """(B, I), (O, I, J) and (B, J): every weight meets every item of the batch once."""
+    batch = math.prod(left[:-1])
+    return 2 * batch * math.prod(weight)
+
+
+def _deform_convolution_flops(image, weight, *more, out_shape: Any = None, **settings) -> int:
+    outputs = math.prod(out_shape)
+    per_output = math.prod(weight[1:])
+    return 2 * outputs * per_output
+
+
+# What torch's `flop_registry` lacks or counts wrongly, for `FlopCounterMode(custom_mapping=…)` too.
+FLOP_FORMULAS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten.mv: _product_flops,
+    torch.ops.aten.dot: _product_flops,
+    torch.ops.aten.addmv: _product_flops,
+    torch.ops.aten.addbmm: _product_flops,
+    torch.ops.aten.convolution_backward: _convolution_backward_flops,
+    torch.ops.aten._grouped_mm: _grouped_product_flops,
+    torch.ops.aten._trilinear: _bilinear_flops,
+}
+# Ops of packages that need not be there.
+_FLOPS_BY_NAME = {"torchvision::deform_conv2d": _deform_convolution_flops}

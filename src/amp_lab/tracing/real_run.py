@@ -1,0 +1,272 @@
+"""Run a model once for real on the CPU, and note what its values decide there."""
+
+import enum
+import random
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.overrides import TorchFunctionMode
+
+from amp_lab.core.device import free_bytes
+from amp_lab.core.errors import TraceError, with_type
+from amp_lab.core.report import bytes_text
+from amp_lab.tracing.backward import (
+    Seeds,
+    functions_of_the_model,
+    lacks_formula,
+    run_backward,
+    seeds_of,
+)
+from amp_lab.tracing.decisions import (
+    Decision,
+    Decisions,
+    NotAnswered,
+    NoValues,
+    depends_on_values,
+    noted,
+)
+from amp_lab.tracing.fake_device import (
+    PlainOpsMode,
+    attributes_restored,
+    autocast_on,
+)
+from amp_lab.tracing.finite_checks import remember_check
+from amp_lab.tracing.ops_seen import LOWER_DTYPES, storage_key, stored_values, tensors_in
+from amp_lab.tracing.running_module import RunningModule
+from amp_lab.tracing.structures import map_tensors, named_tensors
+
+SHARE_OF_MEMORY = 0.5
+"""The most of the free memory that the run may take, its copy of the weights included."""
+
+LIMIT_S = 60.0
+"""The longest that it may take, in seconds."""
+
+
+class Passes(enum.Enum):
+    """The passes that a trace follows, so that a real run has to make them too."""
+
+    FORWARD = enum.auto()  # without gradients
+    OWN_BACKWARD = enum.auto()  # the backward pass too if an `autograd.Function` is in it
+    BACKWARD = enum.auto()
+
+    def gradients(self) -> AbstractContextManager:
+        """The block in which the forward pass records what the passes after it need."""
+        if self is Passes.OWN_BACKWARD:  # as the caller has it
+            return nullcontext()
+        return torch.set_grad_enabled(self is Passes.BACKWARD)
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """A model, what a call of it takes, a loss of its output, and the passes to make."""
+
+    model: nn.Module
+    args: tuple
+    kwargs: Mapping[str, Any]
+    loss_fn: Callable[[Any], Any] | None = None
+    passes: Passes = Passes.OWN_BACKWARD
+
+
+def decisions_of(call: ModelCall, untagged: frozenset[OpOverload] = frozenset()) -> Decisions:
+    """What values decide when a model and its loss run on the CPU in fp32, without autocast.
+
+    Its passes are those of the call: a backward pass asks for values too. No optimizer runs, since
+    a forecast takes its bytes from the shapes of the parameters alone.
+
+    The model runs on copies of its weights, buffers and inputs, those in 16 bits widened to fp32.
+    Its attributes and every generator of random numbers are as before after it. `untagged` are ops
+    that are noted besides those that torch marks.
+
+    Raises `NotAnswered` if there are no values, the run fails, or it would take more than
+    `SHARE_OF_MEMORY` of the free memory, or longer than `LIMIT_S`.
+    """
+    _require_values(call)
+    recorder = _Recorder(untagged)
+    with (
+        attributes_restored(call.model),
+        _generators_restored(),
+        warnings.catch_warnings(),
+        torch.device("cpu"),
+        autocast_on("cpu", enabled=False),
+    ):
+        warnings.simplefilter("ignore")  # the trace gives the same once more
+        try:
+            _run(call, recorder)
+        except TraceError:  # it says by itself what to do
+            raise
+        except Exception as error:  # the user's model and loss may raise anything
+            raise NotAnswered(f"the run on the CPU in fp32 fails: {with_type(error)}") from error
+    if recorder.stopped is not None:  # the model may have caught the error
+        raise NotAnswered(recorder.stopped)
+    return Decisions(tuple(recorder.made), untagged, recorder.is_finite)
+
+
+def _require_values(call: ModelCall) -> None:
+    for tensor in [*call.model.parameters(), *call.model.buffers()]:
+        _require_value(tensor, "the model")
+    for _, tensor in named_tensors([call.args, dict(call.kwargs)], opened=True):
+        _require_value(tensor, "an input")
+
+
+def _require_value(tensor: torch.Tensor, name: str) -> None:
+    if tensor.is_meta:
+        raise NoValues(f"{name} is on 'meta' and has no values")
+
+
+def _run(call: ModelCall, recorder: "_Recorder") -> None:
+    copies = _Copies(recorder)
+    model = call.model
+    own = dict(model.named_parameters(remove_duplicate=False))
+    own |= dict(model.named_buffers(remove_duplicate=False))
+    copied = {name: copies.of(tensor) for name, tensor in own.items()}
+    args, kwargs = map_tensors(copies.of, (tuple(call.args), dict(call.kwargs)))
+    with (
+        _reparametrize_module(model, copied),
+        recorder.running.watched(model),
+        _ListsByItems(),
+        call.passes.gradients(),
+        recorder,
+    ):
+        output = model(*args, **kwargs)
+        result = output
+        if call.loss_fn is not None:
+            result = call.loss_fn(output)
+        seeds = seeds_of(result)
+        found = [tensor.detach() for _, tensor in named_tensors([output, result])]
+        del output, result  # what only their graphs hold would live until the end
+        if call.passes is Passes.BACKWARD:
+            run_backward(seeds)
+        elif functions_of_the_model(seeds):
+            _run_backward_if_it_has_one(seeds)
+    recorder.is_finite = all(map(_is_finite, found))
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    values = stored_values(tensor)
+    return not values.is_floating_point() or bool(values.float().isfinite().all())
+
+
+def _run_backward_if_it_has_one(seeds: Seeds) -> None:
+    """Run a backward pass up to an op without one, where an X-ray ends too and says so."""
+    try:
+        run_backward(seeds)
+    except RuntimeError as error:
+        if not lacks_formula(error):
+            raise
+
+
+class _Copies:
+    """Copies of tensors on the CPU, one for each, whose memory a recorder counts."""
+
+    def __init__(self, recorder: "_Recorder"):
+        self._recorder = recorder
+        self._copies: dict[int, torch.Tensor] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._copies:
+            self._copies[id(tensor)] = self._copy(tensor)
+        return self._copies[id(tensor)]
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = torch.float32 if tensor.dtype in LOWER_DTYPES else tensor.dtype
+        self._recorder.require_room(tensor.numel() * dtype.itemsize)
+        copied = tensor.detach().to("cpu", dtype, copy=True)
+        self._recorder.count([copied])
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(copied, tensor.requires_grad)
+        return copied.requires_grad_(tensor.requires_grad)
+
+
+class _ListsByItems(TorchFunctionMode):
+    """The mode in which ``tolist`` reads a tensor item by item, as it does on fake tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.tolist:
+            return func(*args, **(kwargs or {}))
+        tensor = args[0]
+        if tensor.dim() == 0:
+            return tensor.item()
+        with self:
+            return [item.tolist() for item in tensor]
+
+
+class _Recorder(PlainOpsMode):
+    """Notes each decision of a run, and stops it where it takes too much memory or time."""
+
+    def __init__(self, untagged: frozenset[OpOverload]):
+        super().__init__()
+        self.running = RunningModule()
+        self.made: list[Decision] = []
+        self.is_finite = False  # whether all that the model and the loss gave is
+        self.stopped: str | None = None  # why
+        self._untagged = untagged
+        self._free = free_bytes()
+        self._in_use = 0
+        self._storages: dict[int, weakref.ref] = {}  # by key, those that live
+        self._begin = time.monotonic()
+
+    def run_op(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        remember_check(func, args, kwargs, result)
+        self.count(tensors_in(result))
+        self.require_room(0)
+        if time.monotonic() - self._begin > LIMIT_S:
+            self._stop(f"the run on the CPU that has them takes longer than {LIMIT_S:g} s")
+        if depends_on_values(func, args, self._untagged):
+            self.made.append(noted(self.running, func, (args, kwargs), result))
+        return result
+
+    def count(self, tensors: list[torch.Tensor]) -> None:
+        """Count the memory of tensors, for as long as it lives."""
+        for tensor in tensors:
+            key = storage_key(tensor)
+            if key is not None and key not in self._storages:
+                self._watch(key, stored_values(tensor).untyped_storage())
+
+    def _watch(self, key: int, storage: torch.UntypedStorage) -> None:
+        size = storage.nbytes()
+
+        def ended(_: weakref.ref) -> None:
+            del self._storages[key]
+            self._in_use -= size
+
+        self._in_use += size
+        self._storages[key] = weakref.ref(storage, ended)
+
+    def require_room(self, more: int) -> None:
+        """Stop the run if so many bytes more are too many."""
+        if self._free is None:
+            return
+        allowed = int(SHARE_OF_MEMORY * self._free)
+        if self._in_use + more > allowed:
+            self._stop(
+                "the run on the CPU that has them takes more than "
+                f"{bytes_text(allowed)}, {100 * SHARE_OF_MEMORY:.0f} % of the free memory"
+            )
+
+    def _stop(self, reason: str) -> None:
+        self.stopped = reason
+        raise NotAnswered(reason)
+
+
+@contextmanager
+def _generators_restored() -> Iterator[None]:
+    """The block after which Python, NumPy and torch draw the numbers that they would have drawn."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)

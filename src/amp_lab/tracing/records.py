@@ -1,0 +1,121 @@
+"""What an X-ray notes while a model runs: a record for each op and for each cast."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from amp_lab.core.report import listed
+
+LOSS = "(loss)"  # stands for a module's name in records of the loss
+_LOSSES = {
+    "nll_loss_forward", "nll_loss2d_forward", "nll_loss_nd", "mse_loss", "huber_loss",
+    "smooth_l1_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "_ctc_loss",
+    "soft_margin_loss", "multi_margin_loss", "multilabel_margin_loss_forward",
+}  # fmt: skip
+_REDUCTIONS = {"mean", "sum", "norm", "linalg_vector_norm"}
+RNN_LAYERS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}  # functions of torch, each a record
+
+
+@dataclass(frozen=True)
+class OpRecord:
+    """One op that computed something, below autograd and autocast: the tensors that it really got.
+
+    Views are left out, and so are the casts that autocast inserted, which are in `Xray.casts`.
+    Attention, norms and recurrent layers are one op, since their kernels depend on the card.
+    """
+
+    module: str  # qualified name of the one whose code ran; "": the model itself
+    op: str  # convolution, addmm, _softmax
+    in_dtypes: tuple[torch.dtype, ...]
+    out_dtypes: tuple[torch.dtype, ...]
+    in_shapes: tuple[tuple[int, ...], ...]
+    out_shapes: tuple[tuple[int, ...], ...]
+    called: str  # the function of torch that the model called: conv2d, linear, cross_entropy
+    flops: int = 0  # of a matrix product, convolution, attention or recurrent layer
+    autocast: bool = True  # whether autocast was on where it was called
+    widened: bool = False  # whether autocast made it compute on a low-precision input in fp32
+    # Of a recurrent layer or cell: the widest dtype of its products, which its state may exceed.
+    product_dtype: torch.dtype | None = None
+    # Of a recurrent layer: the dtype in which the model gave its input, before autocast cast it.
+    given_dtype: torch.dtype | None = None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What it computed in: `product_dtype`, or the wider of first floating input and output."""
+        if self.product_dtype is not None:
+            return self.product_dtype
+        first_dtypes = (_first_float(self.in_dtypes), _first_float(self.out_dtypes))
+        return widest(dtype for dtype in first_dtypes if dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it wrote."""
+        pairs = zip(self.out_shapes, self.out_dtypes, strict=True)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in pairs)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """One cast that autocast inserted."""
+
+    module: str
+    from_dtype: torch.dtype
+    to_dtype: torch.dtype
+    what: str  # "parameter NAME", "input 0", "output of OP in MODULE"
+    cached: bool  # whether autocast keeps the result for further uses in the same block
+    shape: tuple[int, ...]
+    called: str  # the function that it was cast for
+    of_integers: bool = False  # whether it holds whole numbers, such as positions
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it wrote."""
+        return math.prod(self.shape) * self.to_dtype.itemsize
+
+    @property
+    def is_of_parameter(self) -> bool:
+        """Whether a parameter as a whole was cast, or a view of it."""
+        return self.what.startswith("parameter ")
+
+
+def is_of_loss(row: OpRecord) -> bool:
+    """Whether an op is part of a loss, which the model may compute itself."""
+    if row.op in _LOSSES:
+        return True
+    if row.op == "_log_softmax" and "cross_entropy" in row.called:
+        return True
+    return row.module == LOSS and row.op in _REDUCTIONS
+
+
+def _first_float(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
+    for dtype in dtypes:
+        if dtype.is_floating_point:
+            return dtype
+    return None
+
+
+def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
+    """The dtype of the most bytes; None of none."""
+    return max(dtypes, key=lambda dtype: dtype.itemsize, default=None)
+
+
+def place_of(module: str) -> str:
+    """A module in a sentence: its name in quotes, ``the model itself`` or ``the loss``."""
+    if not module:
+        return "the model itself"
+    if module == LOSS:
+        return "the loss"
+    return repr(module)
+
+
+def work_of(rows: Iterable[OpRecord]) -> int:
+    """The FLOPs of some ops."""
+    return sum(row.flops for row in rows)
+
+
+def places_of(rows: Iterable[OpRecord]) -> str:
+    """The first three of the modules of some ops, in a sentence."""
+    modules = dict.fromkeys(row.module for row in rows)
+    return listed([place_of(module) for module in modules], 3)

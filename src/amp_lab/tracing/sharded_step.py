@@ -1,0 +1,144 @@
+"""A training step of one among many ranks of FSDP2: torch's own code, on fake tensors."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from amp_lab.core.errors import TraceError
+from amp_lab.core.precision import Precision
+from amp_lab.parallel.ranks import Parallel, Ranks
+from amp_lab.tracing.decisions import Replay
+from amp_lab.tracing.ops_seen import tensors_in
+from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
+from amp_lab.tracing.structures import named_tensors
+
+if TYPE_CHECKING:
+    from amp_lab.tracing.training_step import TrainingStep
+
+
+def trace_sharded(
+    step: "TrainingStep", inputs: tuple, kwargs: dict[str, Any], replay: Replay
+) -> tuple[list[torch.Tensor], StorageTrace]:
+    """The shards that are trained, and what the second step allocates; the first makes buffers.
+
+    Each step takes the decisions of a real run that `replay` has.
+    """
+    given = [tensor for _, tensor in named_tensors((inputs, kwargs), opened=True)]
+    with group_of(step.ranks):
+        model = sharded(step.run.model, step.run.parameters | step.run.buffers, step.precision)
+        weights = [_local(parameter) for parameter in model.parameters()]
+        for _ in range(2):
+            model.zero_grad()
+            replay.restart()
+            ledger = StorageLedger("cpu")
+            ledger.own("weights", weights)
+            ledger.own("buffers", model.buffers())
+            ledger.own("inputs", given)
+            with ledger, ledger.seeing_resizes():
+                _run_passes(step, model, inputs, kwargs, ledger)
+                trained = [p for p in model.parameters() if p.grad is not None]
+                ledger.own("gradients", [_local(parameter.grad) for parameter in trained])
+                ledger.mark("backward")
+        return [_local(parameter) for parameter in trained], ledger.trace(kept_at="forward")
+
+
+def _run_passes(
+    step: "TrainingStep",
+    model: nn.Module,
+    inputs: tuple,
+    kwargs: dict[str, Any],
+    ledger: StorageLedger,
+) -> None:
+    """Run the forward and the backward pass; the autograd graph is freed when this returns."""
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        pack_hook=ledger.keep, unpack_hook=lambda tensor: tensor
+    )
+    with hooks:
+        output = step.output(model, inputs, kwargs)
+    ledger.mark("cached")  # the same moment: without autocast there is no cache to clear
+    ledger.mark("forward")
+    roots = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+    if roots:  # a frozen model has none
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+
+
+def sharded(
+    model: nn.Module,
+    tensors: dict[str, torch.Tensor],
+    precision: Precision,
+    reduce_dtype: str = "fp32",
+) -> nn.Module:
+    """A copy of the model with fake tensors in place of its own, sharded as `train` does it."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    # New ones for each trace, since FSDP2 frees what it has cut into shards.
+    fakes = {id(own): torch.empty_like(tensors[name]) for name, own in named}
+    ranks = Ranks(Parallel.FSDP, reduce_dtype=reduce_dtype)
+    with unset_fake_temporarily():
+        assert ranks.mesh  # made here: it reads its ranks from a tensor, and a fake has no values
+    return ranks.wrap(_copy_with_fakes(model, fakes, copies={}), precision)
+
+
+def _copy_with_fakes(
+    module: nn.Module, fakes: dict[int, torch.Tensor], copies: dict[nn.Module, nn.Module]
+) -> nn.Module:
+    """A copy of a module and its submodules, with fakes in place of parameters and buffers.
+
+    `fakes` has them by the id of the original. All else is shared with the original, such as hooks.
+    `copies` has the modules copied so far: one that is used in two places stays one.
+    """
+    if module in copies:
+        return copies[module]
+    copied = module.__new__(type(module))  # without __init__
+    copies[module] = copied
+    for name, attribute in vars(module).items():
+        if isinstance(attribute, dict):  # such as _parameters: the original keeps its own
+            vars(copied)[name] = copy.copy(attribute)
+        else:
+            vars(copied)[name] = attribute
+    for name, own in module._parameters.items():
+        if own is not None:
+            fake = _fake_parameter(own, fakes)
+            copied._parameters[name] = fake  # pyrefly: ignore[unsupported-operation]
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            copied._buffers[name] = fakes[id(buffer)]
+    for name, submodule in module._modules.items():
+        if submodule is not None:
+            copied._modules[name] = _copy_with_fakes(submodule, fakes, copies)
+    return copied
+
+
+def _fake_parameter(own: nn.Parameter, fakes: dict[int, torch.Tensor]) -> nn.Parameter:
+    """The fake of a parameter, kept in `fakes`, so that tied parameters stay one parameter."""
+    fake = fakes[id(own)]
+    if isinstance(fake, nn.Parameter):
+        return fake
+    parameter = nn.Parameter(fake, own.requires_grad)
+    fakes[id(own)] = parameter
+    return parameter
+
+
+@contextmanager
+def group_of(ranks: int) -> Iterator[None]:
+    """The block in which this process is rank 0 of so many; the other ranks are pretended."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers "fake"
+
+    if dist.is_initialized():
+        raise TraceError("this process is one of a group: forecast FSDP2's memory in another")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    if hasattr(tensor, "to_local"):
+        return tensor.to_local()
+    return tensor

@@ -1,0 +1,173 @@
+"""Tensors in the structures that models take and return: tuples, mappings, dataclasses, objects."""
+
+import copy
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from amp_lab.core.errors import TraceError, first_line
+from amp_lab.core.remedies import remedy
+
+_GIVE_TENSORS = remedy(
+    "trace.give_tensors",
+    "an input is an object that cannot be copied, or whose attributes are out of sight",
+    "give the model its tensors in a dict or a dataclass",
+)
+
+
+def named_leaves(
+    structure: object, path: str = "", *, opened: bool = False
+) -> Iterator[tuple[str, Any]]:
+    """Place and value of each leaf of tuples, lists, mappings and dataclasses.
+
+    With `opened`, objects of other classes that hold tensors, such as a batch of graphs, are no
+    leaves, but their tensors are; a cache of keys and values stays one.
+    """
+    if isinstance(structure, (list, tuple)):
+        structure = dict(enumerate(structure))
+    elif _is_record(structure):
+        structure = _fields_of(structure)
+    if isinstance(structure, Mapping):
+        for step, value in structure.items():
+            yield from named_leaves(value, f"{path}.{step}", opened=opened)
+        return
+    inside: list[tuple[str, torch.Tensor]] = []
+    if opened and not is_cache(structure):
+        inside += _tensors_inside(structure, path, visited=set())
+    if inside:
+        yield from inside
+    else:
+        yield path, structure
+
+
+def named_tensors(structure: object, *, opened: bool = False) -> list[tuple[str, torch.Tensor]]:
+    """The tensors among `named_leaves`."""
+    leaves = named_leaves(structure, opened=opened)
+    return [pair for pair in leaves if isinstance(pair[1], torch.Tensor)]
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: Any) -> Any:
+    """`structure` with `function` of every tensor in its tuples, lists, dicts and dataclasses.
+
+    An object of another class that holds tensors, such as a batch of graphs, is copied with what it
+    holds, and so is a cache of keys and values, since a model that gets one writes into it.
+
+    Raises `TraceError` for an object that cannot be copied, or that moves to a device and has no
+    attributes to look at.
+    """
+
+    def map_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return function(leaf)
+        if _is_record(leaf) and not is_cache(leaf):
+            return _map_record(function, leaf)
+        tensors = [tensor for _, tensor in _tensors_inside(leaf, path="", visited=set())]
+        if tensors or is_cache(leaf):  # an empty cache too: a model writes into it
+            mapped = {id(tensor): function(tensor) for tensor in tensors}
+            return _copy_with(leaf, mapped)
+        if _hides_its_tensors(leaf):
+            kind = type(leaf).__name__
+            raise TraceError(f"a {kind} does not show its tensors: {_GIVE_TENSORS.text}")
+        return leaf
+
+    return pytree.tree_map(map_leaf, structure)
+
+
+def _is_record(thing: object) -> bool:
+    """Whether this is an instance of a dataclass."""
+    return dataclasses.is_dataclass(thing) and not isinstance(thing, type)
+
+
+def _fields_of(record: Any) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+
+
+def _map_record(function: Callable[[torch.Tensor], torch.Tensor], record: Any) -> Any:
+    copied = copy.copy(record)
+    for name, value in _fields_of(record).items():
+        mapped = map_tensors(function, value)
+        object.__setattr__(copied, name, mapped)  # a frozen dataclass refuses setattr
+    return copied
+
+
+def _copy_with(thing: Any, mapped: dict[int, Any]) -> Any:
+    """A copy of an object with other tensors in it; `mapped` has them by the id of the old ones."""
+    try:
+        # `mapped` is the memo, in which deepcopy looks for a copy before it makes one.
+        return copy.deepcopy(thing, mapped)
+    except Exception as error:  # what it holds may refuse, such as a lock or an open file
+        kind = type(thing).__name__
+        raise TraceError(
+            f"a {kind} cannot be copied ({first_line(error)}): {_GIVE_TENSORS.text}"
+        ) from error
+
+
+def _hides_its_tensors(thing: Any) -> bool:
+    """Whether an object has a method `to`, as one with tensors has, but no attributes."""
+    return not _is_code(thing) and hasattr(thing, "to") and not _attributes(thing)
+
+
+def is_cache(thing: object) -> bool:
+    """Whether this is an object of a class that is named a cache, as transformers' are."""
+    if "cache" not in type(thing).__name__.lower():
+        return False
+    return hasattr(thing, "__dict__") and not callable(thing)
+
+
+def parts_of(thing: Any, *, opened: bool) -> dict[str, Any]:
+    """What a structure holds, by name or number; attributes of other objects only if `opened`."""
+    if isinstance(thing, Mapping):
+        return {str(key): value for key, value in thing.items()}
+    if hasattr(thing, "_asdict"):  # a named tuple
+        return thing._asdict()
+    if isinstance(thing, (list, tuple)):
+        return {str(number): value for number, value in enumerate(thing)}
+    if not opened or isinstance(thing, torch.Tensor) or _is_code(thing):
+        return {}
+    return _attributes(thing)
+
+
+def _is_code(thing: Any) -> bool:
+    """Whether this is a class, a function or a module, whose tensors are not those of an input."""
+    if isinstance(thing, (type, types.ModuleType, nn.Module, functools.partial)):
+        return True
+    return inspect.isroutine(thing)
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    """What stands in the `__dict__` and the `__slots__` of an object."""
+    attributes = {**getattr(thing, "__dict__", {})}
+    for name in _slots_of(type(thing)):
+        if hasattr(thing, name):  # it is filled
+            attributes[name] = getattr(thing, name)
+    return attributes
+
+
+def _slots_of(kind: type) -> list[str]:
+    slots = []
+    for base in kind.__mro__:
+        for name, member in vars(base).items():
+            if inspect.ismemberdescriptor(member):
+                slots.append(name)
+    return slots
+
+
+def _tensors_inside(thing: Any, path: str, visited: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in a structure and in the attributes of its objects, each once.
+
+    `visited` has the ids of all objects that were looked at.
+    """
+    if id(thing) in visited:
+        return
+    visited.add(id(thing))
+    if isinstance(thing, torch.Tensor):
+        yield path, thing
+    for step, part in parts_of(thing, opened=True).items():
+        yield from _tensors_inside(part, f"{path}.{step}", visited)

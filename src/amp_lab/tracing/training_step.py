@@ -1,0 +1,387 @@
+"""One training step on fake tensors, and the forecast that comes of it."""
+
+import dataclasses
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses import fake_tensor
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from amp_lab.core.backends import Backend, backend
+from amp_lab.core.errors import AmpLabError, TraceError, first_line
+from amp_lab.core.precision import Precision
+from amp_lab.core.report import listed, short_name
+from amp_lab.tracing.backward import Seeds, run_backward, seeds_of
+from amp_lab.tracing.decisions import Decisions, MemoryNeeded, Replay, ValuesNeeded
+from amp_lab.tracing.fake_device import (
+    NEEDS_VALUES,
+    ModelRun,
+    autocast_on,
+    checked_backend,
+    needs_memory,
+    on_fake_device,
+    own_reason,
+    remedy_for,
+    require_model,
+    tip_for,
+)
+from amp_lab.tracing.memory_result import MemoryForecast
+from amp_lab.tracing.ops_seen import LOWER_DTYPES
+from amp_lab.tracing.optimizer_state import OPTIMIZERS, QUANTIZED, Parameter, optimizer_bytes
+from amp_lab.tracing.records import RNN_LAYERS
+from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
+from amp_lab.tracing.structures import named_tensors
+
+_MOST_RANKS = 1024
+_RNN_CAVEAT = ": forecast with torch's own kernels; cuDNN or oneDNN may keep twice as much."
+
+_MIXED_DEVICES = "to be on the same device"  # as fake tensors say it
+
+_Traced = TypeVar("_Traced")
+LossFunction = Callable[[Any], torch.Tensor]
+
+
+def traced_on_either(trace: Callable[[], _Traced]) -> _Traced:
+    """What `trace` returns; where devices are mixed, with tensors on the CPU by default.
+
+    Some models count on tensors made without a device being there, such as torchvision's SSD, whose
+    boxes are made of them and of sizes that it holds. Raises what the first trace raises if both
+    mix devices.
+    """
+    try:
+        return trace()
+    except TraceError as error:
+        if _MIXED_DEVICES not in str(error):
+            raise
+        mixed = error
+    try:
+        with torch.device("cpu"):
+            return trace()
+    except TraceError as error:
+        if _MIXED_DEVICES in str(error):
+            raise mixed from mixed.__cause__
+        raise
+
+
+@contextmanager
+def training_steps(
+    model: nn.Module,
+    device_type: str,
+    precisions: Iterable[Precision | str],
+    optimizer: str = "adam",
+    loss_fn: LossFunction | None = None,
+    fsdp_ranks: int = 1,
+) -> Iterator[list["TrainingStep"]]:
+    """The block in which a training step can be traced, one for each precision.
+
+    With `fsdp_ranks` it is that of one of so many. Opening it takes as long as half a trace. Raises
+    `TraceError` or `DeviceError` for what cannot be.
+    """
+    names = (*OPTIMIZERS, *QUANTIZED)
+    if optimizer not in names:
+        raise TraceError(f"optimizer {optimizer!r}: give one of {', '.join(names)}")
+    if not 1 <= fsdp_ranks <= _MOST_RANKS:
+        raise TraceError(f"ranks {fsdp_ranks}: give 1 to {_MOST_RANKS}")
+    checked_backend(device_type)
+    traced_on = "cpu" if fsdp_ranks > 1 else device_type
+    with steps_on(model, traced_on, precisions) as (run, checked), torch.enable_grad():
+        yield [
+            TrainingStep(run, device_type, precision, optimizer, loss_fn, fsdp_ranks)
+            for precision in checked
+        ]
+
+
+@contextmanager
+def steps_on(
+    model: nn.Module, device_type: str, precisions: Iterable[Precision | str]
+) -> Iterator[tuple[ModelRun, list[Precision]]]:
+    """The block in which a model can be traced, and the precisions, which are checked.
+
+    Raises `TraceError` or `DeviceError` for what cannot be.
+    """
+    given = list(precisions)
+    if not given:
+        raise TraceError("precisions is empty; give at least one")
+    require_model(model)
+    for precision in given:
+        if precision not in list(Precision):
+            raise TraceError(f"precision {precision!r}: give one of {', '.join(Precision)}")
+    checked_backend(device_type)
+    with _same_every_time(), on_fake_device(model, (), {}, device_type) as run:
+        yield run, [Precision(precision) for precision in given]
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """What to run, all but the inputs; made by `training_steps`."""
+
+    run: ModelRun  # its inputs are not used
+    device_type: str
+    precision: Precision
+    optimizer: str
+    loss_fn: LossFunction | None
+    ranks: int = 1
+
+    @property
+    def traced_on(self) -> str:
+        """The type of device whose kernels run, and on which its inputs have to be."""
+        return "cpu" if self.ranks > 1 else self.device_type
+
+    def trace(
+        self, inputs: tuple, kwargs: dict[str, Any], decisions: Decisions | None = None
+    ) -> "TracedStep":
+        """Run the step once on fake inputs, and note every storage's coming and going.
+
+        `decisions` are those of a real run on such inputs, if values decide its course.
+        """
+
+        def replayed() -> TracedStep:
+            with self.run.told(decisions) as replay:
+                traced = self._trace(inputs, kwargs, replay)
+                replay.require_done()
+            return dataclasses.replace(traced, decisions=replay.remark)
+
+        return traced_on_either(replayed)
+
+    def _trace(self, inputs: tuple, kwargs: dict[str, Any], replay: Replay) -> "TracedStep":
+        given = [tensor for _, tensor in named_tensors((inputs, kwargs), opened=True)]
+        shapes = tuple(tuple(tensor.shape) for tensor in given)
+        with one_line_errors(self.run.model, shapes, self.device_type):
+            if self.ranks > 1:
+                from amp_lab.tracing.sharded_step import trace_sharded  # FSDP2 is slow to load
+
+                trained, storages = trace_sharded(self, inputs, kwargs, replay)
+            else:
+                trained, storages = self._trace_alone(given, inputs, kwargs)
+        parameters = tuple((tuple(tensor.shape), tensor.dtype) for tensor in trained)
+        return TracedStep(self, shapes, parameters, storages)
+
+    def _trace_alone(
+        self, given: list[torch.Tensor], inputs: tuple, kwargs: dict[str, Any]
+    ) -> tuple[list[torch.Tensor], StorageTrace]:
+        """The parameters that are trained, and what a step of one process allocates."""
+        run = self.run
+        ledger = StorageLedger(self.device_type)
+        ledger.own("weights", run.parameters.values())
+        ledger.own("buffers", run.buffers.values())
+        ledger.own("inputs", given)
+        with (
+            ledger.naming_modules(run.model),
+            ledger,
+            # Around the backward pass too, in which activation checkpointing calls modules again.
+            _reparametrize_module(run.model, run.parameters | run.buffers),
+        ):
+            gradients = run_backward(self._forward(ledger, inputs, kwargs))
+            trained = {id(p): p for p in run.parameters.values() if id(p) in gradients}
+            self._require_sizes(gradients)
+            ledger.own("gradients", [gradients[key] for key in trained])
+            ledger.mark("backward")
+        return list(trained.values()), ledger.trace(kept_at="forward")
+
+    def _require_sizes(self, gradients: dict[int, torch.Tensor]) -> None:
+        sparse = {key: gradient for key, gradient in gradients.items() if gradient.is_sparse}
+        reason = f"{self.optimizer} (not sgd) refuses them"
+        if self.optimizer == "sgd":
+            reason = "values decide their size"
+            # As fakes, sums of sparse ones are empty, and those of bags on CPUs too.
+            sparse = {key: gradient for key, gradient in sparse.items() if not gradient._nnz()}
+        if sparse:
+            names = [name for name, p in self.run.parameters.items() if id(p) in sparse]
+            raise TraceError(
+                f"the gradients of {listed(names, 3)} are sparse, and {reason}: "
+                "make the embedding with sparse=False"
+            )
+
+    def output(self, model: nn.Module, inputs: tuple, kwargs: dict[str, Any]) -> Any:
+        """The loss, or what the model returns if there is no loss function."""
+        output = model(*inputs, **kwargs)
+        if self.loss_fn is None:
+            return output
+        loss = self.loss_fn(output)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            found = tuple(getattr(loss, "shape", ())) or type(loss).__name__
+            raise TraceError(f"loss_fn must return one number, not {found}")
+        return loss
+
+    def _forward(self, ledger: StorageLedger, inputs: tuple, kwargs: dict[str, Any]) -> Seeds:
+        """The forward pass: where the backward pass begins."""
+        model = self.run.model
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            pack_hook=ledger.keep, unpack_hook=lambda tensor: tensor
+        )
+        device = backend(self.device_type)
+        rnn_casts = _CastOnce(device) if device.fused_rnn_dtype else nullcontext()
+        dtype = self.precision.dtype
+        autocast_dtype = None if dtype is torch.float32 else dtype
+        with autocast_on(self.device_type, autocast_dtype, enabled=autocast_dtype is not None):
+            with hooks, rnn_casts:
+                output = self.output(model, inputs, kwargs)
+            ledger.mark("cached")  # the block's end clears autocast's cache
+        ledger.mark("forward")
+        seeds = seeds_of(output)
+        if not seeds and any(p.requires_grad for p in model.parameters()):
+            raise TraceError(
+                f"no gradient leads from what {type(model).__name__} returns "
+                f"({type(output).__name__}) to its parameters: give a loss_fn that makes a loss of "
+                "it, and let the forward pass record gradients"
+            )
+        return seeds
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """What a step allocated, when it ran on inputs of these shapes."""
+
+    step: TrainingStep
+    input_shapes: tuple[tuple[int, ...], ...]
+    trained: tuple[Parameter, ...]  # those that got a gradient
+    storages: StorageTrace
+    decisions: str = ""  # what to say if it took decisions of a run on the CPU
+
+    def forecast(self) -> MemoryForecast:
+        """The forecast for this step, its optimizer included, which never ran with it."""
+        step = self.step
+        storages = self.storages
+        state, work = optimizer_bytes(step.optimizer, self.trained, step.device_type)
+        in_use = storages.in_use() + state
+        peak_at = self._peak_events(in_use)
+        phases = {name: int(in_use[event]) for name, event in peak_at.items()}
+        phases["optimizer"] += work
+        peak_phase = max(phases, key=phases.__getitem__)
+        events = peak_at[peak_phase] + 1
+        at_peak = storages.by_kind(events)
+        at_peak["optimizer"] += state
+        if peak_phase == "optimizer":
+            at_peak["temporaries"] += work
+        largest = storages.largest(events, phases[peak_phase])
+        in_autocast = storages.by_kind(storages.marks["cached"])
+        after_forward = storages.by_kind(storages.marks["forward"])
+        after_backward = storages.by_kind(storages.marks["backward"])
+        return MemoryForecast(
+            model=type(step.run.model).__name__,
+            input_shapes=self.input_shapes,
+            device_type=step.device_type,
+            precision=step.precision,
+            optimizer_name=step.optimizer,
+            weights=after_forward["weights"],
+            buffers=after_forward["buffers"],
+            gradients=after_backward["gradients"],
+            optimizer=state,
+            activations=after_forward["activations"],
+            cast_cache=in_autocast["cast_cache"],
+            cast_kept=after_forward["cast_cache"],
+            phases=phases,
+            at_peak=at_peak,
+            caveats=tuple(self._caveats()),
+            fsdp_ranks=step.ranks,
+            largest_at_peak=str(largest or ""),
+        )
+
+    def _peak_events(self, in_use: np.ndarray) -> dict[str, int]:
+        """For each phase the event at which the most is in use; `in_use` is bytes, (events,)."""
+        forward = self.storages.marks["forward"]
+        backward = self.storages.marks["backward"]
+        last_of_forward = forward - 1
+        return {
+            "forward": int(np.argmax(in_use[:forward])),
+            "backward": last_of_forward + int(np.argmax(in_use[last_of_forward:backward])),
+            "optimizer": backward - 1,
+        }
+
+    def _caveats(self) -> Iterator[str]:
+        model = self.step.run.model
+        rnns = {type(m).__name__ for m in model.modules() if isinstance(m, nn.RNNBase)}
+        for kind in sorted(rnns):
+            yield f"{kind}{_RNN_CAVEAT}"
+        yield from _caveat_of_low_weights(model, self.step.precision)
+        if self.decisions:
+            yield self.decisions
+
+
+def _caveat_of_low_weights(model: nn.Module, precision: Precision) -> Iterator[str]:
+    """What to say of a step in fp32 whose weights are in 16 bits."""
+    low = {short_name(p.dtype) for p in model.parameters() if p.dtype in LOWER_DTYPES}
+    if low and precision in (Precision.FP32, Precision.TF32):
+        names = listed(sorted(low))
+        yield f"Weights in {names} stay so: {precision} is this model without autocast."
+
+
+class _CastOnce(TorchFunctionMode):
+    """Casts a recurrent layer's input, states and weights once, and not anew for each step.
+
+    So does autocast for a library that takes the weights as one flat copy, as cuDNN does
+    (ATen/cudnn/AutocastRNN.cpp). torch's own kernels, which stand in for it on fake tensors, would
+    cast every weight in every step.
+    """
+
+    def __init__(self, device: Backend):
+        self._type = device.type
+        self._dtype = device.fused_rnn_dtype
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name not in RNN_LAYERS or not torch.is_autocast_enabled(self._type):
+            return func(*args, **kwargs)
+        args, kwargs = tree_map_only(torch.Tensor, self._cast, (args, kwargs))
+        with autocast_on(self._type, self._dtype, enabled=False):
+            return func(*args, **kwargs)
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype is not torch.float32:
+            return tensor
+        return tensor.to(self._dtype)
+
+
+@contextmanager
+def one_line_errors(model: nn.Module, shapes: tuple, device_type: str) -> Iterator[None]:
+    """The block in which what a model raises becomes a `TraceError` of one line."""
+    try:
+        yield
+    except AmpLabError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+        raise _one_line_error(error, model, shapes, device_type) from error
+
+
+def _one_line_error(
+    error: Exception, model: nn.Module, shapes: tuple, device_type: str
+) -> TraceError:
+    name = type(model).__name__
+    if isinstance(error, NEEDS_VALUES):
+        return ValuesNeeded(f"{name}: the result of {error.func} depends on values", error.func)
+    if needs_memory(error):
+        return MemoryNeeded(f"{name}: it reads the memory of a tensor")
+    if isinstance(error, fake_tensor.UnsupportedOperatorException):
+        cure = remedy_for(error, model, "forecast")
+        return TraceError(f"{name}: torch cannot run {error.func} without values: {cure}")
+    given = "no tensor as input"
+    if shapes:
+        given = f"input of shape {', '.join(map(str, shapes))}"
+    reason = own_reason(error) or first_line(error)
+    tip = tip_for(error, model, "forecast", device_type)
+    return TraceError(f"{name} with {given}: {reason}{tip}")
+
+
+@contextmanager
+def _same_every_time() -> Iterator[None]:
+    """What would make one trace differ from the next, or from the device's, is off."""
+    collects_garbage = gc.isenabled()
+    uses_onednn = torch._C._get_mkldnn_enabled()
+    gc.disable()  # a collection would end storages at another place in the next trace
+    # Its recurrent layers have no workspace as fakes; all other ops keep the same without it.
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(uses_onednn)
+        if collects_garbage:
+            gc.enable()

@@ -1,0 +1,317 @@
+"""What autocast does to a model: every op with its dtypes, every cast, on a device not owned."""
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_lab.core.backends import backend
+from amp_lab.core.errors import TraceError, first_line, with_type
+from amp_lab.core.precision import require_backend
+from amp_lab.core.remedies import remedy
+from amp_lab.core.report import dtype_name, short_name
+from amp_lab.tracing.advice import advise
+from amp_lab.tracing.answered import answered
+from amp_lab.tracing.compiled import is_compiled, without_wrapper
+from amp_lab.tracing.copies import copied
+from amp_lab.tracing.decisions import Decisions, MemoryNeeded, NotAnswered
+from amp_lab.tracing.fake_device import (
+    ModelRun,
+    checked_backend,
+    checked_dtype,
+    dtype_for,
+    on_fake_device,
+    own_reason,
+    require_model,
+    tip_for,
+)
+from amp_lab.tracing.module_table import module_rows
+from amp_lab.tracing.operands import low_operand, remedy_for_mixed
+from amp_lab.tracing.ops_seen import LOWER_DTYPES
+from amp_lab.tracing.real_run import ModelCall
+from amp_lab.tracing.records import place_of
+from amp_lab.tracing.structures import map_tensors, named_leaves, named_tensors
+from amp_lab.tracing.tracer import Tracer
+from amp_lab.tracing.xray_result import Xray
+
+_UNDER_AUTOCAST = remedy(
+    "dtype.cast_model_under_autocast",
+    "a model cast to fp16 or bf16 gets fp32 somewhere, and runs if autocast casts that",
+    "or run it under autocast to {dtype}, dtype=torch.{dtype} (amp-lab xray --dtype {short}), "
+    "where it runs",
+)
+_AUTOCAST_OFF = remedy(
+    "xray.cast_model",
+    "the weights of a model are all in fp16 or bf16, and no dtype was asked for",
+    "All weights are in {short}, so the model runs as it is, without autocast; "
+    "dtype=torch.{dtype} (amp-lab xray --dtype {short}) turns autocast on.",
+)
+
+
+def xray(
+    model: nn.Module,
+    *inputs: Any,
+    device_type: str = "cuda",
+    dtype: torch.dtype | None = None,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    real: bool = False,
+    **kwargs: Any,
+) -> Xray:
+    """Which dtype each op of a model runs in under autocast, on a device that need not be here.
+
+        print(xray(torchvision.models.resnet50(), torch.empty(8, 3, 224, 224), device_type="cuda"))
+
+    One forward pass with `inputs` and `kwargs` on fake tensors of `device_type` ("cuda", also for
+    ROCm; "xpu", "mps", "cpu"), which have no values. If the course of the model depends on values,
+    it runs once for real on the CPU in fp32, on copies, and the pass takes the decisions of that
+    run (`Xray.decisions` says so). Autocast computes in `dtype`; torch.float32
+    leaves it off. None stands for autocast's default, but a model whose weights are all in low
+    precision runs as it is, and one with some of them under autocast to their dtype. `loss_fn`, if
+    given, gets the output and runs under autocast too. `real` runs a copy of the model on the
+    device itself.
+
+    Raises `TraceError` for what is no model or no input, a model that fails on these inputs, and
+    one whose course depends on values that the run on the CPU does not have; `DeviceError` for a
+    dtype that autocast does not take, and a device type that does not exist or, with `real`, is not
+    there.
+    """
+    checked_backend(device_type)
+    if real:
+        require_backend(device_type)
+    require_model(model)
+    for name, tensor in model.named_parameters():
+        _check_values(tensor, f"parameter {name!r}", real)
+    remark = ""
+    if dtype is None:
+        remark = _autocast_off(model)
+        dtype = dtype_for(model, device_type)
+    if dtype is not torch.float32:
+        checked_dtype(device_type, dtype)
+    _check_inputs(model, inputs, kwargs, real)
+    call = ModelCall(without_wrapper(model), inputs, kwargs, loss_fn)
+    if real:
+        found = _xray_for_real(call, device_type, dtype)
+    else:
+        found = _xray_on_fakes(call, device_type, dtype)
+    return dataclasses.replace(found, autocast_off=remark, compiled=is_compiled(model))
+
+
+def _xray_for_real(call: ModelCall, device_type: str, dtype: torch.dtype) -> Xray:
+    def on_device(dtype: torch.dtype) -> Tracer:
+        return _on_device(call, device_type, dtype)
+
+    return _build_xray(call, on_device, dtype, real=True)
+
+
+def _xray_on_fakes(call: ModelCall, device_type: str, dtype: torch.dtype) -> Xray:
+    def trace(call: ModelCall, decisions: Decisions | None) -> Xray:
+        def on_fakes(dtype: torch.dtype) -> Tracer:
+            return _on_fakes(call, device_type, decisions, dtype)
+
+        return _build_xray(call, on_fakes, dtype, real=False)
+
+    def for_real() -> Xray:
+        return _xray_for_real(call, "cpu", dtype)
+
+    return answered(trace, call, "X-ray", for_real)
+
+
+def _autocast_off(model: nn.Module) -> str:
+    """What to say if autocast is left off because of a model's weights; empty if it is not."""
+    if dtype_for(model, "cpu") is not torch.float32:
+        return ""
+    dtype = _low_weights(model)[0]
+    return _AUTOCAST_OFF.said(dtype=dtype_name(dtype), short=short_name(dtype))
+
+
+def _low_weights(model: nn.Module) -> list[torch.dtype]:
+    """The 16-bit dtypes among the weights of a model."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    return [dtype for dtype in LOWER_DTYPES if dtype in dtypes]
+
+
+def _build_xray(
+    call: ModelCall,
+    trace: Callable[[torch.dtype], Tracer],
+    dtype: torch.dtype,
+    real: bool,
+) -> Xray:
+    """What is said of a model that `trace` follows under autocast to a dtype."""
+    tracer = trace(dtype)
+    raised = None
+    if tracer.error is not None:
+        raised = _raised_under_autocast(tracer.error, tracer, trace, call)
+    return Xray(
+        model=type(call.model).__name__,
+        device_type=tracer.device_type,
+        dtype=tracer.dtype,
+        real=real,
+        rows=tracer.rows,
+        casts=tracer.casts,
+        output_dtypes=[dtype for dtype, _ in tracer.outputs.values()],
+        outputs=tracer.outputs,
+        loss_dtype=tracer.loss_dtype,
+        raised=raised,
+        advice=advise(tracer, raised),
+        classes=tracer.classes,
+        modules=module_rows(call.model, tracer.module_calls),
+        decisions=tracer.decisions,
+        training=call.model.training,
+    )
+
+
+def _raised_under_autocast(
+    error: Exception, tracer: Tracer, trace: Callable[[torch.dtype], Tracer], call: ModelCall
+) -> str:
+    """The error of a run that failed, if the model runs without autocast; else `TraceError`.
+
+    Only what runs without autocast is worth a table: else the model or its inputs are wrong. So is
+    what fails under autocast before the code that no trace can follow.
+    """
+    is_plain = tracer.dtype is torch.float32
+    try:
+        plain = tracer if is_plain else trace(torch.float32)
+    except (MemoryNeeded, NotAnswered) as stop:
+        explained = _explain_error(error, tracer, call)
+        return f"{explained}; the pass without autocast ends later: {stop}"
+    if plain.error is None:
+        return _explain_error(error, tracer, call)
+    low = _low_weights(call.model)
+    if not low:
+        raise TraceError(_explain_error(plain.error, plain, call)) from plain.error
+    # With some weights in 16 bits it only runs under autocast: what fails there counts.
+    explained = _explain_error(error, tracer, call)
+    dtype = low[0]
+    if is_plain and low_operand(tracer.failed_on) and _runs(trace, dtype):
+        cure = _UNDER_AUTOCAST.said(dtype=dtype_name(dtype), short=short_name(dtype))
+        explained = f"{explained}; {cure}"
+    raise TraceError(explained) from error
+
+
+def _runs(trace: Callable[[torch.dtype], Tracer], dtype: torch.dtype) -> bool:
+    """Whether the model runs under autocast to a dtype."""
+    try:
+        return trace(dtype).error is None
+    except TraceError:  # it does not: what it asks for besides is not of interest here
+        return False
+
+
+def _on_fakes(
+    call: ModelCall, device_type: str, decisions: Decisions | None, dtype: torch.dtype
+) -> Tracer:
+    """One forward pass on fake tensors under autocast to `dtype`; torch.float32: without it."""
+
+    def trace(default_device: contextlib.AbstractContextManager) -> Tracer:
+        with (
+            on_fake_device(call.model, call.args, call.kwargs, device_type) as run,
+            default_device,
+            run.told(decisions) as replay,
+        ):
+            tracer = Tracer(device_type, dtype, run).follow(call.loss_fn)
+            if tracer.error is None:
+                replay.require_done()
+            tracer.decisions = replay.remark
+            return tracer
+
+    tracer = trace(contextlib.nullcontext())
+    if not isinstance(tracer.error, RuntimeError) or "device" not in str(tracer.error):
+        return tracer
+    # Some models count on tensors made without a device being on the CPU.
+    on_cpu = trace(torch.device("cpu"))
+    return tracer if on_cpu.error else on_cpu
+
+
+def _on_device(call: ModelCall, device_type: str, dtype: torch.dtype) -> Tracer:
+    """The same of a copy of the model, for real."""
+    try:
+        model, args, kwargs = copied(call.model, call.args, call.kwargs)
+    except (RuntimeError, TypeError) as error:  # tensors of a graph, locks, open files
+        raise TraceError(f"real=True runs a copy of the model: {first_line(error)}") from error
+    model.to(device_type)  # the copy: the user's own model stays where it is
+    args, kwargs = map_tensors(lambda tensor: tensor.to(device_type), [args, kwargs])
+    run = ModelRun(
+        model,
+        parameters=dict(model.named_parameters()),
+        buffers=dict(model.named_buffers()),
+        args=args,
+        kwargs=kwargs,
+        fake=lambda structure: structure,
+    )
+    with _generators_kept(device_type):
+        return Tracer(device_type, dtype, run).follow(call.loss_fn)
+
+
+def _generators_kept(device_type: str) -> contextlib.AbstractContextManager:
+    """The block after which the user draws the numbers that dropout in it has not drawn."""
+    if backend(device_type).is_host:
+        return torch.random.fork_rng([], device_type="cuda")
+    device = torch.accelerator.current_device_index()
+    return torch.random.fork_rng([device], device_type=device_type)
+
+
+def _explain_error(error: Exception, tracer: Tracer, call: ModelCall) -> str:
+    """The model's own error in a line, with the shapes that it was given."""
+    model = call.model
+    tensors = [tensor for _, tensor in named_tensors([call.args, call.kwargs], opened=True)]
+    shapes = [f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}" for tensor in tensors]
+    given = ", ".join(shapes) or "of no tensor"
+    op = "an op"
+    where = ""
+    if tracer.failed_at is not None:
+        module, op = tracer.failed_at
+        where = f" in {place_of(module)} ({op})"
+    reason = own_reason(error) or with_type(error)
+    has_low_weights = bool(_low_weights(model))
+    mixed = remedy_for_mixed(error, op, tracer.failed_on, has_low_weights)
+    if mixed:
+        reason = f"{reason}; {mixed}"
+    tip = tip_for(error, model, "X-ray", tracer.device_type, op)
+    return f"{type(model).__name__} fails on input {given}{where}: {reason}{tip}"
+
+
+def _check_inputs(model: nn.Module, inputs: tuple, kwargs: dict[str, Any], real: bool) -> None:
+    for name, own in (("device", "device_type="), ("precision", "dtype=")):
+        if name in kwargs and name not in inspect.signature(model.forward).parameters:
+            raise TraceError(f"xray has no {name}=, and the model neither: give {own}")
+    given = [*enumerate(inputs), *kwargs.items()]
+    tensors = 0
+    for place, value in given:
+        name = f"input {place!r}"
+        tensors += _checked_tensors(value, name, real)
+        if not tensors:
+            _refuse_shape(value, name)
+    if given and not tensors:
+        kind = type(given[0][1]).__name__
+        raise TraceError(f"there is no tensor among the inputs, but a {kind}: give a tensor")
+
+
+def _checked_tensors(value: object, name: str, real: bool) -> int:
+    """How many tensors are in an input; raises `TraceError` for what is not taken."""
+    if isinstance(value, nn.utils.rnn.PackedSequence) and not real:
+        raise TraceError(f"{name} is a PackedSequence, which has no fake copy: give it padded")
+    tensors = 0
+    for _, leaf in named_leaves(value, opened=True):
+        if isinstance(leaf, torch.Tensor):
+            tensors += 1
+            _check_values(leaf, name, real)
+        elif hasattr(leaf, "__array__"):  # NumPy's, pandas'
+            kind = type(leaf).__name__
+            raise TraceError(f"{name} is no tensor but a {kind}: give torch.as_tensor of it")
+    return tensors
+
+
+def _refuse_shape(value: object, name: str) -> None:
+    """Raise `TraceError` for a shape in place of a tensor, which other tools for models take."""
+    if not isinstance(value, (tuple, list)) or not value:
+        return
+    if all(isinstance(size, int) for size in value):
+        raise TraceError(f"{name} is no tensor but {value!r}: give torch.empty{tuple(value)}")
+
+
+def _check_values(tensor: torch.Tensor, name: str, real: bool) -> None:
+    if real and tensor.is_meta:
+        raise TraceError(f"{name} is on 'meta' and has no values: use real=False")

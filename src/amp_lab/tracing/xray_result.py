@@ -1,0 +1,386 @@
+"""What `xray` returns, and how two of them differ: as text, Markdown, HTML and JSON."""
+
+import dataclasses
+import difflib
+import functools
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from amp_lab.core.report import Printed, Table, bytes_text, listed, plural, share_text, short_name
+from amp_lab.tracing.module_table import ModuleRow, ModuleTable, named_outputs
+from amp_lab.tracing.ops_seen import LOWER_DTYPES
+from amp_lab.tracing.records import LOSS, Cast, OpRecord, is_of_loss, work_of
+from amp_lab.tracing.running_module import Outputs
+
+_MAX_LINES = 28  # of the table; deeper modules are summed up
+_DEEPEST = 12
+
+
+@dataclass(frozen=True, repr=False)
+class Xray(Printed):
+    """What `xray` found; `str` of it is made to be read."""
+
+    model: str  # its class
+    device_type: str
+    dtype: torch.dtype  # what autocast computes in; torch.float32: autocast was off
+    real: bool
+    rows: list[OpRecord]
+    casts: list[Cast]
+    output_dtypes: list[torch.dtype]  # of each tensor of the output, in order
+    outputs: Outputs
+    loss_dtype: torch.dtype | None
+    raised: str | None  # what autocast made fail, if it did: the rows end there
+    advice: list[str]  # what to look at, in sentences; each is proved by the rows and casts
+    classes: dict[str, str] = field(repr=False)  # of each module
+    modules: list[ModuleRow] = field(repr=False)  # all of them, in the model's order
+    decisions: str = ""  # what to say if the trace took decisions of a run on the CPU
+    autocast_off: str = ""  # what to say if it was left off because of the model's weights
+    compiled: bool = False  # whether the model, or a part of it, is; it was run in eager mode
+    training: bool = True  # whether the model was in training mode
+
+    @property
+    def title(self) -> str:
+        """What was X-rayed, in a line."""
+        autocast = "off" if self._has_autocast_off else short_name(self.dtype)
+        run = "a real run" if self.real else "fake tensors, no such device needed"
+        return f"{self.model} on {self.device_type}, autocast {autocast} ({run})"
+
+    @property
+    def _has_autocast_off(self) -> bool:
+        return self.dtype is torch.float32
+
+    @property
+    def low_share(self) -> float:
+        """Share of the arithmetic of matrix products and convolutions in low precision, 0 to 1."""
+        low = work_of(row for row in self.rows if row.dtype in LOWER_DTYPES)
+        if not low:
+            return 0.0
+        return low / work_of(self.rows)
+
+    def by_module(self, depth: int | None = None) -> ModuleTable:
+        """What each module returns and the parameters in it, as torchinfo shows a model.
+
+        It has a row for the model and one for each module down to `depth`: 1 for the parts of the
+        model, 2 for theirs too; None for all. Raises `OptionError` for a depth below 1.
+        """
+        facts = list(self._remarks())
+        if self.raised is not None:
+            facts.insert(0, f"Only under autocast: {self.raised}. What follows was not run.")
+        return ModuleTable.of(self.modules, depth, self.title, work_of(self.rows), facts)
+
+    def _contents(self) -> dict[str, Any]:
+        contents = dict(vars(self))
+        contents["outputs"] = named_outputs(self.outputs)
+        del contents["classes"]
+        del contents["modules"]  # `by_module` has them
+        return contents
+
+    def _table(self) -> Table:
+        total = work_of(self.rows)
+        lines = _Outline(self).fitting_lines()
+        return Table(
+            ["module", "class", "ops", "work", "work in", "other ops in", "casts", "output"],
+            [line.cells(total) for line in lines],
+            caption=self.title,
+            facts=list(self._facts()),
+            advice=self.advice,
+            right=(2, 3, 6),
+        )
+
+    def _facts(self) -> Iterator[str]:
+        yield from self._remarks()
+        if not self._has_autocast_off:
+            yield from self._autocast_facts()
+        outputs = []
+        for place, (dtype, shape) in self.outputs.items():
+            output = f"{place} {short_name(dtype)} {shape}"
+            outputs.append(output.lstrip())
+        if outputs:
+            yield f"Output: {listed(outputs, 6)}."
+        if self.loss_dtype is not None:
+            yield self._loss_fact(self.loss_dtype)
+
+    def _autocast_facts(self) -> Iterator[str]:
+        """What autocast changed: the share of the work in low precision, and its casts."""
+        share = 100 * self.low_share
+        low = short_name(self.dtype)
+        yield f"{share:.1f} % of the work of matrix products and convolutions is done in {low}."
+        of_parameters = [cast for cast in self.casts if cast.is_of_parameter]
+        cached = [cast for cast in of_parameters if cast.cached]
+        others = len(self.casts) - len(of_parameters)
+        yield (
+            f"Autocast inserted {plural(len(self.casts), 'cast')}: {len(of_parameters):,} of "
+            f"parameters ({len(cached):,} kept in its cache), {others:,} of other values; they "
+            f"write {_bytes_of(self.casts)}."
+        )
+        if cached and not self.training:
+            yield (
+                f"In evaluation mode: under no_grad the cache keeps {_bytes_of(cached)} of casts "
+                "until the autocast block ends; under inference_mode it keeps none, and each use "
+                "of a weight casts it anew."
+            )
+
+    def _remarks(self) -> Iterator[str]:
+        """How the model was run, if not in the usual way."""
+        if self.autocast_off:
+            yield self.autocast_off
+        if self.compiled:
+            yield "The model is compiled; these are its ops in eager mode."
+        if self.decisions:
+            yield self.decisions
+
+    def _loss_fact(self, dtype: torch.dtype) -> str:
+        """The dtype of the loss, and that of an op of it which was in low precision before."""
+        fact = f"Loss: {short_name(dtype)}"
+        if dtype in LOWER_DTYPES:
+            return f"{fact}."
+        low = [row for row in self.rows if is_of_loss(row) and row.dtype in LOWER_DTYPES]
+        if not low:
+            return f"{fact}."
+        first = low[0]
+        op = first.op.strip("_")
+        return f"{fact}, computed from the {op} in {short_name(first.dtype)}."
+
+
+def _bytes_of(casts: list[Cast]) -> str:
+    """What some casts write, together."""
+    return bytes_text(sum(cast.nbytes for cast in casts))
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line of the table: a module, or several alike in a row."""
+
+    label: str
+    kind: str
+    rows: list[OpRecord]  # of one of the modules
+    casts: list[Cast]
+    times: int = 1
+
+    def cells(self, total: int) -> list[str]:
+        """The cells of the table; `total` is the work of the whole model."""
+        work_dtypes = [row.dtype for row in self.rows if row.flops]
+        other_dtypes = [row.dtype for row in self.rows if not row.flops]
+        casts = self.times * len(self.casts)
+        return [
+            self.label,
+            self.kind,
+            f"{self.times * len(self.rows):,}",
+            share_text(self.times * work_of(self.rows), total),
+            self._mix(work_dtypes),
+            self._mix(other_dtypes),
+            f"{casts:,}" if casts else "-",
+            short_name(self._output_dtype()),
+        ]
+
+    def _output_dtype(self) -> torch.dtype | None:
+        """The dtype of the first output of the last op; None if there is none."""
+        if not self.rows or not self.rows[-1].out_dtypes:
+            return None
+        return self.rows[-1].out_dtypes[0]
+
+    def _mix(self, dtypes: list[torch.dtype | None]) -> str:
+        counts = Counter(short_name(dtype) for dtype in dtypes if dtype)
+        if not counts:
+            return "-"
+        if len(counts) == 1:
+            (name,) = counts
+            return name
+        parts = [f"{name} {self.times * count:,}" for name, count in counts.most_common()]
+        return ", ".join(parts)
+
+
+@dataclass
+class _OwnRecords:
+    """The ops and casts in a module's own code, without those in its parts."""
+
+    rows: list[OpRecord] = field(default_factory=list)
+    casts: list[Cast] = field(default_factory=list)
+
+
+class _Outline:
+    """The modules that ran as a tree, from which the table takes as many levels as fit."""
+
+    def __init__(self, result: Xray):
+        self._classes = result.classes
+        self._own: dict[str, _OwnRecords] = defaultdict(_OwnRecords)
+        for row in result.rows:
+            self._own[row.module].rows.append(row)
+        for cast in result.casts:
+            self._own[cast.module].casts.append(cast)
+        self._parts = self._parts_that_ran()
+        # To find modules alike, it is asked for the same ones again and again.
+        self._below = functools.cache(self._lines_below)
+
+    def _parts_that_ran(self) -> dict[str, list[str]]:
+        """For each module the parts of it that ran, in the model's order."""
+        found: dict[str, set[str]] = defaultdict(set)
+        for module in self._own:
+            while module and module != LOSS:
+                parent = module.rpartition(".")[0]
+                found[parent].add(module)
+                module = parent
+        ordered = {}
+        for module, parts in found.items():
+            ordered[module] = [name for name in self._classes if name in parts]
+        return ordered
+
+    def fitting_lines(self) -> list[_Line]:
+        """The lines of as many levels as the table may be long."""
+        best = self._lines(1)
+        for depth in range(2, _DEEPEST):
+            deeper = self._lines(depth)
+            if len(deeper) > _MAX_LINES or deeper == best:
+                break
+            best = deeper
+        return best
+
+    def _lines(self, depth: int) -> list[_Line]:
+        lines = []
+        for line in self._below("", depth):
+            if line.label in ("", " itself"):
+                line = dataclasses.replace(line, label=f"the model{line.label}")
+            lines.append(line)
+        if LOSS in self._own:
+            own = self._own[LOSS]
+            lines.append(_Line(LOSS, "loss_fn", own.rows, own.casts))
+        return lines
+
+    def _lines_below(self, module: str, depth: int) -> tuple[_Line, ...]:
+        """The lines of a module, without its name: its own, and its parts' down to a depth."""
+        parts = self._parts.get(module, [])
+        if not depth or not parts:
+            return (self._sum_of(module),)
+        lines = []
+        if module in self._own:
+            own = self._own[module]
+            lines.append(_Line(" itself", self._class_of(module), own.rows, own.casts))
+        # Numbered neighbours that did the same, such as the blocks of a transformer, are one line.
+        for _, group in itertools.groupby(parts, self._form):
+            alike = list(group)
+            name = alike[0].removeprefix(module)
+            if len(alike) > 1:
+                name += f" … {alike[-1].removeprefix(_stem(alike[0]))}"
+            for line in self._below(alike[0], depth - 1):
+                times = line.times * len(alike)
+                lines.append(dataclasses.replace(line, label=name + line.label, times=times))
+        return tuple(lines)
+
+    def _sum_of(self, module: str) -> _Line:
+        """A line for a module with all that is in it."""
+        rows: list[OpRecord] = []
+        casts: list[Cast] = []
+        for name, own in self._own.items():
+            if name == module or name.startswith(f"{module}."):
+                rows += own.rows
+                casts += own.casts
+        return _Line("", self._class_of(module), rows, casts)
+
+    def _class_of(self, module: str) -> str:
+        return self._classes.get(module, "")
+
+    def _form(self, part: str) -> tuple[str, list[list[str]]]:
+        """What modules alike have in common: ``blocks.`` of ``blocks.3``, and their lines."""
+        cells = [line.cells(total=1) for line in self._below(part, _DEEPEST)]
+        return _stem(part), cells
+
+
+def _stem(module: str) -> str:
+    """``blocks.`` of ``blocks.3``."""
+    return module.rstrip("0123456789")
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison(Printed):
+    """Two X-rays side by side; `str` of it is made to be read."""
+
+    a: Xray
+    b: Xray
+    # Ops that differ in a dtype, and those that only one of the two ran.
+    different: list[tuple[OpRecord | None, OpRecord | None]]
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """A short name for each."""
+        a = _short_title(self.a)
+        b = _short_title(self.b)
+        if a == b:
+            return f"{a} (a)", f"{b} (b)"
+        return a, b
+
+    def _contents(self) -> dict[str, Any]:
+        return {"names": self.names, "different": self.different}
+
+    def _table(self) -> Table:
+        modules_of: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+        for left, right in self.different:
+            row = left or right
+            assert row is not None, "of each pair one did run"
+            modules_of[row.called, _flow(left), _flow(right)].append(row.module or "the model")
+        rows = []
+        for (called, flow_a, flow_b), modules in modules_of.items():
+            places = list(dict.fromkeys(modules))
+            rows.append([called, f"{len(modules):,}", flow_a, flow_b, listed(places, 3)])
+        name_a, name_b = self.names
+        return Table(
+            ["called", "ops", name_a, name_b, "where"],
+            rows,
+            caption=f"{self.a.model}: {name_a} against {name_b}",
+            facts=list(self._facts()),
+            right=(1,),
+        )
+
+    def _facts(self) -> Iterator[str]:
+        only_in_b = [pair for pair in self.different if pair[0] is None]
+        total = len(self.a.rows) + len(only_in_b)
+        yield f"{len(self.different):,} of {total:,} ops differ."
+        for name, result in zip(self.names, (self.a, self.b), strict=True):
+            dtypes = dict.fromkeys(map(short_name, result.output_dtypes))
+            outputs = ", ".join(dtypes) or "none"
+            low = f"{100 * result.low_share:.1f} % of the work in low precision"
+            yield f"{name}: {low}, {plural(len(result.casts), 'cast')}, output {outputs}."
+
+
+def _short_title(result: Xray) -> str:
+    return f"{result.device_type} {short_name(result.dtype)}"
+
+
+def _flow(row: OpRecord | None) -> str:
+    """The dtype that an op computed in, and what it returned if that is another."""
+    if row is None:
+        return "not run"
+    dtypes = dict.fromkeys((row.dtype, *row.out_dtypes[:1]))
+    names = [short_name(dtype) for dtype in dtypes if dtype]
+    return " → ".join(names) or "-"
+
+
+def compare(a: Xray, b: Xray) -> Comparison:
+    """Two X-rays of one model side by side: another device type, dtype or version of the model."""
+    # Without autojunk, ops that occur in hundreds of places would be matched by guessing no more.
+    matcher = difflib.SequenceMatcher(None, _places(a), _places(b), autojunk=False)
+    different: list[tuple[OpRecord | None, OpRecord | None]] = []
+    for tag, start_a, end_a, start_b, end_b in matcher.get_opcodes():
+        rows_a = a.rows[start_a:end_a]
+        rows_b = b.rows[start_b:end_b]
+        if tag != "equal":
+            different += [(row, None) for row in rows_a]
+            different += [(None, row) for row in rows_b]
+            continue
+        for row_a, row_b in zip(rows_a, rows_b, strict=True):
+            if _dtypes(row_a) != _dtypes(row_b):
+                different.append((row_a, row_b))
+    return Comparison(a, b, different)
+
+
+def _places(result: Xray) -> list[tuple[str, str]]:
+    """Module and name of each op."""
+    return [(row.module, row.op) for row in result.rows]
+
+
+def _dtypes(row: OpRecord) -> tuple:
+    return row.in_dtypes, row.out_dtypes, row.product_dtype

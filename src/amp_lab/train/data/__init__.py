@@ -1,0 +1,100 @@
+"""Data sets for training: read from their real files, split, augmented, and served in batches."""
+
+from pathlib import Path
+
+from amp_lab.core.errors import DataError, first_line
+from amp_lab.core.requirements import needed_for
+
+with needed_for("loading data"):
+    from amp_lab.train.data import caltech256, cifar10, digits, image_folder
+    from amp_lab.train.data.batches import batches
+    from amp_lab.train.data.images import ImageData, ImageSet, LoadOptions
+    from amp_lab.train.data.text import TEXTS, load_text
+
+__all__ = [
+    "COME_WITH_LIBRARIES",
+    "DATASETS",
+    "TEXTS",
+    "USERS_OWN",
+    "ImageData",
+    "ImageSet",
+    "batches",
+    "load_dataset",
+    "load_text",
+]
+
+# The registry: a data set is a file beside this one, whose `load` makes of `LoadOptions` an
+# `ImageData`, and a line here. All are imported at once, and torchvision with them: the libraries
+# that it loads cannot be loaded any more once TensorFlow is there, as in notebook 12.
+_LOADERS = {
+    "digits": digits.load,
+    "cifar10": cifar10.load,
+    "caltech256": caltech256.load,
+    "folder": image_folder.load,
+}
+DATASETS = (*_LOADERS, *TEXTS)
+COME_WITH_LIBRARIES = ("digits", "stdlib")
+"""Those that are in no folder of the user's."""
+USERS_OWN = ("folder", "text")
+"""Those that are nowhere unless the user says where."""
+_LARGEST_SIZE = 1024
+_OF_FILES = ("caltech256", "folder")  # whose images are decoded one by one
+
+
+def load_dataset(
+    name: str,
+    folder: str | Path = "data",
+    *,
+    image_size: int | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    augment: bool = True,
+    skip_damaged: bool = False,
+    download: bool = True,
+) -> ImageData:
+    """The data set called `name`, one of `DATASETS`, from `folder`; fetched into it if missing.
+
+    - ``digits``: scikit-learn's 1,797 handwritten digits, which need no folder and no network. One
+      in five is a test image.
+    - ``cifar10``: 50,000 and 10,000 photographs in `folder`/cifar-10-batches-py.
+    - ``caltech256``: 29,780 photographs in `folder`/256_ObjectCategories or
+      `folder`/caltech256/256_ObjectCategories; `folder` may also be that folder itself. Every tenth
+      is a test image. The first use reads every file, and writes the list caltech256.csv beside it.
+
+    - ``folder``: your own images; `folder` has a folder for each class, or two called train and val
+      (or test) that have these. Without a val or test, a tenth of each class is held out for the
+      test, always the same. All images are decoded once, before anything else.
+
+    - ``stdlib`` and ``text``: see `load_text`.
+
+    Images are handed out at `image_size` pixels a side (default: 32; for caltech256 and folder,
+    224). `limit` keeps at most so many training images, and of the test images the same share,
+    rounded up; each class keeps its share, and which images are kept is always the same. `seed` is
+    that of the augmentation of the training images, which `augment=False` switches off.
+    `skip_damaged` leaves out images of caltech256 and folder that cannot be decoded, and names them
+    in `skipped`.
+
+    Raises `DataError` for a wrong value, and for files that are missing, damaged or altered.
+    """
+    if name not in DATASETS:
+        raise DataError(f"there is no data set {name!r}; use {', '.join(DATASETS)}")
+    if skip_damaged and name not in _OF_FILES:
+        files = " and ".join(_OF_FILES)
+        raise DataError(f"skip damaged is for {files}, whose images are files, not for {name}")
+    if name in TEXTS and image_size is not None:
+        raise DataError(f"{name} is a text, and has no image_size")
+    if name in TEXTS:
+        return load_text(name, folder, limit=limit, seed=seed if augment else None)
+    if image_size is not None and not 1 <= image_size <= _LARGEST_SIZE:
+        raise DataError(f"image_size={image_size} must be between 1 and {_LARGEST_SIZE} pixels")
+    if limit is not None and limit < 1:
+        raise DataError(f"limit={limit} must be at least 1, or None for all images")
+    if seed < 0:
+        raise DataError(f"seed={seed} must not be negative")
+    options = LoadOptions(
+        Path(folder), image_size, limit, seed if augment else None, skip_damaged, download
+    )
+    try:
+        return _LOADERS[name](options)
+    except OSError as error:  # a folder that may not be read, a disk that fails
+        raise DataError(f"{name} cannot be read: {first_line(error)}") from error

@@ -1,0 +1,244 @@
+"""Generated pictures in the on-disk layout of real data sets, to run the same code without them."""
+
+import itertools
+import json
+import pickle
+import struct
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torchvision.datasets import CIFAR10
+
+from amp_lab.core.errors import DataError, first_line
+from amp_lab.train.data import caltech256, cifar10
+from amp_lab.train.data.downloads import md5_of
+from amp_lab.train.data.images import MARKER
+
+_ROW_BYTES = 3 * 32 * 32  # of a picture in a batch of CIFAR-10
+
+
+def make_stand_in(
+    name: str,
+    folder: str | Path,
+    *,
+    images_per_class: int | None = None,
+    classes: int | None = None,
+    seed: int = 0,
+) -> Path:
+    """Generate pictures in the layout of ``cifar10`` or ``caltech256``; return the folder made.
+
+    They take the place of photographs where these cannot be fetched: `load_dataset` with the same
+    `folder` then reads them, and says so in `stand_in`. A class is a shape with stripes of some
+    colour and direction. By default there are as many classes as in the real one, 10 and 256, with
+    600 and 10 images each, training and test together.
+
+    Raises `DataError` for a wrong value, and if there is a data set in `folder` already.
+    """
+    if name not in _LAYOUTS:
+        known = " or ".join(_LAYOUTS)
+        raise DataError(f"there is no stand-in for {name!r}; use {known}")
+    max_classes, default_count, real, write = _LAYOUTS[name]
+    if classes is None:
+        classes = max_classes
+    count = images_per_class
+    if count is None:
+        count = default_count
+    if not 2 <= classes <= max_classes:
+        raise DataError(f"classes={classes} must be between 2 and {max_classes}")
+    if count < 6:  # CIFAR-10 needs one for each of its five batches, and one for the test
+        raise DataError(f"images_per_class={count} must be at least 6")
+    if seed < 0:
+        raise DataError(f"seed={seed} must not be negative")
+    place = real.find_folder(Path(folder)) or Path(folder, real.FOLDER)
+    if place.exists():
+        raise DataError(f"{place} is there already; delete it first, or use another folder")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        # Made under another name, so that one that was broken off is not taken for a whole one.
+        with tempfile.TemporaryDirectory(dir=folder, prefix=f".{place.name}.") as temporary:
+            draft = Path(temporary, place.name)
+            draft.mkdir()
+            checksums = write(draft, classes, count, seed)
+            _write_marker(draft / MARKER, checksums)
+            draft.rename(place)
+    except OSError as error:
+        raise DataError(f"{place} cannot be written: {first_line(error)}") from error
+    return place
+
+
+def _write_marker(marker: Path, checksums: dict[str, str]) -> None:
+    what = "generated pictures in the layout of a real data set"
+    content = {"what": what, "md5": checksums}
+    text = json.dumps(content, indent=1)
+    marker.write_text(text + "\n")
+
+
+def _write_cifar10(place: Path, classes: int, count: int, seed: int) -> dict[str, str]:
+    """Batches as the University of Toronto packed them, five and one; returns the MD5 of each."""
+    for_test = count // 6  # as of the real 6,000 of each class
+    targets = range(classes)
+    test = list(itertools.product(targets, range(for_test)))
+    train = list(itertools.product(targets, range(for_test, count)))
+    rng = np.random.default_rng(seed)
+    rng.shuffle(train)
+    _write_batch(place / "test_batch", "testing batch 1 of 1", test, seed)
+    for i in range(5):
+        number = i + 1
+        path = place / f"data_batch_{number}"
+        label = f"training batch {number} of 5"
+        _write_batch(path, label, train[i::5], seed)
+    meta = {
+        "num_cases_per_batch": len(train) // 5,
+        "label_names": [f"generated-{target}" for target in targets],
+        "num_vis": _ROW_BYTES,
+    }
+    meta_path = place / CIFAR10.meta["filename"]
+    _python2_pickle(meta_path, meta)
+    return {name: md5_of(place / name) for name in cifar10.CHECKSUMS}
+
+
+def _write_batch(path: Path, label: str, pictures: list[tuple[int, int]], seed: int) -> None:
+    """A file of CIFAR-10 with these pictures, each a target and a number."""
+    drawn: list[np.ndarray] = []
+    labels: list[int] = []
+    filenames: list[str] = []
+    for target, number in pictures:
+        drawn.append(_draw(seed, target, number, side=32))
+        labels.append(int(target))
+        filenames.append(f"generated_{target}_{number}.png")
+    images = np.stack(drawn)
+    channels_first = images.transpose(0, 3, 1, 2)
+    rows = channels_first.reshape(len(pictures), _ROW_BYTES)
+    batch = {
+        "batch_label": label,
+        "labels": labels,
+        "data": rows,
+        "filenames": filenames,
+    }
+    _python2_pickle(path, batch)
+
+
+_Pickler: Any = pickle._Pickler  # the one in Python, whose table can be changed
+
+
+class _Python2Pickler(_Pickler):
+    """Writes texts as Python 2 did for the real batches: they load as bytes or str, as one asks."""
+
+    dispatch = dict(_Pickler.dispatch)  # noqa: RUF012 - it is the name that Pickler reads
+
+    def _save_text(self, text: str | bytes) -> None:
+        if isinstance(text, str):
+            raw = text.encode()
+        else:
+            raw = text
+        length = struct.pack("<i", len(raw))
+        self.write(pickle.BINSTRING + length + raw)
+        self.memoize(text)
+
+    dispatch[str] = _save_text
+    dispatch[bytes] = _save_text
+
+
+def _python2_pickle(path: Path, content: dict) -> None:
+    with path.open("wb") as file:
+        _Python2Pickler(file, protocol=2).dump(content)
+
+
+def _write_caltech256(place: Path, classes: int, count: int, seed: int) -> dict[str, str]:
+    """JPEG files of various sizes in a folder for each class, and clutter, as the last, in 257."""
+    folders: dict[int, str] = {}
+    for number in range(1, classes + 1):
+        folders[number] = f"{number:03}.generated-{number:03}"
+    folders[257] = "257.clutter"
+    for name in folders.values():
+        (place / name).mkdir()
+
+    def write(picture: tuple[int, int]) -> None:
+        number, index = picture
+        image = _photograph(seed, number, index)
+        file_name = f"{number:03}_{index:04}.jpg"
+        path = place / folders[number] / file_name
+        image.save(path, quality=85)
+
+    indices = range(1, count + 1)
+    pictures = list(itertools.product(folders, indices))
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(write, pictures))  # which raises what a thread has raised
+    return {}  # the real ones come without checksums too
+
+
+def _photograph(seed: int, number: int, index: int) -> Image.Image:
+    """A picture of a class, in a size of its own; some are grey, as some of the real ones are."""
+    pixels = _draw(seed, number - 1, index, side=48)
+    rng = np.random.default_rng([seed, number, index, 1])
+    width, height = map(int, rng.integers(120, 320, size=2))
+    size = (width, height)
+    image = Image.fromarray(pixels)
+    image = image.resize(size, Image.Resampling.BICUBIC)
+    if rng.random() < 1 / 16:
+        image = image.convert("L")
+    return image
+
+
+def _draw(seed: int, target: int, number: int, side: int) -> np.ndarray:
+    """A picture of class `target`, uint8 (side, side, 3): a striped shape on a noisy background.
+
+    The class decides on shape, stripes and hue; place, size, phase and background are random.
+    """
+    # The order in which numbers are drawn is part of what a seed stands for.
+    rng = np.random.default_rng([seed, target, number])
+    radius = rng.uniform(0.4, 0.8)
+    line = np.linspace(-1, 1, side)
+    left = rng.uniform(-0.3, 0.3)
+    x = ((line - left) / radius)[None, :]
+    top = rng.uniform(-0.3, 0.3)
+    y = ((line - top) / radius)[:, None]
+    shape = _shape(target % 4, x, y)
+    angle = np.pi * (target * 0.7549) + rng.normal(0, 0.1)
+    across = x * np.cos(angle) + y * np.sin(angle)
+    frequency = 5 + 3 * (target % 3)
+    phase = rng.uniform(0, 2 * np.pi)
+    wave = np.sin(frequency * across + phase)
+    stripes = 0.7 + 0.3 * wave
+    hue = target * 0.618 + rng.normal(0, 0.05)  # the golden ratio spreads any number of hues
+    inside = stripes[..., None] * _colour(hue)  # (side, side, 3)
+    colour = rng.uniform(0, 1, 3)
+    slope = rng.uniform(-0.3, 0.3)
+    background = colour + slope * x[..., None]
+    image = np.where(shape[..., None], inside, background)
+    noise = rng.normal(0, 0.1, image.shape)
+    image = image + noise
+    levels = 255 * image.clip(0, 1)
+    return levels.astype(np.uint8)
+
+
+def _colour(hue: float) -> np.ndarray:
+    """Red, green and blue in [0, 1]; hues that differ by a whole number are the same."""
+    thirds = np.array([0, 1 / 3, 2 / 3])
+    phase = 2 * np.pi * (hue + thirds)
+    return 0.5 + 0.5 * np.cos(phase)
+
+
+def _shape(kind: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Which pixels are inside: bool (side, side), of a disc, a square, a diamond or a ring."""
+    radius = np.hypot(x, y)
+    if kind == 0:
+        distance = radius
+    elif kind == 1:
+        distance = np.maximum(abs(x), abs(y))
+    elif kind == 2:
+        distance = abs(x) + abs(y)
+    else:
+        from_ring = abs(radius - 0.7)
+        distance = 2 * from_ring + 0.3
+    return distance < 1
+
+
+_LAYOUTS = {  # most classes, images of each by default, who finds it, and who writes it
+    "cifar10": (10, 600, cifar10, _write_cifar10),
+    "caltech256": (256, 10, caltech256, _write_caltech256),
+}

@@ -1,0 +1,114 @@
+"""Joining other processes: what is refused, who never comes, and who is lost."""
+
+import gc
+import os
+import time
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_processes import run_ranks, values_of
+from torch import nn
+
+from amp_lab.core.errors import ParallelError
+from amp_lab.core.precision import Precision
+from amp_lab.train.distributed.process_group import join
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def no_torchrun(monkeypatch):
+    for name in list(os.environ):
+        if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("fsdp", {}, "start it with torchrun --nproc-per-node N"),
+        ("horovod", {}, "no way 'horovod' to train in parallel; there are ddp, fsdp"),
+        (None, {"reduce_dtype": "bf16"}, "one process sums nothing"),
+        ("ddp", {"reduce_dtype": "fp8"}, "there are fp32, fp16, bf16"),
+        ("ddp", {"timeout_s": 0}, "timeout must be 1 to 1,000,000 seconds, not 0"),
+        ("ddp", {"timeout_s": float("nan")}, "timeout must be 1 to 1,000,000 seconds, not nan"),
+        ("ddp", {"timeout_s": float("inf")}, "timeout must be 1 to 1,000,000 seconds, not inf"),
+    ],
+)
+def test_what_cannot_be_is_refused(no_torchrun, kind, options, said):
+    with pytest.raises(ParallelError, match=said), join(kind, CPU, **options):
+        pass
+
+
+def test_one_of_several_without_a_way_to_train_together_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ParallelError, match="one of 2 processes of torchrun"), join(None, CPU):
+        pass
+
+
+def connect_with_one_late(late: int):
+    """When this rank entered the block, or, if it is late, when it had not yet connected."""
+    connect = dist.init_process_group
+    not_yet = []
+
+    def connect_late(*arguments, **options):
+        connect(*arguments, **options)
+        if os.environ["RANK"] == str(late):
+            time.sleep(0.5)
+            not_yet.append(time.monotonic())
+
+    dist.init_process_group = connect_late
+    with join("ddp", CPU, timeout_s=30):
+        return (not_yet or [time.monotonic()])[0]
+
+
+def test_no_rank_begins_before_all_are_connected():
+    """Else one with little to do would leave while others still connect, and these would fail."""
+    entered, not_connected = values_of(connect_with_one_late, 2, 1)
+    assert entered >= not_connected
+
+
+def wait_for_nobody():
+    try:
+        with join("ddp", CPU, timeout_s=2):
+            pass
+    except ParallelError as error:
+        return str(error)
+
+
+def test_a_rank_that_never_comes_is_given_up_after_the_timeout():
+    ended = run_ranks(wait_for_nobody, 1, WORLD_SIZE=2)
+    assert "no connection to the other processes at 127.0.0.1:" in ended[0].value
+
+
+def outlive(kind: str):
+    with join(kind, CPU) as ranks:
+        model = ranks.wrap(nn.Linear(2, 2), Precision.FP32)
+        group = weakref.ref(dist.group.WORLD)
+    assert not dist.is_initialized()
+    del model
+    gc.collect()
+    return group() is not None
+
+
+def test_a_model_is_never_the_last_to_let_go_of_the_group():
+    assert values_of(outlive, 1, "ddp") == [True]
+
+
+def lose(kind: str):
+    try:
+        with join(kind, CPU, timeout_s=30) as ranks:
+            if ranks.rank == 1:
+                os._exit(7)
+            ranks.gather("anybody there?")
+    except ParallelError as error:
+        return str(error)
+
+
+def test_a_lost_rank_is_told_by_the_others():
+    ended = run_ranks(lose, 2, "ddp")
+    assert ended[1].code == 7
+    assert ended[0].value.startswith("rank 0: no answer from another process (")
