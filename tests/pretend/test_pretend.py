@@ -15,7 +15,7 @@ import first_gpu
 from conftest import WEEKLY
 
 HERE = Path(__file__).resolve().parent
-NOTEBOOKS = build_pairs.FOLDER
+SRC = build_pairs.FOLDER.parent / "src"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -25,10 +25,16 @@ pytestmark = [
 
 
 def run(
-    code: str, package: Path = NOTEBOOKS, timeout_s: float = 300, **settings: str
+    code: str, package: Path = SRC, timeout_s: float = 300, **settings: str
 ) -> subprocess.CompletedProcess:
     """Run code in a Python that has the device, with the package in that folder."""
-    folders = (package, build_pairs.FOLDER.parent / "tools", HERE, HERE / "startup")
+    folders = (
+        package,
+        build_pairs.FOLDER,
+        build_pairs.FOLDER.parent / "tools",
+        HERE,
+        HERE / "startup",
+    )
     chosen = {
         "AMP_LAB_DEVICE": "pretend",
         "AMP_LAB_SCALE": "quick",
@@ -45,7 +51,7 @@ def run(
     )
 
 
-def passes(code: str, package: Path = NOTEBOOKS, **settings: str) -> bool:
+def passes(code: str, package: Path = SRC, **settings: str) -> bool:
     done = run(code, package, **settings)
     return done.returncode == 0
 
@@ -143,25 +149,30 @@ def test_the_package_works_beside_an_accelerator_of_another_make():
         # a forgotten .to(device), a time read without waiting, memory pinned for one make alone,
         # a tensor that stays where it was, and a device type that is written in
         (
-            "training/loop.py",
+            "train/loop.py",
             "tensor.to(self.device, non_blocking=True, ",
             "tensor.to(",
             "training",
         ),
-        ("timing.py", "        _synchronize(device)\n        samples", "        samples", "timing"),
         (
-            "data/batches.py",
+            "core/timing.py",
+            "        _synchronize(device)\n        samples",
+            "        samples",
+            "timing",
+        ),
+        (
+            "train/data/batches.py",
             "backend(torch.device(self.device).type).pins_memory",
             "False",
             "batches",
         ),
-        ("data/batches.py", "part.to(self.device, non_blocking=True)", "part", "batches"),
-        ("precision.py", "torch.autocast(device_type,", 'torch.autocast("cpu",', "autocast"),
+        ("train/data/batches.py", "part.to(self.device, non_blocking=True)", "part", "batches"),
+        ("core/precision.py", "torch.autocast(device_type,", 'torch.autocast("cpu",', "autocast"),
     ),
 )
 def test_a_planted_fault_is_found(tmp_path, module, line, fault, name):
     ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(NOTEBOOKS / "amp_lab", tmp_path / "amp_lab", ignore=ignored)
+    shutil.copytree(SRC / "amp_lab", tmp_path / "amp_lab", ignore=ignored)
     path = tmp_path / "amp_lab" / module
     text = path.read_text()
     assert line in text, f"{module} has changed: plant the fault anew"
@@ -192,7 +203,7 @@ COMMANDS = {
     "ops": ["ops --device cuda --against mps"],
     "xray": [f"xray {MODEL} --device cuda", f"xray {MODEL} --device cpu --real"],
     "memory": [f"memory {MODEL} --device cuda --memory 8GiB"],
-    "migrate": [f"migrate {NOTEBOOKS / 'amp_lab' / 'data'}"],
+    "migrate": [f"migrate {SRC / 'amp_lab' / 'train' / 'data'}"],
 }
 
 
