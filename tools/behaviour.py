@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SUPPORT = ROOT / "tests" / "support"
 SMALL = f"{SUPPORT / 'small_models.py'}"
 SNIPPETS = ROOT / "tests" / "migrate" / "snippets"
-OLD_RUN = ROOT / "tests" / "training" / "old_run"
+OLD_RUN = ROOT / "tests" / "train" / "old_run"
 
 CNN = [f"{SMALL}:Cnn", "--input", "2,3,6,6"]
 TRANSFORMER = [f"{SMALL}:Transformer", "--input", "int64:2,4<7"]
@@ -155,7 +155,8 @@ def use_package(checkout: Path) -> None:
     folder = checkout / "src"
     if not folder.exists():
         folder = checkout / "notebooks"
-    sys.path[:0] = [str(folder), str(SUPPORT)]
+    # What the tests share imports modules of the package, so it is the checkout's own.
+    sys.path[:0] = [str(folder), str(checkout / "tests" / "support")]
     import torch
 
     import amp_lab
