@@ -294,9 +294,9 @@ def test_an_input_that_is_rounded_is_found():
         return (left.bfloat16() @ right.bfloat16()).float()
 
     cpu, fp32 = torch.device("cpu"), torch.float32
-    assert device_module._bits_left(cpu, fp32, as_tf32) == 11
-    assert device_module._bits_left(cpu, fp32, as_bf16) == 8
-    assert device_module._bits_left(cpu, fp32, device_module._convolve) == 24
+    assert device_module._input_bits(cpu, fp32, as_tf32) == 11
+    assert device_module._input_bits(cpu, fp32, as_bf16) == 8
+    assert device_module._input_bits(cpu, fp32, device_module._convolve) == 24
 
 
 def test_sums_in_a_narrow_format_are_found(monkeypatch):

@@ -133,7 +133,7 @@ def test_a_file_that_is_too_large_or_too_deep_is_refused(tmp_path):
     with pytest.raises(ValueError, match="nested too deeply"):
         read_json(path)
     with pytest.raises(OSError, match="more than 99 bytes"):
-        read_regular(path, most=99)
+        read_regular(path, max_bytes=99)
 
 
 def test_a_checkpoint_is_told_from_other_files(tmp_path):

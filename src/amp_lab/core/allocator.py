@@ -1,14 +1,16 @@
-"""Memory of tensors on the CPU, which the C library keeps, or takes anew each time."""
+"""Memory of tensors on the CPU: whether the C library keeps it or takes it anew each time."""
 
 import ctypes
 import sys
 from collections.abc import Callable
 
-# Names of glibc's malloc.h, and what keeps memory.
+# Parameters of glibc's mallopt, with the numbers that its malloc.h gives them.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
-_KEPT = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1}
-ENVIRONMENT = "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1000000000000"  # the same, for a program
+# No tensor gets pages of its own (mmap), and freed memory is never given back (trim).
+_SETTINGS_THAT_KEEP = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1}
+ENVIRONMENT = "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1000000000000"
+"""The same settings as environment variables, for a whole program."""
 
 
 def keep_memory() -> bool:
@@ -27,11 +29,14 @@ def keep_memory() -> bool:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
         return False
-    return all(libc.mallopt(name, value) for name, value in _KEPT.items())
+    return all(libc.mallopt(name, value) for name, value in _SETTINGS_THAT_KEEP.items())
 
 
 def memory_taken(call: Callable[[], object]) -> int:
-    """Bytes that a call takes anew from the operating system, by its page faults; 0 on Windows."""
+    """Bytes that a call takes anew from the operating system; 0 on Windows.
+
+    Each page that the process gets is counted as a minor page fault.
+    """
     if sys.platform == "win32":
         return 0
     import resource

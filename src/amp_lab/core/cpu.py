@@ -30,6 +30,7 @@ LIMITS: dict[str, tuple[str, ...]] = {
 another CPU, with their values. torch and oneDNN ignore any other value."""
 
 
+# Limits of oneDNN below which no instruction computes in bf16.
 _WITHOUT_BF16 = ("sse41", "avx", "avx2", "avx2_vnni", "avx512_core", "avx512_core_vnni")
 
 
@@ -60,26 +61,28 @@ def _avx512_instructions() -> list[str]:
     found = ["AVX-512 BF16" if has_bf16_instructions() else "AVX-512"]
     if onednn_has_fp16():
         found.append("AVX-512 FP16")
-    is_amx_allowed = _limit() == "default" or "amx" in _limit()
+    limit = _onednn_limit()
+    is_amx_allowed = limit == "default" or "amx" in limit
     if is_amx_allowed and torch.cpu._is_amx_tile_supported():
         found.append("AMX")
     return found
 
 
 def has_bf16_instructions() -> bool:
-    """Whether this CPU multiplies in bf16 itself, so that it is faster than in fp32.
+    """Whether this CPU has instructions that multiply in bf16, so that it is faster than fp32.
 
     With AVX-512 alone oneDNN takes bf16 too, but converts it to fp32 and back.
     """
     if not onednn_has_bf16():
         return False
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return True  # Arm's, of which oneDNN asks just that
-    # What torch says of bf16 and AMX is of the CPU, whatever limits oneDNN.
-    return torch.cpu._is_avx512_bf16_supported() and _limit() not in _WITHOUT_BF16
+        return True  # an Arm CPU: oneDNN takes bf16 only where it has the instructions
+    # torch asks the CPU itself, and does not know that oneDNN may be limited.
+    return torch.cpu._is_avx512_bf16_supported() and _onednn_limit() not in _WITHOUT_BF16
 
 
-def _limit() -> str:
+def _onednn_limit() -> str:
+    """The instructions that oneDNN is limited to, such as ``avx2``; ``default`` without a limit."""
     return os.environ.get("ONEDNN_MAX_CPU_ISA", "").lower() or "default"
 
 
@@ -112,24 +115,35 @@ def lstm_error(
 def _lstm_error(
     dtype: torch.dtype, with_gradients: bool, input_dtype: torch.dtype = torch.float32
 ) -> str | None:
+    """What `lstm_error` says, found by running a small layer once for each combination."""
     steps = torch.zeros(1, 1, 1, device="cpu", dtype=input_dtype)  # (T, B, C)
     weights = [torch.zeros(4, 1, device="cpu"), torch.zeros(4, 1, device="cpu")]
     try:
         with torch.set_grad_enabled(with_gradients), torch.autocast("cpu", dtype):
-            torch.lstm(steps, (steps, steps), weights, False, 1, 0.0, with_gradients, False, False)
+            torch.lstm(
+                steps,
+                (steps, steps),
+                weights,
+                has_biases=False,
+                num_layers=1,
+                dropout=0.0,
+                train=with_gradients,
+                bidirectional=False,
+                batch_first=False,
+            )
     except RuntimeError as error:
         return str(error).partition(".")[0]
     return None
 
 
 def lstm_remarks() -> list[str]:
-    """A sentence on where an `nn.LSTM` does not run under autocast on this CPU, if that is so."""
-    fails = []
+    """A sentence on the dtypes in which an `nn.LSTM` fails under autocast here; none if it runs."""
+    failing = []
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         if lstm_error(dtype, with_gradients=False) is not None:
-            fails.append(name)
+            failing.append(name)
         elif lstm_error(dtype, with_gradients=True) is not None:
-            fails.append(f"{name} when it trains")
-    if not fails:
+            failing.append(f"{name} when it trains")
+    if not failing:
         return []
-    return [f"nn.LSTM under autocast raises on this CPU in {' and in '.join(fails)}"]
+    return [f"nn.LSTM under autocast raises on this CPU in {' and in '.join(failing)}"]

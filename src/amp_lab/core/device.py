@@ -22,7 +22,7 @@ from amp_lab.core.timing import compare, measure
 ACCELERATED = 1.25
 _SMALL = 256  # the edge of the matrices that are tried first
 
-# What readers type who know their card but not torch's name for it.
+# Names that people give a device, such as "rocm", and torch's name for it.
 _ALSO_KNOWN_AS: dict[str, str] = {}
 for _row in BACKENDS.values():
     _ALSO_KNOWN_AS.update(dict.fromkeys(_row.also_called, _row.type))
@@ -100,7 +100,10 @@ def pick_device(name: str | None = None) -> torch.device:
 
 
 def _checked_device(name: str, asked: str) -> torch.device:
-    """The device of this name; `DeviceError`, which begins with what was `asked`, for any other."""
+    """The device of this name, if it is here.
+
+    Else it raises a `DeviceError` that begins with `asked`, the text in which the name was given.
+    """
     if name in _ALSO_KNOWN_AS:
         raise DeviceError(
             f"{asked}: torch calls this device {_ALSO_KNOWN_AS[name]!r}; use that name"
@@ -136,7 +139,8 @@ def _devices_here() -> str:
 
 
 @functools.cache
-def _describe(device: torch.device, driven_by: str) -> DeviceReport:
+def _describe(device: torch.device, backend_text: str) -> DeviceReport:
+    """The report; measured again if `backend_text` differs, since it has the number of threads."""
     try:
         torch.ones(2, device=device).sum().item()
     except RuntimeError as error:  # a GPU that this torch has no kernels for, or a broken driver
@@ -153,13 +157,13 @@ def _describe(device: torch.device, driven_by: str) -> DeviceReport:
     return DeviceReport(
         device=device,
         name=device_name(device),
-        backend=driven_by,
+        backend=backend_text,
         memory_bytes=memory_bytes(device),
         rates=rates,
         values=values,
         fp32_bits_as_set=(
-            _bits_left(device, torch.float32, torch.matmul),
-            _bits_left(device, torch.float32, _convolve),
+            _input_bits(device, torch.float32, torch.matmul),
+            _input_bits(device, torch.float32, _convolve),
         ),
         trusted=trusted,
         recommended=recommended,
@@ -187,23 +191,23 @@ def _matmul_rates(device: torch.device) -> tuple[dict[Precision, float | None], 
 
     None stands for a precision that the device does not have. The size is the same for all: it
     doubles until the product takes 10 ms in fp32, enough to fill the device. On a CPU it stops at
-    1024. A precision that is hopeless, since it is emulated, is timed at the first, small size
-    alone: at 1024 one call of fp16 takes seconds on many CPUs.
+    1024. A precision that is emulated, and so more than ten times as slow as fp32, is timed at the
+    first, small size alone: at 1024 one call of fp16 takes seconds on many CPUs.
     """
-    here = _precisions_here(device)
+    precisions = _precisions_here(device)
     small_s = {}
-    for precision in here:
+    for precision in precisions:
         product = matrix_product(device, precision, _SMALL)
         small_s[precision] = measure(product, device=device, repeats=2).median_s
-    slowest_s = 10 * small_s[Precision.FP32]
-    fast = [precision for precision in here if small_s[precision] <= slowest_s]
+    longest_s = 10 * small_s[Precision.FP32]
+    native = [precision for precision in precisions if small_s[precision] <= longest_s]
     largest = 1024 if backend(device).is_host else 8192
     n = filling_size(device, largest, seconds=10e-3)
-    products: dict[str, Callable] = {p: matrix_product(device, p, n) for p in fast}
+    products: dict[str, Callable] = {p: matrix_product(device, p, n) for p in native}
     compared = compare(products, device=device, budget_s=3)
     rates = dict.fromkeys(Precision)
-    for precision in here:
-        if precision in fast:
+    for precision in precisions:
+        if precision in native:
             rates[precision] = 2 * n**3 / compared.median_s(precision)
         else:
             rates[precision] = 2 * _SMALL**3 / small_s[precision]
@@ -211,12 +215,12 @@ def _matmul_rates(device: torch.device) -> tuple[dict[Precision, float | None], 
 
 
 def _precisions_here(device: torch.device) -> list[Precision]:
-    """All, or all but TF32 on a device without it."""
+    """All precisions, without TF32 on a device that does not have it."""
     return [p for p in Precision if p is not Precision.TF32 or has_tf32(device.type)]
 
 
 def filling_size(device: torch.device, largest: int, *, seconds: float) -> int:
-    """The n from which on an n x n fp32 product takes so long; `largest`, if it never does."""
+    """The n, doubled from 256, at which n x n in fp32 takes `seconds`; at most `largest`."""
     n = _SMALL
     while n < largest:
         product = matrix_product(device, Precision.FP32, n)
@@ -246,7 +250,7 @@ def matrix_product(
 
 
 def _without_autocast(precision: Precision) -> Precision:
-    """The precision to set for operands that have its dtype already."""
+    """The precision to set for operands that are in the precision's dtype already."""
     if precision is Precision.TF32:
         return Precision.TF32
     return Precision.FP32
@@ -264,29 +268,32 @@ def product_values(device: torch.device, precision: Precision) -> ProductValues:
     identity = torch.eye(16, dtype=dtype)
     with _without_autocast(precision).autocast(device.type):
         sums = (left.to(device) @ right.T.to(device)).cpu().double()
-        kept = (subnormals.to(device) @ identity.to(device)).cpu()
-        bits = _bits_left(device, dtype, torch.matmul)
-    # All are positive, so that no sum is small, and fp64 sums them exactly enough.
+        times_one = (subnormals.to(device) @ identity.to(device)).cpu()
+        bits = _input_bits(device, dtype, torch.matmul)
+    # All values are positive, so no sum is small, and fp64 is exact enough to compare with.
     exact = left.double() @ right.T.double()
     exponents = torch.frexp(exact).exponent.double() - 1
-    unit = torch.exp2(exponents) * eps
-    error = ((sums - exact).abs() / unit).max().item()
-    keeps_subnormals = bool((kept == subnormals).all())
+    last_place = torch.exp2(exponents) * eps
+    error = ((sums - exact).abs() / last_place).max().item()
+    keeps_subnormals = bool((times_one == subnormals).all())
     return ProductValues(error=error, input_bits=bits, subnormals=keeps_subnormals)
 
 
-def _bits_left(device: torch.device, dtype: torch.dtype, multiply: Callable) -> int:
-    """How many bits of significand an input keeps in a product: of 1 + 2^-k it is that 2^-k."""
+def _input_bits(device: torch.device, dtype: torch.dtype, multiply: Callable) -> int:
+    """How many bits of significand an input keeps in a product.
+
+    Each 1 + 2^-k is multiplied by 1. It stays above 1 if the bit of 2^-k is kept.
+    """
     size = 32
-    steps = (1 + torch.exp2(-torch.arange(1.0, 1 + size))).to(dtype)
+    inputs = (1 + torch.exp2(-torch.arange(1.0, 1 + size))).to(dtype)
     identity = torch.eye(size, dtype=dtype, device=device)
-    found = multiply(torch.diag(steps).to(device), identity)
-    is_kept = found.cpu().diagonal() > 1
+    product = multiply(torch.diag(inputs).to(device), identity)
+    is_kept = product.cpu().diagonal() > 1
     return 1 + int(is_kept.sum())
 
 
 def _convolve(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The product (n, k) @ (k, m) as a convolution of 1 x 1."""
+    """The product of (n, k) and (k, m), as a convolution with kernels of 1 x 1: (n, m)."""
     images = left[:, :, None, None]
     weight = right.T[:, :, None, None]
     return torch.nn.functional.conv2d(images, weight)[:, :, 0, 0]
@@ -294,7 +301,7 @@ def _convolve(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def _speedup(rates: dict[Precision, float | None], precision: Precision) -> float:
     fp32 = rates[Precision.FP32]
-    assert fp32 is not None, "every device has it"
+    assert fp32 is not None, "every device has fp32"
     return (rates[precision] or 0.0) / fp32
 
 
@@ -303,7 +310,7 @@ def _recommend(rates: dict[Precision, float | None]) -> tuple[Precision, str]:
     bf16 = _speedup(rates, Precision.BF16)
     fp16 = _speedup(rates, Precision.FP16)
     tf32 = _speedup(rates, Precision.TF32)
-    rate = "its matrix product runs at {:.2f}x the rate of fp32"
+    rate = "its matrix product runs at {:.2f}x the rate of fp32"  # of the recommended precision
     if bf16 >= ACCELERATED and bf16 >= 0.75 * fp16:
         why = f"{rate.format(bf16)}, and it has the range of fp32"
         return Precision.BF16, f"{why}, so gradients need no scaling"
@@ -335,15 +342,14 @@ def _recommend_unmeasured(device: torch.device) -> tuple[Precision, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """The name its maker gave it."""
+    """The name that the maker gave the device, or else the type of processor."""
     module = torch.get_device_module(device.type)
     if hasattr(module, "get_device_name"):
         return module.get_device_name(device)
     if platform.system() == "Darwin":  # CPU and GPU of an Apple chip share its name
-        asked = subprocess.run(
-            ["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True
-        )
-        return asked.stdout.strip() or platform.machine()
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        answer = subprocess.run(command, capture_output=True, text=True)
+        return answer.stdout.strip() or platform.machine()
     try:
         cpuinfo = Path("/proc/cpuinfo").read_text()
     except OSError:  # not Linux
@@ -355,9 +361,9 @@ def device_name(device: torch.device) -> str:
 
 
 def backend_name(device: torch.device) -> str:
-    """What torch drives it with, e.g. ``CUDA 13.0, compute capability 9.0``.
+    """What torch uses to drive the device, such as ``CUDA 13.0, compute capability 9.0``.
 
-    For a CPU its matrix instructions and the number of threads.
+    For a CPU these are its matrix instructions and the number of threads.
     """
     if backend(device).is_host:
         return f"CPU, {matrix_instructions()}, {torch.get_num_threads()} threads"
@@ -370,7 +376,7 @@ def backend_name(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """Bytes of a device; of a CPU what this process may use. None if it does not say."""
+    """Bytes of a device's memory; on a CPU, of what this process may use. None if unknown."""
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     if not backend(device).is_host:
@@ -389,7 +395,7 @@ def memory_bytes(device: torch.device) -> int | None:
 
 
 def free_bytes() -> int | None:
-    """Bytes of main memory that this process could take now; None if the system does not say."""
+    """Bytes of main memory that this process could take now; None if unknown."""
     total = memory_bytes(torch.device("cpu"))
     try:
         lines = Path("/proc/meminfo").read_text()
@@ -399,7 +405,7 @@ def free_bytes() -> int | None:
     available = re.search(r"^MemAvailable:\s+(\d+) kB", lines, re.MULTILINE)
     if available:
         free = int(available[1]) * 1024
-    try:  # a container may be allowed less than the machine has
+    try:  # the limit of a container, and what it uses of it
         taken = int(Path("/sys/fs/cgroup/memory.current").read_text())
         allowed = int(Path("/sys/fs/cgroup/memory.max").read_text())
     except (OSError, ValueError):  # there is no limit, or it is "max"

@@ -1,4 +1,4 @@
-"""The errors that the user can put right, each told in one line."""
+"""The errors that the user can put right, each with a message of one line."""
 
 
 class AmpLabError(Exception):
@@ -9,7 +9,7 @@ class AmpLabError(Exception):
     """
 
     is_of_one_rank = False
-    """Of several processes that train together, this is the one to tell it."""
+    """Whether only one of several ranks has it, which then has to print it."""
 
     def _render_traceback_(self) -> list[str]:  # IPython's own hook for such errors
         return [f"{type(self).__name__}: {self}"]
@@ -20,7 +20,7 @@ class AmpLabWarning(UserWarning):
 
 
 class OptionError(AmpLabError, ValueError):
-    """What was asked for cannot be: an option, a model's name, a shape, a file, a package."""
+    """An option, a model's name, a shape, a file or a package that cannot be used as asked."""
 
 
 class DeviceError(AmpLabError, ValueError):
@@ -44,15 +44,15 @@ class ParallelError(AmpLabError, RuntimeError):
 
 
 class OtherRankError(AmpLabError):
-    """Another process of the same training has raised, and told, the error."""
+    """Another rank has raised and printed the error; this one only has to end."""
 
 
 class NumericsError(AmpLabError, ValueError):
-    """A tool of `amp_lab.numerics` was given what it cannot work on, or used out of turn."""
+    """A tool of `amp_lab.numerics` got an argument that it cannot use, or was called too early."""
 
 
 class TraceError(AmpLabError, RuntimeError):
-    """A model cannot be run on fake tensors, not followed, or its memory not be forecast."""
+    """A model cannot be run on fake tensors, or its memory cannot be forecast."""
 
 
 class RequirementError(AmpLabError, ImportError):
@@ -60,9 +60,9 @@ class RequirementError(AmpLabError, ImportError):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says in a line; the name of its type if it says nothing.
+    """The first line of an error's message, with the second if the first ends with a colon.
 
-    The first line of its message, and the second too if the first ends with a colon.
+    The name of its type, if the message is empty.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
@@ -74,7 +74,7 @@ def first_line(error: BaseException) -> str:
 
 
 def with_type(error: BaseException) -> str:
-    """The same after the type of the error, as at the end of a traceback."""
+    """`first_line` after the type of the error, as at the end of a traceback."""
     kind = type(error).__name__
     line = first_line(error)
     if line == kind:

@@ -5,7 +5,7 @@ from typing import Self
 
 import numpy as np
 
-_FLOOR = 0.02  # of a median: no interval ends nearer to it
+_NARROWEST = 0.02  # an interval reaches at least this share of the median to either side
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Estimate:
         return self.trusted and self.interval[1] < value
 
     def times(self, factor: float) -> Self:
-        """It in another unit: 1000 makes milliseconds of seconds."""
+        """The same value in another unit: a factor of 1000 turns seconds into milliseconds."""
         low, high = self.interval
         return replace(self, median=factor * self.median, interval=(factor * low, factor * high))
 
@@ -53,18 +53,18 @@ class Ratio(Estimate):
 def bootstrap(values: np.ndarray) -> tuple[float, float, float]:
     """Median of `values` (n,), and the ends of its 95 % interval.
 
-    The ends are those of the bootstrap's middle 99 %: neighbouring rounds are alike, and the rounds
-    end when the interval looks narrow, so its middle 95 % holds the truth less often than that.
+    The ends are the 0.5 % and 99.5 % quantiles of the bootstrap. Its 2.5 % and 97.5 % quantiles
+    would be too narrow: neighbouring rounds are alike, and measuring stops when they look narrow.
     """
-    draws = np.random.default_rng(0).integers(len(values), size=(1000, len(values)))
-    medians = np.median(values[draws], axis=1)
+    indices = np.random.default_rng(0).integers(len(values), size=(1000, len(values)))
+    medians = np.median(values[indices], axis=1)
     low, high = np.quantile(medians, [0.005, 0.995])
     return float(np.median(values)), float(low), float(high)
 
 
 def estimate_median(values: np.ndarray) -> tuple[float, tuple[float, float]]:
-    """Median of `values` (n,), and an interval that is no narrower than can be told."""
+    """Median of `values` (n,), and its interval, at least 2 % to either side."""
     median, low, high = bootstrap(values)
-    low = min(low, median * (1 - _FLOOR))
-    high = max(high, median * (1 + _FLOOR))
+    low = min(low, median * (1 - _NARROWEST))
+    high = max(high, median * (1 + _NARROWEST))
     return median, (low, high)

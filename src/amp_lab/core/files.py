@@ -21,9 +21,9 @@ from typing import Any
 from amp_lab.core.errors import AmpLabError, OptionError
 
 MADE_BY = "made by amp-lab"  # stands at the beginning of every picture and page of ours
-_MOST_JSON = 2**26  # bytes
+_MAX_JSON_BYTES = 2**26
 _PARTIAL = ".amp-lab-partial"  # the end of the name of a file that is being written
-_ABANDONED_S = 3600.0
+_ABANDONED_S = 3600.0  # a partial file of this age was left by a process that was killed
 
 
 @contextlib.contextmanager
@@ -40,19 +40,18 @@ def open_regular(path: Path) -> Iterator[io.BufferedReader]:
 
 
 def _open_without_waiting(name: str, flags: int) -> int:
-    """The descriptor of a file, at once: of a pipe too, into which nobody may ever write."""
+    """The descriptor of a file. Opening a pipe would wait until somebody writes into it."""
     return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def read_regular(path: Path, most: int | None = None) -> bytes:
+def read_regular(path: Path, max_bytes: int | None = None) -> bytes:
     """The bytes of a file.
 
-    Raises `OSError` as `open_regular`, if it has more bytes than `most`, or more than fit into
-    memory.
+    Raises `OSError` like `open_regular`, and for more bytes than `max_bytes` or memory.
     """
     with open_regular(path) as file:
-        if most is not None and os.fstat(file.fileno()).st_size > most:
-            raise OSError(errno.EFBIG, f"has more than {most} bytes", str(path))
+        if max_bytes is not None and os.fstat(file.fileno()).st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"has more than {max_bytes} bytes", str(path))
         try:
             return file.read()
         except MemoryError:
@@ -61,7 +60,7 @@ def read_regular(path: Path, most: int | None = None) -> bytes:
 
 def read_json(path: Path) -> Any:
     """What a JSON file holds. Raises `OSError` as `read_regular`, and `ValueError` for no JSON."""
-    text = read_regular(path, _MOST_JSON)
+    text = read_regular(path, _MAX_JSON_BYTES)
     try:
         return json.loads(text, parse_constant=_number, parse_int=_number, parse_float=_number)
     except RecursionError:
@@ -69,7 +68,7 @@ def read_json(path: Path) -> Any:
 
 
 def _number(text: str) -> int | float:
-    """The number of 64 bits that a text in JSON is; Python would read NaN, and any length."""
+    """A number in JSON, if it fits into 64 bits; Python would also take NaN and longer ones."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:20]} is no number of 64 bits")
@@ -86,22 +85,22 @@ def require_types(record: Any) -> None:
     """
     for name, kind in typing.get_type_hints(type(record)).items():
         value = getattr(record, name)
-        if not _fits(value, kind):
-            wanted = getattr(kind, "__name__", kind)
-            raise TypeError(f"{name!r} is {reprlib.repr(value)}, where {wanted} belongs")
+        if not _has_type(value, kind):
+            declared = getattr(kind, "__name__", kind)
+            raise TypeError(f"{name!r} is {reprlib.repr(value)}, where {declared} belongs")
 
 
-def _fits(value: object, kind: Any) -> bool:
-    """Whether a value is of a type such as ``list[float]`` or ``int | None``."""
+def _has_type(value: object, kind: Any) -> bool:
+    """Whether a value has a type, which may be one such as ``list[float]`` or ``int | None``."""
     container = typing.get_origin(kind)
     arguments = typing.get_args(kind)
     if container is types.UnionType:
-        return any(_fits(value, one) for one in arguments)
+        return any(_has_type(value, alternative) for alternative in arguments)
     if isinstance(value, (list, dict)):
         if type(value) is not container:
             return False
         items = value.values() if isinstance(value, dict) else value
-        return all(_fits(item, arguments[-1]) for item in items)
+        return all(_has_type(item, arguments[-1]) for item in items)
     if container is not None:
         return False
     if isinstance(value, bool):
@@ -143,7 +142,7 @@ def write_whole(
 
 
 def _remove_old_partials(path: Path) -> None:
-    """Remove what processes that were killed left beside a file; none writes for an hour."""
+    """Remove partial files that killed processes left beside a file; no write takes an hour."""
     for partial in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
         with contextlib.suppress(OSError):  # another process may have removed it
             if time.time() - partial.lstat().st_mtime > _ABANDONED_S:
@@ -153,11 +152,11 @@ def _remove_old_partials(path: Path) -> None:
 def save(
     path: Path, parts: Iterable[bytes | memoryview], error: type[AmpLabError] = OptionError
 ) -> None:
-    """`write_whole`, but raises such an `error`, which says in a line why it cannot be."""
+    """Write a file like `write_whole`; raises `error`, with the reason in a line, if it cannot."""
     try:
         write_whole(path, parts)
-    except OSError as found:
-        raise error(f"{path}: cannot be written ({found.strerror})") from found
+    except OSError as os_error:
+        raise error(f"{path}: cannot be written ({os_error.strerror})") from os_error
 
 
 def require_writable(path: Path) -> None:
@@ -175,7 +174,7 @@ def require_writable(path: Path) -> None:
 
 
 def try_to_write(path: Path) -> None:
-    """Raise `OSError` if `write_whole` would; a folder such as /proc says that it takes files."""
+    """Raise `OSError` if `write_whole` would, by writing: /proc says that it takes files."""
     require_writable(path)
     with tempfile.TemporaryFile(dir=path.parent):
         return

@@ -15,9 +15,9 @@ from amp_lab.core.errors import AmpLabWarning, DeviceError
 # Every place where torch keeps a mode for float32 arithmetic: cuBLAS and cuDNN (hipBLAS and MIOpen
 # on ROCm), and oneDNN (the CPU and XPU). Each is "ieee", "tf32", "bf16", or "none" for unset.
 _NAMES = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
-# By name, since most of them are made when torch.backends is imported, unseen by a type checker.
+# Found by name: torch makes most of them when it is imported, so a type checker knows none.
 _FLOAT32_MODES = tuple(operator.attrgetter(name)(torch.backends) for name in _NAMES)
-# What the older names are set to in a mode: float32_matmul_precision, cudnn.allow_tf32.
+# The values of two older settings that fit a mode: float32_matmul_precision, cudnn.allow_tf32.
 _OLD_SETTINGS = {"ieee": ("highest", False), "tf32": ("high", True)}
 
 
@@ -49,7 +49,8 @@ class Precision(enum.StrEnum):
 
         For ``fp16`` and ``bf16`` it is `torch.autocast`. For ``fp32`` and ``tf32`` autocast is off
         in the block, and torch's float32 mode is "ieee" or "tf32" for the whole process until the
-        block ends, however it ends; then every mode is what it was. Can be used again, and nested.
+        block ends, also by an exception; then every mode is restored. Contexts can be nested and
+        used again.
 
         Raises `DeviceError` if there is no such device here, where `torch.autocast` would do
         nothing, with a warning at best. Warns for ``tf32`` on a device without it, which then
@@ -69,9 +70,9 @@ class Precision(enum.StrEnum):
         return _Float32Mode(device_type, "tf32")
 
     def float32_mode(self, device_type: str) -> AbstractContextManager:
-        """A context for a whole step, backward pass included: fp32 without TF32, tf32 with it.
+        """A context for a whole step, with the backward pass: TF32 is off for fp32, on for tf32.
 
-        It does nothing for ``fp16`` and ``bf16``, whose autocast stands around the forward pass.
+        For ``fp16`` and ``bf16`` it does nothing: their autocast is for the forward pass alone.
         """
         if self.dtype is torch.float32:
             return self.autocast(device_type)
@@ -99,10 +100,10 @@ def require_backend(device_type: str) -> None:
 
 @functools.cache
 def has_tf32(device_type: str) -> bool:
-    """Whether a float32 matrix product on this device really rounds its inputs to TF32 when it may.
+    """Whether a float32 matrix product on this device rounds its inputs to TF32 when it may.
 
-    Found by trying: 1 + 2^-12 times the identity comes back as it is in IEEE arithmetic, and loses
-    its last bit with TF32's 10 bits of mantissa. The device must be there.
+    Found by trying: 1 + 2^-12 times the identity is unchanged in IEEE arithmetic, and loses its
+    last bit with TF32's 10 bits of mantissa. The device must be there.
     """
     left = torch.full((256, 256), 1 + 2**-12, device=device_type)
     with _Float32Mode(device_type, "tf32"):
@@ -110,29 +111,29 @@ def has_tf32(device_type: str) -> bool:
 
 
 class _Modes(NamedTuple):
-    """A state of torch's float32 settings, under their new names and their old ones."""
+    """The values of torch's float32 settings, those with new names and those with old ones."""
 
     new: tuple[str, ...]  # one for each of _FLOAT32_MODES
     old: tuple[str, bool] | None  # matmul precision, cudnn.allow_tf32; None: not to be read or set
 
     @classmethod
     def read(cls) -> "_Modes":
-        new = tuple(place.fp32_precision for place in _FLOAT32_MODES)
+        new = tuple(setting.fp32_precision for setting in _FLOAT32_MODES)
         try:
             old = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
-        except RuntimeError:  # new and old names were mixed before, so torch refuses the old
+        except RuntimeError:  # torch refuses the old names once new ones were set differently
             old = None
         return cls(new, old)
 
     def write(self) -> None:
-        # The old names first, since setting them also sets some of the new. They are set at all
-        # because torch refuses to read them out of step, and torch.compile does read them.
+        # The old names come first, since setting them also sets some of the new. They are set
+        # because torch.compile reads them, and torch raises if they contradict the new ones.
         if self.old is not None:
             matmul_precision, allow_tf32 = self.old
             torch.set_float32_matmul_precision(matmul_precision)
             torch.backends.cudnn.allow_tf32 = allow_tf32
-        for place, mode in zip(_FLOAT32_MODES, self.new, strict=True):
-            place.fp32_precision = mode
+        for setting, mode in zip(_FLOAT32_MODES, self.new, strict=True):
+            setting.fp32_precision = mode
 
 
 class _Float32Mode(AbstractContextManager):

@@ -19,26 +19,26 @@ _SHORT = {
 
 
 _GAP = "  "  # between two columns
-_NARROWEST = 12  # characters of a text that a column keeps, if it has so many
+_NARROWEST = 12  # characters: no column of text is made narrower than this
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells under a head, and what is said around them."""
+    """A table with a head, and the sentences above and below it."""
 
     head: list[str]
     rows: list[list[str]]
     caption: str = ""
     facts: Sequence[str] = ()  # sentences below the table
-    advice: Sequence[str] = ()  # sentences below those, as a list under "Look at:"
+    advice: Sequence[str] = ()  # sentences below the facts, as a list under "Look at:"
     foot: list[list[str]] = field(default_factory=list)  # rows that sum up the others
-    right: Container[int] = ()  # numbers of the columns whose text is set to the right
+    right: Container[int] = ()  # indices of the columns that are aligned to the right
 
     def text(self, width: int | None = None) -> str:
         """The table in columns, with rules under the head and above the foot.
 
-        With a `width`, in characters, what is longer goes on in the next line. Numbers and words of
-        the head are never broken, so a table of very many columns may still be wider.
+        With a `width`, in characters, longer cells and sentences are wrapped. Numbers and words of
+        the head are not broken, so a table of very many columns may still be wider.
         """
         advice = _wrapped_all(self.advice, width, bullet="- ")
         if self.advice:
@@ -67,21 +67,22 @@ class Table:
         return lines
 
     def _widths(self, width: int | None) -> list[int]:
-        """How wide each column is: as its longest cell, or less if the table would not fit."""
+        """The width of each column: of its longest cell, or less if the table would not fit."""
         body = [*self.rows, *self.foot]
         columns = [*zip(self.head, *body, strict=True)]
         widths = [max(map(len, column)) for column in columns]
         if width is None:
             return widths
-        least = [self._least_width(number, column) for number, column in enumerate(columns)]
-        room = width - len(_GAP) * (len(columns) - 1)
-        while sum(widths) > room and widths != least:
-            can_shrink = [i for i in range(len(widths)) if widths[i] > least[i]]
+        minimum = [self._minimum_width(number, column) for number, column in enumerate(columns)]
+        available = width - len(_GAP) * (len(columns) - 1)
+        while sum(widths) > available and widths != minimum:
+            can_shrink = [i for i in range(len(widths)) if widths[i] > minimum[i]]
             widest = max(can_shrink, key=lambda i: widths[i])
             widths[widest] -= 1
         return widths
 
-    def _least_width(self, number: int, column: Sequence[str]) -> int:
+    def _minimum_width(self, number: int, column: Sequence[str]) -> int:
+        """The width below which a column, its head first, is not shrunk."""
         head, *body = column
         longest_word = max(map(len, head.split()), default=0)
         longest_cell = max(map(len, body), default=0)
@@ -90,7 +91,7 @@ class Table:
         return max(longest_word, min(longest_cell, _NARROWEST))
 
     def _rows_in_columns(self, rows: list[list[str]], widths: list[int]) -> Iterator[str]:
-        """The lines of rows: more than one where a cell is longer than its column is wide."""
+        """The lines of rows; a row takes several if one of its cells is wrapped."""
         for row in rows:
             columns = [
                 self._cell_in_column(number, cell, width)
@@ -132,7 +133,7 @@ class Table:
             yield _markdown_line([f"**{cell}**" for cell in row])
 
     def _markdown_rule(self, number: int) -> str:
-        """What stands under the head of a column, and says to which side its text is set."""
+        """The rule under the head of a column, which gives its alignment."""
         if number in self.right:
             return "---:"
         return "---"
@@ -179,28 +180,28 @@ def _html_rows(section: str, rows: list[list[str]], cell_tag: str) -> str:
 
 
 class Printed:
-    """Base of results that print as the table that their `_table` makes."""
+    """Base class of results that print as the table that `_table` returns."""
 
     def _table(self) -> Table:
         raise NotImplementedError
 
     def _contents(self) -> Any:
-        """What `to_json` writes; dtypes and records in it are made plain."""
+        """The value that `to_json` writes, after `to_plain`."""
         return self
 
     def to_json(self) -> str:
-        """All that it holds, as JSON; dtypes by names such as ``float16``."""
+        """The whole result as JSON; dtypes by names such as ``float16``."""
         return json.dumps(to_plain(self._contents()), indent=1)
 
     def to_markdown(self) -> str:
-        """The table of `str`, in Markdown."""
+        """The table in Markdown."""
         return self._table().markdown()
 
     def _repr_html_(self) -> str:
         return self._table().html()
 
     def text(self, width: int | None = None) -> str:
-        """What `str` says, for a terminal so many characters wide."""
+        """The table as text; wrapped to `width` characters, if given."""
         return self._table().text(width)
 
     def __str__(self) -> str:
@@ -232,19 +233,19 @@ def _wrapped_all(sentences: Sequence[str], width: int | None, bullet: str = "") 
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float16`` for torch.float16."""
+    """The name of a dtype, such as ``float16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def short_name(dtype: torch.dtype | None) -> str:
-    """``fp16`` for torch.float16, and so on; ``-`` for None. Integers' names are short already."""
+    """A dtype's short name: ``fp16`` for float16; its own name for int64; ``-`` for None."""
     if dtype is None:
         return "-"
     return _SHORT.get(dtype, dtype_name(dtype))
 
 
 def to_plain(value: Any) -> Any:
-    """What `json.dumps` takes, made of records, dtypes, and lists and mappings of them."""
+    """A value that `json.dumps` takes: dataclasses become dicts, dtypes names, NaN and inf None."""
     if isinstance(value, torch.dtype):
         return dtype_name(value)
     if is_dataclass(value) and not isinstance(value, type):
@@ -259,19 +260,19 @@ def to_plain(value: Any) -> Any:
 
 
 def percent(part: float, whole: float) -> str:
-    """A share as the number of percent, which is never 0 or 100 unless it is exactly that."""
+    """A share in percent, without the sign; 0 and 100 stand for exactly none and all."""
     if not whole:
         return "-"
     share = 100 * part / whole
     if part and share < 0.01:
         return "<0.01"
-    if part < whole and share > 99.9:  # "100" would say that none is left
+    if part < whole and share > 99.9:
         return ">99.9"
     return f"{share:.3g}"
 
 
 def share_text(part: float, whole: float) -> str:
-    """A share with one decimal and its sign, ``12.5 %``; ``-`` for none."""
+    """A share in percent with one decimal, such as ``12.5 %``; ``-`` for 0."""
     if not part:
         return "-"
     if part >= 0.0005 * whole:
@@ -287,7 +288,7 @@ def bytes_text(count: float) -> str:
 
 
 def rate_text(per_second: float | None, unit: str) -> str:
-    """A rate with three digits, in the prefix that suits it; ``-`` for None."""
+    """A rate with three digits and a prefix, such as ``1.5 TFLOP/s``; ``-`` for None."""
     if per_second is None:
         return "-"
     for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
@@ -297,14 +298,14 @@ def rate_text(per_second: float | None, unit: str) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """A count and what is counted: ``1 cast``, ``1,000 casts``."""
+    """A count with its noun: ``1 cast``, ``1,000 casts``."""
     if count != 1:
         noun = f"{noun}s"
     return f"{count:,} {noun}"
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
-    """The first names, and how many there are besides."""
+    """At most `most` names, and how many more there are: ``a, b and 3 more``."""
     shown = ", ".join(names[:most])
     more = len(names) - most
     if more <= 0:

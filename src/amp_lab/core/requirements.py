@@ -25,7 +25,10 @@ _EXTRAS = {  # a module: the extra in pyproject.toml that brings it
     "tokenizers": "train",
     "torchvision": "train",
 }
-_NAMES = {"PIL": "pillow", "sklearn": "scikit-learn"}  # where a package is not called as its module
+_NAMES = {
+    "PIL": "pillow",
+    "sklearn": "scikit-learn",
+}  # packages that are not named like their module
 _OLDEST_NAME = ".".join(map(str, OLDEST_TORCH))
 _WANTED = (
     f"amp_lab needs {_OLDEST_NAME} or later, from "
@@ -37,7 +40,7 @@ def require_torch() -> None:
     """Load torch; raise `RequirementError` if there is none, or one that is too old."""
     try:
         import torch
-    except (ImportError, OSError) as error:  # OSError: a library of a driver that is not there
+    except (ImportError, OSError) as error:  # OSError: a shared library is missing
         if getattr(error, "name", None) == "torch":
             raise RequirementError(f"torch is not installed: {_WANTED}") from None
         raise RequirementError(f"torch cannot be imported: {with_type(error)}") from error
@@ -51,10 +54,10 @@ def require_torch() -> None:
 
 @contextmanager
 def needed_for(what: str) -> Iterator[None]:
-    """The block that imports what an extra brings, for `what`, which the message begins with.
+    """The block that imports packages of an extra, which `what` needs, such as ``drawing``.
 
-    Raises `RequirementError` for a package of an extra that is not installed, with the line that
-    installs it; any other error stays as it is.
+    If one is not installed, it raises a `RequirementError` that begins with `what` and has the
+    command to install it. Any other error stays as it is.
     """
     try:
         yield
@@ -71,7 +74,7 @@ def needed_for(what: str) -> Iterator[None]:
 
 @contextmanager
 def nothing_logged() -> Iterator[None]:
-    """The block in which packages log no warnings: what matters, their errors say too."""
+    """The block in which packages log no warnings; their exceptions say what matters."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -85,5 +88,5 @@ def require_matplotlib(what: str) -> None:
     try:
         with nothing_logged(), needed_for(what):
             import matplotlib  # noqa: F401
-    except (OSError, ValueError) as error:  # of its settings, the user's, which it reads
+    except (OSError, ValueError) as error:  # a settings file of the user's that it cannot read
         raise RequirementError(f"matplotlib cannot be imported: {with_type(error)}") from error

@@ -19,12 +19,13 @@ from amp_lab.core.backends import backend
 from amp_lab.core.estimates import Estimate, Ratio, bootstrap, estimate_median
 
 _FEWEST_ROUNDS = 12
-_LEAST_S = 0.7  # a neighbour on the host comes and goes in tenths of a second
-_TURN_S = 5e-3
-_REST_S = 3e-3  # in which the threads of a library end to spin, and leave the cores to another's
-_SLOWER = 1.5  # the calibration product against its usual time: more is another program
-_APART = 3.0  # an exchange between threads against the fastest: the host has moved the cores
-_WAITED = 0.03  # of a round's time, in which a thread was ready and another program had its core
+_LEAST_S = 0.7  # of measuring: a neighbour on the host comes and goes in tenths of a second
+_TURN_S = 5e-3  # the least time of a turn
+_REST_S = 3e-3  # before a turn: threads of a library that wait by spinning go to sleep meanwhile
+# Limits beyond which a round counts as disturbed, or its cores as moved.
+_SLOWER = 1.5  # time of the calibration product, as a multiple of its median
+_APART = 3.0  # time of an exchange between threads, as a multiple of the fastest or the median
+_WAITED = 0.03  # share of a round in which a thread was ready to run and had no core
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def allocated_bytes(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch found no memory; the CPU's allocator has no type of error for it."""
+    """Whether an error of torch means that memory ran out; on a CPU only its text tells."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
@@ -118,7 +119,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _resets_peak(device: torch.device) -> bool:
-    """Reset the device's peak memory; whether it keeps one."""
+    """Reset the device's count of peak memory; False if it keeps no such count."""
     if not backend(device).keeps_peak:
         return False
     try:
@@ -158,7 +159,7 @@ class Comparison:
         return statistics.median(self.samples_s[name])
 
     def time_s(self, name: str) -> Estimate:
-        """That median with its interval, by the same bootstrap as a ratio's."""
+        """`median_s` with its interval, by the same bootstrap as a ratio's."""
         median, interval = estimate_median(np.array(self.samples_s[name]))
         return Estimate(median, interval, self.trusted)
 
@@ -197,15 +198,15 @@ class Comparison:
         return "\n".join([*lines, *self.remarks()])
 
     def remarks(self) -> list[str]:
-        """What has to be said beside the figures: nothing, if all went well."""
-        found = []
+        """Sentences on what makes the figures uncertain; none if nothing does."""
+        remarks = []
         if self.reason:
-            found.append(f"not trusted: {self.reason}")
+            remarks.append(f"not trusted: {self.reason}")
         if self.apart:
-            found.append(
+            remarks.append(
                 "cores apart: the host of this machine moves them, and some ratios depend on it"
             )
-        return found
+        return remarks
 
 
 def compare(
@@ -279,12 +280,13 @@ class Rounds:
         self.all: list[dict[str, float]] = []
         """Seconds of a call by name, a dictionary a round."""
         self.quiet: list[dict[str, float]] = []
-        """Those of them that nothing disturbed."""
-        self.still: list[dict[str, float]] = []  # and their cores lay where they mostly did
+        """The rounds that no other program disturbed."""
+        self.still: list[dict[str, float]] = []
+        """The quiet rounds in which the host did not move the cores."""
 
     @contextlib.contextmanager
     def next(self) -> Iterator[dict[str, float]]:
-        """A round: write the seconds of each function into the dictionary."""
+        """The block of one round: it writes the seconds of each function into the dictionary."""
         self.watch.start_round()
         seconds: dict[str, float] = {}
         yield seconds
@@ -296,28 +298,28 @@ class Rounds:
                 self.still.append(seconds)
 
     def comparison(self, names: list[str]) -> Comparison:
-        """What the rounds say of these functions, each of which was timed in every round."""
-        kept = self.still
+        """The comparison of these functions, each of which was timed in every round."""
+        undisturbed = self.still
         is_still = len(self.still) >= _FEWEST_ROUNDS
-        if not is_still:  # so the interval has to be wider
-            kept = self.quiet
-        samples = kept
-        reason = _untrusted_reason(len(self.quiet), len(self.all))
+        if not is_still:  # too few: also those with moved cores, whose spread widens the interval
+            undisturbed = self.quiet
+        rounds = undisturbed
+        reason = _untrusted_reason(quiet=len(self.quiet), rounds=len(self.all))
         if reason:
-            samples = self.all
+            rounds = self.all
         samples_s = {}
         for name in names:
-            samples_s[name] = tuple(seconds[name] for seconds in samples)
+            samples_s[name] = tuple(seconds[name] for seconds in rounds)
         return Comparison(
             samples_s=samples_s,
-            disturbed=len(self.all) - len(kept),
+            disturbed=len(self.all) - len(undisturbed),
             reason=reason,
             apart=self.watch.lay_apart() or not is_still,
         )
 
 
 def _turn(fn: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Seconds of so many calls, between two synchronisations."""
+    """Seconds that `calls` calls take, between two synchronisations."""
     _synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):
@@ -327,11 +329,11 @@ def _turn(fn: Callable[[], object], calls: int, device: torch.device) -> float:
 
 
 def _calls_for_a_turn(fn: Callable[[], object], device: torch.device) -> int:
-    """So many calls that a turn is long enough for the clock."""
+    """How many calls make a turn that is long enough for the clock."""
     calls = 1
     seconds = _turn(fn, calls, device)
     while seconds < _TURN_S and calls < 2**20:
-        # Towards the goal in few steps, but no further than tenfold on one short reading.
+        # At most tenfold at a time, since one short reading may be far off.
         growth = 1.2 * _TURN_S / max(seconds, 1e-9)
         calls = math.ceil(calls * min(10.0, growth))
         seconds = _turn(fn, calls, device)
@@ -350,12 +352,12 @@ def _is_narrow_enough(rounds: list[dict[str, float]], precision: float) -> bool:
 
 
 def turn_s(call_s: float) -> float:
-    """About the seconds that a turn of a function takes in `compare`, with the rest before it."""
+    """Estimated seconds of a turn in `compare`, with the rest before it, for a call of `call_s`."""
     return max(call_s, 1.2 * _TURN_S) + _REST_S
 
 
 def _untrusted_reason(quiet: int, rounds: int) -> str:
-    """Why so many undisturbed rounds, among so many, are not enough; empty if they are."""
+    """Why `quiet` undisturbed ones of `rounds` rounds are too few; empty if they are enough."""
     if 2 * quiet < rounds:
         return f"the machine was busy in {rounds - quiet} of {rounds} rounds"
     if quiet < _FEWEST_ROUNDS:
@@ -364,14 +366,15 @@ def _untrusted_reason(quiet: int, rounds: int) -> str:
 
 
 class _Watch:
-    """Tells of each round whether something else used the machine, or moved its cores."""
+    """Tells of each round whether another program used the machine, or the host moved its cores."""
 
-    nearest_s: ClassVar[dict[int, float]] = {}  # of an exchange between so many threads, so far
+    nearest_s: ClassVar[dict[int, float]] = {}
+    """Seconds of the fastest exchange so far in this process, by the number of threads."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.factor = torch.ones(192, 192, device=device)
-        self.passed_on = torch.ones(2**18)
+        self.exchanged = torch.ones(2**18)
         self.calibrations_s: list[float] = []
         self.exchanges_s: list[float] = []
         self.start_round()
@@ -402,16 +405,16 @@ class _Watch:
         return self.factor @ self.factor
 
     def exchange(self) -> None:
-        """Let threads read what others wrote: slow, as some ops are then, where caches differ."""
+        """Let each thread read what another wrote, which is slow if they share no cache."""
         for _ in range(3):
-            self.passed_on = self.passed_on.flip(0)
+            self.exchanged = self.exchanged.flip(0)
 
     def was_disturbed(self) -> bool:
-        """Whether this round was: its product was slow, or its threads or cores had to wait.
+        """Whether the product was slow in this round, or its threads or cores had to wait.
 
-        The product is held against its usual time and not against its best. That one comes once in
-        a hundred rounds, when a neighbour on the same core of the host sleeps; and what slows all
-        rounds alike leaves the ratios as they are.
+        The product is compared with its median time. Its best time is too rare, once in a hundred
+        rounds, when a neighbour on the same core of the host sleeps; and what slows all rounds
+        alike does not change the ratios.
         """
         slowest_s = max(self.calibrations_s[self.first_of_round :])
         allowed_s = _WAITED * (time.perf_counter() - self.round_start)
@@ -419,38 +422,39 @@ class _Watch:
             return True
         if _waited_s() - self.waited_before_s > allowed_s:
             return True
-        # What was stolen is counted in steps of 10 ms.
+        # The system counts stolen time in steps of 10 ms.
         return _stolen_s() - self.stolen_before_s > max(allowed_s, 0.02)
 
     def was_moved(self) -> bool:
-        """Whether the cores lay elsewhere in this round than in most."""
+        """Whether an exchange took much longer, or shorter, in this round than in most."""
         usual_s = self._usual_exchange_s()
-        latest = self.exchanges_s[self.first_of_round :] or [usual_s]
-        is_farther = max(latest) > _APART * usual_s
-        is_nearer = usual_s > _APART * min(latest)
+        of_round = self.exchanges_s[self.first_of_round :] or [usual_s]
+        is_farther = max(of_round) > _APART * usual_s
+        is_nearer = usual_s > _APART * min(of_round)
         return is_farther or is_nearer
 
     def lay_apart(self) -> bool:
-        """Whether the cores mostly lay farther apart than at other times in this process."""
+        """Whether exchanges mostly took much longer than the fastest one of this process."""
         nearest_s = self.nearest_s.get(torch.get_num_threads(), math.inf)
         return self._usual_exchange_s() > _APART * nearest_s
 
     def _usual_exchange_s(self) -> float:
-        """Seconds of an exchange in most rounds; 0 where none is timed."""
+        """Median seconds of an exchange; 0 where none is timed, as on a GPU."""
         return statistics.median(self.exchanges_s or [0.0])
 
 
 def _waited_s() -> float:
-    """Seconds that threads of this process were ready to run and had no core; 0 if not told."""
-    waited = 0
+    """Seconds that threads of this process were ready to run and had no core; 0 off Linux."""
+    waited_ns = 0
     for path in glob.glob("/proc/self/task/*/schedstat"):
         with contextlib.suppress(OSError):  # a thread that has just ended
-            waited += int(Path(path).read_text().split()[1])
-    return waited / 1e9
+            _running_ns, ready_ns, _slices = Path(path).read_text().split()
+            waited_ns += int(ready_ns)
+    return waited_ns / 1e9
 
 
 def _stolen_s() -> float:
-    """Seconds that the host of a virtual machine gave its cores to others; 0 if not told."""
+    """Seconds that the host of a virtual machine gave its cores to others; 0 off Linux."""
     try:
         with open("/proc/stat", encoding="ascii") as file:
             fields = file.readline().split()
@@ -458,7 +462,8 @@ def _stolen_s() -> float:
         return 0.0
     if len(fields) <= 8:
         return 0.0
-    return int(fields[8]) / os.sysconf("SC_CLK_TCK")
+    stolen_ticks = int(fields[8])  # after cpu, user, nice, system, idle, iowait, irq and softirq
+    return stolen_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def time_text(seconds: float) -> str:

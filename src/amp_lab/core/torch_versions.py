@@ -1,4 +1,4 @@
-"""Everything that is here for an older torch only: amp_lab runs on torch 2.11 and later."""
+"""Code that only older versions of torch need: amp_lab runs on torch 2.11 and later."""
 
 import functools
 import inspect
@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 
 from amp_lab.core.requirements import require_torch
 
-require_torch()  # before anything here meets an older one
+require_torch()  # an older one would fail below without saying why
 
 
 class _Identity(torch.autograd.Function):
@@ -22,15 +22,15 @@ class _Identity(torch.autograd.Function):
 
 @functools.cache
 def function_nodes_need_their_parents() -> bool:
-    """Whether the node of an `autograd.Function` ends with the nodes that lead to it.
+    """Whether the node of an `autograd.Function` is freed with the nodes before it.
 
-    Delete when torch >= 2.15 is required, where such a node keeps itself alive: always False.
+    Delete when torch >= 2.15 is required: there it is never, and this is always False.
     """
     with torch.enable_grad():  # the caller may have switched it off
         node = _Identity.apply(torch.ones(1, requires_grad=True)).grad_fn
     try:
         return not node.next_functions
-    except RuntimeError:  # it says that it has ended
+    except RuntimeError:  # the node has been freed
         return True
 
 
@@ -43,15 +43,15 @@ def one_backward_pass() -> AbstractContextManager:
 
 
 def step_counters_on_host() -> AbstractContextManager:
-    """The block in which an optimizer makes its counters of steps on the CPU.
+    """The block in which an optimizer makes its step counters on the CPU.
 
-    Delete when torch >= 2.15 is required: 2.11 makes them on the default device.
+    Delete when torch >= 2.15 is required: torch 2.11 makes them on the default device.
     """
     return torch.device("cpu")
 
 
 def no_buffer_broadcast() -> dict[str, bool]:
-    """The option of `DistributedDataParallel` that leaves each process its own buffers.
+    """The option of `DistributedDataParallel` that switches off the broadcast of buffers.
 
     Delete when torch >= 2.15 is required: ``forward_sync_buffers=False``.
     """
@@ -62,7 +62,7 @@ def no_buffer_broadcast() -> dict[str, bool]:
 
 
 def fsdp_groups(state: Any) -> list[Any]:
-    """The groups of parameters that a unit of FSDP2 gathers, each at once.
+    """The parameter groups of an FSDP2 unit, each of which is gathered at once.
 
     Delete when torch >= 2.15 is required: it is `_fsdp_param_groups`.
     """
@@ -76,7 +76,8 @@ def fsdp_groups(state: Any) -> list[Any]:
 def fsdp_reduced_dtype(parameter: Any) -> torch.dtype:
     """The dtype in which FSDP2 sums the gradient of one of a group's parameters.
 
-    Delete when torch >= 2.15 is required: without a `reduce_dtype`, older ones sum it as computed.
+    Delete when torch >= 2.15 is required: older versions, without a `reduce_dtype`, sum it in the
+    dtype of the computation.
     """
     computed = parameter.param_dtype or parameter.orig_dtype
     if hasattr(type(parameter), "unsharded_grad_dtype"):
@@ -85,11 +86,11 @@ def fsdp_reduced_dtype(parameter: Any) -> torch.dtype:
 
 
 def dimension_by_name(kind: str) -> str | list[str]:
-    """An argument of type ``str`` or ``List[str]`` that is a dimension by its name.
+    """An argument for an overload that takes a dimension's name, as ``str`` or ``List[str]``.
 
     Delete when torch >= 2.15 is required, which has no such overloads.
     """
-    name = "dimname::x"  # the dispatcher takes a plain string for the name of something else
+    name = "dimname::x"  # the dispatcher takes a string without this prefix for something else
     if kind == "str":
         return name
     return [name]
@@ -97,9 +98,9 @@ def dimension_by_name(kind: str) -> str | list[str]:
 
 @contextmanager
 def fused_gru_on_fakes() -> Iterator[None]:
-    """The block in which a GPU's fused GRU cell has the shapes of what it returns.
+    """The block in which the fused GRU cell of a GPU can run on fake tensors.
 
-    Delete when torch >= 2.15 is required, which knows them.
+    Delete when torch >= 2.15 is required, which has the shapes of its outputs.
     """
     cell = "_thnn_fused_gru_cell"
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{cell}", "Meta"):
