@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from amp_lab.cli.input_argument import InputSpec, arguments_in, drawn, parse_input, parse_shape
+from amp_lab.cli.input_argument import (
+    InputSpec,
+    draw_inputs,
+    parse_input,
+    parse_shape,
+    split_arguments,
+)
 from amp_lab.core.errors import OptionError
 
 
@@ -64,34 +70,34 @@ def test_a_wrong_input_is_told_in_one_short_line(text, said):
 
 def test_values_are_of_the_range_and_the_same_every_time():
     texts = ("3,4", "int64:200<5", "mask=bool:200", "zero=int32:50")
-    args, kwargs = drawn(map(parse_input, texts), with_values=True)
+    args, kwargs = draw_inputs(map(parse_input, texts), with_values=True)
     assert [tuple(t.shape) for t in args] == [(3, 4), (200,)]
     assert args[1].unique().tolist() == [0, 1, 2, 3, 4]
     assert kwargs["mask"].unique().tolist() == [False, True]
     assert kwargs["zero"].unique().tolist() == [0]  # which every embedding has
     assert kwargs["zero"].dtype is torch.int32
-    again, _ = drawn(map(parse_input, texts), with_values=True)
+    again, _ = draw_inputs(map(parse_input, texts), with_values=True)
     assert torch.equal(args[0], again[0])
 
 
 def test_without_values_an_input_takes_no_memory():
-    (huge,), _ = drawn([parse_input("1000000,1000000")], with_values=False)
+    (huge,), _ = draw_inputs([parse_input("1000000,1000000")], with_values=False)
     assert huge.is_meta
 
 
 def test_an_argument_is_given_once():
     with pytest.raises(OptionError, match="--input x= is given twice"):
-        drawn([parse_input("x=2"), parse_input("x=3")], with_values=False)
+        draw_inputs([parse_input("x=2"), parse_input("x=3")], with_values=False)
 
 
 def test_a_batch_may_be_a_tensor_a_tuple_a_dict_or_both():
     a, b = torch.zeros(2), torch.ones(2)
-    assert arguments_in(a, "it") == ((a,), {})
-    assert arguments_in((a, b), "it") == ((a, b), {})
-    assert arguments_in({"x": a}, "it") == ((), {"x": a})
-    assert arguments_in(((a,), {"y": b}), "it") == ((a,), {"y": b})
-    assert arguments_in(({"x": a},), "it") == (({"x": a},), {})  # a model that takes a dict
+    assert split_arguments(a, "it") == ((a,), {})
+    assert split_arguments((a, b), "it") == ((a, b), {})
+    assert split_arguments({"x": a}, "it") == ((), {"x": a})
+    assert split_arguments(((a,), {"y": b}), "it") == ((a,), {"y": b})
+    assert split_arguments(({"x": a},), "it") == (({"x": a},), {})  # a model that takes a dict
     with pytest.raises(OptionError, match="it returns a int as the inputs: give a tensor"):
-        arguments_in(3, "it")
+        split_arguments(3, "it")
     with pytest.raises(OptionError, match="names of arguments are strings"):
-        arguments_in({1: a}, "it")
+        split_arguments({1: a}, "it")

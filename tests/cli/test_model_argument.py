@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from amp_lab.cli import main
-from amp_lab.cli.model_argument import add_model, given_model, parse_arguments
+from amp_lab.cli.model_argument import add_model, load_model, parse_arguments
 
 MODULE = """
 import argparse
@@ -94,7 +94,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
 
 
 def load(*arguments: str, with_values: bool = False):
-    with given_model(parsed(*arguments), with_values=with_values) as given:
+    with load_model(parsed(*arguments), with_values=with_values) as given:
         return given
 
 

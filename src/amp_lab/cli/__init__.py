@@ -1,4 +1,4 @@
-"""The command line, `amp-lab …`: the one room that prints for a person and exits.
+"""The command line, `amp-lab …`: the only folder that prints for a person and exits.
 
 Each command is a file: `add` tells the parser of its options, `run` does it.
 """
@@ -58,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
     """The parser of each command; the one of `amp-lab` itself has it."""
 
     def parse_args(self, args=None, namespace=None):
-        """As argparse does, but with the option that was meant by one that there is not."""
+        """Parse as argparse does; an unknown option is reported with a similar one."""
         options, rest = self.parse_known_args(args, namespace)
         if rest:
             hint = _did_you_mean(rest[0], self.commands[options.command])
@@ -71,7 +71,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _did_you_mean(given: str, parser: argparse.ArgumentParser) -> str:
-    """Which option of a command may have been meant: by its name, or by a word in its help."""
+    """An option of the command with a similar name, or with that word in its help."""
     name = given.partition("=")[0]
     if not name.startswith("--"):
         return ""
@@ -133,9 +133,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _refuse_empty(options: argparse.Namespace) -> None:
-    """Raise `OptionError` for an empty text, as `"$OUT"` is where nobody has set it.
+    """Raise `OptionError` for an empty text, such as ``"$OUT"`` with an unset variable.
 
-    As a path it would be the working folder.
+    As a path it would mean the working folder.
     """
     for name, value in vars(options).items():
         values = value if isinstance(value, list) else [value]

@@ -7,9 +7,9 @@ from typing import Any
 
 from amp_lab.cli.config_target import imports_and_call, is_config
 from amp_lab.cli.memory_check import require_memory
-from amp_lab.cli.model_argument import GivenModel, add_model, parse_arguments, traced
+from amp_lab.cli.model_argument import LoadedModel, add_model, parse_arguments, trace_model
 from amp_lab.cli.printing import require_output, show
-from amp_lab.cli.user_code import find, user_code_guard
+from amp_lab.cli.user_code import find_target, user_code_guard
 from amp_lab.core.errors import OptionError
 from amp_lab.core.requirements import require_matplotlib
 
@@ -41,81 +41,81 @@ def run(options: argparse.Namespace) -> None:
     from amp_lab.core.device import pick_device
     from amp_lab.tracing.fake_device import checked_backend
 
-    _check(options)
+    _check_options(options)
     end = time.perf_counter() + 60 * options.minutes
     is_here = not options.absent
     if is_here:
         device = pick_device(options.device)
-        # Before inputs have values; `measured` asks again, for AdamW's step.
+        # Checked before inputs get values; `measured` checks again, for a step with AdamW.
         require_memory(options, options.device, "fp32, which all is held against")
     else:
         device = torch.device(checked_backend(options.absent))
 
-    def survey(given: GivenModel) -> tuple[Any, ...]:
-        case = Case(given.model, given.args, given.kwargs, given.loss_fn, device)
+    def look(loaded: LoadedModel) -> tuple[Any, ...]:
+        case = Case(loaded.model, loaded.args, loaded.kwargs, loaded.loss_fn, device)
         outlook = first_look(case, options.memory)
         advice = None
         if not is_here:
             advice = forecast(case, outlook)
-        return given, case, outlook, advice
+        return loaded, case, outlook, advice
 
-    given, case, outlook, advice = traced(options, survey, with_values=is_here)
-    if advice is None:  # outside of that block, whose hooks would be timed and compiled
+    loaded, case, outlook, advice = trace_model(options, look, with_values=is_here)
+    if advice is None:  # measured here, since the hooks in the block would be timed and compiled
         seconds = end - time.perf_counter()
         timeout = max(options.timeout, 180 * options.minutes)
         with user_code_guard(repr(options.target), timeout):
-            advice = measured(case, outlook, seconds, _beginning(options, given))
+            advice = measured(case, outlook, seconds, _setup_lines(options, loaded))
     if options.html:
         advice.to_html(options.html)
     show(advice, options.format)
 
 
-def _check(options: argparse.Namespace) -> None:
-    """Raise `OptionError` for options that cannot be, and `RequirementError` without matplotlib."""
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise `OptionError` for impossible options, and `RequirementError` without matplotlib."""
     if not 0 < options.minutes <= 1440:
         raise OptionError(f"--minutes {options.minutes:g}: give minutes, above 0 and up to 1440")
-    if options.html:  # now, and not after minutes
+    if options.html:  # fail now, and not after minutes
         require_matplotlib("advise --html")
         require_output(options.html)
     if options.absent and options.device:
         raise OptionError("--device is measured and --for is forecast: give one of them")
 
 
-def _beginning(options: argparse.Namespace, given: GivenModel) -> str:
-    """The lines that make ``model``, ``args``, ``kwargs`` and, if one is given, ``loss_fn``."""
+def _setup_lines(options: argparse.Namespace, loaded: LoadedModel) -> str:
+    """The code that makes ``model``, ``args``, ``kwargs`` and, if there is one, ``loss_fn``."""
     imports, call = _model_call(options)
-    input_imports, input_lines = _input_lines(options, given)
+    input_imports, input_lines = _input_lines(options, loaded)
     loss_imports, loss_lines = _loss_lines(options)
-    lines = ["torch.manual_seed(0)", f"{_returned_names(options, given)} = {call}"]
+    lines = ["torch.manual_seed(0)", f"{_returned_names(options, loaded)} = {call}"]
     if options.eval:
         lines.append("model.eval()")
     all_imports = dict.fromkeys([*imports, *input_imports, *loss_imports])
     return "\n".join([*all_imports, "", *lines, *input_lines, *loss_lines])
 
 
-def _returned_names(options: argparse.Namespace, given: GivenModel) -> str:
-    """The names for what the callable returns: a model, or a tuple that begins with one."""
-    if not given.returned:
+def _returned_names(options: argparse.Namespace, loaded: LoadedModel) -> str:
+    """The left side of the assignment: names for the model, or for the tuple with the model."""
+    if not loaded.returned:
         return "model"
-    if given.loss_fn is not None and not options.loss:
+    if loaded.loss_fn is not None and not options.loss:
         return "model, *_, loss_fn"
     return "model, *_"
 
 
-def _input_lines(options: argparse.Namespace, given: GivenModel) -> tuple[list[str], list[str]]:
-    """The lines that import what makes ``args`` and ``kwargs``, and those that do so."""
+def _input_lines(options: argparse.Namespace, loaded: LoadedModel) -> tuple[list[str], list[str]]:
+    """Lines that import what ``args`` and ``kwargs`` need, and lines that make them."""
     if not options.batch:
-        return [], [f"args = {_drawn(given.args)}", f"kwargs = {_drawn(given.kwargs)}"]
-    imports, batch = _imported(options.batch)
-    if callable(find(options.batch)):
+        return [], [f"args = {_code_for(loaded.args)}", f"kwargs = {_code_for(loaded.kwargs)}"]
+    imports, batch = _import_target(options.batch)
+    if callable(find_target(options.batch)):
         batch = f"{batch}()"
-    return imports, [f"args, kwargs = {given.form.format(batch)}"]
+    return imports, [f"args, kwargs = {loaded.form.format(batch)}"]
 
 
 def _loss_lines(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """The lines that import what makes ``loss_fn``, and the line that does so, if --loss is given.
+    """Lines that import what ``loss_fn`` needs, and a line that makes it; none without --loss.
 
-    See `_loss` in `model_argument`.
+    It finds the loss as `_find_loss` in `model_argument` does.
     """
     if not options.loss:
         return [], []
@@ -123,28 +123,28 @@ def _loss_lines(options: argparse.Namespace) -> tuple[list[str], list[str]]:
         name = options.loss[1:]
         value = f"output[{name!r}] if isinstance(output, dict) else output.{name}"
         return [], [f"loss_fn = lambda output: {value}"]
-    imports, loss = _imported(options.loss)
-    if isinstance(find(options.loss), type):
+    imports, loss = _import_target(options.loss)
+    if isinstance(find_target(options.loss), type):
         loss = f"{loss}()"
     return imports, [f"loss_fn = {loss}"]
 
 
 def _model_call(options: argparse.Namespace) -> tuple[list[str], str]:
-    """The lines that import what makes the model, and the expression that does so."""
+    """Lines that import what the model needs, and the expression that makes it."""
     from torch import nn
 
     arguments = parse_arguments(options.arguments or ())
     if is_config(options.target):
         return imports_and_call(options.target, arguments)
-    imports, name = _imported(options.target)
-    if isinstance(find(options.target), nn.Module):
+    imports, name = _import_target(options.target)
+    if isinstance(find_target(options.target), nn.Module):
         return imports, name
     values = [f"{argument}={value!r}" for argument, value in arguments.items()]
     return imports, f"{name}({', '.join(values)})"
 
 
-def _imported(target: str) -> tuple[list[str], str]:
-    """The lines that import a target, and its name after them."""
+def _import_target(target: str) -> tuple[list[str], str]:
+    """Lines that import a target, and the name that it then has."""
     module, _, name = target.rpartition(":")
     first = name.partition(".")[0]
     if not module.endswith(".py"):
@@ -159,24 +159,24 @@ def _imported(target: str) -> tuple[list[str], str]:
     return lines, name
 
 
-def _drawn(value: Any) -> str:
-    """Python that makes such inputs: tensors of that shape and range, and all else as it is."""
+def _code_for(value: Any) -> str:
+    """Python code for an input: random tensors of its shape and range, other values as they are."""
     import torch
 
     if isinstance(value, dict):
-        items = [f"{name!r}: {_drawn(item)}" for name, item in value.items()]
+        items = [f"{name!r}: {_code_for(item)}" for name, item in value.items()]
         return f"{{{', '.join(items)}}}"
     if isinstance(value, (tuple, list)):
-        items = ", ".join(map(_drawn, value))
+        items = ", ".join(map(_code_for, value))
         if isinstance(value, tuple) and value:
             return f"({items},)"
         return f"[{items}]"
     if isinstance(value, torch.Tensor):
-        return _drawn_tensor(value)
+        return _code_for_tensor(value)
     return repr(value)
 
 
-def _drawn_tensor(tensor: Any) -> str:
+def _code_for_tensor(tensor: Any) -> str:
     import torch
 
     shape = str(tuple(tensor.shape))

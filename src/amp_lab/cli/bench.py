@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     out = Path(options.out)
     if out.suffix != ".json":
         raise OptionError(f"--out {options.out!r}: give a name that ends with .json")
-    # Before what takes minutes: a file that cannot be read would only be found after it.
+    # Read before minutes of measuring, so that an unreadable file is found now.
     recorded = [bench.load_results(path) for path in options.compare or []]
     if recorded or not options.results:
         require_matplotlib("bench")
@@ -80,11 +80,14 @@ def _read(options: argparse.Namespace) -> "Results":
 
 
 def _measure(options: argparse.Namespace, out: Path) -> "Results":
-    """The results, in the file too. Raises `KeyboardInterrupt` if nothing was timed before one."""
+    """Measure, write the results to `out`, and return them.
+
+    Raises `KeyboardInterrupt` if the user interrupted before anything was timed.
+    """
     from amp_lab.bench import run_bench
     from amp_lab.core.device import pick_device
 
-    _require_outputs(out)  # now, and not after minutes
+    _require_outputs(out)  # fail now, and not after minutes
 
     def say(line: str) -> None:
         say_aside(f"amp-lab bench: {line}")
@@ -103,16 +106,16 @@ def _measure(options: argparse.Namespace, out: Path) -> "Results":
         after_round=save,
     )
     if not results.rows:
-        raise KeyboardInterrupt  # what is under the name stays
+        raise KeyboardInterrupt  # and leave an older file of that name as it is
     results.save(out)  # one that was interrupted has had no last `after_round`
     return results
 
 
 def _require_outputs(out: Path) -> None:
-    """Raise `OptionError` where no result can or should be written."""
+    """Raise `OptionError` if a result cannot be written, or would replace another file."""
     from amp_lab.bench import load_results
 
-    require_output(out, ours=True)  # looked at below
+    require_output(out, ours=True)  # whether it is ours is checked below
     pictures = _pictures(out)
     require_output(pictures.ladder)
     require_output(pictures.roofline)

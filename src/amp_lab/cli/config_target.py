@@ -12,32 +12,31 @@ if TYPE_CHECKING:
 
 
 def is_config(target: str) -> bool:
-    """Whether a target is meant as a config, and not as ``PACKAGE.MODULE:CALLABLE``."""
+    """Whether a target names a config, and not ``PACKAGE.MODULE:CALLABLE``."""
     if ":" in target or target.endswith(".py"):
         return False
     return target.endswith(".json") or "/" in target or Path(target, "config.json").is_file()
 
 
-def model_of(target: str, changes: dict[str, Any]) -> "nn.Module":
+def build_from_config(target: str, changes: dict[str, Any]) -> "nn.Module":
     """The model that a config describes, with random weights in float32.
 
-    `changes` are values of the config that are to be others. Nothing is downloaded, and no code
-    that comes with a config is run. Raises `OptionError`, or `RequirementError` without
-    transformers.
+    `changes` replaces values of the config. Nothing is downloaded, and no code that comes with a
+    config is run. Raises `OptionError`, or `RequirementError` without transformers.
     """
-    with nothing_logged():  # of packages that transformers finds, or does not
+    with nothing_logged():  # transformers logs which optional packages are missing
         config, architecture = _read(target, changes)
         return architecture(config)
 
 
 def imports_and_call(target: str, changes: dict[str, Any]) -> tuple[list[str], str]:
     """The line that imports what a program needs, and the expression that makes the model."""
-    with nothing_logged():  # of packages that transformers finds, or does not
+    with nothing_logged():
         _, architecture = _read(target, changes)
-    place = target
+    name_or_path = target
     if Path(target).exists():
-        place = str(Path(target).resolve())
-    arguments = [repr(place)]
+        name_or_path = str(Path(target).resolve())
+    arguments = [repr(name_or_path)]
     for name, value in changes.items():
         arguments.append(f"{name}={value!r}")
     config = f"AutoConfig.from_pretrained({', '.join(arguments)})"
@@ -46,7 +45,7 @@ def imports_and_call(target: str, changes: dict[str, Any]) -> tuple[list[str], s
 
 
 def _read(target: str, changes: dict[str, Any]) -> tuple[Any, Any]:
-    """The config, and the class of models that it is of."""
+    """The config, and the model class that it names."""
     if target.endswith(".json") and not Path(target).is_file():
         raise OptionError(f"{target!r}: there is no such file")
     config, unknown = _config(target, changes)
@@ -64,7 +63,7 @@ def _read(target: str, changes: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _config(target: str, changes: dict[str, Any]) -> tuple[Any, list[str]]:
-    """The config, and the names among `changes` that it does not have."""
+    """The config, and those names of `changes` that it does not know."""
     try:
         transformers = importlib.import_module("transformers")
         config, unused = transformers.AutoConfig.from_pretrained(

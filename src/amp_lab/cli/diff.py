@@ -10,7 +10,7 @@ from typing import Any
 
 from amp_lab.cli.input_argument import parse_shape
 from amp_lab.cli.memory_check import require_memory
-from amp_lab.cli.model_argument import GivenModel, add_model, given_model
+from amp_lab.cli.model_argument import LoadedModel, add_model, load_model
 from amp_lab.cli.printing import require_figure, show
 from amp_lab.cli.user_code import FORM, user_code_guard
 from amp_lab.core.errors import OptionError
@@ -21,11 +21,11 @@ _VARIANTS = "--precision, --compile, --batch-sizes or --device"
 
 @dataclass(frozen=True)
 class _Setting:
-    """How a run is made."""
+    """The device, precision and batch size of one of the two runs."""
 
     device: str
-    precision: str | None  # None: the model as it is
-    size: int | None  # rows of the inputs, and then in evaluation mode; None: as they are
+    precision: str | None  # None: the model in the dtypes that it has
+    size: int | None  # batch size, in evaluation mode; None: the inputs and mode as they are
 
 
 def add(commands) -> None:
@@ -52,7 +52,7 @@ def add(commands) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Compare, print what was found, and draw it if asked."""
-    sizes = _check(options)
+    sizes = _check_options(options)
     largest = None
     if sizes is not None:
         largest = max(sizes)
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
     show(found, options.format)
 
 
-def _check(options: argparse.Namespace) -> tuple[int, ...] | None:
+def _check_options(options: argparse.Namespace) -> tuple[int, ...] | None:
     """The batch sizes, if given. Raises `OptionError` unless there are two runs to compare."""
     variants = (options.compile, options.batch_sizes, options.precision, options.device)
     if not options.other and not any(variants):
@@ -77,7 +77,7 @@ def _check(options: argparse.Namespace) -> tuple[int, ...] | None:
         raise OptionError("--compile and --batch-sizes make the second run: give them without B")
     if options.compile and options.batch_sizes:
         raise OptionError("give --compile or --batch-sizes, not both")
-    if options.figure:  # now, and not after both runs
+    if options.figure:  # fail now, and not after both runs
         require_figure(options.figure, "diff --figure")
     if options.same_weights and not options.other:
         raise OptionError("--same-weights is for a second model B")
@@ -93,23 +93,23 @@ def _difference(options: argparse.Namespace, sizes: tuple[int, ...] | None) -> A
     """Run both, and compare them."""
     from amp_lab.tracing.copies import copied
 
-    with given_model(options, with_values=True) as given:
+    with load_model(options, with_values=True) as loaded:
         if options.other:
-            with given_model(options, with_values=True, target=options.other) as other:
+            with load_model(options, with_values=True, target=options.other) as other:
                 if options.same_weights:
-                    _share_weights(given.model, other.model)
-                return _compare(options, given, other.model, sizes)
+                    _share_weights(loaded.model, other.model)
+                return _compare(options, loaded, other.model, sizes)
         if not options.compile:
-            return _compare(options, given, copied(given.model), sizes)
-    # Outside of that block, whose hooks the compiler would have to follow.
+            return _compare(options, loaded, copied(loaded.model), sizes)
+    # Outside of the block above, since the compiler would trace its hooks too.
     with user_code_guard(repr(options.target), options.timeout):
-        return _compare_compiled(options, given)
+        return _compare_compiled(options, loaded)
 
 
 def _compare(
-    options: argparse.Namespace, given: GivenModel, other: Any, sizes: tuple[int, ...] | None
+    options: argparse.Namespace, loaded: LoadedModel, other: Any, sizes: tuple[int, ...] | None
 ) -> Any:
-    """Two runs of two models; of copies of one, the second as the options say."""
+    """Compare two runs: of two models, or of one model, the second as the options say."""
     from amp_lab.difference import compare_runs
 
     size_a, size_b = sizes or (None, None)
@@ -117,27 +117,27 @@ def _compare(
     if options.other:
         a = dataclasses.replace(b, size=size_a)
     else:
-        a = _Setting("cpu", _first_precision(options.precision, given.model), size_a)
+        a = _Setting("cpu", _first_precision(options.precision, loaded.model), size_a)
     remarks = [
-        *_input_remarks("A", given, given.model, a.precision),
-        *_input_remarks("B", given, other, b.precision),
+        *_input_remarks("A", loaded, loaded.model, a.precision),
+        *_input_remarks("B", loaded, other, b.precision),
     ]
-    # What the first run takes in 16 bits, the second gets with the same values.
-    same = copy.copy(given)
-    dtype = _input_dtype(given.model, a.precision)
-    same.args, same.kwargs = _cast((given.args, given.kwargs), dtype)
-    run_a = _run(given.model, same, a)
-    run_b = _run(other, same, b)
-    found = compare_runs(run_a, run_b)
-    return dataclasses.replace(found, remarks=(*found.remarks, *remarks))
+    # If the first run casts the inputs to 16 bits, the second gets the same rounded values.
+    shared = copy.copy(loaded)
+    dtype = _input_dtype(loaded.model, a.precision)
+    shared.args, shared.kwargs = _cast_tensors((loaded.args, loaded.kwargs), dtype)
+    run_a = _make_run(loaded.model, shared, a)
+    run_b = _make_run(other, shared, b)
+    difference = compare_runs(run_a, run_b)
+    return dataclasses.replace(difference, remarks=(*difference.remarks, *remarks))
 
 
 def _first_precision(second: str | None, model: Any) -> str | None:
-    """What the first of two runs of one model is in; None: the model as it is."""
+    """The precision of the first of two runs of one model; None for the model as it is."""
     if not second:
         return None
     if second in _FP32_MODES and _has_low_weights(model):
-        return None  # how far is it from fp32?
+        return None  # a model in 16 bits is compared with its own copy in fp32
     return "fp32"
 
 
@@ -148,9 +148,9 @@ def _has_low_weights(model: Any) -> bool:
 
 
 def _input_dtype(model: Any, precision: str | None) -> Any:
-    """What a model that runs as it is takes its inputs in; None if that is not known.
+    """The dtype to cast the inputs to: that of the weights, if they all have one; else None.
 
-    Under autocast the inputs stay as they are.
+    With a precision, autocast casts where it has to, so the inputs stay as they are: None.
     """
     if precision is not None:
         return None
@@ -161,7 +161,7 @@ def _input_dtype(model: Any, precision: str | None) -> Any:
 
 
 def _is_cast(tensor: Any, dtype: Any) -> bool:
-    """Whether an input is cast to the dtype of the weights: fp32 and 16 bits to each other."""
+    """Whether `_cast_tensors` changes this tensor."""
     import torch
 
     from amp_lab.tracing.ops_seen import LOWER_DTYPES
@@ -170,8 +170,8 @@ def _is_cast(tensor: Any, dtype: Any) -> bool:
     return dtype in known and tensor.dtype in known and tensor.dtype is not dtype
 
 
-def _cast(structure: Any, dtype: Any) -> Any:
-    """The structure with its tensors in fp32 and in 16 bits in this dtype."""
+def _cast_tensors(structure: Any, dtype: Any) -> Any:
+    """The structure with its tensors in fp32, fp16 and bf16 cast to `dtype`, if that is one too."""
     from amp_lab.tracing.structures import map_tensors
 
     def cast(tensor: Any) -> Any:
@@ -182,59 +182,61 @@ def _cast(structure: Any, dtype: Any) -> Any:
     return map_tensors(cast, structure)
 
 
-def _input_remarks(run: str, given: GivenModel, model: Any, precision: str | None) -> Iterator[str]:
-    """What to say of a run whose inputs are cast to the dtype of the model's weights."""
+def _input_remarks(
+    run: str, loaded: LoadedModel, model: Any, precision: str | None
+) -> Iterator[str]:
+    """A remark if the inputs of a run are cast to the dtype of the model's weights."""
     from amp_lab.core.report import short_name
     from amp_lab.tracing.ops_seen import tensors_in
 
     dtype = _input_dtype(model, precision)
-    tensors = tensors_in((given.args, given.kwargs))
+    tensors = tensors_in((loaded.args, loaded.kwargs))
     if any(_is_cast(tensor, dtype) for tensor in tensors):
         yield f"The inputs of {run} were cast to {short_name(dtype)}, the dtype of its weights."
 
 
-def _run(model: Any, given: GivenModel, setting: _Setting) -> Callable[[], Any]:
-    """A run of a model on the inputs that are given."""
+def _make_run(model: Any, loaded: LoadedModel, setting: _Setting) -> Callable[[], Any]:
+    """A function that runs a model on the loaded inputs, with the loss if there is one."""
     import torch
 
-    inputs = _moved((given.args, given.kwargs), setting.device, setting.size)
+    inputs = _move_inputs((loaded.args, loaded.kwargs), setting.device, setting.size)
     model = model.to(setting.device)
     if setting.precision in _FP32_MODES and _has_low_weights(model):
         model = model.float()
         dtype = torch.float32
     else:
         dtype = _input_dtype(model, setting.precision)
-    args, kwargs = _cast(inputs, dtype)
+    args, kwargs = _cast_tensors(inputs, dtype)
     if setting.size is not None:
         model.eval()
 
     def call():
         with _autocast(setting.precision, setting.device):
             output = model(*args, **kwargs)
-            if given.loss_fn is None:
+            if loaded.loss_fn is None:
                 return output
-            return given.loss_fn(output)
+            return loaded.loss_fn(output)
 
     return call
 
 
-def _compare_compiled(options: argparse.Namespace, given: GivenModel) -> Any:
+def _compare_compiled(options: argparse.Namespace, loaded: LoadedModel) -> Any:
     import torch
 
     from amp_lab.difference import compare_runs
 
     device = _device(options)
-    inputs = _moved((given.args, given.kwargs), device, None)
-    args, kwargs = _cast(inputs, _input_dtype(given.model, options.precision))
-    model = given.model.to(device)
+    inputs = _move_inputs((loaded.args, loaded.kwargs), device, None)
+    args, kwargs = _cast_tensors(inputs, _input_dtype(loaded.model, options.precision))
+    model = loaded.model.to(device)
     with _autocast(options.precision, device):
         found = compare_runs(model, torch.compile(model), *args, **kwargs)
-    remarks = _input_remarks("both", given, model, options.precision)
+    remarks = _input_remarks("both", loaded, model, options.precision)
     return dataclasses.replace(found, remarks=(*found.remarks, *remarks))
 
 
-def _moved(inputs: tuple[tuple, dict], device: str, size: int | None) -> Any:
-    """Inputs on a device, with `size` rows: as many as they have, over and over."""
+def _move_inputs(inputs: tuple[tuple, dict], device: str, size: int | None) -> Any:
+    """The inputs on a device, with `size` rows if given, which repeat the rows that there are."""
     import torch
     from torch.utils._pytree import tree_map_only
 

@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 
-from amp_lab.cli.model_argument import GivenModel, add_absent_device, add_model, traced
+from amp_lab.cli.model_argument import LoadedModel, add_absent_device, add_model, trace_model
 from amp_lab.cli.printing import show
 from amp_lab.core.errors import OptionError
 
@@ -57,10 +57,10 @@ def _run_inference(options: argparse.Namespace) -> None:
             option = f"--{name.replace('_', '-')}"
             raise OptionError(f"{option} is for a training step: leave it out, or leave out --eval")
 
-    def trace(given: GivenModel) -> InferenceTable:
+    def trace(loaded: LoadedModel) -> InferenceTable:
         return inference_table(
-            given.model,
-            BatchedInputs(given.args, given.kwargs),
+            loaded.model,
+            BatchedInputs(loaded.args, loaded.kwargs),
             memory_bytes=options.memory,
             reserve=options.reserve,
             device_type=options.device,
@@ -68,7 +68,7 @@ def _run_inference(options: argparse.Namespace) -> None:
             **_precisions(options),
         )
 
-    show(traced(options, trace), options.format)
+    show(trace_model(options, trace), options.format)
 
 
 def _run_training(options: argparse.Namespace) -> None:
@@ -77,11 +77,11 @@ def _run_training(options: argparse.Namespace) -> None:
     if options.tokens is not None:
         raise OptionError("--tokens is for the KV cache of inference: add --eval, or leave it out")
 
-    def trace(given: GivenModel) -> MemoryTable:
+    def trace(loaded: LoadedModel) -> MemoryTable:
         table = memory_table(
-            given.model,
-            BatchedInputs(given.args, given.kwargs),
-            loss_fn=given.loss_fn,
+            loaded.model,
+            BatchedInputs(loaded.args, loaded.kwargs),
+            loss_fn=loaded.loss_fn,
             memory_bytes=options.memory,
             reserve=options.reserve,
             device_type=options.device,
@@ -89,11 +89,11 @@ def _run_training(options: argparse.Namespace) -> None:
             fsdp_ranks=1 if options.fsdp_ranks is None else options.fsdp_ranks,
             **_precisions(options),
         )
-        if given.loss_fn is not None:
+        if loaded.loss_fn is not None:
             return table
-        return dataclasses.replace(table, loss_left_out=given.observer.loss_left_out)
+        return dataclasses.replace(table, loss_left_out=loaded.observer.loss_left_out)
 
-    show(traced(options, trace), options.format)
+    show(trace_model(options, trace), options.format)
 
 
 def _precisions(options: argparse.Namespace) -> dict[str, list[str]]:

@@ -1,9 +1,9 @@
-"""Whether what a command is about to run fits into the memory that is there."""
+"""Refuse a run that would need more memory than the device has."""
 
 import argparse
 import contextlib
 
-from amp_lab.cli.model_argument import GivenModel, given_model
+from amp_lab.cli.model_argument import LoadedModel, load_model
 from amp_lab.core.errors import OptionError, TraceError
 
 
@@ -14,43 +14,43 @@ def require_memory(
     size: int | None = None,
     inference: bool = False,
 ) -> None:
-    """Raise `OptionError` before the system ends a process that takes more memory than there is.
+    """Raise `OptionError` if a step is forecast to need more memory than the device has.
 
-    `what` asks for a step of the model in `options` on the device of that name, or for a forward
-    pass for inference, with a batch of `size` or the one given.
+    Linux would kill the process. `what` begins the message, and says what wants to run the step.
+    With `inference` it is a forward pass; `size` replaces the batch size of the inputs.
     """
     from amp_lab.core.device import memory_bytes, pick_device
     from amp_lab.core.report import bytes_text
     from amp_lab.tracing.memory import BatchedInputs
 
     device = pick_device(name)
-    there = memory_bytes(device)
+    available = memory_bytes(device)
     needed = 0
     with (
-        contextlib.suppress(TraceError),  # what can only be run for real is run
-        given_model(options, with_values=False) as given,
+        contextlib.suppress(TraceError),  # a model that cannot be traced is run without a check
+        load_model(options, with_values=False) as loaded,
     ):
-        needed = _peak_bytes(given, device.type, inference)
+        needed = _peak_bytes(loaded, device.type, inference)
         if size is not None:
-            needed = needed * size // BatchedInputs(given.args, given.kwargs).batch
-    if there is None or needed <= there:
+            needed = needed * size // BatchedInputs(loaded.args, loaded.kwargs).batch
+    if available is None or needed <= available:
         return
-    sizes = f"{bytes_text(needed)}, and {device} has {bytes_text(there)}"
+    sizes = f"{bytes_text(needed)}, and {device} has {bytes_text(available)}"
     run = "forward pass" if inference else "step"
     raise OptionError(f"{what}: a {run} needs about {sizes}")
 
 
-def _peak_bytes(given: GivenModel, device_type: str, inference: bool) -> int:
-    """What a step with SGD, or a forward pass for inference, is forecast to need in fp32."""
+def _peak_bytes(loaded: LoadedModel, device_type: str, inference: bool) -> int:
+    """The forecast peak in fp32 of a step with SGD, or of a forward pass for inference."""
     from amp_lab.tracing.inference_memory import forecast_inference
     from amp_lab.tracing.memory import forecast_memory
 
     if inference:
-        forecast = given.passed_to(forecast_inference, device_type=device_type, precision="fp32")
+        forecast = loaded.pass_to(forecast_inference, device_type=device_type, precision="fp32")
         return forecast.peak
-    forecast = given.passed_to(
+    forecast = loaded.pass_to(
         forecast_memory,
-        loss_fn=given.loss_fn,
+        loss_fn=loaded.loss_fn,
         device_type=device_type,
         precision="fp32",
         optimizer="sgd",

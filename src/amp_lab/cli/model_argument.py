@@ -1,6 +1,6 @@
-"""What the command line is given to work on: a model, its inputs and its loss.
+"""The model, the inputs and the loss that the options of a command name.
 
-`add_model` gives a command the options, and `given_model` the model that they name.
+`add_model` adds the options to a command, and `load_model` loads the model that they name.
 """
 
 import argparse
@@ -13,10 +13,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from amp_lab.cli.config_target import is_config, model_of
-from amp_lab.cli.input_argument import InputSpec, arguments_in, batch_of, drawn, parse_input
+from amp_lab.cli.config_target import build_from_config, is_config
+from amp_lab.cli.input_argument import (
+    InputSpec,
+    draw_inputs,
+    load_batch,
+    parse_input,
+    split_arguments,
+)
 from amp_lab.cli.printing import add_format
-from amp_lab.cli.user_code import FORM, call_user_function, find, user_code_guard
+from amp_lab.cli.user_code import FORM, call_user_function, find_target, user_code_guard
 from amp_lab.core.errors import AmpLabError, OptionError, TraceError
 
 if TYPE_CHECKING:
@@ -29,20 +35,20 @@ _TIMEOUT_S = 600
 
 
 @dataclass
-class GivenModel:
-    """A model, and what a call and a loss of it take: ``loss_fn(model(*args, **kwargs))``."""
+class LoadedModel:
+    """A model with its inputs and its loss: ``loss_fn(model(*args, **kwargs))``."""
 
     model: "nn.Module"
     args: tuple = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    loss_fn: Callable[[Any], Any] | None = None  # gets the output
-    returned: int = 0  # parts of the tuple that the callable returned; 0: the model alone
-    form: str = ""  # of what --batch returns, see `form_of`
+    loss_fn: Callable[[Any], Any] | None = None  # takes the output
+    returned: int = 0  # length of the tuple that the callable returned; 0 for a model alone
+    form: str = ""  # the `python_form` of what --batch returns
     observer: "Observer" = field(init=False)
-    """What a run of the model in the block of `given_model` has shown."""
+    """It notes mistakes in the inputs and the loss when the model runs."""
 
-    def passed_to(self, tool: Callable[..., Any], **options: Any) -> Any:
-        """What a tool returns that takes a model, what a call of it takes, and options."""
+    def pass_to(self, tool: Callable[..., Any], **options: Any) -> Any:
+        """Call ``tool(model, *args, **options, **kwargs)`` and return its result."""
         return tool(self.model, *self.args, **options, **self.kwargs)
 
 
@@ -71,54 +77,57 @@ def add_model(command: argparse.ArgumentParser) -> None:
 
 
 def add_absent_device(command: argparse.ArgumentParser) -> None:
-    """Add the option ``--device`` of what need not be here."""
+    """Add the option ``--device``, for a device that need not be in this machine."""
     names = "cuda (also for ROCm; the default), xpu, mps, cpu"
     command.add_argument("--device", default="cuda", metavar="NAME", help=names)
 
 
 @contextlib.contextmanager
-def given_model(
+def load_model(
     options: argparse.Namespace, *, with_values: bool, target: str | None = None
-) -> Iterator[GivenModel]:
-    """The block in which the model that `add_model`'s options name can be run.
+) -> Iterator[LoadedModel]:
+    """The block in which the model that the options name can be run.
 
-    With `with_values` it is built for real, on the CPU, with seed 0, and the inputs have values;
-    else on ``meta`` wherever that makes no difference to a trace. `target` is the one of several.
+    With `with_values` the model is built on the CPU with seed 0, and the inputs have values; else
+    it is built on ``meta`` where a trace needs no values. `target` replaces the option's.
 
-    The user's code prints nothing here, and what it does wrong is an error in one line: in the
-    block too, so run the model there. Raises `AmpLabError`.
+    The user's code prints nothing in the block, and its exceptions become errors of one line, so
+    run the model there. Raises `AmpLabError`.
     """
     target = target or options.target
     with user_code_guard(repr(target), options.timeout):
-        given = _loaded(options, target, with_values)
-        observer = given.observer
+        loaded = _load(options, target, with_values)
+        observer = loaded.observer
         try:
             with observer.watching():
-                yield given
+                yield loaded
         except AmpLabError as error:
             if observer.problem:
                 raise OptionError(f"{target!r}: {observer.problem}") from error
             if _lacks_values(error):
-                raise  # for `traced`, which builds it with values
-            if isinstance(error, TraceError) and type(given.model).__name__ in str(error):
-                raise TraceError(f"{error}{_remedy(given, str(error))}") from error
+                raise  # for `trace_model`, which builds it with values
+            if isinstance(error, TraceError) and type(loaded.model).__name__ in str(error):
+                raise TraceError(f"{error}{_hint(loaded, str(error))}") from error
             raise
         if observer.problem:
             raise OptionError(f"{target!r}: {observer.problem}")
 
 
-def traced(
-    options: argparse.Namespace, trace: Callable[[GivenModel], Any], *, with_values: bool = False
+def trace_model(
+    options: argparse.Namespace, trace: Callable[[LoadedModel], Any], *, with_values: bool = False
 ) -> Any:
-    """What `trace` returns of the model in `options`, which has values if its course needs them."""
+    """What `trace` returns for the loaded model.
+
+    If the model turns out to depend on values, it is loaded again with values and traced anew.
+    """
     try:
-        with given_model(options, with_values=with_values) as given:
-            return trace(given)
+        with load_model(options, with_values=with_values) as loaded:
+            return trace(loaded)
     except TraceError as error:
         if not _lacks_values(error):
             raise
-    with given_model(options, with_values=True) as given:
-        return trace(given)
+    with load_model(options, with_values=True) as loaded:
+        return trace(loaded)
 
 
 def _lacks_values(error: AmpLabError) -> bool:
@@ -134,58 +143,58 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _loaded(options: argparse.Namespace, target: str, with_values: bool) -> GivenModel:
+def _load(options: argparse.Namespace, target: str, with_values: bool) -> LoadedModel:
     from amp_lab.cli.model_checks import Observer
 
     if options.input and options.batch:
         raise OptionError("--input and --batch both give the inputs: give one of them")
-    specs = [parse_input(text) for text in options.input or ()]  # before anything slow
-    given = _built(target, parse_arguments(options.arguments or ()), with_values)
+    specs = [parse_input(text) for text in options.input or ()]  # fail before anything slow
+    loaded = _build(target, parse_arguments(options.arguments or ()), with_values)
     if specs:
-        given.args, given.kwargs = drawn(specs, with_values)
+        loaded.args, loaded.kwargs = draw_inputs(specs, with_values)
     elif options.batch:
-        given.args, given.kwargs, given.form = batch_of(options.batch)
-    _check_there_are_inputs(given)
-    observer = Observer(given.model, given.args, given.kwargs, _bounds(specs))
-    given.observer = observer
+        loaded.args, loaded.kwargs, loaded.form = load_batch(options.batch)
+    _check_there_are_inputs(loaded)
+    observer = Observer(loaded.model, loaded.args, loaded.kwargs, _upper_bounds(specs))
+    loaded.observer = observer
     if options.loss:
-        given.loss_fn = observer.watched_loss(_loss(options.loss), f"--loss {options.loss}")
-    elif given.loss_fn is not None:
-        given.loss_fn = observer.watched_loss(given.loss_fn, f"the loss of {target}")
+        loaded.loss_fn = observer.watch_loss(_find_loss(options.loss), f"--loss {options.loss}")
+    elif loaded.loss_fn is not None:
+        loaded.loss_fn = observer.watch_loss(loaded.loss_fn, f"the loss of {target}")
     if options.eval:
-        given.model.eval()
-    return given
+        loaded.model.eval()
+    return loaded
 
 
-def _bounds(specs: list[InputSpec]) -> list[int | None]:
-    """What the values of each input stay below, those given by position first."""
+def _upper_bounds(specs: list[InputSpec]) -> list[int | None]:
+    """The `below` of each input, those passed by position first."""
     by_position = [spec.below for spec in specs if spec.name is None]
     by_name = [spec.below for spec in specs if spec.name is not None]
     return [*by_position, *by_name]
 
 
 def parse_arguments(texts: Iterable[str]) -> dict[str, Any]:
-    """The arguments that ``--with`` names: values of Python, or words, which are strings.
+    """The arguments of ``--with``; a value is a literal of Python, or a word without quotes.
 
     Raises `OptionError`.
     """
-    found = {}
+    arguments = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
             raise OptionError(f"--with {text!r}: write NAME=VALUE, such as n_layers=2")
-        found[name] = _value(text, value)
-    return found
+        arguments[name] = _parse_value(text, value)
+    return arguments
 
 
-def _value(text: str, value: str) -> Any:
+def _parse_value(text: str, value: str) -> Any:
     try:
         return ast.literal_eval(value)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         pass
-    meant = value.capitalize()
-    if meant in ("True", "False", "None"):
-        raise OptionError(f"--with {text!r}: write {meant}")
+    capitalized = value.capitalize()
+    if capitalized in ("True", "False", "None"):
+        raise OptionError(f"--with {text!r}: write {capitalized}")
     if re.fullmatch(r"[A-Za-z_][\w./-]*", value):
         return value
     name = text.partition("=")[0]
@@ -194,28 +203,30 @@ def _value(text: str, value: str) -> Any:
     raise OptionError(f"--with {text!r}: {problem}; a string has quotes, as {quoted}")
 
 
-def _built(target: str, arguments: dict[str, Any], with_values: bool) -> GivenModel:
-    """The model that a target is or returns, with the inputs and the loss that it returns."""
+def _build(target: str, arguments: dict[str, Any], with_values: bool) -> LoadedModel:
+    """The model that a target is, or the model, inputs and loss that it returns."""
     from torch import nn
 
     if is_config(target):
-        built = _call(target, functools.partial(model_of, target, arguments), {}, with_values)
-        return _returned(target, built)
-    found = find(target)
-    if isinstance(found, nn.Module):  # a finished model is callable too, but with inputs
+        built = _call_builder(
+            target, functools.partial(build_from_config, target, arguments), {}, with_values
+        )
+        return _unpack(target, built)
+    found = find_target(target)
+    if isinstance(found, nn.Module):  # a model that exists already, which must not be called
         if arguments:
             raise OptionError(f"{target!r} is a finished model: --with is for what builds one")
-        return GivenModel(found)
+        return LoadedModel(found)
     if not callable(found):
         kind = f"{target!r} is of type {type(found).__name__}"
         raise OptionError(f"{kind}: give a callable that returns an nn.Module")
-    return _returned(target, _call(target, found, arguments, with_values))
+    return _unpack(target, _call_builder(target, found, arguments, with_values))
 
 
-def _call(
+def _call_builder(
     target: str, build: Callable[..., Any], arguments: dict[str, Any], with_values: bool
 ) -> Any:
-    """What the callable returns, built on ``meta`` if that is possible and no values are asked."""
+    """What the callable returns; built on ``meta`` if that is possible and no values are needed."""
     import torch
 
     from amp_lab.tracing.meta_build import build_on_meta
@@ -228,29 +239,32 @@ def _call(
     return call_user_function(repr(target), build, arguments)
 
 
-def _returned(target: str, built: Any) -> GivenModel:
-    """The model, the inputs and the loss that a callable has returned. Raises `OptionError`."""
+def _unpack(target: str, built: Any) -> LoadedModel:
+    """The model, inputs and loss in what a callable returned. Raises `OptionError`."""
     from torch import nn
 
-    model, inputs, loss_fn = _parts(built)
+    model, inputs, loss_fn = _split_tuple(built)
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise OptionError(f"{target!r} returns a {kind}, not an nn.Module, or a tuple of one")
     if loss_fn is not None and not callable(loss_fn):
         kind = type(loss_fn).__name__
         raise OptionError(f"{target!r} returns a {kind} as the loss: give a callable")
-    args, kwargs = arguments_in(inputs, repr(target))
+    args, kwargs = split_arguments(inputs, repr(target))
     returned = len(built) if isinstance(built, tuple) else 0
-    return GivenModel(model, args, kwargs, loss_fn, returned)
+    return LoadedModel(model, args, kwargs, loss_fn, returned)
 
 
 def _model_and_inputs(built: Any) -> tuple[Any, Any]:
-    model, inputs, _ = _parts(built)
+    model, inputs, _ = _split_tuple(built)
     return model, inputs
 
 
-def _parts(built: Any) -> tuple[Any, Any, Any]:
-    """Model, inputs and loss of ``model`` and of ``(model, args, kwargs, loss)``, or the first."""
+def _split_tuple(built: Any) -> tuple[Any, Any, Any]:
+    """Model, inputs and loss of ``model``, or of a tuple ``(model, args, kwargs, loss)``.
+
+    The tuple may be shorter; anything else is returned as the model.
+    """
     if not isinstance(built, tuple) or not 1 <= len(built) <= 4:
         return built, (), None
     padded = [*built, None, None, None]
@@ -264,16 +278,16 @@ def _parts(built: Any) -> tuple[Any, Any, Any]:
     return model, (args, kwargs), loss_fn
 
 
-def _loss(text: str) -> Callable[[Any], Any]:
-    """The loss that ``--loss`` names: ``.loss`` of the output, or the user's function."""
+def _find_loss(text: str) -> Callable[[Any], Any]:
+    """The loss of ``--loss``: ``.loss`` takes an attribute of the output, else a function."""
     if text.startswith("."):
 
         def loss(output: Any) -> Any:
-            return _loss_in(output, text)
+            return _loss_of_output(output, text)
 
         return loss
-    found = find(text)
-    if isinstance(found, type):  # a class such as nn.MSELoss: one of it is the loss
+    found = find_target(text)
+    if isinstance(found, type):  # a class such as nn.MSELoss, of which the loss is an instance
         found = call_user_function(f"--loss {text!r}", found, {})
     if not callable(found):
         kind = type(found).__name__
@@ -281,8 +295,8 @@ def _loss(text: str) -> Callable[[Any], Any]:
     return found
 
 
-def _loss_in(output: Any, text: str) -> Any:
-    """The part of the output that is its loss, as ``.loss``. Raises `OptionError` without it."""
+def _loss_of_output(output: Any, text: str) -> Any:
+    """The output's attribute or key that ``.NAME`` names. Raises `OptionError` if it has none."""
     name = text[1:]
     if isinstance(output, Mapping):
         value = output.get(name)
@@ -297,20 +311,20 @@ def _loss_in(output: Any, text: str) -> Any:
     raise OptionError(f"--loss {text}: {has}; some have it only if labels are given")
 
 
-def _check_there_are_inputs(given: GivenModel) -> None:
+def _check_there_are_inputs(loaded: LoadedModel) -> None:
     from amp_lab.cli.model_checks import parameters_of
 
-    needed = [p.name for p in parameters_of(given.model) if p.default is p.empty]
-    if given.args or given.kwargs or not needed:
+    needed = [p.name for p in parameters_of(loaded.model) if p.default is p.empty]
+    if loaded.args or loaded.kwargs or not needed:
         return
     raise OptionError(
-        f"{type(given.model).__name__} takes {', '.join(needed)}: add --input for each, such as "
-        f"--input 8,3,224,224, or --input {_ids(given.model)} for token ids, or --batch"
+        f"{type(loaded.model).__name__} takes {', '.join(needed)}: add --input for each, such as "
+        f"--input 8,3,224,224, or --input {_ids_option(loaded.model)} for token ids, or --batch"
     )
 
 
-def _ids(model: "nn.Module") -> str:
-    """How token ids of this model are written."""
+def _ids_option(model: "nn.Module") -> str:
+    """The ``--input`` that gives this model token ids."""
     from torch import nn
 
     for module in model.modules():
@@ -319,20 +333,20 @@ def _ids(model: "nn.Module") -> str:
     return "'int64:2,128<32000'"
 
 
-def _remedy(given: GivenModel, error: str) -> str:
-    """What to change in the inputs, as the end of a sentence, or else what was given."""
+def _hint(loaded: LoadedModel, error: str) -> str:
+    """What to change in the inputs, or else which inputs were given, as the end of a sentence."""
     from amp_lab.cli.model_checks import named_inputs, parameters_of
     from amp_lab.core.report import dtype_name
 
-    takes = ", ".join(parameter.name for parameter in parameters_of(given.model))
+    takes = ", ".join(parameter.name for parameter in parameters_of(loaded.model))
     missing = re.search(r"missing \d+ required .*arguments?: (.*)", error)
     if missing:
         names = re.findall(r"'(\w+)'", missing[1])
         wanted = " ".join(f"--input {name}=SIZES" for name in names)
-        return f"; it takes {takes}: add {wanted} ({_ids(given.model)} for token ids)"
+        return f"; it takes {takes}: add {wanted} ({_ids_option(loaded.model)} for token ids)"
     if "unexpected keyword argument" in error or "positional argument" in error:
         return f"; it takes {takes}"
-    inputs = named_inputs(given.model, given.args, given.kwargs)
+    inputs = named_inputs(loaded.model, loaded.args, loaded.kwargs)
     if len(inputs) < 2:
         return ""
     shown = [f"{name} {dtype_name(t.dtype)} {tuple(t.shape)}" for name, t in inputs]
@@ -340,7 +354,7 @@ def _remedy(given: GivenModel, error: str) -> str:
 
 
 def dtype_of(name: str | None):
-    """The dtype that a precision is named for; None for None."""
+    """The dtype of the precision of this name; None for None."""
     from amp_lab.core.precision import Precision
 
     if name is None:

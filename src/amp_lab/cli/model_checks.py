@@ -1,4 +1,4 @@
-"""What only a run of the model shows: ids beyond a vocabulary, a loss that is left out."""
+"""Mistakes that only a run of the model shows: ids beyond a vocabulary, a missing loss."""
 
 import contextlib
 import inspect
@@ -32,31 +32,31 @@ def named_inputs(model: nn.Module, args: tuple, kwargs: dict) -> list[tuple[str,
     return found
 
 
-def _highest(ids: torch.Tensor) -> int | None:
-    """What integers stay below; None of values that are not there."""
+def _upper_bound(ids: torch.Tensor) -> int | None:
+    """The largest of these integers plus 1; None if they have no values or are no integers."""
     if ids.is_meta or ids.is_floating_point() or ids.is_complex() or not ids.numel():
         return None
     return int(ids.max()) + 1
 
 
 class Observer:
-    """Looks on while a model runs, on fakes too, where no kernel would notice such a mistake."""
+    """Watches a model run and notes mistakes in its inputs, which fake tensors do not show."""
 
     def __init__(self, model: nn.Module, args: tuple, kwargs: dict, below: Sequence[int | None]):
-        """`below` has, for each input, what its values stay below; nothing if they are there."""
+        """`below` has an upper bound for each input's values; if empty, they are looked at."""
         self._model = model
         self._inputs = named_inputs(model, args, kwargs)
         self._below = list(below)
         if not self._below:
-            self._below = [_highest(tensor) for _, tensor in self._inputs]
-        self._by_storage: dict[int | None, int] = {}  # and which of the inputs it is
+            self._below = [_upper_bound(tensor) for _, tensor in self._inputs]
+        self._by_storage: dict[int | None, int] = {}  # index of the input with this storage
         self.problem: str | None = None
-        """The mistake in a line, which tells more than what torch says of it."""
+        """The mistake in a line, which says more than torch's error does."""
         self._outputs: list[tuple[str, torch.Size]] = []  # name and shape, if floating-point
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """The block in which each run of the model is looked at; no tensor is kept from ending."""
+        """The block in which each run of the model is watched; no tensor is kept alive."""
         with contextlib.ExitStack() as hooks:
             begin = self._model.register_forward_pre_hook(self._begin, with_kwargs=True)
             hooks.enter_context(begin)
@@ -67,13 +67,13 @@ class Observer:
                     hooks.enter_context(module.register_forward_pre_hook(check))
             yield
 
-    def watched_loss(self, loss_fn: Callable[[Any], Any], text: str) -> Callable[[Any], Any]:
-        """The same loss, which must return one number."""
+    def watch_loss(self, loss_fn: Callable[[Any], Any], text: str) -> Callable[[Any], Any]:
+        """The loss, with a check that it returns one number."""
 
         def loss(output: Any) -> Any:
             try:
                 value = loss_fn(output)
-            except OptionError as error:  # `.loss` of what has none
+            except OptionError as error:  # `.loss` of an output without one
                 self.problem = str(error)
                 raise
             except (TypeError, AttributeError, LookupError, ValueError) as error:
@@ -92,7 +92,7 @@ class Observer:
 
     @property
     def loss_left_out(self) -> str | None:
-        """What to say if the loss would change the forecast: tokens go in, and logits come out."""
+        """A remark if a missing loss changes the forecast, as for a language model; else None."""
         for name, shape in self._outputs:
             if not shape and name:
                 has = f"the output has {name!r}"
@@ -109,26 +109,26 @@ class Observer:
         return None
 
     def _begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
-        self.problem = None  # that of another run, such as one with another batch, is no more
+        self.problem = None  # a problem of an earlier run, such as one with another batch
         self._by_storage = {}
         for index, (_, tensor) in enumerate(named_inputs(model, args, kwargs)):
             self._by_storage[storage_key(tensor)] = index
 
     def _embedding_check(self, name: str, rows: int) -> Callable[[nn.Module, tuple], None]:
-        """A hook before an embedding with so many rows, which checks an input that is given it."""
+        """A hook before an embedding that checks the ids, if they are an input of the model."""
         place = f"embedding {name!r}" if name else "embedding"
 
         def check(module: nn.Module, args: tuple) -> None:
             key = None
             if args and isinstance(args[0], torch.Tensor):
                 key = storage_key(args[0])
-            if key in self._by_storage:  # not computed, and a tensor of the user's
+            if key in self._by_storage:  # an input, and nothing that the model computed
                 self._check_ids(self._by_storage[key], place, rows)
 
         return check
 
     def _check_ids(self, index: int, place: str, rows: int) -> None:
-        """Note the problem if the input with this index has no ids, or ids beyond the rows."""
+        """Note it if the input with this index has no integers, or ids beyond the rows."""
         name, ids = self._inputs[index]
         below = self._below[index]
         if ids.is_floating_point() or ids.dtype is torch.bool:

@@ -3,7 +3,7 @@
 import argparse
 
 from amp_lab.cli.memory_check import require_memory
-from amp_lab.cli.model_argument import add_model, given_model
+from amp_lab.cli.model_argument import add_model, load_model
 from amp_lab.cli.printing import require_figure, show
 from amp_lab.core.errors import OptionError
 
@@ -47,11 +47,11 @@ def run(options: argparse.Namespace) -> None:
     if options.figure:
         require_figure(options.figure, "rehearse --figure")
     require_memory(options, "cpu", "rehearse", inference=options.eval)
-    with given_model(options, with_values=True) as given:
-        found = given.passed_to(
+    with load_model(options, with_values=True) as loaded:
+        found = loaded.pass_to(
             rehearse,
             formats=names,
-            loss_fn=given.loss_fn,
+            loss_fn=loaded.loss_fn,
             steps=options.steps,
             seeds=options.seeds,
             card=options.card,

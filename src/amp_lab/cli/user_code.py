@@ -1,4 +1,4 @@
-"""The user's own code: found by its name, and kept from printing, exiting and hanging."""
+"""Find the user's own code by its name, and keep it from printing, exiting and hanging."""
 
 import ast
 import contextlib
@@ -23,7 +23,7 @@ from amp_lab.core.remedies import remedy
 FORM = "PACKAGE.MODULE:CALLABLE"
 _GUARD = remedy(
     "cli.guard_script",
-    "a file has the model, and runs into an error behind it, as a script that trains may",
+    "a file defines the model and then fails, as a script that trains when it is imported may",
     "line {line} of {file} runs when the file is imported: put it, and what else is not needed for "
     '{name}, under if __name__ == "__main__":',
 )
@@ -31,33 +31,34 @@ _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Import,
 _END_AT_ONCE = os._exit
 
 
-def find(target: str) -> Any:
-    """What ``PACKAGE.MODULE:NAME`` or ``path/to/model.py:NAME`` stands for.
+def find_target(target: str) -> Any:
+    """The object that ``PACKAGE.MODULE:NAME`` or ``path/to/model.py:NAME`` names.
 
-    Modules in the current folder are found too. Raises `OptionError` for whatever goes wrong.
+    Modules in the current folder are found too. Raises `OptionError` if there is none, and if the
+    import fails.
     """
     module_name, colon, path = target.rpartition(":")
     is_file = module_name.endswith(".py")
     names = path if is_file else f"{module_name}.{path}"
     if not colon or not _are_identifiers(names):
-        hint = _did_you_mean(target) or ", such as torchvision.models:resnet50"
+        hint = _model_hint(target) or ", such as torchvision.models:resnet50"
         raise OptionError(f"{target!r}: write {FORM}, or FILE.py:CALLABLE{hint}")
     if is_file:
-        module = _from_file(target, module_name)
+        module = _import_file(target, module_name)
     else:
-        module = _imported(target, module_name)
+        module = _import_module(target, module_name)
     found: Any = module
-    for name in path.split("."):  # so that methods of a class can be named
+    for name in path.split("."):  # NAME may be a method: Class.method
         try:
             found = getattr(found, name)
         except AttributeError:
-            hint = _near_name(module_name, module, path)
+            hint = _near_name_hint(module_name, module, path)
             raise OptionError(f"{target!r}: {module_name} has no {path!r}{hint}") from None
     return found
 
 
 def _are_identifiers(path: str) -> bool:
-    """Whether each part of a path with dots is a name of Python."""
+    """Whether each part of a dotted path is a Python identifier."""
     return all(name.isidentifier() for name in path.split("."))
 
 
@@ -65,20 +66,20 @@ def _are_identifiers(path: str) -> bool:
 def user_code_guard(what: str, timeout: float) -> Iterator[None]:
     """The block in which the user's code runs.
 
-    What it prints goes nowhere, since it is no part of the table or the JSON; the current folder is
-    on the path; ``sys.argv`` has no options of ours. Whatever it raises is an `OptionError` that
-    begins with `what`, and after `timeout` seconds the whole process ends with 2.
+    Its output is dropped, since it would mix with the table or the JSON. The current folder is on
+    ``sys.path``, and ``sys.argv`` has no options of ours. What it raises becomes an `OptionError`
+    that begins with `what`. After `timeout` seconds the whole process ends with exit code 2.
     """
     arguments = sys.argv
     path = list(sys.path)
     with _time_limit(what, timeout), _silence_output(), _trap_exit():
         sys.argv = sys.argv[:1]
-        sys.path.append(os.getcwd())  # at the end, so that no file here hides a package
+        sys.path.append(os.getcwd())  # last, so that no file here hides an installed package
         try:
             yield
         except (AmpLabError, KeyboardInterrupt):
             raise
-        except BaseException as error:  # SystemExit, and whatever else user's code raises
+        except BaseException as error:  # SystemExit too
             raise OptionError(f"{what}: {_format_error(error)}") from error
         finally:
             sys.argv = arguments
@@ -86,7 +87,7 @@ def user_code_guard(what: str, timeout: float) -> Iterator[None]:
 
 
 def call_user_function(what: str, function: Any, arguments: dict[str, Any]) -> Any:
-    """What the user's function returns; `OptionError` for what it raises."""
+    """Call the user's function; what it raises becomes an `OptionError`."""
     try:
         return function(**arguments)
     except (KeyboardInterrupt, AmpLabError):
@@ -96,24 +97,26 @@ def call_user_function(what: str, function: Any, arguments: dict[str, Any]) -> A
 
 
 def _call_problem(function: Any, arguments: dict[str, Any], error: BaseException) -> str:
-    """What went wrong in `call_user_function`, as the end of a sentence."""
+    """Why a call of the user's function failed, as the end of a sentence."""
     frames = error.__traceback__
-    # An error of the call itself has no frame of the function.
-    is_of_call = frames is not None and frames.tb_next is None
-    if not is_of_call:
+    # With wrong arguments the traceback ends at our call; else it has a frame of the function.
+    has_wrong_arguments = frames is not None and frames.tb_next is None
+    if not has_wrong_arguments:
         return f"fails when it is called: {with_type(error)}"
     how = "without arguments"
     if arguments:
         values = [f"{name}={value!r}" for name, value in arguments.items()]
         how = f"with {', '.join(values)}"
-    return f"cannot be called {how}: {with_type(error)}{_missing(function, arguments)}"
+    return (
+        f"cannot be called {how}: {with_type(error)}{_missing_arguments_hint(function, arguments)}"
+    )
 
 
-def _missing(function: Any, arguments: dict[str, Any]) -> str:
-    """What to do if it has arguments without a default, as the end of a sentence."""
+def _missing_arguments_hint(function: Any, arguments: dict[str, Any]) -> str:
+    """How to give the arguments that a function still needs, as the end of a sentence."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some in C have none
+    except (TypeError, ValueError):  # some functions in C have no signature
         return "; write a function without parameters that calls it"
     missing = [p.name for p in parameters if _is_required(p) and p.name not in arguments]
     if not missing:
@@ -137,7 +140,7 @@ def _format_error(error: BaseException) -> str:
 def _time_limit(what: str, timeout: float) -> Iterator[None]:
     def end() -> None:
         tell(f"amp-lab: {what}: not done after {timeout:g} s; give --timeout SECONDS for longer")
-        _END_AT_ONCE(2)  # the only way out of code that catches everything, or is in C
+        _END_AT_ONCE(2)  # code in C, or code that catches everything, cannot be stopped otherwise
 
     timer = threading.Timer(timeout, end)
     timer.daemon = True
@@ -150,15 +153,15 @@ def _time_limit(what: str, timeout: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _trap_exit() -> Iterator[None]:
-    """The block in which `os._exit` raises `SystemExit`, except in processes forked there."""
-    here = os.getpid()
+    """The block in which `os._exit` raises `SystemExit`; not in processes that are forked there."""
+    process_id = os.getpid()
 
-    def leave(status: int) -> NoReturn:
-        if os.getpid() == here:
+    def exit_by_exception(status: int) -> NoReturn:
+        if os.getpid() == process_id:
             raise SystemExit(status)
         _END_AT_ONCE(status)
 
-    os._exit = leave
+    os._exit = exit_by_exception
     try:
         yield
     finally:
@@ -167,7 +170,7 @@ def _trap_exit() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silence_output() -> Iterator[None]:
-    """The block in which nothing reaches standard output, from Python or below it."""
+    """The block in which nothing reaches standard output, neither from Python nor from C."""
     sys.stdout.flush()
     real = os.dup(1)
     with open(os.devnull, "wb") as nowhere:
@@ -180,26 +183,26 @@ def _silence_output() -> Iterator[None]:
         os.close(real)
 
 
-def _imported(target: str, module_name: str) -> ModuleType:
+def _import_module(target: str, module_name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
-    except BaseException as error:  # whatever the user's code raises
+    except BaseException as error:  # the user's code may raise anything
         if module_name.endswith(".ipynb"):
             problem = "a notebook cannot be imported: put the model into a file FILE.py"
             raise OptionError(f"{target!r}: {problem}") from None
         missing = ""
         if isinstance(error, ModuleNotFoundError):
             missing = error.name or ""
-        # A module that the user's own imports is another matter: there the whole error is of use.
+        # If a module that the user's module imports is missing, the whole error is shown below.
         if missing and f"{module_name}.".startswith(f"{missing}."):
             problem = f"no module {missing!r} is installed, or in this folder"
-            hint = _near_file(target, module_name)
+            hint = _near_file_hint(target, module_name)
             raise OptionError(f"{target!r}: {problem}{hint}") from None
-        raise _not_imported(target, error) from error
+        raise _import_error(target, error) from error
 
 
-def _near_file(target: str, module_name: str) -> str:
-    """The file in this folder that was meant by the name of a module, as the end of a sentence."""
+def _near_file_hint(target: str, module_name: str) -> str:
+    """A file in this folder with a similar name, as the end of a sentence."""
     files = [path.stem for path in Path().glob("*.py")]
     near = difflib.get_close_matches(module_name, files, 1)
     if not near:
@@ -208,16 +211,16 @@ def _near_file(target: str, module_name: str) -> str:
     return f"; did you mean {near[0]}:{name}?"
 
 
-def _from_file(target: str, file: str) -> ModuleType:
+def _import_file(target: str, file: str) -> ModuleType:
     path = Path(file).resolve()
     if not path.is_file():
         raise OptionError(f"{target!r}: there is no file {file}")
-    # Under its own name where that is free, for classes that are looked up by their module's name.
+    # Under the file's own name if that is free: pickle looks classes up by their module's name.
     name = path.stem if path.stem.isidentifier() else "target_file"
-    known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) == str(path):
-        return known
-    if known is not None:
+    loaded = sys.modules.get(name)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return loaded
+    if loaded is not None:
         name = f"_{name}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -229,23 +232,23 @@ def _from_file(target: str, file: str) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException as error:
         sys.modules.pop(spec.name, None)
-        raise _not_imported(target, error) from error
+        raise _import_error(target, error) from error
     return module
 
 
-def _not_imported(target: str, error: BaseException) -> BaseException:
+def _import_error(target: str, error: BaseException) -> BaseException:
     if isinstance(error, KeyboardInterrupt):
         return error
     hint = ""
     if "relative import" in str(error):
         hint = "; give it as a module of its package, as PACKAGE.MODULE:CALLABLE"
     else:
-        hint = _guard(target.rpartition(":")[2], error)
+        hint = _main_guard_hint(target.rpartition(":")[2], error)
     return OptionError(f"{target!r} cannot be imported: {_format_error(error)}{hint}")
 
 
-def _guard(path: str, error: BaseException) -> str:
-    """What to do if a statement behind the definition of the target fails, as the end of a line."""
+def _main_guard_hint(path: str, error: BaseException) -> str:
+    """What to do if a statement after the target's definition fails, as the end of a sentence."""
     name = path.partition(".")[0]
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_name == "<module>" and name in frame.f_globals:
@@ -257,7 +260,7 @@ def _guard(path: str, error: BaseException) -> str:
 
 
 def _is_definition(file: Path, line: int) -> bool:
-    """Whether the statement of a module at a line defines or imports something."""
+    """Whether the statement at this line of a module is a definition or an import."""
     for statement in ast.parse(file.read_bytes()).body:
         last_line = statement.end_lineno or statement.lineno
         if statement.lineno <= line <= last_line and isinstance(statement, _DEFINITIONS):
@@ -265,17 +268,17 @@ def _is_definition(file: Path, line: int) -> bool:
     return False
 
 
-def _near_name(module_name: str, module: ModuleType, path: str) -> str:
-    """The name that was meant, as the end of a sentence."""
+def _near_name_hint(module_name: str, module: ModuleType, path: str) -> str:
+    """A similar name in the module, or its model, as the end of a sentence."""
     names = [name for name in vars(module) if not name.startswith("_")]
-    near = difflib.get_close_matches(path, names, 1) or _models_of(module)
+    near = difflib.get_close_matches(path, names, 1) or _models_defined_in(module)
     if not near:
         return ""
     return f"; did you mean {module_name}:{near[0]}?"
 
 
-def _models_of(module: ModuleType) -> list[str]:
-    """The classes of models that a module defines itself, the last first: it holds the others."""
+def _models_defined_in(module: ModuleType) -> list[str]:
+    """Names of the model classes that a module defines, the last first: it may use the others."""
     from torch import nn
 
     models = []
@@ -286,31 +289,31 @@ def _models_of(module: ModuleType) -> list[str]:
     return models
 
 
-def _did_you_mean(target: str) -> str:
-    """The same for a target without a colon: a file, a module, or a name with a dot before it."""
+def _model_hint(target: str) -> str:
+    """What to write for a target without a colon, as the end of a sentence."""
     module_name = target.rstrip(":")
     names: list[str] = []
     with contextlib.suppress(OptionError):
-        module_name, names = _models_meant(target, module_name)
+        module_name, names = _models_in_path(target, module_name)
     if not names:
         return ""
     meant = " or ".join(f"{module_name}:{name}" for name in names[:3])
     return f"; did you mean {meant}?"
 
 
-def _models_meant(target: str, path: str) -> tuple[str, list[str]]:
-    """The module or file in a path without a colon, and the models in it that it may mean.
+def _models_in_path(target: str, path: str) -> tuple[str, list[str]]:
+    """The module or file that a path without a colon names, and the models in it.
 
-    Raises `OptionError` if there is none.
+    Raises `OptionError` if there is no such module.
     """
     if path.endswith(".py"):
-        return path, _models_of(_from_file(target, path))
+        return path, _models_defined_in(_import_file(target, path))
     if not _are_identifiers(path):
         return path, []
     try:
-        return path, _models_of(_imported(target, path))
+        return path, _models_defined_in(_import_module(target, path))
     except OptionError:
         module_name, _, name = path.rpartition(".")
-        if module_name and hasattr(_imported(target, module_name), name):
+        if module_name and hasattr(_import_module(target, module_name), name):
             return module_name, [name]
         raise

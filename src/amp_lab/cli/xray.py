@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 
 from amp_lab.cli.memory_check import require_memory
 from amp_lab.cli.model_argument import (
-    GivenModel,
+    LoadedModel,
     add_absent_device,
     add_model,
     dtype_of,
-    given_model,
-    traced,
+    load_model,
+    trace_model,
 )
 from amp_lab.cli.printing import show
 from amp_lab.core.errors import OptionError
@@ -65,19 +65,19 @@ def run(options: argparse.Namespace) -> None:
     if options.real:
         require_memory(options, options.device, "--real")
 
-    def trace(given: GivenModel) -> "list[Xray]":
+    def trace(loaded: LoadedModel) -> "list[Xray]":
         return [
-            given.passed_to(
+            loaded.pass_to(
                 xray,
                 device_type=device,
                 dtype=dtype_of(name),
-                loss_fn=given.loss_fn,
+                loss_fn=loaded.loss_fn,
                 real=options.real,
             )
             for device, name in sides
         ]
 
-    found, *others = traced(options, trace, with_values=options.real)
+    found, *others = trace_model(options, trace, with_values=options.real)
     if others:
         (other,) = others
         if found.title == other.title:
@@ -113,11 +113,11 @@ def _run_sharded(options: argparse.Namespace) -> None:
     from amp_lab.tracing.sharding import parallel_of, xray_sharding
 
     # A group for a TARGET that calls fully_shard itself; no other process is needed.
-    with group_of(ranks=2), given_model(options, with_values=False) as given:
+    with group_of(ranks=2), load_model(options, with_values=False) as loaded:
         parallel = options.parallel
-        if parallel_of(given.model) == parallel:  # which it has done itself
+        if parallel_of(loaded.model) == parallel:  # which it has done itself
             parallel = None
-        found = given.passed_to(
+        found = loaded.pass_to(
             xray_sharding,
             parallel=parallel,
             device_type=options.device,
