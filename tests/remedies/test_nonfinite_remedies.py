@@ -790,6 +790,24 @@ def test_a_division_by_zero(dtype):
     assert healed(model(lambda x: (x + 1).float() / (norm(x.float()) + 1e-3)), x, **total)
 
 
+@does("nonfinite.div")
+def test_a_divisor_that_is_zero_because_it_was_rounded():
+    """A noise schedule that was cast to bf16 for good: an eps would end the NaN, and be wrong."""
+    schedule = torch.tensor([0.9999, 0.5])
+    x = torch.ones(2)
+    exact = x / (1 - schedule.double()).sqrt()
+
+    def scaled(schedule: torch.Tensor, eps: float = 0.0) -> Apply:
+        return Apply(lambda x: x / ((1 - schedule).sqrt() + eps), torch.float32)
+
+    advice = only(find(scaled(schedule.bfloat16()), x), "div")
+    assert "1 - 0.9999 is in bf16, compute it in fp32" in advice
+    torch.testing.assert_close(scaled(schedule)(x).double(), exact, rtol=1e-3, atol=0)
+    hidden = scaled(schedule.bfloat16(), eps=1e-3)(x)
+    assert hidden.isfinite().all()
+    assert hidden[0] > 5 * exact[0]
+
+
 ROWS = torch.tensor([[1.0, 2.0], [0.0, 0.0], [0.5, -0.25]])  # the second is padding, say
 GUARDED = {
     "a norm": lambda x, eps: x / (x.norm(dim=-1, keepdim=True) + eps),
@@ -832,6 +850,15 @@ def test_an_eps_that_is_zero_in_fp16(name):
     cured = scaled_gradient(lambda x: function(x.float(), 1e-3), ROWS.half(), scale)
     exact = scaled_gradient(lambda x: function(x, 1e-3), ROWS.double(), 1.0)
     assert cured.dtype is torch.float16
+    assert "the eps may stay as it is" in advice
+    assert function(ROWS.float(), 1e-8).isfinite().all()
+    assert "cast the result back: .to(x.dtype)" in advice
+    x = ROWS.half()
+    in_fp32 = function(x.float(), 1e-3)
+    layer = torch.nn.Linear(in_fp32.shape[-1], 2).half()
+    with pytest.raises(RuntimeError):
+        layer(in_fp32)
+    assert layer(in_fp32.to(x.dtype)).dtype is torch.float16
     # One cast to fp16, of 11 bits; where terms of about 0.1 cancel, what fp32 leaves of them.
     torch.testing.assert_close(cured.double() / scale, exact, rtol=2**-10, atol=1e-8)
 

@@ -122,7 +122,9 @@ _EPS = _remedy(
     "The eps of {eps:g} is 0 in fp16 and protects against nothing. Compute this part in fp32, on "
     "x.float(), with an eps of 1e-3 or more: where x is 0, a gradient can be 1 / eps, and goes "
     "back into fp16 multiplied by the loss scale. An eps of 1e-4 without the cast is often not "
-    "enough: the derivative of 1 / x is 1 / x ** 2, and 1e8 is inf in fp16.",
+    "enough: the derivative of 1 / x is 1 / x ** 2, and 1e8 is inf in fp16. In inference the eps "
+    "may stay as it is, since fp32 holds it. If the next layer has fp16 weights, cast the result "
+    "back: .to(x.dtype).",
 )
 
 # What exceeds 65504 in fp16. How to compute a part in fp32 depends on where its weights are.
@@ -257,9 +259,11 @@ _FORWARD = {
     "div": _remedy(
         "div",
         "a division by 0",
-        "A division by zero: add an eps to the divisor or clamp it (F.normalize has one). In "
-        "fp16 compute this part in fp32, on x.float(), with an eps of 1e-3 or more: gradients can "
-        "be 1 / eps, and overflow fp16 with a smaller one and a loss scale of 65536.",
+        "A division by zero. If the divisor is 0 only because it was rounded to 16 bits, as "
+        "1 - 0.9999 is in bf16, compute it in fp32, from values that never were in 16 bits; an eps "
+        "would hide a wrong result. Else add an eps to the divisor or clamp it (F.normalize has "
+        "one). In fp16 compute this part in fp32, on x.float(), with an eps of 1e-3 or more: "
+        "gradients can be 1 / eps, and overflow fp16 with a smaller one and a loss scale of 65536.",
     ),
     "reciprocal": _remedy(
         "reciprocal",
