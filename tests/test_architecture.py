@@ -128,3 +128,13 @@ def test_the_page_shows_the_folders_that_there_are():
         assert f"`{module.stem}`" in page, module
     for path in re.findall(r"`((?:src|notebooks|tests|tools|data|docker)/[\w./-]*)`", page):
         assert (ROOT / path).exists(), path
+
+
+def test_contributing_names_files_that_there_are():
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    recipes = page.partition("## How to add")[2]
+    named = re.findall(r"`(\w+/[\w./-]+\.py)`", recipes)
+    assert len(named) > 15
+    made_up = {"train/data/NAME.py"}  # by whoever follows the recipe
+    for path in set(named) - made_up:
+        assert (ROOT / path).exists() or (PACKAGE / path).exists(), path

@@ -1,6 +1,6 @@
 """`amp-lab train`: train an image classifier or a language model, in a folder, resumably.
 
-Its options are the fields in `training/train_options.py`: to add one, add a field there.
+Its options are the fields in `train/train_options.py`: to add one, add a field there.
 """
 
 import argparse
