@@ -1,4 +1,4 @@
-"""What autocast to fp16 does with an op that overflowed in a model whose weights are fp16."""
+"""What autocast to fp16 would do with an op that overflowed in a model with fp16 weights."""
 
 import functools
 
@@ -6,7 +6,7 @@ import torch
 
 from amp_lab.core.backends import BACKENDS
 
-# Below autocast, some ops have other names than in its table: softmax runs _softmax.
+# Ops that autocast runs have other names than in its table: softmax runs _softmax.
 _PREFIXES = ("_", "native_")
 _SUFFIX = "_forward"
 
@@ -17,7 +17,7 @@ def runs_in_fp32(op: str, device_type: str) -> bool:
 
 
 def what_autocast_does(op: str, device_type: str) -> str:
-    """The effect of autocast to fp16 on an op that it does not run in fp32, as a clause."""
+    """A clause on what autocast to fp16 does with an op that it does not run in fp32."""
     if device_type not in BACKENDS:
         return f"amp_lab has no table of autocast on {device_type!r}"
     found = _policies(op, device_type)
@@ -31,7 +31,7 @@ def what_autocast_does(op: str, device_type: str) -> str:
 
 @functools.cache
 def _policies(op: str, device_type: str) -> set[str]:
-    """The policies of an op by the name under which it runs; none for one that writes in place."""
+    """The policies in autocast's table for an op that ran; none for one that works in place."""
     from amp_lab.tracing.op_table import policies  # it imports torch's fake tensors, which is slow
 
     if device_type not in BACKENDS or op.endswith("_"):
@@ -44,7 +44,7 @@ def _policies(op: str, device_type: str) -> set[str]:
 
 
 def _names(op: str) -> list[str]:
-    """The names that autocast may have for an op."""
+    """The names under which an op may be in autocast's table: _softmax is softmax there."""
     names = [op, f"_{op}", op.removesuffix(_SUFFIX)]
     for prefix in _PREFIXES:
         names.append(op.removeprefix(prefix).removesuffix(_SUFFIX))

@@ -1,4 +1,4 @@
-"""What an op runs for, as the calls above it show: a line of your code, or a `GradScaler`."""
+"""Who called an op, from the call stack: a line of the user's code, or a `GradScaler`."""
 
 import contextlib
 import itertools
@@ -19,7 +19,7 @@ _LIBRARIES = (
 
 
 def user_line() -> str | None:
-    """The innermost line that is neither torch's nor ours."""
+    """The innermost line that is of neither torch nor this package, with its file and function."""
     for frame, number in traceback.walk_stack(sys._getframe()):
         code = frame.f_code
         if not code.co_filename.startswith(_LIBRARIES):
@@ -29,7 +29,7 @@ def user_line() -> str | None:
 
 
 def applied_loss_scale(args: tuple) -> float | None:
-    """The scale, if this product is one that `GradScaler.scale` computes."""
+    """The loss scale, if this product is the one in `GradScaler.scale`; else None."""
     scale = args[1]
     if not isinstance(scale, torch.Tensor) or scale.dim():
         return None
@@ -39,7 +39,7 @@ def applied_loss_scale(args: tuple) -> float | None:
 
 
 def is_in_scaler(*methods: str) -> bool:
-    """Whether one of these methods of a `GradScaler` is running, a few calls up."""
+    """Whether one of these methods of a `GradScaler` is among the last ten callers."""
     for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe()), 10):
         is_method = frame.f_code.co_name in methods
         if is_method and isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):

@@ -1,9 +1,9 @@
-"""Errors of torch that low precision causes, and the remedy that is added to them as a note."""
+"""Add a remedy, as a note, to errors of torch that low precision causes."""
 
 from amp_lab.core.cpu import NO_PRIMITIVE, NO_PRIMITIVE_REMEDY
 from amp_lab.numerics.nonfinite_remedies import HALF_WEIGHTS, MASK_VALUE
 
-_NOTES = {  # by what the error says
+_NOTES = {  # a part of the error's message: the remedy
     NO_PRIMITIVE: NO_PRIMITIVE_REMEDY,
     "Half without overflow": MASK_VALUE.text,
     "Attempting to unscale FP16 gradients": HALF_WEIGHTS.text,

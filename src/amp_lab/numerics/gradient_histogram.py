@@ -1,4 +1,4 @@
-"""How many gradient values lie where, exactly as fp16 would round them."""
+"""A histogram of gradient values, with bins that end exactly where fp16 rounds."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from amp_lab.core.errors import NumericsError
 
-KEEP = 0.999  # the share of the non-zero gradient values that `smallest_scale` keeps
-SAMPLE = 2**17  # about so many values are counted of a gradient with twice as many or more
+KEEP = 0.999  # share of the non-zero gradient values that `smallest_scale` keeps
+SAMPLE = 2**17  # values counted, about, of a gradient with twice as many or more
 LARGEST_POWER = 64  # scales go from 2^-64 to 2^64, far from where fp32 itself underflows
 
 
@@ -53,22 +53,22 @@ def _count_by_key(values: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class GradientCount:
-    """How the gradient values of one layer, or of several together, would fare in fp16.
+    """What would become of the gradient values of one or several layers in fp16.
 
-    A value fares as ``(gradient * scale).to(torch.float16)`` does; scales are powers of two.
+    Each value is treated as ``(gradient * scale).to(torch.float16)``; scales are powers of two.
     """
 
     layer: str  # qualified name of the module
     what: str  # the parameter's name, or ``output of OP``: the gradient that arrives there
     values: int = 0
-    nonfinite: int = 0  # infinite or NaN before any cast; counted nowhere else
-    half: bool = False  # some gradients of the pass were fp16: what it flushed counts as zero
-    sample: int | None = None  # values counted of the gradient with the fewest; None: of each all
+    nonfinite: int = 0  # inf or NaN before any cast; not in the other counts
+    half: bool = False  # whether some gradients were fp16, so that `zero` has what it flushed
+    sample: int | None = None  # size of the smallest sample; None if all values were counted
     _bins: Tensor = field(default_factory=lambda: torch.zeros(_KEYS).long(), repr=False)
 
     @torch.no_grad()
     def add(self, gradients: Iterable[Tensor | None]) -> None:
-        """Count the values of gradients of any layout and dtype as well."""
+        """Count the values of these gradients, which may have any layout and dtype."""
         for gradient in gradients:
             if gradient is not None:
                 values = _flattened(gradient.detach())
@@ -76,7 +76,7 @@ class GradientCount:
                 self._bins += self._count(values)
 
     def _count(self, values: Tensor) -> Tensor | int:
-        """Number of finite values by key, most of them estimated if there are many."""
+        """Number of finite values by key, estimated from a sample if there are many."""
         if not len(values):
             return 0
         extremes = torch.stack(values.aminmax())
@@ -88,43 +88,44 @@ class GradientCount:
             return _count_by_key(values)
         sample = values[:: _sampling_stride(len(values))]
         self.sample = min(self.sample or len(sample), len(sample))
-        others = len(values) - len(extremes)  # these stand for themselves: they may overflow
+        # The sample stands for all values but the extremes, which are counted exactly.
+        others = len(values) - len(extremes)
         bins = _count_by_key(sample) * others // len(sample)
-        bins[bins.argmax()] += others - bins.sum()  # what rounding has left
+        bins[bins.argmax()] += others - bins.sum()  # the division rounds down
         return bins + _count_by_key(extremes)
 
     @property
     def zero(self) -> int:
-        """Values that are exactly zero before any cast."""
+        """Number of values that are exactly zero before any cast."""
         return int(self._bins[0])
 
     @property
     def nonzero(self) -> int:
-        """Values that are finite and not zero: those that fp16 could lose."""
+        """Number of values that are finite and not zero, which fp16 could lose."""
         return self.values - self.zero - self.nonfinite
 
     def _below(self, exponents: Tensor, end: int) -> int:
-        """Number of values whose exponent of one of the three kinds is smaller than `end`."""
+        """Number of values whose exponent, of one of the three kinds above, is below `end`."""
         return int(self._bins[1:][exponents[1:] < end].sum())
 
     def zero_in_fp16(self, scale: float) -> int:
-        """Number of values that are not zero, and would be in fp16 at this loss scale."""
-        # fp16's smallest number is 2^-24. Half of it lies between that and zero and goes to the
-        # even one of the two, which is zero; what is larger goes to 2^-24.
+        """Number of non-zero values that become zero in fp16 at this loss scale."""
+        # fp16's smallest number is 2^-24. Half of it is a tie, which rounds to zero, since zero is
+        # even; larger values round to 2^-24.
         return self._below(_TO_ZERO, -25 - log2_of(scale))
 
     def subnormal_in_fp16(self, scale: float) -> int:
-        """Number of values that would be kept with fewer than fp16's 11 significant bits."""
+        """Number of values that become subnormal, with fewer than 11 significant bits."""
         below_normal = self._below(_TO_NORMAL, -14 - log2_of(scale))
         return below_normal - self.zero_in_fp16(scale)
 
     def inf_in_fp16(self, scale: float) -> int:
-        """Number of finite values that would be infinite."""
+        """Number of finite values that become infinite."""
         finite = self._below(_TO_INFINITY, 16 - log2_of(scale))
         return self.nonzero - finite
 
     def lost(self, scale: float) -> float:
-        """Share of the non-zero values, from 0 to 1, that would be zero; NaN if `half`."""
+        """Share of the non-zero values, from 0 to 1, that become zero; NaN if `half`."""
         if self.half:
             return math.nan
         if not self.nonzero:
@@ -133,15 +134,15 @@ class GradientCount:
 
     @property
     def histogram(self) -> dict[int, int]:
-        """Exponent k: number of values with a magnitude in (2^k, 2^(k+1)]; -127: all below, too."""
+        """By exponent k the number of magnitudes in (2^k, 2^(k+1)]; -127 has all below, too."""
         counts = torch.zeros(256).long().index_add_(0, _TO_ZERO[1:] + 127, self._bins[1:])
         return {exponent: count for exponent, count in enumerate(counts.tolist(), -127) if count}
 
     @property
     def smallest_scale(self) -> float | None:
-        """The smallest power of two, 1 to 2^64, at which 99.9 % of the non-zero values stay so.
+        """The smallest power of two, from 1 to 2^64, that keeps 99.9 % of the non-zero values.
 
-        None without values, if there is none, and if `half`.
+        None if there is no such power, or no value, or if `half`.
         """
         if self.half or not self.nonzero:
             return None
@@ -174,7 +175,7 @@ def together(what: str, rows: Sequence[GradientCount]) -> GradientCount:
 
 
 def _sampling_stride(count: int) -> int:
-    """A stride without a divisor in common with any dimension: no pattern hides from the sample."""
+    """A stride that shares no divisor with `count`, so that the sample meets every column."""
     stride = count // SAMPLE
     while math.gcd(stride, count) != 1:
         stride += 1
@@ -182,7 +183,7 @@ def _sampling_stride(count: int) -> int:
 
 
 def _flattened(tensor: Tensor) -> Tensor:
-    """The values in one dimension, without a copy if they are dense in memory in any order."""
+    """The values in one dimension; no copy if the memory is dense, in any order of dimensions."""
     if tensor.is_sparse:
         tensor = tensor.coalesce()
     if tensor.layout is not torch.strided:

@@ -17,19 +17,19 @@ from amp_lab.tracing.ops_seen import tensors_in
 def largest_values(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str, float]:
     """The largest magnitude that each module computes, by its name, in the order of the calls.
 
-    Runs the model once on `inputs`, without gradients, in the dtypes that it has, and takes it as
-    it is: call `eval()` first where that matters, and leave autocast off. What counts is what a
-    module and the ops in its own code return, in all calls; infinite and NaN count as `inf`. The
-    model itself is named "". fp16 ends at 65504, bf16 and fp32 at 3.4e38.
+    Runs the model once on `inputs`, without gradients and in its own dtypes: call `eval()` first
+    where that matters, and leave autocast off. A module's value is the largest in its output and
+    in the results of the ops in its own code, over all its calls; inf and NaN count as `inf`. The
+    model itself is named "". The largest number of fp16 is 65504, of bf16 and fp32 3.4e38.
 
-    No values are integers, and what is below -1e30: a mask, as -inf and `finfo.min` are. Ops in
-    fp32 among 16-bit weights, as in many norms, do not count, since they stay in fp32; among fp32
-    weights they do. What is inside a kernel, such as a fused attention's products, is not seen.
+    Not counted are integers, and values below -1e30, which are masks (-inf, `finfo.min`). In a
+    model with 16-bit weights ops in fp32 are not counted either, as in many norms, since they stay
+    in fp32. What happens inside a kernel, such as in fused attention, is not seen.
     """
     maxima = _Maxima(model)
     mha = torch.backends.mha
     has_fastpath = mha.get_fastpath_enabled()
-    mha.set_fastpath_enabled(False)  # a whole layer as one op
+    mha.set_fastpath_enabled(False)  # it would run a whole layer as one op
     try:
         with torch.no_grad(), maxima.hooks(), maxima:
             model(*inputs, **kwargs)
@@ -45,14 +45,15 @@ class _Maxima(TorchDispatchMode):
         super().__init__()
         self.by_module: dict[str, float] = {}
         self._names = {module: name for name, module in model.named_modules()}
-        # The largest value of each module so far, the innermost last; outside of all, first.
+        # A stack: the largest value so far in each module that is running, the innermost last.
         self._running = [0.0]
-        weights = [p.itemsize for p in model.parameters() if p.is_floating_point()]
-        self._width = max(2, min(weights, default=8))  # of ops that count, in bytes
+        itemsizes = [p.itemsize for p in model.parameters() if p.is_floating_point()]
+        # Results wider than the narrowest weights (in bytes) are not counted.
+        self._counted_itemsize = max(2, min(itemsizes, default=8))
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
-        """Follow the calls of the modules."""
+        """The block in which the calls of the modules are followed."""
         with contextlib.ExitStack() as stack:
             for module in self._names:
                 before = module.register_forward_pre_hook(self._enter)
@@ -68,7 +69,7 @@ class _Maxima(TorchDispatchMode):
         largest_inside = self._running.pop()
         with _disable_current_modes():
             values = list(map(_largest, tensors_in(output)))
-        if not isinstance(module, nn.RMSNorm):  # which computes in fp32 in any model
+        if not isinstance(module, nn.RMSNorm):  # it computes in fp32 in any model
             values.append(largest_inside)
         name = self._names[module]
         self.by_module[name] = max([self.by_module.get(name, 0.0), *values])
@@ -76,13 +77,13 @@ class _Maxima(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for tensor in outputs(func, out, all_finite=True):
-            if tensor.itemsize <= self._width:
+            if tensor.itemsize <= self._counted_itemsize:
                 self._running[-1] = max(self._running[-1], _largest(tensor))
         return out
 
 
 def _largest(tensor: Tensor) -> float:
-    """The largest magnitude; 0 of integers and of no values."""
+    """The largest magnitude; 0 for integers and for a tensor without values."""
     if not tensor.is_floating_point() or not tensor.numel():
         return 0.0
     values = readable(tensor)

@@ -29,7 +29,7 @@ from amp_lab.numerics.tensor_summary import TensorSummary, is_finite, summarise
 from amp_lab.numerics.watched_ops import REDUCTIONS, Call, Site, among, argument_summaries, outputs
 from amp_lab.tracing.ops_seen import storage_key, stored_values, tensors_in
 
-_OUTSIDE = Site()  # of all modules
+_OUTSIDE = Site()  # of an op that runs outside of all modules
 
 
 class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which follows `with` too
@@ -44,20 +44,19 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
     and in custom functions; backward ops are named after the module whose forward they undo. With
     `raise_on_first` the block ends with a `NumericsError` that carries the report.
 
-    What counts is what spreads: to a gradient of a parameter or of an input, to the output of the
-    model (inf or NaN; a -inf there may be a mask), to a single number outside the model such as
-    the loss. Then the op that the value came from is reported, however far back. So a mask of -inf
-    that softmax makes finite is no finding, and neither is an intermediate that is replaced. If
-    nothing spread, but something was divided by an inf, so that it became 0, the op that made that
-    inf is reported when the block ends; an inf that stands in the code is not. A
-    parameter that is not finite, and a running mean or variance, is reported when its module is
-    called. What a compiled function, an optimizer that works on lists of tensors, or another
-    thread computes is not watched op by op: run the model eagerly.
+    An inf or NaN is reported only if it matters, that is, if it reaches a gradient of a parameter
+    or of an input, the output of the model, or a single number outside the model, such as the loss.
+    Then the op that made it is reported, however long before. So a mask of -inf that softmax makes
+    finite is not reported, nor is -inf in the output, which may be a mask. If none matters, but
+    something was divided by an inf that an op made, and so became 0, that op is reported at the end
+    of the block. A parameter, running mean or running variance that is not finite is reported when
+    its module is called. Compiled functions, optimizers that work on lists of tensors, and other
+    threads are not watched op by op: run the model eagerly.
 
-    On a GPU the host waits for every op: meant for the step that fails, not for a whole run.
-    Results stay the same to the last bit. It can be entered again, and then starts anew.
+    On a GPU the host waits for every op: it is for the step that fails, not for a whole run.
+    Results are the same to the last bit. It can be entered again, and then starts anew.
 
-    Raises `NumericsError` if `model` is no `nn.Module`, or if one is active already.
+    Raises `NumericsError` if `model` is no `nn.Module`, or if another one is active.
     """
 
     _active: ClassVar["find_nonfinite | None"] = None
@@ -76,14 +75,16 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         self._names: dict[nn.Module, str] = {}
         self._stack: list[tuple[nn.Module, Site]] = []
         self._calls: Counter[nn.Module] = Counter()
-        self._made: dict[int, Site] = {}  # by autograd's sequence number
-        # Where tensors turned non-finite, which may or may not come to matter: by storage, and all.
+        # Where each node of autograd was made in the forward pass, by its sequence number.
+        self._made: dict[int, Site] = {}
+        # The op that made each inf or NaN, by the storage that holds it now; not all will matter.
         self._origins: dict[int | None, tuple[StorageWeakRef, NonfiniteReport]] = {}
-        self._all: list[NonfiniteReport] = []
-        self._watched: set[str] = set()  # names of the parameters whose gradients are
+        self._all_origins: list[NonfiniteReport] = []
+        self._watched: set[str] = set()  # names of parameters whose gradients are watched
         self._loss_scale: float | None = None
-        self._lost_eps: dict[int | None, tuple[StorageWeakRef, float]] = {}  # by storage
-        self._divided_away: NonfiniteReport | None = None
+        # By storage: an eps that was added to the tensor and is 0 in its dtype.
+        self._lost_eps: dict[int | None, tuple[StorageWeakRef, float]] = {}
+        self._divided_away: NonfiniteReport | None = None  # an inf that something was divided by
         self._bypassed = False
         self._watching = False
 
@@ -94,8 +95,8 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             )
         self.report = None
         self._thread = threading.get_ident()
-        self._first = torch._C._autograd._get_sequence_nr()  # older nodes were not seen
-        # After an error in here the hooks that are there already are removed.
+        self._first = torch._C._autograd._get_sequence_nr()  # of the nodes made in this block
+        # If installing the hooks fails, those that are there are removed.
         with contextlib.ExitStack() as self._installed:
             self._install()
             self._installed = self._installed.pop_all()
@@ -136,16 +137,16 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             if self._divided_away is not None and self.report is None and exc_val is None:
                 self._judge(self._divided_away, "a divisor: what was divided by it became 0")
         finally:
-            self._reset()  # it may outlive its block: it then holds no modules, nor what ops made
+            self._reset()  # the object may outlive its block, and must not keep modules alive
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Note an optimizer that steps by itself on gradients of a scaled loss."""
+        """Note if an optimizer steps on the gradients of a scaled loss without the scaler."""
         if self._loss_scale is None or is_in_scaler("step", "_maybe_opt_step"):
             return
-        stepped: set[int] = set()
+        optimized: set[int] = set()
         for group in optimizer.param_groups:
-            stepped.update(map(id, group["params"]))
-        if stepped.isdisjoint(map(id, self._model.parameters())):
+            optimized.update(map(id, group["params"]))
+        if optimized.isdisjoint(map(id, self._model.parameters())):
             return
         self._bypassed = True
         if self.report is not None:
@@ -171,14 +172,14 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
 
     def _leave(self, module: nn.Module, args: tuple, output: object) -> None:
         while self._stack and self._stack.pop()[0] is not module:
-            pass  # left without a call of its hooks
+            pass  # a module inside was left by an exception that skipped its hooks
         if not self._stack and not _in_backward():
-            self._watch_parameters()  # a lazy one is there after the first call
+            self._watch_parameters()  # lazy parameters exist after the first call
             for tensor in tensors_in(output):
                 self._check(tensor, "the output of the model", masks=True)
 
     def _check(self, tensor: Tensor, reached: str, *, masks: bool = False) -> None:
-        """Judge a tensor that matters, unless it is finite or, with `masks`, may be a mask."""
+        """Report a tensor that matters, unless it is finite or, with `masks`, may be a mask."""
         if not self._watching or not self._origins:
             return
         with self._unwatched():
@@ -186,14 +187,14 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
                 return
             kinds = summarise(reached, tensor).kinds
             origin = self._origin_of(tensor)
-        # A -inf may be a mask, for a loss that can take it; a single number is no mask.
+        # -inf may be a mask for a loss that can take it, unless it is a single number.
         is_mask = origin.placed or (kinds == {"-inf"} and tensor.numel() > 1)
         if masks and is_mask:
             return
         self._judge(origin, reached)
 
     def _check_inputs(self, site: Site, args: tuple, kwargs: dict[str, Any]) -> None:
-        by_name = {f"argument {place}": argument for place, argument in enumerate(args)}
+        by_name = {f"argument {index}": argument for index, argument in enumerate(args)}
         by_name |= kwargs
         for name, argument in by_name.items():
             for tensor in tensors_in(argument):
@@ -209,13 +210,14 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         for name, tensor in (module._parameters | statistics).items():
             if tensor is None or is_finite(tensor):
                 continue
-            # A batch norm that is called again may hold what an op of this block made.
+            # An op of this block may have written it, as into a batch norm's running mean.
             origin = self._noted(tensor)
             if origin is None:
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-                place = f"{site.module}.{name}".lstrip(".")
-                origin = self._before(tensor, kind, place, site)
-            if not origin.placed or tensor.requires_grad:  # else a mask that is a parameter
+                full_name = f"{site.module}.{name}".lstrip(".")
+                origin = self._before(tensor, kind, full_name, site)
+            is_mask = origin.placed and not tensor.requires_grad
+            if not is_mask:
                 self._judge(origin, "the forward pass")
                 return
 
@@ -235,7 +237,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         return out
 
     def _look_at(self, func: Any, args: tuple, kwargs: dict[str, Any], out: object) -> None:
-        """Look at what an op returned; this runs below autograd and autocast, for every op."""
+        """Look at the results of an op; called for every op, below autograd and autocast."""
         node = torch._C._current_autograd_node()
         site = self._site_of(node)
         if node is None and not self._stack and func is torch.ops.aten.mul.Tensor:
@@ -252,19 +254,19 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         self._follow_eps(call, returned)
 
     def _look_at_divisor(self, call: Call) -> None:
-        """Note the first inf that an op made, and that another op divides by."""
-        by = divisor(call)
-        if by is None:
+        """Note the first division by an inf that an op made."""
+        tensor = divisor(call)
+        if tensor is None:
             return
-        origin = self._noted(by)
+        origin = self._noted(tensor)
         if origin is None or origin.placed or origin.phase == "before":
             return
-        is_overwritten = by is call.args[0] and call.name.endswith("_")
-        if self._divided_away is None and (is_overwritten or not is_finite(by)):
+        is_overwritten = tensor is call.args[0] and call.name.endswith("_")
+        if self._divided_away is None and (is_overwritten or not is_finite(tensor)):
             self._divided_away = origin
 
     def _follow_eps(self, call: Call, returned: list[Tensor]) -> None:
-        """Note which tensors had an eps added that is 0 in their dtype."""
+        """Note the results to which an eps was added that is 0 in their dtype."""
         for tensor in returned:
             eps = lost_eps(call, tensor.dtype)
             if eps is None and self._lost_eps and keeps_zero(call):
@@ -276,23 +278,24 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             self._lost_eps[storage_key(tensor)] = (_storage(tensor), eps)
 
     def _eps_of(self, tensors: list[Tensor]) -> float | None:
-        """The eps that was added to one of these tensors, and lost, so that it has zeros."""
+        """The lost eps of the first of these tensors that has one, and a zero."""
         for tensor in tensors:
-            found = self._lost_eps.get(storage_key(tensor))
-            if found is not None and not tensor.all():
-                return found[1]
+            noted = self._lost_eps.get(storage_key(tensor))
+            if noted is not None and not tensor.all():
+                _, eps = noted
+                return eps
         return None
 
     def _site_of(self, node: Any) -> Site:
-        """Where an op runs: in the module that is being called; in backward, its node's."""
+        """Where an op runs: in the module that is being called, or that its backward node is of."""
         if self._stack:
             site = self._stack[-1][1]
         elif node is not None:
             site = self._made.get(node._sequence_nr(), _OUTSIDE)
         else:
             site = _OUTSIDE
-        # Autograd numbers its nodes, and makes an op's node just before it runs the op; an op that
-        # comes after without a node of its own finds the number taken.
+        # Autograd makes an op's node, with the next number, just before it runs the op. An op
+        # without a node of its own would overwrite the last number, hence `setdefault`.
         number = torch._C._autograd._get_sequence_nr() - 1
         if number >= self._first and threading.get_ident() == self._thread:
             self._made.setdefault(number, site)
@@ -301,12 +304,12 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         return site
 
     def _look_at_bad(self, call: Call, bad: list[Tensor]) -> None:
-        """Find the origin of what an op returned that is not finite, and whether it matters."""
+        """Find where the inf or NaN in an op's results comes from, and report it if it matters."""
         values = [summarise("output", tensor) for tensor in bad]
         kinds = frozenset().union(*(value.kinds for value in values))
         source = self._source(call, bad)
         origin = source
-        # An op passes on what was placed on purpose if it is the same kind; else it made it.
+        # An op passes a mask on if the result has only the mask's kind; else the op made it.
         if origin is None or (origin.placed and not kinds <= origin.value.kinds):
             origin = self._originate(call, bad, values[0], source)
         for tensor in bad:
@@ -318,15 +321,15 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             if call.node.name().endswith("AccumulateGrad"):
                 self._judge(origin, "a gradient that was accumulated")
         elif call.site.module is None and any(tensor.numel() == 1 for tensor in bad):
-            # A mask or another constant that was written on purpose counts once it is averaged.
+            # A constant such as a mask matters once it is averaged.
             is_averaged = origin is source and call.name.startswith(REDUCTIONS)
             if is_averaged or not origin.placed:
                 self._judge(origin, "a single number outside the model, such as the loss")
 
     def _source(self, call: Call, bad: list[Tensor]) -> NonfiniteReport | None:
-        """The earliest origin of what the op was given; before those placed on purpose, any."""
+        """The earliest origin among the op's inputs, masks last."""
         origins = []
-        if call.name not in ("copy_", "fill_"):  # which keep nothing of what they write into
+        if call.name not in ("copy_", "fill_"):  # these overwrite all of their first argument
             origins = [self._noted(tensor) for tensor in bad if among(tensor, call.args)]
         written = bad + call.statistics_written
         for tensor in tensors_in((call.args, call.kwargs)):
@@ -338,10 +341,10 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
     def _originate(
         self, call: Call, bad: list[Tensor], value: TensorSummary, source: Any
     ) -> NonfiniteReport:
-        """The origin that this op is; in a recomputation, the one that it was in forward."""
+        """Make the origin for this op; for a recomputed op, return that of the forward pass."""
         if call.recomputed:
             here = ("forward", call.site.module, call.name)
-            for origin in self._all:
+            for origin in self._all_origins:
                 if (origin.phase, origin.module, origin.op) == here:
                     return origin
         facts: dict[str, Any] = {"phase": "forward", "op": call.name, "tensor": "output"}
@@ -376,17 +379,17 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             module_type=site.module_type,
             call=site.call,
             value=value,
-            number=len(self._all),
+            number=len(self._all_origins),
             loss_scale=self._loss_scale,
             weights=self._weights_of(site.module),
             half_weights=self._trains_half(),
             **facts,
         )
-        self._all.append(origin)
+        self._all_origins.append(origin)
         return origin
 
     def _weights_of(self, name: str | None) -> torch.dtype | None:
-        """The dtype of a module's own weights, or of the model's first if it has none."""
+        """The dtype of a module's own weights, or else of the model's first weight."""
         if name is not None:
             own = _first_dtype(self._model.get_submodule(name).parameters(recurse=False))
             if own is not None:
@@ -398,7 +401,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         return any(p.requires_grad and p.dtype is torch.float16 for p in parameters)
 
     def _before(self, tensor: Tensor, kind: str, name: str, site: Site) -> NonfiniteReport:
-        """Note the origin of a tensor that no op seen here has made."""
+        """Note a tensor that was not finite before any op of this block ran."""
         value = summarise(name, tensor)
         placed = value.kinds == {"-inf"}
         origin = self._new(site, value, placed=placed, phase="before", tensor=kind, name=name)
@@ -406,6 +409,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         return origin
 
     def _origin_of(self, tensor: Tensor) -> NonfiniteReport:
+        """The noted origin of a tensor, or a new one: it was there before the block."""
         noted = self._noted(tensor)
         if noted is not None:
             return noted
@@ -440,16 +444,16 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         self._origins[key] = (_storage(tensor), origin)
 
     def _forget(self, overwritten: list[Tensor]) -> None:
-        """Drop what was known of memory that finite values have been written over."""
+        """Drop the origins of memory that was overwritten with finite values."""
         for tensor in overwritten:
             key = storage_key(tensor)
             nbytes = tensor.numel() * tensor.itemsize
-            # A part of it may leave a value that is not finite in the rest.
+            # If only a part was overwritten, the rest may still hold an inf or NaN.
             if key in self._origins and nbytes == tensor.untyped_storage().nbytes():
                 del self._origins[key]
 
     def _judge(self, origin: NonfiniteReport, reached: str) -> None:
-        """The first that came to matter is the finding; nothing is watched after it."""
+        """Make this origin the report, and stop watching: only the first one is reported."""
         self.report = dataclasses.replace(origin, reached=reached, bypassed=self._bypassed)
         self._watching = False
         if self._raise:
@@ -457,7 +461,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
 
     @contextlib.contextmanager
     def _unwatched(self) -> Iterator[None]:
-        """For checks in hooks, which are above autograd and the mode, unlike `_look_at`."""
+        """The block for checks in hooks, whose ops must be neither watched nor recorded."""
         was_watching = self._watching
         self._watching = False
         try:
@@ -468,17 +472,17 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef:
-    """A weak reference, which keeps the address from being used again for another storage."""
+    """A weak reference; while it exists, no other storage gets the same address."""
     return StorageWeakRef(stored_values(tensor).untyped_storage())
 
 
 def _first_dtype(parameters: Iterator[nn.Parameter]) -> torch.dtype | None:
-    """The dtype of the first that is in a floating-point format."""
+    """The dtype of the first floating-point parameter."""
     return next((p.dtype for p in parameters if p.is_floating_point()), None)
 
 
 def _living(by_storage: dict) -> dict:
-    """Those entries whose storage still lives."""
+    """The entries whose storage is still alive."""
     return {key: entry for key, entry in by_storage.items() if not entry[0].expired()}
 
 
@@ -486,4 +490,5 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-_DETACH = torch.ops.aten.detach.default  # a third of all calls: it computes nothing, without a node
+# A third of all calls. It computes nothing and has no node, so it is not looked at.
+_DETACH = torch.ops.aten.detach.default

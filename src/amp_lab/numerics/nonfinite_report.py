@@ -1,4 +1,4 @@
-"""What `find_nonfinite` found, in words, and what to do about it."""
+"""The report of `find_nonfinite`, and what to do about it."""
 
 import textwrap
 from collections.abc import Iterator
@@ -15,39 +15,39 @@ from amp_lab.numerics.tensor_summary import TensorSummary
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class NonfiniteReport:
-    """Where the first inf or NaN came from; `str` of it is made to be read."""
+    """Where the first inf or NaN that matters came from; print it to read it."""
 
-    phase: str  # ``forward``, ``backward``, or ``before``: it was so when it was first used
-    module: str | None  # qualified name, "" for the model itself; None: outside, as in a loss
+    phase: str  # ``forward``, ``backward``, or ``before`` (it was there before its first use)
+    module: str | None  # qualified name, "" for the model itself; None outside, as in a loss
     module_type: str | None
-    call: int  # which call of that module, from 1 in each forward pass; 0 without one
-    op: str | None = None  # ``log``; backward, autograd's ``LogBackward0``; before any op, None
-    kernel: str | None = None  # the op that the backward of `op` ran; in forward the same as `op`
+    call: int  # number of the module's call, from 1 in each forward pass; 0 outside of modules
+    op: str | None = None  # ``log``; in backward ``LogBackward0``; None before any op
+    kernel: str | None = None  # op that the backward node ran; in forward the same as `op`
     tensor: str  # ``output``, ``gradient``, ``parameter``, ``buffer``, ``input`` or ``constant``
-    name: str  # of a parameter or buffer its qualified name, else its place
-    value: TensorSummary  # of the tensor that is not finite
-    inputs: tuple[TensorSummary, ...] = ()  # without what the op wrote into: its old value is gone
-    weights: torch.dtype | None = None  # of the module, or of the model if it has none
+    name: str  # qualified name of a parameter or buffer; else a description
+    value: TensorSummary  # the tensor that is not finite
+    inputs: tuple[TensorSummary, ...] = ()  # inputs of the op that it did not overwrite
+    weights: torch.dtype | None = None  # dtype of the module's weights, or of the model's
     half_weights: bool = False  # whether weights that are trained are fp16
-    constant: float | None = None  # a number in the code that the result's dtype cannot hold
-    exponent: float | None = None  # that `kernel` raises to, if it is a number in the code
-    eps: float | None = None  # what was added to an input to keep it from 0, and is 0 in its dtype
-    line: str | None = None  # of your code that called the op, where there was one
-    reached: str = ""  # what it spread to: why it counts
-    loss_scale: float | None = None  # what a `GradScaler` had multiplied the loss by, if one did
+    constant: float | None = None  # constant in the code that is beyond the result's dtype
+    exponent: float | None = None  # exponent of `kernel`, if it is a constant
+    eps: float | None = None  # eps that was added to an input and is 0 in its dtype
+    line: str | None = None  # line of the user's code that called the op
+    reached: str = ""  # where the inf or NaN arrived, which is why it matters
+    loss_scale: float | None = None  # factor by which a `GradScaler` had multiplied the loss
     bypassed: bool = False  # whether an optimizer of the model stepped without that scaler
-    placed_by: str | None = None  # what had put a -inf there that this op turned into a NaN
-    placed: bool = False  # whether it was written there on purpose, as a mask of -inf is
-    number: int = 0  # how many there were before it
+    placed_by: str | None = None  # what wrote the -inf that this op turned into NaN
+    placed: bool = False  # whether the code wrote it on purpose, as a mask of -inf
+    number: int = 0  # number of origins that were noted before this one
 
     @property
     def remedies(self) -> list[Remedy]:
-        """What to do about it, in the order in which to read it."""
+        """What to do about it, the most important first."""
         return remedies_for(self)
 
     @property
     def advice(self) -> str:
-        """The same in words."""
+        """The remedies in words, with the facts of this report."""
         facts = {
             "what": "The gradient" if self.phase == "backward" else "The result",
             "scale": self.loss_scale,
@@ -62,7 +62,7 @@ class NonfiniteReport:
 
     @property
     def _autocast_effect(self) -> str:
-        """What autocast would do with the op, which matters where the weights are fp16."""
+        """What autocast would do with the op, if the weights are fp16; else empty."""
         if self.op is None or self.weights is not torch.float16:
             return ""
         return what_autocast_does(self.op, self.value.device_type)
@@ -80,7 +80,7 @@ class NonfiniteReport:
 
     @property
     def place(self) -> str:
-        """What was not finite first, in a line."""
+        """The tensor, or the op and the module, in a few words."""
         if self.phase == "before":
             return f"{self.tensor} {self.name!r}"
         return f"{self.op}: {self.where}"
@@ -100,7 +100,7 @@ class NonfiniteReport:
         return "\n".join(lines)
 
     def _rows(self) -> Iterator[tuple[str, str | None]]:
-        """What there is to say, each with its label; empty or None if it is not known."""
+        """The labels and texts of the report; a text that is unknown is empty or None."""
         is_backward = self.phase == "backward"
         if is_backward:
             yield "kernel", self.kernel

@@ -1,4 +1,4 @@
-"""The numbers in the code of an op, and what it divides by, as far as `find_nonfinite` asks."""
+"""Constants among the arguments of an op, and its divisor, for `find_nonfinite`."""
 
 import functools
 import math
@@ -15,22 +15,22 @@ FILLING = (
     "fill", "masked_fill", "index_put", "index_fill", "where", "copy", "scatter", "full",
     "scalar_tensor",
 )  # fmt: skip
-# Ops that keep a divisor, or the argument of a root or logarithm, away from 0.
+# Ops that people use with an eps, to keep a divisor or the argument of a logarithm away from 0.
 _GUARDING = ("add", "clamp", "clamp_min")
-# Ops that make 0 of 0.
+# Ops whose result is 0 where their input is 0.
 _KEEPING_ZERO = ("sqrt", "pow", "mul", "to_copy", "clone")
 _LOGARITHMS = ("log", "log2", "log10")
-_DIVISORS = {"div": 1, "reciprocal": 0, "rsqrt": 0, "addcdiv": 2}  # by the place of the argument
+_DIVISORS = {"div": 1, "reciprocal": 0, "rsqrt": 0, "addcdiv": 2}  # an op: its divisor's index
 
 
 @functools.cache
 def _name(func: Any) -> str:
-    """The op's name, whether it works in place or not."""
+    """The op's name without the underscore of an op that works in place."""
     return func._schema.name.partition("::")[2].strip("_")
 
 
 def constant_beyond(call: Call, dtype: torch.dtype) -> float | None:
-    """The number in the code that exceeds the largest of `dtype`, as -1e9 does in fp16."""
+    """A constant argument that is beyond the range of `dtype`, as -1e9 is beyond fp16's."""
     if call.is_backward or not dtype.is_floating_point:
         return None
     largest = torch.finfo(dtype).max
@@ -41,54 +41,54 @@ def constant_beyond(call: Call, dtype: torch.dtype) -> float | None:
 
 
 def exponent(call: Call) -> float | None:
-    """The number that an op raises to, where that stands in the code."""
+    """The exponent of a power, if it is a constant."""
     if _name(call.func) != "pow" or not isinstance(call.args[1], (int, float)):
         return None
     return float(call.args[1])
 
 
 def lost_eps(call: Call, dtype: torch.dtype) -> float | None:
-    """The small number that an op adds, or clamps to, and that is 0 in `dtype`, if that is fp16."""
+    """A constant that an op adds or clamps to and that is 0 in fp16; None for other dtypes."""
     if dtype is not torch.float16 or _name(call.func) not in _GUARDING or call.is_backward:
         return None
     for number in _numbers(call):
-        # The smallest number is 2^-24. Half of it is between that and 0, and goes to the even one.
+        # fp16's smallest number is 2^-24. Half of it is a tie, which rounds to 0.
         if 0 < number <= 2.0**-25:
             return number
     return None
 
 
 def keeps_zero(call: Call) -> bool:
-    """Whether the op's result is 0 where what it was given is 0."""
+    """Whether the op's result is 0 where its input is 0."""
     return _name(call.func) in _KEEPING_ZERO
 
 
 def divisor(call: Call) -> Tensor | None:
-    """The tensor that an op divides by."""
+    """The tensor that an op divides by; None if it divides by none."""
     name = _name(call.func)
-    place = _DIVISORS.get(name)
+    index = _DIVISORS.get(name)
     if name == "pow" and isinstance(call.args[1], (int, float)) and call.args[1] < 0:
-        place = 0
-    if place is None:
+        index = 0
+    if index is None:
         return None
-    argument = call.args[place]
+    argument = call.args[index]
     if not isinstance(argument, Tensor):
         return None
     return argument
 
 
 def infinite_at_zero(call: Call) -> list[Tensor]:
-    """The tensors of which a 0 makes the op's result infinite or NaN."""
-    by = divisor(call)
-    if by is not None:
-        return [by]
+    """The inputs of an op in which a 0 makes the result infinite or NaN."""
+    divided_by = divisor(call)
+    if divided_by is not None:
+        return [divided_by]
     if _name(call.func) in _LOGARITHMS:
         return [call.args[0]]
     return []
 
 
 def _numbers(call: Call) -> Iterator[float]:
-    """The numbers that an op was given; sizes and dimensions are none."""
+    """The constants among an op's arguments, without sizes and dimensions."""
     is_filling = _name(call.func).startswith(FILLING)
     for kind, argument in _arguments(call):
         is_flag_or_size = isinstance(argument, bool) or kind == "int"
@@ -99,7 +99,7 @@ def _numbers(call: Call) -> Iterator[float]:
 
 
 def _cast_mask(call: Call, largest: float) -> list[float]:
-    """What a mask that is cast holds where it hides something: one negative number, often."""
+    """The value of a mask in a cast: a negative number below -`largest`, at least twice."""
     if _name(call.func) != "to_copy":
         return []
     source = call.args[0]
@@ -110,14 +110,14 @@ def _cast_mask(call: Call, largest: float) -> list[float]:
 
 
 def _arguments(call: Call) -> Iterator[tuple[str, Any]]:
-    """What an op was given, each with its type in the op's schema."""
+    """The type in the op's schema, and the value, of each argument."""
     schema = call.func._schema.arguments
-    kinds = {argument.name: str(argument.type) for argument in schema}
-    yield from zip(kinds.values(), call.args, strict=False)
-    for name, given in call.kwargs.items():
-        yield kinds[name], given
+    types = {argument.name: str(argument.type) for argument in schema}
+    yield from zip(types.values(), call.args, strict=False)
+    for name, value in call.kwargs.items():
+        yield types[name], value
 
 
-def _is_single_number(given: object) -> TypeGuard[Tensor]:
-    """Whether it is a tensor without dimensions, as ``torch.tensor(-1e9)`` is."""
-    return isinstance(given, Tensor) and not given.dim() and given.is_floating_point()
+def _is_single_number(value: object) -> TypeGuard[Tensor]:
+    """Whether a value is a floating-point tensor without dimensions: ``torch.tensor(-1e9)``."""
+    return isinstance(value, Tensor) and not value.dim() and value.is_floating_point()

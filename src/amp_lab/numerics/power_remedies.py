@@ -1,4 +1,4 @@
-"""What to do about a power or a division that is not finite, chosen by the values it was given."""
+"""Remedies for a power or a division that is not finite, chosen by its inputs."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def remedy_for_power(report: NonfiniteReport) -> Remedy:
 
 
 def divides_by_both_signs(report: NonfiniteReport) -> bool:
-    """Whether an op divides by numbers some of which are negative, as far as they were recorded."""
-    by = input_of(report, _divisor(report))
-    return by is not None and by.low < 0
+    """Whether an op divides by negative numbers, as far as its inputs were recorded."""
+    divisor = input_of(report, _divisor(report))
+    return divisor is not None and divisor.low < 0
 
 
 def _divisor(report: NonfiniteReport) -> str:
-    """Which input of the kernel has the sign of what is divided by; empty if none has."""
-    if report.op == "ReciprocalBackward0":  # it multiplies by the square of the reciprocal
+    """Name of the kernel's input that is the divisor, or has its sign; empty if there is none."""
+    if report.op == "ReciprocalBackward0":  # it multiplies by the squared reciprocal
         return "self" if report.kernel == "mul" else ""
     kernel = (report.kernel or "").strip("_")
     if kernel.startswith("div"):
@@ -86,12 +86,12 @@ def _divisor(report: NonfiniteReport) -> str:
 
 
 def input_of(report: NonfiniteReport, name: str) -> TensorSummary | None:
-    """What was recorded of one of the kernel's inputs."""
+    """The summary of the kernel's input of this name; None if it was not recorded."""
     return next((summary for summary in report.inputs if summary.name == name), None)
 
 
 def _smallest_exponent(report: NonfiniteReport) -> float:
-    """The smallest exponent of a power; -1 for a reciprocal, 0 if it is not known."""
+    """The smallest exponent of a power; -1 for a reciprocal, 0 if unknown."""
     if (report.kernel or "").startswith("reciprocal"):
         return -1.0
     if report.exponent is not None:
@@ -103,7 +103,7 @@ def _smallest_exponent(report: NonfiniteReport) -> float:
 
 
 def _fits_fp32(report: NonfiniteReport, base: TensorSummary | None) -> bool:
-    """Whether the largest power fits fp32; one written over counts as fp16's largest."""
+    """Whether the power of the largest base fits fp32; an overwritten base counts as 65504."""
     exponents = input_of(report, "exponent")
     exponent = report.exponent
     if exponents is not None:

@@ -44,11 +44,11 @@ class ScaleLog:
         self._scaler = scaler
         self._steps = 0
         self._scales = _Values()  # one for each step
-        # Whether an optimizer found infs, and at which steps, in the order of their first step.
+        # For each optimizer: numbers of its steps, and for each whether it found an inf.
         self._found: dict[torch.optim.Optimizer, tuple[list[int], _Values]] = {}
-        self._stepped: list[torch.optim.Optimizer] = []  # since the last update
+        self._stepped: list[torch.optim.Optimizer] = []  # optimizers, since the last update
         self._open = True
-        # What the scaler has of its own under these names, beside those of its class.
+        # Attributes of the instance that hide these methods of its class, if there are any.
         self._before = {name: vars(scaler).get(name) for name in ("step", "update")}
         self._step = scaler.step
         self._update = scaler.update
@@ -64,15 +64,15 @@ class ScaleLog:
     def _log_update(self, *args: Any, **kwargs: Any) -> None:
         if not self._open:
             return self._update(*args, **kwargs)
-        # What there is to log is gone after the update, but counts only if that succeeds.
+        # Read before the update, which deletes it, and logged after it, if it succeeds.
         scale = getattr(self._scaler, "_scale", None)  # a scaler that is disabled has none
         if scale is not None:
             scale = scale.clone()
-        found = {optimizer: self._found_inf(optimizer, scale) for optimizer in self._stepped}
+        flags = {optimizer: self._found_inf(optimizer, scale) for optimizer in self._stepped}
         self._update(*args, **kwargs)
         if scale is not None:
             self._scales.append(scale)
-        for optimizer, flag in found.items():
+        for optimizer, flag in flags.items():
             self._log_found(optimizer, flag)
         self._stepped.clear()
         self._steps += 1
@@ -98,7 +98,7 @@ class ScaleLog:
 
     @property
     def scales(self) -> list[float]:
-        """The scale in force at each step; the one to come after the last is not among them."""
+        """The scale that each step used."""
         if not self._scaler.is_enabled():
             return [1.0] * self._steps
         return self._scales.tolist()
@@ -110,11 +110,11 @@ class ScaleLog:
 
     @property
     def skipped_by(self) -> list[list[int]]:
-        """The same for each optimizer, in the order in which they first stepped."""
+        """The skipped steps of each optimizer, in the order in which they first stepped."""
         skipped = []
         for steps, flags in self._found.values():
-            found = flags.tolist()
-            skipped.append(list(itertools.compress(steps, found)))
+            found_inf = flags.tolist()
+            skipped.append(list(itertools.compress(steps, found_inf)))
         return skipped
 
     def plot(self):
@@ -135,10 +135,10 @@ class ScaleLog:
         self._open = False
 
     def _restore(self, name: str, ours: Callable) -> None:
-        """Give the scaler the method back that it had."""
+        """Give the scaler its own method back."""
         own = vars(self._scaler)
         if own.get(name) != ours:
-            return  # wrapped by someone else since; ours then only passes the call on
+            return  # somebody else has wrapped ours, which now only passes calls on
         del own[name]
         if self._before[name] is not None:
             own[name] = self._before[name]
@@ -165,9 +165,9 @@ class ScaleLog:
 
 
 class _Values:
-    """Numbers that stay on their device until they are read, in few pieces however many."""
+    """Numbers that stay on their device until they are read, joined into few tensors."""
 
-    PIECE = 1024  # each single number takes 512 bytes of a GPU's memory
+    PIECE = 1024  # numbers are joined from so many on: each tensor takes 512 bytes on a GPU
 
     def __init__(self):
         self._pieces: list[Tensor] = []

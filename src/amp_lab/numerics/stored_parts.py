@@ -14,9 +14,9 @@ _can_compute: dict[type, bool] = {}
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensor itself, or what a subclass without sums and comparisons is stored as.
+    """The tensor itself, or the plain tensors in which a subclass keeps its values.
 
-    Empty of a subclass that does not say what it is stored as; it warns about that, once.
+    Empty for a subclass that does not tell them, with a warning, once for each class.
     """
     if type(tensor) in _PLAIN or _computes(tensor):
         return [tensor]
@@ -31,7 +31,7 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _computes(tensor: torch.Tensor) -> bool:
-    """Whether a class of tensors has what it takes to look for an inf or a NaN."""
+    """Whether tensors of this class have `isfinite` and `sum`, found by trying once."""
     kind = type(tensor)
     if kind not in _can_compute:
         try:
@@ -39,7 +39,7 @@ def _computes(tensor: torch.Tensor) -> bool:
             values.isfinite()
             values.sum()
             _can_compute[kind] = True
-        except (NotImplementedError, TypeError):  # of torchao, and where it returns NotImplemented
+        except (NotImplementedError, TypeError):  # torchao raises either
             _can_compute[kind] = False
     return _can_compute[kind]
 

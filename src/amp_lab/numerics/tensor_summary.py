@@ -1,4 +1,4 @@
-"""Whether a tensor is finite, and what one held that is not."""
+"""Whether a tensor is finite, and a summary of its values."""
 
 import cmath
 import math
@@ -14,23 +14,23 @@ from amp_lab.tracing.ops_seen import stored_values
 
 @dataclass(frozen=True)
 class TensorSummary:
-    """What a tensor held, without the tensor."""
+    """A summary of a tensor's values that does not keep the tensor."""
 
-    name: str  # among the op's arguments: ``self``, ``weight``, ``grad_output``
+    name: str  # of the op's argument: ``self``, ``weight``, ``grad_output``
     dtype: torch.dtype
     device_type: str
     shape: tuple[int, ...]
-    low: float  # the smallest finite value, of a complex tensor a part's; NaN if it has none
-    high: float  # the largest
-    values: int  # how many it has, and below how many of them are NaN, +inf and -inf
-    nan: int
-    inf: int
-    neg_inf: int
-    stored_as: tuple[torch.dtype, ...] = ()  # of a subclass that was read part by part
+    low: float  # smallest finite value, or real or imaginary part; NaN if there is none
+    high: float  # largest finite value, likewise
+    values: int  # number of values
+    nan: int  # how many of them are NaN
+    inf: int  # … are inf
+    neg_inf: int  # … are -inf
+    stored_as: tuple[torch.dtype, ...] = ()  # dtypes of the parts of a tensor subclass
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Which of ``NaN``, ``inf`` and ``-inf`` it holds."""
+        """Which of ``NaN``, ``inf`` and ``-inf`` are among the values."""
         return frozenset(self._counts())
 
     def _counts(self) -> dict[str, int]:
@@ -57,7 +57,7 @@ class TensorSummary:
 
 
 def summarise(name: str, tensor: Tensor) -> TensorSummary:
-    """What a tensor holds; one without memory behind it counts as zeros."""
+    """The summary of a tensor; one without memory, as on ``meta``, counts as zeros."""
     stored_as: tuple[torch.dtype, ...] = ()
     if _is_without_values(tensor):
         values = torch.zeros(tensor.shape)
@@ -87,26 +87,29 @@ def summarise(name: str, tensor: Tensor) -> TensorSummary:
 
 
 def _numbers(parts: list[Tensor]) -> Tensor:
-    """The floating-point values of a tensor's parts, as real numbers; of one alone as it lies."""
+    """The floating-point values of a tensor's parts as real numbers, flattened if several."""
     if len(parts) == 1:
         return _real(readable(parts[0]))
-    found = [_real(readable(part)).flatten().double() for part in parts if _may_be_infinite(part)]
-    if not found:
+    inexact = [part for part in parts if _may_be_infinite(part)]
+    flattened = [_real(readable(part)).flatten().double() for part in inexact]
+    if not flattened:
         return torch.zeros(0)
-    return torch.cat(found)
+    return torch.cat(flattened)
 
 
 def _real(values: Tensor) -> Tensor:
+    """The values, or the real and imaginary parts of complex ones."""
     if not values.is_complex():
         return values
     if values.is_conj():
-        # Below autograd a lazy conjugate cannot be resolved, but be made one of a conjugate.
+        # view_as_real refuses a lazy conjugate; conjugating again removes the mark, and the sign
+        # of the imaginary part does not matter here.
         values = values.conj()
     return torch.view_as_real(values)
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all values are finite. Other than floating-point and complex ones always are."""
+    """Whether all values are finite; integers and bools always are."""
     if not _may_be_infinite(tensor) or _is_without_values(tensor):
         return True
     return all(_is_part_finite(part) for part in parts_of(tensor) if _may_be_infinite(part))
@@ -120,8 +123,8 @@ def _is_part_finite(tensor: Tensor) -> bool:
     values = tensor
     if tensor.layout is not torch.strided or tensor.itemsize == 1:
         values = readable(tensor)
-    # A sum passes every inf and NaN on, and is the cheapest look at every value there is. It may
-    # also overflow by itself, so only a finite one is an answer.
+    # A sum is the cheapest op that reads every value, and each inf or NaN makes it so too. But it
+    # may also overflow by itself, so only a finite sum is an answer.
     dtype = torch.float32 if values.dtype is torch.float16 else None
     if cmath.isfinite(values.sum(dtype=dtype).item()):
         return True
@@ -129,9 +132,9 @@ def _is_part_finite(tensor: Tensor) -> bool:
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """Its values in a form that has sums and comparisons."""
+    """The values of a tensor in a dtype and layout that have sums and comparisons."""
     values = stored_values(tensor.detach())
-    if values.layout is not torch.strided:  # oneDNN's own
+    if values.layout is not torch.strided:  # oneDNN's own layout
         values = values.to_dense()
     if values.dtype.itemsize == 1:  # the float8 formats
         values = values.to(torch.float32)
@@ -139,5 +142,5 @@ def readable(tensor: Tensor) -> Tensor:
 
 
 def _is_without_values(tensor: Tensor) -> bool:
-    """Whether there is no memory behind it: reading the zeros of autograd's would be a crash."""
+    """Whether a tensor has no memory: on ``meta``, lazy, or autograd's zero tensor."""
     return tensor.device.type == "meta" or nn.parameter.is_lazy(tensor) or tensor._is_zerotensor()

@@ -104,7 +104,7 @@ class UnderflowReport(Printed):
         return self._table([self.rows[i] for i in shown]).text()
 
     def _share_lost(self, row: GradientCount) -> float:
-        """The share that the first scale loses; if that is not known, the share of zeros."""
+        """The share that is lost at the first scale; the share of zeros if `half`."""
         if not self.half:
             return row.lost(self.scales[0])
         if not row.values:
@@ -175,7 +175,7 @@ class UnderflowReport(Printed):
         return [*cells, _power(row.smallest_scale)]
 
     def _facts(self, missing: int) -> list[str]:
-        """The lines below a table that leaves out so many rows."""
+        """The sentences below a table from which `missing` rows were left out."""
         total = self.total
         lines = []
         if missing:
@@ -195,7 +195,7 @@ class UnderflowReport(Printed):
         return lines
 
     def _on_scales(self) -> list[str]:
-        """Which loss scales keep the gradients."""
+        """A sentence on the loss scales that keep the gradients; none if unknown."""
         smallest = self.smallest_scale
         largest = self.largest_scale
         if smallest is None or largest is None:
@@ -212,30 +212,30 @@ def gradient_underflow(
 ) -> UnderflowReport:
     """Count, layer by layer, the gradient values that fp16 would lose at each loss scale.
 
-    `loss` is a scalar that `model` was used to compute, without a loss scale, and in fp32 or bf16.
-    Under fp16 autocast, or with fp16 weights, fp16 has lost its values before they can be counted.
-    Then `half` is true, no share that is lost and no smallest scale is given, and the report says
-    so first; zeros, and numbers that are subnormal in fp16, are still counted.
+    `loss` is a scalar that was computed with `model`, without a loss scale, in fp32 or bf16. Under
+    fp16 autocast, or with fp16 weights, small gradients are lost before they can be counted. Then
+    `half` is true, the report says so first, and has neither lost shares nor a smallest scale;
+    zeros, and numbers that are subnormal in fp16, are still counted.
 
     One backward pass runs from the loss, with the graph kept, so that ``loss.backward()`` still
     works after it. No `.grad` is written.
 
-    Counted are the gradients that fp16 holds under autocast: those of the parameters, and those
-    that arrive at the outputs of matrix products, convolutions and recurrent layers. These are
-    named after the module whose parameters the op uses or, for a product of activations as in
-    attention, after that of the nearest parameters before it. Each value counts as it would be
-    after ``(gradient * scale).to(torch.float16)``; of a sparse gradient the stored values count, of
-    a complex one real and imaginary parts. Scales are powers of two, as `GradScaler`'s are. The
-    histogram is that of Micikevicius et al., "Mixed Precision Training", 2018, figure 3.
-    Of 262,144 values or more a sample is counted, always the same one, with the extremes, so that
+    It counts the gradients that are fp16 under autocast: those of the parameters, and those of the
+    outputs of matrix products, convolutions and recurrent layers. The latter are named after the
+    module whose parameters the op uses; a product of activations, as in attention, is named after
+    the module of the nearest parameters before it. Each value is treated as
+    ``(gradient * scale).to(torch.float16)``; of a sparse gradient the stored values count, of a
+    complex one real and imaginary parts. Scales are powers of two, as `GradScaler`'s are. The
+    histogram is that of Micikevicius et al., "Mixed Precision Training", 2018, figure 3. Of
+    gradients with 262,144 values or more a fixed sample is counted, with the extremes, so that
     `largest_scale` is exact. The report says how far a share may be off.
 
-    Raises `NumericsError` if no parameter requires a gradient, a scale is no power of two from
-    2^-64 to 2^64, or the loss is no scalar, does not lead to the model, or has no graph, one that
-    was freed, or a compiled one.
+    Raises `NumericsError` if no parameter requires a gradient, if a scale is no power of two from
+    2^-64 to 2^64, and if the loss is no scalar, does not depend on the model, or has no graph, a
+    freed graph or a compiled one.
     """
     scales = tuple(float(scale) for scale in scales)
-    parameters = _checked(model, loss, scales)
+    parameters = _checked_parameters(model, loss, scales)
     arrivals = _low_precision_nodes(loss, parameters, _factors(model, parameters))
     gradients = _backward(loss, list(parameters), arrivals)
     outputs = [row for row in dict.fromkeys(arrivals.values()) if row.values]
@@ -263,10 +263,13 @@ def gradient_underflow(
     )
 
 
-def _checked(model: object, loss: object, scales: tuple[float, ...]) -> _Names:
-    """The names of the parameters that require a gradient; `NumericsError` for what cannot be."""
+def _checked_parameters(model: object, loss: object, scales: tuple[float, ...]) -> _Names:
+    """The parameters that require a gradient, with their names.
+
+    Raises `NumericsError` if one of the arguments of `gradient_underflow` is wrong.
+    """
     for scale in scales:
-        log2_of(scale)  # raises for what is no power of two
+        log2_of(scale)  # raises if it is no power of two
     if not scales:
         raise NumericsError("gradient_underflow: scales is empty; give at least one")
     if not isinstance(model, nn.Module):
@@ -280,7 +283,7 @@ def _checked(model: object, loss: object, scales: tuple[float, ...]) -> _Names:
 
 
 def _check_loss(loss: object) -> None:
-    """Raise `NumericsError` for what is no single number with a graph."""
+    """Raise `NumericsError` if the loss is no single number with a graph."""
     complaint = "gradient_underflow: the loss must be one number, not"
     if not isinstance(loss, Tensor):
         raise NumericsError(f"{complaint} {type(loss).__name__}")
@@ -294,21 +297,22 @@ def _check_loss(loss: object) -> None:
 
 
 def _factors(model: nn.Module, parameters: _Names) -> _Names:
-    """The names of the parameters where they are multiplied.
+    """The parameters, with the names of the layers that multiply by them.
 
-    Tied weights are multiplied by the head, though the embedding's name comes before.
+    A weight that embedding and head share is named after the head, whose name comes second in
+    `named_parameters`.
     """
     factors = dict(parameters)
     for name, module in reversed(list(model.named_modules())):
         if isinstance(module, nn.Linear):
             weight = module._parameters.get("weight")
-            if weight is not None:  # else it is computed
+            if weight is not None:  # a parametrized layer computes it
                 factors[weight] = f"{name}.weight"
     return factors
 
 
 def _has_fp16(loss: Tensor) -> bool:
-    """Whether the gradient of anything that the loss was computed from is fp16."""
+    """Whether a gradient anywhere in the graph of the loss is fp16."""
     for node in nodes_below([loss.grad_fn]):
         if any(gradient.dtype in _HALF for gradient in node._input_metadata):
             return True
@@ -318,10 +322,10 @@ def _has_fp16(loss: Tensor) -> bool:
 def _backward(
     loss: Tensor, parameters: list[Tensor], arrivals: dict[Node, GradientCount]
 ) -> Sequence[Tensor | None]:
-    """The gradients of the parameters, while those that arrive at nodes are counted."""
+    """The gradients of the parameters; those that arrive at the nodes are counted on the way."""
     hooks = [node.register_prehook(row.add) for node, row in arrivals.items()]
     try:
-        # The graph is kept for the caller, who has yet to call backward.
+        # The graph is kept, since the caller will call backward.
         return torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
     except RuntimeError as error:
         reason = first_line(error).partition(". ")[0]
@@ -330,27 +334,27 @@ def _backward(
             "loss.backward(), with the loss of a model that is not compiled"
         ) from error
     finally:
-        for hook in hooks:  # also after an error: they would count on in the caller's backward
+        for hook in hooks:  # they would count again in the caller's backward pass
             hook.remove()
 
 
 def _low_precision_nodes(
     loss: Tensor, parameters: _Names, factors: _Names
 ) -> dict[Node, GradientCount]:
-    """The nodes that fp16 gradients arrive at, first op first, and where each is counted."""
+    """The nodes at which fp16 gradients arrive, in forward order, with the count for each."""
     nodes = nodes_below([loss.grad_fn])
     low = [node for node in nodes if node.name().startswith(_LOW_PRECISION_NODES)]
     low.sort(key=lambda node: node._sequence_nr())  # as the forward pass ran them
     arrivals: dict[Node, GradientCount] = {}
-    shared: dict[object, GradientCount] = {}  # as by the steps of a recurrent network
+    of_layers: dict[object, GradientCount] = {}  # a layer that runs several times has one count
     products: Counter[tuple[str, str]] = Counter()
     for node in low:
         op = _op_of(node).lower()
         weights = _weights_of(node, factors)
-        if weights:  # a layer's product
+        if weights:  # the product of a layer
             row = GradientCount(_layer_of(weights[-1]), f"output of {op}")
-            arrivals[node] = shared.setdefault((weights, op), row)
-        else:  # one of activations, as in attention
+            arrivals[node] = of_layers.setdefault((weights, op), row)
+        else:  # a product of activations, as in attention
             layer = _layer_of(_nearest(node, parameters))
             products[layer, op] += 1
             arrivals[node] = GradientCount(layer, f"output of {op} {products[layer, op]}")
@@ -366,13 +370,13 @@ def _layer_of(parameter: str) -> str:
 
 
 def _weights_of(node: Any, factors: _Names) -> tuple[str, ...]:
-    """The parameters among the inputs of an op, which are the layer's own."""
+    """Names of the parameters among the inputs of an op; none for a product of activations."""
     inputs = [_parameter_behind(inner, factors) for inner, _ in node.next_functions]
     return tuple(name for name in inputs if name)
 
 
 def _parameter_behind(node: Any, factors: _Names) -> str | None:
-    """The parameter that this input of an op is, behind casts and transpositions."""
+    """Name of the parameter that an input of an op is, perhaps cast or transposed; else None."""
     while node is not None:
         if hasattr(node, "variable"):  # AccumulateGrad
             return factors.get(node.variable)
@@ -383,7 +387,7 @@ def _parameter_behind(node: Any, factors: _Names) -> str | None:
 
 
 def _nearest(node: Any, parameters: _Names) -> str:
-    """The parameter that the fewest ops lie between and this node."""
+    """Name of the parameter that is the fewest ops away from this node."""
     for below in nodes_below([node]):
         if hasattr(below, "variable") and below.variable in parameters:
             return parameters[below.variable]
@@ -391,7 +395,7 @@ def _nearest(node: Any, parameters: _Names) -> str:
 
 
 def _power(scale: float | None) -> str:
-    """A scale, which is a power of two, as people write it."""
+    """A power of two as text: ``8``, ``2^16``, or ``none``."""
     if scale is None:
         return "none"
     power = log2_of(scale)

@@ -1,4 +1,4 @@
-"""What an op was given and what it returned, as far as `find_nonfinite` looks at it."""
+"""The inputs and results of an op that `find_nonfinite` looks at."""
 
 import functools
 import math
@@ -15,7 +15,7 @@ from amp_lab.tracing.ops_seen import tensors_in
 
 @dataclass(frozen=True)
 class Site:
-    """The module whose code ran, and which call of it; as it stands, outside of all modules."""
+    """The module whose code ran, and the number of its call; no module with the defaults."""
 
     module: str | None = None
     module_type: str | None = None
@@ -24,14 +24,14 @@ class Site:
 
 @dataclass(frozen=True)
 class Call:
-    """An op that ran, and where."""
+    """A call of an op, and where it ran."""
 
     func: Any
     args: tuple
     kwargs: dict[str, Any]
-    node: Any  # what autograd ran it for in backward, else None
+    node: Any  # the backward node that autograd runs it for; None in a forward pass
     site: Site
-    recomputed: bool  # in backward, but as a part of the forward pass, by activation checkpointing
+    recomputed: bool  # whether activation checkpointing runs it again in the backward pass
 
     @property
     def name(self) -> str:
@@ -44,19 +44,22 @@ class Call:
         return self.node is not None and not self.recomputed
 
     def places_nonfinite(self, kinds: frozenset[str]) -> bool:
-        """Whether it writes an inf or NaN that stands in the code, as masks do; given the kinds."""
+        """Whether it writes an inf or NaN that stands in the code, such as a mask.
+
+        `kinds` are those in its result: ``NaN``, ``inf``, ``-inf``.
+        """
         if self.is_backward:
             return False
         arguments = tree_leaves((self.args, self.kwargs))
         placed = [x for x in arguments if isinstance(x, float) and not math.isfinite(x)]
         if self.name in ("mul", "mul_"):
-            # A product makes a mask of ones and -inf; any other one that is infinite is a fault.
+            # A product with -inf that gives only -inf makes a mask; any other is a fault.
             return placed == [-math.inf] and kinds == {"-inf"}
         return bool(placed)
 
     @property
     def statistics_written(self) -> list[Tensor]:
-        """The running mean and variance of a batch norm in training, which it does not read."""
+        """The running mean and variance that a batch norm in training writes."""
         names = [argument.name for argument in self.func._schema.arguments]
         arguments = dict(zip(names, self.args, strict=False)) | self.kwargs
         is_training = arguments.get("training", arguments.get("train", True))
@@ -65,23 +68,24 @@ class Call:
         return tensors_in([x for name, x in arguments.items() if name.startswith("running_")])
 
 
-# Ops that compute nothing (views, memory that is not written yet), and those on lists of tensors,
-# which are optimizers and scalers: what they break is found when it is next used.
+# Beginnings of ops that are not looked at: they compute nothing (memory that is not written yet),
+# or work on lists of tensors, as optimizers do; what these break is found when it is used next.
 _UNSEEN = ("empty", "new_empty", "resize", "set_", "_unsafe_view", "_foreach", "_fused_adam",
            "_fused_sgd", "_fused_adagrad", "_amp_", "lift")  # fmt: skip
-# Ops that copy or drop values: of finite ones they make no others, so that a look is for nothing.
+# Ops that copy or drop values: from finite inputs their results are finite.
 _PASSING_ON = {"clone", "relu", "relu_", "threshold_backward", "max_pool2d_with_indices",
                "select_backward", "slice_backward"}  # fmt: skip
-# Ops of which only the first outputs are results; the others are workspace, with any content.
+# Parts of the names of ops of which only the first outputs are results; the others are workspace,
+# which may hold anything.
 _RESULTS = {"scaled_dot_product": 1, "attention_forward": 1, "ctc_loss": 1, "rnn": 3, "_norm": 1}
-# Ops that make one number of many in a way that lets every one of them count.
+# Beginnings of ops that reduce many numbers to one to which each of them contributes.
 REDUCTIONS = ("sum", "mean", "dot", "mse_loss", "nll_loss", "smooth_l1", "huber", "binary_cross",
                "soft_margin", "l1_loss", "linalg_vector_norm", "norm")  # fmt: skip
 
 
 @functools.cache
 def _results(func: Any, all_finite: bool) -> int:
-    """How many of the op's outputs are to be looked at."""
+    """How many of the op's outputs have to be looked at, from the first on."""
     name = func._schema.name.partition("::")[2]
     if func.is_view or name.startswith(_UNSEEN):
         return 0
@@ -95,7 +99,10 @@ def _results(func: Any, all_finite: bool) -> int:
 
 
 def outputs(func: Any, out: object, *, all_finite: bool) -> list[Tensor]:
-    """The tensors an op returned that are results; and, if all before were finite, may not be."""
+    """The results of an op that have to be looked at.
+
+    With `all_finite` no inf or NaN was seen before, so ops that only copy are left out.
+    """
     count = _results(func, all_finite)
     if not count:
         return []
@@ -108,7 +115,7 @@ def outputs(func: Any, out: object, *, all_finite: bool) -> list[Tensor]:
 
 
 def argument_summaries(call: Call, bad: list[Tensor]) -> Iterator[TensorSummary]:
-    """The floating-point tensors an op was given, by their names in its schema, without `bad`."""
+    """Summaries of an op's floating-point inputs, with their names in its schema, without `bad`."""
     names = [argument.name for argument in call.func._schema.arguments]
     for name, argument in [*zip(names, call.args, strict=False), *call.kwargs.items()]:
         tensors = tensors_in(argument)
@@ -120,5 +127,5 @@ def argument_summaries(call: Call, bad: list[Tensor]) -> Iterator[TensorSummary]
 
 
 def among(tensor: Tensor, others: Iterable[object]) -> bool:
-    """Whether it is one of the others, not whether it equals one."""
+    """Whether a tensor is one of the others (the same object, not an equal one)."""
     return any(tensor is other for other in others)
