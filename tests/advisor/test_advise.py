@@ -128,7 +128,7 @@ def planted(monkeypatch):
 
         monkeypatch.setattr(session, "compare", timing)
         monkeypatch.setattr(session, "describe_device", lambda device: report)
-        monkeypatch.setattr(session, "_COMPILING", {"training": 1.0, "inference": 1.0})
+        monkeypatch.setattr(session, "_SHARE_TO_COMPILE", {"training": 1.0, "inference": 1.0})
         return advise(model, *inputs, device="cpu", memory=memory, minutes=1)
 
     return advice
@@ -258,12 +258,12 @@ def test_a_precision_that_is_emulated_is_not_run(planted):
 def test_of_slow_steps_the_fastest_are_compared_as_there_is_time():
     case = Case(mlp(), (torch.randn(8, 16),))
     end = time.perf_counter() + 14 * 10 / 0.8  # ten seconds a round, if it takes fourteen
-    contest = session._Contest(TRAINING, case, None, None, 1.0, end, 120.0)
+    contest = session._Ranking(TRAINING, case, None, None, 1.0, end, 120.0)
     names = {"fp32": 5.5, "tf32": 4.5, "fp16": 3.5, "bf16": 3.0}
     new = [Candidate(Recipe(TRAINING, Precision(p)), seconds=s) for p, s in names.items()]
-    contest.found, contest._first = [*new], new[0]
+    contest.candidates, contest._baseline = [*new], new[0]
     contest._steps = {candidate.name: None for candidate in new}
-    assert contest._without_the_slow(new) == [new[0], new[3]]
+    assert contest._drop_slow(new) == [new[0], new[3]]
     assert [*contest._steps] == [new[0].name, new[3].name]
     assert new[1].verdict == new[2].verdict == "left out early"
     assert new[1].reason == new[2].reason == "give more minutes"
@@ -431,8 +431,8 @@ class Custom(nn.Module):
 def test_inference_is_not_ruled_out_by_the_backward_pass():
     look = first_look(Case(Custom(), (torch.randn(4, 8),), loss_fn=lambda out: out.float().mean()))
     for precision in (Precision.BF16, Precision.FP16):
-        assert look.why_not(Recipe(TRAINING, precision))[0] == "raises"
-        assert look.why_not(Recipe(INFERENCE, precision)) == ("", "")
+        assert look.rejection(Recipe(TRAINING, precision))[0] == "raises"
+        assert look.rejection(Recipe(INFERENCE, precision)) == ("", "")
 
 
 def test_the_lines_move_dicts_within_inputs():

@@ -44,7 +44,7 @@ def models(tmp_path, monkeypatch):
         return Comparison(dict.fromkeys(functions, (1.0, 1.01) * 6), 0, "")
 
     monkeypatch.setattr(session, "compare", timing)
-    monkeypatch.setattr(session, "_COMPILING", {"training": 1.0, "inference": 1.0})
+    monkeypatch.setattr(session, "_SHARE_TO_COMPILE", {"training": 1.0, "inference": 1.0})
     return tmp_path
 
 

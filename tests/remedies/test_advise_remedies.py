@@ -132,27 +132,27 @@ def test_a_smaller_batch_fits(monkeypatch):
 def test_with_more_minutes_more_is_tried(monkeypatch):
     recipe = Recipe(TRAINING, compiled=True)
 
-    def contest(seconds: float) -> session._Contest:
+    def contest(seconds: float) -> session._Ranking:
         case, end = Case(mlp(), (torch.randn(8, 16),)), time.perf_counter() + seconds
-        made = session._Contest(TRAINING, case, Outlook(), None, 1.0, end, 120.0)
-        monkeypatch.setattr(made, "_heat", lambda recipes: tried.extend(recipes))
+        made = session._Ranking(TRAINING, case, Outlook(), None, 1.0, end, 120.0)
+        monkeypatch.setattr(made, "_try_recipes", lambda recipes: tried.extend(recipes))
         return made
 
     tried: list[Recipe] = []
     short = contest(1.0)
-    short._switch([recipe], 0.3)
+    short._try_if_time_is_left([recipe], 0.3)
     assert tried == []
-    assert says("advise.more_minutes", short.found[0].reason)
-    contest(100.0)._switch([recipe], 0.3)
+    assert says("advise.more_minutes", short.candidates[0].reason)
+    contest(100.0)._try_if_time_is_left([recipe], 0.3)
     assert tried == [recipe]
 
     precisions = {Precision.FP32: 5.5, Precision.BF16: 3.0, Precision.FP16: 3.5}
     for seconds, waits in ((100.0, True), (1000.0, False)):
         new = [Candidate(Recipe(TRAINING, p), seconds=s) for p, s in precisions.items()]
         found = contest(seconds)
-        found.found, found._first = [*new], new[0]
+        found.candidates, found._baseline = [*new], new[0]
         found._steps = {candidate.name: None for candidate in new}
-        found._without_the_slow(new)
+        found._drop_slow(new)
         said = "\n".join(candidate.reason for candidate in new)
         assert says("advise.more_minutes", said) == waits
 

@@ -1,4 +1,4 @@
-"""Numbers: does a recipe learn, and answer, as fp32 does, and what would fp16 lose?"""
+"""Compare a recipe with fp32: its gradients, its learning, its output; and fp16's losses."""
 
 import math
 import time
@@ -20,12 +20,12 @@ from amp_lab.tracing.structures import named_tensors
 _STEPS = 10
 _RATE = 1e-3
 _LOW_RATE = 1e-4
-_LEARNS = 0.05  # by so much of the first loss, at least
-_JITTER = 2.0**-9  # bf16's rounding error: what fp32 itself makes of it is no fault
-CHAOTIC = 0.7  # gradients that this noise turns so far tell nothing by where they point
-_PATIENCE = 3  # times a step of fp32: what takes longer is not waited for
-_MOST_SKIPPED = 8  # a scale that begins too high is halved in these
-_LOST = 0.02  # of the weights may stay as they are in a step that changes all of them in fp32
+_LEARNS = 0.05  # fall of the loss, as a share of the first one, from which on fp32 learns
+_NOISE = 2.0**-9  # relative noise in the weights, as large as bf16's rounding error
+CHAOTIC = 0.7  # relative change of fp32's gradients by this noise: their direction tells nothing
+_SLOWEST = 3  # time of a step, as a multiple of fp32's, after which it is given up
+_MOST_SKIPPED = 8  # steps in which a loss scale that begins too high may be halved
+_MOST_UNCHANGED = 0.02  # share of the weights that a step may leave unchanged by rounding
 TOLERANCE = {Precision.FP32: 1e-3, Precision.TF32: 0.02, Precision.FP16: 0.02, Precision.BF16: 0.1}
 """How far the output of inference may be from fp32's, in the Euclidean norm, relative."""
 
@@ -42,14 +42,14 @@ _FIRST_LOSS_SCALE = remedy(
 
 
 class TooSlow(Exception):
-    """A step was left before its end."""
+    """A step took too long and was given up."""
 
 
 class Learning:
-    """How fp32 learns from these inputs, which the other recipes are held against.
+    """How fp32 learns from these inputs, as the baseline for other recipes.
 
     A second run in fp32, with a little noise in the weights and another seed for dropout, shows
-    what two runs may differ in without a fault. `seconds` is what all the runs together may take.
+    how far two correct runs may differ. All runs together may take `seconds`.
     """
 
     def __init__(self, case: Case, seconds: float):
@@ -57,31 +57,31 @@ class Learning:
         self._steps = 2
         self._plain = Candidate(Recipe(TRAINING))
         self._noisy = Candidate(Recipe(TRAINING))
-        self._most_seconds = math.inf  # of a step
+        self._step_limit_s = math.inf
         self._run(self._plain)
-        share = seconds / 8  # each of some eight runs gets its share; a slow model gets fewer steps
+        share = seconds / 8  # for each of about eight runs; a slow model gets fewer steps
         steps = share / max(self._plain.seconds, 1e-4)
         self._steps = max(3, min(_STEPS, int(steps)))
         _, self._gradients = self._run(self._plain)
         _, noisy = self._run(self._noisy, noisy=True)
         self.noise = distance(noisy, self._gradients)
-        self._most_seconds = max(1.0, share, _PATIENCE * self._plain.seconds)
+        self._step_limit_s = max(1.0, share, _SLOWEST * self._plain.seconds)
         first = abs(self._plain.losses[0])
         least = _LEARNS * first
         self.learns = math.isfinite(first) and _fall(self._plain) > least
 
     def check(self, candidate: Candidate, scale: float) -> Step:
-        """Train with a recipe as fp32 was trained, and note how far off it is, and if too far.
+        """Train with a recipe as with fp32, and record the difference, and a reason if too large.
 
-        Raises `TooSlow` within a step that takes much longer than fp32's.
+        Raises `TooSlow` in a step that takes much longer than fp32's.
         """
         step, gradients = self._run(candidate, scale=scale)
         self._judge(candidate, gradients)
         if candidate.recipe.cast and not candidate.reason:
-            # A few steps at a high rate learn all the same: rounding swallows small updates.
+            # Rounding loses small updates, which the few steps above, at a high rate, do not show.
             step.names["optimizer"].param_groups[0]["lr"] = _LOW_RATE
-            lost = _unmoved(step)
-            if lost > _LOST:
+            lost = _share_unchanged(step)
+            if lost > _MOST_UNCHANGED:
                 rate = f"at a learning rate of {_LOW_RATE}"
                 candidate.reason = f"rounding keeps {lost:.0%} of the weights as they are {rate}"
         return step
@@ -89,36 +89,36 @@ class Learning:
     def _run(
         self, candidate: Candidate, *, scale: float = 2.0**16, noisy: bool = False
     ) -> tuple[Step, list[Tensor]]:
-        """The step after some calls, and the gradients of the first."""
+        """Train for some steps; return the step, and the gradients of its first call."""
         torch.manual_seed(int(noisy))
         step = Step(self._case, candidate.recipe, scale, _RATE)
         if noisy:
             _add_noise(step)
         scaler = step.names.get("scaler")
-        most_seconds = math.inf if candidate.recipe.compiled else self._most_seconds
+        limit_s = math.inf if candidate.recipe.compiled else self._step_limit_s
         losses: list[float] = []
         gradients: list[Tensor] = []
-        took: list[float] = []
+        seconds: list[float] = []
         for _ in range(self._steps + _MOST_SKIPPED):
             before = scaler.get_scale() if scaler else 1.0
             start = time.perf_counter()
-            with _left_after(most_seconds, step):
+            with _time_limit(limit_s, step):
                 loss = step().item()
-            took.append(time.perf_counter() - start)
+            seconds.append(time.perf_counter() - start)
             overflowed = scaler and scaler.get_scale() < before
             if overflowed and math.isfinite(loss):
-                continue  # the weights are what they were
+                continue  # the scaler skipped the step
             losses.append(loss)
             if not gradients:
                 gradients = [p.grad.clone() for p in step.trained if p.grad is not None]
             if not math.isfinite(loss) or len(losses) == self._steps:
                 break
         candidate.losses = tuple(losses)
-        candidate.seconds = min(took)
+        candidate.seconds = min(seconds)
         return step, gradients
 
     def _judge(self, run: Candidate, gradients: list[Tensor]) -> None:
-        """Note how far a run is from fp32's, and why it is not alike, if it is not."""
+        """Record how far a run is from fp32's, and a reason if that is too far."""
         if not run.losses:
             run.reason = "all its gradients overflow in step 1"
             return
@@ -130,7 +130,7 @@ class Learning:
             return
         if self.learns:
             self._compare_falls(run)
-        else:  # nothing to hold the fall against, so the first loss has to do
+        else:  # fp32's loss does not fall, so only the first losses can be compared
             self._compare_first_losses(run)
 
     def _compare_gradients(self, run: Candidate, gradients: list[Tensor]) -> None:
@@ -139,7 +139,7 @@ class Learning:
         run.reason = ""
         if self.noise <= CHAOTIC:
             allowed = min(0.9, 0.5 + 2 * self.noise)
-            if not off <= allowed:  # nor if it is NaN
+            if not off <= allowed:  # also for NaN
                 run.reason = f"its gradients may be {allowed:.0%} off at most"
             return
         run.against_fp32 += f" (fp32's own, with noise: {self.noise:.0%})"
@@ -150,21 +150,21 @@ class Learning:
     def _compare_first_losses(self, run: Candidate) -> None:
         first = self._plain.losses[0]
         off = abs(run.losses[0] - first) / (abs(first) or 1.0)
-        if not off < 0.05:  # nor if it is NaN
+        if not off < 0.05:  # also for NaN
             run.reason = f"its first loss is {off:.1%} off"
 
     def _compare_falls(self, run: Candidate) -> None:
         learned = _fall(run) / _fall(self._plain)
         noisy = _fall(self._noisy) / _fall(self._plain)
-        # Noise excuses much, but never half of what was to be learnt.
+        # The more noise changes fp32's own fall, the more is allowed, but never half of it.
         allowed = min(0.5, 0.2 + 2 * abs(noisy - 1))
         run.against_fp32 += f", learns {learned:.0%}"
         if not abs(learned - 1) <= allowed:
             run.reason = f"it has to learn 100% ± {allowed:.0%}"
 
 
-class Answers:
-    """What fp32 answers, which the other recipes of inference are held against."""
+class Fp32Outputs:
+    """The output of inference in fp32, as the baseline for other recipes."""
 
     def __init__(self, case: Case):
         self._case = case
@@ -172,7 +172,7 @@ class Answers:
         self._output = _floats(step())
 
     def check(self, candidate: Candidate, scale: float) -> Step:
-        """Infer with a recipe, which needs no loss scale, and note how far off it is."""
+        """Infer with a recipe and record how far its output is off; `scale` is not used."""
         step = Step(self._case, candidate.recipe)
         off = distance(_floats(step()), self._output)
         candidate.against_fp32 = "output not finite"
@@ -180,7 +180,7 @@ class Answers:
             candidate.against_fp32 = f"output {off:.2%} off"
         allowed = TOLERANCE[candidate.recipe.precision]
         candidate.reason = ""
-        if not off <= allowed:  # nor if it is NaN
+        if not off <= allowed:  # also for NaN
             candidate.reason = f"its output may be {allowed:.1%} off at most"
         timing = measure(step, device=self._case.device, warmup=0, repeats=3)
         candidate.seconds = timing.median_s
@@ -188,8 +188,8 @@ class Answers:
 
 
 @contextmanager
-def _left_after(seconds: float, step: Step) -> Iterator[None]:
-    """Leave a step that takes longer, between two of its modules or of its weights' gradients."""
+def _time_limit(seconds: float, step: Step) -> Iterator[None]:
+    """The block in which a step that takes longer raises `TooSlow`, at a module or gradient."""
     end = time.perf_counter() + seconds
 
     def check_clock(*_: object) -> None:
@@ -197,7 +197,7 @@ def _left_after(seconds: float, step: Step) -> Iterator[None]:
             raise TooSlow
 
     with ExitStack() as hooks:
-        if seconds < math.inf:  # else they would be in the way of what is compiled
+        if seconds < math.inf:  # no hooks for a compiled step, which would compile them too
             hooks.enter_context(torch.nn.modules.module.register_module_forward_hook(check_clock))
             for weight in step.trained:
                 hooks.enter_context(weight.register_hook(check_clock))
@@ -207,11 +207,11 @@ def _left_after(seconds: float, step: Step) -> Iterator[None]:
 @torch.no_grad()
 def _add_noise(step: Step) -> None:
     for weight in step.trained:
-        weight.mul_(1 + _JITTER * torch.randn_like(weight))
+        weight.mul_(1 + _NOISE * torch.randn_like(weight))
 
 
-def _unmoved(step: Step) -> float:
-    """The share of the weights that are the same after one more step."""
+def _share_unchanged(step: Step) -> float:
+    """The share of the weights that one more step leaves unchanged."""
     before = [weight.detach().clone() for weight in step.trained]
     step()
     same = []
@@ -221,6 +221,7 @@ def _unmoved(step: Step) -> float:
 
 
 def _fall(run: Candidate) -> float:
+    """How far the loss fell from the first step to the last."""
     return run.losses[0] - run.losses[-1]
 
 
@@ -229,21 +230,21 @@ def _floats(output: object) -> list[Tensor]:
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:
-    """The Euclidean norm of them all."""
+    """The Euclidean norm of all tensors together."""
     squares = [float(tensor.double().square().sum()) for tensor in tensors]
     return math.sqrt(sum(squares))
 
 
-def distance(found: Sequence[Tensor], right: Sequence[Tensor]) -> float:
-    """How far tensors are from the right ones, relative, in the Euclidean norm of them all."""
+def distance(tensors: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
+    """The relative distance of tensors from a reference, in the Euclidean norm of all together."""
     errors = []
-    for tensor, right_tensor in zip(found, right, strict=True):
-        errors.append(tensor.double() - right_tensor.double())
-    return _norm(errors) / (_norm(right) or 1.0)
+    for tensor, exact in zip(tensors, reference, strict=True):
+        errors.append(tensor.double() - exact.double())
+    return _norm(errors) / (_norm(reference) or 1.0)
 
 
 def _loss_and_large_outputs(case: Case, step: Step) -> tuple[Tensor, dict[str, float]]:
-    """The loss in fp32; and by module, the largest value of outputs that exceed fp16's range."""
+    """The loss in fp32, and the largest values of the modules whose outputs exceed 65504."""
     assert case.loss_fn is not None
     names = {module: name or "the model" for name, module in step.model.named_modules()}
     large: dict[str, float] = {}
@@ -260,11 +261,12 @@ def _loss_and_large_outputs(case: Case, step: Step) -> tuple[Tensor, dict[str, f
 
 
 _ROUNDED = 20
-"""Powers of two below the largest gradient. fp32 has 24 bits, and sums of many values lose some."""
+"""Powers of two below the largest gradient from which on a gradient may be rounding error alone:
+fp32 has 24 bits, and sums of many values lose some of them."""
 
 
 def fp16_remarks(case: Case) -> tuple[float | None, list[str]]:
-    """A first loss scale for fp16, if any keeps the gradients, and where fp16 would lose what."""
+    """A first loss scale for fp16, or None if none keeps the gradients, and remarks on losses."""
     step = Step(case, Recipe(TRAINING))
     loss, large = _loss_and_large_outputs(case, step)
     remarks = []
@@ -272,7 +274,7 @@ def fp16_remarks(case: Case) -> tuple[float | None, list[str]]:
         remarks.append(f"fp16 overflows: the output of {name} reaches {largest:.3g}.")
     try:
         report = gradient_underflow(step.model, loss)
-    except NumericsError:  # a graph that cannot be followed; the steps themselves still can run
+    except NumericsError:  # the graph cannot be followed, but steps may still run
         return 2.0**16, remarks
     if report.half:
         unknown = "Part of the model computes in fp16 by itself: what that loses is not known."
@@ -284,12 +286,12 @@ def fp16_remarks(case: Case) -> tuple[float | None, list[str]]:
     high = total.largest_scale
     if low is None or high is None or low > high:
         return None, [*remarks, _NO_LOSS_SCALE.text]
-    scale = max(low, min(2.0**16, high / 8))  # with room for them to grow eightfold
+    scale = max(low, min(2.0**16, high / 8))  # the gradients may grow eightfold
     return scale, [*remarks, _FIRST_LOSS_SCALE.said(scale=scale)]
 
 
 def _underflow_remarks(rows: Sequence[GradientCount]) -> list[str]:
-    """The three gradients of which fp16 would lose most, if that is more than 1 %."""
+    """Remarks on the three gradients of which fp16 would lose most, if more than 1 %."""
     remarks = []
     for row in sorted(rows, key=lambda row: -row.lost(1.0))[:3]:
         lost = row.lost(1.0)
@@ -300,10 +302,10 @@ def _underflow_remarks(rows: Sequence[GradientCount]) -> list[str]:
 
 
 def _above_rounding(rows: Sequence[GradientCount]) -> list[GradientCount]:
-    """The gradients that are more than rounding errors of those beside them.
+    """The gradients that are more than rounding errors of fp32.
 
-    Some gradients are zero but for the rounding of fp32, such as those of the biases of attention's
-    keys, which softmax takes out again. It does not matter that fp16 loses these.
+    Some gradients would be zero in exact arithmetic, such as those of the key biases in attention,
+    which cancel in softmax. It does not matter that fp16 loses these.
     """
     largest = {row: max(row.histogram) for row in rows if row.nonzero}  # as a power of two
     floor = max(largest.values(), default=0) - _ROUNDED

@@ -1,4 +1,4 @@
-"""What can be said before anything runs: dtypes, and memory, on a device that need not be here."""
+"""X-rays and memory forecasts of a case, before anything runs, for any device."""
 
 import contextlib
 import math
@@ -20,27 +20,28 @@ _RESERVE = 0.1  # share of the memory that is left to the driver and to fragment
 
 @dataclass
 class Outlook:
-    """What X-ray and forecast say of a case."""
+    """The X-rays and the memory forecasts of a case."""
 
     memory_bytes: int | None = None
-    raises: dict[tuple[str, Precision], str] = field(default_factory=dict)  # under autocast
+    raises: dict[tuple[str, Precision], str] = field(default_factory=dict)
+    """By use and precision: the error that autocast raises."""
     xrays: dict[Precision, Xray] = field(default_factory=dict)
     memory: dict[tuple, tuple[int, int | None]] = field(default_factory=dict)
-    """Peak and largest batch by use, and by whether autocast or a cast makes it low precision."""
+    """Peak bytes and largest batch by the recipe's `use`, `autocasts` and `cast`."""
     problem: TraceError | None = None  # why there is no forecast
 
     @property
     def decisions(self) -> list[str]:
-        """What to say if the X-rays took decisions of a run on the CPU."""
+        """Remarks of X-rays that followed the decisions of a real run on the CPU."""
         decisions = [report.decisions for report in self.xrays.values() if report.decisions]
         return list(dict.fromkeys(decisions))
 
     def memory_of(self, recipe: Recipe) -> tuple[int | None, int | None]:
-        """Peak and largest batch: layouts and fused kernels change little of them."""
+        """Peak bytes and largest batch of a recipe; layout and fusion are left out of account."""
         return self.memory.get((recipe.use, recipe.autocasts, recipe.cast), (None, None))
 
-    def why_not(self, recipe: Recipe) -> tuple[str, str]:
-        """Why a recipe need not be tried, as a verdict and its reason; empty if it may run."""
+    def rejection(self, recipe: Recipe) -> tuple[str, str]:
+        """A verdict and its reason if a recipe need not be tried; empty texts if it may run."""
         raised = self.raises.get((recipe.use, recipe.precision))
         if raised and recipe.autocasts:
             return "raises", raised
@@ -53,11 +54,11 @@ class Outlook:
 
 
 def first_look(case: Case, memory: int | str | None = None) -> Outlook:
-    """X-ray a case in each low precision, and forecast its memory.
+    """X-ray a case in bf16 and fp16, and forecast its memory.
 
-    `memory`, such as ``"24GiB"``, has to be enough; without it, that of the device, if it is here.
-    Raises `TraceError` for a model that cannot be traced; where the device is here and it may run
-    all the same, the error is kept as the outlook's `problem`.
+    `memory`, such as ``"24GiB"``, is the budget; by default it is the memory of the device, if
+    that is here. A model that cannot be traced raises `TraceError` for an absent device; if the
+    device is here the model may still run, and the error is kept as `problem`.
     """
     is_here = backend(case.device).is_available()
     look = Outlook()
@@ -83,7 +84,7 @@ def _take_xrays(case: Case, precision: Precision, look: Outlook) -> None:
     look.xrays[precision] = report
     if not report.raised:
         return
-    # Perhaps in what inference has not: the loss, or a backward pass.
+    # The loss or the backward pass may have raised, which inference does not have.
     model = copied(case.model).requires_grad_(False).eval()
     alone = _xray(replace(case, model=model, loss_fn=None), precision)
     look.raises[TRAINING, precision] = report.raised
@@ -106,10 +107,10 @@ def _forecast(case: Case, use: str, look: Outlook) -> None:
     """The memory of a step in fp32, under autocast, and with weights that are cast."""
     _forecast_recipe(case, Recipe(use), look)
     for precision in look.xrays:
-        if (use, precision) not in look.raises:  # one will do: both have 16 bits
+        if (use, precision) not in look.raises:  # bf16 or fp16: they need the same memory
             _forecast_recipe(case, Recipe(use, precision), look)
             break
-    # Whether a model runs with its weights cast is for a real run to show.
+    # A model that cannot be traced with cast weights may still run, and is tried later.
     with contextlib.suppress(TraceError):
         _forecast_recipe(case, Recipe(use, Precision.BF16, cast=True), look)
 

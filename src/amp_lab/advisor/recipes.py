@@ -1,4 +1,4 @@
-"""What can be tried: recipes for a step, as the very lines that are timed, checked and printed."""
+"""Recipes for a step, and their code: the same lines are timed, checked and printed."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -28,11 +28,11 @@ OWN_LOSS = remedy(
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a step runs; `str` of it is its name, which begins with the precision."""
+    """How a step runs. `str(recipe)` is its name, which begins with the precision."""
 
     use: str  # TRAINING or INFERENCE
     precision: Precision = Precision.FP32
-    cast: bool = False  # weights and inputs cast to the precision, in place of autocast
+    cast: bool = False  # whether weights and inputs are cast, in place of autocast
     channels_last: bool = False
     fused: bool = False
     compiled: bool = False
@@ -59,23 +59,23 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and what a call and a loss of it take. None is changed: steps work on copies."""
+    """A model with its inputs, its loss and a device. Steps work on copies, so none is changed."""
 
     model: nn.Module
     args: tuple
     kwargs: dict[str, Any] = field(default_factory=dict)
-    loss_fn: Callable[[Any], Any] | None = None  # gets the output
+    loss_fn: Callable[[Any], Any] | None = None  # takes the output
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def uses(self) -> tuple[str, ...]:
-        """What it can be used for: a model without a weight to be trained, for inference alone."""
+        """TRAINING and INFERENCE; INFERENCE alone if no weight requires a gradient."""
         if any(parameter.requires_grad for parameter in self.model.parameters()):
             return TRAINING, INFERENCE
         return (INFERENCE,)
 
     def dtype_of(self, recipe: Recipe) -> torch.dtype | None:
-        """What the recipe casts weights and inputs to; None: they have the right dtype already."""
+        """The dtype to which weights and inputs are cast; None if they need no cast."""
         if recipe.cast:
             return recipe.precision.dtype
         if any(parameter.dtype in LOWER_DTYPES for parameter in self.model.parameters()):
@@ -83,14 +83,14 @@ class Case:
         return None
 
     def random_numbers_kept(self) -> AbstractContextManager:
-        """The block after which the random numbers of CPU and device go on as before it."""
+        """The block after which the random state of CPU and device is what it was before."""
         if self.device.type == "cpu":
             return torch.random.fork_rng([], device_type="cuda")
         index = torch.accelerator.current_device_index()
         return torch.random.fork_rng([index], device_type=self.device.type)
 
     def copied(self, recipe: Recipe) -> "Case":
-        """The same with copies of model and inputs, in the dtype of the recipe."""
+        """The case with copies of model and inputs, in the dtype of the recipe."""
         dtype = self.dtype_of(recipe)
         model = copied(self.model)
 
@@ -108,33 +108,36 @@ class Case:
 
 
 def recipes(use: str, precisions: list[Precision]) -> list[Recipe]:
-    """What to try first; the best then get what else can be switched on."""
-    can_cast = {Precision.BF16}
+    """The recipes to try first: each precision under autocast and, where it can be, cast."""
+    castable = {Precision.BF16}
     if use == INFERENCE:  # fp16 weights cannot be trained: GradScaler refuses their gradients
-        can_cast.add(Precision.FP16)
-    found = []
+        castable.add(Precision.FP16)
+    first = []
     for precision in precisions:
-        found.append(Recipe(use, precision))
-        if precision in can_cast:
-            found.append(Recipe(use, precision, cast=True))
-    return found
+        first.append(Recipe(use, precision))
+        if precision in castable:
+            first.append(Recipe(use, precision, cast=True))
+    return first
 
 
 def loss_of(output: Any) -> str | None:
-    """A loss of an output, as Python: its own or a mean square; None if no gradient leads there."""
+    """A loss for an output, as Python code: its own loss, or the mean square of a tensor.
+
+    None if no tensor in the output has a gradient.
+    """
     parts = {"output": output}
     if isinstance(output, Mapping):
         parts = {f"output[{name!r}]": part for name, part in output.items()}
     elif isinstance(output, (list, tuple)):
         parts = {f"output[{i}]": part for i, part in enumerate(output)}
-    places = [place for place, part in parts.items() if _has_gradient(part)]
-    for place in places:
-        is_loss = "loss" in place or place == "output"
-        if is_loss and not parts[place].dim():
-            return place
-    if not places:
+    differentiable = [code for code, part in parts.items() if _has_gradient(part)]
+    for code in differentiable:
+        is_loss = "loss" in code or code == "output"
+        if is_loss and not parts[code].dim():
+            return code
+    if not differentiable:
         return None
-    return f"{places[0]}.float().square().mean()"
+    return f"{differentiable[0]}.float().square().mean()"
 
 
 def _has_gradient(part: Any) -> bool:
@@ -142,7 +145,7 @@ def _has_gradient(part: Any) -> bool:
 
 
 _CHANNELS_LAST = "memory_format=torch.channels_last"
-_MOVED = """
+_MOVE_FUNCTION = """
 
 def moved(x):  # for your own batches too
     if isinstance(x, dict):
@@ -151,7 +154,7 @@ def moved(x):  # for your own batches too
         return type(x)(map(moved, x))
     if not torch.is_tensor(x):
         return x"""
-_MOVED_END = """\
+_MOVE_CALL = """\
     return x.to(device)
 
 
@@ -162,50 +165,50 @@ _FP16_BACKWARD = """\
     scaler.update()"""
 
 
-def lines(case: Case, recipe: Recipe, scale: float, lr: float = 1e-4) -> str:
-    """The lines that put model and inputs in place, and define ``step``."""
-    found = []
+def step_code(case: Case, recipe: Recipe, scale: float, lr: float = 1e-4) -> str:
+    """The lines that move model and inputs to the device, and define ``step``."""
+    code = []
     if recipe.precision is Precision.TF32:
-        found.append('torch.set_float32_matmul_precision("high")')
-    found += _moving_lines(case, recipe)
+        code.append('torch.set_float32_matmul_precision("high")')
+    code += _moving_lines(case, recipe)
     if recipe.use == TRAINING:
-        found += _optimizer_lines(recipe, scale, lr)
+        code += _optimizer_lines(recipe, scale, lr)
     if recipe.compiled:
-        found.append("model = torch.compile(model)")
+        code.append("model = torch.compile(model)")
     if recipe.use == TRAINING:
-        found += _training_step_lines(recipe)
+        code += _training_step_lines(recipe)
     else:
-        found += _inference_step_lines(recipe)
-    return "\n".join(found)
+        code += _inference_step_lines(recipe)
+    return "\n".join(code)
 
 
 def _moving_lines(case: Case, recipe: Recipe) -> list[str]:
     """Lines that move model, ``args`` and ``kwargs`` to the device and the dtype."""
     dtype = case.dtype_of(recipe)
-    to = "device"
+    arguments = "device"
     if dtype is not None:
-        to += f", dtype={dtype}"
+        arguments += f", dtype={dtype}"
     if recipe.channels_last:
-        to += f", {_CHANNELS_LAST}"
-    model = f"model = model.to({to})"
+        arguments += f", {_CHANNELS_LAST}"
+    model_line = f"model = model.to({arguments})"
     if recipe.use == INFERENCE:
-        model += ".eval()"
-    found = [f'device = torch.device("{case.device}")', model, _MOVED]
+        model_line += ".eval()"
+    code = [f'device = torch.device("{case.device}")', model_line, _MOVE_FUNCTION]
     if dtype is not None:
-        found.append(f"    x = x.to({dtype}) if x.is_floating_point() else x")
+        code.append(f"    x = x.to({dtype}) if x.is_floating_point() else x")
     if recipe.channels_last:
-        found.append(f"    x = x.contiguous({_CHANNELS_LAST}) if x.dim() == 4 else x")
-    return [*found, _MOVED_END]
+        code.append(f"    x = x.contiguous({_CHANNELS_LAST}) if x.dim() == 4 else x")
+    return [*code, _MOVE_CALL]
 
 
 def _optimizer_lines(recipe: Recipe, scale: float, lr: float) -> list[str]:
     options = f"lr={lr}"
     if recipe.fused:
         options += ", fused=True"
-    found = [f"optimizer = torch.optim.AdamW(model.parameters(), {options})"]
+    code = [f"optimizer = torch.optim.AdamW(model.parameters(), {options})"]
     if recipe.precision is Precision.FP16:
-        found.append(f"scaler = torch.amp.GradScaler(device.type, init_scale={scale})")
-    return found
+        code.append(f"scaler = torch.amp.GradScaler(device.type, init_scale={scale})")
+    return code
 
 
 def _training_step_lines(recipe: Recipe) -> list[str]:
@@ -230,56 +233,56 @@ def _under_autocast(recipe: Recipe, line: str) -> str:
 
 
 def program(case: Case, recipe: Recipe, scale: float, beginning: str = YOURS) -> str:
-    """A program with these lines, after a `beginning` that makes the names in `YOURS`."""
+    """A program of `beginning`, which makes the names in `YOURS`, and of `step_code`."""
     end = "step()"
     if recipe.use == TRAINING:
         end = "for i in range(3):  # your own loop\n    print(i, step().item())"
-    return f"import torch\n\n{beginning.strip()}\n\n{lines(case, recipe, scale)}\n\n\n{end}\n"
+    return f"import torch\n\n{beginning.strip()}\n\n{step_code(case, recipe, scale)}\n\n\n{end}\n"
 
 
 class Step:
-    """The lines of a recipe on a copy of a model: a call trains, or infers, once."""
+    """The code of a recipe on a copy of a model: each call is one step, or one inference."""
 
     def __init__(self, case: Case, recipe: Recipe, scale: float = 2.0**16, lr: float = 1e-4):
         self._recipe = recipe
         self._type = case.device.type
         self.names: dict[str, Any] = vars(case.copied(recipe)) | {"torch": torch}
-        self.model = self.names["model"]  # itself, also if the lines compile it
+        self.model = self.names["model"]  # before the code compiles it
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
-        with Precision.FP32.autocast(self._type):  # puts back what the lines may say of TF32
-            exec(lines(case, recipe, scale, lr), self.names)
+        with Precision.FP32.autocast(self._type):  # at its end TF32 is set as before
+            exec(step_code(case, recipe, scale, lr), self.names)
 
     def __call__(self) -> Any:
-        """Run it once, without TF32 but for tf32."""
+        """Run one step; TF32 is off unless the recipe is tf32."""
         with self._recipe.precision.float32_mode(self._type):
             return self.names["step"]()
 
     def output(self) -> Any:
-        """What the model returns in fp32."""
+        """The model's output in fp32."""
         with Precision.FP32.autocast(self._type):
             return self.call_model()
 
     def call_model(self) -> Any:
-        """What the model itself returns for its inputs, in whatever precision is around."""
+        """The model's output, in the precision of the caller."""
         return self.model(*self.names["args"], **self.names["kwargs"])
 
 
 @dataclass(eq=False)
 class Candidate:
-    """A recipe, and what is found of it."""
+    """A recipe with its forecast, its measurements and its verdict."""
 
     recipe: Recipe
     verdict: str = ""  # such as "recommended", "slower", "unlike fp32", "raises", "does not fit"
     reason: str = ""
-    peak_bytes: int | None = None  # forecast, as is the largest batch that fits
-    largest_batch: int | None = None
-    against_fp32: str = ""  # how far its gradients and its learning, or its output, are off
+    peak_bytes: int | None = None  # forecast
+    largest_batch: int | None = None  # forecast
+    against_fp32: str = ""  # difference of its gradients and learning, or of its output
     losses: tuple[float, ...] = ()  # of its first steps
     time_s: Estimate | None = None  # of a step
-    speedup: Ratio | None = None  # time of the baseline over its own, in turns with it
+    speedup: Ratio | None = None  # time of the baseline over its own, measured in turns
     seconds: float = 0.0  # of the fastest of its first steps
 
     @property
     def name(self) -> str:
-        """What it is, in words."""
+        """The name of the recipe."""
         return str(self.recipe)

@@ -1,4 +1,4 @@
-"""What `advise` returns: a ranking, what to watch, and the lines to write."""
+"""The result of `advise`: a ranking, remarks, and the lines to write."""
 
 import base64
 import html
@@ -11,7 +11,7 @@ from amp_lab.advisor.recipes import Candidate
 from amp_lab.core.files import MADE_BY, save
 from amp_lab.core.report import Printed, Table, bytes_text, listed
 
-# What is too wide for a phone, tables and programs, scrolls by itself.
+# Tables and programs that are wider than a phone can be scrolled.
 _PAGE = """\
 <!doctype html>
 <html lang="en">
@@ -36,7 +36,7 @@ img {{ background: white; height: auto; max-width: 100% }}
 
 @dataclass(frozen=True, repr=False)
 class Advice(Printed):
-    """Which precision to use for a model on a device; `str` of it is made to be read."""
+    """Which precision to use for a model on a device; print it to read it."""
 
     title: str  # the model and the device
     candidates: list[Candidate]  # for each use, the best first
@@ -46,13 +46,13 @@ class Advice(Printed):
 
     @property
     def recommended(self) -> Candidate | None:
-        """What to train with, or to infer with if it cannot be trained; None if nothing can be."""
+        """The recipe for training, or for inference if it cannot be trained; None without one."""
         return next(iter(self.chosen.values()), None)
 
     def to_html(self, path: str | PathLike[str]) -> None:
-        """Write it all as one page, with a picture of the times.
+        """Write everything to one HTML page, with a picture of the times.
 
-        Raises `OptionError` if that cannot be, and `RequirementError` without matplotlib.
+        Raises `OptionError` if it cannot be written, and `RequirementError` without matplotlib.
         """
         page = _PAGE.format(
             made_by=html.escape(MADE_BY),
@@ -84,7 +84,7 @@ class Advice(Printed):
         return super()._repr_html_() + self._with_programs("<p>{}</p><pre>{}</pre>", html.escape)
 
     def text(self, width: int | None = None) -> str:
-        """The table and the programs, for a terminal so many characters wide."""
+        """The table and the programs as text; wrapped to `width` characters, if given."""
         return super().text(width) + self._with_programs("\n\n{}\n\n{}").rstrip()
 
     def to_markdown(self) -> str:
@@ -116,7 +116,7 @@ class Advice(Printed):
         )
 
     def _reasons(self) -> list[str]:
-        """Why verdicts are as they are, a sentence for all recipes that share one."""
+        """The reasons of verdicts, one sentence for all recipes that share one."""
         remarks = "\n".join(self.watch)
         recipes: dict[tuple[str, str], list[str]] = {}
         for c in self.candidates:

@@ -1,4 +1,4 @@
-"""`advise`: what a model can run in is forecast, tried, held against fp32, timed and ranked."""
+"""`advise`: forecast, check against fp32, time and rank the recipes for a model."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from amp_lab.advisor.learning import CHAOTIC, Answers, Learning, TooSlow, fp16_remarks
+from amp_lab.advisor.learning import CHAOTIC, Fp32Outputs, Learning, TooSlow, fp16_remarks
 from amp_lab.advisor.outlook import Outlook, first_look
 from amp_lab.advisor.recipes import (
     INFERENCE,
@@ -38,17 +38,18 @@ from amp_lab.core.timing import Comparison, Estimate, compare, turn_s
 from amp_lab.tracing.fake_device import tip_for
 
 _FROM_SIMPLE = (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16)
-_EMULATED = 0.25  # of fp32's rate in a matrix product: a step might take minutes
-_HOPELESS = 2  # times the fastest step: not worth a comparison, where steps are long
-_FEWEST_ROUNDS = 14  # of a comparison, to be trusted: 12, and some to spare
-_ROUNDS = 24  # that are enough
+_EMULATED = 0.25  # share of fp32's rate in a matrix product below which a precision is not tried
+_HOPELESS = 2  # time of a step, as a multiple of the fastest, from which it is not compared
+_FEWEST_ROUNDS = 14  # of a comparison: 12 are needed to trust it, and some are disturbed
+_ROUNDS = 24  # of a comparison, which are enough
 _TOO_SLOW = "left out early"
 _SUCH_STEPS = "such steps take too long"
 _TOO_BUSY = "too busy to tell"
-_WORTH = 0.97  # of the time of the best so far: more changes to a program have to save so much
-_CHECKS = 0.2  # share of the time for all
-_HEAT = 0.08  # for one
-_COMPILING = {TRAINING: 0.3, INFERENCE: 0.2}  # what must be left of it
+_WORTHWHILE = 0.97  # time of a step over the best one's, from which its changes are worth it
+# Shares of the whole time.
+_SHARE_OF_CHECKS = 0.2  # for all checks against fp32
+_SHARE_OF_COMPARISON = 0.08  # for one comparison of times
+_SHARE_TO_COMPILE = {TRAINING: 0.3, INFERENCE: 0.2}  # that must be left to try torch.compile
 _SMALLER_BATCH = remedy(
     "advise.smaller_batch",
     "a step in fp32 does not fit into the device's memory",
@@ -65,7 +66,7 @@ _KEEP_MEMORY = remedy(
     "{use}: {name} takes {size} from the operating system each time: set {settings} (or call "
     "amp_lab.core.allocator.keep_memory) and rerun.",
 )
-_NEW_BYTES_PER_S = 2e9  # that an operating system makes of new pages: 1 to 5 µs for 4 KiB
+_NEW_BYTES_PER_S = 2e9  # rate of new memory from the operating system: 1 to 5 µs for 4 KiB
 
 
 def advise(
@@ -79,10 +80,11 @@ def advise(
 ) -> Advice:
     """Which precision to use for this model on this device, and the lines to write for it.
 
-    `inputs` and `kwargs` are a batch as the model takes it; `loss_fn` makes a loss of the output,
-    which is else its own or its mean square. It takes about so many `minutes`, on copies. On a
-    `device` that is not here dtypes and memory are forecast, and nothing is timed. `memory`, such
-    as ``"24GiB"``, has to be enough; without it, the device's own. Raises an `AmpLabError`.
+    `inputs` and `kwargs` are a batch as the model takes it. `loss_fn` makes a loss of the output;
+    by default it is the output's own loss, or its mean square. Steps run on copies, for about
+    `minutes`. For a `device` that is not here dtypes and memory are forecast, and nothing is timed.
+    `memory`, such as ``"24GiB"``, is the budget; by default it is the device's memory. Raises an
+    `AmpLabError`.
     """
     end = time.perf_counter() + 60 * minutes
     kind = str(device).partition(":")[0]
@@ -99,7 +101,7 @@ def advise(
 
 
 def forecast(case: Case, look: Outlook) -> Advice:
-    """What can be said for a device that is not here."""
+    """Advice for a device that is not here: X-rays and forecasts, without times."""
     kind = case.device.type
     candidates = []
     for use in case.uses:
@@ -116,30 +118,31 @@ def forecast(case: Case, look: Outlook) -> Advice:
 
 
 def _candidate(recipe: Recipe, look: Outlook) -> Candidate:
-    """A recipe with its forecast; it has a verdict if it need not be tried."""
-    verdict, reason = look.why_not(recipe)
+    """The candidate of a recipe, with its forecast, and a verdict if it need not be tried."""
+    verdict, reason = look.rejection(recipe)
     peak_bytes, largest_batch = look.memory_of(recipe)
     return Candidate(recipe, verdict, reason, peak_bytes, largest_batch)
 
 
 def measured(case: Case, look: Outlook, seconds: float, beginning: str = "") -> Advice:
-    """Try, check, time and rank on the device of the case, in about so many seconds.
+    """Check, time and rank the recipes on the device of the case, in about `seconds`.
 
-    `beginning` makes model and inputs in a program of its own, which is run before it is shown.
+    `beginning` is code that makes model and inputs. With it, each program is run as a whole before
+    it is printed.
     """
     end = time.perf_counter() + seconds
     report = describe_device(case.device)
     _require_memory(case, look, report.memory_bytes)
-    stages = tqdm(total=4, unit="stage", leave=False, disable=None)  # None: but on a terminal
+    stages = tqdm(total=4, unit="stage", leave=False, disable=None)  # shown on a terminal alone
     watch: list[str] = []
     if look.problem:
         watch.append(f"No forecast: {look.problem}.")
     watch += [f"The forecast: {line}" for line in look.decisions]
-    contests: dict[str, _Contest] = {}
+    rankings: dict[str, _Ranking] = {}
     with stages, case.random_numbers_kept(), torch.enable_grad():
         try:
-            case, loss, checks, scale = _references(case, _CHECKS * seconds, watch)
-        except Exception as error:  # the user's model and loss raise what they like
+            case, loss, checks, scale = _fp32_checks(case, _SHARE_OF_CHECKS * seconds, watch)
+        except Exception as error:  # the user's model and loss may raise anything
             name = type(case.model).__name__
             failed = TraceError(f"{name} fails in an fp32 step: {with_type(error)}")
             raise (look.problem or failed) from error
@@ -150,34 +153,37 @@ def measured(case: Case, look: Outlook, seconds: float, beginning: str = "") -> 
             until = end
             if use != last_use:  # half of what is left
                 until = (time.perf_counter() + end) / 2
-            contests[use] = _Contest(use, case, look, check, scale, until, seconds)
-            contests[use].run()
-            watch += contests[use].memory_remarks()
-        chosen = {use: c.best for use, c in reversed(contests.items()) if c.best is not None}
+            rankings[use] = _Ranking(use, case, look, check, scale, until, seconds)
+            rankings[use].run()
+            watch += rankings[use].memory_remarks()
+        chosen = {use: c.best for use, c in reversed(rankings.items()) if c.best is not None}
         stages.set_description("programs")
         programs = {}
         for use, best in chosen.items():
-            text = program(case, best.recipe, scale, _beginning(beginning, use, loss))
-            # Without a beginning there is no more to run than the lines, which ran for the times.
-            failure = _failure(text, 120 + seconds) if beginning else ""
+            text = program(case, best.recipe, scale, _setup_code(beginning, use, loss))
+            # Without a beginning there is nothing to run but the step, which has been timed.
+            failure = _error_of(text, 120 + seconds) if beginning else ""
             if failure:
                 watch.append(f"The program for {use} is left out, since it fails: {failure}.")
             else:
                 programs[use] = text
-    watch += [f"Nothing can be recommended for {use}." for use in contests if use not in chosen]
+    watch += [f"Nothing can be recommended for {use}." for use in rankings if use not in chosen]
     recipes = [best.recipe for best in chosen.values()]
     for precision in dict.fromkeys(recipe.precision for recipe in recipes if recipe.autocasts):
         if precision in look.xrays:
             watch += look.xrays[precision].advice
     title = f"{type(case.model).__name__} on {report.name}, {case.device}"
     ranked = []
-    for contest in reversed(contests.values()):
-        ranked += contest.ranked()
+    for ranking in reversed(rankings.values()):
+        ranked += ranking.ranked()
     return Advice(title, ranked, chosen, programs, watch)
 
 
 def _require_memory(case: Case, look: Outlook, memory_bytes: int | None) -> None:
-    """Raise `TraceError` for an fp32 step for which the system would end this process."""
+    """Raise `TraceError` if a step in fp32 needs more memory than the device has.
+
+    Linux would kill the process.
+    """
     needed = 0
     for use in (TRAINING, INFERENCE):
         peak, _ = look.memory_of(Recipe(use))
@@ -187,17 +193,17 @@ def _require_memory(case: Case, look: Outlook, memory_bytes: int | None) -> None
         raise TraceError(_SMALLER_BATCH.said(sizes=sizes))
 
 
-def _beginning(given: str, use: str, loss: str | None) -> str:
-    """What stands before the lines; with a loss, in Python, if one was chosen for training."""
-    if not given:
+def _setup_code(beginning: str, use: str, loss: str | None) -> str:
+    """The code before the step, with the definition of `loss` if that was chosen for training."""
+    if not beginning:
         return YOURS
     if not loss or use != TRAINING:
-        return given
-    return f"{given}\n\n\ndef loss_fn(output):  # yours\n    return {loss}\n"
+        return beginning
+    return f"{beginning}\n\n\ndef loss_fn(output):  # yours\n    return {loss}\n"
 
 
-def _failure(text: str, timeout: float) -> str:
-    """Run a program in a process of its own, in this folder; empty if it runs to its end."""
+def _error_of(text: str, timeout: float) -> str:
+    """Run a program in another process; return its error, or an empty text if there is none."""
     command = [sys.executable, "-c", text]
     try:
         done = subprocess.run(command, timeout=timeout, capture_output=True, text=True)
@@ -212,11 +218,15 @@ def _failure(text: str, timeout: float) -> str:
 _Check = Callable[[Candidate, float], Step]
 
 
-def _references(
+def _fp32_checks(
     case: Case, seconds: float, watch: list[str]
 ) -> tuple[Case, str | None, dict[str, _Check], float]:
-    """The case with a loss, that loss in Python, what to hold recipes against, and a loss scale."""
-    checks: dict[str, _Check] = {INFERENCE: Answers(case).check}
+    """Run fp32 as the baseline of each use.
+
+    Returns the case with a loss, that loss as code if it was chosen here, a check of candidates
+    for each use, and a loss scale for fp16.
+    """
+    checks: dict[str, _Check] = {INFERENCE: Fp32Outputs(case).check}
     loss = None
     scale = None
     if TRAINING in case.uses and case.loss_fn is None:
@@ -240,77 +250,77 @@ def _references(
 
 
 @dataclass
-class _Contest:
-    """The recipes of one use: which of them are sound, and which is the best."""
+class _Ranking:
+    """Checks, times and ranks the recipes of one use."""
 
     use: str
     case: Case
     look: Outlook
     check: _Check
     scale: float
-    end: float  # of the clock
-    seconds: float  # in all
-    found: list[Candidate] = field(default_factory=list)
-    best: Candidate | None = None  # as far as is known
-    _first: Candidate | None = None  # the baseline
-    _steps: dict[str, Step] = field(default_factory=dict)  # of these two, and of new ones
+    end: float  # of its time, as `time.perf_counter` counts
+    seconds: float  # that `advise` takes in all
+    candidates: list[Candidate] = field(default_factory=list)
+    best: Candidate | None = None  # so far
+    _baseline: Candidate | None = None  # the first recipe that ran
+    _steps: dict[str, Step] = field(default_factory=dict)  # of both, and of those to be timed next
 
     def run(self) -> None:
-        """Check and time the precisions, and then what else can be switched on."""
+        """Check and time the precisions, then fusion, and then compilation."""
         report = describe_device(self.case.device)
         rates = {p: report.speedup(p) for p in _FROM_SIMPLE if report.rates.get(p)}
         least = _EMULATED if report.trusted else _EMULATED / 5
         fast = [p for p, rate in rates.items() if rate >= least]
         convolves = any(isinstance(module, nn.Conv2d) for module in self.case.model.modules())
-        self._heat(first_recipes(self.use, fast), layouts=convolves)
+        self._try_recipes(first_recipes(self.use, fast), layouts=convolves)
         for precision, rate in rates.items():
             if rate < least:
-                self._leave_out(precision, rate, report.trusted)
+                self._skip_emulated(precision, rate, report.trusted)
         if self.use == TRAINING and self.best:
-            self._switch([replace(self.best.recipe, fused=True)], 0.1)
+            self._try_if_time_is_left([replace(self.best.recipe, fused=True)], 0.1)
         if self.best:
-            for recipe in self._to_compile(self.best.recipe, convolves):
-                self._switch([recipe], _COMPILING[self.use])
+            for recipe in self._recipes_to_compile(self.best.recipe, convolves):
+                self._try_if_time_is_left([recipe], _SHARE_TO_COMPILE[self.use])
 
-    def _leave_out(self, precision: Precision, rate: float, trusted: bool) -> None:
-        """Note that a precision is not tried, by its rate over fp32's."""
+    def _skip_emulated(self, precision: Precision, rate: float, trusted: bool) -> None:
+        """Record a precision that is not tried, since `rate` times fp32's is too slow."""
         verdict = "emulated"
         reason = f"its matrix product has {rate:.2g} of fp32's rate"
         if not trusted:
             verdict = "not tried"
             reason += ", measured while the machine was busy"
-        self.found.append(Candidate(Recipe(self.use, precision), verdict, reason))
+        self.candidates.append(Candidate(Recipe(self.use, precision), verdict, reason))
 
-    def _to_compile(self, best: Recipe, channels_last: bool) -> list[Recipe]:
-        """The best, and what may win when it is compiled: a layout or a precision that lost."""
+    def _recipes_to_compile(self, best: Recipe, channels_last: bool) -> list[Recipe]:
+        """The best recipe and fp32, each compiled, in the layout that was tried."""
         fp32 = Recipe(self.use, fused=best.fused)
         recipes = [best]
         for recipe in (best, fp32):
             recipes.append(replace(recipe, channels_last=channels_last))
         return [replace(recipe, compiled=True) for recipe in dict.fromkeys(recipes)]
 
-    def _switch(self, recipes: list[Recipe], share: float) -> None:
-        """Try what can be switched on, if that share of the time is left."""
+    def _try_if_time_is_left(self, recipes: list[Recipe], share: float) -> None:
+        """Try recipes if that share of the whole time is left; else record why not."""
         left = self.end - time.perf_counter()
         if left > share * self.seconds:
-            self._heat(recipes)
+            self._try_recipes(recipes)
             return
         reason = f"{max(0, left):.0f} s were left: {_MORE_MINUTES.text}"
-        self.found += [Candidate(recipe, "not tried", reason) for recipe in recipes]
+        self.candidates += [Candidate(recipe, "not tried", reason) for recipe in recipes]
 
     def memory_remarks(self) -> list[str]:
-        """What a step of the first takes anew from the system, where it may cost a tenth."""
-        if self._first is None or self.case.device.type != "cpu":
+        """A remark if the baseline spends a tenth of its time on new memory from the system."""
+        if self._baseline is None or self.case.device.type != "cpu":
             return []
-        name = self._first.name
+        name = self._baseline.name
         taken = memory_taken(self._steps[name])
-        if taken < 0.1 * _NEW_BYTES_PER_S * self._first.seconds:
+        if taken < 0.1 * _NEW_BYTES_PER_S * self._baseline.seconds:
             return []
         size = bytes_text(taken)
         return [_KEEP_MEMORY.said(use=self.use, name=name, size=size, settings=ENVIRONMENT)]
 
     def ranked(self) -> list[Candidate]:
-        """The best first, then the fastest, then what was not timed."""
+        """The candidates: the best first, then by speed, then those that were not timed."""
 
         def rank(candidate: Candidate) -> tuple[bool, float]:
             speedup = 0.0
@@ -318,55 +328,57 @@ class _Contest:
                 speedup = candidate.speedup.median
             return candidate is not self.best, -speedup
 
-        return sorted(self.found, key=rank)
+        return sorted(self.candidates, key=rank)
 
-    def _heat(self, recipes: list[Recipe], layouts: bool = False) -> None:
-        """Check recipes, the simplest first, and time them in turns with the first and the best.
+    def _try_recipes(self, recipes: list[Recipe], layouts: bool = False) -> None:
+        """Check recipes, the simplest first, and time them in turns with baseline and best.
 
-        With `layouts` those that are sound are tried with channels-last too. One takes the place
-        of the best only if it surely saves time, and as much as is worth it.
+        With `layouts`, those that pass are tried in channels-last too. A recipe becomes the best
+        if it is surely faster, and by so much that its changes are worth it.
         """
-        new = self._enter(recipes)
+        new = self._check_recipes(recipes)
         if layouts:
-            new += self._enter([replace(c.recipe, channels_last=True) for c in new])
+            new += self._check_recipes([replace(c.recipe, channels_last=True) for c in new])
         if not new:
             return
-        self._first = self._first or new[0]
+        self._baseline = self._baseline or new[0]
         best_before = self.best or new[0]
         speedup_before = best_before.speedup
-        new = self._without_the_slow(new)
-        timed = self._timed()
+        new = self._drop_slow(new)
+        timed = self._compare_times()
         best = best_before
         for candidate in new:
             ratio = timed.ratio(candidate.name, best.name)
-            if ratio.is_below(1.0) and ratio.median <= _WORTH:
+            if ratio.is_below(1.0) and ratio.median <= _WORTHWHILE:
                 best = candidate
-        self._note_times(timed, self._first, best)
+        self._record_times(timed, self._baseline, best)
         if timed.trusted and speedup_before and best_before.speedup:
             change = best_before.speedup.median / speedup_before.median
-            self._move_others(change, timed.time_s(self._first.name), [*timed.samples_s])
+            self._rescale_earlier(change, timed.time_s(self._baseline.name), [*timed.samples_s])
         self.best = best
         best.verdict = "recommended"
-        if not timed.trusted and best is self._first:
+        if not timed.trusted and best is self._baseline:
             best.reason = f"the simplest; {_busy_reason(timed)}"
 
-    def _enter(self, recipes: list[Recipe]) -> list[Candidate]:
-        """Check recipes; those that are to be timed."""
-        candidates = [self._entered(recipe) for recipe in recipes]
+    def _check_recipes(self, recipes: list[Recipe]) -> list[Candidate]:
+        """Check recipes; return those that are to be timed."""
+        candidates = [self._check_recipe(recipe) for recipe in recipes]
         return [candidate for candidate in candidates if not candidate.verdict]
 
-    def _timed(self) -> Comparison:
+    def _compare_times(self) -> Comparison:
         enough_s = _ROUNDS * self._round_s()
-        budget_s = max(_HEAT * self.seconds, 1.0, min(enough_s, self._time_to_compare()))
+        budget_s = max(
+            _SHARE_OF_COMPARISON * self.seconds, 1.0, min(enough_s, self._time_to_compare())
+        )
         return compare(self._steps, device=self.case.device, budget_s=budget_s, warmup=0)
 
-    def _note_times(self, timed: Comparison, first: Candidate, best: Candidate) -> None:
-        """Give times and verdicts to what was compared; only the steps of these two are kept."""
-        for candidate in self.found:
+    def _record_times(self, timed: Comparison, first: Candidate, best: Candidate) -> None:
+        """Record times and verdicts; only the steps of `first` and `best` are kept."""
+        for candidate in self.candidates:
             name = candidate.name
             if name not in timed.samples_s:
                 continue
-            if timed.trusted or candidate.speedup is None:  # what was sure stays so
+            if timed.trusted or candidate.speedup is None:  # keep an earlier trusted result
                 candidate.time_s = timed.time_s(name)
                 candidate.speedup = timed.ratio(first.name, name)
                 candidate.verdict = "not worth its changes"
@@ -376,22 +388,22 @@ class _Contest:
                     candidate.verdict = _TOO_BUSY
                     candidate.reason = _busy_reason(timed)
             if candidate not in (first, best):
-                del self._steps[name]  # and its copy of the model
+                del self._steps[name]  # frees its copy of the model
 
-    def _move_others(self, change: float, first: Estimate, names: list[str]) -> None:
-        """Put those that lost in earlier heats behind what beat them, which was timed again now.
+    def _rescale_earlier(self, change: float, first: Estimate, names: list[str]) -> None:
+        """Rescale the speed-ups of earlier comparisons, since the machine's speed may change.
 
-        A minute later the machine may be faster: by `change` for the best until now.
+        The recipe that was the best was timed then and now, and its speed-up changed by `change`.
         """
-        for c in self.found:
+        for c in self.candidates:
             if c.speedup and c.name not in names:
                 c.speedup = c.speedup.times(change)
                 c.time_s = first.times(1 / c.speedup.median)
 
-    def _entered(self, recipe: Recipe) -> Candidate:
-        """A recipe that was checked; it has a verdict if it is not to be timed."""
+    def _check_recipe(self, recipe: Recipe) -> Candidate:
+        """Check a recipe; it has a verdict if it is not to be timed."""
         candidate = _candidate(recipe, self.look)
-        self.found.append(candidate)
+        self.candidates.append(candidate)
         if candidate.verdict:
             return candidate
         try:
@@ -400,7 +412,7 @@ class _Contest:
             candidate.verdict = _TOO_SLOW
             candidate.reason = _SUCH_STEPS
             return candidate
-        except Exception as error:  # whatever a model raises in this precision
+        except Exception as error:  # the model may raise anything in this precision
             tip = tip_for(error, self.case.model, "try", self.case.device.type)
             candidate.verdict = "raises"
             candidate.reason = f"{with_type(error)}{tip}"
@@ -411,23 +423,26 @@ class _Contest:
             self._steps[candidate.name] = step
         return candidate
 
-    def _compared(self) -> list[Candidate]:
-        """What the next comparison is between."""
-        return [candidate for candidate in self.found if candidate.name in self._steps]
+    def _candidates_to_time(self) -> list[Candidate]:
+        """The candidates of the next comparison."""
+        return [candidate for candidate in self.candidates if candidate.name in self._steps]
 
     def _round_s(self) -> float:
-        """The time of one turn for each of them."""
-        return sum(turn_s(candidate.seconds) for candidate in self._compared())
+        """Estimated seconds of a round: one turn of each candidate."""
+        return sum(turn_s(candidate.seconds) for candidate in self._candidates_to_time())
 
     def _time_to_compare(self) -> float:
         return 0.8 * (self.end - time.perf_counter())
 
-    def _without_the_slow(self, new: list[Candidate]) -> list[Candidate]:
-        """The fastest of new recipes, as many as there is time to compare; and always the first."""
-        fastest_s = min(candidate.seconds for candidate in self._compared())
-        allowed_s = max(_HOPELESS * fastest_s, _HEAT * self.seconds / _ROUNDS)
+    def _drop_slow(self, new: list[Candidate]) -> list[Candidate]:
+        """Drop the slowest of the new candidates if there is no time to compare all of them.
+
+        The baseline and one other are kept. Returns the candidates that are left.
+        """
+        fastest_s = min(candidate.seconds for candidate in self._candidates_to_time())
+        allowed_s = max(_HOPELESS * fastest_s, _SHARE_OF_COMPARISON * self.seconds / _ROUNDS)
         left_s = self._time_to_compare() / _FEWEST_ROUNDS - self._round_s()  # in a round
-        others = [candidate for candidate in new if candidate is not self._first]
+        others = [candidate for candidate in new if candidate is not self._baseline]
         others.sort(key=lambda candidate: -candidate.seconds)
         for candidate in others:
             if candidate.seconds > allowed_s:
