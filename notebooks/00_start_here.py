@@ -37,11 +37,12 @@ figures.use_style()
 
 # %% [markdown]
 # The line above says where you are: the device, its instructions or driver, and the version of torch.
-# Every notebook starts with it, so that you always know what the figures below it come from.
+# Every notebook starts with it, so that you know what the figures below it come
+# from. <!-- tests/core/test_device.py --> <!-- tests/notebooks/test_notebooks.py -->
 #
 # ## The idea in five lines
 #
-# PyTorch makes floating-point tensors in fp32 unless you say otherwise: a number takes 32 bits. Inside a
+# By default PyTorch makes floating-point tensors in fp32: a number takes 32 bits. Inside a
 # `torch.autocast` block, ops that can do with less, such as matrix products, take numbers of 16
 # bits instead.
 
@@ -51,19 +52,20 @@ full = x @ weight
 with torch.autocast(device.type, dtype=torch.bfloat16):
     half = x @ weight
 print(f"{full.dtype}: {full.nbytes} bytes;  under autocast {half.dtype}: {half.nbytes} bytes")
+assert x.dtype is weight.dtype is torch.float32
 assert half.dtype is torch.bfloat16
 assert 2 * half.nbytes == full.nbytes
 
 # %% [markdown]
 # `x` and `weight` are still fp32, and the result has half the bytes. That is half the memory and, as a
-# rule of thumb, half the time to move. Hardware with units for 16-bit products often multiplies them
-# several times as fast. That is what AMP is about. The rest is care about what gets lost when a number
-# has fewer bits.
+# rule of thumb, half the time to move. Matrix products can also be [much
+# faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. That is what AMP is about. The rest
+# is care about what gets lost when a number has fewer bits.
 #
 # ## A network and some data
 #
 # We take the handwritten digits that come with scikit-learn, 8 by 8 pixels each, and a network of
-# three linear layers. It is wider than the task needs, so that there is something to speed up.
+# three linear layers. We make it wide, so that there is something to speed up.
 
 # %%
 digits = load_digits()
@@ -140,16 +142,17 @@ def train_amp(model, optimizer, batches, dtype, scaler):
 # - **`torch.autocast`** picks the precision of ops in its block: 16 bits for linear layers and
 #   convolutions, fp32 for what needs it, such as most losses. The weights stay in fp32.
 #   [Notebook 02](02_autocast_dtypes.ipynb) shows which op gets what.
-# - **The scaler** is there for fp16 alone. In fp16 a gradient smaller than about 3e-8 becomes zero.
+# - **The scaler** is there for fp16 alone. In fp16 a gradient smaller than about 3e-8 [becomes
+#   zero](01_number_formats.ipynb#Underflow).
 #   So `scale` multiplies the loss, and with it all gradients, by a large number, and `step` divides
 #   them again before the optimizer uses them. `update` adjusts that number for the next step. For
 #   bf16 we make the scaler with `enabled=False`, and then it scales nothing. [Notebook
 #   03](03_grad_scaler_step_by_step.ipynb) follows it step by step.
 #
-# There are two 16-bit formats to choose from. **bf16** has the range of fp32 and needs no scaler;
-# **fp16** is more precise, but its largest number is 65504. As a rule of thumb, take bf16 wherever the
-# hardware has it. `recommend_precision` times a matrix product in each and tells you which one pays
-# on this device:
+# There are [two 16-bit formats](01_number_formats.ipynb#Range) to choose from. **bf16** has about the
+# range of fp32 and usually needs no scaler; **fp16** is more precise, but its largest number is 65504. As
+# a rule of thumb, take bf16 wherever the hardware has it. `recommend_precision` times a matrix product
+# in each and tells you which one pays on this device: <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
 recommended = recommend_precision(device)
@@ -159,15 +162,15 @@ scaler = torch.amp.GradScaler(device.type, enabled=(precision is Precision.FP16)
 assert scaler.is_enabled() == (precision is Precision.FP16)
 
 # %% [markdown]
-# If that line recommends fp32, either this device has no fast 16-bit products, as is the case for
-# many CPUs, or the machine was too busy to measure them. AMP runs in either case, but on a device
-# without such products do not expect it to be faster.
+# If that line recommends fp32, either this device has no fast 16-bit products, or the machine was
+# too busy to measure them. AMP runs in either case, but on a device without such products do not
+# expect it to be faster. <!-- tests/core/test_device.py -->
 #
 # ## What does it buy?
 #
-# Before you run the next cells: the AMP run stores activations with two to three decimal digits
-# (three in fp16), where fp32 has seven. How much worse do you think its loss will be after ten
-# epochs?
+# Before you run the next cells: the AMP run stores activations with [two to three decimal
+# digits](01_number_formats.ipynb#Summary) (three in fp16), where fp32 has seven. How much worse do you
+# think its loss will be after ten epochs?
 
 # %% tags=["nbval-ignore-output"]
 fp32_model, fp32_optimizer = new_network()
@@ -181,6 +184,7 @@ first, last = curves["fp32"][0], {name: curve[-1] for name, curve in curves.item
 print(f"loss {first:.3f} at the start, at the end", {n: round(x, 3) for n, x in last.items()})
 assert all(loss < 0.2 * first for loss in last.values())  # both have learned
 assert abs(last[str(precision)] - last["fp32"]) < 0.02 * first  # and the same
+assert {p.dtype for p in amp_model.parameters()} == {torch.float32}
 
 # %% [markdown]
 # Both losses fell by nearly the same amount, as the assertion checks: what the format rounds away makes
@@ -215,7 +219,7 @@ assert memory[str(precision)] < memory["fp32"]
 # The picture has three parts. On the left is the time of one step, with a thin line for how sure
 # the measurement is; in the middle the memory that the forward pass keeps for the backward pass; on
 # the right the loss over the 70 steps, where the two curves lie on top of each other. Two or three
-# digits were enough to learn from. The weights themselves were kept in fp32 all along.
+# digits were enough to learn from. The weights themselves are still fp32.
 #
 # On the machine that made the outputs you see here, two CPU cores with bf16 instructions, AMP made a
 # step faster. Yours may differ in both directions. As a rule of thumb, GPUs with tensor cores (AMD:
@@ -248,9 +252,10 @@ assert memory[str(precision)] < memory["fp32"]
 # ## Summary
 #
 # Four lines of the loop changed: an autocast block around the forward pass and the loss, and three
-# calls of a scaler. Unless we train in fp16 it is disabled, and its `step` is plain
-# `optimizer.step()`. These changes about halved the memory that the forward pass keeps, left the loss
-# about where it was, and changed the time by the factor that you measured above.
+# calls of a scaler. Unless we train in fp16 it is disabled, and its `step` [is
+# plain](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler) `optimizer.step()`. These
+# changes about halved the memory that the forward pass keeps, left the loss about where it was, and
+# changed the time by the factor that you measured above.
 #
 # Next, if you want to go through it all in order: [what the formats can and cannot
 # hold](01_number_formats.ipynb).
