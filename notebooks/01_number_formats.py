@@ -20,9 +20,8 @@
 #   which;
 # - why mixed precision keeps fp32 *master weights*, scales the loss, and adds up in fp32.
 #
-# **What you need.** PyTorch, and to have trained a network before. You need no GPU: a dtype has the
-# same numbers on every device, so the single numbers here live on the CPU. Only the network at the
-# end trains on your device.
+# **What you need.** PyTorch, and to have trained a network before. You need no GPU: the single numbers
+# here live on the CPU. Only the network at the end trains on your device.
 
 # %% tags=["nbval-ignore-output"]
 import math
@@ -49,6 +48,7 @@ large = torch.tensor(70000.0).half()
 total = torch.tensor(2048.0).half() + 1
 print(f"1e-8 is {small:g}, 70000 is {large:g}, 2048 + 1 is {total:g}")
 assert (small, large, total) == (0, math.inf, 2048)
+assert 2048 * torch.finfo(torch.float16).eps == 2  # from 2048 to the next number
 
 # %% [markdown]
 # None of them does, and each fails for a reason of its own. The first number is too small for the
@@ -96,6 +96,8 @@ for name, dtype in FORMATS.items():
     value = 2.0 ** (int(exponent, 2) - bias) * (1 + int(mantissa, 2) / 2 ** len(mantissa))
     print(f"{name:<9} {sign} {exponent:<8} {mantissa:<23}  {value:.8f}")
     assert value == number.item()
+    spacing = torch.finfo(dtype).eps * 2**-4  # 0.1 lies between 2^-4 and 2^-3
+    assert 0 < abs(value - 0.1) <= spacing / 2
 
 # %% [markdown]
 # None of them holds 0.1 exactly; each stores the nearest number that it has, which is 0.10009766 in
@@ -183,9 +185,8 @@ assert fp16.largest == 65504
 #
 # ## Spacing
 #
-# The bit patterns of positive numbers are in the same order as the numbers. So we find the next
-# larger number by adding 1 to the last bit, and can *measure* the spacing at any magnitude: we see
-# by how much the number grew.
+# We find the number that follows a positive one by adding 1 to its last bit. So we can *measure* the
+# spacing at any magnitude: we see by how much the number grew.
 
 
 # %%
@@ -240,6 +241,8 @@ print("fp32:", *(f"{n:.0f}" for n in numbers))
 print("fp16:", *(f"{n:.0f}" for n in numbers.half()))
 assert numbers.half().tolist() == [2048, 2048, 2050, 2052, 2052, 2052, 2054, 2056, 2056]
 assert (numbers.half().float() - numbers).sum() == 0  # as many ties went up as down
+of_683 = torch.tensor(683.0).half()
+assert numbers[0].half() + 1 == of_683 * 3 == 2048  # both would be 2049
 
 # %% [markdown]
 # 2049 was rounded down to 2048 and 2051 up to 2052. Ties go up and down in turn, so the errors of these
@@ -268,8 +271,8 @@ assert (big + one) + one != big + (one + one)
 
 # %% [markdown]
 # One order gives 2048 and the other 2050. The same happens in fp32 at 2^24. This is one reason
-# why two devices, or two runs of a parallel sum, may differ in the last digits, and why you compare
-# floating-point results with a tolerance.
+# why [two devices](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) may differ in the
+# last digits, and why you compare floating-point results with a tolerance.
 #
 # ## Overflow
 #
@@ -290,14 +293,15 @@ assert torch.tensor(fp32.largest).bfloat16() == math.inf  # bf16 ends 0.4 % befo
 # trouble with the range here, but look at its values: with 8 significant bits, the first three
 # numbers have all become 65536.
 #
-# Infinity rarely stays alone. Subtract infinity from infinity, or multiply infinity by zero, and
-# you get NaN, which spreads to nearly everything that is computed with it.
+# Subtract infinity from infinity, or multiply infinity by zero, and you get NaN, which usually spreads
+# to what is computed with it.
 
 # %%
 inf = torch.tensor(70000.0).half()
 print(f"inf - inf = {inf - inf:g}, inf * 0 = {inf * 0:g}, 1 / inf = {1 / inf:g}")
 assert (inf - inf).isnan()
 assert (inf * 0).isnan()
+assert ((inf - inf) * 0 + 1).isnan()
 
 # %% [markdown]
 # ## Underflow
@@ -363,18 +367,20 @@ for name in ("fp32", "fp16", "bf16"):
     print(f"{name}: an update of 1 / {1 / half_spacing:.0f} of the weight, or less, is lost")
     assert one + half_spacing == one
     assert one + 1.01 * half_spacing > one
+    assert one - half_spacing / 2 == one  # below 1 the numbers lie half as far apart
+    assert one - 1.01 * half_spacing / 2 < one
 
 # %% [markdown]
-# Added to 1, an update of 1/2048 is lost in fp16, and one of 1/256 is lost in bf16. (For other
-# normal weights, and downwards from 1, the limit lies between this share and half of it.) So **bf16 has the
+# Added to 1, an update of 1/2048 is lost in fp16, and one of 1/256 is lost in bf16. (Downwards from 1
+# the limit is half of that.) So **bf16 has about the
 # range of fp32, but not its precision**: it usually needs no loss scaling, but it loses updates that
 # are up to eight times as large as those that fp16 loses.
 #
 # ## Three techniques that make 16 bits work
 #
-# In 2018 Micikevicius and others showed in *Mixed Precision Training* how to train networks in
-# fp16 to the accuracy of fp32. They use three techniques, two against swamping and one against
-# underflow. We try each on a tiny example.
+# In 2018 Micikevicius and others showed in [*Mixed Precision
+# Training*](https://arxiv.org/abs/1710.03740) how to train networks in fp16 to the accuracy of fp32. They
+# use three techniques, two against swamping and one against underflow. We try each on a tiny example.
 #
 # ### 1. Master weights in fp32, against swamping
 #
@@ -394,9 +400,9 @@ assert 100 <= len(set(copies)) <= 104  # from 1 to 1.1 in steps of 2^-10 there a
 
 # %% [markdown]
 # The same thousand updates now arrive. The copy stands still for about ten steps and then moves on
-# by one spacing, so the steps saw 103 different copies. Autocast works in this way: the parameters
-# of the model stay in fp32, and are cast where they are needed. The price is that the weights, and
-# what the optimizer keeps for each of them, take as much memory as before.
+# by one spacing, so the steps saw 103 different copies. Autocast [works in this
+# way](02_autocast_dtypes.ipynb#The-dtypes-of-a-network,-in-a-picture): the parameters of the model stay
+# in fp32, and are cast where they are needed. The price is that the weights take as much memory as before.
 #
 # ### 2. Loss scaling, against underflow
 #
@@ -501,9 +507,10 @@ def train(model, steps=200, batch_size=256):
 
 
 # %% [markdown]
-# Under autocast in fp16, most gradients with respect to the *activations* pass through fp16 in the
-# backward pass, and what is lost in one layer is missing in the layers below it. So we look at those
-# gradients. `retain_grad` keeps them for the output of every layer.
+# Under autocast in fp16, most gradients with respect to the *activations* [pass through
+# fp16](02_autocast_dtypes.ipynb#Backward:-no-autocast-there) in the backward pass, and what is lost in
+# one layer is missing in the layers below it. So we look at those gradients. `retain_grad` keeps them
+# for the output of every layer.
 
 
 # %%
@@ -545,6 +552,7 @@ assert lost[1] > 0.2 > lost[2**8] > lost[2**16]
 assert lost[2**16] < 0.02
 assert lost[1] + subnormal[1] > 0.9
 assert (gradients.bfloat16() != 0).all()  # in bf16 nothing is lost, without any scale
+assert torch.amp.GradScaler("cpu").get_scale() == 2**16
 
 # %% [markdown]
 # At scale 1 more than a third of the gradients are gone, and nearly all the others are subnormal. At
@@ -613,8 +621,9 @@ for name in ("fp8 E5M2", "fp8 E4M3"):
     assert every.isinf().any() == (name == "fp8 E5M2")
 
 # %% [markdown]
-# E5M2 follows the rules of its larger relatives. E4M3 gives up infinity, and all but one NaN of
-# each sign, in order to reach 448. So what happens to numbers beyond 448?
+# E5M2 has infinities, like its larger relatives. E4M3 [gives up](https://arxiv.org/abs/2209.05433)
+# infinity, and all but one NaN of each sign, in order to reach 448. So what happens to numbers beyond
+# 448?
 
 # %%
 numbers = torch.tensor([448.0, 464.0, 1000.0, 100_000.0, math.inf])
