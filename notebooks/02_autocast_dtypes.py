@@ -60,6 +60,8 @@ with torch.autocast(device.type, dtype=low):
 print(f"x @ y.T is {product.dtype}, x + y is {total.dtype}, torch.outer is {outer.dtype}")
 assert product.dtype is low
 assert total.dtype is outer.dtype is torch.float32
+defaults = [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda", "xpu", "mps")]
+assert defaults == [torch.bfloat16] + [torch.float16] * 3
 
 # %% [markdown]
 # We called `.to()` nowhere, and yet the product is in low precision. Matrix products can be [much
@@ -67,7 +69,7 @@ assert total.dtype is outer.dtype is torch.float32
 # way in. It leaves an addition alone.
 #
 # By its formula the third result equals the first, but it stayed fp32. Autocast decides for each *op*,
-# not for each formula, and `torch.outer` is a multiplication inside and not a matrix product.
+# not for each formula, and leaves `torch.outer` alone.
 #
 # ## The dtypes of a network, in a picture
 #
@@ -106,26 +108,28 @@ assert all(parameter.dtype is torch.float32 for parameter in steps["linear"].par
 # upper line are fp32, those on the lower line low precision. The first linear layer pulls the values
 # down and `relu` keeps them there. Adding the fp32 input lifts them up again, and the loss is fp32.
 # What `layer_norm` and `softmax` do depends on the backend: on a CPU they stay below, as in the
-# picture here, and on a GPU both go up to fp32.
+# picture here, and [on a GPU](#Ask-for-any-backend's-policy) both go up to fp32.
 #
 # The last assert holds everywhere: **the parameters stay fp32.** Autocast hands low-precision
 # *copies* of them to the op. So do not call `.half()` or `.bfloat16()` on a model that you train
-# under autocast: its fp32 weights, which small updates need, would be gone.
+# under autocast: its fp32 weights, which [small updates need](01_number_formats.ipynb#Swamping), would be
+# gone.
 #
 # ## Four things that can happen to an op
 #
-# Each backend has a list of ops, each with a policy. An op that is neither on the list nor made of
-# ops that are is not touched. (`binary_cross_entropy`, below, is on some lists only to be refused.)
+# Each backend has [a list of ops](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference), each
+# with a policy. An op that is neither on the list nor made of ops that are is not touched.
+# (`binary_cross_entropy`, below, is on some lists only to be refused.)
 #
 # | policy | what autocast does | typical ops |
 # |---|---|---|
-# | lower precision | casts the inputs to `low` | `linear`, `conv2d`, `matmul`, attention |
+# | lower precision | casts the inputs to `low` | `linear`, `conv2d`, `matmul` |
 # | fp32 | casts the inputs to fp32, or asks for an fp32 result | most losses; on a GPU also `exp`, `softmax` and `layer_norm` |
 # | promote | casts the inputs to fp32 if one of them is fp32, otherwise to `low` | a few ops that combine tensors, such as `index_copy` and `cat` on a CPU |
-# | (not on the list) | nothing, so the op runs in the dtype that comes in | `relu`, `add`, `mean`, 2-d average pooling |
+# | (not on the list) | nothing, so the op runs in the dtype that comes in | `relu`, `add`, `mean` |
 #
-# *Promote* is rare, and has a section of its own at the end. For the other three we call one op
-# each, with an fp32 and with a low-precision matrix. You can ask `dtype_of` about other ops.
+# [A table below](#The-table-to-keep) shows most of these ops. *Promote* is rare, and has a section of its own at
+# the end. For the other three we call one op each, with an fp32 and with a low-precision matrix.
 
 
 # %%
@@ -147,8 +151,8 @@ for policy, op in one_of_each.items():
     assert both == expected.get(policy, [torch.float32, low])
 
 # %% [markdown]
-# In the first two rows it does not matter what comes in: `matmul` returns low precision and
-# `mse_loss` returns fp32. The op that is not listed returns what it was given.
+# `matmul` returns low precision and `mse_loss` fp32, whatever comes in. The op that is not listed
+# returns what it was given.
 #
 # So the dtype of an op follows from three questions, asked in this order:
 #
@@ -160,9 +164,8 @@ for policy, op in one_of_each.items():
 #
 # ## What is eligible, and what is not
 #
-# It does not matter how you spell a call, as long as it ends in the same op: operators, functions,
-# methods and modules are all alike. But for some calls autocast does not decide the dtype. We try four
-# kinds of them.
+# It does not matter how you spell a call, as long as it ends in a listed op: we try an operator and a
+# function. But for some calls autocast does not decide the dtype. We try four kinds of them.
 
 # %%
 buffer, elsewhere = torch.zeros(4, 4, device=device), torch.empty(4, 4, device="meta")
@@ -182,16 +185,17 @@ for name, dtype in found.items():
 assert list(found.values())[:6] == [low, low, torch.float32, torch.float32, low, torch.float32]
 assert found.get("float64", torch.float64) is torch.float64
 assert dtype_of(torch.prod, narrow) is torch.float32
+assert dtype_of(lambda: narrow.softmax(-1, dtype=torch.float32)) is torch.float32
+assert dtype_of(torch.prod, wide.long()) is torch.int64
 
 # %% [markdown]
-# The first two rows are ordinary products, which are lowered in either spelling. Each of the others
-# has a reason of its own:
+# The first two rows are ordinary products, which are lowered in either spelling. For the others:
 #
 # - **In-place ops and `out=`** write into a tensor that exists, and its dtype cannot change. So
-#   autocast leaves these two calls alone: the product runs in fp32, and gets no faster.
+#   autocast leaves these two calls alone: the product runs in fp32.
 # - **An explicit `dtype=`** decides the dtype of the result. `prod` has the policy fp32,
-#   and yet the call above returns `low`. `dtype=` is also a way to get fp32 from an op that is *not*
-#   listed, such as `softmax` on a CPU.
+#   and yet the call above returns `low`. `dtype=` also gets fp32 from an op that is *not* listed, such
+#   as `softmax` on a CPU.
 # - **Tensors on another device** are not cast, because the first argument of `torch.autocast` names
 #   one type of device. (The `meta` device stands in for "another" here.)
 # - **float64 and integers** are not cast either.
@@ -215,8 +219,7 @@ if device.type != "mps":
     print("float64: ", error_of(dtype_of, torch.matmul, wide.double(), wide))
 
 # %% [markdown]
-# If you meet such a message, look for an in-place product, for `out=`, or for a float64 tensor from
-# NumPy.
+# If you meet such a message, look for an in-place product or a float64 tensor.
 #
 # ## What leaves the block
 #
@@ -232,9 +235,10 @@ assert (inside + wide).dtype is torch.float32
 assert (inside.float() @ wide).dtype is torch.float32
 
 # %% [markdown]
-# An elementwise op such as `+` promotes to fp32 without a word, and a matrix product fails. You can
-# either call `.float()` on the result or move the line into the block. The loss belongs in the block
-# anyway. Convert what leaves the block for good, such as predictions, to fp32.
+# An elementwise op such as `+` promotes to fp32, and a matrix product fails. You can
+# either call `.float()` on the result or move the line into the block. The loss [belongs in the
+# block](https://docs.pytorch.org/docs/stable/amp.html#torch.autocast) anyway. Convert what leaves the block
+# for good, such as predictions, to fp32.
 #
 # ## Backward: no autocast there
 #
@@ -300,7 +304,7 @@ assert within.dtypes("mm") == [[SHORT[low]] * 2]
 
 # %% [markdown]
 # Outside the block its gradient comes from an fp32 product, as intended. Inside the block it comes
-# from a product in low precision, and no error or warning says so.
+# from a product in low precision.
 #
 # ## Nest it, disable it
 #
@@ -357,7 +361,7 @@ assert seen == {"plain": torch.float32, "decorated": low}
 #
 # ## The cache of weight casts
 #
-# A weight that is used five times, as in a recurrent network, need not be cast five times. Autocast
+# A weight that is used five times need not be cast five times. Autocast
 # keeps its cast until the outermost block ends, at the price of the memory it takes. We count the
 # casts for three kinds of weights.
 
@@ -397,6 +401,8 @@ with torch.autocast(device.type, dtype=low):
     before = identity @ weight
     with torch.no_grad():
         weight.mul_(2)  # as optimizer.step() would
+    with torch.autocast(device.type, dtype=low):
+        pass  # the end of an inner block clears nothing
     stale = identity @ weight
 fresh = apply(identity, weight)
 for name, product in {"inside": stale, "in a new block": fresh}.items():
@@ -439,8 +445,9 @@ print(error_of(output.float().sum().backward))
 # need the [type of device](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.custom_fwd).
 #
 # The other use is a function that works in one dtype only, such as a kernel that you wrote for
-# fp32. With `cast_inputs`, a call in an autocast block has its eligible arguments cast before they come
-# in, and autocast is off inside, in both directions.
+# fp32. With [`cast_inputs`](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.custom_fwd), a call in an
+# autocast block has its eligible arguments cast before they come in, and autocast is off inside, in both
+# directions.
 
 
 # %%
@@ -482,7 +489,7 @@ for (name, function), dtype in zip(variants.items(), (low, torch.float32), stric
 # ## CPU is no stand-in for CUDA
 #
 # Each backend has its own list of ops, and PyTorch can read them out, with or without the device.
-# (The leading underscore says that this function is not public. Use it to look, not to build on.)
+# (The leading underscore says that this function is not public.)
 # Each of the two lists has about 110 ops. Before you run this: how many of them do you think CPU
 # and CUDA have in common?
 
@@ -517,7 +524,7 @@ for group, ops in groups.items():
 #
 # You can still see CUDA's dtypes without CUDA, because autocast casts *before* a kernel is chosen.
 # A **fake tensor** has a device, a shape and a dtype, but no data, and so it needs no such device.
-# `torch.autocast("cuda")` turns itself off without a GPU, so we set the switch beneath it by hand.
+# We set autocast's switch for that device by hand.
 
 
 # %%
@@ -587,11 +594,13 @@ differ = ["sum", "exp", "softmax", "layer_norm"]
 assert all(grid["cpu"][name] == "bf16" and grid["cuda"][name] == "fp32" for name in differ)
 assert grid["cuda"]["mean"] == "fp16"
 assert [name for name in grid if grid[name]["batch_norm"] == "fp32"] == ["mps"]
-assert grid["cuda"]["binary_cross_entropy"] == grid["xpu"]["binary_cross_entropy"] == "error"
+of_bce = [column["binary_cross_entropy"] for column in grid.values()]
+assert of_bce == ["fp32", "error", "error", "fp16"]
 
 # %% [markdown]
 # Each field is the dtype that comes out of an op on a backend when a low-precision tensor goes in;
-# dark fields are fp32. (`cuda` stands for AMD's GPUs as well.) The upper part is alike in all
+# dark fields are fp32. (`cuda` stands for [AMD's GPUs](https://docs.pytorch.org/docs/stable/notes/hip.html)
+# as well.) The upper part is alike in all
 # columns: `linear` to `add` stay low, and mixed inputs become fp32. From `sum` to `layer_norm` the
 # CPU's column stays low where CUDA goes to fp32. Note also `mean`, which stays low on CUDA, unlike
 # `sum`, and `batch_norm`, which goes to fp32 on MPS alone.
@@ -626,7 +635,7 @@ for name, op in OPS.items():
     assert device.type not in grid or found[1] == grid[device.type][name]  # as predicted
 
 # %% [markdown]
-# Read it row by row. If both columns have the same low dtype, the op lowers the precision. If both
+# If both columns have the same low dtype, the op lowers the precision. If both
 # are fp32, it runs in fp32, or one of its inputs was fp32. If what goes in comes out, the op is not
 # on the list of this device, or only promotes. On the CPU of this page, `linear`, `matmul` and `conv2d`
 # lower the precision, the three losses run in fp32, and the ops from `relu` to `batch_norm` return what
@@ -692,6 +701,7 @@ def promoting(a, b):
 print("without:", error_of(promoting, wide, narrow))
 print("with:   ", dtype_of(promoting, wide, narrow))
 assert dtype_of(promoting, wide, narrow) is torch.float32
+assert torch.cat([wide, narrow]).dtype is (wide + narrow).dtype is torch.float32  # by themselves
 
 # %% [markdown]
 # Without autocast the call fails, and with it both inputs become fp32. But *promote* knows only
