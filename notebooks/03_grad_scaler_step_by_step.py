@@ -19,8 +19,7 @@
 # - how the loss scale finds its value, and how to read its curve.
 #
 # **What you need.** [Notebook 01](01_number_formats.ipynb) for why small gradients vanish in fp16,
-# and [notebook 02](02_autocast_dtypes.ipynb) for `torch.autocast`. You need no GPU: fp16 is slow on
-# many CPUs, but you will not notice it on one weight.
+# and [notebook 02](02_autocast_dtypes.ipynb) for `torch.autocast`. You need no GPU.
 
 # %% tags=["nbval-ignore-output"]
 from collections import Counter
@@ -156,7 +155,7 @@ assert abs(output.item() - -1.8506) < 0.5e-4
 
 # %% [markdown]
 # The output is fp16, because a linear layer runs in fp16 under autocast. The parameters are the fp32
-# **master weights**: autocast used fp16 copies of them for this one call.
+# **master weights**: autocast used [fp16 copies](02_autocast_dtypes.ipynb) of them for this one call.
 #
 # `scale` multiplies the loss by 4096. Before you run the next cell: what will the two gradients be
 # after `backward`?
@@ -296,7 +295,8 @@ def cost_of_step(fused):
 
 # %% [markdown]
 # The first number that we print counts the passes over all gradients. The second counts the values that
-# are read back from the device; for each, the CPU has to wait for a GPU:
+# are read back from the device; for each, the CPU has to [wait for a
+# GPU](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization):
 
 # %%
 for fused in (False, True):
@@ -304,6 +304,8 @@ for fused in (False, True):
     print(f"fused={fused!s:<6} passes over the gradients: {passes}, waits for the device: {reads}")
     assert (passes, reads) == (1, 0 if fused else 1)
 with OpNames() as ops:
+    torch.amp.GradScaler(device.type).get_scale()  # it has scaled nothing yet
+    assert ops.counts["_local_scalar_dense"] == 0
     scaler.get_scale()
 assert ops.counts["_local_scalar_dense"] == 1
 
@@ -327,6 +329,7 @@ for _ in range(7):
     scales.append(scaler.get_scale())
     train_step(layer, x, optimizer, scaler)
 assert scales == [4096] * 3 + [8192] * 3 + [16384]
+assert torch.amp.GradScaler(device.type).get_growth_interval() == 2000
 
 # %% [markdown]
 # The report shows the scale double after three good steps, to 8192, and after six, to 16384.
@@ -367,6 +370,8 @@ print(f"{len(skipped)} of {len(scales)} steps skipped")
 print(f"final loss {loss.item():.3f}; the noise alone gives {0.1**2:.3f}")
 assert 0 < len(skipped) < 0.1 * len(scales)
 assert loss.item() < 0.03
+assert loss.dtype is torch.float32
+assert max(scales) > 65504
 
 # %% [markdown]
 # The scale climbs one stair every ten steps, from 2^8 to 2^19, until a gradient overflows. There, at
@@ -378,9 +383,9 @@ assert loss.item() < 0.03
 #
 # ## A scaler written by hand
 #
-# The rules for the scale fit in 20 lines. PyTorch's own scaler can do more: it serves several optimizers
-# and devices at once, catches some calls in the wrong order, and does not wait for the device once for
-# each gradient.
+# The rules for the scale fit in 20 lines. PyTorch's own scaler can do more: it serves [several
+# optimizers](https://docs.pytorch.org/docs/stable/notes/amp_examples.html), catches some calls in the wrong
+# order, and does not wait for the device once for each gradient.
 
 
 # %%
@@ -457,7 +462,7 @@ assert 30 < falls < 70  # one in ten of 500, give or take three standard deviati
 #
 # bf16 has the exponents of fp32, so gradients rarely vanish for want of range, and a scaler has little
 # to do. You can still write one loop for both: a disabled scaler returns the loss as it is, and its
-# `step` only calls the optimizer.
+# `step` [only calls the optimizer](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler).
 
 # %%
 for dtype in (torch.float16, torch.bfloat16):
@@ -482,7 +487,8 @@ for dtype in (torch.float16, torch.bfloat16):
 # | `scaler.update()` | by default halves the scale after a bad step, and doubles it after 2000 good ones in a row |
 #
 # A skipped step is how the scaler searches for its value. One scaler lives as long as the training
-# does, and belongs in the checkpoint. fp16 needs one, and bf16 does not.
+# does, and [belongs in the checkpoint](05_cifar10_mobilenet.ipynb#Resume:-to-the-last-bit). We enable it
+# for fp16, and not for bf16.
 #
 # In [notebook 04](04_fp32_vs_amp.ipynb) we train a whole network in each precision, and measure what
 # that buys in time and memory.
