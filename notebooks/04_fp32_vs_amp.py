@@ -70,9 +70,9 @@ assert output.dtype is torch.bfloat16
 assert layer.weight.dtype is layer.weight.grad.dtype is torch.float32
 
 # %% [markdown]
-# Only the output is in bf16. It takes half the memory, and many devices compute the matrix product
-# behind it faster in 16 bits. The weight and its gradient stay fp32, so that training can go on as
-# before. So we expect AMP to save time, to save memory, and to learn the same. This notebook
+# Only the output is in bf16. It takes half the memory, and the matrix product behind it can be [much
+# faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. The weight and its gradient stay
+# fp32, so that training can go on as before. So we expect AMP to save time, to save memory, and to learn the same. This notebook
 # measures all three.
 #
 # ## The problem: a picture, from its coordinates
@@ -96,7 +96,8 @@ if emulates_bf16(device):
 
 # %% [markdown]
 # For each pixel the network gets two numbers, its x and its y coordinate, and has to say how bright
-# that pixel is. The brightness is a sum of two cosine waves, rounded to four levels.
+# that pixel is. The brightness is a sum of two cosine waves, rounded to four
+# levels. <!-- tests/bench/test_convmodel.py -->
 
 # %%
 inputs, target = quantized_sine(config["size"], device)  # (1, 2, H, W), (1, 1, H, W)
@@ -189,7 +190,7 @@ with Precision.FP32.autocast(device.type):  # TF32 off, of which more in a momen
 #
 # We compare FP32 with whatever this device accelerates. To find out, `describe_device` times a
 # matrix product in each precision. If the device accelerates none, bf16 is in the comparison all
-# the same, to show what that costs.
+# the same, to show what that costs. <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)
@@ -352,7 +353,7 @@ def flops_of(function):
 # The limit is the rate of the matrix product that `describe_device` timed. A convolution may come out
 # somewhat better than that product, so we allow half as much again. We limit a speed-up as well: to the
 # ratio of those rates, or to 2 if that is more, because a 16-bit number has half the bytes. There, too,
-# we allow half as much again.
+# we allow half as much again. <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 
 
 # %%
@@ -439,7 +440,7 @@ for precision in precisions:
 # With bf16 the step keeps 52% of what it keeps in fp32: nearly all of it is activations, which are
 # half as wide. (Autocast on Apple's MPS runs batch normalisation in fp32, as notebook 02 shows, so
 # there more is kept.) The peak also holds the weights, their gradients and the state of Adam, which
-# stay fp32. They are little here, but [most of the memory in a large model with a small
+# stay fp32. They can be [most of the memory in a large model with a small
 # batch](09_xray_your_model.ipynb#Seven-billion-parameters,-no-memory).
 #
 # The picture has both, with the time on the left.
@@ -471,13 +472,14 @@ assert inference_flops < 0.5 * training_flops  # the backward pass is most of a 
 
 # %% [markdown]
 # You read the table like the one for training. Here bf16 was faster as well. It may gain less than
-# in training, or more: without the backward pass only 0.6 of 1.8 GFLOP are left, while the forward
-# pass casts as much as before, so that casts weigh more. So measure both.
+# in training, or more: without the backward pass only 0.6 of 1.8 GFLOP are left. So measure both.
 #
 # ## How not to measure
 #
-# The article that this problem comes from reports the figures below, from an AMD GPU that it does
-# not name. It calls the gain in training a speed-up of 46 %.
+# The
+# [article](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html)
+# that this problem comes from reports the figures below, from an AMD GPU that it does not name. It calls
+# the gain in training a speed-up of 46 %.
 
 # %%
 article = {"training": (13.98, 7.50, 2061, 1035), "inference": (4.24, 2.87, 3338, 1676)}
@@ -553,11 +555,12 @@ assert no_graph < 0.3 * trained < one_graph < trained < two_graphs
 # **It stopped the clock too early.** Work on a GPU runs after the call that asked for it has
 # returned. If you read the clock before you synchronise, you time how fast the CPU queues work
 # [*(not yet seen on a GPU)*](../data/results/README.md "clock-too-early"). On a CPU
-# it makes no difference. (We time FP32, because with fp16 the scaler waits for the device in every
-# step anyway.)
+# it makes no difference. (We time FP32, because with fp16 the scaler [usually
+# waits](03_grad_scaler_step_by_step.ipynb#An-overflow:-the-step-is-skipped,-the-scale-halves) for the
+# device in every step anyway.)
 #
 # `compare` always waits, so we write a loop of our own for the clock that does not. `Rounds` is the
-# part of `compare` that watches the machine.
+# part of `compare` that watches the machine. <!-- tests/core/test_timing.py -->
 
 
 # %%
@@ -596,7 +599,8 @@ assert device.type != "cpu" or not hidden.is_above(1.1)
 # On this CPU the interval in the second line contains 1x, as it should. If it is well above 1x on your
 # device, the hurried clock reports a speed-up where there is none, since both time the same step.
 #
-# **It counted the first step.** The first steps load kernels, choose algorithms and allocate memory.
+# **It counted the first step.** The first step can be slow, for example because it [loads a
+# library](https://docs.pytorch.org/tutorials/recipes/recipes/benchmark.html).
 # In the article FP32 always ran first and paid for whatever the runs share, which makes AMP look
 # better than it is. We timed the very first step of this notebook at the top. Here it is beside the
 # later ones.
@@ -654,7 +658,8 @@ for precision in precisions[1:]:
 #   fewer runs.
 # - To measure time, synchronise, warm up, repeat, take turns and give an interval, and say what the
 #   baseline is: FP32, or TF32? If the machine was busy, say that it was.
-# - Weights, gradients and optimizer state stay fp32, so memory falls towards half only where
+# - Weights, gradients and optimizer state [stay
+#   fp32](08_when_amp_breaks.ipynb#34-The-memory-is-not-halved), so memory falls towards half only where
 #   activations are most of it.
 #
 # Next: [notebook 05](05_cifar10_mobilenet.ipynb) puts AMP into an ordinary training loop, with real
