@@ -8,7 +8,11 @@ import sys
 
 import pytest
 
+from amp_lab.bench import runner
+from amp_lab.cli import main
+from amp_lab.core import allocator
 from amp_lab.core.allocator import ENVIRONMENT, keep_memory, memory_taken
+from amp_lab.train import run as train
 
 TRIES = """
 import json, torch
@@ -62,3 +66,29 @@ def test_a_c_library_without_the_setting_is_left_alone(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr("amp_lab.core.allocator.ctypes.CDLL", lambda name: object())
     assert not keep_memory()
+
+
+class Kept(Exception):
+    """Raised where memory would be kept, so that nothing is trained or measured."""
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [(allocator, ["train", "--out", "run"]), (runner, ["bench", "--quick", "--device", "cpu"])],
+    ids=["train", "bench"],
+)
+def test_train_and_bench_keep_memory_before_they_begin(module, command, monkeypatch, tmp_path):
+    def keep():
+        raise Kept
+
+    def begin(*given, **settings):
+        pytest.fail("it began before memory was kept")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "keep_memory", keep)
+    monkeypatch.setattr(train, "train", begin)
+    monkeypatch.setattr(runner, "measure_ceilings", begin)
+    for name in ("describe_device", "_choose_precisions", "_plan"):  # which time products
+        monkeypatch.setattr(runner, name, lambda *given: [])
+    with pytest.raises(Kept):
+        main(command)
