@@ -131,4 +131,5 @@ def test_overflow_is_found_before_the_cast():
         model[0].weight.mul_(1e6)
     x = torch.ones(1, 8)
     assert largest_values(model, x)["0"] > torch.finfo(torch.float16).max
+    assert torch.tensor([65519.0, 65520.0]).half().isinf().tolist() == [False, True]
     assert not model.half()(x.half()).isfinite().all()
