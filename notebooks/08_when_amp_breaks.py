@@ -98,8 +98,8 @@
 # | `Expected trailing dimension of mat1 to be divisible by 16` | [section&nbsp;44](#44-A-size-is-not-a-multiple-of-16-or-8), quoted |
 # | `full(): argument 'fill_value' (position 2) must be Number, not str` | [section&nbsp;35](#35-Old-names-warn) |
 # | `torch.OutOfMemoryError: CUDA out of memory.` | [section&nbsp;45](#45-CUDA-is-out-of-memory), quoted |
-# | `Type parameter (T) of Optype (LayerNormalization) bound to different types` | ONNX Runtime refuses the file: in an fp16 model the older exporter (`dynamo=False`) may [leave float32 before the norm](https://github.com/pytorch/pytorch/issues/190338), as where attention has a boolean mask. Export with `dynamo=True`, and outside of autocast: [notebook 18](18_inference_and_export.ipynb#Export) |
-# | `Type 'tensor(float16)' of input parameter … of operator (Range) in node … is invalid` | ONNX Runtime refuses an `arange` in fp16 that the older exporter (`dynamo=False`) wrote. Export with `dynamo=True`: [notebook 18](18_inference_and_export.ipynb#Export) |
+# | `Type parameter (T) of Optype (LayerNormalization) bound to different types` | ONNX Runtime refuses the file: in an fp16 model the older exporter (`dynamo=False`) may [leave float32 before the norm](https://github.com/pytorch/pytorch/issues/190338), as where attention has a boolean mask. Export with `dynamo=True`, and outside of autocast: [notebook 18](18_inference_and_export.ipynb#Export) <!-- tests/notebooks/test_18_inference_and_export.py --> |
+# | `Type 'tensor(float16)' of input parameter … of operator (Range) in node … is invalid` | ONNX Runtime refuses an `arange` in fp16 that the older exporter (`dynamo=False`) wrote. Export with `dynamo=True`: [notebook 18](18_inference_and_export.ipynb#Export) <!-- tests/notebooks/test_18_inference_and_export.py --> |
 #
 # **Other packages.** Most of these messages are quoted from reports of users.
 #
@@ -115,9 +115,9 @@
 # | `Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to`, then `ZeroDivisionError` | Apex, whose scale has fallen to 0 ([a report](https://github.com/facebookresearch/WSL-Images/issues/9)): [section&nbsp;2](#2-The-loss-scale-falls-towards-0) |
 # | `No operator found for memory_efficient_attention_forward` | xFormers gives a reason for each of its kernels: look for `dtype=` and for `bf16 is only supported on A100+` ([a report](https://github.com/facebookresearch/xformers/issues/1143)). Cast q, k and v to one 16-bit dtype that the card has. [Section&nbsp;43](#43-Flash-attention-refuses-fp32) |
 # | `The input hidden states seems to be silently casted in float32` | transformers casts back by itself. Norms or embeddings are in fp32, as PEFT leaves them ([a report](https://github.com/huggingface/transformers/issues/30019)). [Section&nbsp;43](#43-Flash-attention-refuses-fp32) |
-# | `does not allow for gradient clipping because it performs unscaling of gradients internally` | Lightning refuses to clip with a fused optimizer, in bf16 too ([a report](https://github.com/Lightning-AI/pytorch-lightning/issues/21435)): make the optimizer with `fused=False` |
+# | `does not allow for gradient clipping because it performs unscaling of gradients internally` | Lightning refuses to clip with a fused optimizer, in 2.5 [in bf16 too](https://github.com/Lightning-AI/pytorch-lightning/issues/21435): make the optimizer with `fused=False` |
 # | `Unexpected input data type. Actual: (tensor(float)) , expected: (tensor(float16))` | the ONNX file wants fp16 at its inputs ([a report](https://github.com/ultralytics/ultralytics/issues/20091)): `x.astype(np.float16)`, or export a module that casts inside |
-# | `Running layernorm after self-attention in FP16 may cause overflow` | TensorRT ([a report](https://github.com/NVIDIA/TensorRT/issues/2564)): export with opset 17 or later, let the norms stay in fp32, or build in bf16 |
+# | `Running layernorm after self-attention in FP16 may cause overflow` | TensorRT ([a report](https://github.com/NVIDIA/TensorRT/issues/2781)): export with opset 17 or later, or let the norms stay in fp32 |
 # | `AMP checks failed`, or NaN on a GTX 16 or a Quadro T in code that runs elsewhere | take fp32 there (`amp=False` in YOLO, [a report](https://github.com/ultralytics/ultralytics/pull/17977)): [notebook 19](19_choose_your_precision.ipynb) |
 # | `input should have the same type as rois`, `Expected delta.scalar_type() == input_type` | a kernel of another package, for which autocast does not cast ([a report](https://github.com/state-spaces/mamba/issues/72)): cast what you give it. [Section&nbsp;20](#20-A-function-of-your-own-fails-in-backward) |
 # | `make_graphed_callables does not support the autocast caching.` | open the block with `cache_enabled=False` ([a report](https://github.com/pytorch/pytorch/issues/71631)). [Section&nbsp;27](#27-A-compiled-model-has-other-gradients) |
@@ -175,9 +175,9 @@
 #
 # ## Set up
 #
-# Nearly all failing programs run on the CPU even if you have a GPU, where a message may be worded <!-- tests/migrate/test_mistakes.py -->
-# differently. As a rule of thumb fp16 is slow on a CPU, so what is fp16 here is tiny. If a failure
-# belongs to the GPU, its section says so.
+# Nearly all failing programs run on the CPU even if you have a GPU. <!-- tests/migrate/test_mistakes.py, tests/notebooks/test_08_when_amp_breaks.py -->
+# Some CPUs are slow in fp16 ([an example](../docs/hardware.md)), so what is fp16 here is tiny. If a
+# failure belongs to the GPU, its section says so.
 
 # %% tags=["nbval-ignore-output"]
 import inspect
@@ -292,12 +292,12 @@ assert "mat1 and mat2 must have the same dtype, but got Half and Float" in messa
 #
 # The largest finite number in fp16 is 65504, and the smallest above zero is 6e-8 ([notebook
 # 01](01_number_formats.ipynb)). In most sections of this part, values cross one of these limits.
-# bf16 avoids most of these failures, and is often the shortest repair where the hardware has it.
+# In bf16 those values stay finite and do not become zero. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
 
 # %% [markdown]
 # ### 1 The loss is NaN because an activation exceeds 65504
 #
-# **What you see.** The loss is `nan`, in the first step or after thousands. In fp32 all is well.
+# **What you see.** The loss is `nan`. In fp32 all is well.
 #
 # **The smallest program that does it.** We take a layer with large weights, normalise its output,
 # and compute a loss. The same function computes it in fp32, fp16 and bf16.
@@ -327,9 +327,9 @@ assert loss_in(torch.float16, model).isnan()
 # overflows: switch autocast off there, and cast the inputs by hand.
 #
 # An island returns fp32, and the next matmul under autocast casts that to fp16 again. So it has to
-# go on until the values are small, here up to the norm. In T5 1.1 the overflow was found [before
-# the last layer](https://github.com/huggingface/transformers/issues/9295) of a feed-forward block:
-# there the island has to go around the whole block.
+# go on until the values are small, here up to the norm. It also has to begin before the overflow: in
+# T5 1.1 that was found [before the last
+# layer](https://github.com/huggingface/transformers/issues/9295) of a feed-forward block.
 #
 # `Island` puts a module around the layer: the layer's weight is then `island.module.weight`, also in
 # the `state_dict`, and code that reads `layer.weight` breaks. Where there is such code, make the
@@ -438,6 +438,8 @@ def healthy_loss(weights):
 scaler = torch.amp.GradScaler("cpu", growth_interval=20)  # the default is 2000
 learned, healthy = train(healthy_loss, scaler, steps=60)
 _ = figures.loss_scales({"NaN in every gradient": scales[:60], "healthy": healthy})
+for sick in (lambda w: w.log().sum(), lambda w: (w / w).sum(), lambda w: math.nan * w.sum()):
+    assert train(sick, torch.amp.GradScaler("cpu"), steps=170)[1] == scales
 assert learned.abs().max() < 0.2
 assert healthy == [2.0**16] * 19 + [2.0**17] * 20 + [2.0**18] * 20 + [2.0**19]
 
@@ -510,7 +512,7 @@ assert report.smallest_scale == 8
 # **What you see.** A call such as `masked_fill` raises
 # `value cannot be converted to type c10::Half without overflow`
 # ([`type at::Half`](https://github.com/NVIDIA/apex/issues/1052) in older versions). Or there is no
-# message, and a row that is masked everywhere is NaN, such as that of padding on the left.
+# message, and a row that is masked everywhere is NaN.
 #
 # **The smallest program that does it.** We mask attention scores in two customary ways: we fill in
 # -1e9, or we add it.
@@ -542,6 +544,7 @@ print(attention)
 assert attention.tolist() == [[0.5, 0.5], [1.0, 0.0]]
 added = (-20 * scores + mask.half() * lowest).softmax(-1)
 assert added[0].isnan().all()
+assert (torch.tensor([-16.0, -15.0]).half() + lowest).isinf().tolist() == [True, False]
 assert (-20 * scores).masked_fill(mask, lowest).softmax(-1)[0].tolist() == [0.5, 0.5]
 query = scores[None]  # (1, 2, 2); for this mask, True means: not hidden
 assert F.scaled_dot_product_attention(query, query, query, attn_mask=~mask).isfinite().all()
@@ -553,7 +556,7 @@ assert F.scaled_dot_product_attention(query, query, query, attn_mask=~mask).isfi
 # %% [markdown]
 # ### 5 NaN because an epsilon of 1e-8 is zero in fp16
 #
-# **What you see.** Some values are NaN, often those of padding or of an image that is all black.
+# **What you see.** Some values are NaN, such as those of a row of zeros.
 #
 # **The smallest program that does it.** We divide each row by its own largest value, and one row is
 # all zeros.
@@ -574,7 +577,7 @@ assert torch.tensor(1e-8).half() == 0
 # **Why.** 1e-8 is less than half of the smallest fp16 number, so it rounds to zero and protects
 # against nothing. On the CPU the same happens in `F.normalize`, whose epsilon is 1e-12; on CUDA
 # autocast takes its norm in fp32. Adam's 1e-8 is the same trap once the parameters are fp16, unless
-# it is fused.
+# it is fused ([section 29](#29-Half-precision-weights-stop-moving)).
 #
 # **The fix.** Compute this part in fp32, on `h.float()`, with an epsilon of 1e-3 or more if you
 # train. An epsilon that fp16 can hold, at least `torch.finfo(dtype).tiny`, keeps a row of zeros
@@ -587,9 +590,9 @@ with cuda_rules():
     fake = torch.rand(2, 2, device="cuda").half()
     assert F.normalize(fake).dtype is torch.float32
     assert rescale(fake).dtype is torch.float16  # no help from autocast there either
-for repaired in (rescale(h.half(), eps=1e-4), rescale(h.float()), F.normalize(h.half(), eps=1e-4)):
+tiny = torch.finfo(torch.float16).tiny
+for repaired in (rescale(h.half(), eps=tiny), rescale(h.float()), F.normalize(h.half(), eps=tiny)):
     assert repaired.isfinite().all()
-assert torch.finfo(torch.float16).tiny < 1e-4
 
 # %% [markdown]
 # **Notice it earlier.** Feed the model one batch of zeros, and check that its output is finite.
@@ -600,8 +603,7 @@ assert torch.finfo(torch.float16).tiny < 1e-4
 # **What you see.** There is no NaN and no message. The output of a layer is exactly zero, and no
 # layer before it learns through it.
 #
-# **The smallest program that does it.** We write root-mean-square normalisation out, as many models
-# do.
+# **The smallest program that does it.** We write root-mean-square normalisation out.
 
 
 # %%
@@ -619,12 +621,13 @@ assert weight.grad.count_nonzero() == 0
 
 # %% [markdown]
 # **Why.** 300 times 300 is 90,000, which is infinite in fp16. The root of the mean is infinite too,
-# and a number divided by infinity is 0. A multiplication is on none of autocast's lists (`pow` is, on
-# CUDA), so it stays in fp16. Squares, variances and distances that are written by hand can overflow
-# long before their inputs do. So can a sum over the pixels of an image, as in a Dice or IoU loss: 512 x
-# 512 ones are 262,144. (Autocast for CUDA returns a sum in fp32, but a model in fp16 does not.)
+# and a number divided by infinity is 0. Autocast leaves a multiplication as it is (on CUDA it runs
+# `pow` in fp32), so it stays in fp16. Squares, variances and distances that are written by hand can
+# overflow long before their inputs do. So can a sum over the pixels of an image, as in a Dice or
+# IoU loss: 512 x 512 ones are 262,144. (Autocast for CUDA returns a sum in fp32, but a model in
+# fp16 does not.)
 #
-# **The fix.** Use the library's function, here `F.rms_norm`, which computes in fp32 inside, or call
+# **The fix.** Use the library's function, here `F.rms_norm`, which does not overflow, or call
 # `.float()` on the input, such as the logits of a loss.
 
 # %%
@@ -648,7 +651,7 @@ assert torch.ones(512, 512).half().sum().isinf()
 # ### 7 Training is fine but evaluation is NaN
 #
 # **What you see.** After one bad batch and one skipped step, training goes on as if nothing had
-# happened. Hours later `model.eval()` gives NaN for every input.
+# happened. Later the model gives NaN in evaluation.
 #
 # **The smallest program that does it.** A model has batch normalisation, and one batch overflows.
 
@@ -677,6 +680,7 @@ print("training, loss finite:", *[math.isfinite(loss) for loss in losses])
 print("evaluation:", model.eval()(x).item())
 assert [math.isfinite(loss) for loss in losses] == [True, False, True, True]
 assert model(x).isnan()
+assert not all(b.isfinite().all() for b in model.buffers())
 
 # %% [markdown]
 # **Why.** The scaler skips the optimizer, which protects only the *parameters*. The running mean
@@ -742,9 +746,8 @@ assert masked_step(calm).tolist() == [0.0, 1.0]
 # %% [markdown]
 # ## The scaler raises or warns
 #
-# `GradScaler` refuses some calls that could not do what you meant. Its messages point to a line in
-# the training loop. [Notebook 07](07_training_recipes.ipynb) shows the repaired loops at
-# length.
+# `GradScaler` refuses some calls that could not do what you meant. [Notebook
+# 07](07_training_recipes.ipynb) shows the repaired loops at length.
 
 # %% [markdown]
 # ### 9 The parameters are fp16
@@ -771,11 +774,11 @@ assert "Attempting to unscale FP16 gradients." in message
 
 # %% [markdown]
 # **Why.** By default a gradient has the dtype of its parameter. Divided by the scale *in fp16*, a
-# small one would vanish again, which the scale is there to prevent. Besides, fp16 weights lose small
-# updates. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
+# small one would vanish again, which the scale is there to
+# prevent. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
 #
-# On the CPU, bf16 parameters are not refused, and may fail as in section 29. On CUDA the scaler has no
-# kernel for bf16 gradients in torch 2.15, and the same step raises another error,
+# On the CPU, bf16 parameters are not refused, and may fail as in section 29. On CUDA the same step
+# raises another error,
 # `"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16'`
 # ([issue 127176](https://github.com/pytorch/pytorch/issues/127176)).
 #
@@ -903,7 +906,7 @@ assert "No inf checks were recorded for this optimizer." in message
 #
 # If the loss is a tensor, `backward()` then raises the message of section 25. With `requires_grad_()`
 # on it nothing is raised, and the weights still get no gradient. (`round` and `sign` do not cut the graph. Their
-# derivative is 0, so the gradients are zeros.)
+# derivative is 0, so the gradients are zeros.) <!-- tests/notebooks/test_08_when_amp_breaks.py -->
 #
 # **The fix.** If the part is meant to be frozen, do not step its optimizer. If it is not, keep the
 # losses as tensors, and put them together with `torch.stack` or `+`. In place of an op without a
@@ -924,7 +927,7 @@ def gradient_through(loss_of):
 
 
 # %% [markdown]
-# Seven ways to cut the graph, one to keep it, and `round`:
+# Seven ways to cut the graph, one to keep it, and `round` and `sign`:
 
 # %%
 cuts = (
@@ -939,7 +942,8 @@ cuts = (
 with warnings.catch_warnings(action="ignore"):  # torch.tensor warns that it makes numbers
     assert [gradient_through(cut) for cut in cuts] == [None] * len(cuts)
 assert gradient_through(lambda outputs: torch.stack([*outputs[0]]).sum()).count_nonzero() == 4
-assert gradient_through(lambda outputs: outputs.round().sum()).count_nonzero() == 0
+for flat in (torch.round, torch.sign):
+    assert not gradient_through(lambda outputs, flat=flat: flat(outputs).sum()).any()
 
 # %% [markdown]
 # `gradient_underflow` looks at the graph of a loss before you train with it:
@@ -1013,7 +1017,8 @@ assert once_more.item() == -2
 # `loss.backward()` does not. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
 #
 # **The fix.** Use one order in every iteration: `unscale_` if you need it, `step`, `update`. With
-# several optimizers, call `step` for each and `update` once.
+# several optimizers, call `step` for each and `update` [once, after
+# them](https://docs.pytorch.org/docs/stable/notes/amp_examples.html).
 
 # %%
 call("unscale_", "step", "update")  # unscale_ only for those who clip or log
@@ -1032,10 +1037,11 @@ scaled_loss = scaler.scale(torch.ones(()))  # the loss is 1
 scaler.unscale_(torch.optim.SGD([parameter], lr=0.1))
 scaler.update()
 assert scaled_loss / scaler.get_scale() == 2
+scaler.update(1024.0)  # with a new scale it needs no step
 
 # %% [markdown]
 # **Notice it earlier.** A forgotten `update` raises in the second iteration. A `scale` that is left
-# out later raises nothing.
+# out later raises nothing. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
 
 # %% [markdown]
 # ### 13 The optimizer needs a closure
@@ -1043,8 +1049,9 @@ assert scaled_loss / scaler.get_scale() == 2
 # **What you see.** `scaler.step` raises
 # `Closure use is not currently supported if GradScaler is enabled.`
 #
-# **The smallest program that does it.** L-BFGS needs a closure, since it evaluates the loss several
-# times in a step.
+# **The smallest program that does it.** L-BFGS [needs a
+# closure](https://docs.pytorch.org/docs/stable/optim.html), with which it
+# evaluates the loss several times in a step.
 
 
 # %%
@@ -1084,7 +1091,7 @@ _ = lbfgs(torch.amp.GradScaler("cpu"), torch.float16, by_position=True)  # no me
 # **Why.** The closure runs `backward` inside the optimizer, where the scaler can neither unscale the
 # gradients nor look at them. It notices only a closure that is passed *by name*. With
 # `scaler.step(optimizer, closure)`, once there are gradients, there is no message, and you train on
-# scaled gradients that nobody checks.
+# scaled gradients that nobody checks. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
 #
 # An optimizer that steps in two passes, such as SAM, has the same trouble: no scaler skips its
 # first step, so a single overflow can make the weights NaN for
@@ -1135,10 +1142,11 @@ assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`." in me
 
 # %% [markdown]
 # **Why.** The order in the loop is right, but the scaler skipped `optimizer.step()` because of an
-# overflow, as it often does in the first steps. The schedule is then one step ahead of the training.
+# overflow. The schedule is then one step ahead of the training.
 #
 # **The fix.** With one optimizer, `update` lowers the scale if and only if the step was skipped
-# (unless the scale is 0 already). So advance the schedule only if the scale did not fall.
+# (unless the scale is 0 already). So advance the schedule only if the scale did not
+# fall. <!-- tests/numerics/test_scale_log.py -->
 
 # %%
 assert warnings_of(lambda: schedule(only_if_stepped=True)) == ""
@@ -1149,7 +1157,7 @@ with warnings.catch_warnings():
 
 # %% [markdown]
 # **Notice it earlier.** `ScaleLog` counts the skipped steps. Each puts the schedule one step ahead,
-# but PyTorch checks only at the scheduler's first call.
+# but PyTorch checks only at the scheduler's first call. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
 
 # %% [markdown]
 # ### 15 Clipping leaves next to nothing of the gradients
@@ -1194,8 +1202,9 @@ assert abs(moved - 1) < 1e-3  # the full length that clipping allows
 
 # %% [markdown]
 # What reads gradients in `backward()` sees them scaled too: a hook (`register_hook`), `wandb.watch`
-# ([a report](https://github.com/wandb/wandb/issues/4369)), or Lightning's `on_after_backward`. Log them
-# after `unscale_`.
+# ([a report](https://github.com/wandb/wandb/issues/4369)), or [Lightning's
+# `on_after_backward`](https://github.com/Lightning-AI/pytorch-lightning/blob/master/src/lightning/pytorch/core/hooks.py).
+# Log them after `unscale_`.
 
 # %%
 seen = []
@@ -1253,8 +1262,7 @@ assert (
 assert overflowing_step(strict=False)
 
 # %% [markdown]
-# **Notice it earlier.** Count the norms that are not finite: there should be one for each skipped
-# step.
+# **Notice it earlier.** Count the norms that are not finite: each skipped step has one.
 
 # %% [markdown]
 # ### 17 The state of the scaler cannot be loaded
@@ -1279,7 +1287,8 @@ assert (
 # raised, because a disabled scaler ignores what it is told to load.
 #
 # **The fix.** Load the state only if there is one. A fresh scaler finds a lower scale in a few steps;
-# upwards it doubles after 2000 steps without an overflow, by default.
+# upwards it doubles after 2000 steps without an overflow, by default ([notebook
+# 03](03_grad_scaler_step_by_step.ipynb)).
 
 # %%
 for saved in (from_bf16, torch.amp.GradScaler("cpu", init_scale=1024.0).state_dict()):
@@ -1298,9 +1307,9 @@ assert disabled.get_scale() == 1
 # %% [markdown]
 # ## Dtypes do not match
 #
-# Autocast casts fp32 and 16-bit tensors for the ops on its list, inside its block and on its
-# device. Most messages of this part come from ops that are not on the list, or from code just
-# outside the block.
+# Autocast casts fp32 and 16-bit tensors for the ops on its list, inside its block and on its device
+# ([notebook 02](02_autocast_dtypes.ipynb)). Most messages of this part come from ops that are not
+# on the list, or from code just outside the block.
 
 # %% [markdown]
 # ### 18 A half precision output leaves the block
@@ -1311,11 +1320,13 @@ assert disabled.get_scale() == 1
 # - `expected scalar type Float but found Half`
 # - `Input type (c10::Half) and bias type (float) should be the same`
 # - `Input type (torch.cuda.HalfTensor) and weight type (torch.cuda.FloatTensor) should be the same`
+#   ([a report](https://github.com/baaivision/See3D/issues/11))
 # - `RNN input dtype (torch.float16) does not match weight dtype (torch.float32).`
 # - `mixed dtype (CPU): expect parameter to have scalar type of Float`
 # - `Found dtype Float but expected Half`
 # - ``expected dtype c10::Half for `end` but got dtype float``, where weights are averaged; from
-#   `optimizer.step()` see [section 46](#46-After-resuming-the-loss-jumps-or-is-NaN)
+#   `optimizer.step()` see
+#   [section 46](#46-After-resuming-the-loss-jumps-or-is-NaN) <!-- tests/notebooks/test_08_when_amp_breaks.py -->
 #
 # **The smallest program that does it.** We use the output of a block after the block has ended.
 
@@ -1349,13 +1360,15 @@ assert "expected dtype c10::Half for `end` but got dtype float" in messages["ler
 
 # %% [markdown]
 # **Why.** Autocast stops casting at the end of the block, but results in low precision stay so. A
-# model or an input that you converted by hand fails in the same way, with no autocast at
-# all. Then it is often a tensor beside the weights that stayed in fp32, such as the class weights of a
-# loss, a sampling grid, or the initial state of an RNN. (Another wording is `expected mat1 and mat2 to have the same dtype`.)
+# model or an input that you converted by hand fails in the same way, with no autocast at all. Then
+# it is often a tensor beside the weights that stayed in fp32, such as the class weights of a loss,
+# a sampling grid, or the initial state of an RNN. (Another wording is [`expected mat1 and mat2 to
+# have the same dtype`](https://github.com/Vaibhavs10/fast-whisper-finetuning/issues/14).) <!-- tests/notebooks/test_08_when_amp_breaks.py -->
 #
-# Inside the block this happens too, where an op writes in place (`addmm_`, `baddbmm_`) or into `out=`:
-# autocast casts neither. If `backward()` raises it, see
-# [section 20](#20-A-function-of-your-own-fails-in-backward).
+# Inside the block an op raises such a message where it writes in place (`addmm_`) or into `out=`:
+# autocast casts neither ([notebook
+# 02](02_autocast_dtypes.ipynb#What-is-eligible,-and-what-is-not)). If `backward()` raises it, see
+# [section 20](#20-A-function-of-your-own-fails-in-backward). <!-- tests/remedies/test_dtype_remedies.py -->
 #
 # In quantization-aware training the fused fake-quantize module takes fp32 alone, and is not on
 # autocast's list. The one that is not fused is on it: make the settings with
@@ -1390,7 +1403,7 @@ assert "expected scalar type Half but found Float" in weighted
 # - `masked_scatter: expected self and source to have same dtypes but got`
 #
 # **The smallest program that does it.** We collect features in a tensor that was made with
-# `torch.zeros`, as some detectors and graph networks do.
+# `torch.zeros`.
 
 
 # %%
@@ -1423,7 +1436,7 @@ assert masked in messages[3]
 # %% [markdown]
 # **Why.** Autocast leaves in-place operations alone, since it cannot change the dtype of a tensor
 # that already exists. `torch.zeros` makes that tensor in fp32 by default, with or without autocast.
-# (An index that is a number or a slice does not raise: `buffer[2] = f` casts.)
+# (An index that is a number does not raise: `buffer[2] = f` casts.)
 #
 # Without the underscore, `masked_scatter`, `scatter` and `index_add` fail in the same way, since
 # they are not on autocast's list either. `masked_scatter` is met where the features of an image
@@ -1502,7 +1515,8 @@ assert "expected scalar type Half but found Float" in message
 # Without `cast_inputs` the decorators cast nothing: `backward` runs under autocast if `forward` did.
 # Use that where `forward` calls layers, as in a checkpoint of your own; or take
 # `torch.utils.checkpoint.checkpoint(…, use_reentrant=False)`, which does it for you. [Notebook
-# 02](02_autocast_dtypes.ipynb) shows both.
+# 02](02_autocast_dtypes.ipynb#Your-own-autograd-functions) shows both
+# decorators. <!-- tests/notebooks/test_07_training_recipes.py -->
 
 
 # %%
@@ -1528,8 +1542,7 @@ assert torch.equal(backward_through(UnderAutocast), torch.full((1, 2, 2), 2.0))
 # fp32 mixed: autocast casts for the ops that it knows. Cast what you give it (for a loss, to fp32), or give your
 # own op a rule with `torch.library.register_autocast`. If the message comes in the forward pass of a
 # model in fp16, see [section 18](#18-A-half-precision-output-leaves-the-block). Under `torch.vmap` the
-# backward pass of a norm [may raise it](https://github.com/pytorch/pytorch/issues/184890): make the norm
-# an island.
+# backward pass of a norm [may raise it](https://github.com/pytorch/pytorch/issues/184890).
 
 # %%
 dtypes_seen = []
@@ -1560,7 +1573,7 @@ assert dtypes_seen == [torch.bfloat16, torch.float32]
 #
 # **The smallest program that does it.** An fp16 block contains a bf16 block for a delicate part,
 # and one layer is used in both. For the second message, we pass a bf16 tensor in an fp16 block to
-# an op that combines tensors: `cat` or `stack` on the CPU, `dot`, `addcmul` and others on CUDA.
+# an op that combines tensors: `cat` on the CPU, `addcmul` on CUDA.
 
 
 # %%
@@ -1594,8 +1607,8 @@ assert on_cuda == promoted
 # `inference_mode`), and does not note its dtype. So the inner block casts the input to bf16, but
 # finds an fp16 weight. The second message is about the policy *promote* ([notebook
 # 02](02_autocast_dtypes.ipynb)). It looks for the widest of the inputs, and knows only fp32 and the
-# dtype of the block, even if all inputs are bf16. Such a tensor often comes from a model with bf16
-# weights, in a block that is fp16 by default.
+# dtype of the block, even if all inputs are bf16, as those of a model with bf16 weights in a block
+# that is fp16 by default.
 #
 # The same cache breaks *selective* checkpointing if two regions use one weight. The first region
 # casts the weight. The forward pass of the second finds that cast, and records none. In the backward
@@ -1647,8 +1660,8 @@ if torch.cuda.is_available():  # the real thing
 # %% [markdown]
 # **Why.** The loss takes the logarithm of a probability p, and the gradient of that is 1/p. For a
 # small p this is more than fp16 can hold. If p is fp16, its gradient has to be fp16 too, so a cast
-# to fp32 in between would not help. This is the reason that PyTorch's documents give
-# ([notebook 02](02_autocast_dtypes.ipynb)). Besides, a probability very close to 1 rounds to exactly
+# to fp32 in between would not help. This is the reason that [PyTorch's
+# documents](https://docs.pytorch.org/docs/stable/amp.html) give. Besides, a probability very close to 1 rounds to exactly
 # 1 in fp16. Autocast refuses fp32 inputs as well. On the CPU it computes the loss in fp32.
 #
 # **The fix.** Leave out the sigmoid, and give the logits to the loss that has it built in. Up to
@@ -1666,6 +1679,9 @@ with cuda_rules():
 logits, target = torch.tensor([-2.0, 0.5, 20.0]), torch.tensor([0.0, 1.0, 1.0])
 expected = F.binary_cross_entropy(logits.sigmoid(), target)
 torch.testing.assert_close(F.binary_cross_entropy_with_logits(logits, target), expected)
+saturated = torch.tensor(200.0), torch.tensor(0.0)  # the loss is log(1 + exp(200)), which is 200
+assert F.binary_cross_entropy_with_logits(*saturated) == 200
+assert F.binary_cross_entropy(saturated[0].sigmoid(), saturated[1]) == 100
 with torch.autocast("cpu", dtype=torch.bfloat16):
     assert F.binary_cross_entropy(logits.sigmoid().bfloat16(), target).dtype is torch.float32
 assert torch.tensor(20.0).half().sigmoid() == 1  # the log of 1 minus this is minus infinity
@@ -1738,8 +1754,8 @@ print(message)
 assert "Got unsupported ScalarType BFloat16" in message
 
 # %% [markdown]
-# **Why.** NumPy has no bf16. It does have fp16, so an fp16 prediction gives no message, and what
-# follows usually stays fp16, as long as no wider dtype joins in.
+# **Why.** NumPy has no bf16. It does have fp16, so an fp16 prediction gives no message, and
+# adding 1 to it stays in fp16.
 #
 # **The fix.** Convert what leaves the block to fp32. A list needs no conversion.
 
@@ -1786,8 +1802,8 @@ assert torch.equal(gradient, x.expand(2, 2))  # right, in this version
 
 # %% [markdown]
 # **Why.** The pass without gradients put the cast of the weight into autocast's cache. That cast
-# had no history, and older versions used it again for training. In 2.11 this is
-# [repaired](https://github.com/pytorch/pytorch/pull/165068): a cached cast has its history even if
+# had no history, and older versions used it again for training. This [is
+# repaired](https://github.com/pytorch/pytorch/pull/165068) in the versions that this page runs on: a cached cast has its history even if
 # it was made without gradients. But the cache still holds *values* (section 26), and the casts of
 # the evaluation pass take up memory until the block ends.
 #
@@ -1840,9 +1856,8 @@ assert stuck[0] == stuck[1] == stuck[2]
 # An outer block with `enabled=False` has the same effect.
 #
 # **The fix.** Use one block for each forward pass, and none around it. The casts also go stale if
-# you clip trained weights inside a block, or copy other values into them between two forward passes:
-# averaged ones (EMA), or those of the reference model of a KL penalty. The second pass would then
-# still use the first ones. End the block before you swap them.
+# you load other values into the weights between two forward passes, such as averaged ones (EMA). The
+# second pass would then still use the first ones. End the block before you swap them.
 
 # %%
 learning = losses_of(nullcontext())
@@ -1865,11 +1880,10 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 # %% [markdown]
 # ### 27 A compiled model has other gradients
 #
-# **What you see.** With `torch.compile` the loss curve differs or overflows, although the outputs
-# are the same.
+# **What you see.** With `torch.compile` the gradients differ, although the outputs are the same.
 #
 # **The smallest program that does it.** We compile an fp32 island, and call it inside a block. (The
-# backend `aot_eager` traces both passes, as the default does, and needs no C++ compiler.)
+# backend `aot_eager` needs no C++ compiler.)
 
 
 # %%
@@ -1897,7 +1911,8 @@ assert (gradients["eager"], gradients["compiled"]) == (torch.tensor(1.001).item(
 # **Why.** The compiler plans the backward pass together with the forward pass, and assumes that the
 # autocast around the call is on in `backward()` too. So the island's gradient went through bf16 and
 # is 1.000, while in fp32 it is 1.001. CUDA graphs made with `torch.cuda.make_graphed_callables` [do
-# so too](https://github.com/pytorch/pytorch/issues/120930), and want `cache_enabled=False`.
+# so too](https://github.com/pytorch/pytorch/issues/120930), and [want
+# `cache_enabled=False`](https://github.com/pytorch/pytorch/issues/71631).
 #
 # **The fix.** Put the block *inside* the compiled function, where the compiler sees its end. Or set
 # `torch._functorch.config.backward_pass_autocast = "off"`, which is not a public interface.
@@ -2006,8 +2021,8 @@ assert after_updates(model) == 1.0
 
 # %% [markdown]
 # **Why.** `assign=True` took over the dtype of the checkpoint. Just below 1, bf16 numbers are 2^-8
-# apart, and a change of less than half of that is rounded away. So it goes with weight decay, which
-# changes a weight by `lr * weight_decay`, often 1e-4 or less of it, and with a moving average in bf16.
+# apart, and a change of less than half of that is rounded away. So it goes with a weight decay that
+# changes a weight by 1e-4 of it (`lr * weight_decay`), and with a moving average in bf16.
 # Code that writes `self.W.data = self.W.to(x.dtype)` in a forward pass casts a parameter for good: cast
 # a copy, or what the module gets. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
 # The moments of Adam have the dtype of
@@ -2021,6 +2036,9 @@ adam = torch.optim.Adam([half])
 adam.step()
 assert adam.state[half]["exp_avg_sq"].dtype is torch.float16
 assert half.isnan().all()
+half.data.fill_(1.0)
+torch.optim.Adam([half], fused=True).step()
+assert half.item() == 1
 
 # %% [markdown]
 # **The fix.** Use fp32 weights. Without `assign`, loading copies into them, and `.float()` repairs
@@ -2037,6 +2055,7 @@ ones = torch.ones(3, dtype=torch.bfloat16)
 assert torch.equal(
     ones * (1 - 1e-3 * 0.1), ones
 )  # lr 1e-3, weight decay 0.1: nothing is left of it
+assert torch.equal(ones.lerp(2 * ones, 1e-3), ones)  # nor of a step of a moving average
 
 # %% [markdown]
 # **Notice it earlier.** Use the assertion of section 9 right before you make the optimizer.
@@ -2068,7 +2087,8 @@ assert sum([one] * 1000, start=0 * one) == 256  # 256 + 1 is 256
 # %% [markdown]
 # **Why.** bf16 has 8 significant bits. It counts in steps of 1 up to 256, of 2 up to 512, and of 4 up
 # to 1024. (fp16 counts to 2048.) Beyond 256, neighbouring positions get the same angle, so 1024
-# positions have only 513 angles. This has happened in well-known models (the last link of this page).
+# positions have only 513 angles. This has happened [in well-known
+# models](https://github.com/huggingface/transformers/pull/29285).
 #
 # The same happens without autocast where the code itself casts whole numbers, with
 # `.to(torch.bfloat16)` or `dtype=`, or where `model.bfloat16()` casts a buffer of rates (`inv_freq`), for
@@ -2093,6 +2113,7 @@ assert rates.bfloat16().float().inv_freq != torch.tensor([1 / 3])
 boxes = torch.tensor([53000.0, 53030.0])  # two edges, 30 pixels apart
 assert boxes.half().diff() == 32
 assert boxes.bfloat16().diff() == 0
+assert torch.tensor([2048.0, 2049.0]).half().diff() == 0  # fp16 counts to 2048
 
 # %% [markdown]
 # **Notice it earlier.** Compare the outputs in bf16 and in fp32 on the longest input you allow. `amp-lab
@@ -2143,6 +2164,12 @@ with mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", re
 # %%
 with torch.autocast(x.device.type, dtype=torch.bfloat16):
     assert (x @ x.T).dtype is torch.bfloat16
+for name in ("xpu", "mps"):
+    assert not warnings_of(lambda name=name: (torch.autocast(name), torch.amp.GradScaler(name)))
+    assert torch.amp.GradScaler(name).is_enabled()
+    with torch.autocast(name, dtype=torch.float16):
+        assert torch.is_autocast_enabled(name)
+        assert (x @ x.T).dtype is torch.float32
 absent = "xpu" if torch.cuda.is_available() else "cuda"
 try:
     Precision.BF16.autocast(absent)
@@ -2205,6 +2232,8 @@ assert torch.get_autocast_dtype("cuda") is torch.float16
 
 # %%
 assert in_a_thread(lambda: enter_again(dtype=torch.float16)) is torch.float16
+decorated = torch.autocast("cpu", dtype=torch.float16)(lambda: (x @ x.T).dtype)
+assert in_a_thread(decorated) is torch.float16
 
 # %% [markdown]
 # **Notice it earlier.** In `forward`, assert `torch.is_autocast_enabled(device.type)`, and the dtype
@@ -2216,7 +2245,7 @@ assert in_a_thread(lambda: enter_again(dtype=torch.float16)) is torch.float16
 # **What you see.** A step takes as long as before, or longer.
 #
 # **The smallest program that does it.** We use a network of five small layers. `CountOps` counts
-# the ops that are not views. As a rule of thumb, each launches at least one kernel on a GPU.
+# the ops that are not views.
 
 
 # %%
@@ -2241,20 +2270,26 @@ print(f"fp32: {plain.ops} ops; autocast: {amp.ops} ops, {amp.casts} of them cast
 assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 
 # %% [markdown]
-# **Why.** Each forward pass casts five weights, five biases and the input, so 5 ops became 16. As a
-# rule of thumb, this pays only if the products are large. Six other reasons are common:
-# - The hardware has no fast path for the dtype (as a rule of thumb, fp16 on a CPU, bf16 on older GPUs).
-# - The limit is the data loader or the launching of kernels, and not arithmetic.
-# - Large ops stay in fp32. `amp-lab xray` lists them. For one product of an island on CUDA,
+# **Why.** Each forward pass casts five weights, five biases and the input, so 5 ops became 16. This
+# pays only from some size of the products on ([notebook
+# 10](10_speed_ladder.ipynb#From-which-size-on-does-AMP-pay?)). Six other reasons:
+# - The hardware has no fast path for the dtype ([your hardware](../docs/hardware.md)).
+# - The limit is the data loader or the launching of kernels, and not arithmetic ([notebook
+#   10](10_speed_ladder.ipynb#Where-AMP-loses)).
+# - Large ops stay in fp32. `amp-lab xray` lists them ([notebook 09](09_xray_your_model.ipynb)).
+#   For one product of an island on CUDA,
 #   [`torch.mm(…, out_dtype=torch.float32)`](https://github.com/pytorch/torchtitan/issues/4273) keeps
 #   16-bit inputs and returns fp32, but has no backward pass of its own.
 # - Sizes are not multiples of 8, or of 16 in FP8
 #   ([section 44](#44-A-size-is-not-a-multiple-of-16-or-8)).
-# - The "fp32" you compare with is really TF32.
-# - The clock was read before the GPU had finished.
+# - The "fp32" you compare with is really TF32
+#   ([section 37](#37-TF32-is-set-in-the-old-and-in-the-new-way)).
+# - The clock was read before the GPU had finished ([notebook
+#   04](04_fp32_vs_amp.ipynb#How-not-to-measure)).
 #
-# **The fix.** Use large products in a dtype that the device accelerates; the command
-# `amp-lab doctor` says which. We time the forward pass of a linear layer, small and large:
+# **The fix.** Use large products in a dtype that the device accelerates; the command [`amp-lab
+# doctor`](../docs/hardware.md) says which. We time the forward pass of a linear layer, small and
+# large:
 
 
 # %% tags=["nbval-ignore-output"]
@@ -2325,7 +2360,7 @@ assert single[1] > 50 * single[0]
 #
 # **The fix.** AMP usually saves memory on a large batch, so make the batch larger. With 2048 examples
 # it keeps 6.5 MiB in place of 12. Other means are gradient checkpointing, sharding, or an optimizer
-# with less state.
+# with less state. <!-- tests/remedies/test_memory_remedies.py -->
 
 # %%
 batch = torch.ones(2048, 512)
@@ -2346,8 +2381,7 @@ assert gate.to(h.dtype).expand(1024, 2).untyped_storage().nbytes() == 2 * 2
 
 # %% [markdown]
 # In inference under `no_grad`, the block keeps the casts of weights that require a gradient until
-# it ends. If all weights are cast, that is half as much again as the fp32 weights take: the memory
-# grows from layer to layer, like a leak, and falls at the end of the block. Use
+# it ends. If all weights are cast, that is half as much again as the fp32 weights take. Use
 # `torch.inference_mode()`, which keeps none, or an autocast with `cache_enabled=False`. Or cast the model once, `model.bfloat16()`, which
 # halves the weights ([notebook 18](18_inference_and_export.ipynb#Ways-to-run-it)). We count the
 # casts of two passes:
@@ -2390,8 +2424,8 @@ assert all(p.dtype is torch.bfloat16 for p in make()[0].bfloat16().parameters())
 # - `full(): argument 'fill_value' (position 2) must be Number, not str`, after the warning was half
 #   followed
 #
-# **The smallest program that does it.** We use the old names, which many tutorials still have. The
-# last line gives a device to the old class.
+# **The smallest program that does it.** We use the old names. The last line gives a device to the
+# old class.
 
 # %%
 old_autocast = warnings_of(lambda: torch.cuda.amp.autocast(enabled=False))
@@ -2407,8 +2441,8 @@ assert "full(): argument 'fill_value' (position 2) must be Number, not str" in m
 
 # %% [markdown]
 # **Why.** The functions have moved to `torch.amp`, which serves several kinds of devices. The names
-# in `torch.cuda.amp` still work, but only on CUDA and ROCm. The first argument of the old `GradScaler` is the scale
-# and not a device, so a device stands where a number should. Apex [removed its
+# in `torch.cuda.amp` still work, for the device `"cuda"`. The first argument of the old `GradScaler`
+# is the scale and not a device, so a device stands where a number should. Apex [removed its
 # `amp`](https://github.com/NVIDIA/apex/pull/1896) in 2025.
 #
 # **The fix.** Write `torch.autocast("cuda", dtype=…)`, `torch.amp.GradScaler("cuda")` and
@@ -2421,7 +2455,8 @@ assert "full(): argument 'fill_value' (position 2) must be Number, not str" in m
 assert warnings_of(lambda: torch.autocast("cuda", dtype=torch.float16, enabled=False)) == ""
 assert warnings_of(lambda: torch.amp.GradScaler("cuda", enabled=False)) == ""
 assert warnings_of(lambda: torch.amp.custom_fwd(make, device_type="cuda")) == ""
-assert issubclass(torch.cuda.amp.autocast, torch.autocast)  # the same thing underneath
+with warnings.catch_warnings(action="ignore"):
+    assert torch.cuda.amp.autocast(enabled=False).device == "cuda"
 
 # %% [markdown]
 # **Notice it earlier.** Run the tests with `python -W error::FutureWarning`.
@@ -2466,13 +2501,15 @@ assert no_autocast == "User specified an unsupported autocast device_type 'meta'
 assert no_dtype == "unsupported scalarType"  # there is no default to look up
 
 # %% [markdown]
-# **Why.** bf16 came to NVIDIA's GPUs with Ampere. Older versions of PyTorch refuse it on older
-# GPUs. Today's only asks whether the card can hold a bf16 tensor, which may be emulated
+# **Why.** NVIDIA's GPUs have bf16 [from capability 8
+# on](https://github.com/pytorch/pytorch/blob/main/torch/cuda/__init__.py), which is Ampere. PyTorch
+# asks whether the card can hold a bf16 tensor, which may be emulated
 # ([`is_bf16_supported`](https://docs.pytorch.org/docs/stable/generated/torch.cuda.is_bf16_supported.html)).
 # So bf16 may not pay even if there is no message, and on a P100 cuBLAS [refused its
 # matmuls](https://github.com/pytorch/pytorch/issues/57773). `meta`, like some other types, has no
 # autocast and no dtype for it, and even a block that switches autocast off is refused. On AMD's
-# GPUs the type is `"cuda"`, and `"hip"` is refused.
+# GPUs the type is [`"cuda"`](https://docs.pytorch.org/docs/stable/notes/hip.html), and `"hip"` has no
+# autocast.
 #
 # **The fix.** Use fp16 on such a card, as the message says, and train with a scaler
 # ([notebook 19](19_choose_your_precision.ipynb#The-decision) has the choice for each kind of card).
@@ -2496,7 +2533,7 @@ assert not torch.amp.is_autocast_available("hip")
 
 # %% [markdown]
 # **Notice it earlier.** Before the first run, `recommend_precision(device)` of this collection's
-# package measures what a device is fast in.
+# package measures what a device is fast in. <!-- tests/core/test_device.py -->
 
 # %% [markdown]
 # ## Hardware, several devices and the compiler
@@ -2538,9 +2575,10 @@ assert (
 )
 
 # %% [markdown]
-# **Why.** Since Ampere, NVIDIA's GPUs can round the inputs of fp32 products to TF32, which has the
-# range of fp32 and 11 significant bits. PyTorch has two sets of names for that switch, and refuses
-# to answer when they contradict each other.
+# **Why.** Since Ampere, NVIDIA's GPUs can round the inputs of fp32 products to
+# [TF32](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices),
+# which has the range of fp32 and 11 significant bits. PyTorch has two sets of names for that
+# switch, and refuses to answer when they contradict each other.
 #
 # **The fix.** Set the mode of products with `torch.set_float32_matmul_precision`, and that of
 # convolutions with `torch.backends.cudnn.allow_tf32`. Whoever changes the new name, `fp32_precision`,
@@ -2563,6 +2601,7 @@ assert 2 * 2**-11 < 0.001  # two factors, each rounded to 11 bits, against fp32'
 #
 # **What you see.** The transform raises one of these:
 # - `cuFFT only supports dimensions whose sizes are powers of two when computing in half precision`, on CUDA
+#   ([its source](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/CuFFTPlanCache.h))
 # - `Unsupported dtype Half`, on the CPU
 #
 # **The smallest program that does it.** We take the spectrum of 100 fp16 numbers.
@@ -2592,13 +2631,20 @@ if torch.cuda.is_available():
 assert torch.fft.rfft(signal.half().float()).dtype is torch.complex64
 with torch.autocast("cpu", dtype=torch.float16):
     assert torch.fft.rfft(signal.half()).dtype is torch.complex64
+kinds = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
+transforms = {f"aten::fft_{kind}{dims}" for kind in kinds for dims in ("", "2", "n")}
+missing = transforms.difference(
+    torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
+)
+assert missing == {f"aten::fft_{name}" for name in ("hfft2", "hfftn", "ihfft2", "ihfftn")}
 listed = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
 assert not any("fft" in op for op in listed)
+assert torch.fft.rfft(torch.ones(400)).abs().square().max() > 65504
 
 # %% [markdown]
 # **Notice it earlier.** Search the model for `torch.fft` and `stft`, and put these calls into an
 # fp32 island, together with a matrix product that follows, such as that of a mel spectrogram: the
-# power of a spectrum may exceed 65504.
+# power of a spectrum may exceed 65504, as that of 400 ones does.
 
 # %% [markdown]
 # ### 39 MPS has no float64
@@ -2619,8 +2665,8 @@ if torch.backends.mps.is_available():
     assert "the MPS framework doesn't support float64" in message_of(lambda: weights.to("mps"))
 
 # %% [markdown]
-# **Why.** Apple's framework does not support float64. It often slips in with class weights, targets
-# of a regression, or schedules that are computed with NumPy. The tensor need not be yours:
+# **Why.** Apple's framework does not support float64. It can slip in with all that is computed with
+# NumPy, such as class weights or targets. The tensor need not be yours:
 # `GradScaler.unscale_` made one in older versions ([issue
 # 142397](https://github.com/pytorch/pytorch/issues/142397)).
 #
@@ -2649,6 +2695,7 @@ assert to_fp32_device(torch.tensor([1]), device).dtype is torch.int64
 #
 # FSDP2 raises `FSDP expects uniform original parameter dtype but got`, and the older FSDP
 # `Must flatten tensors with uniform dtype but got`
+# ([a report](https://github.com/huggingface/trl/issues/1723)).
 #
 # Or there is no message, but the ranks drift apart: their losses differ, or their scalers skip
 # different steps.
@@ -2709,9 +2756,10 @@ assert (
 assert "FSDP expects uniform original parameter dtype but got" in messages[2]
 
 # %% [markdown]
-# **Why.** `SyncBatchNorm` synchronises on accelerators only. DDP averages a bucket when each of its
-# parameters has a gradient, so one that never gets one leaves it waiting. FSDP2 wants one dtype for
-# all trained weights of a `fully_shard`. (A frozen base in bf16 with adapters in fp32 is not
+# **Why.** DDP refuses `SyncBatchNorm` on a CPU. It averages a bucket [when each of its
+# gradients is ready](https://docs.pytorch.org/docs/stable/notes/ddp.html), so a parameter that
+# never gets one leaves it waiting. FSDP2 wants one dtype for all
+# trained weights of a `fully_shard`. (A frozen base in bf16 with adapters in fp32 is not
 # refused.) Ranks drift apart without a message when a gradient changes after the average, or when
 # the scaler checks it before. [Notebook 11](11_scale_out.ipynb) shows both. With accumulation, put
 # forward *and* backward of all batches but the last one into
@@ -2779,10 +2827,10 @@ assert scaler.scale(loss_of(x)) == 3 * scaler.get_scale()
 #
 # **What you see.** `nn.LSTM` on an fp32 input under `torch.autocast("cpu")` raises
 # `could not create a primitive descriptor for the LSTM forward propagation primitive`
-# The same program may run on another machine. `nn.GRU` and `nn.RNN` have other kernels, which run.
+# The same program may run on another machine. `nn.GRU` and `nn.RNN` run. <!-- tests/core/test_cpu.py -->
 #
 # **The smallest program that does it.** We run an LSTM in both 16-bit formats. fp16 fails wherever
-# oneDNN trains it; whether bf16 fails depends on your CPU.
+# oneDNN trains it; whether bf16 fails depends on your CPU. <!-- tests/core/test_cpu.py -->
 
 
 # %% tags=["nbval-ignore-output"]
@@ -3036,7 +3084,7 @@ for dtype in (torch.float16, torch.float32):
 # %% [markdown]
 # **Why.** `load_state_dict` of an optimizer casts its state to the dtype of the weights. Adam's second
 # moments are squares of gradients. In fp16 small ones become 0, and the step divides by 0 (unless Adam
-# is fused). In bf16 they keep 8 bits. Four other causes:
+# is fused). In bf16 they keep 8 bits. Four other causes: <!-- tests/notebooks/test_08_when_amp_breaks.py -->
 # - The weights were saved with `.half()`. Digits are lost, and a running variance above 65504 is infinite.
 #   Save what you go on from in fp32.
 # - The state of the *scaler* was not loaded. A fresh one starts at 65536, so the gradients may overflow
@@ -3066,7 +3114,7 @@ assert torch.tensor(1e5).half().isinf()
 
 # %% [markdown]
 # PyTorch's own Adam refuses this state in another dtype than the weight, as it does if the model is cast
-# between two steps.
+# between two steps. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
 #
 # A scaler that was loaded does not skip the first step:
 
@@ -3090,7 +3138,7 @@ assert not first_step_is_skipped(loaded)
 
 # %% [markdown]
 # **Notice it earlier.** Before you save, check that all parameters and buffers are finite. `amp-lab
-# migrate` finds a checkpoint without the state of the scaler.
+# migrate` finds a checkpoint without the state of the scaler. <!-- tests/migrate/test_mistakes.py -->
 
 # %% [markdown]
 # ## Summary

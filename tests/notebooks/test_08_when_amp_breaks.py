@@ -176,6 +176,9 @@ def test_an_island_that_is_a_subclass_keeps_the_names_of_the_layer():
 
 def test_a_gradient_that_is_unscaled_in_fp16_vanishes():
     """Section 9: 2^-26 is a number of fp32 alone."""
+    parameter = nn.Parameter(torch.ones(1).half())
+    parameter.sum().backward()
+    assert parameter.grad.dtype is torch.float16
     scaled = torch.tensor(2.0**-26).mul(4096).half()
     assert scaled > 0
     assert scaled / 4096 == 0
@@ -252,3 +255,139 @@ def test_a_loop_that_gives_a_name_another_value_casts_no_parameter():
         parameter = parameter.float()
     assert model.weight.dtype is torch.bfloat16
     assert model.float().weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("value", [150_000.0, 1e-4 / 16384, -1e9, 1e-8, 300.0**2, 1e6, 2.0**17])
+def test_what_leaves_the_range_of_fp16_stays_in_that_of_bf16(value):
+    """Sections 1 and 3 to 8: a number that fp16 makes infinite or zero."""
+    assert torch.tensor(value).half().abs() in (0, torch.inf)
+    assert torch.tensor(value).bfloat16().abs() not in (0, torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("weights", "inputs", "said"),
+    [
+        (torch.float32, torch.float16, "Half and Float"),
+        (torch.float16, torch.float32, "Float and Half"),
+        (torch.float32, torch.bfloat16, "BFloat16 and Float"),
+    ],
+)
+def test_a_message_has_the_dtypes_in_the_order_of_the_program(weights, inputs, said):
+    with pytest.raises(RuntimeError, match=f"mat1 and mat2 .* but got {said}"):
+        nn.Linear(2, 2, dtype=weights)(torch.ones(1, 2, dtype=inputs))
+
+
+@pytest.mark.parametrize("cause", ["no backward", "another copy", "a cut graph"])
+def test_an_optimizer_without_gradients_is_refused(cause):
+    """Section 11, the other causes."""
+    model, copy = nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD((copy if cause == "another copy" else model).parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    loss = scaler.scale(model(torch.ones(1, 2)).sum())
+    if cause == "another copy":
+        loss.backward()
+    if cause == "a cut graph":
+        cut = scaler.scale(torch.tensor(loss.item()))
+        with pytest.raises(RuntimeError, match="element 0 of tensors does not require grad"):
+            cut.backward()
+    with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
+        scaler.step(optimizer)
+
+
+def test_a_scale_that_is_left_out_later_raises_nothing():
+    """Section 12."""
+    model = nn.Linear(2, 1)
+    optimizer, scaler = torch.optim.SGD(model.parameters()), torch.amp.GradScaler("cpu")
+    for scale in (scaler.scale, nn.Identity()):
+        optimizer.zero_grad()
+        scale(model(torch.ones(1, 2)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert model.bias.grad.item() == 2.0**-16  # divided all the same
+
+
+def test_a_closure_passed_by_position_gets_scaled_gradients_that_nobody_checks():
+    """Section 13: the optimizer sees what the closure left, and steps with infinities too."""
+    seen = []
+
+    class WithClosure(torch.optim.SGD):
+        def step(self, closure):
+            closure()
+            seen.append(weight.grad.item())
+            super().step()
+
+    weight = nn.Parameter(torch.ones(1))
+    optimizer, scaler = WithClosure([weight], lr=0.1), torch.amp.GradScaler("cpu")
+    for factor in (1.0, torch.inf):
+
+        def closure(factor=factor):
+            optimizer.zero_grad()
+            scaler.scale(factor * weight.sum()).backward()
+
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer, closure)
+        scaler.update()
+    assert seen == [2.0**16, torch.inf]
+    assert not weight.isfinite()
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_the_scheduler_warns_at_its_first_call_alone(skipped):
+    """Section 14."""
+    weight = nn.Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.SGD([weight], lr=0.1), torch.amp.GradScaler("cpu")
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    expected = nullcontext()  # a warning would be an error here
+    if skipped == 0:
+        expected = pytest.warns(UserWarning, match="before `optimizer.step")
+    with expected:
+        for step in range(3):
+            optimizer.zero_grad()
+            factor = torch.inf if step == skipped else 1.0
+            scaler.scale(factor * weight.sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+    assert scaler.get_scale() == 2.0**15  # one step was skipped either way
+
+
+@pytest.mark.parametrize("beside", ["class weights", "sampling grid", "initial state"])
+def test_a_tensor_beside_the_weights_that_stayed_in_fp32_is_refused(beside):
+    """Section 18, in a model that is cast as a whole."""
+    x = torch.ones(1, 2).half()
+    calls = {
+        "class weights": lambda: F.cross_entropy(x, torch.tensor([0]), weight=torch.ones(2)),
+        "sampling grid": lambda: F.grid_sample(
+            x[None, None], torch.zeros(1, 1, 1, 2), align_corners=False
+        ),
+        "initial state": lambda: nn.GRU(2, 2).half()(x[None], torch.zeros(1, 1, 2)),
+    }
+    said = "expected scalar type Half but found Float|must have the same dtype"
+    with pytest.raises(RuntimeError, match=said):
+        calls[beside]()
+
+
+def test_adam_refuses_a_model_that_was_cast_between_two_steps():
+    """Section 46."""
+    model = nn.Linear(2, 1)
+    adam = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    adam.step()
+    model.bfloat16()
+    with pytest.raises(RuntimeError, match="expected dtype float for `end`"):
+        adam.step()
+
+
+def test_fused_adam_loads_a_small_moment_into_fp16_and_divides_by_no_zero():
+    """Section 46: it adds its epsilon in fp32."""
+    weights = [nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1).half())]
+    single, fused = torch.optim.Adam(weights[:1]), torch.optim.Adam(weights[1:], fused=True)
+    for adam, weight in ((single, weights[0]), (fused, weights[1])):
+        weight.grad = torch.full_like(weight, 1e-5)
+        if adam is fused:
+            adam.load_state_dict(single.state_dict())
+            adam.param_groups[0]["fused"] = True  # it was loaded too
+        adam.step()
+    assert fused.state[weights[1]]["exp_avg_sq"].dtype is torch.float16
+    assert fused.state[weights[1]]["exp_avg_sq"] == 0
+    assert weights[1].isfinite()
