@@ -105,13 +105,13 @@
 #
 # | message | what it means |
 # |---|---|
-# | `invalid value encountered in cast`, and the image is black; `NaN detected in latents` | the image or the latents are NaN, which NumPy casts to 0. In a diffusion model the decoder (VAE) often exceeds 65504 in fp16: run it alone, with its input, in fp32 or bf16 ([a report](https://github.com/huanngzh/ComfyUI-MVAdapter/issues/14)); compute saved latents again. [Section&nbsp;1](#1-The-loss-is-NaN-because-an-activation-exceeds-65504) |
+# | `invalid value encountered in cast`, and the image is black; `NaN detected in latents` | the image or the latents are NaN. In a diffusion model the decoder (VAE) may be the cause: the values in SDXL's are [too large for fp16](https://huggingface.co/madebyollin/sdxl-vae-fp16-fix). Run it alone, with its input, in fp32 or bf16 ([a report](https://github.com/huanngzh/ComfyUI-MVAdapter/issues/14)). [Section&nbsp;1](#1-The-loss-is-NaN-because-an-activation-exceeds-65504) |
 # | `probability tensor contains either inf, nan or element < 0`; `satisfy the constraint Simplex()` | sampling is only the first to check: the logits are NaN ([a report](https://github.com/QwenLM/Qwen-VL/issues/364)). Load a model that was [trained in bf16](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-card-without-it) in bf16, or see [section&nbsp;4](#4-A-mask-value-does-not-fit-into-fp16) |
 # | `"LayerNormKernelImpl" not implemented for 'Half'`, `"addmm_impl_cpu_"`, `"slow_conv2d_cpu"` | a whole model in fp16 on a CPU, in an older torch, often because no GPU was found ([a report](https://github.com/facebookresearch/seamless_communication/issues/47)): load it in fp32 or bf16, or update torch |
-# | `fp16 mixed precision requires a GPU`; `Your setup doesn't support bf16/gpu.` | torch sees no GPU, often because it was built without CUDA; or the card has no bf16 ([a report](https://github.com/bmaltais/kohya_ss/issues/639)). `amp-lab doctor` names the device. [Section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off) |
+# | `fp16 mixed precision requires a GPU`; `Your setup doesn't support bf16/gpu.` | torch sees no GPU, as where it was built without CUDA; or the card has no bf16 ([a report](https://github.com/bmaltais/kohya_ss/issues/639)). `amp-lab doctor` names the device. [Section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off) |
 # | `Bfloat16 is only supported on GPUs with compute capability of at least 8.0.` | vLLM, on a card before Ampere: `--dtype half` ([a report](https://github.com/vllm-project/vllm/issues/1157)). [Section&nbsp;36](#36-Autocast-refuses-the-device-or-its-dtype) |
-# | `BFloat16 is not supported on MPS` | update macOS and torch, or take fp16 ([a report](https://github.com/oobabooga/textgen/issues/5216)): [notebook 19](19_choose_your_precision.ipynb) |
-# | `Current loss scale already at minimum - cannot decrease scale anymore.` | DeepSpeed ([a report](https://github.com/deepspeedai/DeepSpeed/issues/5426)): see [section&nbsp;2](#2-The-loss-scale-falls-towards-0). If the model was trained in bf16, train it on in bf16 |
+# | `BFloat16 is not supported on MPS` | update torch, and macOS [to 14](https://github.com/pytorch/pytorch/pull/119641), or take fp16 ([a report](https://github.com/QwenLM/Qwen/issues/497)): [notebook 19](19_choose_your_precision.ipynb) |
+# | `Current loss scale already at minimum - cannot decrease scale anymore.` | DeepSpeed ([a report](https://github.com/deepspeedai/DeepSpeed/issues/5426)): see [section&nbsp;2](#2-The-loss-scale-falls-towards-0). In bf16 [it does not occur](https://github.com/microsoft/LMOps/issues/280) |
 # | `Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to`, then `ZeroDivisionError` | Apex, whose scale has fallen to 0 ([a report](https://github.com/facebookresearch/WSL-Images/issues/9)): [section&nbsp;2](#2-The-loss-scale-falls-towards-0) |
 # | `No operator found for memory_efficient_attention_forward` | xFormers gives a reason for each of its kernels: look for `dtype=` and for `bf16 is only supported on A100+` ([a report](https://github.com/facebookresearch/xformers/issues/1143)). Cast q, k and v to one 16-bit dtype that the card has. [Section&nbsp;43](#43-Flash-attention-refuses-fp32) |
 # | `The input hidden states seems to be silently casted in float32` | transformers casts back by itself. Norms or embeddings are in fp32, as PEFT leaves them ([a report](https://github.com/huggingface/transformers/issues/30019)). [Section&nbsp;43](#43-Flash-attention-refuses-fp32) |
@@ -125,7 +125,7 @@
 # | `Expected attn_mask dtype to be bool or float or to match query dtype` | the mask belongs to it too: give a boolean one, or cast it to the dtype of q. [Notebook 17](17_language_model.ipynb#One-dtype-for-q,-k-and-v) <!-- tests/notebooks/test_17_language_model.py --> |
 # | `torch.jit.trace` fails, or gives another dtype, inside an autocast block | trace under `cache_enabled=False`, and run the result outside ([a report](https://github.com/pytorch/pytorch/pull/63552)), or cast first and take `torch.export`: [notebook 18](18_inference_and_export.ipynb#Export) |
 # | `scale … has inconsistent type tensor(float)`, of a `BatchNormalization` | exported inside of a block, it gets an input in fp16 and weights in fp32, which [ONNX takes from opset 15 on](https://onnx.ai/onnx/operators/onnx__BatchNormalization.html): `opset_version=15` or later, or export outside of the block |
-# | `ScalarType ComplexDouble` in an export of a 16-bit model | the older exporter multiplies 16 bits by an fp32 number without dimensions wrongly ([a report](https://github.com/pytorch/pytorch/issues/158658)): `dynamo=True`, or `x * self.p.to(x.dtype)` |
+# | `ScalarType ComplexDouble` in an export in bf16 | the older exporter multiplies bf16 by an fp32 number without dimensions wrongly ([a report](https://github.com/pytorch/pytorch/issues/158658)): `dynamo=True`, or `x * self.p.to(x.dtype)` <!-- tests/notebooks/test_18_inference_and_export.py --> |
 # | `self and mat2 must have the same dtype`, with weights in FP8 or int8 | a weight times its scale in fp32 is fp32 ([a report](https://github.com/kohya-ss/musubi-tuner/issues/1076)): cast the product to `x.dtype`. Autocast hides it in training |
 # | FP8 with a scale for each row gives NaN with LoRA | in torchao a row of zeros, as LoRA's B is at first, has the scale 0 ([a report](https://github.com/pytorch/ao/issues/3356)): set `activation_value_lb=1e-12` |
 #
@@ -149,12 +149,12 @@
 # | results are good on short inputs and bad on long ones, or many positions give the same embedding | [section&nbsp;30](#30-Positions-or-counts-are-wrong-beyond-256) |
 # | an index is out of range, or two timesteps are the same | [section&nbsp;30](#30-Positions-or-counts-are-wrong-beyond-256) |
 # | the same box is detected twice: NMS leaves duplicates | [section&nbsp;30](#30-Positions-or-counts-are-wrong-beyond-256) |
-# | a KL divergence, or a ratio of probabilities, is noisy in bf16 | [notebook 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy): cast the logits, not the log-probabilities |
+# | a KL divergence, or a ratio of probabilities, is noisy in bf16 | [notebook 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy): cast the logits, not the log-probabilities <!-- tests/notebooks/test_08_when_amp_breaks.py --> |
 # | logged gradients are 65536 times too large, or jump by a factor of 2 | [section&nbsp;15](#15-Clipping-leaves-next-to-nothing-of-the-gradients) |
-# | a Dice, IoU or focal loss is NaN | [section&nbsp;6](#6-A-norm-written-by-hand-overflows-above-256) |
+# | a Dice or IoU loss is NaN | [section&nbsp;6](#6-A-norm-written-by-hand-overflows-above-256) |
 # | gradients are infinite with several ranks only | the *sum* over the ranks exceeds 65504 in fp16: divide before the `all_reduce`, as [PyTorch's hook](https://github.com/pytorch/pytorch/blob/main/torch/distributed/algorithms/ddp_comm_hooks/default_hooks.py) does, or send bf16 |
 # | a resumed run takes twice the memory, in 16-bit weights | loading copies *into* the model and keeps its dtype ([a report](https://github.com/pytorch/pytorch/issues/138253)): build it in 16 bits again before you load, and then make the optimizer |
-# | a loop of `p = p.float()` over the parameters changes nothing | it only gives `p` another value: call `model.float()`, before the optimizer is made and before `fully_shard` |
+# | a loop of `p = p.float()` over the parameters changes nothing | it only gives `p` another value: call `model.float()`, before the optimizer is made and before `fully_shard` <!-- tests/notebooks/test_08_when_amp_breaks.py --> |
 # | the loaded model is worse than the one that was saved | [section&nbsp;46](#46-After-resuming-the-loss-jumps-or-is-NaN) |
 # | the logged loss is off by a factor of 2 at times | [section&nbsp;12](#12-Scaler-methods-are-called-in-the-wrong-order) |
 # | weight decay, or an average of weights (EMA), does nothing in bf16 | [section&nbsp;29](#29-Half-precision-weights-stop-moving) |
@@ -640,7 +640,9 @@ with cuda_rules():
     fake = torch.rand(2, device="cuda").half()
     assert ((fake * fake).dtype, fake.pow(2).dtype) == (torch.float16, torch.float32)
     assert fake.sum().dtype is torch.float32
-assert torch.ones(512, 512).half().sum().isinf()
+pixels = torch.ones(512, 512).half().sum()
+assert pixels.isinf()
+assert (2 * pixels / (pixels + pixels)).isnan()  # a Dice score
 
 # %% [markdown]
 # **Notice it earlier.** Look at the gradients of a step. If a whole layer has only zeros, find out

@@ -391,3 +391,17 @@ def test_fused_adam_loads_a_small_moment_into_fp16_and_divides_by_no_zero():
     assert fused.state[weights[1]]["exp_avg_sq"].dtype is torch.float16
     assert fused.state[weights[1]]["exp_avg_sq"] == 0
     assert weights[1].isfinite()
+
+
+def test_a_ratio_of_probabilities_needs_the_logits_in_fp32():
+    """The third table: log-probabilities of 7 are 2^-5 apart in bf16."""
+    torch.manual_seed(0)
+    old = torch.randn(64, 1000)
+    old, new = old.bfloat16(), (old + 0.01 * torch.randn(64, 1000)).bfloat16()
+
+    def log_ratio(dtype):
+        return F.log_softmax(new.to(dtype), -1).double() - F.log_softmax(old.to(dtype), -1).double()
+
+    exact = log_ratio(torch.float64)
+    assert (log_ratio(torch.float32) - exact).abs().max() < 1e-4
+    assert (log_ratio(torch.bfloat16) - exact).abs().max() > 1e-2

@@ -238,6 +238,30 @@ def test_the_older_exporter_leaves_fp32_before_a_norm_behind_masked_attention(ne
         onnxruntime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
 
 
+class Scaled(nn.Module):
+    """Multiplies by a number in fp32, in the dtype of the input if asked to."""
+
+    def __init__(self, casts):
+        super().__init__()
+        self.p, self.casts = nn.Parameter(torch.tensor(1.0)), casts
+
+    def forward(self, x):
+        return x * (self.p.to(x.dtype) if self.casts else self.p)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("casts", "newer"), [(False, False), (True, False), (False, True)])
+def test_the_older_exporter_multiplies_bf16_by_a_number_in_fp32_wrongly(casts, newer):
+    """The table of other packages in notebook 08."""
+    pytest.importorskip("onnxscript", reason="pip install onnxruntime onnxscript")
+    how = {"verbose": False} if newer else {}
+    refused = pytest.raises(RuntimeError, match="ScalarType ComplexDouble")
+    with nullcontext() if casts or newer else refused:
+        torch.onnx.export(
+            Scaled(casts), (torch.ones(2, 2).to(BF16),), io.BytesIO(), dynamo=newer, **how
+        )
+
+
 def test_a_step_of_bf16_in_one_value_spreads_from_layer_to_layer():
     """As where two sizes of a batch differ in one rounding, in a stack of residual blocks."""
     torch.manual_seed(0)
