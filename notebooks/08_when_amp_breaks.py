@@ -160,7 +160,7 @@
 # | weight decay, or an average of weights (EMA), does nothing in bf16 | [section&nbsp;29](#29-Half-precision-weights-stop-moving) |
 # | a model from accelerate or Fabric returns fp32 | [notebook 19](19_choose_your_precision.ipynb#What-frameworks-call-it) |
 # | `torch.compile` changes the gradients | [section&nbsp;27](#27-A-compiled-model-has-other-gradients) |
-# | `torch.compile` changes the results a little | in 16 bits it rounds less often, in fp32 it computes in another way: [notebook 18](18_inference_and_export.ipynb#Ways-to-run-it) |
+# | `torch.compile` changes the results a little | in 16 bits it usually rounds less often: [notebook 18](18_inference_and_export.ipynb#What-torch.compile-does-to-it) |
 # | a compiled model is no faster | [notebook 10](10_speed_ladder.ipynb) |
 # | fp32 results differ between two GPUs | [section&nbsp;37](#37-TF32-is-set-in-the-old-and-in-the-new-way) |
 # | the ranks of a distributed run drift apart, or skip different steps | [section&nbsp;40](#40-DDP-refuses-the-model-or-its-step), [notebook 11](11_scale_out.ipynb) |
@@ -1252,8 +1252,8 @@ assert (
 )
 
 # %% [markdown]
-# **Why.** Strict clipping is good practice in fp32, where an infinite gradient is a fault. With a
-# scaler, an overflow now and then is normal, and `scaler.step` deals with it in the next line.
+# **Why.** In fp32 an infinite gradient is a fault, and strict clipping finds it. With a scaler,
+# an overflow now and then is normal, and `scaler.step` deals with it in the next line.
 #
 # **The fix.** In fp16, leave `error_if_nonfinite=False`, the default. `unscale_` has noted the
 # infinity, so `step` skips the optimizer. In bf16 the scaler is disabled and skips nothing, so keep
@@ -2768,8 +2768,9 @@ assert "FSDP expects uniform original parameter dtype but got" in messages[2]
 # [`model.no_sync()`](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
 #
 # **The fix.** On a CPU, test with plain batch normalisation. Take unused layers out, or set
-# `find_unused_parameters=True`, which costs a walk through the graph in each step. For FSDP, cast the
-# trained weights to one dtype. Or call `fully_shard` on each module of another dtype first.
+# [`find_unused_parameters=True`](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html),
+# which costs a walk through the graph in each step. For FSDP, cast the trained weights to one dtype.
+# Or call `fully_shard` on each module of another dtype first.
 
 # %%
 with group_of_one():
@@ -2808,11 +2809,13 @@ whole = torch.compile(lambda h: scaler.scale(h.sum()), backend="aot_eager", full
 message = message_of(lambda: whole(x))
 print(message.splitlines()[0])
 assert "Attempted to inline function marked as skipped" in message
+assert "grad_scaler.py" in message
 broken = torch._dynamo.explain(lambda h: scaler.scale(h.sum()))(x)
 assert len(broken.break_reasons) == 1
 
 # %% [markdown]
-# **Why.** The compiler has been told to skip the file that defines the scaler.
+# **Why.** The compiler has been told to skip the file that defines the scaler, as the message goes on
+# to say.
 #
 # **The fix.** Compile the model, or the function that computes the loss, including autocast. Leave
 # `scale`, `step` and `update` outside.
@@ -2855,9 +2858,9 @@ for dtype in (torch.bfloat16, torch.float16):
 
 # %% [markdown]
 # **Why.** For an LSTM in fp32, torch picks the kernel of oneDNN, a library that comes with it. After
-# that, autocast casts the tensors to 16 bits. On x86 oneDNN has a 16-bit LSTM only for some CPUs: in
-# bf16 from AVX-512 on, in fp16 for inference with AVX-512 FP16, and none that trains in
-# fp16. <!-- tests/core/test_cpu.py -->
+# that, autocast casts the tensors to 16 bits. On x86 oneDNN has an LSTM in bf16 from AVX-512 on, and
+# none that trains in fp16 ([measured on one CPU, limited to older
+# instructions](../data/results/cpu-ops-xeon-2-cores.json)). <!-- tests/core/test_cpu.py -->
 #
 # **The fix.** Run the layer in an fp32 region: switch autocast off around it, and give it fp32.
 
