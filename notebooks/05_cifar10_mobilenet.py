@@ -20,11 +20,10 @@
 # - how to save and resume, and how to clip gradients, when there is a scaler.
 #
 # **What you need.** [Notebook 03](03_grad_scaler_step_by_step.ipynb) for `GradScaler`, [notebook
-# 04](04_fp32_vs_amp.ipynb) for the AMP step and for measuring. It runs on a CPU in a minute or two,
-# without a download; on a GPU it takes the network and the number of epochs in full.
+# 04](04_fp32_vs_amp.ipynb) for the AMP step and for measuring. It runs on a CPU, without a
+# download; on a GPU it takes the network and the number of epochs in full.
 #
-# Network, data and task are those of a widely shared notebook, *Mixed Precision Training (PyTorch,
-# TF2.X)*.
+# Network, data and task are those of a notebook called *Mixed Precision Training (PyTorch, TF2.X)*.
 
 # %% tags=["nbval-ignore-output"]
 import statistics
@@ -113,7 +112,8 @@ assert data.image_size == 32
 # %% [markdown]
 # `batches` serves the images as float32 tensors (B, 3, 32, 32), already normalised. The training
 # images are moved about a little. How they are moved and in which order they come depends only on the
-# seed and the epoch, so every precision sees the same pixels.
+# seed and the epoch, so every precision sees the same
+# pixels. <!-- tests/train/data/test_images.py -->
 
 
 # %%
@@ -135,10 +135,11 @@ assert not torch.equal(once, later)
 # %% [markdown]
 # ## The plain loop
 #
-# This is the loop as we would write it for FP32. `channels_last` is a layout in memory that, as a rule
-# of thumb, convolutions prefer. FP32 gets it too, since a comparison is only worth something against
-# the best baseline. We sum the loss on the device and read it once per epoch, because every
-# `loss.item()` makes the CPU [wait for the
+# This is the loop as we would write it for FP32.
+# [`channels_last`](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html) is
+# a layout in memory that, as a rule of thumb, convolutions prefer. FP32 gets it too, since a
+# comparison is only worth something against the best baseline. We sum the loss on the device and
+# read it once per epoch, because every `loss.item()` makes the CPU [wait for the
 # GPU](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization).
 
 
@@ -223,7 +224,7 @@ def evaluate(model, loader, dtype):
 
 # %% [markdown]
 # A run has a network, an optimizer, a schedule, and *one* scaler that lives as long as the run. A new
-# scaler in each epoch would forget the loss scale it had found, and could skip steps to find it.
+# scaler in each epoch would start from its initial scale again ([below](#Resume:-to-the-last-bit)).
 # `fused=True` gives an optimizer that the scaler can tell to skip a step without waiting for the
 # device, as [notebook 03](03_grad_scaler_step_by_step.ipynb) counts.
 
@@ -246,7 +247,8 @@ def new_run(dtype, seed, steps):
 # A recent NVIDIA GPU [runs FP32 convolutions in
 # TF32](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices)
 # unless told not to. `float32_mode` of a precision sets that for the whole step, forward and backward:
-# TF32 is off for FP32 and on for TF32. For fp16 and bf16 it sets nothing.
+# TF32 is off for FP32 and on for TF32. For fp16 and bf16 it sets
+# nothing. <!-- tests/core/test_precision.py -->
 
 
 # %%
@@ -264,8 +266,8 @@ def train(precision, seed):
 
 # %% [markdown]
 # We compare FP32 with the precisions that this device accelerates. On a CPU fp16 is left out, since
-# it is slow on many CPUs (`amp-lab doctor` says whether it is on yours). If none is left, we take
-# bf16. Each precision trains three times, with three seeds.
+# it is slow on [CPUs that emulate it](../docs/hardware.md) (`amp-lab doctor` says whether it is on
+# yours). If none is left, we take bf16. Each precision trains three times, with three seeds.
 #
 # Before you run this: how far apart do you expect the two curves of the training loss to be, compared
 # with the curves of two seeds?
@@ -446,6 +448,10 @@ def all_layers(name, size, dtype):
     return lambda: [call() for call in calls]
 
 
+depthwise = [m for m, _, _ in convolutions(32) if kind(m).startswith("depthwise")]
+assert all(m.kernel_size == (3, 3) and m.groups == m.in_channels for m in depthwise)
+
+
 # %% [markdown]
 # We time all layers of a kind together, at 64 pixels. Only four of the 52 convolutions are
 # depthwise with stride 2. Before you run this: how much of the time can they take?
@@ -468,16 +474,15 @@ assert (len(found), found.count("depthwise, stride 2")) == (52, 4)
 # bf16, and the depthwise ones lose. The four with stride 2 take about ten times as long, and lose far
 # more than all others gain. On another device, look for a kind of layer that autocast makes much slower.
 #
-# At stride 2 a kernel seems to be missing. oneDNN computes these convolutions on this CPU, and
-# [`ONEDNN_VERBOSE=1`](https://uxlfoundation.github.io/oneDNN/dev_guide_verbose.html) makes it print
-# the kernel of every call. On a CPU with AVX-512 and bf16 it computed the gradient of the input at
-# stride 1 with `jit_dw`, a kernel made for depthwise layers, but at stride 2 with
-# `brgconv_strided`, a general one.
+# To see which kernel is slow where oneDNN computes a layer, set
+# [`ONEDNN_VERBOSE=1`](https://uxlfoundation.github.io/oneDNN/dev_guide_verbose.html): it then prints
+# the kernel of every call.
 #
 # ## Leave those layers in FP32
 #
 # Autocast can be disabled inside autocast. The depthwise layers that lost in the figure above, which
-# means that their whole interval lies below 1x, become FP32 islands. The rest stays as it is.
+# means that their whole interval lies below 1x, become FP32 islands. The rest stays as it
+# is. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 
 
 # %%
@@ -636,8 +641,8 @@ assert distance(resumed) == 0
 
 # %% [markdown]
 # None of them: the weights end up to 0.03 away, without any error. A new scaler starts from its
-# initial scale and skips steps once more, a new optimizer starts Adam's averages from zero, a new
-# schedule warms up again, and from another random state dropout drops other values.
+# initial scale, a new optimizer starts Adam's averages from zero, a new schedule starts from its
+# first learning rate, and from another random state dropout drops other values.
 #
 # `amp-lab train` runs such a loop. It draws its curves, and saves after each epoch:
 #
@@ -647,7 +652,7 @@ assert distance(resumed) == 0
 #
 # `--dataset digits` needs no download, `--clip-norm` clips unscaled gradients, `--checkpoint-every`
 # saves more often, and `--resume` continues a run that was
-# stopped or killed. <!-- tests/train/test_run.py -->
+# stopped or killed. <!-- tests/train/test_run.py --> <!-- tests/train/test_loop.py -->
 #
 # ## Clip gradients: unscale first (optional)
 #
@@ -738,11 +743,11 @@ except RuntimeError:
 assert not survived  # neither epoch 2 nor epoch 1
 
 # %% [markdown]
-# Both checkpoints are gone. The remedy has three parts: write under another name, make sure that the
-# file is on the disk, and only then give it the real name, which the file system does at once or not at
-# all. This is what *atomic* means, and `amp_lab.save_checkpoint` does it. It also adds a checksum, so
-# that `load_checkpoint` can tell if a file has been damaged. Here one byte in the middle is
-# changed: <!-- tests/train/checkpoint/test_checkpoint_file.py -->
+# Both checkpoints are gone. The remedy has three parts: write under another name, make sure that
+# the file is on the disk, and only then give it the real name, which is done [at once or not at
+# all](https://docs.python.org/3/library/os.html#os.replace). This is what *atomic* means, and
+# `amp_lab.save_checkpoint` does it. It also adds a checksum, so that `load_checkpoint` can tell if
+# a file has been damaged. Here one byte in the middle is changed: <!-- tests/train/checkpoint/test_checkpoint_file.py -->
 
 # %%
 save_checkpoint(path, weights=torch.ones(1000))
@@ -802,9 +807,11 @@ for size, values in intensity.items():
 
 # %% [markdown]
 # In batches of 8, the median depthwise layer does about 2 FLOPs a byte at either size, the median
-# pointwise one 10.1 at 32 pixels and 26.5 at 224. As a rule of thumb, a layer with few FLOPs per byte
-# waits for memory, or for its start-up if it is small. A 16-bit number has half the bytes of an fp32
-# one, which does not shorten a start-up. Arithmetic may gain more, on hardware with units for it.
+# pointwise one 10.1 at 32 pixels and 26.5 at 224. As a rule of thumb, a layer with few FLOPs per
+# byte [waits for
+# memory](https://rocm.docs.amd.com/projects/HIP/en/latest/understand/performance_optimization.html),
+# or for its start-up if it is small. A 16-bit number has half the bytes of an fp32 one, which does
+# not shorten a start-up. Arithmetic may gain more, on hardware with units for it.
 #
 # ## Summary
 #
