@@ -20,11 +20,12 @@
 # - why AMP nearly halves it, and what stays as it was.
 #
 # **What you need.** [Notebook 04](04_fp32_vs_amp.ipynb), for the AMP step and for measuring. It
-# runs on a CPU in about a minute, on generated pictures; with Caltech-256, pretrained weights and a
-# GPU, the same cells do the real thing.
+# runs on a CPU, on generated pictures; with Caltech-256, pretrained weights and a GPU, the same
+# cells do the real thing.
 #
 # The task comes from a tutorial, *Automatic mixed precision training using PyTorch*, whose
-# author had a GTX 1060 with 6 GB. This is its table, for ten epochs:
+# author had a GTX 1060 with 6 GB, 26,802 training and 2,978 test images. This is its table, for ten
+# epochs:
 #
 # | | time | accuracy |
 # |---|---|---|
@@ -70,6 +71,8 @@ for dtype in (torch.float32, torch.float16):
     size = maps.to(dtype).nbytes
     print(f"{dtype}: {size / GIB:.2f} GiB, {size / CARD:.0%} of the card")
 assert 3 * maps.nbytes < CARD < 4 * maps.nbytes
+with torch.device("meta"):
+    assert resnet50().conv1(torch.empty(512, 3, 224, 224)).shape == maps.shape
 
 # %% [markdown]
 # It takes a quarter of the card in FP32. Three such tensors fit and a fourth does not, and a network has
@@ -122,8 +125,7 @@ assert place.name == "256_ObjectCategories"
 # %% [markdown]
 # `load_dataset` leaves out the folder `257.clutter`, which is not a class, and keeps about one image in ten
 # of each class for testing. The parts are the same in each run; otherwise the accuracies of two runs would
-# be of two different tests. The tutorial has 26,802 training and
-# 2,978 test images. <!-- tests/train/data/test_caltech256.py -->
+# be of two different tests. <!-- tests/train/data/test_caltech256.py -->
 
 # %% tags=["nbval-ignore-output"]
 print(f"{len(data.train)} images for training, {len(data.test)} for testing")
@@ -183,8 +185,10 @@ assert len(changed) == 3 * 53  # mean, variance and a counter, in each of 53 bat
 
 # %% [markdown]
 # The running averages of all 53 batch normalisations have moved, whatever `requires_grad` says, because
-# in training mode they use the statistics of the batch. Here that is welcome, since the averages adapt to
-# the new pictures. Where it is not, put the backbone into evaluation mode (exercise 3).
+# in training mode they [use the statistics of the
+# batch](https://docs.pytorch.org/docs/stable/generated/torch.nn.BatchNorm2d.html). Here that is
+# welcome, since the averages adapt to the new pictures. Where it is not, put the backbone into
+# evaluation mode (exercise 3).
 #
 # ## One step for every precision
 #
@@ -252,8 +256,8 @@ def evaluate(model, loader, dtype):
 # %% [markdown]
 # ## FP32 and AMP runs
 #
-# A run is a network, an optimizer and *one* scaler, made once. The tutorial made a new scaler in each
-# epoch, which forgets the loss scale that the last one had found.
+# A run is a network, an optimizer and *one* scaler, made once. A new one in each epoch would forget
+# the loss scale that the last one had found.
 
 
 # %%
@@ -275,7 +279,7 @@ def make_loader(part, epoch=None):
 
 # %% [markdown]
 # As in notebook 04, FP32 means IEEE arithmetic, with TF32 switched off: `float32_mode` of a precision sees
-# to that for the whole run.
+# to that for the whole run. <!-- tests/core/test_precision.py -->
 
 
 # %%
@@ -291,8 +295,8 @@ def train(precision):
 
 
 # %% [markdown]
-# We compare up to four precisions on a GPU, and FP32 and bf16 on a CPU, since many are very slow in
-# fp16. Batch size, images and first weights are the same in each.
+# We compare up to four precisions on a GPU, and FP32 and bf16 on a CPU, since many are [very slow in
+# fp16](../docs/hardware.md). Batch size, images and first weights are the same in each.
 
 # %% tags=["nbval-ignore-output"]
 precisions = {
@@ -355,7 +359,8 @@ assert all(is_possible(step_times, precision) for precision in precisions)
 
 # %% [markdown]
 # Each time but FP32's has the speed-up and its interval beside it. Here bf16 is 1.4 times as fast.
-# *Too busy to tell* means that something else ran on the machine: stop it, and run the cell again.
+# *Too busy to tell* means that something else ran on the machine: stop it, and run the cell
+# again. <!-- tests/core/test_timing.py -->
 #
 # An epoch also reads, decodes and augments images on the CPU, in every precision alike. If reading a batch
 # takes about as long as a step, use more workers before a lower precision, since AMP cannot help there.
@@ -380,7 +385,8 @@ assert round(100 / 2_978, 2) == 0.03  # what one test image is worth, in points
 #
 # Why did FP32 at batch 512 not fit? We count the bytes. A dispatch mode sees the operations that
 # PyTorch carries out, and what they return. Ours keeps a dictionary of the storages returned, from
-# which an entry vanishes when its storage is freed, and remembers the worst moment.
+# which an entry vanishes when its storage is freed, and remembers the worst
+# moment. <!-- tests/notebooks/test_06_caltech256_resnet50.py -->
 
 
 # %%
@@ -477,9 +483,9 @@ assert 0.85 < gib["FP32, batch 512"] / 6 < 1
 
 # %% [markdown]
 # AMP needs 2.87 GiB for 512 images, little more than the 2.73 GiB of FP32 for 256. FP32 with 512
-# images needs 5.36 GiB, which leaves less than 1 GiB for what our count does not see: the CUDA
-# context, the scratch memory of convolutions, the gaps in the allocator, and often a desktop. The
-# tutorial's table says that its card ran out.
+# images needs 5.36 GiB, which leaves less than 1 GiB for what our count does not see, such as [what
+# CUDA and its libraries allocate](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html)
+# outside of PyTorch. The tutorial's table says that its card ran out.
 #
 # ## Why it is not quite half
 #
@@ -527,12 +533,16 @@ for name, live in unfrozen.items():
     print(f"{name}: {live.peak_bytes / GIB:.1f} GiB;", end=" ")
     print(", ".join(f"{k} {v / 2**20:.0f} MiB" for k, v in by_dtype.items() if v > 2**20))
 assert all(live.peak_bytes > 3 * CARD for live in unfrozen.values())
+maxima = ((512, 64, 56, 56), torch.int64, 784 * 2**20)
+assert all(maxima in live.peak for live in unfrozen.values())
+seen = [found[:2] for found in unfrozen["AMP, batch 512"].peak]
+assert ((512, 3, 224, 224), torch.bfloat16) in seen  # a copy of the images
 
 # %% [markdown]
 # They do not: AMP brings 41.6 GiB down to 21.7 GiB. Images, weights and the two moments of AdamW
-# stay fp32, and copies of images and weights in bf16 come on top. (Most gradients are not there
-# yet: memory peaks as the backward pass begins.) The int64 are the places where max pooling found
-# its maxima, 8 bytes each in every precision.
+# stay fp32, and a copy of the images in bf16 comes on top. (Most gradients are not there yet:
+# memory peaks as the backward pass begins.) The int64 are the places where max pooling found its
+# maxima, 8 bytes each in every precision.
 
 # %%
 _ = figures.memory_by_dtype(
@@ -597,10 +607,9 @@ assert most[torch.bfloat16] > 1.8 * most[torch.float32]
 #
 # ## Checkpoints
 #
-# A run is more than its weights. To go on as if nothing had happened, it also needs the state of the
-# optimizer, and that of the scaler, which the tutorial did not save. `save_checkpoint` takes whatever has a
-# `state_dict`, and writes the file so that a crash leaves the old one or the new one, never
-# half of one. <!-- tests/train/checkpoint/test_checkpoint_file.py -->
+# A run is more than its weights. To go on as if nothing had happened, it also needs the state of
+# the optimizer, and that of the scaler. `save_checkpoint` takes whatever has a `state_dict`, and
+# writes the file so that a crash leaves the old one or the new one, never half of one. <!-- tests/train/checkpoint/test_checkpoint_file.py -->
 
 # %% tags=["nbval-ignore-output"]
 model, optimizer, scaler = run  # of the last precision above
@@ -653,9 +662,9 @@ assert torch.equal(first, training_image(0, epoch=0))  # the same key, the same 
 assert not torch.equal(first, training_image(0, epoch=1))
 
 # %% [markdown]
-# Images are normalised: from each colour channel its mean is subtracted, and the rest divided by its
-# standard deviation, both over ImageNet. The pretrained weights expect just that. The tutorial left it
-# out, which gives a frozen backbone inputs unlike those it was trained on.
+# Images are normalised: from each colour channel its mean is subtracted, and the rest divided by
+# its standard deviation, both over ImageNet. The pretrained weights expect just that: without it, a
+# frozen backbone gets inputs unlike those it was trained on.
 
 # %%
 expected = ResNet50_Weights.IMAGENET1K_V2.transforms()
