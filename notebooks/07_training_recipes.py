@@ -110,9 +110,10 @@ def train_plain(model, optimizer):
 
 
 # %% [markdown]
-# And this is the same loop with AMP. A line marked `# AMP` is new; where it replaces another one,
-# the comment says which. We enable the scaler for fp16 alone. For bf16 it is disabled: `scale`
-# returns the loss unchanged, and `step` only calls `optimizer.step()`. So one function serves both.
+# And this is the same loop with AMP. A line marked `# AMP` is new; where it replaces another one, the comment says
+# which. We enable the scaler for fp16 alone. For bf16 it is
+# [disabled](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py): `scale` returns the loss unchanged,
+# and `step` only calls `optimizer.step()`. So one function serves both.
 
 
 # %%
@@ -355,10 +356,10 @@ def penalty_plain(model, optimizer):
 
 
 # %% [markdown]
-# With AMP we make the inner gradient from the scaled loss, so that it survives fp16, and unscale it
-# by hand, because `unscale_` knows only about `.grad`. The penalty belongs to the forward pass, so we
-# compute it under autocast again. The outer half is as usual. If the inner gradient overflows in
-# fp16, so does the loss, and the step is skipped. <!-- tests/notebooks/test_07_training_recipes.py -->
+# With AMP we make the inner gradient from the scaled loss, so that it survives fp16, and [unscale it by
+# hand](https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty), because `unscale_` knows only
+# about `.grad`. The penalty belongs to the forward pass, so we compute it under autocast again. The outer half is as
+# usual. If the inner gradient overflows in fp16, so does the loss, and the step is skipped. <!-- tests/notebooks/test_07_training_recipes.py -->
 
 
 # %%
@@ -396,8 +397,7 @@ print(f"{forgotten / right:.1e} times too large, 2^32 is {2.0**32:.1e}")
 assert math.isclose(forgotten / right, 2.0**32, rel_tol=1e-3)
 
 # %% [markdown]
-# The penalty is a square, so it is 2^32, or 4.3e+09, times too large, and far larger than the rest
-# of the loss.
+# The penalty is a square, so it is 2^32, or 4.3e+09, times too large.
 #
 # ## Schedule the learning rate
 #
@@ -422,7 +422,8 @@ def schedule_plain(model, optimizer):
 
 # %% [markdown]
 # With AMP a step may be skipped, and the schedule should count only the steps that were taken. `scaler.step` does not
-# tell us, but the scale does: with one optimizer, and until it is 0, it falls if, and only if, the step was skipped.
+# tell us, but the scale does: with one optimizer, and until it is 0, [it
+# falls](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py) if, and only if, the step was skipped.
 
 
 # %%
@@ -545,8 +546,9 @@ assert followed["bf16"][-1] == followed["fp16"][-1] == 1.0
 #
 # ## Checkpoint activations
 #
-# You need this if activations fill the memory. Of its activations a checkpointed part keeps only the
-# input, and it runs a second time in the backward pass. Here the first two layers do so:
+# You need this if activations fill the memory. Of its activations a checkpointed part [keeps only the
+# input](https://docs.pytorch.org/docs/stable/checkpoint.html), and it runs a second time in the backward pass. Here the
+# first two layers do so:
 
 
 # %%
@@ -565,7 +567,7 @@ class Checkpointed(nn.Module):
 # With AMP you change nothing in this one. The second run happens in the backward pass, outside of the
 # autocast block, but `checkpoint` has noted the state of autocast and restores it. So both loops
 # from above train it as they are, and in fp16 the weights are equal to the last bit, with and without
-# checkpointing:
+# checkpointing: <!-- tests/notebooks/test_07_training_recipes.py -->
 
 # %%
 check_same(
@@ -577,15 +579,14 @@ assert torch.equal(
 )
 
 # %% [markdown]
-# From torch 2.13 on, if not earlier, selective checkpointing (`context_fn`) is an exception: if a region uses a weight that
+# In torch 2.15 selective checkpointing (`context_fn`) is an exception: if a region uses a weight that
 # was cast before, as where two share one, backward raises `… not found in storage`, unless autocast has `cache_enabled=False`. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
-# **Without `use_reentrant=False`** you get the older kind of checkpoint, with a warning that asks
-# you to choose. It cuts the graph if no *input* requires a gradient, which is so for a batch of
-# data. Then the parameters inside get no gradient. If your optimizer has other parameters too, you
-# see no error at all: the checkpointed part just never learns. Only an optimizer that has nothing
-# but such parameters, as in the next cell, makes the scaler complain, in words that do not lead to
-# the cause. `error_of` returns the text of an error that we expect.
+# **Without `use_reentrant=False`** you get the older kind of checkpoint, with a warning that asks you to choose. It
+# cuts the graph if no *input* requires a gradient, which is so for a batch of data. Then the parameters inside get no
+# gradient. If your optimizer has other parameters too, you see no error at all: the checkpointed part just never
+# learns. Only an optimizer that has nothing but such parameters, as in the next cell, makes the scaler complain, in
+# words that do not lead to the cause. `error_of` returns the text of an error that we expect. <!-- tests/notebooks/test_07_training_recipes.py -->
 
 
 # %%
@@ -614,10 +615,11 @@ assert "No inf checks were recorded for this optimizer" in message
 #
 # ## Compile the model
 #
-# You may need this for speed, most of all on a GPU, where the casts of autocast can be fused with the
-# ops around them [*(not yet seen on a GPU)*](../data/results/README.md "compiled-casts"). Measure it,
-# as [notebook 10](10_speed_ladder.ipynb) does. The default backend takes its time to generate kernels,
-# so at the quick scale we use `aot_eager`, which captures graphs and runs PyTorch's own kernels.
+# You may need this for speed, most of all on a GPU, where the casts of autocast can be fused with the ops around them
+# [*(not yet seen on a GPU)*](../data/results/README.md "compiled-casts"). Measure it, as [notebook
+# 10](10_speed_ladder.ipynb) does. The default backend takes its time to generate kernels, so at the quick scale we use
+# [`aot_eager`](https://github.com/pytorch/pytorch/blob/main/torch/_dynamo/backends/debugging.py), which captures graphs
+# and runs PyTorch's own kernels.
 
 # %%
 backend = "inductor" if scale == "full" and device.type == "cuda" else "aot_eager"
@@ -633,8 +635,7 @@ check_same(
 )
 
 # %% [markdown]
-# With AMP we change nothing in it: the compiled model passes the same check as the plain one. The
-# compiler sees the autocast block around the call, and puts the casts into its graphs.
+# With AMP we change nothing in it: the compiled model passes the same check as the plain one.
 #
 # **Without the same autocast block in every call** the model is compiled again, since compiled code is made for one
 # state of autocast. If you forget the block in evaluation, it runs in fp32. (`no_grad` alone makes it [compile
@@ -697,7 +698,7 @@ assert math.isclose(ratio, 2, rel_tol=1e-3)
 # The second step was twice as long as it should be, because gradients that were multiplied by
 # 65,536 were divided by 32,768. Notice also that the second optimizer stepped although the first
 # was skipped. If that does harm in your training, use one optimizer with two parameter groups,
-# which steps as a whole or not at all.
+# which steps as a whole or not at all. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ### Write an autograd function
 #
@@ -733,7 +734,7 @@ assert weight.grad.dtype is torch.float32
 # ### Choose the optimizer
 #
 # AMP works with optimizers such as SGD and Adam, as long as you always call `scaler.step(optimizer)`. If you write
-# `optimizer.step()` instead, nothing is unscaled. Who would notice that, a user of SGD or of Adam?
+# `optimizer.step()` instead, nothing is unscaled. Who would notice that, a user of SGD or of Adam? <!-- tests/notebooks/test_07_training_recipes.py -->
 
 
 # %%
@@ -817,7 +818,7 @@ assert message == "ValueError: Attempting to unscale FP16 gradients."
 #
 # | recipe | what AMP adds | what goes wrong without |
 # |---|---|---|
-# | [Clip](#Clip-gradients) | `scaler.unscale_(optimizer)` before clipping | SGD stands still; Adam hides it |
+# | [Clip](#Clip-gradients) | `scaler.unscale_(optimizer)` before clipping | SGD nearly stands still |
 # | [Accumulate](#Accumulate-gradients) | `scale` per batch; `step` and `update` per group | gradients are divided twice |
 # | [Penalise](#Penalise-gradients) | scale the inner loss, divide its gradients by `get_scale()` | the penalty is 2^32 times too large |
 # | [Schedule](#Schedule-the-learning-rate) | `scheduler.step()` only if the scale did not fall | skipped steps use up the schedule |

@@ -161,6 +161,35 @@ def test_a_checkpoint_runs_again_in_the_state_of_autocast_of_its_first_run():
     assert states == [True, False, True]
 
 
+@pytest.mark.filterwarnings("ignore")  # that asks to choose between the two kinds of checkpoint
+def test_an_optimizer_that_has_other_parameters_too_hides_a_part_without_gradients():
+    model, optimizer, scaler = notebook()["new_run"]()
+    before = model[0].weight.detach().clone()
+    with torch.autocast("cpu", dtype=torch.float16):
+        hidden = checkpoint(model[:2], torch.ones(2, 8), use_reentrant=True)
+        loss = model[2](hidden).float().sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert model[0].weight.grad is None
+    assert torch.equal(model[0].weight, before)
+    assert model[2].weight.grad is not None
+
+
+def test_an_optimizer_with_two_groups_steps_as_a_whole_or_not_at_all():
+    cells = notebook()
+
+    def two_groups(model):
+        return torch.optim.SGD([{"params": model[i].parameters()} for i in (0, 2)], lr=0.1)
+
+    model, optimizer, scaler = cells["new_run"](two_groups)
+    before = [p.detach().clone() for p in model.parameters()]
+    cells["backward"](model, scaler)
+    model[0].weight.grad.fill_(math.inf)
+    scaler.step(optimizer)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
 def test_a_function_without_the_decorators_fails_in_the_backward_pass():
     bare = types.SimpleNamespace(save_for_backward=lambda *saved: None)
     x, weight, output = torch.ones(2, 8), torch.ones(4, 8), torch.ones(2, 4)
