@@ -647,7 +647,7 @@ assert (loaded_loss, loaded_accuracy) == (loss, accuracy)
 # In each epoch a training image is moved, turned and scaled a little differently, and may be mirrored. In
 # one data set, the changes depend only on the seed, the epoch and the image's index. So a run that stops
 # can go on, and two precisions train on the
-# very same pixels. <!-- tests/train/data/test_caltech256.py -->
+# very same pixels. <!-- tests/train/data/test_caltech256.py --> <!-- tests/train/data/test_images.py -->
 
 
 # %%
