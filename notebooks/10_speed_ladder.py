@@ -22,8 +22,8 @@
 # - which of it pays on *your* machine.
 #
 # **What you need.** [Notebook 04](04_fp32_vs_amp.ipynb) for the problem and for how to measure;
-# [notebook 09](09_xray_your_model.ipynb) for memory forecasts. It runs on our CPU in a minute or two.
-# Rungs that compile need a C++ compiler.
+# [notebook 09](09_xray_your_model.ipynb) for memory forecasts. On a CPU, rungs that compile need a
+# C++ compiler.
 
 # %% tags=["nbval-ignore-output"]
 from functools import partial
@@ -161,10 +161,9 @@ assert all(limits.flops_per_s[p] >= rate for p, rate in doctor.items() if rate i
 assert not limits.trusted or min(limits.stream_bytes_per_s.values()) > 1e8  # a disk is faster
 
 # %% [markdown]
-# How much faster bf16 multiplies than fp32 depends on the CPU: usually most with AMX, Intel's units for products of
-# small matrices. Where a CPU has no instructions for fp16, they are emulated, and that is far slower.
-# [The gallery](../data/results/README.md#the-gallery) has both kinds. As a rule of thumb, fp16 and bf16 are
-# alike on NVIDIA's GPUs from Ampere on.
+# How much faster bf16 multiplies than fp32 depends on the CPU: in the gallery most with AMX, Intel's units for products
+# of small matrices. Where a CPU has no instructions for fp16, they are emulated, and that is far slower. [The
+# gallery](../data/results/README.md#the-gallery) has both kinds.
 #
 # ## The work: what must a step do?
 #
@@ -244,7 +243,7 @@ def is_possible(speedup):
 # Each rung is a function that does one step, as `recipe` returns it. Before we time a rung, it has to show
 # that it learns alike: we compare the losses of its first five steps with those of FP32.
 # `float32_mode` switches TF32 off for FP32, which an NVIDIA GPU may otherwise use, and does nothing
-# for AMP.
+# for AMP. <!-- tests/core/test_precision.py -->
 
 
 # %%
@@ -268,8 +267,9 @@ class Ladder:
 # %% [markdown]
 # The rungs take turns, so that a machine that slows down in the meantime slows all of them down. `compare` pairs the
 # times of each round, gives every ratio with an interval, and leaves out the rounds in which another program used the
-# machine. At full scale, a GPU's default, we time three steps in a row, since the device must be free to begin the next
-# step before the host has seen the end of the last. <!-- tests/core/test_timing.py -->
+# machine. At [full scale](../docs/hardware.md#choose-the-device-and-the-scale), a GPU's default, we time three steps in
+# a row, since the device must be free to begin the next step before the host has seen the end of the
+# last. <!-- tests/core/test_timing.py -->
 
 
 # %%
@@ -358,8 +358,8 @@ assert off > 0  # it rounds, unlike FP32
 
 # %% [markdown]
 # **Rung 4: torch.compile.** Convolution, normalisation and ReLU each read their input from memory
-# and write their output to it. The compiler can merge what lies between two matrix products into few
-# kernels, and do the same for the backward pass.
+# and write their output to it. The compiler can [merge elementwise
+# ops](https://docs.pytorch.org/docs/stable/torch.compiler_get_started.html) into few kernels.
 
 # %% tags=["nbval-ignore-output"]
 model, optimizer = new_fused_model()
@@ -371,11 +371,10 @@ print(f"the losses of five steps differ by {off:.1e} from FP32's")
 assert off > 0  # it rounds, unlike FP32
 
 # %% [markdown]
-# **Rung 5: by hand.** `torch.compile` keeps the order of the layers, but we may rearrange them.
-# Batch normalisation needs the mean of a whole layer before the next layer can begin, so a step
-# takes five passes over the pixels. `FusedStep` makes these five; its source is
-# `amp_lab/bench/fused_convmodel.py`. On a CPU it works on a block of pixels at a time, of 2 MiB,
-# which fits into many caches. It computes the first layer again instead of
+# **Rung 5: by hand.** Last, we rearrange the step. Batch normalisation needs the mean of a whole layer
+# before the next layer can begin, so a step takes five passes over the pixels. `FusedStep` makes these
+# five ([its source](../src/amp_lab/bench/fused_convmodel.py)). On a CPU it works on a block of pixels
+# at a time, of 2 MiB, so that it may stay in the cache. It computes the first layer again instead of
 # storing it, and keeps only two of all activations. It scales no gradients, so it computes in bf16.
 
 # %% tags=["nbval-ignore-output"]
@@ -430,9 +429,11 @@ _ = figures.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels"
 #
 # ## Explain: count the bytes too
 #
-# `count_step` watches every op of an eager step and adds up what it reads and writes. Between two
-# matrix products there are normalisation, ReLU and their gradients. They compute next to nothing,
-# but each of them reads and writes all of the pixels, as the ReLU in our five lines does.
+# `count_step` watches every op of an eager step and adds up what it reads and
+# writes. <!-- tests/bench/test_limits.py -->
+#
+# Between two matrix products there are normalisation, ReLU and their gradients. They compute next to
+# nothing, but each of them reads and writes all of the pixels, as the ReLU in our five lines does.
 
 # %% tags=["nbval-ignore-output"]
 counts = {}
@@ -450,10 +451,11 @@ assert counts[low].moved_bytes < counts["fp32"].moved_bytes
 
 # %% [markdown]
 # The FP32 step moves 732 MiB, and AMP about half of it, 373 MiB. The step by hand stores two activations
-# and one gradient of P x 256 values in two bytes each. According to its source it writes each once, and
-# reads the first activation three times, the second twice and the gradient once. On a CPU that is nearly
-# all, as long as its blocks stay in the cache. On a GPU it takes all pixels as one block, and what passes
-# from one kernel to the next is written and read as well, unless a cache holds it.
+# and one gradient of P x 256 values in two bytes each. According to [its
+# source](../src/amp_lab/bench/fused_convmodel.py) it writes each once, and reads the first activation
+# three times, the second twice and the gradient once. On a CPU that is nearly all, as long as its blocks
+# stay in the cache. On a GPU it takes all pixels as one block, and what passes from one kernel to the
+# next is written and read as well, unless a cache holds it.
 
 # %% tags=["nbval-ignore-output"]
 moved_by_hand = (3 + 3 + 2 + 1) * 2 * pixels * hidden  # bytes
@@ -540,11 +542,11 @@ assert 0.98 < products * 2 * pixels * hidden**2 / flops <= 1
 # pdm run amp-lab bench --workload convmodel --precision bf16 --rung by-hand --rung tiles
 # ```
 #
-# What it gave on a CPU stands with [the recorded runs](../data/results/README.md#the-gallery).
-# For a GPU the same passes are written in Triton, in `amp_lab/bench/triton_tiles.py`
-# [*(not yet seen on a GPU)*](../data/results/README.md "triton-tiles"). `torch.compile` does not find
-# such kernels by itself, because it keeps the order of the layers. For a model of your own it is rarely
-# worth the work; it shows how far the limit is from what the usual rungs reach. <!-- tests/bench/test_tiled_convmodel.py -->
+# What it gave on a CPU stands with [the recorded runs](../data/results/README.md#the-gallery). For a GPU
+# the same passes are written in Triton, in `amp_lab/bench/triton_tiles.py` [*(not yet seen on a
+# GPU)*](../data/results/README.md "triton-tiles"). For a model of your own it is rarely worth the work;
+# it shows how far the limit is from what the usual rungs
+# reach. <!-- tests/bench/test_tiled_convmodel.py -->
 #
 # ## Where AMP loses
 #
@@ -614,9 +616,9 @@ assert is_possible(speedup)
 # %% [markdown]
 # AMP makes this network slower. It adds 101 casts to its 50 products.
 #
-# **A format that the hardware does not speed up.** Many CPUs emulate fp16, and then it is slower by
-# far, which is why the product is small here. If yours has it, the list of rates at the top shows
-# whether fp16 beats fp32.
+# **A format that the hardware does not speed up.** [Some CPUs](../docs/hardware.md) emulate fp16, and then it is slower
+# by far, which is why the product is small here. If yours has it, the list of rates at the top shows whether fp16 beats
+# fp32.
 
 # %% tags=["nbval-ignore-output"]
 products = {p: matrix_product(device, Precision(p), 128) for p in ("fp32", "fp16", "bf16")}
@@ -664,8 +666,8 @@ assert all(0 < share < 1.2 for _, _, shares in growth.values() for share in shar
 _ = figures.growth(growth)
 
 # %% [markdown]
-# The upper row of the picture shows the speed-up by AMP, the lower row its share of FP32's memory.
-# Here AMP gains more with every kind of growth. At the largest width the share of memory is larger,
+# The upper row of the picture shows the speed-up by AMP, the lower row its share of FP32's memory. Here
+# AMP gains more with every kind of growth. At the largest width the share of memory is larger again,
 # since the weights stay fp32. The more of it is activations, the nearer it comes to half:
 
 # %%
@@ -673,6 +675,8 @@ for what in ("picture (pixels along an edge)", "batch (pictures)"):
     shares = growth[what][2]
     assert shares[-1] < shares[0]  # pictures make activations, and no weights
     assert shares[-1] < 0.7
+shares = growth["width (channels)"][2]
+assert shares[-1] > shares[-2]  # weights grow with the square of the width
 
 # %% [markdown]
 # ## Let the computer climb
@@ -680,7 +684,9 @@ for what in ("picture (pixels along an edge)", "batch (pictures)"):
 # For a model of your own, `advise` does much of what this notebook did by hand, on a copy. It forecasts the
 # memory in each precision, trains the model for some steps and compares losses and gradients with
 # FP32's, times in turns what passes, and ends with the lines to write. On the command line that is
-# `amp-lab advise`, and takes about two minutes. Here it gets a small ConvModel and less time.
+# `amp-lab advise`. <!-- tests/advisor/test_advise.py -->
+#
+# Here it gets a small ConvModel and less time.
 
 # %% tags=["nbval-ignore-output"]
 small, wanted = quantized_sine(64, device)
@@ -698,10 +704,11 @@ advice
 
 # %% [markdown]
 # Read the last column first. One recipe for training and one for inference are *recommended*. A recipe
-# takes the place of a simpler one only if it surely takes less time, and at least 3 % less. (The next
-# section asks for a tenth, since each rung is work for you.) For the others a few words say why they are
-# not, and the lines below the table say more. For training, only a recipe that learns as FP32 does in the
-# few steps that were tried can be recommended. <!-- tests/advisor/test_advise.py -->
+# takes the place of a simpler one only if it surely takes less time, and [at least 3 %
+# less](../src/amp_lab/advisor/session.py). (The next section asks for a tenth, since each rung is work
+# for you.) For the others a few words say why they are not, and the lines below the table say more. For
+# training, only a recipe that learns as FP32 does in the few steps that were tried can be
+# recommended. <!-- tests/advisor/test_advise.py -->
 
 # %%
 assert {best.verdict for best in advice.chosen.values()} == {"recommended"}
@@ -745,7 +752,8 @@ assert climbed.trusted == (rung in ladder.steps)
 # %% [markdown]
 # The advice is the lowest rung that the fastest does not surely beat by a tenth. `amp-lab bench` climbs
 # these rungs and more with other models, and compares the losses or the outputs with FP32's.
-# `--compare FILE` puts your machine beside [recorded ones](../data/results/README.md).
+# `--compare FILE` puts your machine beside [recorded
+# ones](../data/results/README.md). <!-- tests/bench/test_rungs.py -->
 
 # %%
 assert amp_lab_command(["bench", "--list"]) == 0
