@@ -668,13 +668,14 @@ _ = figures.growth(growth)
 # %% [markdown]
 # The upper row of the picture shows the speed-up by AMP, the lower row its share of FP32's memory. Here
 # AMP gains more with every kind of growth. At the largest width the share of memory is larger again,
-# since the weights stay fp32. The more of it is activations, the nearer it comes to half:
+# since the weights stay fp32. The more of it is activations, the nearer it comes to half, but on MPS,
+# [whose batch norm stays fp32](09_xray_your_model.ipynb#Four-models,-three-backends):
 
 # %%
 for what in ("picture (pixels along an edge)", "batch (pictures)"):
     shares = growth[what][2]
     assert shares[-1] < shares[0]  # pictures make activations, and no weights
-    assert shares[-1] < 0.7
+    assert shares[-1] < 0.7 or device.type == "mps"  # whose batch norm is fp32
 shares = growth["width (channels)"][2]
 assert shares[-1] > shares[-2]  # weights grow with the square of the width
 
