@@ -96,7 +96,7 @@ assert 1e-3 < off[torch.bfloat16, 2] < off[torch.bfloat16, 64]
 # ## The setting
 #
 # With four GPUs or more we start one, two and four processes, and with two or three GPUs one and
-# two, each on a GPU of its own. With fewer, the processes run on the CPU.
+# two, each on a GPU of its own. With fewer, the processes run on the CPU. <!-- tests/notebooks/test_11_scale_out.py -->
 
 # %%
 gpus = 0 if device.type == "cpu" else torch.accelerator.device_count()
@@ -111,9 +111,9 @@ assert config["batch"] % counts[-1] == 0
 
 # %% [markdown]
 # The data are handwritten digits of 8x8 pixels, which the network reads as eight rows. The network
-# has no dropout, and no batch normalisation, whose statistics would differ by rank. All its shapes
-# are multiples of eight, so that two and four processes divide them evenly. That is why the last
-# layer has 16 outputs, although there are ten digits.
+# has no dropout and no batch normalisation. All its shapes are multiples of eight, so that two and
+# four processes divide them evenly. That is why the last layer has 16 outputs, although there are
+# ten digits.
 
 # %%
 digits = load_dataset("digits", image_size=8, augment=False)
@@ -178,9 +178,9 @@ for name, losses in alone.items():
     assert losses[-1] < losses[0] / 2
 
 # %% [markdown]
-# In both, the loss falls from 2.81 to 0.75. After a step, the process holds weights, gradients and
-# AdamW's two averages, each in fp32, with autocast or without. The function counts
-# what lies in *this* process, which will matter for FSDP2.
+# In both, the loss falls from 2.81 to 0.75. After a step under autocast, the process holds weights,
+# gradients and AdamW's two averages, each in fp32. The function counts what lies in *this* process,
+# which will matter for FSDP2.
 
 
 # %%
@@ -232,7 +232,7 @@ assert sum(memory_alone.values()) == 16 * parameters
 # With n processes, each takes an n-th of every batch, and the gradients are averaged. A process is
 # called a *rank*, and has a number. `DistributedSampler` decides which samples a rank gets. It draws
 # the permutation that `RandomSampler` draws from the same seed, and rank r takes every n-th of it. So
-# the parts of a step add up to the batch that one process would have had.
+# the parts of a step add up to the batch that one process would have had. <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # The sampler draws the same permutation in every epoch, until `sampler.set_epoch(epoch)` tells it which epoch it is
 # ([its documentation](https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.distributed.DistributedSampler)).
@@ -240,10 +240,11 @@ assert sum(memory_alone.values()) == 16 * parameters
 #
 # ## Start the processes
 #
-# `torchrun` starts n copies of one script, and tells each copy its number and where to find the
-# others, in environment variables. First the script joins the *process group*. Its
+# [`torchrun`](https://docs.pytorch.org/docs/stable/elastic/run.html) starts n copies of one script,
+# and tells each copy its number and where to find the others, in environment variables. First the
+# script joins the *process group*. Its
 # [backend](https://docs.pytorch.org/docs/stable/distributed.html#backends) moves the data: gloo on
-# CPUs, and NCCL on GPUs. (AMD's RCCL is called NCCL there, too.)
+# CPUs, and NCCL on NVIDIA's GPUs.
 
 
 # %%
@@ -290,7 +291,7 @@ def mean_loss(loss):
 
 
 # %% [markdown]
-# The marked lines are all that is new beside the plain loop, and autocast stays where it was.
+# The marked lines are all that is new beside the plain loop, and autocast stays where it was. <!-- tests/notebooks/test_11_scale_out.py -->
 
 
 # %%
@@ -345,7 +346,8 @@ def check_losses(what, ranks):
 #
 # ## FSDP2
 #
-# With DDP every rank holds everything. By default FSDP2 (`fully_shard`) cuts each parameter into n parts
+# With DDP every rank holds everything. By default
+# [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) (`fully_shard`) cuts each parameter into n parts
 # along its first dimension, and a rank keeps one, a *shard*: of the weight, here in fp32, of its
 # gradient, and of what the optimizer keeps. A layer's whole weights are gathered for its forward pass
 # and, unless they stay gathered, again for its backward pass. Then its gradients are reduced and
@@ -443,9 +445,8 @@ def set_up(config, device, engine, compute, reduce):
 
 
 # %% [markdown]
-# `count_communication` notes the collectives of a process with dtype and size, and adds up what a rank has to send for
-# them. A payload of S bytes costs 2(n-1)/n S in an `all_reduce`, and (n-1)/n S in the other two. Unless the network
-# itself adds, no algorithm sends less, and the usual one, a ring, sends no more.
+# `count_communication` notes the collectives of a process with dtype and size, and adds up what a rank sends for
+# them in a ring: of a payload of S bytes, 2(n-1)/n S in an `all_reduce`, and (n-1)/n S in the other two.
 # <!-- tests/parallel/test_collectives.py -->
 
 
@@ -555,9 +556,9 @@ assert in_fp32 == share * (4 * parameters + 2 * (2 * parameters - outer))
 assert 0.9 < in_fp32 / sent["DDP, fp32"] < 1.1
 
 # %% [markdown]
-# Is a gradient in bf16 good enough? The sum over the ranks is formed in bf16 then, and you saw at the beginning that
-# this loses more the more ranks there are. FSDP2 lets you choose the two dtypes apart, and bf16 weights with fp32
-# sums are a safe choice. Where a network is the bottleneck, divide these bytes by its rate.
+# Is a gradient in bf16 good enough? You saw [at the beginning](#The-idea-in-five-lines) that a sum in bf16 loses more
+# with 64 ranks than with 2. FSDP2 lets you choose the two dtypes apart, and bf16 weights with fp32 sums are a safe
+# choice.
 #
 # ## What does each hold?
 #
@@ -576,8 +577,7 @@ for n in counts:
 # %% [markdown]
 # The picture shows the bytes that a rank holds, by the number of ranks. DDP holds on every rank what one
 # process holds, and FSDP2 holds an n-th of it. The shards are fp32 in bf16 too: they *are* the master
-# weights, and no low-precision copy stays. The picture leaves out the activations, which shrink with a
-# rank's part of the batch in both, and the gathered weights of the layers at work.
+# weights. The picture leaves out the activations and the gathered weights of the layers at work.
 #
 # ## One decision about the loss scale
 #
@@ -648,8 +648,7 @@ for engine, place in decided[0]["overflow"]:
 # so the first rank steps and the last one skips.
 #
 # With FSDP2 every rank sees other gradients, its shards, so agreement has to be made. `unscale_` makes it:
-# the parameters are DTensors, and for these PyTorch reduces the flag, a single number, with a maximum over
-# the ranks.
+# the parameters are DTensors, and for these PyTorch reduces the flag, a single number, over the ranks.
 
 # %%
 for rank in decided:
@@ -663,13 +662,13 @@ for rank in decided:
 #
 # Some people average the gradients by hand and leave out DDP. Then the order matters: **average before the scaler
 # looks**, as DDP does. If `unscale_` comes first, the rank with the overflow skips, and the others get an infinite
-# average and step. The third exercise lets you try it.
+# average and step. The third exercise lets you try it. <!-- tests/notebooks/test_exercises.py -->
 #
 # ## Which dtype is where (optional)
 #
 # `xray_sharding` lists in which dtype each parameter is stored, gathered, computed and summed. It reads a
 # model that is sharded already, or shards a copy without values, as here, so it needs no other process. On the command
-# line it is `amp-lab xray FILE.py:CALLABLE --input … --parallel fsdp`.
+# line it is `amp-lab xray FILE.py:CALLABLE --input … --parallel fsdp`. <!-- tests/tracing/test_sharding.py --> <!-- tests/cli/test_tracing_commands.py -->
 
 # %%
 found = xray_sharding(new_model(config), images[:8], parallel="fsdp", precision="bf16")
@@ -697,9 +696,9 @@ assert "fails at the first step" in advice[0]
 #   settings](https://www.deepspeed.ai/docs/config-json/): `grad_accum_dtype` for this, and `communication_data_type` for what travels.
 # - **Where is `ShardedGradScaler`?** [It belongs to FSDP1](https://github.com/pytorch/pytorch/blob/main/torch/distributed/fsdp/sharded_grad_scaler.py),
 #   whose shards are plain tensors, so it asked the other ranks about overflows itself. With FSDP2 you use `GradScaler`.
-# - **What if one rank has a batch more?** It waits, fails when another rank ends, or adds up what does not belong
-#   together, with no error. DDP has [`join`](https://docs.pytorch.org/docs/stable/notes/ddp.html) for that and FSDP2
-#   has not, so give all ranks as many steps, for example with `drop_last=True`.
+# - **What if one rank has a batch more?** It [hangs or
+#   fails](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html#torch.nn.parallel.DistributedDataParallel.join).
+#   DDP has `join` for that and FSDP2 has not, so give all ranks as many steps, for example with `drop_last=True`.
 # - **Who loads the scaler's state?** Every rank. If one alone does, the average mixes gradients of two scales:
 
 # %%
@@ -714,7 +713,7 @@ assert not hasattr(FSDPModule, "join")
 # ## On your own hardware (optional)
 #
 # The command `amp-lab train` of notebooks 05 and 06 trains with DDP or FSDP2 when torchrun starts it. On one machine
-# with two GPUs, or on a CPU, start it like this:
+# with two GPUs, or on a CPU, start it like this: <!-- tests/train/test_parallel_run.py -->
 #
 # ```
 # torchrun --standalone --nproc-per-node 2 -m amp_lab train --dataset digits --parallel ddp --out runs/ddp

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.utils.data import TensorDataset
+from torch.utils.data import DistributedSampler, RandomSampler, TensorDataset
 
 import build_pairs
 
@@ -44,6 +44,14 @@ def one_rank():
 def toy_data() -> TensorDataset:
     images = torch.randn(32, 8, 8, generator=torch.Generator().manual_seed(0))
     return TensorDataset(images, torch.arange(32) % 10)
+
+
+def test_the_ranks_share_out_the_permutation_that_one_process_draws():
+    for seed in (0, 1):
+        alone = list(RandomSampler(range(32), generator=torch.Generator().manual_seed(seed)))
+        for rank in range(4):
+            share = DistributedSampler(range(32), num_replicas=4, rank=rank, seed=seed)
+            assert list(share) == alone[rank::4]
 
 
 @pytest.mark.usefixtures("one_rank", "one_thread_and_seed")
