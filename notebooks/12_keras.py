@@ -22,11 +22,13 @@
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast, and [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for the scaler. Keras and TensorFlow come with `pdm run lab`.
-# TensorFlow runs on the CPU. From Python 3.14 on it is not installed, and only torch runs.
+# TensorFlow runs on the CPU. From Python 3.14 on it is [not installed](../pyproject.toml), and only
+# torch runs.
 
 # %% [markdown]
-# A process has one Keras backend, which an environment variable can name before Keras is imported.
-# Here it is torch. To use both, we start a process for each.
+# Keras takes its backend from an environment variable [when it is
+# imported](https://keras.io/getting_started/#configuring-your-backend). Here it is torch. To use
+# both, we start a process for each.
 
 # %% tags=["nbval-ignore-output"]
 import itertools
@@ -159,9 +161,9 @@ assert ops.all(ops.isfinite(Energy(dtype="float32")(far)))
 #
 # ## Keep the last layer in float32
 #
-# On torch, a softmax or a sigmoid under `mixed_float16` gives the loss probabilities in float16, whose
-# numbers just below 1 are 2⁻¹¹ apart, so 0.9998 becomes 1. Take a logit of 8.5 for a yes or no, once
-# right and once wrong:
+# On torch, a sigmoid under `mixed_float16` gives the loss a probability in float16, whose numbers just
+# below 1 are 2⁻¹¹ apart, so 0.9998 becomes 1. Take a logit of 8.5 for a yes or no, once right and once
+# wrong:
 
 # %%
 from_probability = keras.losses.BinaryCrossentropy()
@@ -259,8 +261,8 @@ print("after a step:", [round(float(w), 3) for w in ops.convert_to_numpy(weight.
 # %% [markdown]
 # ## Fit
 #
-# Now we train MobileNetV2 on handwritten digits enlarged to 32x32 pixels. Keras keeps the channels
-# last by default. The quick scale uses about a third of the channels and the first six blocks.
+# Now we train MobileNetV2 on handwritten digits enlarged to 32x32 pixels, with the channels last. The
+# quick scale uses about a third of the channels and the first six blocks.
 
 # %%
 config = {
@@ -328,7 +330,7 @@ def fit_in(policies, weights, images, labels, config):
 
 # %% [markdown]
 # `run_on_backends` starts a process for each backend, gives it the source of these functions, and
-# brings back what `fit_in` returns:
+# brings back what `fit_in` returns: <!-- tests/course/test_processes.py -->
 
 # %% tags=["nbval-ignore-output"]
 fitted = run_on_backends(
@@ -395,9 +397,8 @@ for backend, policies in fitted.items():
         assert len(found["seconds"]) == config["epochs"]
 
 # %% [markdown]
-# In so small a network bfloat16 took longer than float32 on this CPU, on both backends. float16,
-# which has no fast convolutions here, took longer still. [Notebook
-# 05](05_cifar10_mobilenet.ipynb) shows which layers of MobileNetV2 lose.
+# In so small a network bfloat16 took longer than float32 on this CPU, on both backends, and float16
+# longer still. [Notebook 05](05_cifar10_mobilenet.ipynb) shows which layers of MobileNetV2 lose.
 #
 # ## Write the step
 #
@@ -521,8 +522,9 @@ for backend, policies in trained.items():
 
 # %% [markdown]
 # Every halving is a skipped step: the weights stay as they were, and `iterations` does not count
-# it. A learning-rate schedule reads `iterations`, so it waits too, which you must arrange yourself
-# in torch. In the picture, the scale goes down in stairs from 2^24 to 2^16, where it fits, and
+# it. A learning-rate schedule [reads
+# `iterations`](https://github.com/keras-team/keras/blob/master/keras/src/optimizers/base_optimizer.py),
+# so it waits too. In the picture, the scale goes down in stairs from 2^24 to 2^16, where it fits, and
 # doubles after every five good steps. A cross marks each of the eight skipped steps.
 
 # %% tags=["nbval-ignore-output"]
@@ -666,13 +668,12 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
 
 # %% [markdown]
 # With SGD each step is 2¹⁵ times too short. Adam divides by the size of the gradient, so it hides
-# the mistake: it moves by 0.08 instead of 0.1, or by less if gradients come nearer its epsilon.
+# the mistake: it moves by 0.08 instead of 0.1.
 #
 # ## Save and resume (optional)
 #
 # The scale is state, like the moments of Adam, and `model.save` keeps both. We take three steps,
-# save, and take three more; then we load the file and repeat the last three. (`load_model` does not
-# find a class that is made inside a function, so here we use a plain `Sequential`.)
+# save, and take three more; then we load the file and repeat the last three.
 
 
 # %%
@@ -723,7 +724,7 @@ for backend, (went_on, resumed_losses, saved, loaded) in resumed.items():
 # | `LossScaleOptimizer(optimizer, loss_scale="dynamic")` | `LossScaleOptimizer(optimizer)` |
 # | `LossScaleOptimizer(optimizer, dynamic=False, initial_scale=128)` | [`optimizer.loss_scale_factor = 128`](https://keras.io/api/optimizers/adam/), and [`compile(…, auto_scale_loss=False)`](https://keras.io/api/models/model_training_apis/) |
 # | `optimizer.get_scaled_loss(loss)` | `optimizer.scale_loss(loss)` |
-# | `optimizer.get_unscaled_gradients(g)`, then `apply_gradients(zip(g, w))` | `optimizer.apply(g, w)` or `apply_gradients`; both divide |
+# | `optimizer.get_unscaled_gradients(g)`, then `apply_gradients(zip(g, w))` | `optimizer.apply(g, w)`, which divides |
 # | `optimizer.loss_scale` | `optimizer.dynamic_scale`, once it is built |
 # | `tf.train.experimental.enable_mixed_precision_graph_rewrite(optimizer)` | [set a policy](https://www.tensorflow.org/versions/r2.5/api_docs/python/tf/train/experimental/enable_mixed_precision_graph_rewrite) |
 #
