@@ -42,7 +42,7 @@ from amp_lab import xray
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 
 # %% [markdown]
-# The rest comes from torch. We use one thread, since the tensors below are too small for more.
+# The rest comes from torch. The tensors below are small, so we use one thread.
 
 # %%
 import torch
@@ -60,10 +60,9 @@ names = {fp32: "fp32", fp16: "fp16", bf16: "bf16"}
 # %% [markdown]
 # ## The idea in five lines
 #
-# At its default level, O1, Apex replaced functions such as `F.linear` by others that cast their
-# inputs to fp16 first. Autocast makes such casts inside PyTorch, and only while its block is open.
-# We make the casts by hand, as Apex did, and then let autocast make them. Before you run the cell:
-# how many of the 1024 outputs will differ?
+# At its default level, O1, [Apex](https://nvidia.github.io/apex/amp.html#properties) replaced functions
+# such as `F.linear` by others that cast their inputs to fp16 first. We make the casts by hand, as Apex
+# did, and then let autocast make them. Before you run the cell: how many of the outputs will differ?
 
 # %%
 torch.manual_seed(0)
@@ -80,9 +79,9 @@ assert torch.equal(today, as_apex_did)
 #
 # ## The names, then and now
 #
-# Before PyTorch had its own way, many trained in mixed precision with Apex. In 2020 its ideas went
-# into PyTorch 1.6, as `torch.cuda.amp`, and later into `torch.amp`, which serves CPUs and several
-# kinds of accelerators. In 2025 Apex removed its `amp` ([pull request
+# In 2020 [PyTorch 1.6](https://github.com/pytorch/pytorch/releases/tag/v1.6.0) brought
+# `torch.cuda.amp`, and later came [`torch.amp`](https://docs.pytorch.org/docs/stable/amp.html), which
+# serves CPUs and several kinds of accelerators. In 2025 Apex removed its `amp` ([pull request
 # 1896](https://github.com/NVIDIA/apex/pull/1896)).
 #
 # | Apex | today |
@@ -107,7 +106,7 @@ assert torch.equal(today, as_apex_did)
 # two calls of an old loop, `initialize` and `scale_loss`. If you want to know only what to write
 # today, run the cells of this section and read on at the next one.
 #
-# An optimization level stood for five settings:
+# An optimization level stood for [five settings](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/frontend.py):
 
 
 # %%
@@ -129,8 +128,8 @@ LEVELS = {
 }
 
 # %% [markdown]
-# **The dynamic loss scale** began at 2^16. An overflow halved it, and 2000 good steps in a row
-# doubled it, up to 2^24. A fixed scale stayed as it was, and skipped no step.
+# **The dynamic loss scale** [began at 2^16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/scaler.py). An overflow halved it, and
+# 2000 good steps in a row doubled it, up to 2^24. A fixed scale stayed as it was, and skipped no step.
 
 
 # %%
@@ -418,11 +417,9 @@ assert runs["O1"].scale == 2.0**13  # three steps skipped, in both
 
 # %% [markdown]
 # The results agree too, and both skipped three steps until the scale was down from 65536 to 8192.
-# What became better is *where* the casts are made: below Python, so that ops called from C++ are cast
-# as well, only inside the block, and on CPUs and other accelerators as well.
 #
 # Where the lists differ, the results may differ. A difference that matters for classifiers is
-# `cross_entropy`. Apex had it on its black list and computed all of it in fp32. Autocast on CUDA
+# `cross_entropy`. Apex had it on its [black list](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/lists/functional_overrides.py). Autocast on CUDA
 # leaves the call alone, and its log-softmax returns fp16 for fp16 logits ([notebook
 # 09](09_xray_your_model.ipynb) shows where that goes). X-ray shows CUDA's rules without a GPU:
 
@@ -446,7 +443,6 @@ assert found == ("fp16", "fp32")
 
 # %% [markdown]
 # So write `F.cross_entropy(logits.float(), targets)` when you move a classifier from O1.
-# `amp-lab migrate`, which we use further down, does not tell you this.
 #
 # ### O2: fp16 weights, fp32 masters
 #
@@ -470,13 +466,14 @@ check_close(train_today(fp16, model=rounded), runs["O2"])
 # %% [markdown]
 # For this network O2 is therefore autocast with the weights cast once a step instead of once a
 # forward pass. Other models may differ more: O2 had no lists of ops, so a softmax inside the model
-# ran in fp16, where autocast on CUDA runs it in fp32. That is no reason for O2.
+# ran in fp16, where autocast on CUDA [runs it in
+# fp32](https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32).
 #
 # ### O3: everything in fp16
 #
-# Today this is `model.half()`, with the optimizer on the fp16 weights. Apex offered it as "a
-# performance ceiling", with no promise that it trains. Two things go wrong. For the first, we update
-# a weight of 1 a hundred times by -0.0001. Where do you expect it to end, in fp32 and in fp16?
+# Today this is `model.half()`, with the optimizer on the fp16 weights. Apex offered it for
+# ["establishing a performance ceiling"](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/frontend.py). Two things go wrong. For the first, we
+# update a weight of 1 a hundred times by -0.0001. Where do you expect it to end, in fp32 and in fp16?
 
 # %%
 for dtype in (fp32, fp16):
@@ -538,12 +535,10 @@ assert [sum(parts.values()) for parts in sizes.values()] == [16, 16, 20, 8, 16]
 # %% [markdown]
 # The picture has a stacked bar for each level, and one for autocast. O2 holds the most, 20 bytes for
 # each parameter: the master weights and their gradients cost more than fp16 saves on weights and
-# gradients. Autocast holds 16, as fp32 does. (Its casts of the weights live only for a forward and
-# backward pass, and are not counted.)
+# gradients. Autocast holds 16, as fp32 does. (Its casts of the weights are not counted.)
 #
-# So if memory is short, do not look for O2: divide the state over several devices ([notebook
-# 11](11_scale_out.ipynb)), or recompute activations ([notebook 07](07_training_recipes.ipynb)), which
-# in many models are the larger part ([notebook 09](09_xray_your_model.ipynb)).
+# If memory is short, divide the state over several devices ([notebook 11](11_scale_out.ipynb)), or
+# recompute activations ([notebook 07](07_training_recipes.ipynb)).
 #
 # ## The loop, line by line
 #
@@ -601,7 +596,7 @@ assert distance(ours, theirs) <= SAME
 # | `cast_model_outputs` | `.float()` on the output, after the block |
 # | `cast_model_type=torch.bfloat16` | `dtype=torch.bfloat16`, and no scaler |
 #
-# Two of these can be seen in the loop that we have just run:
+# Two of these can be seen in the loop that we have just run: <!-- tests/notebooks/test_13_from_apex.py -->
 
 # %%
 assert {model[1].weight.dtype, model[1].running_mean.dtype} == {fp32}  # keep_batchnorm_fp32
@@ -622,11 +617,11 @@ for old_name in (torch.cuda.amp.autocast, torch.cpu.amp.autocast, torch.cuda.amp
     assert [warning.category for warning in caught] == [FutureWarning]
 
 # %% [markdown]
-# Moving to the new ones looks like a change of name, but there are two traps in it.
+# There are two traps in moving to the new ones.
 #
 # **The default dtype.** The old classes had one of their own, fp16 for CUDA and bf16 for the CPU.
-# The new class takes the dtype that is in force. That is the same at first, but may be another inside
-# a block or after `torch.set_autocast_dtype`. Which dtype will each of these three have?
+# The new class takes the dtype that is in force, which may be another inside a block. Which dtype will
+# each of these three have?
 
 # %%
 x = torch.ones(2, 2)
@@ -724,12 +719,13 @@ if find_spec("libcst") is not None:
 # %% [markdown]
 # ## Checkpoints that Apex wrote
 #
-# Apex's manual asked for a file with three parts: the states of model, optimizer and `amp`, the
-# last of which is an `OrderedDict` of the loss scalers. Many files have more, or differ:
+# [Apex's manual](https://nvidia.github.io/apex/amp.html#checkpointing) asked for a file with three
+# parts: the states of model, optimizer and `amp`, the last of which is an `OrderedDict` of the loss
+# scalers. Many files have more, or differ:
 #
 # - names begin with `module.` where the model was wrapped for several GPUs;
-# - at O2 weights look like fp32, but hold fp16 values, because Apex's `state_dict` cast them; in
-#   other files they are fp16;
+# - at O2 weights look like fp32, but hold fp16 values, because Apex's `state_dict` [cast
+#   them](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py);
 # - the master weights are not in the file, unless someone put them there, as NVIDIA's BERT in
 #   [DeepLearningExamples](https://github.com/NVIDIA/DeepLearningExamples) did, under `master params`:
 #   `list(amp.master_params(optimizer))`, in the order of the optimizer's groups.
@@ -800,9 +796,9 @@ print(dict(state))
 assert scaler_state(state).keys() == torch.amp.GradScaler("cpu").state_dict().keys()
 
 # %% [markdown]
-# Now we resume. `load_state_dict` copies values *into* the model's parameters, which stay fp32 even
-# if the file has fp16. The optimizer's state needs no change: it is numbered in the order of the
-# groups, and was fp32 at O1 and O2.
+# Now we resume. `load_state_dict` copies values *into* the model's parameters, which are fp32. The
+# optimizer's state needs no change: it is numbered in the order of the groups, and was fp32 at O1 and
+# O2.
 
 
 # %%
@@ -840,7 +836,7 @@ folder.cleanup()
 
 # %% [markdown]
 # Without the masters it goes on nearly as before, since the bits that fp16 does not have are lost.
-# (Apex lost them too when it loaded a file.) With the masters from the file it goes on exactly.
+# With the masters from the file it goes on exactly.
 #
 # ## Summary
 #
@@ -855,8 +851,7 @@ folder.cleanup()
 # - An Apex checkpoint holds the loss scale under other names, and at O2 often no master weights. With
 #   both, the training went on exactly here.
 #
-# In [notebook 14](14_ten_practices.ipynb) we weigh ten pieces of advice that people give to those who
-# have just moved.
+# Next, [notebook 14](14_ten_practices.ipynb) weighs ten common practices.
 #
 # ## Exercises
 #
@@ -919,8 +914,6 @@ exercises.check_moved_scaler(moved_scaler)
 # ```python
 # moved_scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, growth_interval=500)
 # ```
-#
-# In the colleague's line 1024.0 is the device.
 #
 # </details>
 #

@@ -174,6 +174,35 @@ def test_without_its_masters_a_checkpoint_of_o2_is_rounded(cells, tmp_path):
     assert not torch.equal(weight, file["master params"][0])
 
 
+def grads_of(*values):
+    """Weights of 1 with these gradients, which are scaled; their optimizers and their scaler."""
+    weights = [nn.Parameter(torch.ones(())) for _ in values]
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    for weight, value in zip(weights, values, strict=True):
+        for _ in range(2):  # two micro-batches, which add up
+            scaler.scale(value / 2 * weight).backward()
+    return weights, [torch.optim.SGD([weight], lr=1.0) for weight in weights], scaler
+
+
+def test_options_of_apex_have_the_counterparts_of_the_table():
+    """Two losses and optimizers with one scaler and one update; a fixed scale; a limit."""
+    weights, optimizers, scaler = grads_of(0.5, 0.25)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert [weight.item() for weight in weights] == [0.5, 0.75]
+    (weight,), (optimizer,), scaler = grads_of(float("inf"))
+    scaler.step(optimizer)
+    scaler.update(128.0)
+    assert (weight.item(), scaler.get_scale()) == (1, 128)  # skipped, and not halved
+    (weight,), (optimizer,), scaler = grads_of(float("inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 64
+    scaler.update(float(100))
+    assert scaler.get_scale() == 100
+
+
 def test_the_state_of_a_scaler_is_translated(cells):
     old = {
         "loss_scaler0": {"loss_scale": 512.0, "unskipped": 7},
