@@ -83,14 +83,14 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 # %% [markdown]
 # The name says how the bits are divided: E4M3 has 4 bits of exponent and 3 of mantissa. **E5M2**
 # reaches further and is coarser; it was [meant for gradients](https://arxiv.org/abs/2209.05433),
-# but where scales are finer than one a tensor, [many recipes](https://arxiv.org/abs/2412.19437) of
-# today use E4M3 for them too. **E2M1**, the four-bit format of MXFP4 and NVFP4, has the eight
+# but with scales finer than one a tensor, [DeepSeek-V3](https://arxiv.org/abs/2412.19437) used E4M3 for
+# them too. **E2M1**, the four-bit format of MXFP4 and NVFP4, has the eight
 # numbers of the last line, and their negatives.
 #
 # To round a value by hand, we find the power of two below it, which gives the spacing of the
 # numbers there, and round to a multiple of that spacing. Below the smallest normal number the
 # spacing stays as it is. What is too large becomes the largest number, as in torchao
-# (*saturation*).
+# (*saturation*). <!-- tests/formats/test_scaling.py -->
 
 
 # %%
@@ -113,7 +113,7 @@ assert torch.equal(e2m1, ELEMENTS["e2m1"].round(some))
 # %% [markdown]
 # After a `clamp`, PyTorch's cast gives the same numbers. Without the `clamp`, the result for a
 # value beyond the range depends on the version of torch ([notebook 01](01_number_formats.ipynb)).
-# Many ops refuse these dtypes: they are for storage, and for the matrix product further down.
+# An addition refuses these dtypes: they are for storage, and for the matrix product further down.
 
 # %% tags=["nbval-ignore-output"]
 refused = ""
@@ -170,8 +170,8 @@ _ = figures.sqnr_by_format(errors)
 # E4M3's wide range, it does not matter how many values share it.) An outlier of a million ruins
 # every scale that it shares: the tensor's, and each row's too, because every row has one value of
 # that channel. NVFP4 suffers as well, because its blocks' scales share one of the tensor. In MX
-# only one block of the eight in each row suffers, most of which becomes zero. A whole block is an
-# eighth of the signal, which is 9 dB.
+# only one block of the eight in each row suffers. A whole block is an eighth of the signal, which is
+# 9 dB.
 
 # %% tags=["nbval-ignore-output"]
 alone, beside = errors["normal"], errors["one outlier channel"]
@@ -208,9 +208,11 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 #
 # ### When is the scale known?
 #
-# The largest value of a tensor is known only after the tensor is. **Current scaling** therefore
-# usually reads a tensor twice, and **delayed scaling** takes the largest value of earlier steps.
-# That saves a pass, but when values grow, the largest are clipped:
+# The largest value of a tensor is known only after the tensor is. **Current scaling** therefore reads
+# a tensor twice, and [**delayed
+# scaling**](https://nvidia.github.io/TransformerEngine/features/low_precision_training/fp8_delayed_scaling/fp8_delayed_scaling.html)
+# takes the largest value of earlier steps. That saves a pass, but when values grow, the largest are
+# clipped:
 
 # %%
 growing = [torch.randn(4096) * 1.5**step for step in range(6)]
@@ -220,13 +222,14 @@ for before, now in pairwise(growing):
     print(f"largest {now.abs().max():6.2f}, with the last step's scale {delayed.abs().max():6.2f}")
 
 # %% [markdown]
-# Each step loses its largest values. That is why delayed scaling usually takes the largest value of
-# a history of steps, and one reason why many recipes today use current scaling.
+# Each step loses its largest values. A history of several steps, of which the largest value counts,
+# makes that rarer.
 #
 # ## Train with rounded products
 #
 # A linear layer has up to three matrix products in a training step: the output, the gradient of the
-# input (*dgrad*), and the gradient of the weight (*wgrad*). In most recipes all three take rounded
+# input (*dgrad*), and the gradient of the weight (*wgrad*). In most of [torchao's
+# recipes](https://github.com/pytorch/ao/blob/main/torchao/float8/config.py) all three take rounded
 # operands. Here each operand is rounded along the dimension that its product sums over, so the
 # weight is rounded twice, once in each direction. The weights that the optimizer updates and all
 # ops between the layers stay in fp32 here.
@@ -352,8 +355,8 @@ _ = figures.loss_by_format(losses)
 # %% [markdown]
 # The picture shows the mean loss of the three seeds, smoothed over ten steps. With scales, every
 # format follows fp32 more closely than two seeds follow each other, even with four bits. Without a
-# scale, the blocks learn little, and most of what is learned lies around them: the loss is a mean
-# over 256 characters, so its gradients are small, and E4M3 flushes nearly all of them to zero:
+# scale, the blocks learn little: the loss is a mean over 256 characters, so its gradients are small,
+# and E4M3 flushes nearly all of them to zero:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -373,15 +376,14 @@ for name in ("fp8", "mxfp8", "mxfp4", "nvfp4"):
 
 # %% [markdown]
 # Do not conclude that four bits are enough for your model. What survives a hundred steps of a tiny
-# GPT can still fail after a trillion tokens: errors that are alike in every step add up, and large
-# models often have outliers that this one lacks. Use it the other way round: **what fails here is
-# not worth a large run**.
+# GPT can still fail in a long training of a large one. Use it the other way round: **what fails here
+# is not worth a large run**.
 #
 # ## Three remedies
 #
-# NVIDIA's recipe for NVFP4 adds these three things, among others. The first is a **random Hadamard
-# transform**: both operands of a product are mixed by the same orthogonal matrix, so the exact
-# product stays the same, but an outlier is spread, here over 16 values.
+# NVIDIA's [recipe for NVFP4](https://arxiv.org/abs/2509.25149) adds these three things, among others.
+# The first is a **random Hadamard transform**: both operands of a product are mixed by the same
+# orthogonal matrix, so the exact product stays the same, but an outlier is spread, here over 16 values.
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -424,9 +426,9 @@ assert not nearest.any()
 assert abs(average - 0.2) < 0.01
 
 # %% [markdown]
-# The third is to **leave some layers in 16 bits**: usually embeddings, the head, routers, norms,
-# those that are too small to gain anything, and those whose error is large. The tool at the end
-# names such layers.
+# The third is to **leave some layers in 16 bits**, such as [embeddings, the head, routers and
+# norms](https://arxiv.org/abs/2412.19437), and layers whose error is large. The tool at the end names
+# such layers.
 #
 # ## The real product
 #
@@ -496,7 +498,7 @@ assert off < 2**-8  # the rounding of the result to bf16
 bits = torch.tensor([0x38], dtype=torch.uint8)
 usual, fnuz = (bits.view(t).item() for t in (torch.float8_e4m3fn, torch.float8_e4m3fnuz))
 print(f"the same bits are {usual} in E4M3 and {fnuz} in its fnuz form")
-assert (usual, fnuz) == (1.0, 0.5)
+assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 
 # %% [markdown]
 # ## Rehearse a model of your own
@@ -504,7 +506,7 @@ assert (usual, fnuz) == (1.0, 0.5)
 # `rehearse` does this for a model of yours. It takes one step in fp32, repeats the products of
 # linear layers and convolutions in each format, and names the layers that are better left in 16
 # bits and why. Then the whole model runs with the rest rounded. We give it our GPT, in which one of
-# the 256 features inside the second block is about a million times as large.
+# the 256 features inside the second block is about a million times as large. <!-- tests/formats/test_rehearsal.py -->
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -535,10 +537,10 @@ report
 # up to half is allowed, and its loss by far less than the tenth that is. Whether it learns was not
 # tried. The lines at the end convert the model with torchao, and ran on a copy.
 #
-# On the command line this is `amp-lab rehearse`; `--steps` trains in each format beside bf16, which
-# says more than one step of an untrained model, and `--for h100` forecasts which layers would gain
-# there. On a GPU, torch's FP8 product refuses weights whose sizes are not multiples of 16: see
-# [what to pad](08_when_amp_breaks.ipynb#44-A-size-is-not-a-multiple-of-16-or-8).
+# On the command line this is `amp-lab rehearse`; `--steps` trains in each format beside bf16, and
+# `--for h100` forecasts which layers would gain there. On a GPU, torch's FP8 product refuses weights
+# whose sizes are not multiples of 16: see [what to
+# pad](08_when_amp_breaks.ipynb#44-A-size-is-not-a-multiple-of-16-or-8). <!-- tests/cli/test_rehearse_command.py -->
 
 # %%
 for layer in ("blocks.1.up", "blocks.1.down"):
@@ -555,14 +557,12 @@ assert report.formats[1].gradients_off < 0.01
 #   ordinary values, and the scales decide what outliers do to the others.
 # - One scale for the tensor is simple, and in FP8 it stood outliers of a hundred. In four bits an
 #   outlier wipes out most of its block; smaller blocks lose fewer values.
-# - In most recipes the operands of all three products of a linear layer are rounded. Weights,
-#   optimizer state and most other ops are not. Accumulation is in fp32 here, and in about 14 bits on
-#   some GPUs.
+# - In most of torchao's recipes the operands of all three products of a linear layer are rounded.
+#   Accumulation is in fp32 here, and in about 14 bits on [a Hopper
+#   GPU](#Train-with-rounded-products).
 # - Without a scale, nearly all gradients of the blocks' weights are zero in E4M3 here. With one, even
 #   four bits follow fp32 here, which says nothing about a long training of a large model.
-# - The numbers can be rehearsed anywhere. Without the GPU, the speed can only be forecast: it needs
-#   large layers, casts that are fused (by `torch.compile`, say) and a GPU that multiplies the
-#   format.
+# - The numbers can be rehearsed anywhere. Without the GPU, the speed can only be forecast.
 #
 # [Notebook 10](10_speed_ladder.ipynb) measures what a lower precision buys on your device.
 #
