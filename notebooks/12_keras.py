@@ -126,9 +126,10 @@ assert layers.Dense(3).compute_dtype == "float16"
 # %% [markdown]
 # ## Layers, not ops
 #
-# Autocast decides for each op: on CUDA it runs a matrix product in float16 and a sum in float32. A
-# policy decides for a whole layer, with the ops in its `call`. Some of Keras's own layers know what
-# needs more range: batch normalisation takes the squares, too large for float16, in float32.
+# Autocast decides for each op: [on CUDA](https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior)
+# it runs a matrix product in float16 and a sum in float32. A policy decides for a whole layer, with
+# the ops in its `call`. Some of Keras's own layers know what needs more range: batch normalisation
+# takes the squares, too large for float16, in float32.
 
 # %%
 far = 1000 * torch.randn(64, 8, generator=torch.Generator().manual_seed(0)).numpy()
