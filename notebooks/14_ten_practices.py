@@ -73,7 +73,7 @@ for dtype in (fp16, bf16):
 # %% [markdown]
 # In fp16 scaling changes 995 of these small gradients, because it saves their bits from underflow.
 # In bf16 it changes none of them, so there a scaler gains nothing for them, and the advice is only
-# half true. For each of the ten practices below there is an experiment, with a verdict.
+# half true. Each of the ten practices below gets a verdict.
 #
 # ## What the experiments share
 #
@@ -272,8 +272,8 @@ class OpLog(TorchDispatchMode):
 
 # %% [markdown]
 # The model has an fp32 *island*, a layer that someone has taken out of autocast because it needs the
-# precision. Ops in the backward pass usually have the dtype of their forward ops. Do you expect the
-# island's to stay fp32, if autocast is on while they run?
+# precision. Do you expect the island's ops in the backward pass to stay fp32, if autocast is on while
+# they run?
 
 
 # %%
@@ -316,9 +316,8 @@ assert exact.dtype is blurred.dtype is fp32
 #
 # ### 5. No casts by hand
 #
-# Code that was made for Apex's O2, or for early fp16, is often full of `.half()` and `.float()`.
-# Under autocast most of them are not needed. What do they cost? We count the casts of a forward
-# pass of two layers, without them and with them.
+# What do `.half()` and `.float()` in a model cost under autocast? We count the casts of a forward pass
+# of two layers, without them and with them.
 
 
 # %%
@@ -346,10 +345,9 @@ print(f"casts in a forward pass: {counts[False]} without casts by hand, {counts[
 assert counts == {False: 5, True: 8}
 
 # %% [markdown]
-# Autocast makes 5 casts, of two weights, two biases and the input. Casts by hand bring them to 8,
-# and each of the three more reads and writes an activation, which takes time. The other cost is
-# range, where a manual cast overrides autocast's choice. Left alone, this sum of squares stays in
-# fp32:
+# Autocast makes 5 casts, of two weights, two biases and the input. Casts by hand bring them to 8.
+# The other cost is range, where a manual cast overrides autocast's choice. Left alone, this sum of
+# squares stays in fp32:
 
 # %%
 error = torch.full((4, 8), 300.0)
@@ -413,8 +411,8 @@ for name in ("fp32", "bf16"):
 # %% [markdown]
 # Five of the six trainings end at a loss of 0.009, and fp16 without a scaler ends at 0.2.
 # **Verdict: right for fp16 alone.** bf16 has nearly the range of fp32, so for gradients of usual
-# size multiplying by a power of two and dividing again changes no bit, and costs a pass over all
-# gradients. With `GradScaler(enabled=dtype is torch.float16)` one loop serves all.
+# size multiplying by a power of two and dividing again changes no bit. With
+# `GradScaler(enabled=dtype is torch.float16)` one loop serves all.
 #
 # ### 7. Tune initial scale and growth interval
 #
@@ -433,6 +431,7 @@ settings = {
 logs = {name: train_weighted(180, 300, **options)[0] for name, options in settings.items()}
 _ = figures.scales_by_setting({name: (log.scales, log.skipped) for name, log in logs.items()})
 skipped = {name: len(log.skipped) for name, log in logs.items()}
+print("steps skipped:", ", ".join(f"{count} ({name})" for name, count in skipped.items()))
 assert skipped["default"] < skipped["interval 50"] < skipped["interval 10"]
 assert logs["from 1"].scales == [1.0] * 300
 for interval in (50, 10):
@@ -442,17 +441,18 @@ for interval in (50, 10):
 # %% [markdown]
 # The picture has a panel for each setting, with the scale of each step on a logarithmic axis, and a
 # cross where a step was skipped. By default the scale falls in the first steps and stays there in
-# these 300. With an interval of 10 it runs into the limit again and again, so that about one step
-# in ten is lost for good. From 1 with an interval of 10 the scale climbs for about 120 steps before
-# it meets the limit. From 1 with the default interval it would need 2000 steps for each doubling,
-# so in these 300 it never moves.
+# these 300. With an interval of 10 it runs into the limit again and again, and 29 of the 300 steps
+# are skipped. From 1 with an interval of 10 the scale climbs for about 120 steps before it meets the
+# limit. From 1 with the default interval it would need 2000 steps for each doubling, so in these 300
+# it never moves.
 #
 # **Verdict: rarely needed.** Falling is quick and growing is slow, so start too high rather than too
 # low, and leave the interval alone.
 #
 # ### 8. Stay current
 #
-# What did the versions of PyTorch bring? For each row, the cell checks a name or a call of it:
+# What did the [versions of PyTorch](https://github.com/pytorch/pytorch/releases) bring? For each row,
+# the cell checks a name or a call of it:
 
 # %%
 VERSIONS = {  # from the release notes; and whether it is here
@@ -538,7 +538,7 @@ assert casts == [3, 3]  # weight, bias and input: as many for one sample as for 
 # %% [markdown]
 # One reason is that the weights are cast once for each batch, whether it has one sample or 256.
 # **Verdict: right for memory; for speed, measure it on your device.** And a larger batch makes
-# another training of it, which usually needs another learning rate.
+# another training of it, which may need another learning rate.
 #
 # ### 10. Profile before and after
 #
@@ -628,8 +628,8 @@ for precision, (found, events) in profiles.items():
 
 # %% [markdown]
 # Each profile lists its four most expensive ops, by the time spent in the op itself. The backward
-# pass of the convolutions comes first in both. In bf16 it takes much less, and there are casts. A
-# profile slows down what it watches, so for the speed-up itself use `compare`, as in practice 9.
+# pass of the convolutions comes first in both. In bf16 it takes much less, and there are casts. For
+# the speed-up itself use `compare`, as in practice 9.
 # **Verdict: right.** If an op stays in fp32, or casts come first, you know where to look.
 #
 # ## Summary
@@ -642,7 +642,7 @@ for precision, (found, events) in profiles.items():
 # | 4. Only the forward pass in autocast | right | inside the block, the backward pass of an fp32 island was in bf16 |
 # | 5. No casts by hand | right | 8 casts instead of 5, and a sum that was finite became infinite |
 # | 6. Always use the scaler | for fp16 alone | in fp32 and bf16 it changed no bit (on a CPU) |
-# | 7. Tune scale and interval | rarely needed | a short interval lost about one step in ten |
+# | 7. Tune scale and interval | rarely needed | a short interval lost 29 of 300 steps |
 # | 8. Stay current | right | old names warn, so let tests fail on the warnings |
 # | 9. Try batch sizes | right | nearly twice the batch fits; here AMP gained more at large ones |
 # | 10. Profile before and after | right | the dtypes of ops, and their times, show where to look |
