@@ -22,8 +22,7 @@
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast, and [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for the scaler. Keras and TensorFlow come with `pdm run lab`.
-# TensorFlow runs on the CPU. From Python 3.14 on it is [not installed](../pyproject.toml), and only
-# torch runs.
+# TensorFlow runs on the CPU. Without it, as on Python 3.14, only torch runs. <!-- tests/course/test_processes.py -->
 
 # %% [markdown]
 # Keras takes its backend from an environment variable [when it is
