@@ -209,10 +209,8 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # ### When is the scale known?
 #
 # The largest value of a tensor is known only after the tensor is. **Current scaling** therefore reads
-# a tensor twice, and [**delayed
-# scaling**](https://nvidia.github.io/TransformerEngine/features/low_precision_training/fp8_delayed_scaling/fp8_delayed_scaling.html)
-# takes the largest value of earlier steps. That saves a pass, but when values grow, the largest are
-# clipped:
+# a tensor twice, and **delayed scaling** takes the largest value of earlier steps. That saves a pass,
+# but when values grow, the largest are clipped:
 
 # %%
 growing = [torch.randn(4096) * 1.5**step for step in range(6)]
@@ -222,8 +220,9 @@ for before, now in pairwise(growing):
     print(f"largest {now.abs().max():6.2f}, with the last step's scale {delayed.abs().max():6.2f}")
 
 # %% [markdown]
-# Each step loses its largest values. A history of several steps, of which the largest value counts,
-# makes that rarer.
+# Each step loses its largest values. By default Transformer Engine takes the largest value of [a
+# history of
+# steps](https://nvidia.github.io/TransformerEngine/features/low_precision_training/fp8_delayed_scaling/fp8_delayed_scaling.html).
 #
 # ## Train with rounded products
 #
