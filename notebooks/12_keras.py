@@ -25,7 +25,7 @@
 # TensorFlow runs on the CPU. Without it, as on Python 3.14, only torch runs. <!-- tests/course/test_processes.py -->
 
 # %% [markdown]
-# Keras takes its backend from an environment variable [when it is
+# An environment variable can name Keras's backend. It has to be set [before Keras is
 # imported](https://keras.io/getting_started/#configuring-your-backend). Here it is torch. To use
 # both, we start a process for each.
 
