@@ -347,8 +347,8 @@ def check_losses(what, ranks):
 # ## FSDP2
 #
 # With DDP every rank holds everything. By default
-# [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) (`fully_shard`) cuts each parameter into n parts
-# along its first dimension, and a rank keeps one, a *shard*: of the weight, here in fp32, of its
+# [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) (`fully_shard`) cuts each
+# parameter into n parts along its first dimension, and a rank keeps one, a *shard*: of the weight, here in fp32, of its
 # gradient, and of what the optimizer keeps. A layer's whole weights are gathered for its forward pass
 # and, unless they stay gathered, again for its backward pass. Then its gradients are reduced and
 # scattered. By a layer we mean any module with a `fully_shard` of its own; the last call takes what is
@@ -358,7 +358,7 @@ def check_losses(what, ranks):
 # *before* they travel, and gradients travel and are summed in `reduce_dtype`. Always give both, since
 # the default of the second changed in PyTorch 2.15. There is one more difference: autocast casts
 # *ops*, the policy [casts *modules*](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html), so
-# norms and the loss run in bf16 too. Give the outermost call `output_dtype=torch.float32`, for the loss. <!-- tests/tracing/test_sharding.py -->
+# norms run in bf16 too, and the model returns bf16. Give the outermost call `output_dtype=torch.float32`, for the loss. <!-- tests/tracing/test_sharding.py -->
 
 
 # %%
