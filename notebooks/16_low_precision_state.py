@@ -60,8 +60,8 @@ assert weight == 1
 #
 # ## What a parameter costs
 #
-# `forecast_memory` counts it for a model and an optimizer, without allocating gradients or state.
-# We ask for the weights, gradients and optimizer state of two linear layers, in fp32 and in bf16:
+# `forecast_memory` counts it for a model and an optimizer. We ask for the weights, gradients and
+# optimizer state of two linear layers, in fp32 and in bf16:
 
 # %%
 SETUPS = {
@@ -98,9 +98,9 @@ assert held["fp32, Adafactor"]["state"] < 0.01
 
 # %% [markdown]
 # The picture shows what is held for each parameter when the optimizer steps: 16 bytes in fp32 with
-# AdamW, half of that if everything is bf16, and 5 with a state of four bits as well. Adafactor
-# keeps only one value for each row and column of a matrix. Activations come on top of the
-# parameters. They are what autocast makes smaller.
+# AdamW, half of that if everything is bf16, and 5 with a state of four bits as well.
+# [Adafactor](https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html) keeps only
+# one value for each row and column of a matrix. Activations come on top of the parameters.
 #
 # A model of seven billion parameters takes 112 GB in the first line and 42 GB in the line of bf16
 # with 8-bit AdamW. What do we pay for that? We look at the weights first, and at the state after
@@ -299,26 +299,31 @@ for name, changed in share.items():
 assert share["nearest"] < share["stochastic"] < 2 * share["nearest"]
 
 # %% [markdown]
-# Stochastic rounding changes only about a third more weights in a step, but other ones each time:
-# the larger the update of a weight, the likelier it moves. To nearest, the same large weights stand
-# still step after step. An update of Adam is rarely more than the learning rate, 0.0001, and above
-# 1/32 half the spacing of bf16 is more than that. What those weights should have learned is lost.
+# Stochastic rounding changes only about a third more weights in a step, but the larger the update of
+# a weight, the likelier it moves. To nearest, a weight above 1/32 stays where it is, unless its
+# update is more than half the spacing of bf16 there, at least 0.00012: more than the learning rate.
 #
 # AMP has fp32 masters too: the model's own weights are the masters, and autocast makes the casts.
 # The same setups have other names elsewhere:
 #
 # | | fp32 masters, products in bf16 | everything in bf16 | gradients summed over ranks in |
 # |---|---|---|---|
-# | PyTorch | `torch.autocast` | `model.bfloat16()` | the gradients' dtype (DDP) |
+# | PyTorch | `torch.autocast` | `model.bfloat16()` | the gradients' dtype ([DDP](11_scale_out.ipynb)) |
 # | FSDP2 | `MixedPrecisionPolicy(param_dtype=bf16)` | a model in bf16 | [`reduce_dtype`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) (before torch 2.15 its default was `param_dtype`) |
 # | DeepSpeed | `"bf16": {"enabled": true}` | the same with `"bf16_master_weights_and_grads": true` and `"bf16_optimizer_states": true` ([settings](https://www.deepspeed.ai/docs/config-json/)) | `communication_data_type` |
 # | torchtitan ([settings](https://github.com/pytorch/torchtitan/tree/main/torchtitan/config)) | `training.mixed_precision_param` | `training.dtype` | `training.mixed_precision_reduce` |
 #
-# None of these settings rounds stochastically. torchao's low-bit optimizers do, with
-# `bf16_stochastic_round=True`, and they [work with
-# FSDP2](https://github.com/pytorch/ao/tree/main/torchao/optim). If you convert a model with
-# `.bfloat16()` and use PyTorch's own AdamW, its updates are rounded to nearest, as in the line that
-# learns slowly.
+# torchao's low-bit optimizers [round stochastically](https://github.com/pytorch/ao/tree/main/torchao/optim)
+# with `bf16_stochastic_round=True`. If you convert a model with `.bfloat16()` and use PyTorch's own
+# AdamW, its updates are rounded to nearest, as in the line that learns slowly:
+
+# %%
+weight = torch.ones(8, dtype=bf16, device=device, requires_grad=True)
+weight.grad = torch.ones_like(weight)
+torch.optim.AdamW([weight], lr=1e-3, weight_decay=0).step()
+assert (weight == 1).all()  # 0.001 is less than half the spacing of bf16 below 1, which is 2^-8
+
+# %% [markdown]
 #
 # ## Gradients that add up
 #
@@ -363,9 +368,9 @@ assert square == 1
 
 # %% [markdown]
 # It does not shrink, and so the steps after a large gradient stay too small. A scale for each block
-# helps to go to eight bits and below, since the values are rounded anew beside the block's largest
-# in each step. We try bf16, and blocks of 256 values (128 in four bits) that share a scale, as
-# torchao has them:
+# of values helps to go to eight bits and below. We try bf16, and blocks of 256 values (128 in four
+# bits) that share a scale, as [torchao has
+# them](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py):
 #
 # - INT8, whose numbers are evenly spaced from -127 to 127;
 # - E4M3, with its exponent;
@@ -458,10 +463,9 @@ assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
 # If a square is stored as 0, the next step knows only a thousandth of the newest squared gradient
 # and divides by its root. Where the newest gradient is 0 too, it divides by epsilon alone, and the
 # update can become huge. INT8 loses a large share of the squares in this way. E4M3 reaches over
-# five orders of magnitude and loses far fewer, which did no harm here. It may be a risk all the
-# same: one such weight with a large mean can be enough for a jump of the loss. Without a zero this
-# does not happen: a square below the smallest number is stored as that number, which only makes the
-# update too small. torchao's [4-bit
+# five orders of magnitude and loses far fewer, which did no harm here. Without a zero this does not
+# happen: a square below the smallest number is stored as that number, which only makes the update too
+# small. torchao's [4-bit
 # optimizer](https://github.com/pytorch/ao/blob/main/torchao/optim/subclass_4bit.py) has no zero for
 # its squares. Its 8-bit optimizer has one, and a [table of
 # numbers](https://github.com/pytorch/ao/blob/main/torchao/optim/quant_utils.py) that lie close
@@ -477,8 +481,9 @@ assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
 #
 # Its [step](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py) is compiled, which takes
 # some seconds the first time. Two things surprise people: its learning rate is a tensor, so a
-# schedule of your own has to use `group["lr"].fill_(…)`, and parameters of fewer than 4,096 values,
-# or of no multiple of a block, keep a state that is not quantised.
+# schedule of your own [has to use `group["lr"].fill_(…)`](https://github.com/pytorch/ao/tree/main/torchao/optim),
+# and parameters of fewer than 4,096 values, or of no multiple of a block, keep a state that is not
+# quantised.
 #
 # ## Less state from the start
 #
