@@ -42,8 +42,8 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # ## The idea in five lines
 #
 # Which precision is fast depends on the hardware, and the surest way to know is to measure it.
-# `describe_device` times a matrix product in several precisions, and multiplies numbers whose
-# product is known. Before you run this: what do you expect of your machine?
+# `describe_device` times a matrix product in several precisions, and multiplies numbers whose product
+# is known. Before you run this: what do you expect of your machine? <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)
@@ -63,15 +63,15 @@ assert report.values["bf16"].input_bits == 8
 # units of the last place of the result (*ulp*). In 16 bits half a unit is the best there is: the
 # sum was kept in a wider format and rounded once. Some units may mean that sums are kept in 16
 # bits: look closely at what comes out of long ones. `amp-lab doctor` prints the same with the
-# speeds.
+# speeds. <!-- tests/core/test_device.py -->
 #
 # ## The decision
 #
 # For machines that are not here, this is what each multiplies *fast*
 # ([NVIDIA](https://nvidia.github.io/TransformerEngine/support_matrix.html),
 # [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html)), with tensor cores or
-# their like. What is missing from a set is usually hardly or no faster than fp32, emulated or not
-# there, or gives NaN in some models, as fp16 on a GTX 16:
+# their like. What is missing from a set is usually not faster than fp32, emulated or not there, or
+# gives NaN in some models, as [fp16 on a GTX 16](#What-to-know-of-each-kind):
 
 # %%
 CARDS = {
@@ -129,10 +129,10 @@ print("V100, a model trained in bf16:", choose(turing, "infer", trained_in="bf16
 # | what takes the memory | what helps |
 # |---|---|
 # | activations | autocast, checkpointing ([07](07_training_recipes.ipynb)), a smaller batch with accumulation |
-# | weights and optimizer state | a leaner optimizer ([16](16_low_precision_state.ipynb)), sharding ([11](11_scale_out.ipynb)), training adapters alone |
+# | weights and optimizer state | a leaner optimizer ([16](16_low_precision_state.ipynb)), sharding ([11](11_scale_out.ipynb)), training adapters alone ([17](17_language_model.ipynb)) |
 # | weights at inference | cast once, then eight bits ([18](18_inference_and_export.ipynb)) |
 #
-# `amp-lab memory` forecasts which of them it is.
+# `amp-lab memory` forecasts [which of them it is](../docs/your_model.md).
 #
 # ## What to know of each kind
 #
@@ -145,7 +145,7 @@ print("V100, a model trained in bf16:", choose(turing, "infer", trained_in="bf16
 # | MI210, MI250 | products in 16 bits take subnormals as 0, which fp16 has many of in its gradients; PyTorch therefore computes fp16's backward products with bf16 inputs ([PyTorch](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html)): use bf16 |
 # | MI300 | its FP8 is *fnuz*: the same bits stand for half the value that they have elsewhere ([15](15_below_16_bits.ipynb)) |
 # | Arc A | has no float64, which `GradScaler` needs: use bf16. Arc B has it ([pytorch 147731](https://github.com/pytorch/pytorch/issues/147731)). The device is called `xpu` |
-# | Apple M | 16 bits save memory more than time; bf16 needs macOS 14 ([pytorch 139386](https://github.com/pytorch/pytorch/issues/139386)), and M1 and M2 emulate it ([transformers 40458](https://github.com/huggingface/transformers/pull/40458)) |
+# | Apple M | bf16 needs macOS 14 ([pytorch 139386](https://github.com/pytorch/pytorch/issues/139386)), and M1 and M2 emulate it ([transformers 40458](https://github.com/huggingface/transformers/pull/40458)) |
 # | CPUs | fp16 can be 60 times slower than fp32, or as fast ([measured](../data/results/README.md)): take bf16 or fp32, unless `amp-lab doctor` shows fp16 to be fast |
 #
 # Three of these can be looked at from here. First, PyTorch says that a Turing card supports bf16,
@@ -193,13 +193,14 @@ print(line)
 assert "reciprocal" in line
 
 # %% [markdown]
-# It is the one place where a step with a scaler needs float64, and bf16 needs no scaler.
+# Here a step with a scaler needs float64, and bf16 needs no scaler.
 #
 # ## What fp32 means
 #
-# Since Ampere, NVIDIA's cards can multiply fp32 tensors as **TF32**: the inputs keep 11 bits of
-# their 24. Whether they do is a mode of the process, and matrix products and convolutions have one
-# each:
+# Since Ampere, NVIDIA's cards can multiply fp32 tensors as
+# [**TF32**](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices):
+# the inputs keep 11 bits of their 24. Whether they do is a mode of the process, and matrix products
+# and convolutions have one each:
 #
 # | `set_float32_matmul_precision` | products on CUDA | products on a CPU | convolutions on CUDA |
 # |---|---|---|---|
@@ -225,10 +226,11 @@ for name in ("highest", "high", "medium"):
 torch.set_float32_matmul_precision(before)
 
 # %% [markdown]
-# None of it touches tensors of 16 bits, nor ops that are no product. As a rule of thumb, train in fp32
-# on an RTX 30, an A100 or anything later with `"high"`. Under autocast it still speeds up the products
-# that stay in fp32. Work that needs every digit wants TF32 off for both kinds. If such work differs
-# from a CPU's in the fourth digit, look here first: 11 bits are three to four digits.
+# These modes are for [products of fp32
+# tensors](https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html). As a
+# rule of thumb, train in fp32 on an RTX 30, an A100 or anything later with `"high"`. Work that needs
+# every digit wants TF32 off for both kinds. If such work differs from a CPU's in the fourth digit, look
+# here first: 11 bits are three to four digits.
 
 # %%
 kept = torch.backends.cudnn.allow_tf32
@@ -263,13 +265,12 @@ assert torch.get_float32_matmul_precision() == before
 
 # %% [markdown]
 # `torch.set_float32_matmul_precision` and `torch.backends.cudnn.allow_tf32`, which we used above,
-# set old and new names alike, so these two alone do not cause this error.
+# set old and new names alike, so these two alone do not cause this error. <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## Trained in bf16, on a card without it
 #
-# Most language models of today were trained in bf16, whose largest number is 3.4e38. fp16 ends at
-# 65504, and nothing has taught such a model to stay below that. Here is one whose weights, inputs and
-# outputs all fit into fp16, but whose hidden values do not:
+# Many language models were trained in bf16, whose largest number is 3.4e38. fp16 ends at 65504. Here is
+# a model whose weights, inputs and outputs all fit into fp16, but whose hidden values do not:
 
 # %%
 torch.manual_seed(0)
@@ -465,7 +466,7 @@ logging.disable(logging.NOTSET)
 # `accelerator.unwrap_model(model, keep_fp32_wrapper=False)`, and call it inside `with
 # accelerator.autocast():`. <!-- tests/notebooks/test_19_choose_your_precision.py --> And
 # two settings do something else than they say: on a CPU Fabric's `16-mixed` computes in bf16, and
-# warns, and accelerate's `fp16` computes in fp32, without a word.
+# accelerate's `fp16` computes in fp32.
 #
 # In full, as the tests of this notebook check it with hooks on a tiny model, on a CPU:
 #
@@ -484,13 +485,16 @@ logging.disable(logging.NOTSET)
 # | Keras `bfloat16` | bf16 | bf16 | bf16 | bf16 | bf16 |
 #
 # Fabric and Lightning's Trainer differ in the outputs, since Fabric wraps the model. By their
-# documentation the settings for fp16 (`16-mixed`, `fp16=True`, `mixed_float16`) do the same on a GPU,
-# with fp16 in place of bf16 and a scaler of their own. <!-- tests/notebooks/test_19_choose_your_precision.py -->
+# documentation the settings for fp16
+# ([`16-mixed`](https://lightning.ai/docs/fabric/latest/fundamentals/precision.html),
+# [`fp16=True`](https://huggingface.co/docs/transformers/en/mixed_precision_training),
+# [`mixed_float16`](https://keras.io/api/mixed_precision/)) do the same on a GPU, with fp16 in place of
+# bf16 and a scaler of their own. <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # Mind transformers with a **model loaded in bf16**: since version 5, `from_pretrained` loads a
-# model in the dtype that it was saved in, which for most language models is bf16. Fine-tuning then
-# has no fp32 weights, and with a small learning rate a bf16 weight can stand still, because its
-# step is less than half of what lies between two bf16 numbers. Ask for `dtype=torch.float32`. A
+# model in the dtype that it was saved in, which for many language models is bf16. Fine-tuning then
+# has no fp32 weights, and with a small learning rate a bf16 weight [can stand
+# still](16_low_precision_state.ipynb). Ask for `dtype=torch.float32`. A
 # saved Keras model keeps its policy; to change it, build the model anew under another and load the
 # weights ([notebook 12](12_keras.ipynb)). <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
