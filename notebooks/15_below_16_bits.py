@@ -534,7 +534,7 @@ report
 # usual, so `rehearse` leaves both layers out in every format, and the head besides. Without them
 # the whole model *holds in one step*: its gradients are off by less than one percent in FP8, where
 # up to half is allowed, and its loss by far less than the tenth that is. Whether it learns was not
-# tried. The lines at the end convert the model with torchao, and ran on a copy.
+# tried. The lines at the end convert the model with torchao, and ran on a copy. <!-- tests/formats/test_rehearsal.py -->
 #
 # On the command line this is `amp-lab rehearse`; `--steps` trains in each format beside bf16, and
 # `--for h100` forecasts which layers would gain there. On a GPU, torch's FP8 product refuses weights

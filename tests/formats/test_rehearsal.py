@@ -244,6 +244,13 @@ def test_without_steps_no_learning_is_promised_and_the_loss_counts(off, of_bf16,
     assert report.verdict == verdict
 
 
+def test_without_steps_gradients_may_be_half_off():
+    for off, holds in ((0.49, True), (0.51, False)):
+        report = TrainingReport("nvfp4", 4, 2, loss_off=0.0, gradients_off=off)
+        report.judge(TrainingReport("bf16", 6, 0, loss_off=0.0))
+        assert (report.verdict == "holds in one step") is holds
+
+
 def test_what_was_looked_at_without_steps_is_printed():
     text = str(rehearse(chain(64, 64), torch.randn(64, 64), loss_fn=mean_square, formats=("fp8",)))
     assert "fp8: holds in one step." in text
