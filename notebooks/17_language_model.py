@@ -58,7 +58,7 @@ assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 # %% [markdown]
 # Here bf16 meets fp32, and the result is fp32. It stays fp32, at twice the memory, until the next
 # product casts it down. That is not wrong, and often it is wanted, but you should know where it
-# happens. In a transformer the usual places are rotations, norms, the residual stream and the loss.
+# happens. In the model below the places are norms, rotations, the residual stream and the loss.
 #
 # ## A small GPT
 
@@ -355,8 +355,9 @@ for name in ("fp16", "bf16"):
 #
 # ## The loss over a large vocabulary
 #
-# Our vocabulary has under a hundred characters. Language models have far larger ones (Llama 3 has
-# 128,256 tokens), and with many tokens in a batch the logits can be the largest tensor of the step.
+# Our vocabulary is a few characters. Language models have far larger ones (Llama 3 has [128,256
+# tokens](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py)),
+# and with many tokens in a batch the logits can be the largest tensor of the step.
 # At the peak of the backward pass four tensors with as many values are alive. For a batch of 8 x
 # 2048 tokens:
 # <!-- tests/notebooks/test_17_language_model.py -->
@@ -550,8 +551,7 @@ assert arrived[10_000] < arrived[1000] < 0.8
 # half of the update is gone.
 #
 # So **keep the adapter** beside the base; or merge into a copy in **fp32**; or, if it has to be bf16,
-# merge in fp32 and round **once**. (What runs in bf16 rounds small updates in its outputs, too.) A base
-# that was quantised for training
+# merge in fp32 and round **once**. A base that was quantised for training
 # ([QLoRA](https://arxiv.org/abs/2305.14314)) is part of what was trained: dequantise it and merge
 # into that.
 #
@@ -673,13 +673,14 @@ with torch.no_grad(), torch.autocast(device.type, dtype=torch.float16):
 # of transformers can name such layers in `_keep_in_fp32_modules`, as T5
 # does. <!-- tests/notebooks/test_17_language_model.py -->
 #
-# Notebook 19 has the other way out. Values inside a fused attention are not seen, so leave a margin.
+# [Notebook 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-card-without-it) has the other way
+# out, and says why to leave a margin.
 #
 # ## A model of your own (optional)
 #
 # Name a folder that `save_pretrained` of transformers made, or that you downloaded, and the same is
 # asked of that model. Weights are read from safetensors alone, never from a pickle, which could run
-# anything. Without a folder nothing happens.
+# anything. Without a folder nothing happens. <!-- tests/notebooks/test_17_language_model.py -->
 
 # %%
 import importlib
