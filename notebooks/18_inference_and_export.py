@@ -164,9 +164,9 @@ assert off < quality(outputs["bf16 cast once"])[0]
 # choice wherever weights and activations fit its range. Those of a model that was trained in bf16
 # may not ([notebook 19](19_choose_your_precision.ipynb)).
 #
-# The first call of a compiled model takes longer, because it is compiled then. Its kernels may still
-# be on the disk from before, which makes that short. How long do the ways take after that, for one
-# image and for many?
+# The first call of a compiled model takes longer, because it is compiled then, or loaded [from the
+# disk](https://docs.pytorch.org/tutorials/recipes/torch_compile_caching_tutorial.html). How long do the
+# ways take after that, for one image and for many?
 
 # %% tags=["nbval-ignore-output"]
 for batch in (1, 256):
@@ -181,9 +181,8 @@ for batch in (1, 256):
 # The ratios say how many times as fast as fp32 each way is. On our two CPU cores bf16 took longer
 # than fp32 for a single image, even with no weights left to cast, so the casts of weights are not
 # the only cause. With 256 images at a time it gained, and most of all when it was compiled. Compare
-# the compiled bf16 with the *compiled* fp32 if you want to know what bf16 alone buys. [Notebook
-# 10](10_speed_ladder.ipynb) tells how to find the limit of a device, and `amp-lab advise` tries
-# these ways on a model of yours.
+# the compiled bf16 with the *compiled* fp32 if you want to know what bf16 alone buys. `amp-lab advise`
+# tries such ways on [a model of yours](../docs/your_model.md).
 #
 # ## Which decisions change?
 #
@@ -217,7 +216,7 @@ for name in ("bf16 autocast", "bf16 cast once"):
 #
 # ## What to take care of when you cast
 #
-# **Inputs** have to be cast too. If they are not, a convolution or a linear layer tells you:
+# **Inputs** have to be cast too. If they are not, a convolution tells you:
 
 # %% tags=["nbval-ignore-output"]
 refused = ""
@@ -257,8 +256,8 @@ for what, dtypes in (("bf16", (bf16, bf16)), ("bf16 features, compared in fp32",
 assert other["bf16"] > 2 * other["bf16 features, compared in fp32"] > 0
 
 # %% [markdown]
-# Most of the best similarities are close to 1, where bf16's numbers are 1/256 apart, so that many
-# searches end in a tie. A comparison in fp32 ends the ties. Some searches still find another
+# Just below 1 bf16's numbers are 1/256 apart, so that many searches end in a tie. A comparison in
+# fp32 ends the ties. Some searches still find another
 # neighbour, because the features themselves were rounded: compute and keep them in fp32 if such a
 # difference matters to you.
 #
@@ -426,13 +425,12 @@ assert inside.module()(x).dtype is torch.bfloat16
 # %% [markdown]
 # Autocast *around* `torch.export.export` leaves nothing in the graph: you believe that you have a
 # bf16 program, and it computes in fp32. (Around `torch.onnx.export` of a module it does leave its
-# casts, and the file then computes in bf16, for which ONNX Runtime's CPU lacks many operators, as
-# we see below.) Autocast inside `forward` is kept, as a region (`wrap_with_autocast`) for one type
+# casts, and the file then computes in bf16, for which ONNX Runtime's CPU lacks operators, as we see
+# below.) Autocast inside `forward` is kept, as a region (`wrap_with_autocast`) for one type
 # of device, which `run_decompositions` turns into casts; the file still holds fp32 weights. The
 # plain way is to **cast first**, so that the graph has bf16 weights and ops, and that is what we
 # do. The program takes any batch (the example has two images, since export specialises a batch of
-# 1), and it is for the type of device on which it was exported. We save the program and load it
-# again: <!-- tests/notebooks/test_18_inference_and_export.py -->
+# 1). We save the program and load it again: <!-- tests/notebooks/test_18_inference_and_export.py -->
 
 # %% tags=["nbval-ignore-output"]
 half = copy.deepcopy(model).cpu().bfloat16()  # in evaluation mode already: call eval() first
@@ -448,9 +446,10 @@ with torch.inference_mode():
 print(f"{len(file.getvalue()) / 1024:.0f} KiB, and the same outputs for {len(from_file)} images")
 
 # %% [markdown]
-# The file has the same outputs to the bit. **AOTInductor** compiles the program into a library,
-# which C++ can load without Python. Like the code of `torch.compile`, it usually rounds less often
-# than eager:
+# The file has the same outputs to the bit.
+# [**AOTInductor**](https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html) compiles the
+# program into a library, which C++ can load without Python. Like the code of `torch.compile`, it can
+# round less often than eager:
 
 # %% tags=["nbval-ignore-output"]
 with tempfile.TemporaryDirectory() as folder:
@@ -501,8 +500,8 @@ else:
         print(f"ONNX in bfloat16: {error}")
 
 # %% [markdown]
-# In fp32 and fp16 the other engine decides alike here. ONNX knows bf16, but ONNX Runtime's CPU has
-# no code for many operators in it, and names one. So take fp16 there. The older exporter
+# In fp32 and fp16 the other engine decides alike here. ONNX knows bf16, but ONNX Runtime's CPU does
+# not have all operators in it, and names one. So take fp16 there. The older exporter
 # (`dynamo=False`) may write an `arange` in fp16, which ONNX Runtime refuses; the new one casts it.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
@@ -513,8 +512,8 @@ else:
 # ## Eight bits and fewer
 #
 # Weights can be stored in fewer bits than they are multiplied in: a kernel reads eight bits and
-# multiplies bf16. A language model that writes one token at a time for few users spends most of its
-# time on reading weights, so there it pays most. `quantize` rounds the weights to the formats of
+# multiplies bf16. A language model that writes one token at a time for few users [spends most of its
+# time](https://pytorch.org/blog/accelerating-generative-ai-2/) on reading weights. `quantize` rounds the weights to the formats of
 # accelerators; the usual four bits of language models we write ourselves. Then we count what that
 # does to the decisions, with products in fp32, so that the storage alone is judged:
 
@@ -557,13 +556,13 @@ assert far["fp8-rowwise"] < far["int4"] < far["nvfp4"]
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # Besides four bits for each weight, a group stores what its weights share: one 8-bit number in
-# NVFP4; for our `int4` we count two of 16 bits. torchao's `Int4WeightOnlyConfig`, GPTQ and AWQ have
-# larger groups, mostly of 128 weights. [GPTQ](https://arxiv.org/abs/2210.17323) chooses the
+# NVFP4; for our `int4` we count two of 16 bits. torchao's
+# [`Int4WeightOnlyConfig`](https://docs.pytorch.org/ao/main/api_reference/generated/torchao.quantization.Int4WeightOnlyConfig.html)
+# has groups of 128 weights by default. [GPTQ](https://arxiv.org/abs/2210.17323) chooses the
 # roundings, and [AWQ](https://arxiv.org/abs/2306.00978) scales before rounding, by what they do to
 # real inputs. bitsandbytes' NF4, the base of [QLoRA](https://arxiv.org/abs/2305.14314), places its
-# 16 numbers at the quantiles of a normal distribution. All four usually multiply four-bit weights
-# in 16 bits, except that transformers has bitsandbytes multiply in fp32 unless you set another
-# dtype
+# 16 numbers at the quantiles of a normal distribution. transformers has bitsandbytes multiply in
+# fp32 unless you set another dtype
 # ([`bnb_4bit_compute_dtype=torch.bfloat16`](https://huggingface.co/docs/transformers/quantization/bitsandbytes)).
 #
 # ## The same answer twice
@@ -601,7 +600,7 @@ with torch.inference_mode():
 # - For inference do all work on the weights, such as folding, in fp32, and then cast them once.
 #   Cast the inputs too, and compare and sum the outputs in fp32.
 # - A compiled model is compiled again for another kind of batch, autocast state or gradient mode.
-#   Its bf16 usually rounds less often than eager's.
+#   Its bf16 can round less often than eager's.
 # - Autocast around `torch.export.export` is lost: cast first, then export, then compare.
 #
 # Something is wrong with the outputs? [Notebook 08](08_when_amp_breaks.ipynb) is for looking it up.
