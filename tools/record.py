@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from amp_lab.core.device import device_name, pick_device
 from amp_lab.core.files import write_whole
@@ -30,12 +31,15 @@ PARTS = {  # what writes a file, by the first word of its name
     "numerics": ["tools/measure/numerics.py"],
     "training": ["tools/measure/training.py"],
 }
-BEGIN, END = "<!-- {}: made by tools/record.py --write -->", "<!-- end of the {} -->"
+BEGIN = "<!-- {}: made by tools/record.py --write -->"
+END = "<!-- end of the {} -->"
 NONFINITE = "numerics/nonfinite/{}/times as long as plain/{}"
 COUNTED = "numerics/underflow/{}/times as long as step/step with counting"
 SCALE = "scale/speed/precision=bf16;way=2 processes{}/times_1_process"
 READ = "loading/as generated/times as fast as torchvision/{}"
-SMALL, LARGE, TEXT = "resnet18 64x32x32", "resnet18 8x224x224", "transformer 4x256, 8x256 tokens"
+SMALL = "resnet18 64x32x32"
+LARGE = "resnet18 8x224x224"
+TEXT = "transformer 4x256, 8x256 tokens"
 COSTS = {  # what our own code costs or gains: the files, and where in them (in a list: which row)
     "a step by `fit`, times a bare loop's, in bf16": {
         "ResNet-18, 64x32": "peers/peers/peer=amp_lab;precision=bf16",
@@ -84,7 +88,9 @@ def slug() -> str:
     """The name that this device's files have: ``nvidia-h200``, ``epyc-2-cores``."""
     device = pick_device()
     name = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
-    return f"{name}-{os.cpu_count()}-cores" if device.type == "cpu" else name
+    if device.type == "cpu":
+        name += f"-{os.cpu_count()}-cores"
+    return name
 
 
 def run(name: str, parts: list[str]) -> list[str]:
@@ -96,43 +102,84 @@ def run(name: str, parts: list[str]) -> list[str]:
         file = RESULTS / f"{part}-{name}.json"
         line = [sys.executable, *PARTS[part], "--out", str(file)]
         code = subprocess.run(line, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL).returncode
+        minutes = (time.monotonic() - start) / 60
+        outcome = f"wrote {file.relative_to(ROOT)}"
         if code:
             failed.append(part)
-        ended = f"failed with {code}" if code else f"wrote {file.relative_to(ROOT)}"
-        print(f"{part}: {ended}, after {(time.monotonic() - start) / 60:.0f} min", flush=True)
+            outcome = f"failed with {code}"
+        print(f"{part}: {outcome}, after {minutes:.0f} min", flush=True)
     return failed
 
 
-def ratio(value: float | None) -> str:
+NOTHING = "–"
+
+
+def speedup_text(value: float | None) -> str:
     """A speed-up for the table; a dash where there is none."""
-    return "–" if value is None else f"{value:.3g}x"
+    if value is None:
+        return NOTHING
+    return f"{value:.3g}x"
 
 
 def row(bench: Path) -> list[str]:
-    """A row of the gallery, of a device's file of `amp-lab bench` and its others beside it."""
-    found = json.loads(bench.read_text())
-    about, rates = found["environment"], found["flops_per_s"]
-    speed = {p: rates[p] and rates[p] / rates["fp32"] for p in ("tf32", "fp16", "bf16")}
-    rows = [r for r in found["rows"] if r["status"] == "ok" and r["workload"] == "convmodel"]
-    best = max((r for r in rows if r["trusted"]), key=lambda r: r["speedup"], default=None)
-    top = "–" if best is None else f"{ratio(best['speedup'])} ({best['precision']}, {best['rung']})"
+    """A row of the gallery: of a device's file of `amp-lab bench`, and its latency file."""
+    recorded = json.loads(bench.read_text())
+    environment = recorded["environment"]
+    device = environment["device"]
+    if "CPU" in environment["backend"]:
+        device += f", {environment['threads']} threads"
     latency = bench.with_name(re.sub("^bench(-quick)?", "latency", bench.name))
-    one = "–"
-    if latency.exists():
-        of = {r["model"]: r for r in json.loads(latency.read_text())["latency"]}
-        if "resnet18" in of and of["resnet18"]["trusted"]:
-            fastest = of["resnet18"]["fastest of the others of torch"]
-            speeds = of["resnet18"]["times as fast as fp32"]
-            one = f"{ratio(speeds[fastest]['median'])} ({fastest})" if fastest in speeds else "fp32"
-    device = f"{about['device']}, {about['threads']} threads" if "CPU" in about["backend"] else ""
     return [
-        device or about["device"],
-        about["torch"],
-        about["date"],
-        *(ratio(speed[p]) for p in ("tf32", "fp16", "bf16")),
-        top,
-        one,
+        device,
+        environment["torch"],
+        environment["date"],
+        *_speedups_of_matmul(recorded["flops_per_s"]),
+        _best_of_convmodel(recorded["rows"]),
+        _best_for_one_image(latency),
     ]
+
+
+def _speedups_of_matmul(flops_per_s: dict[str, float | None]) -> list[str]:
+    """The speed-ups over fp32 of a matrix product, in TF32, fp16 and bf16."""
+    fp32 = flops_per_s["fp32"]
+    assert fp32 is not None, "every device has fp32"
+    cells = []
+    for precision in ("tf32", "fp16", "bf16"):
+        rate = flops_per_s[precision]
+        cells.append(speedup_text(None if rate is None else rate / fp32))
+    return cells
+
+
+def _best_of_convmodel(rows: list[dict]) -> str:
+    """The best trusted speed-up of the ConvModel, with its precision and rung."""
+    trusted = []
+    for recorded in rows:
+        is_timed = recorded["status"] == "ok" and recorded["workload"] == "convmodel"
+        if is_timed and recorded["trusted"]:
+            trusted.append(recorded)
+    if not trusted:
+        return NOTHING
+    best = max(trusted, key=_speedup)
+    return f"{speedup_text(best['speedup'])} ({best['precision']}, {best['rung']})"
+
+
+def _speedup(recorded: dict) -> float:
+    return recorded["speedup"]
+
+
+def _best_for_one_image(latency: Path) -> str:
+    """The best speed-up of a ResNet-18 on one image, and how; a dash if it was not measured."""
+    if not latency.exists():
+        return NOTHING
+    models = {entry["model"]: entry for entry in json.loads(latency.read_text())["latency"]}
+    resnet = models.get("resnet18")
+    if resnet is None or not resnet["trusted"]:
+        return NOTHING
+    fastest = resnet["fastest of the others of torch"]
+    speedups = resnet["times as fast as fp32"]
+    if fastest not in speedups:
+        return "fp32"
+    return f"{speedup_text(speedups[fastest]['median'])} ({fastest})"
 
 
 def gallery() -> str:
@@ -149,27 +196,42 @@ def table(rows: list[list[str]]) -> str:
 
 
 def figure(device: str, place: str) -> str:
-    """What a device's file has in a place, with its interval; a dash where it has nothing."""
-    file, *steps = place.split("/")
+    """A recorded figure of a device with its interval; a dash where nothing was recorded.
+
+    `place` has the first word of the file's name, and then keys, such as
+    ``peers/peers/peer=amp_lab;precision=bf16``; the last one picks an entry from a list.
+    """
+    file, *keys = place.split("/")
     path = RESULTS / f"{file}-{device}.json"
-    found = json.loads(path.read_text()) if path.exists() else {}
-    trusted = True
-    for step in steps:
-        if isinstance(found, list):
-            wanted = dict(pair.split("=") for pair in step.split(";"))
-            found = next((one for one in found if wanted.items() <= one.items()), {})
-        else:
-            found = found.get(step, {})
-        if isinstance(found, dict):
-            trusted = found.get("trusted", trusted)
-    median = found.get("median", found.get("ratio"))
+    if not path.exists():
+        return NOTHING
+    entry = json.loads(path.read_text())
+    is_trusted = True
+    for key in keys:
+        entry = _inside(entry, key)
+        if isinstance(entry, dict):
+            is_trusted = entry.get("trusted", is_trusted)
+    median = entry.get("median", entry.get("ratio"))
     if median is None:  # not measured there, or it could not run
-        return "–"
-    low, high = found["interval"]
+        return NOTHING
+    low, high = entry["interval"]
     text = f"{median:.2f} ({low:.2f} to {high:.2f})"
     if place.endswith(("share of a step", "looks alone")):
         text = f"{100 * median:.2g} % ({100 * low:.2g} to {100 * high:.2g})"
-    return text if trusted else f"{text}, not trusted"
+    if not is_trusted:
+        text += ", not trusted"
+    return text
+
+
+def _inside(entry: dict | list[dict], key: str) -> Any:
+    """The value of a key; in a list the entry with the values of a key such as ``a=1;b=2``."""
+    if isinstance(entry, dict):
+        return entry.get(key, {})
+    wanted = dict(pair.split("=") for pair in key.split(";"))
+    for candidate in entry:
+        if wanted.items() <= candidate.items():
+            return candidate
+    return {}
 
 
 def costs() -> str:
@@ -177,14 +239,17 @@ def costs() -> str:
     devices = [path.stem.partition("-")[2] for path in sorted(RESULTS.glob("numerics-*.json"))]
     rows = [["what", "", *devices]]
     for what, places in COSTS.items():
-        for number, (of, place) in enumerate(places.items()):
-            rows.append(["" if number else what, of, *(figure(one, place) for one in devices)])
+        heading = what  # in the first row alone
+        for name, place in places.items():
+            rows.append([heading, name, *(figure(device, place) for device in devices)])
+            heading = ""
     return table(rows)
 
 
-def written(text: str) -> str:
-    """A README whose tables are those of the files."""
-    for name, made in (("gallery", gallery()), ("costs", costs())):
+def with_tables(text: str) -> str:
+    """The text of the README with its tables made anew from the files."""
+    tables = {"gallery": gallery(), "costs": costs()}
+    for name, made in tables.items():
         before, begin, rest = text.partition(BEGIN.format(name))
         _, end, after = rest.partition(END.format(name))
         text = f"{before}{begin}\n\n{made}\n\n{end}{after}"
@@ -208,9 +273,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"\nAdd data/results/*-{name}.json, run `pdm run record --write`, and paste this:\n")
     if options.write:
         readme = RESULTS / "README.md"
-        write_whole(readme, [written(readme.read_text()).encode()])
+        write_whole(readme, [with_tables(readme.read_text()).encode()])
     print(gallery())
-    return 1 if failed else 0
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

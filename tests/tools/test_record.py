@@ -9,7 +9,7 @@ import record
 
 def test_the_readmes_table_is_that_of_the_files():
     readme = (record.RESULTS / "README.md").read_text()
-    assert record.written(readme) == readme, "run: pdm run record --write"
+    assert record.with_tables(readme) == readme, "run: pdm run record --write"
     for name in ("gallery", "costs"):
         assert readme.count(record.BEGIN.format(name)) == readme.count(record.END.format(name)) == 1
 
