@@ -11,7 +11,7 @@ from torch import nn
 
 from amp_lab import first_difference
 from amp_lab.core.errors import NumericsError
-from amp_lab.difference.merged_values import merged
+from amp_lab.difference.merged_values import find_merged_values
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
 
@@ -144,7 +144,7 @@ def test_what_a_column_tells_apart_is_not_said_to_be_merged():
     for exact in (angles / 2, distances / 3):
         low = exact.bfloat16()
         assert len(low.unique()) < len(exact.unique())
-        assert merged(low, exact.double()) is None
-    lost = merged((distances[:1] / 3).bfloat16(), (distances[:1] / 3).double())
+        assert find_merged_values(low, exact.double()) is None
+    lost = find_merged_values((distances[:1] / 3).bfloat16(), (distances[:1] / 3).double())
     assert lost.before == 300
     assert lost.after == len((distances[0] / 3).bfloat16().unique())

@@ -1,4 +1,4 @@
-"""Where do two runs of a model part? The first op whose difference rounding does not explain."""
+"""Find where two runs of a model diverge: the first difference that rounding does not explain."""
 
 import functools
 from collections import Counter
@@ -13,10 +13,11 @@ from amp_lab.core.remedies import remedy
 from amp_lab.core.report import dtype_name, short_name
 from amp_lab.difference.alignment import Pair, align
 from amp_lab.difference.compiled import compare_modules, is_compiled
-from amp_lab.difference.findings import first_finding, steepest
+from amp_lab.difference.findings import first_finding, largest_jump
 from amp_lab.difference.raised import RunRaised
+from amp_lab.difference.records import RunLog
 from amp_lab.difference.result import Difference, Growth, RunComparison
-from amp_lab.difference.run_log import RunLog, record_run
+from amp_lab.difference.run_log import record_run
 from amp_lab.tracing.ops_seen import tensors_in
 
 __all__ = ["Difference", "RunComparison", "compare_runs", "first_difference"]
@@ -32,7 +33,9 @@ _OWN_INPUTS = remedy(
 def first_difference(
     run_a: Callable[..., Any], run_b: Callable[..., Any], *inputs: Any, **kwargs: Any
 ) -> Difference | None:
-    """The first op where two runs part by more than rounding explains; None if they do not.
+    """Return the first op at which two runs diverge: they differ by more than rounding explains.
+
+    Returns None if there is no such op.
 
         first_difference(model, changed_model, x)
         first_difference(model, torch.compile(model), x)
@@ -42,21 +45,22 @@ def first_difference(
                 return model(x)
         first_difference(model, in_bf16, x)
 
-    A run is a model or any function that calls one or several; both are called with the inputs that
-    are given here, or, as `lambda: model(x)`, with their own. Forward passes are compared, without
-    gradients: fp32 against bf16, two versions of a model, two batch sizes (the rows that both
-    have), two devices, a compiled model (whose modules are compared, since it has no ops to see).
-    Each run draws the same random numbers, and buffers are given their values back.
+    A run is a model, or any function that calls models. Both runs are called with `inputs` and
+    `kwargs`; to give each run its own inputs, pass `lambda: model(x)`. Only forward passes are
+    compared, without gradients: fp32 against bf16, two versions of a model, two batch sizes (the
+    rows that both have), two devices, or a compiled model (by module, since its ops are hidden).
+    Both runs draw the same random numbers. Buffers get their old values back afterwards.
 
-    Every op is done once more in fp64 alongside, on fp64 inputs, and once on the inputs that it
-    really got. The first tells whether the two runs compute the same, whatever their formats round;
-    the second, how much this op alone rounds (`amp_lab.difference.rounding` has the model). Logs of
-    unequal length are aligned by module and op; other ops to the same result are no difference.
-    Errors that grow through many ops are none either: `compare_runs` shows how large they become.
-    Positions and counts that 16 bits make equal are one, though rounding explains each of them.
+    Every op is also computed in fp64, twice. With fp64 inputs, this shows whether the two runs
+    compute the same function. With the inputs that the op really got, it shows how much this op
+    alone rounds (`amp_lab.difference.rounding` has the error model).
 
-    It takes the time of about ten runs, and memory for all results of all ops, twice, in fp64.
-    Raises `NumericsError` if a run raises, or if the two have nothing in common.
+    Not a difference: another sequence of ops with the same result, or errors that grow through many
+    ops (`compare_runs` shows how large they become). A difference: positions or counts that become
+    equal in 16 bits, although rounding explains each of them.
+
+    Takes the time of about ten runs, and memory for the results of all ops, twice, in fp64.
+    Raises `NumericsError` if a run raises, or if the two runs have no op in common.
     """
     return compare_runs(run_a, run_b, *inputs, **kwargs).first
 
@@ -64,21 +68,22 @@ def first_difference(
 def compare_runs(
     run_a: Callable[..., Any], run_b: Callable[..., Any], *inputs: Any, **kwargs: Any
 ) -> RunComparison:
-    """The same with all that was measured: how errors grow, and which ops only one run has.
+    """Compare two runs as `first_difference` does, and return all measurements.
 
-    Rounding may explain each op and the results be far apart, where errors grow on the way: `end_a`
-    and `end_b` are how far each run's results are off, and `jump` is where that came about.
+    They show how errors grow, and which ops only one run has. Even if rounding explains each op,
+    the final results may differ a lot, because errors grow on the way. `end_a` and `end_b` are the
+    errors of the final results, and `jump` is the op at which the larger one grew most.
     """
     if is_compiled(run_a) or is_compiled(run_b):
         return compare_modules(run_a, run_b, inputs, kwargs)
-    a = _record("A", run_a, inputs, kwargs)
-    b = _record("B", run_b, inputs, kwargs, a)
+    a = _log_run("A", run_a, inputs, kwargs)
+    b = _log_run("B", run_b, inputs, kwargs, other=a)
     alignment = align(a, b)
     growth = []
-    unmatched = Counter[str]()  # ops that one run alone has, by the name of the run
+    unmatched = Counter[str]()  # how many ops only run "A" has, and only run "B"
     for pair in alignment.pairs:
-        record = pair.last
-        if record.is_neutral:
+        record = pair.b_or_a
+        if record.is_neutral:  # a cast or a copy
             continue
         if pair.is_matched:
             growth.append(_growth(pair))
@@ -100,24 +105,34 @@ def compare_runs(
         growth=tuple(growth),
         end_a=end_a,
         end_b=end_b,
-        jump=steepest(a if end_a > end_b else b),
+        jump=largest_jump(a if end_a > end_b else b),
     )
 
 
 def _growth(pair: Pair) -> Growth:
-    one, other = pair.records
-    return Growth(other.place.module, other.op, one.error, other.error, pair.apart)
+    record_a, record_b = pair.records
+    return Growth(
+        record_b.place.module,
+        record_b.op,
+        a=record_a.error,
+        b=record_b.error,
+        apart=pair.exact_difference,
+    )
 
 
-def _record(
+def _log_run(
     name: str, run: Any, inputs: tuple, kwargs: dict[str, Any], other: RunLog | None = None
 ) -> RunLog:
+    """Run a model and return the log of its ops; `other` is the log of the first run, if any.
+
+    Raises `NumericsError` if `run` cannot be called, raises, or calls no floating-point op.
+    """
     if not callable(run):
         raise NumericsError(f"a run is a model or a function, not a {type(run).__name__}")
     try:
         log = record_run(name, functools.partial(run, *inputs, **kwargs), other)
     except RunRaised as error:
-        if not error.may_be_of_inputs:
+        if not error.may_come_from_inputs:
             raise
         advice = _advice_on_inputs(name, run, (inputs, kwargs))
         if not advice:
@@ -129,16 +144,19 @@ def _record(
 
 
 def _advice_on_inputs(name: str, run: Any, inputs: Any) -> str:
-    """What to do about a model that is given inputs of another dtype than its weights have."""
+    """Advise to give each run its own inputs if their dtype is not that of the weights; else ""."""
     if not isinstance(run, nn.Module):
         return ""
     weight_dtypes = _floating_dtypes(run.parameters())
     input_dtypes = _floating_dtypes(tensors_in(inputs))
+    # With several dtypes on a side, the advice could not name the one to cast to.
     if len(weight_dtypes) != 1 or len(input_dtypes) != 1 or input_dtypes == weight_dtypes:
         return ""
-    weights = dtype_name(weight_dtypes.pop())
-    given = dtype_name(input_dtypes.pop())
-    return _OWN_INPUTS.said(run=name, weights=weights, inputs=given)
+    return _OWN_INPUTS.said(
+        run=name,
+        weights=dtype_name(weight_dtypes.pop()),
+        inputs=dtype_name(input_dtypes.pop()),
+    )
 
 
 def _floating_dtypes(tensors: Iterable[Tensor]) -> set[torch.dtype]:

@@ -1,4 +1,4 @@
-"""Two logs side by side: which op of one run is which of the other, by module and op."""
+"""Align the logs of two runs: find for each op of one run the same op of the other."""
 
 import difflib
 import itertools
@@ -7,73 +7,79 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from amp_lab.difference.records import OpRecord, RunLog
 from amp_lab.difference.rounding import relative_error
-from amp_lab.difference.run_log import OpRecord, RunLog
 
 
 @dataclass(frozen=True)
 class Pair:
-    """An op of each run, that of A first; or one, where the other run has no such op."""
+    """The same op in both runs; or one op that only one run has."""
 
-    records: tuple[OpRecord, ...]
-    apart: float = math.nan  # the relative difference of the two results in fp64
-    same: bool = False  # in fp64; of one, whether the other run has such a result somewhere
+    records: tuple[OpRecord, ...]  # (of A, of B), or the only one
+    exact_difference: float = math.nan  # of the two results in fp64, relative
+    has_same_result: bool = False
+    """Matched: the two results are equal in fp64. Unmatched: the other run has it somewhere."""
 
     @property
-    def last(self) -> OpRecord:
-        """The op of B, or that of A where B has none."""
+    def b_or_a(self) -> OpRecord:
+        """The op of B; that of A if B does not have it."""
         return self.records[-1]
 
     @property
     def is_matched(self) -> bool:
-        """Whether both runs have it."""
+        """Whether both runs have this op."""
         return len(self.records) == 2
 
     @property
     def agrees(self) -> bool:
-        """Whether both have it, with the same result."""
-        return self.is_matched and self.same
+        """Whether both runs have this op, with the same result in fp64."""
+        return self.is_matched and self.has_same_result
 
 
 @dataclass
 class Alignment:
-    """All ops of both runs in the order of the pairs; those of one run alone stand between."""
+    """All ops of two runs as pairs, in the order in which they ran."""
 
     a: RunLog
     b: RunLog
-    same_kind: bool  # the runs are expected to compute each op in the same format
-    same_batch: bool
+    same_precision: bool  # the runs are expected to compute each op in the same format
+    same_batch: bool  # the batch sizes are equal
     pairs: list[Pair] = field(default_factory=list)
 
 
 def align(a: RunLog, b: RunLog) -> Alignment:
-    """Align two logs, of equal length or not.
+    """Align two logs, which may differ in length, with `difflib.SequenceMatcher`.
 
-    Ops are the same if they ran in the same call of the same module under the same name; of several
-    such, the longest matching stretches decide. Casts and copies are left out where the runs
-    compute in two formats, since only one of them has those.
+    Two ops match if they have the same name and ran in the same call of the same module. If the
+    runs compute in different formats, casts and copies are left out, since only one run has them.
     """
-    alignment = Alignment(a, b, same_kind=a.kind == b.kind, same_batch=a.batch == b.batch)
+    alignment = Alignment(
+        a,
+        b,
+        same_precision=a.precision_settings == b.precision_settings,
+        same_batch=a.batch == b.batch,
+    )
     records_a = a.records
     records_b = b.records
-    if not alignment.same_kind:
+    if not alignment.same_precision:
         records_a = _without_casts(a)
         records_b = _without_casts(b)
-    keys_a = list(map(_key, records_a))
-    keys_b = list(map(_key, records_b))
+    keys_a = list(map(_alignment_key, records_a))
+    keys_b = list(map(_alignment_key, records_b))
+    # autojunk would ignore ops that a long run calls often.
     matcher = difflib.SequenceMatcher(None, keys_a, keys_b, autojunk=False)
     for tag, start_a, end_a, start_b, end_b in matcher.get_opcodes():
         stretch_a = records_a[start_a:end_a]
         stretch_b = records_b[start_b:end_b]
-        # Side by side, so that an op that replaces another is found beside it.
-        for one, other in itertools.zip_longest(stretch_a, stretch_b):
+        # Unmatched ops of A and B alternate, so that an op stands next to the one that replaces it.
+        for record_a, record_b in itertools.zip_longest(stretch_a, stretch_b):
             if tag == "equal":
-                alignment.pairs.append(_matched_pair(one, other))
+                alignment.pairs.append(_matched_pair(record_a, record_b))
                 continue
-            if one is not None:
-                alignment.pairs.append(_unmatched_pair(one, b))
-            if other is not None:
-                alignment.pairs.append(_unmatched_pair(other, a))
+            if record_a is not None:
+                alignment.pairs.append(_unmatched_pair(record_a, other_log=b))
+            if record_b is not None:
+                alignment.pairs.append(_unmatched_pair(record_b, other_log=a))
     return alignment
 
 
@@ -81,67 +87,73 @@ def _without_casts(log: RunLog) -> list[OpRecord]:
     return [record for record in log.records if not record.is_neutral]
 
 
-def _key(record: OpRecord) -> tuple[str, int, str]:
-    """What two ops have in common if they are the same."""
+def _alignment_key(record: OpRecord) -> tuple[str, int, str]:
+    """The module, which call of it, and the op's name: equal for ops that match."""
     return record.place.module, record.place.call, record.op
 
 
-def _matched_pair(one: OpRecord, other: OpRecord) -> Pair:
-    """Two ops that are the same, with how far apart their results are."""
-    tensors = _common_rows(one, other)
-    if tensors is None:
-        # Rows of another batch that lie folded into some other size cannot be told apart.
-        return Pair((one, other), math.inf, same=one.log.batch != other.log.batch)
-    apart = relative_error(*tensors)
-    noise = max(one.noise, other.noise)
-    return Pair((one, other), apart, same=apart <= noise)
+def _matched_pair(record_a: OpRecord, record_b: OpRecord) -> Pair:
+    """The pair of two matching ops, with the difference of their exact results."""
+    records = (record_a, record_b)
+    common_rows = _common_rows(record_a, record_b)
+    if common_rows is None:
+        # With other batch sizes a reshape may mix rows, so the results cannot be compared: they
+        # count as equal then, and as different where the batch sizes are equal.
+        is_comparable = record_a.log.batch == record_b.log.batch
+        return Pair(records, math.inf, has_same_result=not is_comparable)
+    difference = relative_error(*common_rows)
+    noise = max(record_a.noise, record_b.noise)
+    return Pair(records, difference, has_same_result=difference <= noise)
 
 
-def _common_rows(one: OpRecord, other: OpRecord) -> tuple[Tensor, Tensor] | None:
-    """The two results, of different batches the rows that both have; None if the shapes disagree.
+def _common_rows(record_a: OpRecord, record_b: OpRecord) -> tuple[Tensor, Tensor] | None:
+    """The exact results of two ops, cut to the rows that both have; None if shapes disagree.
 
-    They agree too where as many values lie in another number of dimensions: these come flattened.
+    Results with as many values in another number of dimensions agree, and are returned flattened.
     """
-    left = one.exact
-    right = other.exact
-    if left.shape == right.shape:
-        return left, right
-    if left.dim() != right.dim():
-        if left.numel() != right.numel():
+    exact_a = record_a.exact
+    exact_b = record_b.exact
+    if exact_a.shape == exact_b.shape:
+        return exact_a, exact_b
+    if exact_a.dim() != exact_b.dim():
+        if exact_a.numel() != exact_b.numel():
             return None
-        return left.flatten(), right.flatten()
-    batch = one.log.batch
-    other_batch = other.log.batch
-    if batch is None or other_batch is None:
+        return exact_a.flatten(), exact_b.flatten()
+    batch_a = record_a.log.batch
+    batch_b = record_b.log.batch
+    if batch_a is None or batch_b is None:
         return None
-    for dim in range(left.dim()):
-        size = left.size(dim)
-        other_size = right.size(dim)
-        if size == other_size:
+    for dim in range(exact_a.dim()):
+        size_a = exact_a.size(dim)
+        size_b = exact_b.size(dim)
+        if size_a == size_b:
             continue
-        # A dimension with the batch in it, perhaps folded with others, grows as the batch does.
-        is_of_batch = size * other_batch == other_size * batch
+        # A dimension that includes the batch, such as batch x tokens, is proportional to it.
+        is_of_batch = size_a * batch_b == size_b * batch_a
         if not is_of_batch:
             return None
-        rows = min(size, other_size)
-        left = left.narrow(dim, 0, rows)
-        right = right.narrow(dim, 0, rows)
-    return left, right
+        rows = min(size_a, size_b)
+        exact_a = exact_a.narrow(dim, 0, rows)
+        exact_b = exact_b.narrow(dim, 0, rows)
+    return exact_a, exact_b
 
 
 def _unmatched_pair(record: OpRecord, other_log: RunLog) -> Pair:
-    """An op that the other run does not have in its place."""
-    return Pair((record,), same=_returns_the_same(other_log, record))
+    """The pair of an op that only one run has."""
+    return Pair((record,), has_same_result=_has_result(other_log, record))
 
 
-def _returns_the_same(log: RunLog, record: OpRecord) -> bool:
-    """Whether some op of the run has returned the same numbers, perhaps in another order."""
+def _has_result(log: RunLog, record: OpRecord) -> bool:
+    """Whether an op of the run returned the same numbers as `record`, perhaps in another order.
+
+    Compares their count, their sum and their root mean square.
+    """
     count = record.exact.numel()
-    tolerance = 1e-9 * max(record.size, 1e-300)  # sums of the same values in another order
+    tolerance = 1e-9 * max(record.rms, 1e-300)  # sums of the same values in another order
     for candidate in log.records:
         if candidate.exact.numel() != count:
             continue
-        is_near = abs(candidate.size - record.size) <= tolerance
-        if is_near and abs(candidate.total - record.total) <= tolerance * math.sqrt(count):
+        has_same_rms = abs(candidate.rms - record.rms) <= tolerance
+        if has_same_rms and abs(candidate.total - record.total) <= tolerance * math.sqrt(count):
             return True
     return False

@@ -1,4 +1,4 @@
-"""Eager against compiled, at the boundaries of modules: a compiled model has no ops to see."""
+"""Compare a model with its compiled version, module by module, since compiled ops are hidden."""
 
 import contextlib
 import functools
@@ -12,12 +12,13 @@ from torch.utils._pytree import tree_map_only
 
 from amp_lab.core.errors import NumericsError, with_type
 from amp_lab.difference import rounding
+from amp_lab.difference.records import RunLog
 from amp_lab.difference.result import Difference, Growth, RunComparison
-from amp_lab.difference.run_log import RunLog, record_run
+from amp_lab.difference.run_log import record_run
 from amp_lab.tracing.ops_seen import tensors_in
 
-# A compiled module fuses and reorders what the eager one rounds op by op, so its error may be as
-# large as that of the eager one, some times over, and no more.
+# A compiled module fuses and reorders ops, so it rounds at other places than the eager one. Its
+# error may be larger than the eager error, but only by this factor.
 _TIMES_THE_EAGER_ERROR = 8.0
 
 _NO_GRADIENTS = (
@@ -26,25 +27,27 @@ _NO_GRADIENTS = (
 )
 
 
-class _Measured(NamedTuple):
-    eager: float  # error against fp64, relative; so are the next
+class _ModuleErrors(NamedTuple):
+    """Errors of one result of a module, relative to the result in fp64."""
+
+    eager: float
     compiled: float
-    predicted: float  # what the error of the eager one and the rounding of the result explain
+    predicted: float  # the largest error of the compiled module that rounding explains
     dtype: torch.dtype
 
 
 def is_compiled(run: object) -> bool:
-    """Whether `torch.compile` made this model."""
+    """Whether the run is a model that `torch.compile` returned."""
     return isinstance(run, nn.Module) and hasattr(run, "_orig_mod")
 
 
 def compare_modules(
     run_a: Callable[..., Any], run_b: Callable[..., Any], inputs: tuple, kwargs: dict[str, Any]
 ) -> RunComparison:
-    """Compare a model with what `torch.compile` made of it, and its modules only if they part.
+    """Compare a model with its compiled version, and module by module only if they diverge.
 
-    The finding is the innermost and earliest that parts from its eager self when compiled alone.
-    Raises `NumericsError` if it is not the same model, or a compiled module cannot be run.
+    The finding is the earliest of the innermost modules that diverge when compiled by themselves.
+    Raises `NumericsError` if the two are not the same model, or if a compiled module raises.
     """
     if is_compiled(run_a):
         return _compare(run_b, run_a, ("compiled", "eager"), (inputs, kwargs))
@@ -52,24 +55,24 @@ def compare_modules(
 
 
 def _compare(eager: Any, compiled: Any, names: tuple[str, str], inputs: Any) -> RunComparison:
-    """The same; `names` says which of the two is A, and which B."""
+    """Compare the two models; `names` are the words for run A and run B, such as "eager"."""
     modules = _modules_of_both(eager, compiled)
     growth = []
     first = None
-    suspect = ""  # the module to look into
-    sound = set()  # the modules inside which there is nothing to find
-    for name, module_inputs in _first_calls(modules, inputs).items():
-        if not _is_inside(name, suspect) or any(_is_inside(name, other) for other in sound):
+    diverging = ""  # innermost module so far that diverges; only modules inside it are compared
+    agreeing = set()  # modules that do not diverge, so those inside them need no look
+    for name, module_inputs in _first_inputs(modules, inputs).items():
+        if not _is_inside(name, diverging) or any(_is_inside(name, other) for other in agreeing):
             continue
-        kind = type(modules[name]).__name__
-        found = _measure(name, modules[name], compiled, module_inputs)
-        growth.append(Growth(name, kind, found.eager, found.compiled, math.nan))
-        if found.compiled <= found.predicted:
-            sound.add(name)
+        module_type = type(modules[name]).__name__
+        errors = _measure(name, modules[name], compiled, module_inputs)
+        growth.append(Growth(name, module_type, errors.eager, errors.compiled, apart=math.nan))
+        if errors.compiled <= errors.predicted:
+            agreeing.add(name)
             continue
-        suspect = name
-        first = _difference(name, kind, found, names)
-    model = growth[0]  # it is called first
+        diverging = name
+        first = _difference(name, module_type, errors, names)
+    model = growth[0]  # the whole model is called before its modules
     ends = {"eager": model.a, "compiled": model.b}
     name_a, name_b = names
     return RunComparison(
@@ -88,7 +91,7 @@ def _compare(eager: Any, compiled: Any, names: tuple[str, str], inputs: Any) -> 
 
 
 def _modules_of_both(eager: Any, compiled: Any) -> dict[str, nn.Module]:
-    """The modules of the eager model, by name, which have to be those of the compiled one."""
+    """The modules of the eager model by name; raises if the compiled model has others."""
     modules = {}
     if isinstance(eager, nn.Module):
         modules = dict(eager.named_modules())
@@ -99,22 +102,23 @@ def _modules_of_both(eager: Any, compiled: Any) -> dict[str, nn.Module]:
 
 
 def _is_inside(name: str, outer: str) -> bool:
+    """Whether a module is inside another or is the same; "" is the model, with all modules."""
     return not outer or f"{name}.".startswith(f"{outer}.")
 
 
-def _first_calls(modules: dict[str, nn.Module], inputs: Any) -> dict[str, Any]:
-    """What each module is given in its first call in an eager run, by name, in order."""
+def _first_inputs(modules: dict[str, nn.Module], inputs: Any) -> dict[str, Any]:
+    """Run the eager model; return each module's first (args, kwargs) by name, in call order."""
     names = {module: name for name, module in modules.items()}
-    found = {}
+    first_inputs = {}
 
-    def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        found.setdefault(names[module], _clone_tensors((args, kwargs)))
+    def note_inputs(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        first_inputs.setdefault(names[module], _clone_tensors((args, kwargs)))
 
     with contextlib.ExitStack() as hooks:
         for module in names:
-            hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
+            hooks.enter_context(module.register_forward_pre_hook(note_inputs, with_kwargs=True))
         _record_eager(modules[""], inputs)
-    return found
+    return first_inputs
 
 
 def _clone_tensors(inputs: Any) -> Any:
@@ -126,33 +130,38 @@ def _record_eager(module: nn.Module, inputs: Any) -> RunLog:
     return record_run("A", functools.partial(module, *args, **kwargs))
 
 
-def _measure(name: str, module: nn.Module, compiled: Any, inputs: Any) -> _Measured:
-    """Errors of a module and of its compiled self; of several results, of the one off most."""
-    log = _record_eager(module, _clone_tensors(inputs))  # it may write into them
+def _measure(name: str, module: nn.Module, compiled: Any, inputs: Any) -> _ModuleErrors:
+    """Errors of a module, eager and compiled, in the result that exceeds its prediction most.
+
+    `compiled` is the whole compiled model. Raises `NumericsError` if the compiled module raises or
+    returns other tensors than the eager one.
+    """
+    log = _record_eager(module, _clone_tensors(inputs))  # the module may write into its inputs
     subject = f"{name!r}, compiled," if name else "the model, compiled,"
     if name:
         original = compiled._orig_mod.get_submodule(name)
+        # Compile this module by itself, with the options of the whole model.
         compiled = type(compiled)(original, compiled.dynamo_ctx)
     try:
         results = _run_compiled(compiled, inputs)
-    except Exception as error:  # the compiler's own too
+    except Exception as error:  # of the model or of the compiler
         raise NumericsError(f"{subject} raises {with_type(error)}") from error
     if len(results) != len(log.results):
         raise NumericsError(f"{subject} returns other tensors than without")
-    measured = []
+    errors = []
     for (eager, exact), result in zip(log.results, results, strict=True):
-        measured.append(_measure_errors(eager, result, exact))
-    without_results = _Measured(0.0, 0.0, 1.0, torch.float32)
-    return max(measured, key=lambda one: one.compiled / one.predicted, default=without_results)
+        errors.append(_measure_errors(eager, result, exact))
+    no_errors = _ModuleErrors(eager=0.0, compiled=0.0, predicted=1.0, dtype=torch.float32)
+    return max(errors, key=lambda result: result.compiled / result.predicted, default=no_errors)
 
 
 def _run_compiled(compiled: Any, inputs: Any) -> list[Tensor]:
-    """The floating-point results of a compiled module, whose buffers keep their values."""
+    """Run a compiled module; return its floating-point results. Its buffers are restored."""
     args, kwargs = inputs
     buffers = [(buffer, buffer.clone()) for buffer in compiled.buffers()]
     try:
         with torch.no_grad(), torch.random.fork_rng():
-            torch.manual_seed(0)
+            torch.manual_seed(0)  # as `record_run` does for the eager module
             results = tensors_in(compiled(*args, **kwargs))
     finally:
         for buffer, value in buffers:  # such as running statistics
@@ -160,33 +169,35 @@ def _run_compiled(compiled: Any, inputs: Any) -> list[Tensor]:
     return [tensor for tensor in results if tensor.is_floating_point()]
 
 
-def _measure_errors(eager: Tensor, compiled: Tensor, exact: Tensor) -> _Measured:
-    """The errors of one result."""
+def _measure_errors(eager: Tensor, compiled: Tensor, exact: Tensor) -> _ModuleErrors:
+    """Compare one result, eager and compiled, with its exact value in fp64."""
     eager_error = rounding.relative_error(eager, exact)
     compiled_error = rounding.relative_error(compiled, exact)
     rounding_error = 2 * rounding.unit_roundoff(compiled.dtype)
     predicted = _TIMES_THE_EAGER_ERROR * eager_error + rounding_error
-    return _Measured(eager_error, compiled_error, predicted, compiled.dtype)
+    return _ModuleErrors(eager_error, compiled_error, predicted, compiled.dtype)
 
 
-def _difference(name: str, kind: str, found: _Measured, names: tuple[str, str]) -> Difference:
+def _difference(
+    name: str, module_type: str, errors: _ModuleErrors, names: tuple[str, str]
+) -> Difference:
     reason = (
         "Compiled by itself, on the inputs that it gets in the eager run, it is off by "
-        f"{found.compiled:.2g} from fp64, and eager by {found.eager:.2g}. Inside a compiled module "
-        "there are no ops to compare."
+        f"{errors.compiled:.2g} from fp64, and eager by {errors.eager:.2g}. Inside a compiled "
+        "module there are no ops to compare."
     )
     name_a, name_b = names
     return Difference(
         kind="module",
         module=name,
-        module_type=kind,
+        module_type=module_type,
         call=1,
         op=None,
         op_a=name_a,
         op_b=name_b,
-        dtype_a=found.dtype,
-        dtype_b=found.dtype,
-        size=found.compiled,
-        predicted=found.predicted,
+        dtype_a=errors.dtype,
+        dtype_b=errors.dtype,
+        size=errors.compiled,
+        predicted=errors.predicted,
         reason=reason,
     )

@@ -1,15 +1,15 @@
-"""Which differences of two aligned runs rounding does not explain; the first is the finding.
+"""Find the first difference of two aligned runs that rounding does not explain.
 
-Six kinds, each found without regard to what came before, so that an accumulated error neither
-hides one nor makes one:
+There are six kinds of findings. Each op is judged by itself, so that errors which earlier ops have
+accumulated neither hide a finding nor cause one:
 
 - ``function``: the two ops return different results in exact arithmetic, and so do the runs.
 - ``nonfinite``: one run has an inf or a NaN where fp64 has numbers, as when fp16 overflows.
 - ``precision``: one op rounds more than its formats predict, on the inputs that it really got.
 - ``order``: the same result in exact arithmetic, from sums that are taken in another order.
-- ``stability``: the same too, but one run has lost far more digits on the way there.
-- ``merged``: 16 bits make positions or counts equal that differ in the other run. Rounding explains
-  that, so it is looked for where there is nothing of the other kinds.
+- ``stability``: the same result in exact arithmetic, but one run has lost far more digits.
+- ``merged``: positions or counts that differ in one run are equal in the other, in 16 bits.
+  Rounding explains that, so it is reported only if there is no finding of another kind.
 """
 
 from collections import defaultdict
@@ -20,20 +20,22 @@ import torch
 
 from amp_lab.core.remedies import remedy
 from amp_lab.difference.alignment import Alignment, Pair
+from amp_lab.difference.records import OpRecord, Place, RunLog
 from amp_lab.difference.result import Difference, Jump
 from amp_lab.difference.rounding import unit_roundoff
-from amp_lab.difference.run_log import OpRecord, Place, RunLog, same_values
+from amp_lab.difference.run_log import same_values
 
-# What a sum is taken apart into, and what only changes the order of its terms.
+# Ops that add up terms, and ops that only split terms or change their order.
 _SUMS = frozenset(("sum", "add", "add_", "sub", "sub_", "mean", "cumsum", "rsub", "div"))
 _SUMS_AND_ORDERS = _SUMS | {
     "flip", "roll", "cat", "stack", "index", "index_select", "gather", "sort", "zeros",
     "zeros_like", "new_zeros", "select", "fill_", "zero_",
 }  # fmt: skip
-# An op is at fault if it rounds so many times more than its partner; where both round alike, the
-# kernel may be unstable in both runs.
-_TIMES_THE_PARTNER = 4.0
-_TIMES_THE_BETTER = 64.0  # the error of a result that has lost digits
+# An op is at fault only if it rounds this many times more than the same op of the other run. If
+# both round alike, the kernel may be unstable in both runs.
+_TIMES_THE_SMALLER_ROUNDOFF = 4.0
+# A run has lost digits if its error is this many times that of the other run: 64 is 6 bits.
+_TIMES_THE_SMALLER_ERROR = 64.0
 
 _MERGED = remedy(
     "diff.merged",
@@ -56,101 +58,107 @@ _REASONS = {
 
 
 class _Finding(NamedTuple):
+    """An op that rounding does not explain. The templates in `_REASONS` use these names."""
+
     op: OpRecord
-    kind: str
-    size: float
-    predicted: float
+    kind: str  # "function" and so on, as above
+    size: float  # of the difference or error, relative to the result
+    predicted: float  # the largest that rounding explains
 
 
 def first_finding(alignment: Alignment) -> Difference | None:
-    """The earliest of all kinds; at the same op, in the order of the kinds above."""
-    found = []
+    """The earliest finding of all kinds; of two at the same op, the one whose search runs first."""
+    findings = []
     for search in (_find_function, _find_precision, _find_order, _find_stability):
         finding = next(search(alignment), None)
         if finding is not None:
-            found.append(finding)
-    numbers = _pair_numbers(alignment)
-    if found:
-        first = min(found, key=lambda finding: numbers[finding.op])
+            findings.append(finding)
+    positions = _pair_positions(alignment)
+    if findings:
+        first = min(findings, key=lambda finding: positions[finding.op])
     else:
         first = next(_find_merged(alignment), None)
     if first is None:
         return None
-    return _difference(alignment, first, numbers[first.op])
+    return _difference(alignment, first, positions[first.op])
 
 
-def _pair_numbers(alignment: Alignment) -> dict[OpRecord, int]:
-    numbers = {}
-    for number, pair in enumerate(alignment.pairs):
-        numbers.update(dict.fromkeys(pair.records, number))
-    return numbers
+def _pair_positions(alignment: Alignment) -> dict[OpRecord, int]:
+    """For each op, the index of its pair in `alignment.pairs`."""
+    positions = {}
+    for position, pair in enumerate(alignment.pairs):
+        positions.update(dict.fromkeys(pair.records, position))
+    return positions
 
 
 def _find_function(alignment: Alignment) -> Iterator[_Finding]:
-    """Ops whose exact results differ, on a way to a result of the run that differs as well."""
+    """Ops whose exact results differ, and whose difference reaches a result of the run."""
     agreeing = set()
     for pair in alignment.pairs:
-        if pair.same:
+        if pair.has_same_result:
             agreeing.update(pair.records)
+    # An op that agrees in both runs ends the path: a difference before it has vanished there.
     relevant = _used_by_results(alignment, stops=agreeing)
     for pair in alignment.pairs:
-        op = pair.last
+        op = pair.b_or_a
         if op in relevant and not op.is_neutral:
             noise = max(record.noise for record in pair.records)
-            yield _Finding(op, "function", pair.apart, noise)
+            yield _Finding(op, "function", size=pair.exact_difference, predicted=noise)
 
 
 def _used_by_results(alignment: Alignment, stops: Set[OpRecord] = frozenset()) -> set[OpRecord]:
-    """The records that a run's results depend on by a path that has none of the `stops`."""
-    found = set()
-    waiting = [*alignment.a.sinks, *alignment.b.sinks]
-    while waiting:
-        record = waiting.pop()
-        if record not in found and record not in stops:
-            found.add(record)
-            waiting += record.producers
-    return found
+    """The ops that a run's results depend on, by at least one path without any of the `stops`."""
+    used = set()
+    to_visit = [*alignment.a.sinks, *alignment.b.sinks]
+    while to_visit:
+        record = to_visit.pop()
+        if record not in used and record not in stops:
+            used.add(record)
+            to_visit += record.producers
+    return used
 
 
 def _find_precision(alignment: Alignment) -> Iterator[_Finding]:
-    """Ops that round more than the format they are expected in, and more than their partner."""
+    """Ops that round more than their expected format explains, and more than in the other run."""
     relevant = _used_by_results(alignment)
     for pair in alignment.pairs:
         for record in pair.records:
             if record not in relevant:
                 continue
             predicted = _expected_roundoff(alignment, pair, record) + record.allowed
-            limit = max(predicted, _TIMES_THE_PARTNER * _smaller_roundoff(pair))
+            limit = max(predicted, _TIMES_THE_SMALLER_ROUNDOFF * _smaller_roundoff(pair))
             if record.roundoff > limit:
                 yield _precision_finding(record, predicted)
 
 
 def _precision_finding(record: OpRecord, predicted: float) -> _Finding:
-    """The finding for a record that rounds too much, at the op that is to blame for it."""
+    """The finding for an op that rounds too much."""
     op = _op_to_blame(record)
     size = max(record.roundoff, op.roundoff)
-    if op.nonfinite:
-        return _Finding(op, "nonfinite", size, predicted)
-    return _Finding(op, "precision", size, predicted)
+    kind = "nonfinite" if op.nonfinite else "precision"
+    return _Finding(op, kind, size, predicted)
 
 
 def _expected_roundoff(alignment: Alignment, pair: Pair, record: OpRecord) -> float:
     """The unit roundoff of the format that an op is expected to compute in."""
-    if pair.is_matched and alignment.same_kind:
-        # What one run computes in fp32, the other is expected to as well.
-        return min(unit_roundoff(one.dtype) for one in pair.records)
+    if pair.is_matched and alignment.same_precision:
+        # If one run computes this op in fp32, the other is expected to do so, too.
+        return min(unit_roundoff(paired.dtype) for paired in pair.records)
     return unit_roundoff(record.log.format)
 
 
 def _smaller_roundoff(pair: Pair) -> float:
-    """What the op that rounds less is off by; 0 of an op that one run alone has."""
+    """The roundoff of the op that rounds less; 0 for an op that only one run has."""
     if not pair.is_matched:
         return 0.0
     return min(record.roundoff for record in pair.records)
 
 
 def _op_to_blame(record: OpRecord) -> OpRecord:
-    """The op itself; or, for a cast with a finite result, the op that computes in its format."""
+    """The op itself; for a cast with a finite result, the op that computes in that format.
+
+    The cast is only the consequence: some op was set to compute in the narrower format.
+    """
     is_finite_cast = record.is_neutral and not record.nonfinite
     if not is_finite_cast:
         return record
@@ -162,30 +170,40 @@ def _op_to_blame(record: OpRecord) -> OpRecord:
 
 
 def _find_order(alignment: Alignment) -> Iterator[_Finding]:
-    """Sums that are taken in another order, of which nothing is left but the rounding."""
-    for numbers in _disagreeing_by_place(alignment).values():
-        ops = [alignment.pairs[number].last for number in numbers]
-        after = _next_agreeing(alignment, numbers[-1])
-        if after is None or not _SUMS_AND_ORDERS.issuperset(op.op for op in ops):
+    """Sums whose terms are added in another order: the same in exact arithmetic, but not rounded.
+
+    In one call of a module, only sums and ops that reorder terms differ between the runs; after
+    them the exact results agree again, and only the rounding errors do not.
+    """
+    for positions in _disagreeing_by_place(alignment).values():
+        records = [alignment.pairs[position].b_or_a for position in positions]
+        agreeing = _next_agreeing(alignment, start=positions[-1])
+        if agreeing is None or not _SUMS_AND_ORDERS.issuperset(record.op for record in records):
             continue
-        one, other = after.records
-        if one.error != other.error:  # the rounding changed
-            op = next((op for op in ops if op.op in _SUMS), other)
-            yield _Finding(op, "order", max(one.error, other.error), one.allowed)
+        record_a, record_b = agreeing.records
+        if record_a.error != record_b.error:  # the order changed the rounding
+            sums = [record for record in records if record.op in _SUMS]
+            op = sums[0] if sums else record_b
+            size = max(record_a.error, record_b.error)
+            yield _Finding(op, "order", size, predicted=record_a.allowed)
 
 
 def _disagreeing_by_place(alignment: Alignment) -> dict[Place, list[int]]:
-    """The numbers of pairs that do not agree, where the runs are otherwise expected to."""
-    found = defaultdict(list)
-    if not alignment.same_batch or not alignment.same_kind:
-        return found
-    for number, pair in enumerate(alignment.pairs):
-        if not pair.agrees and not pair.last.is_neutral:
-            found[pair.last.place].append(number)
-    return found
+    """By call of a module, the positions of pairs that do not agree, without casts and copies.
+
+    Empty if the runs have different formats or batch sizes: their ops need not agree then.
+    """
+    positions = defaultdict(list)
+    if not alignment.same_batch or not alignment.same_precision:
+        return positions
+    for position, pair in enumerate(alignment.pairs):
+        if not pair.agrees and not pair.b_or_a.is_neutral:
+            positions[pair.b_or_a.place].append(position)
+    return positions
 
 
 def _next_agreeing(alignment: Alignment, start: int) -> Pair | None:
+    """The first pair from `start` on that agrees; None if there is none."""
     for pair in alignment.pairs[start:]:
         if pair.agrees:
             return pair
@@ -193,46 +211,47 @@ def _next_agreeing(alignment: Alignment, start: int) -> Pair | None:
 
 
 def _find_stability(alignment: Alignment) -> Iterator[_Finding]:
-    """Results that are the same in exact arithmetic, one of which has few right digits or none."""
+    """Ops that agree in exact arithmetic, while one run has lost far more digits than the other."""
     u = unit_roundoff(alignment.a.format)
     for pair in alignment.pairs:
-        if not pair.agrees or pair.last.is_neutral:
+        if not pair.agrees or pair.b_or_a.is_neutral:
             continue
         floor = u + pair.records[0].allowed
-        better, worse = _by_error(pair)
+        better, worse = _ordered_by_error(pair)
         if worse.nonfinite and better.error < worse.error:
-            yield _Finding(worse, "nonfinite", worse.error, floor)
+            yield _Finding(worse, "nonfinite", worse.error, predicted=floor)
             continue
-        limit = _TIMES_THE_BETTER * (better.error + floor)
-        if alignment.same_kind and worse.error > limit:
-            lost = _where_lost(worse, _TIMES_THE_BETTER * floor)
-            if lost.roundoff <= u + lost.allowed:  # a larger one is a finding of `_find_precision`
-                yield _Finding(lost, "stability", lost.error, floor)
+        limit = _TIMES_THE_SMALLER_ERROR * (better.error + floor)
+        if alignment.same_precision and worse.error > limit:
+            origin = _origin_of_error(worse, limit=_TIMES_THE_SMALLER_ERROR * floor)
+            # An op that itself rounds more than that is a finding of `_find_precision`.
+            if origin.roundoff <= u + origin.allowed:
+                yield _Finding(origin, "stability", origin.error, predicted=floor)
 
 
-def _by_error(pair: Pair) -> tuple[OpRecord, OpRecord]:
-    """The two ops of a pair, the one with the larger error last."""
-    one, other = pair.records
-    if one.error > other.error:
-        return other, one
-    return one, other
+def _ordered_by_error(pair: Pair) -> tuple[OpRecord, OpRecord]:
+    """The two ops of a pair: the one with the smaller error, then the one with the larger."""
+    record_a, record_b = pair.records
+    if record_a.error > record_b.error:
+        return record_b, record_a
+    return record_a, record_b
 
 
 def _find_merged(alignment: Alignment) -> Iterator[_Finding]:
-    """Ops of which one run alone has inputs that differ in fp64 and are equal there."""
+    """Ops that in only one run get an input with merged values (see `merged_values`)."""
     relevant = _used_by_results(alignment)
     for pair in alignment.pairs:
-        merging = [record for record in pair.records if record.merged]
-        if len(merging) == 2:  # both runs have them
+        with_merged_input = [record for record in pair.records if record.merged]
+        if len(with_merged_input) == 2:  # no difference between the runs
             continue
-        for record in merging:
+        for record in with_merged_input:
             if record in relevant and not record.is_neutral:
                 predicted = unit_roundoff(record.log.format) + record.allowed
                 yield _Finding(record, "merged", record.error, predicted)
 
 
-def _where_lost(record: OpRecord, limit: float) -> OpRecord:
-    """The first op on the way to this one whose result is off by more than the limit, in all."""
+def _origin_of_error(record: OpRecord, limit: float) -> OpRecord:
+    """Follow the producers back to the first op whose error exceeds the limit, and return it."""
     while True:
         sources = [producer for producer in record.producers if producer.error > limit]
         if not sources:
@@ -240,90 +259,103 @@ def _where_lost(record: OpRecord, limit: float) -> OpRecord:
         record = sources[0]
 
 
-def steepest(log: RunLog) -> Jump | None:
-    """The op at which the error of a run grows most; None if it grows nowhere.
+def largest_jump(log: RunLog) -> Jump | None:
+    """The op at which the error of a run grows by the largest factor; None if it never grows.
 
-    Only what is left of an error at the end counts: an op that is far off, and whose result is
-    added to a much larger one, does no harm.
+    Only the part of an error that reaches the end counts: an inaccurate result that is added to a
+    much larger one does no harm.
     """
     floor = unit_roundoff(log.format) or unit_roundoff(torch.float32)
-    left = dict.fromkeys(log.records, 0.0)
-    found = None
+    error_at_end = dict.fromkeys(log.records, 0.0)  # the part of each op's error that reaches it
+    op = None
     largest_factor = 1.0
-    for record in reversed(log.records):  # those that use a result come before it
+    for record in reversed(log.records):  # so consumers of a result come before its producer
         if record in log.sinks:
-            left[record] = record.error
+            error_at_end[record] = record.error
         for producer in record.producers:
-            passed_on = min(left[record], producer.error)
-            left[producer] = max(left[producer], passed_on)
-        factor = left[record] / max(_input_error(record), floor)
+            passed_on = min(error_at_end[record], producer.error)
+            error_at_end[producer] = max(error_at_end[producer], passed_on)
+        factor = error_at_end[record] / max(_input_error(record), floor)
         if factor > largest_factor:
             largest_factor = factor
-            found = record
-    if found is None:
+            op = record
+    if op is None:
         return None
-    place = found.place
-    before = _input_error(found)
-    return Jump(log.name, place.module, place.module_type, found.op, before, found.error)
-
-
-def _input_error(record: OpRecord) -> float:
-    """The error of the input that is off most."""
-    return max((producer.error for producer in record.producers), default=0.0)
-
-
-def _difference(alignment: Alignment, found: _Finding, number: int) -> Difference:
-    last = alignment.pairs[number].last
-    by_run = _records_by_run(alignment, number)
-    one = by_run.get("A")
-    other = by_run.get("B")
-    return Difference(
-        kind=found.kind,
-        module=last.place.module,
-        module_type=last.place.module_type,
-        call=last.place.call,
-        op=(other or last).op,
-        op_a=getattr(one, "op", None),
-        op_b=getattr(other, "op", None),
-        dtype_a=getattr(one, "dtype", None),
-        dtype_b=getattr(other, "dtype", None),
-        size=found.size,
-        predicted=found.predicted,
-        reason=_reason(alignment, found, one, other),
+    return Jump(
+        log.name,
+        op.place.module,
+        op.place.module_type,
+        op.op,
+        before=_input_error(op),
+        after=op.error,
     )
 
 
-def _records_by_run(alignment: Alignment, number: int) -> dict[str, OpRecord]:
-    """The ops of a pair by run; where one run alone has it, with what the other has instead."""
-    pair, *following = alignment.pairs[number : number + 2]
+def _input_error(record: OpRecord) -> float:
+    """The largest error among the inputs of an op; 0 if no op produced them."""
+    return max((producer.error for producer in record.producers), default=0.0)
+
+
+def _difference(alignment: Alignment, finding: _Finding, position: int) -> Difference:
+    """The public form of a finding; `position` is that of its pair in `alignment.pairs`."""
+    op = alignment.pairs[position].b_or_a
+    records = _records_by_run(alignment, position)
+    record_a = records.get("A")
+    record_b = records.get("B")
+    return Difference(
+        kind=finding.kind,
+        module=op.place.module,
+        module_type=op.place.module_type,
+        call=op.place.call,
+        op=(record_b or op).op,
+        op_a=getattr(record_a, "op", None),
+        op_b=getattr(record_b, "op", None),
+        dtype_a=getattr(record_a, "dtype", None),
+        dtype_b=getattr(record_b, "dtype", None),
+        size=finding.size,
+        predicted=finding.predicted,
+        reason=_reason(alignment, finding, record_a, record_b),
+    )
+
+
+def _records_by_run(alignment: Alignment, position: int) -> dict[str, OpRecord]:
+    """The ops of a pair by the name of their run, "A" or "B".
+
+    If only one run has the op, the next unmatched op counts as its replacement in the other run.
+    """
+    pair, *following = alignment.pairs[position : position + 2]
     records = pair.records
     if following and not pair.is_matched and not following[0].is_matched:
+        # The pair's own op comes last, so that it wins if both are of the same run.
         records = (*following[0].records, *records)
     return {record.log.name: record for record in records}
 
 
 def _reason(
-    alignment: Alignment, found: _Finding, one: OpRecord | None, other: OpRecord | None
+    alignment: Alignment, finding: _Finding, record_a: OpRecord | None, record_b: OpRecord | None
 ) -> str:
-    if found.kind == "function":
-        return _function_reason(alignment, one, other)
-    return _REASONS[found.kind].format(run=found.op.log.name, **found._asdict())
+    if finding.kind == "function":
+        return _function_reason(alignment, record_a, record_b)
+    return _REASONS[finding.kind].format(run=finding.op.log.name, **finding._asdict())
 
 
-def _function_reason(alignment: Alignment, one: OpRecord | None, other: OpRecord | None) -> str:
-    if one is None or other is None:
-        run = "B" if one is None else "A"
+def _function_reason(
+    alignment: Alignment, record_a: OpRecord | None, record_b: OpRecord | None
+) -> str:
+    """Say why two ops compute different functions: other weights, another op, other settings."""
+    if record_a is None or record_b is None:
+        run = "B" if record_a is None else "A"
         return f"Only {run} has this op, and its result in fp64 is none of the other's."
     start = "In fp64, without rounding, the two ops differ"
     leaves_a = alignment.a.leaves
     leaves_b = alignment.b.leaves
-    for name in sorted({*one.leaves, *other.leaves}):
+    for name in sorted({*record_a.leaves, *record_b.leaves}):
         if not same_values(leaves_a.get(name), leaves_b.get(name)):
             return f"{start}: {name!r} has other values in B."
-    if one.op != other.op:
-        return f"{start}: A calls {one.op} where B calls {other.op}."
-    if one.settings != other.settings:
-        settings_a = ", ".join(map(str, one.settings))
-        settings_b = ", ".join(map(str, other.settings))
+    if record_a.op != record_b.op:
+        return f"{start}: A calls {record_a.op} where B calls {record_b.op}."
+    if record_a.settings != record_b.settings:
+        settings_a = ", ".join(map(str, record_a.settings))
+        settings_b = ", ".join(map(str, record_b.settings))
         return f"{start}: A calls it with ({settings_a}), B with ({settings_b})."
     return f"{start}: they are given different inputs."

@@ -1,7 +1,7 @@
-"""Values that a 16-bit format makes equal: whole numbers and evenly spaced ones, as positions are.
+"""Find values that become equal in a 16-bit format: whole numbers or evenly spaced ones.
 
-Rounding explains each of them, and what is computed of them is wrong all the same: where two
-positions are one number, the model cannot tell them apart.
+Such values are often positions. Rounding explains each of them, and still the result is wrong: if
+two positions become one number, the model cannot distinguish them.
 """
 
 from typing import NamedTuple
@@ -12,20 +12,20 @@ from torch import Tensor
 from amp_lab.core.report import short_name
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, largest_whole_number
 
-_EVEN = 2.0**-21  # relative to the largest value: what fp32 leaves of an even spacing
-_WHOLE_IN_FP32 = 2.0**24
+_SPACING_TOLERANCE = 2.0**-21  # relative to the largest value: rounding of even steps in fp32
+_LARGEST_WHOLE_IN_FP32 = 2.0**24  # fp32 has all whole numbers up to this one
 
 
-class Merged(NamedTuple):
-    """An input of an op that has fewer different values than it has in fp64."""
+class MergedValues(NamedTuple):
+    """How many different values an input of an op has in fp64, and in 16 bits."""
 
-    is_whole: bool  # whether they are whole numbers; else evenly spaced
+    is_whole: bool  # True: whole numbers. False: evenly spaced values
     dtype: torch.dtype
-    before: int  # different values in fp64
-    after: int
+    before: int  # number of different values in fp64
+    after: int  # in `dtype`
 
     def __str__(self) -> str:
-        """A sentence without its end."""
+        """Describe them in a sentence without a full stop."""
         dtype = short_name(self.dtype)
         limit = largest_whole_number(self.dtype)
         if self.is_whole:
@@ -39,64 +39,64 @@ class Merged(NamedTuple):
         return f"{counts}, which {reason}"
 
 
-def merged(tensor: Tensor, exact: Tensor) -> Merged | None:
-    """What the tensor makes equal of the whole numbers or evenly spaced values of `exact`.
+def find_merged_values(tensor: Tensor, exact: Tensor) -> MergedValues | None:
+    """Count the values of `exact` that are equal in `tensor`, its 16-bit version; None if none are.
 
-    Of values in several dimensions those along one count, and only where all others beside them
-    are equal too: what differs in one column can be told apart.
+    Counts whole numbers anywhere in the tensor, or else evenly spaced values along one dimension.
+    In a table (positions, columns) two rows count as merged only if all their columns are equal.
     """
     if tensor.dtype not in LOWER_DTYPES or tensor.shape != exact.shape or tensor.numel() < 2:
         return None
     rounded = tensor.detach().to(exact.device)
     if _is_whole(exact):
-        return _merged_numbers(rounded, exact)
+        return _merged_whole_numbers(rounded, exact)
     for dim, size in enumerate(exact.shape):
-        lost = _equal_neighbours(rounded, exact, dim)
-        if lost:
-            return Merged(False, tensor.dtype, size, size - lost)
+        merged = _count_merged_neighbours(rounded, exact, dim)
+        if merged:
+            return MergedValues(False, tensor.dtype, before=size, after=size - merged)
     return None
 
 
 def _is_whole(exact: Tensor) -> bool:
-    if not bool((exact.abs() <= _WHOLE_IN_FP32).all()):
+    """Whether all values are whole numbers that fp32 has without rounding."""
+    if not bool((exact.abs() <= _LARGEST_WHOLE_IN_FP32).all()):
         return False
     return bool((exact == exact.round()).all())
 
 
-def _merged_numbers(rounded: Tensor, exact: Tensor) -> Merged | None:
-    """What is made equal of whole numbers, wherever they are."""
+def _merged_whole_numbers(rounded: Tensor, exact: Tensor) -> MergedValues | None:
     before = len(exact.unique())
     after = len(rounded.unique())
     if after >= before:
         return None
-    return Merged(True, rounded.dtype, before, after)
+    return MergedValues(True, rounded.dtype, before, after)
 
 
-def _equal_neighbours(rounded: Tensor, exact: Tensor, dim: int) -> int:
-    """How many of the evenly spaced values along a dimension are the same as the one before."""
+def _count_merged_neighbours(rounded: Tensor, exact: Tensor, dim: int) -> int:
+    """Count the steps along a dimension that rounding has made 0; 0 unless evenly spaced."""
     if exact.shape[dim] < 4:
         return 0
-    # Four values are looked at first, since nearly all tensors end there.
-    if not _are_even(exact.narrow(dim, 0, 4), dim) or not _are_even(exact, dim):
+    # The first four values are checked alone, which is fast, and rejects nearly all tensors.
+    if not _is_evenly_spaced(exact.narrow(dim, 0, 4), dim) or not _is_evenly_spaced(exact, dim):
         return 0
-    differ = _any_beside(exact.diff(dim=dim) != 0, dim)
-    differ_when_rounded = _any_beside(rounded.diff(dim=dim) != 0, dim)
-    return int((differ & ~differ_when_rounded).sum())
+    has_step = _any_at_index(exact.diff(dim=dim) != 0, dim)
+    has_step_when_rounded = _any_at_index(rounded.diff(dim=dim) != 0, dim)
+    return int((has_step & ~has_step_when_rounded).sum())
 
 
-def _any_beside(values: Tensor, dim: int) -> Tensor:
-    """For each place along a dimension, whether any of the values there is true."""
+def _any_at_index(values: Tensor, dim: int) -> Tensor:
+    """Reduce a bool tensor to one dimension: at each index of `dim`, whether any value is true."""
     if values.dim() < 2:
         return values
     return values.movedim(dim, 0).flatten(1).any(1)
 
 
-def _are_even(exact: Tensor, dim: int) -> bool:
-    """Whether each line along a dimension has one distance between neighbours, some more than 0."""
+def _is_evenly_spaced(exact: Tensor, dim: int) -> bool:
+    """Whether the steps along a dimension are equal in each line, and are not all 0."""
     steps = exact.diff(dim=dim)
     smallest = steps.amin(dim)
     largest = steps.amax(dim)
-    tolerance = _EVEN * exact.abs().amax(dim)
+    tolerance = _SPACING_TOLERANCE * exact.abs().amax(dim)
     if not bool((largest - smallest <= tolerance).all()):
         return False
     return bool((largest.abs() > 4 * tolerance).any())

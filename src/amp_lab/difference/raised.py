@@ -1,4 +1,4 @@
-"""A run that raises: at which op, in which module, and what to do about it."""
+"""Report a run that raises: at which op, in which module, and what to do about it."""
 
 import traceback
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from amp_lab.core.errors import NumericsError, with_type
-from amp_lab.difference.result import located
+from amp_lab.difference.result import location_text
 from amp_lab.tracing.error_tips import tips_for
 from amp_lab.tracing.operands import Operand, low_operand, remedy_for_mixed, user_line
 
@@ -18,17 +18,17 @@ class Failure:
     """An error of a run, and where it arose."""
 
     error: Exception
-    op: str = ""  # "": not known
-    module: str = ""
-    module_type: str = ""  # "": outside of all modules
-    operands: tuple[Operand, ...] = ()  # what the op got
+    op: str = ""  # such as "addmm"; "": not known
+    module: str = ""  # its qualified name; "" for the model itself
+    module_type: str = ""  # its class; "": outside of all modules
+    operands: tuple[Operand, ...] = ()  # the op's floating-point arguments
 
     def text(self, run: str) -> str:
-        """The error in a line."""
+        """Describe the error in one line: what run "A" or "B" raises, and where."""
         text = f"run {run} raises {with_type(self.error)}"
         if not self.op and not self.module_type:
             return text
-        where = located(self.op, self.module, self.module_type)
+        where = location_text(self.op, self.module, self.module_type)
         if self.op:
             return f"{text}, at {where}"
         text += f", in {where}"
@@ -39,25 +39,26 @@ class Failure:
 
 
 class RunRaised(NumericsError):
-    """A run raised; the message says what, where, and what to do about it."""
+    """A run raised. The message tells the error, the op and module, and the remedies."""
 
     def __init__(self, run: str, failure: Failure, device_type: str, has_low_weights: bool):
         error = failure.error
-        self.description = failure.text(run)  # without what to do about it
-        known = tips_for(error, failure.op, device_type)
-        mixed = remedy_for_mixed(error, failure.op, failure.operands, has_low_weights)
-        tips = [mixed, *known] if mixed else known
+        self.description = failure.text(run)  # the message without remedies
+        known_tips = tips_for(error, failure.op, device_type)
+        mixed_tip = remedy_for_mixed(error, failure.op, failure.operands, has_low_weights)
+        tips = [mixed_tip, *known_tips] if mixed_tip else known_tips
         super().__init__("; ".join([self.description, *dict.fromkeys(tips)]))
-        is_of_dtypes = "type" in str(error)
-        is_mixed = not failure.op or low_operand(failure.operands) is not None
-        self.may_be_of_inputs = is_of_dtypes and is_mixed and not known
-        """Whether inputs of another dtype than the weights may be what raised."""
+        mentions_dtype = "type" in str(error)  # "dtype" or "scalar type"
+        may_mix_dtypes = not failure.op or low_operand(failure.operands) is not None
+        self.may_come_from_inputs = mentions_dtype and may_mix_dtypes and not known_tips
+        """Whether the cause may be inputs whose dtype is not that of the weights."""
 
 
 def failure_above_ops(error: Exception, names: Mapping[nn.Module, str]) -> Failure:
-    """Where an error arose that no op of torch raised, such as one of autocast or of the model.
+    """Find where an error arose that no op raised, but autocast or the model's own code.
 
-    The innermost module whose code ran, and the function of `torch.nn.functional` that it called.
+    Returns the innermost module in the traceback, and the function of `torch.nn.functional` that
+    its code called. `names` are the names of the modules.
     """
     module = None
     op = ""
@@ -65,7 +66,7 @@ def failure_above_ops(error: Exception, names: Mapping[nn.Module, str]) -> Failu
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and owner in names:
             module = owner
-            op = ""
+            op = ""  # an earlier one was called by an outer module
         elif frame.f_globals.get("__name__") == F.__name__:
             op = frame.f_code.co_name
     if module is None:

@@ -1,4 +1,4 @@
-"""What `first_difference` and `compare_runs` have found, and how it is printed."""
+"""The results of `first_difference` and `compare_runs`, and how they are printed."""
 
 import textwrap
 from dataclasses import dataclass
@@ -8,11 +8,14 @@ import torch
 from amp_lab.core.report import Printed, Table, short_name
 
 LARGE = 0.1
-"""The error of a run's result, relative to the result, from which its first digit is in doubt."""
+"""A relative error of a run's result from which on even its first digit may be wrong."""
 
 
-def located(op: str | None, module: str, module_type: str) -> str:
-    """An op and where it runs, in a sentence; the module alone if no op is known."""
+def location_text(op: str | None, module: str, module_type: str) -> str:
+    """Name an op and its module: ``addmm in 'head' (Linear)``; only the module if `op` is empty.
+
+    An empty `module_type` means that the op runs outside of all modules.
+    """
     if not module_type:
         where = "outside of all modules"
         return f"{op} {where}" if op else where
@@ -23,23 +26,23 @@ def located(op: str | None, module: str, module_type: str) -> str:
 
 @dataclass(frozen=True, repr=False)
 class Difference(Printed):
-    """The first op where two runs part by more than rounding explains."""
+    """The first op at which two runs differ by more than rounding explains."""
 
-    kind: str  # one of `findings`'s; of a compiled model ``module``
-    module: str  # qualified name of the one whose code ran; "": the model itself
+    kind: str  # such as "function", see `findings`; "module" for a compiled model
+    module: str  # qualified name of the module that ran the op; "": the model itself
     module_type: str
     call: int  # which call of that module, from 1
-    op: str | None  # ``addmm``, of B where both have one; None: only the module is known
-    op_a: str | None  # the ops of the two; None where that run has none there
+    op: str | None  # such as "addmm", the op of B if both runs have one; None: not known
+    op_a: str | None  # the op of run A; None if A has no op there
     op_b: str | None
     dtype_a: torch.dtype | None
     dtype_b: torch.dtype | None
     size: float  # of the difference, relative to the size of the result
-    predicted: float  # what the formats explain, in the same unit
+    predicted: float  # the largest difference that rounding explains, in the same unit
     reason: str  # a sentence
 
     def _table(self) -> Table:
-        where = located(self.op, self.module, self.module_type)
+        where = location_text(self.op, self.module, self.module_type)
         if self.call > 1:
             where += f", call {self.call}"
         size = f"{self.size:.3g} of the result"
@@ -58,43 +61,43 @@ class Difference(Printed):
 
 @dataclass(frozen=True)
 class Growth:
-    """Errors after one op that both runs have, against the run in fp64, relative to the result."""
+    """Errors of one op in both runs, compared with fp64, relative to the result."""
 
     module: str
     op: str
-    a: float
+    a: float  # error in run A
     b: float
-    apart: float  # in exact arithmetic
+    apart: float  # difference between the two runs in exact arithmetic
 
 
 @dataclass(frozen=True)
 class Jump:
-    """The op at which the error of a run grows most, on the way to what the run returns."""
+    """The op at which the error of a run grows most."""
 
     run: str  # "A" or "B"
     module: str
     module_type: str
     op: str
-    before: float  # error of the input that is off most, against the run in fp64
-    after: float  # of the op's result
+    before: float  # largest error among the op's inputs, compared with fp64
+    after: float  # error of the op's result
 
 
 @dataclass(frozen=True, repr=False)
 class RunComparison(Printed):
-    """Two runs, op by op."""
+    """Two runs, compared op by op; or module by module if one is compiled."""
 
-    first: Difference | None
-    matched: int  # ops, or modules, that were compared
-    only_a: int
+    first: Difference | None  # the first divergence
+    matched: int  # how many ops or modules were compared
+    only_a: int  # how many only A has
     only_b: int
-    format_a: str
+    format_a: str  # such as "bf16 on cpu"; "eager" or "compiled" if one run is compiled
     format_b: str
-    unit: str  # "ops", or "modules" of a compiled model
+    unit: str  # "ops" or "modules"
     growth: tuple[Growth, ...]
-    end_a: float  # error of what the run returns, against the run in fp64, of the result off most
+    end_a: float  # largest relative error of what run A returns, compared with fp64
     end_b: float
-    jump: Jump | None = None  # of the run whose `end` is the larger; None of modules
-    remarks: tuple[str, ...] = ()  # what else to say of the two runs, in sentences
+    jump: Jump | None = None  # in the run with the larger error at the end; None for modules
+    remarks: tuple[str, ...] = ()  # further sentences
 
     def _table(self) -> Table:
         caption = (
@@ -107,7 +110,7 @@ class RunComparison(Printed):
         return Table(["", ""], [], caption, [finding, *self.remarks])
 
     def _error_growth(self) -> str:
-        """What to say where rounding explains each op: of the end, and of how it came about."""
+        """Describe how far errors have grown, if rounding explains each op by itself."""
         ends = f"A is {self.end_a:.2g} from the run in fp64, and B {self.end_b:.2g}."
         if max(self.end_a, self.end_b) <= LARGE:
             return f"They part nowhere by more than rounding explains. At the end {ends}"
@@ -118,7 +121,7 @@ class RunComparison(Printed):
         )
         jump = self.jump
         if jump is not None:
-            where = located(jump.op, jump.module, jump.module_type)
+            where = location_text(jump.op, jump.module, jump.module_type)
             growth = f"from {jump.before:.2g} to {jump.after:.2g}"
             text += f" The error of {jump.run} grows most at {where}, {growth}."
         return _wrap(text)

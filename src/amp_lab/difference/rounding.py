@@ -1,22 +1,24 @@
-"""What rounding explains: the error that the formats of an op predict.
+"""Predict the rounding error of an op from its formats, and measure it against fp64.
 
-The model. An op computes in fp32 at the least and rounds its result once, to the format of its
-output. Its error, in root mean square over the output, is then at most
+The error model. An op computes in fp32 at the least, and rounds its result once, to the format of
+its output. Its error, in root mean square over the output, is then at most
 
     u(output) * |result|  +  (8 + 2 log2 n) * u(arithmetic) * (|result| + amplification)
 
 where u is the unit roundoff, half the distance from 1 to the next number; n is the number of terms
-that go into one value; and the amplification is how far the exact result moves, per unit, if
-each input is changed by a random relative amount. The first term is the standard model of
-floating-point arithmetic, the second a backward stable algorithm's (N. Higham, Accuracy and
-Stability of Numerical Algorithms, 2002, sections 2.2 and 1.5). That random roundings of n
-terms largely cancel is N. Higham and T. Mary, A new approach to probabilistic rounding error
-analysis, 2019; the sqrt(n) that is left of n is in the amplification, measured with random signs.
+that go into one value; and the amplification is how far the exact result moves, per unit of
+relative change, if each input is changed by a random relative amount. The first term is the
+standard model of floating-point arithmetic, the second that of a backward stable algorithm (N.
+Higham, Accuracy and Stability of Numerical Algorithms, 2002, sections 2.2 and 1.5). Random
+roundings of n terms largely cancel (N. Higham and T. Mary, A new approach to probabilistic rounding
+error analysis, 2019). The sqrt(n) that remains of n is in the amplification, which is measured with
+random signs.
 
-What an op computes without rounding is known from doing it in fp64. `run_log` does so twice, on the
-inputs that it really got and on fp64 shadows of all tensors (F. Benz, A. Hildebrandt and S. Hack, A
-Dynamic Program Analysis to Find Floating-Point Accuracy Problems, 2012), which a cast leaves as
-they are. A shadow of a view is a view of the shadow.
+The result without rounding is computed in fp64. `run_log` does so twice: on the inputs that the op
+really got, and on the fp64 shadows of its inputs. A shadow is a copy of a tensor that is computed
+in fp64 from the beginning of the run, so casts do not change it; a view has a view as its shadow
+(F. Benz, A. Hildebrandt and S. Hack, A Dynamic Program Analysis to Find Floating-Point Accuracy
+Problems, 2012).
 """
 
 import contextlib
@@ -31,30 +33,32 @@ from torch.utils._pytree import tree_map, tree_map_only
 from amp_lab.core.report import short_name
 from amp_lab.tracing.ops_seen import tensors_in
 
-EXACT = 1e-10  # relative: what fp64 leaves of an op's exact result, after many ops
+EXACT = 1e-10  # relative error of the fp64 results themselves, after many ops
 FLOAT32_ROUNDOFF = 2.0**-24
-_LARGEST = 1e30  # what is larger, or minus infinity's stand-in, is a mask and no result
-_MASK = -6e4
+# Masks are large numbers in place of an infinity: beyond 1e30, or in fp16 at least below -6e4.
+_LARGEST_VALUE = 1e30
+_LARGEST_MASK = -6e4
 
-_WITHOUT_DOUBLES = ("mps",)  # there the shadows are on the CPU
+_DEVICES_WITHOUT_FP64 = ("mps",)  # their shadows are on the CPU
 _WIDER = {torch.float16: torch.float64, torch.bfloat16: torch.float64,
           torch.float32: torch.float64, torch.complex64: torch.complex128}  # fmt: skip
-_Failed = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError)
-_PERTURBATION = 2.0**-20
-_PROBES = 3
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "addbmm")
-_MODE_ROUNDOFF = {"tf32": 2.0**-11, "bf16": 2.0**-8}  # by torch's name of a mode
+# What ops raise that have no kernel for fp64.
+_ERRORS_WITHOUT_FP64 = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError)
+_PERTURBATION = 2.0**-20  # largest relative change of an input, to measure the amplification
+_PERTURBED_RUNS = 3
+_MATMULS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "addbmm")
+_MODE_ROUNDOFF = {"tf32": 2.0**-11, "bf16": 2.0**-8}  # by the value of torch's `fp32_precision`
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """Half the distance from 1 to the next number; 0 of integers, which are not rounded."""
+    """Half the distance from 1 to the next number; 0 for integers, which are not rounded."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.finfo(dtype).eps / 2
     return 0.0
 
 
 def float32_roundoff(op: str, device_type: str) -> float:
-    """Unit roundoff of float32 arithmetic in this op: TF32's or bf16's where torch's mode is so."""
+    """Unit roundoff of fp32 arithmetic in this op; that of TF32 or bf16 if torch is set to it."""
     backends: Any = torch.backends
     convolutions = backends.cudnn
     matmuls = backends.cuda
@@ -63,7 +67,7 @@ def float32_roundoff(op: str, device_type: str) -> float:
         matmuls = backends.mkldnn
     if "convolution" in op:
         mode = convolutions.conv.fp32_precision
-    elif op in _PRODUCTS:
+    elif op in _MATMULS:
         mode = matmuls.matmul.fp32_precision
     else:
         return FLOAT32_ROUNDOFF
@@ -71,45 +75,47 @@ def float32_roundoff(op: str, device_type: str) -> float:
 
 
 def allowance(op: str, inputs: object, result: Tensor) -> float:
-    """What the arithmetic of an op may add to its format's unit roundoff: the model's 2nd term."""
-    terms = _terms(tensors_in(inputs), result)
+    """Roundoff of the arithmetic of an op: the factor in the second term of the error model."""
+    terms = _terms_per_value(tensors_in(inputs), result)
     return (8 + 2 * math.log2(terms)) * float32_roundoff(op, result.device.type)
 
 
-def _terms(inputs: list[Tensor], result: Tensor) -> float:
-    """About how many terms go into one value: a product's inner size, or a sum's values."""
+def _terms_per_value(inputs: list[Tensor], result: Tensor) -> float:
+    """Estimate how many terms are added for one value: a matmul's inner size, or a sum's values."""
     sizes = [tensor.numel() for tensor in inputs if tensor.is_floating_point()]
     largest = max(sizes, default=0)
     if len(sizes) < 2:
         return max(1.0, largest / max(result.numel(), 1))
     first_size = max(sizes[0], 1)
-    inner_size = inputs[0].shape[-1:]  # empty of a single number
+    inner_size = inputs[0].shape[-1:]  # (inner size,), or () if the tensor is a single number
     return max(1, *inner_size, largest / first_size)
 
 
-def unmasked(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in fp64, with 0 where they agree that the value is none: a mask, an inf or a NaN."""
-    left = _real(left).double()
-    right = _real(right).to(left.device, torch.float64)
-    is_far_below = (left < -_LARGEST) | (right < -_LARGEST)
-    agree = (left < _MASK) & (right < _MASK) & is_far_below
-    agree |= (left > _LARGEST) & (right > _LARGEST)
-    agree |= left.isnan() & right.isnan()
-    if bool(agree.any()):
-        left = left.masked_fill(agree, 0.0)
-        right = right.masked_fill(agree, 0.0)
+def without_masks(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both in fp64, with 0 wherever both have the same mask, infinity or NaN."""
+    left = _view_as_real(left).double()
+    right = _view_as_real(right).to(left.device, torch.float64)
+    # One may be a mask in fp16, -65504 or -inf, and the other the same mask in fp64, such as -1e38.
+    is_far_below = (left < -_LARGEST_VALUE) | (right < -_LARGEST_VALUE)
+    is_masked = (left < _LARGEST_MASK) & (right < _LARGEST_MASK) & is_far_below
+    is_masked |= (left > _LARGEST_VALUE) & (right > _LARGEST_VALUE)
+    is_masked |= left.isnan() & right.isnan()
+    if bool(is_masked.any()):
+        left = left.masked_fill(is_masked, 0.0)
+        right = right.masked_fill(is_masked, 0.0)
     return left, right
 
 
-def _real(tensor: Tensor) -> Tensor:
+def _view_as_real(tensor: Tensor) -> Tensor:
+    """A complex tensor as pairs of real numbers; any other as it is."""
     if tensor.is_complex():
         return torch.view_as_real(tensor)
     return tensor
 
 
 def relative_error(result: Tensor, exact: Tensor) -> float:
-    """Root mean square of the error, relative to that of the exact result; inf of a NaN."""
-    left, right = unmasked(result.to(exact.device), exact)
+    """Root mean square of the error, divided by that of the exact result; inf for a NaN."""
+    left, right = without_masks(result.to(exact.device), exact)
     error = rms(left - right)
     if math.isnan(error):
         return math.inf
@@ -117,8 +123,8 @@ def relative_error(result: Tensor, exact: Tensor) -> float:
 
 
 def nonfinite(result: Tensor, exact: Tensor) -> str:
-    """What the result has where the exact one has numbers, in words; empty if it has numbers."""
-    left, right = unmasked(result.to(exact.device), exact)
+    """Describe an inf or NaN in a result that is finite in fp64; "" if there is none."""
+    left, right = without_masks(result.to(exact.device), exact)
     if bool(left.isfinite().all()) or not bool(right.isfinite().all()):
         return ""
     kind = "inf"
@@ -133,55 +139,56 @@ def nonfinite(result: Tensor, exact: Tensor) -> str:
 
 
 def rms(tensor: Tensor) -> float:
-    """Root mean square; 0 of no values."""
+    """Root mean square; 0 for an empty tensor."""
     norm = float(torch.linalg.vector_norm(tensor))
     return norm / math.sqrt(tensor.numel() or 1)
 
 
-def widened(tensor: Tensor) -> Tensor:
-    """A copy of the tensor, in fp64 if it is a floating-point one."""
+def widen(tensor: Tensor) -> Tensor:
+    """Copy a tensor, to fp64 or complex128 if it is floating-point or complex."""
     device = tensor.device
-    if device.type in _WITHOUT_DOUBLES:
+    if device.type in _DEVICES_WITHOUT_FP64:
         device = "cpu"
     dtype = _WIDER.get(tensor.dtype, tensor.dtype)
     return tensor.detach().to(device, dtype, copy=True)
 
 
-def in_doubles(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What the op returns for arguments that are in fp64 already; None if it cannot say."""
+def run_in_fp64(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an op on arguments that are in fp64 already; None if it has no kernel for fp64."""
     name = func._schema.name.removeprefix("aten::")
-    args, kwargs = tree_map(_wider_setting, (args, kwargs))
+    args, kwargs = tree_map(_widen_setting, (args, kwargs))
     if name in ("_softmax", "_log_softmax"):
-        args = (*args[:2], False)  # a half that turns float: a double does not
-    with contextlib.suppress(*_Failed):
+        args = (*args[:2], False)  # half_to_float, which takes no fp64
+    with contextlib.suppress(*_ERRORS_WITHOUT_FP64):
         if "dot_product" in name and "attention" in name:
             return _attention(func, args, kwargs)
         if name == "mkldnn_rnn_layer":
             return _lstm(*args, **kwargs)
         if name in ("view", "_unsafe_view"):
-            # The shadow may lie otherwise in memory. Bits read as another dtype have no meaning.
+            # A shadow may have other strides, so a view may not be possible. A view as another
+            # dtype raises here and gives None: the bits of the shadow have no such meaning.
             return args[0].reshape(args[1])
         return func(*args, **kwargs)
     return None
 
 
-def _wider_setting(value: Any) -> Any:
-    """A dtype or a device that is an argument of the op."""
+def _widen_setting(value: Any) -> Any:
+    """Widen an argument that is a dtype, or replace a device without fp64 by the CPU."""
     if isinstance(value, torch.dtype):
         return _WIDER.get(value, value)
-    if isinstance(value, torch.device) and value.type in _WITHOUT_DOUBLES:
+    if isinstance(value, torch.device) and value.type in _DEVICES_WITHOUT_FP64:
         return torch.device("cpu")
     return value
 
 
 def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
-    """The kernels' common meaning, since few of them take fp64; of the output alone."""
+    """The output of any of torch's attention kernels, few of which take fp64; None with dropout."""
     names = [argument.name for argument in func._schema.arguments]
     arguments = dict(zip(names, args, strict=False)) | kwargs
     if arguments.get("dropout_p"):
         return None
     query, key, value = args[:3]
-    has_fewer_keys = query.shape[-3] != key.shape[-3]  # a head of keys for several of queries
+    is_gqa = query.shape[-3] != key.shape[-3]  # one head of keys for several heads of queries
     mask = arguments.get("attn_mask", arguments.get("attn_bias"))
     return F.scaled_dot_product_attention(
         query,
@@ -190,12 +197,15 @@ def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
         attn_mask=mask,
         is_causal=arguments.get("is_causal", False),
         scale=arguments.get("scale"),
-        enable_gqa=has_fewer_keys,
+        enable_gqa=is_gqa,
     )
 
 
 def _lstm(inputs: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """oneDNN's layer, whose kernel has no fp64: (T, B, C) to (T, B, H) and the two last states."""
+    """A layer of oneDNN's LSTM, which has no fp64: (T, B, C) to (T, B, H) and two last states.
+
+    `args` are those of ``mkldnn_rnn_layer`` after its first.
+    """
     weights = args[:4]
     states = [state.reshape(1, *state.shape[-2:]) for state in args[4:6]]
     is_backwards = args[6]
@@ -210,23 +220,25 @@ def _lstm(inputs: Tensor, *args: Any) -> tuple[Tensor, ...]:
     return (out, *last)
 
 
-def wide_inputs(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """Copies in fp64 of what an op really gets, before it may write into it."""
-    if name == "_fused_rms_norm" and args[3] is None:  # it takes its eps from the dtype
+def widen_inputs(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """Copy the inputs of an op to fp64; call it before the op, which may write into them."""
+    # Without an eps this op takes that of the dtype, which must be the original one.
+    if name == "_fused_rms_norm" and args[3] is None:
         eps = torch.finfo(args[0].dtype).eps
         args = (*args[:3], eps)
-    return tree_map_only(Tensor, widened, (args, kwargs))
+    return tree_map_only(Tensor, widen, (args, kwargs))
 
 
 def effective_roundoff(func: Any, inputs: tuple, result: Tensor) -> float:
-    """An op's error on its `wide_inputs`, per unit of what a relative change of them would do.
+    """The unit roundoff that explains the error of an op's result; 0 if fp64 cannot compute it.
 
-    0 if fp64 cannot tell.
+    It is the error, compared with fp64 on the same inputs (as `widen_inputs` returns them), divided
+    by |result| + amplification of the error model.
     """
-    exact = _result_of(func, inputs)
+    exact = _first_result(func, inputs)
     if exact is None or exact.shape != result.shape:
         return 0.0
-    left, right = unmasked(result.to(exact.device), exact)
+    left, right = without_masks(result.to(exact.device), exact)
     error = rms(left - right)
     size = rms(right)
     if not math.isfinite(error):
@@ -235,41 +247,42 @@ def effective_roundoff(func: Any, inputs: tuple, result: Tensor) -> float:
         return 0.0
     if error <= 2 * FLOAT32_ROUNDOFF * size:  # no more than a single rounding
         return error / size
-    changes = [_change_of_result(func, inputs, exact, seed) for seed in range(_PROBES)]
-    explained = size + max(filter(math.isfinite, changes), default=0.0)
-    if explained == 0:
+    changes = [_change_of_result(func, inputs, exact, seed) for seed in range(_PERTURBED_RUNS)]
+    error_per_roundoff = size + max(filter(math.isfinite, changes), default=0.0)
+    if error_per_roundoff == 0:
         return math.inf
-    return error / explained
+    return error / error_per_roundoff
 
 
-def _result_of(func: Any, inputs: tuple) -> Tensor | None:
+def _first_result(func: Any, inputs: tuple) -> Tensor | None:
+    """The first tensor that an op returns in fp64; None if it returns none or has no fp64."""
     args, kwargs = tree_map_only(Tensor, torch.clone, inputs)  # an op may write into them
-    results = tensors_in(in_doubles(func, args, kwargs))
+    results = tensors_in(run_in_fp64(func, args, kwargs))
     if not results:
         return None
     return results[0]
 
 
 def _change_of_result(func: Any, inputs: tuple, exact: Tensor, seed: int) -> float:
-    """How far the exact result moves, per unit, if the inputs are changed at random."""
-    source = torch.Generator().manual_seed(seed)
+    """The amplification: how far the exact result moves, per unit of random relative change."""
+    generator = torch.Generator().manual_seed(seed)
 
     def perturbed(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
-        uniform = torch.rand(tensor.shape, generator=source, device="cpu").to(tensor.device)
+        uniform = torch.rand(tensor.shape, generator=generator, device="cpu").to(tensor.device)
         change = uniform * 2 - 1  # from -1 to 1
         return tensor * (1 + change * _PERTURBATION)
 
-    moved = _result_of(func, tree_map_only(Tensor, perturbed, inputs))
-    if moved is None or moved.shape != exact.shape:
+    perturbed_result = _first_result(func, tree_map_only(Tensor, perturbed, inputs))
+    if perturbed_result is None or perturbed_result.shape != exact.shape:
         return 0.0
-    left, right = unmasked(moved, exact)
+    left, right = without_masks(perturbed_result, exact)
     return rms(left - right) / _PERTURBATION
 
 
-def laid_out_as(tensor: Tensor, shadow: Tensor) -> Tensor:
-    """The shadow with the strides of its tensor, so that what is a view of one is one of both."""
+def with_strides_of(tensor: Tensor, shadow: Tensor) -> Tensor:
+    """The shadow with the strides of its tensor, so that both can be viewed in the same way."""
     strides = tensor.stride()
     shadow = shadow.to(_WIDER.get(tensor.dtype, tensor.dtype))
     if shadow.stride() == strides or 0 in strides:

@@ -1,11 +1,10 @@
-"""One run, op by op: where each ran, what it returned in fp64, and how far rounding took it."""
+"""Record a run op by op: in which module, its result in fp64, and its rounding error."""
 
 import contextlib
 import itertools
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,81 +18,29 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from amp_lab.core.backends import BACKENDS
 from amp_lab.core.errors import AmpLabError
 from amp_lab.difference import rounding
-from amp_lab.difference.merged_values import Merged, merged
+from amp_lab.difference.merged_values import MergedValues, find_merged_values
 from amp_lab.difference.raised import Failure, RunRaised, failure_above_ops
-from amp_lab.difference.result import located
+from amp_lab.difference.records import OpRecord, Place, RunLog
+from amp_lab.difference.result import location_text
 from amp_lab.tracing.operands import Kind, Operand, Source
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, computes_nothing, storage_key, tensors_in
 from amp_lab.tracing.structures import named_tensors
 
-# Ops that leave values as they are, but for the rounding of a cast. Logs are aligned without them.
+# Casts and copies: without rounding they leave values as they are. Logs are aligned without them.
 _NEUTRAL = frozenset(("_to_copy", "clone", "copy_", "lift_fresh", "lift_fresh_copy", "detach"))
-_SETTINGS = (bool, int, float, str, torch.dtype)  # arguments of an op that are no values
-
-
-@dataclass(frozen=True)
-class Place:
-    """The module whose code runs, and which call of it in this run, from 1."""
-
-    module: str = ""
-    module_type: str = ""
-    call: int = 0
-
-
-@dataclass(eq=False)  # two are never the same, and stand in sets
-class OpRecord:
-    """One op that computed something."""
-
-    log: "RunLog" = field(repr=False)
-    place: Place
-    op: str  # without namespace and overload: ``addmm``
-    is_neutral: bool  # whether it leaves values as they are, in exact arithmetic
-    dtype: torch.dtype  # of its output
-    exact: Tensor  # its output in fp64, as if nothing before it had rounded
-    noise: float  # the relative error that may have
-    total: float  # the sum of `exact`
-    size: float  # its root mean square
-    error: float  # of the output against `exact`, relative, root mean square
-    nonfinite: str  # what the output has where `exact` has numbers, or ""
-    roundoff: float  # effective, of this op alone
-    allowed: float  # what fp32 arithmetic adds to the roundoff of a format in this op
-    producers: tuple["OpRecord", ...] = field(repr=False)  # its inputs came from these
-    leaves: tuple[str, ...]  # names of parameters and buffers among its inputs
-    settings: tuple  # its arguments that are numbers or names: an eps, a dimension
-    merged: Merged | None = None  # what its inputs have lost, of different values
-
-
-@dataclass
-class RunLog:
-    """What was seen of a run."""
-
-    name: str  # "A" or "B"
-    records: list[OpRecord] = field(default_factory=list)
-    sinks: set[OpRecord] = field(default_factory=set)  # the run's results came from these
-    leaves: dict[str, Tensor] = field(default_factory=dict)  # parameters and buffers, by name
-    unnamed: list[Tensor] = field(default_factory=list)  # inputs, and constants in the code
-    format: torch.dtype = torch.float32  # what most of it is meant to compute in
-    device_type: str = "cpu"
-    kind: tuple = ()  # runs of the same kind are expected to compute each op in the same format
-    batch: int | None = None  # first size of the first input of the model
-    results: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # and in fp64
-
-    @property
-    def end(self) -> float:
-        """The error of the run's results, relative, of the one that is off most."""
-        if not self.results:
-            return self.records[-1].error
-        return max(rounding.relative_error(result, exact) for result, exact in self.results)
+_SETTINGS = (bool, int, float, str, torch.dtype)  # types of an op's arguments besides tensors
 
 
 def record_run(name: str, run: Callable[[], Any], other: RunLog | None = None) -> RunLog:
-    """Run it and note each op. The leaves of `other` are its own, where only their formats differ.
+    """Call `run` and return the log of its ops. Its buffers are restored afterwards.
 
-    Buffers are afterwards what they were. Raises `RunRaised` if the run raises.
+    `other` is the log of the run to compare with. Weights and inputs that differ from its own only
+    in format get the same fp64 values, so that the cast of a model is no difference by itself.
+    Raises `RunRaised` if the run raises.
     """
     recorder = _Recorder(RunLog(name), other)
     has_fastpath = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # a whole layer as one op
+    torch.backends.mha.set_fastpath_enabled(False)  # it would run a whole layer as one op
     try:
         with torch.no_grad(), torch.random.fork_rng(), recorder.modules(), recorder:
             torch.manual_seed(0)
@@ -108,50 +55,59 @@ def record_run(name: str, run: Callable[[], Any], other: RunLog | None = None) -
 
 
 class _Recorder(TorchDispatchMode):
+    """A mode that runs each op, runs it in fp64 too, and adds a record to the log.
+
+    A shadow is the fp64 counterpart of a tensor: computed in fp64 from the beginning of the run.
+    """
+
     def __init__(self, log: RunLog, other: RunLog | None):
         super().__init__()
         self.log = log
         self._other = other
-        self._shadows = WeakTensorKeyDictionary()  # of each tensor that lives, in fp64
-        self._noise = rounding.EXACT  # the relative error that they may have by now
-        self._coarsest = 0.0  # unit roundoff of any format so far
-        self._autocast: torch.dtype | None = None
+        self._shadows = WeakTensorKeyDictionary()  # by tensor, as long as it lives
+        self._noise = rounding.EXACT  # the relative error that shadows may have by now
+        self._largest_roundoff = 0.0  # unit roundoff of the coarsest format so far
+        self._autocast_dtype: torch.dtype | None = None
         self._names: dict[nn.Module, str] = {}
         self._by_storage: dict[int | None, str] = {}  # names of parameters and buffers
         self._stack: list[tuple[nn.Module | None, Place]] = [(None, Place())]
         self._calls: Counter[nn.Module] = Counter()
+        # Reference to a storage, and the ops that wrote into it last, by address of the storage.
         self._writers: dict[int | None, tuple[StorageWeakRef, tuple[OpRecord, ...]]] = {}
-        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []  # and values
-        self._draws: Counter[tuple] = Counter()
-        self._inputs: dict[int | None, str] = {}  # of the first module that is called, by storage
-        self._failure: Failure | None = None  # the last of an op
+        # (module, name in the module, buffer, copy of its first value)
+        self._initial_buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        self._random_op_calls: Counter[tuple] = Counter()  # by place and op
+        # Names of the inputs of the first module that is called, such as "input 0", by storage.
+        self._inputs: dict[int | None, str] = {}
+        self._failure: Failure | None = None  # of the last op that raised
 
     # Modules
 
     @contextlib.contextmanager
     def modules(self) -> Iterator[None]:
-        """Follow the calls of all modules; at the end, give buffers their values back."""
+        """Follow the calls of all modules in the block, and restore buffers at its end."""
         before = hooks.register_module_forward_pre_hook(self._enter)
         after = hooks.register_module_forward_hook(self._leave, always_call=True)
         with before, after:
             try:
                 yield
             finally:
-                for module, name, buffer, value in self._buffers:
+                for module, name, buffer, value in self._initial_buffers:
                     buffer.copy_(value)
                     module._buffers[name] = buffer
 
     @property
     def _place(self) -> Place:
-        """Where an op runs now."""
+        """The innermost module whose forward is running."""
         return self._stack[-1][1]
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        """Note that a module is called; of the first one, also note its inputs and autocast."""
         if module not in self._names:
-            self._learn(module)
+            self._register_names(module)
         if not self._calls:
             self._note_autocast()
-            self.log.batch = _batch(args)
+            self.log.batch = _batch_size(args)
             for path, tensor in named_tensors(args):
                 self._inputs[storage_key(tensor)] = f"input {path[1:]}"
         self._calls[module] += 1
@@ -159,13 +115,15 @@ class _Recorder(TorchDispatchMode):
         self._stack.append((module, place))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Note that a module returns; of an outermost one, also note what computed its output."""
         while len(self._stack) > 1 and self._stack.pop()[0] is not module:
-            pass  # left without a call of its hooks
+            pass  # a module inside that ended without a call of its hooks
         if len(self._stack) == 1:
-            self.log.sinks.update(self._producers(output))
+            self.log.sinks.update(self._producers_of(output))
 
-    def _learn(self, root: nn.Module) -> None:
-        """The names of a module that no other that was called holds, and of all below it."""
+    def _register_names(self, root: nn.Module) -> None:
+        """Register the names of an outermost module, of all modules inside it, and of tensors."""
+        # A run may call several models: the names of all but the first begin with their class.
         prefix = type(root).__name__ if self._names else ""
         for name, module in root.named_modules():
             if prefix:
@@ -174,39 +132,48 @@ class _Recorder(TorchDispatchMode):
             self._names.setdefault(module, name)
             for key, tensor in {**module._parameters, **module._buffers}.items():
                 if tensor is not None:
-                    self._learn_tensor(module, key, f"{name}.{key}".lstrip("."), tensor)
+                    self._register_tensor(module, key, f"{name}.{key}".lstrip("."), tensor)
 
-    def _learn_tensor(self, module: nn.Module, key: str, name: str, tensor: Tensor) -> None:
-        """A parameter or a buffer: `key` is its name in the module, `name` in the model."""
+    def _register_tensor(self, module: nn.Module, key: str, name: str, tensor: Tensor) -> None:
+        """Register a parameter or buffer by its name in the module, `key`, and in the model."""
         self.log.leaves[name] = tensor
         self._by_storage.setdefault(storage_key(tensor), name)
         if key in module._buffers:
             with _disable_current_modes():  # the copy is no op of the run
-                self._buffers.append((module, key, tensor, tensor.clone()))
+                self._initial_buffers.append((module, key, tensor, tensor.clone()))
 
     def _note_autocast(self) -> None:
-        """What it is set to where the first module is called, or, if none is, at any op."""
+        """Note the dtype of autocast, if it is on, at the call of the first module.
+
+        If the run calls no module, this is called at each op.
+        """
         for device_type in BACKENDS:
             if torch.is_autocast_enabled(device_type):
-                self._autocast = torch.get_autocast_dtype(device_type)
+                self._autocast_dtype = torch.get_autocast_dtype(device_type)
 
     def finish(self, result: Any) -> None:
-        """Note what the run is meant to compute in, and what its results came from."""
+        """Complete the log with what the run is set to compute in, its results and their ops."""
         log = self.log
-        sizes = Counter({torch.float32: 0})  # numbers in the weights, by dtype
+        sizes = Counter({torch.float32: 0})  # how many weights there are in each dtype
         for tensor in log.leaves.values():
             if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
                 sizes[tensor.dtype] += tensor.numel()
                 log.device_type = tensor.device.type
-        log.format = self._autocast or sizes.most_common(1)[0][0]
-        mode = rounding.float32_roundoff("mm", log.device_type)
-        log.kind = (log.format, self._autocast, mode, log.device_type)
+        log.format = self._autocast_dtype or sizes.most_common(1)[0][0]
+        matmul_roundoff = rounding.float32_roundoff("mm", log.device_type)  # tells fp32 from TF32
+        log.precision_settings = (
+            log.format,
+            self._autocast_dtype,
+            matmul_roundoff,
+            log.device_type,
+        )
         for tensor in filter(_is_real, tensors_in(result)):
             if tensor in self._shadows:
                 log.results.append((tensor.detach(), self._shadows[tensor]))
-        log.batch = log.batch or _batch(result)
-        # What it returns, or else what its outermost modules did.
-        producers = self._producers(result)
+        log.batch = log.batch or _batch_size(result)
+        # The ops of what the run returns; else of what its outermost modules returned; else the
+        # last op.
+        producers = self._producers_of(result)
         if producers:
             log.sinks = set(producers)
         elif not log.sinks:
@@ -219,108 +186,121 @@ class _Recorder(TorchDispatchMode):
             self._note_autocast()
         with torch._C._DisableAutocast():  # fp64 would not be cast, but the modes are above us
             try:
-                return self._follow(func, args, kwargs or {})
+                return self._run_op(func, args, kwargs or {})
             except Exception as error:
-                self._failure = self._failure_of(error, func, (args, kwargs))
+                self._failure = self._describe_failure(error, func, (args, kwargs))
                 raise
 
-    def _follow(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run an op on its arguments and on their shadows, and note what came of it."""
+    def _run_op(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run an op on its arguments and on their shadows, record it, and return its result."""
         name = _op_name(func)
         inputs = (args, kwargs)
         merged_input = None
         if name not in _NEUTRAL and not computes_nothing(func):
-            merged_input = self._merged_input(inputs)  # first, since the op may write into it
+            merged_input = self._merged_input(inputs)  # now, since the op may write into its inputs
         if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in name:
-            out, exact, wide_inputs = self._draw(func, name, args, kwargs)
+            out, exact, wide_inputs = self._run_random_op(func, name, args, kwargs)
         else:
-            out, exact, wide_inputs = self._compute(func, name, args, kwargs)
+            out, exact, wide_inputs = self._run_with_shadows(func, name, args, kwargs)
         if name == "_local_scalar_dense":
-            return exact  # both runs go on with the same number
-        self._note_shadows(func, tensors_in(out), tensors_in(exact))
-        self._note(func, name, inputs, out, wide_inputs, merged_input)
+            return exact  # so that a branch on this number is the same in both runs
+        self._set_shadows(func, tensors_in(out), tensors_in(exact))
+        self._add_record(func, name, inputs, out, wide_inputs, merged_input)
         return out
 
-    def _merged_input(self, inputs: tuple) -> Merged | None:
-        """The first input of an op in which 16 bits make different values equal."""
+    def _merged_input(self, inputs: tuple) -> MergedValues | None:
+        """The merged values of the first input of an op that has any; else None."""
         for tensor in tensors_in(inputs):
             if tensor.dtype not in LOWER_DTYPES:
                 continue
-            found = merged(tensor, self._shadow(tensor))
-            if found is not None:
-                return found
+            merged = find_merged_values(tensor, self._shadow_of(tensor))
+            if merged is not None:
+                return merged
         return None
 
-    def _note_shadows(self, func: Any, outs: list[Tensor], exact: list[Tensor]) -> None:
-        """Note what an op returned in fp64 as the shadows of what it really returned."""
-        if len(exact) not in (1, len(outs)):  # it is not known which is which
+    def _set_shadows(self, func: Any, outs: list[Tensor], exact: list[Tensor]) -> None:
+        """Make `exact`, the results of an op in fp64, the shadows of its real results `outs`.
+
+        A result without a match in `exact` starts anew: its shadow is a copy of itself in fp64.
+        """
+        if len(exact) not in (1, len(outs)):  # unclear which result belongs to which
             exact = []
         for tensor, shadow in itertools.zip_longest(outs, exact[: len(outs)]):
-            self._coarsest = max(self._coarsest, rounding.unit_roundoff(tensor.dtype))
+            roundoff = rounding.unit_roundoff(tensor.dtype)
+            self._largest_roundoff = max(self._largest_roundoff, roundoff)
             if shadow is None or shadow.shape != tensor.shape:
-                shadow = rounding.widened(tensor)
-                if tensor is outs[0]:  # of others, as a kernel's logsumexp, nothing comes
-                    self._noise = max(self._noise, 64 * self._coarsest)  # all that was rounded
-            self._cast_shadow(func, tensor, shadow)
+                shadow = rounding.widen(tensor)
+                # The copy keeps all rounding so far. Results after the first, such as the logsumexp
+                # of attention, do not matter, since no other op uses them.
+                if tensor is outs[0]:
+                    self._noise = max(self._noise, 64 * self._largest_roundoff)
+            self._set_shadow(func, tensor, shadow)
 
-    def _cast_shadow(self, func: Any, tensor: Tensor, shadow: Tensor) -> None:
-        """Note the shadow of a result, or write it into the one of an argument that was written.
+    def _set_shadow(self, func: Any, tensor: Tensor, shadow: Tensor) -> None:
+        """Set the shadow of one result; after an in-place op, write into the shadow that exists.
 
-        Integers and bools are decisions: the run is made to take those that fp64 takes, so that a
-        tie that rounding breaks sends two runs the same way.
+        Results that are integers or bools, such as an argmax, are set to those of fp64. Rounding
+        could break a tie otherwise in each run, and the runs would then take different branches.
         """
         computes = not computes_nothing(func)
         if tensor in self._shadows:
             shadow = self._shadows[tensor].copy_(shadow)
         elif computes and _is_real(tensor):
-            shadow = rounding.laid_out_as(tensor, shadow)
+            shadow = rounding.with_strides_of(tensor, shadow)
         if computes and not _is_real(tensor):
             tensor.copy_(shadow)
         self._shadows[tensor] = shadow
 
-    def _compute(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
-        """What an op returns, what it returns of the shadows, and, but for a view, its inputs."""
-        if not tensors_in((args, kwargs)):  # arange, full: as they would be in fp64
+    def _run_with_shadows(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        """Run an op: return its result, its result on the shadows, and copies of its inputs.
+
+        The copies are in fp64, for `rounding.effective_roundoff`; None for a view.
+        """
+        if not tensors_in((args, kwargs)):  # such as arange or full, which can be made in fp64
             out = func(*args, **kwargs)
             if _is_real(out):
                 kwargs = kwargs | {"dtype": torch.float64}
-            return out, rounding.in_doubles(func, args, kwargs), (args, kwargs)
-        # All before the op itself, which may write into its arguments.
+            return out, rounding.run_in_fp64(func, args, kwargs), (args, kwargs)
+        # The op itself runs last, since it may write into its arguments.
         wide_inputs = None
         if not computes_nothing(func):
-            wide_inputs = rounding.wide_inputs(name, args, kwargs)
-        shadows = tree_map_only(Tensor, self._shadow, (args, kwargs))
-        exact = rounding.in_doubles(func, *shadows)
+            wide_inputs = rounding.widen_inputs(name, args, kwargs)
+        shadows = tree_map_only(Tensor, self._shadow_of, (args, kwargs))
+        exact = rounding.run_in_fp64(func, *shadows)
         out = func(*args, **kwargs)
         return out, exact, wide_inputs
 
-    def _draw(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
-        """The same for an op that draws random numbers: the same ones in each run, unrounded."""
+    def _run_random_op(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        """The same for an op that draws random numbers; its result is its own shadow.
+
+        The seed depends on the module, the op and the count of its calls, so that both runs draw
+        the same numbers. Dropout has the same mask in fp64.
+        """
         place = self._place
-        self._draws[place, name] += 1
-        key = (place, name, self._draws[place, name])
+        self._random_op_calls[place, name] += 1
+        key = (place, name, self._random_op_calls[place, name])
         torch.manual_seed(zlib.crc32(repr(key).encode()))
         out = func(*args, **kwargs)
         if name != "native_dropout":
-            exact = [rounding.widened(tensor) for tensor in tensors_in(out)]
+            exact = [rounding.widen(tensor) for tensor in tensors_in(out)]
             return out, exact, None
         inputs, probability, is_training = args
         mask = out[1]
         scale = _dropout_scale(probability, is_training)
-        exact = self._shadow(inputs) * mask.to(torch.float64) * scale
+        exact = self._shadow_of(inputs) * mask.to(torch.float64) * scale
         return out, (exact, mask), None
 
-    def _shadow(self, tensor: Tensor) -> Tensor:
-        """The fp64 counterpart of an argument."""
+    def _shadow_of(self, tensor: Tensor) -> Tensor:
+        """The shadow of an argument, which is made now if no op of the run computed it."""
         if tensor not in self._shadows:
-            self._shadows[tensor] = self._leaf(tensor)
+            self._shadows[tensor] = self._new_shadow(tensor)
         return self._shadows[tensor]
 
-    def _leaf(self, tensor: Tensor) -> Tensor:
-        """The shadow of what no op made: of a parameter, a buffer, an input, a constant.
+    def _new_shadow(self, tensor: Tensor) -> Tensor:
+        """Make the shadow of a parameter, a buffer, an input or a constant.
 
-        Where the other run has the same in a wider or a narrower format, both take the other's: the
-        formats of weights and inputs are no difference in what is computed.
+        If the other run has the same values in another format, they are copied instead, so that the
+        formats of weights and inputs do not count as a difference.
         """
         name = self._by_storage.get(storage_key(tensor))
         if name is None:
@@ -328,11 +308,11 @@ class _Recorder(TorchDispatchMode):
         if tensor.is_floating_point():
             for candidate in self._counterparts(name):
                 if candidate.dtype != tensor.dtype and same_values(candidate, tensor):
-                    return rounding.widened(candidate).to(tensor.device)
-        return rounding.widened(tensor)
+                    return rounding.widen(candidate).to(tensor.device)
+        return rounding.widen(tensor)
 
     def _counterparts(self, name: str | None) -> list[Tensor]:
-        """What the other run may have in the place of a tensor: that of its name, or any."""
+        """Tensors of the other run that may have the same values: of that name, or all unnamed."""
         if self._other is None:
             return []
         if name is not None and name in self._other.leaves:
@@ -342,7 +322,7 @@ class _Recorder(TorchDispatchMode):
     # Errors
 
     def raised(self, error: Exception) -> RunRaised:
-        """What to say of an error that ended the run."""
+        """The error to raise for an error that ended the run."""
         failure = self._failure
         if failure is None or failure.error is not error:
             failure = failure_above_ops(error, self._names)
@@ -351,57 +331,58 @@ class _Recorder(TorchDispatchMode):
         has_low_weights = any(tensor.dtype in LOWER_DTYPES for tensor in leaves)
         return RunRaised(self.log.name, failure, device_type, has_low_weights)
 
-    def _failure_of(self, error: Exception, func: Any, inputs: tuple) -> Failure:
+    def _describe_failure(self, error: Exception, func: Any, inputs: tuple) -> Failure:
+        """Describe an error that an op raised."""
         place = self._place
         operands = []
         for tensor in tensors_in(inputs):
             if tensor.is_floating_point():
-                operands.append(Operand(tensor.dtype, self._source(tensor)))
+                operands.append(Operand(tensor.dtype, self._describe_source(tensor)))
         return Failure(error, _op_name(func), place.module, place.module_type, tuple(operands))
 
-    def _source(self, tensor: Tensor) -> Source:
-        """What an operand came from, in words."""
+    def _describe_source(self, tensor: Tensor) -> Source:
+        """Describe the origin of an op's argument: "parameter head.weight", "input 0", or an op."""
         key = storage_key(tensor)
         if key in self._by_storage:
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             return Source(Kind.OWN, f"{kind} {self._by_storage[key]}")
         if key in self._inputs:
             return Source(Kind.INPUT, self._inputs[key])
-        producers = self._producers(tensor)
+        producers = self._producers_of(tensor)
         if not producers:
             return Source(Kind.COMPUTED, "a tensor that the model makes")
         place = producers[-1].place
-        op = located(producers[-1].op, place.module, place.module_type)
+        op = location_text(producers[-1].op, place.module, place.module_type)
         return Source(Kind.COMPUTED, f"the output of {op}")
 
     # Records
 
-    def _producers(self, structure: Any) -> tuple[OpRecord, ...]:
-        """The records that the tensors in a structure came from."""
-        found: list[OpRecord] = []
+    def _producers_of(self, structure: Any) -> tuple[OpRecord, ...]:
+        """The ops that computed the tensors in a structure, each once."""
+        producers: list[OpRecord] = []
         for tensor in tensors_in(structure):
             storage, records = self._writers.get(storage_key(tensor), (None, ()))
             if storage is not None and not storage.expired():
-                found += records
-        return tuple(dict.fromkeys(found))
+                producers += records
+        return tuple(dict.fromkeys(producers))
 
-    def _note(
+    def _add_record(
         self,
         func: Any,
         name: str,
         inputs: tuple,
         out: Any,
         wide_inputs: tuple | None,
-        merged_input: Merged | None,
+        merged_input: MergedValues | None,
     ) -> None:
-        """Keep a record of an op that computed something, and what wrote into which memory."""
+        """Record an op unless it only makes a view, and note that it wrote into its outputs."""
         outs = tensors_in(out)
-        producers = self._producers(inputs)
+        producers = self._producers_of(inputs)
         if outs and _is_real(outs[0]) and not computes_nothing(func):
             roundoff = 0.0
             if wide_inputs:
                 roundoff = rounding.effective_roundoff(func, wide_inputs, outs[0])
-            record = self._record(name, inputs, outs[0], roundoff, producers)
+            record = self._make_record(name, inputs, outs[0], roundoff, producers)
             record.merged = merged_input
             self.log.records.append(record)
             producers = (record,)
@@ -410,10 +391,10 @@ class _Recorder(TorchDispatchMode):
         for tensor in outs:
             key = storage_key(tensor)
             if key is not None:
-                # The weak reference keeps the address from being used again for another storage.
+                # The key is an address. The weak reference keeps it from being reused.
                 self._writers[key] = (StorageWeakRef(tensor.untyped_storage()), producers)
 
-    def _record(
+    def _make_record(
         self,
         name: str,
         inputs: tuple,
@@ -421,8 +402,9 @@ class _Recorder(TorchDispatchMode):
         roundoff: float,
         producers: tuple,
     ) -> OpRecord:
-        exact = self._shadow(result)
-        values, _ = rounding.unmasked(exact, exact)
+        """The record of an op, whose first result is `result`."""
+        exact = self._shadow_of(result)
+        values, _ = rounding.without_masks(exact, exact)
         leaves = [self._by_storage.get(storage_key(tensor)) for tensor in tensors_in(inputs)]
         settings = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, _SETTINGS)]
         return OpRecord(
@@ -434,7 +416,7 @@ class _Recorder(TorchDispatchMode):
             exact=exact.clone(),
             noise=self._noise,
             total=float(values.sum()),
-            size=rounding.rms(values),
+            rms=rounding.rms(values),
             error=rounding.relative_error(result, exact),
             nonfinite=rounding.nonfinite(result, exact),
             roundoff=roundoff,
@@ -446,7 +428,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def same_values(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether one tensor is the other, or the other rounded."""
+    """Whether two tensors are equal, or one is the other rounded to its dtype."""
     if one is None or other is None:
         return False
     if one.shape != other.shape or _is_real(one) != _is_real(other):
@@ -459,20 +441,20 @@ def same_values(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _op_name(func: Any) -> str:
-    """The op's name without namespace and overload."""
+    """The op's name without namespace and overload: ``addmm`` for ``aten::addmm``."""
     return func._schema.name.rpartition("::")[2]
 
 
 def _dropout_scale(probability: float, is_training: bool | None) -> float:
-    """What dropout multiplies the values by that it keeps."""
-    kept = 1 - probability
-    if is_training is not False and kept:
-        return 1 / kept
-    return float(kept != 0)
+    """The factor by which dropout multiplies the values that it keeps: 1/(1 - p) in training."""
+    keep_probability = 1 - probability
+    if is_training is not False and keep_probability:
+        return 1 / keep_probability
+    return float(keep_probability != 0)
 
 
-def _batch(structure: Any) -> int | None:
-    """The first size of the first tensor that has one."""
+def _batch_size(structure: Any) -> int | None:
+    """The first size of the first tensor in a structure that has dimensions; None without one."""
     for tensor in tensors_in(structure):
         if tensor.dim():
             return len(tensor)
