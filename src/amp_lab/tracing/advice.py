@@ -1,6 +1,8 @@
-"""What an X-ray advises to look at: softmax and norms in a low dtype, casts, small layers, …
+"""The remarks of an X-ray: softmax and norms in 16 bits, casts, sizes that waste tiles, …
 
-A rule is a function that yields lines: to add one, write it and add it to `RULES`, at the end.
+A rule is a function that takes the trace and yields sentences; it yields none if it does not apply.
+To add one, write it and append it to `RULES`.
+"Low" means fp16 or bf16; "wide" any other dtype.
 """
 
 import math
@@ -19,8 +21,8 @@ from amp_lab.tracing.records import LOSS, Cast, OpRecord, is_of_loss, place_of, 
 from amp_lab.tracing.running_module import Outputs
 from amp_lab.tracing.tracer import NORMS, Tracer
 
-LARGE = 0.05  # of all work, or of all bytes written: an op of this share is large
-_TINY = 0.01  # of all work: what does less is not worth a line
+LARGE_SHARE = 0.05  # of all work or of all bytes written: an op with this share is large
+_SMALL_SHARE = 0.01  # of all work: ops with a smaller share are not reported
 
 _SOFTMAX = {"_softmax", "_log_softmax", "_safe_softmax"}
 
@@ -67,7 +69,8 @@ _OTHER_HALF = remedy(
     "Autocast casts weights in {own} to {low}, {loss}: give autocast dtype=torch.{dtype}, or keep "
     "the weights in fp32, model.float().",
 )
-_LOST_IN = {
+# What autocast loses when it casts weights from the other 16-bit format to this one.
+_LOSS_OF_CAST = {
     torch.float16: "which makes those above 65504 inf and small ones 0",
     torch.bfloat16: "which leaves them 8 bits",
 }
@@ -91,9 +94,10 @@ _MIXED_OP = remedy(
 
 
 def advise(trace: Tracer, raised: str | None) -> list[str]:
-    """Sentences on what autocast did to a model; `raised` is what it made fail.
+    """Return the remarks on a trace as sentences.
 
-    Without autocast there is little to look at: a loss in the dtype that the model is cast to.
+    `raised` describes an error that only occurs under autocast. Without autocast only two rules
+    apply, such as that of a loss in the dtype to which the model is cast.
     """
     lines = []
     if raised is not None:
@@ -105,7 +109,7 @@ def advise(trace: Tracer, raised: str | None) -> list[str]:
 
 
 def _verdict(trace: Tracer) -> Iterator[str]:
-    """What autocast brings, as far as that is known without timing: the work, and the bytes."""
+    """Summarize what autocast saves: the share of work in 16 bits, and the bytes written."""
     if trace.error is not None or not trace.rows:
         return
     yield f"{_share_of_work(trace)}{_change_in_bytes(trace)}."
@@ -120,7 +124,10 @@ def _share_of_work(trace: Tracer) -> str:
 
 
 def _change_in_bytes(trace: Tracer) -> str:
-    """How much less the forward pass writes than in fp32; empty if it writes as much."""
+    """Compare the bytes that the forward pass writes with fp32; "" if there is no difference.
+
+    The text continues a sentence.
+    """
     saved = sum(map(_saved_bytes, trace.rows))
     casts = sum(cast.nbytes for cast in trace.casts)
     if saved > casts:
@@ -139,21 +146,21 @@ def _change_in_bytes(trace: Tracer) -> str:
 
 
 def _saved_bytes(row: OpRecord) -> int:
-    """How much less an op writes than in fp32, where each low result takes two bytes more."""
+    """How many bytes less an op writes than in fp32: two for each value in 16 bits."""
     results = zip(row.out_shapes, row.out_dtypes, strict=True)
     return sum(2 * math.prod(shape) for shape, dtype in results if dtype in LOWER_DTYPES)
 
 
-def _refused_by_this_cpu(trace: Tracer) -> Iterator[str]:
-    """An LSTM that torch cannot run on the CPU at hand, which fake tensors do not show."""
+def _lstm_that_fails_on_this_cpu(trace: Tracer) -> Iterator[str]:
+    """LSTMs for which this CPU has no kernel in 16 bits; fake tensors do not show that."""
     if trace.device_type != "cpu":
         return
     facts = []
     for row in trace.rows:
         if row.op == "lstm" and _is_low(row) and not _is_projected(row):
-            # torch chooses the kernel by the input as the model gives it, before autocast casts.
+            # torch chooses the kernel by the dtype of the input before autocast casts it.
             facts.append((row, (row.dtype, row.given_dtype)))
-    for subject, _, (dtype, given_dtype) in _group_rows(facts):
+    for subject, _, (dtype, given_dtype) in _group_by_fact(facts):
         error = lstm_error(dtype, with_gradients=True, input_dtype=given_dtype)
         if error is None:
             continue
@@ -166,11 +173,14 @@ def _refused_by_this_cpu(trace: Tracer) -> Iterator[str]:
 def _is_projected(row: OpRecord) -> bool:
     """Whether an LSTM has projections (`proj_size`), which torch runs without oneDNN."""
     weights = [shape for shape in row.in_shapes if len(shape) == 2]
+    # Without them all weights (4 x hidden, …) have the same number of rows.
     return len({shape[0] for shape in weights}) > 1
 
 
 def _loss_in_low_precision(trace: Tracer) -> Iterator[str]:
+    """Ops of the loss that run in 16 bits, in the loss function or inside the model."""
     loss_rows = [row for row in trace.rows if is_of_loss(row)]
+    # The same function may run ops in both precisions: log_softmax in bf16, then nll_loss in fp32.
     in_fp32_too = {(row.module, row.called) for row in loss_rows if not _is_low(row)}
     facts = []
     for row in filter(_is_low, loss_rows):
@@ -178,9 +188,9 @@ def _loss_in_low_precision(trace: Tracer) -> Iterator[str]:
         if (row.module, row.called) in in_fp32_too:
             what = f"runs in {short_name(row.dtype)}, and the fp32 loss is computed from that"
         is_outside = row.module == LOSS
-        place = None if is_outside else _logits_among(trace.outputs, row)
+        place = None if is_outside else _place_of_logits(trace.outputs, row)
         facts.append((row, (row.op.strip("_"), what, is_outside, place)))
-    for subject, _, (op, what, is_outside, place) in _group_rows(facts):
+    for subject, _, (op, what, is_outside, place) in _group_by_fact(facts):
         if is_outside:
             yield _LOSS_IN_LOW_PRECISION.said(where=subject, op=op, what=what)
         elif place is None:
@@ -190,8 +200,11 @@ def _loss_in_low_precision(trace: Tracer) -> Iterator[str]:
             yield _LOSS_IN_THE_MODEL.said(where=subject, op=op, what=what, place=quoted)
 
 
-def _logits_among(outputs: Outputs, row: OpRecord) -> str | None:
-    """The place of the output that an op of a loss was computed from, as far as sizes tell."""
+def _place_of_logits(outputs: Outputs, row: OpRecord) -> str | None:
+    """Where in the model's output the logits of a loss are, such as "logits", judged by sizes.
+
+    "" if the output is the logits themselves; None if no output fits.
+    """
     loss_shape = row.in_shapes[0]
     candidates = []
     for place, (dtype, shape) in outputs.items():
@@ -203,32 +216,35 @@ def _logits_among(outputs: Outputs, row: OpRecord) -> str | None:
     return next(iter(candidates), None)
 
 
-def _work_left_wide(trace: Tracer) -> Iterator[str]:
+def _work_not_in_low_precision(trace: Tracer) -> Iterator[str]:
+    """Matmuls and convolutions that autocast leaves in a wide dtype, and the reason."""
     facts = []
     for row in trace.rows:
         if row.flops and not _is_low(row):
-            facts.append((row, (row.dtype, _reason_to_stay_wide(row, trace))))
-    for subject, rows, (dtype, reason) in _group_rows(facts):
+            facts.append((row, (row.dtype, _why_not_low(row, trace))))
+    for subject, rows, (dtype, reason) in _group_by_fact(facts):
         share = work_of(rows) / work_of(trace.rows)
-        untouched = _is_untouched(rows, trace.rows)
-        least_share = _TINY if untouched else LARGE
+        is_untouched = _autocast_does_nothing_near(rows, trace.rows)
+        # A whole module that autocast misses is likely a mistake, so a small share is reported too.
+        least_share = _SMALL_SHARE if is_untouched else LARGE_SHARE
         if share < least_share:
             continue
-        what = " autocast leaves it untouched," if untouched else ""
-        kept = short_name(dtype) if dtype else "complex numbers or integers"
-        stays = f"{100 * share:.1f} % of the work stays in {kept}"
-        yield f"{subject}:{what} {stays}, because {reason}."
+        untouched = " autocast leaves it untouched," if is_untouched else ""
+        dtype_text = short_name(dtype) if dtype else "complex numbers or integers"
+        stays = f"{100 * share:.1f} % of the work stays in {dtype_text}"
+        yield f"{subject}:{untouched} {stays}, because {reason}."
 
 
-def _large_op_in_fp32(trace: Tracer) -> Iterator[str]:
+def _large_ops_in_fp32(trace: Tracer) -> Iterator[str]:
+    """Ops besides matmuls that autocast runs in fp32, and that write many bytes."""
     written = sum(row.nbytes for row in trace.rows)
     facts = []
     for row in trace.rows:
         if row.widened and row.dtype is torch.float32 and not row.flops:
             facts.append((row, None))
-    for subject, rows, _ in _group_rows(facts):
+    for subject, rows, _ in _group_by_fact(facts):
         size = sum(row.nbytes for row in rows)
-        if size < LARGE * written:
+        if size < LARGE_SHARE * written:
             continue
         yield (
             f"{subject} stays in fp32, because autocast on {trace.device_type} runs it so: it "
@@ -237,6 +253,7 @@ def _large_op_in_fp32(trace: Tracer) -> Iterator[str]:
 
 
 def _rounded_softmax_and_norms(trace: Tracer) -> Iterator[str]:
+    """Softmax and norms that round their input and output to 16 bits."""
     facts = []
     for row in trace.rows:
         if row.op not in _SOFTMAX | NORMS or not _is_low(row):
@@ -246,28 +263,31 @@ def _rounded_softmax_and_norms(trace: Tracer) -> Iterator[str]:
         # On CUDA a softmax may take low precision and return fp32, which rounds nothing.
         if all(dtype in LOWER_DTYPES for dtype in row.out_dtypes):
             facts.append((row, row.dtype))
-    for subject, _, dtype in _group_rows(facts):
+    for subject, _, dtype in _group_by_fact(facts):
         runs = f"{subject} runs in {short_name(dtype)} on {trace.device_type}"
         yield f"{runs}: its input and its output are rounded to it."
 
 
-def _cast_there_and_back(trace: Tracer) -> Iterator[str]:
+def _casts_to_fp32_and_back(trace: Tracer) -> Iterator[str]:
+    """Ops between two casts: to fp32 for the op, and back to 16 bits for the next function."""
     low = short_name(trace.dtype)
-    for subject, _, wanted_by in _group_rows(trace.bounces):
+    for subject, _, next_function in _group_by_fact(trace.bounces):
         yield (
             f"{subject}: autocast takes its input from {low} to fp32, and its output back to {low} "
-            f"for {wanted_by}."
+            f"for {next_function}."
         )
 
 
-def _sizes_of_no_whole_tile(trace: Tracer) -> Iterator[str]:
+def _sizes_that_do_not_fill_tiles(trace: Tracer) -> Iterator[str]:
+    """Matmuls and convolutions in 16 bits with sizes that are not multiples of 8."""
     work = work_of(trace.rows)
-    large = [row for row in trace.rows if row.flops > _TINY * work and _is_low(row)]
-    rows = sorted(filter(_odd_sizes, large), key=lambda row: -row.flops)
+    large = [row for row in trace.rows if row.flops > _SMALL_SHARE * work and _is_low(row)]
+    rows = list(filter(_sizes_not_multiples_of_8, large))
+    rows.sort(key=lambda row: row.flops, reverse=True)
     if not rows or backend(trace.device_type).is_host:
         return
-    facts = [(row, _odd_sizes(row)) for row in rows]
-    texts = [f"{subject}: {sizes}" for subject, _, sizes in _group_rows(facts)]
+    facts = [(row, _sizes_not_multiples_of_8(row)) for row in rows]
+    texts = [f"{subject}: {sizes}" for subject, _, sizes in _group_by_fact(facts)]
     shown = texts[:3]
     more = ""
     if len(texts) > 3:
@@ -280,11 +300,13 @@ def _sizes_of_no_whole_tile(trace: Tracer) -> Iterator[str]:
     yield f"{why} {share} % of the work: {'; '.join(shown)}{more}.{advice}"
 
 
-def _parameters_cast_anew(trace: Tracer) -> Iterator[str]:
+def _parameters_cast_at_each_use(trace: Tracer) -> Iterator[str]:
+    """Parameters that autocast casts several times, because it does not cache the cast."""
     uses: Counter[tuple[str, torch.dtype]] = Counter()
     for cast in trace.casts:
         if cast.is_of_parameter and not cast.cached:
             uses[cast.what, cast.to_dtype] += 1
+    # `cast.what` is "parameter head.weight".
     repeated = [what.removeprefix("parameter ") for (what, _), n in uses.items() if n > 1]
     if repeated:
         yield (
@@ -297,28 +319,31 @@ def _weight_casts(trace: Tracer) -> list[Cast]:
     return [cast for cast in trace.casts if cast.is_of_parameter]
 
 
-def _frozen(trace: Tracer) -> Iterator[str]:
+def _frozen_model(trace: Tracer) -> Iterator[str]:
+    """A model without trainable parameters, whose weights autocast casts at each use."""
     casts = _weight_casts(trace)
     if trace.is_frozen and casts:
         size = bytes_text(sum(cast.nbytes for cast in casts))
         yield _FROZEN.said(size=size, dtype=dtype_name(trace.dtype))
 
 
-def _other_half(trace: Tracer) -> Iterator[str]:
+def _weights_in_the_other_16_bit_format(trace: Tracer) -> Iterator[str]:
+    """Weights in bf16 that autocast casts to fp16, or the other way round."""
     if trace.dtype not in LOWER_DTYPES:
         return
     weight_dtypes = {cast.from_dtype for cast in _weight_casts(trace)}
     other_dtypes = weight_dtypes & set(LOWER_DTYPES) - {trace.dtype}
-    for dtype in other_dtypes:  # one at most, of the two
+    for dtype in other_dtypes:  # at most one
         yield _OTHER_HALF.said(
             own=short_name(dtype),
             low=short_name(trace.dtype),
-            loss=_LOST_IN[trace.dtype],
+            loss=_LOSS_OF_CAST[trace.dtype],
             dtype=dtype_name(dtype),
         )
 
 
-def _integers(trace: Tracer) -> Iterator[str]:
+def _casts_of_integers(trace: Tracer) -> Iterator[str]:
+    """Functions for which autocast casts whole numbers, such as positions, to 16 bits."""
     if trace.dtype not in LOWER_DTYPES:
         return
     modules_by_function: dict[str, list[str]] = defaultdict(list)
@@ -331,14 +356,15 @@ def _integers(trace: Tracer) -> Iterator[str]:
     for called, modules in modules_by_function.items():
         yield _INTEGERS.said(
             called=called,
-            where=_places(modules),
+            where=_modules_text(modules),
             low=short_name(trace.dtype),
             most=largest_whole_number(trace.dtype),
             device=trace.device_type,
         )
 
 
-def _mixed_op(trace: Tracer) -> Iterator[str]:
+def _ops_with_mixed_dtypes(trace: Tracer) -> Iterator[str]:
+    """Custom ops that get tensors in fp32 and in 16 bits, since autocast has no rule for them."""
     dtype = dtype_name(trace.dtype)
     for call, modules in trace.mixed.items():
         mixed = []
@@ -349,7 +375,7 @@ def _mixed_op(trace: Tracer) -> Iterator[str]:
                 casts += [f"{name}.to(torch.{dtype})" for name in names]
         yield _MIXED_OP.said(
             op=call.op,
-            where=_places(modules),
+            where=_modules_text(modules),
             mixed=" and ".join(mixed),
             casts=", ".join(casts),
             device=trace.device_type,
@@ -357,11 +383,11 @@ def _mixed_op(trace: Tracer) -> Iterator[str]:
         )
 
 
-def _places(modules: Iterable[str]) -> str:
+def _modules_text(modules: Iterable[str]) -> str:
     return listed([place_of(module) for module in modules], 3)
 
 
-def _without_gradient(trace: Tracer) -> Iterator[str]:
+def _no_gradient(trace: Tracer) -> Iterator[str]:
     if trace.without_gradient:
         yield f"The model cannot be trained: {trace.without_gradient}."
 
@@ -372,22 +398,21 @@ def _backward_not_followed(trace: Tracer) -> Iterator[str]:
         yield f"Only the forward pass was followed: {reason}. Mixed dtypes there raise in training."
 
 
-# Each yields sentences, or none if it has nothing to say.
 RULES: tuple[Callable[[Tracer], Iterator[str]], ...] = (
     _verdict,
-    _refused_by_this_cpu,
+    _lstm_that_fails_on_this_cpu,
     _loss_in_low_precision,
-    _work_left_wide,
-    _large_op_in_fp32,
+    _work_not_in_low_precision,
+    _large_ops_in_fp32,
     _rounded_softmax_and_norms,
-    _cast_there_and_back,
-    _sizes_of_no_whole_tile,
-    _parameters_cast_anew,
-    _frozen,
-    _other_half,
-    _integers,
-    _mixed_op,
-    _without_gradient,
+    _casts_to_fp32_and_back,
+    _sizes_that_do_not_fill_tiles,
+    _parameters_cast_at_each_use,
+    _frozen_model,
+    _weights_in_the_other_16_bit_format,
+    _casts_of_integers,
+    _ops_with_mixed_dtypes,
+    _no_gradient,
     _backward_not_followed,
 )
 _WITHOUT_AUTOCAST = (_loss_in_low_precision, _backward_not_followed)
@@ -397,8 +422,14 @@ def _is_low(row: OpRecord) -> bool:
     return row.dtype in LOWER_DTYPES
 
 
-def _group_rows(pairs: Iterable[tuple[OpRecord, Any]]) -> Iterator[tuple[str, list[OpRecord], Any]]:
-    """Rows of one function and alike in a fact: ``linear in 'a', 'b'``, the rows, the fact."""
+def _group_by_fact(
+    pairs: Iterable[tuple[OpRecord, Any]],
+) -> Iterator[tuple[str, list[OpRecord], Any]]:
+    """Group rows with the same function and the same fact, in the order of the first of each.
+
+    Yields the subject of a sentence, such as ``linear in 'a', 'b'``, the rows, and the fact. A fact
+    is any value that can be hashed.
+    """
     groups: dict[tuple[str, Any], list[OpRecord]] = defaultdict(list)
     for row, fact in pairs:
         groups[row.called, fact].append(row)
@@ -406,7 +437,8 @@ def _group_rows(pairs: Iterable[tuple[OpRecord, Any]]) -> Iterator[tuple[str, li
         yield f"{called} in {places_of(rows)}", rows, fact
 
 
-def _reason_to_stay_wide(row: OpRecord, trace: Tracer) -> str:
+def _why_not_low(row: OpRecord, trace: Tracer) -> str:
+    """Say why autocast did not run an op in 16 bits; the text follows "because"."""
     device_type = trace.device_type
     if row.op in backend(device_type).rnns_without_rule:
         return f"autocast on {device_type} has no rule for the layer"
@@ -416,13 +448,14 @@ def _reason_to_stay_wide(row: OpRecord, trace: Tracer) -> str:
         return "autocast leaves fp64 alone"
     if row.dtype is None:
         return "autocast leaves alone what is no floating-point number"
+    # "addmm_" is in place, "__matmul__" is not.
     if row.called.endswith("_") and not row.called.endswith("__"):
         return "autocast does not cast for in-place ops"
     return _NO_RULE.said(device=device_type, dtype=dtype_name(trace.dtype))
 
 
-def _is_untouched(wide_rows: list[OpRecord], rows: list[OpRecord]) -> bool:
-    """Whether nothing in the modules of the ops that stay wide is in low precision."""
+def _autocast_does_nothing_near(wide_rows: list[OpRecord], rows: list[OpRecord]) -> bool:
+    """Whether no op in the modules of the wide ops gets or returns 16 bits."""
     modules = {row.module for row in wide_rows} - {"", LOSS}
     dtypes: set[torch.dtype] = set()
     for row in rows:
@@ -431,8 +464,8 @@ def _is_untouched(wide_rows: list[OpRecord], rows: list[OpRecord]) -> bool:
     return bool(modules) and dtypes.isdisjoint(LOWER_DTYPES)
 
 
-def _odd_sizes(row: OpRecord) -> str:
-    """The sizes of a product that are no multiples of 8."""
+def _sizes_not_multiples_of_8(row: OpRecord) -> str:
+    """The sizes of a matmul or convolution that are not multiples of 8: "10 output features"."""
     sizes = {}
     if row.op == "convolution":
         image, weight = row.in_shapes[:2]  # (N, C, …), (output channels, C per group, …)
@@ -442,7 +475,7 @@ def _odd_sizes(row: OpRecord) -> str:
     elif row.op in ("mm", "addmm"):
         left, right = row.in_shapes[-2:]  # (rows, inner), (inner, columns)
         sizes = {"input features": right[0], "output features": right[1]}
-        if left[0] > 8:
+        if left[0] > 8:  # with fewer rows it is the batch that is small
             sizes["rows"] = left[0]
     elif row.op in ("bmm", "baddbmm"):
         left, right = row.in_shapes[-2:]  # with a batch in front
