@@ -1,4 +1,7 @@
-"""Trace a model whose course depends on values: with the decisions of a real run, or refuse it."""
+"""Trace a model whose branches depend on values, with the decisions of a real run on the CPU.
+
+If that is impossible, the trace is refused, with a remedy that has been tried.
+"""
 
 import dataclasses
 import sys
@@ -22,7 +25,7 @@ from amp_lab.tracing.decisions import (
 from amp_lab.tracing.fake_device import FOR_REAL, attribute_set, remedy_for
 from amp_lab.tracing.real_run import ModelCall, decisions_of
 
-_VALUES = remedy(
+_BUILD_ON_CPU = remedy(
     "trace.values",
     "the course of a model on meta, or of inputs there, depends on values",
     "build the model and its inputs on the CPU, where they have values",
@@ -44,11 +47,12 @@ Trace = Callable[[ModelCall, Decisions | None], _Result]
 def answered(
     trace: Trace[_Result], call: ModelCall, verb: str, for_real: Callable[[], object] | None = None
 ) -> _Result:
-    """What `trace` returns; with the decisions of a run on the CPU if it asks for values.
+    """Return the result of `trace`; if it needs values, run the model on the CPU to get them.
 
-    `verb` is what the trace does to a model, in a sentence. `for_real` runs the model for real on
-    the CPU. Raises `TraceError` for what the run on the CPU cannot answer, and for a model that
-    reads the memory of a tensor, with a remedy that was tried here.
+    `verb` names in messages what the trace does to a model, such as "forecast". `for_real`, if
+    given, runs the model on the CPU instead of the trace. It is one of the remedies to try.
+    Raises `TraceError` if the run on the CPU does not have the values, or if the model reads the
+    memory of a tensor. The message names the first remedy that works on this model.
     """
     try:
         return _with_decisions(trace, call, verb, for_real)
@@ -60,35 +64,38 @@ def answered(
 def _with_decisions(
     trace: Trace[_Result], call: ModelCall, verb: str, for_real: Callable[[], object] | None
 ) -> _Result:
+    """Trace the model without decisions; if it needs values, with those of a run on the CPU."""
     try:
         return trace(call, None)
     except ValuesNeeded as error:
         refused = error
-    untagged: frozenset[OpOverload] = frozenset()
-    while refused.op not in untagged:
-        untagged |= {refused.op}
+    unmarked: frozenset[OpOverload] = frozenset()
+    # Each trace may stop at a further op that depends on values and that torch does not mark. The
+    # run on the CPU is repeated with it, until the trace ends or the same op stops it again.
+    while refused.op not in unmarked:
+        unmarked |= {refused.op}
         try:
-            decisions = decisions_of(call, untagged)
-            with _masks_are_read():
+            decisions = decisions_of(call, unmarked)
+            with _transformers_reads_masks():
                 return trace(call, decisions)
-        except ValuesNeeded as error:  # from another op that torch does not mark either
+        except ValuesNeeded as error:
             refused = error
         except NotAnswered as error:
             run_for_real = for_real if isinstance(error, OtherCourse) else None
             advice = _remedy(_attempts(trace, call, run_for_real), refused, call.model, verb)
             if isinstance(error, NoValues):
-                advice = f"{_VALUES.text}; or {advice}"
+                advice = f"{_BUILD_ON_CPU.text}; or {advice}"
             raise type(error)(f"{refused}, and {error}: {advice}") from error
     advice = _remedy(_attempts(trace, call, for_real), refused, call.model, verb)
     raise TraceError(f"{refused}, which fake tensors have not: {advice}") from refused
 
 
 @contextmanager
-def _masks_are_read() -> Iterator[None]:
-    """The block in which transformers reads the values of a fake mask, as it does of a real one.
+def _transformers_reads_masks() -> Iterator[None]:
+    """The block in which transformers reads the values of a fake mask, as of a real one.
 
-    A mask of ones is left out there. Of fake tensors its `is_tracing` says that they have no
-    values, so that the trace would not ask what the real run was asked.
+    transformers drops an attention mask if all its values are 1, but never looks at fake tensors.
+    The real run takes that decision, so the trace has to ask for it too.
     """
     owner = sys.modules.get("transformers.utils.import_utils")
     if not hasattr(owner, "is_fake_tensor"):
@@ -98,13 +105,13 @@ def _masks_are_read() -> Iterator[None]:
         yield
 
 
-Attempt = tuple[str, Callable[[], object]]  # a remedy, and what does what it says
+Attempt = tuple[str, Callable[[], object]]  # the text of a remedy, and a function that tries it
 
 
 def _attempts(
     trace: Trace[_Result], call: ModelCall, for_real: Callable[[], object] | None
 ) -> Iterator[Attempt]:
-    """The remedies that may help, the one that changes least first."""
+    """The remedies that may help, beginning with the one that changes least."""
     if call.model.training:
 
         def in_evaluation_mode() -> object:
@@ -120,11 +127,11 @@ def _attempts(
 
 
 def _remedy(attempts: Iterator[Attempt], refused: TraceError, model: nn.Module, verb: str) -> str:
-    """The first remedy that works; if none does, a part that can be traced by itself."""
+    """The text of the first remedy that works; else the advice to trace a part of the model."""
     for text, attempt in attempts:
         try:
             attempt()
-        except Exception:  # the user's model may raise anything: this one does not work
+        except Exception:  # this remedy does not work; the user's model may raise anything
             continue
         return text
     assert isinstance(refused.__cause__, Exception)
@@ -133,6 +140,7 @@ def _remedy(attempts: Iterator[Attempt], refused: TraceError, model: nn.Module, 
 
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """The block in which all modules are in evaluation mode."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

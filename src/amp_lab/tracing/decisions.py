@@ -1,7 +1,8 @@
-"""What values decide in a model: noted in a real run, and told to a run on fake tensors.
+"""Record decisions that depend on values in a real run, and replay them on fake tensors.
 
-A branch on ``x.sum() > 0``, the number of rows of ``x.nonzero()``: a fake tensor has no values to
-decide by. A run on the CPU notes each such decision in order, and a trace takes them in that order.
+Examples are a branch on ``x.sum() > 0``, or the number of rows of ``x.nonzero()``. A fake tensor
+has no values to decide by. So a run on the CPU records the results of such ops, and a trace takes
+them in the same order.
 """
 
 import functools
@@ -21,16 +22,16 @@ from amp_lab.tracing.records import LOSS, place_of
 from amp_lab.tracing.running_module import RunningModule
 
 # torch marks the ops whose result, or the size of it, depends on values.
-_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _INDEX = torch.ops.aten.index.Tensor
-# Ops that torch does not mark. The rule of the first for fake tensors warns before it refuses, and
-# what the second keeps for backward is as large as the longest target.
+# Ops that torch does not mark. The fake rule of nms warns before it raises. The size of what
+# _ctc_loss saves for backward depends on the longest target, so on the values of the lengths.
 _NMS = "torchvision::nms"
 _CTC_LOSS = torch.ops.aten._ctc_loss.Tensor
 
 
 class ValuesNeeded(TraceError):
-    """The course of a model depends on values, which fake tensors do not have."""
+    """An op of the model depends on values, which fake tensors do not have."""
 
     def __init__(self, message: str, op: OpOverload):
         super().__init__(message)
@@ -38,107 +39,110 @@ class ValuesNeeded(TraceError):
 
 
 class MemoryNeeded(TraceError):
-    """A model reads the memory of a tensor, as NumPy does; fake ones have none."""
+    """A model reads the memory of a tensor, as NumPy does. Fake tensors have none."""
 
 
 class NotAnswered(TraceError):
-    """No real run has the values that a trace asks for."""
+    """The real run cannot answer what a trace asks for. Subclasses say why."""
 
 
 class NoValues(NotAnswered):
-    """The model or an input is on ``meta``."""
+    """There can be no real run, since the model or an input is on ``meta``."""
 
 
 class OtherCourse(NotAnswered):
-    """A trace asks for other decisions than the real run took."""
+    """The trace asks for other decisions than the real run recorded."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What an op returned in a real run, if its result, or the size of it, depends on values."""
+    """The result, in a real run, of an op whose result or its size depends on values."""
 
-    module: str  # qualified name of the one whose code ran, or LOSS
+    module: str  # qualified name of the module that called the op, or LOSS
     op: OpOverload
-    shapes: tuple[tuple[int, ...], ...]  # of the tensors that it got
+    shapes: tuple[tuple[int, ...], ...]  # of the op's input tensors
     result: Any  # a number, or tensors on meta
-    in_finite: bool | int | float | None = None  # what a check for inf or NaN is if all are finite
+    if_finite: bool | int | float | None = None
+    """For a check for inf or NaN: its result if all values are finite. None: not such a check."""
 
     @property
     def says_finite(self) -> bool:
-        """Whether it is a check for inf or NaN that found none."""
-        return self.in_finite is not None and self.result == self.in_finite
+        """Whether this is a check for inf or NaN that found none."""
+        return self.if_finite is not None and self.result == self.if_finite
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """All decisions of a real run, in their order."""
+    """All decisions of a real run, in order."""
 
     made: tuple[Decision, ...] = ()
-    untagged: frozenset[OpOverload] = frozenset()
-    """Ops that torch does not mark, and that are noted too: fake tensors asked for their values."""
+    unmarked: frozenset[OpOverload] = frozenset()
+    """Ops that are recorded although torch does not mark them, since a trace refused them."""
     is_finite: bool = False
-    """Whether all that the model and the loss gave is finite."""
+    """Whether all outputs of the model and the loss are finite."""
 
 
 def is_unmarked(op: OpOverload) -> bool:
-    """Whether the size of its result depends on values, though torch does not mark it."""
+    """Whether an op is known here to depend on values, although torch does not mark it."""
     return op is _CTC_LOSS or op._schema.name == _NMS
 
 
 @functools.cache
 def _is_tagged(op: OpOverload) -> bool:
-    return is_unmarked(op) or bool(_TAGS.intersection(op.tags))
+    return is_unmarked(op) or bool(_VALUE_TAGS.intersection(op.tags))
 
 
-def depends_on_values(op: OpOverload, args: tuple, untagged: frozenset[OpOverload]) -> bool:
+def depends_on_values(op: OpOverload, args: tuple, unmarked: frozenset[OpOverload]) -> bool:
     """Whether the result of an op, or the size of it, depends on values."""
+    # x[indices] does only if an index is a mask: its number of true values is the size.
     if op is not _INDEX:
-        return _is_tagged(op) or op in untagged
+        return _is_tagged(op) or op in unmarked
     masks = [index for index in args[1] if index is not None]
     return any(mask.dtype in (torch.bool, torch.uint8) for mask in masks)
 
 
-def noted(running: RunningModule, op: OpOverload, given: tuple, result: Any) -> Decision:
-    """The record of an op that returned `result` for `given`, its args and kwargs."""
+def record_decision(running: RunningModule, op: OpOverload, inputs: tuple, result: Any) -> Decision:
+    """The record of an op that returned `result` for `inputs`, its (args, kwargs)."""
 
-    def without_values(tensor: torch.Tensor) -> torch.Tensor:
+    def on_meta(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(
             tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta"
         )
 
-    kept = tree_map_only(torch.Tensor, without_values, result)
-    in_finite = found_in_finite_values(op, given[0])
-    return Decision(_module_of(running), op, _shapes(given), kept, in_finite)
+    result_on_meta = tree_map_only(torch.Tensor, on_meta, result)
+    if_finite = found_in_finite_values(op, inputs[0])
+    return Decision(_module_of(running), op, _shapes_of(inputs), result_on_meta, if_finite)
 
 
 def _module_of(running: RunningModule) -> str:
+    """The name of the running module; LOSS if none runs."""
     if running.is_none:
         return LOSS
     return running.name
 
 
-def _shapes(given: tuple) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(tensor.shape) for tensor in tensors_in(given))
+def _shapes_of(inputs: tuple) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(inputs))
 
 
 class Replay:
-    """Tells a trace the decisions of a real run, in their order.
+    """Answers a trace with the decisions of a real run, in order.
 
-    Checks for inf and NaN are another matter: a model may make some in one dtype alone. Those that
-    only the real run made are passed over if they found none, and those that only the trace makes
-    find none, provided that the real run gave finite values.
+    Checks for inf or NaN may differ between the two, since a model may make some only in fp16.
+    A check that only the real run made is skipped if it found none. A check that only the trace
+    makes is answered with "none found", if the outputs of the real run were finite.
     """
 
     def __init__(self, decisions: Decisions):
         self._decisions = decisions
-        self._next = 0  # of the decisions
-        self._taken = 0
-        self._assumed = 0
+        self._position = 0  # of the next decision
+        self._taken = 0  # decisions of the real run that the trace has taken
+        self._assumed = 0  # checks for inf or NaN that the real run did not make
         self.running = RunningModule()
 
     @property
     def remark(self) -> str:
-        """What to say of a trace that took decisions; empty if it took none."""
+        """A remark for users on the decisions that the trace took; "" if it took none."""
         sentences = []
         if self._taken:
             decisions = plural(self._taken, "decision")
@@ -155,60 +159,66 @@ class Replay:
         return " ".join(sentences)
 
     def restart(self) -> None:
-        """Tell the decisions from the first on, as for a second step."""
-        self._next = 0
+        """Begin with the first decision again, as for a second training step."""
+        self._position = 0
         self._taken = 0
         self._assumed = 0
 
     def answers(self, op: OpOverload, args: tuple) -> bool:
-        """Whether the result of an op has to come from the real run."""
-        return depends_on_values(op, args, self._decisions.untagged)
+        """Whether `answer` has to be called for an op instead of running it."""
+        return depends_on_values(op, args, self._decisions.unmarked)
 
     def answer(self, op: OpOverload, args: tuple, kwargs: dict, fake: Callable[..., Any]) -> Any:
-        """The next result; `fake` makes a tensor of a size, stride, dtype and device.
+        """Return the result that an op had in the real run, with fake tensors.
 
-        Raises `OtherCourse` if the real run called another op next, in another module, or with
-        tensors of other shapes.
+        `fake` makes a tensor of a size, stride, dtype and device. Raises `OtherCourse` if the next
+        decision of the real run is of another op, in another module, or for other shapes.
         """
-        given = (args, kwargs)
-        in_finite = found_in_finite_values(op, args)
+        inputs = (args, kwargs)
+        if_finite = found_in_finite_values(op, args)
         module = _module_of(self.running)
-        number = self._number_of(module, op, _shapes(given), in_finite is not None)
-        if number is None:
-            if in_finite is None:
+        is_check = if_finite is not None
+        position = self._find_position(module, op, _shapes_of(inputs), is_check)
+        if position is None:
+            if not is_check:
                 raise self._other_course(module, op)
             self._require_finite(module)
             self._assumed += 1
-            return in_finite
-        self._next = number + 1
+            return if_finite
+        self._position = position + 1
         self._taken += 1
-        tensors = tensors_in(given)
+        tensors = tensors_in(inputs)
         float_dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
 
         def fake_result(tensor: torch.Tensor) -> torch.Tensor:
             dtype = tensor.dtype
             if dtype.is_floating_point and float_dtypes:
-                # Values that an op picks are in the dtype of what they are picked from.
+                # The real run was in fp32. Ops such as nonzero or index pick values of an input, so
+                # here they have the dtype of that input.
                 dtype = float_dtypes[0]
             return fake(tensor.size(), tensor.stride(), dtype, tensors[0].device)
 
-        return tree_map_only(torch.Tensor, fake_result, self._decisions.made[number].result)
+        return tree_map_only(torch.Tensor, fake_result, self._decisions.made[position].result)
 
     def require_done(self) -> None:
-        """Raise `OtherCourse` if the real run took decisions that the trace did not ask for."""
-        for decision in self._decisions.made[self._next :]:
+        """Raise `OtherCourse` if the trace did not ask for all decisions of the real run."""
+        for decision in self._decisions.made[self._position :]:
             if not decision.says_finite:
                 raise self._other_course(decision.module, decision.op)
 
-    def _number_of(
+    def _find_position(
         self, module: str, op: OpOverload, shapes: tuple[tuple[int, ...], ...], is_check: bool
     ) -> int | None:
-        """Which decision comes next, if it is that of this op; else None."""
+        """The position of the next decision if it is of this op; None if it is of another one.
+
+        Checks for inf or NaN that found none are skipped.
+        """
         wanted = (module, op, shapes, is_check)
-        for number, decision in enumerate(self._decisions.made[self._next :], start=self._next):
-            noted_as_check = decision.in_finite is not None
-            if (decision.module, decision.op, decision.shapes, noted_as_check) == wanted:
-                return number
+        decisions = self._decisions.made[self._position :]
+        for position, decision in enumerate(decisions, start=self._position):
+            was_check = decision.if_finite is not None
+            if (decision.module, decision.op, decision.shapes, was_check) == wanted:
+                return position
             if not decision.says_finite:
                 return None
         return None

@@ -33,7 +33,7 @@ from amp_lab.tracing.decisions import (
     NotAnswered,
     NoValues,
     depends_on_values,
-    noted,
+    record_decision,
 )
 from amp_lab.tracing.fake_device import (
     PlainOpsMode,
@@ -77,21 +77,21 @@ class ModelCall:
     passes: Passes = Passes.OWN_BACKWARD
 
 
-def decisions_of(call: ModelCall, untagged: frozenset[OpOverload] = frozenset()) -> Decisions:
+def decisions_of(call: ModelCall, unmarked: frozenset[OpOverload] = frozenset()) -> Decisions:
     """What values decide when a model and its loss run on the CPU in fp32, without autocast.
 
     Its passes are those of the call: a backward pass asks for values too. No optimizer runs, since
     a forecast takes its bytes from the shapes of the parameters alone.
 
     The model runs on copies of its weights, buffers and inputs, those in 16 bits widened to fp32.
-    Its attributes and every generator of random numbers are as before after it. `untagged` are ops
+    Its attributes and every generator of random numbers are as before after it. `unmarked` are ops
     that are noted besides those that torch marks.
 
     Raises `NotAnswered` if there are no values, the run fails, or it would take more than
     `SHARE_OF_MEMORY` of the free memory, or longer than `LIMIT_S`.
     """
     _require_values(call)
-    recorder = _Recorder(untagged)
+    recorder = _Recorder(unmarked)
     with (
         attributes_restored(call.model),
         _generators_restored(),
@@ -108,7 +108,7 @@ def decisions_of(call: ModelCall, untagged: frozenset[OpOverload] = frozenset())
             raise NotAnswered(f"the run on the CPU in fp32 fails: {with_type(error)}") from error
     if recorder.stopped is not None:  # the model may have caught the error
         raise NotAnswered(recorder.stopped)
-    return Decisions(tuple(recorder.made), untagged, recorder.is_finite)
+    return Decisions(tuple(recorder.made), unmarked, recorder.is_finite)
 
 
 def _require_values(call: ModelCall) -> None:
@@ -203,13 +203,13 @@ class _ListsByItems(TorchFunctionMode):
 class _Recorder(PlainOpsMode):
     """Notes each decision of a run, and stops it where it takes too much memory or time."""
 
-    def __init__(self, untagged: frozenset[OpOverload]):
+    def __init__(self, unmarked: frozenset[OpOverload]):
         super().__init__()
         self.running = RunningModule()
         self.made: list[Decision] = []
         self.is_finite = False  # whether all that the model and the loss gave is
         self.stopped: str | None = None  # why
-        self._untagged = untagged
+        self._unmarked = unmarked
         self._free = free_bytes()
         self._in_use = 0
         self._storages: dict[int, weakref.ref] = {}  # by key, those that live
@@ -222,8 +222,8 @@ class _Recorder(PlainOpsMode):
         self.require_room(0)
         if time.monotonic() - self._begin > LIMIT_S:
             self._stop(f"the run on the CPU that has them takes longer than {LIMIT_S:g} s")
-        if depends_on_values(func, args, self._untagged):
-            self.made.append(noted(self.running, func, (args, kwargs), result))
+        if depends_on_values(func, args, self._unmarked):
+            self.made.append(record_decision(self.running, func, (args, kwargs), result))
         return result
 
     def count(self, tensors: list[torch.Tensor]) -> None:
