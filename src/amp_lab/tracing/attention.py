@@ -1,4 +1,4 @@
-"""Attention as one op: a call of it, its FLOPs, and how it runs on a device that is not here."""
+"""Attention as one op: its arguments, its FLOPs, and its kernels on a GPU not in this machine."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ ATTENTION = "scaled_dot_product_attention"
 
 
 class Attention(NamedTuple):
-    """A call of `scaled_dot_product_attention`: its arguments, by their names and in their order.
+    """The arguments of a call of `scaled_dot_product_attention`, in torch's order.
 
     Shapes: query (…, H, T, D), key (…, H, S, D), value (…, H, S, V); the output is (…, H, T, V).
     """
@@ -31,23 +31,24 @@ class Attention(NamedTuple):
     enable_gqa: bool = False
 
     def in_plain_ops(self) -> torch.Tensor:
-        """The output by attention's definition, without asking the device for a kernel."""
+        """Compute the output with matmuls and a softmax, without a kernel of the device."""
         *tensors, scale, enable_gqa = self
         return torch.ops.aten._scaled_dot_product_attention_math(
             *tensors, scale=scale, enable_gqa=enable_gqa
         )[0]
 
     def flops(self) -> int:
-        """FLOPs of both matrix products, of every query with every key, also if it is causal."""
+        """FLOPs of both matmuls, of every query with every key, also if the mask is causal."""
         width = self.query.shape[-1] + self.value.shape[-1]
         return 2 * self.query[..., 0].numel() * self.key.shape[-2] * width
 
 
 @contextmanager
 def attention_of(device: Backend) -> Iterator[None]:
-    """The block in which attention runs as on such a device, which is not asked for its kernel.
+    """The block in which attention runs as on this type of device, which need not be there.
 
-    Where it is fused, by the first of `KERNELS` that the program allows and that takes the call.
+    If the device has fused attention, the first of `KERNELS` runs that the program allows and that
+    takes the call. Otherwise attention runs as matmuls and a softmax.
     """
 
     def run(*args, **kwargs) -> torch.Tensor:
@@ -62,17 +63,17 @@ def attention_of(device: Backend) -> Iterator[None]:
         yield
         return
     with torch.library._scoped_library("aten", "IMPL") as library, _composite_attention(run):
-        # In the dispatcher, which comes after autocast, and which also sees the calls inside of
-        # nn.MultiheadAttention, as a mode for functions does not.
+        # Registered in the dispatcher, below autocast. A function mode would run before autocast
+        # casts, and would miss the calls that nn.MultiheadAttention makes in C++.
         library.impl(ATTENTION, run, f"Autograd{device.key}", allow_override=True)
         yield
 
 
 @contextmanager
 def _composite_attention(run: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """The block in which a mode that takes attention apart finds `run`.
+    """The block in which a dispatch mode that decomposes attention calls `run` instead.
 
-    It does so under inference_mode, where autograd is not there to take the op first.
+    Modes decompose it under inference_mode, where no autograd kernel runs before them.
     """
     kernels = torch.ops.aten.scaled_dot_product_attention.default.py_kernels
     key = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -97,14 +98,14 @@ class AttentionKernel:
 
 
 def _kernel(call: Attention) -> Callable[[Attention], torch.Tensor]:
-    """The first of `KERNELS` for a call; raises `RuntimeError` with torch's words for none."""
+    """The first of `KERNELS` that runs a call; raises torch's own `RuntimeError` if none does."""
     for kernel in KERNELS:
         if kernel.is_allowed() and kernel.takes(call):
             return kernel.run
     raise RuntimeError("No available kernel. Aborting execution.")
 
 
-def _is_low(call: Attention) -> bool:
+def _has_4d_16_bit_query(call: Attention) -> bool:
     return call.query.dim() == 4 and call.query.dtype in LOWER_DTYPES
 
 
@@ -113,22 +114,24 @@ def _same_heads(call: Attention) -> bool:
 
 
 def _heads_fit(call: Attention) -> bool:
-    """Whether flash and cuDNN take these heads: for GQA there may be fewer of keys and values."""
+    """Whether flash and cuDNN take these heads; with GQA, keys and values may have fewer."""
     return call.enable_gqa or _same_heads(call)
 
 
 def _fits_flash(call: Attention) -> bool:
-    if not _is_low(call) or call.attn_mask is not None or not _is_ampere_or_later():
+    if not _has_4d_16_bit_query(call) or not _is_ampere_or_later():
+        return False
+    if call.attn_mask is not None:
         return False
     is_square = call.query.size(-2) == call.key.size(-2)
     if call.is_causal and not is_square:
         return False
     if not _heads_fit(call):
         return False
-    head = call.query.size(-1)
-    if head > 256:
+    head_size = call.query.size(-1)
+    if head_size > 256:
         return False
-    return head == call.key.size(-1) == call.value.size(-1)
+    return head_size == call.key.size(-1) == call.value.size(-1)
 
 
 def _fits_efficient(call: Attention) -> bool:
@@ -137,12 +140,12 @@ def _fits_efficient(call: Attention) -> bool:
         return False
     if dtype == torch.bfloat16 and not _is_ampere_or_later():
         return False
-    width = 8 if dtype in LOWER_DTYPES else 4  # numbers in the 16 bytes that it reads at once
-    return call.query.size(-1) % width == call.value.size(-1) % width == 0
+    alignment = 8 if dtype in LOWER_DTYPES else 4  # the kernel reads 16 bytes at once
+    return call.query.size(-1) % alignment == call.value.size(-1) % alignment == 0
 
 
 def _fits_cudnn(call: Attention) -> bool:
-    if not _is_low(call) or not _is_ampere_or_later() or not _heads_fit(call):
+    if not _has_4d_16_bit_query(call) or not _is_ampere_or_later() or not _heads_fit(call):
         return False
     return all(tensor.size(-1) % 8 == 0 and tensor.size(-1) <= 256 for tensor in call[:3])
 
@@ -156,28 +159,28 @@ def _is_ampere_or_later() -> bool:
 
 
 def _flash(call: Attention) -> torch.Tensor:
-    head = call.query.size(-1)
-    pad = -head % 8  # the kernel reads 16 bytes at a time, so torch pads what they do not divide
+    head_size = call.query.size(-1)
+    pad = -head_size % 8  # the kernel reads 16 bytes at once, so torch pads other sizes of a head
     tensors = list(call[:3])
     if pad:
         tensors = [nn.functional.pad(tensor, (0, pad)) for tensor in tensors]
     scale = call.scale
     if scale is None:
-        scale = head**-0.5  # of the width before padding
+        scale = head_size**-0.5  # of the size before padding
     result = torch.ops.aten._scaled_dot_product_flash_attention(
         *tensors, call.dropout_p, call.is_causal, scale=scale
     )[0]
     if pad:
-        return result[..., :head]
+        return result[..., :head_size]
     return result
 
 
 def _efficient(call: Attention) -> torch.Tensor:
-    keeps_logsumexp = torch.is_grad_enabled()
+    returns_logsumexp = torch.is_grad_enabled()
     return torch.ops.aten._scaled_dot_product_efficient_attention(
         *call[:3],
         _added_mask(call),
-        keeps_logsumexp,
+        returns_logsumexp,
         call.dropout_p,
         call.is_causal,
         scale=call.scale,
@@ -185,7 +188,7 @@ def _efficient(call: Attention) -> torch.Tensor:
 
 
 def _added_mask(call: Attention) -> torch.Tensor | None:
-    """The mask (…, H, T, S) in the dtype of the query, as a kernel adds it to the scores."""
+    """The mask (…, H, T, S) as numbers to add to the scores: a bool mask becomes 0 and -inf."""
     mask = call.attn_mask
     if mask is None:
         return None
@@ -196,7 +199,8 @@ def _added_mask(call: Attention) -> torch.Tensor | None:
 
 
 _SDP_UTILS = "ATen/native/transformers/cuda/sdp_utils.cpp"
-# cuDNN's is not here first, though torch prefers it on an H100: what it keeps is what flash keeps.
+# torch prefers cuDNN on an H100. The order here makes no difference: cuDNN saves the same tensors
+# for backward as flash does.
 KERNELS: tuple[AttentionKernel, ...] = (
     AttentionKernel(
         torch.backends.cuda.flash_sdp_enabled,
@@ -213,7 +217,7 @@ KERNELS: tuple[AttentionKernel, ...] = (
     AttentionKernel(
         torch.backends.cuda.cudnn_sdp_enabled,
         _fits_cudnn,
-        _efficient,  # cuDNN's keeps as much
+        _efficient,  # cuDNN's kernel saves as much for backward
         f"{_SDP_UTILS}, can_use_cudnn_attention",
     ),
     AttentionKernel(

@@ -1,7 +1,8 @@
-"""A backward pass without torch's engine, which would ask an absent device for its streams.
+"""Run a backward pass without torch's engine, which would ask an absent device for its streams.
 
-Nodes run latest first, each as soon as all its gradients are there, and what it kept is freed after
-it. The nodes themselves are torch's. Source: `evaluate_function` in torch/csrc/autograd/engine.cpp.
+The nodes of the graph are torch's; only the order in which they run is computed here. As in the
+engine, a node is ready when all its gradients have arrived, the latest ready node runs first, and
+its saved tensors are freed after it. Source: `evaluate_function` in torch/csrc/autograd/engine.cpp.
 """
 
 import heapq
@@ -17,38 +18,39 @@ from amp_lab.core.errors import TraceError
 from amp_lab.core.torch_versions import function_nodes_need_their_parents, one_backward_pass
 from amp_lab.tracing.ops_seen import tensors_in
 
-# Asked here, since inside of a trace it would be noted as part of it.
+# Computed at import, since a trace would record the ops of this test.
 _NEED_THEIR_PARENTS = function_nodes_need_their_parents()
 
-_NO_FORMULA = "no autograd formula was registered"  # of an op of torch.library
+_NO_FORMULA = "no autograd formula was registered"  # torch's error for an op of torch.library
 
-Seeds = list[tuple[GradientEdge, torch.Tensor]]  # where a walk begins, each with its gradient
+Seeds = list[tuple[GradientEdge, torch.Tensor]]  # where the backward pass starts, with gradients
 Gradients = tuple[torch.Tensor | None, ...]
-Children = tuple[tuple[Node | None, int], ...]  # and which of their inputs
+Children = tuple[tuple[Node | None, int], ...]  # `next_functions`: a node, and which of its inputs
 
 
 def seeds_of(output: object) -> Seeds:
-    """The tensors of an output that lead to gradients, each with a gradient of ones."""
-    leaves = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-    return [(get_gradient_edge(leaf), torch.ones_like(leaf)) for leaf in leaves]
+    """The tensors of an output that have a `grad_fn`, each with a gradient of ones."""
+    roots = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+    return [(get_gradient_edge(root), torch.ones_like(root)) for root in roots]
 
 
 def run_backward(seeds: Seeds) -> dict[int, torch.Tensor]:
-    """The gradients of the leaves, by the id of the leaf, from a walk over the graph.
+    """Run a backward pass; return the gradients of the leaves by the leaf's `id`.
 
-    `seeds` is emptied, so that no node outlives its turn. With torch 2.11, what the node of an
-    `autograd.Function` kept may be freed later than by the engine. Raises `TraceError` for
+    Empties `seeds`, so that no node lives longer than in torch's engine. With torch 2.11, tensors
+    that an `autograd.Function` saved may still be freed later than there. Raises `TraceError` for
     checkpointing with ``use_reentrant=True``.
     """
     walk = _Walk(seeds)
     with torch.no_grad(), one_backward_pass():
         while walk.ready:
-            walk.pass_on(*walk.run_next())  # no name here may keep what the engine would free
+            # In one expression: a local variable would keep tensors alive that the engine frees.
+            walk.pass_on(*walk.run_next())
     return walk.leaves
 
 
 def functions_of_the_model(seeds: Seeds) -> list[str]:
-    """The names of the `autograd.Function` subclasses in the graph below some seeds."""
+    """The names of the `autograd.Function` subclasses in the graph of these outputs, sorted."""
     nodes: Iterator[Node] = nodes_below(edge.node for edge, _ in seeds)
     names = set()
     for node in nodes:
@@ -58,12 +60,12 @@ def functions_of_the_model(seeds: Seeds) -> list[str]:
 
 
 def lacks_formula(error: RuntimeError) -> bool:
-    """Whether a backward pass failed at an op that has none."""
+    """Whether a backward pass failed because a custom op has no autograd formula."""
     return _NO_FORMULA in str(error)
 
 
 def nodes_below(roots: Iterable[Any]) -> Iterator[Any]:
-    """Some nodes and all that they lead to, the nearest first."""
+    """Yield the roots and all nodes that they lead to, in breadth-first order."""
     queue = list(dict.fromkeys(roots))
     seen = set(queue)
     for node in queue:  # the loop adds to the queue
@@ -75,41 +77,47 @@ def nodes_below(roots: Iterable[Any]) -> Iterator[Any]:
 
 
 class _Walk:
-    """Which nodes are still to run, and the gradients that wait for them."""
+    """The state of a backward pass: which nodes are to run, and the gradients that have arrived."""
 
     def __init__(self, seeds: Seeds):
-        self._pending: dict[Node, dict[int, torch.Tensor]] = {}
-        self._owners: dict[Node, Any] = {}  # what must outlive a node
-        self._tie = itertools.count()  # nodes cannot be compared
-        self.ready: list[tuple[int, int, Node]] = []  # a heap
+        # The gradients that have arrived at a node so far: summed, by input of the node.
+        self._arrived: dict[Node, dict[int, torch.Tensor]] = {}
+        self._owners: dict[Node, Any] = {}  # objects that must live as long as a node
+        self._tie_breaker = itertools.count()  # for the heap, since nodes cannot be compared
+        self.ready: list[tuple[int, int, Node]] = []  # heap of (priority, tie breaker, node)
         self.leaves: dict[int, torch.Tensor] = {}
         for edge, gradient in seeds:
-            self._pending.setdefault(edge.node, {})[edge.output_nr] = gradient
+            self._arrived.setdefault(edge.node, {})[edge.output_nr] = gradient
             self._owners[edge.node] = edge.ownership_token
         seeds.clear()
-        # How many gradients each node waits for: none if it is a root that no other leads to.
-        self._waits: Counter[Any] = Counter()
-        for node in nodes_below(self._pending):
-            self._waits.update(child for child, _ in node.next_functions if child is not None)
-        for node in self._pending:
-            if not self._waits[node]:
+        # How many gradients each node still waits for. A root that no other root leads to waits for
+        # none, and can run first.
+        self._missing: Counter[Any] = Counter()
+        for node in nodes_below(self._arrived):
+            self._missing.update(child for child, _ in node.next_functions if child is not None)
+        for node in self._arrived:
+            if not self._missing[node]:
                 self._push(node)
 
     def _push(self, node: Node) -> None:
-        # The engine's own order: what ran last in the forward pass comes first.
-        heapq.heappush(self.ready, (-node._sequence_nr(), next(self._tie), node))
+        # As in the engine, the node whose op ran last in the forward pass has the highest priority.
+        heapq.heappush(self.ready, (-node._sequence_nr(), next(self._tie_breaker), node))
 
     def run_next(self) -> tuple[Children, Gradients]:
-        """Run the next node, which ends then with what it kept: where its results go, and they."""
-        node = heapq.heappop(self.ready)[2]
-        self._waits.pop(node, None)
-        arrived = self._pending.pop(node, {})
+        """Run the next node; return its children and the gradients for them.
+
+        The walk holds no reference to the node afterwards, so it is freed with its saved tensors.
+        """
+        _, _, node = heapq.heappop(self.ready)
+        self._missing.pop(node, None)
+        arrived = self._arrived.pop(node, {})
         owner = self._owners.pop(node, None)
-        if hasattr(node, "variable"):
+        if hasattr(node, "variable"):  # AccumulateGrad, the node of a leaf
             self._accumulate(node.variable, arrived.get(0))
             return (), ()
         results = [*_call(node, arrived)]
-        # Here, and not where they arrive: the engine does it before it frees what the node got.
+        # The engine, too, converts gradients here and not where they arrive: before it frees the
+        # node's own gradients.
         for i, (child, index) in enumerate(node.next_functions[: len(results)]):
             gradient = results[i]
             if child is not None and gradient is not None:
@@ -121,29 +129,29 @@ class _Walk:
         return node.next_functions, tuple(results)
 
     def pass_on(self, children: Children, results: Gradients) -> None:
-        """Hand each child its gradient; it is ready when that was the last it waited for."""
+        """Give each child its gradient; a child that misses no other gradient becomes ready."""
         for i, (child, index) in enumerate(children):
             if child is None:  # an input that needs no gradient
                 continue
             gradient = results[i] if i < len(results) else None
             if gradient is not None:
                 self._arrive(child, index, gradient)
-            self._waits[child] -= 1
-            if not self._waits[child]:
+            self._missing[child] -= 1
+            if not self._missing[child]:
                 self._push(child)
 
     def _arrive(self, child: Node, index: int, gradient: torch.Tensor) -> None:
-        """Add a gradient to those that wait for a node."""
-        waiting = self._pending.setdefault(child, {})
-        if index in waiting:
-            gradient = waiting[index] + gradient
-        waiting[index] = gradient
+        """Add a gradient to those that have arrived at input `index` of a node."""
+        arrived = self._arrived.setdefault(child, {})
+        if index in arrived:
+            gradient = arrived[index] + gradient
+        arrived[index] = gradient
 
     def _accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """What the engine does at a leaf, once in a walk: take the gradient over, or a copy."""
+        """Set the gradient of a leaf, as the engine does: the tensor itself or a copy of it."""
         if gradient is None:
             return
-        # A gradient that is part of a larger storage would keep all of it.
+        # A gradient that is a view of a larger storage would keep all of that storage alive.
         owns_storage = gradient.is_sparse or gradient.untyped_storage().nbytes() == gradient.nbytes
         if not owns_storage:
             gradient = gradient.clone()
@@ -151,7 +159,7 @@ class _Walk:
 
 
 def _as_expected(gradient: torch.Tensor, expected: Any) -> torch.Tensor:
-    """A gradient in the dtype and shape of what it is the gradient of."""
+    """Convert a gradient to the shape and dtype of the tensor whose gradient it is."""
     if gradient.shape != expected.shape:  # the forward op broadcast its input
         gradient = gradient.sum_to_size(expected.shape)
     if gradient.dtype != expected.dtype:
@@ -160,7 +168,7 @@ def _as_expected(gradient: torch.Tensor, expected: Any) -> torch.Tensor:
 
 
 def _call(node: Node, arrived: dict[int, torch.Tensor]) -> Gradients:
-    """What the node makes of its gradients; nothing, if it has none."""
+    """Run a node on the gradients that have arrived, and return its results; () without any."""
     if not arrived:
         return ()
     metadata = node._input_metadata

@@ -1,6 +1,7 @@
-"""Models that torch.compile has compiled. A trace sees their ops as they are in eager mode.
+"""Recognize models that torch.compile has compiled.
 
-The compiler leaves code alone that runs under a dispatch mode, as each trace does.
+A trace sees the ops of their eager mode: a trace is a dispatch mode, and the compiler does not
+compile code that runs under one.
 """
 
 from torch import nn
@@ -15,7 +16,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def without_wrapper(model: nn.Module) -> nn.Module:
-    """The model that torch.compile wraps as a whole; any other as it is."""
+    """The model inside torch.compile's wrapper; a model without one is returned as it is."""
     original = getattr(model, "_orig_mod", None)
     if isinstance(original, nn.Module):
         return original

@@ -1,4 +1,4 @@
-"""Copies of a model that has already been run."""
+"""Copy a model that has already been run, which `copy.deepcopy` alone may refuse."""
 
 import copy
 from typing import Any
@@ -9,17 +9,18 @@ from amp_lab.tracing.structures import named_tensors
 
 
 def copied(model: nn.Module, *others: Any) -> Any:
-    """A deep copy of a model; with `others`, a tuple of copies, in which they share what they do.
+    """Return a deep copy of a model; with `others`, a tuple of copies (model, *others).
 
-    A module may keep what it computed last: torchvision's RAFT a pyramid of features,
-    `torch.nn.utils.weight_norm` a weight. torch copies no tensor of a graph, so the copy has their
-    values alone. Raises what `copy.deepcopy` raises.
+    Tensors and modules that the model and `others` share are shared by the copies, too.
+    A module may keep a computed tensor as an attribute: torchvision's RAFT keeps features,
+    `torch.nn.utils.weight_norm` a weight. torch refuses to copy a tensor with a `grad_fn`, so the
+    copy gets a detached one. Raises what `copy.deepcopy` raises.
     """
-    without_graph = {}
+    detached: dict[int, Any] = {}  # deepcopy's memo: for the `id` of an object, its copy
     for module in model.modules():
         for _, tensor in named_tensors(vars(module)):
             if tensor.grad_fn is not None:
-                without_graph[id(tensor)] = tensor.detach().clone()
+                detached[id(tensor)] = tensor.detach().clone()
     if not others:
-        return copy.deepcopy(model, without_graph)
-    return copy.deepcopy((model, *others), without_graph)
+        return copy.deepcopy(model, memo=detached)
+    return copy.deepcopy((model, *others), memo=detached)

@@ -1,7 +1,8 @@
-"""An idle guard for a device that this torch was built without.
+"""Register an idle device guard for a type of device that this torch was built without.
 
-torch asks a *device guard* for the current stream when it records for autograd or copies; without
-one the process ends. No public call gives it one, so `idle_guard` writes into libc10's table.
+torch asks a *device guard* for the current stream when it records for autograd or copies. Without a
+guard for the device it aborts the process. There is no public function to register one, so
+`idle_guard` writes into the table of guards in libc10.
 """
 
 import ctypes
@@ -22,7 +23,10 @@ _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 
 @contextmanager
 def idle_guard(row: Backend) -> Iterator[None]:
-    """The block in which the device has ``meta``'s guard; `DeviceError` if it is out of reach."""
+    """The block in which a device type uses the guard of ``meta``, which does nothing.
+
+    Raises `DeviceError` if the table of guards cannot be found in libc10.
+    """
     device_types: Any = torch._C._autograd.DeviceType
     index = int(getattr(device_types, row.key))
     meta_index = int(device_types.Meta)
@@ -30,12 +34,12 @@ def idle_guard(row: Backend) -> Iterator[None]:
     try:
         libc10 = ctypes.CDLL(str(_path_of_libc10()))
         guards = pointers.in_dll(libc10, _REGISTRY)
-    except (OSError, ValueError):  # no such library, or no such symbol, as on Windows
+    except (OSError, ValueError):  # no libc10, or no such symbol in it, as on Windows
         raise DeviceError(
             f"device type {row.type!r}: torch {torch.__version__} on {sys.platform} cannot do "
             "without the device: take 'cuda' or 'cpu'"
         ) from None
-    before = guards[index]  # one, if this block is inside another
+    before = guards[index]  # not empty if this block is inside another
     guards[index] = before or guards[meta_index]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Fake tensors as strict as kernels: about dtypes, sizes, and numbers too large for a dtype."""
+"""Make fake tensors raise as kernels do: for dtypes, sizes, and numbers too large for a dtype."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,37 +22,39 @@ _WIDE_LOGITS = remedy(
     "call it with logits.float()",
 )
 
-# Ops that turn a number into the dtype of their result, and when they refuse one that is too large:
-# a CPU fills in a single one without a look, and GPUs clamp in fp32.
-_Refuses = Callable[[tuple, torch.Tensor], bool]
-_CONVERT_IF: dict[str, _Refuses] = {
+# Ops that convert a number to the dtype of their result, and whether they raise if it is too large
+# for it. A CPU does not check the number for a tensor of one value; GPUs clamp in fp32.
+_ChecksNumber = Callable[[tuple, torch.Tensor], bool]  # of an op's args and its result
+_CHECKS_BY_OPS: dict[str, _ChecksNumber] = {
     "fill full full_like new_full": lambda args, out: out.device.type != "cpu" or out.numel() != 1,
     "masked_fill index_fill scatter": lambda args, out: True,
     "constant_pad_nd": lambda args, out: max(args[1]) > 0,
     "clamp clamp_min clamp_max hardtanh": lambda args, out: out.device.type == "cpu",
 }
-_CONVERTING: dict[str, _Refuses] = {}
-for _names, _refuses in _CONVERT_IF.items():
-    _CONVERTING |= dict.fromkeys(_names.split(), _refuses)
-# Those that take the number from a tensor of one value, if they are given one.
-_READING = {"masked_fill", "index_fill"}
-_COPYING = {"lift_fresh", "_to_copy", "detach", "clone", "alias", "view", "expand"}
+_CHECKS_BY_OP: dict[str, _ChecksNumber] = {}
+for _names, _checks_number in _CHECKS_BY_OPS.items():
+    for _name in _names.split():
+        _CHECKS_BY_OP[_name] = _checks_number
+# Ops whose number may come as a tensor of one value.
+_TAKE_NUMBER_FROM_TENSOR = {"masked_fill", "index_fill"}
+# Ops that leave the number in a tensor of one value as it is.
+_KEEP_NUMBER = {"lift_fresh", "_to_copy", "detach", "clone", "alias", "view", "expand"}
 
 
-def _no_other_kernel(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """cuDNN and MIOpen take only int32 targets that are on the CPU."""
+def _never_use_cudnn(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """False for `_use_cudnn_ctc_loss`: cuDNN and MIOpen take only int32 targets on the CPU."""
     return False
 
 
-def _like_log_probs(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The gradient of a CTC loss, which is that of its second argument."""
+def _ctc_loss_backward(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The gradient of a CTC loss, which has the shape of its second argument, log_probs."""
     return torch.empty_like(args[1])
 
 
 def _rnnt_loss(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The cost of each item, and the gradient of the logits (B, T, U, V) that goes with it.
+    """The costs (B,) and the gradient of the logits (B, T, U, V).
 
-    Raises `RuntimeError` for what torchaudio's kernels do not take (src/libtorchaudio/rnnt).
+    Raises `RuntimeError` for logits that torchaudio's kernels do not take (src/libtorchaudio/rnnt).
     """
     logits = args[0]
     if logits.device.type not in ("cpu", "cuda"):
@@ -62,31 +64,31 @@ def _rnnt_loss(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
     return logits.new_empty(len(logits)), torch.empty_like(logits)
 
 
-def _in_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What the parts of an op give.
+def _decompose(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run the ops that ``to`` is made of, in its place.
 
-    Under inference_mode ``to`` comes whole, and torch would move a constant for real. Of its parts
-    torch knows not to, where the device is absent.
+    Under inference_mode ``to`` arrives undecomposed, and torch would really move a constant to the
+    device. It does not try to with the ops that ``to`` is made of.
     """
     return func.decompose(*args, **kwargs)
 
 
-# Of ops that torch's own fake tensors cannot run, or run for real.
+# Ops that torch's own fake tensors cannot run, or would run for real, and what runs instead.
 _RULES: dict[str, Callable[[OpOverload, Sequence[Any], Mapping[str, Any]], Any]] = {
-    "aten::_use_cudnn_ctc_loss": _no_other_kernel,
-    "aten::_use_miopen_ctc_loss": _no_other_kernel,
-    "aten::_ctc_loss_backward": _like_log_probs,
-    "aten::to": _in_parts,
+    "aten::_use_cudnn_ctc_loss": _never_use_cudnn,
+    "aten::_use_miopen_ctc_loss": _never_use_cudnn,
+    "aten::_ctc_loss_backward": _ctc_loss_backward,
+    "aten::to": _decompose,
     "torchaudio::rnnt_loss_forward": _rnnt_loss,
 }
 
 
 class StrictFakeMode(FakeTensorMode):
-    """A mode in which tensors, a module's own too, have no values and no memory.
+    """A fake tensor mode that raises where the kernels of the device would raise.
 
-    An op that torch cannot run without values raises, and is never run for real on zeros, unless a
-    `replay` tells what it returned in a real run. So does one that the kernels of a device refuse
-    (`kernel_limits`), and one that gets a number too large for a dtype.
+    Three kinds of ops raise: those whose result depends on values, unless a `replay` has the result
+    of a real run; those that the kernels of a device refuse (`kernel_limits`); and those that get a
+    number too large for their dtype. No op is ever run for real on zeros, as torch's own mode may.
     """
 
     def __init__(self):
@@ -106,10 +108,10 @@ class StrictFakeMode(FakeTensorMode):
                 return rule(func, args, kwargs)
         out: Any = super().__torch_dispatch__(func, types, args, kwargs)
         name = func._schema.name.removeprefix("aten::").rstrip("_")
-        refuses = _CONVERTING.get(name)
-        if refuses is not None and _is_floating(out) and refuses(args, out):
+        checks_number = _CHECKS_BY_OP.get(name)
+        if checks_number is not None and _is_floating(out) and checks_number(args, out):
             _require_representable(_numbers(name, args), out.dtype)
-        _remember_number(name, args, out)
+        _set_known_number(name, args, out)
         remember_check(func, args, kwargs, out)
         return out
 
@@ -119,7 +121,7 @@ class StrictFakeMode(FakeTensorMode):
 
 
 def check_limits(func: OpOverload, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """Raise `RuntimeError` if an op gets what the kernels of its device do not take."""
+    """Raise `RuntimeError` if the kernels of the device refuse the arguments of an op."""
     name = func._schema.name.removeprefix("aten::")
     refused = refusal_of(OpCall(name, args, kwargs.get("out")))
     if refused is not None:
@@ -132,34 +134,39 @@ def _is_floating(out: Any) -> bool:
 
 def _require_representable(numbers: list[float], dtype: torch.dtype) -> None:
     """Raise torch's own `RuntimeError` for a number that is too large for a dtype."""
+    # Two values, since a CPU does not check the number for one.
     for number in numbers:
         torch.empty(2, dtype=dtype, device="cpu").fill_(number)
 
 
 def _numbers(name: str, args: tuple) -> list[float]:
     """The numbers among the arguments of an op that converts them."""
-    numbers = [given for given in args if isinstance(given, (int, float))]
-    if name in _READING:
-        numbers += [given.known_number for given in args if hasattr(given, "known_number")]
+    numbers = [argument for argument in args if isinstance(argument, (int, float))]
+    if name in _TAKE_NUMBER_FROM_TENSOR:
+        numbers += [argument.known_number for argument in args if hasattr(argument, "known_number")]
     return numbers
 
 
-def _remember_number(name: str, args: tuple, out: Any) -> None:
-    """Keep the value of a fake tensor that a model made of one number, such as a mask's."""
+def _set_known_number(name: str, args: tuple, out: Any) -> None:
+    """Store the value of a fake tensor of one number in its attribute `known_number`.
+
+    Models make such tensors to fill a mask: ``torch.tensor(-1e9)``.
+    """
     if not isinstance(out, FakeTensor) or out.dim() or not out.is_floating_point():
         return
-    number = _number_of(name, args, out)
+    number = _known_number(name, args, out)
     attributes = vars(out)
     attributes.pop("known_number", None)  # an in-place op may have changed it
     if number is not None:
         attributes["known_number"] = number
 
 
-def _number_of(name: str, args: tuple, out: FakeTensor) -> float | None:
+def _known_number(name: str, args: tuple, out: FakeTensor) -> float | None:
+    """The value of a fake tensor of one number; None if it is not known."""
     if out.constant is not None:
         return out.constant.item()
-    if name in _COPYING:
+    if name in _KEEP_NUMBER:
         return getattr(args[0], "known_number", None)
     if name not in ("full", "scalar_tensor"):
         return None
-    return next(given for given in args if isinstance(given, (int, float)))
+    return next(argument for argument in args if isinstance(argument, (int, float)))

@@ -1,4 +1,4 @@
-"""What to do about errors of torch that low precision causes, on fake tensors and on real ones."""
+"""Remedies for torch's errors that low precision causes, on fake tensors and on real ones."""
 
 import traceback
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _NO_KERNEL_SAYS = (
     "Low precision dtypes not supported",  # torch.linalg
     "must be either float or double dtype",  # quantile
 )
-_TIPS = {  # by what an error says
+_TIPS = {  # remedy by a phrase of the error's message
     "are unsafe to autocast": remedy(
         "dtype.bce",
         "binary cross-entropy of probabilities under autocast",
@@ -56,15 +56,18 @@ _COPIED_VALUES = remedy(
     "torch.tensor copies values and cuts the graph, so that nothing before it gets a gradient: "
     "write torch.stack([...])",
 )
-_NEEDS_VALUES = ("Found no NVIDIA driver", "its data is not allocated yet")
+_NO_VALUES_SAYS = ("Found no NVIDIA driver", "its data is not allocated yet")
 
 
 def tips_for(error: Exception, op: str, device_type: str) -> list[str]:
-    """What to do about an error that is known; `op` is the one that failed, "" if that is not."""
+    """The remedies for an error; empty if it is not known here.
+
+    `op` is the one that failed, such as "addmm", or "" if that is not known.
+    """
     message = str(error)
     tips = [tip for phrase, tip in _TIPS.items() if phrase in message]
     tips += remedies_for_writes(error, op, device_type)
-    if op == "tensor" and any(phrase in message for phrase in _NEEDS_VALUES):
+    if op == "tensor" and any(phrase in message for phrase in _NO_VALUES_SAYS):
         tips.append(_COPIED_VALUES.text)
     if "dtype" not in message:
         return tips
@@ -74,10 +77,10 @@ def tips_for(error: Exception, op: str, device_type: str) -> list[str]:
 
 
 def _functions_without_autocast(error: Exception) -> Iterator[str]:
-    """The names of `autograd.Function` subclasses that ignore autocast, in which it was raised."""
+    """The `autograd.Function` subclasses in the traceback whose forward ignored autocast."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         node = frame.f_locals.get("self")
         if not isinstance(node, torch.autograd.function.BackwardCFunction):
             continue
         if not hasattr(node, "_fwd_used_autocast"):
-            yield type(node).__name__.removesuffix("Backward")
+            yield type(node).__name__.removesuffix("Backward")  # torch appends it to the name

@@ -1,4 +1,4 @@
-"""Fake copies of a model's tensors and of its inputs, and which tensors have none."""
+"""Make fake copies of a model's tensors and inputs; refuse tensors that can have none."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -20,20 +20,24 @@ REAL_ALONE = "for kernels that take real tensors alone"
 
 
 class FakeCopies:
-    """Fake copies of tensors on one device, one for each tensor, one storage for each storage."""
+    """Makes fake copies of tensors on one device.
+
+    A tensor is copied once, so tied weights stay tied. Tensors that share a storage share one as
+    copies, too.
+    """
 
     def __init__(self, device: torch.device):
         self._device = device
-        # The originals are kept, so that no other tensor can come to have their address.
+        # By `id`: the original and its copy. Keeping the original keeps its `id` from being reused.
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._storages: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
 
     def of_each(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """The copies of named tensors, under their names."""
+        """The copies of named tensors, by name."""
         return {name: self.of(tensor, name) for name, tensor in tensors}
 
     def of(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """The copy of a tensor; raises `TraceError` with its name if it can have none."""
+        """The copy of a tensor; raises `TraceError` with its name if it cannot be copied."""
         if id(tensor) in self._copies:
             _, fake = self._copies[id(tensor)]
             return fake
@@ -48,6 +52,7 @@ class FakeCopies:
         return fake
 
     def _copy_plain(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake view of a fake storage, with the strides and offset of the tensor."""
         key = (storage_key(tensor), tensor.dtype)
         with torch.no_grad():
             if key not in self._storages:
@@ -62,24 +67,24 @@ class FakeCopies:
 
     def _copy_wrapper(self, tensor: Any, name: str) -> torch.Tensor:
         """A copy of a tensor that is made of tensors, such as a quantised weight and its scales."""
-        kind = type(tensor)
+        wrapper_type = type(tensor)
         try:
-            parts, context = tensor.__tensor_flatten__()
-            fakes = {part: self.of(getattr(tensor, part), name) for part in parts}
-            fake = kind.__tensor_unflatten__(fakes, context, tensor.size(), tensor.stride())
+            inner_names, context = tensor.__tensor_flatten__()  # names of the inner tensors
+            fakes = {inner: self.of(getattr(tensor, inner), name) for inner in inner_names}
+            fake = wrapper_type.__tensor_unflatten__(fakes, context, tensor.size(), tensor.stride())
             if isinstance(tensor, nn.Parameter):
                 return nn.Parameter(fake, tensor.requires_grad)
             return fake
         except Exception as error:  # the code of the subclass may raise anything
-            reason = f"is a {kind.__name__} without a fake copy ({first_line(error)})"
+            reason = f"is a {wrapper_type.__name__} without a fake copy ({first_line(error)})"
             raise TraceError(f"{name} {reason}: {QUANTISED.text}") from error
 
 
 def _unsupported_reason(tensor: torch.Tensor) -> str | None:
-    """Why a tensor has no fake copy, and what to do about it; None if it has one."""
+    """Say why a tensor cannot have a fake copy, and what to do about it; None if it can."""
     if hasattr(tensor, "device_mesh"):
         return "is sharded over several devices: trace the model before it is sharded"
-    # What bitsandbytes' weights carry beside their bytes, which only its kernels can read.
+    # bitsandbytes' weights have one of these attributes; only its kernels can read their bytes.
     if tensor.is_quantized or hasattr(tensor, "quant_state") or hasattr(tensor, "SCB"):
         return f"is quantised, {REAL_ALONE}: {QUANTISED.text}"
     if tensor.layout is not torch.strided or tensor.is_nested:
