@@ -1,4 +1,4 @@
-"""Run a model as if on a device that is not here: fake tensors, and that device's autocast."""
+"""Run a model as if on a device that is not in this machine: fake tensors, its autocast rules."""
 
 import collections
 import dataclasses
@@ -77,19 +77,20 @@ FOR_REAL = remedy(
     "amp-lab xray --device cpu --real",
 )
 _QUANTISED_MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
-_BEFORE_VALUES = ("backbone", "encoder", "features")  # names of parts in which no value decides
+# Common names of parts of a model that contain no op whose result depends on values.
+_PARTS_WITHOUT_DECISIONS = ("backbone", "encoder", "features")
 
 _FLEX_MODULE = "torch.nn.attention.flex_attention"
 
-# What torch says where code reads the memory of a tensor that has none.
+# What torch raises if code reads the memory of a fake tensor.
 _NEEDS_MEMORY = "is not supported for tensor subclasses"
 
-# What an op raises on fake tensors if its result, or the size of it, depends on values.
+# What an op on fake tensors raises if its result, or the size of it, depends on values.
 NEEDS_VALUES = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
 
 
 def checked_backend(device_type: str) -> str:
-    """`device_type`, if its autocast can be had without the device; else raises `DeviceError`."""
+    """Return `device_type` if its autocast can be traced here; else raise `DeviceError`."""
     if device_type in BACKENDS:
         return device_type
     names = []
@@ -101,7 +102,10 @@ def checked_backend(device_type: str) -> str:
 
 
 def checked_dtype(device_type: str, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of autocast on `device_type`, its default for None; `DeviceError` if it is none."""
+    """Return `dtype` if autocast takes it, or the default of `device_type` if it is None.
+
+    Raises `DeviceError` for another dtype or an unknown device type.
+    """
     checked_backend(device_type)
     if dtype is None:
         return torch.get_autocast_dtype(device_type)
@@ -114,10 +118,11 @@ def checked_dtype(device_type: str, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def dtype_for(model: nn.Module, device_type: str) -> torch.dtype:
-    """What a model is run in if nobody says: autocast's default, unless its weights say more.
+    """The dtype for autocast if the user gives none, chosen by the dtypes of the weights.
 
-    A model whose weights are all in low precision runs as it is, without autocast (float32 stands
-    for that); one with some, such as a bf16 base with fp32 adapters, under autocast to those.
+    - No weights in 16 bits: the default of autocast on this type of device.
+    - All weights in 16 bits: float32, which stands for "without autocast".
+    - Some, such as a bf16 base with fp32 adapters: the 16-bit dtype of those.
     """
     dtypes = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
     low_dtypes = [dtype for dtype in LOWER_DTYPES if dtype in dtypes]
@@ -132,10 +137,14 @@ def dtype_for(model: nn.Module, device_type: str) -> torch.dtype:
 def autocast_on(
     device_type: str, dtype: torch.dtype | None = None, *, enabled: bool = True
 ) -> Iterator[None]:
-    """`torch.autocast`, also for a device that is not there; `DeviceError` for a wrong dtype."""
+    """Like `torch.autocast`, but works without the device.
+
+    Raises `DeviceError` for a dtype that autocast does not take.
+    """
     dtype = checked_dtype(device_type, dtype)
-    # torch.autocast checks what the device can do when it is made, and switches itself off. The
-    # dispatcher obeys the state that it sets alone, so that fake tensors are cast as real ones are.
+    # The constructor of torch.autocast asks the device what it can do, and would disable itself. So
+    # it is made disabled, and set up afterwards. The dispatcher looks only at the state that the
+    # block sets, so fake tensors are cast as real ones are.
     block = torch.autocast(device_type, torch.float16, enabled=False, cache_enabled=True)
     block._enabled = enabled
     block.fast_dtype = dtype
@@ -145,19 +154,19 @@ def autocast_on(
 
 @contextmanager
 def absent_device(device_type: str) -> Iterator[None]:
-    """The block in which torch does not look for the device when it works on fake tensors there.
+    """The block in which fake tensors of a device type work without such a device.
 
-    Raises `DeviceError` if torch keeps its guards out of reach.
+    Raises `DeviceError` if no device guard can be registered (see `device_guard`).
     """
     row = backend(checked_backend(device_type))
     with attention_of(row), ExitStack() as stack:
         if not row.is_available():
-            # cuDNN would read the memory of a recurrent network's weights, which fakes do not have.
+            # For an RNN, cuDNN would read the memory of the weights, which fake tensors lack.
             stack.enter_context(attribute_set(torch.backends.cudnn, "enabled", False))
             if row.type == "cuda":
-                stack.enter_context(_card_that_is_asked_for())
+                stack.enter_context(_pretend_h100())
             if row.type == "cuda" and torch.backends.cuda.is_built():
-                # FakeTensorMode does so by itself, but only where torch knows of no accelerator.
+                # FakeTensorMode does this itself only if torch knows of no accelerator at all.
                 torch._C._ensureCUDADeviceGuardSet()
             else:
                 stack.enter_context(idle_guard(row))
@@ -165,17 +174,18 @@ def absent_device(device_type: str) -> Iterator[None]:
 
 
 @contextmanager
-def _card_that_is_asked_for() -> Iterator[None]:
-    """The block in which a model that asks for the card is told of an H100.
+def _pretend_h100() -> Iterator[None]:
+    """The block in which torch.cuda reports an H100.
 
-    So does a ``torch.autocast("cuda")`` of the model or of checkpointing, which counts then.
+    Models ask for its properties, and so does a ``torch.autocast("cuda")`` inside the model or
+    inside checkpointing, which would otherwise disable itself.
     """
-    card = SimpleNamespace(
+    properties = SimpleNamespace(
         name="", major=9, minor=0, multi_processor_count=132, total_memory=80 * 2**30
     )
     with (
         attribute_set(torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
-        attribute_set(torch.cuda, "get_device_properties", lambda device=None: card),
+        attribute_set(torch.cuda, "get_device_properties", lambda device=None: properties),
         attribute_set(torch.cuda, "is_bf16_supported", lambda *args, **kwargs: True),
         attribute_set(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
     ):
@@ -184,7 +194,7 @@ def _card_that_is_asked_for() -> Iterator[None]:
 
 @contextmanager
 def attribute_set(owner: Any, name: str, value: object) -> Iterator[None]:
-    """The block in which an attribute of a module or class of torch has another value."""
+    """The block in which an attribute of an object has another value."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -200,13 +210,16 @@ def errors_not_logged() -> AbstractContextManager:
 
 @functools.cache
 def takes_wrappers(types: tuple[type, ...]) -> bool:
-    """Whether an op gets a tensor made of tensors: it runs others on those, which a mode sees."""
-    return any(hasattr(kind, "__tensor_flatten__") for kind in types)
+    """Whether an op gets a wrapper subclass, a tensor that is made of tensors.
+
+    The wrapper runs other ops on its inner tensors. A dispatch mode sees those.
+    """
+    return any(hasattr(tensor_type, "__tensor_flatten__") for tensor_type in types)
 
 
 @functools.cache
 def is_composite(func: OpOverload) -> bool:
-    """Whether an op is made of others, as it arrives inside of a wrapper's own code."""
+    """Whether torch can decompose an op. Such ops arrive in a mode only from a wrapper's code."""
     if func.namespace != "aten":
         return False
     key = "CompositeImplicitAutograd"
@@ -214,7 +227,10 @@ def is_composite(func: OpOverload) -> bool:
 
 
 class PlainOpsMode(TorchDispatchMode):
-    """A mode that runs each op by `run_op`; of an op on wrappers, the ops that it is made of."""
+    """A mode that calls `run_op` for each op that is neither composite nor on wrapper subclasses.
+
+    Those are first taken apart, into ops on plain tensors.
+    """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if takes_wrappers(types):
@@ -231,19 +247,19 @@ class PlainOpsMode(TorchDispatchMode):
 
 
 def remedy_for(error: Exception, model: nn.Module, verb: str) -> str:
-    """What to do about an op that fakes cannot run: to `verb` (X-ray, forecast) a part before it.
+    """The remedy for an op that fake tensors cannot run, usually to trace a part of the model.
 
-    That may be a detector's backbone.
+    `verb` is what to do with the part: X-ray or forecast. The part is the outermost one with a name
+    such as "backbone" in which the error did not occur, if there is one.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    # nn.Transformer compares a mask with the causal one, unless it is told what the mask is.
     if any(frame.f_code.co_name == "_detect_is_causal_mask" for frame in frames):
         return _CAUSAL_MASK.text
-    failed = {id(frame.f_locals.get("self")) for frame in frames}
+    failing_ids = {id(frame.f_locals.get("self")) for frame in frames}
     names = []
     for name, module in model.named_modules():
-        own_name = name.rpartition(".")[2]
-        if own_name in _BEFORE_VALUES and id(module) not in failed:
+        last_name = name.rpartition(".")[2]
+        if last_name in _PARTS_WITHOUT_DECISIONS and id(module) not in failing_ids:
             names.append(name)
     if not names:
         return _PARTS.said(verb=verb)
@@ -252,7 +268,7 @@ def remedy_for(error: Exception, model: nn.Module, verb: str) -> str:
 
 
 def own_reason(error: Exception) -> str:
-    """Why a trace fails, where torch's own words would not tell; else empty."""
+    """Say why a trace fails if torch's message does not tell; else ""."""
     if not _is_flex(error):
         return ""
     return "no trace can follow flex_attention"
@@ -264,7 +280,11 @@ def _is_flex(error: Exception) -> bool:
 
 
 def tip_for(error: Exception, model: nn.Module, verb: str, device_type: str, op: str = "") -> str:
-    """What to do about a known error of an `op`, or any of detectors and of quantised weights."""
+    """The remedies for an error, each as "; remedy", or "" if there is none.
+
+    A known error has its own. Any error of a torchvision detector or a quantised model has one too.
+    `op` is the one that failed, if it is known.
+    """
     tips = tips_for(error, op, device_type)
     if _is_flex(error):
         tips.append(_FLEX.said(verb=verb))
@@ -281,14 +301,17 @@ def needs_memory(error: Exception) -> bool:
 
 
 def require_model(model: object) -> None:
-    """Raise `TraceError` for no model, or one inside of what trains it on several devices."""
+    """Raise `TraceError` unless `model` is an nn.Module that can be traced.
+
+    DDP's and DataParallel's wrappers, TorchScript and lazy layers cannot.
+    """
     if not isinstance(model, nn.Module):
-        kind = f"a {type(model).__name__}"
-        if isinstance(model, type):
-            kind = model.__name__
-        raise TraceError(f"{kind} is no model: give an nn.Module, the model itself")
+        description = f"a {type(model).__name__}"
+        if isinstance(model, type):  # the class was given in place of an instance
+            description = model.__name__
+        raise TraceError(f"{description} is no model: give an nn.Module, the model itself")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        # Its hooks and copies for each device would be traced, and their names are not the model's.
+        # The trace would include its hooks and copies, and its module names are not the model's.
         raise TraceError(f"{type(model).__name__} wraps the model: give its .module")
     _require_python_and_shapes(model)
 
@@ -297,13 +320,13 @@ def _require_python_and_shapes(model: nn.Module) -> None:
     """Raise `TraceError` for TorchScript, whose modules take no hooks, and for lazy layers."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
-            raise TraceError(f"{_module_text(name)} is TorchScript: {_TORCHSCRIPT.text}")
+            raise TraceError(f"{_module_name(name)} is TorchScript: {_TORCHSCRIPT.text}")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise TraceError(f"{name} of a lazy layer has no shape yet: {_LAZY.text}")
 
 
-def _module_text(name: str) -> str:
+def _module_name(name: str) -> str:
     if not name:
         return "the model"
     return f"module {name!r}"
@@ -312,22 +335,22 @@ def _module_text(name: str) -> str:
 def _require_not_quantised(model: nn.Module) -> None:
     """Raise `TraceError` for torch's quantised modules, whose kernels take no fake tensors."""
     for name, module in model.named_modules():
-        kind = type(module)
-        if kind.__module__.startswith(_QUANTISED_MODULES):
-            what = f"{_module_text(name)} is a quantised {kind.__name__}"
-            raise TraceError(f"{what}, {REAL_ALONE}: {QUANTISED.text}")
+        module_type = type(module)
+        if module_type.__module__.startswith(_QUANTISED_MODULES):
+            description = f"{_module_name(name)} is a quantised {module_type.__name__}"
+            raise TraceError(f"{description}, {REAL_ALONE}: {QUANTISED.text}")
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelRun:
-    """A model and its inputs on one device; on a fake one it is made by `on_fake_device`."""
+    """A model and its inputs on one device, which is fake if `on_fake_device` made it."""
 
     model: nn.Module
-    parameters: dict[str, torch.Tensor]  # under all their names: a tied one is one tensor
+    parameters: dict[str, torch.Tensor]  # by name; a tied one is the same tensor under each name
     buffers: dict[str, torch.Tensor]
     args: tuple
     kwargs: dict[str, Any]
-    fake: Callable[[Any], Any]  # makes fake copies of all tensors in a structure, such as a target
+    fake: Callable[[Any], Any]  # returns a structure, such as a target, with fake copies in it
     mode: StrictFakeMode | None = None  # None: the tensors are real
 
     @property
@@ -336,7 +359,7 @@ class ModelRun:
         return self.mode is not None
 
     def call(self) -> Any:
-        """The output of the model for `args` and `kwargs`, with its fake tensors in place."""
+        """Run the model on `args` and `kwargs`, with fake weights if it is fake."""
         if not self.is_fake:
             return self.model(*self.args, **self.kwargs)
         return torch.func.functional_call(
@@ -345,7 +368,10 @@ class ModelRun:
 
     @contextmanager
     def told(self, decisions: Decisions | None) -> Iterator[Replay]:
-        """The block in which ops whose results depend on values return what they did for real."""
+        """The block in which ops that depend on values return the results of a real run.
+
+        Yields the `Replay`. Without decisions such ops raise.
+        """
         replay = Replay(decisions or Decisions())
         if decisions is None:
             yield replay
@@ -358,11 +384,11 @@ class ModelRun:
 def on_fake_device(
     model: nn.Module, args: tuple, kwargs: Mapping[str, Any], device_type: str
 ) -> Iterator[ModelRun]:
-    """The block in which `model` runs on fake tensors of `device_type`, wherever it really is.
+    """The block in which `model` runs on fake tensors of `device_type`; yields a `ModelRun`.
 
-    In the block tensors are fake ones, and those made without a device are on `device_type`. The
-    model's own are neither moved nor changed, and those that share memory do so as fakes too.
-    Compute with its tensors inside alone: after it, torch looks for the device again.
+    New tensors in the block are fake, and on `device_type` by default. The model's own tensors are
+    neither moved nor changed; those that share memory share it as fake copies too. Use the fake
+    tensors only inside the block: after it, torch looks for the device again.
 
     Raises `DeviceError` for an unknown device type, and `TraceError` for a model that has no fake
     copy: one with lazy, sparse or sharded tensors, some quantised ones, or one of TorchScript.
@@ -370,7 +396,8 @@ def on_fake_device(
     device = torch.device(checked_backend(device_type))
     _require_python_and_shapes(model)
     _require_not_quantised(model)
-    # A function mode closes torch's fast paths for attention: there is none where none is needed.
+    # `with device` is a function mode, which disables torch's fast path for attention. So it is not
+    # entered if tensors are made on that device anyway.
     is_default = torch.get_default_device().type == device.type
     with (
         StrictFakeMode() as mode,
@@ -399,47 +426,50 @@ def on_fake_device(
         )
 
 
-# What holds the attributes of modules. An OrderedDict, such as a module's hooks, keeps its order in
-# a list of its own, which `dict.clear` would leave as it is.
+# The types of containers that are restored. OrderedDict, such as a module's hooks, comes before
+# dict: it keeps its order in a list of its own, which `dict.clear` would not clear.
 _CONTAINERS = (list, collections.OrderedDict, dict, set)
 
 
 @contextmanager
 def attributes_restored(model: nn.Module) -> Iterator[None]:
-    """The block after which attributes of the modules, and lists and dicts in them, are as before.
+    """The block at whose end the attributes of all modules get their old values back.
 
-    A fake tensor left there, such as torchvision's anchors, would break the next real call. What
-    did not change is not touched: some configs are dicts that forbid it.
+    So do lists, dicts and sets in attributes. A fake tensor left there, such as torchvision's
+    anchors, would break the next real call. Containers that did not change are not written to,
+    since some configs are dicts that forbid it.
     """
-    before: list[tuple[Any, Any, Any]] = []  # kind, container and what it holds
+    saved: list[tuple[Any, Any, Any]] = []  # (container type, container, shallow copy of it)
     for module in model.modules():
         attributes = vars(module)
-        for container in (attributes, *attributes.values()):
-            kind = _kind_of_container(container)
-            if kind is not None:
-                before.append((kind, container, kind(container)))
+        for value in (attributes, *attributes.values()):
+            container_type = _container_type(value)
+            if container_type is not None:
+                saved.append((container_type, value, container_type(value)))
     try:
         yield
     finally:
-        for kind, container, content in before:
-            if _identities(container) == _identities(content):
+        for container_type, container, content in saved:
+            if _ids_of_contents(container) == _ids_of_contents(content):
                 continue
-            kind.clear(container)
-            if kind is list:
-                kind.extend(container, content)
+            # Methods of the base type: a subclass, such as a config, may override its own.
+            container_type.clear(container)
+            if container_type is list:
+                container_type.extend(container, content)
             else:
-                kind.update(container, content)
+                container_type.update(container, content)
 
 
-def _kind_of_container(thing: object) -> Any:
-    for kind in _CONTAINERS:
-        if isinstance(thing, kind):
-            return kind
+def _container_type(value: object) -> Any:
+    """The first of `_CONTAINERS` that a value is an instance of; None if it is no container."""
+    for container_type in _CONTAINERS:
+        if isinstance(value, container_type):
+            return container_type
     return None
 
 
-def _identities(container: list | dict | set) -> list[int]:
-    """What tells the very things that a container holds, in their order."""
+def _ids_of_contents(container: list | dict | set) -> list[int]:
+    """The `id` of each element, or of each key and value, in order."""
     if not isinstance(container, dict):
-        return [id(thing) for thing in container]
-    return [id(thing) for thing in itertools.chain.from_iterable(container.items())]
+        return [id(element) for element in container]
+    return [id(element) for element in itertools.chain.from_iterable(container.items())]

@@ -1,7 +1,8 @@
-"""Checks for inf and NaN: what they find in finite values, followed from op to op.
+"""Follow checks for inf or NaN through a trace, and compute what they return for finite values.
 
-Models ask ``if x.dtype == torch.float16 and torch.isinf(x).any()``, which a run in fp32 never does.
-A trace that asks it has no values, but knows what the check finds if all of them are finite.
+Models ask ``if x.dtype == torch.float16 and torch.isinf(x).any()``. A trace in fp16 has no values
+to answer that with, and the real run, in fp32, does not ask. But if all values are finite, the
+result is known: isinf returns False everywhere, and any() of that is False.
 """
 
 import math
@@ -12,10 +13,11 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-_ATTRIBUTE = "found_in_finite_values"  # of a tensor: what each of its elements is
+# The attribute of a result of a check: the value that all its elements have for finite inputs.
+_ELEMENT = "found_in_finite_values"
 
-_FINDS = {"isinf": False, "isposinf": False, "isneginf": False, "isnan": False, "isfinite": True}
-_COMPARES: dict[str, Callable[..., Any]] = {
+_CHECKS = {"isinf": False, "isposinf": False, "isneginf": False, "isnan": False, "isfinite": True}
+_COMPARISONS: dict[str, Callable[..., Any]] = {
     "eq": operator.eq,
     "ne": operator.ne,
     "lt": operator.lt,
@@ -23,9 +25,9 @@ _COMPARES: dict[str, Callable[..., Any]] = {
     "gt": operator.gt,
     "ge": operator.ge,
 }
-# Ops on equal elements of each argument, whose result has equal elements too.
-_COMPUTES: dict[str, Callable[..., Any]] = {
-    **_COMPARES,
+# Elementwise ops: if all elements of each argument are equal, so are those of the result.
+_ELEMENTWISE: dict[str, Callable[..., Any]] = {
+    **_COMPARISONS,
     "logical_not": operator.not_,
     "bitwise_not": operator.not_,
     "logical_and": operator.and_,
@@ -37,7 +39,8 @@ _COMPUTES: dict[str, Callable[..., Any]] = {
 }
 _OF_BOOLS = {"logical_not", "bitwise_not", "logical_and", "logical_or"}
 _SUMS = {"sum", "count_nonzero"}
-_KEEPS = {
+# Ops whose result has elements of their first argument, or the mean of equal ones.
+_KEEPS_ELEMENTS = {
     "any", "all", "max", "min", "amax", "amin", "mean",
     "_to_copy", "alias", "clone", "detach", "expand", "select", "slice", "squeeze", "unsqueeze",
     "view", "_unsafe_view",
@@ -45,75 +48,78 @@ _KEEPS = {
 
 
 def remember_check(op: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
-    """Keep on the result of an op what it is in finite values, if it is part of a check."""
+    """If an op is part of a check, store on its result what its elements are for finite inputs."""
     if not isinstance(out, torch.Tensor):
         return
-    found = None
-    if "alpha" not in kwargs:
+    element = None
+    if "alpha" not in kwargs:  # `add` would multiply its second argument by it
         name = op._schema.name.removeprefix("aten::").rstrip("_")
-        found = _evaluate(name, args, out)
-    if found is None:
-        if hasattr(out, _ATTRIBUTE):  # an in-place op may have changed it
-            delattr(out, _ATTRIBUTE)
+        element = _evaluate(name, args, out)
+    if element is None:
+        if hasattr(out, _ELEMENT):  # of an in-place op, whose result is no check any more
+            delattr(out, _ELEMENT)
         return
     if out.dtype is torch.bool:
-        found = bool(found)
-    setattr(out, _ATTRIBUTE, found)
+        element = bool(element)
+    setattr(out, _ELEMENT, element)
 
 
 def found_in_finite_values(op: OpOverload, args: tuple) -> bool | int | float | None:
-    """What a check for inf or NaN reads in finite values; None if an op reads something else."""
+    """The number that a check for inf or NaN reads, if all values are finite.
+
+    None if the op is not the one that reads a number (``item()``), or reads something else.
+    """
     if op is not torch.ops.aten._local_scalar_dense.default:
         return None
-    return getattr(args[0], _ATTRIBUTE, None)
+    return getattr(args[0], _ELEMENT, None)
 
 
 def _evaluate(name: str, args: tuple, out: torch.Tensor) -> bool | int | float | None:
-    """What each element of the result is; None if the op is no part of a check."""
-    if name in _FINDS:
-        return _FINDS[name]
-    if name in _COMPARES and _is_check(*args[:2]):
+    """The value of each element of a result for finite inputs; None if it is not known."""
+    if name in _CHECKS:
+        return _CHECKS[name]
+    if name in _COMPARISONS and _is_check(*args[:2]):
         left, right = args[:2]
         if right is left:
             right = 0.0
-        return _COMPARES[name](0.0, right)  # 0.0 stands for any finite value
-    if name in _COMPUTES:
+        return _COMPARISONS[name](0.0, right)  # 0.0 stands for any finite value
+    if name in _ELEMENTWISE:
         return _evaluate_elementwise(name, args)
-    if name in _KEEPS:
-        return _evaluate_kept(args[0], out)
+    if name in _KEEPS_ELEMENTS:
+        return _evaluate_elements(args[0], out)
     if name in _SUMS:
         return _evaluate_sum(args[0], out)
     return None
 
 
 def _evaluate_elementwise(name: str, args: tuple) -> bool | int | float | None:
-    operands = [_element(given) for given in args[:2]]
+    operands = [_element_of(operand) for operand in args[:2]]
     if None in operands:
         return None
     if name in _OF_BOOLS:
         operands = [bool(value) for value in operands]
-    return _COMPUTES[name](*operands)
+    return _ELEMENTWISE[name](*operands)
 
 
-def _evaluate_kept(given: Any, out: torch.Tensor) -> bool | int | float | None:
-    """What each element of a result is that has elements of one operand alone."""
-    if not isinstance(given, torch.Tensor):
+def _evaluate_elements(operand: Any, out: torch.Tensor) -> bool | int | float | None:
+    """The value of each element of a result that only has elements of `operand`."""
+    if not isinstance(operand, torch.Tensor):
         return None
-    if given.numel() == 0 or out.numel() == 0:
+    if operand.numel() == 0 or out.numel() == 0:
         return None
-    return _element(given)
+    return _element_of(operand)
 
 
-def _evaluate_sum(given: Any, out: torch.Tensor) -> int | float | None:
-    element = _evaluate_kept(given, out)
+def _evaluate_sum(operand: Any, out: torch.Tensor) -> int | float | None:
+    element = _evaluate_elements(operand, out)
     if element is None:
         return None
-    terms = given.numel() // out.numel()
+    terms = operand.numel() // out.numel()
     return element * terms
 
 
 def _is_check(left: Any, right: Any) -> bool:
-    """Whether a tensor is compared with itself, which NaN is not equal to, or with an infinity."""
+    """Whether a comparison is a check: of a tensor with an infinity, or with itself (x != x)."""
     if not isinstance(left, torch.Tensor) or not left.is_floating_point():
         return False
     if right is left:
@@ -121,8 +127,8 @@ def _is_check(left: Any, right: Any) -> bool:
     return isinstance(right, float) and math.isinf(right)
 
 
-def _element(given: Any) -> bool | int | float | None:
-    """What each element of an operand is; None if that is not known."""
-    if isinstance(given, torch.Tensor):
-        return getattr(given, _ATTRIBUTE, None)
-    return given
+def _element_of(operand: Any) -> bool | int | float | None:
+    """The value of each element of an operand for finite inputs; None if it is not known."""
+    if isinstance(operand, torch.Tensor):
+        return getattr(operand, _ELEMENT, None)
+    return operand
