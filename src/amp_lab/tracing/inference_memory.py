@@ -1,4 +1,7 @@
-"""The memory of inference: a forecast for each way to run a model, and the largest batch."""
+"""Forecast the memory of inference for each way to run a model, and the largest batch.
+
+A way is a precision and how the model gets there: "fp32", "bf16 autocast", "bf16 cast", "int8".
+"""
 
 import dataclasses
 from collections import Counter
@@ -32,20 +35,20 @@ from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
 from amp_lab.tracing.structures import map_tensors, named_tensors
 from amp_lab.tracing.training_step import one_line_errors, steps_on, traced_on_either
 
-_LOW = (Precision.FP16, Precision.BF16)
+_LOW_PRECISIONS = (Precision.FP16, Precision.BF16)
 
 
 @dataclass(frozen=True)
 class QuantizedWeights:
-    """A format of the weights of linear layers, which are multiplied in 16 bits."""
+    """A format for the weights of linear layers; matmuls still run in 16 bits."""
 
     name: str
     bits: int
-    group: int | None  # values that share a scale; None: those of a row
-    scale_bytes: int  # of a group, its zero point included
+    group: int | None  # how many values share a scale; None: all values of a row
+    scale_bytes: int  # bytes of the scale and the zero point of a group
 
     def bytes_of(self, rows: int, columns: int) -> int:
-        """Bytes of a weight (rows, columns) with its scales."""
+        """Bytes of a weight (rows, columns), including its scales."""
         groups = 1
         if self.group is not None:
             groups = -(-columns // self.group)  # rounded up
@@ -73,14 +76,14 @@ def forecast_inference(
     """Forecast the memory of a forward pass of `model` on a device that need not be there.
 
     The pass is ``model(*inputs, **kwargs)`` under `torch.inference_mode`. Weights and
-    floating-point inputs are cast to the precision before it, or, with `autocast`, are left as they
-    are and cast by autocast, which keeps no copy of a weight there. (Under `torch.no_grad` it keeps
-    all of them until its block ends: see `kept_under_no_grad`.) The model runs in the mode that it
-    is in: call ``model.eval()`` first. `inputs` and `kwargs` are tensors, or structures of them, on
-    any device.
-    Not counted: the workspaces of cuBLAS and cuDNN, what the driver takes, and fragmentation.
+    floating-point inputs are cast to `precision` before the pass. With `autocast` they are left as
+    they are, and autocast casts them; it keeps no cast copy of a weight. (Under `torch.no_grad` it
+    keeps all copies until its block ends: see `kept_under_no_grad`.) Call ``model.eval()`` first,
+    since the mode of the model is not changed. `inputs` and `kwargs` are tensors, or structures of
+    them, on any device.
+    Not counted: the workspaces of cuBLAS and cuDNN, the memory of the driver, and fragmentation.
 
-    `cache` is the KV cache of a language model, if its output holds one; else it is None.
+    The field `cache` of the forecast is the KV cache in the model's output; None if it has none.
 
     Raises `TraceError` for a model without a fake copy, an input that it does not take, an op whose
     result depends on values, and an unknown precision; `DeviceError` for an unknown device type.
@@ -106,18 +109,19 @@ def inference_table(
     device_type: str = "cuda",
     tokens: int | None = None,
 ) -> InferenceTable:
-    """Forecasts side by side: fp32, each low precision by autocast and cast, and int8 and int4.
+    """Forecast a model in fp32, in each low precision by autocast and cast, and in int8 and int4.
 
-    With `memory_bytes` the largest batch is asked for, with a share of it held in `reserve`. With
-    `tokens` the KV cache of so many in each sequence is forecast, if the model returns one. What a
-    model refuses, such as cast weights, is named. Raises as `forecast_inference`.
+    With `memory_bytes`, also find the largest batch that fits; `reserve` is the share of the memory
+    to leave free. With `tokens`, also forecast the KV cache for that many tokens in each sequence,
+    if the model returns one. A way that the model refuses, such as cast weights, is in `failed`.
+    Raises the same errors as `forecast_inference`.
     """
     total, limit = memory_and_limit(memory_bytes, reserve)
-    precisions = list(precisions)  # an iterator could be read only once
+    precisions = list(precisions)  # `trace` may run twice, and an iterator can be read only once
 
-    def trace(call: ModelCall, decisions: Decisions | None) -> _ByWay:
+    def trace(call: ModelCall, decisions: Decisions | None) -> _ResultsByWay:
         with _steps(call.model, device_type, precisions, ways=[True, False]) as steps:
-            return _each_way(steps, inputs, limit, tokens, decisions)
+            return _forecast_each_way(steps, inputs, limit, tokens, decisions)
 
     call = ModelCall(model, inputs.args, inputs.kwargs, passes=Passes.FORWARD)
     by_way = answered(trace, call, "forecast")
@@ -129,58 +133,65 @@ def inference_table(
         by_way.failed,
         no_largest=by_way.no_largest,
         tokens=tokens,
-        places=_places(model),
+        places=_max_positions(model),
     )
 
 
-def _places(model: nn.Module) -> int | None:
-    """For how many tokens the model has places, if a config says so; a fake table takes more."""
+def _max_positions(model: nn.Module) -> int | None:
+    """The most tokens that the model's config allows; None if it does not say.
+
+    The trace cannot tell, since a fake table of positions takes any index.
+    """
     config = getattr(model, "config", None)
-    places = getattr(config, "max_position_embeddings", None)
-    if not isinstance(places, int):
+    count = getattr(config, "max_position_embeddings", None)
+    if not isinstance(count, int):
         return None
-    return places
+    return count
 
 
 @dataclass
-class _ByWay:
-    """The forecasts of the ways to run a model."""
+class _ResultsByWay:
+    """What `inference_table` has found so far. The keys of dicts are ways, such as "bf16 cast"."""
 
     forecasts: list[InferenceForecast] = field(default_factory=list)
-    largest: dict[str, int] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
+    largest: dict[str, int] = field(default_factory=dict)  # largest batch
+    failed: dict[str, str] = field(default_factory=dict)  # error of the forecast
     no_largest: dict[str, str] = field(default_factory=dict)  # why there is no largest batch
 
 
-def _each_way(
+def _forecast_each_way(
     steps: "list[InferenceStep]",
     inputs: BatchedInputs,
     limit: int | None,
     tokens: int | None,
     decisions: Decisions | None,
-) -> _ByWay:
-    """Forecast each way; what a model refuses in low precision is named."""
-    by_way = _ByWay()
-    linear = _linear_weights(steps[0].run.model)
+) -> _ResultsByWay:
+    """Forecast each way; errors in low precision are collected, those in fp32 are raised.
+
+    `limit` is the memory for the largest batch; `tokens` those for the KV cache.
+    """
+    by_way = _ResultsByWay()
+    weight_shapes = _linear_weight_shapes(steps[0].run.model)
     for step in steps:
         batch = inputs.of(inputs.batch, step.traced_on)
         try:
             forecast = _forecast_with_cache(step, batch, decisions, tokens)
-        except ValuesNeeded:
+        except ValuesNeeded:  # `answered` repeats the trace with the decisions of a real run
             raise
         except TraceError as error:
-            if step.precision is Precision.FP32:  # the model or its inputs are wrong
+            if step.precision is Precision.FP32:  # so the model or its inputs are at fault
                 raise
             by_way.failed[step.way] = str(error)
             continue
         saved: dict[str, int] = {}  # bytes, by format of quantized weights
+        # The forecasts for int8 and int4 follow from the last cast one: only weights are smaller.
         if step.is_cast and step.precision is steps[-1].precision:
-            saved = _saved_bytes(linear, step.precision)
+            saved = _saved_by_quantization(weight_shapes, step.precision)
         by_way.forecasts.append(forecast)
         for name, nbytes in saved.items():
             by_way.forecasts.append(forecast.with_smaller_weights(name, nbytes))
         if limit is not None:
-            _note_largest(by_way, step, inputs, limit, {step.way: 0, **saved})
+            _add_largest_batch(by_way, step, inputs, limit, {step.way: 0, **saved})
     if not by_way.forecasts:
         raise TraceError(next(iter(by_way.failed.values())))
     return by_way
@@ -188,76 +199,85 @@ def _each_way(
 
 def _forecast_with_cache(
     step: "InferenceStep",
-    given: Arguments,
+    arguments: Arguments,
     decisions: Decisions | None,
     tokens: int | None = None,
 ) -> InferenceForecast:
-    """The forecast for `given`, with all that takes further passes.
+    """Forecast a pass on `arguments`, including what needs further passes.
 
-    These are the peak under `torch.no_grad`, and how the KV cache in the output grows.
+    These are the peak under `torch.no_grad`, and the growth of the KV cache with the tokens.
     """
-    traced = step.trace(*given, decisions)
+    traced = step.trace(*arguments, decisions)
     forecast = traced.forecast()
     if step.by_autocast:
-        no_grad = step.trace(*given, decisions, under=torch.no_grad).forecast()
+        no_grad = step.trace(*arguments, decisions, under=torch.no_grad).forecast()
         kept = no_grad.peak - forecast.peak
         forecast = dataclasses.replace(forecast, kept_under_no_grad=kept)
 
-    def traced_with(count: int) -> tuple[CachedTensor, ...]:
-        # Without the decisions, which may be others for more tokens.
+    def trace_with_tokens(count: int) -> tuple[CachedTensor, ...]:
+        # Without the decisions, which may differ for another number of tokens.
         with errors_with(step.run.model, f"{count:,} tokens"):
-            return step.trace(*with_tokens(given, count)).cached
+            return step.trace(*with_tokens(arguments, count)).cached
 
     cache = forecast_cache(
         traced.cached,
-        traced_with,
-        sequences=BatchedInputs(*given).batch,
-        tokens=token_count(given),
-        asked=tokens,
+        trace_with_tokens,
+        sequences=BatchedInputs(*arguments).batch,
+        tokens=token_count(arguments),
+        tokens_asked=tokens,
     )
     return dataclasses.replace(forecast, cache=cache)
 
 
-def _note_largest(
-    by_way: _ByWay, step: "InferenceStep", inputs: BatchedInputs, limit: int, saved: dict[str, int]
+def _add_largest_batch(
+    by_way: _ResultsByWay,
+    step: "InferenceStep",
+    inputs: BatchedInputs,
+    limit: int,
+    saved: dict[str, int],
 ) -> None:
-    """Note the largest batch of each way, whose weights take `saved` bytes less; or why not."""
+    """Add the largest batch of each way in `saved`, or why it cannot be determined.
+
+    `saved` has the ways that differ only in the weights, and by how many bytes these are smaller.
+    """
     try:
         by_batch = MemoryByBatch(step, inputs, limit)
-    except TraceError as error:  # the decisions of a model may be others for another batch, too
-        by_way.no_largest |= dict.fromkeys(saved, first_line(error))
+    except TraceError as error:  # the decisions of a model may differ for another batch
+        for way in saved:
+            by_way.no_largest[way] = first_line(error)
         return
     for way, nbytes in saved.items():
         by_way.largest[way] = by_batch.largest_within(limit + nbytes)
 
 
-def _linear_weights(model: nn.Module) -> list[torch.Size]:
-    """The shapes of the weights of linear layers, without those that another layer shares.
+def _linear_weight_shapes(model: nn.Module) -> list[torch.Size]:
+    """The shapes of the weights of linear layers that torchao would quantize.
 
-    A weight that is computed at each use, as a parametrization's is, is no parameter of its own.
+    Left out are weights that another module shares, and weights that are no parameters, such as
+    those that a parametrization computes at each use.
     """
-    owners: Counter[int] = Counter()
+    owner_counts: Counter[int] = Counter()  # how many modules have a parameter, by its `id`
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            owners[id(parameter)] += 1
+            owner_counts[id(parameter)] += 1
     shapes = []
     for module in model.modules():
-        if isinstance(module, nn.Linear) and owners[id(module.weight)] == 1:
+        if isinstance(module, nn.Linear) and owner_counts[id(module.weight)] == 1:
             shapes.append(module.weight.shape)
     return shapes
 
 
-def _saved_bytes(linear: list[torch.Size], precision: Precision) -> dict[str, int]:
-    """How much smaller the weights of these layers are than in 16 bits, by format.
+def _saved_by_quantization(shapes: list[torch.Size], precision: Precision) -> dict[str, int]:
+    """How many bytes each quantized format saves for weights of these shapes in 16 bits.
 
-    Empty without such layers.
+    Empty if there are no shapes.
     """
-    if not linear:
+    if not shapes:
         return {}
     saved = {}
     for weights in QUANTIZED_WEIGHTS:
         nbytes = 0
-        for rows, columns in linear:
+        for rows, columns in shapes:
             nbytes += rows * columns * precision.dtype.itemsize
             nbytes -= weights.bytes_of(rows, columns)
         saved[weights.name] = nbytes
@@ -268,11 +288,14 @@ def _saved_bytes(linear: list[torch.Size], precision: Precision) -> dict[str, in
 def _steps(
     model: nn.Module, device_type: str, precisions: Iterable[Precision | str], ways: list[bool]
 ) -> Iterator[list["InferenceStep"]]:
-    """The block in which a forward pass can be traced, one for each precision and way."""
-    with steps_on(model, device_type, precisions) as (run, asked):
+    """The block in which passes can be traced; yields one step for each precision and way.
+
+    `ways` says how to get to low precision: by autocast (True) or by a cast (False).
+    """
+    with steps_on(model, device_type, precisions) as (run, known_precisions):
         steps = []
-        for precision in asked:
-            ways_of_precision = ways if precision in _LOW else [False]
+        for precision in known_precisions:
+            ways_of_precision = ways if precision in _LOW_PRECISIONS else [False]
             for by_autocast in ways_of_precision:
                 steps.append(InferenceStep(run, device_type, precision, by_autocast))
         yield steps
@@ -280,27 +303,27 @@ def _steps(
 
 @dataclass(frozen=True)
 class InferenceStep:
-    """A forward pass, all but its inputs."""
+    """A forward pass without its inputs."""
 
-    run: ModelRun  # its inputs are not used
+    run: ModelRun  # the inputs in it are not used
     device_type: str
     precision: Precision
     by_autocast: bool
 
     @property
     def traced_on(self) -> str:
-        """The type of device on which the inputs have to be."""
+        """The type of device that the inputs have to be on."""
         return self.device_type
 
     @property
     def is_cast(self) -> bool:
         """Whether weights and inputs are cast to a low precision before the pass."""
-        return self.precision in _LOW and not self.by_autocast
+        return self.precision in _LOW_PRECISIONS and not self.by_autocast
 
     @property
     def way(self) -> str:
-        """What it is called in a table."""
-        if self.precision not in _LOW:
+        """The name of the way in a table: "fp32", "bf16 autocast" or "bf16 cast"."""
+        if self.precision not in _LOW_PRECISIONS:
             return str(self.precision)
         if self.by_autocast:
             return f"{self.precision} autocast"
@@ -314,9 +337,10 @@ class InferenceStep:
         *,
         under: Callable = torch.inference_mode,
     ) -> "TracedInference":
-        """Run the pass once on fake inputs, and note every storage's coming and going.
+        """Run the pass once on fake inputs, and record when each storage is allocated and freed.
 
-        `decisions` are those of a real run on such inputs, if values decide its course.
+        `decisions` are those of a real run on such inputs, if the pass depends on values. `under`
+        is the context manager for the pass.
         """
 
         def trace() -> TracedInference:
@@ -331,7 +355,7 @@ class InferenceStep:
         model = self.run.model
         parameters = self.run.parameters
         buffers = self.run.buffers
-        if not self.by_autocast:  # to fp32 too: a checkpoint may come in 16 bits
+        if not self.by_autocast:  # in fp32 too, since the weights may have been loaded in 16 bits
             parameters = self._cast(parameters)
             buffers = self._cast(buffers)
             inputs, kwargs = self._cast((inputs, kwargs))
@@ -339,11 +363,11 @@ class InferenceStep:
         shapes = tuple(tuple(tensor.shape) for _, tensor in named)
         input_tensors: list[torch.Tensor] = []
 
-        def noted(tensor: torch.Tensor) -> torch.Tensor:
+        def note_input(tensor: torch.Tensor) -> torch.Tensor:
             input_tensors.append(tensor)
             return tensor
 
-        inputs, kwargs = map_tensors(noted, (inputs, kwargs))
+        inputs, kwargs = map_tensors(note_input, (inputs, kwargs))
         with one_line_errors(model, shapes, self.device_type), under():
             ledger = StorageLedger(self.device_type)
             ledger.own("weights", parameters.values())
@@ -365,7 +389,7 @@ class InferenceStep:
         return self.precision.dtype
 
     def _cast(self, structure: Any) -> Any:
-        """The structure with each floating-point tensor in the precision; a tied one stays one."""
+        """The structure with floating-point tensors cast to the precision; tied ones stay tied."""
         casts: dict[int, torch.Tensor] = {}
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -380,18 +404,18 @@ class InferenceStep:
 
 @dataclass(frozen=True)
 class TracedInference:
-    """What a forward pass allocated, when it ran on inputs of these shapes."""
+    """What a forward pass on inputs of these shapes allocated."""
 
     step: InferenceStep
     input_shapes: tuple[tuple[int, ...], ...]
     storages: StorageTrace
-    cached: tuple[CachedTensor, ...] = ()  # what in the output is a KV cache, or may be one
-    decisions: str = ""  # what to say if it took decisions of a run on the CPU
+    cached: tuple[CachedTensor, ...] = ()  # tensors in the output that may be a KV cache
+    decisions: str = ""  # remark on decisions that were taken from a run on the CPU
 
     def forecast(self) -> InferenceForecast:
         """The forecast for this pass."""
         in_use = self.storages.in_use()
-        peak_at = int(np.argmax(in_use)) + 1
+        peak_at = int(np.argmax(in_use)) + 1  # the number of events up to the peak
         at_peak = self.storages.by_kind(peak_at)
         largest = self.storages.largest(peak_at, int(in_use.max()))
         return InferenceForecast(

@@ -1,4 +1,4 @@
-"""Forecasts of the memory of inference: as text, as a table and as JSON."""
+"""The results of memory forecasts for inference: as text, as a table and as JSON."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from amp_lab.tracing.memory_result import (
     unit_for_all,
 )
 
-_ROWS = {
+_ATTRIBUTES_BY_LABEL = {
     "weights": "weights",
     "buffers": "buffers",
     "inputs": "inputs",
@@ -28,9 +28,9 @@ _ROWS = {
 
 @dataclass(frozen=True, repr=False)
 class InferenceForecast(Printed):
-    """What one forward pass takes, in bytes; made by `forecast_inference`.
+    """The memory of one forward pass in bytes; made by `forecast_inference`.
 
-    The parts are those at the peak, and add up to it.
+    Each part is what is in use at the peak. The parts add up to `peak`.
     """
 
     model: str
@@ -41,20 +41,20 @@ class InferenceForecast(Printed):
     buffers: int
     inputs: int
     weight_casts: int  # copies of weights that autocast made, alive at the peak
-    temporaries: int  # activations, and what kernels take
+    temporaries: int  # activations, and temporary memory of kernels
     kept_under_no_grad: int = 0  # how much higher the peak is under `torch.no_grad`
     cache: CacheForecast | None = None  # the KV cache in the output, if there is one
-    decisions: str = ""  # what to say if it took decisions of a run on the CPU
+    decisions: str = ""  # remark on decisions that were taken from a run on the CPU
     largest_at_peak: str = field(default="", compare=False)
-    """The largest activation or temporary then, if it is large."""
+    """The largest activation or temporary at the peak, if it is large."""
 
     @property
     def peak(self) -> int:
-        """The most that is in use at one time."""
+        """The most bytes that are in use at one time."""
         return self.weights + self.buffers + self.inputs + self.weight_casts + self.temporaries
 
     def with_smaller_weights(self, way: str, saved: int) -> "InferenceForecast":
-        """The same with weights that take `saved` bytes less."""
+        """The forecast of a way that differs only in weights that take `saved` bytes less."""
         weights = self.weights - saved
         return dataclasses.replace(self, way=way, weights=weights, largest_at_peak="")
 
@@ -69,7 +69,7 @@ class InferenceForecast(Printed):
 
     @property
     def weights_and_cache(self) -> int | None:
-        """Bytes of the weights, and of the KV cache for the tokens that were asked for."""
+        """Bytes of the weights plus the KV cache for the tokens that were asked for, if any."""
         if self.cache is None or self.cache.nbytes_asked is None:
             return None
         return self.weights + self.cache.nbytes_asked
@@ -83,21 +83,23 @@ class InferenceTable(Printed):
     memory_bytes: int | None = None
     largest: dict[str, int] = field(default_factory=dict)  # batch that fits, by way
     reserve: float = 0.0  # share of the memory that is left to the driver and to fragmentation
-    failed: dict[str, str] = field(default_factory=dict)  # why there is none, by way
+    failed: dict[str, str] = field(default_factory=dict)  # why there is no forecast, by way
     no_largest: dict[str, str] = field(default_factory=dict)  # why there is no batch, by way
-    tokens: int | None = None  # of each sequence, for whose KV cache it was asked
-    places: int | None = None  # the most tokens that the model's config has places for
+    tokens: int | None = None  # for each sequence; the user asked for the KV cache of so many
+    places: int | None = None  # the most tokens that the model's config allows
 
     def __getitem__(self, way: str) -> InferenceForecast:
+        """The forecast of a way, such as "bf16 cast"."""
         return next(forecast for forecast in self.forecasts if forecast.way == way)
 
     @property
     def spare(self) -> dict[str, int]:
-        """Bytes that a pass leaves of the memory without its reserve; below 0 if it is short."""
+        """By way, the bytes of usable memory that a pass leaves free; negative if it needs more."""
         return {forecast.way: self._usable - forecast.peak for forecast in self.forecasts}
 
     @property
     def _usable(self) -> int:
+        """The memory in bytes without its reserve."""
         return int((self.memory_bytes or 0) * (1 - self.reserve))
 
     def _contents(self) -> dict[str, Any]:
@@ -131,7 +133,7 @@ class InferenceTable(Printed):
 
     def _rows(self, unit: int) -> list[list[str]]:
         rows = []
-        for label, attribute in _ROWS.items():
+        for label, attribute in _ATTRIBUTES_BY_LABEL.items():
             cells = [in_unit(getattr(forecast, attribute), unit) for forecast in self.forecasts]
             rows.append([label, *cells])
         return rows
@@ -174,17 +176,17 @@ class InferenceTable(Printed):
         yield from self._facts_of_the_cache()
 
     def _fits(self) -> Iterator[str]:
-        """What does not fit into the memory, and what cannot be told of other batches."""
+        """Sentences on what does not fit, and on why there is no largest batch."""
         if self.memory_bytes is None:
             return
         for way, spare in self.spare.items():
             if spare < 0:
                 yield f"{way}: does not fit, {amount(-spare)} too much."
         for forecast in self.forecasts:
-            over = (forecast.weights_and_cache or 0) - self._usable
-            if over > 0:
-                what = f"weights and the KV cache of {self.tokens:,} tokens"
-                yield f"{forecast.way}: {what} do not fit, {amount(over)} too much."
+            excess = (forecast.weights_and_cache or 0) - self._usable
+            if excess > 0:
+                parts = f"weights and the KV cache of {self.tokens:,} tokens"
+                yield f"{forecast.way}: {parts} do not fit, {amount(excess)} too much."
         for reason, ways in _ways_by_text(self.no_largest).items():
             batch = f"The largest batch in {memory_text(self.memory_bytes)}"
             yield f"{batch} for {ways}: cannot tell: {reason}."
@@ -215,7 +217,7 @@ class InferenceTable(Printed):
 
 
 def _ways_by_text(texts: dict[str, str]) -> dict[str, str]:
-    """For each text the ways that it is about: ``fp32, bf16 cast``."""
+    """For each different text, the ways that have it, such as ``fp32, bf16 cast``."""
     ways: dict[str, list[str]] = {}
     for way, text in texts.items():
         ways.setdefault(text, []).append(way)

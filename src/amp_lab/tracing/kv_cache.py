@@ -1,4 +1,7 @@
-"""The cache of keys and values (KV cache) that a language model returns: its size and growth."""
+"""Find the KV cache in the output of a language model, and forecast its size and growth.
+
+The KV cache holds the keys and values of attention for all tokens so far.
+"""
 
 import dataclasses
 import math
@@ -16,39 +19,45 @@ from amp_lab.tracing.kv_cache_result import CacheForecast
 from amp_lab.tracing.ops_seen import storage_key, tensors_in
 from amp_lab.tracing.structures import is_cache, parts_of
 
-# Names of what holds a cache, and of what is none although it grows with the tokens.
-_CACHE = re.compile(r"cache|past_key|(^|_)kv|^presents?$", re.IGNORECASE)
-_OTHER = re.compile(r"attention|hidden|logits|loss", re.IGNORECASE)
+# Names of caches, such as "past_key_values", "kv_cache" and "presents"; and names of other outputs
+# that grow with the tokens, such as "hidden_states" and "attentions".
+_CACHE_NAME = re.compile(r"cache|past_key|(^|_)kv|^presents?$", re.IGNORECASE)
+_OTHER_OUTPUT_NAME = re.compile(r"attention|hidden|logits|loss", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class CachedTensor:
-    """A tensor of a cache, as far as its size matters."""
+    """The size of a tensor in a model's output that is part of a cache, or may be."""
 
     path: tuple[str, ...]  # in the output: ("output", "past_key_values", "layers", "0", "keys")
     shape: tuple[int, ...]
     dtype: torch.dtype
-    nbytes: int  # of its values; a slice may hold on to a larger storage
-    is_named: bool  # a name says that it is of a cache; if not, it is one only if it grows
+    nbytes: int  # of its values; the storage of a slice may be larger
+    is_named: bool  # whether a name in the path is that of a cache; else it has to grow to be one
 
 
 class _Leaf(NamedTuple):
+    """A tensor in a model's output."""
+
     path: tuple[str, ...]
     tensor: torch.Tensor
-    is_named: bool
-    in_pair: bool  # of a key and a value
+    is_named: bool  # as in `CachedTensor`
+    in_pair: bool  # whether it is one of a pair (key, value)
 
 
 def cached_tensors(output: object) -> tuple[CachedTensor, ...]:
-    """The tensors in a model's output that are a cache, or may be one.
+    """Return the tensors in a model's output that are part of a cache, or may be.
 
-    These are all in what is named a cache, such as `past_key_values` of transformers; and without
-    such a name, pairs of a key and a value, and tensors of four dimensions or more besides the
-    first output. Tensors that share their memory count once.
+    - All tensors inside a value with the name of a cache, such as transformers' `past_key_values`.
+    - Without such a name: pairs of a key and a value, and tensors of four or more dimensions, but
+      not the first tensor of the output.
+
+    Tensors that share their memory count once.
     """
     cached: dict[tuple, CachedTensor] = {}
-    for number, leaf in enumerate(_leaves({"output": output}, (), False, set())):
-        if not _may_be_cached(leaf, is_first=number == 0):
+    leaves = _leaves({"output": output}, path=(), is_named=False, seen_ids=set())
+    for number, leaf in enumerate(leaves):
+        if not _may_be_of_cache(leaf, is_first=number == 0):
             continue
         tensor = leaf.tensor
         key = (storage_key(tensor), tensor.storage_offset(), tensor.shape)
@@ -63,39 +72,45 @@ def cached_tensors(output: object) -> tuple[CachedTensor, ...]:
     return tuple(cached.values())
 
 
-def _may_be_cached(leaf: _Leaf, is_first: bool) -> bool:
-    """Whether a tensor of the output is part of a cache, or may be; `is_first` of the output."""
+def _may_be_of_cache(leaf: _Leaf, is_first: bool) -> bool:
+    """Whether a tensor is part of a cache, or may be.
+
+    `is_first` says that it is the first tensor of the output.
+    """
     tensor = leaf.tensor
     if leaf.is_named:
-        return tensor.ndim > 1  # others are counters and sizes of windows
+        return tensor.ndim > 1  # the others are counters, such as the number of tokens so far
     if not tensor.is_floating_point():
         return False
     is_large = tensor.ndim > 3 and not is_first
     if not leaf.in_pair and not is_large:
         return False
-    return not any(_OTHER.search(name) for name in leaf.path)
+    return not any(_OTHER_OUTPUT_NAME.search(name) for name in leaf.path)
 
 
 def _leaves(
-    thing: object, path: tuple[str, ...], is_named: bool, known: set[int]
+    value: object, path: tuple[str, ...], is_named: bool, seen_ids: set[int]
 ) -> Iterator[_Leaf]:
-    """The tensors in a structure, and in the attributes of dataclasses and of caches."""
-    if id(thing) in known:
+    """Yield the tensors in a structure, also in attributes of dataclasses and of caches.
+
+    `seen_ids` has the `id` of each value that was visited, since structures may have circles.
+    """
+    if id(value) in seen_ids:
         return
-    known.add(id(thing))
-    parts = parts_of(thing, opened=is_named or dataclasses.is_dataclass(thing))
+    seen_ids.add(id(value))
+    parts = parts_of(value, opened=is_named or dataclasses.is_dataclass(value))
     in_pair = len(path) > 1 and _is_pair(list(parts.values()))
     for name, part in parts.items():
         part_path = (*path, name)
-        part_is_named = is_named or is_cache(part) or _CACHE.search(name) is not None
+        part_is_named = is_named or is_cache(part) or _CACHE_NAME.search(name) is not None
         if isinstance(part, torch.Tensor):
             yield _Leaf(part_path, part, part_is_named, in_pair)
         else:
-            yield from _leaves(part, part_path, part_is_named, known)
+            yield from _leaves(part, part_path, part_is_named, seen_ids)
 
 
 def _is_pair(parts: list) -> bool:
-    """Whether these are a key and a value, whose last sizes may differ."""
+    """Whether these are a key (…, T, D) and a value (…, T, V)."""
     if len(parts) != 2:
         return False
     key, value = parts
@@ -105,20 +120,21 @@ def _is_pair(parts: list) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of its values; those that an expanded dimension repeats count once."""
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return math.prod(size for size, stride in sizes if stride) * tensor.itemsize
+    """Bytes of the values of a tensor. Values repeated by an expanded dimension count once."""
+    dimensions = zip(tensor.shape, tensor.stride(), strict=True)
+    # The stride of an expanded dimension is 0.
+    return math.prod(size for size, stride in dimensions if stride) * tensor.itemsize
 
 
-Arguments = tuple[tuple, dict[str, Any]]  # positional ones, and keywords
+Arguments = tuple[tuple, dict[str, Any]]  # (args, kwargs) of a model
 
 
-def token_count(given: Arguments) -> int | None:
-    """The tokens of each sequence: T of ids (B, T), or else of embeddings (B, T, C); or None.
+def token_count(arguments: Arguments) -> int | None:
+    """How many tokens each sequence has: T of ids (B, T), or else of embeddings (B, T, C).
 
-    Of a model with a decoder of its own, those of the decoder.
+    In an encoder-decoder model these are the tokens of the decoder. None if there are none.
     """
-    tensors = tensors_in(_decoder_arguments(given))
+    tensors = tensors_in(_decoder_arguments(arguments))
     for tensor in tensors:
         if tensor.ndim == 2 and not tensor.is_floating_point():
             return tensor.shape[1]
@@ -128,33 +144,34 @@ def token_count(given: Arguments) -> int | None:
     return None
 
 
-def with_tokens(given: Arguments, count: int) -> Arguments:
-    """The same arguments for `count` tokens: ids, embeddings, masks, positions and labels."""
-    given_count = token_count(given)
+def with_tokens(arguments: Arguments, count: int) -> Arguments:
+    """Resize arguments to `count` tokens: ids, embeddings, masks, positions and labels."""
+    current_count = token_count(arguments)
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
-        return _resize(tensor, given_count, count)
+        return _resize(tensor, current_count, count)
 
-    args, kwargs = given
+    args, kwargs = arguments
     args_of_decoder, kwargs_of_decoder = tree_map_only(
-        torch.Tensor, resized, _decoder_arguments(given)
+        torch.Tensor, resized, _decoder_arguments(arguments)
     )
     return args_of_decoder or args, kwargs | kwargs_of_decoder
 
 
-def _decoder_arguments(given: Arguments) -> Arguments:
-    """The arguments that grow with the tokens, where an encoder has ids of its own."""
-    _, kwargs = given
+def _decoder_arguments(arguments: Arguments) -> Arguments:
+    """The arguments of the decoder in an encoder-decoder model; else all arguments."""
+    _, kwargs = arguments
     if kwargs.get("decoder_input_ids") is None:
-        return given
+        return arguments
     names = [name for name in kwargs if name.startswith("decoder_") or name == "labels"]
     return (), {name: kwargs[name] for name in names}
 
 
-def _resize(tensor: torch.Tensor, given_count: int | None, count: int) -> torch.Tensor:
+def _resize(tensor: torch.Tensor, current_count: int | None, count: int) -> torch.Tensor:
+    """Resize the token dimensions of an input; an input without any is returned as it is."""
     shape = list(tensor.shape)
     for dimension in _dimensions_of_tokens(tensor):
-        if shape[dimension] == given_count:
+        if shape[dimension] == current_count:
             shape[dimension] = count
     if shape == list(tensor.shape):
         return tensor
@@ -162,7 +179,7 @@ def _resize(tensor: torch.Tensor, given_count: int | None, count: int) -> torch.
 
 
 def _dimensions_of_tokens(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The dimensions that may be those of tokens in an input."""
+    """The dimensions of an input that may be its tokens, judged by its number of dimensions."""
     if tensor.ndim == 1:  # positions (T,)
         return (0,)
     if tensor.ndim == 2 or (tensor.ndim == 3 and tensor.is_floating_point()):
@@ -178,43 +195,45 @@ def _dimensions_of_tokens(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def forecast_cache(
-    found: tuple[CachedTensor, ...],
-    traced_with: Callable[[int], tuple[CachedTensor, ...]],
+    candidates: tuple[CachedTensor, ...],
+    trace_with_tokens: Callable[[int], tuple[CachedTensor, ...]],
     *,
     sequences: int,
     tokens: int | None,
-    asked: int | None = None,
+    tokens_asked: int | None = None,
 ) -> CacheForecast | None:
-    """The forecast of the cache whose tensors a pass has returned; None if there is none.
+    """Forecast the cache in the output of a pass; None if there is none.
 
-    `traced_with` gives the tensors for another number of tokens, and may raise `TraceError`. How
-    many bytes a token takes is the difference between two passes. With `asked`, a third pass has
-    so many tokens: a sliding window may stop growing before.
+    `candidates` are the tensors that `cached_tensors` returned for a pass with this number of
+    `tokens` in each of its `sequences`. `trace_with_tokens` returns them for another number of
+    tokens, and may raise `TraceError`. The bytes of a token are the difference between two passes.
+    With `tokens_asked`, a third pass has so many tokens, since a sliding window may have stopped
+    growing before.
     """
-    if not found:
+    if not candidates:
         return None
-    growth = _growth(found, traced_with, tokens)
+    growth = _measure_growth(candidates, trace_with_tokens, tokens)
     tensors = growth.tensors
     if not tensors:
         return None
     dtypes = {short_name(tensor.dtype) for tensor in tensors}
     forecast = CacheForecast(
-        place=_place(tensors),
+        place=_common_path(tensors),
         tensors=len(tensors),
         dtype=" + ".join(sorted(dtypes)),
         nbytes=sum(tensor.nbytes for tensor in tensors),
         sequences=sequences,
         tokens=tokens,
-        tokens_asked=asked,
+        tokens_asked=tokens_asked,
         remarks=growth.remarks,
     )
     if growth.per_token:
         forecast = dataclasses.replace(forecast, per_token=growth.per_token // sequences)
-    if asked is None:
+    if tokens_asked is None:
         return forecast
     if not growth.per_token:
-        return _with_remark(forecast, f"Nothing is extrapolated to {asked:,} tokens.")
-    return _with_asked(forecast, growth, traced_with, asked)
+        return _with_remark(forecast, f"Nothing is extrapolated to {tokens_asked:,} tokens.")
+    return _with_tokens_asked(forecast, growth, trace_with_tokens, tokens_asked)
 
 
 def _with_remark(forecast: CacheForecast, remark: str) -> CacheForecast:
@@ -223,40 +242,47 @@ def _with_remark(forecast: CacheForecast, remark: str) -> CacheForecast:
 
 @dataclass(frozen=True)
 class _Growth:
-    """How a cache grows with the tokens."""
+    """How a cache grows with the number of tokens."""
 
-    tensors: tuple[CachedTensor, ...]  # of the cache
-    per_token: int = 0  # bytes, of all sequences together; 0: it does not grow, or nobody knows
-    remarks: tuple[str, ...] = ()
+    tensors: tuple[CachedTensor, ...]  # all tensors of the cache
+    per_token: int = 0  # bytes for all sequences together; 0: it does not grow, or it is not known
+    remarks: tuple[str, ...] = ()  # sentences
 
 
-def _growth(
-    found: tuple[CachedTensor, ...],
-    traced_with: Callable[[int], tuple[CachedTensor, ...]],
+def _measure_growth(
+    candidates: tuple[CachedTensor, ...],
+    trace_with_tokens: Callable[[int], tuple[CachedTensor, ...]],
     tokens: int | None,
 ) -> _Growth:
+    """Compare the pass with one that has another number of tokens.
+
+    The cache is the candidates with the name of one, and those that grow with the tokens.
+    """
     if tokens is None:
-        named = tuple(tensor for tensor in found if tensor.is_named)
+        named = tuple(tensor for tensor in candidates if tensor.is_named)
         return _Growth(named, remarks=("No input has tokens (B, T) that it could grow with.",))
-    # Fewer, if that can be: a model may have a table of as many places as tokens were given.
+    # Fewer if possible: the model may have no positions for more tokens than in its input.
     other_tokens = tokens // 2 if tokens > 1 else 2
     try:
-        other_tensors = {tensor.path: tensor for tensor in traced_with(other_tokens)}
+        other_tensors = {tensor.path: tensor for tensor in trace_with_tokens(other_tokens)}
     except TraceError as error:
-        likely = tuple(tensor for tensor in found if tensor.is_named or tokens in tensor.shape)
+        likely = tuple(tensor for tensor in candidates if tensor.is_named or tokens in tensor.shape)
         return _Growth(likely, remarks=(f"How it grows cannot be told: {error}.",))
     bytes_per_token = {}
-    for tensor in found:
+    for tensor in candidates:
         other = other_tensors.get(tensor.path)
-        count = _bytes_of_a_token(tensor, other, tokens - other_tokens)
+        count = _bytes_per_token(tensor, other, more_tokens=tokens - other_tokens)
         if count or tensor.is_named:
             bytes_per_token[tensor] = count
     fewer, more = sorted([other_tokens, tokens])
-    return _growth_of_counts(bytes_per_token, f"{fewer:,} and {more:,} tokens")
+    return _describe_growth(bytes_per_token, f"{fewer:,} and {more:,} tokens")
 
 
-def _growth_of_counts(bytes_per_token: dict[CachedTensor, int | None], passes: str) -> _Growth:
-    """The growth of tensors by so many bytes for each token, as two `passes` have shown it."""
+def _describe_growth(bytes_per_token: dict[CachedTensor, int | None], passes: str) -> _Growth:
+    """Sum up the growth of all tensors; `passes` are the two compared: "8 and 16 tokens".
+
+    The value None means that a tensor does not grow in proportion to the tokens.
+    """
     tensors = tuple(bytes_per_token)
     counts = [count for count in bytes_per_token.values() if count is not None]
     if len(counts) < len(tensors):
@@ -271,49 +297,53 @@ def _growth_of_counts(bytes_per_token: dict[CachedTensor, int | None], passes: s
     return _Growth(tensors, sum(counts), tuple(remarks))
 
 
-def _bytes_of_a_token(tensor: CachedTensor, other: CachedTensor | None, more: int) -> int | None:
-    """Bytes by which a tensor grows with each of `more` tokens; None if not by as many for each.
+def _bytes_per_token(
+    tensor: CachedTensor, other: CachedTensor | None, more_tokens: int
+) -> int | None:
+    """Bytes by which a tensor grows with each token; None if it does not grow in proportion.
 
-    `more` is below 0 if the other has more tokens.
+    `other` is the same tensor in the pass with `more_tokens` fewer tokens (more if negative).
     """
     if other is None or len(other.shape) != len(tensor.shape):
         return None
     differences = []
-    for size, size_of_other in zip(tensor.shape, other.shape, strict=True):
-        if size != size_of_other:
-            differences.append(size - size_of_other)
+    for size, other_size in zip(tensor.shape, other.shape, strict=True):
+        if size != other_size:
+            differences.append(size - other_size)
     if not differences:
         return 0
-    if len(differences) > 1:
+    if len(differences) > 1:  # only one dimension can be the tokens
         return None
-    sizes_per_token, rest = divmod(differences[0], more)
-    if rest or sizes_per_token < 0:
+    size_per_token, rest = divmod(differences[0], more_tokens)
+    if rest or size_per_token < 0:
         return None
-    return (tensor.nbytes - other.nbytes) // more
+    return (tensor.nbytes - other.nbytes) // more_tokens
 
 
-def _with_asked(
+def _with_tokens_asked(
     forecast: CacheForecast,
     growth: _Growth,
-    traced_with: Callable[[int], tuple[CachedTensor, ...]],
-    asked: int,
+    trace_with_tokens: Callable[[int], tuple[CachedTensor, ...]],
+    tokens_asked: int,
 ) -> CacheForecast:
-    """The forecast with the bytes for the tokens that were asked for."""
+    """The forecast with the bytes for `tokens_asked` tokens, from a pass with so many."""
     paths = {tensor.path for tensor in growth.tensors}
     try:
-        nbytes = sum(tensor.nbytes for tensor in traced_with(asked) if tensor.path in paths)
+        nbytes = sum(
+            tensor.nbytes for tensor in trace_with_tokens(tokens_asked) if tensor.path in paths
+        )
     except TraceError as error:
-        return _with_remark(forecast, f"For {asked:,} tokens it cannot be told: {error}.")
-    more_tokens = asked - (forecast.tokens or 0)
+        return _with_remark(forecast, f"For {tokens_asked:,} tokens it cannot be told: {error}.")
+    more_tokens = tokens_asked - (forecast.tokens or 0)
     in_proportion = forecast.nbytes + growth.per_token * more_tokens
     if nbytes < in_proportion:
-        remark = f"With {asked:,} tokens part of it has stopped growing, as a sliding window does."
-        forecast = _with_remark(forecast, remark)
+        stopped = "part of it has stopped growing, as a sliding window does"
+        forecast = _with_remark(forecast, f"With {tokens_asked:,} tokens {stopped}.")
     return dataclasses.replace(forecast, nbytes_asked=nbytes)
 
 
-def _place(tensors: tuple[CachedTensor, ...]) -> str:
-    """Where in the output all of these are."""
+def _common_path(tensors: tuple[CachedTensor, ...]) -> str:
+    """The longest common beginning of the paths: "output.past_key_values.layers"."""
     common = tensors[0].path
     for tensor in tensors:
         while tensor.path[: len(common)] != common:

@@ -1,4 +1,4 @@
-"""The forecast of a KV cache, its rows in the table of inference, and what is said of it."""
+"""The forecast of a KV cache, and its rows and sentences in the table of inference."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,30 +11,30 @@ from amp_lab.tracing.memory_result import in_unit
 class CacheForecast:
     """The KV cache in the output of one forward pass, in bytes; made by `forecast_cache`."""
 
-    place: str  # in the output: "output.past_key_values.layers"
-    tensors: int
+    place: str  # its path in the output: "output.past_key_values.layers"
+    tensors: int  # how many
     dtype: str  # "bf16"; "bf16 + fp32" if some are in one and some in the other
     nbytes: int
     sequences: int  # the batch
     tokens: int | None  # of each sequence; None: no input has tokens
-    per_token: int | None = None  # of one sequence; None: cannot be told, or it does not grow
-    tokens_asked: int | None = None
-    nbytes_asked: int | None = None  # for so many tokens of each sequence
+    per_token: int | None = None  # bytes, of one sequence; None: not known, or it does not grow
+    tokens_asked: int | None = None  # the number of tokens that the user asked for
+    nbytes_asked: int | None = None  # bytes if each sequence has `tokens_asked` tokens
     remarks: tuple[str, ...] = ()  # sentences on how it grows
 
     @property
     def per_sequence(self) -> int:
-        """Bytes of the cache of one sequence of the input."""
+        """Bytes of the cache for one sequence of the input."""
         return self.nbytes // self.sequences
 
     @property
     def sentences(self) -> str:
-        """Where it is, and how it grows."""
+        """Sentences on where the cache is in the output, and how it grows."""
         where = f"KV cache: {plural(self.tensors, 'tensor')} in {self.place}."
         return " ".join([where, *self.remarks])
 
     def label(self, tokens: int | None) -> str:
-        """What a row is called that has the size for so many tokens of each sequence."""
+        """The label of the row with the size for `tokens` tokens in each sequence."""
         if tokens is None:
             return "cache"
         return f"cache, {self.sequences} x {tokens:,} tokens"
@@ -43,9 +43,10 @@ class CacheForecast:
 def cache_rows(
     caches: Sequence[CacheForecast | None], weights: Sequence[int], unit: int
 ) -> Iterator[list[str]]:
-    """Rows of a table: the cache in each column, and the bytes of weights beside it.
+    """Yield table rows on the cache; each column is a way to run the model.
 
-    All but the bytes of a token, in KiB, are in this unit.
+    `weights` are the bytes of the weights in each column. Sizes are in `unit` bytes, only the size
+    per token is in KiB.
     """
     found = [cache for cache in caches if cache is not None]
     if not found:
@@ -63,7 +64,7 @@ def cache_rows(
 
 
 def _totals(caches: Sequence[CacheForecast | None], weights: Sequence[int], unit: int) -> list[str]:
-    """The row of weights and the cache for the tokens that were asked for."""
+    """The row with the sum of the weights and the cache for `tokens_asked` tokens."""
     cells = []
     for cache, weight in zip(caches, weights, strict=True):
         if cache is None or cache.nbytes_asked is None:
@@ -82,7 +83,7 @@ def _dtype_cell(cache: CacheForecast | None) -> str:
 def _row(
     label: str, caches: Sequence[CacheForecast | None], attribute: str, unit: int
 ) -> list[str]:
-    """A row of bytes, which are an attribute of each cache."""
+    """A row with an attribute of each cache, such as "nbytes", in `unit` bytes."""
     cells = []
     for cache in caches:
         count = None if cache is None else getattr(cache, attribute)
