@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from amp_lab.core.backends import Backend
-from amp_lab.tracing.kernel_limits import require_alike
+from amp_lab.tracing.kernel_limits import require_same_dtype
 from amp_lab.tracing.ops_seen import LOWER_DTYPES
 
 ATTENTION = "scaled_dot_product_attention"
@@ -53,7 +53,7 @@ def attention_of(device: Backend) -> Iterator[None]:
 
     def run(*args, **kwargs) -> torch.Tensor:
         call = Attention(*args, **kwargs)
-        require_alike(ATTENTION, list(call[:3]))
+        require_same_dtype(ATTENTION, list(call[:3]))
         if not device.fused_attention:
             return call.in_plain_ops()
         kernel = _kernel(call)

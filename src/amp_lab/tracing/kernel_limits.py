@@ -1,11 +1,10 @@
-"""What real kernels refuse and fake tensors let through: a table, each row with its source.
+"""Arguments that real kernels refuse and fake tensors accept: a table, each row with its source.
 
-`StrictFakeMode` asks it about every op, so that X-ray, the memory forecast and `advise --for` raise
-where the device would. To add a limit, write a function that says why a call is refused, and a row
-in `LIMITS`. A limit without a source has no place here: what only seems likely would refuse models
-that run.
+`StrictFakeMode` looks up every op in it, so that X-ray, the memory forecast and `advise --for`
+raise where the device would. To add a limit, write a function that returns the error of a call, and
+add a row to `LIMITS`. Each limit needs a source, since a wrong one would refuse models that run.
 
-Not here, since something else holds it: sizes of `_scaled_mm` (FP8), which fake tensors check
+Checked elsewhere: sizes of `_scaled_mm` (FP8), which fake tensors check
 (`torch/_meta_registrations.py`, `_check_scaled_mm_sizes`); the LSTM of a CPU without AVX-512, which
 `amp_lab.core.cpu` asks the CPU itself about; and the kernels of attention by dtype, head size and
 mask, each with its source, in `amp_lab.tracing.attention`.
@@ -45,17 +44,17 @@ REMEDIES_BY_MESSAGE = {
     "Unsupported dtype BFloat16": _FFT.text,
     "No available kernel": _NO_ATTENTION_KERNEL.text,
 }
-"""What to do about a limit, by what the errors of this table and of torch say."""
+"""Remedy by a phrase of the error's message, of errors from this table and from torch."""
 
 WITH_OUT = "with out="
 
 
 class OpCall(NamedTuple):
-    """An op with its arguments, as it arrives below autograd and autocast."""
+    """An op with its arguments, after autograd and autocast."""
 
-    name: str  # without "aten::"
+    name: str  # without "aten::", such as "addmm_"
     args: tuple
-    out: torch.Tensor | None = None  # of ``out=``
+    out: torch.Tensor | None = None  # the keyword argument ``out=``
 
     @property
     def plain_name(self) -> str:
@@ -64,7 +63,7 @@ class OpCall(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The name as an error says it."""
+        """The name for error messages: ``mm``, or ``mm with out=``."""
         if self.out is None:
             return self.name
         return f"{self.name} {WITH_OUT}"
@@ -77,7 +76,7 @@ class OpCall(NamedTuple):
         return None
 
     def is_on_nvidia(self) -> bool:
-        """Whether it runs on CUDA, and not on ROCm."""
+        """Whether the call runs on CUDA, and not on ROCm."""
         first = self.first
         if first is None or first.device.type != "cuda":
             return False
@@ -86,71 +85,75 @@ class OpCall(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelLimit:
-    """Ops, why their kernels refuse some calls of them, and how that is known."""
+    """A limit of the kernels of some ops."""
 
-    ops: str  # names, with spaces between them
-    refusal: Callable[[OpCall], str | None]  # the error of a call; None: it runs
-    source: str
+    ops: str  # names, separated by spaces
+    refusal: Callable[[OpCall], str | None]  # returns the error of a call; None if it runs
+    source: str  # where the limit is documented or tested
 
 
 def refusal_of(call: OpCall) -> str | None:
-    """Why a kernel refuses a call; None if it takes it, as far as is known."""
+    """The error that the kernel of a call would raise; None if no limit is known."""
     for limit in _BY_OP.get(call.name, ()):
-        refused = limit.refusal(call)
-        if refused is not None:
-            return refused
+        error = limit.refusal(call)
+        if error is not None:
+            return error
     return None
 
 
-def require_alike(name: str, given: list[Any]) -> None:
-    """Raise `RuntimeError` unless all tensors among the arguments of an op are of one dtype."""
-    refused = _unlike(name, given)
-    if refused is not None:
-        raise RuntimeError(refused)
+def require_same_dtype(name: str, arguments: list[Any]) -> None:
+    """Raise `RuntimeError` unless all tensors among the arguments of an op have one dtype."""
+    error = _mixed_dtypes_error(name, arguments)
+    if error is not None:
+        raise RuntimeError(error)
 
 
-def _unlike(name: str, given: Iterable[Any]) -> str | None:
-    """The refusal of an op whose tensors must be of one dtype; None if they are."""
-    dtypes = [tensor.dtype for tensor in given if isinstance(tensor, torch.Tensor)]
+def _mixed_dtypes_error(name: str, arguments: Iterable[Any]) -> str | None:
+    """The error of an op whose tensors must have one dtype; None if they do."""
+    dtypes = [tensor.dtype for tensor in arguments if isinstance(tensor, torch.Tensor)]
     for dtype in dtypes:
         if dtype is not dtypes[0]:
             return f"{name} takes tensors of one dtype, and got {dtypes[0]} and {dtype}"
     return None
 
 
-def _one_dtype_at(*places: int) -> Callable[[OpCall], str | None]:
-    """The refusal of ops whose arguments at these places must be of one dtype."""
+def _refuse_mixed_dtypes(*positions: int) -> Callable[[OpCall], str | None]:
+    """Make the refusal for ops whose arguments at these positions must have one dtype."""
 
     def refusal(call: OpCall) -> str | None:
-        given = [call.args[place] for place in places if place < len(call.args)]
-        return _unlike(call.title, given)
+        arguments = [call.args[position] for position in positions if position < len(call.args)]
+        return _mixed_dtypes_error(call.title, arguments)
 
     return refusal
 
 
-def _linear_into_out(call: OpCall) -> str | None:
-    """The refusal of ``linear`` whose arguments and ``out=`` must be of one dtype."""
-    if call.out is None:  # the ops that it is made of are asked about
+def _refuse_mixed_linear_with_out(call: OpCall) -> str | None:
+    """Refuse ``linear`` unless its arguments and ``out=`` have one dtype."""
+    if call.out is None:  # the ops that it is made of, such as addmm, are checked instead
         return None
-    return _unlike(call.title, [*call.args, call.out])
+    return _mixed_dtypes_error(call.title, [*call.args, call.out])
 
 
-def _wide_data_on_cpu(*places: int) -> Callable[[OpCall], str | None]:
-    """The refusal of norms whose data is wider than their weights and statistics, on a CPU."""
+def _refuse_wide_norm_data_on_cpu(*positions: int) -> Callable[[OpCall], str | None]:
+    """Make the refusal for norms on a CPU whose data is wider than their weights: fp32 and bf16.
+
+    `positions` are those of the data and of the weights among the arguments.
+    """
 
     def refusal(call: OpCall) -> str | None:
-        given = [call.args[place] for place in places]
-        data, *weights = [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
+        arguments = [call.args[position] for position in positions]
+        data, *weights = [tensor for tensor in arguments if isinstance(tensor, torch.Tensor)]
         if data.device.type != "cpu":
             return None
+        # Weights that are wider than the data are accepted: bf16 data with fp32 weights.
         if all(weight.itemsize >= data.itemsize for weight in weights):
             return None
-        return _unlike(call.name, [data, *weights])
+        return _mixed_dtypes_error(call.name, [data, *weights])
 
     return refusal
 
 
-def _floats_alone(call: OpCall) -> str | None:
+def _refuse_non_floats(call: OpCall) -> str | None:
     first = call.first
     if first is None or first.is_floating_point() or first.is_complex():
         return None
@@ -159,31 +162,31 @@ def _floats_alone(call: OpCall) -> str | None:
     return f"{call.name} takes no tensor of {first.dtype}"
 
 
-def _no_bools(call: OpCall) -> str | None:
+def _refuse_bools(call: OpCall) -> str | None:
     first = call.first
     if first is None or first.dtype is not torch.bool:
         return None
     return f"{call.name} takes no tensor of {first.dtype}"
 
 
-_IN_CUFFT = {
+_PRECISION_NAMES = {
     torch.float16: "half",
     torch.complex32: "half",
     torch.bfloat16: "bfloat16",
 }
-"""The names that torch's errors give to 16-bit transforms."""
+"""The name of the precision in cuFFT's errors, for dtypes in 16 bits."""
 
 
-def _no_power_of_two(call: OpCall) -> str | None:
-    """cuFFT's rule; torch's own words, so that they can be searched for."""
+def _refuse_fft_sizes(call: OpCall) -> str | None:
+    """Refuse FFTs in 16 bits on CUDA unless all sizes are powers of two, with torch's own error."""
     signal = call.args[0]
-    if not call.is_on_nvidia() or signal.dtype not in _IN_CUFFT:
+    if not call.is_on_nvidia() or signal.dtype not in _PRECISION_NAMES:
         return None
-    precision = _IN_CUFFT[signal.dtype]
+    precision = _PRECISION_NAMES[signal.dtype]
     if precision == "bfloat16" and torch.cuda.get_device_capability() < (8, 0):
         return "cuFFT doesn't support bfloat16 with compute capability less than SM_80"
     sizes = [signal.shape[dim] for dim in call.args[1]]
-    if call.name == "_fft_c2r":  # its input has half of the last dimension
+    if call.name == "_fft_c2r":  # its input has about half of the last dimension of the result
         sizes[-1] = call.args[3]
     if all(_is_power_of_two(size) for size in sizes):
         return None
@@ -194,10 +197,11 @@ def _no_power_of_two(call: OpCall) -> str | None:
 
 
 def _is_power_of_two(size: int) -> bool:
+    # A power of two has a single bit, which size - 1 clears.
     return size & (size - 1) == 0
 
 
-def _complex_half(call: OpCall) -> str | None:
+def _refuse_complex_half(call: OpCall) -> str | None:
     if not call.is_on_nvidia():
         return None
     dtypes = {tensor.dtype for tensor in call.args if isinstance(tensor, torch.Tensor)}
@@ -206,14 +210,14 @@ def _complex_half(call: OpCall) -> str | None:
     return f"{call.name} takes no tensor of torch.complex32 on CUDA"
 
 
-def _fp32_alone_on_cpu(call: OpCall) -> str | None:
+def _refuse_all_but_fp32_on_cpu(call: OpCall) -> str | None:
     first = call.first
     if first is None or first.device.type != "cpu" or first.dtype is torch.float32:
         return None
     return f"{call.name} takes torch.float32 alone, and got {first.dtype}"
 
 
-def _fp8_before_ada(call: OpCall) -> str | None:
+def _refuse_fp8_before_ada(call: OpCall) -> str | None:
     if not call.is_on_nvidia() or torch.cuda.get_device_capability() >= (8, 9):
         return None
     return (
@@ -227,70 +231,70 @@ _CUDA_CHECKS = f"{_CPU_RUN}; for CUDA, the checks of the kernels in ATen/native/
 LIMITS: tuple[KernelLimit, ...] = (
     KernelLimit(
         "mm mv _grouped_mm grid_sampler_2d grid_sampler_3d _cdist_forward",
-        _one_dtype_at(0, 1),
+        _refuse_mixed_dtypes(0, 1),
         _CUDA_CHECKS,
     ),
     KernelLimit(
         "index_put index_put_ _index_put_impl_ put put_ nll_loss_forward nll_loss2d_forward",
-        _one_dtype_at(0, 2),
+        _refuse_mixed_dtypes(0, 2),
         _CUDA_CHECKS,
     ),
     KernelLimit(
         "index_add index_add_ index_copy index_copy_ index_reduce index_reduce_",
-        _one_dtype_at(0, 3),
+        _refuse_mixed_dtypes(0, 3),
         _CUDA_CHECKS,
     ),
     KernelLimit(
         "addmm addmv addbmm convolution binary_cross_entropy",
-        _one_dtype_at(0, 1, 2),
+        _refuse_mixed_dtypes(0, 1, 2),
         _CUDA_CHECKS,
     ),
     KernelLimit(
         "addmm_ addmv_ addbmm_ baddbmm_",
-        _one_dtype_at(0, 1, 2),
+        _refuse_mixed_dtypes(0, 1, 2),
         f"{_CPU_RUN}; for every device, ATen/native/LinearAlgebra.cpp: ADDMM_META, the checks of "
         "addmv and baddbmm in namespace meta, and addbmm_impl_, which calls addmm_",
     ),
     KernelLimit(
         "linear",
-        _linear_into_out,
+        _refuse_mixed_linear_with_out,
         f"{_CPU_RUN}; ATen/native/Linear.cpp: it is made of mm and addmm, for every device",
     ),
-    KernelLimit("native_batch_norm", _wide_data_on_cpu(0, 1, 2), _CPU_RUN),
-    KernelLimit("native_layer_norm", _wide_data_on_cpu(0, 2, 3), _CPU_RUN),
+    KernelLimit("native_batch_norm", _refuse_wide_norm_data_on_cpu(0, 1, 2), _CPU_RUN),
+    KernelLimit("native_layer_norm", _refuse_wide_norm_data_on_cpu(0, 2, 3), _CPU_RUN),
     KernelLimit(
         "gelu gelu_ silu silu_ mish mish_ hardswish hardswish_ hardsigmoid hardsigmoid_ glu "
         "_softmax _log_softmax adaptive_max_pool2d adaptive_max_pool3d upsample_nearest1d "
         "upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d "
         "upsample_bicubic2d upsample_trilinear3d",
-        _floats_alone,
+        _refuse_non_floats,
         _CPU_RUN,
     ),
     KernelLimit(
-        "relu relu_ max_pool2d_with_indices avg_pool2d reflection_pad2d", _no_bools, _CPU_RUN
+        "relu relu_ max_pool2d_with_indices avg_pool2d reflection_pad2d", _refuse_bools, _CPU_RUN
     ),
     KernelLimit(
         "_fft_r2c _fft_c2r _fft_c2c",
-        _no_power_of_two,
+        _refuse_fft_sizes,
         "torch.fft, Note of each function: 'it only supports powers of 2 signal length in every "
         "transformed dimension'; for bf16 the same errors in ATen/native/cuda/CuFFTPlanCache.h, "
         "from torch 2.15 on (before, torch.fft raises 'Unsupported dtype BFloat16' itself)",
     ),
     KernelLimit(
         "mm addmm bmm baddbmm addmv mv",
-        _complex_half,
+        _refuse_complex_half,
         "ATen/native/cuda/Blas.cpp, AT_DISPATCH_FLOATING_AND_COMPLEX_TYPES_AND2(Half, BFloat16), "
         "which leaves ComplexHalf out; torch/testing/_internal/common_methods_invocations.py, "
         "dtypesIfCUDA of mm, addmm, bmm, baddbmm, mv",
     ),
-    KernelLimit("_fused_moving_avg_obs_fq_helper", _fp32_alone_on_cpu, _QUANTIZED_RUN),
+    KernelLimit("_fused_moving_avg_obs_fq_helper", _refuse_all_but_fp32_on_cpu, _QUANTIZED_RUN),
     KernelLimit(
         "_scaled_mm",
-        _fp8_before_ada,
+        _refuse_fp8_before_ada,
         "ATen/native/cuda/ScaledBlas.cpp, _scaled_mm_allowed_device and its error",
     ),
 )
-"""What kernels refuse and fake tensors do not."""
+"""All limits; `refusal_of` looks up the op of a call in them."""
 
 _BY_OP: dict[str, list[KernelLimit]] = {}
 for _limit in LIMITS:

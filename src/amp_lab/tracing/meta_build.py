@@ -1,4 +1,4 @@
-"""Build a model where it takes no memory, if it comes out as it would with values."""
+"""Build a model on ``meta``, where it takes no memory, if a trace needs no values of it."""
 
 import gc
 import importlib.machinery
@@ -15,68 +15,72 @@ from torch.overrides import TorchFunctionMode
 from amp_lab.tracing.fake_device import attribute_set
 from amp_lab.tracing.ops_seen import storage_key, tensors_in
 
-# What a factory writes down or draws as inputs keeps its values: they may be ids to be checked.
-_WITH_VALUES = (torch.tensor, torch.as_tensor, torch.randint)
+# Tensors from these functions are made on the CPU: they may be inputs such as ids of tokens, whose
+# values are checked later.
+_FACTORIES_OF_VALUES = (torch.tensor, torch.as_tensor, torch.randint)
 
 
-def build_on_meta(factory: Callable[[], Any], parts: Callable[[Any], tuple]) -> Any:
-    """What `factory` returns if it is called with ``meta`` as the default device, or None.
+def build_on_meta(factory: Callable[[], Any], model_and_inputs: Callable[[Any], tuple]) -> Any:
+    """Call `factory` with ``meta`` as the default device; return its result, or None.
 
-    A model whose weights have no values is as good for a trace as one with values, and is there at
-    once. It is None where that is not certain: the factory raises, as one does that reads values,
-    or something besides the weights, buffers and inputs is on ``meta`` too, such as a table in an
-    attribute or a closure, whose values the model may read when it is called. `parts` is asked for
-    the model and the inputs in what the factory returned.
+    For a trace, weights without values are as good as weights with values, and they are there at
+    once. Returns None if values may be needed after all:
+
+    - The factory raises, for example because it reads values.
+    - A tensor besides the weights, buffers and inputs is on ``meta`` too, such as a table in an
+      attribute or a closure. The model may read its values when it is called.
+
+    `model_and_inputs` extracts (model, inputs) from the result of the factory.
     """
-    watch = _TensorsMade()
+    watch = _TensorWatch()
     try:
-        with warnings.catch_warnings(), torch.device("meta"), _imports_elsewhere(), watch:
-            warnings.simplefilter("ignore")  # such as those of values that are not copied
+        with warnings.catch_warnings(), torch.device("meta"), _imports_on_cpu(), watch:
+            warnings.simplefilter("ignore")  # such as: values are not copied to meta
             built = factory()
-    except Exception:  # with values it may work, and if not, that call tells why
+    except Exception:  # it may work with values; if not, the caller's own call raises the error
         return None
-    model, inputs = parts(built)
+    model, inputs = model_and_inputs(built)
     if not isinstance(model, nn.Module):
-        return built  # what is wrong with it, the caller says
+        return built  # the caller raises an error that describes it
     own = [*model.parameters(), *model.buffers()]
     if any(map(is_lazy, own)):
-        return built  # likewise
+        return built  # here, too, the caller raises
     known = {storage_key(tensor) for tensor in [*own, *tensors_in(inputs)]}
-    if watch.left_on_meta(known):
-        gc.collect()  # what only a circle of references holds is no part of the model
-    if watch.left_on_meta(known):
+    if watch.has_other_tensors(known):
+        gc.collect()  # a tensor that only a reference cycle keeps alive is not part of the model
+    if watch.has_other_tensors(known):
         return None
     return built
 
 
-class _TensorsMade(TorchFunctionMode):
-    """Notes every tensor that a function of torch returns, as long as it lives."""
+class _TensorWatch(TorchFunctionMode):
+    """A mode that notes every tensor on ``meta`` that a function of torch returns."""
 
     def __init__(self):
         super().__init__()
-        self._made: list[weakref.ref[torch.Tensor]] = []
+        self._tensors: list[weakref.ref[torch.Tensor]] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if func in _WITH_VALUES and kwargs.get("device") is None:
+        if func in _FACTORIES_OF_VALUES and kwargs.get("device") is None:
             kwargs["device"] = "cpu"
         out = func(*args, **kwargs)
-        self._made += [weakref.ref(tensor) for tensor in tensors_in(out) if tensor.is_meta]
+        self._tensors += [weakref.ref(tensor) for tensor in tensors_in(out) if tensor.is_meta]
         return out
 
-    def left_on_meta(self, known: set[int | None]) -> bool:
-        """Whether a tensor lives on whose storage is none of the `known`."""
-        for reference in self._made:
+    def has_other_tensors(self, known: set[int | None]) -> bool:
+        """Whether a noted tensor is still alive whose storage is not one of the `known`."""
+        for reference in self._tensors:
             tensor = reference()
             if tensor is not None and storage_key(tensor) not in known:
                 return True
         return False
 
 
-def _imports_elsewhere():
-    """The block in which a module that is imported makes its own tensors on the CPU, as always.
+def _imports_on_cpu():
+    """The block in which imported Python modules make their tensors on the CPU, as always.
 
-    It stays imported, so that a tensor of its own on ``meta`` would be there for good.
+    A module stays imported after the block, so its tensors must not stay on ``meta``.
     """
     loader = importlib.machinery.SourceFileLoader
     run_module = loader.exec_module

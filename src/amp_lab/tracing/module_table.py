@@ -1,4 +1,4 @@
-"""An X-ray by module, as torchinfo shows a model: what each module returns, and its parameters."""
+"""The X-ray of a model by module, as in torchinfo: outputs and parameters of each module."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -10,37 +10,37 @@ from amp_lab.core.errors import OptionError
 from amp_lab.core.report import Printed, Table, bytes_text, listed, plural, rate_text, short_name
 from amp_lab.tracing.running_module import ModuleCalls, Outputs
 
-_MOST_TENSORS = 3  # of an output, in a cell of the table
+_MAX_TENSORS_IN_CELL = 3
 
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """A module of the model: what its calls returned, and the parameters in it."""
+    """A module of the model: the outputs of its calls, and its parameters."""
 
     name: str  # qualified; "": the model itself
-    kind: str  # its class
+    kind: str  # the name of its class
     depth: int  # 0: the model itself
-    calls: int  # of its forward
-    has_forward: bool  # an nn.ModuleList, say, has none
-    outputs: tuple[Outputs, ...]  # of its calls, the different ones in order
-    parameters: int  # in it and below it; one that stands in two places counts once
-    own_parameters: int  # in it alone
+    calls: int  # how often its forward ran
+    has_forward: bool  # False for containers such as nn.ModuleList
+    outputs: tuple[Outputs, ...]  # the different outputs of its calls, in order
+    parameters: int  # numbers in its parameters and those of its children; shared ones count once
+    own_parameters: int  # numbers in its own parameters, without those of its children
     frozen: int  # of `parameters`, those that require no gradient
-    nbytes: int  # of `parameters`
-    tied: dict[str, str]  # own parameters that are others too: the first name in the model
-    other_names: tuple[str, ...]  # of the same module, elsewhere in the model
+    nbytes: int  # bytes of `parameters`
+    tied: dict[str, str]  # own parameters that occurred before: name here, first name in the model
+    other_names: tuple[str, ...]  # further names of this module in the model
 
     @property
     def notes(self) -> list[str]:
-        """What is special about it."""
+        """Remarks for the last column: called several times, frozen, tied."""
         notes = []
         if self.calls > 1:
             notes.append(f"called {self.calls:,} times")
         if not self.calls and self.has_forward:
             notes.append("forward not called")
         if self.frozen:
-            is_all = self.frozen == self.parameters
-            notes.append("frozen" if is_all else f"{self.frozen:,} frozen")
+            all_are_frozen = self.frozen == self.parameters
+            notes.append("frozen" if all_are_frozen else f"{self.frozen:,} frozen")
         notes += [f"{own} is {first}" for own, first in self.tied.items()]
         if self.other_names:
             notes.append(f"is {listed(list(self.other_names), 2)} too")
@@ -61,21 +61,22 @@ class ModuleRow:
 
 
 def _shapes_text(outputs: Outputs) -> str:
-    """``(8, 16)``; of several tensors with their places, ``logits (8, 16), loss ()``."""
+    """``(8, 16)`` for one tensor; ``logits (8, 16), loss ()`` for several."""
     texts = [f"{place} {shape}".lstrip() for place, (_, shape) in outputs.items()]
-    return listed(texts, _MOST_TENSORS) or "no tensor"
+    return listed(texts, _MAX_TENSORS_IN_CELL) or "no tensor"
 
 
-def _dtypes_text(several: tuple[Outputs, ...]) -> str:
-    names: dict[str, None] = {}  # in order, each once
-    for outputs in several:
+def _dtypes_text(outputs_of_calls: tuple[Outputs, ...]) -> str:
+    """The different dtypes in the outputs: ``bf16, fp32``."""
+    names: dict[str, None] = {}  # a set that keeps the order
+    for outputs in outputs_of_calls:
         for dtype, _ in outputs.values():
             names[short_name(dtype)] = None
     return ", ".join(names) or "-"
 
 
 def module_rows(model: nn.Module, calls: ModuleCalls) -> list[ModuleRow]:
-    """A row for each module of a model, in its order; one of several names is under the first."""
+    """A row for each module, in the order of `named_modules`; a shared module has one row."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         names[id(module)].append(name)
@@ -97,7 +98,7 @@ def module_rows(model: nn.Module, calls: ModuleCalls) -> list[ModuleRow]:
             own_parameters=_size(own),
             frozen=_size(inside) - _size(trainable),
             nbytes=sum(parameter.nbytes for parameter in inside),
-            tied=_tied_parameters(name, module, first_names),
+            tied=_find_tied_parameters(name, module, first_names),
             other_names=tuple(names[id(module)][1:]),
         )
         rows.append(row)
@@ -109,17 +110,18 @@ def _size(parameters: list[nn.Parameter]) -> int:
 
 
 def _depth(name: str) -> int:
+    """How deep a module is nested: 0 for the model, 2 for ``layers.0``."""
     if not name:
         return 0
     return name.count(".") + 1
 
 
-def _tied_parameters(
+def _find_tied_parameters(
     module_name: str, module: nn.Module, first_names: dict[int, str]
 ) -> dict[str, str]:
-    """Parameters of a module that are others too: the first name of each in the model.
+    """The parameters of a module that occurred before: name in the module, first name in the model.
 
-    `first_names` has the first name of each parameter, by its id; those of the module are added.
+    `first_names` has the first name of each parameter so far, by `id`, and is extended.
     """
     tied = {}
     for name, parameter in module.named_parameters(recurse=False):
@@ -131,7 +133,7 @@ def _tied_parameters(
 
 
 def named_outputs(outputs: Outputs) -> dict[str, dict[str, Any]]:
-    """Outputs with the words ``dtype`` and ``shape``, for JSON."""
+    """Outputs for JSON: each (dtype, shape) as a dict with these keys."""
     return {place: {"dtype": dtype, "shape": shape} for place, (dtype, shape) in outputs.items()}
 
 
@@ -140,7 +142,7 @@ class ModuleTable(Printed):
     """A row for each module down to a depth; made by `Xray.by_module`."""
 
     title: str
-    depth: int | None  # None: all
+    depth: int | None  # the deepest modules to show; None: all
     rows: list[ModuleRow]  # the first is the model itself
     flops: int  # of the forward pass and the loss
     facts: list[str]
@@ -149,7 +151,7 @@ class ModuleTable(Printed):
     def of(
         cls, rows: list[ModuleRow], depth: int | None, title: str, flops: int, facts: list[str]
     ) -> "ModuleTable":
-        """The table of those rows that are not deeper; raises `OptionError` for no depth."""
+        """Make the table of the rows down to `depth`; raises `OptionError` for a wrong depth."""
         if depth is None:
             return cls(title, depth, rows, flops, facts)
         if not isinstance(depth, int) or depth < 1:
@@ -164,7 +166,7 @@ class ModuleTable(Printed):
 
     @property
     def trainable(self) -> int:
-        """Those of `parameters` that require a gradient."""
+        """The numbers in `parameters` that require a gradient."""
         return self.parameters - self.rows[0].frozen
 
     def _contents(self) -> dict[str, Any]:
