@@ -74,9 +74,11 @@ def compare_runs(
     the final results may differ a lot, because errors grow on the way. `end_a` and `end_b` are the
     errors of the final results, and `jump` is the op at which the larger one grew most.
     """
+    # The compiler fuses ops, so a compiled model can only be compared by module.
     if is_compiled(run_a) or is_compiled(run_b):
         return compare_modules(run_a, run_b, inputs, kwargs)
     a = _log_run("A", run_a, inputs, kwargs)
+    # With the log of A, the weights and inputs of B that differ only in format get the same values.
     b = _log_run("B", run_b, inputs, kwargs, other=a)
     alignment = align(a, b)
     growth = []
@@ -110,6 +112,7 @@ def compare_runs(
 
 
 def _growth(pair: Pair) -> Growth:
+    """The public form of a matched pair: the errors of both ops, and how far apart they are."""
     record_a, record_b = pair.records
     return Growth(
         record_b.place.module,
@@ -134,6 +137,7 @@ def _log_run(
     except RunRaised as error:
         if not error.may_come_from_inputs:
             raise
+        # Often the caller passed fp32 inputs to a model in bf16, to compare it with one in fp32.
         advice = _advice_on_inputs(name, run, (inputs, kwargs))
         if not advice:
             raise

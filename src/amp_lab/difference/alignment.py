@@ -66,7 +66,7 @@ def align(a: RunLog, b: RunLog) -> Alignment:
         records_b = _without_casts(b)
     keys_a = list(map(_alignment_key, records_a))
     keys_b = list(map(_alignment_key, records_b))
-    # autojunk would ignore ops that a long run calls often.
+    # By default difflib ignores elements that are frequent in a long list, which ops often are.
     matcher = difflib.SequenceMatcher(None, keys_a, keys_b, autojunk=False)
     for tag, start_a, end_a, start_b, end_b in matcher.get_opcodes():
         stretch_a = records_a[start_a:end_a]

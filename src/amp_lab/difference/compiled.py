@@ -56,11 +56,11 @@ def compare_modules(
 
 def _compare(eager: Any, compiled: Any, names: tuple[str, str], inputs: Any) -> RunComparison:
     """Compare the two models; `names` are the words for run A and run B, such as "eager"."""
-    modules = _modules_of_both(eager, compiled)
+    modules = _matching_modules(eager, compiled)
     growth = []
     first = None
     diverging = ""  # innermost module so far that diverges; only modules inside it are compared
-    agreeing = set()  # modules that do not diverge, so those inside them need no look
+    agreeing = set()  # modules that do not diverge; modules inside them are skipped
     for name, module_inputs in _first_inputs(modules, inputs).items():
         if not _is_inside(name, diverging) or any(_is_inside(name, other) for other in agreeing):
             continue
@@ -73,7 +73,7 @@ def _compare(eager: Any, compiled: Any, names: tuple[str, str], inputs: Any) -> 
         diverging = name
         first = _difference(name, module_type, errors, names)
     model = growth[0]  # the whole model is called before its modules
-    ends = {"eager": model.a, "compiled": model.b}
+    error_of_output = {"eager": model.a, "compiled": model.b}
     name_a, name_b = names
     return RunComparison(
         first=first,
@@ -84,14 +84,17 @@ def _compare(eager: Any, compiled: Any, names: tuple[str, str], inputs: Any) -> 
         format_b=name_b,
         unit="modules",
         growth=tuple(growth),
-        end_a=ends[name_a],
-        end_b=ends[name_b],
+        end_a=error_of_output[name_a],
+        end_b=error_of_output[name_b],
         remarks=(_NO_GRADIENTS,),
     )
 
 
-def _modules_of_both(eager: Any, compiled: Any) -> dict[str, nn.Module]:
-    """The modules of the eager model by name; raises if the compiled model has others."""
+def _matching_modules(eager: Any, compiled: Any) -> dict[str, nn.Module]:
+    """The modules of the eager model by name.
+
+    Raises `NumericsError` if it is no model, or if the compiled model has other modules.
+    """
     modules = {}
     if isinstance(eager, nn.Module):
         modules = dict(eager.named_modules())
@@ -181,6 +184,7 @@ def _measure_errors(eager: Tensor, compiled: Tensor, exact: Tensor) -> _ModuleEr
 def _difference(
     name: str, module_type: str, errors: _ModuleErrors, names: tuple[str, str]
 ) -> Difference:
+    """The finding for a module that diverges when compiled by itself."""
     reason = (
         "Compiled by itself, on the inputs that it gets in the eager run, it is off by "
         f"{errors.compiled:.2g} from fp64, and eager by {errors.eager:.2g}. Inside a compiled "

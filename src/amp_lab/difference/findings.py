@@ -120,6 +120,7 @@ def _used_by_results(alignment: Alignment, stops: Set[OpRecord] = frozenset()) -
 
 def _find_precision(alignment: Alignment) -> Iterator[_Finding]:
     """Ops that round more than their expected format explains, and more than in the other run."""
+    # An inaccurate op whose result is not used does no harm.
     relevant = _used_by_results(alignment)
     for pair in alignment.pairs:
         for record in pair.records:
@@ -216,7 +217,7 @@ def _find_stability(alignment: Alignment) -> Iterator[_Finding]:
     for pair in alignment.pairs:
         if not pair.agrees or pair.b_or_a.is_neutral:
             continue
-        floor = u + pair.records[0].allowed
+        floor = u + pair.records[0].allowed  # the error of one op that rounds as its format says
         better, worse = _ordered_by_error(pair)
         if worse.nonfinite and better.error < worse.error:
             yield _Finding(worse, "nonfinite", worse.error, predicted=floor)
@@ -334,6 +335,7 @@ def _records_by_run(alignment: Alignment, position: int) -> dict[str, OpRecord]:
 def _reason(
     alignment: Alignment, finding: _Finding, record_a: OpRecord | None, record_b: OpRecord | None
 ) -> str:
+    """The sentence that says why this is a finding."""
     if finding.kind == "function":
         return _function_reason(alignment, record_a, record_b)
     return _REASONS[finding.kind].format(run=finding.op.log.name, **finding._asdict())
@@ -349,6 +351,7 @@ def _function_reason(
     start = "In fp64, without rounding, the two ops differ"
     leaves_a = alignment.a.leaves
     leaves_b = alignment.b.leaves
+    # Other weights are the most likely cause, then another op, then other arguments.
     for name in sorted({*record_a.leaves, *record_b.leaves}):
         if not same_values(leaves_a.get(name), leaves_b.get(name)):
             return f"{start}: {name!r} has other values in B."

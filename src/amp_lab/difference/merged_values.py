@@ -53,7 +53,9 @@ def find_merged_values(tensor: Tensor, exact: Tensor) -> MergedValues | None:
     for dim, size in enumerate(exact.shape):
         merged = _count_merged_neighbours(rounded, exact, dim)
         if merged:
-            return MergedValues(False, tensor.dtype, before=size, after=size - merged)
+            return MergedValues(
+                is_whole=False, dtype=tensor.dtype, before=size, after=size - merged
+            )
     return None
 
 
@@ -65,11 +67,12 @@ def _is_whole(exact: Tensor) -> bool:
 
 
 def _merged_whole_numbers(rounded: Tensor, exact: Tensor) -> MergedValues | None:
+    """Compare how many different numbers there are before and after rounding; None if as many."""
     before = len(exact.unique())
     after = len(rounded.unique())
     if after >= before:
         return None
-    return MergedValues(True, rounded.dtype, before, after)
+    return MergedValues(is_whole=True, dtype=rounded.dtype, before=before, after=after)
 
 
 def _count_merged_neighbours(rounded: Tensor, exact: Tensor, dim: int) -> int:

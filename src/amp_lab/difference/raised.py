@@ -31,6 +31,7 @@ class Failure:
         where = location_text(self.op, self.module, self.module_type)
         if self.op:
             return f"{text}, at {where}"
+        # Without an op, the line of the user's code helps to find the place.
         text += f", in {where}"
         line = user_line(self.error)
         if line:

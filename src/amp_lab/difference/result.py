@@ -42,6 +42,7 @@ class Difference(Printed):
     reason: str  # a sentence
 
     def _table(self) -> Table:
+        """The printed table: the size of the difference, and the op and dtype of each run."""
         where = location_text(self.op, self.module, self.module_type)
         if self.call > 1:
             where += f", call {self.call}"
@@ -100,6 +101,7 @@ class RunComparison(Printed):
     remarks: tuple[str, ...] = ()  # further sentences
 
     def _table(self) -> Table:
+        """The printed text: how many ops were compared, and the finding or how errors grow."""
         caption = (
             f"A ({self.format_a}) and B ({self.format_b}): {self.matched} {self.unit} in both, "
             f"{self.only_a} in A alone, {self.only_b} in B alone"

@@ -60,6 +60,7 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 def float32_roundoff(op: str, device_type: str) -> float:
     """Unit roundoff of fp32 arithmetic in this op; that of TF32 or bf16 if torch is set to it."""
     backends: Any = torch.backends
+    # Each library has its own setting: cuDNN and cuBLAS on a GPU, oneDNN on a CPU.
     convolutions = backends.cudnn
     matmuls = backends.cuda
     if device_type == "cpu":
@@ -81,7 +82,11 @@ def allowance(op: str, inputs: object, result: Tensor) -> float:
 
 
 def _terms_per_value(inputs: list[Tensor], result: Tensor) -> float:
-    """Estimate how many terms are added for one value: a matmul's inner size, or a sum's values."""
+    """Estimate how many terms are added for one value of an op's result.
+
+    One input, as in a sum: its values for each value of the result. Several inputs, as in a matmul:
+    the last size of the first input, or the size of the largest relative to the first if greater.
+    """
     sizes = [tensor.numel() for tensor in inputs if tensor.is_floating_point()]
     largest = max(sizes, default=0)
     if len(sizes) < 2:
@@ -245,10 +250,13 @@ def effective_roundoff(func: Any, inputs: tuple, result: Tensor) -> float:
         return math.inf
     if error == 0:
         return 0.0
-    if error <= 2 * FLOAT32_ROUNDOFF * size:  # no more than a single rounding
+    # An error of one rounding in fp32 is below any limit, so the amplification, which needs further
+    # runs in fp64, is not measured.
+    if error <= 2 * FLOAT32_ROUNDOFF * size:
         return error / size
     changes = [_change_of_result(func, inputs, exact, seed) for seed in range(_PERTURBED_RUNS)]
-    error_per_roundoff = size + max(filter(math.isfinite, changes), default=0.0)
+    amplification = max(filter(math.isfinite, changes), default=0.0)
+    error_per_roundoff = size + amplification
     if error_per_roundoff == 0:
         return math.inf
     return error / error_per_roundoff

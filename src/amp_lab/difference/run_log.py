@@ -152,21 +152,9 @@ class _Recorder(TorchDispatchMode):
                 self._autocast_dtype = torch.get_autocast_dtype(device_type)
 
     def finish(self, result: Any) -> None:
-        """Complete the log with what the run is set to compute in, its results and their ops."""
+        """Complete the log: what the run is set to compute in, its results, and their ops."""
         log = self.log
-        sizes = Counter({torch.float32: 0})  # how many weights there are in each dtype
-        for tensor in log.leaves.values():
-            if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
-                sizes[tensor.dtype] += tensor.numel()
-                log.device_type = tensor.device.type
-        log.format = self._autocast_dtype or sizes.most_common(1)[0][0]
-        matmul_roundoff = rounding.float32_roundoff("mm", log.device_type)  # tells fp32 from TF32
-        log.precision_settings = (
-            log.format,
-            self._autocast_dtype,
-            matmul_roundoff,
-            log.device_type,
-        )
+        self._note_precision()
         for tensor in filter(_is_real, tensors_in(result)):
             if tensor in self._shadows:
                 log.results.append((tensor.detach(), self._shadows[tensor]))
@@ -179,12 +167,31 @@ class _Recorder(TorchDispatchMode):
         elif not log.sinks:
             log.sinks = set(log.records[-1:])
 
+    def _note_precision(self) -> None:
+        """Note the format, the device and the precision settings of the run in the log."""
+        log = self.log
+        sizes = Counter({torch.float32: 0})  # how many weights there are in each dtype
+        for tensor in log.leaves.values():
+            if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+                sizes[tensor.dtype] += tensor.numel()
+                log.device_type = tensor.device.type
+        most_frequent_dtype = max(sizes, key=sizes.__getitem__)
+        log.format = self._autocast_dtype or most_frequent_dtype
+        matmul_roundoff = rounding.float32_roundoff("mm", log.device_type)  # tells fp32 from TF32
+        log.precision_settings = (
+            log.format,
+            self._autocast_dtype,
+            matmul_roundoff,
+            log.device_type,
+        )
+
     # Ops
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not self._calls:
             self._note_autocast()
-        with torch._C._DisableAutocast():  # fp64 would not be cast, but the modes are above us
+        # autocast has cast the arguments already; the ops that run here must not cast again.
+        with torch._C._DisableAutocast():
             try:
                 return self._run_op(func, args, kwargs or {})
             except Exception as error:
@@ -271,8 +278,9 @@ class _Recorder(TorchDispatchMode):
         return out, exact, wide_inputs
 
     def _run_random_op(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
-        """The same for an op that draws random numbers; its result is its own shadow.
+        """Run an op that draws random numbers, and return as `_run_with_shadows` does.
 
+        The shadow of the result is a copy of it: random numbers count as exact.
         The seed depends on the module, the op and the count of its calls, so that both runs draw
         the same numbers. Dropout has the same mask in fp64.
         """

@@ -102,7 +102,7 @@ def advise(trace: Tracer, raised: str | None) -> list[str]:
     lines = []
     if raised is not None:
         lines.append(f"Only under autocast: {raised}. The table ends there.")
-    rules = RULES if trace.dtype in LOWER_DTYPES else _WITHOUT_AUTOCAST
+    rules = RULES if trace.dtype in LOWER_DTYPES else _RULES_WITHOUT_AUTOCAST
     for rule in rules:
         lines += rule(trace)
     return lines
@@ -116,6 +116,7 @@ def _verdict(trace: Tracer) -> Iterator[str]:
 
 
 def _share_of_work(trace: Tracer) -> str:
+    """Say which share of the FLOPs is computed in 16 bits, without a full stop."""
     low = short_name(trace.dtype)
     low_work = work_of(filter(_is_low, trace.rows))
     if not low_work:
@@ -128,6 +129,7 @@ def _change_in_bytes(trace: Tracer) -> str:
 
     The text continues a sentence.
     """
+    # Casts write bytes that fp32 would not, and may outweigh what smaller results save.
     saved = sum(map(_saved_bytes, trace.rows))
     casts = sum(cast.nbytes for cast in trace.casts)
     if saved > casts:
@@ -187,9 +189,10 @@ def _loss_in_low_precision(trace: Tracer) -> Iterator[str]:
         what = f"runs in {short_name(row.dtype)}, so the loss is computed in low precision"
         if (row.module, row.called) in in_fp32_too:
             what = f"runs in {short_name(row.dtype)}, and the fp32 loss is computed from that"
-        is_outside = row.module == LOSS
+        is_outside = row.module == LOSS  # in the user's loss function, not inside the model
         place = None if is_outside else _place_of_logits(trace.outputs, row)
-        facts.append((row, (row.op.strip("_"), what, is_outside, place)))
+        op = row.op.strip("_")  # "_log_softmax" is called log_softmax in the documentation
+        facts.append((row, (op, what, is_outside, place)))
     for subject, _, (op, what, is_outside, place) in _group_by_fact(facts):
         if is_outside:
             yield _LOSS_IN_LOW_PRECISION.said(where=subject, op=op, what=what)
@@ -205,15 +208,17 @@ def _place_of_logits(outputs: Outputs, row: OpRecord) -> str | None:
 
     "" if the output is the logits themselves; None if no output fits.
     """
-    loss_shape = row.in_shapes[0]
+    classes = row.in_shapes[0][-1:]  # (number of classes,), or () for a single number
     candidates = []
     for place, (dtype, shape) in outputs.items():
-        if dtype in LOWER_DTYPES and shape[-1:] == loss_shape[-1:] != ():
+        if classes and shape[-1:] == classes and dtype in LOWER_DTYPES:
             candidates.append(place)
     for place in candidates:
         if "logits" in place:
             return place
-    return next(iter(candidates), None)
+    if candidates:
+        return candidates[0]
+    return None
 
 
 def _work_not_in_low_precision(trace: Tracer) -> Iterator[str]:
@@ -284,11 +289,11 @@ def _sizes_that_do_not_fill_tiles(trace: Tracer) -> Iterator[str]:
     large = [row for row in trace.rows if row.flops > _SMALL_SHARE * work and _is_low(row)]
     rows = list(filter(_sizes_not_multiples_of_8, large))
     rows.sort(key=lambda row: row.flops, reverse=True)
-    if not rows or backend(trace.device_type).is_host:
+    if not rows or backend(trace.device_type).is_host:  # a CPU has no such tiles
         return
     facts = [(row, _sizes_not_multiples_of_8(row)) for row in rows]
     texts = [f"{subject}: {sizes}" for subject, _, sizes in _group_by_fact(facts)]
-    shown = texts[:3]
+    shown = texts[:3]  # those with the most FLOPs
     more = ""
     if len(texts) > 3:
         more = f"; and {len(texts) - 3} more"
@@ -346,7 +351,7 @@ def _casts_of_integers(trace: Tracer) -> Iterator[str]:
     """Functions for which autocast casts whole numbers, such as positions, to 16 bits."""
     if trace.dtype not in LOWER_DTYPES:
         return
-    modules_by_function: dict[str, list[str]] = defaultdict(list)
+    modules_by_function: dict[str, list[str]] = defaultdict(list)  # each module once, in order
     for cast in trace.casts:
         if not cast.of_integers or cast.to_dtype is not trace.dtype:
             continue
@@ -371,7 +376,9 @@ def _ops_with_mixed_dtypes(trace: Tracer) -> Iterator[str]:
         casts = []
         for argument_dtype, names in call.arguments:
             mixed.append(f"{listed(names)} in {short_name(argument_dtype)}")
-            if argument_dtype is not trace.dtype:
+            if (
+                argument_dtype is not trace.dtype
+            ):  # the advice casts only the arguments that need it
                 casts += [f"{name}.to(torch.{dtype})" for name in names]
         yield _MIXED_OP.said(
             op=call.op,
@@ -384,15 +391,18 @@ def _ops_with_mixed_dtypes(trace: Tracer) -> Iterator[str]:
 
 
 def _modules_text(modules: Iterable[str]) -> str:
+    """The names of at most three modules, quoted as in other remarks."""
     return listed([place_of(module) for module in modules], 3)
 
 
 def _no_gradient(trace: Tracer) -> Iterator[str]:
+    """A model that cannot be trained, because its output or loss has no gradient."""
     if trace.without_gradient:
         yield f"The model cannot be trained: {trace.without_gradient}."
 
 
 def _backward_not_followed(trace: Tracer) -> Iterator[str]:
+    """A trace without a backward pass, and the reason."""
     reason = trace.backward_not_followed
     if reason:
         yield f"Only the forward pass was followed: {reason}. Mixed dtypes there raise in training."
@@ -415,7 +425,7 @@ RULES: tuple[Callable[[Tracer], Iterator[str]], ...] = (
     _no_gradient,
     _backward_not_followed,
 )
-_WITHOUT_AUTOCAST = (_loss_in_low_precision, _backward_not_followed)
+_RULES_WITHOUT_AUTOCAST = (_loss_in_low_precision, _backward_not_followed)
 
 
 def _is_low(row: OpRecord) -> bool:
@@ -456,6 +466,7 @@ def _why_not_low(row: OpRecord, trace: Tracer) -> str:
 
 def _autocast_does_nothing_near(wide_rows: list[OpRecord], rows: list[OpRecord]) -> bool:
     """Whether no op in the modules of the wide ops gets or returns 16 bits."""
+    # The model itself and the loss are no modules that autocast could miss as a whole.
     modules = {row.module for row in wide_rows} - {"", LOSS}
     dtypes: set[torch.dtype] = set()
     for row in rows:
@@ -469,7 +480,8 @@ def _sizes_not_multiples_of_8(row: OpRecord) -> str:
     sizes = {}
     if row.op == "convolution":
         image, weight = row.in_shapes[:2]  # (N, C, …), (output channels, C per group, …)
-        if weight[1] == 1 < image[1]:
+        is_depthwise = weight[1] == 1 and image[1] > 1
+        if is_depthwise:
             return "1 channel for each group (depthwise)"
         sizes = {"input channels": image[1], "output channels": row.out_shapes[0][1]}
     elif row.op in ("mm", "addmm"):

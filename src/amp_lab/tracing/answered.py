@@ -57,6 +57,7 @@ def answered(
     try:
         return _with_decisions(trace, call, verb, for_real)
     except MemoryNeeded as error:
+        # A recorded run cannot help: what a model reads from memory is not recorded.
         advice = _remedy(_attempts(trace, call, for_real), error, call.model, verb)
         raise TraceError(f"{error}, which fake tensors do not have: {advice}") from error
 
@@ -81,6 +82,7 @@ def _with_decisions(
         except ValuesNeeded as error:
             refused = error
         except NotAnswered as error:
+            # If the run on the CPU itself has failed, running for real is no remedy.
             run_for_real = for_real if isinstance(error, OtherCourse) else None
             advice = _remedy(_attempts(trace, call, run_for_real), refused, call.model, verb)
             if isinstance(error, NoValues):
@@ -98,7 +100,7 @@ def _transformers_reads_masks() -> Iterator[None]:
     The real run takes that decision, so the trace has to ask for it too.
     """
     owner = sys.modules.get("transformers.utils.import_utils")
-    if not hasattr(owner, "is_fake_tensor"):
+    if not hasattr(owner, "is_fake_tensor"):  # transformers is not imported, or is an older one
         yield
         return
     with attribute_set(owner, "is_fake_tensor", lambda tensor: False):

@@ -52,6 +52,7 @@ def attention_of(device: Backend) -> Iterator[None]:
     """
 
     def run(*args, **kwargs) -> torch.Tensor:
+        """Replaces torch's function: runs a kernel, or matmuls and a softmax."""
         call = Attention(*args, **kwargs)
         require_same_dtype(ATTENTION, list(call[:3]))
         if not device.fused_attention:
@@ -59,7 +60,7 @@ def attention_of(device: Backend) -> Iterator[None]:
         kernel = _kernel(call)
         return kernel(call)
 
-    if device.is_host:
+    if device.is_host:  # a CPU is always there, with torch's own choice of kernel
         yield
         return
     with torch.library._scoped_library("aten", "IMPL") as library, _composite_attention(run):
@@ -119,6 +120,7 @@ def _heads_fit(call: Attention) -> bool:
 
 
 def _fits_flash(call: Attention) -> bool:
+    """Whether flash attention takes a call: 16 bits, without a mask, heads of up to 256."""
     if not _has_4d_16_bit_query(call) or not _is_ampere_or_later():
         return False
     if call.attn_mask is not None:
@@ -135,6 +137,7 @@ def _fits_flash(call: Attention) -> bool:
 
 
 def _fits_efficient(call: Attention) -> bool:
+    """Whether memory-efficient attention takes a call: fp32 or 16 bits, without GQA."""
     dtype = call.query.dtype
     if call.query.dim() != 4 or dtype == torch.float64 or not _same_heads(call):
         return False
@@ -145,6 +148,7 @@ def _fits_efficient(call: Attention) -> bool:
 
 
 def _fits_cudnn(call: Attention) -> bool:
+    """Whether cuDNN's attention takes a call: 16 bits, heads of 8, 16, … up to 256."""
     if not _has_4d_16_bit_query(call) or not _is_ampere_or_later() or not _heads_fit(call):
         return False
     return all(tensor.size(-1) % 8 == 0 and tensor.size(-1) <= 256 for tensor in call[:3])
@@ -159,6 +163,7 @@ def _is_ampere_or_later() -> bool:
 
 
 def _flash(call: Attention) -> torch.Tensor:
+    """Run flash attention, with heads padded to a multiple of 8 as torch does."""
     head_size = call.query.size(-1)
     pad = -head_size % 8  # the kernel reads 16 bytes at once, so torch pads other sizes of a head
     tensors = list(call[:3])
@@ -176,7 +181,8 @@ def _flash(call: Attention) -> torch.Tensor:
 
 
 def _efficient(call: Attention) -> torch.Tensor:
-    returns_logsumexp = torch.is_grad_enabled()
+    """Run memory-efficient attention."""
+    returns_logsumexp = torch.is_grad_enabled()  # backward needs it
     return torch.ops.aten._scaled_dot_product_efficient_attention(
         *call[:3],
         _added_mask(call),

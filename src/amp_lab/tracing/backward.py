@@ -100,6 +100,7 @@ class _Walk:
                 self._push(node)
 
     def _push(self, node: Node) -> None:
+        """Mark a node as ready to run."""
         # As in the engine, the node whose op ran last in the forward pass has the highest priority.
         heapq.heappush(self.ready, (-node._sequence_nr(), next(self._tie_breaker), node))
 
@@ -179,11 +180,14 @@ def _call(node: Node, arrived: dict[int, torch.Tensor]) -> Gradients:
                 "activation checkpointing with use_reentrant=True starts an engine of its own, "
                 "which needs the device; use use_reentrant=False"
             )
-        if getattr(node, "materialize_grads", True):  # the class takes zeros in place of None
+        # torch gives an autograd.Function zeros in place of None, unless it asks for None.
+        if getattr(node, "materialize_grads", True):
             for i, gradient in enumerate(gradients):
                 if gradient is None:
-                    like = metadata[i]
-                    gradients[i] = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+                    output = metadata[i]  # shape, dtype and device of the forward's output
+                    gradients[i] = torch.zeros(
+                        output.shape, dtype=output.dtype, device=output.device
+                    )
         results = node.apply(*gradients)
     else:
         results = node(*gradients)  # pyrefly: ignore[not-callable]: torch's stub lacks __call__

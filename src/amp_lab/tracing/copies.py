@@ -16,7 +16,7 @@ def copied(model: nn.Module, *others: Any) -> Any:
     `torch.nn.utils.weight_norm` a weight. torch refuses to copy a tensor with a `grad_fn`, so the
     copy gets a detached one. Raises what `copy.deepcopy` raises.
     """
-    detached: dict[int, Any] = {}  # deepcopy's memo: for the `id` of an object, its copy
+    detached = {}  # deepcopy's memo: for the `id` of an object, its copy
     for module in model.modules():
         for _, tensor in named_tensors(vars(module)):
             if tensor.grad_fn is not None:

@@ -224,6 +224,7 @@ class Replay:
         return None
 
     def _require_finite(self, module: str) -> None:
+        """Raise `OtherCourse` unless the outputs of the real run are finite."""
         if not self._decisions.is_finite:
             raise OtherCourse(
                 f"the check for inf or NaN in {_place_of(module)} is not made by the run on the "
@@ -232,6 +233,7 @@ class Replay:
 
     @staticmethod
     def _other_course(module: str, op: OpOverload) -> OtherCourse:
+        """The error for an op at which the trace and the real run differ."""
         name = op._schema.name.rpartition("::")[2]
         where = f"op {name} in {_place_of(module)}"
         return OtherCourse(f"the run on the CPU took another course at {where}")
@@ -242,6 +244,7 @@ def _were(count: int) -> str:
 
 
 def _place_of(module: str) -> str:
+    """Where a decision was taken, for an error message."""
     if module == LOSS:
         return "the loss or the backward pass"
     return place_of(module)

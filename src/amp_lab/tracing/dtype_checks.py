@@ -100,13 +100,14 @@ class StrictFakeMode(FakeTensorMode):
         check_limits(func, args, kwargs)
         if self.replay is not None and self.replay.answers(func, args):
             return self.replay.answer(func, args, kwargs, self._empty)
-        if is_unmarked(func):
+        if is_unmarked(func):  # torch's own mode would not raise
             raise DynamicOutputShapeException(func)
         rule = _RULES.get(func._schema.name)
         if rule is not None:
             with self:
                 return rule(func, args, kwargs)
         out: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        # torch's fake tensors ignore a number that is too large for the dtype; kernels raise.
         name = func._schema.name.removeprefix("aten::").rstrip("_")
         checks_number = _CHECKS_BY_OP.get(name)
         if checks_number is not None and _is_floating(out) and checks_number(args, out):
@@ -156,7 +157,7 @@ def _set_known_number(name: str, args: tuple, out: Any) -> None:
         return
     number = _known_number(name, args, out)
     attributes = vars(out)
-    attributes.pop("known_number", None)  # an in-place op may have changed it
+    attributes.pop("known_number", None)  # after an in-place op the old number is wrong
     if number is not None:
         attributes["known_number"] = number
 

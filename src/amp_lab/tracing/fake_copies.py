@@ -53,6 +53,7 @@ class FakeCopies:
 
     def _copy_plain(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake view of a fake storage, with the strides and offset of the tensor."""
+        # A fake storage has one dtype, so views of other dtypes get a storage of their own.
         key = (storage_key(tensor), tensor.dtype)
         with torch.no_grad():
             if key not in self._storages:

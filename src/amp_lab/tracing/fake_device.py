@@ -234,7 +234,7 @@ class PlainOpsMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if takes_wrappers(types):
-            return NotImplemented
+            return NotImplemented  # torch then asks the wrapper, whose ops arrive here one by one
         kwargs = kwargs or {}
         if is_composite(func):
             with self:
@@ -263,7 +263,7 @@ def remedy_for(error: Exception, model: nn.Module, verb: str) -> str:
             names.append(name)
     if not names:
         return _PARTS.said(verb=verb)
-    outermost = min(names, key=lambda name: name.count("."))
+    outermost = min(names, key=lambda name: name.count("."))  # the largest part
     return _PART.said(verb=verb, part=outermost)
 
 
@@ -275,6 +275,7 @@ def own_reason(error: Exception) -> str:
 
 
 def _is_flex(error: Exception) -> bool:
+    """Whether an error was raised inside of flex_attention."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_globals.get("__name__") == _FLEX_MODULE for frame, _ in frames)
 
@@ -320,13 +321,14 @@ def _require_python_and_shapes(model: nn.Module) -> None:
     """Raise `TraceError` for TorchScript, whose modules take no hooks, and for lazy layers."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
-            raise TraceError(f"{_module_name(name)} is TorchScript: {_TORCHSCRIPT.text}")
+            raise TraceError(f"{_module_text(name)} is TorchScript: {_TORCHSCRIPT.text}")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise TraceError(f"{name} of a lazy layer has no shape yet: {_LAZY.text}")
 
 
-def _module_name(name: str) -> str:
+def _module_text(name: str) -> str:
+    """A module for the beginning of an error message."""
     if not name:
         return "the model"
     return f"module {name!r}"
@@ -337,7 +339,7 @@ def _require_not_quantised(model: nn.Module) -> None:
     for name, module in model.named_modules():
         module_type = type(module)
         if module_type.__module__.startswith(_QUANTISED_MODULES):
-            description = f"{_module_name(name)} is a quantised {module_type.__name__}"
+            description = f"{_module_text(name)} is a quantised {module_type.__name__}"
             raise TraceError(f"{description}, {REAL_ALONE}: {QUANTISED.text}")
 
 

@@ -93,6 +93,7 @@ def _evaluate(name: str, args: tuple, out: torch.Tensor) -> bool | int | float |
 
 
 def _evaluate_elementwise(name: str, args: tuple) -> bool | int | float | None:
+    """The value of each element of an elementwise op; None if an operand is not known."""
     operands = [_element_of(operand) for operand in args[:2]]
     if None in operands:
         return None
@@ -111,6 +112,7 @@ def _evaluate_elements(operand: Any, out: torch.Tensor) -> bool | int | float | 
 
 
 def _evaluate_sum(operand: Any, out: torch.Tensor) -> int | float | None:
+    """The value of each element of a sum of equal elements."""
     element = _evaluate_elements(operand, out)
     if element is None:
         return None

@@ -190,7 +190,7 @@ def _forecast_each_way(
         by_way.forecasts.append(forecast)
         for name, nbytes in saved.items():
             by_way.forecasts.append(forecast.with_smaller_weights(name, nbytes))
-        if limit is not None:
+        if limit is not None:  # the user gave the memory of the device
             _add_largest_batch(by_way, step, inputs, limit, {step.way: 0, **saved})
     if not by_way.forecasts:
         raise TraceError(next(iter(by_way.failed.values())))
@@ -246,6 +246,7 @@ def _add_largest_batch(
         for way in saved:
             by_way.no_largest[way] = first_line(error)
         return
+    # Weights that are smaller by so many bytes leave as much more memory for a larger batch.
     for way, nbytes in saved.items():
         by_way.largest[way] = by_batch.largest_within(limit + nbytes)
 
@@ -352,6 +353,7 @@ class InferenceStep:
         return traced_on_either(trace)
 
     def _trace(self, inputs: tuple, kwargs: dict[str, Any], under: Callable) -> "TracedInference":
+        """Run the pass inside a ledger of storages, with casts and autocast as the way says."""
         model = self.run.model
         parameters = self.run.parameters
         buffers = self.run.buffers
@@ -378,7 +380,7 @@ class InferenceStep:
                 with autocast_on(self.device_type, self._autocast_dtype, enabled=self.by_autocast):
                     output = model(*inputs, **kwargs)
                 ledger.mark("forward")
-            cached = cached_tensors(output)
+            cached = cached_tensors(output)  # sizes only: the tensors themselves are freed next
             del output
         return TracedInference(self, shapes, ledger.trace(), cached)
 

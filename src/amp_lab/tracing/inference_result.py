@@ -59,6 +59,7 @@ class InferenceForecast(Printed):
         return dataclasses.replace(self, way=way, weights=weights, largest_at_peak="")
 
     def _contents(self) -> dict[str, Any]:
+        """The values for JSON."""
         contents = {**vars(self), "peak": self.peak}
         if self.cache is not None:
             contents["cache"] = {**vars(self.cache), "per_sequence": self.cache.per_sequence}
@@ -103,6 +104,7 @@ class InferenceTable(Printed):
         return int((self.memory_bytes or 0) * (1 - self.reserve))
 
     def _contents(self) -> dict[str, Any]:
+        """The values for JSON; those of a memory size only if one was given."""
         contents: dict[str, Any] = {}
         contents["forecasts"] = [forecast._contents() for forecast in self.forecasts]
         if self.memory_bytes is not None:
@@ -120,6 +122,7 @@ class InferenceTable(Printed):
         forward = f"one forward pass under inference_mode on {first.device_type}"
         ways = [forecast.way for forecast in self.forecasts]
         peaks = [forecast.peak for forecast in self.forecasts]
+        # One unit for all cells, so that they can be compared at a glance.
         with_cache = [forecast.weights_and_cache or 0 for forecast in self.forecasts]
         unit, unit_name = unit_for_all([*peaks, *with_cache])
         return Table(
@@ -132,6 +135,7 @@ class InferenceTable(Printed):
         )
 
     def _rows(self, unit: int) -> list[list[str]]:
+        """A row for each part of the memory, with a cell for each way."""
         rows = []
         for label, attribute in _ATTRIBUTES_BY_LABEL.items():
             cells = [in_unit(getattr(forecast, attribute), unit) for forecast in self.forecasts]
@@ -139,6 +143,7 @@ class InferenceTable(Printed):
         return rows
 
     def _foot(self, unit: int) -> Iterator[list[str]]:
+        """The rows below the parts: the peak, the largest batch, and the KV cache."""
         peaks = [in_unit(forecast.peak, unit) for forecast in self.forecasts]
         yield ["peak", *peaks]
         if self.memory_bytes is not None and self.largest:
@@ -154,6 +159,7 @@ class InferenceTable(Printed):
         return f"{self.largest[way]:,}"
 
     def _facts(self) -> Iterator[str]:
+        """The sentences below the table."""
         for way, error in self.failed.items():
             yield f"No forecast for {way}: {error}."
         yield from self._fits()
@@ -194,6 +200,7 @@ class InferenceTable(Printed):
             yield reserve_line(self.memory_bytes, self.reserve)
 
     def _facts_of_the_cache(self) -> Iterator[str]:
+        """Sentences on the KV cache, once for all ways that share them, and on what is left out."""
         sentences_by_way = {}
         for forecast in self.forecasts:
             if forecast.cache is not None:
@@ -205,7 +212,7 @@ class InferenceTable(Printed):
             return
         ways_by_sentences = _ways_by_text(sentences_by_way)
         for sentences, ways in ways_by_sentences.items():
-            if len(ways_by_sentences) == 1:
+            if len(ways_by_sentences) == 1:  # true of all ways, so none is named
                 yield sentences
             else:
                 yield f"{ways}: {sentences}"

@@ -46,7 +46,7 @@ REMEDIES_BY_MESSAGE = {
 }
 """Remedy by a phrase of the error's message, of errors from this table and from torch."""
 
-WITH_OUT = "with out="
+WITH_OUT = "with out="  # after an op's name in an error: ``mm with out=``
 
 
 class OpCall(NamedTuple):
@@ -135,7 +135,7 @@ def _refuse_mixed_linear_with_out(call: OpCall) -> str | None:
 
 
 def _refuse_wide_norm_data_on_cpu(*positions: int) -> Callable[[OpCall], str | None]:
-    """Make the refusal for norms on a CPU whose data is wider than their weights: fp32 and bf16.
+    """Make the refusal for norms on a CPU with data wider than their weights: fp32 and bf16.
 
     `positions` are those of the data and of the weights among the arguments.
     """
@@ -154,15 +154,17 @@ def _refuse_wide_norm_data_on_cpu(*positions: int) -> Callable[[OpCall], str | N
 
 
 def _refuse_non_floats(call: OpCall) -> str | None:
+    """Refuse integers and bools; only upsampling takes images in uint8."""
     first = call.first
     if first is None or first.is_floating_point() or first.is_complex():
         return None
-    if first.dtype is torch.uint8 and call.plain_name.startswith("upsample"):  # pixels
+    if first.dtype is torch.uint8 and call.plain_name.startswith("upsample"):
         return None
     return f"{call.name} takes no tensor of {first.dtype}"
 
 
 def _refuse_bools(call: OpCall) -> str | None:
+    """Refuse bools; integers are accepted."""
     first = call.first
     if first is None or first.dtype is not torch.bool:
         return None
@@ -185,7 +187,7 @@ def _refuse_fft_sizes(call: OpCall) -> str | None:
     precision = _PRECISION_NAMES[signal.dtype]
     if precision == "bfloat16" and torch.cuda.get_device_capability() < (8, 0):
         return "cuFFT doesn't support bfloat16 with compute capability less than SM_80"
-    sizes = [signal.shape[dim] for dim in call.args[1]]
+    sizes = [signal.shape[dim] for dim in call.args[1]]  # of the dimensions to transform
     if call.name == "_fft_c2r":  # its input has about half of the last dimension of the result
         sizes[-1] = call.args[3]
     if all(_is_power_of_two(size) for size in sizes):
@@ -202,6 +204,7 @@ def _is_power_of_two(size: int) -> bool:
 
 
 def _refuse_complex_half(call: OpCall) -> str | None:
+    """Refuse complex32, which cuBLAS does not take."""
     if not call.is_on_nvidia():
         return None
     dtypes = {tensor.dtype for tensor in call.args if isinstance(tensor, torch.Tensor)}
@@ -211,6 +214,7 @@ def _refuse_complex_half(call: OpCall) -> str | None:
 
 
 def _refuse_all_but_fp32_on_cpu(call: OpCall) -> str | None:
+    """Refuse any dtype but fp32 on a CPU."""
     first = call.first
     if first is None or first.device.type != "cpu" or first.dtype is torch.float32:
         return None
@@ -218,6 +222,7 @@ def _refuse_all_but_fp32_on_cpu(call: OpCall) -> str | None:
 
 
 def _refuse_fp8_before_ada(call: OpCall) -> str | None:
+    """Refuse FP8 on GPUs without it, before compute capability 8.9, with torch's own error."""
     if not call.is_on_nvidia() or torch.cuda.get_device_capability() >= (8, 9):
         return None
     return (

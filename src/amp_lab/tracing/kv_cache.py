@@ -99,6 +99,7 @@ def _leaves(
         return
     seen_ids.add(id(value))
     parts = parts_of(value, opened=is_named or dataclasses.is_dataclass(value))
+    # The output itself, ("output",), may be a pair of something else, such as (logits, hidden).
     in_pair = len(path) > 1 and _is_pair(list(parts.values()))
     for name, part in parts.items():
         part_path = (*path, name)
@@ -155,6 +156,7 @@ def with_tokens(arguments: Arguments, count: int) -> Arguments:
     args_of_decoder, kwargs_of_decoder = tree_map_only(
         torch.Tensor, resized, _decoder_arguments(arguments)
     )
+    # The decoder's arguments are all keywords, if there is a decoder: the others stay as they are.
     return args_of_decoder or args, kwargs | kwargs_of_decoder
 
 
@@ -175,7 +177,7 @@ def _resize(tensor: torch.Tensor, current_count: int | None, count: int) -> torc
             shape[dimension] = count
     if shape == list(tensor.shape):
         return tensor
-    return tensor.new_empty(shape)
+    return tensor.new_empty(shape)  # the tensors are fake, so there are no values to keep
 
 
 def _dimensions_of_tokens(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -329,11 +331,10 @@ def _with_tokens_asked(
     """The forecast with the bytes for `tokens_asked` tokens, from a pass with so many."""
     paths = {tensor.path for tensor in growth.tensors}
     try:
-        nbytes = sum(
-            tensor.nbytes for tensor in trace_with_tokens(tokens_asked) if tensor.path in paths
-        )
+        candidates = trace_with_tokens(tokens_asked)
     except TraceError as error:
         return _with_remark(forecast, f"For {tokens_asked:,} tokens it cannot be told: {error}.")
+    nbytes = sum(tensor.nbytes for tensor in candidates if tensor.path in paths)
     more_tokens = tokens_asked - (forecast.tokens or 0)
     in_proportion = forecast.nbytes + growth.per_token * more_tokens
     if nbytes < in_proportion:

@@ -62,6 +62,7 @@ class _TensorWatch(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        # An explicit device of the factory is respected.
         if func in _FACTORIES_OF_VALUES and kwargs.get("device") is None:
             kwargs["device"] = "cpu"
         out = func(*args, **kwargs)

@@ -47,7 +47,7 @@ class ModuleRow:
         return notes
 
     def cells(self) -> list[str]:
-        """The cells of its row."""
+        """The cells of the module's row in the table."""
         shapes = dict.fromkeys(map(_shapes_text, self.outputs))
         return [
             self.name or "the model",
@@ -83,21 +83,21 @@ def module_rows(model: nn.Module, calls: ModuleCalls) -> list[ModuleRow]:
     first_names: dict[int, str] = {}
     rows = []
     for name, module in model.named_modules():
-        kind = type(module)
-        own = list(module.parameters(recurse=False))
-        inside = list(module.parameters())
-        trainable = [parameter for parameter in inside if parameter.requires_grad]
+        module_type = type(module)
+        own_parameters = list(module.parameters(recurse=False))
+        parameters = list(module.parameters())
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
         row = ModuleRow(
             name=name,
-            kind=kind.__name__,
+            kind=module_type.__name__,
             depth=_depth(name),
             calls=calls.counts[name],
-            has_forward=kind.forward is not nn.Module.forward,
+            has_forward=module_type.forward is not nn.Module.forward,
             outputs=tuple(calls.outputs[name]),
-            parameters=_size(inside),
-            own_parameters=_size(own),
-            frozen=_size(inside) - _size(trainable),
-            nbytes=sum(parameter.nbytes for parameter in inside),
+            parameters=_size(parameters),
+            own_parameters=_size(own_parameters),
+            frozen=_size(parameters) - _size(trainable),
+            nbytes=sum(parameter.nbytes for parameter in parameters),
             tied=_find_tied_parameters(name, module, first_names),
             other_names=tuple(names[id(module)][1:]),
         )
@@ -106,6 +106,7 @@ def module_rows(model: nn.Module, calls: ModuleCalls) -> list[ModuleRow]:
 
 
 def _size(parameters: list[nn.Parameter]) -> int:
+    """How many numbers there are in some parameters."""
     return sum(parameter.numel() for parameter in parameters)
 
 
@@ -170,6 +171,7 @@ class ModuleTable(Printed):
         return self.parameters - self.rows[0].frozen
 
     def _contents(self) -> dict[str, Any]:
+        """The values for JSON."""
         rows = []
         for row in self.rows:
             outputs = [named_outputs(of_call) for of_call in row.outputs]
@@ -185,6 +187,7 @@ class ModuleTable(Printed):
         return {**vars(self), "rows": rows, "total": total}
 
     def _table(self) -> Table:
+        """The printed table, with a row for each module and sentences on parameters and FLOPs."""
         model = self.rows[0]
         size = f"{plural(model.parameters, 'parameter')} ({bytes_text(model.nbytes)})"
         split = f"{self.trainable:,} trainable, {model.frozen:,} frozen. Tied weights count once."
