@@ -109,7 +109,7 @@ def _matched_pair(record_a: OpRecord, record_b: OpRecord) -> Pair:
 def _common_rows(record_a: OpRecord, record_b: OpRecord) -> tuple[Tensor, Tensor] | None:
     """The exact results of two ops, cut to the rows that both have; None if shapes disagree.
 
-    Results with as many values in another number of dimensions agree, and are returned flattened.
+    Results that differ in the number of dimensions, but not of values, are returned flattened.
     """
     exact_a = record_a.exact
     exact_b = record_b.exact

@@ -42,7 +42,7 @@ _LARGEST_MASK = -6e4
 _DEVICES_WITHOUT_FP64 = ("mps",)  # their shadows are on the CPU
 _WIDER = {torch.float16: torch.float64, torch.bfloat16: torch.float64,
           torch.float32: torch.float64, torch.complex64: torch.complex128}  # fmt: skip
-# What ops raise that have no kernel for fp64.
+# Raised by ops that have no kernel for fp64.
 _ERRORS_WITHOUT_FP64 = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError)
 _PERTURBATION = 2.0**-20  # largest relative change of an input, to measure the amplification
 _PERTURBED_RUNS = 3
@@ -159,7 +159,10 @@ def widen(tensor: Tensor) -> Tensor:
 
 
 def run_in_fp64(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an op on arguments that are in fp64 already; None if it has no kernel for fp64."""
+    """Run an op on fp64 arguments and return its result; None if it cannot run in fp64.
+
+    Ops whose kernels have no fp64, such as attention, are replaced by ops that compute the same.
+    """
     name = func._schema.name.removeprefix("aten::")
     args, kwargs = tree_map(_widen_setting, (args, kwargs))
     if name in ("_softmax", "_log_softmax"):

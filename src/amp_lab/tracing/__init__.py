@@ -1,4 +1,4 @@
-"""What would my model do there? Models traced on a device that need not be here.
+"""Trace what a model would do on a device that need not be in this machine.
 
 `xray`, `op_table`, `forecast_memory` and `largest_batch` are in `amp_lab` itself.
 """

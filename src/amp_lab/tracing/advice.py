@@ -204,9 +204,9 @@ def _loss_in_low_precision(trace: Tracer) -> Iterator[str]:
 
 
 def _place_of_logits(outputs: Outputs, row: OpRecord) -> str | None:
-    """Where in the model's output the logits of a loss are, such as "logits", judged by sizes.
+    """Where the logits of a loss are in the model's output, such as "logits"; None if not found.
 
-    "" if the output is the logits themselves; None if no output fits.
+    "" if the output is the logits themselves. Logits have as many classes as the loss's input.
     """
     classes = row.in_shapes[0][-1:]  # (number of classes,), or () for a single number
     candidates = []

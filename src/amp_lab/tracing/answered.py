@@ -69,27 +69,27 @@ def _with_decisions(
     try:
         return trace(call, None)
     except ValuesNeeded as error:
-        refused = error
+        refusal = error
     unmarked: frozenset[OpOverload] = frozenset()
     # Each trace may stop at a further op that depends on values and that torch does not mark. The
     # run on the CPU is repeated with it, until the trace ends or the same op stops it again.
-    while refused.op not in unmarked:
-        unmarked |= {refused.op}
+    while refusal.op not in unmarked:
+        unmarked |= {refusal.op}
         try:
             decisions = decisions_of(call, unmarked)
             with _transformers_reads_masks():
                 return trace(call, decisions)
         except ValuesNeeded as error:
-            refused = error
+            refusal = error
         except NotAnswered as error:
             # If the run on the CPU itself has failed, running for real is no remedy.
             run_for_real = for_real if isinstance(error, OtherCourse) else None
-            advice = _remedy(_attempts(trace, call, run_for_real), refused, call.model, verb)
+            advice = _remedy(_attempts(trace, call, run_for_real), refusal, call.model, verb)
             if isinstance(error, NoValues):
                 advice = f"{_BUILD_ON_CPU.text}; or {advice}"
-            raise type(error)(f"{refused}, and {error}: {advice}") from error
-    advice = _remedy(_attempts(trace, call, for_real), refused, call.model, verb)
-    raise TraceError(f"{refused}, which fake tensors have not: {advice}") from refused
+            raise type(error)(f"{refusal}, and {error}: {advice}") from error
+    advice = _remedy(_attempts(trace, call, for_real), refusal, call.model, verb)
+    raise TraceError(f"{refusal}, which fake tensors have not: {advice}") from refusal
 
 
 @contextmanager
@@ -128,7 +128,7 @@ def _attempts(
         yield FOR_REAL.text, for_real
 
 
-def _remedy(attempts: Iterator[Attempt], refused: TraceError, model: nn.Module, verb: str) -> str:
+def _remedy(attempts: Iterator[Attempt], refusal: TraceError, model: nn.Module, verb: str) -> str:
     """The text of the first remedy that works; else the advice to trace a part of the model."""
     for text, attempt in attempts:
         try:
@@ -136,8 +136,9 @@ def _remedy(attempts: Iterator[Attempt], refused: TraceError, model: nn.Module, 
         except Exception:  # this remedy does not work; the user's model may raise anything
             continue
         return text
-    assert isinstance(refused.__cause__, Exception)
-    return remedy_for(refused.__cause__, model, verb)
+    # The cause is the error of the op; its traceback tells in which modules it was raised.
+    assert isinstance(refusal.__cause__, Exception)
+    return remedy_for(refusal.__cause__, model, verb)
 
 
 @contextmanager

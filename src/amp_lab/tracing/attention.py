@@ -57,7 +57,7 @@ def attention_of(device: Backend) -> Iterator[None]:
         require_same_dtype(ATTENTION, list(call[:3]))
         if not device.fused_attention:
             return call.in_plain_ops()
-        kernel = _kernel(call)
+        kernel = _choose_kernel(call)
         return kernel(call)
 
     if device.is_host:  # a CPU is always there, with torch's own choice of kernel
@@ -98,7 +98,7 @@ class AttentionKernel:
     source: str
 
 
-def _kernel(call: Attention) -> Callable[[Attention], torch.Tensor]:
+def _choose_kernel(call: Attention) -> Callable[[Attention], torch.Tensor]:
     """The first of `KERNELS` that runs a call; raises torch's own `RuntimeError` if none does."""
     for kernel in KERNELS:
         if kernel.is_allowed() and kernel.takes(call):

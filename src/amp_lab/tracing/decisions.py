@@ -75,7 +75,7 @@ class Decision:
 class Decisions:
     """All decisions of a real run, in order."""
 
-    made: tuple[Decision, ...] = ()
+    sequence: tuple[Decision, ...] = ()
     unmarked: frozenset[OpOverload] = frozenset()
     """Ops that are recorded although torch does not mark them, since a trace refused them."""
     is_finite: bool = False
@@ -198,11 +198,11 @@ class Replay:
                 dtype = float_dtypes[0]
             return fake(tensor.size(), tensor.stride(), dtype, tensors[0].device)
 
-        return tree_map_only(torch.Tensor, fake_result, self._decisions.made[position].result)
+        return tree_map_only(torch.Tensor, fake_result, self._decisions.sequence[position].result)
 
     def require_done(self) -> None:
         """Raise `OtherCourse` if the trace did not ask for all decisions of the real run."""
-        for decision in self._decisions.made[self._position :]:
+        for decision in self._decisions.sequence[self._position :]:
             if not decision.says_finite:
                 raise self._other_course(decision.module, decision.op)
 
@@ -213,11 +213,11 @@ class Replay:
 
         Checks for inf or NaN that found none are skipped.
         """
-        wanted = (module, op, shapes, is_check)
-        decisions = self._decisions.made[self._position :]
+        expected = (module, op, shapes, is_check)
+        decisions = self._decisions.sequence[self._position :]
         for position, decision in enumerate(decisions, start=self._position):
             was_check = decision.if_finite is not None
-            if (decision.module, decision.op, decision.shapes, was_check) == wanted:
+            if (decision.module, decision.op, decision.shapes, was_check) == expected:
                 return position
             if not decision.says_finite:
                 return None

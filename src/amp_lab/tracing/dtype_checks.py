@@ -170,4 +170,5 @@ def _known_number(name: str, args: tuple, out: FakeTensor) -> float | None:
         return getattr(args[0], "known_number", None)
     if name not in ("full", "scalar_tensor"):
         return None
+    # torch.full and torch.tensor get the number itself; a size comes as a list.
     return next(argument for argument in args if isinstance(argument, (int, float)))

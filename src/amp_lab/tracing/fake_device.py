@@ -82,10 +82,10 @@ _PARTS_WITHOUT_DECISIONS = ("backbone", "encoder", "features")
 
 _FLEX_MODULE = "torch.nn.attention.flex_attention"
 
-# What torch raises if code reads the memory of a fake tensor.
+# A phrase of torch's error if code reads the memory of a fake tensor.
 _NEEDS_MEMORY = "is not supported for tensor subclasses"
 
-# What an op on fake tensors raises if its result, or the size of it, depends on values.
+# Raised by an op on fake tensors if its result, or the size of it, depends on values.
 NEEDS_VALUES = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
 
 
@@ -281,10 +281,10 @@ def _is_flex(error: Exception) -> bool:
 
 
 def tip_for(error: Exception, model: nn.Module, verb: str, device_type: str, op: str = "") -> str:
-    """The remedies for an error, each as "; remedy", or "" if there is none.
+    """The remedies for an error as text to append, each as "; remedy"; "" if there is none.
 
-    A known error has its own. Any error of a torchvision detector or a quantised model has one too.
-    `op` is the one that failed, if it is known.
+    Besides the remedies for this error, there is one for any error of a torchvision detector or of
+    a quantised model. `op` is the one that failed, if it is known.
     """
     tips = tips_for(error, op, device_type)
     if _is_flex(error):

@@ -211,8 +211,8 @@ def _forecast_with_cache(
     forecast = traced.forecast()
     if step.by_autocast:
         no_grad = step.trace(*arguments, decisions, under=torch.no_grad).forecast()
-        kept = no_grad.peak - forecast.peak
-        forecast = dataclasses.replace(forecast, kept_under_no_grad=kept)
+        extra = no_grad.peak - forecast.peak
+        forecast = dataclasses.replace(forecast, kept_under_no_grad=extra)
 
     def trace_with_tokens(count: int) -> tuple[CachedTensor, ...]:
         # Without the decisions, which may differ for another number of tokens.

@@ -48,16 +48,16 @@ def cache_rows(
     `weights` are the bytes of the weights in each column. Sizes are in `unit` bytes, only the size
     per token is in KiB.
     """
-    found = [cache for cache in caches if cache is not None]
-    if not found:
+    existing = [cache for cache in caches if cache is not None]
+    if not existing:
         return
-    first = found[0]
+    first = existing[0]
     yield _row(first.label(first.tokens), caches, "nbytes", unit)
     yield _row("cache per sequence", caches, "per_sequence", unit)
-    if any(cache.per_token for cache in found):
+    if any(cache.per_token for cache in existing):
         yield _row("cache, KiB per token", caches, "per_token", 2**10)
     yield ["dtype of the cache", *map(_dtype_cell, caches)]
-    if all(cache.nbytes_asked is None for cache in found):
+    if all(cache.nbytes_asked is None for cache in existing):
         return
     yield _row(first.label(first.tokens_asked), caches, "nbytes_asked", unit)
     yield _totals(caches, weights, unit)

@@ -45,10 +45,10 @@ def build_on_meta(factory: Callable[[], Any], model_and_inputs: Callable[[Any], 
     own = [*model.parameters(), *model.buffers()]
     if any(map(is_lazy, own)):
         return built  # here, too, the caller raises
-    known = {storage_key(tensor) for tensor in [*own, *tensors_in(inputs)]}
-    if watch.has_other_tensors(known):
+    known_storages = {storage_key(tensor) for tensor in [*own, *tensors_in(inputs)]}
+    if watch.has_other_tensors(known_storages):
         gc.collect()  # a tensor that only a reference cycle keeps alive is not part of the model
-    if watch.has_other_tensors(known):
+    if watch.has_other_tensors(known_storages):
         return None
     return built
 
@@ -69,11 +69,11 @@ class _TensorWatch(TorchFunctionMode):
         self._tensors += [weakref.ref(tensor) for tensor in tensors_in(out) if tensor.is_meta]
         return out
 
-    def has_other_tensors(self, known: set[int | None]) -> bool:
-        """Whether a noted tensor is still alive whose storage is not one of the `known`."""
+    def has_other_tensors(self, known_storages: set[int | None]) -> bool:
+        """Whether a noted tensor is still alive whose storage is not one of `known_storages`."""
         for reference in self._tensors:
             tensor = reference()
-            if tensor is not None and storage_key(tensor) not in known:
+            if tensor is not None and storage_key(tensor) not in known_storages:
                 return True
         return False
 
