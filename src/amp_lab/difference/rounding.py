@@ -296,6 +296,7 @@ def with_strides_of(tensor: Tensor, shadow: Tensor) -> Tensor:
     """The shadow with the strides of its tensor, so that both can be viewed in the same way."""
     strides = tensor.stride()
     shadow = shadow.to(_WIDER.get(tensor.dtype, tensor.dtype))
+    # A stride of 0, of an expanded tensor, means that several values share their memory.
     if shadow.stride() == strides or 0 in strides:
         return shadow
     return shadow.new_empty_strided(tensor.shape, strides).copy_(shadow)
