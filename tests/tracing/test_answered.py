@@ -138,7 +138,7 @@ def test_an_embedding_that_renorms_itself_keeps_its_weights():
 
 def test_weights_in_16_bits_decide_as_in_fp32():
     found = decisions_of(ModelCall(Detector().bfloat16(), (torch.randn(9, 8).bfloat16(),), {}))
-    (decision,) = found.made
+    (decision,) = found.sequence
     assert decision.result.dtype is torch.float32
     assert decision.module == ""
 
@@ -170,7 +170,7 @@ def test_a_run_that_takes_too_much_is_stopped(monkeypatch):
     with pytest.raises(TraceError, match="50 % of the free memory"):
         decisions_of(call)
     monkeypatch.setattr(real_run, "free_bytes", lambda: None)
-    assert decisions_of(call).made
+    assert decisions_of(call).sequence
     monkeypatch.setattr(real_run, "LIMIT_S", -1.0)
     with pytest.raises(TraceError, match="takes longer than"):
         decisions_of(call)
