@@ -302,7 +302,7 @@ def test_a_file_without_triggers_is_not_parsed(tmp_path, monkeypatch):
 
 
 def test_many_files_are_done_by_several_processes_with_the_same_result(tmp_path):
-    for i in range(files._WORTH_PROCESSES + 3):
+    for i in range(files._MIN_FILES_FOR_PROCESSES + 3):
         (tmp_path / f"a{i:03}.py").write_text(OLD)
     (tmp_path / "a001.py").write_text("import torch.cuda.amp (\n")
     command = [sys.executable, "-W", "error", "-m", "amp_lab", "migrate", "--write", str(tmp_path)]

@@ -1,11 +1,13 @@
-"""The way from old mixed-precision code to today's: ``amp-lab migrate``.
+"""Rewrites old mixed-precision code to today's torch.amp, and finds mistakes in it.
+
+It is behind the command ``amp-lab migrate``.
 
     from amp_lab.migrate import migrate_paths, migrate_source
 
     new, findings = migrate_source(old)
 
-A rule is a module with two names, registered in the tuple `RULES` of ``rules.py``. One that moves
-``torch.backends.cuda.matmul.allow_tf32`` is all of this:
+A rule is a module with the names `TRIGGERS` and `Rule`. To register it, add it to the tuple `RULES`
+in ``rules.py``. This is a whole rule, for ``torch.backends.cuda.matmul.allow_tf32``:
 
     TRIGGERS = ("allow_tf32",)  # a file is read only if it has one of these texts; several words
                                 # in one text, with blanks between, must all be in the file
@@ -16,8 +18,8 @@ A rule is a module with two names, registered in the tuple `RULES` of ``rules.py
                 if "torch.backends.cuda.matmul.allow_tf32" in use.origins:
                     self.say(use.node, "by hand", "use torch.set_float32_matmul_precision")
 
-`Rewriter` has `replace` and `insert` for what is certain; `Tree` tells what a name stands for. Its
-snippets, old and new, go to ``tests/migrate/snippets``.
+`Rewriter` has `replace` and `insert` for edits. `Tree` has the names of the file and their origins.
+The examples of a rule, old code and new, go to ``tests/migrate/snippets``.
 """
 
 from amp_lab.core.requirements import needed_for

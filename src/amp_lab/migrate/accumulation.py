@@ -10,9 +10,9 @@ import libcst as cst
 
 from amp_lab.core.remedies import remedy
 from amp_lab.migrate import nodes
-from amp_lab.migrate.code_reader import CodeReader, Found
+from amp_lab.migrate.code_reader import CodeReader, Mistakes
 from amp_lab.migrate.events import Event, last_part, of_kind
-from amp_lab.migrate.skipped_updates import is_dropped
+from amp_lab.migrate.skipped_updates import is_dropped, leaves_loop
 
 _UNSCALED_EACH_BATCH = remedy(
     "migrate.unscaled_each_batch",
@@ -28,43 +28,46 @@ _UNSCALED_BY_ANOTHER = remedy(
 )
 
 
-def unscaled_in_each_batch(code: CodeReader) -> Found:
-    """``unscale_`` for each micro-batch, where only some of them step: the second one raises."""
+def unscaled_in_each_batch(code: CodeReader) -> Mistakes:
+    """Yield each ``unscale_`` that runs for every micro-batch, where only some of them step.
+
+    torch raises at the second one before ``update``.
+    """
     for unscale in of_kind("unscale", code.events):
         if not _is_repeated_before_step(code, unscale):
             continue
-        scaler = unscale.of
-        if not code.escapes(last_part(scaler)):
+        scaler = unscale.owner
+        if not code.scaler_escapes(last_part(scaler)):
             advice = _UNSCALED_EACH_BATCH.said(scaler=scaler, optimizer=unscale.optimizer)
             yield unscale.node, advice
 
 
 def _is_repeated_before_step(code: CodeReader, unscale: Event) -> bool:
-    """Whether an unscale runs for several batches whose gradients one step sums."""
-    updates = unscale.unit.by_scaler["update", unscale.of]
-    if not _are_less_often(updates, unscale) or not _is_scaled_beside(unscale):
+    """Whether ``unscale_`` runs for several batches whose gradients one step sums."""
+    updates = unscale.unit.by_scaler["update", unscale.owner]
+    if not _are_less_frequent(updates, unscale) or not _scales_loss_in_loop(unscale):
         return False
-    steps = unscale.unit.by_scaler["scaler step", unscale.of]
+    steps = unscale.unit.by_scaler["scaler step", unscale.owner]
     own_steps = [step for step in steps if step.optimizer == unscale.optimizer]
-    if not _are_less_often(own_steps, unscale):
+    if not _are_less_frequent(own_steps, unscale):
         return False
-    reached = [update for update in updates if not update.place.excludes(unscale.place)]
-    if any(first.place.excludes(second.place) for first, second in combinations(reached, 2)):
-        return False  # there is an update in either branch
-    # `skipped_updates` speaks of those that are dropped
-    return not any(_is_dropped_without(code, update, unscale) for update in reached)
+    reachable = [update for update in updates if not update.place.excludes(unscale.place)]
+    if any(first.place.excludes(second.place) for first, second in combinations(reachable, 2)):
+        return False  # both branches have an update
+    # `skipped_updates` reports the batches that are dropped
+    return not any(_drops_without_update(code, update, unscale) for update in reachable)
 
 
-def _is_scaled_beside(unscale: Event) -> bool:
-    """Whether a loss is scaled by the same scaler in the same loop."""
-    scaled = unscale.unit.by_scaler["scaled", unscale.of]
+def _scales_loss_in_loop(unscale: Event) -> bool:
+    """Whether the scaler of an unscale also scales a loss in the same loop."""
+    scaled = unscale.unit.by_scaler["scaled", unscale.owner]
     return any(event.place.loops == unscale.place.loops for event in scaled)
 
 
-def _are_less_often(events: list[Event], unscale: Event) -> bool:
-    """Whether such events come in only some turns of the loop of an unscale, all that it leads to.
+def _are_less_frequent(events: list[Event], unscale: Event) -> bool:
+    """Whether all events that an unscale can lead to run less often than it does.
 
-    Those of another branch do not count.
+    False also if it leads to none of them.
     """
     if not unscale.place.loops:
         return False
@@ -72,14 +75,14 @@ def _are_less_often(events: list[Event], unscale: Event) -> bool:
     for event in events:
         if event.place.excludes(unscale.place):
             continue
-        if not _is_less_often(event, unscale):
+        if not _is_less_frequent(event, unscale):
             return False
         has_any = True
     return has_any
 
 
-def _is_less_often(event: Event, unscale: Event) -> bool:
-    """Whether an event comes after an unscale, in some turns of its loop or after the loop."""
+def _is_less_frequent(event: Event, unscale: Event) -> bool:
+    """Whether an event runs after an unscale in only some turns of its loop, or after the loop."""
     if event.order < unscale.order:
         return False
     loops = unscale.place.loops
@@ -89,60 +92,54 @@ def _is_less_often(event: Event, unscale: Event) -> bool:
     arms = unscale.place.arms
     if event.place.arms[: len(arms)] != arms:
         return False
-    return any(_goes_on(node, number) for node, number in event.place.arms[len(arms) :])
+    for node, number in event.place.arms[len(arms) :]:
+        other_number = 1 - number
+        if isinstance(node, cst.If) and not leaves_loop(node, other_number):
+            return True  # without the event, the loop goes on to the next batch
+    return False
 
 
 def _is_over_optimizers(loop: cst.CSTNode, optimizer: str) -> bool:
-    """Whether a loop takes one optimizer after the other."""
+    """Whether a loop is ``for optimizer in …``, over several optimizers."""
     target = getattr(loop, "target", None)
     if target is None:
         return False
     return any(
-        isinstance(part, cst.Name) and part.value == optimizer for part in nodes.below(target)
+        isinstance(part, cst.Name) and part.value == optimizer for part in nodes.walk(target)
     )
 
 
-def _is_dropped_without(code: CodeReader, update: Event, unscale: Event) -> bool:
-    """Whether batches that skip an update are given up, not summed."""
+def _drops_without_update(code: CodeReader, update: Event, unscale: Event) -> bool:
+    """Whether the batches that skip an update are dropped, not summed."""
     for node, number in update.place.arms:
         if not isinstance(node, cst.If) or (node, number) in unscale.place.arms:
             continue
-        other_arm = 1 - number
-        if is_dropped(code, unscale, node, other_arm):
+        other_number = 1 - number
+        if is_dropped(code, unscale, node, other_number):
             return True
     return False
 
 
-def _goes_on(node: cst.CSTNode, number: int) -> bool:
-    """Whether the loop goes on where a condition does not lead to this arm of it."""
-    if not isinstance(node, cst.If):
-        return False
-    other_arm = node.body if number == 1 else getattr(node.orelse, "body", None)
-    if not isinstance(other_arm, cst.BaseSuite):
-        return True
-    return not isinstance(nodes.last_statement(other_arm), cst.Return | cst.Raise | cst.Break)
-
-
-def unscaled_by_another(code: CodeReader) -> Found:
-    """``scaler_a.unscale_(o)`` with ``scaler_b.step(o)``, which unscales once more."""
+def unscaled_by_another(code: CodeReader) -> Mistakes:
+    """Yield each ``scaler_a.unscale_(o)`` before ``scaler_b.step(o)``, which unscales again."""
     for unscale in of_kind("unscale", code.events):
         step = _step_by_another(unscale)
         if step is None:
             continue
-        if code.is_one(unscale.of) and code.is_one(step.of):
+        if code.holds_only_new_scalers(unscale.owner) and code.holds_only_new_scalers(step.owner):
             advice = _UNSCALED_BY_ANOTHER.said(
-                scaler=unscale.of, other=step.of, optimizer=unscale.optimizer
+                scaler=unscale.owner, other=step.owner, optimizer=unscale.optimizer
             )
             yield unscale.node, advice
 
 
 def _step_by_another(unscale: Event) -> Event | None:
-    """The first step of an optimizer after its unscale, if none is by the same scaler."""
+    """The first step after an unscale by another scaler; None if its own scaler steps at all."""
     first = None
-    for step in unscale.unit.steps_of[unscale.optimizer]:
+    for step in unscale.unit.steps_by_optimizer[unscale.optimizer]:
         if step.place.excludes(unscale.place):
             continue
-        if step.of == unscale.of:
+        if step.owner == unscale.owner:
             return None
         if first is None and step.order > unscale.order:
             first = step

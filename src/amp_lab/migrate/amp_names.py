@@ -1,6 +1,8 @@
-"""The names of torch's mixed precision: those of old, each with its device, and today's."""
+"""The names of torch's mixed precision: the deprecated ones with their device, and today's."""
 
-HOMES = {  # each name, and the submodule of `amp` in which it is defined
+from typing import NamedTuple
+
+SUBMODULES = {  # each name with the submodule of `torch.amp` that defines it
     "autocast": "autocast_mode",
     "custom_fwd": "autocast_mode",
     "custom_bwd": "autocast_mode",
@@ -9,21 +11,34 @@ HOMES = {  # each name, and the submodule of `amp` in which it is defined
 OLD_MODULES = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu"}
 
 
-def _old_names() -> dict[str, tuple[str, str]]:
+class Replacement(NamedTuple):
+    """What takes the place of an old name: ``torch.amp.<name>``, with its device."""
+
+    name: str
+    device: str
+
+
+def _old_names() -> dict[str, Replacement]:
     old_names = {}
     for module, device in OLD_MODULES.items():
-        for name, home in HOMES.items():
+        for name, submodule in SUBMODULES.items():
             if device == "cpu" and name.startswith("custom"):  # torch.cpu.amp never had those
                 continue
-            old_names[f"{module}.{name}"] = (name, device)
-            old_names[f"{module}.{home}.{name}"] = (name, device)
+            replacement = Replacement(name, device)
+            old_names[f"{module}.{name}"] = replacement
+            old_names[f"{module}.{submodule}.{name}"] = replacement
     return old_names
 
 
-OLD = _old_names()
-"""Each old dotted name, with today's name and its device."""
-NEW = {f"torch.amp.{name}": name for name in HOMES} | {"torch.autocast": "autocast"}
-NAMED = ("autocast", "GradScaler", "torch custom_fwd", "torch custom_bwd")
-"""The triggers of a rule about these names: a file that has one of them has one of these texts."""
-NEEDS = {"autocast": (1, 12), "GradScaler": (2, 3), "custom_fwd": (2, 4), "custom_bwd": (2, 4)}
-"""The first torch that has today's names in torch.amp, by torch/amp/__init__.py of each version."""
+OLD_NAMES = _old_names()
+"""Each old dotted name, such as ``torch.cuda.amp.autocast``, with its replacement."""
+NEW_NAMES = {f"torch.amp.{name}": name for name in SUBMODULES} | {"torch.autocast": "autocast"}
+TRIGGER_TEXTS = ("autocast", "GradScaler", "torch custom_fwd", "torch custom_bwd")
+"""The triggers of a rule about these names: a file that uses one has one of these texts."""
+FIRST_TORCH = {
+    "autocast": (1, 12),
+    "GradScaler": (2, 3),
+    "custom_fwd": (2, 4),
+    "custom_bwd": (2, 4),
+}
+"""The first torch that has each name in torch.amp; source: its torch/amp/__init__.py."""

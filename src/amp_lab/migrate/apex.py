@@ -1,8 +1,9 @@
-"""From NVIDIA Apex to PyTorch: rewritten where that is certain, else reported with what to do.
+"""The rule that moves code from NVIDIA Apex to PyTorch, or reports what to do by hand.
 
 A name is rewritten if torch has an exact equal. A training loop is not: what `amp.initialize` and
 `amp.scale_loss` do is spread over model, optimizer and loop, so each such line is reported, and
-gets a comment if marks are asked for. What is chosen where Apex is installed stays whole.
+gets a comment with `mark`. Code that runs only where Apex is installed, beside code for where it is
+not, is left alone.
 """
 
 import functools
@@ -29,10 +30,11 @@ from amp_lab.migrate.version_guards import is_guarded
 
 TRIGGERS = ("apex",)
 MARK = "# amp-lab migrate: "
-_AVAILABLE = re.compile(
+# has_apex, APEX_AVAILABLE, is_apex_installed
+_AVAILABILITY_NAME = re.compile(
     r"(?i)^_*(?:has|have|is|no|found|imported)_*(?:\w+_)?apex|apex_*(?:is_*)?(?:avail|install|import|found|exist)"
 )
-_LOOKS_FOR = re.compile(r"(?i)find|avail|install|import|exist|has_")  # find_spec("apex")
+_LOOKUP_NAME = re.compile(r"(?i)find|avail|install|import|exist|has_")  # find_spec("apex")
 
 
 class Rule(Rewriter):
@@ -41,16 +43,18 @@ class Rule(Rewriter):
     def __init__(self, tree: Tree, mark: bool = False):
         super().__init__(tree, mark)
         self.advice: defaultdict[cst.CSTNode, list[str]] = defaultdict(list)  # by statement
-        self.imported: defaultdict[cst.CSTNode, list[Use]] = defaultdict(list)  # by import alias
-        self.spelled: Counter[cst.CSTNode] = Counter()  # uses rewritten to torch, by import alias
+        # By import alias: uses such as FusedAdam, which change together with their import.
+        self.bare_uses: defaultdict[cst.CSTNode, list[Use]] = defaultdict(list)
+        # By import alias: the number of uses that are torch.optim.AdamW now, without the import.
+        self.dotted_rewrites: Counter[cst.CSTNode] = Counter()
 
     def run(self) -> None:
         """Rewrite what is certain, and report the rest."""
         for use in self.tree.uses:
             origins = [origin for origin in use.origins if origin and origin.startswith("apex.")]
             if origins:
-                self._look_at(use, min(origins))
-        for star, module in self.tree.stars.items():
+                self._handle_use(use, min(origins))
+        for star, module in self.tree.star_imports.items():
             if is_apex(module):
                 self._advise(star, module)
         for node, scope in self.tree.imports.items():
@@ -58,33 +62,35 @@ class Rule(Rewriter):
         if self.mark:
             self._put_marks()  # last: one statement may have several
 
-    def _look_at(self, use: Use, old: str) -> None:
+    def _handle_use(self, use: Use, old: str) -> None:
+        """Rewrite, leave or report one use of the name `old`, such as ``apex.amp.initialize``."""
         choice = self._choice(use)
         if choice is not None:
             self.say(choice, "left", "a choice for where Apex is installed: left alone")
-        elif self._is_torchs_elsewhere(use, EQUALS.get(public_name(old))):
+        elif self._is_torch_in_other_arm(use, EQUALS.get(public_name(old))):
             self.say(use.node, "left", "the other arm is torch's own already: left alone")
         elif not self._rewrite(use, public_name(old)):
             self._advise(use.node, old)
 
-    # What is chosen where Apex is installed.
+    # Choices: code that runs only where Apex is installed.
 
     def _choice(self, use: Use) -> cst.CSTNode | None:
-        """What decides, by whether Apex is installed, if a use runs; else None."""
-        for binding in use.scope.bound(use.parts[0]):
+        """The node that makes a use depend on whether Apex is installed; None if none does."""
+        for binding in use.scope.bindings_of(use.parts[0]):
             if not is_apex(binding.origin) and not binding.is_none:
-                return use.node  # what it is called elsewhere is torch's, or the file's own
+                return use.node  # without Apex, the same name stands for something else
         for parent, child in self.tree.ancestors(use.node):
             if self._decides(parent, child):
                 return parent
         return None
 
     def _decides(self, parent: cst.CSTNode, child: cst.CSTNode) -> bool:
-        """Whether it depends on Apex, in a statement or an operator, if a part of it runs."""
+        """Whether `parent` runs its part `child` only where Apex is installed."""
         if isinstance(parent, cst.Try):
-            return child is parent.body and not _always_ends(parent)
+            return child is parent.body and not _fails_without_it(parent)
         if isinstance(parent, cst.With):
-            return child is parent.body and _suppresses(parent)
+            return child is parent.body and nodes.suppresses_errors(parent)
+        # HAS_APEX and FusedAdam; if HAS_APEX: FusedAdam
         is_operator = isinstance(parent, cst.BooleanOperation)
         test = parent.left if is_operator else getattr(parent, "test", None)
         if test is None or test is child:
@@ -92,105 +98,108 @@ class Rule(Rewriter):
         return self._asks_for_apex(test)
 
     def _asks_for_apex(self, test: cst.CSTNode) -> bool:
+        """Whether a condition depends on whether Apex is installed."""
         if _looks_for_apex(test):
             return True
-        for use in self.tree.uses_among(nodes.below(test)):
-            if _AVAILABLE.search(use.parts[-1]) or self._tells_of_apex(use):
+        for use in self.tree.uses_in(nodes.walk(test)):
+            if _AVAILABILITY_NAME.search(use.parts[-1]) or self._depends_on_apex(use):
                 return True
         return False
 
-    def _tells_of_apex(self, use: Use) -> bool:
-        """Whether a name is of Apex, or was set where it was tried."""
+    def _depends_on_apex(self, use: Use) -> bool:
+        """Whether a name is Apex's, or is set by a try or a look-up of Apex."""
         if any(map(is_apex, use.origins)):
             return True
-        bindings = use.scope.bound(use.parts[-1])
+        bindings = use.scope.bindings_of(use.parts[-1])
         for binding in bindings:
             if binding.source is not None and _looks_for_apex(binding.source):
                 return True
-        return any(map(self._is_tried, bindings))
+        return any(map(self._is_set_in_apex_try, bindings))
 
-    def _is_tried(self, binding: Binding) -> bool:
-        """Whether a name is set in a try that has to do with Apex."""
+    def _is_set_in_apex_try(self, binding: Binding) -> bool:
+        """Whether a name is set in a `try` whose body names Apex."""
         for parent, _ in self.tree.ancestors(binding.node):
             if isinstance(parent, cst.Try) and "apex" in self.tree.code(parent.body):
                 return True
         return False
 
-    def _is_torchs_elsewhere(self, use: Use, equal: Equal | None) -> bool:
-        """Whether the other arm of an `if` makes the same by torch: both would become equal."""
+    def _is_torch_in_other_arm(self, use: Use, equal: Equal | None) -> bool:
+        """Whether the other arm of an `if` has the same call by torch, so both would be equal."""
         call = self.tree.call_of(use.node)
         if call is None or equal is None or equal.added:
             return False
         for parent, child in self.tree.ancestors(use.node):
             arm = _other_arm(parent, child)
-            if arm is not None and self._makes(arm, equal.dotted_name, call.args):
+            if arm is not None and self._calls_same(arm, equal.dotted_name, call.args):
                 return True
         return False
 
-    def _makes(self, arm: cst.CSTNode, name: str, args: Sequence[cst.Arg]) -> bool:
-        """Whether something of a dotted name is called in an arm, with the same arguments."""
-        values = self._values(args)
-        for node in nodes.below(arm):
+    def _calls_same(self, arm: cst.CSTNode, name: str, args: Sequence[cst.Arg]) -> bool:
+        """Whether an arm calls the function of a dotted name with the same arguments."""
+        values = self._argument_codes(args)
+        for node in nodes.walk(arm):
             if not isinstance(node, cst.Call):
                 continue
             origin = self.tree.calls[node].origin(node.func)
-            if origin == name and self._values(node.args) == values:
+            if origin == name and self._argument_codes(node.args) == values:
                 return True
         return False
 
-    def _values(self, args: Sequence[cst.Arg]) -> list[str]:
+    def _argument_codes(self, args: Sequence[cst.Arg]) -> list[str]:
         """The code of each argument, without its keyword."""
         return [self.tree.code(arg.value) for arg in args]
 
-    # What is certain.
+    # Names with an exact equal in torch.
 
     @functools.cached_property
-    def compared(self) -> set[str]:
-        """The names of Apex that stand somewhere for a type."""
-        compared: set[str] = set()
+    def names_as_types(self) -> set[str]:
+        """The names of Apex that the file uses as a type, as in ``isinstance``."""
+        names_as_types: set[str] = set()
         for use in self.tree.uses:
-            if self.tree.place_of_type(use.node) is not None:
-                compared.update(public_name(origin) for origin in use.origins if origin)
-        return compared
+            if self.tree.type_context(use.node) is not None:
+                names_as_types.update(public_name(origin) for origin in use.origins if origin)
+        return names_as_types
 
     def _rewrite(self, use: Use, old: str) -> bool:
-        """Rewrite a use, or leave it to its import, if that is certain."""
-        binding = use.scope.only(use.parts[0])
+        """Rewrite a use, or put it with its import to be rewritten; False if it has to stay."""
+        binding = use.scope.only_binding(use.parts[0])
         if binding is None or old not in EQUALS or is_guarded(self.tree, use.node):
             return False
         if self._is_optional(binding) or not self._is_plain_call(use, EQUALS[old]):
             return False
-        if len(use.parts) == 1:  # its import has to change with it, so that decides
-            self.imported[binding.node].append(use)
+        if len(use.parts) == 1:  # a bare name: `_rewrite_import` decides when it has all uses
+            self.bare_uses[binding.node].append(use)
             return True
-        if not self._rewrite_spelled(use, old):
+        if not self._rewrite_dotted(use, old):
             return False
-        self.spelled[binding.node] += 1
+        self.dotted_rewrites[binding.node] += 1
         return True
 
     def _is_optional(self, binding: Binding) -> bool:
-        """Whether its import stays, as what is done without Apex may be elsewhere."""
+        """Whether a name is imported in a `try` after which the program goes on without Apex."""
         for parent, _ in self.tree.ancestors(binding.node):
-            if isinstance(parent, cst.Try) and not _always_ends(parent):
+            if isinstance(parent, cst.Try) and not _fails_without_it(parent):
                 return True
         return False
 
     def _is_plain_call(self, use: Use, equal: Equal) -> bool:
-        """Whether a use, a call or the name of a type, means the same by the new name."""
+        """Whether a use, a call or the name of a type, means the same with torch's name."""
         call = self.tree.call_of(use.node)
-        if call is None:  # a check of the type goes with what is made, by the import of both
-            return len(use.parts) == 1 and self.tree.place_of_type(use.node) is not None
+        if call is None:
+            # A bare name changes by its import, and so in isinstance and in calls alike.
+            return len(use.parts) == 1 and self.tree.type_context(use.node) is not None
         # In an f-string a quote or a comment of ours might end the string.
         if self.tree.is_in(use.node, cst.FormattedString):
             return False
         if not call.args or any(arg.star for arg in call.args):
             return False
-        given = nodes.arguments(call.args)
-        if not given.keys() <= set(equal.keywords.split()):
+        keywords = nodes.arguments(call.args).keys()
+        if not keywords <= set(equal.keywords.split()):
             return False
-        return len(call.args) - len(given) <= equal.positional
+        return len(call.args) - len(keywords) <= equal.positional
 
     def _rewrite_to(self, use: Use, old: str, name: str) -> None:
+        """Write `name`, which is torch's equal of `old` at this place, and its arguments."""
         call = self.tree.call_of(use.node)
         equal = EQUALS[old]
         self.replace(use.node, name)
@@ -199,146 +208,158 @@ class Rule(Rewriter):
         self.say(use.node, "rewritten", f"{old} is {equal.dotted_name}")
 
     def _add_arguments(self, call: cst.Call, equal: Equal) -> None:
-        """Add the keywords that give torch's class the defaults of Apex's."""
-        given = nodes.arguments(call.args)
+        """Add the arguments that give torch's class the defaults of Apex's."""
+        arguments = nodes.arguments(call.args)
         added = ""
         for argument in equal.added.split():
             keyword, _, _ = argument.partition("=")
-            if keyword not in given:
+            if keyword not in arguments:
                 added += f", {argument}"
         _, end = self.tree.span(call.args[-1])
         self.insert(end, added)
 
-    def _rewrite_spelled(self, use: Use, old: str) -> bool:
+    def _rewrite_dotted(self, use: Use, old: str) -> bool:
         """Rewrite a use to a dotted name of torch, if torch is imported by that name."""
-        origins = {binding.origin for binding in use.scope.bound("torch")}
+        origins = {binding.origin for binding in use.scope.bindings_of("torch")}
         if origins != {"torch"}:
             return False
-        if old in self.compared:  # what is made has to be of the class that is asked for
+        if old in self.names_as_types:  # isinstance(optimizer, FusedAdam) would no longer be true
             return False
         self._rewrite_to(use, old, EQUALS[old].dotted_name)
         return True
 
     def _rewrite_import(self, node: cst.Import | cst.ImportFrom, scope: Scope) -> None:
-        """Replace an import if each name in it can be, else the uses, and drop what is left."""
-        olds: dict[cst.ImportAlias, str] = {}
+        """Move an import to torch with its uses, if all can be; else rewrite uses one by one.
+
+        Then delete the names that nothing uses any more, and report those that nothing ever used.
+        """
+        old_names: dict[cst.ImportAlias, str] = {}
         for alias in nodes.aliases_of(node):
-            olds[alias] = public_name(self.tree.imported[alias] or "")
-        if not any(map(is_apex, olds.values())):
+            old_names[alias] = public_name(self.tree.alias_origins[alias] or "")
+        if not any(map(is_apex, old_names.values())):
             return
         counts: dict[cst.ImportAlias, int] = {}
-        for alias in olds:
+        for alias in old_names:
             uses = self.tree.uses_of(nodes.bound_name(alias), scope)
             counts[alias] = len(uses)
-        if isinstance(node, cst.ImportFrom) and self._can_be_torch(node, olds, counts):
-            self._import_from_torch(node, olds)
+        if isinstance(node, cst.ImportFrom) and self._can_be_torch(node, old_names, counts):
+            self._import_from_torch(node, old_names)
             return
-        for alias, old in olds.items():
+        for alias, old in old_names.items():
             self._rewrite_imported(alias, old)
-        gone = [alias for alias in olds if self.spelled[alias] == counts[alias] > 0]
-        if gone and not self.tree.is_in(node, cst.Try):
-            self.remove_names(node, gone)
-        for alias, old in olds.items():
+        removable = [
+            alias for alias in old_names if self.dotted_rewrites[alias] == counts[alias] > 0
+        ]
+        if removable and not self.tree.is_in(node, cst.Try):
+            self.remove_names(node, removable)
+        for alias, old in old_names.items():
             if counts[alias] == 0 and is_apex(old):
                 self._advise_unused(alias, old, scope)
 
     def _rewrite_imported(self, alias: cst.ImportAlias, old: str) -> None:
         """Rewrite the uses of a name whose import cannot change, or report them."""
-        for use in self.imported[alias]:
-            if self._rewrite_spelled(use, old):
-                self.spelled[alias] += 1
+        for use in self.bare_uses[alias]:
+            if self._rewrite_dotted(use, old):
+                self.dotted_rewrites[alias] += 1
             else:
                 self._advise(use.node, old)
 
     def _can_be_torch(
         self,
         node: cst.ImportFrom,
-        olds: dict[cst.ImportAlias, str],
+        old_names: dict[cst.ImportAlias, str],
         counts: dict[cst.ImportAlias, int],
     ) -> bool:
-        """Whether every name of an import has an equal in one module, by which all uses can go."""
-        if not set(olds.values()) <= EQUALS.keys() or is_guarded(self.tree, node):
+        """Whether an import and all uses of its names can be moved to one module of torch."""
+        if not set(old_names.values()) <= EQUALS.keys() or is_guarded(self.tree, node):
             return False
-        for alias in olds:
-            uses = self.imported[alias]
+        for alias in old_names:
+            uses = self.bare_uses[alias]
             if counts[alias] != len(uses):
                 return False
             if not any(self.tree.call_of(use.node) for use in uses):
-                return False  # others make what is only asked for here, and may still have Apex
+                return False  # only isinstance: another file makes the object, maybe by Apex
         new_names = set()
-        for alias, old in olds.items():
-            if not alias.asname:  # else it is the alias that stays bound
+        for alias, old in old_names.items():
+            if not alias.asname:  # with `as`, the file keeps its name
                 new_names.add(EQUALS[old].name.partition(".")[0])
-        new_names -= {nodes.bound_name(alias) for alias in olds}
+        new_names -= {nodes.bound_name(alias) for alias in old_names}
         if any(new_names & scope.bindings.keys() for scope in self.tree.scopes):
-            return False  # AdamW may be another
-        modules = {EQUALS[old].module for old in olds.values()}
+            return False  # the file has another AdamW
+        modules = {EQUALS[old].module for old in old_names.values()}
         return len(modules) == 1
 
-    def _import_from_torch(self, node: cst.ImportFrom, olds: dict[cst.ImportAlias, str]) -> None:
+    def _import_from_torch(
+        self, node: cst.ImportFrom, old_names: dict[cst.ImportAlias, str]
+    ) -> None:
+        """Replace the module, the names and the uses of an import that `_can_be_torch`."""
         assert node.module is not None  # it is an absolute import
-        first_old = next(iter(olds.values()))
+        first_old = next(iter(old_names.values()))
         self.replace(node.module, EQUALS[first_old].module)
-        for alias, old in olds.items():
-            bound, dot, rest = EQUALS[old].name.partition(".")
-            self.replace(alias.name, bound)
-            for use in self.imported[alias]:
-                local = bound if alias.asname is None else use.parts[0]
-                self._rewrite_to(use, old, local + dot + rest)
+        for alias, old in old_names.items():
+            # a function of a class, SyncBatchNorm.convert_sync_batchnorm, comes with its class
+            imported_name, dot, attribute = EQUALS[old].name.partition(".")
+            self.replace(alias.name, imported_name)
+            for use in self.bare_uses[alias]:
+                local_name = imported_name if alias.asname is None else use.parts[0]
+                self._rewrite_to(use, old, local_name + dot + attribute)
 
-    # What is not.
+    # Names to be changed by hand.
 
     def _advise(self, node: cst.CSTNode, old: str) -> None:
-        """Say what is to be done about a name, and where to read more."""
+        """Report what to do about a name of Apex, and where to read more."""
         self._report(node, advice_on(old), f' (notebook 13, "{section_of(old)}")')
 
     def _report(self, node: cst.CSTNode, advice: str, reference: str = "") -> None:
-        """Report what is to be done by hand, with a reference, which a comment leaves out."""
+        """Report what is to be done by hand; `reference` is left out of the comment."""
         self.say(node, "by hand", f"{advice}{reference}")
-        self.advice[self.tree.statement(node)].append(advice)
+        self.advice[self.tree.statement_of(node)].append(advice)
 
     def _advise_unused(self, alias: cst.ImportAlias, old: str, scope: Scope) -> None:
-        """Say what to do with an import that nothing uses here, unless it is a choice."""
+        """Report what to do with an import that this file does not use, unless it is a choice."""
         if self._is_chosen(alias):
             return
         name = nodes.bound_name(alias)
-        is_exported = name in self.tree.exported or alias.evaluated_alias == alias.evaluated_name
-        if is_exported or scope.kind == "class":  # used from elsewhere
+        is_reexport = alias.evaluated_alias == alias.evaluated_name  # import x as x
+        is_exported = name in self.tree.exported_names or is_reexport
+        if is_exported or scope.kind == "class":  # other files may use it
             self._advise(alias, old)
         else:
             self._report(alias, UNUSED.said(name=name))
 
     def _is_chosen(self, alias: cst.ImportAlias) -> bool:
-        """Whether an import runs only where Apex is installed, for some versions, or for types."""
+        """Whether an import depends on Apex, on torch's version, or on TYPE_CHECKING."""
         if is_guarded(self.tree, alias):
             return True
         for parent, child in self.tree.ancestors(alias):
-            if self._decides(parent, child) or _is_for_types(parent):
+            if self._decides(parent, child) or _is_type_checking(parent):
                 return True
         return False
 
     def _put_marks(self) -> None:
-        """Put each advice as a comment above its statement, unless it is there."""
+        """Put each advice as a comment above its statement, unless an earlier run has done so."""
+        lines = re.split(r"\r\n?|\n", self.tree.text)
         for statement, advice in self.advice.items():
             start, _ = self.tree.span(statement)
             indent = self.tree.indent(start) or ""
-            marks_above = self._marks_above(start - len(indent))
+            marks_above = _marks_above(lines, self.tree.line(statement))
             for sentence in dict.fromkeys(advice):
                 if sentence not in marks_above:
                     self.insert(start, f"{MARK}{sentence}{self.tree.newline}{indent}")
 
-    def _marks_above(self, offset: int) -> set[str]:
-        """The advice that a run before has put above a line."""
-        marks = set()
-        for line in reversed(self.tree.text[:offset].splitlines()):
-            if not line.lstrip().startswith(MARK):
-                break
-            marks.add(line.strip().removeprefix(MARK))
-        return marks
+
+def _marks_above(lines: list[str], number: int) -> set[str]:
+    """The advice in the comments directly above the line with a number, which counts from 1."""
+    marks = set()
+    index = number - 2
+    while index >= 0 and lines[index].lstrip().startswith(MARK):
+        marks.add(lines[index].strip().removeprefix(MARK))
+        index -= 1
+    return marks
 
 
 def _other_arm(parent: cst.CSTNode, child: cst.CSTNode) -> cst.CSTNode | None:
-    """The arm of an `if` that runs where one of its arms does not."""
+    """The arm of an `if` or a conditional expression that is not `child`; None elsewhere."""
     if not isinstance(parent, cst.If | cst.IfExp):
         return None
     if child is parent.body:
@@ -348,8 +369,8 @@ def _other_arm(parent: cst.CSTNode, child: cst.CSTNode) -> cst.CSTNode | None:
     return None
 
 
-def _always_ends(tried: cst.Try) -> bool:
-    """Whether nothing goes on without what is tried: no choice."""
+def _fails_without_it(tried: cst.Try) -> bool:
+    """Whether each handler of a `try` ends the program, so that there is no choice."""
     return all(_ends_program(nodes.last_statement(handler.body)) for handler in tried.handlers)
 
 
@@ -359,30 +380,22 @@ def _ends_program(statement: cst.CSTNode) -> bool:
         return True
     if not isinstance(statement, cst.Expr) or not isinstance(statement.value, cst.Call):
         return False
-    return nodes.name_called(statement.value) in ("exit", "_exit", "quit")
-
-
-def _suppresses(block: cst.With) -> bool:
-    """Whether errors in a block are ignored, by ``contextlib.suppress``."""
-    for item in block.items:
-        if isinstance(item.item, cst.Call) and nodes.name_called(item.item) == "suppress":
-            return True
-    return False
+    return nodes.called_name(statement.value) in ("exit", "_exit", "quit")
 
 
 def _looks_for_apex(node: cst.CSTNode) -> bool:
-    """Whether something asks if Apex is installed: ``importlib.util.find_spec("apex")``."""
-    for call in nodes.below(node):
-        if isinstance(call, cst.Call) and _LOOKS_FOR.search(nodes.name_called(call)):
-            names = [nodes.literal(arg.value) for arg in call.args]
+    """Whether an expression asks if Apex is installed: ``importlib.util.find_spec("apex")``."""
+    for call in nodes.walk(node):
+        if isinstance(call, cst.Call) and _LOOKUP_NAME.search(nodes.called_name(call)):
+            names = [nodes.string_value(arg.value) for arg in call.args]
             if any(map(is_apex, names)):
                 return True
     return False
 
 
-def _is_for_types(node: cst.CSTNode) -> bool:
-    """Whether it is an ``if TYPE_CHECKING``, in which nothing runs."""
+def _is_type_checking(node: cst.CSTNode) -> bool:
+    """Whether a node is ``if TYPE_CHECKING:``, whose body never runs."""
     if not isinstance(node, cst.If):
         return False
-    parts = nodes.dotted(node.test)
+    parts = nodes.name_parts(node.test)
     return parts is not None and parts[-1] == "TYPE_CHECKING"

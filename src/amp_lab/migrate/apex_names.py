@@ -1,4 +1,4 @@
-"""What torch has for the names of Apex, and what to do about those that it has no equal of.
+"""The equals of Apex's names in torch, and the advice for the names that have none.
 
 What Apex's functions do, and their arguments and defaults, is from its sources
 (https://github.com/NVIDIA/apex: ``apex/amp``, ``apex/optimizers``, ``apex/normalization``).
@@ -12,17 +12,22 @@ from amp_lab.core.remedies import remedy
 
 _Entry = TypeVar("_Entry")
 # apex.optimizers.fused_adam.FusedAdam is apex.optimizers.FusedAdam
-_INNER = re.compile(r"^(apex\.(?:optimizers|parallel|normalization|contrib\.clip_grad))\.[a-z_]+\.")
+_INNER_MODULE = re.compile(
+    r"^(apex\.(?:optimizers|parallel|normalization|contrib\.clip_grad))\.[a-z_]+\."
+)
 
 
 class Equal(NamedTuple):
-    """What torch has for a name of Apex, and with which arguments the two mean the same."""
+    """The equal of a name of Apex in torch, and the arguments with which the two mean the same."""
 
     module: str
     name: str
     positional: int
+    """How many positional arguments a call may have."""
     keywords: str = ""
-    added: str = ""  # keywords, where they are not given
+    """The keywords that a call may have, with blanks between."""
+    added: str = ""
+    """Arguments to add unless the call has their keywords: ``"weight_decay=0.0 fused=True"``."""
 
     @property
     def dotted_name(self) -> str:
@@ -63,7 +68,7 @@ _MASTERS = f"keep the model in float32; put {_AUTOCAST}, and make {_SCALER}, to 
 _FLOAT = 'compute in torch.autocast("cuda", enabled=False), on x.float() for each input'
 _PROMOTES = "drop it: ops of two dtypes promote by themselves in autocast"
 _ADVICE = {name: f"write {equal.dotted_name}" for name, equal in EQUALS.items()}
-_ADVICE |= {  # by the longest name that fits
+_ADVICE |= {  # a module's advice is for all its names without an entry of their own
     "apex.amp.initialize": (
         f"delete it; at O1 and O2 put {_AUTOCAST}, and make {_SCALER}; O0 is plain float32, and O3 "
         "is model.half(), both without a scaler"
@@ -134,7 +139,7 @@ UNUSED = remedy(
     "nothing in this file uses {name}, and without Apex its import fails: delete the import, "
     "unless another file imports {name} from here",
 )
-SECTIONS = {  # of notebook 13, where it is explained: the heading for a name, and those below it
+SECTIONS = {  # the heading in notebook 13 that explains a name, and the names inside of it
     "apex.amp.initialize": "What each level did, and what does it today",
     "apex.amp.init": "What each level did, and what does it today",
     "apex.fp16_utils": "What each level did, and what does it today",
@@ -147,27 +152,27 @@ SECTIONS = {  # of notebook 13, where it is explained: the heading for a name, a
 
 
 def advice_on(origin: str) -> str:
-    """What to do about a name of Apex."""
-    return _longest(ADVICE, public_name(origin)).said()
+    """The sentence on what to do about a name of Apex."""
+    return _most_specific(ADVICE, public_name(origin)).said()
 
 
 def section_of(origin: str) -> str:
     """The heading of notebook 13 under which a name of Apex is explained."""
-    return _longest(SECTIONS, public_name(origin))
+    return _most_specific(SECTIONS, public_name(origin))
 
 
 def is_apex(origin: str | None) -> bool:
-    """Whether a dotted name is Apex, or of it."""
+    """Whether a dotted name is ``apex`` or begins with ``apex.``."""
     return origin is not None and origin.partition(".")[0] == "apex"
 
 
 def public_name(origin: str) -> str:
-    """The name by which Apex's manual calls something."""
-    return _INNER.sub(r"\1.", origin)
+    """The name in Apex's manual: ``apex.optimizers.FusedAdam``, without an inner module."""
+    return _INNER_MODULE.sub(r"\1.", origin)
 
 
-def _longest(table: Mapping[str, _Entry], name: str) -> _Entry:
-    """What a table has for a dotted name, or for the longest part that it begins with."""
+def _most_specific(table: Mapping[str, _Entry], name: str) -> _Entry:
+    """The entry of a dotted name, or of the nearest module around it that has one."""
     while name not in table:
         name = name.rpartition(".")[0]
     return table[name]

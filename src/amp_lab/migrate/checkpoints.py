@@ -1,4 +1,4 @@
-"""A checkpoint that training goes on from, without the state of its loss scaler."""
+"""Mistakes with checkpoints: training resumes without the state of the loss scaler."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import libcst as cst
 
 from amp_lab.core.remedies import remedy
 from amp_lab.migrate import nodes
-from amp_lab.migrate.code_reader import CodeReader, Found
+from amp_lab.migrate.code_reader import CodeReader, Mistakes
 from amp_lab.migrate.scopes import Scope
 
 _NOT_SAVED = remedy(
@@ -34,16 +34,16 @@ _NEVER_SAVED = remedy(
 )
 
 
-def saved_without(code: CodeReader) -> Found:
-    """Where an optimizer is saved without its scaler, or else loaded, to go on with training."""
+def saved_without(code: CodeReader) -> Mistakes:
+    """Yield the calls that save or load an optimizer without its scaler."""
     scalers = code.scalers_used()
-    if not scalers or any(_leaves(code, name) for name in scalers):
+    if not scalers or any(_may_be_saved_elsewhere(code, name) for name in scalers):
         return
     loads = [call for call in code.tree.calls if _loads_optimizer(code, call)]
     saves = [call for call in code.tree.calls if _saves_optimizer(code, call)]
-    methods = {name: _methods_called(code, name) for name in scalers}
+    methods = {name: _state_methods_called(code, name) for name in scalers}
     if any(methods.values()):
-        yield from _moved_one_way(code, methods, loads, saves)
+        yield from _missing_counterparts(code, methods, loads, saves)
         return
     if not loads:
         return
@@ -54,68 +54,82 @@ def saved_without(code: CodeReader) -> Found:
         yield loads[0], _NOT_LOADED.said(scaler=name)
 
 
-def _moved_one_way(
+def _missing_counterparts(
     code: CodeReader, methods: dict[str, set[str]], loads: list[cst.Call], saves: list[cst.Call]
-) -> Found:
-    """Where a scaler's state is saved and not loaded, or the reverse, beside the optimizer's."""
-    for name, called in methods.items():
-        if called == {"state_dict"} and loads:
+) -> Mistakes:
+    """Yield a load of an optimizer where a scaler is only saved, or a save where it is only loaded.
+
+    Parameters
+    ----------
+    methods : dict
+        For each scaler, the methods of it that the file uses: ``state_dict``, ``load_state_dict``.
+    loads, saves : list
+        The calls that load and save the optimizer.
+    """
+    for name, methods_used in methods.items():
+        if methods_used == {"state_dict"} and loads:
             func = loads[0].func
-            assert isinstance(func, cst.Attribute)  # it is a call of a method
+            assert isinstance(func, cst.Attribute)  # optimizer.load_state_dict
             optimizer = code.key(func.value)
             yield loads[0], _NEVER_LOADED.said(scaler=name, optimizer=optimizer)
-        if called == {"load_state_dict"} and saves:
+        if methods_used == {"load_state_dict"} and saves:
             yield saves[0], _NEVER_SAVED.said(scaler=name)
 
 
-def _methods_called(code: CodeReader, name: str) -> set[str]:
-    """By which methods the state of a scaler is saved or loaded, if only in a file of its own."""
-    found = set()
+def _state_methods_called(code: CodeReader, name: str) -> set[str]:
+    """Which of ``state_dict`` and ``load_state_dict`` of a scaler the file uses."""
+    methods = set()
     for method in ("state_dict", "load_state_dict"):
-        uses = code.tree.uses_ending[method]
+        uses = code.tree.uses_by_last_part[method]
         if any(use.parts[-2:-1] == (name,) for use in uses):
-            found.add(method)
-    return found
+            methods.add(method)
+    return methods
 
 
-def _leaves(code: CodeReader, name: str) -> bool:
-    """Whether a scaler gets to where its state may be saved or loaded by another name."""
-    for use in code.tree.uses_ending[name]:
-        if code.stays(use.node, name):
+def _may_be_saved_elsewhere(code: CodeReader, name: str) -> bool:
+    """Whether a scaler gets another name or is passed on, so that its state may be saved there.
+
+    A function of this file without ``state_dict`` does not save it.
+    """
+    for use in code.tree.uses_by_last_part[name]:
+        if code.keeps_name(use.node, name):
             continue
         argument = code.tree.parents[use.node]
         call = code.tree.parents[argument]
         if not isinstance(call, cst.Call):
             return True
-        function = code.functions.get(nodes.name_called(call))
+        function = code.functions.get(nodes.called_name(call))
         if function is None or "state_dict" in code.tree.code(function):
             return True
     return False
 
 
 def _loads_optimizer(code: CodeReader, call: cst.Call) -> bool:
-    """Whether it gives an optimizer a state that was saved, and not one that was just asked for."""
+    """Whether a call is ``optimizer.load_state_dict(state)``, unless `state` is a fresh copy.
+
+    ``a.load_state_dict(b.state_dict())`` copies a state, and loads no checkpoint.
+    """
     if not _is_call_of_optimizer(code, call, "load_state_dict", code.tree.calls[call]):
         return False
     if not call.args:
         return True
     state = call.args[0].value
-    is_asked_for = isinstance(state, cst.Call) and nodes.name_called(state) == "state_dict"
-    return not is_asked_for
+    is_copy = isinstance(state, cst.Call) and nodes.called_name(state) == "state_dict"
+    return not is_copy
 
 
 def _saves_optimizer(code: CodeReader, call: cst.Call) -> bool:
-    """Whether it saves the state of an optimizer, alone or with other things."""
-    if not call.args or not _saves(code, call):
+    """Whether a call saves the state of an optimizer, alone or in a dict with other things."""
+    if not call.args or not _saves_to_file(code, call):
         return False
     scope = code.tree.calls[call]
     saved = scope.value_of(call.args[0].value)
-    parts = nodes.below(saved)
+    parts = nodes.walk(saved)
     return any(_is_call_of_optimizer(code, part, "state_dict", scope) for part in parts)
 
 
 def _is_call_of_optimizer(code: CodeReader, call: cst.CSTNode, method: str, scope: Scope) -> bool:
-    """Whether it is a call of a method of an optimizer that a scaler of this file steps."""
+    """Whether a node is ``optimizer.method(…)``, for an optimizer that a scaler may step."""
     if not isinstance(call, cst.Call) or not isinstance(call.func, cst.Attribute):
         return False
     if call.func.attr.value != method:
@@ -123,22 +137,23 @@ def _is_call_of_optimizer(code: CodeReader, call: cst.CSTNode, method: str, scop
     optimizer = code.key(call.func.value)
     if not code.is_optimizer(optimizer):
         return False
-    if _sees_scaler(code, scope):
+    if _knows_a_scaler(code, scope):
         return True
-    # the scaler is another function's, and so may the optimizer be
-    home = scope.find(optimizer.partition(".")[0])
-    return home in code.stepped.get(optimizer, ())
+    # No scaler is in sight here: it has to be the variable that one steps elsewhere.
+    first_name, _, _ = optimizer.partition(".")
+    owner = scope.find_scope(first_name)
+    return owner in code.optimizer_scopes.get(optimizer, ())
 
 
-def _sees_scaler(code: CodeReader, scope: Scope) -> bool:
-    """Whether a scaler that is made in this file can be named in a scope."""
-    keys = itertools.chain.from_iterable(code.made.values())
-    return any("." in key or scope.find(key) for key in keys)
+def _knows_a_scaler(code: CodeReader, scope: Scope) -> bool:
+    """Whether a scope sees a scaler that is made in this file; attributes are seen everywhere."""
+    keys = itertools.chain.from_iterable(code.scaler_keys.values())
+    return any("." in key or scope.find_scope(key) for key in keys)
 
 
-def _saves(code: CodeReader, call: cst.Call) -> bool:
-    """Whether it is ``torch.save``, or a function of this file that calls it."""
+def _saves_to_file(code: CodeReader, call: cst.Call) -> bool:
+    """Whether a call is ``torch.save(…)``, or of a function of this file that contains it."""
     if code.origin(call.func, code.tree.calls[call]) == "torch.save":
         return True
-    function = code.functions.get(nodes.name_called(call))
+    function = code.functions.get(nodes.called_name(call))
     return function is not None and "torch.save" in code.tree.code(function)

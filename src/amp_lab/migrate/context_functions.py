@@ -1,4 +1,4 @@
-"""What a function of the file gives to ``with``: ``with self.autocast():``."""
+"""The contexts that a function gives to a ``with``, such as ``with self.autocast():``."""
 
 from collections.abc import Iterator
 
@@ -8,23 +8,26 @@ from amp_lab.migrate import nodes
 
 
 def contexts_of(function: cst.FunctionDef) -> list[cst.BaseExpression]:
-    """What a function returns, and the blocks in which a context manager yields."""
-    found: list[cst.BaseExpression] = []
-    for part in _own_parts(function.body):
+    """The expressions that a function returns, and those of each ``with`` in which it yields.
+
+    The first for ``return autocast()``, the second for a ``@contextmanager``.
+    """
+    contexts: list[cst.BaseExpression] = []
+    for part in _walk_without_functions(function.body):
         if isinstance(part, cst.Return) and part.value is not None:
-            found.append(part.value)
-        elif isinstance(part, cst.With) and _yields(part.body):
-            found += [item.item for item in part.items]
-    return found
+            contexts.append(part.value)
+        elif isinstance(part, cst.With) and _has_yield(part.body):
+            contexts += [item.item for item in part.items]
+    return contexts
 
 
-def _yields(block: cst.CSTNode) -> bool:
-    return any(isinstance(part, cst.Yield) for part in _own_parts(block))
+def _has_yield(block: cst.CSTNode) -> bool:
+    return any(isinstance(part, cst.Yield) for part in _walk_without_functions(block))
 
 
-def _own_parts(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """The parts of a node without those of functions that are defined in it."""
+def _walk_without_functions(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """Yield the descendants of a node, without functions that are defined in it."""
     for child in nodes.children(node):
         if not isinstance(child, cst.FunctionDef | cst.Lambda):
             yield child
-            yield from _own_parts(child)
+            yield from _walk_without_functions(child)

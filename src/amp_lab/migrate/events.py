@@ -1,6 +1,6 @@
-"""Events: what a file does with a scaler, an optimizer or a gradient, and where it does it.
+"""Events: the calls of a file that work on a scaler, an optimizer or gradients, and their places.
 
-`code_reader` finds them; a rule asks which of them surely runs before which.
+`code_reader` finds them. A rule compares their order and places: which surely runs before which?
 """
 
 import dataclasses
@@ -15,21 +15,25 @@ import libcst as cst
 from amp_lab.migrate.scopes import Scope
 
 Loops = tuple[cst.CSTNode, ...]
-"""The loops around something, the outermost first."""
+"""The loops around a statement, the outermost first."""
+Arm = tuple[cst.CSTNode, int]
+"""A branch: its `if`, `try` or `match`, and its number. 0 is the body of an `if`, 1 its else."""
 _ORDER = attrgetter("order")
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a statement stands: the branches taken to it, the loops and the autocast around it."""
+    """Where a statement stands: the branches that lead to it, and the loops and autocast around."""
 
-    arms: tuple[tuple[cst.CSTNode, int], ...] = ()
+    arms: tuple[Arm, ...] = ()
     loops: Loops = ()
-    autocast: cst.Call | None = None  # what opens the innermost one that is on
-    autocast_loops: int = 0  # how many of the loops are around its block
+    autocast: cst.Call | None = None
+    """The call that opens the innermost autocast; None if that is off or there is none."""
+    autocast_loops: int = 0
+    """How many of the loops are outside of the autocast block."""
 
     def excludes(self, other: "Place") -> bool:
-        """Whether no path runs through both."""
+        """Whether the two are in different branches of one statement, so only one of them runs."""
         for node, number in self.arms:
             for other_node, other_number in other.arms:
                 if node is other_node and number != other_number:
@@ -37,37 +41,49 @@ class Place:
         return False
 
     def shares_loops(self, other: "Place") -> bool:
-        """Whether one is in all loops of the other, and not in a loop beside one of them."""
+        """Whether the loops of one contain the other: neither is in a loop beside the other's."""
         pairs = zip(self.loops, other.loops, strict=False)
         return all(own_loop is other_loop for own_loop, other_loop in pairs)
 
     @property
     def repeats_in_autocast(self) -> bool:
-        """Whether autocast is on around a loop that this is in."""
+        """Whether one block of autocast contains a loop that contains this place."""
         if self.autocast is None:
             return False
         return len(self.loops) > self.autocast_loops
 
     def in_arm(self, node: cst.CSTNode, number: int) -> "Place":
-        """This place, in one of the branches of a statement."""
+        """A copy of this place that is also in branch `number` of the statement `node`."""
         arm = (node, number)
         return dataclasses.replace(self, arms=(*self.arms, arm))
 
 
 @dataclasses.dataclass(eq=False)
 class Event:
-    """Something done with a scaler, an optimizer or a gradient, or any other call."""
+    """A call, and its meaning for mixed precision."""
 
     kind: str
-    """``scaled``, ``backward``, ``unscale``, ``clip``, ``scaler step``, ``step``,
-    ``update`` or ``call``; empty for what is none of them.
+    """One of:
+
+    - ``scaled``: ``scaler.scale(loss).backward()``
+    - ``backward``: ``loss.backward()``
+    - ``unscale``: ``scaler.unscale_(optimizer)``
+    - ``clip``: ``clip_grad_norm_`` and the like
+    - ``scaler step``: ``scaler.step(optimizer)``
+    - ``step``: ``optimizer.step()``
+    - ``update``: ``scaler.update()``
+    - ``call``: any other call
+    - empty: a call of a ``backward`` whose object is no loss
     """
     node: cst.Call
     place: Place
     unit: "Unit"
-    order: int  # its number among the events of its unit
-    of: str  # the scaler, or the optimizer of a plain step
+    order: int
+    """Its number among the events of its unit, from 0."""
+    owner: str
+    """The scaler, such as ``self.scaler``; the optimizer of a plain ``step``."""
     optimizer: str
+    """The argument of a scaler's ``step`` or ``unscale_``; empty for other kinds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,69 +92,75 @@ class Exit:
 
     node: cst.CSTNode
     place: Place
-    order: int  # the number of events of its unit before it
+    order: int
+    """How many events of its unit come before it."""
 
 
 @dataclasses.dataclass(eq=False)
 class Unit:
-    """The module, or a function, and what happens in it."""
+    """The module, or one function, with its events and exits in their order.
+
+    Its tables, such as `by_kind`, are computed once: read them only when all events are there.
+    """
 
     scope: Scope
     events: list[Event] = dataclasses.field(default_factory=list)
     exits: list[Exit] = dataclasses.field(default_factory=list)
     scaled_names: dict[str, str] = dataclasses.field(default_factory=dict)
+    """For ``scaled = scaler.scale(loss)``: ``scaler``, by the name ``scaled``."""
 
     @functools.cached_property
     def by_kind(self) -> defaultdict[str, list[Event]]:
-        """The events of each kind, in their order; to be asked for when all of them are there."""
-        found: defaultdict[str, list[Event]] = defaultdict(list)
+        """The events of each kind, in their order."""
+        events: defaultdict[str, list[Event]] = defaultdict(list)
         for event in self.events:
-            found[event.kind].append(event)
-        return found
+            events[event.kind].append(event)
+        return events
 
     @functools.cached_property
-    def steps_of(self) -> defaultdict[str, list[Event]]:
-        """The steps by a scaler, by their optimizer."""
-        found: defaultdict[str, list[Event]] = defaultdict(list)
+    def steps_by_optimizer(self) -> defaultdict[str, list[Event]]:
+        """The events ``scaler step`` of each optimizer, in their order."""
+        events: defaultdict[str, list[Event]] = defaultdict(list)
         for event in self.by_kind["scaler step"]:
-            found[event.optimizer].append(event)
-        return found
+            events[event.optimizer].append(event)
+        return events
 
     @functools.cached_property
     def by_scaler(self) -> defaultdict[tuple[str, str], list[Event]]:
-        """The events of each kind and scaler, in their order."""
-        found: defaultdict[tuple[str, str], list[Event]] = defaultdict(list)
+        """The events of each (kind, scaler), in their order."""
+        events: defaultdict[tuple[str, str], list[Event]] = defaultdict(list)
         for event in self.events:
-            found[event.kind, event.of].append(event)
-        return found
+            events[event.kind, event.owner].append(event)
+        return events
 
     @functools.cached_property
     def by_loop(self) -> defaultdict[tuple[str, str, Loops], list[Event]]:
-        """The events of each kind and scaler in a loop and those inside it, by all its loops."""
-        found: defaultdict[tuple[str, str, Loops], list[Event]] = defaultdict(list)
+        """The events of each (kind, scaler, loops): all that run inside of these loops."""
+        events: defaultdict[tuple[str, str, Loops], list[Event]] = defaultdict(list)
         for event in self.events:
             loops = event.place.loops
             for depth in range(len(loops) + 1):
                 outer_loops = loops[:depth]
-                found[event.kind, event.of, outer_loops].append(event)
-        return found
+                events[event.kind, event.owner, outer_loops].append(event)
+        return events
 
     @functools.cached_property
-    def exits_of(self) -> defaultdict[Loops, list[Exit]]:
-        """The exits by the loops around them, in their order."""
-        found: defaultdict[Loops, list[Exit]] = defaultdict(list)
-        for leaving in self.exits:
-            found[leaving.place.loops].append(leaving)
-        return found
+    def exits_by_loop(self) -> defaultdict[Loops, list[Exit]]:
+        """The exits directly in each loop, in their order."""
+        exits: defaultdict[Loops, list[Exit]] = defaultdict(list)
+        for exit_ in self.exits:
+            exits[exit_.place.loops].append(exit_)
+        return exits
 
     def after(self, kind: str, first: int) -> Iterator[Event]:
-        """The events of a kind with an order from `first` on."""
+        """Yield the events of a kind whose order is `first` or more."""
         events = self.by_kind[kind]
         start = bisect_left(events, first, key=_ORDER)
+        # by number: a slice would copy the rest of a long file for each event
         return (events[number] for number in range(start, len(events)))
 
     def between(self, kind: str, first: int, end: int) -> Iterator[Event]:
-        """The events of a kind with an order from `first` to before `end`, the last first."""
+        """Yield the events of a kind with `first` <= order < `end`, from the last to the first."""
         events = self.by_kind[kind]
         start = bisect_left(events, first, key=_ORDER)
         stop = bisect_left(events, end, key=_ORDER)
@@ -146,7 +168,7 @@ class Unit:
         return (events[number] for number in reversed(numbers))
 
     def last_scaled_before(self, event: Event) -> Event | None:
-        """The last scaled backward before an event that is on a way to it."""
+        """The last ``scaled`` event before another one, in a branch that can lead to it."""
         for scaled in self.between("scaled", 0, event.order):
             if not scaled.place.excludes(event.place):
                 return scaled
@@ -164,7 +186,7 @@ def last_part(key: str) -> str:
 
 
 def place_of_part(part: cst.CSTNode, node: cst.CSTNode, place: Place) -> Place:
-    """The place of a part of a node that has a place itself."""
+    """The place of `part`, a child of `node`, if `node` is at `place`."""
     arms = _arms(node)
     if part in arms:
         return place.in_arm(node, arms.index(part))
@@ -174,7 +196,7 @@ def place_of_part(part: cst.CSTNode, node: cst.CSTNode, place: Place) -> Place:
 
 
 def _arms(node: cst.CSTNode) -> list[cst.CSTNode | None]:
-    """The parts of a statement that exclude each other; a handler runs in place of the rest."""
+    """The branches of a statement, of which one runs; the handlers of a `try` count as others."""
     if isinstance(node, cst.If):
         return [node.body, node.orelse]
     if isinstance(node, cst.Try | cst.TryStar):

@@ -1,4 +1,4 @@
-"""Python files and notebooks on the disk: read, migrated, shown as a diff, written back whole."""
+"""Migrates Python files and notebooks on the disk: reads them, makes diffs, and writes them."""
 
 import bisect
 import concurrent.futures
@@ -29,88 +29,94 @@ from amp_lab.migrate.rewriter import Edit, Finding, apply
 from amp_lab.migrate.rules import EVERYTHING, Wanted, edits_and_findings, is_triggered
 
 MAX_BYTES = 1 << 19
-"""Of Python in one file: for twice as much, the tree and its positions took 620 MB."""
-_MOST_BYTES = 1 << 26
-"""Of any file that is read: a notebook may be large by its pictures."""
-_ENDINGS = (".py", ".pyi", ".pyw", ".ipynb")
+"""The most Python code in one file: for twice as much, the tree and its positions took 620 MB."""
+_MAX_FILE_BYTES = 1 << 26
+"""The largest file that is read: a notebook may be large because of its pictures."""
+_SUFFIXES = (".py", ".pyi", ".pyw", ".ipynb")
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages")
-_WORTH_PROCESSES = 60  # files; below it, starting a process takes longer than it saves
+_MIN_FILES_FOR_PROCESSES = 60  # files; below it, starting a process takes longer than it saves
 
 
 class _Change(NamedTuple):
     """The text of a file, or of a cell of a notebook, before and after."""
 
     title: str
-    """What follows the path in the diff, such as `` (cell 2)``."""
+    """The text after the path in the diff: `` (cell 2)``, or empty for a file."""
     old: str
     new: str
 
 
-# The bytes of the new file, what is said of it, and what is changed.
-_Migrated = tuple[bytes, list[Finding], list[_Change]]
+class _Migration(NamedTuple):
+    """A migrated file, before it is written."""
+
+    data: bytes
+    findings: list[Finding]
+    changes: list[_Change]
 
 
 @dataclasses.dataclass
 class Result:
-    """What was found in a file, the `diff` to its migrated text, or the `error` that kept it.
-
-    `skipped` says why a file is passed over that nobody asked for by name.
-    """
+    """The outcome for one file: its findings, or an error; false if there is nothing to report."""
 
     path: Path
     lines: list[Finding] = dataclasses.field(default_factory=list)
     diff: str = ""
-    patch: bytes = b""  # what `git apply` takes, if it was wanted
+    """The diff to the migrated text; empty if that is the same."""
+    patch: bytes = b""
+    """A patch for `git apply`, if `Wanted.patch` asks for it."""
     written: bool = False
+    """Whether the migrated text was written to the file."""
     error: str | None = None
+    """Why the file was not migrated."""
     skipped: str | None = None
+    """Why a file in a folder was not read, such as a link."""
 
     def __bool__(self) -> bool:
-        return bool(self.lines or self.error or self.skipped)  # whether there is anything to say
+        return bool(self.lines or self.error or self.skipped)
 
     @property
     def to_do(self) -> list[Finding]:
-        """The lines that are still to be changed, by this tool or by hand."""
-        done = {"left", "note"}
+        """The findings that still need a change, by this tool or by hand."""
+        settled_kinds = {"left", "note"}
         if self.written:
-            done.add("rewritten")
-        return [line for line in self.lines if line.kind not in done]
+            settled_kinds.add("rewritten")
+        return [line for line in self.lines if line.kind not in settled_kinds]
 
 
 def migrate_paths(
     paths: Iterable[str | Path], write: bool = False, wanted: Wanted = EVERYTHING
 ) -> Iterator[Result]:
-    """Migrate files, and the Python files and notebooks in folders; yield those with something.
+    """Migrate files, and the Python files and notebooks in folders; yield the results.
 
-    Nothing is changed unless `write`; `wanted` says what is looked at. A file that cannot be done
-    is yielded with its error, and left as it was.
+    Files are changed only with `write`; `wanted` selects the rules. Files without a finding are
+    left out. A file that cannot be migrated is not changed, and its result has the error.
     """
-    named = dict.fromkeys(map(Path, paths))
-    below = {path: list(find(path)) for path in named}
-    for path, files_below in below.items():
+    named_paths = dict.fromkeys(map(Path, paths))  # a dict keeps the order
+    files_by_path = {path: list(find(path)) for path in named_paths}
+    for path, files_below in files_by_path.items():
         if not files_below:
             yield Result(path, error=f"{path}: has no Python file and no notebook in it")
-    with_names: list[Path] = []
-    for path in dict.fromkeys(itertools.chain.from_iterable(below.values())):
-        if path not in named and path.is_symlink():
+    to_migrate: list[Path] = []
+    for path in dict.fromkeys(itertools.chain.from_iterable(files_by_path.values())):
+        if path not in named_paths and path.is_symlink():
             yield Result(path, skipped=f"{path}: is a link: passed over")
             continue
         try:
             if has_names(path):
-                with_names.append(path)
+                to_migrate.append(path)
         except OSError as error:
             yield Result(path, error=f"{path}: cannot be read: {error.strerror}")
-    for result in _migrate_all(with_names, write, wanted):
+    for result in _migrate_all(to_migrate, write, wanted):
         if result:
             yield result
 
 
 def _migrate_all(paths: list[Path], write: bool, wanted: Wanted) -> Iterator[Result]:
-    """Migrate files, many of them in several processes."""
-    # Other processes take a partial, and no function that is defined here.
+    """Migrate files and yield their results; many files in several processes."""
+    # a partial, because a function defined in here could not be sent to other processes
     migrate = functools.partial(migrate_file, write=write, wanted=wanted)
     processes = min(os.cpu_count() or 1, 4)  # more would wait for the disk
-    if len(paths) < _WORTH_PROCESSES or processes == 1:
+    if len(paths) < _MIN_FILES_FOR_PROCESSES or processes == 1:
         yield from map(migrate, paths)
         return
     context = multiprocessing.get_context("spawn")
@@ -119,26 +125,30 @@ def _migrate_all(paths: list[Path], write: bool, wanted: Wanted) -> Iterator[Res
 
 
 def find(path: Path) -> Iterator[Path]:
-    """The file given, or those below the folder given that may hold Python."""
+    """Yield the Python files and notebooks in a folder, and its links; a file yields itself.
+
+    A folder that cannot be listed is yielded too: to read it raises the error to report.
+    """
     if not path.is_dir():
         yield path
         return
-    broken: list[OSError] = []
-    for folder, below, names in os.walk(path, onerror=broken.append):
-        # os.walk goes into what is left
-        below[:] = sorted(name for name in below if not _is_skipped(Path(folder, name)))
+    errors: list[OSError] = []
+    for folder, subfolders, names in os.walk(path, onerror=errors.append):
+        # os.walk goes only into the folders that remain in this list
+        subfolders[:] = sorted(name for name in subfolders if not _is_skipped(Path(folder, name)))
         for name in sorted(names):
-            if name.endswith(_ENDINGS):
+            if name.endswith(_SUFFIXES):
                 yield Path(folder, name)
-        for name in below:
-            path_below = Path(folder, name)
-            if path_below.is_symlink():
-                yield path_below
-    for error in broken:  # to read them will tell why
+        for name in subfolders:
+            subfolder = Path(folder, name)
+            if subfolder.is_symlink():
+                yield subfolder
+    for error in errors:
         yield Path(error.filename)
 
 
 def _is_skipped(folder: Path) -> bool:
+    """Whether a folder is hidden, a virtual environment, or holds other people's packages."""
     name = folder.name
     if name.startswith(".") or name in _SKIPPED_FOLDERS:
         return True
@@ -146,14 +156,14 @@ def _is_skipped(folder: Path) -> bool:
 
 
 def has_names(path: Path) -> bool:
-    """Whether a file has any text that triggers a rule; most files are only read."""
-    if path.is_fifo():  # nothing to be told of: it is no file of code
+    """Whether a file has a text that triggers a rule, so that it is worth parsing."""
+    if path.is_fifo():  # to open one would wait for its other end
         return False
-    return is_triggered(files.read_regular(path, _MOST_BYTES))
+    return is_triggered(files.read_regular(path, _MAX_FILE_BYTES))
 
 
 def migrate_file(path: Path, write: bool = False, wanted: Wanted = EVERYTHING) -> Result:
-    """Migrate one file; the result holds the error if that cannot be done."""
+    """Migrate one file, and write it with `write`; the result has the error if that fails."""
     try:
         return _migrate(path, write, wanted)
     except cst.ParserSyntaxError as error:
@@ -166,31 +176,34 @@ def migrate_file(path: Path, write: bool = False, wanted: Wanted = EVERYTHING) -
 
 
 def _migrate(path: Path, write: bool, wanted: Wanted) -> Result:
+    """As `migrate_file`, but raises the errors."""
     if path.is_symlink():
         raise OptionError("is a link: give the file itself")
     status = path.stat()
-    data = files.read_regular(path, _MOST_BYTES)
-    if path.suffix == ".ipynb":
-        new, findings, changes = _migrate_notebook(data, wanted)
-    else:
-        new, findings, changes = _migrate_python(data, wanted)
-    result = Result(path, findings)
-    if new == data:
+    data = files.read_regular(path, _MAX_FILE_BYTES)
+    migrate = _migrate_notebook if path.suffix == ".ipynb" else _migrate_python
+    migration = migrate(data, wanted)
+    result = Result(path, migration.findings)
+    if migration.data == data:
         return result
-    result.diff = "".join(_diff(path, change) for change in changes)
+    result.diff = "".join(_diff(path, change) for change in migration.changes)
     if wanted.patch:
-        result.patch = patch(path, data, new)
+        result.patch = patch(path, data, migration.data)
     if write:
-        _write(path, data, new, status)
+        _write(path, data, migration.data, status)
         result.written = True
     return result
 
 
 def _write(path: Path, old: bytes, new: bytes, status: os.stat_result) -> None:
+    """Replace a file whose content is `old`; `status` is that of when it was read.
+
+    Raises `OptionError` if it is read-only, has hard links, or has changed meanwhile.
+    """
     is_writable = status.st_mode & stat.S_IWUSR and os.access(path, os.W_OK)
     if not is_writable:
         raise OptionError("is read-only")
-    if status.st_nlink > 1:  # to replace the file would part it from its other names
+    if status.st_nlink > 1:  # the new file would have only one of the names
         raise OptionError(f"has {status.st_nlink} names (hard links): copy it first")
     if path.read_bytes() != old:  # an editor may have saved it since
         raise OptionError("was changed meanwhile")
@@ -206,11 +219,13 @@ def _diff(path: Path, change: _Change) -> str:
 
 
 def _lines_of(text: str) -> list[str]:
+    """The lines of a text without their ends, which may be of any kind."""
     text = re.sub(r"\r\n?", "\n", text)
     return text.removesuffix("\n").split("\n")
 
 
 def _check_size(size: int) -> None:
+    """Raise `OptionError` for too much Python, in bytes or characters."""
     if size > MAX_BYTES:
         raise OptionError(f"has {size / 2**20:.1f} MiB of Python, and 0.5 is the most: split it")
 
@@ -218,30 +233,33 @@ def _check_size(size: int) -> None:
 # Python.
 
 
-def _migrate_python(data: bytes, wanted: Wanted) -> _Migrated:
+def _migrate_python(data: bytes, wanted: Wanted) -> _Migration:
+    """Migrate the bytes of a Python file. Raises `OptionError` if they are no Python."""
     _check_size(len(data))
     if b"\0" in data:
         raise OptionError("has a null byte, so it is no Python")
     text, encoding = _decode(data)
     edits, findings = edits_and_findings(text, wanted)
     new = apply(text, edits)
-    return new.encode(encoding), findings, [_Change("", text, new)]
+    change = _Change(title="", old=text, new=new)
+    return _Migration(new.encode(encoding), findings, [change])
 
 
 def _decode(data: bytes) -> tuple[str, str]:
-    """The text of a Python file, and its encoding. Raises `OptionError`."""
+    """The text of a Python file, and its encoding such as ``utf-8``. Raises `OptionError`."""
+    # detect_encoding reads two lines, and knows no \r as the end of one
     lines = io.BytesIO(data.replace(b"\r\n", b"\n").replace(b"\r", b"\n"))
     try:
         encoding, _ = tokenize.detect_encoding(lines.readline)
         text = data.decode(encoding)
-    except LookupError as error:  # rot13, hex and the like are no encodings of text
+    except LookupError as error:  # rot13 and hex are codecs of Python, but no encodings of text
         raise OptionError(f"its encoding is wrong: {first_line(error)}") from error
-    except SyntaxError as error:  # an encoding that is not there, or a first line that breaks it
+    except SyntaxError as error:  # an unknown encoding, or a first line that is not in it
         raise OptionError(f"its encoding is wrong: {error.msg}") from error
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise OptionError(f"line {line} is not {error.encoding}") from error
-    if text.encode(encoding) != data:  # some encodings have two ways to write a character
+    if text.encode(encoding) != data:  # some encodings can write one character in two ways
         raise OptionError(f"its {encoding} cannot be written back as it was")
     return text, encoding
 
@@ -249,26 +267,30 @@ def _decode(data: bytes) -> tuple[str, str]:
 # Notebooks.
 
 
-_STRING = re.compile(r'"([^"\\]*(?:\\.[^"\\]*)*)"(\s*:)?')  # a JSON string; a colon follows a key
-
-
+# A JSON string, such as "import torch\n"; group 1 without quotes, group 2 the colon after a key.
+_STRING = re.compile(r'"([^"\\]*(?:\\.[^"\\]*)*)"(\s*:)?')
 _START = attrgetter("start")
 
 
 class _Cell(NamedTuple):
-    number: int  # from 1, among all cells
+    """A code cell of a notebook."""
+
+    number: int
+    """From 1, among all cells."""
     text: str
-    start: int  # where its text starts in the text of all code cells
+    start: int
+    """The position of its text in the joined text of all code cells."""
     spans: list[slice]
-    """Where in the JSON text each piece of its source starts and ends, without quotes."""
+    """The positions in the JSON text of the strings of its source, without quotes."""
 
     @property
     def end(self) -> int:
-        """Where its text ends in the text of all code cells."""
+        """The position after its text in the joined text of all code cells."""
         return self.start + len(self.text)
 
 
-def _migrate_notebook(data: bytes, wanted: Wanted) -> _Migrated:
+def _migrate_notebook(data: bytes, wanted: Wanted) -> _Migration:
+    """Migrate the bytes of a notebook. Raises `OptionError` if they are no notebook in Python."""
     text, cells = _read_notebook(data)
     for cell in cells:
         if "\0" in cell.text:
@@ -276,7 +298,7 @@ def _migrate_notebook(data: bytes, wanted: Wanted) -> _Migrated:
     # All cells are one program: a name that one imports is used in another.
     code = "".join(without_magics(cell.text) + "\n" for cell in cells)
     if not is_triggered(code.encode()):
-        return data, [], []
+        return _Migration(data, [], [])
     _check_size(len(code))
     try:
         edits, findings = edits_and_findings(code, wanted)
@@ -286,43 +308,51 @@ def _migrate_notebook(data: bytes, wanted: Wanted) -> _Migrated:
     changes: list[_Change] = []
     edits = sorted(edits, key=_START)
     for cell in cells:
-        new = apply(cell.text, _edits_of(cell, edits))
+        new = apply(cell.text, _edits_in_cell(cell, edits))
         if new != cell.text:
-            raw_edits.append(_in_json(text, cell, new))
+            raw_edits.append(_json_edit(text, cell, new))
             changes.append(_Change(f" (cell {cell.number})", cell.text, new))
-    return apply(text, raw_edits).encode(), _by_cell(findings, code, cells), changes
+    new_data = apply(text, raw_edits).encode()
+    return _Migration(new_data, _in_cells(findings, code, cells), changes)
 
 
-def _by_cell(findings: list[Finding], code: str, cells: list[_Cell]) -> list[Finding]:
-    """The findings in the code of all cells, each with its cell and its line in that cell."""
+def _in_cells(findings: list[Finding], code: str, cells: list[_Cell]) -> list[Finding]:
+    """The findings with the number of their cell, and their line in it in place of that in `code`.
+
+    `code` is the joined text of all cells.
+    """
     lines_before = [code.count("\n", 0, cell.start) for cell in cells]
-    found = []
+    findings_in_cells = []
     for finding in findings:
         index = bisect.bisect_left(lines_before, finding.line) - 1
         line = finding.line - lines_before[index]
-        found.append(finding._replace(line=line, cell=cells[index].number))
-    return found
+        findings_in_cells.append(finding._replace(line=line, cell=cells[index].number))
+    return findings_in_cells
 
 
-def _edits_of(cell: _Cell, edits: list[Edit]) -> list[Edit]:
-    """Those edits of the code of all cells, in their order, that are of one cell, as its edits."""
+def _edits_in_cell(cell: _Cell, edits: list[Edit]) -> list[Edit]:
+    """The edits inside one cell, with positions in its text.
+
+    `edits` are those of the joined text of all cells, sorted by their start.
+    """
     first = bisect.bisect_left(edits, cell.start, key=_START)
     last = bisect.bisect_right(edits, cell.end, key=_START)
-    own = []
+    cell_edits = []
     for edit in edits[first:last]:
+        # to remove the last line of a cell would also remove the newline that joins the cells
         end = min(edit.end, cell.end)
-        own.append(Edit(edit.start - cell.start, end - cell.start, edit.text))
-    return own
+        cell_edits.append(Edit(edit.start - cell.start, end - cell.start, edit.text))
+    return cell_edits
 
 
 def _read_notebook(data: bytes) -> tuple[str, list[_Cell]]:
     """The text of a notebook, and its code cells. Raises `OptionError`."""
     try:
         text = data.decode()
-        # The same notebook, with the place of each string in its stead, finds the sources in the
-        # text: written anew as a whole, it would get other blanks and escapes.
-        places = _STRING.sub(_place_of_string, text)
-        return text, _code_cells(json.loads(text), json.loads(places))
+        # A copy of the notebook with each string replaced by its span shows where the sources are
+        # in the text. So only these change: json.dumps would change blanks and escapes everywhere.
+        spans_text = _STRING.sub(_span_of_string, text)
+        return text, _code_cells(json.loads(text), json.loads(spans_text))
     except UnicodeDecodeError as error:
         raise OptionError(f"byte {error.start} is not UTF-8") from error
     except json.JSONDecodeError as error:
@@ -332,8 +362,8 @@ def _read_notebook(data: bytes) -> tuple[str, list[_Cell]]:
         raise OptionError("is JSON, but no notebook") from error
 
 
-def _place_of_string(string: re.Match) -> str:
-    """Where a JSON string starts and ends, as a JSON string; the key of a value stays."""
+def _span_of_string(string: re.Match) -> str:
+    """The start and end of a JSON string as a JSON string, ``"120 133"``; a key stays as it is."""
     is_key = string[2] is not None
     if is_key:
         return string[0]
@@ -341,19 +371,21 @@ def _place_of_string(string: re.Match) -> str:
     return f'"{start} {end}"'
 
 
-def _code_cells(notebook: dict, places: dict) -> list[_Cell]:
-    """The code cells with something in them; none if the notebook is in another language."""
+def _code_cells(notebook: dict, spans_notebook: dict) -> list[_Cell]:
+    """The code cells of a notebook; none if it is in another language.
+
+    `spans_notebook` is the same notebook with spans in place of strings: see `_read_notebook`.
+    """
     if not _is_python(notebook["metadata"]):
         return []
     cells = []
     start = 0
-    # numbered as people count them, with the text cells
-    pairs = zip(notebook["cells"], places["cells"], strict=True)
-    for number, (cell, place) in enumerate(pairs, 1):
+    pairs = zip(notebook["cells"], spans_notebook["cells"], strict=True)
+    for number, (cell, spans_cell) in enumerate(pairs, 1):  # text cells are counted too
         if cell["cell_type"] != "code":
             continue
-        text = "".join(cell["source"])  # a TypeError if a line of it is no text
-        cells.append(_Cell(number, text, start, _spans_of(place["source"])))
+        text = "".join(cell["source"])  # raises TypeError if a line of it is no text
+        cells.append(_Cell(number, text, start, _spans_of(spans_cell["source"])))
         start += len(text) + 1
     return cells
 
@@ -368,18 +400,18 @@ def _is_python(metadata: dict) -> bool:
     return language.lower() in ("python", "ipython")
 
 
-def _spans_of(places: str | list[str]) -> list[slice]:
-    """The spans of a source, which is one string or a list of them."""
-    if isinstance(places, str):
-        places = [places]
+def _spans_of(source: str | list[str]) -> list[slice]:
+    """The spans in a source such as ``["120 133", "140 151"]``, or one such string."""
+    strings = [source] if isinstance(source, str) else source
     spans = []
-    for place in places:
-        start_and_end = map(int, place.split())
-        spans.append(slice(*start_and_end))
+    for string in strings:
+        start, end = map(int, string.split())
+        spans.append(slice(start, end))
     return spans
 
 
 def _syntax_error_in(cells: list[_Cell]) -> str:
+    """The message for cells that do not parse together: the first that does not by itself."""
     for cell in cells:
         try:
             with_room_to_recurse(cst.parse_module, without_magics(cell.text))
@@ -388,27 +420,32 @@ def _syntax_error_in(cells: list[_Cell]) -> str:
     return "its cells do not parse together as Python"
 
 
-def _in_json(text: str, cell: _Cell, new: str) -> Edit:
-    """An edit of the JSON text that puts a new source into a cell, and leaves each old line."""
+def _json_edit(text: str, cell: _Cell, new: str) -> Edit:
+    """The edit of the JSON text that gives a cell the source `new`.
+
+    A line that the old source has too is written as it was there, with the same escapes.
+    """
     raw = "".join(text[span] for span in cell.spans)
+    # The raw lines in JSON, each up to its \n: a backslash with the letter n.
     raw_lines = re.findall(r"(?:[^\\]|\\[^n])*\\n|(?:[^\\]|\\[^n])+", raw)
-    raw_of = dict(zip(_with_ends(cell.text), raw_lines, strict=True))
+    raw_by_line = dict(zip(_lines_with_ends(cell.text), raw_lines, strict=True))
     is_ascii = text.isascii()
     lines = []
-    for line in _with_ends(new):
-        old_raw = raw_of.get(line)
-        lines.append(old_raw or json.dumps(line, ensure_ascii=is_ascii)[1:-1])
+    for line in _lines_with_ends(new):
+        if line not in raw_by_line:
+            raw_by_line[line] = json.dumps(line, ensure_ascii=is_ascii)[1:-1]  # without quotes
+        lines.append(raw_by_line[line])
     start = cell.spans[0].start
     end = cell.spans[-1].stop
     before = text[: start - 1].rstrip()
     separator = ""
     if before.endswith("["):
-        # In a list, the blanks after its bracket separate each line from the next one too.
+        # The source is a list: separate its strings by the blanks that are after its bracket.
         blanks = text[len(before) : start - 1]
         separator = f'",{blanks}"'
     return Edit(start, end, separator.join(lines))
 
 
-def _with_ends(source: str) -> list[str]:
+def _lines_with_ends(source: str) -> list[str]:
     """The lines of a source, each with its newline."""
     return re.findall(r"[^\n]*\n|[^\n]+", source)

@@ -1,4 +1,7 @@
-"""Which losses of a file autocast computed in float16, followed by the names of values."""
+"""Finds the losses that autocast computed in float16, by following the names of their values.
+
+Here a `cast` is a call of autocast.
+"""
 
 import functools
 import re
@@ -7,17 +10,18 @@ from collections.abc import Iterable, Iterator, Sequence
 import libcst as cst
 
 from amp_lab.migrate import nodes
-from amp_lab.migrate.amp_names import OLD
+from amp_lab.migrate.amp_names import OLD_NAMES
 from amp_lab.migrate.code_reader import AUTOCASTS, CodeReader
 from amp_lab.migrate.events import Event, Unit, last_part
 from amp_lab.migrate.scopes import Scope
 
-_Name = tuple[str, ...]  # dotted, by its parts
+_Name = tuple[str, ...]
+"""The parts of a dotted name: ``("out", "loss")`` for ``out.loss``."""
 FLOAT16 = {"torch.float16", "torch.half"}
 _NO_GRADIENTS = re.compile(r"\b(?:no_grad|inference_mode|set_grad_enabled\(\s*False)\b")
 _DETACHED = re.compile(r"\.(?:detach|item|tolist|numpy|argmax)\(")
-_NAMED_MODEL = re.compile(r"(?i)(?:model|net|network)$")
-_NAMED_SWITCH = re.compile(r"(?i)(?<![a-z])amp|fp16|half|mixed|float16")
+_MODEL_NAME = re.compile(r"(?i)(?:model|net|network)$")
+_AMP_SWITCH_NAME = re.compile(r"(?i)(?<![a-z])amp|fp16|half|mixed|float16")
 
 
 class Float16Values:
@@ -30,20 +34,20 @@ class Float16Values:
         self._code = code
 
     @functools.cached_property
-    def is_any(self) -> bool:
+    def has_any(self) -> bool:
         """Whether anything is computed in float16, with gradients."""
         return any(self._cast_around(event) is not None for event in self._code.events)
 
-    def behind(self, backward: Event) -> cst.Call | None:
-        """The autocast in which the loss of a backward was computed in float16; else None."""
+    def cast_of_loss(self, backward: Event) -> cst.Call | None:
+        """The autocast that computed the loss of a backward in float16; None if none surely did."""
         loss = nodes.loss_of(backward.node)
         if loss is None:
             return None
-        cast = _first_of(_names_in(loss), self._names(backward))
+        cast = _first_cast(_names_in(loss), self._float16_names(backward))
         if cast is not None:
             return cast
-        calls_in_loss = set(nodes.below(loss))
-        for event in self._before(backward):
+        calls_in_loss = set(nodes.walk(loss))
+        for event in self._events_before(backward):
             if event.node in calls_in_loss:
                 cast = self._cast_of(event)
                 if cast is not None:
@@ -51,74 +55,78 @@ class Float16Values:
         return None
 
     def device(self, cast: cst.Call) -> str:
-        """The code of the device that an autocast is for."""
+        """The code of the device argument of an autocast, such as ``"cuda"`` with its quotes."""
         device = self._arguments(cast).get("device_type")
         return '"cuda"' if device is None else self._code.tree.code(device)
 
-    def _before(self, backward: Event) -> Iterator[Event]:
-        """The events on a way to a backward, in its own loops or in those around it."""
+    def _events_before(self, backward: Event) -> Iterator[Event]:
+        """Yield the events that can lead to a backward, in its own loops or in those around."""
         for event in backward.unit.events[: backward.order]:
             place = event.place
             if place.shares_loops(backward.place) and not place.excludes(backward.place):
                 yield event
 
-    def _names(self, backward: Event) -> dict[_Name, cst.Call]:
+    def _float16_names(self, backward: Event) -> dict[_Name, cst.Call]:
         """The names that hold a value computed in float16 before a backward, with its autocast."""
-        found: dict[_Name, cst.Call] = {}
-        for event in self._before(backward):
+        casts: dict[_Name, cst.Call] = {}
+        for event in self._events_before(backward):
             cast = self._cast_of(event)
             if cast is not None:
-                for target in self._targets(event.node):
-                    found.setdefault(target, cast)
+                for name in self._names_of_result(event.node):
+                    casts.setdefault(name, cast)
         size = -1
-        while len(found) > size:  # until no name gets a value from one that was found
-            size = len(found)
-            for target, sources in self._flows(backward.unit):
-                cast = _first_of(sources, found)
+        while len(casts) > size:  # until no more name is computed from one of them
+            size = len(casts)
+            for name, sources in self._sources_by_name(backward.unit):
+                cast = _first_cast(sources, casts)
                 if cast is not None:
-                    found.setdefault(target, cast)
-        return found
+                    casts.setdefault(name, cast)
+        return casts
 
-    def _targets(self, node: cst.CSTNode) -> list[_Name]:
-        """The names that get a value which a call is part of."""
+    def _names_of_result(self, node: cst.CSTNode) -> list[_Name]:
+        """The names on the left of the assignment around a call; none if that detaches it."""
         for parent, _ in self._code.tree.ancestors(node):
-            targets: list[_Name] = []
-            for target, _ in _assigned(parent):
-                targets += _given_names(target)
-            if targets:
-                is_detached = _DETACHED.search(self._code.tree.code(parent))
-                return [] if is_detached else targets
+            names: list[_Name] = []
+            for target, _ in _assignments_in(parent):
+                names += _names_bound_by(target)
+            if names:
+                has_no_gradients = _DETACHED.search(self._code.tree.code(parent))
+                return [] if has_no_gradients else names
             if isinstance(parent, cst.BaseCompoundStatement | cst.SimpleStatementLine):
                 return []
         return []
 
-    def _flows(self, unit: Unit) -> list[tuple[_Name, list[_Name]]]:
-        """Each name that is assigned in a function, with the names that its value is made of."""
-        flows = []
-        for part in nodes.below(unit.scope.node):
-            for target, value in _assigned(part):
+    def _sources_by_name(self, unit: Unit) -> list[tuple[_Name, list[_Name]]]:
+        """Each (assigned name, names in its value) of a function.
+
+        ``loss = a + b.c`` gives ``(("loss",), [("a",), ("b", "c")])``. A value that is detached is
+        left out, because it has no gradients.
+        """
+        pairs = []
+        for part in nodes.walk(unit.scope.node):
+            for target, value in _assignments_in(part):
                 if _DETACHED.search(self._code.tree.code(value)):
                     continue
                 sources = list(_names_in(value))
-                flows += [(name, sources) for name in _given_names(target)]
-        return flows
+                pairs += [(name, sources) for name in _names_bound_by(target)]
+        return pairs
 
-    # The regions.
+    # Which autocast a call runs in.
 
     def _cast_of(self, event: Event) -> cst.Call | None:
-        """The autocast for float16 in which a call runs, here or in what it calls."""
+        """The autocast for float16 around a call, or inside the function or model that it calls."""
         if event.place.autocast is not None:
             return self._cast_around(event)
-        parts = nodes.dotted(event.node.func) or ("",)
+        parts = nodes.name_parts(event.node.func) or ("",)
         if len(parts) > 1 and parts[0] != "self":
             return None
-        cast = self._functions.get(parts[-1])
+        cast = self._casts_by_function.get(parts[-1])
         if cast is not None:
             return cast
         return self._cast_of_model(parts, event.unit.scope)
 
     def _cast_around(self, event: Event) -> cst.Call | None:
-        """The autocast for float16 around a call, where its results have gradients."""
+        """The autocast for float16 around a call; None under ``no_grad``."""
         if event.place.autocast is None:
             return None
         cast = self._code.autocast_of(event.place.autocast)
@@ -127,40 +135,40 @@ class Float16Values:
         return cast
 
     def _cast_of_model(self, parts: _Name, scope: Scope) -> cst.Call | None:
-        """The autocast in the ``forward`` of the model that a name is, as far as is known."""
-        forward = self._functions.get("forward")
+        """The autocast in ``forward``, if the name in ``name(x)`` is that of a model."""
+        forward = self._casts_by_function.get("forward")
         if forward is None:
             return None
         return forward if self._is_model(parts, scope) else None
 
     def _is_model(self, parts: _Name, scope: Scope) -> bool:
-        """Whether a name is that of a model of this file, by what it is given or by its sound."""
-        binding = scope.only(parts[0])
+        """Whether a name holds a model of this file, by its value, or else by how it sounds."""
+        binding = scope.only_binding(parts[0])
         if len(parts) > 1 or binding is None or isinstance(binding.node, cst.Param):
-            return _NAMED_MODEL.search(parts[-1]) is not None
+            return _MODEL_NAME.search(parts[-1]) is not None
         if binding.value is None:
             return False
-        for part in nodes.below(binding.value):
+        for part in nodes.walk(binding.value):
             if isinstance(part, cst.Name) and part.value in self._classes_with_forward:
                 return True
         return False
 
     @functools.cached_property
-    def _functions(self) -> dict[str, cst.Call]:
-        """The functions of the file that compute something in float16, each with its autocast."""
-        found: dict[str, cst.Call] = {}
+    def _casts_by_function(self) -> dict[str, cst.Call]:
+        """The autocast for float16 in each function that has one, by the function's name."""
+        casts: dict[str, cst.Call] = {}
         for event in self._code.events:
             function = event.unit.scope.node
             if not isinstance(function, cst.FunctionDef):
                 continue
             cast = self._cast_around(event)
             if cast is not None:
-                found.setdefault(function.name.value, cast)
-        return found
+                casts.setdefault(function.name.value, cast)
+        return casts
 
     @functools.cached_property
     def _classes_with_forward(self) -> set[str]:
-        """The names of the classes that have a method ``forward`` with something in it."""
+        """The names of the classes of this file that have a method ``forward``."""
         classes: set[str] = set()
         for scope in self._code.tree.scopes:
             outer = scope.parent
@@ -171,7 +179,7 @@ class Float16Values:
         return classes
 
     def _is_without_gradients(self, event: Event) -> bool:
-        """Whether a call runs in ``no_grad``, by a block or by a decorator of its function."""
+        """Whether ``no_grad`` is around a call, as a block or as a decorator of its function."""
         for parent, _ in self._code.tree.ancestors(event.node):
             if isinstance(parent, cst.With) and self._turns_gradients_off(parent.items):
                 return True
@@ -180,57 +188,57 @@ class Float16Values:
         return False
 
     def _turns_gradients_off(self, parts: Sequence[cst.CSTNode]) -> bool:
-        """Whether one of the items of a ``with``, or one of the decorators, is ``no_grad``."""
+        """Whether one of the items of a ``with``, or of the decorators, is ``no_grad()``."""
         return any(_NO_GRADIENTS.search(self._code.tree.code(part)) for part in parts)
 
     # The arguments of autocast.
 
     def _arguments(self, cast: cst.Call) -> dict[str, cst.BaseExpression]:
+        """The arguments of an autocast by name; the old classes have no device."""
         names = ("device_type", "dtype", "enabled")
-        if self._is_old(cast):
+        if self._is_old_class(cast):
             names = ("enabled", "dtype")
         return nodes.arguments(cast.args, names)
 
-    def _is_old(self, cast: cst.Call) -> bool:
-        return AUTOCASTS[self._origin(cast)] == 0
+    def _is_old_class(self, cast: cst.Call) -> bool:
+        return AUTOCASTS[self._class_name(cast)] == 0
 
-    def _origin(self, cast: cst.Call) -> str:
+    def _class_name(self, cast: cst.Call) -> str:
         return self._code.origin(cast.func, self._code.tree.calls[cast]) or ""
 
     def _is_float16(self, cast: cst.Call) -> bool:
-        """Whether an autocast is surely on, and surely for float16, which is CUDA's default."""
+        """Whether an autocast is surely enabled and for float16, the default dtype on CUDA."""
         if any(arg.star for arg in cast.args):
             return False
         scope = self._code.tree.calls[cast]
         arguments = self._arguments(cast)
-        if not self._is_on(arguments.get("enabled"), scope):
+        if not self._is_enabled(arguments.get("enabled"), scope):
             return False
         if "dtype" in arguments:
             dtype = scope.value_of(arguments["dtype"])
             return self._code.origin(dtype, scope) in FLOAT16
-        if self._is_old(cast):
-            _, device = OLD[self._origin(cast)]
-            return device == "cuda"
+        if self._is_old_class(cast):
+            return OLD_NAMES[self._class_name(cast)].device == "cuda"
         if "device_type" not in arguments:
             return False
         device_type = scope.value_of(arguments["device_type"])
-        return nodes.literal(device_type) == "cuda"
+        return nodes.string_value(device_type) == "cuda"
 
-    def _is_on(self, enabled: cst.BaseExpression | None, scope: Scope) -> bool:
-        """Whether an argument `enabled` is true, or a switch of mixed precision."""
+    def _is_enabled(self, enabled: cst.BaseExpression | None, scope: Scope) -> bool:
+        """Whether `enabled` is left out, True, or named as a switch such as ``args.use_amp``."""
         if enabled is None:
             return True
         value = scope.value_of(enabled)
         if nodes.is_false(value):
             return False
-        if nodes.dotted(value) == ("True",):
+        if nodes.name_parts(value) == ("True",):
             return True
         name = last_part(self._code.key(enabled))
-        return _NAMED_SWITCH.search(name) is not None
+        return _AMP_SWITCH_NAME.search(name) is not None
 
 
-def _assigned(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
-    """What gets a value by a node, by an assignment, a loop or ``append``, and from what."""
+def _assignments_in(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
+    """Yield each (target, value) of an assignment, ``+=``, ``for`` loop or ``list.append``."""
     yield from nodes.assignments(node)
     if isinstance(node, cst.AugAssign):
         yield node.target, node.value
@@ -242,21 +250,21 @@ def _assigned(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
             yield node.func.value, node.args[0].value
 
 
-def _given_names(target: cst.CSTNode) -> Iterator[_Name]:
-    """The names and attributes that a target gives a value: ``losses`` of ``losses[i]``."""
-    parts = nodes.dotted(target)
+def _names_bound_by(target: cst.CSTNode) -> Iterator[_Name]:
+    """Yield the names that a target stores into: ``losses`` for ``losses[i]``."""
+    parts = nodes.name_parts(target)
     if parts is not None:
         yield parts
     elif isinstance(target, cst.Tuple | cst.List):
         for element in target.elements:
-            yield from _given_names(element.value)
+            yield from _names_bound_by(element.value)
     elif isinstance(target, cst.Subscript):
-        yield from _given_names(target.value)
+        yield from _names_bound_by(target.value)
 
 
 def _names_in(node: cst.CSTNode) -> Iterator[_Name]:
-    """The names and attributes in an expression, each as a whole."""
-    parts = nodes.dotted(node)
+    """Yield the dotted names in an expression: ``out.loss``, not also ``out``."""
+    parts = nodes.name_parts(node)
     if parts is not None:
         yield parts
         return
@@ -264,8 +272,8 @@ def _names_in(node: cst.CSTNode) -> Iterator[_Name]:
         yield from _names_in(child)
 
 
-def _first_of(names: Iterable[_Name], casts: dict[_Name, cst.Call]) -> cst.Call | None:
-    """The autocast of the first name that has one, itself or as an attribute: of ``out.loss``."""
+def _first_cast(names: Iterable[_Name], casts: dict[_Name, cst.Call]) -> cst.Call | None:
+    """The autocast of the first name that has one; ``out.loss`` also has that of ``out``."""
     for name in names:
         for length in range(len(name), 0, -1):
             owner = name[:length]

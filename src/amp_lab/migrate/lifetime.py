@@ -1,15 +1,14 @@
-"""A loss scaler that is made anew in each epoch, so that it forgets the scale that it had found."""
+"""The mistake to make a new loss scaler in each epoch, which loses the scale found so far."""
 
-import itertools
 from collections.abc import Iterator
 
 import libcst as cst
 
 from amp_lab.core.remedies import remedy
 from amp_lab.migrate import nodes
-from amp_lab.migrate.code_reader import SCALERS, CodeReader, Found
+from amp_lab.migrate.code_reader import SCALERS, CodeReader, Mistakes
 from amp_lab.migrate.events import Event, last_part, of_kind
-from amp_lab.migrate.python_tree import Tree, answered_once
+from amp_lab.migrate.python_tree import Tree, cached_in_tree
 
 _MADE_EACH_EPOCH = remedy(
     "migrate.made_each_epoch",
@@ -19,33 +18,32 @@ _MADE_EACH_EPOCH = remedy(
 )
 
 
-def made_each_epoch(code: CodeReader) -> Found:
-    """A scaler made in a loop over epochs, or in a function that such a loop calls.
+def made_each_epoch(code: CodeReader) -> Mistakes:
+    """Yield each scaler that a loop over epochs makes, or a function that such a loop calls.
 
-    Nothing is said where its state is loaded, its first scale comes from elsewhere, or the
-    optimizer that it steps is made anew as well, as for each fold of a cross-validation.
+    Not if its state is loaded or its first scale is computed, nor if the loop makes a new
+    optimizer too, as for each fold of a cross-validation.
     """
     for event in of_kind("call", code.events):
-        scaler = _name_of_scaler(code, event)
-        if scaler is None or _has_a_state(code, event, scaler):
+        scaler = _name_of_new_scaler(code, event)
+        if scaler is None or _keeps_its_scale(code, event, scaler):
             continue
         steps = event.unit.by_scaler["scaler step", scaler]
         if not steps or not event.unit.by_scaler["scaled", scaler]:
             continue
-        if _is_in_each_epoch(code, event, steps[0].optimizer):
+        if _runs_each_epoch(code, event, steps[0].optimizer):
             yield event.node, _MADE_EACH_EPOCH.said(scaler=scaler)
 
 
-def _is_in_each_epoch(code: CodeReader, event: Event, optimizer: str) -> bool:
+def _runs_each_epoch(code: CodeReader, event: Event, optimizer: str) -> bool:
     """Whether an event runs in each epoch of training with one optimizer."""
-    loops = itertools.chain(
-        _loops_around(code, event, optimizer), _loops_of_calls(code, event, optimizer)
-    )
-    return next(loops, None) is not None
+    loops = _epoch_loops_around(code, event, optimizer)
+    loops_around_calls = _epoch_loops_around_calls(code, event, optimizer)
+    return any(loops) or any(loops_around_calls)
 
 
-def _name_of_scaler(code: CodeReader, event: Event) -> str | None:
-    """The name that is given the scaler which a call makes; None if it makes none."""
+def _name_of_new_scaler(code: CodeReader, event: Event) -> str | None:
+    """``scaler`` for the call in ``scaler = GradScaler()``; None for other calls."""
     if code.origin(event.node.func, event.unit.scope) not in SCALERS:
         return None
     assignment = code.tree.parents[event.node]
@@ -55,30 +53,35 @@ def _name_of_scaler(code: CodeReader, event: Event) -> str | None:
     return code.key(targets[0])
 
 
-def _has_a_state(code: CodeReader, event: Event, scaler: str) -> bool:
-    """Whether a scaler goes on from an earlier one, or is off."""
+def _keeps_its_scale(code: CodeReader, event: Event, scaler: str) -> bool:
+    """Whether a new scaler starts with the scale of an earlier one, or is disabled."""
     name = last_part(scaler)
-    if name in code.disabled:
+    if name in code.disabled_scalers:
         return True
-    loads = code.tree.uses_ending["load_state_dict"]
+    loads = code.tree.uses_by_last_part["load_state_dict"]
     if any(use.parts[-2:-1] == (name,) for use in loads):
         return True
     first_scale = nodes.arguments(event.node.args).get("init_scale")
     if first_scale is None:
         return False
-    return any(isinstance(part, cst.Name | cst.Call) for part in nodes.below(first_scale))
+    return any(isinstance(part, cst.Name | cst.Call) for part in nodes.walk(first_scale))
 
 
-def _loops_around(code: CodeReader, event: Event, optimizer: str) -> Iterator[cst.CSTNode]:
-    """The loops over epochs around an event, which runs in each turn with the same optimizer."""
+def _epoch_loops_around(code: CodeReader, event: Event, optimizer: str) -> Iterator[cst.CSTNode]:
+    """Yield the loops over epochs that run an event in each epoch, with the same optimizer."""
     statements = [node for node, _ in event.place.arms]
-    for loop in _over_epochs(code, event, optimizer):
+    for loop in _epoch_loops(code, event, optimizer):
         if not any(code.tree.is_in(statement, loop) for statement in statements):
             yield loop
 
 
-def _loops_of_calls(code: CodeReader, event: Event, optimizer: str) -> Iterator[cst.CSTNode]:
-    """The same around the calls of a function, where the event is in all that it does."""
+def _epoch_loops_around_calls(
+    code: CodeReader, event: Event, optimizer: str
+) -> Iterator[cst.CSTNode]:
+    """Yield the loops over epochs around the calls of an event's function.
+
+    Nothing if the function does not always run the event, or assigns the optimizer itself.
+    """
     function = event.unit.scope.node
     if event.place.loops or event.place.arms or not isinstance(function, cst.FunctionDef):
         return
@@ -86,52 +89,52 @@ def _loops_of_calls(code: CodeReader, event: Event, optimizer: str) -> Iterator[
     if optimizer in _assigned_in(code.tree, function) or code.functions[name] is not function:
         return
     for call in code.calls_of[name]:
-        if any(arg.star for arg in call.node.args):  # which may hold another optimizer each time
+        if any(arg.star for arg in call.node.args):  # *args may hold another optimizer each time
             continue
         argument = _argument_of(call.node, function, optimizer)
         optimizer_there = optimizer if argument is None else code.key(argument)
-        yield from _over_epochs(code, call, optimizer_there)
+        yield from _epoch_loops(code, call, optimizer_there)
 
 
 def _argument_of(
     call: cst.Call, function: cst.FunctionDef, parameter: str
 ) -> cst.BaseExpression | None:
-    """What a call of a function or method gives to one of its parameters, if anything."""
+    """The argument that a call of a function or method passes to `parameter`, or None."""
     names = [param.name.value for param in function.params.params]
     if isinstance(call.func, cst.Attribute):
         names = names[1:]  # without self
     return nodes.arguments(call.args, names).get(parameter)
 
 
-def _over_epochs(code: CodeReader, event: Event, optimizer: str) -> Iterator[cst.CSTNode]:
-    """The loops over epochs around an event in which an optimizer is not made anew."""
+def _epoch_loops(code: CodeReader, event: Event, optimizer: str) -> Iterator[cst.CSTNode]:
+    """Yield the loops over epochs around an event, without those that assign the optimizer."""
     for loop in event.place.loops:
-        if _is_over_epochs(loop) and optimizer not in _assigned_in(code.tree, loop):
+        if _is_epoch_loop(loop) and optimizer not in _assigned_in(code.tree, loop):
             yield loop
 
 
-def _is_over_epochs(loop: cst.CSTNode) -> bool:
+def _is_epoch_loop(loop: cst.CSTNode) -> bool:
     if not isinstance(loop, cst.For):
         return False
-    for part in nodes.below(loop.target):
+    for part in nodes.walk(loop.target):
         if isinstance(part, cst.Name) and "epoch" in part.value.lower():
             return True
     return False
 
 
-@answered_once
+@cached_in_tree
 def _assigned_in(tree: Tree, node: cst.CSTNode) -> set[str]:
-    """The names and attributes that are assigned somewhere in a node."""
-    found: set[str] = set()
-    for part in nodes.below(node):
+    """The names and attributes that a node assigns, such as ``self.optimizer``."""
+    names: set[str] = set()
+    for part in nodes.walk(node):
         for target, _ in nodes.assignments(part):
-            found.add(_dotted_name(target))
+            names.add(_dotted_name(target))
             if isinstance(target, cst.Tuple | cst.List):
-                found.update(_dotted_name(element.value) for element in target.elements)
-    return found
+                names.update(_dotted_name(element.value) for element in target.elements)
+    return names
 
 
 def _dotted_name(node: cst.CSTNode) -> str:
-    """The dotted name that an expression is; empty if it is none."""
-    parts = nodes.dotted(node) or ()
+    """``a.b`` for such an expression; empty for any that is not a dotted name."""
+    parts = nodes.name_parts(node) or ()
     return ".".join(parts)

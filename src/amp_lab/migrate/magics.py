@@ -1,15 +1,18 @@
-"""What of a notebook's cell is IPython's and not Python's: magics, shell commands and questions.
+"""Blanks the IPython syntax in a notebook's cell: magics, shell commands, questions such as ``x?``.
 
-They are blanked for reading, character by character, so that every other character keeps its place.
+Each character becomes a blank, so that all others keep their positions.
 """
 
 import re
 
-from amp_lab.migrate.amp_names import HOMES
+from amp_lab.migrate.amp_names import SUBMODULES
 
-# In turn: a magic, with or without a sign, or a question where a statement may begin, one that is
-# assigned, and what holds lines that only look so: strings, comments, continued lines, brackets.
-_PIECE = re.compile(
+# What may look like a magic, and what may contain something that only looks like one. In turn:
+# - line: %time f(), !ls, ?f, "cd folder" without a sign, or f?, at the start of a line
+# - assigned: files = !ls
+# - quotes: a triple-quoted string; then other strings, a comment, a continued line
+# - bracket: inside brackets a line may begin with the operator %
+_MAGIC_OR_CONTEXT = re.compile(
     r"""(?P<line>^[ \t]*(?:(?:[%!?]|(?:cd|ls|pip|conda|mkdir|rm|cp|mv|cat)[ \t]+
           (?!(?:and|else|for|if|in|is|not|or)\b)-*[\w.~/])(?:\\\r?\n|[^\n])*|[\w.]+\?\??[ \t]*$))
       | (?P<assigned>(?<=[^=!<>]=)[ \t]*(?:!|%(?=[a-z]))(?:\\\r?\n|[^\n])*)
@@ -21,38 +24,38 @@ _PIECE = re.compile(
       | (?P<bracket>[(\[{)\]}])""",
     re.VERBOSE | re.MULTILINE,
 )
-# Names that would stop working if their import were migrated without the line that uses them.
-_KEPT = re.compile(
-    rf"[\w.]*\b(?:{'|'.join(HOMES)})\b|\btorch\.(?:cuda|cpu)\.amp\b"
+# Names whose import has to stay while a magic uses them: autocast, torch.cuda.amp, amp.initialize(
+_OLD_NAME = re.compile(
+    rf"[\w.]*\b(?:{'|'.join(SUBMODULES)})\b|\btorch\.(?:cuda|cpu)\.amp\b"
     r"|(?<![\w.])(?:(?:apex|amp)\.[\w.]+|Fused\w+|FP16_\w+)(?=\()"  # calls of Apex
 )
 
 
 def without_magics(cell: str) -> str:
-    """The text of a cell, as long as before, with what is no Python blanked.
+    """A text of the same length as a cell, with its IPython syntax blanked.
 
-    Old names in what is blanked stay, as statements: their imports have to stay for them.
+    Old names in a blanked line remain, as a statement: so a rule sees that they are used there.
     """
-    if cell.lstrip().startswith("%%"):  # to whom the rest of the cell belongs is the magic's affair
+    if cell.lstrip().startswith("%%"):  # such as %%bash: the whole cell may be another language
         return _blank(cell)
     parts = []
-    done = 0  # how much of the cell is in `parts`
+    copied = 0  # how many characters of the cell are in `parts`
     depth = 0  # how many brackets are open
-    piece = _PIECE.search(cell)
-    while piece is not None:
-        start = piece.end()
-        if piece["bracket"]:
-            depth = _depth_after(piece["bracket"], depth)
-        elif piece["line"] or piece["assigned"]:
+    match = _MAGIC_OR_CONTEXT.search(cell)
+    while match is not None:
+        next_start = match.end()
+        if match["bracket"]:
+            depth = _depth_after(match["bracket"], depth)
+        elif match["line"] or match["assigned"]:
             if depth == 0:
-                is_value = piece["assigned"] is not None
-                parts += [cell[done : piece.start()], _blank(piece[0], is_value)]
-                done = start
-            else:  # an operator in brackets, such as a % that begins a line
-                indent = _indent(piece[0])
-                start = piece.start() + len(indent) + 1
-        piece = _PIECE.search(cell, start)
-    parts.append(cell[done:])
+                is_assigned = match["assigned"] is not None
+                parts += [cell[copied : match.start()], _blank(match[0], is_assigned)]
+                copied = next_start
+            else:  # the operator % at the start of a line: search on behind it
+                indent = _indent(match[0])
+                next_start = match.start() + len(indent) + 1
+        match = _MAGIC_OR_CONTEXT.search(cell, next_start)
+    parts.append(cell[copied:])
     return "".join(parts)
 
 
@@ -66,25 +69,28 @@ def _indent(text: str) -> str:
     return text[: len(text) - len(text.lstrip())]
 
 
-def _blank(text: str, is_value: bool = False) -> str:
-    """Blanks of the same length, with the old names in them; 0 keeps a block from being empty."""
+def _blank(text: str, is_assigned: bool = False) -> str:
+    """A text of the same length and lines as a magic: blanks, and the old names in it."""
     first, *rest = re.split(r"(\r?\n)", text)
-    blanks = [_blank_first_line(first, is_value)]
+    blanks = [_blank_first_line(first, is_assigned)]
     for line in rest:
-        names = "" if is_value else _old_names(line)
+        names = "" if is_assigned else _old_names(line)
         blanks.append(line if line.endswith("\n") else names.ljust(len(line)))
     return "".join(blanks)
 
 
-def _blank_first_line(line: str, is_value: bool) -> str:
-    """As `_blank`; it keeps its indent, and what is assigned keeps a value."""
+def _blank_first_line(line: str, is_assigned: bool) -> str:
+    """As `_blank`, for the first line: its indent stays.
+
+    A 0 stands for a magic in a block, which would be empty else, and for an assigned value.
+    """
     indent = _indent(line)
-    code = "" if is_value else _old_names(line)
-    if not code and line.strip() and (indent or is_value):
+    code = "" if is_assigned else _old_names(line)
+    if not code and line.strip() and (indent or is_assigned):
         code = "0"
     return f"{indent}{code}".ljust(len(line))
 
 
 def _old_names(line: str) -> str:
-    """The old names in a line, as statements."""
-    return ";".join(_KEPT.findall(line))
+    """The old names in a line, as statements: ``autocast;GradScaler``."""
+    return ";".join(_OLD_NAME.findall(line))

@@ -1,8 +1,9 @@
 """Mistakes with autocast and a loss scaler that the source of a file proves.
 
-A mistake is told only if no path through the function makes it right: where a helper may do what
-seems to be missing, or conditions may exclude each other, nothing is said. Each rule yields the
-nodes that are wrong, and what to do; `_RULES` lists them. What is harmless but slow is a note.
+A mistake is reported only if no path through the function makes the code right. Nothing is
+reported where a helper may do what seems to be missing, or where conditions may exclude each other.
+Each rule of `_RULES` yields the wrong nodes with what to do. The rules of `_NOTES` report code that
+is only slow.
 """
 
 import re
@@ -18,20 +19,21 @@ from amp_lab.migrate import (
     skipped_updates,
     whole_programs,
 )
-from amp_lab.migrate.code_reader import CodeReader, Found
+from amp_lab.migrate.code_reader import CodeReader, Mistakes
 from amp_lab.migrate.events import Event, of_kind
 from amp_lab.migrate.python_tree import Tree
 from amp_lab.migrate.rewriter import Rewriter
 
-# A scaler may be passed to a function. Without a backward there is nothing to do wrong.
+# Without a backward there is no mistake. The third is for a scaler that comes as a parameter.
 TRIGGERS = ("autocast backward", "GradScaler backward", "torch .scale( backward")
-# Methods of nn.Module and of Lightning's modules, of which none unscales gradients.
-_OF_A_MODULE = {"parameters", "named_parameters", "modules", "named_modules", "children"}
-_OF_A_MODULE |= {"named_children", "buffers", "state_dict", "train", "eval", "zero_grad", "log"}
-_OF_A_MODULE |= {"log_dict"}
-_OF_SCALER = re.compile(r"(?i)scaler|amp|fp16|half|mixed|precision")
+# Methods of nn.Module and of Lightning's modules: none of them unscales gradients.
+_MODULE_METHODS = {"parameters", "named_parameters", "modules", "named_modules", "children"}
+_MODULE_METHODS |= {"named_children", "buffers", "state_dict", "train", "eval", "zero_grad", "log"}
+_MODULE_METHODS |= {"log_dict"}
+_ABOUT_SCALING = re.compile(r"(?i)scaler|amp|fp16|half|mixed|precision")
 _ASKS_FOR_FINITE = re.compile(r"(?i)finite|is_?nan|is_?inf|found_?inf|overflow")
-_UNSCALES = re.compile(r"unscale|get_scale|_scale\b|\.grad\b(?!\s+is\b)|\binf\b")
+# p.grad.div_(s), get_scale(), scaler._scale; not "p.grad is None"
+_MAY_UNSCALE = re.compile(r"unscale|get_scale|_scale\b|\.grad\b(?!\s+is\b)|\binf\b")
 
 _CLIPPED_SCALED = remedy(
     "migrate.clipped_scaled",
@@ -93,19 +95,19 @@ _STEPPED_IN_PASSES = remedy(
     "{scaler}.unscale_({optimizer}) and {scaler}.update(), and if a gradient is not finite, put "
     "the weights of before the batch back and go on to the next",
 )
-_PASSES = {"first_step", "second_step", "ascent_step", "descent_step"}
+_TWO_PASS_METHODS = {"first_step", "second_step", "ascent_step", "descent_step"}
 
 
 class Rule(Rewriter):
     """The mistakes in one file."""
 
     def run(self) -> None:
-        """Ask each rule, if the file has anything of mixed precision."""
+        """Report what each rule yields, if the file has anything of mixed precision."""
         names = ("autocast", "GradScaler", "scale")
         has_any = any(use.parts[-1] in names for use in self.tree.uses)
         if not has_any or "backward" not in self.tree.text:
             return
-        # reading costs as much as parsing, so it comes after that question
+        # A CodeReader takes as long as parsing, so it is made only now.
         code = CodeReader(self.tree)
         for rule in _RULES:
             kind = "note" if rule in _NOTES else "mistake"
@@ -115,7 +117,7 @@ class Rule(Rewriter):
 
 
 def _is_expected_to_fail(tree: Tree, node: cst.CSTNode) -> bool:
-    """Whether a test wants to see it fail: ``with pytest.raises(…)``."""
+    """Whether a node is inside ``with pytest.raises(…)``: a test wants to see it fail."""
     return any(_expects_error(parent) for parent, _ in tree.ancestors(node))
 
 
@@ -123,7 +125,7 @@ def _expects_error(block: cst.CSTNode) -> bool:
     if not isinstance(block, cst.With):
         return False
     for item in block.items:
-        if isinstance(item.item, cst.Call) and "raises" in nodes.name_called(item.item).lower():
+        if isinstance(item.item, cst.Call) and "raises" in nodes.called_name(item.item).lower():
             return True
     return False
 
@@ -131,7 +133,8 @@ def _expects_error(block: cst.CSTNode) -> bool:
 # Clipping.
 
 
-def _clipped_scaled(code: CodeReader) -> Found:
+def _clipped_scaled(code: CodeReader) -> Mistakes:
+    """Yield each clip of gradients that are still scaled."""
     for clip in of_kind("clip", code.events):
         scaled = code.scaled_before(clip)
         if scaled is None or _may_be_unscaled(code, scaled, clip):
@@ -141,72 +144,72 @@ def _clipped_scaled(code: CodeReader) -> Found:
             continue
         if not code.both_run(clip, step) and not code.both_run(scaled, step):
             continue
-        is_for_both = _has_plain_branch(code, scaled, clip)
-        advice = _CLIPPED_IN_BOTH if is_for_both else _CLIPPED_SCALED
-        yield clip.node, advice.said(scaler=scaled.of, optimizer=step.optimizer)
+        has_plain_branch = _has_plain_branch(code, scaled, clip)
+        advice = _CLIPPED_IN_BOTH if has_plain_branch else _CLIPPED_SCALED
+        yield clip.node, advice.said(scaler=scaled.owner, optimizer=step.optimizer)
 
 
 def _next_step(scaled: Event, clip: Event) -> Event | None:
-    """The first step after a clip by the scaler that scaled the loss."""
+    """The first ``scaler.step`` after a clip, by the scaler that scaled the loss."""
     for step in clip.unit.after("scaler step", clip.order):
-        if step.of == scaled.of and not step.place.excludes(clip.place):
+        if step.owner == scaled.owner and not step.place.excludes(clip.place):
             return step
     return None
 
 
 def _may_be_unscaled(code: CodeReader, scaled: Event, clip: Event) -> bool:
-    """Whether the gradients may not be scaled any more, or be those of another network."""
-    arguments = set(nodes.below(clip.node))  # what is called among them finds parameters
+    """Whether a clip may get unscaled gradients: by a call in between, by hand, or by no scaler."""
+    arguments = set(nodes.walk(clip.node))  # calls inside of them, such as model.parameters()
     for event in clip.unit.events[scaled.order + 1 : clip.order]:
         if event.kind in ("scaler step", "unscale"):
             return True
         if event.kind != "call" or event.node in arguments:
             continue
-        if _may_unscale(code, event.node, scaled.of):
+        if _may_unscale(code, event.node, scaled.owner):
             return True
     for plain in clip.unit.by_kind["backward"]:
         is_elsewhere = plain.place.excludes(clip.place) or plain.place.excludes(scaled.place)
         if not is_elsewhere:
             return True
     text = code.text_between(scaled, clip)
-    if _is_passed_on(scaled.of, text) or _UNSCALES.search(text):
+    if _is_passed_on(scaled.owner, text) or _MAY_UNSCALE.search(text):
         return True
     words = re.findall(r"\w+", text)
     return not code.scale_names.isdisjoint(words)  # divided by hand
 
 
 def _is_passed_on(scaler: str, text: str) -> bool:
-    """Whether a scaler by itself is an argument of something."""
+    """Whether a text has a scaler as an argument: ``f(scaler)`` or ``f(x, s=scaler)``."""
     return re.search(rf"[(,=]\s*{re.escape(scaler)}\s*[,)]", text) is not None
 
 
 def _may_unscale(code: CodeReader, call: cst.Call, scaler: str) -> bool:
-    """Whether a call may lead to `scaler.unscale_`, though it is not given the scaler."""
-    parts = nodes.dotted(call.func) or ()
+    """Whether a call may run `scaler.unscale_`, though the scaler is not one of its arguments."""
+    parts = nodes.name_parts(call.func) or ()
     function = code.functions.get(parts[-1]) if parts else None
     if function is not None:
         return "unscale" in code.tree.code(function)
-    if nodes.is_given(call, "self"):
+    if nodes.is_argument(call, "self"):
         return scaler.startswith("self.")
     if len(parts) != 2:
         return False
     owner, method = parts
-    if owner != scaler.partition(".")[0] or method in _OF_A_MODULE:
+    if owner != scaler.partition(".")[0] or method in _MODULE_METHODS:
         return False
-    if owner == "self" and parts not in code.tree.assigned:
+    if owner == "self" and parts not in code.tree.assigned_values:
         return code.may_inherit(call)
-    return not code.is_of_torch(parts)
+    return not code.is_made_by_torch(parts)
 
 
 def _has_plain_branch(code: CodeReader, scaled: Event, event: Event) -> bool:
-    """Whether a loss that is not scaled may lead to an event, by another branch than a scaled one.
+    """Whether a plain ``loss.backward()`` in another branch than `scaled` may lead to an event.
 
     The branches are those of one `if`, or of two with opposite conditions.
     """
     first = _order_of_step_before(scaled)
     for plain in event.unit.between("backward", first, event.order):
         if set(plain.place.arms) <= set(event.place.arms):
-            continue  # it is in no branch of its own
+            continue  # it runs wherever the event does
         if plain.place.loops != scaled.place.loops or plain.place.excludes(event.place):
             continue
         if not code.both_run(plain, scaled):
@@ -215,7 +218,7 @@ def _has_plain_branch(code: CodeReader, scaled: Event, event: Event) -> bool:
 
 
 def _order_of_step_before(scaled: Event) -> int:
-    """The order of the last step by a scaler on the way to a backward; 0 if there is none."""
+    """The order of the last ``scaler.step`` that can lead to a backward; 0 if there is none."""
     for step in scaled.unit.between("scaler step", 0, scaled.order):
         if not step.place.excludes(scaled.place):
             return step.order
@@ -225,93 +228,97 @@ def _order_of_step_before(scaled: Event) -> int:
 # Steps of the optimizer itself.
 
 
-def _stepped_beside(code: CodeReader) -> Found:
+def _stepped_beside(code: CodeReader) -> Mistakes:
+    """Yield each ``optimizer.step()`` beside a scaler, which steps it too or should do so."""
     for step in of_kind("step", code.events):
-        if not _is_step(code, step):
+        if not _is_optimizer_step(code, step):
             continue
         scaled = code.scaled_before(step)
         if scaled is None:
             continue
-        message = _wrong_with_step(code, scaled, step)
+        message = _advice_on_step(code, scaled, step)
         if message is not None:
             yield step.node, message
 
 
-def _is_step(code: CodeReader, event: Event) -> bool:
-    if event.kind != "step" or "sched" in event.of.lower():
+def _is_optimizer_step(code: CodeReader, event: Event) -> bool:
+    """Whether an event is a plain step of an optimizer, and not of a learning rate scheduler."""
+    if event.kind != "step" or "sched" in event.owner.lower():
         return False
-    return code.is_optimizer(event.of)
+    return code.is_optimizer(event.owner)
 
 
-def _wrong_with_step(code: CodeReader, scaled: Event, step: Event) -> str | None:
-    """What is wrong with a plain step after a scaled backward; None if nothing surely is."""
+def _advice_on_step(code: CodeReader, scaled: Event, step: Event) -> str | None:
+    """What to do about a plain step after a scaled backward; None if it may be right."""
     between = step.unit.events[scaled.order + 1 : step.order]
-    last_of_kind = {event.kind: event for event in between if event.optimizer == step.of}
-    by_scaler = last_of_kind.get("scaler step")
-    if by_scaler is not None:
-        if not _steps_twice(code, by_scaler, step):
+    last_of_kind = {event.kind: event for event in between if event.optimizer == step.owner}
+    scaler_step = last_of_kind.get("scaler step")
+    if scaler_step is not None:
+        if not _steps_twice(code, scaler_step, step):
             return None
-        is_needed = _steps_alone_elsewhere(code, scaled, by_scaler, step)
+        is_needed = _is_needed_elsewhere(code, scaled, scaler_step, step)
         advice = _STEPPED_IN_BOTH if is_needed else _STEPPED_TWICE
-        return advice.said(scaler=by_scaler.of, optimizer=step.of)
+        return advice.said(scaler=scaler_step.owner, optimizer=step.owner)
     is_unscaled = "unscale" in last_of_kind
-    if not _steps_past(code, scaled, step, is_unscaled):
+    if not _steps_past_scaler(code, scaled, step, is_unscaled):
         return None
     rest = "" if is_unscaled else ", and unscale them"
     has_plain_branch = _has_plain_branch(code, scaled, step)
     advice = _STEPPED_PAST_IN_BOTH if has_plain_branch else _STEPPED_PAST
-    return advice.said(scaler=scaled.of, optimizer=step.of, rest=rest)
+    return advice.said(scaler=scaled.owner, optimizer=step.owner, rest=rest)
 
 
-def _steps_twice(code: CodeReader, by_scaler: Event, step: Event) -> bool:
-    calls = of_kind("call", step.unit.events[by_scaler.order : step.order])
+def _steps_twice(code: CodeReader, scaler_step: Event, step: Event) -> bool:
+    """Whether a plain step surely works on the gradients that its scaler has stepped with."""
+    calls = of_kind("call", step.unit.events[scaler_step.order : step.order])
     if any("zero_grad" in code.tree.code(call.node.func) for call in calls):
-        return False  # and gradients anew, by something that is not seen
-    if step.place.loops != by_scaler.place.loops:
-        return False  # other batches may lie between
-    return code.both_run(by_scaler, step)
+        return False  # new gradients may come in between
+    if step.place.loops != scaler_step.place.loops:
+        return False  # there may be other batches in between
+    return code.both_run(scaler_step, step)
 
 
-def _steps_alone_elsewhere(code: CodeReader, scaled: Event, by_scaler: Event, step: Event) -> bool:
-    """Whether a step is the only one of a run that takes another branch than that of its scaler."""
-    own_arms = [arm for arm in by_scaler.place.arms if arm not in step.place.arms]
+def _is_needed_elsewhere(code: CodeReader, scaled: Event, scaler_step: Event, step: Event) -> bool:
+    """Whether a plain step is the only one in runs that skip the branch of its scaler's step."""
+    own_arms = [arm for arm in scaler_step.place.arms if arm not in step.place.arms]
     if not own_arms:
         return False
-    if _has_plain_branch(code, by_scaler, step):
+    if _has_plain_branch(code, scaler_step, step):
         return True
     conditions = [node for node, _ in own_arms if isinstance(node, cst.If)]
-    if any(_OF_SCALER.search(code.tree.code(condition.test)) for condition in conditions):
+    if any(_ABOUT_SCALING.search(code.tree.code(condition.test)) for condition in conditions):
         return True
-    # what the other branch calls may run a backward of its own
+    # The other branch has no backward that is seen here, but it may call one.
     is_scaled_there = any(arm in scaled.place.arms for arm in own_arms)
     has_else = any(condition.orelse is not None for condition in conditions)
     return is_scaled_there and has_else
 
 
-def _steps_past(code: CodeReader, scaled: Event, step: Event, is_unscaled: bool) -> bool:
-    """Whether scaled gradients are surely stepped with, and by the optimizer alone."""
-    steps_by_scaler = step.unit.steps_of[step.of]
+def _steps_past_scaler(code: CodeReader, scaled: Event, step: Event, is_unscaled: bool) -> bool:
+    """Whether a plain step surely gets scaled gradients, and no scaler steps instead."""
+    steps_by_scaler = step.unit.steps_by_optimizer[step.owner]
     if not steps_by_scaler and step.unit.by_kind["scaler step"]:
         return False  # it may be the optimizer of another network
-    for by_scaler in steps_by_scaler:
-        if by_scaler.place.excludes(step.place) and not by_scaler.place.excludes(scaled.place):
-            return False  # a choice of the two, and what it depends on may turn scaling off
+    for scaler_step in steps_by_scaler:
+        if scaler_step.place.excludes(step.place) and not scaler_step.place.excludes(scaled.place):
+            return False  # `if use_amp: scaler.step(o) else: o.step()`: scaling may be off too
     if is_unscaled and not set(step.place.arms) <= set(scaled.place.arms):
-        return False  # only where a condition holds, such as that all gradients are finite
+        return False  # the step has a condition, such as that all gradients are finite
     text = code.text_between(scaled, step)
-    return not _is_by_hand(scaled.of, text)
+    return not _may_unscale_by_hand(scaled.owner, text)
 
 
-def _is_by_hand(scaler: str, text: str) -> bool:
-    """Whether gradients may be unscaled without ``unscale_``, or by what is given the scaler."""
+def _may_unscale_by_hand(scaler: str, text: str) -> bool:
+    """Whether a text may unscale gradients by ``p.grad``, or by a function that gets the scaler."""
     return _is_passed_on(scaler, text) or re.search(r"get_scale|\.grad\b", text) is not None
 
 
-def _stepped_in_passes(code: CodeReader) -> Found:
+def _stepped_in_passes(code: CodeReader) -> Mistakes:
+    """Yield the first pass of an optimizer such as SAM on scaled gradients, once a function."""
     reported = set()
     for event in of_kind("call", code.events):
         func = event.node.func
-        if not isinstance(func, cst.Attribute) or func.attr.value not in _PASSES:
+        if not isinstance(func, cst.Attribute) or func.attr.value not in _TWO_PASS_METHODS:
             continue
         optimizer = code.key(func.value)
         scaled = code.scaled_before(event)
@@ -321,27 +328,28 @@ def _stepped_in_passes(code: CodeReader) -> Found:
         is_unscaled = "unscale" in text
         if is_unscaled and _ASKS_FOR_FINITE.search(text):
             continue
-        if _is_by_hand(scaled.of, text) or _calls_what_unscales(code, scaled, event):
+        if _may_unscale_by_hand(scaled.owner, text) or _may_unscale_between(code, scaled, event):
             continue
         reported.add((event.unit, optimizer))
         rest = "" if is_unscaled else ", nor unscale its gradients"
         advice = _STEPPED_IN_PASSES.said(
-            scaler=scaled.of, optimizer=optimizer, step=func.attr.value, rest=rest
+            scaler=scaled.owner, optimizer=optimizer, step=func.attr.value, rest=rest
         )
         yield event.node, advice
 
 
-def _calls_what_unscales(code: CodeReader, scaled: Event, step: Event) -> bool:
-    """Whether a call between a backward and a pass may unscale the gradients or check them."""
+def _may_unscale_between(code: CodeReader, scaled: Event, step: Event) -> bool:
+    """Whether a call between a backward and a step may unscale the gradients."""
     between = of_kind("call", step.unit.events[scaled.order + 1 : step.order])
-    return any(_may_unscale(code, event.node, scaled.of) for event in between)
+    return any(_may_unscale(code, event.node, scaled.owner) for event in between)
 
 
 # Where autocast ends.
 
 
-def _backward_in_autocast(code: CodeReader) -> Found:
-    around_steps = _blocks_around_steps(code)
+def _backward_in_autocast(code: CodeReader) -> Mistakes:
+    """Yield each backward inside autocast, unless `_loop_in_one_block` reports that block."""
+    around_steps = _autocasts_around_steps(code)
     for event in code.events:
         if event.kind not in ("scaled", "backward"):
             continue
@@ -349,13 +357,14 @@ def _backward_in_autocast(code: CodeReader) -> Found:
             yield event.node, _BACKWARD_INSIDE.text
 
 
-def _loop_in_one_block(code: CodeReader) -> Found:
-    for call in _blocks_around_steps(code):
+def _loop_in_one_block(code: CodeReader) -> Mistakes:
+    """Yield each autocast around a whole training loop."""
+    for call in _autocasts_around_steps(code):
         yield call, _LOOP_IN_ONE_BLOCK.text
 
 
-def _blocks_around_steps(code: CodeReader) -> list[cst.Call]:
-    """The calls of autocast around a loop with a backward pass and a step of an optimizer."""
+def _autocasts_around_steps(code: CodeReader) -> list[cst.Call]:
+    """The autocasts around a loop with a backward and a step, unless they have no cache."""
     with_backward: set[cst.Call] = set()
     with_step: set[cst.Call] = set()
     for event in code.events:
@@ -364,7 +373,7 @@ def _blocks_around_steps(code: CodeReader) -> list[cst.Call]:
             continue
         if event.kind in ("scaled", "backward"):
             with_backward.add(call)
-        elif event.kind == "scaler step" or _is_step(code, event):
+        elif event.kind == "scaler step" or _is_optimizer_step(code, event):
             with_step.add(call)
     around = with_backward & with_step
     return [call for call in around if not _is_without_cache(code.autocast_of(call))]
@@ -377,18 +386,19 @@ def _is_without_cache(call: cst.Call) -> bool:
 # Updates.
 
 
-def _never_updated(code: CodeReader) -> Found:
-    for name in code.made.keys() - code.disabled:
-        last_of_kind = code.last_of[name]
+def _never_updated(code: CodeReader) -> Mistakes:
+    """Yield the last step of each scaler that scales and steps, and has no update."""
+    for name in code.scaler_keys.keys() - code.disabled_scalers:
+        last_of_kind = code.last_by_kind[name]
         step = last_of_kind.get("scaler step")
         if step is None or "scaled" not in last_of_kind or "update" in last_of_kind:
             continue
-        if code.escapes(name):
+        if code.scaler_escapes(name):
             continue
-        # Not every update is an event: a lambda runs later.
-        uses = code.tree.uses_ending["update"]
+        # An update inside a lambda is no event.
+        uses = code.tree.uses_by_last_part["update"]
         if not any(use.parts[-2:] == (name, "update") for use in uses):
-            yield step.node, _NEVER_UPDATED.said(scaler=step.of)
+            yield step.node, _NEVER_UPDATED.said(scaler=step.owner)
 
 
 _NOTES = (_backward_in_autocast,)

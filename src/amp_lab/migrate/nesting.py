@@ -1,4 +1,4 @@
-"""How deeply Python code is nested, counted before it is parsed.
+"""Counts how deeply Python code is nested, before it is parsed.
 
 libcst's parser follows nested code by recursion in native code, and ends the process where the
 stack is used up. Its tree is then walked by recursion in Python, up to the interpreter's own limit.
@@ -19,29 +19,33 @@ from typing import TypeVar
 from amp_lab.core.errors import OptionError
 
 MAX_LEVELS = 2_000
-"""Of nested code in one statement, such as the operators of a sum or the names of ``a.b.c``."""
+"""The most levels of one statement, such as the operators of a sum or the names of ``a.b.c``."""
 MAX_BRACKETS = 100
-"""Within each other, and as many blocks; Python's own limits are 200 and 100."""
-# libcst and the rules were seen to take at most 5.3 frames and 10 KiB of stack for a level.
+"""The most brackets, or blocks, inside each other; Python's own limits are 200 and 100."""
+# libcst and the rules were measured to take at most 5.3 frames and 10 KiB of stack for a level.
 _FRAMES_PER_LEVEL = 10
 _STACK_BYTES = 64 * 2**20
 
-_Answer = TypeVar("_Answer")
+_Result = TypeVar("_Result")
 
 
 @dataclass
 class _Bracket:
-    """An open bracket, or a statement outside of all brackets."""
+    """The tokens directly in an open bracket, or in a statement outside of all brackets."""
 
     is_open: bool = True
-    tokens: int = 0  # since the last comma that starts something which is not nested in it
-    open_lambdas: int = 0  # whose commas separate their parameters
-    is_comprehension: bool = False  # whose commas separate the names that it assigns
+    """False for a statement outside of all brackets."""
+    tokens: int = 0
+    """How many tokens follow the last comma that separates elements: these may be nested."""
+    open_lambdas: int = 0
+    """How many lambdas have no colon yet: commas separate their parameters."""
+    is_comprehension: bool = False
+    """Whether there was a ``for``: commas separate its target names."""
 
     def count(self, token: tokenize.TokenInfo) -> None:
-        """Count one token that neither opens nor closes a bracket."""
+        """Count a token that neither opens nor closes a bracket."""
         if token.type == tokenize.STRING:
-            self.tokens += _levels_of_fields(token.string)
+            self.tokens += _f_string_levels(token.string)
         elif token.string in (",", ";"):
             if not self.open_lambdas and not self.is_comprehension:
                 self.tokens = 0
@@ -54,10 +58,11 @@ class _Bracket:
 
 
 def check_nesting(text: str) -> None:
-    """Raise `OptionError` for code that is nested too deeply, with its line.
+    """Raise `OptionError` with the line of code that is nested too deeply, if there is any.
 
-    Each token of a statement counts as a level until a comma: an upper bound, since each operator
-    of a sum and each name of a chain is a level of libcst's tree.
+    Each token of a statement counts as a level, up to the next comma. This is an upper bound,
+    because only some tokens are a level of libcst's tree: each operator of a sum, each name of a
+    chain.
     """
     brackets = [_Bracket(is_open=False)]
     blocks = _Blocks()
@@ -66,12 +71,13 @@ def check_nesting(text: str) -> None:
             _count(brackets, token)
             blocks.count(token)
             levels = sum(bracket.tokens for bracket in brackets) + sum(blocks.elifs)
-            if levels > MAX_LEVELS or max(len(brackets), len(blocks.elifs)) > MAX_BRACKETS:
+            deepest = max(len(brackets), len(blocks.elifs))
+            if levels > MAX_LEVELS or deepest > MAX_BRACKETS:
                 raise OptionError(
                     f"line {token.start[0]} is nested too deeply: over {MAX_LEVELS:,} levels, or "
                     f"{MAX_BRACKETS} brackets or blocks; split it"
                 )
-    except (tokenize.TokenError, SyntaxError):  # not Python, which the parser will say
+    except (tokenize.TokenError, SyntaxError):  # the parser reports it, with its line
         return
 
 
@@ -79,11 +85,12 @@ class _Blocks:
     """The blocks that are open, by indentation."""
 
     def __init__(self) -> None:
-        self.elifs = [0]  # in a row, in each of them: each is a level below the one before
+        # For each open block, how many elif its last `if` has: each is nested in the one before.
+        self.elifs = [0]
         self._starts_statement = True
 
     def count(self, token: tokenize.TokenInfo) -> None:
-        """Count one token."""
+        """Follow the blocks and chains of ``elif`` over one token."""
         if token.type == tokenize.NEWLINE:
             self._starts_statement = True
         elif token.type == tokenize.INDENT:
@@ -99,9 +106,9 @@ class _Blocks:
 
 
 def _count(brackets: list[_Bracket], token: tokenize.TokenInfo) -> None:
-    """Count one token in the brackets that are open."""
-    last = brackets[-1]
-    last.tokens += 1
+    """Count a token in the innermost bracket, and open or close one if it is a bracket."""
+    innermost = brackets[-1]
+    innermost.tokens += 1
     if token.type == tokenize.NEWLINE:
         brackets[:] = [_Bracket(is_open=False)]
     elif token.string in ("(", "[", "{"):
@@ -109,11 +116,14 @@ def _count(brackets: list[_Bracket], token: tokenize.TokenInfo) -> None:
     elif token.string in (")", "]", "}"):
         brackets[:] = brackets[:-1] or [_Bracket(is_open=False)]
     else:
-        last.count(token)
+        innermost.count(token)
 
 
-def _levels_of_fields(string: str) -> int:
-    """Levels of the deepest field of an f-string, which is a single token before Python 3.12."""
+def _f_string_levels(string: str) -> int:
+    """The most levels in one ``{field}`` of an f-string; 0 for any other string.
+
+    Python before 3.12 gives the whole f-string as one token.
+    """
     prefix = re.match(r"[a-zA-Z]*", string)
     if prefix is None or "f" not in prefix[0].lower():
         return 0
@@ -123,16 +133,17 @@ def _levels_of_fields(string: str) -> int:
             levels += len(piece) if piece == "{{" else 1
             open_braces += piece.count("{") - piece.count("}")
             deepest = max(deepest, levels)
-        elif piece == "{":  # two of them are a brace of the text
+        elif piece == "{":  # outside of a field, {{ is a brace of the text
             levels = 0
             open_braces = 1
     return deepest
 
 
-def with_room_to_recurse(function: Callable[..., _Answer], *arguments: object) -> _Answer:
-    """Call a function that follows code up to `MAX_LEVELS` deep; return what it returns.
+def with_room_to_recurse(function: Callable[..., _Result], *arguments: object) -> _Result:
+    """Call a function that recurses over code up to `MAX_LEVELS` deep, and return its result.
 
-    It runs in a thread, whose stack does not depend on the operating system or on the caller.
+    It runs in a thread of its own: the size of that stack can be chosen, and the caller's frames
+    take no room there.
     """
     recursion_limit = sys.getrecursionlimit()
     stack_bytes = threading.stack_size(_STACK_BYTES)

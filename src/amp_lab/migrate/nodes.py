@@ -1,4 +1,4 @@
-"""What can be asked of a node of libcst's tree by itself, without the tree around it."""
+"""Questions about one node of libcst's tree that its own fields answer, without its parents."""
 
 import dataclasses
 import functools
@@ -7,48 +7,49 @@ from typing import TypeGuard
 
 import libcst as cst
 
-# Fields that begin so hold blanks, brackets and commas, which are half of a tree, and no code.
+# A field whose name starts with one of these holds blanks, brackets or commas: half of all nodes.
 _NOT_CODE = ("whitespace", "lpar", "rpar", "lbracket", "rbracket", "lbrace", "rbrace", "comma")
 _NOT_CODE += ("semicolon", "equal", "dot", "leading_lines", "header", "footer", "trailing")
 _NOT_CODE += ("lines_", "indent", "newline", "operator", "asynchronous", "encoding", "default_")
 _NOT_CODE += ("has_",)
 
-_BODY_ALONE = cst.ClassDef | cst.ExceptHandler | cst.ExceptStarHandler | cst.MatchCase
+_ONLY_BODY_RUNS = cst.ClassDef | cst.ExceptHandler | cst.ExceptStarHandler | cst.MatchCase
 
 
 @functools.cache
-def _fields(kind: type) -> tuple[str, ...]:
-    names = [field.name for field in dataclasses.fields(kind)]
-    # The keyword of an argument is a name, but no use of one.
+def _code_fields(node_type: type) -> tuple[str, ...]:
+    """The names of the fields of a type of node that hold code."""
+    names = [field.name for field in dataclasses.fields(node_type)]
+    # The keyword of an argument is a cst.Name too, but it does not read a variable.
     return tuple(name for name in names if not name.startswith(_NOT_CODE) and name != "keyword")
 
 
 @functools.cache
-def _is_node(kind: type) -> bool:
-    return issubclass(kind, cst.CSTNode)  # slow, as it is of an abstract class
+def _is_node_type(candidate: type) -> bool:
+    return issubclass(candidate, cst.CSTNode)  # cached: slow, because CSTNode is abstract
 
 
 def children(node: cst.CSTNode) -> list[cst.CSTNode]:
-    """The parts of a node that are code, in order."""
+    """The children of a node that are code, in the order of the source."""
     parts = []
-    for name in _fields(type(node)):
+    for name in _code_fields(type(node)):
         value = getattr(node, name)
         if isinstance(value, list | tuple):
-            parts += [item for item in value if _is_node(type(item))]
-        elif _is_node(type(value)):
+            parts += [item for item in value if _is_node_type(type(item))]
+        elif _is_node_type(type(value)):
             parts.append(value)
     return parts
 
 
-def below(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """A node, and all the parts of it that are code, in order."""
+def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """Yield a node and all its descendants that are code, in the order of the source."""
     yield node
     for child in children(node):
-        yield from below(child)
+        yield from walk(child)
 
 
-def dotted(node: cst.CSTNode | None) -> tuple[str, ...] | None:
-    """``a.b.c`` as its parts, or None if the node is no such name."""
+def name_parts(node: cst.CSTNode | None) -> tuple[str, ...] | None:
+    """``("a", "b", "c")`` for the expression ``a.b.c``; None unless it is a (dotted) name."""
     parts = []
     while isinstance(node, cst.Attribute):
         parts.append(node.attr.value)
@@ -58,74 +59,86 @@ def dotted(node: cst.CSTNode | None) -> tuple[str, ...] | None:
     return (node.value, *reversed(parts))
 
 
-def name_called(call: cst.Call) -> str:
-    """The last part of the name of what is called; empty if it has none."""
-    parts = dotted(call.func)
+def called_name(call: cst.Call) -> str:
+    """``c`` for a call ``a.b.c()``; empty if the function is not a (dotted) name."""
+    parts = name_parts(call.func)
     if parts is None:
         return ""
     return parts[-1]
 
 
 def is_call_of(node: cst.CSTNode | None, *names: str) -> TypeGuard[cst.Call]:
-    """Whether it is a call of something that has one of these names, without a dot."""
+    """Whether a node is ``name(...)``, without a dot, for one of `names`."""
     if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Name):
         return False
     return node.func.value in names
 
 
-def is_given(call: cst.Call, name: str) -> bool:
-    """Whether a name by itself is an argument of a call."""
-    return any(dotted(arg.value) == (name,) for arg in call.args)
+def suppresses_errors(block: cst.With) -> bool:
+    """Whether a ``with`` block ignores errors, by ``contextlib.suppress(...)``."""
+    calls = [item.item for item in block.items if isinstance(item.item, cst.Call)]
+    return any(called_name(call) == "suppress" for call in calls)
+
+
+def is_argument(call: cst.Call, name: str) -> bool:
+    """Whether one argument of a call is the plain variable `name`."""
+    return any(name_parts(arg.value) == (name,) for arg in call.args)
 
 
 def arguments(args: Sequence[cst.Arg], names: Sequence[str] = ()) -> dict[str, cst.BaseExpression]:
-    """The arguments of a call by name, those by position named after `names`; none of a star."""
-    given = {}
+    """The values of a call's arguments by name; `*args` and `**kwargs` are left out.
+
+    Positional arguments take their names from `names`, in order.
+    """
+    values = {}
     for position, arg in enumerate(args):
         if arg.star == "*":
-            names = ()  # it may hold any number, so the positions after it are not known
+            names = ()  # *args may hold any number of values: later positions are unknown
         elif arg.keyword is not None:
-            given[arg.keyword.value] = arg.value
+            values[arg.keyword.value] = arg.value
         elif not arg.star and position < len(names):
-            given[names[position]] = arg.value
-    return given
+            values[names[position]] = arg.value
+    return values
 
 
 def module_of(node: cst.ImportFrom) -> str:
-    """The dotted name of the module that names are imported from; empty for a relative import."""
+    """``a.b`` for ``from a.b import c``; empty for a relative import."""
     if node.relative:
         return ""
-    return ".".join(dotted(node.module) or ())
+    return ".".join(name_parts(node.module) or ())
 
 
 def aliases_of(node: cst.Import | cst.ImportFrom) -> Sequence[cst.ImportAlias]:
-    """What an import names; nothing for a star."""
+    """The names of an import, each with its ``as``; empty for ``import *``."""
     if isinstance(node.names, cst.ImportStar):
         return ()
     return node.names
 
 
 def bound_name(alias: cst.ImportAlias) -> str:
-    """The name that an import binds: ``import a.b`` binds ``a`` alone."""
+    """The variable that an import assigns: ``a`` for ``import a.b``, ``c`` for ``a as c``."""
     return (alias.evaluated_alias or alias.evaluated_name).partition(".")[0]
 
 
-def literal(node: cst.CSTNode | None) -> str | None:
-    """The text of a string that is written out, without its quotes; None for anything else."""
+def string_value(node: cst.CSTNode | None) -> str | None:
+    """The text of a string literal, without its quotes; None for any other expression."""
     if not isinstance(node, cst.SimpleString):
         return None
     return node.raw_value
 
 
 def is_false(node: cst.CSTNode | None) -> bool:
-    """Whether it is written as False, or 0."""
+    """Whether an expression is the literal ``False`` or ``0``."""
     if isinstance(node, cst.Integer):
         return node.evaluated_value == 0
     return isinstance(node, cst.Name) and node.value == "False"
 
 
 def assignments(node: cst.CSTNode) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression]]:
-    """Each target that a node assigns to, and what it is given; none if it is no assignment."""
+    """Yield each (target, value) of an assignment: ``a, b = 1, 2`` gives ``a, 1`` and ``b, 2``.
+
+    Yields nothing for other nodes.
+    """
     if isinstance(node, cst.AnnAssign | cst.NamedExpr) and node.value is not None:
         yield node.target, node.value
     if not isinstance(node, cst.Assign):
@@ -134,16 +147,16 @@ def assignments(node: cst.CSTNode) -> Iterator[tuple[cst.BaseExpression, cst.Bas
     for left in (target.target for target in node.targets):
         if not isinstance(left, cst.Tuple) or not isinstance(right, cst.Tuple):
             yield left, right
-        elif len(left.elements) == len(right.elements):  # else a star takes what is left over
+        elif len(left.elements) == len(right.elements):  # else one element is a *rest
             for name, value in zip(left.elements, right.elements, strict=True):
                 yield name.value, value.value
 
 
 def loss_of(backward: cst.Call) -> cst.BaseExpression | None:
-    """What a call of ``backward`` computes the gradients of."""
+    """``loss`` for ``loss.backward()`` and for ``torch.autograd.backward(loss)``."""
     func = backward.func
-    modules = (("torch", "autograd"), ("autograd",))
-    if isinstance(func, cst.Attribute) and dotted(func.value) not in modules:
+    autograd = (("torch", "autograd"), ("autograd",))
+    if isinstance(func, cst.Attribute) and name_parts(func.value) not in autograd:
         return func.value
     if not backward.args:
         return None
@@ -151,7 +164,7 @@ def loss_of(backward: cst.Call) -> cst.BaseExpression | None:
 
 
 def last_statement(block: cst.CSTNode) -> cst.CSTNode:
-    """The statement that a block ends with; several may share its line."""
+    """The last statement of a block, also of a last line such as ``a(); b()``."""
     assert isinstance(block, cst.BaseSuite)
     last = block.body[-1]
     if isinstance(last, cst.SimpleStatementLine):
@@ -159,30 +172,34 @@ def last_statement(block: cst.CSTNode) -> cst.CSTNode:
     return last
 
 
-def leaves(block: cst.CSTNode) -> bool:
-    """Whether what stands after a block is not reached through it."""
+def leaves_block(block: cst.CSTNode) -> bool:
+    """Whether a block ends with return, raise, continue or break."""
     return isinstance(last_statement(block), cst.Return | cst.Raise | cst.Continue | cst.Break)
 
 
-def is_end(block: cst.BaseSuite) -> bool:
-    """Whether no path through a block, or through one that it ends with, leads past it."""
+def never_passes(block: cst.BaseSuite) -> bool:
+    """Whether every path through a block leaves it, so that the code after it never runs.
+
+    Also looks into a `with`, or an `if` with an `else`, at the end of the block.
+    """
     last = last_statement(block)
     if isinstance(last, cst.With):
-        is_caught = any(is_call_of(item.item, "suppress") for item in last.items)
-        return is_end(last.body) and not is_caught
+        # suppress() goes on after the block, where the error was raised
+        is_suppressed = any(is_call_of(item.item, "suppress") for item in last.items)
+        return never_passes(last.body) and not is_suppressed
     if isinstance(last, cst.If):
         if not isinstance(last.orelse, cst.Else):
             return False
-        return is_end(last.body) and is_end(last.orelse.body)
-    return leaves(block)
+        return never_passes(last.body) and never_passes(last.orelse.body)
+    return leaves_block(block)
 
 
-def parts_that_run(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
-    """What of a node runs in its turn; a lambda runs later, if at all."""
+def running_parts(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
+    """The children of a node that run when the node does: none of a lambda, which runs later."""
     if isinstance(node, cst.Lambda):
         return ()
     if isinstance(node, cst.Match):
         return node.cases
-    if isinstance(node, _BODY_ALONE):
+    if isinstance(node, _ONLY_BODY_RUNS):
         return (node.body,)
     return children(node)

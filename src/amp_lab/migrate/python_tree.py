@@ -1,7 +1,7 @@
-"""A source file as a tree, with what each name in it is bound to.
+"""A parsed source file, with the bindings and uses of its names.
 
-libcst's own scope analysis takes four times as long as its parser; this one walks the tree once and
-keeps only what the migration asks: imports, other bindings, uses of names.
+libcst's own scope analysis takes four times as long as its parser. This one walks the tree once and
+keeps only what the rules need: imports, other bindings, and uses of names.
 """
 
 import functools
@@ -23,45 +23,48 @@ _Node = cst.CSTNode | None
 
 
 def _is_import_of_torch(value: cst.CSTNode | None) -> bool:
-    """Whether it is a call such as ``pytest.importorskip("torch")``."""
+    """Whether a value is a call such as ``pytest.importorskip("torch")``."""
     if not isinstance(value, cst.Call) or not value.args:
         return False
-    is_torch = nodes.literal(value.args[0].value) == "torch"
-    return is_torch and nodes.name_called(value) in ("importorskip", "import_module", "__import__")
+    if nodes.string_value(value.args[0].value) != "torch":
+        return False
+    return nodes.called_name(value) in ("importorskip", "import_module", "__import__")
 
 
 def _checks_type(call: cst.Call, argument: cst.CSTNode) -> bool:
-    """Whether a call is an ``isinstance``, with this argument as the type."""
+    """Whether a call is ``isinstance(x, argument)`` or ``issubclass(x, argument)``."""
     if not nodes.is_call_of(call, "isinstance", "issubclass"):
         return False
     return len(call.args) == 2 and call.args[1] is argument
 
 
-_IN_A_TYPE = cst.Subscript | cst.SubscriptElement | cst.Index | cst.Tuple | cst.List | cst.Element
-_IN_A_TYPE |= cst.BinaryOperation | cst.Arg | cst.ComparisonTarget
+# What may stand between a type and the annotation that it is in: list[T], (T, U), T | U.
+_PARTS_OF_A_TYPE = cst.Subscript | cst.SubscriptElement | cst.Index | cst.Tuple | cst.List
+_PARTS_OF_A_TYPE |= cst.Element | cst.BinaryOperation | cst.Arg | cst.ComparisonTarget
 
 
 class Tree:
     """A parsed file: `parents`, `scopes`, `uses` of names, and `line` and `span` of each node.
 
-    Raises `libcst.ParserSyntaxError` if the text is no Python.
+    Raises `libcst.ParserSyntaxError` if the text is not Python.
     """
 
     def __init__(self, text: str):
         self.text = text
         self.module = cst.parse_module(text)
         self.uses: list[Use] = []
-        self.calls: dict[cst.Call, Scope] = {}  # in order, each with its scope
+        self.calls: dict[cst.Call, Scope] = {}  # in the order of the source
         self.imports: dict[cst.Import | cst.ImportFrom, Scope] = {}
-        self.stars: dict[cst.ImportFrom, str] = {}  # from which module each brings all names
-        self.imported: dict[cst.CSTNode, str | None] = {}  # what an alias binds
-        # What is assigned to each name and attribute of the file, whichever its scope.
-        self.assigned: defaultdict[tuple[str, ...], list[cst.CSTNode]] = defaultdict(list)
-        self.answers: dict[tuple, Any] = {}  # see `answered_once`
+        self.star_imports: dict[cst.ImportFrom, str] = {}  # `from module import *`: its module
+        self.alias_origins: dict[cst.CSTNode, str | None] = {}  # see `Binding.origin`
+        # By the parts of a dotted name, such as ("self", "scaler"), in all scopes together.
+        self.assigned_values: defaultdict[tuple[str, ...], list[cst.CSTNode]] = defaultdict(list)
+        self.cache: dict[tuple, Any] = {}  # see `cached_in_tree`
         self.scopes = [Scope("module", self.module)]
         self._visit(self.module, self.scopes[0])
 
-    # Walking.
+    # Walking the tree: bindings and uses are gathered in the order in which Python runs them.
+    # Each `_visit_…` is for the types of nodes that `_VISITORS` gives it.
 
     def _visit(self, node: cst.CSTNode, scope: Scope) -> None:
         visit = _VISITORS.get(type(node))
@@ -70,9 +73,9 @@ class Tree:
         else:
             self._visit_parts(nodes.children(node), scope)
 
-    def _visit_parts(self, parts: Iterable[_Node], scope: Scope, but: _Node = None) -> None:
+    def _visit_parts(self, parts: Iterable[_Node], scope: Scope, skip: _Node = None) -> None:
         for part in parts:
-            if part is not None and part is not but:
+            if part is not None and part is not skip:
                 self._visit(part, scope)
 
     def _new_scope(self, kind: str, node: cst.CSTNode, scope: Scope) -> Scope:
@@ -82,21 +85,22 @@ class Tree:
     def _bind_target(
         self, target: cst.CSTNode, scope: Scope, source: _Node = None, is_part: bool = False
     ) -> None:
+        """Bind the names of a target to `source`, or to an unknown part of it if `is_part`."""
         if isinstance(target, cst.Name):
             value = None if is_part else source
             origin = None
-            if _is_import_of_torch(value):  # as tests import it
+            if _is_import_of_torch(value):  # tests write torch = pytest.importorskip("torch")
                 origin = "torch"
-            scope.bind(target.value, Binding(origin, target, value, source))
+            scope.bind(target.value, Binding(target, origin, value, source))
         elif isinstance(target, cst.Tuple | cst.List):
-            for element in target.elements:  # which part of the source it gets is not known
+            for element in target.elements:
                 self._bind_target(element.value, scope, source, is_part=True)
         else:
-            self._visit(target, scope)  # an attribute or an item: nothing new is bound
+            self._visit(target, scope)  # x.a or x[i] binds no name, but uses x
 
     def _visit_dotted(self, node: cst.Name | cst.Attribute, scope: Scope) -> None:
-        parts = nodes.dotted(node)
-        if parts is not None:  # as a whole: its parts are no uses of their own
+        parts = nodes.name_parts(node)
+        if parts is not None:  # one use of a.b.c, not also of a.b and of a
             self.uses.append(Use(node, parts, scope))
         elif isinstance(node, cst.Attribute):
             self._visit(node.value, scope)
@@ -107,38 +111,39 @@ class Tree:
 
     def _visit_function(self, node: cst.FunctionDef | cst.Lambda, scope: Scope) -> None:
         if isinstance(node, cst.FunctionDef):
-            scope.bind(node.name.value, Binding(None, node))
+            scope.bind(node.name.value, Binding(node))
             self._visit_parts((*node.decorators, node.returns), scope)
         inner = self._new_scope("function", node, scope)
         for param in nodes.children(node.params):
             if isinstance(param, cst.Param):
-                inner.bind(param.name.value, Binding(None, param))
-                # these are evaluated outside the function
+                inner.bind(param.name.value, Binding(param))
+                # annotations and defaults are evaluated outside the function
                 self._visit_parts((param.annotation, param.default), scope)
         self._visit(node.body, inner)
 
     def _visit_class(self, node: cst.ClassDef, scope: Scope) -> None:
-        scope.bind(node.name.value, Binding(None, node))
+        scope.bind(node.name.value, Binding(node))
         self._visit_parts((*node.decorators, *node.bases, *node.keywords), scope)
-        inner = self._new_scope("class", node, scope)  # which methods do not see
+        inner = self._new_scope("class", node, scope)
         self._visit(node.body, inner)
 
     def _visit_comprehension(self, node: cst.BaseComp, scope: Scope) -> None:
         inner = self._new_scope("comprehension", node, scope)
-        self._visit(node.for_in, inner)  # it binds what the element before it uses
-        self._visit_parts(nodes.children(node), inner, but=node.for_in)
+        self._visit(node.for_in, inner)  # first: it binds the names that the element uses
+        self._visit_parts(nodes.children(node), inner, skip=node.for_in)
 
     def _visit_for(self, node: cst.For | cst.CompFor, scope: Scope) -> None:
-        self._bind_target(node.target, scope)  # before the element, which uses it
-        self._visit_parts(nodes.children(node), scope, but=node.target)
+        self._bind_target(node.target, scope)  # first: the body uses its names
+        self._visit_parts(nodes.children(node), scope, skip=node.target)
 
     def _visit_assign(
         self, node: cst.Assign | cst.AnnAssign | cst.AugAssign | cst.NamedExpr, scope: Scope
     ) -> None:
+        """Remember the values of the targets, visit the value, then bind the targets."""
         for target, value in nodes.assignments(node):
-            parts = nodes.dotted(target)
+            parts = nodes.name_parts(target)
             if parts:
-                self.assigned[parts].append(value)
+                self.assigned_values[parts].append(value)
         # The value is read before any target is bound.
         if isinstance(node, cst.AnnAssign):
             self._visit(node.annotation, scope)
@@ -154,21 +159,25 @@ class Tree:
         self._bind_target(node.name, scope)
 
     def _visit_match_name(self, node: cst.MatchAs | cst.MatchStar, scope: Scope) -> None:
+        """Bind ``x`` of ``case Loss() as x``, ``case x`` and ``case [*x]``."""
         if node.name is not None:
-            scope.bind(node.name.value, Binding(None, node))
-        self._visit_parts(nodes.children(node), scope, but=node.name)
+            scope.bind(node.name.value, Binding(node))
+        self._visit_parts(nodes.children(node), scope, skip=node.name)
 
-    def _visit_elsewhere(self, node: cst.Global | cst.Nonlocal, scope: Scope) -> None:
+    def _visit_global_or_nonlocal(self, node: cst.Global | cst.Nonlocal, scope: Scope) -> None:
         for item in node.names:
             name = item.name.value
-            home = self.scopes[0]
+            owner = self.scopes[0]
             if isinstance(node, cst.Nonlocal):
-                home = self._home_of_nonlocal(name, scope)
-            scope.elsewhere[name] = home
+                owner = self._scope_of_nonlocal(name, scope)
+            scope.outer_names[name] = owner
 
-    def _home_of_nonlocal(self, name: str, scope: Scope) -> Scope:
-        """The function around a scope that has bound a name; the nearest if none has yet."""
-        outer = [s for s in scope.outwards() if s.kind == "function" and s is not scope]
+    def _scope_of_nonlocal(self, name: str, scope: Scope) -> Scope:
+        """The innermost function around `scope` that has bound a name so far.
+
+        The innermost function of all if none has, and the module if there is no function.
+        """
+        outer = [s for s in scope.enclosing_scopes() if s.kind == "function" and s is not scope]
         for function in outer:
             if name in function.bindings:
                 return function
@@ -177,189 +186,201 @@ class Tree:
     def _visit_import(self, node: cst.Import | cst.ImportFrom, scope: Scope) -> None:
         self.imports[node] = scope
         if isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar):
-            self.stars[node] = nodes.module_of(node)
+            self.star_imports[node] = nodes.module_of(node)
         for alias in nodes.aliases_of(node):
             name = nodes.bound_name(alias)
             origin = self._origin_of(alias, node, name)
-            self.imported[alias] = origin
-            scope.bind(name, Binding(origin, alias))
+            self.alias_origins[alias] = origin
+            scope.bind(name, Binding(alias, origin))
 
     def _origin_of(
         self, alias: cst.ImportAlias, node: cst.Import | cst.ImportFrom, name: str
     ) -> str | None:
-        """The dotted name of what an import binds to a name; None within the user's package."""
+        """What `alias` imports: ``a.b`` for ``from a import b``; None for a relative import."""
         if isinstance(node, cst.Import):
             return name if alias.asname is None else alias.evaluated_name
         if node.relative:
             return None
         return f"{nodes.module_of(node)}.{alias.evaluated_name}"
 
-    # Asking.
+    # Questions about the nodes around a node.
 
     @functools.cached_property
     def parents(self) -> dict[cst.CSTNode, cst.CSTNode]:
-        """The node of which each node is a part."""
+        """The parent of each node but the module."""
         parents: dict[cst.CSTNode, cst.CSTNode] = {}
-        left: list[cst.CSTNode] = [self.module]
-        while left:
-            node = left.pop()
-            below = nodes.children(node)
-            parents.update(dict.fromkeys(below, node))
-            left += below
+        to_visit: list[cst.CSTNode] = [self.module]
+        while to_visit:
+            node = to_visit.pop()
+            children = nodes.children(node)
+            parents.update(dict.fromkeys(children, node))
+            to_visit += children
         return parents
 
     def ancestors(self, node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
-        """Each node above, with the one of its children through which it was reached."""
+        """Yield each (ancestor, child): the child is `node` or the ancestor that contains it."""
         parent = self.parents.get(node)
         while parent is not None:
             yield parent, node
             node = parent
             parent = self.parents.get(node)
 
-    def is_in(self, node: cst.CSTNode, what: type | cst.CSTNode) -> bool:
-        """Whether a node stands below another one, or below any of a kind."""
-        above = (parent for parent, _ in self.ancestors(node))
-        if isinstance(what, cst.CSTNode):
-            return what in above
-        return any(isinstance(parent, what) for parent in above)
+    def is_in(self, node: cst.CSTNode, outer: type | cst.CSTNode) -> bool:
+        """Whether `outer` is an ancestor of a node, or if it is a type, the type of an ancestor."""
+        ancestors = (parent for parent, _ in self.ancestors(node))
+        if isinstance(outer, cst.CSTNode):
+            return outer in ancestors
+        return any(isinstance(parent, outer) for parent in ancestors)
 
     def call_of(self, node: cst.CSTNode) -> cst.Call | None:
-        """The call whose function a node is."""
+        """The call ``f(...)`` of a node ``f``; None if the node is not called."""
         parent = self.parents[node]
         if isinstance(parent, cst.Call) and parent.func is node:
             return parent
         return None
 
-    def place_of_type(self, node: cst.BaseExpression) -> _Node:
-        """The annotation or comparison in which a name stands for a type; None elsewhere."""
+    def type_context(self, node: cst.BaseExpression) -> _Node:
+        """The annotation, comparison, isinstance or case that uses a name as a type, else None."""
         for parent, child in self.ancestors(node):
-            if isinstance(parent, cst.Annotation | cst.Comparison):  # type(x) is …
+            if isinstance(parent, cst.Annotation | cst.Comparison):  # type(x) is GradScaler
                 return parent
             if isinstance(parent, cst.MatchClass):
                 return parent if parent.cls is child else None
             if isinstance(parent, cst.Call):
                 return parent if _checks_type(parent, child) else None
-            if not isinstance(parent, _IN_A_TYPE):
+            if not isinstance(parent, _PARTS_OF_A_TYPE):
                 return None
         return None
 
-    def statement(self, node: cst.CSTNode) -> cst.CSTNode:
-        """The statement, simple line or compound, that a node is in."""
+    def statement_of(self, node: cst.CSTNode) -> cst.CSTNode:
+        """The innermost statement around a node: a line, or a compound such as `if`."""
         blocks = cst.Module | cst.IndentedBlock
-        return next(child for above, child in self.ancestors(node) if isinstance(above, blocks))
+        return next(child for parent, child in self.ancestors(node) if isinstance(parent, blocks))
 
     def code(self, node: cst.CSTNode) -> str:
-        """The text of a node."""
+        """The source text of a node."""
         return self.module.code_for_node(node)
 
+    # Questions about names.
+
     @functools.cached_property
-    def use_at(self) -> dict[cst.CSTNode, Use]:
-        """The use of a name that a node is."""
+    def use_by_node(self) -> dict[cst.CSTNode, Use]:
+        """Each use of a name, by its node."""
         return {use.node: use for use in self.uses}
 
     @functools.cached_property
-    def uses_ending(self) -> defaultdict[str, list[Use]]:
-        """The uses by the last part of their names."""
-        found: defaultdict[str, list[Use]] = defaultdict(list)
+    def uses_by_last_part(self) -> defaultdict[str, list[Use]]:
+        """The uses by the last part of their names: ``torch.cuda.amp`` is under ``amp``."""
+        uses: defaultdict[str, list[Use]] = defaultdict(list)
         for use in self.uses:
-            found[use.parts[-1]].append(use)
-        return found
+            uses[use.parts[-1]].append(use)
+        return uses
 
-    def uses_among(self, parts: Iterable[cst.CSTNode]) -> list[Use]:
-        """The uses of names that are among some nodes."""
-        return [self.use_at[node] for node in parts if node in self.use_at]
+    def uses_in(self, parts: Iterable[cst.CSTNode]) -> list[Use]:
+        """The uses of names whose nodes are among `parts`."""
+        return [self.use_by_node[node] for node in parts if node in self.use_by_node]
 
     def uses_of(self, name: str, scope: Scope) -> list[Use]:
-        """The uses of a name, as it is seen from a scope."""
-        home = scope.find(name)
+        """The uses of the variable that is called `name` in `scope`, in the whole file."""
+        owner = scope.find_scope(name)
         same_name = (use for use in self.uses if use.parts[0] == name)
-        return [use for use in same_name if use.scope.find(name) is home]
+        return [use for use in same_name if use.scope.find_scope(name) is owner]
 
     @functools.cached_property
-    def exported(self) -> set[str]:
-        """The names in ``__all__``, which other files may import from here."""
+    def exported_names(self) -> set[str]:
+        """The names in ``__all__``, which other files may import from this one."""
         bindings = self.scopes[0].bindings.get("__all__", [])
         values = [binding.value for binding in bindings if binding.value is not None]
         for call in self.calls:
-            parts = nodes.dotted(call.func)
-            if parts and parts[0] == "__all__":
+            parts = nodes.name_parts(call.func)
+            if parts and parts[0] == "__all__":  # __all__.append("autocast")
                 values.append(call)
         text = "".join(map(self.code, values))
         return set(re.findall(r"['\"](\w+)['\"]", text))
 
-    # Where it is. Positions cost more than parsing, and most files need none.
+    # Positions of nodes. To compute them costs more than parsing, so only files that need them do.
 
     @functools.cached_property
     def _spans(self) -> Mapping[cst.CSTNode, CodeSpan]:
+        """The start and length of each node, in bytes of UTF-8 without some form feeds."""
         wrapper = MetadataWrapper(self.module, unsafe_skip_copy=True)
-        # resolve() would walk the tree for nothing as well
+        # `_gen` because resolve() also walks the tree once, for other providers
         return cast("Mapping[cst.CSTNode, CodeSpan]", ByteSpanPositionProvider()._gen(wrapper))
 
     @functools.cached_property
     def _form_feeds(self) -> list[int]:
-        """Where libcst leaves out a form feed that begins a line, in the bytes that it has."""
-        found = re.finditer(rb"(?m)(?:^|(?<=\r))\f", self.text.encode())
-        return [match.start() - number for number, match in enumerate(found)]
+        """The positions, in libcst's bytes, of form feeds at the start of a line.
 
-    def _offset(self, byte: int) -> int:
-        at = byte + bisect_right(self._form_feeds, byte)
-        return at - self._more_bytes[bisect_left(self._wide, at)]
+        libcst does not count them, so they are counted here.
+        """
+        matches = re.finditer(rb"(?m)(?:^|(?<=\r))\f", self.text.encode())
+        return [match.start() - number for number, match in enumerate(matches)]
+
+    def _offset(self, libcst_byte: int) -> int:
+        """The index in `text` of the character at a position that libcst counts in bytes."""
+        byte = libcst_byte + bisect_right(self._form_feeds, libcst_byte)
+        wide_before = bisect_left(self._wide_starts, byte)
+        return byte - self._surplus_bytes[wide_before]
 
     @functools.cached_property
-    def _wide(self) -> list[int]:
-        """Where each character of several bytes starts, in bytes."""
+    def _wide_starts(self) -> list[int]:
+        """The byte at which each character of several UTF-8 bytes starts."""
         if self.text.isascii():
             return []
-        found = re.finditer(rb"[\xc0-\xff]", self.text.encode())
-        return [match.start() for match in found]
+        matches = re.finditer(rb"[\xc0-\xff]", self.text.encode())
+        return [match.start() for match in matches]
 
     @functools.cached_property
-    def _more_bytes(self) -> list[int]:
-        """How many bytes more than characters there are, before each of those and after all."""
+    def _surplus_bytes(self) -> list[int]:
+        """How many more bytes than characters the text has after its first 0, 1, 2, … wide ones."""
         wide = re.findall(r"[^\x00-\x7f]", self.text)
-        return list(itertools.accumulate((len(sign.encode()) - 1 for sign in wide), initial=0))
+        surplus = (len(character.encode()) - 1 for character in wide)
+        return list(itertools.accumulate(surplus, initial=0))
 
     @functools.cached_property
     def _line_starts(self) -> list[int]:
         return [0, *(end.end() for end in re.finditer(r"\r\n?|\n", self.text))]
 
     def span(self, node: cst.CSTNode) -> tuple[int, int]:
-        """Where the text of a node, without brackets around it, starts and ends."""
-        where = self._spans[node]
-        return self._offset(where.start), self._offset(where.start + where.length)
+        """The start and end in `text` of a node's code, without brackets around it."""
+        span = self._spans[node]
+        return self._offset(span.start), self._offset(span.start + span.length)
 
     def line(self, node: cst.CSTNode) -> int:
-        """The line, from 1, on which a node starts."""
+        """The number of the line on which a node starts, from 1."""
         return bisect_right(self._line_starts, self.span(node)[0])
 
     def indent(self, offset: int) -> str | None:
-        """The blanks before `offset` in its line, or None if there is something else."""
+        """The blanks between the start of the line and `offset`; None if code is in between."""
         line = bisect_right(self._line_starts, offset) - 1
         start = self._line_starts[line]
-        before = self.text[start:offset].lstrip("\ufeff")
-        if before.strip():  # a statement after a semicolon
+        blanks = self.text[start:offset].lstrip("\ufeff")
+        if blanks.strip():  # a statement before a semicolon
             return None
-        return before
+        return blanks
 
     @functools.cached_property
     def newline(self) -> str:
-        """How the first line ends."""
-        found = re.search(r"\r\n?|\n", self.text)
-        return found.group() if found else "\n"
+        """The characters that end the first line."""
+        line_end = re.search(r"\r\n?|\n", self.text)
+        return line_end.group() if line_end else "\n"
 
 
-def answered_once(ask: Callable[..., _Answer]) -> Callable[..., _Answer]:
-    """Keep the answer to a question about a node with its tree: many uses ask the same."""
+def cached_in_tree(function: Callable[..., _Answer]) -> Callable[..., _Answer]:
+    """Cache the results of ``function(tree, *arguments)`` in `tree`, for many uses ask the same.
 
-    @functools.wraps(ask)
-    def answer(tree: Tree, *about: object) -> _Answer:
-        key = (ask, *about)
-        if key not in tree.answers:
-            tree.answers[key] = None  # no, as long as the question leads back to itself
-            tree.answers[key] = ask(tree, *about)
-        return tree.answers[key]
+    A call that leads back to itself, as ``a = b; b = a`` does, gets None from the inner call.
+    """
 
-    return answer
+    @functools.wraps(function)
+    def cached(tree: Tree, *arguments: object) -> _Answer:
+        key = (function, *arguments)
+        if key not in tree.cache:
+            tree.cache[key] = None
+            tree.cache[key] = function(tree, *arguments)
+        return tree.cache[key]
+
+    return cached
 
 
 _VISITORS: dict[type[cst.CSTNode], Callable[..., None]] = {
@@ -382,8 +403,8 @@ _VISITORS: dict[type[cst.CSTNode], Callable[..., None]] = {
     cst.AsName: Tree._visit_as_name,
     cst.MatchAs: Tree._visit_match_name,
     cst.MatchStar: Tree._visit_match_name,
-    cst.Global: Tree._visit_elsewhere,
-    cst.Nonlocal: Tree._visit_elsewhere,
+    cst.Global: Tree._visit_global_or_nonlocal,
+    cst.Nonlocal: Tree._visit_global_or_nonlocal,
     cst.Import: Tree._visit_import,
     cst.ImportFrom: Tree._visit_import,
 }

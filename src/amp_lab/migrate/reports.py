@@ -1,4 +1,4 @@
-"""What was found, in the forms that other tools read: annotations of GitHub, SARIF, a patch."""
+"""The results in formats for other tools: annotations of GitHub, SARIF, and a patch for git."""
 
 import difflib
 import json
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from amp_lab.migrate.files import Result
     from amp_lab.migrate.rewriter import Finding
 
-_LEVELS = {  # how bad each kind is, as GitHub and as SARIF put it
+_LEVELS = {  # the level of each kind of finding, for (GitHub, SARIF)
     "mistake": ("error", "error"),
     "rewritten": ("warning", "warning"),
     "by hand": ("warning", "warning"),
@@ -27,30 +27,33 @@ _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
 def format_github(results: Iterable["Result"]) -> str:
-    """A workflow command of GitHub's for each line, which it shows as an annotation there."""
+    """GitHub workflow commands, one a line: it shows each as an annotation of the file."""
     lines = []
     for result in results:
         file = f"file={_escape(_relative(result.path), ',:')}"
         for line in result.lines:
-            # a line of a cell is none of the notebook's file
-            where = file
+            # A line within a cell is not a line of the notebook's file, so it is only in the text.
+            location = file
             if line.cell is None:
-                where = f"{file},line={line.line}"
+                location = f"{file},line={line.line}"
             level, _ = _LEVELS[line.kind]
             text = _escape(_text(line))
-            lines.append(f"::{level} {where},title=amp-lab migrate::{text}\n")
+            lines.append(f"::{level} {location},title=amp-lab migrate::{text}\n")
         if result.error is not None:
             lines.append(f"::error {file},title=amp-lab migrate::{_escape(result.error)}\n")
     return "".join(lines)
 
 
 def _escape(text: str, also: str = "") -> str:
-    """The text as a workflow command can hold it."""
+    """A text with line ends, ``%`` and the characters `also` as a workflow command writes them.
+
+    A newline becomes ``%0A``.
+    """
     return re.sub(f"[%\r\n{also}]", lambda sign: f"%{ord(sign[0]):02X}", text)
 
 
 def format_sarif(results: Iterable["Result"]) -> str:
-    """A log in SARIF 2.1.0, which code scanning and editors read."""
+    """A log in SARIF 2.1.0, for code scanning and editors."""
     found = []
     errors = []
     for result in results:
@@ -66,15 +69,15 @@ def format_sarif(results: Iterable["Result"]) -> str:
 
 def _sarif_result(path: Path, line: "Finding") -> dict:
     uri = quote(os.fsencode(_relative(path)))
-    place: dict = {"artifactLocation": {"uri": uri}}
+    location: dict = {"artifactLocation": {"uri": uri}}
     if line.cell is None:
-        place["region"] = {"startLine": line.line}
+        location["region"] = {"startLine": line.line}
     _, level = _LEVELS[line.kind]
     return {
         "ruleId": line.kind.replace(" ", "-"),
         "level": level,
         "message": {"text": _text(line)},
-        "locations": [{"physicalLocation": place}],
+        "locations": [{"physicalLocation": location}],
     }
 
 
@@ -86,24 +89,24 @@ def _text(line: "Finding") -> str:
 
 
 def _relative(path: Path) -> str:
-    """A path as it is seen from the folder where the command runs, if it lies below that."""
-    seen = os.path.relpath(path)
-    if seen.startswith(".."):
-        seen = str(path)
-    return seen.replace(os.sep, "/")
+    """A path with ``/``, relative to the working directory if it is below that."""
+    relative = os.path.relpath(path)
+    if relative.startswith(".."):
+        relative = str(path)
+    return relative.replace(os.sep, "/")
 
 
 def patch(path: Path, old: bytes, new: bytes) -> bytes:
-    """What `git apply` makes the new file of, in the folder where the command runs.
+    """The patch with which `git apply`, in the working directory, makes a file new.
 
-    Raises `OptionError` for a file that is not below it: git takes no such name.
+    Raises `OptionError` for a file that is not below it, or whose name git would have to quote.
     """
     name = os.path.relpath(path)
     if name.startswith("..") or re.search(r"[\r\n\t\"\\]", name.replace(os.sep, "/")):
         raise OptionError("cannot be named in a patch: run the command in a folder above it")
     name = name.replace(os.sep, "/")
     if " " in name:
-        name += "\t"  # else it would end at its blank
+        name += "\t"  # the tab ends the name; else its first blank would
     before = os.fsencode(f"a/{name}")
     after = os.fsencode(f"b/{name}")
     changes = difflib.diff_bytes(
@@ -118,5 +121,5 @@ def patch(path: Path, old: bytes, new: bytes) -> bytes:
 
 
 def _lines_of(text: bytes) -> list[bytes]:
-    """Its lines with their ends, which are newlines alone: git knows no others."""
+    """The lines of a file with their newlines; a carriage return ends no line for git."""
     return re.findall(rb"[^\n]*\n|[^\n]+", text)

@@ -1,4 +1,4 @@
-"""What every rule is built on: it looks at one file, and gathers edits and findings."""
+"""The base of all rules: a rule reads one file and collects edits and findings."""
 
 import re
 from typing import NamedTuple
@@ -10,13 +10,14 @@ from amp_lab.migrate.python_tree import Tree
 
 
 class Finding(NamedTuple):
-    """Something about a line: what was changed, what is to be done by hand, or what is wrong."""
+    """A message about a line: what was changed, what is to be done by hand, or what is wrong."""
 
     line: int
     kind: str
-    """``rewritten``, ``by hand``, ``mistake``; ``left`` or ``note`` where nothing is to be done."""
+    """``rewritten``, ``by hand``, ``mistake``; ``left`` and ``note`` need no action."""
     message: str
-    cell: int | None = None  # of a notebook, from 1; the line is one of this cell
+    cell: int | None = None
+    """In a notebook: the number of the cell, from 1, in which `line` is counted."""
 
     def __str__(self) -> str:
         text = f"{self.line}: {self.kind}: {self.message}"
@@ -26,7 +27,7 @@ class Finding(NamedTuple):
 
 
 class Edit(NamedTuple):
-    """A piece of the text, from `start` to `end`, and what takes its place."""
+    """Replaces the characters from `start` to before `end` by `text`."""
 
     start: int
     end: int
@@ -34,9 +35,9 @@ class Edit(NamedTuple):
 
 
 class Rewriter:
-    """A rule at work on one file: `run` fills `edits` and `findings`.
+    """A rule for one file: `run` fills `edits` and `findings`.
 
-    `mark` asks for comments above what is left.
+    With `mark`, it puts comments above the code that is to be changed by hand.
     """
 
     def __init__(self, tree: Tree, mark: bool = False):
@@ -46,69 +47,74 @@ class Rewriter:
         self.findings: list[Finding] = []
 
     def run(self) -> None:
-        """Look at the file."""
+        """Add the edits and findings of the file; each rule has its own."""
         raise NotImplementedError
 
     def say(self, node: cst.CSTNode, kind: str, message: str) -> None:
-        """Report something about the line on which a node starts; `Finding` lists the kinds."""
+        """Add a finding for the line on which a node starts; `Finding` lists the kinds."""
         self.findings.append(Finding(self.tree.line(node), kind, message))
 
     def replace(self, node: cst.CSTNode, text: str) -> None:
-        """Put a text in the place of a node."""
+        """Replace the code of a node by a text."""
         start, end = self.tree.span(node)
         self.edits.append(Edit(start, end, text))
 
     def insert(self, at: int, text: str) -> None:
-        """Put a text before the character at an offset."""
+        """Insert a text before the character at an offset."""
         self.edits.append(Edit(at, at, text))
 
-    def remove_names(self, node: cst.Import | cst.ImportFrom, gone: list[cst.ImportAlias]) -> None:
-        """Take names out of an import, each with its comma, or the whole of it with its line."""
+    def remove_names(
+        self, node: cst.Import | cst.ImportFrom, removed: list[cst.ImportAlias]
+    ) -> None:
+        """Remove names from an import, each with its comma; the whole line if they are all."""
         text = self.tree.text
         aliases = nodes.aliases_of(node)
-        if len(gone) == len(aliases):
+        if len(removed) == len(aliases):
             self._remove_statement(node)
             return
         spans = [self.tree.span(alias) for alias in aliases]
         node_start, node_end = self.tree.span(node)
         has_comments = "#" in text[node_start:node_end]
-        last_kept = max(i for i, alias in enumerate(aliases) if alias not in gone)
+        last_remaining = max(i for i, alias in enumerate(aliases) if alias not in removed)
         for i, alias in enumerate(aliases):
-            if alias not in gone:
+            if alias not in removed:
                 continue
             start, end = spans[i]
-            if has_comments:  # which stay where they are, in their brackets
-                rest = text[end:].lstrip().removeprefix(",")  # the comma goes with the name
+            if has_comments:  # remove no more than the name and its comma
+                rest = text[end:].lstrip().removeprefix(",")
                 end = len(text) - len(rest)
-            elif i < last_kept:
+            elif i < last_remaining:  # up to the next name
                 end, _ = spans[i + 1]
-            else:
+            else:  # from the end of the name before, so that no comma is left at the end
                 _, start = spans[i - 1]
             self.edits.append(Edit(start, end, ""))
 
     def _remove_statement(self, node: cst.CSTNode) -> None:
-        """Take a small statement out with its line, or put `pass` where something has to stand."""
+        """Remove a statement with its line and comment; put `pass` where a line has to stay.
+
+        It has to if the statement is alone in its block, or shares its line with others.
+        """
         tree = self.tree
         line = tree.parents[node]
         block = tree.parents[line]
         start, end = tree.span(node)
         indent = tree.indent(start)
-        ends = re.compile(r"[ \t]*(?:#[^\r\n]*)?(?:\r\n?|\n|$)").match(tree.text, end)
+        rest_of_line = re.compile(r"[ \t]*(?:#[^\r\n]*)?(?:\r\n?|\n|$)").match(tree.text, end)
         is_alone = isinstance(block, cst.IndentedBlock) and len(block.body) == 1
-        if is_alone or indent is None or ends is None:
+        if is_alone or indent is None or rest_of_line is None:
             self.replace(node, "pass")
         else:
-            self.edits.append(Edit(start - len(indent), ends.end(), ""))
+            self.edits.append(Edit(start - len(indent), rest_of_line.end(), ""))
 
 
 def apply(text: str, edits: list[Edit]) -> str:
-    """The text with every edit made; they may touch, but not overlap."""
+    """The text with all edits made. Raises `ValueError` if two overlap; they may touch."""
     parts: list[str] = []
-    done = 0
-    # The same edit may be asked for twice, such as an import for each of its uses.
+    copied = 0  # how many characters of the old text are done with
+    # Two uses may add the same edit, such as an import that both need.
     for edit in sorted(dict.fromkeys(edits), key=lambda edit: (edit.start, edit.end)):
-        if edit.start < done:
+        if edit.start < copied:
             raise ValueError(f"two edits overlap at {edit.start}: {edit.text!r}")
-        parts += [text[done : edit.start], edit.text]
-        done = edit.end
-    return "".join([*parts, text[done:]])
+        parts += [text[copied : edit.start], edit.text]
+        copied = edit.end
+    return "".join([*parts, text[copied:]])

@@ -1,7 +1,7 @@
-"""The rules, which files they are for, and what they make of a Python text together.
+"""The registry of the rules, and their joint edits and findings for a Python text.
 
-A rule is a module beside this one with a `Rule` and its `TRIGGERS`: to add one, write it as the
-door's docstring shows, and add it to `RULES`.
+A rule is a module beside this one with a `Rule` and its `TRIGGERS`. To add one, write it as the
+docstring of `amp_lab.migrate` shows, and add it to `RULES`.
 """
 
 from types import ModuleType
@@ -19,7 +19,7 @@ SELECTIONS = ("torch", "apex", "mistakes")
 
 
 def is_triggered(data: bytes) -> bool:
-    """Whether a file has a text of any rule's `TRIGGERS`: most have none, and are not parsed."""
+    """Whether a file has all words of a trigger of any rule. Most have not, and are not parsed."""
     for rule in RULES:
         for trigger in rule.TRIGGERS:
             if all(word in data for word in trigger.encode().split()):
@@ -28,14 +28,17 @@ def is_triggered(data: bytes) -> bool:
 
 
 class Wanted(NamedTuple):
-    """What is looked at: the old names of torch, those of Apex, mistakes; some or all of them."""
+    """Options of a migration."""
 
     select: tuple[str, ...] = SELECTIONS
-    mark: bool = False  # whether what is left of Apex gets a comment above it
-    patch: bool = False  # whether each result gets a patch
+    """The rules to run: ``torch`` and ``apex`` for old names, ``mistakes``."""
+    mark: bool = False
+    """Whether code of Apex that is to be changed by hand gets a comment above it."""
+    patch: bool = False
+    """Whether each result gets a patch."""
 
     def includes(self, rule: ModuleType) -> bool:
-        """Whether a rule is one of those that were selected."""
+        """Whether a rule is selected; one that is not listed here belongs to ``torch``."""
         names: dict[ModuleType, str] = {apex: "apex", mistakes: "mistakes"}
         return names.get(rule, "torch") in self.select
 
@@ -44,7 +47,7 @@ EVERYTHING = Wanted()
 
 
 def edits_and_findings(text: str, wanted: Wanted = EVERYTHING) -> tuple[list[Edit], list[Finding]]:
-    """What to change in a Python text, and what there is to say about its lines, in their order.
+    """The edits of a Python text, and the findings about its lines, in their order.
 
     Raises `libcst.ParserSyntaxError` if the text is not Python, `OptionError` if it is nested too
     deeply (see `nesting`), `ValueError` if the edits do not fit together.
@@ -55,24 +58,25 @@ def edits_and_findings(text: str, wanted: Wanted = EVERYTHING) -> tuple[list[Edi
 
 def _edits_and_findings(text: str, wanted: Wanted) -> tuple[list[Edit], list[Finding]]:
     tree = Tree(text)
+    # Also for a text, not only for files: so the tests of a rule show that its triggers suffice.
     if not is_triggered(text.encode(errors="replace")):
-        return [], []  # as in a file, so that a rule whose triggers lack something fails its tests
+        return [], []
     edits: list[Edit] = []
     findings: list[Finding] = []
     for rule in filter(wanted.includes, RULES):
         rewriter = rule.Rule(tree, wanted.mark)
         rewriter.run()
-        edits += rewriter.edits  # they may touch, but not overlap: `apply` checks it
+        edits += rewriter.edits
         findings += rewriter.findings
     if edits:
         _check_python(apply(text, edits))
-    return edits, sorted(dict.fromkeys(findings))  # two rules may say the same
+    return edits, sorted(dict.fromkeys(findings))  # two rules may have the same finding
 
 
 def migrate_source(text: str, mark: bool = False) -> tuple[str, list[Finding]]:
-    """The text as it is written today, and what there is to say about the lines of the old one.
+    """The migrated text, and the findings about the lines of the old one.
 
-    With `mark`, what is left of Apex has a comment above it that says what to do.
+    With `mark`, code of Apex that is to be changed by hand gets a comment that says what to do.
 
     Raises what `edits_and_findings` raises.
     """
@@ -81,7 +85,7 @@ def migrate_source(text: str, mark: bool = False) -> tuple[str, list[Finding]]:
 
 
 def _check_python(text: str) -> None:
-    """Raise `ValueError` if the text, which the rules wrote, is no Python."""
+    """Raise `ValueError` if a migrated text does not parse: then a rule has a bug."""
     try:
         cst.parse_module(text)
     except cst.ParserSyntaxError as error:

@@ -1,4 +1,4 @@
-"""What each name of a source file is bound to, as it is seen from a place in it."""
+"""Which values the names of a source file may have, by Python's rules of scope."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -13,19 +13,20 @@ _Node = cst.CSTNode | None
 
 @dataclasses.dataclass(eq=False)
 class Binding:
-    """A place where a name gets a value: `origin` is the dotted name of what an import binds.
+    """One place in the source that gives a name a value."""
 
-    `value` is what is assigned to it, `source` that or what it is unpacked from.
-    """
-
-    origin: str | None
     node: cst.CSTNode
+    """Where the name is bound: an import alias, a target, a parameter, a `def` or a `class`."""
+    origin: str | None = None
+    """For an import: the dotted name of what it imports, such as ``torch.cuda.amp``."""
     value: _Node = None
+    """The expression assigned to the name, if it is known."""
     source: _Node = None
+    """`value`, or the right side that the name is unpacked from: ``f()`` in ``a, b = f()``."""
 
     @property
     def is_none(self) -> bool:
-        """Whether the value is written as None."""
+        """Whether the value is the literal None."""
         return isinstance(self.value, cst.Name) and self.value.value == "None"
 
 
@@ -37,83 +38,90 @@ class Scope:
         self.node = node
         self.parent = parent
         self.bindings: dict[str, list[Binding]] = {}
-        self.elsewhere: dict[str, Scope] = {}  # global and nonlocal
-        self._origins: dict[tuple[str, bool, int], set[str | None]] = {}
+        self.outer_names: dict[str, Scope] = {}  # declared global or nonlocal, with their scope
+        self._origins: dict[tuple[str, bool, int], set[str | None]] = {}  # cache of _origins_of
 
     def bind(self, name: str, binding: Binding) -> None:
-        """Give a name one more binding, here or where global and nonlocal move it."""
-        home = self.elsewhere.get(name, self)
-        home.bindings.setdefault(name, []).append(binding)
+        """Add a binding of a name, to an outer scope if it is declared global or nonlocal here."""
+        owner = self.outer_names.get(name, self)
+        owner.bindings.setdefault(name, []).append(binding)
 
-    def outwards(self) -> "Iterator[Scope]":
-        """This scope, and those around it."""
+    def enclosing_scopes(self) -> "Iterator[Scope]":
+        """Yield this scope, then those around it, the module last."""
         scope: Scope | None = self
         while scope is not None:
             yield scope
             scope = scope.parent
 
-    def find(self, name: str) -> "Scope | None":
-        """The scope in which `name` is bound, as it is seen from this one."""
-        for scope in self.outwards():
-            if name in scope.bindings and (scope is self or scope.kind != "class"):
+    def find_scope(self, name: str) -> "Scope | None":
+        """The innermost scope that binds `name`, as Python would look it up from this one."""
+        for scope in self.enclosing_scopes():
+            # Functions inside a class do not see the names of its body.
+            is_visible = scope is self or scope.kind != "class"
+            if is_visible and name in scope.bindings:
                 return scope
         return None
 
-    def bound(self, name: str) -> list[Binding]:
-        """What `name` is bound to as it is seen from this scope."""
-        home = self.find(name)
-        return home.bindings[name] if home is not None else []
+    def bindings_of(self, name: str) -> list[Binding]:
+        """All bindings of `name` as it is seen from this scope; empty if nothing binds it."""
+        owner = self.find_scope(name)
+        return owner.bindings[name] if owner is not None else []
 
-    def only(self, name: str) -> Binding | None:
-        """What `name` is bound to as it is seen from this scope, if that is one thing only."""
-        bindings = self.bound(name)
+    def only_binding(self, name: str) -> Binding | None:
+        """The binding of `name` as it is seen from this scope; None unless there is exactly one."""
+        bindings = self.bindings_of(name)
         return bindings[0] if len(bindings) == 1 else None
 
     def value_of(self, node: cst.CSTNode) -> cst.CSTNode:
-        """What a name was given, if that is one thing only; an expression as it is."""
+        """The value of a variable that is assigned once; any other expression itself."""
         if not isinstance(node, cst.Name):
             return node
-        binding = self.only(node.value)
+        binding = self.only_binding(node.value)
         if binding is None or binding.value is None:
             return node
         return binding.value
 
     def origins(self, parts: tuple[str, ...]) -> set[str | None]:
-        """The dotted names that a name may stand for; None for anything that is not imported.
+        """The imported names that ``a.b.c``, given as its `parts`, may stand for.
 
-        A torch that is None where it cannot be imported has no attributes: no other meaning.
+        After ``from torch.cuda import amp``, ``amp.autocast`` is ``torch.cuda.amp.autocast``. The
+        set has None for each binding that is no import.
         """
-        home = self.find(parts[0])
-        if home is None:
-            is_from_star = parts[0] in ("torch", "apex")  # a module that some star import brings
+        name, *attributes = parts
+        owner = self.find_scope(name)
+        if owner is None:
+            # Nothing binds the name, but `from other import *` may bring the module.
+            is_from_star = name in ("torch", "apex")
             return {".".join(parts)} if is_from_star else {None}
-        attributes = parts[1:]
-        found = home._origins_of(parts[0], bool(attributes))
-        return {origin and ".".join((origin, *attributes)) for origin in found}
+        full_names: set[str | None] = set()
+        for origin in owner._origins_of(name, bool(attributes)):
+            full_names.add(".".join((origin, *attributes)) if origin else origin)
+        return full_names
 
     def _origins_of(self, name: str, has_attribute: bool) -> set[str | None]:
-        """The dotted names of all that is bound to a name here, kept as long as no more is."""
+        """The origins of all bindings of `name` in this scope; cached until it gets another."""
         bindings = self.bindings[name]
         key = (name, has_attribute, len(bindings))
         if key not in self._origins:
             if has_attribute and any(binding.origin == "torch" for binding in bindings):
+                # `torch = None` after a failed import: torch.cuda can only mean the module.
                 bindings = [binding for binding in bindings if not binding.is_none]
             self._origins[key] = {binding.origin for binding in bindings}
         return self._origins[key]
 
     def origin(self, node: cst.CSTNode | None) -> str | None:
-        """The dotted name that an expression stands for, if that is certain."""
-        parts = nodes.dotted(node)
+        """The imported name that an expression stands for; None if it has several meanings."""
+        parts = nodes.name_parts(node)
         if parts is None:
             return None
-        found = self.origins(parts)
-        if len(found) != 1:  # two meanings are none that is certain
+        origins = self.origins(parts)
+        if len(origins) != 1:
             return None
-        return found.pop()
+        return origins.pop()
 
 
 class Use(NamedTuple):
-    """A name or dotted name that is read, such as ``torch.cuda.amp``."""
+    """A place in the source that reads a name or dotted name, such as ``torch.cuda.amp``."""
 
     node: cst.BaseExpression
     parts: tuple[str, ...]
@@ -121,5 +129,5 @@ class Use(NamedTuple):
 
     @property
     def origins(self) -> set[str | None]:
-        """What `Scope.origins` tells of it where it is used."""
+        """The imported names that it may stand for; see `Scope.origins`."""
         return self.scope.origins(self.parts)

@@ -1,4 +1,4 @@
-"""Paths through a step that unscale gradients, and then leave out the update of the scaler.
+"""Paths through a training step that unscale gradients, and then skip the update of the scaler.
 
 ``GradScaler`` notes for each optimizer that its gradients are unscaled, or that it has stepped, and
 forgets both in ``update`` alone (``torch/amp/grad_scaler.py``). So the next step raises where a
@@ -13,7 +13,7 @@ import libcst as cst
 
 from amp_lab.core.remedies import remedy
 from amp_lab.migrate import nodes
-from amp_lab.migrate.code_reader import CodeReader, Found
+from amp_lab.migrate.code_reader import CodeReader, Mistakes
 from amp_lab.migrate.events import Event, Exit, last_part
 
 _PATH_WITHOUT_UPDATE = remedy(
@@ -22,57 +22,66 @@ _PATH_WITHOUT_UPDATE = remedy(
     "{scaler}.{done}({optimizer}) has run, and no {scaler}.update() follows on the path of line "
     '{line}, so the next {after} raises "{error}": call {scaler}.update() on that path too',
 )
-_ERRORS = {  # by what ran on the path, and what runs next: the texts of torch
+# What torch raises, by (the last method on the path, the first method of the next step).
+_ERRORS = {
     ("unscale_", "unscale_"): (
         "unscale_() has already been called on this optimizer since the last update()"
     ),
     ("step", "unscale_"): "unscale_() is being called after step()",
     ("step", "step"): "step() has already been called since the last update()",
 }
+# if (i + 1) % accumulation_steps == 0
 _COUNTS_BATCHES = re.compile(r"(?i)%|accum|micro|sync|boundary")
+# torch.isfinite(norm), skip_batch, loss_is_nan; not "banana", nor "info"
 _ASKS_FOR_FAULTS = re.compile(
     r"(?i)finite|overflow|norm|skip|valid|spike|explo|(?<![a-z])(?:nan|inf|ok|bad)(?![a-z])"
     r"|is_?nan|is_?inf|found_?inf"
 )
-_DROPS = re.compile(r"zero_grad|\.grad\s*=")
-_STARTS_OVER = re.compile(r"GradScaler|_per_optimizer_states")
+# optimizer.zero_grad(), p.grad = None
+_DROPS_GRADIENTS = re.compile(r"zero_grad|\.grad\s*=")
+_MAKES_SCALER_NEW = re.compile(r"GradScaler|_per_optimizer_states")
 
 
 @dataclass(frozen=True)
 class _Path:
-    """A way from an event to the next batch without an update."""
+    """A path from an event to the next batch without an update."""
 
-    node: cst.CSTNode  # on whose line it can be seen
-    is_stepped: bool  # whether the scaler steps the optimizer on it
+    node: cst.CSTNode  # the exit, or the `if` around the update: its line is in the message
+    is_stepped: bool  # whether scaler.step(optimizer) runs on the path
 
 
-def path_without_update(code: CodeReader) -> Found:
-    """``unscale_`` or ``step``, and then a branch to the next batch that has no ``update``."""
+def path_without_update(code: CodeReader) -> Mistakes:
+    """Yield each ``unscale_`` or ``step`` from which a path to the next batch has no ``update``."""
     for event in code.events:
-        if not _counts(code, event):
+        if not _starts_each_batch(code, event):
             continue
         path = next(_paths(code, event), None)
-        if path is None or code.escapes(last_part(event.of)):
+        if path is None or code.scaler_escapes(last_part(event.owner)):
             continue
-        after = "unscale_" if event.kind == "unscale" else "step"
-        done = "step" if path.is_stepped else after
+        first_method = "unscale_" if event.kind == "unscale" else "step"
+        last_method = "step" if path.is_stepped else first_method
         yield (
             event.node,
             _PATH_WITHOUT_UPDATE.said(
-                scaler=event.of,
+                scaler=event.owner,
                 optimizer=event.optimizer,
                 line=code.tree.line(path.node),
-                done=done,
-                after=after,
-                error=_ERRORS[done, after],
+                done=last_method,
+                after=first_method,
+                error=_ERRORS[last_method, first_method],
             ),
         )
 
 
 def is_dropped(code: CodeReader, event: Event, test: cst.If, number: int) -> bool:
-    """Whether a branch gives up the gradients of a batch, where others sum them for a later step.
+    """Whether the branch `number` of an `if` drops the gradients of a batch, not sums them.
 
-    The branch is the one with that number: 0 for the body, 1 for what runs otherwise.
+    Parameters
+    ----------
+    event : Event
+        The ``unscale_`` or ``step`` of the batch.
+    number : int
+        0 for the body of the `if`, 1 for its else, also where that is not written.
     """
     condition = code.tree.code(test.test)
     if _COUNTS_BATCHES.search(condition):
@@ -80,124 +89,132 @@ def is_dropped(code: CodeReader, event: Event, test: cst.If, number: int) -> boo
     if _ASKS_FOR_FAULTS.search(condition):
         return True
     branch = test.body if number == 0 else test.orelse
-    if branch is not None and _DROPS.search(code.tree.code(branch)):
+    if branch is not None and _DROPS_GRADIENTS.search(code.tree.code(branch)):
         return True
     calls = event.unit.by_loop["call", "", event.place.loops]
-    return any(_zeroes(call, event) for call in calls)
+    return any(_zeroes_each_time(call, event) for call in calls)
 
 
-def _zeroes(call: Event, event: Event) -> bool:
-    """Whether a call sets the gradients to zero in each turn in which an event runs."""
-    if nodes.name_called(call.node) != "zero_grad" or call.place.loops != event.place.loops:
+def _zeroes_each_time(call: Event, event: Event) -> bool:
+    """Whether a call is ``zero_grad()``, and runs wherever an event of the same loop does."""
+    if nodes.called_name(call.node) != "zero_grad" or call.place.loops != event.place.loops:
         return False
     return set(call.place.arms) <= set(event.place.arms)
 
 
-def _counts(code: CodeReader, event: Event) -> bool:
-    """Whether an event is a scaler's first before its update, and runs for each of many batches."""
-    if event.kind not in ("unscale", "scaler step") or last_part(event.of) in code.disabled:
+def _starts_each_batch(code: CodeReader, event: Event) -> bool:
+    """Whether an event is the first call on its scaler in a training step that runs repeatedly.
+
+    Only then does the next batch fail if the update is skipped.
+    """
+    is_disabled = last_part(event.owner) in code.disabled_scalers
+    if event.kind not in ("unscale", "scaler step") or is_disabled:
         return False
     unit = event.unit
     loops = event.place.loops
     if not loops and not isinstance(unit.scope.node, cst.FunctionDef):
+        return False  # it runs once
+    unscaled = unit.by_loop["unscale", event.owner, loops]
+    if event.kind == "scaler step" and any(_same_optimizer(unscale, event) for unscale in unscaled):
         return False
-    unscaled = unit.by_loop["unscale", event.of, loops]
-    if event.kind == "scaler step" and any(_is_same(unscale, event) for unscale in unscaled):
-        return False
-    scaled = unit.by_loop["scaled", event.of, loops]
-    return any(e.place.loops == loops for e in scaled)
+    scaled = unit.by_loop["scaled", event.owner, loops]
+    return any(each.place.loops == loops for each in scaled)
 
 
-def _is_same(first: Event, second: Event) -> bool:
-    return (first.of, first.optimizer) == (second.of, second.optimizer)
+def _same_optimizer(first: Event, second: Event) -> bool:
+    """Whether two events have the same scaler and the same optimizer."""
+    return (first.owner, first.optimizer) == (second.owner, second.optimizer)
 
 
 def _paths(code: CodeReader, event: Event) -> Iterator[_Path]:
-    updates = event.unit.by_loop["update", event.of, event.place.loops]
-    for leaving in event.unit.exits_of[event.place.loops]:
-        if _is_next_batch(code, event, leaving) and _skips(code, event, leaving, updates):
-            steps = _steps_between(event, leaving)
-            is_stepped = any(not step.place.excludes(leaving.place) for step in steps)
-            yield _Path(leaving.node, is_stepped)
-    yield from _other_branches(code, event, updates)
+    """Yield the paths from an event to the next batch without an update of its scaler."""
+    updates = event.unit.by_loop["update", event.owner, event.place.loops]
+    for exit_ in event.unit.exits_by_loop[event.place.loops]:
+        if _leads_to_next_batch(code, event, exit_) and _skips_update(code, event, exit_, updates):
+            steps = _steps_between(event, exit_)
+            is_stepped = any(not step.place.excludes(exit_.place) for step in steps)
+            yield _Path(exit_.node, is_stepped)
+    yield from _paths_around_update(code, event, updates)
 
 
-def _is_next_batch(code: CodeReader, event: Event, leaving: Exit) -> bool:
-    """Whether the next batch comes after an exit that is behind an event."""
-    if leaving.order <= event.order or not code.both_run(event, leaving):
+def _leads_to_next_batch(code: CodeReader, event: Event, exit_: Exit) -> bool:
+    """Whether an exit comes after an event, and the next batch after the exit."""
+    if exit_.order <= event.order or not code.both_run(event, exit_):
         return False
-    if isinstance(leaving.node, cst.Continue):
+    if isinstance(exit_.node, cst.Continue):
         return True
     return not event.place.loops and _is_called_in_loop(code, event)
 
 
 def _is_called_in_loop(code: CodeReader, event: Event) -> bool:
-    """Whether the function of an event runs for each batch, and updates its scaler by itself."""
+    """Whether a loop calls the function of an event, the only one that updates the scaler."""
     function = event.unit.scope.node
     if not isinstance(function, cst.FunctionDef):
         return False
     name = function.name.value
     if code.functions[name] is not function:
         return False
-    is_alone = code.updated_in[last_part(event.of)] == {event.unit}
-    return is_alone and any(call.place.loops for call in code.calls_of[name])
+    updates_alone = code.units_with_update[last_part(event.owner)] == {event.unit}
+    return updates_alone and any(call.place.loops for call in code.calls_of[name])
 
 
-def _skips(code: CodeReader, event: Event, leaving: Exit, updates: list[Event]) -> bool:
-    """Whether a branch that leaves has no update, while the path past it has one."""
-    before = [update for update in updates if event.order < update.order < leaving.order]
-    if any(not update.place.excludes(leaving.place) for update in before):
+def _skips_update(code: CodeReader, event: Event, exit_: Exit, updates: list[Event]) -> bool:
+    """Whether the branch of an exit has no update of the scaler, while the path past it has one."""
+    before = [update for update in updates if event.order < update.order < exit_.order]
+    if any(not update.place.excludes(exit_.place) for update in before):
         return False
-    if not any(u.order > leaving.order and u.place.loops == event.place.loops for u in updates):
+    if not any(u.order > exit_.order and u.place.loops == event.place.loops for u in updates):
         return False
-    own = [arm for arm in leaving.place.arms if arm not in event.place.arms]
-    if not own:
+    # The branches that lead to the exit, but not to the event.
+    arms = [arm for arm in exit_.place.arms if arm not in event.place.arms]
+    if not arms:
         return False
-    if _STARTS_OVER.search(code.tree.code(own[-1][0])):
+    innermost_branch, _ = arms[-1]
+    if _MAKES_SCALER_NEW.search(code.tree.code(innermost_branch)):
         return False
-    tests = [(node, number) for node, number in own if isinstance(node, cst.If)]
-    if not tests or event.kind == "scaler step" or _steps_between(event, leaving):
+    conditions = [(node, number) for node, number in arms if isinstance(node, cst.If)]
+    if not conditions or event.kind == "scaler step" or _steps_between(event, exit_):
         return True
-    if any(_COUNTS_BATCHES.search(code.tree.code(node.test)) for node, _ in tests):
+    # Only unscale_ has run: to skip the update is right where batches are accumulated.
+    if any(_COUNTS_BATCHES.search(code.tree.code(node.test)) for node, _ in conditions):
         return False
-    return any(is_dropped(code, event, node, number) for node, number in tests)
+    return any(is_dropped(code, event, node, number) for node, number in conditions)
 
 
-def _steps_between(event: Event, leaving: Exit) -> list[Event]:
-    between = (s for s in _steps(event) if event.order <= s.order < leaving.order)
-    return list(between)
+def _steps_between(event: Event, exit_: Exit) -> list[Event]:
+    return [step for step in _steps(event) if event.order <= step.order < exit_.order]
 
 
 def _steps(event: Event) -> list[Event]:
-    """The steps of the optimizer of an event by its scaler, in its loop."""
-    steps = event.unit.by_loop["scaler step", event.of, event.place.loops]
+    """The events of ``scaler.step(optimizer)`` with the scaler, optimizer and loop of an event."""
+    steps = event.unit.by_loop["scaler step", event.owner, event.place.loops]
     return [step for step in steps if step.optimizer == event.optimizer]
 
 
-def _other_branches(code: CodeReader, event: Event, updates: list[Event]) -> Iterator[_Path]:
-    """The other branch of a condition on which the only update depends."""
+def _paths_around_update(code: CodeReader, event: Event, updates: list[Event]) -> Iterator[_Path]:
+    """Yield the conditions around the only update whose other branch leads to the next batch."""
     if len(updates) != 1 or not event.place.loops:
         return
     (update,) = updates
     if update.order < event.order or update.place.loops != event.place.loops:
         return
-    depth = len(event.place.arms)
-    if update.place.arms[:depth] != event.place.arms:
+    arms = event.place.arms
+    depth = len(arms)
+    if update.place.arms[:depth] != arms:
         return
-    own = update.place.arms[depth:]
-    is_stepped = any(set(s.place.arms) <= set(event.place.arms) for s in _steps(event))
-    for node, number in own:
-        if not isinstance(node, cst.If) or _STARTS_OVER.search(code.tree.code(node)):
+    is_stepped = any(set(step.place.arms) <= set(arms) for step in _steps(event))
+    for node, number in update.place.arms[depth:]:
+        if not isinstance(node, cst.If) or _MAKES_SCALER_NEW.search(code.tree.code(node)):
             return
-        other = 1 - number
-        if _ends_the_loop(node, other):
+        other_number = 1 - number
+        if leaves_loop(node, other_number):
             continue
-        if is_stepped or is_dropped(code, event, node, other):
+        if is_stepped or is_dropped(code, event, node, other_number):
             yield _Path(node, is_stepped)
 
 
-def _ends_the_loop(node: cst.If, number: int) -> bool:
-    """Whether a branch ends with what does not lead to the next batch."""
+def leaves_loop(node: cst.If, number: int) -> bool:
+    """Whether the branch `number` of an `if` ends with return, raise or break."""
     branch = node.body if number == 0 else getattr(node.orelse, "body", None)
     if not isinstance(branch, cst.BaseSuite):
         return False

@@ -1,4 +1,4 @@
-"""By which name the module torch can be had where something is used."""
+"""Finds the name of the module torch at a place in a file, or where ``import torch`` can be put."""
 
 import functools
 from collections.abc import Iterator
@@ -10,32 +10,32 @@ from amp_lab.migrate.scopes import Scope, Use
 
 
 class TorchName:
-    """The names of the module torch in a file, among them ``torch`` where an import may bring it.
-
-    `brings` is where `import torch` may be put, by scope; `needed` those scopes where it must be.
-    """
+    """The names of the module torch in a file, such as ``torch`` or ``th``."""
 
     def __init__(self, tree: Tree):
         self.tree = tree
-        self.brings: dict[Scope, cst.CSTNode] = {}
-        self.needed: set[Scope] = set()
-        self._names_in: dict[Scope, list[str]] = {}  # of torch, once they were asked for
+        self.import_before: dict[Scope, cst.CSTNode] = {}
+        """For each scope that may import torch: the statement before which it would."""
+        self.scopes_to_import: set[Scope] = set()
+        """Those of them in which `at` relies on that import."""
+        self._names_in: dict[Scope, list[str]] = {}  # a cache of `_candidates`
 
     def at(self, use: Use) -> str | None:
-        """The name of torch where something is used, if it is surely bound there."""
-        for name in dict.fromkeys(self._names(use)):
+        """The name of torch at a use; None if nothing surely binds one and none can be imported."""
+        for name in dict.fromkeys(self._candidates(use)):
             if self._is_torch(name, use):
                 return name
-        bound = use.scope.find("torch")
-        for scope in use.scope.outwards() if bound is None else (bound,):
-            if scope in self.brings:
-                self.needed.add(scope)
+        owner = use.scope.find_scope("torch")
+        for scope in use.scope.enclosing_scopes() if owner is None else (owner,):
+            if scope in self.import_before:
+                self.scopes_to_import.add(scope)
                 return "torch"
         return None
 
-    def _names(self, use: Use) -> Iterator[str]:
+    def _candidates(self, use: Use) -> Iterator[str]:
+        """Yield ``torch``, and each name that a scope around a use binds to it; may repeat."""
         yield "torch"
-        for scope in use.scope.outwards():
+        for scope in use.scope.enclosing_scopes():
             if scope not in self._names_in:
                 self._names_in[scope] = [
                     name
@@ -45,53 +45,69 @@ class TorchName:
             yield from self._names_in[scope]
 
     def _is_torch(self, name: str, use: Use) -> bool:
-        # Its own spelling was understood as torch's already, whatever else may bind that name.
+        """Whether a name surely stands for torch at a use."""
+        # The use is of torch, so the name that it begins with is taken for torch.
         if name == use.parts[0] and "torch" in use.scope.origins((name,)):
             return True
-        bound = use.scope.find(name)
-        if bound is None:  # a star import may bring it: other code takes that as given too
-            return name in self._unbound
-        return self._is_only_torch(bound, name, use)
+        owner = use.scope.find_scope(name)
+        if owner is None:  # used, and not bound: a star import brings it
+            return name in self._unbound_names
+        return self._is_only_torch(owner, name, use)
 
-    def _is_only_torch(self, bound: Scope, name: str, use: Use) -> bool:
-        bindings = [binding for binding in bound.bindings[name] if not binding.is_none]
+    def _is_only_torch(self, owner: Scope, name: str, use: Use) -> bool:
+        """Whether a scope binds a name to torch and nothing else, before a use of it runs."""
+        bindings = [binding for binding in owner.bindings[name] if not binding.is_none]
         if self._is_deleted(name) or any(binding.origin != "torch" for binding in bindings):
             return False
-        is_later = bound.kind == "module" and use.scope is not bound
-        return any(self._runs_before(binding.node, use, is_later) for binding in bindings)
+        runs_after_module = owner.kind == "module" and use.scope is not owner
+        return any(self._runs_before(binding.node, use, runs_after_module) for binding in bindings)
 
-    def _runs_before(self, node: cst.CSTNode, use: Use, is_later: bool) -> bool:
-        """Whether a binding is made before a use; `is_later` if that runs after the module."""
+    def _runs_before(self, node: cst.CSTNode, use: Use, runs_after_module: bool) -> bool:
+        """Whether a binding has surely run when a use does.
+
+        `runs_after_module` says that the use runs when the module has been executed, as in a
+        function.
+        """
         tree = self.tree
-        statement = tree.statement(node)
+        statement = tree.statement_of(node)
         block = tree.parents[statement]
-        tried = tree.parents.get(block)
-        if isinstance(tried, cst.Try) and tried.body is block:  # who catches it has no torch at all
-            statement = tried
-            block = tree.parents[tried]
-        if block is tree.module and is_later:
+        try_ = tree.parents.get(block)
+        if isinstance(try_, cst.Try) and try_.body is block:
+            # try: import torch. Where that fails the use cannot work anyway.
+            statement = try_
+            block = tree.parents[try_]
+        if block is tree.module and runs_after_module:
             return True
-        # spans also order the parts of a line with semicolons
+        # spans, not lines: several statements may share a line
         return tree.is_in(use.node, block) and tree.span(node) < tree.span(use.node)
 
     def _is_deleted(self, name: str) -> bool:
-        return name in self._deleted
+        return name in self._deleted_names
 
     @functools.cached_property
-    def _deleted(self) -> set[str]:
-        """The names that some ``del`` takes away."""
+    def _deleted_names(self) -> set[str]:
+        """The names in the ``del`` statements of the file."""
         names = (use for use in self.tree.uses if len(use.parts) == 1)
         parents = self.tree.parents
         return {use.parts[0] for use in names if isinstance(parents[use.node], cst.Del)}
 
     @functools.cached_property
-    def _unbound(self) -> set[str]:
-        """The names that are used where nothing in the file binds them."""
-        return {use.parts[0] for use in self.tree.uses if use.scope.find(use.parts[0]) is None}
+    def _unbound_names(self) -> set[str]:
+        """The names that are used and that nothing in the file binds."""
+        return {
+            use.parts[0] for use in self.tree.uses if use.scope.find_scope(use.parts[0]) is None
+        }
 
-    def offer(self, scope: Scope, statement: cst.CSTNode) -> None:
-        """Let `import torch` be put before a statement, where nothing else has that name."""
-        related = [s for s in self.tree.scopes if scope in s.outwards() or s in scope.outwards()]
+    def allow_import(self, scope: Scope, statement: cst.CSTNode) -> None:
+        """Allow `at` to rely on an ``import torch`` before a statement, if that name is free there.
+
+        It is free if it has no other meaning in the scope, in those around it and inside it.
+        """
+        related = [
+            s
+            for s in self.tree.scopes
+            if scope in s.enclosing_scopes() or s in scope.enclosing_scopes()
+        ]
         bindings = [binding for s in related for binding in s.bindings.get("torch", ())]
         if not self._is_deleted("torch") and all(b.origin == "torch" for b in bindings):
-            self.brings.setdefault(scope, statement)
+            self.import_before.setdefault(scope, statement)

@@ -1,7 +1,7 @@
-"""Whether code is meant for some versions of torch alone, as far as its source shows that.
+"""Finds code that is meant for some versions of torch only, so that a rule leaves it as it is.
 
-Such code stays as it is: the branch for an old torch needs the old names. A test for a torch that
-is older than today's names, such as ``>= 1.6``, decides nothing where these exist.
+The branch for an old torch needs the old names. A test for a torch that is older than today's
+names, such as ``>= 1.6``, does not count: it is true wherever they exist.
 """
 
 import functools
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import libcst as cst
 
 from amp_lab.migrate import nodes
-from amp_lab.migrate.amp_names import HOMES, NEW, OLD_MODULES
-from amp_lab.migrate.python_tree import Tree, answered_once
+from amp_lab.migrate.amp_names import NEW_NAMES, OLD_MODULES, SUBMODULES
+from amp_lab.migrate.python_tree import Tree, cached_in_tree
 from amp_lab.migrate.scopes import Binding, Use
 
 _NAMED_AFTER_TORCH = re.compile(  # TORCH_GE_2_4, is_torch_version, torch_at_least, PT24
@@ -20,39 +20,44 @@ _NAMED_AFTER_TORCH = re.compile(  # TORCH_GE_2_4, is_torch_version, torch_at_lea
     r"|before|since|(?:v|ver|version|major|minor|gte?|lte?|ge|le)(?![a-z]))"
     r"|(?<![a-z])(?:old|new)_torch(?![a-z])|(?<![a-z])pt_?v?(?:\d_\d|\d\d)(?![a-z])"
 )
-_VERSIONS = re.compile(r"torch\.(?:__version__|torch_version|version\.(?!cuda|hip))")
-_OF_AMP = re.compile(r"(?i)amp|autocast|scaler|custom_(?:fwd|bwd)")
-_FALLBACK = re.compile(
+# torch.__version__ and torch.version.__version__; torch.version.cuda is another version
+_VERSION_ORIGIN = re.compile(r"torch\.(?:__version__|torch_version|version\.(?!cuda|hip))")
+_AMP_NAME = re.compile(r"(?i)amp|autocast|scaler|custom_(?:fwd|bwd)")
+# "except ImportError:" and "except:"; not "except KeyError:"
+_CATCHES_FAILURE = re.compile(
     r"except\s*(:|.*\b(ImportError|ModuleNotFoundError|AttributeError|TypeError|NameError|Exception)\b)"
 )
-_MISSING = re.compile(r"except.*\b(ImportError|ModuleNotFoundError|AttributeError|NameError)\b")
-_FURTHEST = 3  # assignments that a name in a test is followed through
-_FIRST_WITH_SCALER = (2, 3)  # the torch that first had torch.amp.GradScaler
+_CATCHES_MISSING_NAME = re.compile(
+    r"except.*\b(ImportError|ModuleNotFoundError|AttributeError|NameError)\b"
+)
+_MAX_DEPTH = 3  # how many assignments a name in a condition is followed through
+_FIRST_WITH_SCALER = (2, 3)  # the first torch that has torch.amp.GradScaler
 
 
 _Compound = cst.If | cst.Try | cst.With
 
 
 def forget_fallbacks(tree: Tree) -> None:
-    """Forget what takes the place of old names where their import fails: with today's, it cannot.
+    """Remove from the scopes what a handler binds when the import of an old name fails.
 
-    An import of torch in the same try may fail by itself, so that there it is a choice.
+    With today's names the import cannot fail, so the handler never runs. This does not hold if the
+    same `try` imports something else, which may be missing.
     """
     tries = set()
-    for alias, origin in tree.imported.items():
+    for alias, origin in tree.alias_origins.items():
         if _is_of_old_module(origin):
-            block = tree.parents[tree.statement(alias)]
+            block = tree.parents[tree.statement_of(alias)]
             tries.add(tree.parents.get(block))
     never_run: list[cst.ExceptHandler] = []
     for tried in tries:
         if isinstance(tried, cst.Try):
-            never_run += _fallbacks(tree, tried)
+            never_run += _handlers_for_old_names(tree, tried)
     if not never_run:
         return
     for scope in tree.scopes:
         for bindings in scope.bindings.values():
-            kept = [each for each in bindings if not _is_in_any(tree, each.node, never_run)]
-            bindings[:] = kept or bindings
+            remaining = [each for each in bindings if not _is_in_any(tree, each.node, never_run)]
+            bindings[:] = remaining or bindings
 
 
 def _is_in_any(tree: Tree, node: cst.CSTNode, handlers: list[cst.ExceptHandler]) -> bool:
@@ -63,197 +68,221 @@ def _is_of_old_module(origin: str | None) -> bool:
     return origin is not None and origin.startswith((*OLD_MODULES,))
 
 
-def _fallbacks(tree: Tree, tried: cst.Try) -> list[cst.ExceptHandler]:
-    """The handlers of a try for old names that are not there, if it imports nothing else."""
-    for part in nodes.below(tried.body):
-        if part in tree.imported and not _is_of_old_module(tree.imported[part]):
+def _handlers_for_old_names(tree: Tree, tried: cst.Try) -> list[cst.ExceptHandler]:
+    """The handlers that run if an old name is missing; empty if the `try` imports anything else."""
+    for part in nodes.walk(tried.body):
+        if part in tree.alias_origins and not _is_of_old_module(tree.alias_origins[part]):
             return []
-    fallbacks = []
+    handlers = []
     for handler in tried.handlers:
-        if _MISSING.search(tree.code(handler)) and not _new_uses(tree, handler):
-            fallbacks.append(handler)
-    return fallbacks
+        if _CATCHES_MISSING_NAME.search(tree.code(handler)) and not _new_uses(tree, handler):
+            handlers.append(handler)
+    return handlers
 
 
 def is_guarded(tree: Tree, node: cst.CSTNode) -> bool:
-    """Whether a test of torch's version, or a try of its new names, decides if a node runs."""
+    """Whether a condition on torch's version, or a `try` of its new names, decides if `node` runs.
+
+    Each ancestor is asked by `_decides`, which has one function for each type of node.
+    """
     return any(_decides(parent, child, node, tree) for parent, child in tree.ancestors(node))
 
 
 @functools.singledispatch
 def _decides(parent: cst.CSTNode, child: cst.CSTNode, node: cst.CSTNode, tree: Tree) -> bool:
-    """Whether `parent` decides by version if `node`, which is in `child`, runs."""
+    """Whether `parent` decides by torch's version if `node` runs, which is inside its `child`."""
     return False
 
 
 @_decides.register
 def _(parent: cst.If | cst.IfExp, child, node, tree) -> bool:
+    """Whether the condition asks for a version, or the other branch has the new name."""
     if child is parent.test:
         return False
-    is_taken = child is parent.body
-    if _asks(tree, parent.test, is_taken):
+    if _asks_version(tree, parent.test, is_taken=child is parent.body):
         return True
     arms = [arm for arm in (parent.body, parent.orelse) if arm is not None and arm is not child]
     block = tree.parents[parent]
-    if not arms and isinstance(block, cst.Module | cst.IndentedBlock) and nodes.leaves(parent.body):
-        place = block.body.index(parent)
-        arms = block.body[place + 1 :]  # they are its else
-    return any(_is_newer(tree, arm, node) for arm in arms)
+    is_in_block = isinstance(block, cst.Module | cst.IndentedBlock)
+    if not arms and is_in_block and nodes.leaves_block(parent.body):
+        position = block.body.index(parent)
+        arms = block.body[position + 1 :]  # after `if …: return`, the rest is its else
+    return any(_does_same_with_new_name(tree, arm, node) for arm in arms)
 
 
 @_decides.register
 def _(parent: cst.While | cst.BooleanOperation, child, node, tree) -> bool:
+    """Whether a loop's condition, or the left side of ``and`` or ``or``, asks for a version."""
     if isinstance(parent, cst.While):
         test = parent.test
         is_taken = True
     else:
         test = parent.left
         is_taken = isinstance(parent.operator, cst.And)
-    return child is not test and _asks(tree, test, is_taken)
+    return child is not test and _asks_version(tree, test, is_taken)
 
 
 @_decides.register
 def _(parent: cst.Call, child, node, tree) -> bool:
+    """Whether the node is looked up in ``hasattr(node, …)``, or the default of a ``getattr``."""
     if nodes.is_call_of(parent, "hasattr", "getattr") and child is parent.args[0]:
         return True
     # getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)
     is_default = nodes.is_call_of(parent, "getattr") and child in parent.args[2:]
-    return is_default and _looks_up(tree, parent)
+    return is_default and _is_lookup(tree, parent)
 
 
 @_decides.register
 def _(parent: cst.Match, child, node, tree) -> bool:
+    """Whether another case has the new name, or the subject depends on the version."""
     if child is parent.subject:
         return False
     others = [case for case in parent.cases if case is not child]
-    is_newer = any(_is_newer(tree, case, node) for case in others)
-    return is_newer or _asks_for_torch(tree, parent.subject)
+    has_new_name = any(_does_same_with_new_name(tree, case, node) for case in others)
+    return has_new_name or _depends_on_torch(tree, parent.subject)
 
 
 @_decides.register
-def _(parent: cst.Subscript, child, node, tree) -> bool:  # (old, new)[torch.__version__ >= "2.3"]
-    is_chosen = any(_asks_for_torch(tree, index) for index in parent.slice)
-    return child is parent.value and is_chosen
+def _(parent: cst.Subscript, child, node, tree) -> bool:
+    """Whether the node is chosen as in ``(old, new)[torch.__version__ >= "2.3"]``."""
+    is_index_by_version = any(_depends_on_torch(tree, index) for index in parent.slice)
+    return child is parent.value and is_index_by_version
 
 
 @_decides.register
 def _(parent: cst.With, child, node, tree) -> bool:
-    """Whether today's name is tried where an old one is in force, and its lack is no error."""
-    if child is not parent.body or tree.imported.get(node) not in NEW:
+    """Whether the node imports a new name inside ``with contextlib.suppress(…)``."""
+    if child is not parent.body or tree.alias_origins.get(node) not in NEW_NAMES:
         return False
-    calls = [item.item for item in parent.items if isinstance(item.item, cst.Call)]
-    return any(nodes.name_called(call) == "suppress" for call in calls)
+    return nodes.suppresses_errors(parent)
 
 
 @_decides.register
 def _(parent: cst.ExceptHandler, child, node, tree) -> bool:
+    """Whether the handler runs where the new name, or any import of its `try`, is missing."""
     header = tree.code(parent)
     tried = tree.parents[parent].body
-    if not _FALLBACK.search(header):  # it is for errors of another kind
+    if not _CATCHES_FAILURE.search(header):
         return False
     if _new_uses(tree, tried):
         return True
-    if not _MISSING.search(header):
+    if not _CATCHES_MISSING_NAME.search(header):
         return False
-    return any(isinstance(part, cst.Import | cst.ImportFrom) for part in nodes.below(tried))
+    return any(isinstance(part, cst.Import | cst.ImportFrom) for part in nodes.walk(tried))
 
 
 @_decides.register
 def _(parent: cst.Try, child, node, tree) -> bool:
+    """Whether a handler has the new name, or catches that the node, a new name, is missing."""
     if child is not parent.body:
         return False
-    if tree.imported.get(node) in NEW:  # in place of an old one that was imported before
-        return any(_FALLBACK.search(tree.code(handler)) for handler in parent.handlers)
+    if tree.alias_origins.get(node) in NEW_NAMES:  # the old one may be imported before the try
+        return any(_CATCHES_FAILURE.search(tree.code(handler)) for handler in parent.handlers)
     return any(_new_uses(tree, handler) for handler in parent.handlers)
 
 
 @_decides.register
 def _(parent: cst.Module | cst.IndentedBlock, child, node, tree) -> bool:
-    places, leaving = _leaving(tree, parent)
-    earlier = (statement for statement in leaving if places[statement] < places[child])
-    return any(_leaves_by_version(tree, statement, node) for statement in earlier)
+    """Whether an earlier statement leaves the block for some versions: ``if old: return``."""
+    positions, exits = _positions_and_exits(tree, parent)
+    earlier = (statement for statement in exits if positions[statement] < positions[child])
+    return any(_ends_by_version(tree, statement, node) for statement in earlier)
 
 
-@answered_once
-def _leaving(
+@cached_in_tree
+def _positions_and_exits(
     tree: Tree, block: cst.Module | cst.IndentedBlock
 ) -> tuple[dict[cst.CSTNode, int], list[_Compound]]:
-    """The place of each statement in a block, and those that may leave it, but for an error."""
-    places: dict[cst.CSTNode, int] = {part: number for number, part in enumerate(block.body)}
+    """The position of each statement in a block, and the statements that may leave the block."""
+    positions: dict[cst.CSTNode, int] = {part: number for number, part in enumerate(block.body)}
     compound = [part for part in block.body if isinstance(part, _Compound)]
-    return places, [part for part in compound if _may_leave(tree, part)]
+    return positions, [part for part in compound if _may_end_block(tree, part)]
 
 
-def _may_leave(tree: Tree, statement: _Compound) -> bool:
-    if not nodes.leaves(statement.body):
+def _may_end_block(tree: Tree, statement: _Compound) -> bool:
+    """Whether a statement may return, continue or break, and may also not: it depends."""
+    if not nodes.leaves_block(statement.body):
         return False
     if isinstance(nodes.last_statement(statement.body), cst.Raise):
-        return False  # it is for what this file cannot run with
-    # only suppress goes on after an error
+        return False  # the file refuses such a torch altogether
+    # A `with` always runs its body to the end, except if it suppresses an error.
     return not isinstance(statement, cst.With) or "suppress" in tree.code(statement.items[0])
 
 
-def _leaves_by_version(tree: Tree, statement: _Compound, node: cst.CSTNode) -> bool:
-    """Whether a statement ends a block for some versions, so that what follows is for others."""
-    if isinstance(statement, cst.If) and _asks(tree, statement.test, is_taken=False):
+def _ends_by_version(tree: Tree, statement: _Compound, node: cst.CSTNode) -> bool:
+    """Whether a statement leaves its block for some versions, so the rest of it is for others."""
+    if isinstance(statement, cst.If) and _asks_version(tree, statement.test, is_taken=False):
         return True
-    return _is_newer(tree, statement.body, node)
+    return _does_same_with_new_name(tree, statement.body, node)
 
 
-def _asks(tree: Tree, test: cst.BaseExpression, is_taken: bool) -> bool:
-    """Whether the version of torch decides if a test is true, or, if not `is_taken`, false."""
-    settled = _settled(tree, test)
-    if settled is not None:
-        return settled != is_taken
-    # all parts of an `and` have to be true, and all of an `or` false
-    joint = cst.And if is_taken else cst.Or
-    if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, joint):
-        return _asks(tree, test.left, is_taken) or _asks(tree, test.right, is_taken)
-    return _asks_for_torch(tree, test)
+def _asks_version(tree: Tree, test: cst.BaseExpression, is_taken: bool) -> bool:
+    """Whether a branch runs for some versions of torch only.
+
+    Parameters
+    ----------
+    test : cst.BaseExpression
+        The condition of the branch.
+    is_taken : bool
+        Whether the branch runs if the condition is true; else it runs if it is false.
+    """
+    answer = _constant_answer(tree, test)
+    if answer is not None:
+        return answer != is_taken
+    # The branch needs both sides of an `and` to be true, or both sides of an `or` to be false.
+    needs_both_sides = cst.And if is_taken else cst.Or
+    if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, needs_both_sides):
+        return _asks_version(tree, test.left, is_taken) or _asks_version(tree, test.right, is_taken)
+    return _depends_on_torch(tree, test)
 
 
-@answered_once
-def _settled(tree: Tree, test: cst.CSTNode) -> bool | None:
-    """What a test of torch says wherever today's names exist; None if it depends."""
+@cached_in_tree
+def _constant_answer(tree: Tree, test: cst.CSTNode) -> bool | None:
+    """The value of a condition wherever today's names exist; None if it is not always the same.
+
+    ``torch.__version__ >= "1.6"`` and ``hasattr(torch.cuda, "amp")`` are always true there.
+    """
     if isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
-        answer = _settled(tree, test.expression)
+        answer = _constant_answer(tree, test.expression)
         return None if answer is None else not answer
-    if isinstance(test, cst.Name) and test in tree.use_at:
-        value = tree.use_at[test].scope.value_of(test)
-        return None if value is test else _settled(tree, value)
+    if isinstance(test, cst.Name) and test in tree.use_by_node:
+        value = tree.use_by_node[test].scope.value_of(test)
+        return None if value is test else _constant_answer(tree, value)
     if nodes.is_call_of(test, "hasattr"):
         return True if _is_old_name(tree, test) else None
     if isinstance(test, cst.Comparison):
-        return _settled_comparison(tree, test)
+        return _constant_comparison(tree, test)
     return None
 
 
 def _is_old_name(tree: Tree, call: cst.Call) -> bool:
-    """Whether a ``hasattr`` asks for a name that was there before today's."""
-    thing = tree.calls[call].origin(call.args[0].value)
-    name = nodes.literal(call.args[-1].value)
-    if thing in OLD_MODULES and name in HOMES:
+    """Whether ``hasattr(torch.cuda.amp, "autocast")`` asks for an old module or an old name."""
+    module = tree.calls[call].origin(call.args[0].value)
+    name = nodes.string_value(call.args[-1].value)
+    if module in OLD_MODULES and name in SUBMODULES:
         return True
-    return f"{thing}.{name}" in OLD_MODULES
+    return f"{module}.{name}" in OLD_MODULES
 
 
-def _settled_comparison(tree: Tree, test: cst.Comparison) -> bool | None:
+def _constant_comparison(tree: Tree, test: cst.Comparison) -> bool | None:
+    """As `_constant_answer`, for a comparison with a version or with a string."""
     if len(test.comparisons) > 1:
         return None
     (target,) = test.comparisons
     answer = _answer_for_a_later_torch(target.operator)
     numbers = re.findall(r"\d+", tree.code(target.comparator))[:2]
-    if not numbers and nodes.literal(target.comparator):
-        # Such as "parrots", which no version is called.
+    if not numbers and nodes.string_value(target.comparator):
+        # TORCH_VERSION != "parrots": a string without numbers is no version
         answer = _answer_for_another_name(target.operator)
     elif len(numbers) < 2 or tuple(map(int, numbers)) >= _FIRST_WITH_SCALER:
         return None
-    if answer is None or not _asks_for_torch(tree, test.left):
+    if answer is None or not _depends_on_torch(tree, test.left):
         return None
     return answer
 
 
 def _answer_for_a_later_torch(operator: cst.BaseCompOp) -> bool | None:
+    """Whether a later torch fulfils ``torch.__version__ <operator> "1.6"``; None if it depends."""
     if isinstance(operator, cst.GreaterThanEqual | cst.GreaterThan):
         return True
     if isinstance(operator, cst.LessThanEqual | cst.LessThan):
@@ -262,6 +291,7 @@ def _answer_for_a_later_torch(operator: cst.BaseCompOp) -> bool | None:
 
 
 def _answer_for_another_name(operator: cst.BaseCompOp) -> bool | None:
+    """Whether a version fulfils ``version <operator> "parrots"``; None for other operators."""
     if isinstance(operator, cst.NotEqual):
         return True
     if isinstance(operator, cst.Equal):
@@ -269,49 +299,51 @@ def _answer_for_another_name(operator: cst.BaseCompOp) -> bool | None:
     return None
 
 
-@answered_once
-def _asks_for_torch(tree: Tree, test: cst.CSTNode, depth: int = 0) -> bool:
-    """Whether an expression depends on the version of torch, or on what names it has."""
-    parts = list(_below_but_in_dicts(test))
-    if any(isinstance(node, cst.Call) and _looks_up(tree, node) for node in parts):
+@cached_in_tree
+def _depends_on_torch(tree: Tree, test: cst.CSTNode, depth: int = 0) -> bool:
+    """Whether an expression depends on the version of torch, or on which names torch has."""
+    parts = list(_walk_without_dicts(test))
+    if any(isinstance(node, cst.Call) and _is_lookup(tree, node) for node in parts):
         return True
-    return any(_is_of_version(tree, use, depth) for use in tree.uses_among(parts))
+    return any(_is_of_version(tree, use, depth) for use in tree.uses_in(parts))
 
 
 def _is_of_version(tree: Tree, use: Use, depth: int) -> bool:
+    """Whether a name is torch's version, is named after one, or gets its value from one."""
     if any(map(_NAMED_AFTER_TORCH.search, use.parts)):
         return True
-    if any(origin and _VERSIONS.match(origin) for origin in use.origins):
+    if any(origin and _VERSION_ORIGIN.match(origin) for origin in use.origins):
         return True
-    return depth < _FURTHEST and _tells_of_torch(tree, use, depth + 1)
+    return depth < _MAX_DEPTH and _comes_from_version(tree, use, depth + 1)
 
 
-def _below_but_in_dicts(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """A node and its parts; a version among the values of a dict is there to be logged."""
+def _walk_without_dicts(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """Yield a node and its descendants, except dicts: a version in a dict is only logged."""
     if not isinstance(node, cst.Dict):
         yield node
         for child in nodes.children(node):
-            yield from _below_but_in_dicts(child)
+            yield from _walk_without_dicts(child)
 
 
-def _tells_of_torch(tree: Tree, use: Use, depth: int) -> bool:
-    """Whether what a name or an attribute was given depends on the version of torch."""
+def _comes_from_version(tree: Tree, use: Use, depth: int) -> bool:
+    """Whether the value of a name or attribute depends on the version of torch."""
     sources = []
     for count in range(2, len(use.parts) + 1):
         attribute = use.parts[:count]
-        sources += tree.assigned.get(attribute, ())
-    given = [binding for binding in use.scope.bound(use.parts[0]) if binding.source is not None]
-    if any(_is_set_by_version(tree, binding) for binding in given):
+        sources += tree.assigned_values.get(attribute, ())
+    bindings = use.scope.bindings_of(use.parts[0])
+    assignments = [binding for binding in bindings if binding.source is not None]
+    if any(_is_set_by_version(tree, binding) for binding in assignments):
         return True
-    sources += [binding.source for binding in given]
-    # An IfExp chooses by a version, which what it gives no longer tells.
+    sources += [binding.source for binding in assignments]
+    # GradScaler = new if TORCH_2_3 else old: its value works with every version.
     sources = [source for source in sources if not isinstance(source, cst.IfExp)]
-    return any(_asks_for_torch(tree, source, depth) for source in sources)
+    return any(_depends_on_torch(tree, source, depth) for source in sources)
 
 
-@answered_once  # and a flag may be set by itself
+@cached_in_tree  # also because a flag may be computed from itself
 def _is_set_by_version(tree: Tree, binding: Binding) -> bool:
-    """Whether a flag is set, or a thing of today's made, where a version or a try of it allows."""
+    """Whether a flag, or an object of a new class, is assigned under a condition on the version."""
     value = binding.value
     is_flag = getattr(value, "value", None) in ("True", "False", "None")
     if not is_flag and not _is_made_by_new_name(tree, value):
@@ -327,71 +359,75 @@ def _is_made_by_new_name(tree: Tree, value: cst.CSTNode | None) -> bool:
 
 
 def _chooses_version(tree: Tree, node: cst.CSTNode, is_flag: bool) -> bool:
-    """Whether today's names are tried and their lack is caught, or an if sets a flag by them."""
+    """Whether a node is a `try` of new names, or an `if` on the version of torch."""
     if isinstance(node, cst.Try):
-        is_caught = any(_FALLBACK.search(tree.code(handler)) for handler in node.handlers)
+        is_caught = any(_CATCHES_FAILURE.search(tree.code(handler)) for handler in node.handlers)
         return is_caught and bool(_new_uses(tree, node.body))
-    if not isinstance(node, cst.If) or not _asks_for_torch(tree, node.test):
+    if not isinstance(node, cst.If) or not _depends_on_torch(tree, node.test):
         return False
-    return is_flag or _settled(tree, node.test) is None
+    return is_flag or _constant_answer(tree, node.test) is None
 
 
-def _looks_up(tree: Tree, call: cst.Call) -> bool:
-    """Whether a call asks for a name of torch's mixed precision, or for torch's version."""
+def _is_lookup(tree: Tree, call: cst.Call) -> bool:
+    """Whether a call looks up a name of torch's mixed precision, or torch's version."""
     if not call.args:
         return False
-    name = nodes.name_called(call)
-    first, *rest = [nodes.literal(arg.value) for arg in call.args]
+    name = nodes.called_name(call)
+    first, *rest = [nodes.string_value(arg.value) for arg in call.args]
     if name in ("version", "distribution", "get_distribution"):
         return first == "torch"  # importlib.metadata.version("torch")
     if name in ("find_spec", "import_module"):
         return bool(re.match(r"torch\..*amp", first or ""))
     if name not in ("hasattr", "getattr", "signature", "getfullargspec", "dir", "vars"):
         return False
-    asked = None
+    attribute = None
     if name in ("hasattr", "getattr") and rest:
-        asked = rest[0]
-    thing = call.args[0].value
-    return _is_about_amp(tree.uses_among(nodes.below(thing)), asked)
+        attribute = rest[0]
+    module = call.args[0].value
+    return _is_about_amp(tree.uses_in(nodes.walk(module)), attribute)
 
 
-def _is_about_amp(uses: list[Use], asked: str | None) -> bool:
+def _is_about_amp(uses: list[Use], attribute: str | None) -> bool:
+    """Whether `attribute` of a part of torch is for mixed precision; without one, that part."""
     names: list[str] = []
     for use in uses:
         names += [origin for origin in use.origins if origin and origin.startswith("torch")]
-    if names and asked is not None:
-        names = [asked]  # of something of torch
-    return any(_OF_AMP.search(name) for name in names)
+    if names and attribute is not None:
+        names = [attribute]
+    return any(_AMP_NAME.search(name) for name in names)
 
 
-@answered_once
+@cached_in_tree
 def _new_uses(tree: Tree, node: cst.CSTNode) -> list[tuple[Use | None, str]]:
-    """Each use or import of today's names below a node; None for an import."""
-    found: list[tuple[Use | None, str]] = []
-    for part in nodes.below(node):
-        use = tree.use_at.get(part)  # an attribute, such as torch.amp.GradScaler
-        origins = use.origins if use is not None else {tree.imported.get(part)}
-        found += [(use, name) for new, name in NEW.items() if new in origins]
-    return found
+    """Each (use, name) of a new name below a node, such as ``"GradScaler"``.
 
-
-def _is_newer(tree: Tree, arm: cst.CSTNode, node: cst.CSTNode) -> bool:
-    """Whether the other arm of a branch does with today's name what a node does with the old one.
-
-    That of another device does not count, nor does a call of ``torch.autocast``, older than the
-    other new names: it may be there for another dtype.
+    The use is None for an import.
     """
-    old_names = _last_names(tree, node)
-    for new, name in _new_uses(tree, arm):
+    new_uses: list[tuple[Use | None, str]] = []
+    for part in nodes.walk(node):
+        use = tree.use_by_node.get(part)
+        origins = use.origins if use is not None else {tree.alias_origins.get(part)}
+        new_uses += [(use, name) for new, name in NEW_NAMES.items() if new in origins]
+    return new_uses
+
+
+def _does_same_with_new_name(tree: Tree, arm: cst.CSTNode, node: cst.CSTNode) -> bool:
+    """Whether another branch, `arm`, uses the new name of what a node uses by its old name.
+
+    A new name for another device does not count, nor does a use of ``torch.autocast``: it is older
+    than the other new names, and may be there for another dtype.
+    """
+    old_names = _last_parts(tree, node)
+    for use, name in _new_uses(tree, arm):
         is_same_name = old_names is None or bool(old_names & {name, "amp"})
-        if is_same_name and (new is None or _is_for_cuda(tree, new, name)):
+        if is_same_name and (use is None or _is_for_cuda(tree, use, name)):
             return True
     return False
 
 
-def _last_names(tree: Tree, node: cst.CSTNode) -> set | None:
-    """The last part of what a node stands for; None if it is neither a use nor an import."""
-    use = tree.use_at.get(node)
+def _last_parts(tree: Tree, node: cst.CSTNode) -> set | None:
+    """``{"autocast"}`` for ``torch.cuda.amp.autocast``; None if a node is no use and no import."""
+    use = tree.use_by_node.get(node)
     if use is not None:
         return {origin.rpartition(".")[2] for origin in use.origins if origin}
     if isinstance(node, cst.ImportAlias):
@@ -399,14 +435,15 @@ def _last_names(tree: Tree, node: cst.CSTNode) -> set | None:
     return None
 
 
-def _is_for_cuda(tree: Tree, new: Use, name: str) -> bool:
+def _is_for_cuda(tree: Tree, use: Use, name: str) -> bool:
+    """Whether a use of a new name other than autocast may be for CUDA."""
     if name == "autocast":
         return False
-    call = tree.call_of(new.node)
+    call = tree.call_of(use.node)
     if call is None:
         return True
-    given = nodes.arguments(call.args, ("device",))
-    device = nodes.literal(given.get("device", given.get("device_type")))
+    arguments = nodes.arguments(call.args, ("device",))
+    device = nodes.string_value(arguments.get("device", arguments.get("device_type")))
     if device is None:  # a variable, or nothing
         return True
     return device.partition(":")[0] == "cuda"

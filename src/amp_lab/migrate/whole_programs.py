@@ -1,6 +1,6 @@
-"""Mistakes that only a whole program shows: a scaler without autocast, autocast without a scaler.
+"""Mistakes that only a whole program proves: a scaler without autocast, or the reverse.
 
-A part of a program says little: the model, or the loop, of another file may have the rest.
+In a file that is only a part of a program, the model or the loop of another file may have the rest.
 """
 
 import re
@@ -11,19 +11,36 @@ import libcst as cst
 
 from amp_lab.core.remedies import remedy
 from amp_lab.migrate import nodes
-from amp_lab.migrate.code_reader import AUTOCASTS, CodeReader, Found
+from amp_lab.migrate.code_reader import AUTOCASTS, CodeReader, Mistakes
 from amp_lab.migrate.events import Event, of_kind
 from amp_lab.migrate.float16_values import FLOAT16, Float16Values
 
-# Packages in which no model calls autocast: where all imports are of these, the file is a whole
-# program. A model of another package, or of another file, may have autocast in its forward pass.
-_PACKAGES = {"torch", "torchvision", "torchaudio", "numpy", "scipy", "sklearn", "matplotlib"}
-_PACKAGES |= {"PIL", "cv2", "pandas", "tensorboardX", "wandb", "yaml", "einops", "albumentations"}
-_PACKAGES |= {"tqdm", "timm", *sys.stdlib_module_names}
-_CASTS = {"half", "float16", "bfloat16"}
-_MODELS = ("torchvision.models.", "timm.", "torch.nn.Sequential", "torch.nn.Linear")
-# What may scale a loss, divide gradients, or choose another dtype for autocast or the weights.
-_SCALES = re.compile(
+# Packages whose models do not call autocast. A file that imports only these can be a whole program;
+# a model of another package, or of another file, may have autocast in its forward pass.
+_PACKAGES_WITHOUT_AUTOCAST = {
+    "torch",
+    "torchvision",
+    "torchaudio",
+    "numpy",
+    "scipy",
+    "sklearn",
+    "matplotlib",
+}
+_PACKAGES_WITHOUT_AUTOCAST |= {
+    "PIL",
+    "cv2",
+    "pandas",
+    "tensorboardX",
+    "wandb",
+    "yaml",
+    "einops",
+    "albumentations",
+}
+_PACKAGES_WITHOUT_AUTOCAST |= {"tqdm", "timm", *sys.stdlib_module_names}
+_DTYPE_METHODS = {"half", "float16", "bfloat16"}
+_MODEL_ORIGINS = ("torchvision.models.", "timm.", "torch.nn.Sequential", "torch.nn.Linear")
+# Names that may scale a loss or gradients, or set another dtype: loss_scale, register_hook
+_MAY_SCALE = re.compile(
     r"(?i)scaler|loss_?scale|scale_?loss|^scale$|^grad$|register_\w*hook"
     r"|^set_autocast|^set_default_dtype$"
 )
@@ -43,58 +60,58 @@ _WITHOUT_SCALER = remedy(
 )
 
 
-def scaled_without_autocast(code: CodeReader) -> Found:
-    """A scaler in a whole program that has no autocast: everything is computed in float32."""
+def scaled_without_autocast(code: CodeReader) -> Mistakes:
+    """Yield the scaler of a whole program without autocast: it computes everything in float32."""
     names = code.scalers_used()
     if not names or not _is_whole_program(code):
         return
-    parts = _names_used(code)
-    if parts & _CASTS or any("autocast" in part for part in parts):
+    parts = _all_names(code)
+    if parts & _DTYPE_METHODS or any("autocast" in part for part in parts):
         return
-    yield code.makers[names[0]], _WITHOUT_AUTOCAST.said(scaler=names[0])
+    yield code.scaler_calls[names[0]], _WITHOUT_AUTOCAST.said(scaler=names[0])
 
 
-def trained_without_scaler(code: CodeReader) -> Found:
-    """Backward of a loss that autocast computed in float16, in a whole program without a scaler."""
+def trained_without_scaler(code: CodeReader) -> Mistakes:
+    """Yield the first backward of a float16 loss, in a whole program without a scaler."""
     backwards = of_kind("backward", code.events)
     if not backwards or not _is_whole_program(code) or _may_scale(code):
         return
     values = Float16Values(code)
-    if not values.is_any:
+    if not values.has_any:
         return
     for backward in backwards:
         step = next(_steps_after(code, backward), None)
         if step is None:
             continue
-        cast = values.behind(backward)
+        cast = values.cast_of_loss(backward)
         if cast is not None:
             device = values.device(cast)
-            yield backward.node, _WITHOUT_SCALER.said(device=device, optimizer=step.of)
+            yield backward.node, _WITHOUT_SCALER.said(device=device, optimizer=step.owner)
             return  # the rest of the program lacks the same scaler
 
 
 def _steps_after(code: CodeReader, backward: Event) -> Iterator[Event]:
-    """The steps of optimizers after a backward, without a scaler."""
+    """Yield the plain steps of optimizers after a backward, in a branch that it can lead to."""
     for step in backward.unit.after("step", backward.order):
         if not step.place.excludes(backward.place) and _is_optimizer(code, step):
             yield step
 
 
 def _is_optimizer(code: CodeReader, step: Event) -> bool:
-    """Whether what steps is called an optimizer, or made by a class of ``torch.optim``."""
-    if code.is_optimizer(step.of):
+    """Whether the owner of a step is named as an optimizer, or made by ``torch.optim``."""
+    if code.is_optimizer(step.owner):
         return True
-    for value in code.tree.assigned.get(tuple(step.of.split(".")), ()):
+    for value in code.tree.assigned_values.get(tuple(step.owner.split(".")), ()):
         if isinstance(value, cst.Call):
-            made = code.origin(value.func, code.tree.calls[value]) or ""
-            if made.startswith("torch.optim.") and "sched" not in made:
+            origin = code.origin(value.func, code.tree.calls[value]) or ""
+            if origin.startswith("torch.optim.") and "sched" not in origin:
                 return True
     return False
 
 
 def _may_scale(code: CodeReader) -> bool:
-    """Whether something may scale the loss or its gradients, or the weights are not float32."""
-    if any(map(_SCALES.search, _names_used(code))):
+    """Whether the program may scale its loss or gradients by itself, or have float16 weights."""
+    if any(map(_MAY_SCALE.search, _all_names(code))):
         return True
     for backward in of_kind("backward", code.events):
         loss = nodes.loss_of(backward.node)
@@ -104,16 +121,19 @@ def _may_scale(code: CodeReader) -> bool:
 
 
 def _casts_to_float16(code: CodeReader, call: cst.Call) -> bool:
-    """Whether a call may make weights of float16, whose gradients a scaler cannot unscale."""
+    """Whether a call is ``model.half()`` or ``model.to(torch.float16)``.
+
+    The gradients of such weights are float16 too, which a scaler refuses to unscale.
+    """
     scope = code.tree.calls[call]
     if isinstance(call.func, cst.Attribute) and call.func.attr.value == "half":
         return True
-    given = {code.origin(scope.value_of(arg.value), scope) for arg in call.args}
-    return bool(given & FLOAT16) and code.origin(call.func, scope) not in AUTOCASTS
+    arguments = {code.origin(scope.value_of(arg.value), scope) for arg in call.args}
+    return bool(arguments & FLOAT16) and code.origin(call.func, scope) not in AUTOCASTS
 
 
-def _names_used(code: CodeReader) -> set[str]:
-    """The parts of all names that are read, and the methods that are called."""
+def _all_names(code: CodeReader) -> set[str]:
+    """Each part of each dotted name in the file, and the names of the methods that it calls."""
     parts: set[str] = set()
     for use in code.tree.uses:
         parts.update(use.parts)
@@ -124,25 +144,26 @@ def _names_used(code: CodeReader) -> set[str]:
 
 
 def _is_whole_program(code: CodeReader) -> bool:
-    """Whether a file is run, makes its model, and imports none of another project."""
-    if not all(_packages(node) <= _PACKAGES for node in code.tree.imports):
+    """Whether a file is run as a script, makes its model, and imports no unknown package."""
+    if not all(_packages(node) <= _PACKAGES_WITHOUT_AUTOCAST for node in code.tree.imports):
         return False
     backwards = of_kind("scaled", code.events) + of_kind("backward", code.events)
-    in_module = [event for event in backwards if event.unit.scope.kind == "module"]
-    is_run = "__main__" in code.tree.text or bool(in_module)
-    return is_run and any(_makes_model(code, call) for call in code.tree.calls)
+    trains_at_import = any(event.unit.scope.kind == "module" for event in backwards)
+    is_script = "__main__" in code.tree.text or trains_at_import
+    return is_script and any(_makes_model(code, call) for call in code.tree.calls)
 
 
 def _makes_model(code: CodeReader, call: cst.Call) -> bool:
+    """Whether a call makes a model of torchvision or timm, or of a class of this file."""
     scope = code.tree.calls[call]
-    if any(outer.kind == "class" for outer in scope.outwards()):
-        return False  # a part of a model
-    made = code.origin(call.func, scope)
-    if made is not None and made.startswith(_MODELS):
+    if any(outer.kind == "class" for outer in scope.enclosing_scopes()):
+        return False  # a layer of a larger model
+    origin = code.origin(call.func, scope)
+    if origin is not None and origin.startswith(_MODEL_ORIGINS):
         return True
     if not isinstance(call.func, cst.Name):
         return False
-    binding = scope.only(call.func.value)
+    binding = scope.only_binding(call.func.value)
     if binding is None or not isinstance(binding.node, cst.ClassDef):
         return False
     module = code.tree.scopes[0]
@@ -151,7 +172,7 @@ def _makes_model(code: CodeReader, call: cst.Call) -> bool:
 
 
 def _packages(node: cst.Import | cst.ImportFrom) -> set[str]:
-    """The packages that an import is of; empty for a relative one."""
+    """The top-level packages of an import; ``{""}``, which is no known one, if it is relative."""
     if isinstance(node, cst.ImportFrom):
         return {nodes.module_of(node).partition(".")[0]}
     return {alias.evaluated_name.partition(".")[0] for alias in node.names}
