@@ -64,17 +64,18 @@ class Rule(Rewriter):
 
     def _handle_use(self, use: Use, old: str) -> None:
         """Rewrite, leave or report one use of the name `old`, such as ``apex.amp.initialize``."""
-        choice = self._choice(use)
-        if choice is not None:
-            self.say(choice, "left", "a choice for where Apex is installed: left alone")
-        elif self._is_torch_in_other_arm(use, EQUALS.get(public_name(old))):
+        name = public_name(old)
+        deciding_node = self._deciding_node(use)
+        if deciding_node is not None:
+            self.say(deciding_node, "left", "a choice for where Apex is installed: left alone")
+        elif self._is_torch_in_other_arm(use, EQUALS.get(name)):
             self.say(use.node, "left", "the other arm is torch's own already: left alone")
-        elif not self._rewrite(use, public_name(old)):
+        elif not self._rewrite(use, name):
             self._advise(use.node, old)
 
     # Choices: code that runs only where Apex is installed.
 
-    def _choice(self, use: Use) -> cst.CSTNode | None:
+    def _deciding_node(self, use: Use) -> cst.CSTNode | None:
         """The node that makes a use depend on whether Apex is installed; None if none does."""
         for binding in use.scope.bindings_of(use.parts[0]):
             if not is_apex(binding.origin) and not binding.is_none:

@@ -382,7 +382,7 @@ class CodeReader:
     # Does a scaler leave the file?
 
     def scaler_escapes(self, name: str) -> bool:
-        """Whether code outside of this file may get the scaler with this last part of its name."""
+        """Whether code outside of this file may get a scaler, given the last part of its name."""
         is_attribute = any(key.startswith("self.") for key in self.scaler_keys.get(name, ()))
         if is_attribute and self._object_escapes:
             return True

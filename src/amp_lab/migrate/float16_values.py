@@ -136,10 +136,10 @@ class Float16Values:
 
     def _cast_of_model(self, parts: _Name, scope: Scope) -> cst.Call | None:
         """The autocast in ``forward``, if the name in ``name(x)`` is that of a model."""
-        forward = self._casts_by_function.get("forward")
-        if forward is None:
+        cast = self._casts_by_function.get("forward")
+        if cast is None or not self._is_model(parts, scope):
             return None
-        return forward if self._is_model(parts, scope) else None
+        return cast
 
     def _is_model(self, parts: _Name, scope: Scope) -> bool:
         """Whether a name holds a model of this file, by its value, or else by how it sounds."""

@@ -19,7 +19,7 @@ SELECTIONS = ("torch", "apex", "mistakes")
 
 
 def is_triggered(data: bytes) -> bool:
-    """Whether a file has all words of a trigger of any rule. Most have not, and are not parsed."""
+    """Whether the bytes of a file have all words of a trigger; other files are not parsed."""
     for rule in RULES:
         for trigger in rule.TRIGGERS:
             if all(word in data for word in trigger.encode().split()):

@@ -94,8 +94,11 @@ class Scope:
             is_from_star = name in ("torch", "apex")
             return {".".join(parts)} if is_from_star else {None}
         full_names: set[str | None] = set()
-        for origin in owner._origins_of(name, bool(attributes)):
-            full_names.add(".".join((origin, *attributes)) if origin else origin)
+        for origin in owner._origins_of(name, has_attribute=bool(attributes)):
+            if origin is None:
+                full_names.add(None)
+            else:
+                full_names.add(".".join((origin, *attributes)))
         return full_names
 
     def _origins_of(self, name: str, has_attribute: bool) -> set[str | None]:

@@ -64,7 +64,7 @@ class Rule(Rewriter):
             for name, bindings in scope.bindings.items():
                 if any(_is_old(binding.origin) for binding in bindings):
                     self._rewrite_group(scope, name, bindings, groups[scope, name])
-        # After the groups, because an import that they keep may come to have `import torch` beside.
+        # After the groups: these may allow an `import torch` that the other uses need.
         for use, old, edits in self._plan_uses(dotted_uses):
             self._rewrite_dotted(use, old, edits)
         for scope in self.torch.scopes_to_import:

@@ -93,9 +93,12 @@ class UseEdits:
         name, device = OLD_NAMES[old]
         if self.tree.is_in(node, cst.FormattedString):
             raise ByHand(remedies.IN_F_STRING.said(name=name, device=device))
-        replacing = [at for at, replaced in self.replaced_at.items() if replaced == old]
-        if replacing:
-            lines = ", ".join(str(self.tree.line(at)) for at in replacing)
+        replacing_lines = []
+        for replacing_node, replaced_name in self.replaced_at.items():
+            if replaced_name == old:
+                replacing_lines.append(str(self.tree.line(replacing_node)))
+        if replacing_lines:
+            lines = ", ".join(replacing_lines)
             raise ByHand(remedies.REPLACED_ELSEWHERE.said(old=old, lines=lines, name=name))
         if self.tree.is_in(node, cst.Del):
             raise ByHand(remedies.DELETED.said(name=name))

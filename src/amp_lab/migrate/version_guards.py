@@ -269,13 +269,15 @@ def _constant_comparison(tree: Tree, test: cst.Comparison) -> bool | None:
     if len(test.comparisons) > 1:
         return None
     (target,) = test.comparisons
-    answer = _answer_for_a_later_torch(target.operator)
-    numbers = re.findall(r"\d+", tree.code(target.comparator))[:2]
-    if not numbers and nodes.string_value(target.comparator):
+    numbers = re.findall(r"\d+", tree.code(target.comparator))
+    version = tuple(map(int, numbers[:2]))
+    if not version and nodes.string_value(target.comparator):
         # TORCH_VERSION != "parrots": a string without numbers is no version
         answer = _answer_for_another_name(target.operator)
-    elif len(numbers) < 2 or tuple(map(int, numbers)) >= _FIRST_WITH_SCALER:
+    elif len(version) < 2 or version >= _FIRST_WITH_SCALER:
         return None
+    else:
+        answer = _answer_for_a_later_torch(target.operator)
     if answer is None or not _depends_on_torch(tree, test.left):
         return None
     return answer
@@ -377,9 +379,10 @@ def _is_lookup(tree: Tree, call: cst.Call) -> bool:
     if name in ("version", "distribution", "get_distribution"):
         return first == "torch"  # importlib.metadata.version("torch")
     if name in ("find_spec", "import_module"):
-        return bool(re.match(r"torch\..*amp", first or ""))
+        return bool(re.match(r"torch\..*amp", first or ""))  # find_spec("torch.cuda.amp")
     if name not in ("hasattr", "getattr", "signature", "getfullargspec", "dir", "vars"):
         return False
+    # hasattr(torch.amp, "GradScaler"), signature(torch.amp.autocast), dir(torch.amp)
     attribute = None
     if name in ("hasattr", "getattr") and rest:
         attribute = rest[0]
@@ -412,7 +415,7 @@ def _new_uses(tree: Tree, node: cst.CSTNode) -> list[tuple[Use | None, str]]:
 
 
 def _does_same_with_new_name(tree: Tree, arm: cst.CSTNode, node: cst.CSTNode) -> bool:
-    """Whether another branch, `arm`, uses the new name of what a node uses by its old name.
+    """Whether another branch, `arm`, uses the new name for the old one that a node is.
 
     A new name for another device does not count, nor does a use of ``torch.autocast``: it is older
     than the other new names, and may be there for another dtype.
