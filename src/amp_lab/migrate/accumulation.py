@@ -104,9 +104,8 @@ def _is_over_optimizers(loop: cst.CSTNode, optimizer: str) -> bool:
     target = getattr(loop, "target", None)
     if target is None:
         return False
-    return any(
-        isinstance(part, cst.Name) and part.value == optimizer for part in nodes.walk(target)
-    )
+    names = [part.value for part in nodes.walk(target) if isinstance(part, cst.Name)]
+    return optimizer in names
 
 
 def _drops_without_update(code: CodeReader, update: Event, unscale: Event) -> bool:

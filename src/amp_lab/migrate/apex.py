@@ -295,8 +295,8 @@ class Rule(Rewriter):
     ) -> None:
         """Replace the module, the names and the uses of an import that `_can_be_torch`."""
         assert node.module is not None  # it is an absolute import
-        first_old = next(iter(old_names.values()))
-        self.replace(node.module, EQUALS[first_old].module)
+        (module,) = {EQUALS[old].module for old in old_names.values()}
+        self.replace(node.module, module)
         for alias, old in old_names.items():
             # a function of a class, SyncBatchNorm.convert_sync_batchnorm, comes with its class
             imported_name, dot, attribute = EQUALS[old].name.partition(".")

@@ -249,7 +249,7 @@ class CodeReader:
         call = self.autocast_of(call)
         origin = self._called_origin(call) or ""
         position = SCALERS.get(origin, AUTOCASTS.get(origin, 0))
-        names = [""] * position
+        names = [""] * position  # the arguments before it need no name
         names.append("enabled")
         arguments = nodes.arguments(call.args, names)
         return nodes.is_false(arguments.get("enabled"))

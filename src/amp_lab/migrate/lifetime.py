@@ -64,6 +64,7 @@ def _keeps_its_scale(code: CodeReader, event: Event, scaler: str) -> bool:
     first_scale = nodes.arguments(event.node.args).get("init_scale")
     if first_scale is None:
         return False
+    # init_scale=old.get_scale() is computed; init_scale=2.0**16 is not
     return any(isinstance(part, cst.Name | cst.Call) for part in nodes.walk(first_scale))
 
 

@@ -79,8 +79,8 @@ class Rule(Rewriter):
         dotted_uses: list[_OldUse] = []
         groups: defaultdict[tuple[Scope, str], list[_OldUse]] = defaultdict(list)
         for use in self.tree.uses:
-            old = next(filter(_is_old, use.origins), None)
-            if old is None or self._is_replaced_here(use.node):
+            old_names = [origin for origin in use.origins if _is_old(origin)]
+            if not old_names or self._is_replaced_here(use.node):
                 continue
             name = use.parts[0]
             owner = use.scope.find_scope(name)
@@ -88,9 +88,9 @@ class Rule(Rewriter):
             if len(use.origins) > 1:
                 self._report_ambiguous(use, bindings)
             elif owner is not None and any(_is_old(binding.origin) for binding in bindings):
-                groups[owner, name].append((use, old))
+                groups[owner, name].append((use, old_names[0]))
             else:
-                dotted_uses.append((use, old))
+                dotted_uses.append((use, old_names[0]))
         for name, bindings in self._versioned_names.values():
             self._report_versioned(name, bindings)
         return dotted_uses, groups
