@@ -14,7 +14,7 @@ import libcst as cst
 from amp_lab.core.remedies import remedy
 from amp_lab.migrate import nodes
 from amp_lab.migrate.code_reader import CodeReader, Mistakes
-from amp_lab.migrate.events import Event, Exit, last_part
+from amp_lab.migrate.events import Arm, Event, Exit, last_part
 
 _PATH_WITHOUT_UPDATE = remedy(
     "migrate.path_without_update",
@@ -60,17 +60,15 @@ def path_without_update(code: CodeReader) -> Mistakes:
             continue
         first_method = "unscale_" if event.kind == "unscale" else "step"
         last_method = "step" if path.is_stepped else first_method
-        yield (
-            event.node,
-            _PATH_WITHOUT_UPDATE.said(
-                scaler=event.owner,
-                optimizer=event.optimizer,
-                line=code.tree.line(path.node),
-                done=last_method,
-                after=first_method,
-                error=_ERRORS[last_method, first_method],
-            ),
+        advice = _PATH_WITHOUT_UPDATE.said(
+            scaler=event.owner,
+            optimizer=event.optimizer,
+            line=code.tree.line(path.node),
+            done=last_method,
+            after=first_method,
+            error=_ERRORS[last_method, first_method],
         )
+        yield event.node, advice
 
 
 def is_dropped(code: CodeReader, event: Event, test: cst.If, number: int) -> bool:
@@ -172,10 +170,19 @@ def _skips_update(code: CodeReader, event: Event, exit_: Exit, updates: list[Eve
     innermost_branch, _ = arms[-1]
     if _MAKES_SCALER_NEW.search(code.tree.code(innermost_branch)):
         return False
-    conditions = [(node, number) for node, number in arms if isinstance(node, cst.If)]
-    if not conditions or event.kind == "scaler step" or _steps_between(event, exit_):
+    if event.kind == "scaler step" or _steps_between(event, exit_):
         return True
-    # Only unscale_ has run: to skip the update is right where batches are accumulated.
+    return _drops_batch(code, event, arms)
+
+
+def _drops_batch(code: CodeReader, event: Event, arms: list[Arm]) -> bool:
+    """Whether the branches `arms` after an ``unscale_`` drop its batch.
+
+    If they accumulate batches instead, it is right that they skip the update.
+    """
+    conditions = [(node, number) for node, number in arms if isinstance(node, cst.If)]
+    if not conditions:
+        return True
     if any(_COUNTS_BATCHES.search(code.tree.code(node.test)) for node, _ in conditions):
         return False
     return any(is_dropped(code, event, node, number) for node, number in conditions)

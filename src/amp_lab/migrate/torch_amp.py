@@ -60,6 +60,8 @@ class Rule(Rewriter):
             name = OLD_NAMES[old].name
             self.say(node, "by hand", remedies.REPLACED.said(old=old, name=name))
         dotted_uses, groups = self._group_uses()
+        for name, bindings in self._versioned_names.values():
+            self._report_versioned(name, bindings)
         for scope in self.tree.scopes:
             for name, bindings in scope.bindings.items():
                 if any(_is_old(binding.origin) for binding in bindings):
@@ -91,8 +93,6 @@ class Rule(Rewriter):
                 groups[owner, name].append((use, old_names[0]))
             else:
                 dotted_uses.append((use, old_names[0]))
-        for name, bindings in self._versioned_names.values():
-            self._report_versioned(name, bindings)
         return dotted_uses, groups
 
     def _is_replaced_here(self, node: cst.CSTNode) -> bool:

@@ -68,13 +68,13 @@ def _is_of_old_module(origin: str | None) -> bool:
     return origin is not None and origin.startswith((*OLD_MODULES,))
 
 
-def _handlers_for_old_names(tree: Tree, tried: cst.Try) -> list[cst.ExceptHandler]:
+def _handlers_for_old_names(tree: Tree, try_: cst.Try) -> list[cst.ExceptHandler]:
     """The handlers that run if an old name is missing; empty if the `try` imports anything else."""
-    for part in nodes.walk(tried.body):
+    for part in nodes.walk(try_.body):
         if part in tree.alias_origins and not _is_of_old_module(tree.alias_origins[part]):
             return []
     handlers = []
-    for handler in tried.handlers:
+    for handler in try_.handlers:
         if _CATCHES_MISSING_NAME.search(tree.code(handler)) and not _new_uses(tree, handler):
             handlers.append(handler)
     return handlers
