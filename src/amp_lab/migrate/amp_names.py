@@ -12,7 +12,7 @@ OLD_MODULES = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu"}
 
 
 class Replacement(NamedTuple):
-    """What takes the place of an old name: ``torch.amp.<name>``, with its device."""
+    """Today's form of an old name: ``torch.amp.<name>``, with a device."""
 
     name: str
     device: str

@@ -77,7 +77,7 @@ def _missing_counterparts(
 
 
 def _state_methods_called(code: CodeReader, name: str) -> set[str]:
-    """Which of ``state_dict`` and ``load_state_dict`` of a scaler the file uses."""
+    """The methods that the file uses of a scaler, out of ``state_dict`` and ``load_state_dict``."""
     methods = set()
     for method in ("state_dict", "load_state_dict"):
         uses = code.tree.uses_by_last_part[method]

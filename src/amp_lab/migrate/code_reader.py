@@ -257,7 +257,7 @@ class CodeReader:
     # Kinds of events.
 
     def _meaning(self, call: cst.Call, unit: Unit) -> _Meaning:
-        """What a call does for mixed precision, by the name of its function or method."""
+        """The kind, owner and optimizer of the event of a call; see `Event`."""
         func = call.func
         origin = self.origin(func, unit.scope)
         if origin in CLIPS:
@@ -282,7 +282,7 @@ class CodeReader:
     def _meaning_of_backward(
         self, call: cst.Call, loss: cst.BaseExpression, unit: Unit
     ) -> _Meaning:
-        """What ``loss.backward()`` does; its kind is empty if `loss` is something else."""
+        """The same for ``loss.backward()``; the kind is empty if `loss` is no loss."""
         scaler = unit.scaled_names.get(self.key(loss)) or self._scaler_in(loss)
         if scaler is not None:
             return _Meaning("scaled", scaler)

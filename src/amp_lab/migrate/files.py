@@ -176,7 +176,7 @@ def migrate_file(path: Path, write: bool = False, wanted: Wanted = EVERYTHING) -
 
 
 def _migrate(path: Path, write: bool, wanted: Wanted) -> Result:
-    """As `migrate_file`, but raises the errors."""
+    """Migrate one file. Raises the errors that `migrate_file` puts into its result."""
     if path.is_symlink():
         raise OptionError("is a link: give the file itself")
     status = path.stat()

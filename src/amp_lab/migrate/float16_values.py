@@ -25,7 +25,7 @@ _AMP_SWITCH_NAME = re.compile(r"(?i)(?<![a-z])amp|fp16|half|mixed|float16")
 
 
 class Float16Values:
-    """What a file computes in float16 by autocast, with gradients.
+    """The values of a file that autocast computes in float16, with gradients.
 
     A region of autocast counts only if it is surely turned on and surely for float16.
     """

@@ -80,9 +80,9 @@ def _blank(text: str, is_assigned: bool = False) -> str:
 
 
 def _blank_first_line(line: str, is_assigned: bool) -> str:
-    """As `_blank`, for the first line: its indent stays.
+    """The first line of a magic as blanks with the old names, after its indent.
 
-    A 0 stands for a magic in a block, which would be empty else, and for an assigned value.
+    If there are none it becomes a 0 where code is needed: in a block, or as an assigned value.
     """
     indent = _indent(line)
     code = "" if is_assigned else _old_names(line)

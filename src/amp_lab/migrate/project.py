@@ -33,8 +33,8 @@ def for_older_torch(results: Iterable[Result]) -> list[str]:
     messages = _rewritten_messages(results)
     advice = []
     for names, remedy in FOR_BOTH.items():
-        olds = tuple(f"torch.cuda.amp.{name} is" for name in names)
-        if any(message.startswith(olds) for message in messages):
+        message_starts = tuple(f"torch.cuda.amp.{name} is" for name in names)
+        if any(message.startswith(message_starts) for message in messages):
             advice.append(remedy.text)
     if not advice and any("is torch.amp.autocast" in message for message in messages):
         advice.append(FOR_OLDER_AUTOCAST.text)
@@ -42,6 +42,7 @@ def for_older_torch(results: Iterable[Result]) -> list[str]:
 
 
 def _rewritten_messages(results: Iterable[Result]) -> list[str]:
+    """The messages of all findings that were rewritten, such as ``… is torch.amp.autocast …``."""
     lines = [line for result in results for line in result.lines]
     return [line.message for line in lines if line.kind == "rewritten"]
 
@@ -83,9 +84,9 @@ def _requirement_files(path: Path) -> list[Path]:
     """
     folder = path if path.is_dir() else path.parent
     for candidate in (folder, *folder.parents[:_MAX_PARENTS]):
-        found: list[Path] = []
+        requirement_files: list[Path] = []
         for name in _REQUIREMENT_FILES:
-            found += [file for file in sorted(candidate.glob(name)) if file.is_file()]
-        if found or (candidate / ".git").exists():
-            return found
+            requirement_files += [file for file in sorted(candidate.glob(name)) if file.is_file()]
+        if requirement_files or (candidate / ".git").exists():
+            return requirement_files
     return []

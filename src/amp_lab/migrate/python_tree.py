@@ -196,7 +196,7 @@ class Tree:
     def _origin_of(
         self, alias: cst.ImportAlias, node: cst.Import | cst.ImportFrom, name: str
     ) -> str | None:
-        """What `alias` imports: ``a.b`` for ``from a import b``; None for a relative import."""
+        """The full name of an import: ``a.b`` for ``from a import b``; None for a relative one."""
         if isinstance(node, cst.Import):
             return name if alias.asname is None else alias.evaluated_name
         if node.relative:

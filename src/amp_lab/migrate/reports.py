@@ -49,21 +49,21 @@ def _escape(text: str, also: str = "") -> str:
 
     A newline becomes ``%0A``.
     """
-    return re.sub(f"[%\r\n{also}]", lambda sign: f"%{ord(sign[0]):02X}", text)
+    return re.sub(f"[%\r\n{also}]", lambda match: f"%{ord(match[0]):02X}", text)
 
 
 def format_sarif(results: Iterable["Result"]) -> str:
     """A log in SARIF 2.1.0, for code scanning and editors."""
-    found = []
+    sarif_results = []
     errors = []
     for result in results:
-        found += [_sarif_result(result.path, line) for line in result.lines]
+        sarif_results += [_sarif_result(result.path, line) for line in result.lines]
         if result.error is not None:
             errors.append({"level": "error", "message": {"text": result.error}})
     rules = [{"id": kind.replace(" ", "-")} for kind in _LEVELS]
     driver = {"name": "amp-lab migrate", "version": amp_lab.__version__, "rules": rules}
     invocation = {"executionSuccessful": not errors, "toolExecutionNotifications": errors}
-    run = {"tool": {"driver": driver}, "invocations": [invocation], "results": found}
+    run = {"tool": {"driver": driver}, "invocations": [invocation], "results": sarif_results}
     return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1) + "\n"
 
 

@@ -265,7 +265,7 @@ def _is_old_name(tree: Tree, call: cst.Call) -> bool:
 
 
 def _constant_comparison(tree: Tree, test: cst.Comparison) -> bool | None:
-    """As `_constant_answer`, for a comparison with a version or with a string."""
+    """The constant value of a comparison with a version or a string; see `_constant_answer`."""
     if len(test.comparisons) > 1:
         return None
     (target,) = test.comparisons
