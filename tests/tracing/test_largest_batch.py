@@ -100,8 +100,8 @@ def test_inputs_of_any_structure_grow_where_they_have_the_batch():
     x, position, step = torch.empty(4, 8), torch.empty(1, 8), torch.tensor(1)
     inputs = BatchedInputs(({"x": x},), {"rest": [position, step], "flag": True})
     assert inputs.batch == 4
-    assert inputs.held == ((1, 8), ())
-    args, kwargs = inputs.of(7, "meta")
+    assert inputs.fixed_shapes == ((1, 8), ())
+    args, kwargs = inputs.for_batch(7, "meta")
     assert args[0]["x"].shape == (7, 8)
     assert [tuple(t.shape) for t in kwargs["rest"]] == [(1, 8), ()]
     assert kwargs["rest"][1].dtype is torch.int64

@@ -137,7 +137,7 @@ def test_values_in_it_decide(graph):
 
 def test_a_batch_of_graphs_grows_with_its_nodes():
     inputs = BatchedInputs((Graph(**tensors()),))
-    assert (inputs.batch, inputs.held) == (5, ((2, 4),))
+    assert (inputs.batch, inputs.fixed_shapes) == (5, ((2, 4),))
     table = memory_table(Layer(), inputs, precisions=["fp32"], memory_bytes="1MiB")
     assert table.largest["fp32"] > 5
 

@@ -29,7 +29,12 @@ from amp_lab.tracing.kv_cache import (
     token_count,
     with_tokens,
 )
-from amp_lab.tracing.memory import BatchedInputs, MemoryByBatch, errors_with, memory_and_limit
+from amp_lab.tracing.memory import (
+    BatchedInputs,
+    MemoryByBatch,
+    errors_naming_inputs,
+    memory_and_limit,
+)
 from amp_lab.tracing.real_run import ModelCall, Passes
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
 from amp_lab.tracing.structures import map_tensors, named_tensors
@@ -173,7 +178,7 @@ def _forecast_each_way(
     by_way = _ResultsByWay()
     weight_shapes = _linear_weight_shapes(steps[0].run.model)
     for step in steps:
-        batch = inputs.of(inputs.batch, step.traced_on)
+        batch = inputs.for_batch(inputs.batch, step.traced_on)
         try:
             forecast = _forecast_with_cache(step, batch, decisions, tokens)
         except ValuesNeeded:  # `answered` repeats the trace with the decisions of a real run
@@ -216,7 +221,7 @@ def _forecast_with_cache(
 
     def trace_with_tokens(count: int) -> tuple[CachedTensor, ...]:
         # Without the decisions, which may differ for another number of tokens.
-        with errors_with(step.run.model, f"{count:,} tokens"):
+        with errors_naming_inputs(step.run.model, f"{count:,} tokens"):
             return step.trace(*with_tokens(arguments, count)).cached
 
     cache = forecast_cache(

@@ -24,7 +24,7 @@ from amp_lab.tracing.real_run import ModelCall, Passes
 from amp_lab.tracing.structures import map_tensors, named_tensors
 from amp_lab.tracing.training_step import LossFunction, TrainingStep, training_steps
 
-_EACH_BATCH = remedy(
+_FORECAST_EACH_BATCH = remedy(
     "memory.each_batch",
     "the largest batch of a model whose course depends on values",
     "forecast each batch by itself, with forecast_memory and inputs that have values",
@@ -36,10 +36,10 @@ Dtypes = torch.dtype | Sequence[torch.dtype]
 
 @dataclasses.dataclass(frozen=True)
 class BatchedInputs:
-    """The inputs of a model for any batch; values are of no importance.
+    """Inputs of a model that can be made for any batch; their values do not matter.
 
     The batch is the first size of the first tensor, and every tensor whose first size is the same
-    grows with it. Others are held as they are, such as positions that all items share.
+    grows with it. Others keep their shape, such as positions that all items share.
     """
 
     args: tuple
@@ -47,25 +47,25 @@ class BatchedInputs:
 
     @property
     def batch(self) -> int:
-        """The batch that was given; 1 if there is no tensor with a size."""
+        """The first size of the first tensor that has one; 1 if there is none."""
         for _, tensor in named_tensors((self.args, self.kwargs), opened=True):
             if tensor.ndim:
                 return tensor.shape[0]
         return 1
 
     @property
-    def held(self) -> tuple[tuple[int, ...], ...]:
+    def fixed_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the tensors that do not grow with the batch."""
         batch = self.batch
         return tuple(shape for shape in self.shapes(batch) if shape[:1] != (batch,))
 
-    def of(self, batch: int, device: torch.device | str) -> tuple[tuple, dict[str, Any]]:
-        """`args` and `kwargs` for a batch."""
-        given_batch = self.batch
+    def for_batch(self, batch: int, device: torch.device | str) -> tuple[tuple, dict[str, Any]]:
+        """`args` and `kwargs` with empty tensors on a device, in the shapes of another batch."""
+        own_batch = self.batch
 
         def resized(tensor: torch.Tensor) -> torch.Tensor:
             shape: Sequence[int] = tensor.shape
-            if shape[:1] == (given_batch,):
+            if shape[:1] == (own_batch,):
                 shape = (batch, *shape[1:])
             empty = torch.empty(shape, dtype=tensor.dtype, device=device)
             return empty.requires_grad_(tensor.requires_grad)
@@ -74,7 +74,7 @@ class BatchedInputs:
 
     def shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
         """The shape of each tensor for a batch."""
-        inputs = self.of(batch, "meta")
+        inputs = self.for_batch(batch, "meta")
         return tuple(tuple(tensor.shape) for _, tensor in named_tensors(inputs, opened=True))
 
 
@@ -92,16 +92,17 @@ def forecast_memory(
 
     The step is ``loss_fn(model(*inputs, **kwargs)).backward(); optimizer.step()``, under autocast
     for fp16 and bf16, from the second time on: the optimizer has its state, and no gradient is left
-    from before. It runs on fake tensors, and each storage counts from its making to its end. With
+    from before. It runs on fake tensors, and each storage counts from when it is made until it is
+    freed. With
     torch 2.11 the peak can be too high next to an `autograd.Function`.
 
     `inputs` and `kwargs` are tensors, or structures of them, on any device, also ``meta``. Without
     `loss_fn` every floating-point output gets a gradient of its own size; give one, from the output
     to one number, if the loss is large, as a language model's is. `optimizer` is a key of
-    `OPTIMIZERS` or `QUANTIZED`. With `fsdp_ranks` it is the memory of each of so many ranks of
-    FSDP2, whose blocks are gathered as `amp-lab train` has them: torch's own code runs, on the
-    CPU's fakes. Not counted: the workspaces of cuBLAS and cuDNN, the memory that the driver takes,
-    and what the allocator loses by rounding and fragmentation.
+    `OPTIMIZERS` or `QUANTIZED`. With `fsdp_ranks` it is the memory of each of that many ranks of
+    FSDP2, whose blocks are gathered as `amp-lab train` has them: torch's own code runs, on fake
+    tensors of the CPU. Not counted: the workspaces of cuBLAS and cuDNN, the memory that the driver
+    takes, and what the allocator loses by rounding and fragmentation.
 
     If the course of the model depends on values, it runs once for real on the CPU in fp32, on
     copies, and the step takes the decisions of that run; a caveat of the forecast says so.
@@ -142,8 +143,8 @@ def largest_batch(
     a sequence of such shapes, and one `input_dtype` for all or for each. For the step and the
     other arguments see `forecast_memory`.
 
-    Two forecasts give the size of every storage as a constant plus a multiple of the batch, and
-    with that the peak of every batch; a third, at the solution, must agree. Raises what
+    Traces of two batches give the size of every storage as a constant plus a multiple of the batch,
+    and with that the peak of every batch; a third, of the largest batch, must agree. Raises what
     `forecast_memory` raises, and `TraceError` if the memory is no size, or sizes do not grow so.
     """
     limit = parse_bytes(memory_bytes)
@@ -152,7 +153,7 @@ def largest_batch(
         try:
             return MemoryByBatch(step, inputs, limit).largest
         except ValuesNeeded as error:
-            raise _shapes_alone(model) from error
+            raise _values_needed(model) from error
 
 
 def compare_memory(
@@ -168,13 +169,14 @@ def compare_memory(
     try:
         return memory_table(model, inputs, **options)
     except NoValues as error:
-        raise _shapes_alone(model) from error
+        raise _values_needed(model) from error
 
 
-def _shapes_alone(model: nn.Module) -> TraceError:
+def _values_needed(model: nn.Module) -> TraceError:
+    """The error for a model whose course depends on values, where only shapes were given."""
     name = type(model).__name__
     why = "its course depends on values, and shapes have none"
-    return TraceError(f"{name}: {why}: {_EACH_BATCH.text}")
+    return TraceError(f"{name}: {why}: {_FORECAST_EACH_BATCH.text}")
 
 
 def memory_table(
@@ -187,50 +189,54 @@ def memory_table(
     device_type: str = "cuda",
     **options: Any,
 ) -> MemoryTable:
-    """The same for inputs of any structure, with a share of the memory held in reserve.
+    """`compare_memory` for inputs of any structure, with a share of the memory held in reserve.
 
     `options` are the optimizer, loss_fn and fsdp_ranks of `forecast_memory`.
 
-    The largest batch is asked for only if there is a `memory_bytes`. tf32 needs what fp32 does.
-    Where the memory is no constant plus a multiple of the batch, the forecast is that of the batch
-    which was given, and there is no largest batch. The rest is as for `forecast_memory`.
+    The largest batch is computed only if `memory_bytes` is given. tf32 needs as much as fp32. Where
+    the memory is not a constant plus a multiple of the batch, the table has the forecast of the
+    batch of `inputs`, and no largest batch. The rest is as for `forecast_memory`.
     """
     total, limit = memory_and_limit(memory_bytes, reserve)
     precisions = list(precisions)  # an iterator could be read only once
 
-    def trace(call: ModelCall, decisions: Decisions | None) -> _ByPrecision:
+    def trace(call: ModelCall, decisions: Decisions | None) -> _PrecisionForecasts:
         with_loss: dict[str, Any] = {**options, "loss_fn": call.loss_fn}
         with training_steps(call.model, device_type, precisions, **with_loss) as steps:
             return _each_precision(steps, inputs, limit, decisions)
 
     loss_fn = options.get("loss_fn")
     call = ModelCall(model, inputs.args, inputs.kwargs, loss_fn, Passes.BACKWARD)
-    by_precision = answered(trace, call, "forecast")
-    solved = by_precision.solved
+    results = answered(trace, call, "forecast")
+    by_batch_of = results.by_batch_of
     largest = {}
     if limit is not None:
-        largest = {precision: by_batch.largest for precision, by_batch in solved.items()}
+        largest = {precision: by_batch.largest for precision, by_batch in by_batch_of.items()}
     table = MemoryTable(
-        tuple(by_precision.forecasts),
-        total,
-        largest,
-        _curves(solved, inputs.batch, largest),
+        tuple(results.forecasts),
+        memory_bytes=total,
+        largest=largest,
+        curves=_curves(by_batch_of, inputs.batch, largest),
         reserve=reserve,
-        not_extrapolated=by_precision.reason,
-        held=inputs.held,
-        failed={precision: str(error) for precision, error in by_precision.failed.items()},
+        not_extrapolated=results.not_extrapolated,
+        fixed_shapes=inputs.fixed_shapes,
+        failed={precision: str(error) for precision, error in results.errors.items()},
     )
+    # The table has to be there before its advice, which depends on whether a step fits.
     eight_bit = None
-    if needs_eight_bit(table) and solved:
-        smallest = min(solved.values(), key=lambda by_batch: by_batch.at(inputs.batch).peak)
-        eight_bit = smallest.at(inputs.batch, optimizer=EIGHT_BIT)
+    if needs_eight_bit(table) and by_batch_of:
+        smallest = min(by_batch_of.values(), key=lambda one: one.forecast(inputs.batch).peak)
+        eight_bit = smallest.forecast(inputs.batch, optimizer=EIGHT_BIT)
     return dataclasses.replace(table, ways_out=tuple(ways_out(table, eight_bit)))
 
 
 def memory_and_limit(
     memory_bytes: int | str | None, reserve: float
 ) -> tuple[int, int] | tuple[None, None]:
-    """The bytes of a memory, and those without the share in `reserve`; None for no memory."""
+    """All bytes of a memory, and how many are left without the share in `reserve`.
+
+    Both are None if `memory_bytes` is.
+    """
     if memory_bytes is None:
         return None, None
     total = parse_bytes(memory_bytes)
@@ -238,28 +244,30 @@ def memory_and_limit(
 
 
 def _curves(
-    solved: dict[str, "MemoryByBatch"], given_batch: int, largest: dict[str, int]
+    by_batch_of: dict[str, "MemoryByBatch"], given_batch: int, largest: dict[str, int]
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Batches and the peak at each, by precision."""
+    """For each precision some batches, in order, and the peak in bytes at each."""
     # A quarter beyond the largest batch, so that the figure shows where the curves cross the limit.
     beyond_largest = [5 * count // 4 for count in largest.values()]
     end = max([2 * given_batch, 16, *beyond_largest])
+    # From 1 to `end` in sixteenths, each batch once if `end` is small.
     batches = tuple(sorted({max(1, end * i // 16) for i in range(17)}))
     curves = {}
-    for precision, by_batch in solved.items():
-        peaks = tuple(by_batch.at(batch).peak for batch in batches)
+    for precision, by_batch in by_batch_of.items():
+        peaks = tuple(by_batch.forecast(batch).peak for batch in batches)
         curves[precision] = (batches, peaks)
     return curves
 
 
 @dataclasses.dataclass
-class _ByPrecision:
-    """The forecasts of some steps, which differ in precision."""
+class _PrecisionForecasts:
+    """Forecasts of one step in several precisions."""
 
-    solved: dict[str, "MemoryByBatch"] = dataclasses.field(default_factory=dict)
-    forecasts: list[MemoryForecast] = dataclasses.field(default_factory=list)
-    failed: dict[str, TraceError] = dataclasses.field(default_factory=dict)
-    reason: str = ""  # why other batches cannot be extrapolated
+    # By precision, such as "bf16"; only those whose memory is linear in the batch.
+    by_batch_of: dict[str, "MemoryByBatch"] = dataclasses.field(default_factory=dict)
+    forecasts: list[MemoryForecast] = dataclasses.field(default_factory=list)  # for the batch given
+    errors: dict[str, TraceError] = dataclasses.field(default_factory=dict)  # if there is none
+    not_extrapolated: str = ""  # why there is no forecast for other batches
 
 
 def _each_precision(
@@ -267,33 +275,37 @@ def _each_precision(
     inputs: BatchedInputs,
     limit: int | None,
     decisions: Decisions | None,
-) -> _ByPrecision:
-    """Forecast each step, by batch if that can be; `decisions` are those for the given batch."""
-    by_precision = _ByPrecision()
+) -> _PrecisionForecasts:
+    """Forecast each step for every batch, or, where that fails, for the batch of `inputs` alone.
+
+    `decisions` are those that a real run took with `inputs`. Raises the `TraceError` of the first
+    step that fails with `inputs` too, if all do or the one in fp32 does.
+    """
+    results = _PrecisionForecasts()
     for step in steps:
         precision = str(step.precision)
-        known = tuple(by_precision.solved.values())
+        earlier = tuple(results.by_batch_of.values())
         try:
-            by_batch = MemoryByBatch(step, inputs, limit, known)
+            by_batch = MemoryByBatch(step, inputs, limit, earlier)
         except Exception as error:  # a batch that was not given may make the model raise anything
             try:
-                trace = step.trace(*inputs.of(inputs.batch, step.traced_on), decisions)
-            except TraceError as failure:  # what was given fails too
-                by_precision.failed[precision] = failure
+                trace = step.trace(*inputs.for_batch(inputs.batch, step.traced_on), decisions)
+            except TraceError as failure:  # the batch that was given fails too
+                results.errors[precision] = failure
             else:
-                by_precision.forecasts.append(trace.forecast())
-                by_precision.reason = first_line(error)
+                results.forecasts.append(trace.forecast())
+                results.not_extrapolated = first_line(error)
         else:
-            by_precision.solved[precision] = by_batch
-            by_precision.forecasts.append(by_batch.at(inputs.batch))
-    failed = by_precision.failed
+            results.by_batch_of[precision] = by_batch
+            results.forecasts.append(by_batch.forecast(inputs.batch))
+    errors = results.errors
     # A failure in every precision, or in fp32, is one of the model or its inputs.
-    if not by_precision.forecasts or "fp32" in failed:
-        raise next(iter(failed.values()))
-    return by_precision
+    if not results.forecasts or "fp32" in errors:
+        raise next(iter(errors.values()))
+    return results
 
 
-_UNITS = {"": 1, "b": 1}
+_UNITS = {"": 1, "b": 1}  # bytes of each unit: kb, kib, mb, mib, …
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
     _UNITS[f"{_letter}ib"] = 1024**_power
@@ -316,7 +328,8 @@ def parse_bytes(text: str | int) -> int:
 
 
 def _count_of_bytes(text: str) -> Fraction | None:
-    """A number with a unit in bytes; None for any other text, and for parts of a byte."""
+    """A number with a unit in bytes; None for any other text, and for a fraction of a byte."""
+    # Such as ``24gib``, ``1.5 gb`` or ``.5gib``: the number, and the unit or nothing.
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip().lower())
     if match is None:
         return None
@@ -330,10 +343,10 @@ def _count_of_bytes(text: str) -> Fraction | None:
 
 
 def inputs_of_shapes(input_shape: Shapes, input_dtype: Dtypes, *, batched: bool) -> BatchedInputs:
-    """Inputs of these shapes and dtypes.
+    """Inputs of these shapes and dtypes, on ``meta``.
 
-    With `batched`, the first size of each is the batch, else only if it is 1. Raises `TraceError`
-    for inputs that do not go together.
+    If `batched`, the first size of each shape is the batch. Else shapes have a batch of 1 first, or
+    none, and get one. Raises `TraceError` for inputs that do not go together.
     """
     shapes = _checked_shapes(input_shape)
     if isinstance(input_dtype, torch.dtype):
@@ -355,11 +368,12 @@ def inputs_of_shapes(input_shape: Shapes, input_dtype: Dtypes, *, batched: bool)
     return BatchedInputs(tuple(inputs))
 
 
-def _checked_shapes(given: Any) -> list[tuple[int, ...]]:
-    if given and all(isinstance(shape, Sequence) for shape in given):
-        shapes = [tuple(shape) for shape in given]
+def _checked_shapes(input_shape: Any) -> list[tuple[int, ...]]:
+    """One shape or several as a list; raises `TraceError` for a size that is not 1 or more."""
+    if input_shape and all(isinstance(shape, Sequence) for shape in input_shape):
+        shapes = [tuple(shape) for shape in input_shape]
     else:
-        shapes = [tuple(given)]
+        shapes = [tuple(input_shape)]
     for sizes in shapes:
         if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
             raise TraceError(f"input shape {sizes}: give sizes of 1 or more")
@@ -367,7 +381,7 @@ def _checked_shapes(given: Any) -> list[tuple[int, ...]]:
 
 
 class Step(Protocol):
-    """What runs once for a batch: a training step, or a forward pass."""
+    """A training step or a forward pass, which `MemoryByBatch` traces for some batches."""
 
     @property
     def run(self) -> ModelRun:
@@ -382,44 +396,47 @@ class Step(Protocol):
 
 
 @contextmanager
-def errors_with(model: nn.Module, inputs: str) -> Iterator[None]:
-    """The block in which a model gets other inputs than were given, and its errors say which.
+def errors_naming_inputs(model: nn.Module, inputs: str) -> Iterator[None]:
+    """The block in which a model gets inputs that the user did not give, as ``a batch of 7``.
 
-    Whatever it raises becomes a `TraceError`, but for other errors of this package.
+    Errors of the model become a `TraceError` that names these inputs, and so does a `TraceError`.
+    Other errors of this package stay as they are.
     """
     try:
         yield
-    except ValuesNeeded:
+    except ValuesNeeded:  # a TraceError that `answered` waits for
         raise
     except TraceError as error:
         raise TraceError(f"{error} (tried with {inputs})") from error
     except AmpLabError:
         raise
     except Exception as error:
-        said = f"{type(model).__name__}: {with_type(error)}"
-        raise TraceError(f"{said} (tried with {inputs})") from error
+        message = f"{type(model).__name__}: {with_type(error)}"
+        raise TraceError(f"{message} (tried with {inputs})") from error
 
 
 class MemoryByBatch:
-    """The memory of a step as a function of the batch, from two traces; a third has agreed.
+    """The memory of a step as a function of the batch, from two traces; a third has to agree.
 
     `largest` is the largest batch within `limit` bytes, and 0 if none fits or there is no limit.
-    One trace is enough if it equals that of a step in `known`, the same in another precision.
+    `earlier` is the same step in other precisions: if one trace equals that of one of them, its
+    function is taken, and no other batch is traced.
     """
 
-    _FIRST, _SECOND, _THIRD = 2, 3, 7  # not 1, where some ops and layers do something else
+    # Batches to trace: not 1, with which some ops and layers do something else.
+    _FIRST, _SECOND, _THIRD = 2, 3, 7
 
     def __init__(
         self,
         step: Step,
         inputs: BatchedInputs,
         limit: int | None,
-        known: Iterable["MemoryByBatch"] = (),
+        earlier: Iterable["MemoryByBatch"] = (),
     ):
         self._step = step
         self._inputs = inputs
         self._second = self._trace(self._SECOND).storages
-        for other in known:  # bf16 mostly needs just what fp16 does
+        for other in earlier:  # bf16 mostly needs just what fp16 does
             if self._second.equals(other._second):
                 self._first = dataclasses.replace(other._first, step=step)
                 self._slope = other._slope
@@ -428,29 +445,29 @@ class MemoryByBatch:
         self._first = self._trace(self._FIRST)
         storages = self._first.storages
         # Another log would mean that another batch allocates at other times, or other things.
-        self._require(np.array_equal(storages.log, self._second.log))
+        self._require_linear(np.array_equal(storages.log, self._second.log))
         self._slope = self._second.sizes - storages.sizes  # bytes per item of the batch
         self.largest = 0
         if limit is not None:
             self.largest = self.largest_within(limit)
         third = self._THIRD
-        if self.largest > self._SECOND:
+        if self.largest > self._SECOND:  # check the batch that the user will run
             third = self.largest
-        self._require(self.at(third) == self._trace(third).forecast())
+        self._require_linear(self.forecast(third) == self._trace(third).forecast())
 
     def _trace(self, batch: int) -> Any:
-        with errors_with(self._step.run.model, f"a batch of {batch}"):
-            return self._step.trace(*self._inputs.of(batch, self._step.traced_on))
+        with errors_naming_inputs(self._step.run.model, f"a batch of {batch}"):
+            return self._step.trace(*self._inputs.for_batch(batch, self._step.traced_on))
 
-    def _require(self, agrees: bool) -> None:
-        if not agrees:
+    def _require_linear(self, is_linear: bool) -> None:
+        if not is_linear:
             raise TraceError(
                 f"{type(self._step.run.model).__name__}: its memory is not a constant plus a "
                 "multiple of the batch; forecast the batches one by one"
             )
 
-    def at(self, batch: int, optimizer: str | None = None) -> Any:
-        """The forecast for a batch, of a training step with another optimizer if one is named."""
+    def forecast(self, batch: int, optimizer: str | None = None) -> Any:
+        """The forecast for a batch; of a training step also with another optimizer."""
         traced = self._first
         if optimizer is not None:
             step = dataclasses.replace(traced.step, optimizer=optimizer)
@@ -464,7 +481,7 @@ class MemoryByBatch:
     def largest_within(self, limit: int) -> int:
         """The largest batch whose peak is at most `limit` bytes; 0 if none is."""
         too_large = 1
-        while self.at(too_large).peak <= limit:
+        while self.forecast(too_large).peak <= limit:
             too_large *= 2
         # The peak never falls as the batch grows, so the batches are in the order of their peaks.
-        return bisect_right(range(too_large), limit, lo=1, key=lambda n: self.at(n).peak) - 1
+        return bisect_right(range(too_large), limit, lo=1, key=lambda n: self.forecast(n).peak) - 1

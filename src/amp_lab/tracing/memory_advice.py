@@ -1,11 +1,11 @@
-"""What to do if a training step does not fit: each way with what it saves."""
+"""Advice for a training step that does not fit into memory, with the bytes that each one saves."""
 
 from collections.abc import Iterator
 
 from amp_lab.core.remedies import Remedy, remedy
 from amp_lab.tracing.memory_result import MemoryForecast, MemoryTable, amount
 
-EIGHT_BIT = "adamw-8bit"
+EIGHT_BIT = "adamw-8bit"  # a key of `optimizer_state.QUANTIZED`
 _ADAM = ("adam", "adamw")
 _RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -39,13 +39,14 @@ _CHECKPOINT = remedy(
 
 
 def ways_out(table: MemoryTable, eight_bit: MemoryForecast | None) -> Iterator[str]:
-    """What makes a step smaller, if it fits in no precision that was asked for.
+    """Sentences on how to make a step smaller, if it does not fit in any precision of the table.
 
-    `eight_bit` is the forecast of the smallest one with Adam's state in 8 bits.
+    `eight_bit` is the forecast with Adam's state in 8 bits, in the precision of the smallest peak.
     """
     spare = table.spare
     if table.memory_bytes is None or not spare or max(spare.values()) >= 0:
         return
+    # Each saving is counted from the forecast that is nearest to fitting.
     smallest = min(table.forecasts, key=lambda forecast: forecast.peak)
     limit = smallest.peak + spare[str(smallest.precision)]
     if eight_bit is not None and eight_bit.peak < smallest.peak:
@@ -53,7 +54,8 @@ def ways_out(table: MemoryTable, eight_bit: MemoryForecast | None) -> Iterator[s
     if smallest.fsdp_ranks == 1:
         yield _advise_sharding(smallest, limit)
     if smallest.gradients:
-        if any(forecast.cast_cache for forecast in table.forecasts):  # of weights in fp32
+        # Autocast casts only weights that are in fp32.
+        if any(forecast.cast_cache for forecast in table.forecasts):
             halved = _peak_with(smallest, weights=0.5, gradients=0.5, state=0.5)
             yield _with_saving(_LOW_WEIGHTS, smallest, halved, limit)
         frozen = _peak_with(smallest, gradients=0.0, state=0.0)
@@ -63,14 +65,14 @@ def ways_out(table: MemoryTable, eight_bit: MemoryForecast | None) -> Iterator[s
 
 
 def needs_eight_bit(table: MemoryTable) -> bool:
-    """Whether `ways_out` has a use for the forecast with Adam's state in 8 bits."""
+    """Whether to forecast Adam's state in 8 bits for `ways_out`: it runs Adam, and never fits."""
     if table.memory_bytes is None or max(table.spare.values()) >= 0:
         return False
     return table.forecasts[0].optimizer_name in _ADAM
 
 
 def _advise_sharding(forecast: MemoryForecast, limit: int) -> str:
-    """FSDP2 on as few ranks as make the step fit, or on the most there may be."""
+    """Advise FSDP2 on as few ranks as make the step fit; on the most ranks if it never does."""
     for ranks in _RANKS:
         share = 1 / ranks
         peak = _peak_with(forecast, weights=share, gradients=share, state=share)
@@ -82,8 +84,13 @@ def _advise_sharding(forecast: MemoryForecast, limit: int) -> str:
 def _peak_with(
     forecast: MemoryForecast, *, weights: float = 1.0, gradients: float = 1.0, state: float = 1.0
 ) -> int:
-    """The peak if these parts were so much of what they are: at most, since all else stays."""
-    saved_always = (1 - weights) * forecast.weights + (1 - state) * forecast.optimizer
+    """The peak in bytes if weights, gradients and state were scaled by these factors.
+
+    It is an upper bound: all other tensors are taken to stay as they are.
+    """
+    saved_in_each_phase = (1 - weights) * forecast.weights + (1 - state) * forecast.optimizer
+    # Bytes of gradients at the most of each phase. Where the peak is elsewhere, those of forward
+    # and backward are not known, and count as 0.
     gradients_in = {"forward": 0, "backward": 0, "optimizer": forecast.gradients}
     gradients_in[forecast.peak_phase] = forecast.at_peak["gradients"]
     if forecast.peak_phase == "optimizer":  # its temporaries are of the size of the gradients
@@ -91,16 +98,20 @@ def _peak_with(
     peaks = []
     for phase, gradient_bytes in gradients_in.items():
         saved_gradients = (1 - gradients) * gradient_bytes
-        peaks.append(forecast.phases[phase] - saved_always - saved_gradients)
+        peaks.append(forecast.phases[phase] - saved_in_each_phase - saved_gradients)
     return int(max(peaks))
 
 
 def _with_saving(
-    way: Remedy, forecast: MemoryForecast, peak: int, limit: int, **facts: object
+    advice: Remedy, forecast: MemoryForecast, peak: int, limit: int, **facts: object
 ) -> str:
+    """The text of an advice with the bytes that it saves, from the forecast's peak to `peak`.
+
+    It also says whether `peak` is within `limit`. `facts` are other values of the text.
+    """
     saves = f"saves about {amount(forecast.peak - peak)}"
     if peak <= limit:
         saves += ", and it fits"
     else:
         saves += f", {amount(peak - limit)} too little"
-    return way.said(saves=saves, **facts)
+    return advice.said(saves=saves, **facts)

@@ -1,4 +1,4 @@
-"""A memory forecast, and several side by side: as text, as a table, as JSON and as a figure."""
+"""What the memory forecasts return: one or several, as text, as a table, as JSON, as a figure."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 from amp_lab.core.precision import Precision
 from amp_lab.core.report import Printed, Table
 
-# What a line of the table says, and what of a forecast it shows.
+# The label of each row of the table, and the bytes of a forecast that it shows.
 _ROWS: dict[str, Callable[["MemoryForecast"], int]] = {
     "weights": lambda f: f.weights,
     "buffers": lambda f: f.buffers,
@@ -17,15 +17,16 @@ _ROWS: dict[str, Callable[["MemoryForecast"], int]] = {
     "weights cast by autocast": lambda f: f.cast_cache,
     "weight casts alive at the peak": lambda f: f.at_peak["cast_cache"],
     "temporaries at the peak": lambda f: f.at_peak["temporaries"],
-    "peak of the step": lambda f: f.peak,  # the first line below the rule
+    "peak of the step": lambda f: f.peak,  # the first row below the table's rule
 }
 
 
 @dataclass(frozen=True, repr=False)
 class MemoryForecast(Printed):
-    """What one training step takes, in bytes; made by `forecast_memory`.
+    """The memory of one training step, in bytes; made by `forecast_memory`.
 
-    The parts do not add up to the peak, since they are not there at one time: `at_peak` does.
+    Weights, gradients and so on do not add up to the peak, since they are not all there at one
+    time. The numbers in `at_peak` do.
     """
 
     model: str
@@ -38,16 +39,16 @@ class MemoryForecast(Printed):
     gradients: int  # of all parameters, each in its dtype, before the optimizer's step
     optimizer: int  # state that the optimizer keeps from step to step
     activations: int
-    """What autograd keeps for the backward pass when the forward pass ends, the inputs among it if
-    it needs them. Each storage counts once; parameters and casts of them are not among it."""
+    """What autograd keeps for the backward pass when the forward pass ends, with inputs that it
+    needs. Each storage counts once; parameters and casts of them do not count."""
     cast_cache: int  # copies of weights in low precision, which live while the autocast block lasts
-    cast_kept: int  # the part of it that lives on after the block, because autograd keeps it
+    cast_kept: int  # bytes of `cast_cache` that live on after the block, kept by autograd
     phases: dict[str, int]  # the most in use at one time in "forward", "backward" and "optimizer"
-    at_peak: dict[str, int]  # what the peak consists of, by kind
-    caveats: tuple[str, ...] = ()  # what in this model the forecast may be wrong about
-    fsdp_ranks: int = 1  # of FSDP2; it is the memory of each
+    at_peak: dict[str, int]  # bytes in use at the peak by kind, one of `storage_ledger.KINDS`
+    caveats: tuple[str, ...] = ()  # sentences on what the forecast may be wrong about
+    fsdp_ranks: int = 1  # of FSDP2; the forecast is the memory of each rank
     largest_at_peak: str = field(default="", compare=False)
-    """The largest activation or temporary then, if it is large."""
+    """The largest activation or temporary at the peak, in words; "" if it is small."""
 
     @property
     def peak(self) -> int:
@@ -72,19 +73,22 @@ class MemoryTable(Printed):
 
     forecasts: tuple[MemoryForecast, ...]
     memory_bytes: int | None = None
-    largest: dict[str, int] = field(default_factory=dict)  # batch that fits, by precision
+    largest: dict[str, int] = field(default_factory=dict)  # the largest batch, by precision
     # Batches and the peak at each, by precision, for the plot.
     curves: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     reserve: float = 0.0  # share of the memory that is left to the driver and to fragmentation
     not_extrapolated: str = ""  # why there is no largest batch
-    held: tuple[tuple[int, ...], ...] = ()  # shapes of inputs that do not grow with the batch
-    failed: dict[str, str] = field(default_factory=dict)  # why there is none, by precision
-    loss_left_out: str | None = None  # what to say if the forecast is too low without a loss
-    ways_out: tuple[str, ...] = ()  # what makes the step smaller, if it fits in no precision
+    fixed_shapes: tuple[tuple[int, ...], ...] = ()  # of inputs that do not grow with the batch
+    failed: dict[str, str] = field(default_factory=dict)  # why a precision has no forecast
+    loss_left_out: str | None = None  # why the forecast, made without a loss, is too low
+    ways_out: tuple[str, ...] = ()  # how to make the step smaller, if no precision fits
 
     @property
     def spare(self) -> dict[str, int]:
-        """Bytes that the step leaves of the memory without its reserve; below 0 if it is short."""
+        """By precision, the bytes that the step leaves free; below 0 if it does not fit.
+
+        The reserve does not count as free.
+        """
         usable = int((self.memory_bytes or 0) * (1 - self.reserve))
         return {str(forecast.precision): usable - forecast.peak for forecast in self.forecasts}
 
@@ -116,14 +120,14 @@ class MemoryTable(Printed):
     def _table(self) -> Table:
         first = self.forecasts[0]
         shapes = shapes_text(first.input_shapes)
-        training = f"one training step with {first.optimizer_name} on {first.device_type}"
+        step = f"one training step with {first.optimizer_name} on {first.device_type}"
         precisions = [str(forecast.precision) for forecast in self.forecasts]
         unit, unit_name = self._unit()
         *rows, peaks = self._rows(unit)
         return Table(
             [f"in {unit_name}", *precisions],
             rows,
-            caption=f"{first.model}, input {shapes}, {training}",
+            caption=f"{first.model}, input {shapes}, {step}",
             facts=list(self._facts()),
             advice=self.ways_out,
             foot=[peaks, *self._foot()],
@@ -142,13 +146,14 @@ class MemoryTable(Printed):
         return rows
 
     def _foot(self) -> Iterator[list[str]]:
+        """The rows below the peak: the phase that reaches it, and the largest batch."""
         yield ["reached in", *(forecast.peak_phase for forecast in self.forecasts)]
         if self.memory_bytes is None:
             return
-        batches = [self._largest_text(forecast.precision) for forecast in self.forecasts]
+        batches = [self._largest_batch_text(forecast.precision) for forecast in self.forecasts]
         yield [f"largest batch in {memory_text(self.memory_bytes)}", *batches]
 
-    def _largest_text(self, precision: str) -> str:
+    def _largest_batch_text(self, precision: str) -> str:
         if precision not in self.largest:
             return "cannot tell"
         return f"{self.largest[precision]:,}"
@@ -159,17 +164,17 @@ class MemoryTable(Printed):
             yield f"No forecast in {precision}: {error}."
         if self.loss_left_out:
             yield f"Too low: {self.loss_left_out}."
-        yield from self._fits()
+        yield from self._fit_facts()
         for forecast in self.forecasts:
             yield from largest_line(str(forecast.precision), forecast.largest_at_peak)
         yield "The parts are not all there at one time, so they do not add up to the peak."
         if first.gradients:
-            yield self._fact_of_processes()
+            yield self._data_parallel_fact()
         yield "Not counted: what the driver and its libraries take for themselves."
         yield from first.caveats
 
-    def _fact_of_processes(self) -> str:
-        """What several processes add, or that they are in it already."""
+    def _data_parallel_fact(self) -> str:
+        """A sentence on the memory that DDP would add, or on the ranks of FSDP2 in the forecast."""
         first = self.forecasts[0]
         if first.fsdp_ranks > 1:
             ranks = f"each of {first.fsdp_ranks} ranks of FSDP2"
@@ -179,8 +184,8 @@ class MemoryTable(Printed):
         buckets = f"buckets as large as the gradients, {gradients}"
         return f"DDP adds {buckets}; none with gradient_as_bucket_view=True."
 
-    def _fits(self) -> Iterator[str]:
-        """Whether the batch that was given fits, and how much is said of others."""
+    def _fit_facts(self) -> Iterator[str]:
+        """Sentences on whether the given batch fits, and on what limits the largest batch."""
         if self.memory_bytes is not None:
             for precision, spare in self.spare.items():
                 if spare >= 0:
@@ -192,8 +197,8 @@ class MemoryTable(Printed):
         if self.not_extrapolated:
             reason = f"The largest batch cannot be extrapolated: {self.not_extrapolated}."
             yield f"{reason} The forecast is for the batch that was given."
-        elif self.held and self.memory_bytes is not None:
-            shapes = ", ".join(map(str, self.held))
+        elif self.fixed_shapes and self.memory_bytes is not None:
+            shapes = ", ".join(map(str, self.fixed_shapes))
             yield f"Held as they are for every batch: inputs of shape {shapes}."
 
 
@@ -218,14 +223,14 @@ def largest_line(name: str, largest: str) -> Iterator[str]:
 
 
 def unit_for_all(counts: Iterable[int]) -> tuple[int, str]:
-    """One unit for all cells, so that they can be compared at a glance."""
+    """The bytes and the name of one unit for all cells, so that they can be compared."""
     if max(counts) >= 10 * 2**30:
         return 2**30, "GiB"
     return 2**20, "MiB"
 
 
 def amount(count: int) -> str:
-    """A number of bytes in two digits or so: ``about 4 GiB``."""
+    """A number of bytes in about two digits: ``4.1 GiB``, ``130 MiB``."""
     unit = 2**20
     name = "MiB"
     if count >= 2**30:
@@ -238,7 +243,7 @@ def amount(count: int) -> str:
 
 
 def in_unit(count: int, unit: int) -> str:
-    """A number of bytes in this unit, in three digits or so."""
+    """A number of bytes in this unit, in about three digits, without the unit's name."""
     value = count / unit
     if value >= 100 or not count:
         return f"{value:,.0f}"
@@ -246,7 +251,7 @@ def in_unit(count: int, unit: int) -> str:
 
 
 def memory_text(count: int) -> str:
-    """The memory of a card, in the unit in which it was most likely given."""
+    """The memory of a card, in the unit in which it is a whole number: ``24 GiB``, ``80 GB``."""
     for name, unit in (("GiB", 2**30), ("GB", 10**9), ("MiB", 2**20), ("MB", 10**6)):
         if count >= unit and count % unit == 0:
             return f"{count // unit} {name}"
