@@ -1,4 +1,4 @@
-"""Arguments with which an op can be called, by what its schema says of them."""
+"""Arguments to call an op with, made from the names and types in its schema."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -12,19 +12,19 @@ from amp_lab.core.torch_versions import dimension_by_name
 _N = 4  # the size of every dimension, unless the op needs another
 
 
-class _Shape(tuple):  # of a floating-point tensor
-    pass
+class _Shape(tuple):
+    """The shape of a floating-point tensor."""
 
 
-class _Index(tuple):  # of a tensor of indices, which are all 0
-    pass
+class _Index(tuple):
+    """The shape of a tensor of indices, which are all 0."""
 
 
-class _Pivots(tuple):  # of a tensor of LAPACK's indices, which start at 1
-    pass
+class _Pivots(tuple):
+    """The shape of a tensor of LAPACK's indices, which start at 1."""
 
 
-# What the name of an argument says about its value.
+# Values for arguments of these names, in any op; the classes above stand for a tensor.
 _BY_NAME = {
     "dim": [0],
     "dims_self": [0],
@@ -38,27 +38,29 @@ _BY_NAME = {
     "training": True,
 }
 
-# What an argument of some type gets of which nothing else is known; numbers are 1.
-_BY_KIND = {"bool": False, "str": "nuc"}
+# Values by the type in the schema, for arguments of other names. Numbers are 1.
+_BY_TYPE = {"bool": False, "str": "nuc"}  # a name of a matrix norm
 
 # Tensors that some ops take as floating-point numbers, and others as indices.
 _MAYBE_INDICES = ("index", "target", "targets")
 
-# Arguments of ops that do not take tensors of equal sizes. All else is found by trying.
+# Arguments of ops whose tensors differ in size. For all other ops `sizes_to_try` finds the sizes.
 _VECTOR = _Shape((_N,))
 _CUBE = _Shape((_N, _N, _N))
 _IMAGE = _Shape((_N, _N, _N, _N))
 _VOLUME = _Shape((_N, _N, _N, _N, _N))
-# Of GRU with three gates and of LSTM with four, which lie side by side.
-_IN_3 = _Shape((_N, 3 * _N))
-_IN_4 = _Shape((_N, 4 * _N))
+# The gates of a recurrent layer lie side by side in one tensor: three in a GRU, four in an LSTM. So
+# do queries, keys and values.
+_GATES_3 = _Shape((_N, 3 * _N))
+_GATES_4 = _Shape((_N, 4 * _N))
 _WEIGHT_3 = _Shape((3 * _N, _N))
 _WEIGHT_4 = _Shape((4 * _N, _N))
 _BIAS_3 = _Shape((3 * _N,))
 _BIAS_4 = _Shape((4 * _N,))
 _STATE = _Shape((1, _N, _N))
-_HEADS = _Shape((1, 1, 8, 8))
+_HEADS = _Shape((1, 1, 8, 8))  # (B, H, T, D)
 _LSTM = {"input": _CUBE, "batch_sizes": [], "mode": 2, "hidden_size": _N}
+# The key names one op or several.
 _BY_OPS: dict[str, dict[str, Any]] = {
     "_convolution _mps_convolution convolution cudnn_convolution cudnn_convolution_transpose":
         {"input": _IMAGE, "self": _IMAGE, "weight": _IMAGE},
@@ -71,8 +73,8 @@ _BY_OPS: dict[str, dict[str, Any]] = {
     },
     "_scaled_dot_product_flash_attention":
         dict.fromkeys(("query", "key", "value"), _HEADS),
-    "_thnn_fused_gru_cell": {"input_gates": _IN_3, "hidden_gates": _IN_3},
-    "_thnn_fused_lstm_cell": {"input_gates": _IN_4, "hidden_gates": _IN_4},
+    "_thnn_fused_gru_cell": {"input_gates": _GATES_3, "hidden_gates": _GATES_3},
+    "_thnn_fused_lstm_cell": {"input_gates": _GATES_4, "hidden_gates": _GATES_4},
     "cross": dict.fromkeys(("self", "other"), _Shape((_N, 3))),
     "ctc_loss": {"input_lengths": [_N] * _N, "target_lengths": [0] * _N},
     "fractional_max_pool2d": {"random_samples": _Shape((_N, _N, 2))},
@@ -105,89 +107,97 @@ _BY_OP = _row_for_each_op()
 
 
 class Sizes(NamedTuple):
-    """Shapes for the tensors of an op of which nothing is known by name."""
+    """Shapes for the tensors of an op that are in none of the tables above, in their order."""
 
     shapes: Iterable[tuple[int, ...]]
-    indices: bool = False  # whether those that may be indices are
+    with_indices: bool = False  # whether those in `_MAYBE_INDICES` get integers
 
 
 def sizes_to_try(op: OpOverload) -> Iterator[Sizes]:
-    """Shapes that the op may take: all of as many dimensions first, then each with its own."""
-    free = [argument.name for argument in op._schema.arguments if _is_free(op, argument)]
-    combinations = itertools.product((2, 1, 3, 4, 5), repeat=min(len(free), 3))
-    ordered = sorted(combinations, key=lambda dims: len(set(dims)))
-    for dims in ordered:
-        yield Sizes(_cubes(dims, len(free)))
-    if set(free).isdisjoint(_MAYBE_INDICES):
+    """Shapes that the op may take: first as many dimensions for all tensors, then mixed ones."""
+    names = [argument.name for argument in op._schema.arguments if _needs_shape(op, argument)]
+    # Most ops take two dimensions, so those come first. A fourth tensor is like the third.
+    combinations = itertools.product((2, 1, 3, 4, 5), repeat=min(len(names), 3))
+    alike_first = sorted(combinations, key=lambda dims: len(set(dims)))
+    for dims in alike_first:
+        yield Sizes(_cubes(dims, len(names)))
+    if set(names).isdisjoint(_MAYBE_INDICES):
         return
-    for dims in ordered:
-        yield Sizes(_cubes(dims, len(free)), indices=True)
+    for dims in alike_first:
+        yield Sizes(_cubes(dims, len(names)), with_indices=True)
 
 
 def _cubes(dims: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
-    """So many shapes with these numbers of dimensions, of which the last one is repeated."""
+    """`count` shapes, of which `dims` gives the numbers of dimensions; the last one is repeated.
+
+    With `dims` (1, 2) and a `count` of 3 they are (4,), (4, 4) and (4, 4).
+    """
     missing = count - len(dims)
     return [(_N,) * dim for dim in (*dims, *dims[-1:] * missing)]
 
 
 class Sample:
-    """Arguments for an op; the first floating-point tensor has the dtype `first`, others `rest`."""
+    """Arguments for an op, by name, in `arguments`.
+
+    The first floating-point tensor has the dtype `first`, all others have `rest`.
+    """
 
     def __init__(
         self, op: OpOverload, device_type: str, first: torch.dtype, rest: torch.dtype, sizes: Sizes
     ):
-        self.given: list[torch.dtype] = []  # of its tensors in floating point
+        self.float_dtypes: list[torch.dtype] = []  # of its floating-point tensors, in order
         self._op = op
         self._device = torch.device(device_type)
         self._dtypes = itertools.chain([first], itertools.repeat(rest))
         self._shapes = iter(sizes.shapes)
-        self._has_indices = sizes.indices
+        self._with_indices = sizes.with_indices
         self.arguments = {argument.name: self._value(argument) for argument in op._schema.arguments}
 
     def _value(self, argument: torch.Argument) -> Any:
+        """A value for an argument, from the first of the tables that has one."""
         name = argument.name
-        # The op's own table comes before a default: some defaults fit no shape of ours.
-        by_op = _by_op(self._op)
-        if name in by_op:
-            return self._value_by_name(by_op[name], argument)
+        # The op's own table comes before a default: some defaults do not fit the shapes here.
+        own_values = _own_values(self._op)
+        if name in own_values:
+            return self._from_table(own_values[name], argument)
         if argument.has_default_value():
             return argument.default_value
         if name in _BY_NAME:
-            return self._value_by_name(_BY_NAME[name], argument)
-        if _is_free(self._op, argument):
-            return self._free(argument)
-        kind = str(argument.type)
-        if kind.startswith("List"):
+            return self._from_table(_BY_NAME[name], argument)
+        if _needs_shape(self._op, argument):
+            return self._of_next_shape(argument)
+        type_name = str(argument.type)
+        if type_name.startswith("List"):
             return [1] * (argument.N or 2)  # pyrefly: ignore[missing-attribute]: not in the stub
-        if kind.startswith("Optional"):
+        if type_name.startswith("Optional"):
             return None
-        return _BY_KIND.get(kind, 1)
+        return _BY_TYPE.get(type_name, 1)
 
-    def _free(self, argument: torch.Argument) -> Any:
+    def _of_next_shape(self, argument: torch.Argument) -> Any:
         """A tensor of the next shape, or two for an argument that takes a list."""
         shape = next(self._shapes)
-        if self._has_indices and argument.name in _MAYBE_INDICES:
+        if self._with_indices and argument.name in _MAYBE_INDICES:
             shape = _Index(shape)
         if "List" in str(argument.type):
             return [self._tensor(shape), self._tensor(shape)]
         return self._tensor(shape)
 
-    def _value_by_name(self, value: Any, argument: torch.Argument) -> Any:
-        """The value that a name stands for: a tensor of a shape, a list, or its first element."""
-        kind = str(argument.type)
+    def _from_table(self, value: Any, argument: torch.Argument) -> Any:
+        """The value of a table in the type that the argument takes; a shape becomes a tensor."""
+        type_name = str(argument.type)
         if isinstance(value, tuple):
             return self._tensor(value)
-        if kind in ("str", "List[str]") and not isinstance(value, str):
-            return dimension_by_name(kind)
+        if type_name in ("str", "List[str]") and not isinstance(value, str):
+            return dimension_by_name(type_name)
         if not isinstance(value, list) or not value:
             return value
-        if kind == "Tensor":
+        if type_name == "Tensor":
             return self._tensor(_Index((len(value),)))
-        if "List" not in kind:  # one, where other ops take several
+        if "List" not in type_name:  # this op takes one value, where others take a list
             return value[0]
         if isinstance(value[0], tuple):
             return [self._tensor(shape) for shape in value]
-        # An op for images has two where this has one.
+        # An argument of two dimensions, such as padding, has one value in an op for sequences.
         return value[: argument.N or None]  # pyrefly: ignore[missing-attribute]: not in the stub
 
     def _tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
@@ -196,7 +206,7 @@ class Sample:
         if isinstance(shape, _Pivots):
             return torch.ones(shape, dtype=torch.int32, device=self._device)
         dtype = next(self._dtypes)
-        self.given.append(dtype)
+        self.float_dtypes.append(dtype)
         if len(shape) < 2:
             return torch.full(shape, 0.5, dtype=dtype, device=self._device)
         # Half the identity has an inverse, a Cholesky factor, and values in [0, 1].
@@ -204,13 +214,14 @@ class Sample:
         return (identity / 2).expand(shape).contiguous()
 
 
-def _by_op(op: OpOverload) -> dict[str, Any]:
+def _own_values(op: OpOverload) -> dict[str, Any]:
+    """The values by name that only this op gets."""
     name = op._schema.name.removeprefix("aten::")
     return _BY_OP.get(name, {})
 
 
-def _is_free(op: OpOverload, argument: torch.Argument) -> bool:
-    """Whether an argument is a tensor of which nothing is known by name."""
+def _needs_shape(op: OpOverload, argument: torch.Argument) -> bool:
+    """Whether an argument takes a tensor that is in no table, so that its shape has to be tried."""
     if str(argument.type) not in ("Tensor", "List[Tensor]"):
         return False
-    return argument.name not in _BY_NAME and argument.name not in _by_op(op)
+    return argument.name not in _BY_NAME and argument.name not in _own_values(op)

@@ -1,7 +1,8 @@
 """The op table of autocast: which policy each op has on a backend, and what a call returns.
 
-No policy is written here. The dispatcher says which ops autocast knows on a backend. What it does
-to one is read from a call that is caught between autocast's kernel for the op and the op itself.
+The policies are observed, not copied from torch. The dispatcher lists the ops for which autocast
+has a kernel on a backend. A call of the op is then caught between that kernel and the op itself:
+the dtypes that arrive there show the policy.
 """
 
 import dataclasses
@@ -54,12 +55,13 @@ class OpRule:
     """What autocast on one backend does to one of torch's ops."""
 
     op: str  # without "aten::", and with the overload where its overloads differ
-    overloads: tuple[str, ...]  # that it is for; the one without a name is "default"
+    overloads: tuple[str, ...]  # names of overloads; the one without a name is "default"
     policy: str  # one of POLICIES
-    given: tuple[torch.dtype, ...]  # dtypes of the inputs of a call, such that the policy has work
+    given: tuple[torch.dtype, ...]  # dtypes of the inputs of a call that the policy has to change
     observed: torch.dtype | None  # what the call returned; None: the op could not be called
     reason: str  # why it could not be called, in a line; else empty
-    # Whether `observed`, or a part of it if complex, is what the policy promises; None: no float.
+    # Whether `observed`, or the dtype of its parts if it is complex, is what the policy promises;
+    # None: the op returns no floating-point numbers.
     agrees: bool | None
 
 
@@ -83,7 +85,7 @@ class OpTable(Printed, list[OpRule]):
 
     def _table(self) -> Table:
         counts = Counter(rule.policy for rule in self)
-        parts = [f"{counts[policy]} {policy}" for policy in POLICIES if counts[policy]]
+        totals = [f"{counts[policy]} {policy}" for policy in POLICIES if counts[policy]]
         where = "the device" if self.real else "fake tensors"
         facts = [f"{policy}: {meaning}" for policy, meaning in POLICIES.items()]
         if self.device_type == "cpu":
@@ -92,7 +94,7 @@ class OpTable(Printed, list[OpRule]):
             ["policy", "op", "given", "returned", "note"],
             [_row_of(rule) for rule in self],
             caption=f"autocast on {self.device_type!r} to {short_name(self.dtype)}, "
-            f"torch {torch.__version__}: {len(self)} ops ({', '.join(parts)}), called on {where}",
+            f"torch {torch.__version__}: {len(self)} ops ({', '.join(totals)}), called on {where}",
             facts=facts,
         )
 
@@ -140,7 +142,7 @@ def op_table(device_type: str, dtype: torch.dtype | None = None) -> OpTable:
     `dtype` is what autocast lowers to, the backend's default for None. The policies are those of
     this torch (see `POLICIES`), each checked by a call of the op: on the device if it is here, else
     on fake tensors of that type. An op that is in no table of its backend runs in the dtype of its
-    inputs, or is made of ops that are.
+    inputs, or calls ops that are in one.
 
     Raises `DeviceError` for an unknown device type and for a dtype that autocast does not take.
     Warns of an op that follows no policy, and leaves it out.
@@ -148,12 +150,12 @@ def op_table(device_type: str, dtype: torch.dtype | None = None) -> OpTable:
     dtype = checked_dtype(device_type, dtype)
     autocast = _Autocast(device_type, dtype, real=backend(device_type).is_available())
     rules: dict[str, list[OpRule]] = {}
-    for name in sorted(_names_of_rules(device_type)):
+    for name in sorted(_ops_with_kernel(device_type)):
         namespace, _, qualified = name.partition("::")
         if namespace != "aten":  # an extension's, such as torchvision's, and only once imported
             continue
         base, _, overload = qualified.partition(".")
-        op = _overload_of(base, overload)
+        op = _op_overload(base, overload)
         policy, reason = autocast.policy(op)
         if policy is None:
             left_out = f"{name} is left out: autocast on {device_type!r} follows no policy"
@@ -168,13 +170,13 @@ def op_table(device_type: str, dtype: torch.dtype | None = None) -> OpTable:
     return OpTable(table, device_type, dtype, autocast.real)
 
 
-def _names_of_rules(device_type: str) -> list[str]:
-    """The full names of the ops for which autocast on a backend has a kernel."""
+def _ops_with_kernel(device_type: str) -> list[str]:
+    """The ops for which autocast on a backend has a kernel: ``aten::mm``, ``aten::sum.dim``."""
     key = f"Autocast{backend(device_type).key}"
     return torch._C._dispatch_get_registrations_for_dispatch_key(key)
 
 
-def _overload_of(base: str, overload: str) -> OpOverload:
+def _op_overload(base: str, overload: str) -> OpOverload:
     """An overload of one of torch's ops; "" is the default."""
     return getattr(getattr(torch.ops.aten, base), overload or "default")
 
@@ -187,23 +189,23 @@ def policies(op: str, device_type: str, dtype: torch.dtype) -> set[str]:
 
     Raises `DeviceError` for an unknown device type.
     """
-    names = _names_of_rules(checked_backend(device_type))
+    names = _ops_with_kernel(checked_backend(device_type))
     autocast = _Autocast(device_type, dtype, real=False)
-    found = set()
+    op_policies = set()
     for name in names:
         base, _, overload = name.removeprefix("aten::").partition(".")
         if base != op:
             continue
-        policy, _ = autocast.policy(_overload_of(base, overload))
+        policy, _ = autocast.policy(_op_overload(base, overload))
         if policy is not None:
-            found.add(policy)
-    return found
+            op_policies.add(policy)
+    return op_policies
 
 
 def differences(first: OpTable, second: OpTable) -> OpDifferences:
     """The ops, each overload by itself, that autocast treats differently on two backends."""
-    first_policies = _policies(first)
-    second_policies = _policies(second)
+    first_policies = _policy_of_each_overload(first)
+    second_policies = _policy_of_each_overload(second)
     rows = []
     for name in sorted(first_policies.keys() | second_policies.keys()):
         first_policy = first_policies.get(name)
@@ -214,14 +216,14 @@ def differences(first: OpTable, second: OpTable) -> OpDifferences:
     return OpDifferences(rows, (first.device_type, second.device_type))
 
 
-def _policies(table: OpTable) -> dict[str, str]:
-    """The policy of each overload by its full name."""
-    found = {}
+def _policy_of_each_overload(table: OpTable) -> dict[str, str]:
+    """The policy of each overload by its full name, such as ``sum.dim`` or ``mm.default``."""
+    policy_of = {}
     for rule in table:
         base = rule.op.partition(".")[0]
         for overload in rule.overloads:
-            found[f"{base}.{overload}"] = rule.policy
-    return found
+            policy_of[f"{base}.{overload}"] = rule.policy
+    return policy_of
 
 
 class _Observation(NamedTuple):
@@ -233,11 +235,14 @@ class _Observation(NamedTuple):
 
 
 class _CaughtError(Exception):
-    """The call has arrived at the op itself."""
+    """Raised in place of the op, once its call has passed autocast."""
 
 
-class _Catch(TorchDispatchMode):
-    """Catches a call of one op below autocast, whatever its overload, before the op runs."""
+class _CatchCall(TorchDispatchMode):
+    """Stops a call of one op, of any overload, below autocast, and keeps its arguments.
+
+    It raises `_CaughtError` before the op runs.
+    """
 
     def __init__(self, op: OpOverload):
         super().__init__()
@@ -254,21 +259,24 @@ class _Catch(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _Autocast:
-    """Autocast on one backend, asked about one op after another."""
+    """Autocast on one backend to one dtype: finds its policy for an op."""
 
     device_type: str
     dtype: torch.dtype
     real: bool  # whether ops are called on the device itself
 
     def policy(self, op: OpOverload) -> tuple[str | None, str]:
-        """The name of the policy, and what torch says of a banned op; None, and why, for none."""
+        """The name of the policy, and an error of torch or another reason.
+
+        The reason is what torch says of a banned op, or why the policy is None.
+        """
         reasons = []
         # The kernel of cuDNN's recurrent networks knows float16 alone: CUDA's default.
         for dtype in dict.fromkeys((self.dtype, torch.get_autocast_dtype(self.device_type))):
-            low, reason = self._catch_arguments(op, dtype, first=dtype)
-            mixed, _ = self._catch_arguments(op, dtype, first=torch.float32)
-            if low is not None and mixed is not None:
-                return _policy_of(low, mixed, dtype), "it changes no dtype"
+            from_low, reason = self._catch_arguments(op, dtype, first=dtype)
+            from_mixed, _ = self._catch_arguments(op, dtype, first=torch.float32)
+            if from_low is not None and from_mixed is not None:
+                return _policy_of(from_low, from_mixed, dtype), "it changes no dtype"
             reasons.append(reason)
         # A kernel may raise for other reasons; the one of a banned op says that it is for autocast.
         if "autocast" in reasons[0]:
@@ -278,13 +286,13 @@ class _Autocast:
     def _catch_arguments(
         self, op: OpOverload, dtype: torch.dtype, first: torch.dtype
     ) -> tuple[list[Any] | None, str]:
-        """The arguments with which the op is called below autocast; None, and why, if it is not.
+        """The arguments that arrive at the op below autocast; None and the reason if none do.
 
         The first floating-point input has the dtype `first`, the others have autocast's.
         """
-        catch = _Catch(op)
-        shapes = itertools.repeat((2, 2))  # any will do, since the op never runs
-        # In inference mode torch does not take an op apart before `catch` has seen it.
+        catch = _CatchCall(op)
+        shapes = itertools.repeat((2, 2))  # any shape will do, since the op never runs
+        # Outside of inference mode torch may decompose the op before `catch` has seen it.
         with self._fakes(), torch.inference_mode(), autocast_on(self.device_type, dtype):
             sample = Sample(op, self.device_type, first, dtype, Sizes(shapes))
             try:
@@ -312,21 +320,21 @@ class _Autocast:
         )
 
     def _agrees(self, observed: torch.dtype | None, policy: str) -> bool | None:
-        """Whether a returned dtype is what the policy promises; None if it is no float."""
+        """Whether the returned dtype is what the policy promises; None if it is no float."""
         if observed is None or not _is_float(observed):
             return None
         promised = self.dtype if policy == "lower_precision" else torch.float32
         return observed in (promised, promised.to_complex())
 
     def _observe(self, op: OpOverload, policy: str) -> _Observation:
-        """What a call returned, what it was given, and why there is none."""
-        # Inputs such that the policy has something to change.
+        """Call the op under autocast with the first sizes that work; say why if none do."""
+        # Inputs of dtypes that the policy has to change.
         first = torch.float32 if policy == "lower_precision" else self.dtype
         rest = self.dtype if policy.startswith("fp32") else torch.float32
-        sizes_found, reason = _find_sizes(op)
+        working_sizes, reason = _find_sizes(op)
         candidates: Iterable[Sizes] = ()
-        if sizes_found is not None:
-            candidates = [sizes_found]
+        if working_sizes is not None:
+            candidates = [working_sizes]
         elif self.real:  # some ops have kernels for the device alone
             candidates = sizes_to_try(op)
         for sizes in candidates:
@@ -334,33 +342,39 @@ class _Autocast:
                 with nullcontext() if self.real else self._fakes():
                     sample = Sample(op, self.device_type, first, rest, sizes)
                     with autocast_on(self.device_type, self.dtype):
-                        dtypes = _call(op, sample)
+                        dtypes = _returned_dtypes(op, sample)
             except Exception as error:  # kernels, and their fakes in Python, raise what they like
                 reason = _reason(error)
                 continue
             floats = [dtype for dtype in dtypes if _is_float(dtype)]
-            return _Observation((floats or dtypes)[0], tuple(sample.given))
+            return _Observation((floats or dtypes)[0], tuple(sample.float_dtypes))
         return _Observation(reason=reason)
 
     @contextmanager
     def _fakes(self) -> Iterator[None]:
+        """The block in which tensors are fakes of a device that need not be here."""
         with absent_device(self.device_type), StrictFakeMode(), errors_not_logged():
             yield
 
 
-def _policy_of(low: list[Any], mixed: list[Any], dtype: torch.dtype) -> str | None:
-    """The policy by what came through of inputs all low, and with the first one in float32."""
-    named = [argument for argument in low if isinstance(argument, torch.dtype)]
-    if named == [torch.float32]:  # set, or appended by a change to an overload that takes one
+def _policy_of(from_low: list[Any], from_mixed: list[Any], dtype: torch.dtype) -> str | None:
+    """The policy, from the arguments that arrived at the op in two calls; None if it has no name.
+
+    In the first call all inputs had the low-precision `dtype`, in the second the first was float32.
+    """
+    dtype_arguments = [argument for argument in from_low if isinstance(argument, torch.dtype)]
+    # Autocast has set the argument `dtype`, or called the overload that takes one.
+    if dtype_arguments == [torch.float32]:
         return "fp32_set_opt_dtype"
-    mixed_inputs = _float_dtypes(mixed)
-    if set(mixed_inputs) == {dtype}:
+    mixed_dtypes = _float_dtypes(from_mixed)
+    if set(mixed_dtypes) == {dtype}:
         return "lower_precision"
-    if set(mixed_inputs) != {torch.float32}:
+    if set(mixed_dtypes) != {torch.float32}:
         return None
-    if set(_float_dtypes(low)) == {torch.float32}:
+    # All float32 now. Under "fp32" so are inputs that were all low, under "promote" they stay low.
+    if set(_float_dtypes(from_low)) == {torch.float32}:
         return "fp32"
-    if len(mixed_inputs) > 1:
+    if len(mixed_dtypes) > 1:
         return "promote"
     return None
 
@@ -369,8 +383,8 @@ def _is_float(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _float_dtypes(given: list[Any]) -> list[torch.dtype]:
-    return [tensor.dtype for tensor in tensors_in(given) if tensor.is_floating_point()]
+def _float_dtypes(arguments: list[Any]) -> list[torch.dtype]:
+    return [tensor.dtype for tensor in tensors_in(arguments) if tensor.is_floating_point()]
 
 
 @functools.cache
@@ -380,18 +394,18 @@ def _find_sizes(op: OpOverload) -> tuple[Sizes | None, str]:
     for sizes in sizes_to_try(op):
         try:
             sample = Sample(op, "meta", first=torch.float32, rest=torch.float32, sizes=sizes)
-            _call(op, sample)
-        except NotImplementedError as error:  # no kernel for meta tensors, of any size
+            _returned_dtypes(op, sample)
+        except NotImplementedError as error:  # no kernel for meta tensors: no other size will do
             return None, _reason(error)
-        except Exception as error:  # most often, these sizes do not fit together
+        except Exception as error:  # mostly since these sizes do not fit together
             reason = _reason(error)
         else:
             return sizes, ""
     return None, reason
 
 
-def _call(op: OpOverload, sample: Sample) -> list[torch.dtype]:
-    """Call the op; the dtypes of the tensors that it returns."""
+def _returned_dtypes(op: OpOverload, sample: Sample) -> list[torch.dtype]:
+    """Call the op, and return the dtypes of the tensors that it returns."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # of deprecated ops: the user did not call them
         return [tensor.dtype for tensor in tensors_in(op(**sample.arguments))]
@@ -405,11 +419,12 @@ def _reason(error: Exception) -> str:
 
 
 def _merge_overloads(base: str, rules: list[OpRule]) -> list[OpRule]:
-    """One rule for all overloads of an op, if they do not differ."""
-    called = [rule for rule in rules if rule.observed is not None] or rules
-    different_policies = {rule.policy for rule in rules}
-    different_dtypes = {rule.observed for rule in called}
-    if len(different_policies) == 1 and len(different_dtypes) == 1:
+    """One rule for all overloads of an op if they agree, else one for each, with its full name."""
+    # An overload that could not be called does not differ from the others.
+    observed_rules = [rule for rule in rules if rule.observed is not None] or rules
+    policy_names = {rule.policy for rule in rules}
+    observed_dtypes = {rule.observed for rule in observed_rules}
+    if len(policy_names) == 1 and len(observed_dtypes) == 1:
         overloads = tuple(rule.overloads[0] for rule in rules)
-        return [dataclasses.replace(called[0], overloads=overloads)]
+        return [dataclasses.replace(observed_rules[0], overloads=overloads)]
     return [dataclasses.replace(rule, op=f"{base}.{rule.overloads[0]}") for rule in rules]
