@@ -1,4 +1,4 @@
-"""Operands of an op that differ in dtype: where each comes from, and what to do about it."""
+"""Ops whose operands differ in dtype: where each operand comes from, and what to do about it."""
 
 import re
 import traceback
@@ -51,17 +51,22 @@ _OUT_OF_PLACE = remedy(
     "or, under autocast, which casts for torch.{op}, assign its result, "
     "target = torch.{op}({arguments})",
 )
-_WRITES = re.compile(
+# The begin of torch's messages, such as ``Index put requires the source and destination dtypes
+# match`` or ``scatter(): Expected self.dtype to be equal to src.dtype``.
+_WRITE_MESSAGE = re.compile(
     r"^_?(index[ _](put|add|copy|reduce)|put_?\b|scatter|masked_scatter)", re.IGNORECASE
 )
-_WRITES_SAY = ("source", "src", "tensors of one dtype")  # and not of the dtype of an index
-_ADDING = ("addmm", "addmv", "addbmm", "baddbmm")  # to their first argument
-_MATMULS = (*_ADDING, "mm", "bmm", "mv", "matmul")
-_ONE_DTYPE = re.compile(r"(one|same) dtype|dtypes must be the same")  # torch's words, and ours
-_IN_PLACE_SAYS = re.compile(rf"^({'|'.join(_ADDING)})_ takes tensors of one dtype")
-_OUT_SAYS = re.compile(r"^(\w+) with out= takes tensors|^Expected out tensor to have dtype")
-_TORCH = Path(torch.__file__).parent
-_OURS = Path(__file__).parent.parent
+# One of these words is in it too, unless the dtype of the index is what is wrong.
+_WRITE_WORDS = ("source", "src", "tensors of one dtype")
+_ADDING_MATMULS = ("addmm", "addmv", "addbmm", "baddbmm")  # add to their first argument
+_MATMULS = (*_ADDING_MATMULS, "mm", "bmm", "mv", "matmul")
+# Messages of torch, and of `kernel_limits`: ``addmm_ takes tensors of one dtype``, ``mm with out=
+# takes tensors of one dtype``.
+_ONE_DTYPE = re.compile(r"(one|same) dtype|dtypes must be the same")
+_IN_PLACE_MESSAGE = re.compile(rf"^({'|'.join(_ADDING_MATMULS)})_ takes tensors of one dtype")
+_OUT_MESSAGE = re.compile(r"^(\w+) with out= takes tensors|^Expected out tensor to have dtype")
+_TORCH_FOLDER = Path(torch.__file__).parent
+_PACKAGE_FOLDER = Path(__file__).parent.parent
 
 
 class Kind(Enum):
@@ -80,10 +85,10 @@ class Source:
     """Where the values of a tensor come from."""
 
     kind: Kind
-    text: str  # ``input 0``, ``buffer table``, ``the output of float in 'up'``
+    text: str  # such as ``input 0``, ``buffer table``, ``the output of float in 'up'``
 
 
-_MADE_BY_THE_MODEL = Source(Kind.COMPUTED, "a tensor that the model makes")
+_UNKNOWN_SOURCE = Source(Kind.COMPUTED, "a tensor that the model makes")
 
 
 @dataclass(frozen=True)
@@ -98,49 +103,54 @@ class Sources:
     """Follows where tensors in fp32 come from, through the ops that compute with them."""
 
     def __init__(self) -> None:
-        self._named: dict[int, Source] = {}  # by storage
-        self._computed: dict[int, Source] = {}  # by storage, of fp32 alone
+        # Both by the key of a tensor's storage.
+        self._named: dict[int, Source] = {}  # tensors that are there before the model runs
+        self._computed: dict[int, Source] = {}  # results of ops, in fp32 alone
 
     def name(self, tensor: torch.Tensor, kind: Kind, text: str) -> None:
         """Name a tensor that is there before the model runs."""
         self._named.setdefault(tensor_key(tensor), Source(kind, text))
 
     def name_attributes(self, model: nn.Module) -> None:
-        """Name the tensors that are plain attributes of modules, which casts of a model pass by."""
+        """Name tensors that are plain attributes of modules: a cast of the model skips those."""
         for path, module in model.named_modules():
             for name, value in vars(module).items():
                 if isinstance(value, torch.Tensor):
-                    self.name(value, Kind.OWN, f"attribute {path}.{name}".replace(" .", " "))
+                    text = f"attribute {path}.{name}"
+                    self.name(value, Kind.OWN, text.replace(" .", " "))  # the model's path is ""
 
-    def note(self, ins: list[torch.Tensor], outs: list[torch.Tensor], text: str) -> None:
-        """Note an op, of which `text` says what its output is."""
-        wide = [tensor for tensor in ins if tensor.dtype is torch.float32]
+    def note_op(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], text: str) -> None:
+        """Note where the outputs of an op come from: its first input in fp32, or the op itself.
+
+        `text` describes the outputs, as ``output of float in 'up'``.
+        """
+        wide = [tensor for tensor in inputs if tensor.dtype is torch.float32]
         if wide:
-            source = self.of(wide[0])
+            source = self.source_of(wide[0])
         else:
             source = Source(Kind.COMPUTED, f"the {text}")
-        for tensor in outs:
+        for tensor in outputs:
             key = tensor_key(tensor)
-            if key in self._named:  # an op that writes in place
+            if key in self._named:  # the op writes in place
                 continue
             if tensor.dtype is torch.float32:
                 self._computed[key] = source
             else:  # another tensor may have had this storage's key
                 self._computed.pop(key, None)
 
-    def of(self, tensor: torch.Tensor) -> Source:
-        """Where a tensor comes from; of what no op made, that the model's code made it."""
+    def source_of(self, tensor: torch.Tensor) -> Source:
+        """Where a tensor comes from; one that no op made counts as made by the model's code."""
         key = tensor_key(tensor)
-        return self._named.get(key) or self._computed.get(key) or _MADE_BY_THE_MODEL
+        return self._named.get(key) or self._computed.get(key) or _UNKNOWN_SOURCE
 
     def operands(self, tensors: Iterable[torch.Tensor]) -> tuple[Operand, ...]:
-        """The operands among what an op got."""
+        """The floating-point tensors of an op, each with its source."""
         floats = [tensor for tensor in tensors if tensor.is_floating_point()]
-        return tuple(Operand(tensor.dtype, self.of(tensor)) for tensor in floats)
+        return tuple(Operand(tensor.dtype, self.source_of(tensor)) for tensor in floats)
 
 
 def low_operand(operands: Iterable[Operand]) -> Operand | None:
-    """The first operand in 16 bits, if another is in fp32; None if dtypes are not mixed so."""
+    """The first operand in 16 bits, if another one is in fp32; else None."""
     low = None
     has_wide = False
     for operand in operands:
@@ -154,10 +164,10 @@ def low_operand(operands: Iterable[Operand]) -> Operand | None:
 def remedy_for_mixed(
     error: Exception, op: str, operands: tuple[Operand, ...], has_low_weights: bool
 ) -> str:
-    """What to do about an op that got fp32 and 16 bits; empty if that is not the error.
+    """What to do about an op that got fp32 and 16 bits; "" for any other error.
 
-    Of a write and of a matmul in place `remedies_for_writes` says it. Where no weight is in 16
-    bits, only a tensor of the model's own is a sure cause.
+    It is also "" for a write and for a matmul in place, which `remedies_for_writes` explains. Where
+    no weight is in 16 bits, only a buffer or an attribute of the model is sure to be the cause.
     """
     low = low_operand(operands)
     if low is None or "type" not in str(error) or is_write(error):
@@ -165,8 +175,8 @@ def remedy_for_mixed(
     wide = next(operand.source for operand in operands if operand.dtype is torch.float32)
     if wide.kind is not Kind.INPUT and _matmul_in_place(error, op) is not None:
         return ""  # the tensor in fp32 may be the one that is written
-    is_own_constant = wide.kind is Kind.OWN and not wide.text.startswith("parameter ")
-    if not has_low_weights and not is_own_constant:
+    is_buffer_or_attribute = wide.kind is Kind.OWN and not wide.text.startswith("parameter ")
+    if not has_low_weights and not is_buffer_or_attribute:
         return ""
     place = user_line(error)
     return _REMEDIES[wide.kind].said(
@@ -182,8 +192,9 @@ def remedy_for_mixed(
 class MixedCall:
     """A call of an op with floating-point arguments of several dtypes."""
 
-    op: str  # ``mylib::attention``
-    arguments: tuple[tuple[torch.dtype, tuple[str, ...]], ...]  # names of each dtype
+    op: str  # such as ``mylib::attention``
+    # For each dtype the names of its arguments: ((torch.float32, ("q", "k")), (torch.half, ("v",)))
+    arguments: tuple[tuple[torch.dtype, tuple[str, ...]], ...]
 
 
 def mixed_call(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> MixedCall | None:
@@ -192,7 +203,8 @@ def mixed_call(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> MixedCa
     Tensors without a dimension, such as a scale, do not count.
     """
     parameters = [argument.name for argument in func._schema.arguments]
-    names_of: dict[torch.dtype, dict[str, None]] = {}  # each name once, in order
+    # A dict of names, in place of a set, keeps their order.
+    names_of: dict[torch.dtype, dict[str, None]] = {}
     for name, value in [*zip(parameters, args, strict=False), *kwargs.items()]:
         for tensor in tensors_in(value):
             if tensor.dim() and tensor.dtype in (torch.float32, *LOWER_DTYPES):
@@ -206,15 +218,15 @@ def mixed_call(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> MixedCa
 def is_write(error: Exception) -> bool:
     """Whether an op refused to write values into a tensor of another dtype."""
     message = str(error)
-    if "type" not in message or not _WRITES.match(message):
+    if "type" not in message or not _WRITE_MESSAGE.match(message):
         return False
-    return any(word in message for word in _WRITES_SAY)
+    return any(word in message for word in _WRITE_WORDS)
 
 
 def remedies_for_writes(error: Exception, op: str, device_type: str) -> list[str]:
-    """What to do about a write of another dtype, and a matmul in place or into ``out=``.
+    """What to do about a write of another dtype, or a matmul in place or into ``out=``.
 
-    `op` is the one that failed, or "" if that is not known. Empty of other errors.
+    `op` is the one that failed, or "" if that is not known. The list is empty for other errors.
     """
     place = user_line(error)
     where = f" at {place}" if place else ""
@@ -226,25 +238,28 @@ def remedies_for_writes(error: Exception, op: str, device_type: str) -> list[str
     remedies = [_IN_PLACE.said(place=where)]
     matmul = name.rstrip("_")
     if matmul in _MATMULS and has_autocast_rule(f"aten::{matmul}", device_type):
-        arguments = "target, a, b" if matmul in _ADDING else "a, b"
+        arguments = "target, a, b" if matmul in _ADDING_MATMULS else "a, b"
         remedies.append(_OUT_OF_PLACE.said(op=matmul, arguments=arguments))
     return remedies
 
 
 def _matmul_in_place(error: Exception, op: str) -> str | None:
-    """The name of the matmul that does not write where it was to, as far as known; or None."""
+    """The matmul that failed to write in place or into ``out=``; None for any other error.
+
+    It is `op`, which may be "", or the name that the message has, such as ``addmm``.
+    """
     message = str(error)
-    is_in_place = op.endswith("_") and op.rstrip("_") in _ADDING
+    is_in_place = op.endswith("_") and op.rstrip("_") in _ADDING_MATMULS
     if is_in_place and _ONE_DTYPE.search(message):
         return op
-    match = _IN_PLACE_SAYS.match(message) or _OUT_SAYS.match(message)
+    match = _IN_PLACE_MESSAGE.match(message) or _OUT_MESSAGE.match(message)
     if match is None:
         return None
     return match[1] or op
 
 
 def user_line(error: Exception) -> str:
-    """The innermost line of code that is neither torch's nor ours, as ``model.py:12``; or empty."""
+    """The innermost line of the user's code in a traceback, as ``model.py:12``; "" if none is."""
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):  # the innermost comes last
         path = Path(frame.f_code.co_filename)
@@ -254,6 +269,7 @@ def user_line(error: Exception) -> str:
 
 
 def _is_user_file(path: Path) -> bool:
+    """Whether a file is neither torch's nor of this package."""
     if path.name.startswith("<") or not path.suffix:  # such as ``<string>``: code without a file
         return False
-    return not path.is_relative_to(_TORCH) and not path.is_relative_to(_OURS)
+    return not path.is_relative_to(_TORCH_FOLDER) and not path.is_relative_to(_PACKAGE_FOLDER)

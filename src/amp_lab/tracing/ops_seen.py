@@ -1,4 +1,4 @@
-"""What every tracer asks of an op: whose memory it is, whether it is a view, and its FLOPs."""
+"""What every tracer needs of an op: its tensors, their storages, whether it computes, its FLOPs."""
 
 import math
 from collections.abc import Callable
@@ -11,14 +11,16 @@ from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from amp_lab.core.backends import backend
 
-LOWER_DTYPES = (torch.float16, torch.bfloat16)  # what autocast takes, on every backend
+LOWER_DTYPES = (torch.float16, torch.bfloat16)  # autocast can compute in them, on every backend
 
+# Ops that return memory without computing anything, and that torch does not mark as views.
 _MEMORY_ONLY = {"_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided"}
-_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_COMPRESSED_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 def largest_whole_number(dtype: torch.dtype) -> int:
-    """Up to which number a format has all whole ones: 256 in bf16, 2048 in fp16."""
+    """The number up to which a dtype has all whole numbers: 256 for bf16, 2048 for fp16."""
+    # `eps` is the step between numbers from 1 to 2, so 2 / eps is where the step becomes 2.
     return int(2 / torch.finfo(dtype).eps)
 
 
@@ -30,48 +32,48 @@ def tensors_in(structure: Any) -> list[torch.Tensor]:
 
 
 def stored_values(tensor: torch.Tensor) -> torch.Tensor:
-    """The stored values of a sparse tensor; any other as it is."""
+    """The stored values of a sparse tensor; any other tensor as it is."""
     layout = tensor.layout
     if layout is torch.sparse_coo:
         return tensor._values()
-    if layout in _COMPRESSED:
+    if layout in _COMPRESSED_LAYOUTS:
         return tensor.values()
     return tensor
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
-    """What tells the tensor's storage from all others that live; None for oneDNN's, without one.
+    """A number that identifies a tensor's storage; None for oneDNN's tensors, which have none.
 
-    It is the address of the storage itself, since fake tensors, and those on ``meta``, have no
-    data. When the storage ends, another may get the same: keep it, or a weak reference.
+    It is the address of the storage object: fake tensors, and those on ``meta``, have no data. Once
+    a storage is freed, another may get the same number: keep the storage, or a weak reference.
     """
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         values = stored_values(tensor)
-        if values is tensor:
+        if values is tensor:  # not sparse
             return None
         return storage_key(values)
 
 
 def tensor_key(tensor: torch.Tensor) -> int:
-    """The key of a tensor's storage; of oneDNN's tensors, which have none, their own."""
+    """The `storage_key` of a tensor; for oneDNN's tensors, which have none, the tensor's id."""
     return storage_key(tensor) or id(tensor)
 
 
 def computes_nothing(func: OpOverload) -> bool:
-    """Whether an op returns a view, or memory that is not written yet."""
+    """Whether an op only returns a view, or memory that is not written yet."""
     return func.is_view or func._schema.name.removeprefix("aten::") in _MEMORY_ONLY
 
 
 def has_autocast_rule(name: str, device_type: str) -> bool:
-    """Whether autocast on a backend has a rule for an op, which is named with its namespace."""
+    """Whether autocast on a backend has a rule for an op, such as ``aten::mm``."""
     key = f"Autocast{backend(device_type).key}"
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
 def flops(func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
-    """Multiplications and additions of a matrix product, convolution or attention kernel; else 0.
+    """Multiplications plus additions of a matrix product, convolution or attention; else 0.
 
     Attention counts in full, although a causal kernel may leave out up to half of it.
     """
@@ -79,7 +81,7 @@ def flops(func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> in
     own_formula = FLOP_FORMULAS.get(packet) or _FLOPS_BY_NAME.get(func._schema.name)
     if own_formula is not None:
         return shape_wrapper(own_formula)(*args, **kwargs, out_val=out)
-    formula = flop_registry.get(packet)  # torch has wrapped it already
+    formula = flop_registry.get(packet)  # torch has put `shape_wrapper` around it already
     if formula is None:
         return 0
     return formula(*args, **kwargs, out_val=out)
@@ -89,39 +91,42 @@ def flops(func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> in
 
 
 def _product_flops(*shapes, out_shape=None, **scales) -> int:
-    left, right = shapes[-2:]  # before them, what the product is added to
+    """FLOPs of (…, M, K) times (K,) or (…, K, N)."""
+    left, right = shapes[-2:]  # addmv and addbmm have the tensor that they add to before them
     columns = math.prod(right[2:])
     return 2 * math.prod(left) * columns
 
 
 def _convolution_backward_flops(gradient, inputs, weight, *more, out_shape=None, **settings) -> int:
-    """FLOPs for the gradients that are wanted, of which torch's own count leaves out the groups."""
-    transposed = more[4]  # after bias sizes, stride, padding and dilation
-    of_input, of_weight, _ = more[7]
-    # Each takes what the forward pass does: every weight meets every pixel of the output, or of the
-    # input if transposed.
-    met = inputs if transposed else gradient  # (N, C, …)
-    pixels = met[0] * math.prod(met[2:])
+    """FLOPs for the gradients that the mask asks for; torch's own count ignores groups."""
+    # `more`: bias sizes, stride, padding, dilation, transposed, output padding, groups, mask.
+    transposed = more[4]
+    needs_input, needs_weight, _ = more[7]
+    # A gradient costs as much as the forward pass, in which every weight is multiplied with every
+    # pixel of the output, or of the input if transposed.
+    image = inputs if transposed else gradient  # (N, C, …)
+    pixels = image[0] * math.prod(image[2:])
     forward = 2 * pixels * math.prod(weight)
-    return forward * (of_input + of_weight)
+    return forward * (needs_input + needs_weight)
 
 
 def _grouped_product_flops(left, right, offsets=None, *more, out_shape=None, **settings) -> int:
-    """Groups of rows, each with a matrix of its own: each of (M, K) meets one of (G, K, N)."""
+    """FLOPs of rows (M, K) in groups, each times its own matrix of (G, K, N)."""
     rows, inner = left[-2:]
     columns = right[-1]
-    is_batched = len(left) == 3 and len(right) == 3  # else the groups divide a dimension
+    is_batched = len(left) == 3 and len(right) == 3  # else the groups share out a dimension
     groups = left[0] if is_batched else 1
     return 2 * groups * rows * inner * columns
 
 
 def _bilinear_flops(left, weight, right, *more, out_shape=None, **settings) -> int:
-    """(B, I), (O, I, J) and (B, J): every weight meets every item of the batch once."""
+    """FLOPs of (B, I), (O, I, J) and (B, J): each weight is multiplied once for each item of B."""
     batch = math.prod(left[:-1])
     return 2 * batch * math.prod(weight)
 
 
 def _deform_convolution_flops(image, weight, *more, out_shape: Any = None, **settings) -> int:
+    """FLOPs as of a convolution, without the interpolation between pixels."""
     outputs = math.prod(out_shape)
     per_output = math.prod(weight[1:])
     return 2 * outputs * per_output
@@ -137,5 +142,5 @@ FLOP_FORMULAS: dict[Any, Callable[..., int]] = {
     torch.ops.aten._grouped_mm: _grouped_product_flops,
     torch.ops.aten._trilinear: _bilinear_flops,
 }
-# Ops of packages that need not be there.
+# Ops of packages that may not be installed.
 _FLOPS_BY_NAME = {"torchvision::deform_conv2d": _deform_convolution_flops}

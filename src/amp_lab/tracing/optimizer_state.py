@@ -1,4 +1,4 @@
-"""What an optimizer needs: the bytes of its state, and what its step takes on top of it."""
+"""Memory of an optimizer: the bytes of its state, and the temporaries of its step."""
 
 import functools
 import math
@@ -21,59 +21,64 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
     "adafactor": torch.optim.Adafactor,
-    "muon": torch.optim.Muon,  # for matrices; AdamW has the other parameters
+    "muon": torch.optim.Muon,  # takes matrices alone; AdamW updates the other parameters
 }
-"""The optimizers by name. Each is really run, on tensors without memory, to see what it needs."""
+"""The optimizers by name. Each is run on tensors without memory, to see what it allocates."""
 
-QUANTIZED = {  # bits, values in a block, bytes of a look-up table, bytes for a value in a step
+# Bits of a value, values in a block, bytes of a look-up table, bytes that a step takes for a value.
+QUANTIZED = {
     "adamw-8bit": (8, 256, 256 * 4, 8),
     "adamw-4bit": (4, 128, 16 * 4, 26),
     "adamw-fp8": (8, 256, 0, 0),
 }
-"""``AdamW8bit``, ``AdamW4bit`` and ``AdamWFp8`` of `torchao.optim`, which need not be there.
+"""``AdamW8bit``, ``AdamW4bit`` and ``AdamWFp8`` of `torchao.optim`, which need not be installed.
 
-What a step takes is what Inductor 2.15 allocates on a CPU.
+The bytes that a step takes are those that Inductor 2.15 allocates on a CPU.
 """
 
-_LOOPS = ("adafactor", "muon")  # over the parameters, in which the last one's temporaries live on
+# Their step is a loop over the parameters, in which temporaries of the last parameter live on. So
+# parameters cannot be counted one by one.
+_LOOPING = ("adafactor", "muon")
 
-Parameter = tuple[tuple[int, ...], torch.dtype]  # its shape and dtype
+Parameter = tuple[tuple[int, ...], torch.dtype]  # shape and dtype
 
 
 def optimizer_bytes(
     name: str, parameters: Iterable[Parameter], device_type: str
 ) -> tuple[int, int]:
-    """Bytes of the optimizer's state, and the most that its step takes on top of it.
+    """Bytes of the optimizer's state, and the most that its step takes for temporaries.
 
     `name` is a key of `OPTIMIZERS` or `QUANTIZED`; `parameters` are the shape and dtype of each.
     """
-    separate = list(parameters)
+    others = list(parameters)  # parameters that can be counted one by one
     state = 0
-    most_work = 0
-    if name in _LOOPS:
-        looped = tuple(p for p in separate if name == "adafactor" or len(p[0]) == 2)
-        state, most_work = _bytes_for(name, looped, device_type)
-        separate = [p for p in separate if p not in looped]
+    temporaries = 0
+    if name in _LOOPING:
+        looped = tuple(p for p in others if name == "adafactor" or len(p[0]) == 2)
+        state, temporaries = _bytes_of_one_call(name, looped, device_type)
+        others = [p for p in others if p not in looped]
         name = "adamw"
-    # In one call for all, the temporaries of all are there together; else those of one.
-    is_one_call = backend(device_type).foreach and name in OPTIMIZERS
-    for parameter, count in Counter(separate).items():
-        state_of_one, work_of_one = _bytes_for(name, (parameter,), device_type)
+    # A foreach call has the temporaries of all parameters together, a loop those of one at a time.
+    is_foreach = backend(device_type).foreach and name in OPTIMIZERS
+    for parameter, count in Counter(others).items():
+        state_of_one, work_of_one = _bytes_of_one_call(name, (parameter,), device_type)
         state += count * state_of_one
-        if is_one_call:
-            most_work += count * work_of_one
+        if is_foreach:
+            temporaries += count * work_of_one
         else:
-            most_work = max(most_work, work_of_one)
-    return state, most_work
+            temporaries = max(temporaries, work_of_one)
+    return state, temporaries
 
 
 @functools.cache  # a transformer has the same few shapes in every block
-def _bytes_for(name: str, given: tuple[Parameter, ...], device_type: str) -> tuple[int, int]:
-    """The same for parameters in one call."""
+def _bytes_of_one_call(
+    name: str, parameters: tuple[Parameter, ...], device_type: str
+) -> tuple[int, int]:
+    """Bytes of state and of temporaries for parameters that are updated in one call."""
     device = backend(device_type)
     if name not in QUANTIZED:
-        return _bytes_of_two_steps(name, given, device)
-    ((shape, dtype),) = given
+        return _bytes_of_two_steps(name, parameters, device)
+    ((shape, dtype),) = parameters  # these optimizers are asked for one parameter at a time
     state, work = _quantized_bytes(name, math.prod(shape), dtype.itemsize)
     if device.is_host:
         state += 4  # the counter of steps
@@ -81,15 +86,20 @@ def _bytes_for(name: str, given: tuple[Parameter, ...], device_type: str) -> tup
 
 
 def _bytes_of_two_steps(
-    name: str, given: tuple[Parameter, ...], device: Backend
+    name: str, shapes_and_dtypes: tuple[Parameter, ...], device: Backend
 ) -> tuple[int, int]:
-    """The same from two steps on ``meta``, of which the first makes the state."""
-    with step_counters_on_host(), _AnyNumber():
-        parameters = [nn.Parameter(torch.empty(s, dtype=d, device="meta")) for s, d in given]
+    """Bytes of state and of temporaries, from two steps on ``meta``.
+
+    The first step makes the state, the second is measured.
+    """
+    with step_counters_on_host(), _ItemsAreOne():
+        parameters = []
+        for shape, dtype in shapes_and_dtypes:
+            parameters.append(nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
         gradients = [torch.empty_like(parameter) for parameter in parameters]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        options = {} if name in _LOOPS else {"foreach": device.foreach}
+        options = {} if name in _LOOPING else {"foreach": device.foreach}
         optimizer = OPTIMIZERS[name](parameters, **options)
         optimizer.step()
         states = tensors_in(list(optimizer.state.values()))
@@ -99,25 +109,28 @@ def _bytes_of_two_steps(
         with ledger:
             optimizer.step()
         ledger.mark("after")
-    # Counters of steps, which torch keeps on the host, take memory of the device on a CPU only.
+    # torch keeps counters of steps on the host: they take memory of the device only on a CPU.
     state = sum(tensor.nbytes for tensor in states if tensor.is_meta or device.is_host)
     trace = ledger.trace()
-    in_use = trace.in_use()[trace.marks["before"] - 1 :]
+    in_use = trace.in_use()[trace.marks["before"] - 1 :]  # from the last event before the step
     return state, int(in_use.max() - in_use[0])
 
 
 def _quantized_bytes(name: str, values: int, itemsize: int) -> tuple[int, int]:
-    """The same for a parameter of so many values: two moments, of which blocks share a scale."""
+    """Bytes of state and of temporaries for a parameter with `values` numbers.
+
+    The state is two moments, in blocks of values with one fp32 scale each.
+    """
     bits, block, table, work = QUANTIZED[name]
-    if values < 4096 or values % block:  # such stay as the parameter is
+    if values < 4096 or values % block:  # torchao keeps these moments in the parameter's dtype
         return 2 * values * itemsize, 0
     scales = 4 * values // block
     moment = values * bits // 8 + scales + table
     return 2 * moment, values * work + 2 * scales
 
 
-class _AnyNumber(TorchFunctionMode):
-    """In it a tensor without values reads as 1, as Adafactor reads the norm of a weight."""
+class _ItemsAreOne(TorchFunctionMode):
+    """The mode in which ``item()`` of a tensor on ``meta`` returns 1: Adafactor reads a norm."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.item and args[0].is_meta:

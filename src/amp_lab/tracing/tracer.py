@@ -339,7 +339,7 @@ class Tracer(TorchFunctionMode):
         name = _name(func)
         call = self._calls[-1] if self._calls else TorchCall()
         made_by = f"output of {call.name or name} in {place_of(self._module)}"
-        self._sources.note(ins, outs, made_by)
+        self._sources.note_op(ins, outs, made_by)
         changes_dtype = name == "_to_copy" and args[0].dtype != outs[0].dtype
         if changes_dtype and call.inserts_cast(args[0], outs[0]):
             self._note_cast(call, args[0], outs[0])
