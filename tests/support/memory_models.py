@@ -92,7 +92,7 @@ def cpu_autocast(precision):
 
 def tensors_given(inputs):
     """The tensors among inputs, those of a batch of graphs too."""
-    return [tensor for _, tensor in named_tensors(inputs, opened=True)]
+    return [tensor for _, tensor in named_tensors(inputs, open_objects=True)]
 
 
 class Saved:

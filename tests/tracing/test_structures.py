@@ -102,12 +102,12 @@ def graph(request):
 
 
 def test_each_tensor_is_mapped_in_a_copy(graph):
-    given = named_tensors(graph, opened=True)
+    given = named_tensors(graph, open_objects=True)
     mapped = map_tensors(lambda tensor: tensor.to("meta"), (graph,))[0]
     assert type(mapped) is type(graph)
     assert mapped.x.is_meta
     assert mapped.edge_index.is_meta
-    assert named_tensors(graph, opened=True) == given  # the very same tensors
+    assert named_tensors(graph, open_objects=True) == given  # the very same tensors
     assert sorted(tuple(tensor.shape) for _, tensor in given) == [(2, 4), (5, 8)]
 
 

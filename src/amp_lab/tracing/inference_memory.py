@@ -366,7 +366,7 @@ class InferenceStep:
             parameters = self._cast(parameters)
             buffers = self._cast(buffers)
             inputs, kwargs = self._cast((inputs, kwargs))
-        named = named_tensors((inputs, kwargs), opened=True)
+        named = named_tensors((inputs, kwargs), open_objects=True)
         shapes = tuple(tuple(tensor.shape) for _, tensor in named)
         input_tensors: list[torch.Tensor] = []
 
@@ -377,9 +377,9 @@ class InferenceStep:
         inputs, kwargs = map_tensors(note_input, (inputs, kwargs))
         with one_line_errors(model, shapes, self.device_type), under():
             ledger = StorageLedger(self.device_type)
-            ledger.own("weights", parameters.values())
-            ledger.own("buffers", buffers.values())
-            ledger.own("inputs", input_tensors)
+            ledger.set_kind("weights", parameters.values())
+            ledger.set_kind("buffers", buffers.values())
+            ledger.set_kind("inputs", input_tensors)
             fakes_in_place = _reparametrize_module(model, parameters | buffers)
             with ledger.naming_modules(model), ledger, fakes_in_place:
                 with autocast_on(self.device_type, self._autocast_dtype, enabled=self.by_autocast):

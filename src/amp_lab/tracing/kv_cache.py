@@ -98,7 +98,7 @@ def _leaves(
     if id(value) in seen_ids:
         return
     seen_ids.add(id(value))
-    parts = parts_of(value, opened=is_named or dataclasses.is_dataclass(value))
+    parts = parts_of(value, open_objects=is_named or dataclasses.is_dataclass(value))
     # The output itself, ("output",), may be a pair of something else, such as (logits, hidden).
     in_pair = len(path) > 1 and _is_pair(list(parts.values()))
     for name, part in parts.items():

@@ -48,7 +48,7 @@ class BatchedInputs:
     @property
     def batch(self) -> int:
         """The first size of the first tensor that has one; 1 if there is none."""
-        for _, tensor in named_tensors((self.args, self.kwargs), opened=True):
+        for _, tensor in named_tensors((self.args, self.kwargs), open_objects=True):
             if tensor.ndim:
                 return tensor.shape[0]
         return 1
@@ -75,7 +75,7 @@ class BatchedInputs:
     def shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
         """The shape of each tensor for a batch."""
         inputs = self.for_batch(batch, "meta")
-        return tuple(tuple(tensor.shape) for _, tensor in named_tensors(inputs, opened=True))
+        return tuple(tuple(tensor.shape) for _, tensor in named_tensors(inputs, open_objects=True))
 
 
 def forecast_memory(

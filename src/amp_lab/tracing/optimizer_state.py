@@ -104,7 +104,7 @@ def _bytes_of_two_steps(
         optimizer.step()
         states = tensors_in(list(optimizer.state.values()))
         ledger = StorageLedger("meta")
-        ledger.own("optimizer", [*parameters, *gradients, *states])
+        ledger.set_kind("optimizer", [*parameters, *gradients, *states])
         ledger.mark("before")
         with ledger:
             optimizer.step()

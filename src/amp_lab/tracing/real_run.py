@@ -114,7 +114,7 @@ def decisions_of(call: ModelCall, unmarked: frozenset[OpOverload] = frozenset())
 def _require_values(call: ModelCall) -> None:
     for tensor in [*call.model.parameters(), *call.model.buffers()]:
         _require_value(tensor, "the model")
-    for _, tensor in named_tensors([call.args, dict(call.kwargs)], opened=True):
+    for _, tensor in named_tensors([call.args, dict(call.kwargs)], open_objects=True):
         _require_value(tensor, "an input")
 
 

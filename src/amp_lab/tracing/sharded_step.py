@@ -29,7 +29,7 @@ def trace_sharded(
 
     Each step takes the decisions of a real run that `replay` has.
     """
-    given = [tensor for _, tensor in named_tensors((inputs, kwargs), opened=True)]
+    given = [tensor for _, tensor in named_tensors((inputs, kwargs), open_objects=True)]
     with group_of(step.ranks):
         model = sharded(step.run.model, step.run.parameters | step.run.buffers, step.precision)
         weights = [_local(parameter) for parameter in model.parameters()]
@@ -37,13 +37,13 @@ def trace_sharded(
             model.zero_grad()
             replay.restart()
             ledger = StorageLedger("cpu")
-            ledger.own("weights", weights)
-            ledger.own("buffers", model.buffers())
-            ledger.own("inputs", given)
+            ledger.set_kind("weights", weights)
+            ledger.set_kind("buffers", model.buffers())
+            ledger.set_kind("inputs", given)
             with ledger, ledger.seeing_resizes():
                 _run_passes(step, model, inputs, kwargs, ledger)
                 trained = [p for p in model.parameters() if p.grad is not None]
-                ledger.own("gradients", [_local(parameter.grad) for parameter in trained])
+                ledger.set_kind("gradients", [_local(parameter.grad) for parameter in trained])
                 ledger.mark("backward")
         return [_local(parameter) for parameter in trained], ledger.trace(kept_at="forward")
 

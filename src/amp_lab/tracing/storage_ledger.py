@@ -260,7 +260,7 @@ class StorageLedger(TorchDispatchMode):
                 numbers.append(number)
         return numbers
 
-    def own(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
+    def set_kind(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
         """Say to which kind the storages of these tensors belong, unless it was said before."""
         for tensor in tensors:
             for number in self._numbers_of(tensor):

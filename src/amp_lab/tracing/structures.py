@@ -23,11 +23,11 @@ _GIVE_TENSORS = remedy(
 
 
 def named_leaves(
-    structure: object, path: str = "", *, opened: bool = False
+    structure: object, path: str = "", *, open_objects: bool = False
 ) -> Iterator[tuple[str, Any]]:
     """Place and value of each leaf of tuples, lists, mappings and dataclasses.
 
-    With `opened`, objects of other classes that hold tensors, such as a batch of graphs, are no
+    With `open_objects`, objects of other classes that hold tensors, as a batch of graphs, are no
     leaves, but their tensors are; a cache of keys and values stays one.
     """
     if isinstance(structure, (list, tuple)):
@@ -36,10 +36,10 @@ def named_leaves(
         structure = _fields_of(structure)
     if isinstance(structure, Mapping):
         for step, value in structure.items():
-            yield from named_leaves(value, f"{path}.{step}", opened=opened)
+            yield from named_leaves(value, f"{path}.{step}", open_objects=open_objects)
         return
     inside: list[tuple[str, torch.Tensor]] = []
-    if opened and not is_cache(structure):
+    if open_objects and not is_cache(structure):
         inside += _tensors_inside(structure, path, visited=set())
     if inside:
         yield from inside
@@ -47,9 +47,11 @@ def named_leaves(
         yield path, structure
 
 
-def named_tensors(structure: object, *, opened: bool = False) -> list[tuple[str, torch.Tensor]]:
+def named_tensors(
+    structure: object, *, open_objects: bool = False
+) -> list[tuple[str, torch.Tensor]]:
     """The tensors among `named_leaves`."""
-    leaves = named_leaves(structure, opened=opened)
+    leaves = named_leaves(structure, open_objects=open_objects)
     return [pair for pair in leaves if isinstance(pair[1], torch.Tensor)]
 
 
@@ -121,15 +123,15 @@ def is_cache(thing: object) -> bool:
     return hasattr(thing, "__dict__") and not callable(thing)
 
 
-def parts_of(thing: Any, *, opened: bool) -> dict[str, Any]:
-    """What a structure holds, by name or number; attributes of other objects only if `opened`."""
+def parts_of(thing: Any, *, open_objects: bool) -> dict[str, Any]:
+    """What a structure holds, by name or number; of other objects only with `open_objects`."""
     if isinstance(thing, Mapping):
         return {str(key): value for key, value in thing.items()}
     if hasattr(thing, "_asdict"):  # a named tuple
         return thing._asdict()
     if isinstance(thing, (list, tuple)):
         return {str(number): value for number, value in enumerate(thing)}
-    if not opened or isinstance(thing, torch.Tensor) or _is_code(thing):
+    if not open_objects or isinstance(thing, torch.Tensor) or _is_code(thing):
         return {}
     return _attributes(thing)
 
@@ -169,5 +171,5 @@ def _tensors_inside(thing: Any, path: str, visited: set[int]) -> Iterator[tuple[
     visited.add(id(thing))
     if isinstance(thing, torch.Tensor):
         yield path, thing
-    for step, part in parts_of(thing, opened=True).items():
+    for step, part in parts_of(thing, open_objects=True).items():
         yield from _tensors_inside(part, f"{path}.{step}", visited)

@@ -126,7 +126,7 @@ class Tracer(TorchFunctionMode):
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             self._name_tensor(tensor, Kind.OWN, f"{kind} {name}")
         given = dict(enumerate(run.args)) | run.kwargs
-        for path, tensor in named_tensors(given, opened=True):
+        for path, tensor in named_tensors(given, open_objects=True):
             self._name_tensor(tensor, Kind.INPUT, f"input {path[1:]}")
         self._sources.name_attributes(run.model)
 

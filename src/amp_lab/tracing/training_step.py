@@ -152,7 +152,7 @@ class TrainingStep:
         return traced_on_either(replayed)
 
     def _trace(self, inputs: tuple, kwargs: dict[str, Any], replay: Replay) -> "TracedStep":
-        given = [tensor for _, tensor in named_tensors((inputs, kwargs), opened=True)]
+        given = [tensor for _, tensor in named_tensors((inputs, kwargs), open_objects=True)]
         shapes = tuple(tuple(tensor.shape) for tensor in given)
         with one_line_errors(self.run.model, shapes, self.device_type):
             if self.ranks > 1:
@@ -170,9 +170,9 @@ class TrainingStep:
         """The parameters that are trained, and what a step of one process allocates."""
         run = self.run
         ledger = StorageLedger(self.device_type)
-        ledger.own("weights", run.parameters.values())
-        ledger.own("buffers", run.buffers.values())
-        ledger.own("inputs", given)
+        ledger.set_kind("weights", run.parameters.values())
+        ledger.set_kind("buffers", run.buffers.values())
+        ledger.set_kind("inputs", given)
         with (
             ledger.naming_modules(run.model),
             ledger,
@@ -182,7 +182,7 @@ class TrainingStep:
             gradients = run_backward(self._forward(ledger, inputs, kwargs))
             trained = {id(p): p for p in run.parameters.values() if id(p) in gradients}
             self._require_sizes(gradients)
-            ledger.own("gradients", [gradients[key] for key in trained])
+            ledger.set_kind("gradients", [gradients[key] for key in trained])
             ledger.mark("backward")
         return list(trained.values()), ledger.trace(kept_at="forward")
 

@@ -256,7 +256,7 @@ def _generators_kept(device_type: str) -> contextlib.AbstractContextManager:
 def _explain_error(error: Exception, tracer: Tracer, call: ModelCall) -> str:
     """The model's own error in a line, with the shapes that it was given."""
     model = call.model
-    tensors = [tensor for _, tensor in named_tensors([call.args, call.kwargs], opened=True)]
+    tensors = [tensor for _, tensor in named_tensors([call.args, call.kwargs], open_objects=True)]
     shapes = [f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}" for tensor in tensors]
     given = ", ".join(shapes) or "of no tensor"
     op = "an op"
@@ -294,7 +294,7 @@ def _checked_tensors(value: object, name: str, real: bool) -> int:
     if isinstance(value, nn.utils.rnn.PackedSequence) and not real:
         raise TraceError(f"{name} is a PackedSequence, which has no fake copy: give it padded")
     tensors = 0
-    for _, leaf in named_leaves(value, opened=True):
+    for _, leaf in named_leaves(value, open_objects=True):
         if isinstance(leaf, torch.Tensor):
             tensors += 1
             _check_values(leaf, name, real)
