@@ -1,4 +1,4 @@
-"""Run a model once for real on the CPU, and note what its values decide there."""
+"""Run a model once for real on the CPU, and record each decision that it takes on values."""
 
 import enum
 import random
@@ -46,29 +46,29 @@ from amp_lab.tracing.running_module import RunningModule
 from amp_lab.tracing.structures import map_tensors, named_tensors
 
 SHARE_OF_MEMORY = 0.5
-"""The most of the free memory that the run may take, its copy of the weights included."""
+"""The share of the free memory that the run may take, its copy of the weights included."""
 
 LIMIT_S = 60.0
-"""The longest that it may take, in seconds."""
+"""The most seconds that the run may take."""
 
 
 class Passes(enum.Enum):
     """The passes that a trace follows, so that a real run has to make them too."""
 
     FORWARD = enum.auto()  # without gradients
-    OWN_BACKWARD = enum.auto()  # the backward pass too if an `autograd.Function` is in it
-    BACKWARD = enum.auto()
+    OWN_BACKWARD = enum.auto()  # backward too, but only if it has an `autograd.Function` in it
+    BACKWARD = enum.auto()  # both passes
 
     def gradients(self) -> AbstractContextManager:
-        """The block in which the forward pass records what the passes after it need."""
-        if self is Passes.OWN_BACKWARD:  # as the caller has it
+        """The block in which the forward pass records gradients, if a backward pass needs them."""
+        if self is Passes.OWN_BACKWARD:  # leave it as the caller has set it
             return nullcontext()
         return torch.set_grad_enabled(self is Passes.BACKWARD)
 
 
 @dataclass(frozen=True)
 class ModelCall:
-    """A model, what a call of it takes, a loss of its output, and the passes to make."""
+    """A model with the arguments of a call, a loss of its output, and the passes to make."""
 
     model: nn.Module
     args: tuple
@@ -78,17 +78,17 @@ class ModelCall:
 
 
 def decisions_of(call: ModelCall, unmarked: frozenset[OpOverload] = frozenset()) -> Decisions:
-    """What values decide when a model and its loss run on the CPU in fp32, without autocast.
+    """Run a model and its loss on the CPU in fp32, and return the decisions taken on values.
 
-    Its passes are those of the call: a backward pass asks for values too. No optimizer runs, since
-    a forecast takes its bytes from the shapes of the parameters alone.
+    It makes the passes of the call, without autocast: a backward pass may ask for values too. No
+    optimizer runs, since a forecast takes its bytes from the shapes of the parameters alone.
 
     The model runs on copies of its weights, buffers and inputs, those in 16 bits widened to fp32.
-    Its attributes and every generator of random numbers are as before after it. `unmarked` are ops
-    that are noted besides those that torch marks.
+    Afterwards its attributes and every generator of random numbers are as before. `unmarked` are
+    ops whose results count as decisions although torch does not mark them.
 
-    Raises `NotAnswered` if there are no values, the run fails, or it would take more than
-    `SHARE_OF_MEMORY` of the free memory, or longer than `LIMIT_S`.
+    Raises `NotAnswered` if a tensor has no values, the run fails, it would take more than
+    `SHARE_OF_MEMORY` of the free memory, or it takes longer than `LIMIT_S`.
     """
     _require_values(call)
     recorder = _Recorder(unmarked)
@@ -99,19 +99,20 @@ def decisions_of(call: ModelCall, unmarked: frozenset[OpOverload] = frozenset())
         torch.device("cpu"),
         autocast_on("cpu", enabled=False),
     ):
-        warnings.simplefilter("ignore")  # the trace gives the same once more
+        warnings.simplefilter("ignore")  # the trace shows the same warnings
         try:
-            _run(call, recorder)
-        except TraceError:  # it says by itself what to do
+            _run_on_copies(call, recorder)
+        except TraceError:  # it has its own advice
             raise
         except Exception as error:  # the user's model and loss may raise anything
             raise NotAnswered(f"the run on the CPU in fp32 fails: {with_type(error)}") from error
-    if recorder.stopped is not None:  # the model may have caught the error
-        raise NotAnswered(recorder.stopped)
-    return Decisions(tuple(recorder.made), unmarked, recorder.is_finite)
+    if recorder.stop_reason is not None:  # the model may have caught the error
+        raise NotAnswered(recorder.stop_reason)
+    return Decisions(tuple(recorder.decisions), unmarked, recorder.is_finite)
 
 
 def _require_values(call: ModelCall) -> None:
+    """Raise `NoValues` if a weight, a buffer or an input is on ``meta``."""
     for tensor in [*call.model.parameters(), *call.model.buffers()]:
         _require_value(tensor, "the model")
     for _, tensor in named_tensors([call.args, dict(call.kwargs)], open_objects=True):
@@ -123,15 +124,15 @@ def _require_value(tensor: torch.Tensor, name: str) -> None:
         raise NoValues(f"{name} is on 'meta' and has no values")
 
 
-def _run(call: ModelCall, recorder: "_Recorder") -> None:
+def _run_on_copies(call: ModelCall, recorder: "_Recorder") -> None:
     copies = _Copies(recorder)
     model = call.model
-    own = dict(model.named_parameters(remove_duplicate=False))
-    own |= dict(model.named_buffers(remove_duplicate=False))
-    copied = {name: copies.of(tensor) for name, tensor in own.items()}
-    args, kwargs = map_tensors(copies.of, (tuple(call.args), dict(call.kwargs)))
+    originals = dict(model.named_parameters(remove_duplicate=False))
+    originals |= dict(model.named_buffers(remove_duplicate=False))
+    copies_by_name = {name: copies.copy_of(tensor) for name, tensor in originals.items()}
+    args, kwargs = map_tensors(copies.copy_of, (tuple(call.args), dict(call.kwargs)))
     with (
-        _reparametrize_module(model, copied),
+        _reparametrize_module(model, copies_by_name),
         recorder.running.watched(model),
         _ListsByItems(),
         call.passes.gradients(),
@@ -142,13 +143,14 @@ def _run(call: ModelCall, recorder: "_Recorder") -> None:
         if call.loss_fn is not None:
             result = call.loss_fn(output)
         seeds = seeds_of(result)
-        found = [tensor.detach() for _, tensor in named_tensors([output, result])]
-        del output, result  # what only their graphs hold would live until the end
+        results = [tensor.detach() for _, tensor in named_tensors([output, result])]
+        # Now the backward pass can free the tensors that only the graphs of these two hold.
+        del output, result
         if call.passes is Passes.BACKWARD:
             run_backward(seeds)
         elif functions_of_the_model(seeds):
             _run_backward_if_it_has_one(seeds)
-    recorder.is_finite = all(map(_is_finite, found))
+    recorder.is_finite = all(map(_is_finite, results))
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
@@ -157,7 +159,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _run_backward_if_it_has_one(seeds: Seeds) -> None:
-    """Run a backward pass up to an op without one, where an X-ray ends too and says so."""
+    """Run a backward pass, and end it at an op that has none: an X-ray ends there too."""
     try:
         run_backward(seeds)
     except RuntimeError as error:
@@ -166,20 +168,21 @@ def _run_backward_if_it_has_one(seeds: Seeds) -> None:
 
 
 class _Copies:
-    """Copies of tensors on the CPU, one for each, whose memory a recorder counts."""
+    """Copies tensors to the CPU, each one once, and has a recorder count their memory."""
 
     def __init__(self, recorder: "_Recorder"):
         self._recorder = recorder
-        self._copies: dict[int, torch.Tensor] = {}
+        self._copies: dict[int, torch.Tensor] = {}  # by the id of the original
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The copy of a tensor, always the same one: tied weights stay tied."""
         if id(tensor) not in self._copies:
             self._copies[id(tensor)] = self._copy(tensor)
         return self._copies[id(tensor)]
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = torch.float32 if tensor.dtype in LOWER_DTYPES else tensor.dtype
-        self._recorder.require_room(tensor.numel() * dtype.itemsize)
+        self._recorder.require_room(tensor.numel() * dtype.itemsize)  # before it is allocated
         copied = tensor.detach().to("cpu", dtype, copy=True)
         self._recorder.count([copied])
         if isinstance(tensor, nn.Parameter):
@@ -188,7 +191,10 @@ class _Copies:
 
 
 class _ListsByItems(TorchFunctionMode):
-    """The mode in which ``tolist`` reads a tensor item by item, as it does on fake tensors."""
+    """The mode in which ``tolist`` reads a tensor item by item, as on fake tensors.
+
+    So the run takes as many decisions as the trace that replays them.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.Tensor.tolist:
@@ -201,33 +207,33 @@ class _ListsByItems(TorchFunctionMode):
 
 
 class _Recorder(PlainOpsMode):
-    """Notes each decision of a run, and stops it where it takes too much memory or time."""
+    """Records each decision of a run, and stops it if it takes too much memory or time."""
 
     def __init__(self, unmarked: frozenset[OpOverload]):
         super().__init__()
         self.running = RunningModule()
-        self.made: list[Decision] = []
-        self.is_finite = False  # whether all that the model and the loss gave is
-        self.stopped: str | None = None  # why
+        self.decisions: list[Decision] = []
+        self.is_finite = False  # whether the output and the loss have neither infinities nor NaNs
+        self.stop_reason: str | None = None
         self._unmarked = unmarked
-        self._free = free_bytes()
-        self._in_use = 0
-        self._storages: dict[int, weakref.ref] = {}  # by key, those that live
+        self._free_bytes = free_bytes()  # when the run begins; None: the system does not say
+        self._in_use = 0  # bytes of the storages below
+        self._storages: dict[int, weakref.ref] = {}  # the living ones, by key
         self._begin = time.monotonic()
 
     def run_op(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
         remember_check(func, args, kwargs, result)
         self.count(tensors_in(result))
-        self.require_room(0)
+        self.require_room(0)  # an op shows how much memory it takes only when it has run
         if time.monotonic() - self._begin > LIMIT_S:
             self._stop(f"the run on the CPU that has them takes longer than {LIMIT_S:g} s")
         if depends_on_values(func, args, self._unmarked):
-            self.made.append(record_decision(self.running, func, (args, kwargs), result))
+            self.decisions.append(record_decision(self.running, func, (args, kwargs), result))
         return result
 
     def count(self, tensors: list[torch.Tensor]) -> None:
-        """Count the memory of tensors, for as long as it lives."""
+        """Count the memory of tensors as in use until it is freed."""
         for tensor in tensors:
             key = storage_key(tensor)
             if key is not None and key not in self._storages:
@@ -244,10 +250,10 @@ class _Recorder(PlainOpsMode):
         self._storages[key] = weakref.ref(storage, ended)
 
     def require_room(self, more: int) -> None:
-        """Stop the run if so many bytes more are too many."""
-        if self._free is None:
+        """Stop the run if it would take too much memory with `more` bytes."""
+        if self._free_bytes is None:
             return
-        allowed = int(SHARE_OF_MEMORY * self._free)
+        allowed = int(SHARE_OF_MEMORY * self._free_bytes)
         if self._in_use + more > allowed:
             self._stop(
                 "the run on the CPU that has them takes more than "
@@ -255,13 +261,13 @@ class _Recorder(PlainOpsMode):
             )
 
     def _stop(self, reason: str) -> None:
-        self.stopped = reason
+        self.stop_reason = reason
         raise NotAnswered(reason)
 
 
 @contextmanager
 def _generators_restored() -> Iterator[None]:
-    """The block after which Python, NumPy and torch draw the numbers that they would have drawn."""
+    """The block after which the generators of Python, NumPy and torch are as they were before."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     try:

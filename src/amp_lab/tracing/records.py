@@ -8,7 +8,8 @@ import torch
 
 from amp_lab.core.report import listed
 
-LOSS = "(loss)"  # stands for a module's name in records of the loss
+LOSS = "(loss)"  # takes the place of a module's name in records of the loss
+# Ops without "aten::", as `OpRecord.op` has them.
 _LOSSES = {
     "nll_loss_forward", "nll_loss2d_forward", "nll_loss_nd", "mse_loss", "huber_loss",
     "smooth_l1_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "_ctc_loss",
@@ -20,22 +21,22 @@ RNN_LAYERS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}  # functions of torch, each
 
 @dataclass(frozen=True)
 class OpRecord:
-    """One op that computed something, below autograd and autocast: the tensors that it really got.
+    """One op that computed something, with the tensors that it got below autograd and autocast.
 
-    Views are left out, and so are the casts that autocast inserted, which are in `Xray.casts`.
-    Attention, norms and recurrent layers are one op, since their kernels depend on the card.
+    Views have no record. The casts that autocast inserted are in `Xray.casts`. Attention, norms and
+    recurrent layers are one record each, since their kernels depend on the card.
     """
 
-    module: str  # qualified name of the one whose code ran; "": the model itself
-    op: str  # convolution, addmm, _softmax
+    module: str  # qualified name of the module whose code ran; "": the model itself
+    op: str  # such as convolution, addmm, _softmax
     in_dtypes: tuple[torch.dtype, ...]
     out_dtypes: tuple[torch.dtype, ...]
     in_shapes: tuple[tuple[int, ...], ...]
     out_shapes: tuple[tuple[int, ...], ...]
-    called: str  # the function of torch that the model called: conv2d, linear, cross_entropy
+    called: str  # the function of torch that the model called, such as conv2d, linear, mse_loss
     flops: int = 0  # of a matrix product, convolution, attention or recurrent layer
-    autocast: bool = True  # whether autocast was on where it was called
-    widened: bool = False  # whether autocast made it compute on a low-precision input in fp32
+    autocast: bool = True  # whether autocast was on where the function was called
+    widened: bool = False  # whether autocast made the op compute on a low-precision input in fp32
     # Of a recurrent layer or cell: the widest dtype of its products, which its state may exceed.
     product_dtype: torch.dtype | None = None
     # Of a recurrent layer: the dtype in which the model gave its input, before autocast cast it.
@@ -43,7 +44,10 @@ class OpRecord:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What it computed in: `product_dtype`, or the wider of first floating input and output."""
+        """The dtype that the op computed in; None if it has no floating-point tensors.
+
+        It is `product_dtype`, or else the wider one of the first floating-point input and output.
+        """
         if self.product_dtype is not None:
             return self.product_dtype
         first_dtypes = (_first_float(self.in_dtypes), _first_float(self.out_dtypes))
@@ -51,7 +55,7 @@ class OpRecord:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it wrote."""
+        """Bytes of the op's outputs."""
         pairs = zip(self.out_shapes, self.out_dtypes, strict=True)
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in pairs)
 
@@ -66,17 +70,17 @@ class Cast:
     what: str  # "parameter NAME", "input 0", "output of OP in MODULE"
     cached: bool  # whether autocast keeps the result for further uses in the same block
     shape: tuple[int, ...]
-    called: str  # the function that it was cast for
-    of_integers: bool = False  # whether it holds whole numbers, such as positions
+    called: str  # the function of torch that needed the cast
+    of_integers: bool = False  # whether the tensor holds whole numbers, such as positions
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it wrote."""
+        """Bytes of the result."""
         return math.prod(self.shape) * self.to_dtype.itemsize
 
     @property
     def is_of_parameter(self) -> bool:
-        """Whether a parameter as a whole was cast, or a view of it."""
+        """Whether a whole parameter was cast, or a view of one."""
         return self.what.startswith("parameter ")
 
 
@@ -84,7 +88,7 @@ def is_of_loss(row: OpRecord) -> bool:
     """Whether an op is part of a loss, which the model may compute itself."""
     if row.op in _LOSSES:
         return True
-    if row.op == "_log_softmax" and "cross_entropy" in row.called:
+    if row.op == "_log_softmax" and "cross_entropy" in row.called:  # else it may be an output
         return True
     return row.module == LOSS and row.op in _REDUCTIONS
 
@@ -97,12 +101,12 @@ def _first_float(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
-    """The dtype of the most bytes; None of none."""
+    """The dtype with the most bytes for a value; None if there are no dtypes."""
     return max(dtypes, key=lambda dtype: dtype.itemsize, default=None)
 
 
 def place_of(module: str) -> str:
-    """A module in a sentence: its name in quotes, ``the model itself`` or ``the loss``."""
+    """The name of a module for a sentence: ``'layer1.0'``, ``the model itself``, ``the loss``."""
     if not module:
         return "the model itself"
     if module == LOSS:
@@ -111,11 +115,11 @@ def place_of(module: str) -> str:
 
 
 def work_of(rows: Iterable[OpRecord]) -> int:
-    """The FLOPs of some ops."""
+    """The FLOPs of some ops together."""
     return sum(row.flops for row in rows)
 
 
 def places_of(rows: Iterable[OpRecord]) -> str:
-    """The first three of the modules of some ops, in a sentence."""
+    """The modules of some ops for a sentence, each once, and at most the first three."""
     modules = dict.fromkeys(row.module for row in rows)
     return listed([place_of(module) for module in modules], 3)

@@ -11,11 +11,15 @@ from torch import nn
 from amp_lab.tracing.structures import named_tensors
 
 Outputs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Dtype and shape of each tensor of an output, by its place; "": the output is that tensor."""
+"""Dtype and shape of each tensor in an output, by its path, as ``0`` or ``logits``.
+
+The path is "" if the output is itself a tensor.
+"""
 
 
 def outputs_of(output: object) -> Outputs:
-    """What is known of the tensors in an output; empty if there are none."""
+    """The dtype and shape of each tensor in an output; empty if there are none."""
+    # `named_tensors` begins each path with a dot.
     return {path[1:]: (tensor.dtype, tuple(tensor.shape)) for path, tensor in named_tensors(output)}
 
 
@@ -24,30 +28,35 @@ def _hooks(
     model: nn.Module,
     enter: Callable[..., None],
     leave: Callable[..., None],
-    also_if_raised: bool = False,
+    leave_on_error: bool = False,
 ) -> Iterator[None]:
-    """The block in which each call of a module calls these two, with its name before the rest."""
+    """The block in which each call of a module calls `enter` before it, and `leave` after it.
+
+    They get the module's name, and then the arguments of torch's hooks. With `leave_on_error`,
+    `leave` is called too if the module raises.
+    """
     with ExitStack() as stack:
         for name, module in model.named_modules():
             before = module.register_forward_pre_hook(functools.partial(enter, name))
             stack.callback(before.remove)
             after = module.register_forward_hook(
-                functools.partial(leave, name), always_call=also_if_raised
+                functools.partial(leave, name), always_call=leave_on_error
             )
             stack.callback(after.remove)
         yield
 
 
 class ModuleCalls:
-    """Counts the calls of each module, and notes what they return, from hooks of a model."""
+    """Counts the calls of each module, and keeps the dtypes and shapes that they return."""
 
     def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()  # by name, also those that raised
-        self.outputs: dict[str, list[Outputs]] = defaultdict(list)  # the different ones, in order
+        # Both by the name of a module.
+        self.counts: Counter[str] = Counter()  # calls that raised count too
+        self.outputs: dict[str, list[Outputs]] = defaultdict(list)  # equal ones once, in order
 
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:
-        """The block in which hooks note each call."""
+        """The block in which hooks of the model note each call."""
         with _hooks(model, self._enter, self._leave):
             yield
 
@@ -64,11 +73,11 @@ class RunningModule:
     """Knows the module whose code is running, from hooks of a model."""
 
     def __init__(self) -> None:
-        self._names = [""]  # those that are running, the innermost last
+        self._names = [""]  # of the modules that are running, the innermost last; "": none is
 
     @property
     def name(self) -> str:
-        """The qualified name of the innermost module; "": the model itself, or none."""
+        """The qualified name of the innermost running module; "" for the model itself or none."""
         return self._names[-1]
 
     @property
@@ -79,13 +88,13 @@ class RunningModule:
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:
         """The block in which hooks keep the name up to date."""
-        with _hooks(model, self._enter, self._leave, also_if_raised=True):
+        with _hooks(model, self._enter, self._leave, leave_on_error=True):
             yield
 
     def _enter(self, name: str, module: nn.Module, args: tuple) -> None:
         self._names.append(name)
 
     def _leave(self, name: str, module: nn.Module, args: tuple, output: object) -> None:
-        # Those that are above it on the stack were left without a call of their hooks.
+        # Modules above it on the stack have ended without a call of this hook.
         while len(self._names) > 1 and self._names.pop() != name:
             pass

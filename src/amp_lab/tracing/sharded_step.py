@@ -1,4 +1,4 @@
-"""A training step of one among many ranks of FSDP2: torch's own code, on fake tensors."""
+"""A training step on one of the ranks of FSDP2: torch's own code, on fake tensors."""
 
 import copy
 from collections.abc import Iterator
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 def trace_sharded(
     step: "TrainingStep", inputs: tuple, kwargs: dict[str, Any], replay: Replay
 ) -> tuple[list[torch.Tensor], StorageTrace]:
-    """The shards that are trained, and what the second step allocates; the first makes buffers.
+    """Run two steps; return the shards that are trained, and what the second step allocates.
 
-    Each step takes the decisions of a real run that `replay` has.
+    The first makes buffers that FSDP2 uses again. Both take the decisions that `replay` has from a
+    real run.
     """
-    given = [tensor for _, tensor in named_tensors((inputs, kwargs), open_objects=True)]
+    input_tensors = [tensor for _, tensor in named_tensors((inputs, kwargs), open_objects=True)]
     with group_of(step.ranks):
         model = sharded(step.run.model, step.run.parameters | step.run.buffers, step.precision)
         weights = [_local(parameter) for parameter in model.parameters()]
@@ -39,13 +40,13 @@ def trace_sharded(
             ledger = StorageLedger("cpu")
             ledger.set_kind("weights", weights)
             ledger.set_kind("buffers", model.buffers())
-            ledger.set_kind("inputs", given)
+            ledger.set_kind("inputs", input_tensors)
             with ledger, ledger.seeing_resizes():
                 _run_passes(step, model, inputs, kwargs, ledger)
                 trained = [p for p in model.parameters() if p.grad is not None]
                 ledger.set_kind("gradients", [_local(parameter.grad) for parameter in trained])
                 ledger.mark("backward")
-        return [_local(parameter) for parameter in trained], ledger.trace(kept_at="forward")
+        return [_local(parameter) for parameter in trained], ledger.trace(activations_at="forward")
 
 
 def _run_passes(
@@ -57,14 +58,14 @@ def _run_passes(
 ) -> None:
     """Run the forward and the backward pass; the autograd graph is freed when this returns."""
     hooks = torch.autograd.graph.saved_tensors_hooks(
-        pack_hook=ledger.keep, unpack_hook=lambda tensor: tensor
+        pack_hook=ledger.note_saved, unpack_hook=lambda tensor: tensor
     )
     with hooks:
         output = step.output(model, inputs, kwargs)
-    ledger.mark("cached")  # the same moment: without autocast there is no cache to clear
+    ledger.mark("cached")  # at the same moment as "forward": without autocast there is no cache
     ledger.mark("forward")
     roots = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-    if roots:  # a frozen model has none
+    if roots:  # the outputs of a frozen model have no graph
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
@@ -74,13 +75,17 @@ def sharded(
     precision: Precision,
     reduce_dtype: str = "fp32",
 ) -> nn.Module:
-    """A copy of the model with fake tensors in place of its own, sharded as `train` does it."""
+    """A copy of the model, sharded as `train` shards it, with fake tensors.
+
+    `tensors` has a fake tensor for each parameter and buffer, by name.
+    """
     named = (*model.named_parameters(), *model.named_buffers())
-    # New ones for each trace, since FSDP2 frees what it has cut into shards.
-    fakes = {id(own): torch.empty_like(tensors[name]) for name, own in named}
+    # New fakes for each trace: FSDP2 frees a parameter once it is cut into shards.
+    fakes = {id(original): torch.empty_like(tensors[name]) for name, original in named}
     ranks = Ranks(Parallel.FSDP, reduce_dtype=reduce_dtype)
     with unset_fake_temporarily():
-        assert ranks.mesh  # made here: it reads its ranks from a tensor, and a fake has no values
+        # Made here: a mesh reads its ranks from a tensor, and a fake one has no values.
+        assert ranks.mesh
     return ranks.wrap(_copy_with_fakes(model, fakes, copies={}), precision)
 
 
@@ -89,21 +94,22 @@ def _copy_with_fakes(
 ) -> nn.Module:
     """A copy of a module and its submodules, with fakes in place of parameters and buffers.
 
-    `fakes` has them by the id of the original. All else is shared with the original, such as hooks.
-    `copies` has the modules copied so far: one that is used in two places stays one.
+    `fakes` has them by the id of the original. Other attributes, such as hooks, are shared with the
+    original module. `copies` has the modules that are copied already: a module that is used in two
+    places is copied once.
     """
     if module in copies:
         return copies[module]
     copied = module.__new__(type(module))  # without __init__
     copies[module] = copied
     for name, attribute in vars(module).items():
-        if isinstance(attribute, dict):  # such as _parameters: the original keeps its own
+        if isinstance(attribute, dict):  # _parameters, _buffers, …, which are changed below
             vars(copied)[name] = copy.copy(attribute)
         else:
             vars(copied)[name] = attribute
-    for name, own in module._parameters.items():
-        if own is not None:
-            fake = _fake_parameter(own, fakes)
+    for name, original in module._parameters.items():
+        if original is not None:
+            fake = _fake_parameter(original, fakes)
             copied._parameters[name] = fake  # pyrefly: ignore[unsupported-operation]
     for name, buffer in module._buffers.items():
         if buffer is not None:
@@ -114,19 +120,19 @@ def _copy_with_fakes(
     return copied
 
 
-def _fake_parameter(own: nn.Parameter, fakes: dict[int, torch.Tensor]) -> nn.Parameter:
-    """The fake of a parameter, kept in `fakes`, so that tied parameters stay one parameter."""
-    fake = fakes[id(own)]
+def _fake_parameter(original: nn.Parameter, fakes: dict[int, torch.Tensor]) -> nn.Parameter:
+    """The fake of a parameter as a parameter; `fakes` keeps it, so tied parameters stay tied."""
+    fake = fakes[id(original)]
     if isinstance(fake, nn.Parameter):
         return fake
-    parameter = nn.Parameter(fake, own.requires_grad)
-    fakes[id(own)] = parameter
+    parameter = nn.Parameter(fake, original.requires_grad)
+    fakes[id(original)] = parameter
     return parameter
 
 
 @contextmanager
 def group_of(ranks: int) -> Iterator[None]:
-    """The block in which this process is rank 0 of so many; the other ranks are pretended."""
+    """The block in which this process is rank 0 of `ranks`; the other ranks do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers "fake"
 
     if dist.is_initialized():
@@ -139,6 +145,7 @@ def group_of(ranks: int) -> Iterator[None]:
 
 
 def _local(tensor: Any) -> torch.Tensor:
+    """This rank's shard of a DTensor; any other tensor as it is."""
     if hasattr(tensor, "to_local"):
         return tensor.to_local()
     return tensor

@@ -1,4 +1,4 @@
-"""What is allocated when: the coming and going of every storage while ops run on a device."""
+"""When each storage is allocated and freed while ops run on a device."""
 
 import functools
 import itertools
@@ -26,22 +26,22 @@ KINDS = (
     *("weights", "buffers", "inputs", "gradients", "optimizer"),
     *("activations", "cast_cache", "temporaries"),
 )
-"""What a byte may belong to, in the order of the tables."""
+"""The kinds of memory that are counted, in the order of the tables."""
 
 _DEVICE_OF = torch.ops.prim.device.default
 _TO_COPY = torch.ops.aten._to_copy.default
 
 
-def _widest(dtype: torch.dtype, given: Iterable[Any]) -> torch.dtype:
-    """The dtype, or a wider one of the tensors among some arguments."""
-    dtypes = (tensor.dtype for tensor in given if isinstance(tensor, torch.Tensor))
+def _widest(dtype: torch.dtype, arguments: Iterable[Any]) -> torch.dtype:
+    """`dtype`, or a wider dtype of the tensors among some arguments."""
+    dtypes = (tensor.dtype for tensor in arguments if isinstance(tensor, torch.Tensor))
     return functools.reduce(torch.promote_types, dtypes, dtype)
 
 
 def _batch_norm(x, weight, bias, mean, variance, training, *_):
-    """The output, the mean and the deviation.
+    """The output, the mean and the deviation of a batch norm, as empty tensors.
 
-    The last two are in fp32 at least, as kernels have them; on a CPU only if some argument is.
+    The last two are in fp32 or wider, as kernels return them; on a CPU only if an argument is.
     """
     dtype = _widest(x.dtype, (weight, bias, mean, variance))
     if x.fake_device.type != "cpu":
@@ -53,15 +53,15 @@ def _batch_norm(x, weight, bias, mean, variance, training, *_):
     return output, batch_mean, batch_deviation
 
 
-def _norm(op: OpOverload) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The rule of fake tensors for a norm, with statistics as wide as its weight.
+def _norm_with_wide_statistics(op: OpOverload) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """A function that runs a norm on fake tensors, and returns statistics as wide as its weight.
 
-    On a CPU that rule has them in the dtype of the input, unlike the kernels.
+    On a CPU fake tensors have the statistics in the dtype of the input, unlike the kernels.
     """
 
-    def run(x, *given):
-        output, mean, deviation = op(x, *given)
-        dtype = _widest(mean.dtype, given)
+    def run(x, *arguments):
+        output, mean, deviation = op(x, *arguments)
+        dtype = _widest(mean.dtype, arguments)
         wide_mean = mean.new_empty(mean.shape, dtype=dtype)
         wide_deviation = deviation.new_empty(deviation.shape, dtype=dtype)
         return output, wide_mean, wide_deviation
@@ -70,36 +70,36 @@ def _norm(op: OpOverload) -> Callable[..., tuple[torch.Tensor, ...]]:
 
 
 def _batch_norm_backward(gradient, x, weight, *settings):
-    """The gradients of input, weight and bias, as far as they are wanted."""
+    """The gradients of input, weight and bias; None for those that the mask leaves out."""
     scale = weight
     if weight is None:
         scale = x.new_empty(x.size(1), dtype=torch.float32)
+    output_mask = settings[-1]
     gradients = []
-    for values, is_wanted in zip((x, scale, scale), settings[-1], strict=True):
-        gradients.append(torch.empty_like(values) if is_wanted else None)
+    for values, is_needed in zip((x, scale, scale), output_mask, strict=True):
+        gradients.append(torch.empty_like(values) if is_needed else None)
     return tuple(gradients)
 
 
-# For batch norms, fake tensors take a long way through Python, which also gives the statistics
-# another dtype than kernels do. A step of ResNet-50 would take twice as long.
+# Functions that take the place of these ops on fake tensors. Those for batch norms save a long way
+# through Python: without them a step of ResNet-50 takes twice as long.
 _SHORTCUTS: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.aten.native_batch_norm.default: _batch_norm,
     torch.ops.aten.native_batch_norm_backward.default: _batch_norm_backward,
-    torch.ops.aten.native_layer_norm.default: _norm(torch.ops.aten.native_layer_norm.default),
-    torch.ops.aten.native_group_norm.default: _norm(torch.ops.aten.native_group_norm.default),
 }
+for _op in (torch.ops.aten.native_layer_norm.default, torch.ops.aten.native_group_norm.default):
+    _SHORTCUTS[_op] = _norm_with_wide_statistics(_op)
 
-
-_TRANSIENT = ("activations", "cast_cache", "temporaries")
-_LARGE = 0.05  # of the peak: a smaller tensor is not worth a line
+_TRANSIENT_KINDS = ("activations", "cast_cache", "temporaries")  # freed within a step
+_LARGE_SHARE = 0.05  # of the peak: a smaller tensor is not worth a line
 
 
 class Maker(NamedTuple):
     """The op that made a storage."""
 
-    op: str  # "": none that was seen
+    op: str  # without "aten::"; "": no op that the ledger saw
     place: str  # ``'head'``, ``the loss``, ``the backward pass``; "" if it is not known
-    values: str  # ``fp32 values``; of fp16 and bf16 alike ``16-bit values``
+    values: str  # ``fp32 values``; for both fp16 and bf16 ``16-bit values``
 
 
 class LargestTensor(NamedTuple):
@@ -125,15 +125,16 @@ class StorageLedger(TorchDispatchMode):
         super().__init__()
         self._device_type = device_type
         self._sizes: list[int] = []  # of each storage, in bytes
-        self._log: list[int] = []  # i: storage i was made; ~i: it ended
-        self._marks: dict[str, int] = {}  # name: length of the log then
-        self._kinds: dict[int, str] = {}  # of storages; all others are temporaries
-        self._kept: set[int] = set()  # what autograd keeps
-        self._numbers: dict[int, int] = {}  # key of a living storage: its number
-        self._watches: dict[int, weakref.ref] = {}
+        # A storage has a number, in the order in which they are made.
+        self._log: list[int] = []  # i: storage i was made; ~i, which is below 0: it was freed
+        self._marks: dict[str, int] = {}  # name of a moment: length of the log at that moment
+        self._kinds: dict[int, str] = {}  # by number; a storage without a kind is a temporary
+        self._saved: set[int] = set()  # numbers of storages that autograd saves
+        self._numbers: dict[int, int] = {}  # by the key of a living storage
+        self._watches: dict[int, weakref.ref] = {}  # by number; they note when a storage is freed
         self._makers: list[Maker] = []  # of each storage
-        self._op = ""  # the op that runs
-        self._running: list[str] | None = None  # names of modules that run, the innermost last
+        self._op = ""  # the op that is running
+        self._running: list[str] | None = None  # names of running modules, the innermost last
 
     @contextmanager
     def naming_modules(self, model: nn.Module) -> Iterator[None]:
@@ -146,7 +147,8 @@ class StorageLedger(TorchDispatchMode):
         running = self._running = [LOSS]
 
         def enter(module: nn.Module, args: Any) -> None:
-            running.append(names.get(module, running[-1]))  # of a loss, it is no module of ours
+            # A module that is not in the model, such as one in a loss, counts to that around it.
+            running.append(names.get(module, running[-1]))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if len(running) > 1:
@@ -156,81 +158,85 @@ class StorageLedger(TorchDispatchMode):
         with before, module_hooks.register_module_forward_hook(leave, always_call=True):
             yield
 
-    def _maker(self, leaf: torch.Tensor) -> Maker:
+    def _maker(self, tensor: torch.Tensor) -> Maker:
         place = ""
-        if "forward" in self._marks:
+        if "forward" in self._marks:  # the forward pass is over
             place = "the backward pass"
         elif self._running:
             place = place_of(self._running[-1])
-        dtype = "16-bit" if leaf.dtype in LOWER_DTYPES else short_name(leaf.dtype)
+        dtype = "16-bit" if tensor.dtype in LOWER_DTYPES else short_name(tensor.dtype)
         return Maker(self._op, place, f"{dtype} values")
 
     def __torch_dispatch__(self, func, types, args: tuple[Any, ...] = (), kwargs=None):
         if takes_wrappers(types):
             return NotImplemented
         kwargs = kwargs or {}
-        if is_composite(func):  # whole only under inference_mode: its parts make what it needs
+        if is_composite(func):  # arrives undecomposed only in inference mode
             with self:
                 return func.decompose(*args, **kwargs)
         run = func
         if args and isinstance(args[0], FakeTensor):
             run = _SHORTCUTS.get(func, func)
         result = run(*args, **kwargs)
-        if func is _DEVICE_OF:  # asked for more often than all else, and makes nothing
+        if func is _DEVICE_OF:  # the most frequent op, which allocates nothing
             return result
         self._op = func._schema.name.rpartition("::")[2]
         for tensor in tensors_in(result):
-            self._number(tensor)
+            self._storage_number(tensor)
         self._op = ""
         if func is _TO_COPY and result.dtype != args[0].dtype:
             self._note_cast(args[0], result)
         return result
 
     def _note_cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
-        """Note that a cast of a weight is autocast's copy of it, whoever asked for the cast."""
-        before = self._number(source)
-        after = self._number(result)
-        if before is None or after is None:
+        """Count a cast of a weight as autocast's, even if the model asked for it."""
+        source_number = self._storage_number(source)
+        result_number = self._storage_number(result)
+        if source_number is None or result_number is None:
             return
-        if self._kinds.get(before) == "weights":
-            self._kinds[after] = "cast_cache"
+        if self._kinds.get(source_number) == "weights":
+            self._kinds[result_number] = "cast_cache"
 
-    def _number(self, leaf: torch.Tensor) -> int | None:
-        """The number of a tensor's storage, a new one if it is new; None if it is elsewhere."""
-        # A fake's own attribute: asking for .device goes through all modes, and takes long.
-        device = leaf.fake_device if isinstance(leaf, FakeTensor) else leaf.device
+    def _storage_number(self, tensor: torch.Tensor) -> int | None:
+        """The number of a tensor's storage, which is noted if it is new.
+
+        None for a tensor on another device, or without a storage.
+        """
+        # A fake tensor's `.device` goes through all modes, which takes long; this one does not.
+        device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
         if device.type != self._device_type:
             return None
-        key = storage_key(leaf)
+        key = storage_key(tensor)
         if key is None:
             return None
         number = self._numbers.get(key)
         if number is not None:
             return number
-        storage = stored_values(leaf).untyped_storage()
-        return self._begin(key, storage, self._maker(leaf))
+        storage = stored_values(tensor).untyped_storage()
+        return self._note_storage(key, storage, self._maker(tensor))
 
-    def _begin(self, key: int, storage: torch.UntypedStorage, maker: Maker) -> int:
+    def _note_storage(self, key: int, storage: torch.UntypedStorage, maker: Maker) -> int:
+        """Note that a storage was made, and watch when it is freed; returns its number."""
         number = len(self._sizes)
         self._numbers[key] = number
         self._sizes.append(storage.nbytes())
         self._makers.append(maker)
         self._log.append(number)
 
-        def end(_: weakref.ref) -> None:
+        def note_end(_: weakref.ref) -> None:
             self._log.append(~number)
-            # Another storage may get the same key.
-            del self._numbers[key]
+            del self._numbers[key]  # another storage may get the same key
             del self._watches[number]
 
-        self._watches[number] = weakref.ref(storage, end)
+        self._watches[number] = weakref.ref(storage, note_end)
         return number
 
     @contextmanager
     def seeing_resizes(self) -> Iterator[None]:
-        """The block in which a storage that gets another size ends, and another begins.
+        """The block in which a storage that is resized counts as freed, and as a new one.
 
-        FSDP2 frees and makes gathered weights in this way, which stay weights for autograd too.
+        FSDP2 frees and allocates gathered weights by resizing. If autograd saves them, they do not
+        count as activations.
         """
         resize = torch.UntypedStorage.resize_
 
@@ -241,7 +247,7 @@ class StorageLedger(TorchDispatchMode):
             if old is not None:
                 self._log.append(~old)
                 del self._watches[old]
-            new = self._begin(key, storage, Maker("", "", ""))
+            new = self._note_storage(key, storage, Maker(op="", place="", values=""))
             self._kinds[new] = "gathered"
             return result
 
@@ -252,41 +258,45 @@ class StorageLedger(TorchDispatchMode):
             torch.UntypedStorage.resize_ = resize
 
     def _numbers_of(self, tensor: torch.Tensor) -> list[int]:
-        """The numbers of its storages: a wrapper, such as a quantised weight, may have several."""
+        """The numbers of a tensor's storages: a quantised weight, for one, has several."""
         numbers = []
         for part in get_plain_tensors(tensor, out=[]):
-            number = self._number(part) if isinstance(part, torch.Tensor) else None
+            number = self._storage_number(part) if isinstance(part, torch.Tensor) else None
             if number is not None:
                 numbers.append(number)
         return numbers
 
     def set_kind(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Say to which kind the storages of these tensors belong, unless it was said before."""
+        """Set the kind of the storages of these tensors, except those that have one already."""
         for tensor in tensors:
             for number in self._numbers_of(tensor):
                 self._kinds.setdefault(number, kind)
 
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The hook for what autograd saves."""
-        self._kept.update(self._numbers_of(tensor))
+    def note_saved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note a tensor that autograd saves; used as the hook `pack_hook`."""
+        self._saved.update(self._numbers_of(tensor))
         if tensor.grad_fn is None:
             return tensor
-        # Detached, or a node that saves its own output would hold itself and never be freed.
+        # Detached, since a node that saves its own output would hold itself and never be freed.
         return tensor.detach()
 
     def mark(self, name: str) -> None:
-        """Give this moment a name, by which the trace knows it."""
+        """Give the present moment a name, which the trace will have in `marks`."""
         self._marks[name] = len(self._log)
 
-    def trace(self, kept_at: str | None = None) -> "StorageTrace":
-        """What was noted up to the last mark; what autograd keeps at `kept_at` is activations."""
-        self._watches.clear()  # what still lives ends after this, and nobody should be told
+    def trace(self, activations_at: str | None = None) -> "StorageTrace":
+        """The trace up to the last mark.
+
+        Storages that autograd has saved, and that live at the mark `activations_at`, are
+        activations.
+        """
+        self._watches.clear()  # storages that end from here on are no longer noted
         log = np.array(self._ordered_events(), np.int64)
         kinds = [self._kinds.get(number, "temporaries") for number in range(len(self._sizes))]
-        if kept_at is not None:
-            alive = _alive(log[: self._marks[kept_at]], len(kinds))
-            for number in self._kept:
-                # An input counts as an activation once autograd keeps it; a weight stays a weight.
+        if activations_at is not None:
+            alive = _alive(log[: self._marks[activations_at]], len(kinds))
+            for number in self._saved:
+                # An input counts as an activation once autograd saves it; a weight stays a weight.
                 if alive[number] and kinds[number] in ("inputs", "temporaries"):
                     kinds[number] = "activations"
         kinds = ["temporaries" if kind == "gathered" else kind for kind in kinds]
@@ -299,12 +309,13 @@ class StorageLedger(TorchDispatchMode):
         )
 
     def _ordered_events(self) -> list[int]:
-        """The log, in which storages that end together do so in the order of their numbers.
+        """The log, with storages that are freed together in the order of their numbers.
 
-        Since autocast's cache is a hash table, they end in any order. Sorted, so that the traces of
-        two batches can be compared event by event.
+        Autocast's cache is a hash table, whose tensors are freed in any order. The traces of two
+        batches are compared event by event, and need the same order.
         """
         events: list[int] = []
+        # From mark to mark, so that no event moves across one.
         for start, stop in itertools.pairwise([0, *self._marks.values()]):
             runs = itertools.groupby(self._log[start:stop], lambda event: event >= 0)
             for are_begins, run in runs:
@@ -313,29 +324,29 @@ class StorageLedger(TorchDispatchMode):
 
 
 def _decode_events(log: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each event the storage, and 1 if it was made or -1 if it ended."""
+    """For each event the number of the storage, and 1 if it was made or -1 if it was freed."""
     is_begin = log >= 0
     return np.where(is_begin, log, ~log), np.where(is_begin, 1, -1)
 
 
 def _alive(log: np.ndarray, storages: int) -> np.ndarray:
-    """For each storage whether it lives after these events, as 1.0 or 0.0."""
+    """For each storage 1.0 if it is alive after these events, else 0.0."""
     numbers, changes = _decode_events(log)
     return np.bincount(numbers, changes, storages)
 
 
 @dataclass(frozen=True, eq=False)
 class StorageTrace:
-    """The coming and going of storages, as arrays."""
+    """When storages were made and freed, as arrays; made by `StorageLedger.trace`."""
 
     sizes: np.ndarray  # (storages,) bytes
     kinds: np.ndarray  # (storages,) index into KINDS
-    log: np.ndarray  # (events,) i: storage i was made; ~i: it ended
-    marks: dict[str, int]  # name of a moment: how many events lie before it
+    log: np.ndarray  # (events,) i: storage i was made; ~i, which is below 0: it was freed
+    marks: dict[str, int]  # name of a moment: how many events came before it
     makers: tuple[Maker, ...] = ()  # of each storage
 
     def equals(self, other: "StorageTrace") -> bool:
-        """Whether all storages come and go alike."""
+        """Whether two traces have the same storages and events, whatever made the storages."""
         return (
             self.marks == other.marks
             and np.array_equal(self.log, other.log)
@@ -361,15 +372,15 @@ class StorageTrace:
     def largest(self, events: int, peak: int) -> LargestTensor | None:
         """The largest activation or temporary in use after the first `events` of the log.
 
-        None if an op made none that is worth a line next to the `peak`, in bytes.
+        None if it is small next to the `peak`, in bytes, or if it is not known which op made it.
         """
-        is_transient = np.isin(self.kinds, [KINDS.index(kind) for kind in _TRANSIENT])
+        is_transient = np.isin(self.kinds, [KINDS.index(kind) for kind in _TRANSIENT_KINDS])
         in_use = self._in_use_after(events) * is_transient
         if not len(in_use):
             return None
         number = int(np.argmax(in_use))
         nbytes = int(in_use[number])
         maker = self.makers[number]
-        if not maker.op or nbytes < _LARGE * peak:
+        if not maker.op or nbytes < _LARGE_SHARE * peak:
             return None
         return LargestTensor(maker, nbytes, nbytes / peak)

@@ -25,10 +25,11 @@ _GIVE_TENSORS = remedy(
 def named_leaves(
     structure: object, path: str = "", *, open_objects: bool = False
 ) -> Iterator[tuple[str, Any]]:
-    """Place and value of each leaf of tuples, lists, mappings and dataclasses.
+    """Path and value of each leaf of tuples, lists, mappings and dataclasses.
 
-    With `open_objects`, objects of other classes that hold tensors, as a batch of graphs, are no
-    leaves, but their tensors are; a cache of keys and values stays one.
+    The path of ``x`` in ``[{"image": x}]`` is ``.0.image``. An object of another class is a leaf.
+    With `open_objects`, the tensors in it are leaves in its place, if it has any, as a batch of
+    graphs does. Only a cache of keys and values is a leaf all the same.
     """
     if isinstance(structure, (list, tuple)):
         structure = dict(enumerate(structure))
@@ -38,11 +39,11 @@ def named_leaves(
         for step, value in structure.items():
             yield from named_leaves(value, f"{path}.{step}", open_objects=open_objects)
         return
-    inside: list[tuple[str, torch.Tensor]] = []
+    tensors: list[tuple[str, torch.Tensor]] = []
     if open_objects and not is_cache(structure):
-        inside += _tensors_inside(structure, path, visited=set())
-    if inside:
-        yield from inside
+        tensors += _tensors_inside(structure, path, visited=set())
+    if tensors:
+        yield from tensors
     else:
         yield path, structure
 
@@ -50,19 +51,19 @@ def named_leaves(
 def named_tensors(
     structure: object, *, open_objects: bool = False
 ) -> list[tuple[str, torch.Tensor]]:
-    """The tensors among `named_leaves`."""
+    """Path and value of each tensor among the `named_leaves`."""
     leaves = named_leaves(structure, open_objects=open_objects)
-    return [pair for pair in leaves if isinstance(pair[1], torch.Tensor)]
+    return [(path, leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: Any) -> Any:
-    """`structure` with `function` of every tensor in its tuples, lists, dicts and dataclasses.
+    """A copy of `structure` in which `function` has replaced every tensor.
 
-    An object of another class that holds tensors, such as a batch of graphs, is copied with what it
-    holds, and so is a cache of keys and values, since a model that gets one writes into it.
+    Tensors are looked for in tuples, lists, dicts, dataclasses and the attributes of objects, such
+    as a batch of graphs. A cache of keys and values is copied too, since a model writes into it.
 
-    Raises `TraceError` for an object that cannot be copied, or that moves to a device and has no
-    attributes to look at.
+    Raises `TraceError` for an object that cannot be copied, and for one that has a method `to` but
+    no attributes to look at.
     """
 
     def map_leaf(leaf: Any) -> Any:
@@ -71,7 +72,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: Any
         if _is_record(leaf) and not is_cache(leaf):
             return _map_record(function, leaf)
         tensors = [tensor for _, tensor in _tensors_inside(leaf, path="", visited=set())]
-        if tensors or is_cache(leaf):  # an empty cache too: a model writes into it
+        if tensors or is_cache(leaf):  # a cache may still be empty
             mapped = {id(tensor): function(tensor) for tensor in tensors}
             return _copy_with(leaf, mapped)
         if _hides_its_tensors(leaf):
@@ -95,12 +96,12 @@ def _map_record(function: Callable[[torch.Tensor], torch.Tensor], record: Any) -
     copied = copy.copy(record)
     for name, value in _fields_of(record).items():
         mapped = map_tensors(function, value)
-        object.__setattr__(copied, name, mapped)  # a frozen dataclass refuses setattr
+        object.__setattr__(copied, name, mapped)  # a frozen dataclass refuses `setattr`
     return copied
 
 
 def _copy_with(thing: Any, mapped: dict[int, Any]) -> Any:
-    """A copy of an object with other tensors in it; `mapped` has them by the id of the old ones."""
+    """A copy of an object with other tensors in it: `mapped` has them by the id of the old ones."""
     try:
         # `mapped` is the memo, in which deepcopy looks for a copy before it makes one.
         return copy.deepcopy(thing, mapped)
@@ -112,19 +113,19 @@ def _copy_with(thing: Any, mapped: dict[int, Any]) -> Any:
 
 
 def _hides_its_tensors(thing: Any) -> bool:
-    """Whether an object has a method `to`, as one with tensors has, but no attributes."""
+    """Whether an object has a method `to`, as objects with tensors do, but no attributes."""
     return not _is_code(thing) and hasattr(thing, "to") and not _attributes(thing)
 
 
 def is_cache(thing: object) -> bool:
-    """Whether this is an object of a class that is named a cache, as transformers' are."""
+    """Whether the class of an object has "cache" in its name, as transformers' caches do."""
     if "cache" not in type(thing).__name__.lower():
         return False
     return hasattr(thing, "__dict__") and not callable(thing)
 
 
 def parts_of(thing: Any, *, open_objects: bool) -> dict[str, Any]:
-    """What a structure holds, by name or number; of other objects only with `open_objects`."""
+    """The values in a structure, by name or number; of another object its attributes or nothing."""
     if isinstance(thing, Mapping):
         return {str(key): value for key, value in thing.items()}
     if hasattr(thing, "_asdict"):  # a named tuple
@@ -137,24 +138,25 @@ def parts_of(thing: Any, *, open_objects: bool) -> dict[str, Any]:
 
 
 def _is_code(thing: Any) -> bool:
-    """Whether this is a class, a function or a module, whose tensors are not those of an input."""
+    """Whether this is a class, a function or a module: its tensors do not belong to an input."""
     if isinstance(thing, (type, types.ModuleType, nn.Module, functools.partial)):
         return True
     return inspect.isroutine(thing)
 
 
 def _attributes(thing: Any) -> dict[str, Any]:
-    """What stands in the `__dict__` and the `__slots__` of an object."""
+    """The attributes of an object, from its `__dict__` and its `__slots__`."""
     attributes = {**getattr(thing, "__dict__", {})}
     for name in _slots_of(type(thing)):
-        if hasattr(thing, name):  # it is filled
+        if hasattr(thing, name):  # a slot may be empty
             attributes[name] = getattr(thing, name)
     return attributes
 
 
-def _slots_of(kind: type) -> list[str]:
+def _slots_of(cls: type) -> list[str]:
+    """The names in `__slots__` of a class and of its base classes."""
     slots = []
-    for base in kind.__mro__:
+    for base in cls.__mro__:
         for name, member in vars(base).items():
             if inspect.ismemberdescriptor(member):
                 slots.append(name)
@@ -162,9 +164,9 @@ def _slots_of(kind: type) -> list[str]:
 
 
 def _tensors_inside(thing: Any, path: str, visited: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in a structure and in the attributes of its objects, each once.
+    """Path and value of each tensor in a structure and in the attributes of its objects.
 
-    `visited` has the ids of all objects that were looked at.
+    Each one comes once: `visited` has the ids of all objects that were looked at.
     """
     if id(thing) in visited:
         return

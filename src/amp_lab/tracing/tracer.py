@@ -279,9 +279,11 @@ class Tracer(TorchFunctionMode):
     def _rnn(self, call: TorchCall, func: Callable, args: tuple) -> Any:
         """A recurrent layer over the first of its steps alone: the others do the same."""
         if call.name in self._backend.rnns_without_rule:
-            call.dtype = None
-        elif call.dtype is not None:  # fake tensors do not reach the kernel that casts to it
-            call.dtype = self._backend.fused_rnn_dtype or call.dtype
+            call.autocast_dtype = None
+        elif (
+            call.autocast_dtype is not None
+        ):  # fake tensors do not reach the kernel that casts to it
+            call.autocast_dtype = self._backend.fused_rnn_dtype or call.autocast_dtype
         steps = args[0]
         after_states = args[1 if call.name == "lstm" else 2]
         is_packed = isinstance(after_states, torch.Tensor)
@@ -289,7 +291,9 @@ class Tracer(TorchFunctionMode):
             is_batch_first = args[-1]
             time = 1 if is_batch_first else 0  # (B, T, C), or (T, B, C)
             args = (steps.narrow(time, 0, 1), *args[1:])
-        with autocast_on(self.device_type, call.dtype, enabled=call.dtype is not None):
+        with autocast_on(
+            self.device_type, call.autocast_dtype, enabled=call.autocast_dtype is not None
+        ):
             out, *states = func(*args)
         if not is_packed:
             out = out.expand(*steps.shape[:2], out.shape[-1]).contiguous()
@@ -321,7 +325,7 @@ class Tracer(TorchFunctionMode):
         """
         if func.namespace == "aten" or not self._calls:
             return
-        if self._calls[-1].dtype is None:  # autocast is off
+        if self._calls[-1].autocast_dtype is None:  # autocast is off
             return
         call = mixed_call(func, args, kwargs)
         if call is None or has_autocast_rule(func.name(), self.device_type):
@@ -361,9 +365,9 @@ class Tracer(TorchFunctionMode):
             out_shapes=tuple(tuple(t.shape) for t in outs),
             called=call.name or name,
             flops=count,
-            autocast=call.dtype is not None,
+            autocast=call.autocast_dtype is not None,
             widened=self._is_widened(call, name, ins, outs),
-            product_dtype=widest(call.products),
+            product_dtype=widest(call.product_dtypes),
             given_dtype=call.given_dtype,
         )
         self.rows.append(row)
@@ -375,7 +379,11 @@ class Tracer(TorchFunctionMode):
         if any(_widens(cast.from_dtype, cast.to_dtype) for cast in self._pending):
             return True
         # Autocast may insert no cast, but have a softmax itself compute and return fp32.
-        if name not in ("_softmax", "_log_softmax") or call.dtype is None or call.casts:
+        if (
+            name not in ("_softmax", "_log_softmax")
+            or call.autocast_dtype is None
+            or call.casts_itself
+        ):
             return False
         return _widens(ins[0].dtype, outs[0].dtype)
 
@@ -410,7 +418,7 @@ class Tracer(TorchFunctionMode):
         """Whether autocast keeps a cast, by the rule of cached_cast in ATen/autocast_mode.cpp."""
         if call.name in RNN_LAYERS and self._backend.fused_rnn_dtype is not None:
             return False  # a library that takes the weights as one flat copy goes past the cache
-        if source.dtype is not torch.float32 or result.dtype is not call.dtype:
+        if source.dtype is not torch.float32 or result.dtype is not call.autocast_dtype:
             return False
         if not source.requires_grad or not source.is_leaf or source._is_view():
             return False

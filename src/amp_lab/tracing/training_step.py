@@ -184,7 +184,7 @@ class TrainingStep:
             self._require_sizes(gradients)
             ledger.set_kind("gradients", [gradients[key] for key in trained])
             ledger.mark("backward")
-        return list(trained.values()), ledger.trace(kept_at="forward")
+        return list(trained.values()), ledger.trace(activations_at="forward")
 
     def _require_sizes(self, gradients: dict[int, torch.Tensor]) -> None:
         sparse = {key: gradient for key, gradient in gradients.items() if gradient.is_sparse}
@@ -215,7 +215,7 @@ class TrainingStep:
         """The forward pass: where the backward pass begins."""
         model = self.run.model
         hooks = torch.autograd.graph.saved_tensors_hooks(
-            pack_hook=ledger.keep, unpack_hook=lambda tensor: tensor
+            pack_hook=ledger.note_saved, unpack_hook=lambda tensor: tensor
         )
         device = backend(self.device_type)
         rnn_casts = _CastOnce(device) if device.fused_rnn_dtype else nullcontext()
