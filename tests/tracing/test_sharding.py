@@ -45,7 +45,7 @@ def said(found):
     """The same, as `xray_sharding` says it."""
     gathered, reduced = [], []
     for unit in found.units:
-        own = found.of(unit.name)
+        own = found.parameters_in(unit.name)
         values, dtypes = sum(p.elements for p in own), {p.gathered for p in own} - {None}
         if len(dtypes) > 1:  # they are sent together, as bytes
             values, dtypes = sum(p.elements * p.gathered.itemsize for p in own), {torch.uint8}

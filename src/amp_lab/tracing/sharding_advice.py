@@ -112,11 +112,12 @@ _INPUTS = _remedy(
 
 
 def _refused_units(xray: ShardingXray) -> Iterator[str]:
+    """Units of FSDP2 that fail at the first step, mostly because of parameters of two dtypes."""
     for unit in xray.units:
         if unit.refusal is None:
             continue
         place = _place(unit.name)
-        trained = [p for p in xray.of(unit.name) if p.trained]
+        trained = [p for p in xray.parameters_in(unit.name) if p.trained]
         groups = _group_by(trained, "stored")
         if len(groups) < 2:
             yield f"{place} fails at the first step: {unit.refusal}."
@@ -125,14 +126,15 @@ def _refused_units(xray: ShardingXray) -> Iterator[str]:
         yield _TWO_DTYPES.said(place=place, dtypes=" and ".join(dtypes))
 
 
-def _left_out(xray: ShardingXray) -> Iterator[str]:
-    left_out = [p for p in xray.of(None) if p.trained]
-    if left_out:
+def _trained_in_no_unit(xray: ShardingXray) -> Iterator[str]:
+    trained = [p for p in xray.parameters_in(None) if p.trained]
+    if trained:
         cure = _IN_NO_UNIT if _is_fsdp(xray) else _IGNORED
-        yield cure.said(names=_names(left_out))
+        yield cure.said(names=_names(trained))
 
 
 def _no_master_weights(xray: ShardingXray) -> Iterator[str]:
+    """Trained parameters in 16 bits, by dtype."""
     low = [p for p in xray.parameters if p.trained and p.stored in LOWER_DTYPES]
     for dtype, members in _group_by(low, "stored"):
         more = ""
@@ -146,14 +148,15 @@ def _no_master_weights(xray: ShardingXray) -> Iterator[str]:
         )
 
 
-def _upcast_of_low(xray: ShardingXray) -> Iterator[str]:
+def _upcasts(xray: ShardingXray) -> Iterator[str]:
+    """Parameters that are computed in a wider dtype than they are stored in."""
     wider = [p for p in xray.parameters if p.computed.itemsize > p.stored.itemsize]
     for dtype, members in _group_by(wider, "computed"):
         stored = short_name(members[0].stored)
         yield _UPCAST.said(names=_names(members), wide=short_name(dtype), stored=stored)
 
 
-def _undone_upcast(xray: ShardingXray) -> Iterator[str]:
+def _advise_on_undone_upcasts(xray: ShardingXray) -> Iterator[str]:
     undone = _undone_upcasts(xray)
     if undone:
         low = short_name(undone[0].computed)
@@ -161,9 +164,11 @@ def _undone_upcast(xray: ShardingXray) -> Iterator[str]:
 
 
 def _undone_upcasts(xray: ShardingXray) -> list[ShardedParameter]:
-    """Parameters kept in fp32 in a model mostly in low precision, and computed in low precision.
+    """Parameters stored in fp32 in a model that is mostly in 16 bits, but computed in 16 bits.
 
-    Those trained on a frozen base, such as LoRA's, are in fp32 for the optimizer, as they should.
+    Somebody left them in fp32, and the policy casts them all the same. If the 16-bit parameters are
+    all frozen, trained ones other than norms do not count: they are in fp32 for the optimizer, as
+    the weights of LoRA should be.
     """
     if not _is_fsdp(xray):
         return []
@@ -171,10 +176,10 @@ def _undone_upcasts(xray: ShardingXray) -> list[ShardedParameter]:
     low_elements = sum(p.elements for p in low)
     if 2 * low_elements < sum(p.elements for p in xray.parameters):
         return []
-    cast_to_low = _computed_in_low_precision(xray)
+    downcast = _computed_in_low_precision(xray)
     if any(p.trained for p in low):
-        return cast_to_low
-    return [p for p in cast_to_low if p.of_norm or not p.trained]
+        return downcast
+    return [p for p in downcast if p.of_norm or not p.trained]
 
 
 def _computed_in_low_precision(xray: ShardingXray) -> list[ShardedParameter]:
@@ -183,6 +188,7 @@ def _computed_in_low_precision(xray: ShardingXray) -> list[ShardedParameter]:
 
 
 def _norms_in_low_precision(xray: ShardingXray) -> Iterator[str]:
+    """Weights of norms that FSDP2 casts to 16 bits, unless another sentence names them already."""
     if not _is_fsdp(xray):
         return
     undone = _undone_upcasts(xray)
@@ -193,6 +199,7 @@ def _norms_in_low_precision(xray: ShardingXray) -> Iterator[str]:
 
 
 def _keep_in_fp32() -> str:
+    """How to keep parameters in fp32, with what this version of torch has."""
     from torch.distributed.fsdp import MixedPrecisionPolicy  # takes a second to load
 
     policy = "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
@@ -213,7 +220,7 @@ def _reduce_dtype_left_out(xray: ShardingXray) -> Iterator[str]:
     for unit in xray.units:
         if unit.param_dtype not in LOWER_DTYPES or unit.reduce_dtype is not None:
             continue
-        if any(p.trained and p.reduced is FP32 for p in xray.of(unit.name)):
+        if any(p.trained and p.reduced is FP32 for p in xray.parameters_in(unit.name)):
             low = short_name(unit.param_dtype)
             yield _NO_REDUCE_DTYPE.said(place=_place(unit.name), low=low)
             return  # one line is enough: most models have one policy for all units
@@ -245,7 +252,7 @@ def _low_statistics(xray: ShardingXray) -> Iterator[str]:
 
 
 def _inputs_not_cast(xray: ShardingXray) -> Iterator[str]:
-    root = next((unit for unit in xray.units if not unit.name), None)
+    root = next((unit for unit in xray.units if not unit.name), None)  # it gets the inputs
     if root is None or root.cast_forward_inputs or root.param_dtype not in LOWER_DTYPES:
         return
     wide = [name for name, (_, arrives) in xray.inputs.items() if arrives is FP32]
@@ -253,13 +260,13 @@ def _inputs_not_cast(xray: ShardingXray) -> Iterator[str]:
         yield _INPUTS.said(names=listed(wide, 3), low=short_name(root.param_dtype))
 
 
-# Each yields sentences, or none if it has nothing to say.
+# Each rule yields sentences, or none. The advice is in this order, the most serious first.
 RULES: tuple[Callable[[ShardingXray], Iterator[str]], ...] = (
     _refused_units,
-    _left_out,
+    _trained_in_no_unit,
     _no_master_weights,
-    _upcast_of_low,
-    _undone_upcast,
+    _upcasts,
+    _advise_on_undone_upcasts,
     _norms_in_low_precision,
     _summed_in_low_precision,
     _reduce_dtype_left_out,
@@ -271,21 +278,22 @@ RULES: tuple[Callable[[ShardingXray], Iterator[str]], ...] = (
 
 
 def _group_by(
-    parameters: list[ShardedParameter], key: str
+    parameters: list[ShardedParameter], attribute: str
 ) -> list[tuple[torch.dtype, list[ShardedParameter]]]:
-    """The parameters by one of their dtypes, the attribute `key`."""
+    """The parameters grouped by one of their dtypes, such as the attribute "stored"."""
     groups: dict[Any, list[ShardedParameter]] = {}
     for parameter in parameters:
-        groups.setdefault(getattr(parameter, key), []).append(parameter)
+        groups.setdefault(getattr(parameter, attribute), []).append(parameter)
     return list(groups.items())
 
 
 def _names(tensors: Iterable[ShardedParameter | ShardedBuffer]) -> str:
-    """The names of the first three."""
+    """The names of the first three tensors, and how many more there are."""
     return listed([tensor.name for tensor in tensors], 3)
 
 
 def _place(unit: str) -> str:
+    """A unit at the start of a sentence."""
     if not unit:
         return "The model's own unit"
     return f"Unit {unit!r}"

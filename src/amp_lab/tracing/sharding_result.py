@@ -10,7 +10,7 @@ import torch
 from amp_lab.core.report import Printed, Table, listed, short_name
 from amp_lab.tracing.sharding_advice import RULES
 
-_AND = ", "  # between the names of several modules that are one unit
+_SEPARATOR = ", "  # between the names of several modules that are one unit
 
 
 @dataclass(frozen=True)
@@ -19,17 +19,17 @@ class ShardedParameter:
 
     name: str
     unit: str | None  # the name of its unit; None: it is in none
-    stored: torch.dtype  # in which the optimizer changes it
-    gathered: torch.dtype | None  # None: each rank has the whole, or torchao's own
-    computed: torch.dtype  # in which it meets the activations
-    reduced: torch.dtype | None  # of its gradient; None: not summed, or by a hook of the user's
+    stored: torch.dtype  # in which the optimizer updates it
+    gathered: torch.dtype | None  # None: each rank has all of it, or torchao gathers it
+    computed: torch.dtype  # in which it is multiplied with activations
+    reduced: torch.dtype | None  # of its gradient's sum; None: not summed, or by an unknown hook
     trained: bool
     elements: int
     of_norm: bool
 
     @property
     def dtypes(self) -> tuple[torch.dtype | None, ...]:
-        """All four, in the order of a step."""
+        """All four dtypes, in the order of a step."""
         return self.stored, self.gathered, self.computed, self.reduced
 
 
@@ -44,10 +44,11 @@ class ShardedBuffer(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules whose parameters are gathered together; of DDP, the whole model."""
+    """Modules whose parameters are gathered together; under DDP, the whole model."""
 
     name: str  # "": the model itself; of several modules, their names with ", " between them
-    param_dtype: torch.dtype | None = None  # of its policy, and so the next three
+    # The next four are those of its `MixedPrecisionPolicy`.
+    param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = False
@@ -55,7 +56,7 @@ class Unit:
 
     @property
     def inputs(self) -> torch.dtype | None:
-        """What floating-point inputs are cast to; None: they stay as they come."""
+        """The dtype that floating-point inputs are cast to; None: they are not cast."""
         return self.param_dtype if self.cast_forward_inputs else None
 
 
@@ -63,13 +64,13 @@ class Unit:
 class ShardingXray(Printed):
     """What `xray_sharding` found; `str` of it is made to be read."""
 
-    model: str  # its class
+    model: str  # the name of its class
     kind: str  # FSDP2 or DDP
     units: list[Unit]  # in the model's order
     parameters: list[ShardedParameter]
     buffers: list[ShardedBuffer]
     inputs: dict[str, tuple[torch.dtype, torch.dtype]]  # as given, and as the model gets it
-    hook: str | None = None  # of DDP: what sums the gradients in its place
+    hook: str | None = None  # the name of a user's function that sums the gradients for DDP
     advice: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,8 +79,8 @@ class ShardingXray(Printed):
             advice += rule(self)
         object.__setattr__(self, "advice", advice)
 
-    def of(self, unit: str | None) -> list[ShardedParameter]:
-        """The parameters of a unit."""
+    def parameters_in(self, unit: str | None) -> list[ShardedParameter]:
+        """The parameters in the unit of this name; for None, those that are in no unit."""
         return [p for p in self.parameters if p.unit == unit]
 
     def _table(self) -> Table:
@@ -93,18 +94,21 @@ class ShardingXray(Printed):
         )
 
     def _rows(self) -> Iterator[list[str]]:
-        """A row for each unit and dtypes; units alike, such as numbered blocks, share theirs."""
-        for names in self._units_alike():
+        """The table's rows: one for each unit and combination of dtypes.
+
+        Units that are alike, such as numbered blocks, share their rows.
+        """
+        for names in self._groups_of_alike_units():
             label = _label(names)
             for parameters, values, *cells in self._rows_of_unit(names[0]):
                 total = len(names) * int(values)
                 yield [label, parameters, f"{total:,}", *cells]
-                label = ""  # of the unit's other rows
+                label = ""  # for the other rows of the unit
 
-    def _units_alike(self) -> Iterable[list[str | None]]:
-        """The names of units that have rows, together where they differ in numbers alone.
+    def _groups_of_alike_units(self) -> Iterable[list[str | None]]:
+        """Lists of names of units: in one list are units whose names differ only in numbers.
 
-        The last name is None, for the parameters that are in no unit.
+        Their rows are equal too. The last name is None, for parameters that are in no unit.
         """
         groups: dict[tuple[str | None, str], list[str | None]] = {}
         for name in [*[unit.name for unit in self.units], None]:
@@ -115,9 +119,10 @@ class ShardingXray(Printed):
         return groups.values()
 
     def _rows_of_unit(self, name: str | None) -> list[list[str]]:
-        """The cells of a unit's rows, all but its name."""
+        """The rows of a unit without the first cell, its name."""
+        # By the four dtypes, and whether they are trained.
         groups: dict[tuple, list[ShardedParameter]] = {}
-        for parameter in self.of(name):
+        for parameter in self.parameters_in(name):
             groups.setdefault((parameter.dtypes, parameter.trained), []).append(parameter)
         unit = unit_named(name, self.units)
         inputs = "as they come"
@@ -153,7 +158,7 @@ class ShardingXray(Printed):
 
 
 def unit_named(name: str | None, units: Iterable[Unit]) -> Unit | None:
-    """The unit of a name; None if there is none."""
+    """The unit of this name; None if there is none."""
     for unit in units:
         if unit.name == name:
             return unit
@@ -169,7 +174,7 @@ def _input_text(name: str, given: torch.dtype, arrives: torch.dtype) -> str:
 
 
 def _label(names: list[str | None]) -> str:
-    """What the table calls units alike."""
+    """The first cell of alike units: ``layer1``, ``blocks.*, 12 units``, ``the model``."""
     first = names[0]
     label = first or "the model"
     if first is None:
@@ -180,8 +185,9 @@ def _label(names: list[str | None]) -> str:
 
 
 def _without_numbers(name: str) -> str:
-    """``blocks.*.norm`` of ``blocks.3.norm``; of several modules, of each."""
-    return _AND.join(_module_without_numbers(module) for module in name.split(_AND))
+    """A unit's name with ``*`` for numbers: ``blocks.*.norm`` for ``blocks.3.norm``."""
+    modules = name.split(_SEPARATOR)
+    return _SEPARATOR.join(_module_without_numbers(module) for module in modules)
 
 
 def _module_without_numbers(module: str) -> str:
@@ -189,10 +195,13 @@ def _module_without_numbers(module: str) -> str:
 
 
 def _common_prefix(unit: str) -> str:
-    """What the names of a unit's modules begin with, up to and with a dot."""
+    """The modules that all modules of a unit are in: ``blocks.3.`` for ``blocks.3.a, blocks.3.b``.
+
+    For a unit of one module it is that module.
+    """
     if not unit:
         return ""
-    paths = [module.split(".") for module in unit.split(_AND)]
+    paths = [module.split(".") for module in unit.split(_SEPARATOR)]
     prefix = ""
     for steps in zip(*paths, strict=False):
         if len(set(steps)) > 1:
