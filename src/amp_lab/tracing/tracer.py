@@ -1,7 +1,7 @@
 """Follow a model through one forward pass and note each op and each cast that autocast inserts.
 
-Two modes look on. `Tracer` sits above autocast and sees which function of torch the model calls;
-`_Ops` sits below it and shows it the ops that the call becomes, with the dtypes they really get.
+Two modes watch it. `Tracer` sits above autocast and sees which functions of torch the model calls;
+`_Ops` sits below autocast and shows the tracer the ops of each call, with the dtypes that they get.
 """
 
 import math
@@ -51,20 +51,23 @@ from amp_lab.tracing.running_module import ModuleCalls, Outputs, RunningModule, 
 from amp_lab.tracing.structures import named_tensors
 from amp_lab.tracing.torch_call import NORMS, TorchCall
 
-_MADE_OF = {"instance_norm": ("batch_norm",)}
+_CALLED_INSIDE = {"instance_norm": ("batch_norm",)}  # autocast's rule may be that of this op
 _INTEGERS = {torch.int16, torch.int32, torch.int64}
-# A cast inside one of these was asked for by the model, not inserted by autocast.
-_CASTING = {
+# A cast inside one of these functions is the model's, not autocast's.
+_CASTING_FUNCTIONS = {
     "to", "half", "float", "double", "bfloat16", "type", "type_as", "_to_copy", "copy_",
     "tensor", "as_tensor", "asarray",
 }  # fmt: skip
-_SDPA = F.scaled_dot_product_attention
+_SDPA = F.scaled_dot_product_attention  # as it is before `attribute_set` replaces it
 _PLAIN_NAMES = {"__matmul__": "matmul", "__rmatmul__": "matmul"}
-_NOT_FAKED = (fake_tensor.UnsupportedOperatorException, fake_tensor.UnsupportedFakeTensorException)
+_NO_FAKE_RULE = (
+    fake_tensor.UnsupportedOperatorException,
+    fake_tensor.UnsupportedFakeTensorException,
+)
 
 
 class Tracer(TorchFunctionMode):
-    """Follows one forward pass of a `run` under autocast to `dtype`; in float32 without it."""
+    """Follows one forward pass of a `run` under autocast to `dtype`; float32 turns autocast off."""
 
     def __init__(self, device_type: str, dtype: torch.dtype, run: ModelRun):
         self.device_type = device_type
@@ -73,28 +76,34 @@ class Tracer(TorchFunctionMode):
         self._backend = backend(device_type)
         self.rows: list[OpRecord] = []
         self.casts: list[Cast] = []
-        self.bounces: list[tuple[OpRecord, str]] = []  # widened; cast back for which function
-        self.mixed: dict[MixedCall, list[str]] = {}  # of ops that are not torch's: where
+        # Ops that autocast widened, each with the function for which it casts the result back.
+        self.bounces: list[tuple[OpRecord, str]] = []
+        # Calls with mixed dtypes of ops that are not torch's, each with the modules that make it.
+        self.mixed: dict[MixedCall, list[str]] = {}
         self.outputs: Outputs = {}
         self.loss_dtype: torch.dtype | None = None
         self.classes = {name: type(module).__name__ for name, module in run.model.named_modules()}
         self.error: Exception | None = None  # of the model or the loss: the rows end there
-        self.decisions = ""  # what to say of those that it took of a real run
-        self.without_gradient = ""  # what torch says of an op that has no backward pass
-        self.backward_not_followed = ""  # of an `autograd.Function`, and why not
+        self.decisions = ""  # a sentence on the decisions that it took from a real run
+        self.without_gradient = ""  # torch's error for an op that has no backward pass
+        self.backward_not_followed = ""  # why the backward pass of an `autograd.Function` was not
         self.failed_at: tuple[str, str] | None = None  # module and op of the error
-        self.failed_on: tuple[Operand, ...] = ()  # what that op got
+        self.failed_on: tuple[Operand, ...] = ()  # the operands of that op
         self._in_loss = False
         self.module_calls = ModuleCalls()
         self._running = RunningModule()
-        self._calls: list[TorchCall] = []
-        self._names: dict[int, str] = {}  # by storage: of what was there before
+        self._calls: list[TorchCall] = []  # calls that are running, the innermost last
+        # The next three are by the key of a storage.
+        self._names: dict[int, str] = {}  # of parameters, buffers and inputs
+        self._written_by: dict[int, OpRecord] = {}  # the op that wrote it last
         self._sources = Sources()
-        self._written_by: dict[int, OpRecord] = {}  # by storage: the op that wrote it last
-        self._pending: list[Cast] = []  # for the op that comes next
+        self._pending: list[Cast] = []  # casts of the inputs of the op that comes next
 
     def follow(self, loss_fn: Callable | None) -> "Tracer":
-        """Run model and loss, keep their error; raise `TraceError` for what fakes cannot run."""
+        """Run the model and the loss, and keep the error if one of them fails.
+
+        Raises `TraceError` for code that runs, but not on fake tensors.
+        """
         self._name_tensors()
         model = self._run.model
         autocast_dtype = None if self.dtype is torch.float32 else self.dtype
@@ -109,10 +118,10 @@ class Tracer(TorchFunctionMode):
                 result = self._run_model(loss_fn)
             except NotAnswered:
                 raise
-            except Exception as error:  # whatever the model raises: `xray` says it, or raises it
-                limit = self._limit_of_fakes(error)
-                if limit is not None:
-                    raise limit from error
+            except Exception as error:  # a model may raise anything: `xray` reports or raises it
+                fake_error = self._error_of_fakes(error)
+                if fake_error is not None:
+                    raise fake_error from error
                 self.error = error
                 return self
         if self._run.is_fake:
@@ -120,13 +129,13 @@ class Tracer(TorchFunctionMode):
         return self
 
     def _name_tensors(self) -> None:
-        """Name what is there before the model runs."""
+        """Name the tensors that are there before the model runs."""
         run = self._run
         for name, tensor in (run.parameters | run.buffers).items():
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             self._name_tensor(tensor, Kind.OWN, f"{kind} {name}")
-        given = dict(enumerate(run.args)) | run.kwargs
-        for path, tensor in named_tensors(given, open_objects=True):
+        inputs = dict(enumerate(run.args)) | run.kwargs
+        for path, tensor in named_tensors(inputs, open_objects=True):
             self._name_tensor(tensor, Kind.INPUT, f"input {path[1:]}")
         self._sources.name_attributes(run.model)
 
@@ -135,7 +144,7 @@ class Tracer(TorchFunctionMode):
         self._sources.name(tensor, kind, text)
 
     def _run_model(self, loss_fn: Callable | None) -> object:
-        """The loss, or the output of the model if there is no loss."""
+        """Run the model; return the loss, or the output if there is no loss."""
         output = self._run.call()
         self.outputs = outputs_of(output)
         if loss_fn is None:
@@ -146,11 +155,11 @@ class Tracer(TorchFunctionMode):
             self.loss_dtype = loss.dtype
         return loss
 
-    def _limit_of_fakes(self, error: Exception) -> TraceError | None:
-        """What to raise for an error that only fake tensors have; None if the model fails."""
+    def _error_of_fakes(self, error: Exception) -> TraceError | None:
+        """The error to raise if only fake tensors fail here; None if the model itself does."""
         if isinstance(error, NEEDS_VALUES):
             return ValuesNeeded(f"{self._failed_op} depends on values", error.func)
-        if isinstance(error, _NOT_FAKED):
+        if isinstance(error, _NO_FAKE_RULE):
             cure = f"{remedy_for(error, self._run.model, 'X-ray')}; or {FOR_REAL.text}"
             return TraceError(f"{self._failed_op}: torch cannot run it on fake tensors; {cure}")
         if self._run.is_fake and needs_memory(error):
@@ -158,33 +167,34 @@ class Tracer(TorchFunctionMode):
         return None
 
     def _try_backward(self, result: object) -> None:
-        """Run the backward pass too if the model has an `autograd.Function` of its own in it.
+        """Run the backward pass too, if the model has an `autograd.Function` of its own.
 
-        Only there may it fail alone: torch's own functions compute in what they computed in before.
+        Only such a backward pass can fail under autocast if the forward pass did not: torch's own
+        functions compute it in the dtypes of the forward pass.
         """
         seeds = seeds_of(result)
-        own = functions_of_the_model(seeds)
-        if not own:
+        functions = functions_of_the_model(seeds)
+        if not functions:
             return
-        pass_of = f"backward pass of {listed(own, 3)}"
+        backward_pass = f"backward pass of {listed(functions, 3)}"
         try:
             run_backward(seeds)
         except NEEDS_VALUES as error:
-            self.failed_at = "", pass_of
-            raise ValuesNeeded(f"the {pass_of} depends on values", error.func) from error
+            self.failed_at = "", backward_pass
+            raise ValuesNeeded(f"the {backward_pass} depends on values", error.func) from error
         except NotAnswered:
             raise
         except RuntimeError as error:
             if lacks_formula(error):
                 self.without_gradient = first_line(error)
-            elif isinstance(error, _NOT_FAKED):
+            elif isinstance(error, _NO_FAKE_RULE):
                 reason = "calls an op that torch cannot run on fake tensors"
-                self.backward_not_followed = f"the {pass_of} {reason}"
+                self.backward_not_followed = f"the {backward_pass} {reason}"
             elif needs_memory(error):
                 reason = "reads the memory of a tensor, which fake ones do not have"
-                self.backward_not_followed = f"the {pass_of} {reason}"
+                self.backward_not_followed = f"the {backward_pass} {reason}"
             else:
-                self.failed_at = "", pass_of
+                self.failed_at = "", backward_pass
                 self.error = error
 
     @property
@@ -195,12 +205,13 @@ class Tracer(TorchFunctionMode):
 
     @property
     def _failed_op(self) -> str:
+        """The op that failed, for a sentence: ``op aten.mm in 'head'``."""
         module, op = self.failed_at or (self._module, "an op")
         return f"op {op} in {place_of(module)}"
 
     @property
     def _module(self) -> str:
-        """The module whose code is running."""
+        """The name of the module whose code is running, or `LOSS`."""
         return LOSS if self._in_loss else self._running.name
 
     # Functions
@@ -208,16 +219,16 @@ class Tracer(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name == "__get__":  # an attribute is read
+        if name == "__get__":  # the model reads an attribute of a tensor
             return func(*args, **kwargs)
         if self._in_loss and self._run.is_fake:
-            # The loss brings targets and weights of its own, which are real.
+            # The targets and weights of a loss are real tensors.
             args, kwargs = tree_map_only(torch.Tensor, self._as_fake, (args, kwargs))
-        dtype = None
+        autocast_dtype = None
         if torch.is_autocast_enabled(self.device_type):
-            dtype = torch.get_autocast_dtype(self.device_type)
-        casts = self._casts_itself(name, (*args, *kwargs.values()))
-        call = TorchCall(_PLAIN_NAMES.get(name, name), dtype, casts)
+            autocast_dtype = torch.get_autocast_dtype(self.device_type)
+        casts_itself = self._casts_itself(name, (*args, *kwargs.values()))
+        call = TorchCall(_PLAIN_NAMES.get(name, name), autocast_dtype, casts_itself)
         self._calls.append(call)
         try:
             return self._run_call(call, func, args, kwargs)
@@ -233,60 +244,62 @@ class Tracer(TorchFunctionMode):
             return tensor
         return self._run.fake(tensor)
 
-    def _casts_itself(self, name: str, given: tuple) -> bool:
-        """Whether a cast inside of a function is not autocast's."""
-        if name in _CASTING or any(isinstance(value, torch.dtype) for value in given):
+    def _casts_itself(self, name: str, arguments: tuple) -> bool:
+        """Whether casts inside of a function are the model's or the function's, not autocast's."""
+        if name in _CASTING_FUNCTIONS or any(isinstance(value, torch.dtype) for value in arguments):
             return True
         if name not in NORMS:
             return False
-        # One that autocast on this backend leaves alone may compute in fp32 inside all the same.
-        ops = (name, *_MADE_OF.get(name, ()))
+        # A norm for which autocast has no rule on this backend may itself compute in fp32.
+        ops = (name, *_CALLED_INSIDE.get(name, ()))
         return not any(has_autocast_rule(f"aten::{op}", self.device_type) for op in ops)
 
     def _attention_inside(self, *args, **kwargs) -> object:
+        """What runs in place of `scaled_dot_product_attention` inside of multi-head attention."""
         return self.__torch_function__(_SDPA, (), args, kwargs)
 
     def _run_call(self, call: TorchCall, func: Callable, args: tuple, kwargs: dict) -> Any:
         if func is F.multi_head_attention_forward:
-            # Modes are off inside of it, so that its attention has to be sent here.
+            # torch turns this mode off inside of that function, so its attention is replaced.
             with attribute_set(F, ATTENTION, self._attention_inside):
                 return func(*args, **kwargs)
         if not call.is_one_row:
             return func(*args, **kwargs)
         ins = tensors_in((args, kwargs))
         call.note_arguments(ins)
-        count = 0
+        flop_count = 0
         if call.name == ATTENTION:
-            count = Attention(*args, **kwargs).flops()
+            flop_count = Attention(*args, **kwargs).flops()
         elif call.is_rnn:
-            count = self._rnn_flops(ins)
+            flop_count = self._rnn_flops(ins)
             call.given_dtype = ins[0].dtype
         if self._run.is_fake and call.name in RNN_LAYERS:
             out = self._rnn(call, func, args)
         else:
             out = func(*args, **kwargs)
         if call.name == ATTENTION:
-            out = self._as_in_memory(out)
-        self._note(call, call.name, ins, tensors_in(out), count)
+            out = self._in_kernel_layout(out)
+        self._add_row(call, call.name, ins, tensors_in(out), flop_count)
         return out
 
-    def _as_in_memory(self, out: torch.Tensor) -> torch.Tensor:
-        """What attention returns, in memory as the kernels of real devices leave it."""
+    def _in_kernel_layout(self, out: torch.Tensor) -> torch.Tensor:
+        """The output of attention in the memory layout that kernels of real devices return."""
         if not self._run.is_fake or self._backend.is_host or out.dim() != 4:
             return out
         return out.transpose(1, 2).contiguous().transpose(1, 2)  # (B, T, H, D) in memory
 
     def _rnn(self, call: TorchCall, func: Callable, args: tuple) -> Any:
-        """A recurrent layer over the first of its steps alone: the others do the same."""
+        """Run a recurrent layer over its first step alone: the others run the same ops."""
         if call.name in self._backend.rnns_without_rule:
             call.autocast_dtype = None
-        elif (
-            call.autocast_dtype is not None
-        ):  # fake tensors do not reach the kernel that casts to it
+        elif call.autocast_dtype is not None:
+            # Fake tensors do not reach the kernel that casts to this dtype.
             call.autocast_dtype = self._backend.fused_rnn_dtype or call.autocast_dtype
         steps = args[0]
-        after_states = args[1 if call.name == "lstm" else 2]
-        is_packed = isinstance(after_states, torch.Tensor)
+        # torch.lstm takes (input, states, weights, …), or (data, batch sizes, states, weights, …)
+        # for packed sequences. torch.gru is alike, but has one tensor of states.
+        packed_argument = args[1 if call.name == "lstm" else 2]
+        is_packed = isinstance(packed_argument, torch.Tensor)
         if not is_packed:
             is_batch_first = args[-1]
             time = 1 if is_batch_first else 0  # (B, T, C), or (T, B, C)
@@ -300,10 +313,10 @@ class Tracer(TorchFunctionMode):
         return (out, *states)
 
     def _rnn_flops(self, ins: list[torch.Tensor]) -> int:
-        """Of a recurrent layer: every weight meets every item of the batch once in each step."""
+        """FLOPs of a recurrent layer: in each step each weight is multiplied once for each item."""
         weights = 0
         for tensor in ins[1:]:
-            # A state may be a matrix too.
+            # A state may be a matrix too, so the dimensions alone do not tell a weight.
             is_parameter = self._names.get(tensor_key(tensor), "").startswith("parameter ")
             if tensor.dim() == 2 and is_parameter:
                 weights += tensor.numel()
@@ -312,16 +325,16 @@ class Tracer(TorchFunctionMode):
 
     # Ops
 
-    def note_failure(self, op: str, given: object) -> None:
-        """Remember where an error arose, and on what: the innermost op is the first to say so."""
+    def note_failure(self, op: str, arguments: object) -> None:
+        """Note where an error was raised, unless an op inside of this one has noted it already."""
         if self.failed_at is None:
             self.failed_at = self._module, op
-            self.failed_on = self._sources.operands(tensors_in(given))
+            self.failed_on = self._sources.operands(tensors_in(arguments))
 
     def note_mixed(self, func: OpOverload, args: tuple, kwargs: dict) -> None:
-        """Note a call with mixed dtypes of an op that autocast is to cast for, and does not know.
+        """Note a call with mixed dtypes, under autocast, of an op for which autocast has no rule.
 
-        What is torch's own raises if it cannot take them.
+        Ops of torch are left out: they raise an error if they cannot take mixed dtypes.
         """
         if func.namespace == "aten" or not self._calls:
             return
@@ -335,26 +348,26 @@ class Tracer(TorchFunctionMode):
             modules.append(self._module)
 
     def note_op(self, func: OpOverload, args: tuple, kwargs: dict, out: object) -> None:
-        """Note what an op did; runs below autograd and autocast."""
+        """Note an op with its result; this is called below autograd and autocast."""
         outs = tensors_in(out)
         if not outs or computes_nothing(func):
             return
         ins = tensors_in((args, kwargs))
         name = _name(func)
         call = self._calls[-1] if self._calls else TorchCall()
-        made_by = f"output of {call.name or name} in {place_of(self._module)}"
-        self._sources.note_op(ins, outs, made_by)
+        output_text = f"output of {call.name or name} in {place_of(self._module)}"
+        self._sources.note_op(ins, outs, output_text)
         changes_dtype = name == "_to_copy" and args[0].dtype != outs[0].dtype
         if changes_dtype and call.inserts_cast(args[0], outs[0]):
             self._note_cast(call, args[0], outs[0])
             return
-        count = flops(func, args, kwargs, out)
+        flop_count = flops(func, args, kwargs, out)
         if not call.is_one_row:
-            self._note(call, name, ins, outs, count)
+            self._add_row(call, name, ins, outs, flop_count)
         elif call.is_rnn:
-            call.note_inside(name, args, outs[0], is_product=count > 0)
+            call.note_inside(name, args, outs[0], is_product=flop_count > 0)
 
-    def _note(self, call: TorchCall, name: str, ins: list, outs: list, count: int) -> None:
+    def _add_row(self, call: TorchCall, name: str, ins: list, outs: list, flop_count: int) -> None:
         """Add a row for an op, or for a call that is one row as a whole."""
         row = OpRecord(
             module=self._module,
@@ -364,7 +377,7 @@ class Tracer(TorchFunctionMode):
             in_shapes=tuple(tuple(t.shape) for t in ins),
             out_shapes=tuple(tuple(t.shape) for t in outs),
             called=call.name or name,
-            flops=count,
+            flops=flop_count,
             autocast=call.autocast_dtype is not None,
             widened=self._is_widened(call, name, ins, outs),
             product_dtype=widest(call.product_dtypes),
@@ -376,9 +389,10 @@ class Tracer(TorchFunctionMode):
             self._written_by[tensor_key(tensor)] = row
 
     def _is_widened(self, call: TorchCall, name: str, ins: list, outs: list) -> bool:
+        """Whether autocast makes an op compute in fp32 with an input that was in 16 bits."""
         if any(_widens(cast.from_dtype, cast.to_dtype) for cast in self._pending):
             return True
-        # Autocast may insert no cast, but have a softmax itself compute and return fp32.
+        # A softmax may need no cast: autocast calls it with the argument `dtype` set to fp32.
         if (
             name not in ("_softmax", "_log_softmax")
             or call.autocast_dtype is None
@@ -388,17 +402,18 @@ class Tracer(TorchFunctionMode):
         return _widens(ins[0].dtype, outs[0].dtype)
 
     def _note_cast(self, call: TorchCall, source: torch.Tensor, result: torch.Tensor) -> None:
+        """Add a cast that autocast has inserted."""
         storage = call.origin(source)
         row = self._written_by.get(storage)
         if row is None:
-            made_in = f"a tensor made in {place_of(self._module)}"
+            source_text = f"a tensor made in {place_of(self._module)}"
         else:
-            made_in = f"output of {row.called} in {place_of(row.module)}"
+            source_text = f"output of {row.called} in {place_of(row.module)}"
         cast = Cast(
             module=self._module,
             from_dtype=source.dtype,
             to_dtype=result.dtype,
-            what=self._names.get(storage, made_in),
+            what=self._names.get(storage, source_text),
             cached=self._is_cached(call, source, result),
             shape=call.shapes.get(call.key(source), tuple(source.shape)),
             called=call.name,
@@ -408,16 +423,16 @@ class Tracer(TorchFunctionMode):
         self._pending.append(cast)
         if row is None:
             return
-        # So that a cast of this cast is still one of the output.
+        # A later cast of this result is still a cast of that op's output.
         self._written_by[tensor_key(result)] = row
         narrows = result.dtype in LOWER_DTYPES and source.dtype not in LOWER_DTYPES
         if row.widened and narrows:
             self.bounces.append((row, call.name))
 
     def _is_cached(self, call: TorchCall, source: torch.Tensor, result: torch.Tensor) -> bool:
-        """Whether autocast keeps a cast, by the rule of cached_cast in ATen/autocast_mode.cpp."""
+        """Whether autocast caches a cast, by the rule of cached_cast in ATen/autocast_mode.cpp."""
         if call.name in RNN_LAYERS and self._backend.fused_rnn_dtype is not None:
-            return False  # a library that takes the weights as one flat copy goes past the cache
+            return False  # a library that takes all weights as one flat copy has no cached casts
         if source.dtype is not torch.float32 or result.dtype is not call.autocast_dtype:
             return False
         if not source.requires_grad or not source.is_leaf or source._is_view():
@@ -426,23 +441,24 @@ class Tracer(TorchFunctionMode):
 
 
 def _widens(before: torch.dtype, after: torch.dtype) -> bool:
-    """Whether a change of dtype leads out of 16 bits."""
+    """Whether a cast leads from 16 bits to a wider dtype."""
     return before in LOWER_DTYPES and after not in LOWER_DTYPES
 
 
 def _gives_integers(row: OpRecord) -> bool:
-    """Whether an op makes floating-point numbers of integers, by a cast or as ``arange`` does."""
+    """Whether the output of an op holds integers: ``arange``, or a cast from an integer dtype."""
     if row.op == "arange":
         return True
     return row.op == "_to_copy" and row.in_dtypes[0] in _INTEGERS
 
 
 def _name(func: OpOverload) -> str:
+    """The name of an op without its namespace and overload: ``mm`` for ``aten::mm.out``."""
     return func._schema.name.rpartition("::")[2]
 
 
 class _Ops(PlainOpsMode):
-    """Shows the tracer each op."""
+    """Shows a tracer each op, before it runs, if it fails, and with its result."""
 
     def __init__(self, tracer: Tracer):
         super().__init__()

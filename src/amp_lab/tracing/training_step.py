@@ -1,4 +1,4 @@
-"""One training step on fake tensors, and the forecast that comes of it."""
+"""Trace one training step on fake tensors, and forecast its memory from the trace."""
 
 import dataclasses
 import gc
@@ -43,31 +43,32 @@ from amp_lab.tracing.structures import named_tensors
 _MOST_RANKS = 1024
 _RNN_CAVEAT = ": forecast with torch's own kernels; cuDNN or oneDNN may keep twice as much."
 
-_MIXED_DEVICES = "to be on the same device"  # as fake tensors say it
+# In the error of fake tensors for an op that gets tensors of two devices.
+_MIXED_DEVICES = "to be on the same device"
 
-_Traced = TypeVar("_Traced")
+_Result = TypeVar("_Result")
 LossFunction = Callable[[Any], torch.Tensor]
 
 
-def traced_on_either(trace: Callable[[], _Traced]) -> _Traced:
-    """What `trace` returns; where devices are mixed, with tensors on the CPU by default.
+def traced_on_either(trace: Callable[[], _Result]) -> _Result:
+    """Call `trace`; if its ops mix devices, call it again with the CPU as the default device.
 
-    Some models count on tensors made without a device being there, such as torchvision's SSD, whose
-    boxes are made of them and of sizes that it holds. Raises what the first trace raises if both
-    mix devices.
+    Some models need tensors that are made without a device to be on the CPU. One is torchvision's
+    SSD, which computes boxes from such tensors and from sizes that it holds. If both calls mix
+    devices, the first error is raised.
     """
     try:
         return trace()
     except TraceError as error:
         if _MIXED_DEVICES not in str(error):
             raise
-        mixed = error
+        first_error = error
     try:
         with torch.device("cpu"):
             return trace()
     except TraceError as error:
         if _MIXED_DEVICES in str(error):
-            raise mixed from mixed.__cause__
+            raise first_error from first_error.__cause__
         raise
 
 
@@ -80,10 +81,11 @@ def training_steps(
     loss_fn: LossFunction | None = None,
     fsdp_ranks: int = 1,
 ) -> Iterator[list["TrainingStep"]]:
-    """The block in which a training step can be traced, one for each precision.
+    """The block in which training steps can be traced, one for each precision.
 
-    With `fsdp_ranks` it is that of one of so many. Opening it takes as long as half a trace. Raises
-    `TraceError` or `DeviceError` for what cannot be.
+    With `fsdp_ranks` they are those of one rank of FSDP2. Entering the block takes as long as half
+    a trace. Raises `TraceError` for an unknown optimizer or precision, too many ranks and what is
+    no model; `DeviceError` for an unknown device type.
     """
     names = (*OPTIMIZERS, *QUANTIZED)
     if optimizer not in names:
@@ -92,10 +94,10 @@ def training_steps(
         raise TraceError(f"ranks {fsdp_ranks}: give 1 to {_MOST_RANKS}")
     checked_backend(device_type)
     traced_on = "cpu" if fsdp_ranks > 1 else device_type
-    with steps_on(model, traced_on, precisions) as (run, checked), torch.enable_grad():
+    with steps_on(model, traced_on, precisions) as (run, known), torch.enable_grad():
         yield [
             TrainingStep(run, device_type, precision, optimizer, loss_fn, fsdp_ranks)
-            for precision in checked
+            for precision in known
         ]
 
 
@@ -103,32 +105,33 @@ def training_steps(
 def steps_on(
     model: nn.Module, device_type: str, precisions: Iterable[Precision | str]
 ) -> Iterator[tuple[ModelRun, list[Precision]]]:
-    """The block in which a model can be traced, and the precisions, which are checked.
+    """The block in which a model can be traced; it gives the model and the checked precisions.
 
-    Raises `TraceError` or `DeviceError` for what cannot be.
+    Raises `TraceError` for what is no model, and for no precision or an unknown one; `DeviceError`
+    for an unknown device type.
     """
-    given = list(precisions)
-    if not given:
+    names = list(precisions)
+    if not names:
         raise TraceError("precisions is empty; give at least one")
     require_model(model)
-    for precision in given:
+    for precision in names:
         if precision not in list(Precision):
             raise TraceError(f"precision {precision!r}: give one of {', '.join(Precision)}")
     checked_backend(device_type)
-    with _same_every_time(), on_fake_device(model, (), {}, device_type) as run:
-        yield run, [Precision(precision) for precision in given]
+    with _comparable_traces(), on_fake_device(model, (), {}, device_type) as run:
+        yield run, [Precision(precision) for precision in names]
 
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """What to run, all but the inputs; made by `training_steps`."""
+    """A training step without its inputs; made by `training_steps`."""
 
-    run: ModelRun  # its inputs are not used
+    run: ModelRun  # the model on its fake device; the inputs in it are not used
     device_type: str
     precision: Precision
     optimizer: str
     loss_fn: LossFunction | None
-    ranks: int = 1
+    ranks: int = 1  # of FSDP2; 1: the model is not sharded
 
     @property
     def traced_on(self) -> str:
@@ -138,41 +141,46 @@ class TrainingStep:
     def trace(
         self, inputs: tuple, kwargs: dict[str, Any], decisions: Decisions | None = None
     ) -> "TracedStep":
-        """Run the step once on fake inputs, and note every storage's coming and going.
+        """Run the step once on fake inputs, and note when each storage is made and freed.
 
-        `decisions` are those of a real run on such inputs, if values decide its course.
+        `decisions` are those of a real run on such inputs, if the course of the model depends on
+        values.
         """
 
-        def replayed() -> TracedStep:
+        def trace() -> TracedStep:
             with self.run.told(decisions) as replay:
                 traced = self._trace(inputs, kwargs, replay)
                 replay.require_done()
             return dataclasses.replace(traced, decisions=replay.remark)
 
-        return traced_on_either(replayed)
+        return traced_on_either(trace)
 
     def _trace(self, inputs: tuple, kwargs: dict[str, Any], replay: Replay) -> "TracedStep":
-        given = [tensor for _, tensor in named_tensors((inputs, kwargs), open_objects=True)]
-        shapes = tuple(tuple(tensor.shape) for tensor in given)
+        named = named_tensors((inputs, kwargs), open_objects=True)
+        input_tensors = [tensor for _, tensor in named]
+        shapes = tuple(tuple(tensor.shape) for tensor in input_tensors)
         with one_line_errors(self.run.model, shapes, self.device_type):
             if self.ranks > 1:
                 from amp_lab.tracing.sharded_step import trace_sharded  # FSDP2 is slow to load
 
                 trained, storages = trace_sharded(self, inputs, kwargs, replay)
             else:
-                trained, storages = self._trace_alone(given, inputs, kwargs)
+                trained, storages = self._trace_unsharded(input_tensors, inputs, kwargs)
         parameters = tuple((tuple(tensor.shape), tensor.dtype) for tensor in trained)
         return TracedStep(self, shapes, parameters, storages)
 
-    def _trace_alone(
-        self, given: list[torch.Tensor], inputs: tuple, kwargs: dict[str, Any]
+    def _trace_unsharded(
+        self, input_tensors: list[torch.Tensor], inputs: tuple, kwargs: dict[str, Any]
     ) -> tuple[list[torch.Tensor], StorageTrace]:
-        """The parameters that are trained, and what a step of one process allocates."""
+        """Run the step; return the parameters that got a gradient, and what was allocated.
+
+        `input_tensors` are the tensors in `inputs` and `kwargs`.
+        """
         run = self.run
         ledger = StorageLedger(self.device_type)
         ledger.set_kind("weights", run.parameters.values())
         ledger.set_kind("buffers", run.buffers.values())
-        ledger.set_kind("inputs", given)
+        ledger.set_kind("inputs", input_tensors)
         with (
             ledger.naming_modules(run.model),
             ledger,
@@ -181,17 +189,22 @@ class TrainingStep:
         ):
             gradients = run_backward(self._forward(ledger, inputs, kwargs))
             trained = {id(p): p for p in run.parameters.values() if id(p) in gradients}
-            self._require_sizes(gradients)
+            self._require_known_sizes(gradients)
             ledger.set_kind("gradients", [gradients[key] for key in trained])
             ledger.mark("backward")
         return list(trained.values()), ledger.trace(activations_at="forward")
 
-    def _require_sizes(self, gradients: dict[int, torch.Tensor]) -> None:
+    def _require_known_sizes(self, gradients: dict[int, torch.Tensor]) -> None:
+        """Raise `TraceError` for sparse gradients whose size is unknown, or that do not work.
+
+        `gradients` are by the id of the parameter.
+        """
         sparse = {key: gradient for key, gradient in gradients.items() if gradient.is_sparse}
         reason = f"{self.optimizer} (not sgd) refuses them"
         if self.optimizer == "sgd":
             reason = "values decide their size"
-            # As fakes, sums of sparse ones are empty, and those of bags on CPUs too.
+            # An empty fake gradient does not show its size, such as a sum of sparse gradients, or
+            # that of an `nn.EmbeddingBag` on a CPU.
             sparse = {key: gradient for key, gradient in sparse.items() if not gradient._nnz()}
         if sparse:
             names = [name for name, p in self.run.parameters.items() if id(p) in sparse]
@@ -201,18 +214,18 @@ class TrainingStep:
             )
 
     def output(self, model: nn.Module, inputs: tuple, kwargs: dict[str, Any]) -> Any:
-        """The loss, or what the model returns if there is no loss function."""
+        """Run the model; return the loss, or the output if there is no loss function."""
         output = model(*inputs, **kwargs)
         if self.loss_fn is None:
             return output
         loss = self.loss_fn(output)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            found = tuple(getattr(loss, "shape", ())) or type(loss).__name__
-            raise TraceError(f"loss_fn must return one number, not {found}")
+            returned = tuple(getattr(loss, "shape", ())) or type(loss).__name__
+            raise TraceError(f"loss_fn must return one number, not {returned}")
         return loss
 
     def _forward(self, ledger: StorageLedger, inputs: tuple, kwargs: dict[str, Any]) -> Seeds:
-        """The forward pass: where the backward pass begins."""
+        """Run the forward pass; return the tensors that the backward pass begins with."""
         model = self.run.model
         hooks = torch.autograd.graph.saved_tensors_hooks(
             pack_hook=ledger.note_saved, unpack_hook=lambda tensor: tensor
@@ -224,7 +237,7 @@ class TrainingStep:
         with autocast_on(self.device_type, autocast_dtype, enabled=autocast_dtype is not None):
             with hooks, rnn_casts:
                 output = self.output(model, inputs, kwargs)
-            ledger.mark("cached")  # the block's end clears autocast's cache
+            ledger.mark("cached")  # before the end of the block, which clears autocast's cache
         ledger.mark("forward")
         seeds = seeds_of(output)
         if not seeds and any(p.requires_grad for p in model.parameters()):
@@ -238,29 +251,29 @@ class TrainingStep:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """What a step allocated, when it ran on inputs of these shapes."""
+    """A step that ran on inputs of some shapes, with the storages that it allocated."""
 
     step: TrainingStep
     input_shapes: tuple[tuple[int, ...], ...]
-    trained: tuple[Parameter, ...]  # those that got a gradient
+    trained: tuple[Parameter, ...]  # the parameters that got a gradient
     storages: StorageTrace
-    decisions: str = ""  # what to say if it took decisions of a run on the CPU
+    decisions: str = ""  # a sentence, if the step took the decisions of a run on the CPU
 
     def forecast(self) -> MemoryForecast:
-        """The forecast for this step, its optimizer included, which never ran with it."""
+        """The forecast for this step, with an optimizer, whose memory is computed separately."""
         step = self.step
         storages = self.storages
-        state, work = optimizer_bytes(step.optimizer, self.trained, step.device_type)
+        state, temporaries = optimizer_bytes(step.optimizer, self.trained, step.device_type)
         in_use = storages.in_use() + state
         peak_at = self._peak_events(in_use)
         phases = {name: int(in_use[event]) for name, event in peak_at.items()}
-        phases["optimizer"] += work
+        phases["optimizer"] += temporaries
         peak_phase = max(phases, key=phases.__getitem__)
         events = peak_at[peak_phase] + 1
         at_peak = storages.by_kind(events)
         at_peak["optimizer"] += state
         if peak_phase == "optimizer":
-            at_peak["temporaries"] += work
+            at_peak["temporaries"] += temporaries
         largest = storages.largest(events, phases[peak_phase])
         in_autocast = storages.by_kind(storages.marks["cached"])
         after_forward = storages.by_kind(storages.marks["forward"])
@@ -286,10 +299,13 @@ class TracedStep:
         )
 
     def _peak_events(self, in_use: np.ndarray) -> dict[str, int]:
-        """For each phase the event at which the most is in use; `in_use` is bytes, (events,)."""
+        """For each phase the number of the event after which the most is in use.
+
+        `in_use` has the bytes in use after each event: (events,).
+        """
         forward = self.storages.marks["forward"]
         backward = self.storages.marks["backward"]
-        last_of_forward = forward - 1
+        last_of_forward = forward - 1  # the backward pass begins with what is in use after it
         return {
             "forward": int(np.argmax(in_use[:forward])),
             "backward": last_of_forward + int(np.argmax(in_use[last_of_forward:backward])),
@@ -299,15 +315,15 @@ class TracedStep:
     def _caveats(self) -> Iterator[str]:
         model = self.step.run.model
         rnns = {type(m).__name__ for m in model.modules() if isinstance(m, nn.RNNBase)}
-        for kind in sorted(rnns):
-            yield f"{kind}{_RNN_CAVEAT}"
+        for class_name in sorted(rnns):
+            yield f"{class_name}{_RNN_CAVEAT}"
         yield from _caveat_of_low_weights(model, self.step.precision)
         if self.decisions:
             yield self.decisions
 
 
 def _caveat_of_low_weights(model: nn.Module, precision: Precision) -> Iterator[str]:
-    """What to say of a step in fp32 whose weights are in 16 bits."""
+    """A sentence on a step in fp32 or tf32 of a model whose weights are in 16 bits."""
     low = {short_name(p.dtype) for p in model.parameters() if p.dtype in LOWER_DTYPES}
     if low and precision in (Precision.FP32, Precision.TF32):
         names = listed(sorted(low))
@@ -315,11 +331,11 @@ def _caveat_of_low_weights(model: nn.Module, precision: Precision) -> Iterator[s
 
 
 class _CastOnce(TorchFunctionMode):
-    """Casts a recurrent layer's input, states and weights once, and not anew for each step.
+    """Casts a recurrent layer's input, states and weights once, and not again in each step.
 
-    So does autocast for a library that takes the weights as one flat copy, as cuDNN does
-    (ATen/cudnn/AutocastRNN.cpp). torch's own kernels, which stand in for it on fake tensors, would
-    cast every weight in every step.
+    Autocast does the same for libraries that take all weights as one flat copy, such as cuDNN
+    (ATen/cudnn/AutocastRNN.cpp). Fake tensors run torch's own kernels instead, for which autocast
+    casts every weight in every step.
     """
 
     def __init__(self, device: Backend):
@@ -343,7 +359,10 @@ class _CastOnce(TorchFunctionMode):
 
 @contextmanager
 def one_line_errors(model: nn.Module, shapes: tuple, device_type: str) -> Iterator[None]:
-    """The block in which what a model raises becomes a `TraceError` of one line."""
+    """The block in which an error of a model becomes a `TraceError` of one line.
+
+    `shapes` are those of its inputs. Errors of this package stay as they are.
+    """
     try:
         yield
     except AmpLabError:
@@ -363,21 +382,25 @@ def _one_line_error(
     if isinstance(error, fake_tensor.UnsupportedOperatorException):
         cure = remedy_for(error, model, "forecast")
         return TraceError(f"{name}: torch cannot run {error.func} without values: {cure}")
-    given = "no tensor as input"
+    inputs = "no tensor as input"
     if shapes:
-        given = f"input of shape {', '.join(map(str, shapes))}"
+        inputs = f"input of shape {', '.join(map(str, shapes))}"
     reason = own_reason(error) or first_line(error)
     tip = tip_for(error, model, "forecast", device_type)
-    return TraceError(f"{name} with {given}: {reason}{tip}")
+    return TraceError(f"{name} with {inputs}: {reason}{tip}")
 
 
 @contextmanager
-def _same_every_time() -> Iterator[None]:
-    """What would make one trace differ from the next, or from the device's, is off."""
+def _comparable_traces() -> Iterator[None]:
+    """The block without garbage collection and oneDNN, which make traces differ.
+
+    Traces of two batches are compared event by event.
+    """
     collects_garbage = gc.isenabled()
     uses_onednn = torch._C._get_mkldnn_enabled()
     gc.disable()  # a collection would end storages at another place in the next trace
-    # Its recurrent layers have no workspace as fakes; all other ops keep the same without it.
+    # oneDNN's recurrent layers have no workspace on fake tensors. For all other ops autograd keeps
+    # the same tensors with oneDNN and without it.
     torch._C._set_mkldnn_enabled(False)
     try:
         yield
