@@ -1,4 +1,4 @@
-"""What autocast does to a model: every op with its dtypes, every cast, on a device not owned."""
+"""X-ray of a model: the dtypes of each op under autocast, and each cast, on a fake device."""
 
 import contextlib
 import dataclasses
@@ -61,23 +61,24 @@ def xray(
     real: bool = False,
     **kwargs: Any,
 ) -> Xray:
-    """Which dtype each op of a model runs in under autocast, on a device that need not be here.
+    """Show in which dtype each op of a model runs under autocast, on any type of device.
 
         print(xray(torchvision.models.resnet50(), torch.empty(8, 3, 224, 224), device_type="cuda"))
 
-    One forward pass with `inputs` and `kwargs` on fake tensors of `device_type` ("cuda", also for
-    ROCm; "xpu", "mps", "cpu"), which have no values. If the course of the model depends on values,
-    it runs once for real on the CPU in fp32, on copies, and the pass takes the decisions of that
-    run (`Xray.decisions` says so). Autocast computes in `dtype`; torch.float32
-    leaves it off. None stands for autocast's default, but a model whose weights are all in low
-    precision runs as it is, and one with some of them under autocast to their dtype. `loss_fn`, if
-    given, gets the output and runs under autocast too. `real` runs a copy of the model on the
-    device itself.
+    It makes one forward pass with `inputs` and `kwargs` on fake tensors of `device_type` ("cuda",
+    also for ROCm; "xpu", "mps", "cpu"). They have no values, so no such device is needed. If the
+    course of the model depends on values, it runs once for real on the CPU in fp32, on copies, and
+    the pass takes the decisions of that run (`Xray.decisions` says so).
+
+    Autocast computes in `dtype`; torch.float32 leaves it off. The default is autocast's own. But a
+    model whose weights are all in 16 bits runs without autocast, and one with some weights in 16
+    bits under autocast to their dtype. `loss_fn`, if given, gets the output and runs under autocast
+    too. With `real`, a copy of the model runs on the device itself.
 
     Raises `TraceError` for what is no model or no input, a model that fails on these inputs, and
     one whose course depends on values that the run on the CPU does not have; `DeviceError` for a
     dtype that autocast does not take, and a device type that does not exist or, with `real`, is not
-    there.
+    here.
     """
     checked_backend(device_type)
     if real:
@@ -85,34 +86,38 @@ def xray(
     require_model(model)
     for name, tensor in model.named_parameters():
         _check_values(tensor, f"parameter {name!r}", real)
-    remark = ""
+    autocast_off = ""
     if dtype is None:
-        remark = _autocast_off(model)
+        autocast_off = _autocast_off(model)
         dtype = dtype_for(model, device_type)
     if dtype is not torch.float32:
         checked_dtype(device_type, dtype)
     _check_inputs(model, inputs, kwargs, real)
     call = ModelCall(without_wrapper(model), inputs, kwargs, loss_fn)
     if real:
-        found = _xray_for_real(call, device_type, dtype)
+        result = _xray_for_real(call, device_type, dtype)
     else:
-        found = _xray_on_fakes(call, device_type, dtype)
-    return dataclasses.replace(found, autocast_off=remark, compiled=is_compiled(model))
+        result = _xray_on_fakes(call, device_type, dtype)
+    return dataclasses.replace(result, autocast_off=autocast_off, compiled=is_compiled(model))
 
 
 def _xray_for_real(call: ModelCall, device_type: str, dtype: torch.dtype) -> Xray:
-    def on_device(dtype: torch.dtype) -> Tracer:
-        return _on_device(call, device_type, dtype)
+    """The X-ray of a copy of the model that runs on the device itself."""
 
-    return _build_xray(call, on_device, dtype, real=True)
+    def trace_to(dtype: torch.dtype) -> Tracer:
+        return _trace_for_real(call, device_type, dtype)
+
+    return _build_xray(call, trace_to, dtype, real=True)
 
 
 def _xray_on_fakes(call: ModelCall, device_type: str, dtype: torch.dtype) -> Xray:
-    def trace(call: ModelCall, decisions: Decisions | None) -> Xray:
-        def on_fakes(dtype: torch.dtype) -> Tracer:
-            return _on_fakes(call, device_type, decisions, dtype)
+    """The X-ray of the model on fake tensors; if it asks for values, `answered` finds them."""
 
-        return _build_xray(call, on_fakes, dtype, real=False)
+    def trace(call: ModelCall, decisions: Decisions | None) -> Xray:
+        def trace_to(dtype: torch.dtype) -> Tracer:
+            return _trace_on_fakes(call, device_type, decisions, dtype)
+
+        return _build_xray(call, trace_to, dtype, real=False)
 
     def for_real() -> Xray:
         return _xray_for_real(call, "cpu", dtype)
@@ -121,8 +126,8 @@ def _xray_on_fakes(call: ModelCall, device_type: str, dtype: torch.dtype) -> Xra
 
 
 def _autocast_off(model: nn.Module) -> str:
-    """What to say if autocast is left off because of a model's weights; empty if it is not."""
-    if dtype_for(model, "cpu") is not torch.float32:
+    """A remark if the weights of a model make the default leave autocast off; else ""."""
+    if dtype_for(model, "cpu") is not torch.float32:  # float32 stands for no autocast
         return ""
     dtype = _low_weights(model)[0]
     return _AUTOCAST_OFF.said(dtype=dtype_name(dtype), short=short_name(dtype))
@@ -136,15 +141,19 @@ def _low_weights(model: nn.Module) -> list[torch.dtype]:
 
 def _build_xray(
     call: ModelCall,
-    trace: Callable[[torch.dtype], Tracer],
+    trace_to: Callable[[torch.dtype], Tracer],
     dtype: torch.dtype,
     real: bool,
 ) -> Xray:
-    """What is said of a model that `trace` follows under autocast to a dtype."""
-    tracer = trace(dtype)
+    """Trace a model under autocast to `dtype`, and make an X-ray of the trace.
+
+    `trace_to` runs it under autocast to any dtype; float32 is without autocast. Raises `TraceError`
+    if the model fails without autocast too.
+    """
+    tracer = trace_to(dtype)
     raised = None
     if tracer.error is not None:
-        raised = _raised_under_autocast(tracer.error, tracer, trace, call)
+        raised = _raised_under_autocast(tracer.error, tracer, trace_to, call)
     return Xray(
         model=type(call.model).__name__,
         device_type=tracer.device_type,
@@ -165,45 +174,46 @@ def _build_xray(
 
 
 def _raised_under_autocast(
-    error: Exception, tracer: Tracer, trace: Callable[[torch.dtype], Tracer], call: ModelCall
+    error: Exception, tracer: Tracer, trace_to: Callable[[torch.dtype], Tracer], call: ModelCall
 ) -> str:
-    """The error of a run that failed, if the model runs without autocast; else `TraceError`.
+    """Explain the error of a trace under autocast, if the model runs without autocast.
 
-    Only what runs without autocast is worth a table: else the model or its inputs are wrong. So is
-    what fails under autocast before the code that no trace can follow.
+    If it does not, the model or its inputs are wrong, and a table is of no use: this raises a
+    `TraceError`. A run without autocast that gets beyond the failed op, and then to code that no
+    trace can follow, counts as one that runs.
     """
-    is_plain = tracer.dtype is torch.float32
+    has_no_autocast = tracer.dtype is torch.float32
     try:
-        plain = tracer if is_plain else trace(torch.float32)
+        plain = tracer if has_no_autocast else trace_to(torch.float32)
     except (MemoryNeeded, NotAnswered) as stop:
         explained = _explain_error(error, tracer, call)
         return f"{explained}; the pass without autocast ends later: {stop}"
     if plain.error is None:
         return _explain_error(error, tracer, call)
-    low = _low_weights(call.model)
-    if not low:
+    low_dtypes = _low_weights(call.model)
+    if not low_dtypes:
         raise TraceError(_explain_error(plain.error, plain, call)) from plain.error
-    # With some weights in 16 bits it only runs under autocast: what fails there counts.
+    # A model with some weights in 16 bits may need autocast to run, so the first error counts.
     explained = _explain_error(error, tracer, call)
-    dtype = low[0]
-    if is_plain and low_operand(tracer.failed_on) and _runs(trace, dtype):
+    dtype = low_dtypes[0]
+    if has_no_autocast and low_operand(tracer.failed_on) and _runs_under(dtype, trace_to):
         cure = _UNDER_AUTOCAST.said(dtype=dtype_name(dtype), short=short_name(dtype))
         explained = f"{explained}; {cure}"
     raise TraceError(explained) from error
 
 
-def _runs(trace: Callable[[torch.dtype], Tracer], dtype: torch.dtype) -> bool:
+def _runs_under(dtype: torch.dtype, trace_to: Callable[[torch.dtype], Tracer]) -> bool:
     """Whether the model runs under autocast to a dtype."""
     try:
-        return trace(dtype).error is None
-    except TraceError:  # it does not: what it asks for besides is not of interest here
+        return trace_to(dtype).error is None
+    except TraceError:  # for this question it does not matter why the trace ends
         return False
 
 
-def _on_fakes(
+def _trace_on_fakes(
     call: ModelCall, device_type: str, decisions: Decisions | None, dtype: torch.dtype
 ) -> Tracer:
-    """One forward pass on fake tensors under autocast to `dtype`; torch.float32: without it."""
+    """Trace a forward pass on fake tensors under autocast to `dtype`; float32: without autocast."""
 
     def trace(default_device: contextlib.AbstractContextManager) -> Tracer:
         with (
@@ -220,13 +230,13 @@ def _on_fakes(
     tracer = trace(contextlib.nullcontext())
     if not isinstance(tracer.error, RuntimeError) or "device" not in str(tracer.error):
         return tracer
-    # Some models count on tensors made without a device being on the CPU.
+    # Some models need tensors that are made without a device to be on the CPU.
     on_cpu = trace(torch.device("cpu"))
     return tracer if on_cpu.error else on_cpu
 
 
-def _on_device(call: ModelCall, device_type: str, dtype: torch.dtype) -> Tracer:
-    """The same of a copy of the model, for real."""
+def _trace_for_real(call: ModelCall, device_type: str, dtype: torch.dtype) -> Tracer:
+    """Trace a forward pass of a copy of the model on the device itself."""
     try:
         model, args, kwargs = copied(call.model, call.args, call.kwargs)
     except (RuntimeError, TypeError) as error:  # tensors of a graph, locks, open files
@@ -239,14 +249,14 @@ def _on_device(call: ModelCall, device_type: str, dtype: torch.dtype) -> Tracer:
         buffers=dict(model.named_buffers()),
         args=args,
         kwargs=kwargs,
-        fake=lambda structure: structure,
+        fake=lambda structure: structure,  # the real tensors take the place of fakes
     )
-    with _generators_kept(device_type):
+    with _generators_restored(device_type):
         return Tracer(device_type, dtype, run).follow(call.loss_fn)
 
 
-def _generators_kept(device_type: str) -> contextlib.AbstractContextManager:
-    """The block after which the user draws the numbers that dropout in it has not drawn."""
+def _generators_restored(device_type: str) -> contextlib.AbstractContextManager:
+    """The block after which torch's generators are as before, whatever dropout has drawn in it."""
     if backend(device_type).is_host:
         return torch.random.fork_rng([], device_type="cuda")
     device = torch.accelerator.current_device_index()
@@ -254,11 +264,11 @@ def _generators_kept(device_type: str) -> contextlib.AbstractContextManager:
 
 
 def _explain_error(error: Exception, tracer: Tracer, call: ModelCall) -> str:
-    """The model's own error in a line, with the shapes that it was given."""
+    """The error of a model in a line, with its inputs, the op that failed, and what to do."""
     model = call.model
     tensors = [tensor for _, tensor in named_tensors([call.args, call.kwargs], open_objects=True)]
     shapes = [f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}" for tensor in tensors]
-    given = ", ".join(shapes) or "of no tensor"
+    inputs = ", ".join(shapes) or "of no tensor"
     op = "an op"
     where = ""
     if tracer.failed_at is not None:
@@ -270,27 +280,29 @@ def _explain_error(error: Exception, tracer: Tracer, call: ModelCall) -> str:
     if mixed:
         reason = f"{reason}; {mixed}"
     tip = tip_for(error, model, "X-ray", tracer.device_type, op)
-    return f"{type(model).__name__} fails on input {given}{where}: {reason}{tip}"
+    return f"{type(model).__name__} fails on input {inputs}{where}: {reason}{tip}"
 
 
 def _check_inputs(model: nn.Module, inputs: tuple, kwargs: dict[str, Any], real: bool) -> None:
-    for name, own in (("device", "device_type="), ("precision", "dtype=")):
-        if name in kwargs and name not in inspect.signature(model.forward).parameters:
-            raise TraceError(f"xray has no {name}=, and the model neither: give {own}")
-    given = [*enumerate(inputs), *kwargs.items()]
-    tensors = 0
-    for place, value in given:
-        name = f"input {place!r}"
-        tensors += _checked_tensors(value, name, real)
-        if not tensors:
-            _refuse_shape(value, name)
-    if given and not tensors:
-        kind = type(given[0][1]).__name__
-        raise TraceError(f"there is no tensor among the inputs, but a {kind}: give a tensor")
+    """Raise `TraceError` for inputs that cannot be traced, and for misspelt options of `xray`."""
+    for misspelt, option in (("device", "device_type="), ("precision", "dtype=")):
+        if misspelt in kwargs and misspelt not in inspect.signature(model.forward).parameters:
+            raise TraceError(f"xray has no {misspelt}=, and the model neither: give {option}")
+    arguments = [*enumerate(inputs), *kwargs.items()]
+    tensor_count = 0
+    for position_or_name, value in arguments:
+        text = f"input {position_or_name!r}"
+        tensor_count += _count_tensors(value, text, real)
+        if not tensor_count:
+            _refuse_shape(value, text)
+    if arguments and not tensor_count:
+        _, first_value = arguments[0]
+        class_name = type(first_value).__name__
+        raise TraceError(f"there is no tensor among the inputs, but a {class_name}: give a tensor")
 
 
-def _checked_tensors(value: object, name: str, real: bool) -> int:
-    """How many tensors are in an input; raises `TraceError` for what is not taken."""
+def _count_tensors(value: object, name: str, real: bool) -> int:
+    """How many tensors are in an input; raises `TraceError` if one of its values is not allowed."""
     if isinstance(value, nn.utils.rnn.PackedSequence) and not real:
         raise TraceError(f"{name} is a PackedSequence, which has no fake copy: give it padded")
     tensors = 0
@@ -305,7 +317,7 @@ def _checked_tensors(value: object, name: str, real: bool) -> int:
 
 
 def _refuse_shape(value: object, name: str) -> None:
-    """Raise `TraceError` for a shape in place of a tensor, which other tools for models take."""
+    """Raise `TraceError` for a shape in place of a tensor, as torchinfo takes it."""
     if not isinstance(value, (tuple, list)) or not value:
         return
     if all(isinstance(size, int) for size in value):
@@ -313,5 +325,6 @@ def _refuse_shape(value: object, name: str) -> None:
 
 
 def _check_values(tensor: torch.Tensor, name: str, real: bool) -> None:
+    """Raise `TraceError` for a tensor without values, if the model runs for real."""
     if real and tensor.is_meta:
         raise TraceError(f"{name} is on 'meta' and has no values: use real=False")

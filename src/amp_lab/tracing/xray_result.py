@@ -1,4 +1,4 @@
-"""What `xray` returns, and how two of them differ: as text, Markdown, HTML and JSON."""
+"""The result of `xray`, and how two of them differ: as text, Markdown, HTML and JSON."""
 
 import dataclasses
 import difflib
@@ -18,29 +18,29 @@ from amp_lab.tracing.records import LOSS, Cast, OpRecord, is_of_loss, work_of
 from amp_lab.tracing.running_module import Outputs
 
 _MAX_LINES = 28  # of the table; deeper modules are summed up
-_DEEPEST = 12
+_MAX_DEPTH = 12
 
 
 @dataclass(frozen=True, repr=False)
 class Xray(Printed):
     """What `xray` found; `str` of it is made to be read."""
 
-    model: str  # its class
+    model: str  # the name of its class
     device_type: str
     dtype: torch.dtype  # what autocast computes in; torch.float32: autocast was off
-    real: bool
-    rows: list[OpRecord]
+    real: bool  # whether the model ran on the device itself, not on fake tensors
+    rows: list[OpRecord]  # in the order in which the ops ran
     casts: list[Cast]
     output_dtypes: list[torch.dtype]  # of each tensor of the output, in order
     outputs: Outputs
     loss_dtype: torch.dtype | None
-    raised: str | None  # what autocast made fail, if it did: the rows end there
-    advice: list[str]  # what to look at, in sentences; each is proved by the rows and casts
-    classes: dict[str, str] = field(repr=False)  # of each module
+    raised: str | None  # an error that occurs only under autocast: the rows end at that op
+    advice: list[str]  # sentences on what to look at; the rows and casts show why
+    classes: dict[str, str] = field(repr=False)  # the class of each module, by its name
     modules: list[ModuleRow] = field(repr=False)  # all of them, in the model's order
-    decisions: str = ""  # what to say if the trace took decisions of a run on the CPU
-    autocast_off: str = ""  # what to say if it was left off because of the model's weights
-    compiled: bool = False  # whether the model, or a part of it, is; it was run in eager mode
+    decisions: str = ""  # a sentence, if the trace took the decisions of a run on the CPU
+    autocast_off: str = ""  # a sentence, if the model's weights were why autocast was left off
+    compiled: bool = False  # whether the model, or a module in it, is; it was run in eager mode
     training: bool = True  # whether the model was in training mode
 
     @property
@@ -56,7 +56,7 @@ class Xray(Printed):
 
     @property
     def low_share(self) -> float:
-        """Share of the arithmetic of matrix products and convolutions in low precision, 0 to 1."""
+        """Share of the FLOPs of matrix products and convolutions in low precision, 0 to 1."""
         low = work_of(row for row in self.rows if row.dtype in LOWER_DTYPES)
         if not low:
             return 0.0
@@ -65,8 +65,8 @@ class Xray(Printed):
     def by_module(self, depth: int | None = None) -> ModuleTable:
         """What each module returns and the parameters in it, as torchinfo shows a model.
 
-        It has a row for the model and one for each module down to `depth`: 1 for the parts of the
-        model, 2 for theirs too; None for all. Raises `OptionError` for a depth below 1.
+        It has a row for the model and one for each module down to `depth`: 1 for the model's own
+        submodules, 2 for theirs too; None for all. Raises `OptionError` for a depth below 1.
         """
         facts = list(self._remarks())
         if self.raised is not None:
@@ -97,16 +97,16 @@ class Xray(Printed):
         if not self._has_autocast_off:
             yield from self._autocast_facts()
         outputs = []
-        for place, (dtype, shape) in self.outputs.items():
-            output = f"{place} {short_name(dtype)} {shape}"
-            outputs.append(output.lstrip())
+        for path, (dtype, shape) in self.outputs.items():
+            output = f"{path} {short_name(dtype)} {shape}"
+            outputs.append(output.lstrip())  # a tensor alone has no path
         if outputs:
             yield f"Output: {listed(outputs, 6)}."
         if self.loss_dtype is not None:
             yield self._loss_fact(self.loss_dtype)
 
     def _autocast_facts(self) -> Iterator[str]:
-        """What autocast changed: the share of the work in low precision, and its casts."""
+        """Sentences on what autocast did: the share of the work in low precision, and its casts."""
         share = 100 * self.low_share
         low = short_name(self.dtype)
         yield f"{share:.1f} % of the work of matrix products and convolutions is done in {low}."
@@ -126,7 +126,7 @@ class Xray(Printed):
             )
 
     def _remarks(self) -> Iterator[str]:
-        """How the model was run, if not in the usual way."""
+        """Sentences on how the model was run, if not in the usual way."""
         if self.autocast_off:
             yield self.autocast_off
         if self.compiled:
@@ -135,7 +135,7 @@ class Xray(Printed):
             yield self.decisions
 
     def _loss_fact(self, dtype: torch.dtype) -> str:
-        """The dtype of the loss, and that of an op of it which was in low precision before."""
+        """The dtype of the loss, and which of its ops was in low precision, if the loss is not."""
         fact = f"Loss: {short_name(dtype)}"
         if dtype in LOWER_DTYPES:
             return f"{fact}."
@@ -148,32 +148,32 @@ class Xray(Printed):
 
 
 def _bytes_of(casts: list[Cast]) -> str:
-    """What some casts write, together."""
+    """The bytes that some casts write together, as text."""
     return bytes_text(sum(cast.nbytes for cast in casts))
 
 
 @dataclass(frozen=True)
 class _Line:
-    """A line of the table: a module, or several alike in a row."""
+    """A line of the table: one module, or several alike that follow each other."""
 
     label: str
-    kind: str
+    class_name: str
     rows: list[OpRecord]  # of one of the modules
-    casts: list[Cast]
-    times: int = 1
+    casts: list[Cast]  # of one of the modules
+    times: int = 1  # how many modules they are
 
     def cells(self, total: int) -> list[str]:
-        """The cells of the table; `total` is the work of the whole model."""
+        """The cells of this line; `total` is the FLOPs of the whole model."""
         work_dtypes = [row.dtype for row in self.rows if row.flops]
         other_dtypes = [row.dtype for row in self.rows if not row.flops]
         casts = self.times * len(self.casts)
         return [
             self.label,
-            self.kind,
+            self.class_name,
             f"{self.times * len(self.rows):,}",
             share_text(self.times * work_of(self.rows), total),
-            self._mix(work_dtypes),
-            self._mix(other_dtypes),
+            self._count_text(work_dtypes),
+            self._count_text(other_dtypes),
             f"{casts:,}" if casts else "-",
             short_name(self._output_dtype()),
         ]
@@ -184,20 +184,21 @@ class _Line:
             return None
         return self.rows[-1].out_dtypes[0]
 
-    def _mix(self, dtypes: list[torch.dtype | None]) -> str:
+    def _count_text(self, dtypes: list[torch.dtype | None]) -> str:
+        """``bf16``, or if there are several ``bf16 24, fp32 2``, with how many ops have each."""
         counts = Counter(short_name(dtype) for dtype in dtypes if dtype)
         if not counts:
             return "-"
         if len(counts) == 1:
             (name,) = counts
             return name
-        parts = [f"{name} {self.times * count:,}" for name, count in counts.most_common()]
-        return ", ".join(parts)
+        texts = [f"{name} {self.times * count:,}" for name, count in counts.most_common()]
+        return ", ".join(texts)
 
 
 @dataclass
 class _OwnRecords:
-    """The ops and casts in a module's own code, without those in its parts."""
+    """The ops and casts in a module's own code, without those in its submodules."""
 
     rows: list[OpRecord] = field(default_factory=list)
     casts: list[Cast] = field(default_factory=list)
@@ -208,74 +209,79 @@ class _Outline:
 
     def __init__(self, result: Xray):
         self._classes = result.classes
-        self._own: dict[str, _OwnRecords] = defaultdict(_OwnRecords)
+        self._records: dict[str, _OwnRecords] = defaultdict(_OwnRecords)  # by module
         for row in result.rows:
-            self._own[row.module].rows.append(row)
+            self._records[row.module].rows.append(row)
         for cast in result.casts:
-            self._own[cast.module].casts.append(cast)
-        self._parts = self._parts_that_ran()
-        # To find modules alike, it is asked for the same ones again and again.
-        self._below = functools.cache(self._lines_below)
+            self._records[cast.module].casts.append(cast)
+        self._submodules = self._submodules_that_ran()
+        # Cached, since `_pattern` asks for the lines of the same modules again and again.
+        self._cached_lines = functools.cache(self._lines_of_module)
 
-    def _parts_that_ran(self) -> dict[str, list[str]]:
-        """For each module the parts of it that ran, in the model's order."""
-        found: dict[str, set[str]] = defaultdict(set)
-        for module in self._own:
+    def _submodules_that_ran(self) -> dict[str, list[str]]:
+        """For each module the names of its direct submodules that ran, in the model's order."""
+        submodules: dict[str, set[str]] = defaultdict(set)
+        for module in self._records:
             while module and module != LOSS:
                 parent = module.rpartition(".")[0]
-                found[parent].add(module)
+                submodules[parent].add(module)
                 module = parent
         ordered = {}
-        for module, parts in found.items():
-            ordered[module] = [name for name in self._classes if name in parts]
+        for module, names in submodules.items():
+            ordered[module] = [name for name in self._classes if name in names]
         return ordered
 
     def fitting_lines(self) -> list[_Line]:
-        """The lines of as many levels as the table may be long."""
-        best = self._lines(1)
-        for depth in range(2, _DEEPEST):
+        """The lines down to the deepest level at which they are not too many."""
+        fitting = self._lines(depth=1)
+        for depth in range(2, _MAX_DEPTH):
             deeper = self._lines(depth)
-            if len(deeper) > _MAX_LINES or deeper == best:
+            if len(deeper) > _MAX_LINES or deeper == fitting:
                 break
-            best = deeper
-        return best
+            fitting = deeper
+        return fitting
 
     def _lines(self, depth: int) -> list[_Line]:
+        """The lines of the model down to a depth, and that of the loss."""
         lines = []
-        for line in self._below("", depth):
+        for line in self._cached_lines("", depth):
             if line.label in ("", " itself"):
                 line = dataclasses.replace(line, label=f"the model{line.label}")
             lines.append(line)
-        if LOSS in self._own:
-            own = self._own[LOSS]
+        if LOSS in self._records:
+            own = self._records[LOSS]
             lines.append(_Line(LOSS, "loss_fn", own.rows, own.casts))
         return lines
 
-    def _lines_below(self, module: str, depth: int) -> tuple[_Line, ...]:
-        """The lines of a module, without its name: its own, and its parts' down to a depth."""
-        parts = self._parts.get(module, [])
-        if not depth or not parts:
+    def _lines_of_module(self, module: str, depth: int) -> tuple[_Line, ...]:
+        """The lines of a module and of its submodules down to a depth.
+
+        Labels are without the module's name: "" for all of it, " itself" for its own code, and
+        ``.conv1`` for a submodule.
+        """
+        submodules = self._submodules.get(module, [])
+        if not depth or not submodules:
             return (self._sum_of(module),)
         lines = []
-        if module in self._own:
-            own = self._own[module]
+        if module in self._records:
+            own = self._records[module]
             lines.append(_Line(" itself", self._class_of(module), own.rows, own.casts))
         # Numbered neighbours that did the same, such as the blocks of a transformer, are one line.
-        for _, group in itertools.groupby(parts, self._form):
+        for _, group in itertools.groupby(submodules, self._pattern):
             alike = list(group)
             name = alike[0].removeprefix(module)
-            if len(alike) > 1:
-                name += f" … {alike[-1].removeprefix(_stem(alike[0]))}"
-            for line in self._below(alike[0], depth - 1):
+            if len(alike) > 1:  # ``.blocks.0 … 11``
+                name += f" … {alike[-1].removeprefix(_without_number(alike[0]))}"
+            for line in self._cached_lines(alike[0], depth - 1):
                 times = line.times * len(alike)
                 lines.append(dataclasses.replace(line, label=name + line.label, times=times))
         return tuple(lines)
 
     def _sum_of(self, module: str) -> _Line:
-        """A line for a module with all that is in it."""
+        """One line for a module together with all of its submodules."""
         rows: list[OpRecord] = []
         casts: list[Cast] = []
-        for name, own in self._own.items():
+        for name, own in self._records.items():
             if name == module or name.startswith(f"{module}."):
                 rows += own.rows
                 casts += own.casts
@@ -284,14 +290,14 @@ class _Outline:
     def _class_of(self, module: str) -> str:
         return self._classes.get(module, "")
 
-    def _form(self, part: str) -> tuple[str, list[list[str]]]:
-        """What modules alike have in common: ``blocks.`` of ``blocks.3``, and their lines."""
-        cells = [line.cells(total=1) for line in self._below(part, _DEEPEST)]
-        return _stem(part), cells
+    def _pattern(self, module: str) -> tuple[str, list[list[str]]]:
+        """The name without its number, and the cells of all lines: equal for modules alike."""
+        cells = [line.cells(total=1) for line in self._cached_lines(module, _MAX_DEPTH)]
+        return _without_number(module), cells
 
 
-def _stem(module: str) -> str:
-    """``blocks.`` of ``blocks.3``."""
+def _without_number(module: str) -> str:
+    """A module's name without the number at its end: ``blocks.`` for ``blocks.3``."""
     return module.rstrip("0123456789")
 
 
@@ -301,12 +307,12 @@ class Comparison(Printed):
 
     a: Xray
     b: Xray
-    # Ops that differ in a dtype, and those that only one of the two ran.
+    # Pairs of ops that differ in a dtype; None in place of an op that one of the two did not run.
     different: list[tuple[OpRecord | None, OpRecord | None]]
 
     @property
     def names(self) -> tuple[str, str]:
-        """A short name for each."""
+        """A short name for each, such as ``cuda bf16``, with (a) and (b) if they are equal."""
         a = _short_title(self.a)
         b = _short_title(self.b)
         if a == b:
@@ -351,7 +357,7 @@ def _short_title(result: Xray) -> str:
 
 
 def _flow(row: OpRecord | None) -> str:
-    """The dtype that an op computed in, and what it returned if that is another."""
+    """``bf16``, or ``bf16 → fp32`` for an op that computes in bf16 and returns fp32."""
     if row is None:
         return "not run"
     dtypes = dict.fromkeys((row.dtype, *row.out_dtypes[:1]))
@@ -360,9 +366,11 @@ def _flow(row: OpRecord | None) -> str:
 
 
 def compare(a: Xray, b: Xray) -> Comparison:
-    """Two X-rays of one model side by side: another device type, dtype or version of the model."""
-    # Without autojunk, ops that occur in hundreds of places would be matched by guessing no more.
-    matcher = difflib.SequenceMatcher(None, _places(a), _places(b), autojunk=False)
+    """Compare two X-rays of a model, which differ in device type, dtype or version of the model."""
+    # With autojunk it would ignore ops that occur in hundreds of places.
+    matcher = difflib.SequenceMatcher(
+        isjunk=None, a=_modules_and_ops(a), b=_modules_and_ops(b), autojunk=False
+    )
     different: list[tuple[OpRecord | None, OpRecord | None]] = []
     for tag, start_a, end_a, start_b, end_b in matcher.get_opcodes():
         rows_a = a.rows[start_a:end_a]
@@ -377,8 +385,8 @@ def compare(a: Xray, b: Xray) -> Comparison:
     return Comparison(a, b, different)
 
 
-def _places(result: Xray) -> list[tuple[str, str]]:
-    """Module and name of each op."""
+def _modules_and_ops(result: Xray) -> list[tuple[str, str]]:
+    """The module and the name of each op, in order."""
     return [(row.module, row.op) for row in result.rows]
 
 
