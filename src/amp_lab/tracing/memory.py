@@ -292,12 +292,12 @@ def _each_precision(
                 trace = step.trace(*inputs.for_batch(inputs.batch, step.traced_on), decisions)
             except TraceError as failure:  # the batch that was given fails too
                 results.errors[precision] = failure
-            else:
-                results.forecasts.append(trace.forecast())
-                results.not_extrapolated = first_line(error)
-        else:
-            results.by_batch_of[precision] = by_batch
-            results.forecasts.append(by_batch.forecast(inputs.batch))
+                continue
+            results.forecasts.append(trace.forecast())
+            results.not_extrapolated = first_line(error)
+            continue
+        results.by_batch_of[precision] = by_batch
+        results.forecasts.append(by_batch.forecast(inputs.batch))
     errors = results.errors
     # A failure in every precision, or in fp32, is one of the model or its inputs.
     if not results.forecasts or "fp32" in errors:
@@ -358,8 +358,10 @@ def inputs_of_shapes(input_shape: Shapes, input_dtype: Dtypes, *, batched: bool)
         raise TraceError(f"{counts}: give one for all, or one for each")
     batches = {shape[0] for shape in shapes}
     if batched and len(batches) > 1:
-        given = "inputs of shapes " + ", ".join(map(str, shapes))
-        raise TraceError(f"{given}: the first size is the batch; give the same for all")
+        text = ", ".join(map(str, shapes))
+        raise TraceError(
+            f"inputs of shapes {text}: the first size is the batch; give the same for all"
+        )
     if not batched and batches != {1}:
         shapes = [(1, *shape) for shape in shapes]
     inputs = []
@@ -460,6 +462,7 @@ class MemoryByBatch:
             return self._step.trace(*self._inputs.for_batch(batch, self._step.traced_on))
 
     def _require_linear(self, is_linear: bool) -> None:
+        """Raise `TraceError` unless what was compared shows that the memory is linear."""
         if not is_linear:
             raise TraceError(
                 f"{type(self._step.run.model).__name__}: its memory is not a constant plus a "
@@ -483,5 +486,6 @@ class MemoryByBatch:
         too_large = 1
         while self.forecast(too_large).peak <= limit:
             too_large *= 2
-        # The peak never falls as the batch grows, so the batches are in the order of their peaks.
+        # The peak never falls as the batch grows, so batches are in the order of their peaks, and
+        # bisection finds the first one from 1 on that is too large.
         return bisect_right(range(too_large), limit, lo=1, key=lambda n: self.forecast(n).peak) - 1

@@ -201,6 +201,7 @@ class Sample:
         return value[: argument.N or None]  # pyrefly: ignore[missing-attribute]: not in the stub
 
     def _tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor of a shape, in the next dtype; of an `_Index` or `_Pivots` in integers."""
         if isinstance(shape, _Index):
             return torch.zeros(shape, dtype=torch.int64, device=self._device)
         if isinstance(shape, _Pivots):

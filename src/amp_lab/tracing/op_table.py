@@ -100,11 +100,12 @@ class OpTable(Printed, list[OpRule]):
 
 
 def _row_of(rule: OpRule) -> list[str]:
-    given = dict.fromkeys(map(short_name, rule.given))
+    """The cells of a rule; inputs of one dtype show it once."""
+    input_dtypes = dict.fromkeys(map(short_name, rule.given))
     note = rule.reason
     if not note and rule.agrees is False:
         note = "not what the policy says"
-    return [rule.policy, rule.op, ", ".join(given), short_name(rule.observed), note]
+    return [rule.policy, rule.op, ", ".join(input_dtypes), short_name(rule.observed), note]
 
 
 class OpDifference(NamedTuple):

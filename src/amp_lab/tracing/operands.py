@@ -178,13 +178,13 @@ def remedy_for_mixed(
     is_buffer_or_attribute = wide.kind is Kind.OWN and not wide.text.startswith("parameter ")
     if not has_low_weights and not is_buffer_or_attribute:
         return ""
-    place = user_line(error)
+    code_line = user_line(error)
     return _REMEDIES[wide.kind].said(
-        op=f"{op} ({place})" if place else op,
+        op=f"{op} ({code_line})" if code_line else op,
         wide=wide.text,
         low=low.source.text,
         dtype=dtype_name(low.dtype),
-        name=wide.text.rpartition(" ")[2],
+        name=wide.text.rpartition(" ")[2],  # ``table`` of ``buffer table``
     )
 
 
@@ -228,8 +228,8 @@ def remedies_for_writes(error: Exception, op: str, device_type: str) -> list[str
 
     `op` is the one that failed, or "" if that is not known. The list is empty for other errors.
     """
-    place = user_line(error)
-    where = f" at {place}" if place else ""
+    code_line = user_line(error)
+    where = f" at {code_line}" if code_line else ""
     if is_write(error):
         return [_WRITE.said(place=where)]
     name = _matmul_in_place(error, op)
@@ -260,12 +260,12 @@ def _matmul_in_place(error: Exception, op: str) -> str | None:
 
 def user_line(error: Exception) -> str:
     """The innermost line of the user's code in a traceback, as ``model.py:12``; "" if none is."""
-    place = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):  # the innermost comes last
+    code_line = ""
+    for frame, number in traceback.walk_tb(error.__traceback__):  # the innermost comes last
         path = Path(frame.f_code.co_filename)
         if _is_user_file(path):
-            place = f"{path.name}:{line}"
-    return place
+            code_line = f"{path.name}:{number}"
+    return code_line
 
 
 def _is_user_file(path: Path) -> bool:

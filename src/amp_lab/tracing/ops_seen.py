@@ -1,4 +1,4 @@
-"""What every tracer needs of an op: its tensors, their storages, whether it computes, its FLOPs."""
+"""What tracers ask of an op: its tensors, their storages, its autocast rule and its FLOPs."""
 
 import math
 from collections.abc import Callable
@@ -132,7 +132,8 @@ def _deform_convolution_flops(image, weight, *more, out_shape: Any = None, **set
     return 2 * outputs * per_output
 
 
-# What torch's `flop_registry` lacks or counts wrongly, for `FlopCounterMode(custom_mapping=…)` too.
+# Formulas for ops that torch's `flop_registry` lacks or counts wrongly. They also fit
+# `FlopCounterMode(custom_mapping=…)`.
 FLOP_FORMULAS: dict[Any, Callable[..., int]] = {
     torch.ops.aten.mv: _product_flops,
     torch.ops.aten.dot: _product_flops,

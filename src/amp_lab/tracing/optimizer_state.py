@@ -54,9 +54,12 @@ def optimizer_bytes(
     state = 0
     temporaries = 0
     if name in _LOOPING:
-        looped = tuple(p for p in others if name == "adafactor" or len(p[0]) == 2)
+        # Of the two, Muon takes only matrices.
+        looped = tuple(
+            (shape, dtype) for shape, dtype in others if name == "adafactor" or len(shape) == 2
+        )
         state, temporaries = _bytes_of_one_call(name, looped, device_type)
-        others = [p for p in others if p not in looped]
+        others = [parameter for parameter in others if parameter not in looped]
         name = "adamw"
     # A foreach call has the temporaries of all parameters together, a loop those of one at a time.
     is_foreach = backend(device_type).foreach and name in OPTIMIZERS
@@ -93,9 +96,10 @@ def _bytes_of_two_steps(
     The first step makes the state, the second is measured.
     """
     with step_counters_on_host(), _ItemsAreOne():
-        parameters = []
-        for shape, dtype in shapes_and_dtypes:
-            parameters.append(nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
+        parameters = [
+            nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+            for shape, dtype in shapes_and_dtypes
+        ]
         gradients = [torch.empty_like(parameter) for parameter in parameters]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient

@@ -125,6 +125,7 @@ def _require_value(tensor: torch.Tensor, name: str) -> None:
 
 
 def _run_on_copies(call: ModelCall, recorder: "_Recorder") -> None:
+    """Make the passes of a call with copies of all tensors, under a recorder."""
     copies = _Copies(recorder)
     model = call.model
     originals = dict(model.named_parameters(remove_duplicate=False))
@@ -222,6 +223,7 @@ class _Recorder(PlainOpsMode):
         self._begin = time.monotonic()
 
     def run_op(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run an op, count its memory, and record its result if a decision depends on it."""
         result = func(*args, **kwargs)
         remember_check(func, args, kwargs, result)
         self.count(tensors_in(result))
@@ -240,14 +242,15 @@ class _Recorder(PlainOpsMode):
                 self._watch(key, stored_values(tensor).untyped_storage())
 
     def _watch(self, key: int, storage: torch.UntypedStorage) -> None:
+        """Count a storage as in use until it is freed."""
         size = storage.nbytes()
 
-        def ended(_: weakref.ref) -> None:
+        def note_end(_: weakref.ref) -> None:
             del self._storages[key]
             self._in_use -= size
 
         self._in_use += size
-        self._storages[key] = weakref.ref(storage, ended)
+        self._storages[key] = weakref.ref(storage, note_end)
 
     def require_room(self, more: int) -> None:
         """Stop the run if it would take too much memory with `more` bytes."""

@@ -37,9 +37,9 @@ class OpRecord:
     flops: int = 0  # of a matrix product, convolution, attention or recurrent layer
     autocast: bool = True  # whether autocast was on where the function was called
     widened: bool = False  # whether autocast made the op compute on a low-precision input in fp32
-    # Of a recurrent layer or cell: the widest dtype of its products, which its state may exceed.
+    # Only for a recurrent layer or cell: the widest dtype of its products. Its state may be wider.
     product_dtype: torch.dtype | None = None
-    # Of a recurrent layer: the dtype in which the model gave its input, before autocast cast it.
+    # Only for a recurrent layer: the dtype of its input before autocast cast it.
     given_dtype: torch.dtype | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""Which module's code is running, and what each module returns."""
+"""Hooks of a model that tell which module's code is running, and what each module returns."""
 
 import functools
 from collections import Counter, defaultdict

@@ -1,4 +1,4 @@
-"""What `xray_sharding` advises: parameters in no unit, no master weights, sums in low precision, …
+"""The advice of `xray_sharding`: parameters in no unit, no master weights, low-precision sums, …
 
 A rule is a function that yields lines: to add one, write it and add it to `RULES`.
 """
@@ -217,6 +217,7 @@ def _summed_in_low_precision(xray: ShardingXray) -> Iterator[str]:
 
 
 def _reduce_dtype_left_out(xray: ShardingXray) -> Iterator[str]:
+    """The first unit whose sums are in fp32 here, but in 16 bits with an older torch."""
     for unit in xray.units:
         if unit.param_dtype not in LOWER_DTYPES or unit.reduce_dtype is not None:
             continue
@@ -227,6 +228,7 @@ def _reduce_dtype_left_out(xray: ShardingXray) -> Iterator[str]:
 
 
 def _frozen_in_fp32(xray: ShardingXray) -> Iterator[str]:
+    """Frozen parameters that FSDP2 stores in fp32 and computes in 16 bits, by that dtype."""
     if not _is_fsdp(xray):
         return
     frozen = [p for p in _computed_in_low_precision(xray) if not p.trained]
@@ -252,6 +254,7 @@ def _low_statistics(xray: ShardingXray) -> Iterator[str]:
 
 
 def _inputs_not_cast(xray: ShardingXray) -> Iterator[str]:
+    """Inputs that reach a model in 16 bits in fp32, since its policy does not cast them."""
     root = next((unit for unit in xray.units if not unit.name), None)  # it gets the inputs
     if root is None or root.cast_forward_inputs or root.param_dtype not in LOWER_DTYPES:
         return

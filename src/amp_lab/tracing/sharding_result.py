@@ -1,4 +1,4 @@
-"""What `xray_sharding` returns, as text, Markdown, HTML and JSON."""
+"""The result of `xray_sharding`, as text, Markdown, HTML and JSON."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -62,7 +62,7 @@ class Unit:
 
 @dataclass(frozen=True, repr=False)
 class ShardingXray(Printed):
-    """What `xray_sharding` found; `str` of it is made to be read."""
+    """The result of `xray_sharding`; `str` of it is a table to read."""
 
     model: str  # the name of its class
     kind: str  # FSDP2 or DDP
@@ -165,12 +165,12 @@ def unit_named(name: str | None, units: Iterable[Unit]) -> Unit | None:
     return None
 
 
-def _input_text(name: str, given: torch.dtype, arrives: torch.dtype) -> str:
-    """``argument 0 fp32 → bf16``: an input with its dtype, and the one that the model gets."""
+def _input_text(name: str, dtype: torch.dtype, cast_dtype: torch.dtype) -> str:
+    """``argument 0 fp32 → bf16``: an input with its dtype, and the one that it is cast to."""
     label = f"argument {name}" if name.isdigit() else name
-    if given is arrives:
-        return f"{label} {short_name(given)}"
-    return f"{label} {short_name(given)} → {short_name(arrives)}"
+    if dtype is cast_dtype:
+        return f"{label} {short_name(dtype)}"
+    return f"{label} {short_name(dtype)} → {short_name(cast_dtype)}"
 
 
 def _label(names: list[str | None]) -> str:

@@ -159,6 +159,7 @@ class StorageLedger(TorchDispatchMode):
             yield
 
     def _maker(self, tensor: torch.Tensor) -> Maker:
+        """The op and the module that are running, as makers of a tensor."""
         place = ""
         if "forward" in self._marks:  # the forward pass is over
             place = "the backward pass"
@@ -317,6 +318,7 @@ class StorageLedger(TorchDispatchMode):
         events: list[int] = []
         # From mark to mark, so that no event moves across one.
         for start, stop in itertools.pairwise([0, *self._marks.values()]):
+            # Each run is of storages that are made, or of storages that are freed.
             runs = itertools.groupby(self._log[start:stop], lambda event: event >= 0)
             for are_begins, run in runs:
                 events += run if are_begins else sorted(run)

@@ -76,8 +76,8 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: Any
             mapped = {id(tensor): function(tensor) for tensor in tensors}
             return _copy_with(leaf, mapped)
         if _hides_its_tensors(leaf):
-            kind = type(leaf).__name__
-            raise TraceError(f"a {kind} does not show its tensors: {_GIVE_TENSORS.text}")
+            class_name = type(leaf).__name__
+            raise TraceError(f"a {class_name} does not show its tensors: {_GIVE_TENSORS.text}")
         return leaf
 
     return pytree.tree_map(map_leaf, structure)
@@ -89,10 +89,12 @@ def _is_record(thing: object) -> bool:
 
 
 def _fields_of(record: Any) -> dict[str, Any]:
+    """The values of a dataclass by the names of its fields."""
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
 def _map_record(function: Callable[[torch.Tensor], torch.Tensor], record: Any) -> Any:
+    """A copy of a dataclass, with `map_tensors` of each of its fields."""
     copied = copy.copy(record)
     for name, value in _fields_of(record).items():
         mapped = map_tensors(function, value)
@@ -106,9 +108,9 @@ def _copy_with(thing: Any, mapped: dict[int, Any]) -> Any:
         # `mapped` is the memo, in which deepcopy looks for a copy before it makes one.
         return copy.deepcopy(thing, mapped)
     except Exception as error:  # what it holds may refuse, such as a lock or an open file
-        kind = type(thing).__name__
+        class_name = type(thing).__name__
         raise TraceError(
-            f"a {kind} cannot be copied ({first_line(error)}): {_GIVE_TENSORS.text}"
+            f"a {class_name} cannot be copied ({first_line(error)}): {_GIVE_TENSORS.text}"
         ) from error
 
 

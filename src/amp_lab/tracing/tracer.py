@@ -132,8 +132,8 @@ class Tracer(TorchFunctionMode):
         """Name the tensors that are there before the model runs."""
         run = self._run
         for name, tensor in (run.parameters | run.buffers).items():
-            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-            self._name_tensor(tensor, Kind.OWN, f"{kind} {name}")
+            noun = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            self._name_tensor(tensor, Kind.OWN, f"{noun} {name}")
         inputs = dict(enumerate(run.args)) | run.kwargs
         for path, tensor in named_tensors(inputs, open_objects=True):
             self._name_tensor(tensor, Kind.INPUT, f"input {path[1:]}")
@@ -214,9 +214,10 @@ class Tracer(TorchFunctionMode):
         """The name of the module whose code is running, or `LOSS`."""
         return LOSS if self._in_loss else self._running.name
 
-    # Functions
+    # Functions of torch
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Run a function of torch, so that `note_op` knows which call its ops belong to."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__get__":  # the model reads an attribute of a tensor
@@ -259,6 +260,7 @@ class Tracer(TorchFunctionMode):
         return self.__torch_function__(_SDPA, (), args, kwargs)
 
     def _run_call(self, call: TorchCall, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run a function; add its row if all of it is one row, else its ops add theirs."""
         if func is F.multi_head_attention_forward:
             # torch turns this mode off inside of that function, so its attention is replaced.
             with attribute_set(F, ATTENTION, self._attention_inside):
@@ -323,7 +325,7 @@ class Tracer(TorchFunctionMode):
         steps = math.prod(ins[0].shape[:-1])
         return 2 * steps * weights
 
-    # Ops
+    # Ops that a function runs
 
     def note_failure(self, op: str, arguments: object) -> None:
         """Note where an error was raised, unless an op inside of this one has noted it already."""

@@ -94,10 +94,10 @@ def training_steps(
         raise TraceError(f"ranks {fsdp_ranks}: give 1 to {_MOST_RANKS}")
     checked_backend(device_type)
     traced_on = "cpu" if fsdp_ranks > 1 else device_type
-    with steps_on(model, traced_on, precisions) as (run, known), torch.enable_grad():
+    with steps_on(model, traced_on, precisions) as (run, checked), torch.enable_grad():
         yield [
             TrainingStep(run, device_type, precision, optimizer, loss_fn, fsdp_ranks)
-            for precision in known
+            for precision in checked
         ]
 
 
@@ -156,6 +156,7 @@ class TrainingStep:
         return traced_on_either(trace)
 
     def _trace(self, inputs: tuple, kwargs: dict[str, Any], replay: Replay) -> "TracedStep":
+        """Run the step; the model's decisions are those of `replay`, which may be empty."""
         named = named_tensors((inputs, kwargs), open_objects=True)
         input_tensors = [tensor for _, tensor in named]
         shapes = tuple(tuple(tensor.shape) for tensor in input_tensors)
@@ -313,6 +314,7 @@ class TracedStep:
         }
 
     def _caveats(self) -> Iterator[str]:
+        """Sentences on what the forecast may be wrong about."""
         model = self.step.run.model
         rnns = {type(m).__name__ for m in model.modules() if isinstance(m, nn.RNNBase)}
         for class_name in sorted(rnns):
@@ -374,6 +376,7 @@ def one_line_errors(model: nn.Module, shapes: tuple, device_type: str) -> Iterat
 def _one_line_error(
     error: Exception, model: nn.Module, shapes: tuple, device_type: str
 ) -> TraceError:
+    """The error of a model in one line, and what to do about it."""
     name = type(model).__name__
     if isinstance(error, NEEDS_VALUES):
         return ValuesNeeded(f"{name}: the result of {error.func} depends on values", error.func)

@@ -311,8 +311,8 @@ def _count_tensors(value: object, name: str, real: bool) -> int:
             tensors += 1
             _check_values(leaf, name, real)
         elif hasattr(leaf, "__array__"):  # NumPy's, pandas'
-            kind = type(leaf).__name__
-            raise TraceError(f"{name} is no tensor but a {kind}: give torch.as_tensor of it")
+            class_name = type(leaf).__name__
+            raise TraceError(f"{name} is no tensor but a {class_name}: give torch.as_tensor of it")
     return tensors
 
 

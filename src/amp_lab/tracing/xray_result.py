@@ -23,7 +23,7 @@ _MAX_DEPTH = 12
 
 @dataclass(frozen=True, repr=False)
 class Xray(Printed):
-    """What `xray` found; `str` of it is made to be read."""
+    """The result of `xray`; `str` of it is a table to read."""
 
     model: str  # the name of its class
     device_type: str
@@ -45,7 +45,7 @@ class Xray(Printed):
 
     @property
     def title(self) -> str:
-        """What was X-rayed, in a line."""
+        """The model, the device, the dtype of autocast and how it was run, in a line."""
         autocast = "off" if self._has_autocast_off else short_name(self.dtype)
         run = "a real run" if self.real else "fake tensors, no such device needed"
         return f"{self.model} on {self.device_type}, autocast {autocast} ({run})"
@@ -63,7 +63,7 @@ class Xray(Printed):
         return low / work_of(self.rows)
 
     def by_module(self, depth: int | None = None) -> ModuleTable:
-        """What each module returns and the parameters in it, as torchinfo shows a model.
+        """A table of what each module returns and of its parameters, as torchinfo shows a model.
 
         It has a row for the model and one for each module down to `depth`: 1 for the model's own
         submodules, 2 for theirs too; None for all. Raises `OptionError` for a depth below 1.
@@ -249,8 +249,8 @@ class _Outline:
                 line = dataclasses.replace(line, label=f"the model{line.label}")
             lines.append(line)
         if LOSS in self._records:
-            own = self._records[LOSS]
-            lines.append(_Line(LOSS, "loss_fn", own.rows, own.casts))
+            records = self._records[LOSS]
+            lines.append(_Line(LOSS, "loss_fn", records.rows, records.casts))
         return lines
 
     def _lines_of_module(self, module: str, depth: int) -> tuple[_Line, ...]:
@@ -264,8 +264,8 @@ class _Outline:
             return (self._sum_of(module),)
         lines = []
         if module in self._records:
-            own = self._records[module]
-            lines.append(_Line(" itself", self._class_of(module), own.rows, own.casts))
+            records = self._records[module]
+            lines.append(_Line(" itself", self._class_of(module), records.rows, records.casts))
         # Numbered neighbours that did the same, such as the blocks of a transformer, are one line.
         for _, group in itertools.groupby(submodules, self._pattern):
             alike = list(group)
@@ -281,10 +281,10 @@ class _Outline:
         """One line for a module together with all of its submodules."""
         rows: list[OpRecord] = []
         casts: list[Cast] = []
-        for name, own in self._records.items():
+        for name, records in self._records.items():
             if name == module or name.startswith(f"{module}."):
-                rows += own.rows
-                casts += own.casts
+                rows += records.rows
+                casts += records.casts
         return _Line("", self._class_of(module), rows, casts)
 
     def _class_of(self, module: str) -> str:
@@ -303,7 +303,7 @@ def _without_number(module: str) -> str:
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Printed):
-    """Two X-rays side by side; `str` of it is made to be read."""
+    """Two X-rays side by side; `str` of it is a table to read."""
 
     a: Xray
     b: Xray
@@ -323,6 +323,7 @@ class Comparison(Printed):
         return {"names": self.names, "different": self.different}
 
     def _table(self) -> Table:
+        # By the function that was called, and the dtypes of the op in either X-ray.
         modules_of: dict[tuple[str, str, str], list[str]] = defaultdict(list)
         for left, right in self.different:
             row = left or right
@@ -342,7 +343,7 @@ class Comparison(Printed):
         )
 
     def _facts(self) -> Iterator[str]:
-        only_in_b = [pair for pair in self.different if pair[0] is None]
+        only_in_b = [row for counterpart, row in self.different if counterpart is None]
         total = len(self.a.rows) + len(only_in_b)
         yield f"{len(self.different):,} of {total:,} ops differ."
         for name, result in zip(self.names, (self.a, self.b), strict=True):
