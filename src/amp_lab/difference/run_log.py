@@ -22,7 +22,7 @@ from amp_lab.difference.merged_values import MergedValues, find_merged_values
 from amp_lab.difference.raised import Failure, RunRaised, failure_above_ops
 from amp_lab.difference.records import OpRecord, Place, RunLog
 from amp_lab.difference.result import location_text
-from amp_lab.tracing.operands import Kind, Operand, Source
+from amp_lab.tracing.operands import Operand, Source, SourceKind
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, computes_nothing, storage_key, tensors_in
 from amp_lab.tracing.structures import named_tensors
 
@@ -353,15 +353,15 @@ class _Recorder(TorchDispatchMode):
         key = storage_key(tensor)
         if key in self._by_storage:
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-            return Source(Kind.OWN, f"{kind} {self._by_storage[key]}")
+            return Source(SourceKind.OWN, f"{kind} {self._by_storage[key]}")
         if key in self._inputs:
-            return Source(Kind.INPUT, self._inputs[key])
+            return Source(SourceKind.INPUT, self._inputs[key])
         producers = self._producers_of(tensor)
         if not producers:
-            return Source(Kind.COMPUTED, "a tensor that the model makes")
+            return Source(SourceKind.COMPUTED, "a tensor that the model makes")
         place = producers[-1].place
         op = location_text(producers[-1].op, place.module, place.module_type)
-        return Source(Kind.COMPUTED, f"the output of {op}")
+        return Source(SourceKind.COMPUTED, f"the output of {op}")
 
     # Records
 

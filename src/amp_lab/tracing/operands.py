@@ -69,7 +69,7 @@ _TORCH_FOLDER = Path(torch.__file__).parent
 _PACKAGE_FOLDER = Path(__file__).parent.parent
 
 
-class Kind(Enum):
+class SourceKind(Enum):
     """What the values of a tensor come from."""
 
     INPUT = "input"
@@ -77,18 +77,18 @@ class Kind(Enum):
     COMPUTED = "computed"
 
 
-_REMEDIES = {Kind.INPUT: _INPUT, Kind.OWN: _OWN, Kind.COMPUTED: _COMPUTED}
+_REMEDIES = {SourceKind.INPUT: _INPUT, SourceKind.OWN: _OWN, SourceKind.COMPUTED: _COMPUTED}
 
 
 @dataclass(frozen=True)
 class Source:
     """Where the values of a tensor come from."""
 
-    kind: Kind
+    kind: SourceKind
     text: str  # such as ``input 0``, ``buffer table``, ``the output of float in 'up'``
 
 
-_UNKNOWN_SOURCE = Source(Kind.COMPUTED, "a tensor that the model makes")
+_UNKNOWN_SOURCE = Source(SourceKind.COMPUTED, "a tensor that the model makes")
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Sources:
         self._named: dict[int, Source] = {}  # tensors that are there before the model runs
         self._computed: dict[int, Source] = {}  # results of ops, in fp32 alone
 
-    def name(self, tensor: torch.Tensor, kind: Kind, text: str) -> None:
+    def name(self, tensor: torch.Tensor, kind: SourceKind, text: str) -> None:
         """Name a tensor that is there before the model runs."""
         self._named.setdefault(tensor_key(tensor), Source(kind, text))
 
@@ -117,7 +117,8 @@ class Sources:
             for name, value in vars(module).items():
                 if isinstance(value, torch.Tensor):
                     text = f"attribute {path}.{name}"
-                    self.name(value, Kind.OWN, text.replace(" .", " "))  # the model's path is ""
+                    text = text.replace(" .", " ")  # the path of the model itself is ""
+                    self.name(value, SourceKind.OWN, text)
 
     def note_op(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], text: str) -> None:
         """Note where the outputs of an op come from: its first input in fp32, or the op itself.
@@ -128,7 +129,7 @@ class Sources:
         if wide:
             source = self.source_of(wide[0])
         else:
-            source = Source(Kind.COMPUTED, f"the {text}")
+            source = Source(SourceKind.COMPUTED, f"the {text}")
         for tensor in outputs:
             key = tensor_key(tensor)
             if key in self._named:  # the op writes in place
@@ -173,9 +174,9 @@ def remedy_for_mixed(
     if low is None or "type" not in str(error) or is_write(error):
         return ""
     wide = next(operand.source for operand in operands if operand.dtype is torch.float32)
-    if wide.kind is not Kind.INPUT and _matmul_in_place(error, op) is not None:
+    if wide.kind is not SourceKind.INPUT and _matmul_in_place(error, op) is not None:
         return ""  # the tensor in fp32 may be the one that is written
-    is_buffer_or_attribute = wide.kind is Kind.OWN and not wide.text.startswith("parameter ")
+    is_buffer_or_attribute = wide.kind is SourceKind.OWN and not wide.text.startswith("parameter ")
     if not has_low_weights and not is_buffer_or_attribute:
         return ""
     code_line = user_line(error)

@@ -37,7 +37,7 @@ from amp_lab.tracing.fake_device import (
     needs_memory,
     remedy_for,
 )
-from amp_lab.tracing.operands import Kind, MixedCall, Operand, Sources, mixed_call
+from amp_lab.tracing.operands import MixedCall, Operand, SourceKind, Sources, mixed_call
 from amp_lab.tracing.ops_seen import (
     LOWER_DTYPES,
     computes_nothing,
@@ -133,13 +133,13 @@ class Tracer(TorchFunctionMode):
         run = self._run
         for name, tensor in (run.parameters | run.buffers).items():
             noun = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-            self._name_tensor(tensor, Kind.OWN, f"{noun} {name}")
+            self._name_tensor(tensor, SourceKind.OWN, f"{noun} {name}")
         inputs = dict(enumerate(run.args)) | run.kwargs
         for path, tensor in named_tensors(inputs, open_objects=True):
-            self._name_tensor(tensor, Kind.INPUT, f"input {path[1:]}")
+            self._name_tensor(tensor, SourceKind.INPUT, f"input {path[1:]}")
         self._sources.name_attributes(run.model)
 
-    def _name_tensor(self, tensor: torch.Tensor, kind: Kind, text: str) -> None:
+    def _name_tensor(self, tensor: torch.Tensor, kind: SourceKind, text: str) -> None:
         self._names.setdefault(tensor_key(tensor), text)
         self._sources.name(tensor, kind, text)
 
