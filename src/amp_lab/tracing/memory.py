@@ -201,8 +201,9 @@ def memory_table(
     precisions = list(precisions)  # an iterator could be read only once
 
     def trace(call: ModelCall, decisions: Decisions | None) -> _PrecisionForecasts:
-        with_loss: dict[str, Any] = {**options, "loss_fn": call.loss_fn}
-        with training_steps(call.model, device_type, precisions, **with_loss) as steps:
+        # `answered` may call this without the loss, to see whether only the loss asks for values.
+        step_options: dict[str, Any] = {**options, "loss_fn": call.loss_fn}
+        with training_steps(call.model, device_type, precisions, **step_options) as steps:
             return _each_precision(steps, inputs, limit, decisions)
 
     loss_fn = options.get("loss_fn")

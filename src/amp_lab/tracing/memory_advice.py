@@ -78,6 +78,7 @@ def _advise_sharding(forecast: MemoryForecast, limit: int) -> str:
         peak = _peak_with(forecast, weights=share, gradients=share, state=share)
         if peak <= limit:
             break
+    # `ranks` and `peak` are those of the last round.
     return _with_saving(_SHARD, forecast, peak, limit, ranks=ranks)
 
 
@@ -89,8 +90,8 @@ def _peak_with(
     It is an upper bound: all other tensors are taken to stay as they are.
     """
     saved_in_each_phase = (1 - weights) * forecast.weights + (1 - state) * forecast.optimizer
-    # Bytes of gradients at the most of each phase. Where the peak is elsewhere, those of forward
-    # and backward are not known, and count as 0.
+    # Bytes of gradients at the moment of most use in each phase. If that moment is not the peak,
+    # they are not known for forward and backward, and count as 0.
     gradients_in = {"forward": 0, "backward": 0, "optimizer": forecast.gradients}
     gradients_in[forecast.peak_phase] = forecast.at_peak["gradients"]
     if forecast.peak_phase == "optimizer":  # its temporaries are of the size of the gradients

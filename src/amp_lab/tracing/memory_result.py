@@ -52,7 +52,7 @@ class MemoryForecast(Printed):
 
     @property
     def peak(self) -> int:
-        """The most that is in use at one time in the step: the largest of `phases`."""
+        """The most bytes in use at one time in the step: the largest of `phases`."""
         return max(self.phases.values())
 
     @property

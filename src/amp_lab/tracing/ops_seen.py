@@ -91,9 +91,9 @@ def flops(func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> in
 
 
 def _product_flops(*shapes, out_shape=None, **scales) -> int:
-    """FLOPs of (…, M, K) times (K,) or (…, K, N)."""
+    """FLOPs of (K,) or (M, K) times (K,), and of (B, M, K) times (B, K, N)."""
     left, right = shapes[-2:]  # addmv and addbmm have the tensor that they add to before them
-    columns = math.prod(right[2:])
+    columns = math.prod(right[2:])  # N, or 1 for a vector
     return 2 * math.prod(left) * columns
 
 

@@ -64,12 +64,12 @@ def optimizer_bytes(
     # A foreach call has the temporaries of all parameters together, a loop those of one at a time.
     is_foreach = backend(device_type).foreach and name in OPTIMIZERS
     for parameter, count in Counter(others).items():
-        state_of_one, work_of_one = _bytes_of_one_call(name, (parameter,), device_type)
-        state += count * state_of_one
+        own_state, own_temporaries = _bytes_of_one_call(name, (parameter,), device_type)
+        state += count * own_state
         if is_foreach:
-            temporaries += count * work_of_one
+            temporaries += count * own_temporaries
         else:
-            temporaries = max(temporaries, work_of_one)
+            temporaries = max(temporaries, own_temporaries)
     return state, temporaries
 
 
@@ -82,10 +82,10 @@ def _bytes_of_one_call(
     if name not in QUANTIZED:
         return _bytes_of_two_steps(name, parameters, device)
     ((shape, dtype),) = parameters  # these optimizers are asked for one parameter at a time
-    state, work = _quantized_bytes(name, math.prod(shape), dtype.itemsize)
+    state, temporaries = _quantized_bytes(name, math.prod(shape), dtype.itemsize)
     if device.is_host:
-        state += 4  # the counter of steps
-    return state, work
+        state += 4  # the counter of steps, which is on the host
+    return state, temporaries
 
 
 def _bytes_of_two_steps(
@@ -125,12 +125,12 @@ def _quantized_bytes(name: str, values: int, itemsize: int) -> tuple[int, int]:
 
     The state is two moments, in blocks of values with one fp32 scale each.
     """
-    bits, block, table, work = QUANTIZED[name]
+    bits, block, table_bytes, step_bytes = QUANTIZED[name]
     if values < 4096 or values % block:  # torchao keeps these moments in the parameter's dtype
         return 2 * values * itemsize, 0
-    scales = 4 * values // block
-    moment = values * bits // 8 + scales + table
-    return 2 * moment, values * work + 2 * scales
+    scale_bytes = 4 * values // block
+    moment_bytes = values * bits // 8 + scale_bytes + table_bytes
+    return 2 * moment_bytes, values * step_bytes + 2 * scale_bytes
 
 
 class _ItemsAreOne(TorchFunctionMode):

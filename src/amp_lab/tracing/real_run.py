@@ -182,6 +182,7 @@ class _Copies:
         return self._copies[id(tensor)]
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the CPU, in fp32 if the tensor is in 16 bits; a parameter stays a parameter."""
         dtype = torch.float32 if tensor.dtype in LOWER_DTYPES else tensor.dtype
         self._recorder.require_room(tensor.numel() * dtype.itemsize)  # before it is allocated
         copied = tensor.detach().to("cpu", dtype, copy=True)

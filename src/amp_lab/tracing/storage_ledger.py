@@ -320,8 +320,8 @@ class StorageLedger(TorchDispatchMode):
         for start, stop in itertools.pairwise([0, *self._marks.values()]):
             # Each run is of storages that are made, or of storages that are freed.
             runs = itertools.groupby(self._log[start:stop], lambda event: event >= 0)
-            for are_begins, run in runs:
-                events += run if are_begins else sorted(run)
+            for are_made, run in runs:
+                events += run if are_made else sorted(run)
         return events
 
 

@@ -86,17 +86,18 @@ class Tracer(TorchFunctionMode):
         self.error: Exception | None = None  # of the model or the loss: the rows end there
         self.decisions = ""  # a sentence on the decisions that it took from a real run
         self.without_gradient = ""  # torch's error for an op that has no backward pass
-        self.backward_not_followed = ""  # why the backward pass of an `autograd.Function` was not
+        # Why the backward pass of an `autograd.Function` was not followed, in a sentence.
+        self.backward_not_followed = ""
         self.failed_at: tuple[str, str] | None = None  # module and op of the error
         self.failed_on: tuple[Operand, ...] = ()  # the operands of that op
         self._in_loss = False
         self.module_calls = ModuleCalls()
         self._running = RunningModule()
         self._calls: list[TorchCall] = []  # calls that are running, the innermost last
-        # The next three are by the key of a storage.
+        self._sources = Sources()
+        # The next two are by the key of a storage.
         self._names: dict[int, str] = {}  # of parameters, buffers and inputs
         self._written_by: dict[int, OpRecord] = {}  # the op that wrote it last
-        self._sources = Sources()
         self._pending: list[Cast] = []  # casts of the inputs of the op that comes next
 
     def follow(self, loss_fn: Callable | None) -> "Tracer":
@@ -276,7 +277,7 @@ class Tracer(TorchFunctionMode):
             flop_count = self._rnn_flops(ins)
             call.given_dtype = ins[0].dtype
         if self._run.is_fake and call.name in RNN_LAYERS:
-            out = self._rnn(call, func, args)
+            out = self._run_rnn_step(call, func, args)
         else:
             out = func(*args, **kwargs)
         if call.name == ATTENTION:
@@ -290,7 +291,7 @@ class Tracer(TorchFunctionMode):
             return out
         return out.transpose(1, 2).contiguous().transpose(1, 2)  # (B, T, H, D) in memory
 
-    def _rnn(self, call: TorchCall, func: Callable, args: tuple) -> Any:
+    def _run_rnn_step(self, call: TorchCall, func: Callable, args: tuple) -> Any:
         """Run a recurrent layer over its first step alone: the others run the same ops."""
         if call.name in self._backend.rnns_without_rule:
             call.autocast_dtype = None
@@ -304,13 +305,13 @@ class Tracer(TorchFunctionMode):
         is_packed = isinstance(packed_argument, torch.Tensor)
         if not is_packed:
             is_batch_first = args[-1]
-            time = 1 if is_batch_first else 0  # (B, T, C), or (T, B, C)
-            args = (steps.narrow(time, 0, 1), *args[1:])
+            time_dim = 1 if is_batch_first else 0  # (B, T, C), or (T, B, C)
+            args = (steps.narrow(time_dim, start=0, length=1), *args[1:])
         with autocast_on(
             self.device_type, call.autocast_dtype, enabled=call.autocast_dtype is not None
         ):
             out, *states = func(*args)
-        if not is_packed:
+        if not is_packed:  # the output has as many steps as the input
             out = out.expand(*steps.shape[:2], out.shape[-1]).contiguous()
         return (out, *states)
 

@@ -196,7 +196,7 @@ class TrainingStep:
         return list(trained.values()), ledger.trace(activations_at="forward")
 
     def _require_known_sizes(self, gradients: dict[int, torch.Tensor]) -> None:
-        """Raise `TraceError` for sparse gradients whose size is unknown, or that do not work.
+        """Raise `TraceError` for sparse gradients of unknown size, or that the optimizer refuses.
 
         `gradients` are by the id of the parameter.
         """
@@ -266,16 +266,16 @@ class TracedStep:
         storages = self.storages
         state, temporaries = optimizer_bytes(step.optimizer, self.trained, step.device_type)
         in_use = storages.in_use() + state
-        peak_at = self._peak_events(in_use)
-        phases = {name: int(in_use[event]) for name, event in peak_at.items()}
+        peak_events = self._peak_events(in_use)
+        phases = {name: int(in_use[event]) for name, event in peak_events.items()}
         phases["optimizer"] += temporaries
         peak_phase = max(phases, key=phases.__getitem__)
-        events = peak_at[peak_phase] + 1
-        at_peak = storages.by_kind(events)
+        events_to_peak = peak_events[peak_phase] + 1
+        at_peak = storages.by_kind(events_to_peak)
         at_peak["optimizer"] += state
         if peak_phase == "optimizer":
             at_peak["temporaries"] += temporaries
-        largest = storages.largest(events, phases[peak_phase])
+        largest = storages.largest(events_to_peak, phases[peak_phase])
         in_autocast = storages.by_kind(storages.marks["cached"])
         after_forward = storages.by_kind(storages.marks["forward"])
         after_backward = storages.by_kind(storages.marks["backward"])

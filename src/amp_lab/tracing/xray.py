@@ -129,11 +129,11 @@ def _autocast_off(model: nn.Module) -> str:
     """A remark if the weights of a model make the default leave autocast off; else ""."""
     if dtype_for(model, "cpu") is not torch.float32:  # float32 stands for no autocast
         return ""
-    dtype = _low_weights(model)[0]
+    dtype = _low_weight_dtypes(model)[0]
     return _AUTOCAST_OFF.said(dtype=dtype_name(dtype), short=short_name(dtype))
 
 
-def _low_weights(model: nn.Module) -> list[torch.dtype]:
+def _low_weight_dtypes(model: nn.Module) -> list[torch.dtype]:
     """The 16-bit dtypes among the weights of a model."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     return [dtype for dtype in LOWER_DTYPES if dtype in dtypes]
@@ -190,7 +190,7 @@ def _raised_under_autocast(
         return f"{explained}; the pass without autocast ends later: {stop}"
     if plain.error is None:
         return _explain_error(error, tracer, call)
-    low_dtypes = _low_weights(call.model)
+    low_dtypes = _low_weight_dtypes(call.model)
     if not low_dtypes:
         raise TraceError(_explain_error(plain.error, plain, call)) from plain.error
     # A model with some weights in 16 bits may need autocast to run, so the first error counts.
@@ -257,7 +257,7 @@ def _trace_for_real(call: ModelCall, device_type: str, dtype: torch.dtype) -> Tr
 
 def _generators_restored(device_type: str) -> contextlib.AbstractContextManager:
     """The block after which torch's generators are as before, whatever dropout has drawn in it."""
-    if backend(device_type).is_host:
+    if backend(device_type).is_host:  # `fork_rng` always restores the CPU's generator
         return torch.random.fork_rng([], device_type="cuda")
     device = torch.accelerator.current_device_index()
     return torch.random.fork_rng([device], device_type=device_type)
@@ -275,7 +275,7 @@ def _explain_error(error: Exception, tracer: Tracer, call: ModelCall) -> str:
         module, op = tracer.failed_at
         where = f" in {place_of(module)} ({op})"
     reason = own_reason(error) or with_type(error)
-    has_low_weights = bool(_low_weights(model))
+    has_low_weights = bool(_low_weight_dtypes(model))
     mixed = remedy_for_mixed(error, op, tracer.failed_on, has_low_weights)
     if mixed:
         reason = f"{reason}; {mixed}"

@@ -271,7 +271,8 @@ class _Outline:
             alike = list(group)
             name = alike[0].removeprefix(module)
             if len(alike) > 1:  # ``.blocks.0 … 11``
-                name += f" … {alike[-1].removeprefix(_without_number(alike[0]))}"
+                last_number = alike[-1].removeprefix(_without_number(alike[0]))
+                name += f" … {last_number}"
             for line in self._cached_lines(alike[0], depth - 1):
                 times = line.times * len(alike)
                 lines.append(dataclasses.replace(line, label=name + line.label, times=times))
@@ -325,10 +326,10 @@ class Comparison(Printed):
     def _table(self) -> Table:
         # By the function that was called, and the dtypes of the op in either X-ray.
         modules_of: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-        for left, right in self.different:
-            row = left or right
-            assert row is not None, "of each pair one did run"
-            modules_of[row.called, _flow(left), _flow(right)].append(row.module or "the model")
+        for row_a, row_b in self.different:
+            row = row_a or row_b
+            assert row is not None, "at least one of the two ran this op"
+            modules_of[row.called, _flow(row_a), _flow(row_b)].append(row.module or "the model")
         rows = []
         for (called, flow_a, flow_b), modules in modules_of.items():
             places = list(dict.fromkeys(modules))
@@ -343,7 +344,7 @@ class Comparison(Printed):
         )
 
     def _facts(self) -> Iterator[str]:
-        only_in_b = [row for counterpart, row in self.different if counterpart is None]
+        only_in_b = [row_b for row_a, row_b in self.different if row_a is None]
         total = len(self.a.rows) + len(only_in_b)
         yield f"{len(self.different):,} of {total:,} ops differ."
         for name, result in zip(self.names, (self.a, self.b), strict=True):
