@@ -348,6 +348,7 @@ class _Autocast:
                 reason = _reason(error)
                 continue
             floats = [dtype for dtype in dtypes if _is_float(dtype)]
+            # An op may return integers, such as indices, before its values or alone.
             return _Observation((floats or dtypes)[0], tuple(sample.float_dtypes))
         return _Observation(reason=reason)
 

@@ -54,7 +54,7 @@ def optimizer_bytes(
     state = 0
     temporaries = 0
     if name in _LOOPING:
-        # Of the two, Muon takes only matrices.
+        # Adafactor updates all parameters in its loop, Muon only matrices.
         looped = tuple(
             (shape, dtype) for shape, dtype in others if name == "adafactor" or len(shape) == 2
         )

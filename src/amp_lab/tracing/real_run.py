@@ -221,7 +221,7 @@ class _Recorder(PlainOpsMode):
         self._free_bytes = free_bytes()  # when the run begins; None: the system does not say
         self._in_use = 0  # bytes of the storages below
         self._storages: dict[int, weakref.ref] = {}  # the living ones, by key
-        self._begin = time.monotonic()
+        self._started_at = time.monotonic()
 
     def run_op(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an op, count its memory, and record its result if a decision depends on it."""
@@ -229,7 +229,7 @@ class _Recorder(PlainOpsMode):
         remember_check(func, args, kwargs, result)
         self.count(tensors_in(result))
         self.require_room(0)  # an op shows how much memory it takes only when it has run
-        if time.monotonic() - self._begin > LIMIT_S:
+        if time.monotonic() - self._started_at > LIMIT_S:
             self._stop(f"the run on the CPU that has them takes longer than {LIMIT_S:g} s")
         if depends_on_values(func, args, self._unmarked):
             self.decisions.append(record_decision(self.running, func, (args, kwargs), result))

@@ -84,7 +84,7 @@ def sharded(
     fakes = {id(original): torch.empty_like(tensors[name]) for name, original in named}
     ranks = Ranks(Parallel.FSDP, reduce_dtype=reduce_dtype)
     with unset_fake_temporarily():
-        # Made here: a mesh reads its ranks from a tensor, and a fake one has no values.
+        # The first access makes the mesh. It reads ranks from a tensor, which must not be fake.
         assert ranks.mesh
     return ranks.wrap(_copy_with_fakes(model, fakes, copies={}), precision)
 

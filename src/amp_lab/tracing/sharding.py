@@ -201,7 +201,7 @@ def _unit(name: str, state: Any) -> Unit:
 def _parameters_of_group(
     group: Any, unit: str, names: dict[nn.Module, str]
 ) -> Iterator[ShardedParameter]:
-    """The rows of parameters that FSDP2 gathers together; `names` has those of modules."""
+    """The rows of parameters that FSDP2 gathers together; `names` are those of modules."""
     reduced = _reduce_dtype(group)
     for fsdp_param in group.fsdp_params:
         info = fsdp_param._module_info

@@ -157,10 +157,10 @@ def _upcasts(xray: ShardingXray) -> Iterator[str]:
 
 
 def _advise_on_undone_upcasts(xray: ShardingXray) -> Iterator[str]:
-    undone = _undone_upcasts(xray)
-    if undone:
-        low = short_name(undone[0].computed)
-        yield _UNDONE_UPCAST.said(names=_names(undone), low=low, keep=_keep_in_fp32())
+    parameters = _undone_upcasts(xray)
+    if parameters:
+        low = short_name(parameters[0].computed)
+        yield _UNDONE_UPCAST.said(names=_names(parameters), low=low, keep=_keep_in_fp32())
 
 
 def _undone_upcasts(xray: ShardingXray) -> list[ShardedParameter]:

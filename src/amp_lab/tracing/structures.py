@@ -120,7 +120,10 @@ def _hides_its_tensors(thing: Any) -> bool:
 
 
 def is_cache(thing: object) -> bool:
-    """Whether the class of an object has "cache" in its name, as transformers' caches do."""
+    """Whether an object is a cache of keys and values, such as transformers' `DynamicCache`.
+
+    It is one if its class has "cache" in its name, and it has attributes and cannot be called.
+    """
     if "cache" not in type(thing).__name__.lower():
         return False
     return hasattr(thing, "__dict__") and not callable(thing)

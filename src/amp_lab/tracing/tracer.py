@@ -396,11 +396,8 @@ class Tracer(TorchFunctionMode):
         if any(_widens(cast.from_dtype, cast.to_dtype) for cast in self._pending):
             return True
         # A softmax may need no cast: autocast calls it with the argument `dtype` set to fp32.
-        if (
-            name not in ("_softmax", "_log_softmax")
-            or call.autocast_dtype is None
-            or call.casts_itself
-        ):
+        is_softmax = name in ("_softmax", "_log_softmax")
+        if not is_softmax or call.autocast_dtype is None or call.casts_itself:
             return False
         return _widens(ins[0].dtype, outs[0].dtype)
 
