@@ -144,11 +144,12 @@ def _read_fsdp(model: nn.Module, call: _Call) -> ShardingXray:
         for group in fsdp_groups(state):
             parameters += _parameters_of_group(group, unit.name, names)
             managed_ids |= _parameter_ids(group)
+    # Parameters that are in no unit, so that each rank has all of them.
     for name, parameter in model.named_parameters():
         if id(parameter) not in managed_ids:
             row = _whole_parameter(model, name, parameter, computed=parameter.dtype, unit=None)
             parameters.append(row)
-    root = unit_named("", units)
+    root = unit_named("", units)  # the model's own unit casts the inputs
     return ShardingXray(
         model=_class_of(model),
         kind="FSDP2",
@@ -238,6 +239,7 @@ def _read_ddp(
     if ddp.mixed_precision is not None:
         raise TraceError("DDP's own mixed_precision is not read: use autocast instead")
     hooks = [getattr(hook, "__name__", type(hook).__name__) for hook, _ in ddp._comm_hooks]
+    # Of other hooks than these two it is not known what they do with gradients.
     reduced = _COMPRESS_HOOKS.get(hooks[0]) if hooks else None
     unknown_hooks = [name for name in hooks if name not in _COMPRESS_HOOKS]
     return _ddp_table(
@@ -327,6 +329,7 @@ def _buffers(model: nn.Module, unit_of: dict[str, str]) -> list[ShardedBuffer]:
     buffers = []
     for name, buffer in model.named_buffers():
         owner = name.rpartition(".")[0]
+        # From the buffer's module outwards to the first one that is in a unit.
         unit_module = owner
         while unit_module and unit_module not in unit_of:
             unit_module = unit_module.rpartition(".")[0]

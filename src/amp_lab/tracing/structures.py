@@ -31,6 +31,7 @@ def named_leaves(
     With `open_objects`, the tensors in it are leaves in its place, if it has any, as a batch of
     graphs does. Only a cache of keys and values is a leaf all the same.
     """
+    # Sequences and dataclasses are treated as mappings from now on.
     if isinstance(structure, (list, tuple)):
         structure = dict(enumerate(structure))
     elif _is_record(structure):
@@ -95,7 +96,7 @@ def _fields_of(record: Any) -> dict[str, Any]:
 
 def _map_record(function: Callable[[torch.Tensor], torch.Tensor], record: Any) -> Any:
     """A copy of a dataclass, with `map_tensors` of each of its fields."""
-    copied = copy.copy(record)
+    copied = copy.copy(record)  # without `__init__`, which may do more than set the fields
     for name, value in _fields_of(record).items():
         mapped = map_tensors(function, value)
         object.__setattr__(copied, name, mapped)  # a frozen dataclass refuses `setattr`
@@ -173,7 +174,7 @@ def _tensors_inside(thing: Any, path: str, visited: set[int]) -> Iterator[tuple[
 
     Each one comes once: `visited` has the ids of all objects that were looked at.
     """
-    if id(thing) in visited:
+    if id(thing) in visited:  # objects may refer to each other
         return
     visited.add(id(thing))
     if isinstance(thing, torch.Tensor):

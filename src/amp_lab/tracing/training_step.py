@@ -93,7 +93,7 @@ def training_steps(
     if not 1 <= fsdp_ranks <= _MOST_RANKS:
         raise TraceError(f"ranks {fsdp_ranks}: give 1 to {_MOST_RANKS}")
     checked_backend(device_type)
-    traced_on = "cpu" if fsdp_ranks > 1 else device_type
+    traced_on = "cpu" if fsdp_ranks > 1 else device_type  # FSDP2 runs on fake tensors of the CPU
     with steps_on(model, traced_on, precisions) as (run, checked), torch.enable_grad():
         yield [
             TrainingStep(run, device_type, precision, optimizer, loss_fn, fsdp_ranks)
@@ -150,7 +150,7 @@ class TrainingStep:
         def trace() -> TracedStep:
             with self.run.told(decisions) as replay:
                 traced = self._trace(inputs, kwargs, replay)
-                replay.require_done()
+                replay.require_done()  # the trace has to take all decisions of the real run
             return dataclasses.replace(traced, decisions=replay.remark)
 
         return traced_on_either(trace)
@@ -189,6 +189,7 @@ class TrainingStep:
             _reparametrize_module(run.model, run.parameters | run.buffers),
         ):
             gradients = run_backward(self._forward(ledger, inputs, kwargs))
+            # By id, so that a parameter with two names counts once.
             trained = {id(p): p for p in run.parameters.values() if id(p) in gradients}
             self._require_known_sizes(gradients)
             ledger.set_kind("gradients", [gradients[key] for key in trained])
@@ -232,6 +233,7 @@ class TrainingStep:
             pack_hook=ledger.note_saved, unpack_hook=lambda tensor: tensor
         )
         device = backend(self.device_type)
+        # Where a library runs recurrent layers, its casts take the place of autocast's.
         rnn_casts = _CastOnce(device) if device.fused_rnn_dtype else nullcontext()
         dtype = self.precision.dtype
         autocast_dtype = None if dtype is torch.float32 else dtype
@@ -265,7 +267,7 @@ class TracedStep:
         step = self.step
         storages = self.storages
         state, temporaries = optimizer_bytes(step.optimizer, self.trained, step.device_type)
-        in_use = storages.in_use() + state
+        in_use = storages.in_use() + state  # the state is there all the time
         peak_events = self._peak_events(in_use)
         phases = {name: int(in_use[event]) for name, event in peak_events.items()}
         phases["optimizer"] += temporaries

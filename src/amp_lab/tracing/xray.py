@@ -93,6 +93,7 @@ def xray(
     if dtype is not torch.float32:
         checked_dtype(device_type, dtype)
     _check_inputs(model, inputs, kwargs, real)
+    # Without the wrapper of torch.compile the model runs in eager mode.
     call = ModelCall(without_wrapper(model), inputs, kwargs, loss_fn)
     if real:
         result = _xray_for_real(call, device_type, dtype)
@@ -222,12 +223,13 @@ def _trace_on_fakes(
             run.told(decisions) as replay,
         ):
             tracer = Tracer(device_type, dtype, run).follow(call.loss_fn)
-            if tracer.error is None:
+            if tracer.error is None:  # a run that fails takes fewer decisions than the real one
                 replay.require_done()
             tracer.decisions = replay.remark
             return tracer
 
     tracer = trace(contextlib.nullcontext())
+    # torch's error for tensors on different devices names the devices.
     if not isinstance(tracer.error, RuntimeError) or "device" not in str(tracer.error):
         return tracer
     # Some models need tensors that are made without a device to be on the CPU.
@@ -285,6 +287,7 @@ def _explain_error(error: Exception, tracer: Tracer, call: ModelCall) -> str:
 
 def _check_inputs(model: nn.Module, inputs: tuple, kwargs: dict[str, Any], real: bool) -> None:
     """Raise `TraceError` for inputs that cannot be traced, and for misspelt options of `xray`."""
+    # A model may have an argument of this name itself.
     for misspelt, option in (("device", "device_type="), ("precision", "dtype=")):
         if misspelt in kwargs and misspelt not in inspect.signature(model.forward).parameters:
             raise TraceError(f"xray has no {misspelt}=, and the model neither: give {option}")
@@ -293,7 +296,7 @@ def _check_inputs(model: nn.Module, inputs: tuple, kwargs: dict[str, Any], real:
     for position_or_name, value in arguments:
         text = f"input {position_or_name!r}"
         tensor_count += _count_tensors(value, text, real)
-        if not tensor_count:
+        if not tensor_count:  # after a tensor, a tuple of integers may be an argument of the model
             _refuse_shape(value, text)
     if arguments and not tensor_count:
         _, first_value = arguments[0]
