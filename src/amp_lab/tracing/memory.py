@@ -159,7 +159,7 @@ def largest_batch(
 def compare_memory(
     model: nn.Module, input_shape: Shapes, *, input_dtype: Dtypes = torch.float32, **options: Any
 ) -> MemoryTable:
-    """Forecasts in several precisions side by side, with the largest batch that fits into memory.
+    """Forecast a step in several precisions, side by side, with the largest batch that fits.
 
     The forecasts are for `input_shape` as it is, whose first size is the batch; a model with
     several inputs is given as to `largest_batch`. `options` are those of `memory_table`, among them
@@ -476,6 +476,7 @@ class MemoryByBatch:
         if optimizer is not None:
             step = dataclasses.replace(traced.step, optimizer=optimizer)
             traced = dataclasses.replace(traced, step=step)
+        # The size of each storage is linear in the batch.
         sizes = traced.storages.sizes + self._slope * (batch - self._FIRST)
         storages = dataclasses.replace(traced.storages, sizes=sizes)
         input_shapes = self._inputs.shapes(batch)

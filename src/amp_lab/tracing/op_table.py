@@ -52,7 +52,7 @@ _NO_KERNEL = (
 
 @dataclass(frozen=True)
 class OpRule:
-    """What autocast on one backend does to one of torch's ops."""
+    """The policy of autocast on one backend for one of torch's ops, and what a call returned."""
 
     op: str  # without "aten::", and with the overload where its overloads differ
     overloads: tuple[str, ...]  # names of overloads; the one without a name is "default"
@@ -138,7 +138,7 @@ class OpDifferences(Printed, list[OpDifference]):
 
 
 def op_table(device_type: str, dtype: torch.dtype | None = None) -> OpTable:
-    """What autocast on a backend does to each of torch's ops that it knows, by policy and name.
+    """List what autocast on a backend does to each op that it has a rule for, by policy and name.
 
     `dtype` is what autocast lowers to, the backend's default for None. The policies are those of
     this torch (see `POLICIES`), each checked by a call of the op: on the device if it is here, else

@@ -70,7 +70,7 @@ _PACKAGE_FOLDER = Path(__file__).parent.parent
 
 
 class SourceKind(Enum):
-    """What the values of a tensor come from."""
+    """The kinds of places that the values of a tensor come from."""
 
     INPUT = "input"
     OWN = "own"  # a parameter, a buffer or an attribute of the model

@@ -344,6 +344,7 @@ class Comparison(Printed):
         )
 
     def _facts(self) -> Iterator[str]:
+        """How many ops differ, and a summary of each X-ray."""
         only_in_b = [row_b for row_a, row_b in self.different if row_a is None]
         total = len(self.a.rows) + len(only_in_b)
         yield f"{len(self.different):,} of {total:,} ops differ."
