@@ -329,7 +329,7 @@ class _Autocast:
 
     def _observe(self, op: OpOverload, policy: str) -> _Observation:
         """Call the op under autocast with the first sizes that work; say why if none do."""
-        # Inputs of dtypes that the policy has to change.
+        # Dtypes of the first input and of the others, such that the policy has to change one.
         first = torch.float32 if policy == "lower_precision" else self.dtype
         rest = self.dtype if policy.startswith("fp32") else torch.float32
         working_sizes, reason = _find_sizes(op)

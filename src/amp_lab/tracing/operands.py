@@ -108,7 +108,7 @@ class Sources:
         self._computed: dict[int, Source] = {}  # results of ops, in fp32 alone
 
     def name(self, tensor: torch.Tensor, kind: SourceKind, text: str) -> None:
-        """Name a tensor that is there before the model runs."""
+        """Set where a tensor comes from that is there before the model runs."""
         self._named.setdefault(tensor_key(tensor), Source(kind, text))
 
     def name_attributes(self, model: nn.Module) -> None:

@@ -140,7 +140,7 @@ def _run_on_copies(call: ModelCall, recorder: "_Recorder") -> None:
         recorder,
     ):
         output = model(*args, **kwargs)
-        result = output
+        result = output  # what the backward pass begins with
         if call.loss_fn is not None:
             result = call.loss_fn(output)
         seeds = seeds_of(result)

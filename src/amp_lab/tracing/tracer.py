@@ -426,6 +426,7 @@ class Tracer(TorchFunctionMode):
         # A later cast of this result is still a cast of that op's output.
         self._written_by[tensor_key(result)] = row
         narrows = result.dtype in LOWER_DTYPES and source.dtype not in LOWER_DTYPES
+        # Autocast widened the op's inputs, and now casts its output back to 16 bits.
         if row.widened and narrows:
             self.bounces.append((row, call.name))
 
