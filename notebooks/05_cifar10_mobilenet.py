@@ -398,6 +398,7 @@ for p in both:  # 25 times as many pixels or more take longer
 # But for its first, MobileNetV2 has two kinds of convolution. A *pointwise* one has 1x1 kernels and is a
 # matrix product over the channels. A *depthwise* one has 3x3 kernels, each of which sees a single
 # channel. A hook notes the shapes of every convolution; on the meta device this computes nothing.
+# <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 
 
 # %%

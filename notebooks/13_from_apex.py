@@ -727,7 +727,7 @@ if find_spec("libcst") is not None:
 # - at O2 weights look like fp32, but hold fp16 values, because Apex's `state_dict` [cast
 #   them](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/_initialize.py);
 # - the master weights are not in the file, unless someone put them there, as NVIDIA's BERT in
-#   [DeepLearningExamples](https://github.com/NVIDIA/DeepLearningExamples) did, under `master params`:
+#   [DeepLearningExamples](https://github.com/NVIDIA/DeepLearningExamples/blob/e5428044f7af25e02bfc719be9cbee4fe65943e5/PyTorch/LanguageModeling/BERT/run_pretraining.py) did, under `master params`:
 #   `list(amp.master_params(optimizer))`, in the order of the optimizer's groups.
 #
 # This function puts together what such a file holds.

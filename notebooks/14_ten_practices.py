@@ -412,7 +412,7 @@ for name in ("fp32", "bf16"):
 # Five of the six trainings end at a loss of 0.009, and fp16 without a scaler ends at 0.2.
 # **Verdict: right for fp16 alone.** bf16 has nearly the range of fp32, so for gradients of usual
 # size multiplying by a power of two and dividing again changes no bit. With
-# `GradScaler(enabled=dtype is torch.float16)` one loop serves all.
+# `GradScaler(device.type, enabled=dtype is torch.float16)` one loop serves all three.
 #
 # ### 7. Tune initial scale and growth interval
 #

@@ -533,17 +533,17 @@ assert found["blocks.0.attention.qkv"] == found["blocks.1"] == torch.bfloat16  #
 # %% tags=["nbval-ignore-output"]
 layer = adapted.blocks[1].up
 weight, update = layer.base.weight.detach().float(), layer.update().detach()
-arrived = {}
+arrived, stayed = {}, {}
 for part in (1, 100, 1000, 10_000):
     small_update = update / part
     merged = (weight + small_update).bfloat16().float()
     size = (small_update.norm() / weight.norm()).item()
-    stayed = (merged == weight).float().mean().item()
+    stayed[part] = (merged == weight).float().mean().item()
     along = ((merged - weight) * small_update).sum() / small_update.square().sum()
     arrived[part] = along.item()
-    print(f"update {size:.2g} of the weight: {stayed:.0%} did not move, {along:.0%} arrived")
+    print(f"update {size:.2g} of the weight: {stayed[part]:.0%} did not move, {along:.0%} arrived")
 assert arrived[1] > 0.98
-assert arrived[10_000] < arrived[1000] < 0.8
+assert arrived[10_000] < arrived[1000] < 0.5 < stayed[1000]
 
 # %% [markdown]
 # bf16 numbers are 0.4 to 0.8 % apart. While the update is larger than that, rounding is noise, and

@@ -292,8 +292,8 @@ assert quality(late)[0] < quality(early)[0]
 #
 # ## What torch.compile does to it
 #
-# A compiled function is made for the shapes and modes that it has seen. We count how often it is
-# compiled, with a back-end of our own that only counts:
+# A function is compiled at its first call, and again when a call does not fit what is there. We count how often,
+# with a back-end of our own that only counts:
 
 
 # %%

@@ -10,6 +10,7 @@ from run_folders import arguments, refused
 from amp_lab import load_checkpoint, save_checkpoint
 from amp_lab.cli import main
 from amp_lab.models.build import build_model
+from amp_lab.train import export
 from amp_lab.train.data import batches, load_dataset
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -123,6 +124,18 @@ def test_what_fp16_cannot_hold_is_not_written(finished, tmp_path, change, says):
     assert says in refused_with_nothing_written(
         "export", out, tmp_path / "m.safetensors", "--dtype", "fp16"
     )
+
+
+def test_a_file_with_other_outputs_is_not_written(finished, tmp_path, monkeypatch):
+    convert = export._convert
+
+    def wrong(*arguments):
+        content, outputs = convert(*arguments)
+        return content, 1.5 * outputs
+
+    monkeypatch.setattr(export, "_convert", wrong)
+    told = refused_with_nothing_written("export", finished, tmp_path / "m.safetensors")
+    assert "outputs of the safetensors file are 50.0% off" in told
 
 
 def test_nothing_of_anybody_is_replaced(finished, tmp_path, capsys):
