@@ -78,7 +78,7 @@ def test_compiled_step_by_hand_computes_the_same(monkeypatch):
     # for each kernel whatever its shapes. Notebook 10 holds the built kernels to fp32's losses.
     compile_ = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
     monkeypatch.setattr(torch, "compile", compile_)
-    fused_convmodel._kernels.cache_clear()
+    fused_convmodel._chains.cache_clear()
     torch.manual_seed(0)
     model = ConvModel(8)
     inputs, target = quantized_sine(16)
@@ -87,7 +87,7 @@ def test_compiled_step_by_hand_computes_the_same(monkeypatch):
         own = copy.deepcopy(model)
         losses.append(FusedStep(own, torch.bfloat16, compiled=compiled)(inputs, target))
         gradients.append([p.grad for p in own.parameters()])
-    fused_convmodel._kernels.cache_clear()  # others get kernels of their own
+    fused_convmodel._chains.cache_clear()  # others get kernels of their own
     torch.testing.assert_close(*losses, rtol=1e-4, atol=0)
     for plain, compiled in zip(*gradients, strict=True):  # an element may round to the next bf16
         torch.testing.assert_close(plain, compiled, rtol=2e-2, atol=1e-4)

@@ -197,7 +197,7 @@ def test_the_table_has_intervals_and_marks_what_is_not_trusted():
     assert "bf16 compile " in table
     assert "3.50x (3.40x to 3.70x)" in table
     assert "bf16 eager ?" in table
-    assert str(results.rows[1].ratio) in table  # which has no figure but the interval
+    assert str(results.rows[1].speedup_estimate) in table  # which has no figure but the interval
     assert "Something else used this machine in 1 of 3 rounds." in table
     busy = "marked with ?: convmodel 8x8, bf16 eager: the machine was busy in 9 of 12 rounds."
     assert busy in table

@@ -143,4 +143,4 @@ def test_without_torchao_fp8_is_told(monkeypatch):
 
 
 def test_rungs_are_described():
-    assert all(rung.what for rung in RUNGS)
+    assert all(rung.description for rung in RUNGS)

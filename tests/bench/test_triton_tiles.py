@@ -75,8 +75,8 @@ def test_the_kernels_have_the_gradients_of_autograd():
         assert 1e-5 < max(half) < 4e-2  # it rounds to 2^-11 and sums what cancels
 
 
-KERNELS = [("_layer", True), ("_layer", False), ("_head", False), ("_below", True)]
-KERNELS += [("_below", False), ("_weights", True), ("_weights", False)]
+KERNELS = [("_layer", True), ("_layer", False), ("_head", False), ("_input_grad", True)]
+KERNELS += [("_input_grad", False), ("_weight_grad", True), ("_weight_grad", False)]
 CARDS = {  # an architecture: its instruction for products, and the shared memory of a block in KiB
     "sm_80": ("mma.sync", 163),
     "sm_90": ("wgmma", 227),

@@ -1,4 +1,4 @@
-"""The speed ladder: workloads x precisions x rungs, held against what the device can do."""
+"""The speed ladder: workloads x precisions x rungs, compared with the limits of the device."""
 
 from amp_lab.bench.convmodel import ConvModel, quantized_sine
 from amp_lab.bench.fused_convmodel import FusedStep

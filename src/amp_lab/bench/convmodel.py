@@ -1,8 +1,8 @@
-"""The quantized-sine problem: a picture to be learned from its coordinates, and the network for it.
+"""The quantized-sine problem: a network learns a picture from the coordinates of its pixels.
 
 Problem and network are those of AMD's ROCm blog, "Automatic mixed precision in PyTorch using AMD
-GPUs" (March 2024). Four 1x1 convolutions over a large image are nearly all matrix product, which is
-what reduced precision speeds up most.
+GPUs" (March 2024). The work of four 1x1 convolutions over a large image is nearly all matmul, which
+reduced precision speeds up most.
 """
 
 import math
@@ -16,7 +16,7 @@ LEVELS = 4
 def quantized_sine(
     size: int = 512, device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The one training example: inputs (1, 2, size, size), target (1, 1, size, size), both float32.
+    """The only training example: inputs (1, 2, size, size), target (1, 1, size, size), in float32.
 
     The inputs are the x and y coordinate of each pixel, in [0, 1]. The target is
     cos(4·2πx) + cos(2·2πy), rounded to `LEVELS` levels and scaled to [0, 1].
@@ -38,9 +38,9 @@ def quantized_sine(
 
 
 class ConvModel(nn.Sequential):
-    """Three times 1x1 convolution, batch normalisation, ReLU, then a 1x1 convolution.
+    """Three times 1x1 convolution, batch normalisation and ReLU, then a 1x1 convolution.
 
-    Maps (B, 2, H, W) to (B, 1, H, W); between, every pixel has `hidden` channels.
+    Maps (B, 2, H, W) to (B, 1, H, W); in the hidden layers every pixel has `hidden` channels.
     """
 
     def __init__(self, hidden: int = 256):

@@ -1,4 +1,4 @@
-"""The passes of `TiledStep` in C++, see tiled_convmodel.cpp, for a CPU with AVX-512 and bf16."""
+"""The kernels of `TiledStep` for a CPU with AVX-512 and bf16: compiles tiled_convmodel.cpp."""
 
 import ctypes
 import functools
@@ -16,14 +16,14 @@ from amp_lab.core.errors import OptionError, first_line
 
 _SOURCE = Path(__file__).with_name("tiled_convmodel.cpp")
 _INSTRUCTIONS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "fma")
-_MULTIPLE = 32
-"""Of channels, and of pixels: what the kernels work on at once."""
+_MULTIPLE = 32  # of pixels and of channels: the kernels work on 32 x 32 numbers at once
 
 
 class CppTiles:
-    """The kernels for so many pixels and channels, both multiples of 32, matrices in bf16.
+    """The C++ kernels for a number of pixels and of channels, with matrices in bf16.
 
-    Raises `OptionError` for other sizes.
+    Both have to be multiples of 32; other sizes raise `OptionError`. `parts` and `shares` count the
+    partial sums and the partial weight gradients, one for each thread.
     """
 
     dtypes = (torch.bfloat16,)
@@ -38,27 +38,36 @@ class CppTiles:
 
     @staticmethod
     def right_side(matrix: Tensor) -> Tensor:
-        """The right side of a product, (K, N), with the numbers of two rows next to each other."""
-        return matrix.unflatten(0, (-1, 2)).transpose(1, 2).contiguous()  # (K / 2, N, 2)
+        """The right operand (K, N) of a matmul as (K / 2, N, 2): two rows interleaved.
+
+        The bf16 instructions of AVX-512 multiply such pairs.
+        """
+        return matrix.unflatten(0, (-1, 2)).transpose(1, 2).contiguous()
 
     def run(self, name: str, *tensors: Tensor) -> None:
-        """Run a pass, whose arguments stand in the C++ file."""
-        for t in tensors:  # of which the kernels get nothing but the address
+        """Run the function `name` of tiled_convmodel.cpp, with the tensors in its order."""
+        addresses = []
+        for t in tensors:
+            # The kernels get only the address, so a wrong layout or dtype would not be noticed.
             assert t.is_contiguous()
             assert t.is_cpu
             assert t.dtype in (torch.float32, torch.bfloat16)
-        getattr(cpp_kernels(), name)(self.shape, *(ctypes.c_void_p(t.data_ptr()) for t in tensors))
+            addresses.append(ctypes.c_void_p(t.data_ptr()))
+        kernel = getattr(cpp_kernels(), name)
+        kernel(self.shape, *addresses)
 
 
 class _Shape(ctypes.Structure):
+    """The struct `Shape` of tiled_convmodel.cpp."""
+
     _fields_ = [(name, ctypes.c_int64) for name in ("pixels", "channels", "threads")]
 
 
 def why_not_in_cpp() -> str | None:
-    """Why they cannot run here, in a line; None if they can."""
+    """The reason why the C++ kernels cannot run here, in a line; None if they can."""
     if not torch.cpu._is_avx512_bf16_supported():
         return "the step in tiles needs a CPU with AVX-512 and its bf16 instructions"
-    if not has_bf16_instructions():  # oneDNN's too, which may be limited
+    if not has_bf16_instructions():  # False also where an environment variable limits oneDNN
         return "the step in tiles needs a torch whose oneDNN has small products in bf16"
     if shutil.which(_compiler()) is None:
         return f"the step in tiles is compiled at its first use, and there is no {_compiler()} here"
@@ -66,29 +75,37 @@ def why_not_in_cpp() -> str | None:
 
 
 def _compiler() -> str:
+    """The C++ compiler, which the environment variable CXX may name."""
     return os.environ.get("CXX", "c++")
 
 
 @functools.cache
 def cpp_kernels() -> ctypes.CDLL:
-    """The kernels, compiled for this process: a file that is kept could be of another torch.
+    """The library of C++ kernels, compiled at the first call in a process.
 
-    Raises `OptionError` where they do not compile, or torch has no products for them.
+    It is not kept for other processes, which may have another torch. Raises `OptionError` where the
+    kernels do not compile, or where torch has no small matmuls in bf16.
     """
-    torch_ = Path(torch.__file__).parent
+    torch_folder = Path(torch.__file__).parent
     flags = ["-O3", "-std=c++20", "-fPIC", *(f"-m{name}" for name in _INSTRUCTIONS)]
     with tempfile.TemporaryDirectory() as folder:
-        built = Path(folder, "kernels.so")
-        compile_ = [*flags, "-fopenmp", f"-I{torch_ / 'include'}", "-c", str(_SOURCE)]
-        # Without -fopenmp here: there has to be one OpenMP in a process, which is torch's.
-        link = ["-shared", f"{built}.o", f"-L{torch_ / 'lib'}", "-ltorch_cpu", "-lc10"]
-        for arguments in ([*compile_, "-o", f"{built}.o"], [*link, "-o", str(built)]):
-            run = subprocess.run([_compiler(), *arguments], capture_output=True, text=True)
-            if run.returncode:
-                error = first_line(RuntimeError(run.stderr))
-                raise OptionError(f"{_compiler()} does not compile {_SOURCE.name}: {error}")
-        library = ctypes.CDLL(str(built))  # which stays when its file is gone
+        library_file = f"{folder}/kernels.so"
+        object_file = f"{library_file}.o"
+        include = f"-I{torch_folder / 'include'}"
+        _compile([*flags, "-fopenmp", include, "-c", str(_SOURCE), "-o", object_file])
+        # Linked without -fopenmp: a process must have one OpenMP, and torch brings it.
+        libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
+        _compile(["-shared", object_file, *libraries, "-o", library_file])
+        library = ctypes.CDLL(library_file)  # it stays loaded when its file is deleted
     library.has_products.restype = ctypes.c_bool
     if not library.has_products():
         raise OptionError("the step in tiles needs a torch whose oneDNN has small products in bf16")
     return library
+
+
+def _compile(arguments: list[str]) -> None:
+    """Run the compiler, or raise `OptionError` with the first line of its errors."""
+    run = subprocess.run([_compiler(), *arguments], capture_output=True, text=True)
+    if run.returncode:
+        error = first_line(RuntimeError(run.stderr))
+        raise OptionError(f"{_compiler()} does not compile {_SOURCE.name}: {error}")

@@ -1,11 +1,16 @@
 """A training step of the ConvModel written by hand: few passes over memory, in blocks of pixels.
 
-Every layer of the ConvModel works on pixels one by one, but for batch normalisation, which needs
-the mean and variance of a whole layer before the next may begin. So a step takes five passes over
-the pixels, and within a pass a block of them stays in the cache. What is cheap is computed again:
-of all activations only the outputs of the two large convolutions are kept, and one gradient. The
-gradients are those of Ioffe and Szegedy, "Batch normalization" (2015), rearranged so that each is a
-multiple of the gradient, a multiple of the convolution's output, and a constant.
+Every layer of the ConvModel works on each pixel alone, except batch normalisation, which needs the
+mean and variance of its whole input before the next layer may begin. So a step takes five passes
+over the pixels, and within a pass a block of pixels stays in the cache. Cheap values are computed
+again: only the outputs of the two large convolutions and one gradient are saved. The gradients are
+those of Ioffe and Szegedy, "Batch normalization" (2015), rearranged so that each is a multiple of
+the gradient above, plus a multiple of the convolution's output, plus a constant.
+
+Names: z1, z2 and z3 are the outputs of the first three convolutions, without their biases. Batch
+normalisation n makes z * scale + shift of them, and ReLU the activation a. g is the gradient of a
+normalisation's output, dz of its input, dy of the model's output, and dw of a weight. In shapes, P
+is all pixels, B the pixels of a block, and C the hidden channels.
 """
 
 import functools
@@ -24,27 +29,27 @@ BLOCK = 4096
 
 
 class FusedStep:
-    """Loss and gradients of a `ConvModel`, its batch normalisation in training mode.
+    """Loss and gradients of a `ConvModel` whose batch normalisation is in training mode.
 
-    Calling it with inputs (1, 2, H, W) and target (1, 1, H, W) returns the mean squared error, adds
-    nothing to what is in `.grad` but replaces it, and updates the running statistics. Weights and
-    gradients are float32; activations and matrix products have `dtype`. The biases before a batch
-    normalisation have no gradient, and get exact zeros, where autograd gets rounding errors.
-    With `compiled`, torch.compile makes one kernel of each chain of elementwise ops.
+    Calling it with inputs (1, 2, H, W) and target (1, 1, H, W) returns the mean squared error,
+    replaces every `.grad`, and updates the running statistics. Weights and gradients are float32;
+    activations and matmuls have `dtype`. The biases before a batch normalisation get a gradient of
+    exactly zero, where autograd gets rounding errors. With `compiled`, torch.compile makes one
+    kernel of each chain of elementwise ops.
     """
 
     def __init__(self, model: ConvModel, dtype: torch.dtype, *, compiled: bool = True):
         self.dtype = dtype
-        self.k = _kernels(compiled)
-        # Any: for the type checker, what is in an `nn.Sequential` is only an `nn.Module`.
+        self.chains = _chains(compiled)
+        # Any: for the type checker, a layer of an `nn.Sequential` is only an `nn.Module`.
         layers: list[Any] = list(model)
         self.convs = layers[::3]
         self.norms = layers[1::3]
-        self.kept = torch.empty(0, 0, 0)
+        self.saved = torch.empty(0, 0, 0)
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor, target: Tensor) -> Tensor:
-        """One forward and backward pass; P pixels, C channels."""
+        """Run one forward and backward pass, and return the loss."""
         self._start(inputs, target)
         self._forward()
         loss = self._output()
@@ -52,13 +57,14 @@ class FusedStep:
         return loss
 
     def _start(self, inputs: Tensor, target: Tensor) -> None:
+        """Lay out inputs and target by pixel, cast the weights, and allocate memory to save in."""
         coordinates = inputs[0].flatten(1)  # (2, P)
         self.x = coordinates.float().contiguous()
         self.columns = self.x[:, :, None]  # (2, P, 1)
         self.target = target.flatten().float()  # (P,)
         device = self.x.device
         self.pixels = self.target.numel()
-        # A GPU has thousands of threads to keep busy, and no cache that is worth a block.
+        # On a GPU one block has all pixels, to keep thousands of threads busy.
         block = self.pixels
         if backend(device).is_host:
             block = BLOCK
@@ -68,29 +74,32 @@ class FusedStep:
             self.blocks.append(slice(start, end))
         channels = self.convs[1].in_channels
         shape = (3, self.pixels, channels)
-        if self.kept.shape != shape:  # else as before: new memory must be mapped first
-            self.kept = torch.empty(shape, dtype=self.dtype, device=device)
-        self.z2, self.z3, self.g2 = self.kept  # (P, C)
+        if self.saved.shape != shape:  # later steps reuse it: the system maps new memory slowly
+            self.saved = torch.empty(shape, dtype=self.dtype, device=device)
+        self.z2, self.z3, self.g2 = self.saved  # (P, C) each
         weights = [conv.weight.flatten(1) for conv in self.convs]
         self.w1, w2, w3, w4 = weights
         self.w2 = w2.to(self.dtype)
         self.w3 = w3.to(self.dtype)
         self.w4 = w4.flatten()
 
-    def _first(self, b: slice) -> Tensor:
-        """The first activation of a block, (B, C): cheaper to compute again than to keep."""
+    def _first_activation(self, b: slice) -> Tensor:
+        """The first activation of a block, (B, C): computing it again is cheaper than saving it."""
         x0, x1 = self.columns[:, b]
         shift = self.n1.shift
-        return self.k.first(x0, x1, self.weight1, shift, self.dtype)
+        return self.chains.first_activation(x0, x1, self.weight1, shift, self.dtype)
 
     def _forward(self) -> None:
-        """Three layers in two passes: mean and variance of the first follow from the input's."""
+        """Run the first three layers in two passes over the pixels.
+
+        The first layer needs no pass: its mean and variance follow from those of the input.
+        """
         norm1, norm2, norm3 = self.norms
         conv1, conv2, conv3, _ = self.convs
         pixels = self.pixels
         mean, variance = self._first_moments()
         self.n1 = _Normalised(norm1, mean, variance, conv1.bias, pixels)
-        scaled = self.w1 * self.n1.scale[:, None]  # (C, 2)
+        scaled = self.w1 * self.n1.scale[:, None]  # (C, 2), with the scale of n1 in the weight
         self.weight1 = scaled.T.contiguous()
         sums = self._second_layer()
         self.n2 = _Normalised.from_sums(norm2, sums, conv2.bias, pixels)
@@ -98,7 +107,7 @@ class FusedStep:
         self.n3 = _Normalised.from_sums(norm3, sums, conv3.bias, pixels)
 
     def _first_moments(self) -> tuple[Tensor, Tensor]:
-        """Mean and variance (C,) of the first convolution's output, which is linear in x."""
+        """Mean and variance (C,) of z1 = w1 @ x, from the mean and covariance of x."""
         mean = self.x.mean(1)  # (2,)
         centred = self.x - mean[:, None]
         covariance = centred @ centred.T / self.pixels  # (2, 2)
@@ -106,85 +115,98 @@ class FusedStep:
         return self.w1 @ mean, products.sum(1)
 
     def _second_layer(self) -> list[Tensor]:
-        """Write z2; return the sums of it and of its squares."""
+        """Write z2; return the sums (C,) of z2 and of its squares."""
         weight = self.w2.T
         sums = []
         for b in self.blocks:
             z2 = self.z2[b]
-            torch.mm(self._first(b), weight, out=z2)
-            sums.append(self.k.sums(z2))
+            torch.mm(self._first_activation(b), weight, out=z2)
+            sums.append(self.chains.sums(z2))
         return _totals(sums)
 
     def _third_layer(self) -> list[Tensor]:
-        """The same for z3."""
+        """Write z3; return the sums (C,) of z3 and of its squares."""
         n2 = self.n2
         weight = self.w3.T
         sums = []
         for b in self.blocks:
             z2 = self.z2[b]
             z3 = self.z3[b]
-            a2 = self.k.activation(z2, n2.scale, n2.shift)
+            a2 = self.chains.activation(z2, n2.scale, n2.shift)
             torch.mm(a2, weight, out=z3)
-            sums.append(self.k.sums(z3))
+            sums.append(self.chains.sums(z3))
         return _totals(sums)
 
     def _output(self) -> Tensor:
-        """The loss, and what of its gradient a sum over all pixels needs."""
+        """Run the last layer; return the loss, and set the gradients of the layer's parameters."""
         conv = self.convs[3]
         n3 = self.n3
         self.dy = torch.empty(self.pixels, device=self.x.device)
-        loss, self.d, self.dz = self._head()
-        dw4 = n3.scale * self.dz + n3.shift * self.d
+        squared_error, self.dy_sum, self.dy_z3_sum = self._head()
+        # The last layer reads a3 = z3 * scale + shift where the ReLU is open, and 0 elsewhere.
+        dw4 = n3.scale * self.dy_z3_sum + n3.shift * self.dy_sum
         _set_grad(conv.weight, dw4)
         _set_grad(conv.bias, self.dy.sum())
-        return loss / self.pixels
+        return squared_error / self.pixels
 
     def _head(self) -> list[Tensor]:
-        """Write dy; return sums: of squared errors, and where a ReLU is open of dy and dy * z3."""
+        """Write dy; return the sum of squared errors, and the sums (C,) of dy and of dy * z3.
+
+        The latter two are over the pixels where the channel's ReLU is open (its input above 0).
+        """
         bias = self.convs[3].bias
         scale = self.n3.scale
         shift = self.n3.shift
-        factor = 2 / self.pixels
+        factor = 2 / self.pixels  # derivative of the mean squared error, per error
         sums: list[tuple[Tensor, ...]] = []
         for b in self.blocks:
             z3 = self.z3[b]
             target = self.target[b]
             dy = self.dy[b]
-            loss, dy[:] = self.k.head(z3, scale, shift, self.w4, bias, target, factor)
-            d, dz = self.k.head_sums(z3, dy, scale, shift)
-            sums.append((loss, d, dz))
+            squared_error, dy[:] = self.chains.head(z3, scale, shift, self.w4, bias, target, factor)
+            dy_sum, dy_z3_sum = self.chains.head_sums(z3, dy, scale, shift)
+            sums.append((squared_error, dy_sum, dy_z3_sum))
         return _totals(sums)
 
     def _backward(self) -> None:
-        """Two more passes; g2 is the gradient of the second normalisation's output."""
+        """Set the gradients of the first three layers, in two passes over the pixels."""
         conv1, conv2, conv3, _ = self.convs
-        g3 = self.w4 * self.d
-        gz3 = self.w4 * self.dz
-        to_z3 = self.n3.backward(g3, gz3)
-        dw3, g2, gz2 = self._through_third(to_z3)
+        # The gradient g3 of a pixel is w4 * dy, so its sums are w4 times those of dy.
+        g3_sum = self.w4 * self.dy_sum
+        g3_z3_sum = self.w4 * self.dy_z3_sum
+        dz3_factors = self.n3.backward(g3_sum, g3_z3_sum)
+        dw3, g2_sum, g2_z2_sum = self._third_backward(dz3_factors)
         _set_grad(conv3.weight, dw3)
-        to_z2 = self.n2.backward(g2, gz2)
-        dw2, g1, gx0, gx1 = self._through_second(to_z2)
+        dz2_factors = self.n2.backward(g2_sum, g2_z2_sum)
+        dw2, g1_sum, g1_x0_sum, g1_x1_sum = self._second_backward(dz2_factors)
         _set_grad(conv2.weight, dw2)
-        gx = torch.stack([gx0, gx1], 1)  # (C, 2)
-        dw1 = self._first_weight_grad(g1, gx)
+        g1_x_sums = torch.stack([g1_x0_sum, g1_x1_sum], 1)  # (C, 2)
+        dw1 = self._first_weight_grad(g1_sum, g1_x_sums)
         _set_grad(conv1.weight, dw1)
-        for conv in (conv1, conv2, conv3):  # whose normalisation takes any constant away
+        # Batch normalisation subtracts the mean, so a bias before it does not change the loss.
+        for conv in (conv1, conv2, conv3):
             conv.bias.grad = torch.zeros_like(conv.bias)
 
-    def _first_weight_grad(self, g: Tensor, gx: Tensor) -> Tensor:
-        """(C, 2), from the sums over the pixels of the gradient (C,), and of it times x (C, 2)."""
-        gz = (self.w1 * gx).sum(1)
-        of_g, of_z, constant = self.n1.backward(g, gz)
-        zx = self.w1 @ (self.x @ self.x.T)  # (C, 2)
+    def _first_weight_grad(self, g_sum: Tensor, gx_sums: Tensor) -> Tensor:
+        """Return dw1 (C, 2), which is the sum of dz1 * x over the pixels.
+
+        `g_sum` (C,) and `gx_sums` (C, 2) are the sums of g1 and of g1 * x. It needs no pass over
+        the pixels: since z1 = w1 @ x, the sums of g1 * z1 and of z1 * x follow from sums with x.
+        """
+        gz_sum = (self.w1 * gx_sums).sum(1)
+        g_factor, z_factor, constant = self.n1.backward(g_sum, gz_sum)
+        zx_sums = self.w1 @ (self.x @ self.x.T)  # (C, 2)
         x_sums = self.x.sum(1)  # (2,)
-        from_g = gx * of_g[:, None]
-        from_z = zx * of_z[:, None]
+        from_g = gx_sums * g_factor[:, None]
+        from_z = zx_sums * z_factor[:, None]
         from_constant = constant[:, None] * x_sums
         return from_g + from_z + from_constant
 
-    def _through_third(self, to_z3: Sequence[Tensor]) -> list[Tensor]:
-        """Write g2; return the gradient of the weights, and the sums of g2 and of g2 * z2."""
+    def _third_backward(self, dz3_factors: Sequence[Tensor]) -> list[Tensor]:
+        """Write g2; return dw3 (C, C), and the sums (C,) of g2 and of g2 * z2.
+
+        `dz3_factors` are those that `_Normalised.backward` returns.
+        """
         n2 = self.n2
         n3 = self.n3
         weight = self.convs[2].weight.flatten(1)
@@ -195,34 +217,34 @@ class FusedStep:
             z3 = self.z3[b]
             dy = self.dy[b]
             g2 = self.g2[b]
-            dz3 = self.k.through_head(z3, dy, n3.scale, n3.shift, self.w4, *to_z3)
-            dw3 += dz3.T @ self.k.activation(z2, n2.scale, n2.shift)
+            dz3 = self.chains.head_backward(z3, dy, n3.scale, n3.shift, self.w4, *dz3_factors)
+            dw3 += dz3.T @ self.chains.activation(z2, n2.scale, n2.shift)
             da2 = dz3 @ self.w3
-            sums.append(self.k.through_relu(g2, da2, z2, n2.scale, n2.shift))
+            sums.append(self.chains.relu_backward(g2, da2, z2, n2.scale, n2.shift))
         return [dw3, *_totals(sums)]
 
-    def _through_second(self, to_z2: Sequence[Tensor]) -> list[Tensor]:
-        """The gradient of the weights, and the sums of g1, the gradient below, and of g1 * x."""
+    def _second_backward(self, dz2_factors: Sequence[Tensor]) -> list[Tensor]:
+        """Return dw2 (C, C), and the sums (C,) of g1, of g1 * x0 and of g1 * x1."""
         weight = self.convs[1].weight.flatten(1)
         dw2 = torch.zeros_like(weight)
         sums = []
         for b in self.blocks:
             z2 = self.z2[b]
             g2 = self.g2[b]
-            dz2 = self.k.through_norm(g2, z2, *to_z2)
-            a1 = self._first(b)
+            dz2 = self.chains.norm_backward(g2, z2, *dz2_factors)
+            a1 = self._first_activation(b)
             dw2 += dz2.T @ a1
             da1 = dz2 @ self.w2
             x0, x1 = self.columns[:, b]
-            sums.append(self.k.first_sums(da1, a1, x0, x1))
+            sums.append(self.chains.first_sums(da1, a1, x0, x1))
         return [dw2, *_totals(sums)]
 
 
 def _totals(sums: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
-    """The sums over all blocks, from those of each."""
+    """Add up the sums of all blocks; each tuple has the sums of one block."""
     totals: list[Tensor] = []
-    for of_blocks in zip(*sums, strict=True):
-        stacked = torch.stack(of_blocks)
+    for block_sums in zip(*sums, strict=True):
+        stacked = torch.stack(block_sums)
         totals.append(stacked.sum(0))
     return totals
 
@@ -232,51 +254,59 @@ def _set_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 
 class _Normalised:
-    """Batch normalisation of z (P, C), without its convolution's bias, as z * scale + shift."""
+    """Batch normalisation of z (P, C), written as z * scale + shift.
 
-    def __init__(self, norm: Any, mean: Tensor, variance: Tensor, bias: Tensor, n: int):
+    z is a convolution's output without its `bias`, which only the running mean needs. Making one
+    updates the running statistics of `norm`.
+    """
+
+    def __init__(self, norm: Any, mean: Tensor, variance: Tensor, bias: Tensor, pixels: int):
         self.norm = norm
         self.mean = mean
-        self.pixels = n
+        self.pixels = pixels
         self.inverse_std = (variance + norm.eps).rsqrt()
         self.scale = norm.weight * self.inverse_std
         self.shift = norm.bias - mean * self.scale
-        with_bias = mean + bias
-        norm.running_mean.lerp_(with_bias, norm.momentum)
-        correction = n / (n - 1)
-        unbiased = variance * correction
-        norm.running_var.lerp_(unbiased, norm.momentum)
+        mean_with_bias = mean + bias
+        norm.running_mean.lerp_(mean_with_bias, norm.momentum)
+        correction = pixels / (pixels - 1)
+        unbiased_variance = variance * correction
+        norm.running_var.lerp_(unbiased_variance, norm.momentum)
         norm.num_batches_tracked += 1
 
     @classmethod
-    def from_sums(cls, norm: Any, sums: Sequence[Tensor], bias: Tensor, n: int):
-        """From the sums of z and of its squares."""
-        mean, mean_square = (total / n for total in sums)
+    def from_sums(cls, norm: Any, sums: Sequence[Tensor], bias: Tensor, pixels: int):
+        """Make one from the sums (C,) of z and of its squares."""
+        mean, mean_square = (total / pixels for total in sums)
         variance = mean_square - mean * mean
         variance = variance.clamp_min(0)  # rounding may make it negative
-        return cls(norm, mean, variance, bias, n)
+        return cls(norm, mean, variance, bias, pixels)
 
-    def backward(self, g: Tensor, gz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Factors of gradient, of z, and the constant that make the gradient of z.
+    def backward(self, g_sum: Tensor, gz_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(g_factor, z_factor, constant)``: dz = g * g_factor + z * z_factor + constant.
 
-        `g` and `gz` are the sums over the pixels of the gradient of the output, and of its product
-        with z. Sets the gradients of the normalisation's own parameters.
+        g is the gradient of the normalisation's output; `g_sum` and `gz_sum` are the sums over the
+        pixels of g and of g * z. All are (C,). Sets the gradients of the normalisation's weight and
+        bias.
         """
-        centred = gz - self.mean * g
+        centred = gz_sum - self.mean * g_sum
         d_weight = centred * self.inverse_std
         _set_grad(self.norm.weight, d_weight)
-        _set_grad(self.norm.bias, g)
+        _set_grad(self.norm.bias, g_sum)
         scale = self.scale
-        of_z = -scale * d_weight * self.inverse_std / self.pixels
-        of_mean = -scale * g / self.pixels
-        constant = of_mean - of_z * self.mean
-        return scale, of_z, constant
+        z_factor = -scale * d_weight * self.inverse_std / self.pixels
+        through_mean = -scale * g_sum / self.pixels
+        constant = through_mean - z_factor * self.mean
+        return scale, z_factor, constant
 
 
-# --- The chains of elementwise ops; (B, C) blocks of pixels, (C,) factors.
+# --- The chains of elementwise ops, one kernel each if compiled. They compute in float32, and
+# return blocks in the dtype of z. z and a are blocks (B, C), weights and factors (C,), dy and
+# target (B,).
 
 
-def _first(x0, x1, weight, shift, dtype):
+def _first_activation(x0, x1, weight, shift, dtype):
+    """a1 (B, C) from the coordinates x0 and x1, (B, 1) each, and the weight (2, C)."""
     w0 = weight[0]
     w1 = weight[1]
     a = x0 * w0 + x1 * w1 + shift
@@ -285,6 +315,7 @@ def _first(x0, x1, weight, shift, dtype):
 
 
 def _sums(z):
+    """The sums (C,) of z and of its squares."""
     z = z.float()
     return z.sum(0), (z * z).sum(0)
 
@@ -296,6 +327,7 @@ def _activation(z, scale, shift):
 
 
 def _head(z, scale, shift, weight, bias, target, factor):
+    """The sum of squared errors of the last layer, and dy (B,)."""
     a = torch.relu(z.float() * scale + shift)
     product = (a * weight).sum(1)  # (B,)
     error = product + bias - target
@@ -304,61 +336,66 @@ def _head(z, scale, shift, weight, bias, target, factor):
 
 
 def _head_sums(z, dy, scale, shift):
+    """The sums (C,) of dy and of dy * z over the pixels where the ReLU is open."""
     z = z.float()
     is_open = z * scale + shift > 0
-    d = torch.where(is_open, dy[:, None], 0.0)
-    total = d.sum(0)
-    with_z = (d * z).sum(0)
-    return total, with_z
+    open_dy = torch.where(is_open, dy[:, None], 0.0)
+    dy_sum = open_dy.sum(0)
+    dy_z_sum = (open_dy * z).sum(0)
+    return dy_sum, dy_z_sum
 
 
-def _through_head(z, dy, scale, shift, weight, of_g, of_z, constant):
-    low = z.dtype
+def _head_backward(z, dy, scale, shift, weight, g_factor, z_factor, constant):
+    """dz (B, C) from dy: through the last layer, the ReLU and the normalisation below it."""
+    low_dtype = z.dtype
     z = z.float()
     is_open = z * scale + shift > 0
     g = dy[:, None] * weight
     g = torch.where(is_open, g, 0.0)
-    dz = g * of_g + z * of_z + constant
-    return dz.to(low)
+    dz = g * g_factor + z * z_factor + constant
+    return dz.to(low_dtype)
 
 
-def _through_relu(out, da, z, scale, shift):
+def _relu_backward(out, da, z, scale, shift):
+    """Write g (B, C) to `out`; return the sums (C,) of g and of g * z."""
     z = z.float()
     is_open = z * scale + shift > 0
     g = torch.where(is_open, da.float(), 0.0)
     out.copy_(g)
-    total = g.sum(0)
-    with_z = (g * z).sum(0)
-    return total, with_z
+    g_sum = g.sum(0)
+    gz_sum = (g * z).sum(0)
+    return g_sum, gz_sum
 
 
-def _through_norm(g, z, of_g, of_z, constant):
-    dz = g.float() * of_g + z.float() * of_z + constant
+def _norm_backward(g, z, g_factor, z_factor, constant):
+    """dz (B, C), see `_Normalised.backward`."""
+    dz = g.float() * g_factor + z.float() * z_factor + constant
     return dz.to(z.dtype)
 
 
 def _first_sums(da, a, x0, x1):
+    """The sums (C,) of g1, of g1 * x0 and of g1 * x1, where g1 is da through the ReLU."""
     is_open = a > 0
     g = torch.where(is_open, da.float(), 0.0)
-    total = g.sum(0)
-    with_x0 = (g * x0).sum(0)
-    with_x1 = (g * x1).sum(0)
-    return total, with_x0, with_x1
+    g_sum = g.sum(0)
+    g_x0_sum = (g * x0).sum(0)
+    g_x1_sum = (g * x1).sum(0)
+    return g_sum, g_x0_sum, g_x1_sum
 
 
 _CHAINS = (
-    _first, _sums, _activation, _head, _head_sums, _through_head, _through_relu, _through_norm,
-    _first_sums,
+    _first_activation, _sums, _activation, _head, _head_sums, _head_backward, _relu_backward,
+    _norm_backward, _first_sums,
 )  # fmt: skip
 
 
-@functools.cache  # once for a process, since a compiled function remembers what it compiled
-def _kernels(compiled: bool) -> SimpleNamespace:
-    """The chains by their names."""
-    kernels = SimpleNamespace()
+@functools.cache  # so that all steps of a process share the code that torch.compile makes
+def _chains(compiled: bool) -> SimpleNamespace:
+    """The functions of `_CHAINS` as attributes, by name without the underscore."""
+    chains = SimpleNamespace()
     for chain in _CHAINS:
         name = chain.__name__.removeprefix("_")
         if compiled:
             chain = torch.compile(chain, dynamic=False, fullgraph=True)
-        setattr(kernels, name, chain)
-    return kernels
+        setattr(chains, name, chain)
+    return chains

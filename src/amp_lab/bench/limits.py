@@ -1,4 +1,4 @@
-"""What a device can do at most, and what a step has to do at least."""
+"""The highest rates of a device, measured, and the least work of a step, counted."""
 
 import functools
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from amp_lab.core.precision import Precision
 from amp_lab.core.timing import compare
 from amp_lab.tracing.ops_seen import FLOP_FORMULAS, computes_nothing, tensors_in
 
-# Edge of the matrices of a product, and bytes of a copy: at most so many, and fewer where they take
-# long enough already, as on the GPU of a laptop.
+# The largest edge of the matrices, and the largest size of a copy in bytes. Smaller sizes are the
+# last where they take `_LONG_S` already, as on the GPU of a laptop.
 _LARGEST = {"cpu": (2048, 2**29), "accelerator": (8192, 2**32)}
 _LONG_S = 0.02
 
@@ -25,12 +25,16 @@ _LONG_S = 0.02
 class Ceilings:
     """The highest rates that were measured on a device."""
 
-    flops_per_s: dict[str, float | None]  # of a large product; None: the device lacks it
+    # Of a large matmul, by the name of the precision; None: the device does not have it.
+    flops_per_s: dict[str, float | None]
     stream_bytes_per_s: dict[int, float]  # of a copy or a sum, by the bytes read and written
-    trusted: bool  # whether they repeated; if not, the machine was busy
+    trusted: bool  # whether the matmuls' times repeated; if not, the machine was busy
 
     def floor_s(self, precision: str, flops: int | None, nbytes: int | None) -> float | None:
-        """Seconds that a step of so many FLOPs and bytes takes at least, if all else were free."""
+        """The least seconds of a step with these FLOPs and bytes, by the roofline model.
+
+        None if a count or the rate of the precision is unknown.
+        """
         rate = self.flops_per_s[precision]
         if rate is None or flops is None or nbytes is None:
             return None
@@ -39,53 +43,56 @@ class Ceilings:
         return max(compute_s, memory_s)
 
     def stream_rate(self, nbytes: int) -> float:
-        """The highest rate for so many bytes or more, since a cache may hold them."""
-        nearest = self._nearest(nbytes)
+        """The highest bytes/s for `nbytes`, measured at about this size or at a larger one.
+
+        Smaller sizes do not count: they may fit in a cache that `nbytes` do not fit in.
+        """
+        nearest = self._nearest_size(nbytes)
         return max(rate for size, rate in self.stream_bytes_per_s.items() if size >= nearest)
 
     def raise_stream_rate(self, nbytes: int, rate: float) -> None:
-        """Note that so many bytes were moved at this rate, if it is the highest."""
+        """Raise the limit for `nbytes` to a rate that was measured, if the limit is lower."""
         if rate > self.stream_rate(nbytes):
-            self.stream_bytes_per_s[self._nearest(nbytes)] = rate
+            self.stream_bytes_per_s[self._nearest_size(nbytes)] = rate
 
-    def _nearest(self, nbytes: int) -> int:
-        """The largest measured size that is no larger, or else the smallest."""
+    def _nearest_size(self, nbytes: int) -> int:
+        """The largest measured size up to `nbytes`, or else the smallest one."""
         sizes = sorted(self.stream_bytes_per_s)
         return max((size for size in sizes if size <= nbytes), default=sizes[0])
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """Bytes/s of what fits in no cache."""
+        """Bytes/s from and to main memory: of the largest size, which fits in no cache."""
         largest = max(self.stream_bytes_per_s)
         return self.stream_bytes_per_s[largest]
 
 
 @dataclass(frozen=True)
 class Count:
-    """What one step does, counted and not timed."""
+    """The work of one step, counted and not timed."""
 
-    # Multiplications and additions of its matrix products and convolutions. Attention counts in
-    # full, although a causal kernel may leave out up to half of it.
+    # Multiplications and additions of matmuls and convolutions. Attention counts in full, although
+    # a causal kernel may leave out up to half of it.
     flops: int
     moved_bytes: int  # read and written by the ops of the plain eager step, from and to memory
-    least_bytes: int  # inputs, weights and optimizer state, each once: no step can do without
+    least_bytes: int  # of inputs, weights and optimizer state, which every step has to move once
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Matrix products and a copy, timed here and now; the fastest of some calls counts."""
+    """Time matmuls, copies and sums on a device; the fastest of several calls is the limit."""
     known_rates = describe_device(device).rates
     rates = {name: rate for name, rate in known_rates.items() if rate is not None}
     largest, _ = _largest(device)
     n = filling_size(device, largest, seconds=_LONG_S)
-    # A precision that is emulated takes seconds at this size, and is no limit to anything.
+    # A precision that is emulated would take seconds at this size, so it keeps its known rate.
     least_rate = 0.5 * rates[Precision.FP32]
-    timed = [precision for precision, rate in rates.items() if rate > least_rate]
-    runs: dict[str, Callable[[], object]] = {}
-    for precision in timed:
-        runs[precision] = matrix_product(device, precision, n)
-    compared = compare(runs, device=device, budget_s=4, precision=0.1)
+    native = [precision for precision, rate in rates.items() if rate > least_rate]
+    matmuls: dict[str, Callable[[], object]] = {}
+    for precision in native:
+        matmuls[precision] = matrix_product(device, precision, n)
+    compared = compare(matmuls, device=device, budget_s=4, precision=0.1)
     flops = 2 * n**3
-    for precision in timed:
+    for precision in native:
         fastest_s = min(compared.samples_s[precision])
         rates[precision] = max(rates[precision], flops / fastest_s)
     return Ceilings(
@@ -96,14 +103,14 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
 
 def _largest(device: torch.device) -> tuple[int, int]:
-    """The largest edge of a matrix and the most bytes of a copy for a device."""
+    """The largest edge of a matrix and the largest size of a copy in bytes, for a device."""
     if backend(device).is_host:
         return _LARGEST["cpu"]
     return _LARGEST["accelerator"]
 
 
 def _stream_rates(device: torch.device) -> dict[int, float]:
-    """The fastest of some copies and sums, from 64 KiB to more than any cache holds."""
+    """Bytes/s by size, from 64 KiB to more than any cache holds: the faster of copy and sum."""
     _, largest = _largest(device)
     memory_bytes = describe_device(device).memory_bytes
     if memory_bytes:
@@ -122,14 +129,14 @@ def _stream_rates(device: torch.device) -> dict[int, float]:
     return rates
 
 
-class _Moved(TorchDispatchMode):
-    """Adds up the bytes that each op reads and writes."""
+class _BytesMoved(TorchDispatchMode):
+    """Adds up the bytes that the ops in its block read and write."""
 
     nbytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if not computes_nothing(func):
+        if not computes_nothing(func):  # such as a view
             self.nbytes += sum(tensor.nbytes for tensor in tensors_in((args, kwargs, out)))
         return out
 
@@ -139,14 +146,14 @@ def count_step(
 ) -> Count:
     """Count one call of `step`, which must be eager, by running it twice.
 
-    Adam's training step reads and writes each weight and two numbers of state, in fp32. Inference
-    reads inputs and weights once, as they are kept.
+    The least bytes of inference are those of inputs and weights, in their dtypes. A training step
+    with Adam reads and writes each weight and two numbers of optimizer state, in fp32.
     """
     with FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as flops:
         step()
-    with _Moved() as moved:
+    with _BytesMoved() as moved:
         step()
     weight_bytes = sum(p.nbytes for p in model.parameters())
-    if training:  # weight and two numbers of state, each read and written
+    if training:  # three numbers for each weight, each read and written
         weight_bytes *= 6
     return Count(flops.get_total_flops(), moved.nbytes, inputs.nbytes + weight_bytes)

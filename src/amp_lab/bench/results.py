@@ -1,4 +1,4 @@
-"""What a benchmark found: rows, their table and their file."""
+"""The results of a benchmark: one row per measurement, their table, their figures, their file."""
 
 import itertools
 import math
@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from amp_lab.bench.limits import Ceilings
 from amp_lab.core.errors import OptionError
@@ -16,14 +16,20 @@ from amp_lab.core.timing import Comparison, Estimate, Ratio, time_text
 
 SCHEMA = "amp-lab bench 2"  # written into each file; another number means other fields
 STATES = ("ok", "failed", "out of memory", "not run")
-BASELINE = ("fp32", "eager")  # what all others of a workload are held against
-# Times a measured limit: nothing is faster, so a time that says so is wrong.
+BASELINE = ("fp32", "eager")  # precision and rung that every row of a workload is compared with
+# A rate above 1.1 times the measured limit is impossible, so its time or its count is wrong. The
+# tenth is for limits that were measured while the machine was a little busy.
 _TOLERANCE = 1.1
 
-_Points = dict[tuple[str, str], tuple[float, Estimate]]
-"""FLOPs per byte and FLOP/s, by workload and precision."""
-_Titled = list[tuple[str, list[str]]]
-"""Titles and cells of rows."""
+_TitledCells = tuple[str, list[str]]
+"""A title such as ``gpt 4x128``, and the cells of one row of the table below it."""
+
+
+class _Point(NamedTuple):
+    """A point of the roofline figure."""
+
+    intensity: float  # FLOPs per byte
+    rate: Estimate  # FLOP/s
 
 
 @dataclass
@@ -51,10 +57,11 @@ class Row:
     flops: int | None = None  # counted for one eager step
     flops_per_s: float | None = None
     moved_bytes: int | None = None  # what the ops of the eager step read and write, counted
-    least_bytes: int | None = None
+    least_bytes: int | None = None  # inputs, weights and optimizer state, see `limits.Count`
     floor_s: float | None = None  # the longer of FLOPs and least bytes at the measured limits
     share_of_limit: float | None = None  # `floor_s` over the median: 1 is as fast as the device can
-    # Of the first loss, or the output, against fp32 eager: relative, in the Euclidean norm.
+    # Relative difference from fp32 eager, in the Euclidean norm: of the first loss when the
+    # workload trains, else of the output.
     error: float | None = None
     progress: float | None = None  # fall of the loss in the first steps, over that in fp32 eager
 
@@ -70,43 +77,48 @@ class Row:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What must be equal for two rows to be compared."""
+        """Workload, size, precision and rung: rows of two results are compared if these agree."""
         return self.workload, self.size, self.precision, self.rung
 
     @property
     def is_baseline(self) -> bool:
-        """Whether it is fp32 eager, which all others of a workload are held against."""
+        """Whether this row is fp32 eager, which the rows of its workload are compared with."""
         return (self.precision, self.rung) == BASELINE
 
     @property
     def milliseconds(self) -> Estimate:
-        """The median with its interval; for a row that has samples."""
+        """The median time of a step with its interval, for a row that has samples."""
+        # A comparison of one function, named "", has the bootstrap interval.
         samples = {"": tuple(self.samples_s)}
-        compared = Comparison(samples, self.disturbed, "")
-        milliseconds = compared.time_s("").times(1e3)
+        comparison = Comparison(samples, self.disturbed, reason="")
+        milliseconds = comparison.time_s("").times(1e3)
         return replace(milliseconds, trusted=self.trusted)
 
     @property
-    def ratio(self) -> Ratio | None:
-        """The speed-up with its interval; None if there is no fp32 eager."""
+    def speedup_estimate(self) -> Ratio | None:
+        """The speed-up over fp32 eager with its interval; None if fp32 eager was not timed."""
         if self.speedup is None or self.speedup_interval is None:
             return None
         low, high = self.speedup_interval
         return Ratio(self.speedup, (low, high), self.trusted)
 
     def distrust(self, reason: str) -> None:
-        """Mark the figures as not to be trusted, if they are not already."""
+        """Mark the figures as not to be trusted; an earlier reason is kept."""
         if self.trusted:
             self.trusted = False
             self.reason = reason
 
     def stop(self, status: str, reason: str) -> None:
-        """Mark the row as one without a result: a status other than ``ok``, and why."""
+        """Mark the row as one without a result: a status other than ``ok``, and the reason."""
         self.status = status
         self.reason = reason
 
 
+# The cells of a row in the table.
+
+
 def _setting(row: Row) -> str:
+    """Precision and rung, indented below the title; a ``?`` marks figures that are not trusted."""
     if row.trusted:
         return f"  {row.setting}"
     return f"  {row.setting} ?"
@@ -118,18 +130,19 @@ def _time(row: Row) -> str:
 
 
 def _spread(row: Row) -> str:
-    share = ratio(row.iqr_s, row.median_s)
+    """The interquartile range as a share of the median, such as ``3%``."""
+    share = quotient(row.iqr_s, row.median_s)
     return _text(share, "{:.0%}")
 
 
 def _speedup(row: Row) -> str:
     if row.is_baseline:
         return "1.00x"
-    return _text(row.ratio, "{}")
+    return _text(row.speedup_estimate, "{}")
 
 
 def _memory(row: Row) -> str:
-    mebibytes = ratio(row.peak_bytes, 2**20)
+    mebibytes = quotient(row.peak_bytes, 2**20)
     return _text(mebibytes, "{:,.0f} MiB")
 
 
@@ -145,13 +158,14 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "off fp32": lambda row: _text(row.error, "{:.1e}"),
     "learns": lambda row: _text(row.progress, "{:.0%}"),
 }
+"""The columns of the table: heading, and the function that writes a row's cell."""
 
 
 @dataclass(repr=False)
 class Results(Printed, Ceilings):
-    """All that one run found, the device's limits too; `str` of it is made to be read."""
+    """All results of one run, with the device's limits; `str` of it is the table."""
 
-    environment: dict[str, str | int | bool]  # the machine, the date, what was asked for
+    environment: dict[str, str | int | bool]  # such as "device", "torch", "date", "quick", "rounds"
     rows: list[Row]
     complete: bool = True  # false for a run that was stopped before its end
 
@@ -159,12 +173,12 @@ class Results(Printed, Ceilings):
         return {"schema": SCHEMA} | vars(self)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the JSON, whole or not at all. Raises `OptionError` if that fails."""
+        """Write the JSON file, whole or not at all. Raises `OptionError` if that fails."""
         text = self.to_json() + "\n"
         save(Path(path), [text.encode()])
 
     def ladder(self) -> dict[str, list[tuple]]:
-        """For `plots.speed_ladder`: the rows by workload, with their state where it is not ok."""
+        """Return the bars of `plots.speed_ladder` by title, a panel for each; see `_ladder_bar`."""
         panels: dict[str, list[tuple]] = {}
         for row in self.rows:
             bars = panels.setdefault(row.title, [])
@@ -172,40 +186,66 @@ class Results(Printed, Ceilings):
         return panels
 
     def roofline(self) -> tuple[dict[str, float], float, list[tuple]]:
-        """For `plots.roofline`: fp32 eager, and the fastest rung of each other precision.
+        """Return the arguments of `plots.roofline`, from rows that are trusted.
 
-        Without what is not trusted.
+        These are the limits in FLOP/s by precision, the limit of memory in bytes/s, and the points:
+        ``(workload, precision, FLOPs per byte, FLOP/s)``. Every precision has a point for its
+        fastest rung; fp32 has one for eager, the baseline.
         """
         fastest = self._fastest()
         roofs: dict[str, float] = {}
-        used = {precision for _, precision in fastest}
+        plotted = {precision for _, precision in fastest}
         for precision, rate in self.flops_per_s.items():
-            is_shown = precision in used or not used
+            # Without any point the figure shows every roof.
+            is_shown = precision in plotted or not plotted
             if is_shown and rate is not None:
                 roofs[precision] = rate
         points = [(*names, *point) for names, point in fastest.items()]
         return roofs, self.memory_bytes_per_s, points
 
-    def _fastest(self) -> _Points:
-        """FLOPs per byte and FLOP/s of the fastest rung, by workload and precision."""
-        fastest: _Points = {}
+    def _fastest(self) -> dict[tuple[str, str], _Point]:
+        """The point of the fastest rung, by workload and precision; of eager for fp32."""
+        fastest: dict[tuple[str, str], _Point] = {}
         for row in self.rows:
             is_other_fp32 = row.precision == BASELINE[0] and not row.is_baseline
-            intensity = ratio(row.flops, row.moved_bytes)
+            intensity = quotient(row.flops, row.moved_bytes)
             if is_other_fp32 or not row.trusted or not intensity or not row.flops:
                 continue
-            rate = row.milliseconds.rate(1e3 * row.flops)
+            rate = row.milliseconds.rate(1e3 * row.flops)  # 1e3, since the time is in ms
             names = (row.workload, row.precision)
-            point = (intensity, rate)
-            _, best = fastest.setdefault(names, point)
-            if rate.median > best.median:
-                fastest[names] = point
+            best = fastest.get(names)
+            if best is None or rate.median > best.rate.median:
+                fastest[names] = _Point(intensity, rate)
         return fastest
 
+    def raise_limits(self) -> None:
+        """Raise the limits to the highest rates of the run, and update each row's share of them.
+
+        The limits are measured first. On a machine that others use too, a matmul of the workload
+        ``product`` may find the machine less busy later. Only that workload raises limits: in
+        another one, a rate above the limit shows that its FLOPs are counted wrong.
+        """
+        self.distrust_impossible()
+        # A row with a floor has counts and a time, so `or 0` below is only for the type checker.
+        counted = [row for row in self.rows if row.status == "ok" and row.floor_s is not None]
+        products = [row for row in counted if row.workload == "product"]
+        # The list is made first: a limit that one row raises must not make another row possible.
+        for row in [row for row in products if not self.why_impossible(row)]:
+            highest = max(self.flops_per_s[row.precision] or 0.0, row.flops_per_s or 0.0)
+            self.flops_per_s[row.precision] = highest
+            least_bytes = row.least_bytes or 0
+            self.raise_stream_rate(least_bytes, quotient(least_bytes, row.median_s) or 0.0)
+        for row in counted:
+            row.floor_s = self.floor_s(row.precision, row.flops, row.least_bytes)
+            row.share_of_limit = quotient(row.floor_s, row.median_s)
+
     def distrust_impossible(self) -> None:
-        """Mark what is faster than this device: it is not trusted, nor a speed-up over it."""
-        for _, same in itertools.groupby(self.rows, key=lambda row: row.title):
-            rows = [row for row in same if row.status == "ok"]
+        """Distrust the rows that are faster than the device can be.
+
+        If fp32 eager is one of them, all rows of its workload are, for their speed-ups are wrong.
+        """
+        for _, rows_of_title in itertools.groupby(self.rows, key=lambda row: row.title):
+            rows = [row for row in rows_of_title if row.status == "ok"]
             for row in rows:
                 reason = self.why_impossible(row)
                 if not reason:
@@ -216,43 +256,44 @@ class Results(Printed, Ceilings):
                         other.distrust(f"fp32 eager, which it is held against: {reason}")
 
     def why_impossible(self, row: Row) -> str:
-        """Which of its rates is above what was measured of this device; empty if none is."""
+        """The rate of a row that is above the device's limit, in words; empty if none is."""
         flops_per_s = row.flops_per_s
-        most_flops_per_s = self.flops_per_s.get(row.precision)
-        if _is_above(flops_per_s, most_flops_per_s):
-            found = rate_text(flops_per_s, "FLOP/s")
-            limit = rate_text(most_flops_per_s, "FLOP/s")
-            return f"it computes {found}, where the limit is {limit}"
-        bytes_per_s = ratio(row.least_bytes, row.median_s)
-        most_bytes_per_s = max(self.stream_bytes_per_s.values())
-        if _is_above(bytes_per_s, most_bytes_per_s):
-            found = rate_text(bytes_per_s, "B/s")
-            limit = rate_text(most_bytes_per_s, "B/s")
-            return f"it moves at least {found}, where the limit is {limit}"
+        flops_limit = self.flops_per_s.get(row.precision)
+        if _is_above(flops_per_s, flops_limit):
+            rate = rate_text(flops_per_s, "FLOP/s")
+            limit = rate_text(flops_limit, "FLOP/s")
+            return f"it computes {rate}, where the limit is {limit}"
+        bytes_per_s = quotient(row.least_bytes, row.median_s)
+        bytes_limit = max(self.stream_bytes_per_s.values())
+        if _is_above(bytes_per_s, bytes_limit):
+            rate = rate_text(bytes_per_s, "B/s")
+            limit = rate_text(bytes_limit, "B/s")
+            return f"it moves at least {rate}, where the limit is {limit}"
         return ""
 
     def _table(self) -> Table:
         columns = dict(_COLUMNS)
         if all(row.peak_bytes is None for row in self.rows):  # as on a CPU
             del columns["memory"]
-        rows: _Titled = []
+        titled: list[_TitledCells] = []
         for row in self.rows:
             if row.status == "ok":
                 cells = [cell(row) for cell in columns.values()]
             else:
                 blank = [""] * (len(columns) - 2)
                 cells = [f"  {row.setting}", row.status, *blank]
-            rows.append((row.title, cells))
+            titled.append((row.title, cells))
         head = list(columns)
-        lines = _with_titles(rows)
-        figures = range(1, len(columns))
-        return Table(head, lines, self.title(), self._facts(), right=figures)
+        lines = _with_titles(titled)
+        number_columns = range(1, len(columns))
+        return Table(head, lines, self.title(), self._facts(), right=number_columns)
 
     def title(self) -> str:
-        """Where and when it was measured."""
+        """The device, the version of torch, the threads and the date, as a heading."""
         return "{device}, torch {torch}, {threads} threads, {date}".format(**self.environment)
 
     def _facts(self) -> list[str]:
+        """The sentences below the table: limits, what the columns are, and what to be wary of."""
         rates: list[str] = []
         for name, rate in self.flops_per_s.items():
             if rate is not None:
@@ -281,50 +322,55 @@ class Results(Printed, Ceilings):
         return facts
 
     def _doubts(self) -> list[str]:
-        """In how many rounds the machine was busy, and which rows are not trusted, and why."""
+        """Sentences: in how many rounds the machine was busy, and why rows are not trusted."""
+        # All rows of a workload share its rounds, so one row of each title is counted.
         timed = {row.title: row for row in self.rows if row.rounds}
         disturbed = sum(row.disturbed for row in timed.values())
         rounds = sum(row.rounds for row in timed.values())
-        of_rounds = f"{disturbed} of {plural(rounds, 'round')}"
-        doubts = [f"Something else used this machine in {of_rounds}."]
-        distrusted: dict[tuple[str, str], list[str]] = {}
+        busy_rounds = f"{disturbed} of {plural(rounds, 'round')}"
+        doubts = [f"Something else used this machine in {busy_rounds}."]
+        settings: dict[tuple[str, str], list[str]] = {}  # by title and reason
         for row in self.rows:
             if row.status == "ok" and not row.trusted:
-                same = distrusted.setdefault((row.title, row.reason), [])
-                same.append(row.setting)
-        for (title, reason), rungs in distrusted.items():
-            names = f"{title}, {listed(rungs)}"
+                title_and_reason = (row.title, row.reason)
+                settings.setdefault(title_and_reason, []).append(row.setting)
+        for (title, reason), distrusted in settings.items():
+            names = f"{title}, {listed(distrusted)}"
             doubts.append(f"Not trusted, marked with ?: {names}: {reason}.")
         return doubts
 
 
 def _ladder_bar(row: Row) -> tuple:
-    """Precision, rung, milliseconds, those at the limit, and a text: its speed-up, or its state."""
+    """Return ``(precision, rung, milliseconds, floor in ms, text)`` for `plots.speed_ladder`.
+
+    The floor is the time at the device's limits. The text is the speed-up, such as ``1.62x``, or
+    the status of a row without a result, whose times are None.
+    """
     if row.status != "ok":  # it may have been timed before it failed, which is no result
         return row.precision, row.rung, None, None, row.status
-    remark = "no fp32 eager"
+    text = "no fp32 eager"
     if row.speedup:
-        remark = f"{row.speedup:.2f}x"
-    floor_ms = ratio(row.floor_s, 1e-3)
-    return row.precision, row.rung, row.milliseconds, floor_ms, remark
+        text = f"{row.speedup:.2f}x"
+    floor_ms = quotient(row.floor_s, 1e-3)
+    return row.precision, row.rung, row.milliseconds, floor_ms, text
 
 
-def _with_titles(rows: _Titled) -> list[list[str]]:
-    """Cells of rows, each under the title that it shares with others, which is a row of its own."""
+def _with_titles(titled: list[_TitledCells]) -> list[list[str]]:
+    """The rows of a table: each title on a row of its own, above the rows that share it."""
     lines: list[list[str]] = []
-    for title, same in itertools.groupby(rows, key=lambda row: row[0]):
-        below = [cells for _, cells in same]
-        blank = [""] * (len(below[0]) - 1)
+    for title, group in itertools.groupby(titled, key=lambda pair: pair[0]):
+        rows = [cells for _, cells in group]
+        blank = [""] * (len(rows[0]) - 1)
         lines.append([title, *blank])
-        lines.extend(below)
+        lines.extend(rows)
     return lines
 
 
 @dataclass(repr=False)
 class Compared(Printed):
-    """Several results side by side, by what they have in common.
+    """Several results side by side: the rows that all of them have.
 
-    Raises `OptionError` if nothing was measured in all of them.
+    Raises `OptionError` if there is no such row.
     """
 
     results: list[Results]
@@ -340,50 +386,53 @@ class Compared(Printed):
         )
 
     def common(self) -> list[tuple[Row, ...]]:
-        """The rows of each result that all of them have, in the order of the first."""
-        found: dict[tuple[str, ...], list[Row]] = {}
+        """The rows with a result in all results; each tuple has one row of each result.
+
+        They are in the order of the first result.
+        """
+        by_key: dict[tuple[str, ...], list[Row]] = {}
         for result in self.results:
             for row in result.rows:
                 if row.status == "ok":
-                    same = found.setdefault(row.key, [])
-                    same.append(row)
+                    by_key.setdefault(row.key, []).append(row)
         count = len(self.results)
-        return [tuple(rows) for rows in found.values() if len(rows) == count]
+        return [tuple(rows) for rows in by_key.values() if len(rows) == count]
 
     def _contents(self) -> dict[str, Any]:
-        rows = []
-        for same in self.common():
-            contents: dict[str, Any] = {"key": same[0].key}
+        contents = []
+        for rows in self.common():
+            figures: dict[str, Any] = {"key": rows[0].key}
             for name in ("median_s", "speedup", "speedup_interval", "trusted"):
-                contents[name] = [getattr(row, name) for row in same]
-            rows.append(contents)
-        return {"names": self.names, "rows": rows}
+                figures[name] = [getattr(row, name) for row in rows]  # one of each result
+            contents.append(figures)
+        return {"names": self.names, "rows": contents}
 
     def best_speedups(self) -> dict[str, dict[str, Ratio]]:
-        """For `plots.best_speedups`: among what all have, the best of each workload.
+        """Return the best speed-up by name of the result and title, for `plots.best_speedups`.
 
-        One that is not trusted is only taken where there is no other.
+        Only rows that all results have are considered. A speed-up that is not trusted is taken only
+        if none of its title is.
         """
         best: list[dict[str, Ratio]] = [{} for _ in self.results]
         for rows in self.common():
-            for found, row in zip(best, rows, strict=True):
-                speedup = row.ratio
+            for best_of_result, row in zip(best, rows, strict=True):
+                speedup = row.speedup_estimate
                 if speedup is None:
                     continue
-                so_far = found.setdefault(row.title, speedup)
-                if (speedup.trusted, speedup.median) > (so_far.trusted, so_far.median):
-                    found[row.title] = speedup
+                so_far = best_of_result.get(row.title)
+                if so_far is None or _rank(speedup) > _rank(so_far):
+                    best_of_result[row.title] = speedup
         return dict(zip(self.names, best, strict=True))
 
     def _table(self) -> Table:
-        rows: _Titled = []
-        for same in self.common():
-            first = same[0]
+        titled: list[_TitledCells] = []
+        for rows in self.common():
+            first = rows[0]
             cells = [f"  {first.setting}"]
-            for row in same:
+            for row in rows:
                 cells.append(_time(row))
                 cells.append(_speedup(row))
-            rows.append((first.title, cells))
+            titled.append((first.title, cells))
         head = [""]
         for name in self.names:
             head += [name, "speed-up"]
@@ -391,32 +440,39 @@ class Compared(Printed):
         facts: list[str] = []
         for name, result in zip(self.names, self.results, strict=True):
             facts.append(f"{name}: {result.title()}")
-        lines = _with_titles(rows)
-        figures = range(1, len(head))
-        return Table(head, lines, caption, facts, right=figures)
+        lines = _with_titles(titled)
+        number_columns = range(1, len(head))
+        return Table(head, lines, caption, facts, right=number_columns)
+
+
+def _rank(speedup: Ratio) -> tuple[bool, float]:
+    """A key that sorts trusted speed-ups above the others, and then by size."""
+    return speedup.trusted, speedup.median
 
 
 def _is_above(rate: float | None, limit: float | None) -> bool:
-    """Whether a rate is above what was measured of the device; not if one of them is unknown."""
+    """Whether a rate is impossible at this limit; False if one of the two is unknown."""
     if rate is None or limit is None:
         return False
     return rate > _TOLERANCE * limit
 
 
-def ratio(part: float | None, whole: float | None) -> float | None:
-    """The quotient of two figures; None where one of them is not known, or the second is 0."""
-    if part is None or not whole:
+def quotient(dividend: float | None, divisor: float | None) -> float | None:
+    """The quotient of two figures; None if one of them is unknown or the divisor is 0."""
+    if dividend is None or not divisor:
         return None
-    return part / whole
+    return dividend / divisor
 
 
 def _figure(value: float | None) -> str:
+    """A number with three digits, or with all digits of its integer part: ``12.3``, ``4,567``."""
     if value is None or value < 100:
         return _text(value, "{:.3g}")
     return f"{value:,.0f}"
 
 
 def _text(value: float | Ratio | None, form: str) -> str:
+    """A value in a format such as ``{:.0%}``; ``-`` for None."""
     if value is None:
         return "-"
     return form.format(value)

@@ -1,4 +1,4 @@
-"""Reads the file of a benchmark, and refuses what was not measured."""
+"""Reads the file of a benchmark, and refuses values that no benchmark measures."""
 
 import dataclasses
 import os
@@ -11,35 +11,35 @@ from amp_lab.bench.results import SCHEMA, STATES, Results, Row
 from amp_lab.core.errors import OptionError
 from amp_lab.core.files import read_json, require_types
 
-_SIZE = re.compile("[1-9][0-9]{0,17}", re.ASCII)  # in bytes
-# What no step of any device is beyond: seconds and ratios, and FLOPs, bytes and their rates.
-_SMALLEST = 1e-12
-_LARGEST = 1e12
-_LARGEST_RATE = 1e30
-_POSITIVE = ("median_s", "samples_s", "speedup", "speedup_interval")
+_SIZE = re.compile("[1-9][0-9]{0,17}", re.ASCII)  # a size in bytes, such as "65536"
+# Bounds that no step of any device exceeds.
+_SMALLEST = 1e-12  # of what is positive
+_LARGEST = 1e12  # of seconds and ratios
+_LARGEST_COUNT = 1e30  # of FLOPs, bytes and their rates
+_POSITIVE = ("median_s", "samples_s", "speedup", "speedup_interval")  # fields that are never 0
 
 
 def load_results(path: str | os.PathLike) -> Results:
-    """The results in a file. Raises `OptionError`, which says what is wrong with which file."""
+    """Read the results in a file. Raises `OptionError` with the file's name and what is wrong."""
     try:
         content = read_json(Path(path))
     except OSError as error:
         raise OptionError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:  # no JSON, or no text
+    except ValueError as error:  # not JSON, or not UTF-8
         raise OptionError(f"{path}: damaged, it is no JSON ({error})") from error
     schema = ""
     if isinstance(content, dict):
         schema = str(content.get("schema"))
-    any_version, _, _ = SCHEMA.rpartition(" ")
-    if not schema.startswith(any_version):
+    schema_name, _, _ = SCHEMA.rpartition(" ")  # without the version
+    if not schema.startswith(schema_name):
         raise OptionError(f"{path}: no results of amp-lab bench")
     if schema != SCHEMA:
         written = reprlib.repr(schema)
         raise OptionError(f"{path}: written as {written}, and this amp_lab reads {SCHEMA!r}")
     del content["schema"]
     try:
-        content["rows"] = [_made(Row, row) for row in content["rows"]]
-        results = _made(Results, content)
+        content["rows"] = [_from_json(Row, row) for row in content["rows"]]
+        results = _from_json(Results, content)
         _check_values(results)
     except KeyError as error:
         raise OptionError(f"{path}: damaged, {error} is missing") from error
@@ -49,7 +49,10 @@ def load_results(path: str | os.PathLike) -> Results:
 
 
 def _check_values(results: Results) -> None:
-    """Raise `TypeError` or `KeyError` for what was not measured, or cannot be."""
+    """Raise `TypeError` for a value that cannot be measured, `KeyError` for one that is missing.
+
+    The keys of ``stream_bytes_per_s`` become integers.
+    """
     for name in ("device", "torch", "date"):
         text = results.environment[name]
         _require(isinstance(text, str), name, text)
@@ -61,12 +64,14 @@ def _check_values(results: Results) -> None:
     rates = results.stream_bytes_per_s
     are_sizes = all(_SIZE.fullmatch(str(size)) for size in rates)
     _require(bool(rates) and are_sizes, "stream_bytes_per_s", rates)
-    results.stream_bytes_per_s = {int(size): rate for size, rate in rates.items()}  # JSON has text
+    # In JSON the keys are text.
+    results.stream_bytes_per_s = {int(size): rate for size, rate in rates.items()}
     for rate in (*rates.values(), *results.flops_per_s.values()):
         _check_figure("a rate per_s", rate)
 
 
 def _check_row(row: Row) -> None:
+    """Raise `TypeError` for a row whose figures cannot be measured, or that lacks its time."""
     _require(row.status in STATES, "status", row.status)
     times = [row.median_s, row.iqr_s, row.items_per_s, *row.samples_s]
     is_timed = bool(row.samples_s) and None not in times
@@ -78,21 +83,25 @@ def _check_row(row: Row) -> None:
         _check_figure(name, value)
 
 
-def _require(is_right: bool, name: str, value: object) -> None:
-    if not is_right:
+def _require(is_valid: bool, name: str, value: object) -> None:
+    """Raise `TypeError` with the name and the value of a field, unless it is valid."""
+    if not is_valid:
         raise TypeError(f"{name!r} is {reprlib.repr(value)}")
 
 
 def _check_figure(name: str, value: object) -> None:
-    """Raise `TypeError` for a number, or a list of some, that nothing measured can be."""
+    """Raise `TypeError` for a number out of the bounds of its field, also in a list.
+
+    Any value that is neither a number nor a list passes.
+    """
     least = 0.0
     if name in _POSITIVE or name.endswith("per_s"):
         least = _SMALLEST
-    if name == "progress":  # a loss may rise
+    if name == "progress":  # negative where the loss rose
         least = -_LARGEST
     most = _LARGEST
     if name.endswith(("per_s", "flops", "bytes")):
-        most = _LARGEST_RATE
+        most = _LARGEST_COUNT
     numbers = [value]
     if isinstance(value, list):
         numbers = value
@@ -101,14 +110,14 @@ def _check_figure(name: str, value: object) -> None:
             raise TypeError(f"{name!r} is {number:.3g}")
 
 
-def _made(kind: type, values: object) -> Any:
-    """A dataclass of values. Raises `TypeError` for a field too many, or of another type."""
-    kind_name = kind.__name__.lower()
+def _from_json(cls: type, values: object) -> Any:
+    """Make a dataclass from its fields. Raises `TypeError` for an unknown field or another type."""
+    name_of_class = cls.__name__.lower()
     if not isinstance(values, dict):
-        raise TypeError(f"a {kind_name} is {reprlib.repr(values)}")
-    known = {field.name for field in dataclasses.fields(kind)}
-    for name in values.keys() - known:
-        raise TypeError(f"{reprlib.repr(name)} is no field of a {kind_name}")
-    made = kind(**values)
-    require_types(made)
-    return made
+        raise TypeError(f"a {name_of_class} is {reprlib.repr(values)}")
+    known_fields = {field.name for field in dataclasses.fields(cls)}
+    for name in values.keys() - known_fields:
+        raise TypeError(f"{reprlib.repr(name)} is no field of a {name_of_class}")
+    instance = cls(**values)
+    require_types(instance)
+    return instance

@@ -1,7 +1,8 @@
-"""The rungs of the speed ladder: each is one object, so to add a rung, add it to `RUNGS`.
+"""The rungs of the speed ladder. To add a rung, add an object to `RUNGS`.
 
-A rung changes the step on top of all rungs before it. A mode of torch.compile takes the place of
-the one before, and the step written by hand that of everything.
+A rung is an optimization of a step, on top of all rungs below it. Two kinds of rungs replace others
+instead: a mode of torch.compile replaces the mode before it, and the step written by hand replaces
+the whole step.
 """
 
 import importlib
@@ -17,13 +18,14 @@ from amp_lab.core.backends import backend
 from amp_lab.core.errors import OptionError
 from amp_lab.core.precision import Precision
 
-# Small enough that no step of these workloads overflows: a skipped one has no loss to compare.
+# The loss scale of fp16. It is small enough that no step of these workloads overflows: GradScaler
+# would skip that step, and its losses could not be compared with those of fp32.
 _INITIAL_SCALE = 2.0**12
 
 
 @dataclass(frozen=True)
 class Case:
-    """A workload in one precision on one device: a ladder to climb."""
+    """A workload in one precision on one device."""
 
     workload: Workload
     precision: Precision
@@ -31,62 +33,63 @@ class Case:
 
     @property
     def is_low(self) -> bool:
-        """Whether matrix products get numbers of fewer than 32 bits."""
+        """Whether matmuls get operands of fewer than 32 bits."""
         return self.precision.dtype is not torch.float32
 
 
 @dataclass
 class Step:
-    """One configuration, ready to run."""
+    """The step of a case on a rung, ready to run."""
 
-    call: Callable[[], Tensor]  # returns the loss, or the output of inference and products
+    call: Callable[[], Tensor]  # returns the loss if the workload trains, else the output
     model: nn.Module
     inputs: Tensor
-    records_graph: bool = False  # whether the first calls record CUDA graphs for the others
+    records_graph: bool = False  # whether the first calls record CUDA graphs for later ones
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a step is made. Each rung returns it changed, from the lowest to the one asked for."""
+    """The settings of a step. Each rung up to the requested one returns a changed recipe."""
 
     case: Case
     problem: Problem
-    make: Callable[["Recipe"], Callable[[], Tensor]]  # what returns the loss, or the output
+    make: Callable[["Recipe"], Callable[[], Tensor]]  # makes the function `Step.call`
     autocast: bool
     fused_adam: bool = False
     reads_loss: bool = True  # whether the host waits for the loss of every step
-    compile_mode: str | None = None  # of torch.compile; None: without it
-    by_hand: Callable[..., Callable] | None = None  # which of the workload's steps written by hand
+    compile_mode: str | None = None  # of torch.compile; None: eager mode
+    step_class: Callable[..., Callable] | None = None  # of the step by hand, such as `FusedStep`
 
     @property
     def records_graph(self) -> bool:
         """Whether torch.compile records CUDA graphs in this mode on this device."""
-        records = self.compile_mode in ("reduce-overhead", "max-autotune")
-        return records and backend(self.case.device).has_graphs
+        is_graph_mode = self.compile_mode in ("reduce-overhead", "max-autotune")
+        return is_graph_mode and backend(self.case.device).has_graphs
 
     def compiled(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """`function`, through torch.compile if the recipe says so."""
+        """The function through torch.compile, or itself if the recipe has no compile mode."""
         if self.compile_mode is None:
             return function
+        # Shapes never change here, so torch.compile need not prepare for other ones.
         return torch.compile(function, mode=self.compile_mode, dynamic=False)
 
 
 @dataclass(frozen=True)
 class Rung:
-    """A change to the step, where there is one, and what else the benchmark has to know of it."""
+    """An optimization of a step, the cases that have it, and how the benchmark treats it."""
 
     name: str
-    what: str  # for the command line, in a line
+    description: str  # in one line, for the command line
     exists: Callable[[Case], bool] = lambda case: True
     apply: Callable[[Recipe], Recipe] = lambda recipe: recipe
-    # Whether it has so much to compile that a quick run leaves it out.
+    # Whether it compiles for so long that a quick run leaves it out.
     takes_long: Callable[[Case], bool] = lambda case: False
-    needs_graph: bool = False  # has failed where torch records no CUDA graph: it is nothing else
-    has_limit: bool = True  # whether the rates that `measure_ceilings` finds bound it too
+    needs_graph: bool = False  # fails if torch records no CUDA graph, the only gain of the rung
+    has_limit: bool = True  # whether the rates of `measure_ceilings` are an upper limit for it
 
 
-def _compiles_long(case: Case) -> bool:
-    return case.workload.many_layers or not case.is_low
+# --- Changes that a rung makes: each takes a recipe and returns it changed. Some change the model
+# or the inputs of its problem in place.
 
 
 def _to_channels_last(recipe: Recipe) -> Recipe:
@@ -97,7 +100,7 @@ def _to_channels_last(recipe: Recipe) -> Recipe:
 
 
 def _fold_norm(recipe: Recipe) -> Recipe:
-    """The same function without batch normalisation, which is linear in evaluation mode."""
+    """Fold each batch normalisation, linear in evaluation mode, into the convolution before it."""
     layers: list[nn.Module] = []
     for layer in recipe.problem.model.children():
         if isinstance(layer, nn.BatchNorm2d) and isinstance(layers[-1], nn.Conv2d):
@@ -121,13 +124,20 @@ def _to_fp8(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def _written_by_hand(recipe: Recipe) -> Recipe:
-    by_hand = recipe.case.workload.by_hand
-    return replace(recipe, make=_step_by_hand, by_hand=by_hand, compile_mode=None)
+def _use_fused_step(recipe: Recipe) -> Recipe:
+    step_class = recipe.case.workload.fused_step
+    return replace(recipe, make=_step_by_hand, step_class=step_class, compile_mode=None)
 
 
-def _in_tiles(recipe: Recipe) -> Recipe:
-    return replace(recipe, by_hand=recipe.case.workload.in_tiles)
+def _use_tiled_step(recipe: Recipe) -> Recipe:
+    return replace(recipe, step_class=recipe.case.workload.tiled_step)
+
+
+# --- Conditions on a case: whether a rung exists in it, and whether it takes long to compile.
+
+
+def _compiles_long(case: Case) -> bool:
+    return case.workload.many_layers or not case.is_low
 
 
 def _can_use_fp8(case: Case) -> bool:
@@ -136,16 +146,16 @@ def _can_use_fp8(case: Case) -> bool:
     return has_fp8(case.device)
 
 
-def _can_be_written_by_hand(case: Case) -> bool:
-    # Its gradients are not scaled, so fp16 would lose them.
-    return bool(case.workload.by_hand) and case.precision is not Precision.FP16
+def _has_fused_step(case: Case) -> bool:
+    # The step by hand has no loss scale, so fp16 would lose small gradients.
+    return bool(case.workload.fused_step) and case.precision is not Precision.FP16
 
 
-def _can_be_in_tiles(case: Case) -> bool:
-    if case.precision is not Precision.BF16 or not case.workload.in_tiles:
+def _has_tiled_step(case: Case) -> bool:
+    if case.precision is not Precision.BF16 or not case.workload.tiled_step:
         return False
-    here = backend(case.device)
-    return here.is_host or here.has_triton
+    device_backend = backend(case.device)
+    return device_backend.is_host or device_backend.has_triton
 
 
 def _has_several_ops(case: Case) -> bool:
@@ -169,7 +179,7 @@ RUNGS = (
     Rung(
         "no-sync",
         "the host never waits: the loss is not read",
-        # A CPU is the host itself, and has nothing to wait for.
+        # On a CPU the host computes the loss itself, so there is nothing to wait for.
         exists=lambda case: case.workload.trains and not backend(case.device).is_host,
         apply=lambda recipe: replace(recipe, reads_loss=False),
     ),
@@ -213,20 +223,20 @@ RUNGS = (
         exists=_can_use_fp8,
         apply=_to_fp8,
         takes_long=_compiles_long,
-        has_limit=False,  # no product is timed in float8
+        has_limit=False,  # `measure_ceilings` times no matmul in float8
     ),
     Rung(
         "by-hand",
         "the step written anew, see fused_convmodel.py",
-        exists=_can_be_written_by_hand,
-        apply=_written_by_hand,
+        exists=_has_fused_step,
+        apply=_use_fused_step,
         takes_long=_compiles_long,
     ),
     Rung(
         "tiles",
         "the step by hand, a kernel for each pass over the pixels, see tiled_convmodel.py",
-        exists=_can_be_in_tiles,
-        apply=_in_tiles,
+        exists=_has_tiled_step,
+        apply=_use_tiled_step,
     ),
 )
 """Every rung, from the lowest."""
@@ -234,7 +244,7 @@ EAGER = RUNGS[0]
 
 
 def rungs_of(case: Case) -> list[Rung]:
-    """The rungs of a ladder, from the lowest."""
+    """The rungs that exist in a case, from the lowest."""
     return [rung for rung in RUNGS if rung.exists(case)]
 
 
@@ -244,16 +254,17 @@ def has_fp8(device: torch.device) -> bool:
         return device.type == "xpu" and torch.xpu.is_available()
     if torch.version.hip:
         architecture = torch.cuda.get_device_properties(device).gcnArchName
-        return architecture.startswith(("gfx94", "gfx95"))
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+        return architecture.startswith(("gfx94", "gfx95"))  # MI300 and MI350
+    return torch.cuda.get_device_capability(device) >= (8, 9)  # Ada
 
 
 def use_fp8(model: nn.Module, *, emulate: bool = False) -> None:
-    """Let large linear layers compute in float8, scaled for each row; weights stay float32.
+    """Convert large linear layers to float8, scaled for each row; weights stay float32.
 
-    It is torchao's recipe ``rowwise`` with its filter: layers that would be no faster, or whose
-    sizes are no multiples of 16, which the kernels need, stay as they are. `emulate` rounds to
-    float8, and multiplies in the precision around. Raises `OptionError` without torchao.
+    This is torchao's recipe ``rowwise`` with its filter: only layers that become faster, and whose
+    sizes are multiples of 16 as the kernels need, are converted. With `emulate`, operands are
+    rounded to float8 and multiplied in the precision around, which runs on any device. Raises
+    `OptionError` without torchao.
     """
     try:
         float8 = importlib.import_module("torchao.float8")
@@ -269,33 +280,35 @@ def use_fp8(model: nn.Module, *, emulate: bool = False) -> None:
 
 
 def gains_from_fp8(outer: int, inner: int) -> bool:
-    """Whether torchao's filter for ``rowwise``, from times on an H100, converts such a layer."""
+    """Whether torchao's filter for ``rowwise`` converts a linear layer with these sizes."""
     if outer % 16 or inner % 16:
         return False
+    # torchao chose these sizes from times on an H100.
     is_large = outer > 2048 and inner > 1024
     return is_large and (outer > 4096 or inner > 2048)
 
 
 def make_step(case: Case, rung: Rung) -> Step:
-    """The step with all rungs up to this one; each call makes model and data anew, from one seed.
+    """Make the step with all rungs up to `rung`, with a new model and new data from one seed.
 
-    Raises `OptionError` where a rung needs what is not here: a package, a compiler, instructions.
+    Raises `OptionError` where a rung needs a package, a compiler or instructions that are not here.
     """
     torch.manual_seed(0)
     problem = case.workload.build(case.device)
     problem.model.train(case.workload.trains)
     make = _training_step if case.workload.trains else _inference_step
     recipe = Recipe(case, problem, make, autocast=case.is_low)
-    if case.workload.kind == "product":  # of tensors in the precision itself, without any casts
+    if case.workload.kind == "product":  # operands are in the precision, so no cast is timed
         recipe = _cast_once(recipe)
     ladder = rungs_of(case)
     top = ladder.index(rung)
-    for lower in ladder[: top + 1]:
-        recipe = lower.apply(recipe)
+    for applied in ladder[: top + 1]:
+        recipe = applied.apply(recipe)
     return Step(recipe.make(recipe), problem.model, problem.inputs, recipe.records_graph)
 
 
 def _training_step(recipe: Recipe) -> Callable[[], Tensor]:
+    """A function that trains once and returns the loss, scaled, under autocast or compiled."""
     problem = recipe.problem
     precision = recipe.case.precision
     device_type = recipe.case.device.type
@@ -307,7 +320,8 @@ def _training_step(recipe: Recipe) -> Callable[[], Tensor]:
     forward = recipe.compiled(lambda inputs: problem.loss_fn(model(inputs)))
 
     def step() -> Tensor:
-        if recipe.records_graph:  # else a graph could take the last step's memory for this one's
+        # Tells the graphs that the last step's outputs are no longer needed.
+        if recipe.records_graph:
             torch.compiler.cudagraph_mark_step_begin()
         optimizer.zero_grad()
         with torch.autocast(device_type, dtype=precision.dtype, enabled=recipe.autocast):
@@ -315,7 +329,7 @@ def _training_step(recipe: Recipe) -> Callable[[], Tensor]:
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        loss = loss.detach().clone()  # a graph's own memory is written anew in its next run
+        loss = loss.detach().clone()  # the next replay of a graph overwrites its outputs
         if recipe.reads_loss:
             loss.item()
         return loss
@@ -324,6 +338,7 @@ def _training_step(recipe: Recipe) -> Callable[[], Tensor]:
 
 
 def _inference_step(recipe: Recipe) -> Callable[[], Tensor]:
+    """A function that runs the model once without gradients, and returns its output."""
     inputs = recipe.problem.inputs
     forward = recipe.compiled(recipe.problem.model)
     dtype = recipe.case.precision.dtype
@@ -336,21 +351,22 @@ def _inference_step(recipe: Recipe) -> Callable[[], Tensor]:
         with torch.autocast(device_type, dtype=dtype, enabled=recipe.autocast):
             out = forward(inputs)
         if recipe.records_graph:
-            return out.clone()
+            return out.clone()  # the next replay overwrites it
         return out
 
     return step
 
 
 def _step_by_hand(recipe: Recipe) -> Callable[[], Tensor]:
+    """A function that trains once with the recipe's `step_class`, and returns the loss."""
     problem = recipe.problem
     optimizer = torch.optim.Adam(problem.model.parameters(), lr=problem.lr, fused=True)
-    assert recipe.by_hand is not None  # or there is no such rung
-    forward_backward = recipe.by_hand(problem.model, recipe.case.precision.dtype)
+    assert recipe.step_class is not None  # the rung exists only for workloads that have one
+    forward_backward = recipe.step_class(problem.model, recipe.case.precision.dtype)
 
     def step() -> Tensor:
         loss = forward_backward(problem.inputs, problem.target)
-        optimizer.step()  # without zero_grad: the gradients are replaced, and not added to
+        optimizer.step()  # without `zero_grad`, since `forward_backward` replaces the gradients
         return loss
 
     return step

@@ -1,4 +1,4 @@
-"""The benchmark: every rung of a workload is tried and checked, then all are timed in turns."""
+"""Runs the benchmark: tries and checks every rung of a workload, then times them all in turns."""
 
 import contextlib
 import datetime
@@ -8,12 +8,13 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from amp_lab.bench.limits import Ceilings, Count, count_step, measure_ceilings
-from amp_lab.bench.results import BASELINE, Results, Row, ratio
+from amp_lab.bench.results import BASELINE, Results, Row, quotient
 from amp_lab.bench.rungs import EAGER, RUNGS, Case, Rung, Step, make_step, rungs_of
 from amp_lab.bench.workloads import WORKLOADS, workloads
 from amp_lab.core.allocator import keep_memory
@@ -23,8 +24,8 @@ from amp_lab.core.errors import OptionError, first_line
 from amp_lab.core.precision import Precision
 from amp_lab.core.timing import Measurement, Rounds, allocated_bytes, is_out_of_memory, measure
 
-CHECKED_STEPS = 5  # losses of so many first training steps are held against those of fp32 eager
-TOLERANCES = {  # precision: of the first loss, or the output; of the fall of the loss
+CHECKED_STEPS = 5  # the first training steps, whose losses are compared with those of fp32 eager
+TOLERANCES = {  # by precision: (of the first loss or the output, of the fall of the loss)
     Precision.FP32: (1e-3, 0.05),
     Precision.TF32: (8e-3, 0.25),
     Precision.FP16: (8e-3, 0.25),
@@ -32,45 +33,53 @@ TOLERANCES = {  # precision: of the first loss, or the output; of the fall of th
 }
 """How far a rung may be from fp32 eager.
 
-The first loss, or the output: relative, in the Euclidean norm; for the low precisions about 16
-times their rounding error (2^-11, 2^-8), which every layer adds to. The fall of the loss in
-`CHECKED_STEPS`, over that in fp32 eager: how far from 1. It is wide, since the first steps of Adam
-are as long for a gradient that is all rounding error as for any other. So this finds a step that
-does not train, or trains something much different, and not every mistake.
+- The first number is the relative difference of the first loss or of the output, in the Euclidean
+  norm. For the low precisions it is about 16 times their rounding error (2^-11, 2^-8), since every
+  layer adds to the error.
+- The second number is how far from 1 the fall of the loss in `CHECKED_STEPS` may be, divided by the
+  fall in fp32 eager. It is wide, since the first steps of Adam are as long for a gradient that is
+  all rounding error as for any other. So the check finds a step that does not train, or trains a
+  very different model, but not every mistake.
 """
 # Seconds of a turn: a fast step is called several times to fill it.
 _TURN_S = 0.25
 _QUICK_TURN_S = 0.05
-_MAX_ROUNDS = 24  # unless enough were undisturbed before
+_MAX_ROUNDS = 24  # fewer are timed if enough of them are undisturbed
 _MAX_QUICK_ROUNDS = 18
-_QUICK_S = 150  # of a whole quick run, in which a round is begun: it promises 180
-_HOPELESS = 20  # times as long as fp32 eager: a format that is emulated; minutes for each step
+_QUICK_S = 150  # a quick run begins no round after this, since it promises to end in 180 s
+# An eager step this many times as slow as in fp32 is emulated: each step would take minutes.
+_HOPELESS = 20
 
-Ladder = tuple[Case, list[Rung]]  # a case, and which of its rungs to climb
+
+class _Ladder(NamedTuple):
+    """A case, and the rungs that are tried for it."""
+
+    case: Case
+    rungs: list[Rung]
 
 
 @dataclass
 class _Configuration:
-    """A rung that is ready to be timed, and the row that it fills."""
+    """A rung after its first steps, ready to be timed, and the row for its results."""
 
     row: Row
     case: Case
     step: Step
-    check: Tensor  # losses of the first steps, or the output; in fp64, on the CPU
-    seconds: float = 0.0  # of the last of those steps
+    check: Tensor  # losses of the first steps (steps,), or the output; fp64 on the CPU
+    seconds: float = 0.0  # of the latest step
 
 
 @dataclass(frozen=True)
 class _Pace:
-    """How long the rungs of a workload are timed."""
+    """How many rounds a workload is timed, and how long a turn of a rung is."""
 
-    rounds: int | None  # exactly so many; None: until enough of them were undisturbed
+    rounds: int | None  # the exact number; None: until enough rounds were undisturbed
     max_rounds: int
     turn_s: float
-    end: float = math.inf  # of the clock: when no more rounds are begun
+    end: float = math.inf  # on the clock of `time.perf_counter`: no round may end after this
 
-    def goes_on(self, timed: Rounds, round_s: float) -> bool:
-        """Whether there is to be one more round, if the last one took so many seconds."""
+    def needs_round(self, timed: Rounds, round_s: float) -> bool:
+        """Whether to time one more round, which will take about `round_s` seconds."""
         done = len(timed.all)
         if self.rounds is not None:
             return done < self.rounds
@@ -92,16 +101,20 @@ def run_bench(
 ) -> Results:
     """Time workloads in every precision on every rung, against fp32 eager and the device's limits.
 
-    `names`, `precisions` and `rungs` choose; without, it is all of them, and the precisions that
-    the device accelerates. fp32 and eager are always there, since the others are held against them.
-    All rungs of a workload are tried first, and one that computes something else (`TOLERANCES`),
-    fails or finds no memory is reported as such; so is a precision that the hardware only emulates.
-    Then they take turns, `rounds` times; by default until enough rounds were undisturbed to trust
-    them, up to 24 (18 if `quick`). A quick run has small sizes, leaves out what takes long to
-    compile, and ends in three minutes; what had too few rounds by then says that it is not trusted.
+    `names` of workloads, `precisions` and `rungs` choose what is timed. The default is all
+    workloads and rungs, in the precisions that the device accelerates. fp32 and eager are always
+    included, since the others are compared with them.
 
-    `after_round` gets the results so far. A `KeyboardInterrupt` returns them, marked not complete.
-    On a CPU memory is kept from then on (`keep_memory`). Raises `OptionError` for an unknown name.
+    First, every rung of a workload is tried. A rung that computes something else (`TOLERANCES`),
+    fails, or runs out of memory gets that status, and so does a precision that the hardware only
+    emulates. Then the rungs take turns for `rounds` rounds. By default, rounds are timed until
+    enough of them were undisturbed to trust the result, at most 24 (18 if `quick`). A `quick` run
+    has small sizes, leaves out rungs that take long to compile, and ends in three minutes; rows
+    with too few rounds by then are not trusted.
+
+    `say` gets a line about what is measured next. `after_round` gets the results so far; a
+    `KeyboardInterrupt` returns them, marked as not complete. On a CPU, the process keeps freed
+    memory from then on (`keep_memory`). Raises `OptionError` for an unknown name.
     """
     _check_names("workload", names, list(WORKLOADS))
     _check_names("precision", precisions, [str(p) for p in Precision])
@@ -113,40 +126,43 @@ def run_bench(
         end = time.perf_counter() + _QUICK_S
         pace = _Pace(rounds, _MAX_QUICK_ROUNDS, _QUICK_TURN_S, end)
     report = describe_device(device)
-    chosen = _choose_precisions(report, precisions)
-    plan = _plan(device, chosen, names, rungs, quick)
-    kept = keep_memory()  # or fp32 is slower by what the system does, and every speed-up larger
+    chosen_precisions = _choose_precisions(report, precisions)
+    plan = _plan(device, chosen_precisions, names, rungs, quick)
+    # Otherwise the system maps memory again in each step, which slows fp32 most, and every
+    # speed-up would be too large.
+    memory_kept = keep_memory()
     say("measuring the limits of the device")
     ceilings = measure_ceilings(device)
     results = _new_results(report, ceilings, quick, rounds or pace.max_rounds)
-    results.environment["memory_kept"] = kept
+    results.environment["memory_kept"] = memory_kept
     try:
         for ladders in plan:
-            case, _ = ladders[0]
-            say(case.workload.title)
-            _climb(ladders, results, pace, after_round)
+            say(ladders[0].case.workload.title)
+            _run_workload(ladders, results, pace, after_round)
         results.complete = True
-    except KeyboardInterrupt:  # what has no time yet is no result
+    except KeyboardInterrupt:  # rows that were not timed yet are no results
         results.rows = [row for row in results.rows if row.status != "ok" or row.samples_s]
-    _raise_limits(results)
+    results.raise_limits()
     if results.complete:
         after_round(results)
     return results
 
 
-def _check_names(what: str, given: Sequence[str], known: Sequence[str]) -> None:
-    for name in given:
+def _check_names(noun: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """Raise `OptionError` for a name that is not known; `noun` says in it what is named."""
+    for name in names:
         if name not in known:
-            raise OptionError(f"no {what} is called {name!r}; there are {', '.join(known)}")
+            raise OptionError(f"no {noun} is called {name!r}; there are {', '.join(known)}")
 
 
-def _choose_precisions(report: DeviceReport, asked: Sequence[str]) -> list[Precision]:
-    for name in asked:
+def _choose_precisions(report: DeviceReport, names: Sequence[str]) -> list[Precision]:
+    """fp32, and the precisions with these names, or else those that the device accelerates."""
+    for name in names:
         if report.rates[Precision(name)] is None:
             raise OptionError(f"precision {name!r}: {report.name} has none")
-    chosen = {Precision(name) for name in asked} or set(report.accelerated)
+    chosen = {Precision(name) for name in names} or set(report.accelerated)
     chosen.add(Precision.FP32)
-    return [precision for precision in Precision if precision in chosen]
+    return [precision for precision in Precision if precision in chosen]  # in a fixed order
 
 
 def _plan(
@@ -155,46 +171,52 @@ def _plan(
     names: Sequence[str],
     rungs: Sequence[str],
     quick: bool,
-) -> list[list[Ladder]]:
-    """The ladders of each workload, fp32 first. Raises `OptionError` for what is not here."""
+) -> list[list[_Ladder]]:
+    """The ladders of each workload, one for each precision, fp32 first.
+
+    Raises `OptionError` for the name of a workload or a rung that this device or a quick run lacks.
+    """
     where = "on this device"
     if quick:
         where = f"in a quick run {where}"
-    here = workloads(device, quick=quick)
+    available = workloads(device, quick=quick)
     for name in names:
-        if all(workload.name != name for workload in here):
+        if all(workload.name != name for workload in available):
             raise OptionError(f"workload {name!r} is not {where}")
-    plan: list[list[Ladder]] = []
-    climbed: set[str] = set()
-    for workload in here:
+    plan: list[list[_Ladder]] = []
+    planned_rungs: set[str] = set()
+    for workload in available:
         if names and workload.name not in names:
             continue
-        ladders: list[Ladder] = []
+        ladders: list[_Ladder] = []
         for precision in precisions:
             case = Case(workload, precision, device)
-            ladder = _ladder(case, rungs, quick)
-            ladders.append((case, ladder))
-            climbed.update(rung.name for rung in ladder)
+            chosen = _choose_rungs(case, rungs, quick)
+            ladders.append(_Ladder(case, chosen))
+            planned_rungs.update(rung.name for rung in chosen)
         plan.append(ladders)
     for name in rungs:
-        if name not in climbed:
+        if name not in planned_rungs:
             raise OptionError(f"rung {name!r}: none of these workloads has it {where}")
     return plan
 
 
-def _ladder(case: Case, asked: Sequence[str], quick: bool) -> list[Rung]:
-    """The rungs to climb; eager always, since all others of a precision stand on it."""
-    ladder = []
+def _choose_rungs(case: Case, names: Sequence[str], quick: bool) -> list[Rung]:
+    """The rungs with these names, all if there are none.
+
+    Eager is always one of them: its step is counted, and in fp32 the others are compared with it.
+    """
+    chosen = []
     for rung in rungs_of(case):
-        is_asked = not asked or rung is EAGER or rung.name in asked
+        is_asked = not names or rung is EAGER or rung.name in names
         is_too_slow = quick and rung.takes_long(case)
         if is_asked and not is_too_slow:
-            ladder.append(rung)
-    return ladder
+            chosen.append(rung)
+    return chosen
 
 
 def _new_results(report: DeviceReport, ceilings: Ceilings, quick: bool, rounds: int) -> Results:
-    """No rows yet, and where and how they are measured."""
+    """Results without rows: the limits of the device, and the environment of the run."""
     environment: dict[str, str | int | bool] = {
         "device": report.name,
         "backend": report.backend,
@@ -217,60 +239,65 @@ def _new_results(report: DeviceReport, ceilings: Ceilings, quick: bool, rounds: 
     )
 
 
-def _climb(
-    ladders: list[Ladder], results: Results, pace: _Pace, after_round: Callable[[Results], None]
+def _run_workload(
+    ladders: list[_Ladder], results: Results, pace: _Pace, after_round: Callable[[Results], None]
 ) -> None:
-    """Add the rows of one workload to the results."""
-    # A compiled function is compiled anew for each rung; torch stops at 8 of one source.
+    """Try and time the rungs of one workload, and add their rows to the results."""
+    # Each rung compiles the same source again; by default torch stops after 8 times and runs the
+    # function eagerly, which would be timed as if it were compiled.
     limits = {"recompile_limit": 1000, "fail_on_recompile_limit_hit": True}
     with torch._dynamo.config.patch(limits):
         ready = _prepare(ladders, results)
-        timed = Rounds(ladders[0][0].device)
+        timed = Rounds(ladders[0].case.device)
         round_s = 0.0
-        while pace.goes_on(timed, round_s):
+        while pace.needs_round(timed, round_s):
             started = time.perf_counter()
             _time_round(ready, timed, pace.turn_s)
             round_s = time.perf_counter() - started
             _fill([configuration.row for configuration in ready], timed)
             after_round(results)
+    # The next workload needs the memory of these models, graphs and compiled functions.
     ready.clear()
     torch._dynamo.reset()
     gc.collect()
 
 
 def _time_round(ready: list[_Configuration], timed: Rounds, turn_s: float) -> None:
-    """One turn of each configuration that has not failed yet."""
-    # Every other round goes backwards, so that none always comes after the same one.
+    """Give each configuration that has not failed one turn."""
+    # Every other round goes backwards, so that no rung always follows the same one.
     is_backwards = len(timed.all) % 2 == 1
     with timed.next() as seconds:
         for configuration in reversed(ready) if is_backwards else ready:
             row = configuration.row
             if row.status != "ok":
                 continue
-            with _failure_told_in(row, configuration.case.device):
+            with _failure_recorded(row, configuration.case.device):
                 seconds[row.setting] = _time(configuration, turn_s)
 
 
-def _prepare(ladders: list[Ladder], results: Results) -> list[_Configuration]:
-    """The rungs that can be timed; each gets a row, whether it can or not."""
+def _prepare(ladders: list[_Ladder], results: Results) -> list[_Configuration]:
+    """Try every rung, and return those that can be timed.
+
+    Every rung gets a row in the results; the status says why a rung cannot be timed.
+    """
     ready: list[_Configuration] = []
     baseline = None  # fp32 eager, which comes first
     for case, ladder in ladders:
-        count = None  # of the eager step, which comes first
+        count = None  # of the eager step, which comes first in each precision
         for rung in ladder:
             row = _new_row(case, rung)
             results.rows.append(row)
-            with _failure_told_in(row, case.device):
-                made = _first_calls(row, case, rung, baseline)
+            with _failure_recorded(row, case.device):
+                configuration = _run_first_steps(row, case, rung, baseline)
                 if rung is EAGER:
-                    count = _count(made)
+                    count = _count(configuration)
                     if case.precision is Precision.FP32:
-                        baseline = made
-                _judge(made, baseline)
+                        baseline = configuration
+                _judge(configuration, baseline)
                 if count is not None and rung.has_limit:
                     _write_count(row, count, results)
                 if row.status == "ok":
-                    ready.append(made)
+                    ready.append(configuration)
             if row.status == "not run" and rung is EAGER:
                 break  # the rungs above it would take as long
     return ready
@@ -284,16 +311,16 @@ def _new_row(case: Case, rung: Rung) -> Row:
     return row
 
 
-def _count(made: _Configuration) -> Count:
+def _count(configuration: _Configuration) -> Count:
     """FLOPs and bytes of a step."""
-    step = made.step
-    case = made.case
+    step = configuration.step
+    case = configuration.case
     with case.precision.float32_mode(case.device.type):
         return count_step(step.call, step.model, step.inputs, training=case.workload.trains)
 
 
 def _write_count(row: Row, count: Count, results: Results) -> None:
-    """Write FLOPs and bytes into a row, and how long they take at the device's limits."""
+    """Write FLOPs and bytes into a row, and the time that they take at the device's limits."""
     row.flops = count.flops
     row.moved_bytes = count.moved_bytes
     row.least_bytes = count.least_bytes
@@ -301,8 +328,8 @@ def _write_count(row: Row, count: Count, results: Results) -> None:
 
 
 @contextlib.contextmanager
-def _failure_told_in(row: Row, device: torch.device) -> Iterator[None]:
-    """Write what goes wrong in the block into the row, and go on after it."""
+def _failure_recorded(row: Row, device: torch.device) -> Iterator[None]:
+    """Write an error of the block into the row, and let the benchmark go on after the block."""
     try:
         yield
     except OptionError as error:
@@ -312,30 +339,32 @@ def _failure_told_in(row: Row, device: torch.device) -> Iterator[None]:
             row.stop("out of memory", _out_of_memory_reason(error, device))
         else:
             row.stop("failed", first_line(error))
-    if row.status != "ok":  # what it left behind is not to be missing for the next
+    if row.status != "ok":  # free its memory for the next rung
         gc.collect()
         if not backend(device).is_host:
             torch.accelerator.empty_cache()
 
 
 def _out_of_memory_reason(error: RuntimeError, device: torch.device) -> str:
+    """The first line of torch's message, and the memory that earlier rungs hold."""
     reason = first_line(error)
-    held = allocated_bytes(device)
-    if held:
-        reason += f"; {held / 2**20:.0f} MiB are held by the rungs before it"
+    held_bytes = allocated_bytes(device)
+    if held_bytes:
+        reason += f"; {held_bytes / 2**20:.0f} MiB are held by the rungs before it"
     return reason
 
 
-def _first_calls(
+def _run_first_steps(
     row: Row, case: Case, rung: Rung, baseline: _Configuration | None
 ) -> _Configuration:
-    """The step after its first calls.
+    """Make the step of a rung, call it `CHECKED_STEPS` times, and write its peak memory.
 
-    Raises `OptionError` for a precision whose eager step takes `_HOPELESS` times as long as fp32's.
+    Raises `OptionError` for a precision whose eager step takes `_HOPELESS` times as long as in
+    fp32, and `RuntimeError` where a rung needs a CUDA graph and torch recorded none.
     """
-    held = allocated_bytes(case.device)
+    bytes_before = allocated_bytes(case.device)
     counters = torch._dynamo.utils.counters["inductor"]
-    skipped = counters["cudagraph_skips"]
+    skips_before = counters["cudagraph_skips"]
     step = make_step(case, rung)
     seconds = 0.0
     outputs: list[Tensor] = []
@@ -343,45 +372,51 @@ def _first_calls(
 
     def call() -> None:
         if not case.workload.trains:
-            outputs.clear()  # an output is no part of the next call's memory
+            outputs.clear()  # so that the peak memory of a call has only one output in it
         outputs.append(step.call())
 
     with case.precision.float32_mode(case.device.type):
+        # The first call alone: if it is hopeless on a CPU, the others are not waited for.
         for calls in (1, CHECKED_STEPS - 1):
             m = measure(call, device=case.device, warmup=0, repeats=calls)
             seconds = m.samples_s[-1]
             peaks.append(m.peak_bytes)
-            # An accelerator's first call loads kernels, which says nothing about the others.
-            if rung is EAGER and baseline and (calls > 1 or backend(case.device).is_host):
+            # An accelerator's first call loads kernels, so its time is not that of a step.
+            is_step_time = calls > 1 or backend(case.device).is_host
+            if rung is EAGER and baseline and is_step_time:
                 _refuse_hopeless(seconds, baseline.seconds)
-    if rung.needs_graph and counters["cudagraph_skips"] > skipped:
+    if rung.needs_graph and counters["cudagraph_skips"] > skips_before:
         raise RuntimeError("torch recorded no graph of it")
-    counted = [peak for peak in peaks if peak is not None]
-    if counted:
+    known_peaks = [peak for peak in peaks if peak is not None]
+    if known_peaks:
         # A graph takes its memory when it is recorded, and none when it is replayed.
-        peak = max(counted) if step.records_graph else counted[-1]
-        row.peak_bytes = peak - held
+        peak = max(known_peaks) if step.records_graph else known_peaks[-1]
+        row.peak_bytes = peak - bytes_before
     check = torch.stack(outputs) if case.workload.trains else outputs[-1]
     return _Configuration(row, case, step, check.cpu().double(), seconds)
 
 
 def _refuse_hopeless(seconds: float, baseline_s: float) -> None:
+    """Raise `OptionError` if a step takes over a second and `_HOPELESS` times the baseline."""
     if seconds > max(1.0, _HOPELESS * baseline_s):
         times = f"{seconds / baseline_s:.0f} times as long as in fp32"
         raise OptionError(f"a step takes {seconds:.3g} s, {times}")
 
 
-def _judge(made: _Configuration, baseline: _Configuration | None) -> None:
-    """Hold the losses (steps,), or the output, against those of fp32 eager."""
-    row = made.row
+def _judge(configuration: _Configuration, baseline: _Configuration | None) -> None:
+    """Compare the losses of the first steps, or the output, with those of fp32 eager.
+
+    A row beyond the `TOLERANCES` gets the status ``failed``.
+    """
+    row = configuration.row
     if baseline is None:
         row.stop("failed", "there is no fp32 eager to hold it against")
         return
-    check = made.check
+    check = configuration.check
     reference = baseline.check
     reasons = []
-    tolerance, fall_tolerance = TOLERANCES[made.case.precision]
-    if made.case.workload.trains:
+    tolerance, fall_tolerance = TOLERANCES[configuration.case.precision]
+    if configuration.case.workload.trains:
         row.progress = _finite((check[0] - check[-1]) / (reference[0] - reference[-1]))
         if row.progress is None or abs(row.progress - 1) > fall_tolerance:
             fall = "not a number" if row.progress is None else f"{row.progress:.0%}"
@@ -389,7 +424,7 @@ def _judge(made: _Configuration, baseline: _Configuration | None) -> None:
                 f"its loss falls by {fall} of what it does in fp32, where {fall_tolerance:.0%} "
                 "more or less would pass"
             )
-        # Later losses diverge by themselves.
+        # Only the first loss is compared: rounding makes later ones diverge in a correct step too.
         check = check[:1]
         reference = reference[:1]
     row.error = _finite((check - reference).norm() / reference.norm())
@@ -401,14 +436,15 @@ def _judge(made: _Configuration, baseline: _Configuration | None) -> None:
 
 
 def _finite(number: Tensor) -> float | None:
+    """The number of a scalar tensor; None for NaN and infinity, which JSON does not have."""
     return number.item() if number.isfinite() else None
 
 
 def _time(configuration: _Configuration, turn_s: float) -> float:
-    """Seconds of a step in one turn, of as many calls as fill `turn_s` seconds.
+    """Seconds of a step, the mean over one turn: 1 to 20 calls, to fill `turn_s` seconds.
 
-    They are timed together: the host of an accelerator must be free to run ahead from one step to
-    the next.
+    The calls are timed together, since the host of an accelerator must be free to run ahead from
+    one step to the next.
     """
     step = configuration.step
     case = configuration.case
@@ -420,7 +456,7 @@ def _time(configuration: _Configuration, turn_s: float) -> float:
             step.call()
 
     with case.precision.float32_mode(case.device.type):
-        # On an accelerator `measure` empties its cache, which the first calls fill again.
+        # `measure` empties the memory cache of an accelerator, which the warm-up fills again.
         warmup = 0 if backend(case.device).is_host else 1
         measured = measure(run, device=case.device, warmup=warmup, repeats=1)
     configuration.seconds = measured.samples_s[0] / calls
@@ -428,49 +464,28 @@ def _time(configuration: _Configuration, turn_s: float) -> float:
 
 
 def _fill(rows: Sequence[Row], timed: Rounds) -> None:
-    """Write what the rounds say so far into the rows of a workload."""
-    named = {row.setting: row for row in rows if row.status == "ok"}
-    compared = timed.comparison(list(named))
-    baseline = " ".join(BASELINE)
-    for name, row in named.items():
-        row.trusted = compared.trusted
-        row.reason = compared.reason
+    """Write the times and speed-ups of all rounds so far into the rows of a workload."""
+    rows_by_setting = {row.setting: row for row in rows if row.status == "ok"}
+    comparison = timed.comparison(list(rows_by_setting))
+    baseline = " ".join(BASELINE)  # the setting of fp32 eager
+    for setting, row in rows_by_setting.items():
+        row.trusted = comparison.trusted
+        row.reason = comparison.reason
         row.rounds = len(timed.all)
-        row.disturbed = compared.disturbed
-        _write_samples(row, compared.samples_s[name])
-        if baseline in named:
-            speedup = compared.ratio(baseline, name)
+        row.disturbed = comparison.disturbed
+        _write_samples(row, comparison.samples_s[setting])
+        if baseline in rows_by_setting:
+            speedup = comparison.ratio(baseline, setting)
             row.speedup = speedup.median
             row.speedup_interval = list(speedup.interval)
 
 
 def _write_samples(row: Row, samples_s: tuple[float, ...]) -> None:
-    """Write the seconds of a step by round, and what follows from them."""
+    """Write the seconds of a step by round, with the median, the spread and the rates."""
     measured = Measurement(samples_s, None, None)
     row.samples_s = list(measured.samples_s)
     row.median_s = measured.median_s
     row.iqr_s = measured.iqr_s
     row.items_per_s = row.items / measured.median_s
-    row.flops_per_s = ratio(row.flops, row.median_s)
-    row.share_of_limit = ratio(row.floor_s, row.median_s)
-
-
-def _raise_limits(results: Results) -> None:
-    """Take the highest rates of the whole run for the limits, and say them in each row.
-
-    They are measured at its beginning; on a machine that others use too, a product may find it less
-    busy later. What is much faster than the limits is not trusted, and raises nothing; nor do other
-    workloads, so that a wrong count would show.
-    """
-    results.distrust_impossible()
-    # What has a floor has rates and counts, so none of these is really 0.
-    counted = [row for row in results.rows if row.status == "ok" and row.floor_s is not None]
-    products = [row for row in counted if row.workload == "product"]
-    rates = results.flops_per_s
-    for row in [row for row in products if not results.why_impossible(row)]:
-        rates[row.precision] = max(rates[row.precision] or 0.0, row.flops_per_s or 0.0)
-        least_bytes = row.least_bytes or 0
-        results.raise_stream_rate(least_bytes, ratio(least_bytes, row.median_s) or 0.0)
-    for row in counted:
-        row.floor_s = results.floor_s(row.precision, row.flops, row.least_bytes)
-        row.share_of_limit = ratio(row.floor_s, row.median_s)
+    row.flops_per_s = quotient(row.flops, row.median_s)
+    row.share_of_limit = quotient(row.floor_s, row.median_s)

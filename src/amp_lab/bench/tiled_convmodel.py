@@ -1,9 +1,9 @@
-"""The ConvModel's step by hand with each of its passes in one kernel.
+"""The ConvModel's step written by hand, with one kernel for each pass over the pixels.
 
-In `FusedStep` a block of 4,096 pixels goes through one op after the other, each of which reads and
-writes it. Here a tile of 32 or 64 goes from its input to the sums of its output at once. So memory
-moves only what has to be kept: z2, z3 and g2, in bf16, each of them written once. The kernels are
-in C++ for a CPU, and in Triton for a GPU.
+In `FusedStep` each op reads and writes a block of 4,096 pixels. Here a kernel takes a tile of 32 or
+64 pixels from the inputs of a pass to the sums of its outputs. So only the saved tensors z2, z3 and
+g2 are written to memory, once each, in bf16. The kernels are in C++ for a CPU (`cpp_tiles`), and in
+Triton for a GPU (`triton_tiles`). fused_convmodel.py explains the names.
 """
 
 import importlib.util
@@ -20,14 +20,14 @@ from amp_lab.core.errors import OptionError
 
 
 class TiledStep(FusedStep):
-    """A `FusedStep` in bf16, of sizes that its kernels divide.
+    """A `FusedStep` in bf16, for sizes that are multiples of its kernels' tiles.
 
-    On a CPU these are multiples of 32 channels and pixels; on a GPU, multiples of 64 pixels, and a
-    power of two of channels, from 32.
+    On a CPU, channels and pixels have to be multiples of 32. On a GPU, pixels have to be a multiple
+    of 64, and channels a power of two from 32.
 
-    The first one of a process compiles the kernels, which takes some seconds. Raises `OptionError`
-    where they cannot be compiled or cannot run, see `why_not_tiled`. `tiles` are other kernels than
-    those of the model's device.
+    The first step of a process compiles the kernels, which takes some seconds. Raises `OptionError`
+    where they cannot be compiled or cannot run, see `why_not_tiled`. `tiles` is a class of kernels,
+    `CppTiles` or `TritonTiles`; the default is the one for the model's device.
     """
 
     def __init__(
@@ -47,18 +47,24 @@ class TiledStep(FusedStep):
         self.tiles = self.tiles_type(self.pixels, self.channels, inputs.device)
 
     def _run(self, name: str, *tensors: Tensor, sums: int) -> list[Tensor]:
-        """One pass; the sums over all its parts, so many rows for each channel."""
-        shape = (self.tiles.parts, sums, self.channels)
-        parts = self.x.new_zeros(shape)
-        self.tiles.run(name, *tensors, parts)
-        return [*parts.sum(0)]
+        """Run a pass; return its sums over all pixels, `sums` tensors (C,).
 
-    def _run_back(self, name: str, *tensors: Tensor, sums: int) -> list[Tensor]:
-        """The same, with the gradient of the weights before the sums."""
+        Each thread or program writes its own part of the sums, so that none waits for another.
+        """
+        shape = (self.tiles.parts, sums, self.channels)
+        partial_sums = self.x.new_zeros(shape)
+        self.tiles.run(name, *tensors, partial_sums)
+        return [*partial_sums.sum(0)]
+
+    def _run_backward(self, name: str, *tensors: Tensor, sums: int) -> list[Tensor]:
+        """Run a backward pass; return the gradient of the weight (C, C), then the sums."""
         shape = (self.tiles.shares, self.channels, self.channels)
-        dw = self.x.new_zeros(shape)
-        totals = self._run(name, *tensors, dw, sums=sums)
-        return [dw.sum(0), *totals]
+        partial_dw = self.x.new_zeros(shape)
+        totals = self._run(name, *tensors, partial_dw, sums=sums)
+        return [partial_dw.sum(0), *totals]
+
+    # The methods below replace those of `FusedStep`, and return the same. The constants of each
+    # channel go to a kernel as the rows of one matrix, in the order that its C++ function names.
 
     def _second_layer(self) -> list[Tensor]:
         self.affine1 = torch.stack([*self.weight1, self.n1.shift])
@@ -78,40 +84,44 @@ class TiledStep(FusedStep):
         rows = torch.stack([n3.scale, n3.shift, self.w4])
         bias = self.convs[3].bias
         inputs = (self.z3, rows, bias, self.target)
-        d, dz, losses = self._run("head", *inputs, self.dy, sums=3)
-        return [losses[0], d, dz]
+        dy_sum, dy_z3_sum, squared_errors = self._run("head", *inputs, self.dy, sums=3)
+        # The kernel writes the squared error at channel 0, and zeros at the others.
+        return [squared_errors[0], dy_sum, dy_z3_sum]
 
-    def _through_third(self, to_z3: Sequence[Tensor]) -> list[Tensor]:
-        of_g, *rest = to_z3
-        of_dy = self.w4 * of_g
+    def _third_backward(self, dz3_factors: Sequence[Tensor]) -> list[Tensor]:
+        g_factor, z_factor, constant = dz3_factors
+        dy_factor = self.w4 * g_factor  # since g3 = w4 * dy
         n3 = self.n3
-        rows = torch.stack([n3.scale, n3.shift, of_dy, *rest])
+        rows = torch.stack([n3.scale, n3.shift, dy_factor, z_factor, constant])
         weight = self.tiles.right_side(self.w3)
         inputs = (self.z2, self.z3, self.dy, self.affine2, rows, weight)
-        return self._run_back("backward3", *inputs, self.g2, sums=2)
+        return self._run_backward("backward3", *inputs, self.g2, sums=2)
 
-    def _through_second(self, to_z2: Sequence[Tensor]) -> list[Tensor]:
-        rows = torch.stack([*to_z2])
+    def _second_backward(self, dz2_factors: Sequence[Tensor]) -> list[Tensor]:
+        rows = torch.stack([*dz2_factors])
         weight = self.tiles.right_side(self.w2)
         inputs = (self.g2, self.z2, self.x, self.affine1, rows, weight)
-        return self._run_back("backward2", *inputs, sums=3)
+        return self._run_backward("backward2", *inputs, sums=3)
 
 
 def _tiles_of(device: torch.device) -> type:
-    """The kernels for a device, in C++ compiled; raises `OptionError` if there are none."""
+    """The class of kernels for a device; those in C++ are compiled.
+
+    Raises `OptionError` if the kernels cannot run there.
+    """
     reason = why_not_tiled(device)
     if reason:
         raise OptionError(reason)
     if backend(device).is_host:
         cpp_kernels()
         return CppTiles
-    from amp_lab.bench.triton_tiles import TritonTiles  # which needs triton
+    from amp_lab.bench.triton_tiles import TritonTiles  # here, since it imports triton
 
     return TritonTiles
 
 
 def why_not_tiled(device: torch.device | str = "cpu") -> str | None:
-    """Why `TiledStep` cannot run on a device, in a line; None if it can."""
+    """The reason why `TiledStep` cannot run on a device, in a line; None if it can."""
     if backend(device).is_host:
         return why_not_in_cpp()
     has_package = importlib.util.find_spec("triton") is not None

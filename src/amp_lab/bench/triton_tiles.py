@@ -1,13 +1,14 @@
 """The passes of `TiledStep` as Triton kernels, for a GPU.
 
-A program takes a tile of pixels with all their channels: what goes into a product is made in
-registers right before it, and its sums are taken right after it. Only the gradient of the weights
-is too large for that, and has a kernel of its own, so that with 256 channels z2, z3 and g2 are read
-seven, four and three times, where a CPU reads them three times, twice and once.
+A program (Triton's word for a block of threads) takes a tile of pixels with all their channels. It
+computes the operands of a matmul in registers right before it, and the sums right after it. Only
+the weight gradient is too large for that, and has a separate kernel. So, with 256 channels, z2, z3
+and g2 are read seven, four and three times, where a CPU reads them three times, twice and once.
 
-Matrices are (pixels, channels), row by row; in them, `p` are the pixels of a tile and `c` channels.
-`rows` are constants of each channel, one row after the other. FIRST says that below the layer lie
-the coordinates, and not another layer.
+Names: matrices are (pixels, channels), row by row. `p` are the indices of a tile's pixels, `c` and
+`k` those of channels, and C is the number of channels. `rows` holds constants of each channel, one
+row after the other. `below` is the input of a layer: the coordinates if FIRST, else the output z of
+the layer below. `above` is the gradient that comes from above: g if FIRST, else dy.
 """
 
 import torch
@@ -17,19 +18,20 @@ from torch import Tensor
 
 from amp_lab.core.errors import OptionError, with_type
 
-# With 256 channels, such that NVIDIA's assembler finds registers for everything, for Ampere, Hopper
-# and Blackwell. No GPU has timed them.
+# With these, 256 channels fit into the registers of Ampere, Hopper and Blackwell, as NVIDIA's
+# assembler reports. They were not timed on any GPU.
 OPTIONS = {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": True}
 _TILE = tl.constexpr(64)  # pixels of a program
-_DEPTH = tl.constexpr(32)  # channels that a product takes at once
-_BLOCK = 128  # rows and columns of the weights' gradient that a program sums
-_SHARES = 64  # of the pixels, for that gradient
+_DEPTH = tl.constexpr(32)  # channels of one step of a matmul's loop
+_BLOCK = 128  # rows and columns of the weight gradient that one program computes
+_SHARES = 64  # groups of tiles whose weight gradients are summed separately
 
 
 class TritonTiles:
-    """The kernels for so many pixels, a multiple of 64, and channels, a power of two from 32.
+    """The Triton kernels for a number of pixels and of channels; sums are float32.
 
-    Raises `OptionError` for others. Sums are float32.
+    Pixels have to be a multiple of 64, and channels a power of two from 32; other sizes raise
+    `OptionError`. `parts` and `shares` count the partial sums and the partial weight gradients.
     """
 
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
@@ -38,11 +40,11 @@ class TritonTiles:
         is_power_of_two = channels & (channels - 1) == 0
         channels_fit = channels >= _DEPTH.value and is_power_of_two
         pixels_fit = pixels % _TILE.value == 0
-        has_addresses = pixels * channels < 2**31  # of 32 bits
-        if not (channels_fit and pixels_fit and has_addresses):
+        fits_int32 = pixels * channels < 2**31  # the kernels' indices are int32
+        if not (channels_fit and pixels_fit and fits_int32):
             size = f"{pixels} pixels of {channels} channels"
-            wanted = f"a multiple of {_TILE} pixels, and of channels a power of two from {_DEPTH}"
-            raise OptionError(f"{size}: on a GPU the step in tiles needs {wanted}")
+            sizes = f"a multiple of {_TILE} pixels, and of channels a power of two from {_DEPTH}"
+            raise OptionError(f"{size}: on a GPU the step in tiles needs {sizes}")
         self.pixels = pixels
         self.channels = channels
         self.device = device
@@ -51,11 +53,11 @@ class TritonTiles:
 
     @staticmethod
     def right_side(matrix: Tensor) -> Tensor:
-        """The right side of a product, (K, N), as the kernels read it."""
+        """The right operand (K, N) of a matmul, contiguous as the kernels read it."""
         return matrix.contiguous()
 
     def run(self, name: str, *tensors: Tensor) -> None:
-        """Run a pass: the tensors are in the order of its function in tiled_convmodel.cpp."""
+        """Run the pass `name`, with the tensors in the order of tiled_convmodel.cpp's function."""
         if name in ("forward2", "forward3"):
             is_first = name == "forward2"
             self._launch(_layer, *tensors, self.pixels, FIRST=is_first)
@@ -64,21 +66,27 @@ class TritonTiles:
         elif name == "backward3":
             z2, z3, dy, affine2, rows, weight, g2, dw, sums = tensors
             inputs = (dy, z3, rows, z2, affine2)
-            self._back(inputs, weight, g2, dw, sums, first=False)
+            self._run_backward(inputs, weight, g2, dw, sums, is_first=False)
         else:
             g2, z2, x, affine1, rows, weight, dw, sums = tensors
             inputs = (g2, z2, rows, x, affine1)
-            self._back(inputs, weight, None, dw, sums, first=True)
+            # Below are the coordinates, which need no gradient: g1 is only summed, not written.
+            self._run_backward(inputs, weight, None, dw, sums, is_first=True)
 
-    def _back(self, inputs, weight, out, dw, sums, *, first: bool) -> None:
-        self._launch(_below, inputs, weight, out, sums, self.pixels, FIRST=first)
+    def _run_backward(self, inputs, weight, out, dw, sums, *, is_first: bool) -> None:
+        """Launch the kernels of the input's and of the weight's gradient.
+
+        `inputs` are the tensors ``(above, z, rows, below, below_rows)``, see the top of the module.
+        """
+        self._launch(_input_grad, inputs, weight, out, sums, self.pixels, FIRST=is_first)
         block = min(_BLOCK, self.channels)
         blocks = self.channels // block
         grid = (blocks, blocks, self.shares)
         sizes = (self.pixels, self.parts)
-        self._launch(_weights, inputs, dw, *sizes, FIRST=first, BLOCK=block, grid=grid)
+        self._launch(_weight_grad, inputs, dw, *sizes, FIRST=is_first, BLOCK=block, grid=grid)
 
     def _launch(self, kernel, *arguments, grid: tuple[int, ...] = (), **constants) -> None:
+        """Launch a kernel, by default with one program for each tile of pixels."""
         constants |= {"C": self.channels, **OPTIONS}
         if not grid:
             grid = (self.parts,)
@@ -91,11 +99,12 @@ class TritonTiles:
                 raise OptionError(message) from error
 
 
-# --- Of a tile: addresses, constants, and what is made again in each pass.
+# --- Functions of a tile that the kernels share: indices, loads, and values computed in each pass.
 
 
 @triton.jit
-def _at(p, c, C: tl.constexpr):
+def _offsets(p, c, C: tl.constexpr):
+    """Offsets (p, c) into a matrix with C columns."""
     rows = p[:, None]
     columns = c[None, :]
     return rows * C + columns
@@ -108,19 +117,21 @@ def _pixels_of(tile):
 
 @triton.jit
 def _values(matrix, p, c, C: tl.constexpr):
-    """A part of a matrix of activations or gradients, in float32."""
-    values = tl.load(matrix + _at(p, c, C))
+    """Load the values (p, c) of a matrix of activations or gradients, in float32."""
+    values = tl.load(matrix + _offsets(p, c, C))
     return values.to(tl.float32)
 
 
 @triton.jit
 def _row(rows, i, c, C: tl.constexpr):
+    """Load the constants (1, c) in row i of `rows`."""
     row = tl.load(rows + i * C + c)
     return row[None, :]
 
 
 @triton.jit
 def _column(pixel_values, p):
+    """Load one number for each pixel, (p, 1)."""
     column = tl.load(pixel_values + p)
     return column[:, None]
 
@@ -145,23 +156,26 @@ def _activation(below, rows, p, c, pixels, C: tl.constexpr, FIRST: tl.constexpr)
 
 @triton.jit
 def _gradient(above, z, rows, p, c, C: tl.constexpr, FIRST: tl.constexpr):
-    """Of a layer's output z: through its normalisation, and if it is the last through its ReLU."""
+    """dz (p, c) of a layer's output z: through its normalisation, from g if FIRST.
+
+    Else `above` is dy, and it also goes through the last layer and the ReLU before it.
+    """
     z = _values(z, p, c, C)
     if FIRST:
         g = _values(above, p, c, C)
-        of_g = _row(rows, 0, c, C)
-        of_z = _row(rows, 1, c, C)
+        g_factor = _row(rows, 0, c, C)
+        z_factor = _row(rows, 1, c, C)
         constant = _row(rows, 2, c, C)
-        return g * of_g + z * of_z + constant
+        return g * g_factor + z * z_factor + constant
     scale = _row(rows, 0, c, C)
     shift = _row(rows, 1, c, C)
     is_open = z * scale + shift > 0
-    weight = _row(rows, 2, c, C)
-    g = _column(above, p) * weight
+    dy_factor = _row(rows, 2, c, C)
+    g = _column(above, p) * dy_factor
     g = tl.where(is_open, g, 0.0)
-    of_z = _row(rows, 3, c, C)
+    z_factor = _row(rows, 3, c, C)
     constant = _row(rows, 4, c, C)
-    return g + z * of_z + constant
+    return g + z * z_factor + constant
 
 
 # --- The kernels.
@@ -169,19 +183,19 @@ def _gradient(above, z, rows, p, c, C: tl.constexpr, FIRST: tl.constexpr):
 
 @triton.jit
 def _layer(below, rows, weight, z, sums, pixels, C: tl.constexpr, FIRST: tl.constexpr):
-    """z = activation @ weight, and the sums of z and of its squares."""
+    """Write z = activation @ weight, and this tile's sums (C,) of z and of its squares."""
     tile = tl.program_id(0)
     p = _pixels_of(tile)
     c = tl.arange(0, C)
     out = tl.zeros((_TILE, C), tl.float32)
     for start in range(0, C, _DEPTH):
         k = start + tl.arange(0, _DEPTH)
-        w = tl.load(weight + _at(k, c, C))
+        w = tl.load(weight + _offsets(k, c, C))
         a = _activation(below, rows, p, k, pixels, C, FIRST)
         a = a.to(w.dtype)
         out = tl.dot(a, w, out, input_precision="ieee")
     rounded = out.to(z.dtype.element_ty)
-    tl.store(z + _at(p, c, C), rounded)
+    tl.store(z + _offsets(p, c, C), rounded)
     total = tl.sum(out, 0)
     total_of_squares = tl.sum(out * out, 0)
     sums += 2 * tile * C
@@ -191,7 +205,10 @@ def _layer(below, rows, weight, z, sums, pixels, C: tl.constexpr, FIRST: tl.cons
 
 @triton.jit
 def _head(z, rows, bias, target, dy, sums, pixels, C: tl.constexpr):
-    """The last layer, dy; sums of dy, dy * z where the ReLU is open, and of squared errors."""
+    """Run the last layer: write dy, and this tile's sums of dy, of dy * z and of squared errors.
+
+    The first two sums (C,) are over the pixels where the ReLU is open.
+    """
     tile = tl.program_id(0)
     p = _pixels_of(tile)
     c = tl.arange(0, C)
@@ -202,21 +219,25 @@ def _head(z, rows, bias, target, dy, sums, pixels, C: tl.constexpr):
     weight = _row(rows, 2, c, C)
     product = tl.sum(a * weight, 1)
     error = product + tl.load(bias) - tl.load(target + p)
-    d = error * 2 / pixels
-    tl.store(dy + p, d)
-    g = tl.where(a > 0, d[:, None], 0.0)
-    total = tl.sum(g, 0)
-    total_with_z = tl.sum(g * z, 0)
+    error_gradient = error * 2 / pixels
+    tl.store(dy + p, error_gradient)
+    open_dy = tl.where(a > 0, error_gradient[:, None], 0.0)
+    dy_sum = tl.sum(open_dy, 0)
+    dy_z_sum = tl.sum(open_dy * z, 0)
     squared_error = tl.sum(error * error, 0)
     sums += 3 * tile * C
-    tl.store(sums + c, total)
-    tl.store(sums + C + c, total_with_z)
+    tl.store(sums + c, dy_sum)
+    tl.store(sums + C + c, dy_z_sum)
     tl.store(sums + 2 * C, squared_error)
 
 
 @triton.jit
-def _below(inputs, weight, out, sums, pixels, C: tl.constexpr, FIRST: tl.constexpr):
-    """The gradient of a layer's input through the ReLU below; its sums, with what is below too."""
+def _input_grad(inputs, weight, out, sums, pixels, C: tl.constexpr, FIRST: tl.constexpr):
+    """Compute g, the gradient of a layer's input through the ReLU below, and this tile's sums.
+
+    The sums (C,) are those of g, and of g times each coordinate if FIRST, else of g times the z
+    below. Only a layer that is not FIRST writes g to `out`.
+    """
     above, z, rows, below, below_rows = inputs
     tile = tl.program_id(0)
     p = _pixels_of(tile)
@@ -224,7 +245,7 @@ def _below(inputs, weight, out, sums, pixels, C: tl.constexpr, FIRST: tl.constex
     da = tl.zeros((_TILE, C), tl.float32)
     for start in range(0, C, _DEPTH):
         k = start + tl.arange(0, _DEPTH)
-        w = tl.load(weight + _at(k, c, C))
+        w = tl.load(weight + _offsets(k, c, C))
         dz = _gradient(above, z, rows, p, k, C, FIRST)
         dz = dz.to(w.dtype)
         da = tl.dot(dz, w, da, input_precision="ieee")
@@ -234,24 +255,26 @@ def _below(inputs, weight, out, sums, pixels, C: tl.constexpr, FIRST: tl.constex
         sums += 3 * tile * C
         x0 = _column(below, p)
         x1 = _column(below + pixels, p)
-        total_with_x0 = tl.sum(g * x0, 0)
-        total_with_x1 = tl.sum(g * x1, 0)
-        tl.store(sums + C + c, total_with_x0)
-        tl.store(sums + 2 * C + c, total_with_x1)
+        g_x0_sum = tl.sum(g * x0, 0)
+        g_x1_sum = tl.sum(g * x1, 0)
+        tl.store(sums + C + c, g_x0_sum)
+        tl.store(sums + 2 * C + c, g_x1_sum)
     else:
         sums += 2 * tile * C
         rounded = g.to(out.dtype.element_ty)
-        tl.store(out + _at(p, c, C), rounded)
+        tl.store(out + _offsets(p, c, C), rounded)
         z_below = _values(below, p, c, C)
-        total_with_z = tl.sum(g * z_below, 0)
-        tl.store(sums + C + c, total_with_z)
-    total = tl.sum(g, 0)
-    tl.store(sums + c, total)
+        gz_sum = tl.sum(g * z_below, 0)
+        tl.store(sums + C + c, gz_sum)
+    g_sum = tl.sum(g, 0)
+    tl.store(sums + c, g_sum)
 
 
 @triton.jit
-def _weights(inputs, dw, pixels, tiles, C: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of dz.T @ activation, summed over the tiles of a share of the pixels."""
+def _weight_grad(
+    inputs, dw, pixels, tiles, C: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Compute one block of the weight gradient dz.T @ activation, over one share of the tiles."""
     above, z, rows, below, below_rows = inputs
     share = tl.program_id(2)
     shares = tl.num_programs(2)
@@ -269,4 +292,4 @@ def _weights(inputs, dw, pixels, tiles, C: tl.constexpr, FIRST: tl.constexpr, BL
         a = a.to(dtype)
         out = tl.dot(dz, a, out, input_precision="ieee")
     dw += share * C * C
-    tl.store(dw + _at(n, k, C), out)
+    tl.store(dw + _offsets(n, k, C), out)

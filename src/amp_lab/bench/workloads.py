@@ -1,4 +1,4 @@
-"""What `amp-lab bench` runs: models with their data, and matrix products.
+"""The workloads of `amp-lab bench`: models with their data, and matmuls.
 
 To add a workload, write the function that makes it, and give it a row in `WORKLOADS`.
 """
@@ -19,7 +19,7 @@ from amp_lab.models.build import build_model
 
 @dataclass
 class Problem:
-    """A model on a device with one batch; made anew for each configuration, from one seed."""
+    """A model on a device with one batch; each step gets a new one, from the same seed."""
 
     model: nn.Module
     inputs: Tensor
@@ -30,20 +30,21 @@ class Problem:
 
 @dataclass(frozen=True)
 class Workload:
-    """Something to be timed, in one size."""
+    """A model or a matmul to be timed, in one size."""
 
     name: str  # name on the command line
-    size: str  # what else tells its results from others
+    size: str  # shapes, such as ``16x3x224x224``: only results of one size are compared
     kind: str  # ``training``, ``inference`` or ``product``
-    unit: str  # what is counted for each second: ``images``, ``tokens``, ``products``
-    items: int  # how many of them a step has
+    unit: str  # of the rate in the table: ``images``, ``tokens`` or ``products`` per second
+    items: int  # how many of `unit` a step has
     build: Callable[[torch.device], Problem] = field(repr=False)
-    layers: Set[str] = frozenset()  # ``convolution``, ``norm``, ``large linear``: for rungs
+    # Kinds of layers that some rungs need: ``convolution``, ``norm``, ``large linear``.
+    layers: Set[str] = frozenset()
     many_layers: bool = False  # whether torch.compile takes minutes for it on a CPU
-    # From model and dtype, what returns the loss of inputs and target, and sets all gradients.
-    by_hand: Callable[..., Callable] | None = field(default=None, repr=False)
-    # The same in few kernels of its own.
-    in_tiles: Callable[..., Callable] | None = field(default=None, repr=False)
+    # Two steps by hand. Each is made from model and dtype; called with inputs and target, it
+    # returns the loss and sets all gradients. The second one runs on kernels written for it.
+    fused_step: Callable[..., Callable] | None = field(default=None, repr=False)
+    tiled_step: Callable[..., Callable] | None = field(default=None, repr=False)
 
     @property
     def title(self) -> str:
@@ -57,12 +58,12 @@ class Workload:
 
 
 class _Product(nn.Module):
-    """A matrix product."""
+    """The matmul (M, K) @ (K, N), whose right operand is a parameter."""
 
     def __init__(self, m: int, k: int, n: int):
         super().__init__()
         right = torch.randn(k, n)
-        self.right = nn.Parameter(right / k**0.5)
+        self.right = nn.Parameter(right / k**0.5)  # so that the output's variance is 1
 
     def forward(self, left: Tensor) -> Tensor:  # (M, K)
         return left @ self.right
@@ -84,27 +85,27 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(widen, nn.GELU(), narrow)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output."""
+        """Attention and MLP, each with a residual connection."""
         qkv = self.qkv(self.norm1(x))
-        q, k, v = map(self._by_head, qkv.chunk(3, -1))
-        by_head = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        attended = by_head.transpose(1, 2).flatten(-2)
-        x = x + self.out(attended)
+        q, k, v = map(self._split_heads, qkv.chunk(3, -1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        merged = attended.transpose(1, 2).flatten(-2)  # (B, T, width)
+        x = x + self.out(merged)
         return x + self.mlp(self.norm2(x))
 
-    def _by_head(self, x: Tensor) -> Tensor:
-        """(B, T, width) to (B, heads, T, width / heads)."""
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """Reshape (B, T, width) to (B, heads, T, width / heads)."""
         split = x.unflatten(-1, (self.heads, -1))
         return split.transpose(1, 2)
 
 
 class Gpt(nn.Module):
-    """Embedding, transformer blocks, norm and head."""
+    """A GPT with learned positions: embeddings, transformer blocks, norm and head."""
 
     def __init__(self, vocabulary: int, width: int, heads: int, blocks: int, tokens: int):
         super().__init__()
-        self.token = nn.Embedding(vocabulary, width)
-        self.place = nn.Embedding(tokens, width)
+        self.token_embedding = nn.Embedding(vocabulary, width)
+        self.position_embedding = nn.Embedding(tokens, width)
         layers = [Block(width, heads) for _ in range(blocks)]
         self.blocks = nn.Sequential(*layers)
         self.norm = nn.LayerNorm(width)
@@ -113,13 +114,13 @@ class Gpt(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens (B, T) to logits (B, T, vocabulary)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.token(tokens) + self.place(positions)
+        x = self.token_embedding(tokens) + self.position_embedding(positions)
         x = self.blocks(x)
         return self.head(self.norm(x))
 
 
 def convmodel_workload(size: int, *, hidden: int = 256, kind: str = "training") -> Workload:
-    """The ConvModel on its picture of so many pixels along each edge."""
+    """Training of the ConvModel, or inference, on its picture of `size` x `size` pixels."""
 
     def build(device: torch.device) -> Problem:
         inputs, target = quantized_sine(size, device)
@@ -138,22 +139,23 @@ def convmodel_workload(size: int, *, hidden: int = 256, kind: str = "training") 
         items=1,
         build=build,
         layers={"convolution", "norm"},
-        by_hand=FusedStep,
-        in_tiles=TiledStep,
+        fused_step=FusedStep,
+        tiled_step=TiledStep,
     )
     if kind == "training":
         return workload
-    return replace(workload, name="convmodel-inference", by_hand=None, in_tiles=None)
+    return replace(workload, name="convmodel-inference", fused_step=None, tiled_step=None)
 
 
 def classifier_workload(model_name: str, batch: int, size: int, *, classes: int = 10) -> Workload:
-    """Training one of torchvision's classifiers on random images."""
+    """Training of one of torchvision's classifiers on random images of `size` x `size` pixels."""
 
     def build(device: torch.device) -> Problem:
         model = build_model(model_name, classes).to(device)
         for module in model.modules():
             if isinstance(module, nn.Dropout):
-                module.p = 0.0  # compiled code would drop other values, and give another loss
+                # Compiled code would drop other values, so its loss could not be compared.
+                module.p = 0.0
         images = torch.randn(batch, 3, size, size)
         labels = torch.arange(batch) % classes
         labels = labels.to(device)
@@ -176,7 +178,7 @@ def classifier_workload(model_name: str, batch: int, size: int, *, classes: int 
 
 
 def gpt_workload(batch: int, tokens: int, width: int, blocks: int, vocabulary: int) -> Workload:
-    """Training a language model on random text."""
+    """Training of a language model on random tokens, `batch` texts of `tokens` tokens each."""
 
     def build(device: torch.device) -> Problem:
         heads = max(1, width // 64)
@@ -185,15 +187,15 @@ def gpt_workload(batch: int, tokens: int, width: int, blocks: int, vocabulary: i
         text = torch.randint(vocabulary, shape).to(device)
 
         def loss_fn(logits: Tensor) -> Tensor:
-            by_position = logits.flatten(0, 1)
+            flat_logits = logits.flatten(0, 1)  # (B * T, vocabulary)
             next_tokens = text[:, 1:].flatten()
-            return F.cross_entropy(by_position.float(), next_tokens)
+            return F.cross_entropy(flat_logits.float(), next_tokens)
 
         inputs = text[:, :-1].contiguous()
         return Problem(model, inputs, loss_fn, lr=1e-4)
 
     layers: Set[str] = frozenset()
-    if width > 1024:  # see rungs.gains_from_fp8
+    if width > 1024:  # wide enough for `rungs.gains_from_fp8`
         layers = {"large linear"}
     return Workload(
         name="gpt",
@@ -207,13 +209,13 @@ def gpt_workload(batch: int, tokens: int, width: int, blocks: int, vocabulary: i
 
 
 def product_workload(m: int, k: int, n: int) -> Workload:
-    """A matrix product (M, K) @ (K, N)."""
+    """The matmul (M, K) @ (K, N)."""
 
     def build(device: torch.device) -> Problem:
         model = _Product(m, k, n).to(device)
         left = torch.randn(m, k).to(device)
 
-        def loss_fn(out: Tensor) -> Tensor:
+        def loss_fn(out: Tensor) -> Tensor:  # a problem needs one, though only the matmul is timed
             squares = out.float().square()
             return squares.mean()
 
@@ -230,10 +232,11 @@ def product_workload(m: int, k: int, n: int) -> Workload:
 
 
 def _products(n: int, *, quick: bool = False) -> list[Workload]:
-    odd = n - 1
+    """Matmuls of size n with and without aligned sizes; a quick run has three of the five."""
+    odd = n - 1  # for fast kernels, sizes have to be multiples of 8
     shapes = [
-        (n, n, n),  # aligned
-        (odd, n, n),  # then each size in turn is no multiple of 8
+        (n, n, n),
+        (odd, n, n),
         (n, odd, n),
         (n, n, odd),
         (8, n, n),  # few rows
@@ -243,7 +246,8 @@ def _products(n: int, *, quick: bool = False) -> list[Workload]:
     return [product_workload(*shape) for shape in shapes]
 
 
-_PICTURES = (128, 256, 256, 512)  # the last is the size of the article that the ConvModel is from
+# The four sizes of each workload, in the order of `_COLUMNS`.
+_PICTURES = (128, 256, 256, 512)  # the last is the size in AMD's blog, see convmodel.py
 _IMAGES = (  # batch, and pixels along each edge
     (16, 96),
     (16, 224),
@@ -254,7 +258,7 @@ _TEXTS = (  # batch, tokens, width, blocks, vocabulary
     (4, 128, 128, 2, 1024), (8, 256, 256, 4, 4096),
     (4, 512, 512, 4, 8192), (4, 1024, 2048, 4, 32768),
 )  # fmt: skip
-_COLUMNS = (  # on a CPU, quick
+_COLUMNS = (  # (whether the device is a CPU, whether the run is quick)
     (True, True),
     (True, False),
     (False, True),
@@ -274,14 +278,14 @@ WORKLOADS = {
         _products(512, quick=True), _products(2048), _products(2048, quick=True), _products(8192)
     ],
 }  # fmt: skip
-"""The sizes of each workload by its name: quick on a CPU, on a CPU, quick on a GPU, on a GPU."""
+"""By name, lists of workloads in four columns: quick on a CPU, CPU, quick on a GPU, GPU."""
 
 
 def workloads(device: torch.device | str, *, quick: bool) -> list[Workload]:
-    """All workloads in the sizes that suit a device; `quick` takes small ones."""
+    """All workloads in sizes for a CPU or a GPU, as `device` is; `quick` takes small sizes."""
     is_host = backend(device).is_host
     column = _COLUMNS.index((is_host, quick))
-    found: list[Workload] = []
-    for sizes in WORKLOADS.values():
-        found += sizes[column]
-    return found
+    chosen: list[Workload] = []
+    for columns in WORKLOADS.values():
+        chosen += columns[column]
+    return chosen

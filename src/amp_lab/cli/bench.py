@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     if options.list:
         print("workloads:", ", ".join(bench.WORKLOADS))
         for rung in bench.RUNGS:
-            print(f"{rung.name:<15}{rung.what}")
+            print(f"{rung.name:<15}{rung.description}")
         return 0
     out = Path(options.out)
     if out.suffix != ".json":
