@@ -1,4 +1,4 @@
-"""The numbers of few bits, and how a value is rounded to them.
+"""The number formats of 16 bits or fewer, and how a value is rounded to them.
 
 Sources: the OCP specifications of 8-bit floating point (1.0) and of microscaling formats (1.0) for
 E4M3, E5M2, E3M2, E2M3, E2M1 and E8M0; Noune et al., arXiv 2206.02915, for the two "fnuz".
@@ -12,16 +12,16 @@ from torch import Tensor
 
 _FP32_BIAS = 127
 _FP32_MANTISSA_BITS = 23
-_FP32_EXPONENT = 0x7F800000  # the bits that hold it
+_FP32_EXPONENT = 0x7F800000  # a mask of the exponent's bits
 
 
 @dataclass(frozen=True)
 class Element:
     """A number format of 16 bits or fewer; `largest` is its largest finite magnitude.
 
-    `mantissa_bits` are those stored, and `least_exponent` that of the smallest normal number, below
-    which the spacing stays the same down to zero. `int8` has one spacing throughout, 1, and so
-    nothing subnormal.
+    `mantissa_bits` are the stored bits of the mantissa. `least_exponent` is the exponent of the
+    smallest normal number; below that number the spacing stays the same down to zero. For `int8`
+    the spacing is 1 everywhere, so it has no subnormal numbers.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Element:
     mantissa_bits: int
     least_exponent: int
     largest: float
-    dtype: torch.dtype | None = None  # torch's own, where it has one
+    dtype: torch.dtype | None = None  # torch's dtype for the format, if there is one
 
     @property
     def smallest_normal(self) -> float:
@@ -45,35 +45,36 @@ class Element:
 
     @property
     def overflow(self) -> float:
-        """From this magnitude on the next number would be as near, if there were one."""
+        """The smallest magnitude that overflows: half a spacing above `largest`."""
         spacing = 2.0 ** (self.largest_exponent - self.mantissa_bits)
         return self.largest + spacing / 2
 
     @property
     def largest_exponent(self) -> int:
-        """The exponent of the largest number."""
-        _, exponent = math.frexp(self.largest)
+        """The exponent of the largest number: 8 for 448 = 1.75 * 2^8."""
+        _, exponent = math.frexp(self.largest)  # of a mantissa in [0.5, 1)
         return exponent - 1
 
     def round(self, values: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """The numbers of this format that are nearest to `values`, in fp32 and of their shape.
+        """Round `values` to the nearest numbers of this format, in fp32 and of the same shape.
 
-        A value halfway between two goes to the even one; with a `generator` each goes to the number
-        above or below, to either with the probability that makes the mean right (stochastic
-        rounding). Magnitudes above `largest` become `largest`, infinite ones too; NaN stays NaN.
-        The generator has to be of the values' device.
+        A value halfway between two numbers goes to the even one. With a `generator`, on the device
+        of the values, rounding is stochastic: a value goes to the number above or below it, with
+        probabilities whose mean is the value. Magnitudes above `largest`, infinity too, become
+        `largest`; NaN stays NaN.
         """
         return self.round_(values.to(torch.float32, copy=True), generator)
 
     def round_(self, values: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """`round` in place, for values that are fp32."""
+        """Round fp32 `values` in place, as `round` does."""
         values.clamp_(-self.largest, self.largest)
-        # In fp32 the bits of the exponent alone are the power of two below a value.
-        exponents = values.view(torch.int32) & _FP32_EXPONENT
-        least = (self.least_exponent + _FP32_BIAS) << _FP32_MANTISSA_BITS
-        powers = exponents.clamp_(min=least).view(torch.float32)
+        # An fp32 number with its sign and mantissa bits cleared is the power of two at or below
+        # its magnitude. Below the smallest normal number, that number's power takes its place.
+        exponent_bits = values.view(torch.int32) & _FP32_EXPONENT
+        least_bits = (self.least_exponent + _FP32_BIAS) << _FP32_MANTISSA_BITS
+        powers = exponent_bits.clamp_(min=least_bits).view(torch.float32)
         spacing = powers.mul_(2.0**-self.mantissa_bits)
-        values.div_(spacing)  # exact, for the spacing is a power of two
+        values.div_(spacing)  # exact, since the spacing is a power of two
         if generator is None:
             return values.round_().mul_(spacing)
         draws = torch.rand(values.shape, generator=generator, device=values.device)
@@ -82,11 +83,13 @@ class Element:
 
     def numbers(self) -> Tensor:
         """All finite numbers of this format in rising order, in fp32, with one zero."""
-        steps = torch.arange(2 ** (self.mantissa_bits + 1))
+        # For each exponent, all multiples of its spacing up to the next power of two; those that
+        # repeat smaller exponents' numbers go with `unique`.
+        multiples = torch.arange(2 ** (self.mantissa_bits + 1))
         magnitudes = []
         for exponent in range(self.least_exponent, self.largest_exponent + 1):
             spacing = 2.0 ** (exponent - self.mantissa_bits)
-            magnitudes.append(steps * spacing)
+            magnitudes.append(multiples * spacing)
         finite = torch.cat(magnitudes)
         finite = finite[finite <= self.largest]
         return torch.cat([-finite, finite]).unique()
@@ -104,6 +107,8 @@ ELEMENTS = {
         Element("e2m3", 6, 3, 0, 7.5),
         Element("e3m2", 6, 2, -2, 28.0),
         Element("e2m1", 4, 1, 0, 6.0),
+        # Its spacing is 2^(6 - 6) = 1 from the least exponent to the largest.
         Element("int8", 8, 6, 6, 127.0, torch.int8),
     )
 }
+"""The number formats by name."""

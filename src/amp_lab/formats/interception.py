@@ -1,4 +1,4 @@
-"""The products of a model with its parameters, handed to a function of ours while it runs."""
+"""Replaces a model's matmuls with its parameters by other functions while the model runs."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -17,13 +17,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 class Layer:
     """A product of ``(rows, inner)`` values with an ``(outer, inner)`` parameter."""
 
-    name: str  # of the module, or of the parameter where that is no layer of torch
+    name: str  # of the layer, such as "blocks.0.up"; of the parameter if it is in no nn.Linear etc.
     kind: str  # "linear", "convolution" or "grouped"
-    inner: int
+    inner: int  # the size that is summed over
     outer: int
 
     def misfit(self, inner_multiple: int, outer_multiple: int) -> str:
-        """Why kernels that take multiples of these cannot multiply it; empty if they can."""
+        """The reason why kernels that need these multiples cannot multiply it; empty if none."""
         if self.inner % inner_multiple:
             return f"{self.inner} to {self.outer}: no multiple of {inner_multiple}"
         if self.outer % outer_multiple:
@@ -32,86 +32,98 @@ class Layer:
 
 
 Product = Callable[[Tensor, Tensor], Tensor]
-"""Of ``(rows, inner)`` and ``(outer, inner)``, giving ``(rows, outer)``."""
+"""A function that multiplies ``(rows, inner)`` and ``(outer, inner)`` to ``(rows, outer)``."""
 
 
 @contextlib.contextmanager
 def intercepted(
     model: nn.Module, product_of: Callable[[Layer], Product | None]
 ) -> Iterator[dict[str, dict[str, None]]]:
-    """The block in which products with the model's parameters are `product_of`'s.
+    """In the block, multiply by the model's parameters with the functions of `product_of`.
 
-    So are those with views of them, such as transposed ones and single experts, and convolutions
-    of one and two dimensions, as products of their patches. Where it gives None, torch computes
-    them. What multiplies in another way is left to torch, and the dict names its weights by op:
-    recurrent layers, ``einsum``, and weights that are computed of parameters first, among others.
+    `product_of` returns the function for a layer, or None to let torch multiply. Matmuls with a
+    parameter or with a view of it, such as a transposed one or a single expert, are replaced, and
+    convolutions of one and two dimensions, as matmuls of their patches.
+
+    Yields the weights that cannot be replaced, by op, such as ``{"einsum": {"w": None}}``, where
+    the inner dict is an ordered set. Among them are recurrent layers, ``einsum``, and weights that
+    are computed from parameters first.
     """
     with _Interception(model, product_of) as mode:
-        yield mode.others
+        yield mode.unreplaced
 
 
 class _Interception(TorchFunctionMode):
+    """The mode of `intercepted`: it sees each call of a torch function by the model."""
+
     def __init__(self, model: nn.Module, product_of: Callable[[Layer], Product | None]):
         super().__init__()
         self._product_of = product_of
-        self.others: dict[str, dict[str, None]] = {}
-        self._asked = False  # whether the op that runs was offered to `product_of`
-        # The parameter that a tensor is, or is computed of alone; "" is for buffers and constants.
-        self._names = WeakTensorKeyDictionary(dict.fromkeys(model.buffers(), ""))
+        self.unreplaced: dict[str, dict[str, None]] = {}
+        self._is_replaceable = False  # whether the current op multiplies by a parameter's view
+        # The name of the parameter that a tensor is computed from; "" if from buffers and constants
+        # alone. Tensors that depend on the model's input have no entry.
+        self._sources = WeakTensorKeyDictionary(dict.fromkeys(model.buffers(), ""))
         for name, parameter in model.named_parameters():
-            self._names[parameter] = name
-        self._layers = WeakTensorKeyDictionary()
+            self._sources[parameter] = name
+        self._layer_names = WeakTensorKeyDictionary()  # by weight
         for name, module in model.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)):
-                self._layers[module.weight] = name or type(module).__name__
+                self._layer_names[module.weight] = name or type(module).__name__
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        op = getattr(func, "__name__", "").strip("_")
-        self._asked = False
+        op = getattr(func, "__name__", "").strip("_")  # "matmul", also for `__matmul__`
+        self._is_replaceable = False
         out = None
         if op in _HANDLERS and len(args) > 1:
             out = _HANDLERS[op](self, *args, **kwargs)
         if out is None:
             out = func(*args, **kwargs)
-        self._follow(op, _tensors(args, kwargs), out)
+        self._track(op, _tensors(args, kwargs), out)
         return out
 
-    def _follow(self, op: str, tensors: list[Tensor], out: Any) -> None:
-        """Note what a result is computed of, and a product that is left to torch."""
-        followed = tensors
-        if op in ("getitem", "index_select") and tensors[0].dim() > 2:  # picks experts by token
-            followed = tensors[:1]
-        names = [self._names.get(_root(tensor)) for tensor in followed]
-        if None not in names and op not in _ACTIVATIONS:
-            first_name = next(filter(None, names), "")
+    def _track(self, op: str, tensors: list[Tensor], out: Any) -> None:
+        """Note what the results of an op are computed from, and a matmul that is left to torch."""
+        sources_of = tensors
+        # Picks experts by token: the result is still made of parameters, whatever the indices are.
+        if op in ("getitem", "index_select") and tensors[0].dim() > 2:
+            sources_of = tensors[:1]
+        names = [self._sources.get(_root(tensor)) for tensor in sources_of]
+        if None not in names and op not in _ACTIVATION_OPS:
+            first_name = next(filter(None, names), "")  # "" if there is no parameter among them
             for result in _tensors(out):
-                self._names[result] = first_name
+                self._sources[result] = first_name
         elif names[:1] == [""]:
+            # A constant into which an activation is written depends on the input from now on.
             is_written = op == "setitem" or out is tensors[0]
-            if is_written:  # by an activation
-                del self._names[_root(tensors[0])]
-        if op not in _PRODUCTS or self._asked:
+            if is_written:
+                del self._sources[_root(tensors[0])]
+        if op not in _PRODUCTS or self._is_replaceable:
             return
-        for tensor, name in zip(followed, names, strict=True):
+        for tensor, name in zip(sources_of, names, strict=True):
             if name and tensor.dim() > 1:
-                self.others.setdefault(op, {})[name] = None
+                self.unreplaced.setdefault(op, {})[name] = None
                 return
 
     def _product_for(
         self, values: Tensor, weight: Tensor, kind: str, inner: int, outer: int
     ) -> Product | None:
-        """What `product_of` gives for a weight; None if it is no parameter of the model."""
+        """The function of `product_of` for a weight; None if torch is to multiply.
+
+        torch multiplies if the weight is no view of a parameter, or if there are no values.
+        """
         root = _root(weight)
-        if not isinstance(root, nn.Parameter) or root not in self._names:
+        if not isinstance(root, nn.Parameter) or root not in self._sources:
             return None
-        self._asked = True
+        self._is_replaceable = True
         if not values.numel():
             return None
-        name = self._layers.get(weight) or self._names[root]
+        name = self._layer_names.get(weight) or self._sources[root]
         return self._product_of(Layer(name, kind, inner, outer))
 
-    # What each of these does not compute, torch does: it then returns None.
+    # --- The handlers of ops, with the arguments of the torch function. They return the result, or
+    # None to let torch compute it.
 
     def linear(self, values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
         if weight.dim() != 2:
@@ -123,7 +135,7 @@ class _Interception(TorchFunctionMode):
         return _on_rows(product, values, weight, bias)
 
     def matmul(self, values: Any, weight: Any, bias: Any = None, **options: Any) -> Tensor | None:
-        """`weight` lies as GPT-2's do, ``(in, out)``."""
+        """Compute ``values @ weight + bias``, where the weight is ``(in, out)`` as in GPT-2."""
         if options or not isinstance(weight, Tensor) or weight.dim() != 2:
             return None
         inner, outer = weight.shape
@@ -139,6 +151,7 @@ class _Interception(TorchFunctionMode):
         self, values: Tensor, weight: Tensor, bias: Tensor | None = None,
         stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
     ) -> Tensor | None:  # fmt: skip
+        """Compute a convolution of one or two dimensions as matmuls of its patches."""
         inner = weight[0].numel()
         outer = len(weight) // groups
         product = self._product_for(values, weight, "convolution", inner, outer)
@@ -153,22 +166,26 @@ class _Interception(TorchFunctionMode):
         if dimensions == 1:  # as an image of height 1
             image = image[:, :, None]
             kernel = kernel[:, :, None]
-        strides = _of_two_dimensions(stride, dimensions, 1)
-        dilations = _of_two_dimensions(dilation, dimensions, 1)
+        strides = _height_and_width(stride, dimensions, height=1)
+        dilations = _height_and_width(dilation, dimensions, height=1)
         if padding == "same":
             image = F.pad(image, _same_padding(kernel.shape[2:], dilations))
-        if isinstance(padding, str):  # "same" was done, and "valid" is none
+        if isinstance(padding, str):  # "same" has been applied, and "valid" means no padding
             padding = 0
-        paddings = _of_two_dimensions(padding, dimensions, 0)
+        paddings = _height_and_width(padding, dimensions, height=0)
         out = _multiply_patches(product, image, kernel, groups, strides, dilations, paddings)
         if dimensions == 1:
             out = out[:, :, 0]
         if bias is not None:
-            ones = [1] * dimensions
+            ones = [1] * dimensions  # to broadcast over the positions
             out = out + bias.view(-1, *ones)
         return out if is_batch else out[0]
 
     def grouped(self, values: Tensor, weights: Tensor, offs: Any = None, **options: Any) -> Any:
+        """Multiply groups of rows, such as the tokens of each expert, by one weight each.
+
+        `weights` are ``(groups, in, out)``, and `offs` the index behind the last row of each group.
+        """
         has_options = any(option is not None for option in options.values())
         if offs is None or has_options or values.dim() != 2 or weights.dim() != 3:
             return None
@@ -176,7 +193,8 @@ class _Interception(TorchFunctionMode):
         product = self._product_for(values, weights, "grouped", inner, outer)
         if product is None:
             return None
-        groups = torch.tensor_split(values, offs.tolist())  # the last lies behind all experts
+        # The last piece has the rows behind all groups, which have no weight and become zeros.
+        groups = torch.tensor_split(values, offs.tolist())
         pairs = zip(groups, weights, strict=False)
         out = [product(rows, weight.T) for rows, weight in pairs if len(rows)]
         out.append(values.new_zeros(len(groups[-1]), outer))
@@ -188,23 +206,28 @@ _HANDLERS: dict[str, Callable[..., Tensor | None]] = {
     "addmm": _Interception.addmm, "grouped_mm": _Interception.grouped,
     "conv1d": _Interception.convolution, "conv2d": _Interception.convolution,
 }  # fmt: skip
+"""The handler of each op that can be replaced."""
 _PRODUCTS = {
     *_HANDLERS, "rmatmul", "bmm", "baddbmm", "addbmm", "einsum", "inner", "tensordot", "bilinear",
     "multi_dot", "chain_matmul", "conv3d", "conv_transpose1d", "conv_transpose2d",
     "conv_transpose3d", "multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu",
     "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
 }  # fmt: skip
-_ACTIVATIONS = {*_PRODUCTS, "embedding"} - {"matmul", "mm", "bmm", "einsum"}  # of whatever it is
+"""Ops that multiply: those with a weight that no handler replaces are `unreplaced`."""
+_ACTIVATION_OPS = {*_PRODUCTS, "embedding"} - {"matmul", "mm", "bmm", "einsum"}
+"""Ops whose result is an activation even if all operands are parameters or constants. The others,
+such as ``matmul``, may compute a weight from parameters."""
 
 
 def _root(tensor: Tensor) -> Tensor:
-    """What a tensor is a view of, if it is one."""
+    """The tensor that this one is a view of, or itself."""
     if tensor._base is None:
         return tensor
     return tensor._base
 
 
 def _on_rows(product: Product, values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply values ``(…, inner)`` by a weight ``(outer, inner)``, and add the bias."""
     *batch, inner = values.shape
     rows = values.reshape(-1, inner)
     out = product(rows, weight).view(*batch, len(weight))
@@ -217,40 +240,51 @@ def _multiply_patches(
     product: Product, image: Tensor, kernel: Tensor, groups: int,
     stride: tuple[int, ...], dilation: tuple[int, ...], padding: tuple[int, ...],
 ) -> Tensor:  # fmt: skip
-    """A convolution as a product of patches, ``(positions, in·height·width)``, for each group."""
+    """A convolution of two dimensions as matmuls of patches ``(positions, in·height·width)``.
+
+    Each group of channels is one matmul. The result is ``(batch, out, height, width)``.
+    """
     window = kernel.shape[2:]
     patches = F.unfold(image, window, dilation=dilation, padding=padding, stride=stride)
     rows = patches.transpose(1, 2).flatten(0, 1)  # (batch * positions, channels * window)
     weights = kernel.flatten(1).chunk(groups)
     pairs = zip(rows.chunk(groups, 1), weights, strict=True)
-    out = torch.cat([product(group, weight) for group, weight in pairs], 1)
+    out = torch.cat([product(group_rows, weight) for group_rows, weight in pairs], 1)
     channels_last = out.view(len(image), -1, len(kernel))
     height, width = map(_positions, image.shape[2:], window, stride, dilation, padding)
     return channels_last.transpose(1, 2).unflatten(2, (height, width))
 
 
 def _positions(size: int, window: int, stride: int, dilation: int, padding: int) -> int:
-    """Where a window can lie along one dimension of an image."""
-    reach = dilation * (window - 1) + 1
-    return (size + 2 * padding - reach) // stride + 1
+    """The number of positions of a window along one dimension of an image: the output's size."""
+    dilated_window = dilation * (window - 1) + 1
+    return (size + 2 * padding - dilated_window) // stride + 1
 
 
 def _tensors(*values: Any) -> list[Tensor]:
+    """All tensors in nested lists, tuples and dicts, in order."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _of_two_dimensions(value: int | Sequence[int], dimensions: int, least: int) -> tuple[int, ...]:
-    """A size for height and width, of one for all `dimensions` or for each; `least` for height."""
+def _height_and_width(value: int | Sequence[int], dimensions: int, height: int) -> tuple[int, ...]:
+    """The setting of a convolution, such as its stride, for height and width.
+
+    `value` is one number for all dimensions, or one for each. A convolution of one dimension has
+    only a width, and gets this `height`.
+    """
     values = (value,) if isinstance(value, int) else tuple(value)
-    for_each = values * (dimensions // len(values))
-    return (least,) * (2 - dimensions) + for_each
+    per_dimension = values * (dimensions // len(values))
+    return (height,) * (2 - dimensions) + per_dimension
 
 
 def _same_padding(window: Sequence[int], dilation: Sequence[int]) -> list[int]:
-    """What keeps the size, as `torch.nn.functional.pad` takes it: the last dimension first."""
+    """The padding that keeps the size of an image, for `torch.nn.functional.pad`.
+
+    It is ``[left, right, top, bottom]``: the last dimension comes first.
+    """
     padding = []
     for size, step in zip(reversed(window), reversed(dilation), strict=True):
-        both = step * (size - 1)
-        before = both // 2
-        padding += [before, both - before]
+        total = step * (size - 1)
+        before = total // 2
+        padding += [before, total - before]
     return padding

@@ -1,4 +1,4 @@
-"""A matrix product whose operands are rounded to a format, forward and backward."""
+"""A linear layer's matmuls with operands rounded to a format, forward and backward."""
 
 import math
 from collections.abc import Sequence
@@ -15,17 +15,20 @@ FORWARD = "forward"
 GRAD_INPUT = "grad_input"
 GRAD_WEIGHT = "grad_weight"
 PRODUCTS = (FORWARD, GRAD_INPUT, GRAD_WEIGHT)
-HADAMARD = 16  # values that are mixed, as in NVIDIA's recipe for NVFP4
+HADAMARD = 16  # size of the Hadamard transform, as in NVIDIA's recipe for NVFP4
 
 
 @dataclass(frozen=True)
 class ProductFormats:
-    """What the operands are rounded to in the three products of a linear layer's training step.
+    """The formats of the operands in the three matmuls of a linear layer's training step.
 
-    `values` is for the input and the weight, and `gradient` for the gradient that comes from above,
-    which is as `values` where it is None. `grad_weight` replaces both of them where the gradient of
-    the weight (wgrad) is computed. With `hadamard` its operands are mixed first, which spreads
-    outliers; with a `generator` gradients are rounded stochastically.
+    - `values` is the format of the input and the weight.
+    - `gradient` is the format of the output's gradient; None: as `values`.
+    - `grad_weight` is the format of both operands of wgrad, the gradient of the weight; None: as in
+      the other matmuls.
+    - With `hadamard`, wgrad's operands go through a Hadamard transform first, which spreads
+      outliers over their block.
+    - With a `generator`, gradients are rounded stochastically.
     """
 
     values: str | Format
@@ -35,7 +38,7 @@ class ProductFormats:
     generator: torch.Generator | None = None
 
     def of(self, which: str) -> tuple[Format, Format]:
-        """The formats of both operands of one of `PRODUCTS`; the gradient is the first."""
+        """The formats ``(left, right)`` of the operands of one of `PRODUCTS`, see `product`."""
         if which == GRAD_WEIGHT and self.grad_weight:
             both = format_of(self.grad_weight)
             return both, both
@@ -51,15 +54,16 @@ class ProductFormats:
         right: Tensor,
         counts: Sequence[Counts | None] = (None, None),
     ) -> Tensor:
-        """``left @ right.T`` of one of `PRODUCTS`, with both rounded along what is summed over.
+        """``left @ right.T`` for one of `PRODUCTS`, with both operands rounded to their formats.
 
-        In the two of the backward pass `left` is the gradient. `counts`, one for each, are told
-        what was clipped and flushed.
+        The last dimension, which is summed over, is the one that blocks and rows lie along. In the
+        two products of the backward pass `left` is the gradient. `counts`, one for each operand,
+        count the values that were clipped, flushed and so on.
         """
         left_format, right_format = self.of(which)
         if which == GRAD_WEIGHT:
-            left = self._summed_over_rows(left, left_format)
-            right = self._summed_over_rows(right, left_format)
+            left = self._prepare_for_wgrad(left, left_format)
+            right = self._prepare_for_wgrad(right, left_format)
         generator = self.generator
         if which == FORWARD:
             generator = None
@@ -68,8 +72,11 @@ class ProductFormats:
             right = quantize(right, right_format, counts=counts[1])
             return left @ right.T
 
-    def _summed_over_rows(self, operand: Tensor, form: Format) -> Tensor:
-        """An operand of wgrad, ``(…, rows of the batch)``, padded with zeros, as libraries do."""
+    def _prepare_for_wgrad(self, operand: Tensor, form: Format) -> Tensor:
+        """Pad an operand (features, rows of the batch) to whole blocks, and transform it.
+
+        Zeros are appended to each row, as libraries do: they do not change the sums.
+        """
         multiple = max(1, form.block[1])
         if self.hadamard:
             multiple = max(multiple, HADAMARD)
@@ -83,7 +90,11 @@ class ProductFormats:
 def operands(
     which: str, values: Tensor, weight: Tensor, grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The two whose ``left @ right.T`` is one of the `PRODUCTS` of ``values @ weight.T``."""
+    """The operands ``(left, right)`` of one of `PRODUCTS`, which is ``left @ right.T``.
+
+    They are those of the linear layer ``values @ weight.T``, of shapes ``(…, in)`` and
+    ``(out, in)``. The two products of the backward pass need `grad`, the output's gradient.
+    """
     rows = values.reshape(-1, values.shape[-1])
     if grad is None:
         return rows, weight
@@ -94,18 +105,18 @@ def operands(
 
 
 TORCHAO = {"fp8": ProductFormats("fp8", gradient="fp8-e5m2")}
-"""Recipes of torchao that round gradients to another format than the rest, by the format's name."""
+"""Recipes of torchao, by format, that round gradients to another format than values."""
 
 
 def recipe(form: str | Format) -> ProductFormats:
-    """The products of a format, as torchao trains with it."""
+    """The formats of all operands when torchao trains in a format."""
     return TORCHAO.get(format_of(form).name) or ProductFormats(form)
 
 
 def inference_recipe(form: str | Format) -> ProductFormats:
-    """The forward product of a format, as torchao infers with it: scales of rows are any in fp32.
+    """The formats of the operands when torchao runs inference in a format.
 
-    torchao trains with powers of two there.
+    Scales that are powers of two in training may be any fp32 numbers in inference.
     """
     form = format_of(form)
     if form.scale == "power2":
@@ -118,10 +129,11 @@ def quantized_linear(
 ) -> Tensor:
     """`values @ weight.T`, of shapes ``(…, in)`` and ``(out, in)``, with rounded operands, in fp32.
 
-    In each of the three products both operands are quantised along the dimension that is summed
-    over, as the hardware wants its blocks and rows to lie; so the weight is quantised anew for
-    dgrad. The sums are in fp32. Wgrad sums over the rows of `values`: where those are no multiple
-    of a block, zeros are appended.
+    Its backward pass rounds the operands of dgrad (gradient of `values`) and wgrad (gradient of
+    `weight`) too. Each matmul quantises its operands along the dimension that it sums over, since
+    the hardware needs blocks and rows to lie along it; so dgrad quantises the weight a second time.
+    Sums are in fp32. Wgrad sums over the rows of `values`, to which zeros are appended where they
+    do not fill a block.
 
     Raises what `quantize` raises; ``in`` and ``out`` have to be multiples of the format's block.
     """
@@ -131,11 +143,11 @@ def quantized_linear(
 
 
 def hadamard(values: Tensor, size: int = HADAMARD, seed: int = 0) -> Tensor:
-    """`values` with each `size` of the last dimension mixed by a random Hadamard transform.
+    """Apply a random Hadamard transform to every `size` neighbours of the last dimension.
 
-    Signs are drawn from the seed; then the transform is orthogonal, so that the product of two
-    tensors, along that dimension, stays as it is. `size` is a power of two that divides it, else
-    `NumericsError` is raised.
+    Its signs are drawn from the seed. The transform is orthogonal, so a matmul of two transformed
+    tensors along that dimension has the same result. `size` has to be a power of two that divides
+    the dimension; otherwise `NumericsError` is raised.
     """
     length = values.shape[-1]
     is_power_of_two = size > 0 and not size & (size - 1)
@@ -144,16 +156,18 @@ def hadamard(values: Tensor, size: int = HADAMARD, seed: int = 0) -> Tensor:
     draws = torch.Generator().manual_seed(seed)
     bits = torch.randint(0, 2, (size,), generator=draws)
     signs = 2 * bits - 1
-    of_two = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+    hadamard_2 = torch.tensor([[1.0, 1.0], [1.0, -1.0]])  # larger matrices are its Kronecker powers
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
-        matrix = torch.kron(matrix, of_two)
+        matrix = torch.kron(matrix, hadamard_2)
     transform = signs[:, None] * matrix / math.sqrt(size)
     mixed = values.reshape(-1, size) @ transform.to(values)
     return mixed.view(values.shape)
 
 
 class _Linear(torch.autograd.Function):
+    """``values @ weight.T`` with rounded operands in all three matmuls."""
+
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor, formats: ProductFormats) -> Tensor:
         ctx.save_for_backward(values, weight)
@@ -163,11 +177,11 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        found: list[Tensor | None] = [None, None]
+        saved = ctx.saved_tensors  # values and weight, whose gradients are computed in this order
+        gradients: list[Tensor | None] = [None, None]
         for i, which in enumerate((GRAD_INPUT, GRAD_WEIGHT)):
             if ctx.needs_input_grad[i]:
                 left, right = operands(which, *saved, *grads)
                 grad = ctx.formats.product(which, left, right)
-                found[i] = grad.view_as(saved[i]).to(saved[i].dtype)
-        return *found, None
+                gradients[i] = grad.view_as(saved[i]).to(saved[i].dtype)
+        return *gradients, None

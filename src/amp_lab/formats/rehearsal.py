@@ -1,4 +1,4 @@
-"""`rehearse`: what a model's products become below 16 bits, and what it makes of that."""
+"""`rehearse`: the errors of a model whose matmuls are computed in formats below 16 bits."""
 
 import functools
 import math
@@ -31,22 +31,25 @@ from amp_lab.formats.uses import Inference, ProductOf, Training, Use
 from amp_lab.tracing.structures import named_tensors
 
 DEFAULT = ("fp8", "fp8-rowwise", "mxfp8", "mxfp4", "nvfp4")
-_CAUTIOUS = ("fp8-rowwise", "mxfp8", "fp8", "nvfp4", "mxfp4")  # as tried as libraries hold them
-_UNLIKE = 6.0  # dB below what a format makes of normally distributed values: twice the error
-_FLUSHED = 0.25  # of the values, above the share that a format makes 0 of normally distributed ones
-_PEAK = 20.0  # the largest magnitude over the root mean square
+# In order of preference: the formats that libraries hold safest come first.
+_PREFERRED = ("fp8-rowwise", "mxfp8", "fp8", "nvfp4", "mxfp4")
+# A layer is left out where it is so much worse than normally distributed values in the same format.
+_WORSE_DB = 6.0  # lower SQNR: twice the error
+_MORE_FLUSHED = 0.25  # higher share of values that become 0
+_OUTLIER = 20.0  # a largest magnitude of this many times the root mean square explains the noise
 _OPERANDS = {
     FORWARD: ("input", "weight"),
     GRAD_INPUT: ("gradient", "weight"),
     GRAD_WEIGHT: ("gradient", "input"),
 }
+"""The operands ``(left, right)`` of each matmul, as the reports name them."""
 _IN_16_BITS = remedy(
     "rehearse.in_16_bits",
     "no matmul of a model can be rehearsed: all are of conv3d, say, or of computed weights",
     "run it in 16 bits, under torch.autocast(device_type, torch.bfloat16)",
 )
-_FEW = 3  # layers: of no more, the first and the last are converted too
-_ROUTERS = {"gate", "gating", "router", "switch"}
+_FEW_LAYERS = 3  # in a model with no more layers, the first and the last are converted too
+_ROUTERS = {"gate", "gating", "router", "switch"}  # names of modules that choose experts
 
 
 def rehearse(
@@ -60,44 +63,47 @@ def rehearse(
     use: str | None = None,
     **kwargs: Any,
 ) -> Rehearsal:
-    """What becomes of a model whose products are computed in formats below 16 bits, on any machine.
+    """Measure the errors of a model whose matmuls are computed in formats below 16 bits.
 
-    `use` is ``"training"`` or ``"inference"``; if it is left out, a model in evaluation mode is
-    rehearsed for inference.
+    It runs on any machine, since operands are rounded to the `formats`, names of `FORMATS`, and
+    multiplied in fp32. `use` is ``"training"`` or ``"inference"``. By default a model in evaluation
+    mode is rehearsed for inference, and any other for training.
 
-    For training one step in fp32 is taken with `inputs` and `kwargs`, a batch as the model takes
-    it, and each product of linear layers, convolutions and grouped experts is repeated with
-    operands that are rounded to each of the `formats`, names of `FORMATS`: forward, for the
-    gradient of the input (dgrad) and of the weight (wgrad). Then the model runs with all of them
-    but those that are better left in bf16. `loss_fn` makes a loss of the output, which is else its
-    own or its mean square. With `steps` it is trained on that batch by AdamW, beside bf16 autocast,
-    with so many `seeds`.
+    For training, the model takes one step in fp32 with `inputs` and `kwargs`, a batch as the model
+    takes it. The matmuls of linear layers, convolutions and grouped experts are repeated in each
+    format: forward, dgrad (gradient of the input) and wgrad (gradient of the weight). Then the
+    whole model runs in each format, with the layers in bf16 that are better left there. `loss_fn`
+    makes a loss of the output; without it, the loss is the output's own or its mean square. With
+    `steps`, the model is also trained on that batch by AdamW, in each format and under bf16
+    autocast, with each of `seeds` seeds.
 
-    For inference the forward product alone is repeated, and the model's output is compared with
-    fp32's. `card`, of `cards.CARDS`, leaves out what would not be faster there, by a forecast.
+    For inference, only the forward matmul is repeated, and the model's output is compared with
+    fp32's. `card` is a GPU of `cards.CARDS`: layers that a forecast finds slower there are left in
+    bf16.
 
-    It cannot tell how fast a format is, whether a long training converges, or how accurate the
-    model is on other data. It works on copies, where the model is. Raises `NumericsError` for a
-    format that does not exist, for a model without such products, and for one that cannot be
-    trained or returns nothing to compare; `OptionError` for an unknown card or use, and for steps
-    of inference; `TraceError` if its step fails.
+    The result does not tell how fast a format is, whether a long training converges, or how
+    accurate the model is on other data. Copies of the model run on its device.
+
+    Raises `NumericsError` for a format that does not exist, for a model without such matmuls, and
+    for one that cannot be trained or returns nothing to compare; `OptionError` for an unknown card
+    or use, and for steps of inference; `TraceError` if the model's step fails.
     """
     names = dict.fromkeys(("bf16", *formats))  # each once
     forms = [format_of(name) for name in names]
-    facts = card_of(card) if card else None
-    kind = _kind(model, use)
-    _check_steps(kind, steps, seeds)
+    gpu = card_of(card) if card else None
+    use_class = _use_class(model, use)
+    _check_steps(use_class, steps, seeds)
     case = Case(model, inputs, kwargs, loss_fn, _device_of(model))
     with case.random_numbers_kept(), torch.enable_grad():
         try:
-            rehearsed = Training(case, steps, seeds) if kind is Training else Inference(case)
-            layers, reports = _first_step(rehearsed, forms, facts)
+            runner = Training(case, steps, seeds) if use_class is Training else Inference(case)
+            layers, reports = _rehearse_step(runner, forms, gpu)
         except AmpLabError:
             raise
-        except Exception as error:  # the user's model and loss raise what they like
-            failed = f"{type(model).__name__} fails in {kind.step}"
-            raise TraceError(f"{failed}: {with_type(error)}") from error
-        return _result(rehearsed, layers, reports, card)
+        except Exception as error:  # the user's model and loss may raise any exception
+            problem = f"{type(model).__name__} fails in {use_class.step}"
+            raise TraceError(f"{problem}: {with_type(error)}") from error
+        return _result(runner, layers, reports, card)
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -109,16 +115,16 @@ def _device_of(model: nn.Module) -> torch.device:
 def _result(
     use: Use, layers: list[LayerReport], reports: list[FormatReport], card: str | None
 ) -> Rehearsal:
-    """The verdicts, and torchao's lines for the best format."""
+    """Give the formats their verdicts, recommend one, and return the result."""
     use.judge()
     if card:
-        for report in reports[1:]:
+        for report in reports[1:]:  # without bf16
             if report.name not in card_of(card).formats:
                 report.verdict = f"{card} does not multiply it"
     passing = {report.name for report in reports if report.passes}
-    candidates = [form for form in _CAUTIOUS if form in passing]
-    watch = [*use.remarks, *_not_rehearsed(use)]
-    best, program = _recommended(use, candidates, layers, watch)
+    candidates = [form for form in _PREFERRED if form in passing]
+    watch = [*use.remarks, *_unreplaced_remarks(use)]
+    best, program = _recommend(use, candidates, layers, watch)
     watch.append(use.limits)
     name = type(use.case.model).__name__
     return use.result(
@@ -126,84 +132,93 @@ def _result(
     )
 
 
-def _kind(model: nn.Module, use: str | None) -> type[Use]:
-    """What is rehearsed: as `use` says, or else as the mode of the model does."""
+def _use_class(model: nn.Module, use: str | None) -> type[Use]:
+    """`Training` or `Inference`, by the argument `use`, or else by the mode of the model."""
     if use is None:
         return Training if model.training else Inference
-    kinds: dict[str, type[Use]] = {TRAINING: Training, INFERENCE: Inference}
-    if use not in kinds:
-        raise OptionError(f"rehearse: use {use!r} is none of {', '.join(kinds)}")
-    return kinds[use]
+    classes: dict[str, type[Use]] = {TRAINING: Training, INFERENCE: Inference}
+    if use not in classes:
+        raise OptionError(f"rehearse: use {use!r} is none of {', '.join(classes)}")
+    return classes[use]
 
 
-def _check_steps(kind: type[Use], steps: int, seeds: int) -> None:
+def _check_steps(use_class: type[Use], steps: int, seeds: int) -> None:
+    """Raise `OptionError` for numbers of steps and seeds that cannot be run."""
     if steps < 0 or seeds < 1:
         raise OptionError(f"rehearse: {steps} steps with {seeds} seeds cannot be")
-    if steps and kind is Inference:
+    if steps and use_class is Inference:
         raise OptionError(
             'rehearse: steps are for training, and this is inference: pass use="training", or '
             "leave steps out"
         )
 
 
-def _first_step(
-    use: Use, forms: list[Format], card: Card | None
+def _rehearse_step(
+    use: Use, forms: list[Format], gpu: Card | None
 ) -> tuple[list[LayerReport], list[FormatReport]]:
-    """Each layer in each format, what is left out, and the whole model without that."""
-    errors = _measure(use, forms)
-    if not errors:
-        raise NumericsError(_no_matmul(use))
+    """Report each layer in each format, and the whole model in each format.
+
+    Raises `NumericsError` for a model without a matmul that can be replaced.
+    """
+    errors_by_layer = _measure_layers(use, forms)
+    if not errors_by_layer:
+        raise NumericsError(_no_matmul_message(use))
     layers = []
-    for errors_of_layer in errors:
-        layers += [errors_of_layer.report(form) for form in forms]
+    for errors in errors_by_layer:
+        layers += [errors.report(form) for form in forms]
     inputs = named_tensors((use.case.args, use.case.kwargs))
     reads_ids = not any(tensor.is_floating_point() for _, tensor in inputs)
-    _leave_out(use, layers, card, reads_ids)
-    return layers, [_whole_model(use, form.name, layers, card) for form in forms]
+    _leave_out(use, layers, gpu, reads_ids)
+    return layers, [_report_model(use, form.name, layers, gpu) for form in forms]
 
 
-def _no_matmul(use: Use) -> str:
+def _no_matmul_message(use: Use) -> str:
     problem = f"{type(use.case.model).__name__} multiplies by no parameter that can be rounded"
-    others = _left_to_torch(use)
-    if not others:
+    unreplaced = _unreplaced_ops(use)
+    if not unreplaced:
         return problem
-    return f"{problem}; it has {', '.join(others)}: {_IN_16_BITS.text}"
+    return f"{problem}; it has {', '.join(unreplaced)}: {_IN_16_BITS.text}"
 
 
-def _left_to_torch(use: Use) -> list[str]:
-    names = {op: listed([*weights], 3) for op, weights in use.others.items()}
+def _unreplaced_ops(use: Use) -> list[str]:
+    """The ops that multiply by a weight and were left to torch, such as ``einsum with w``."""
+    names = {op: listed([*weights], 3) for op, weights in use.unreplaced.items()}
     return [f"{op} with {weights}" for op, weights in names.items()]
 
 
-def _not_rehearsed(use: Use) -> list[str]:
-    others = sorted(_left_to_torch(use))
-    return [f"Not rehearsed: {other}, which torch computes." for other in others]
+def _unreplaced_remarks(use: Use) -> list[str]:
+    ops = sorted(_unreplaced_ops(use))
+    return [f"Not rehearsed: {op}, which torch computes." for op in ops]
 
 
 def _sums() -> defaultdict[Any, float]:
+    """A dict of sums that start at 0."""
     return defaultdict(float)
 
 
 @dataclass
 class _LayerErrors:
-    """A layer's products in one step, exactly and in each format; several calls add up."""
+    """The errors of a layer's matmuls in one step, in each format; several calls add up.
+
+    Formats and matmuls are keys by name: "mxfp8", "grad_weight" (see `PRODUCTS`).
+    """
 
     use: Use
     layer: Layer
     forms: list[Format]
-    rows: int = 0
-    summed: set[int] = field(default_factory=set)  # rows that a gradient of the weight sums over
-    signal: dict[str, float] = field(default_factory=_sums)  # squares, by product
-    noise: dict[tuple[str, str], float] = field(default_factory=_sums)  # by format and product
+    rows: int = 0  # of the layer's input
+    wgrad_rows: set[int] = field(default_factory=set)  # numbers of rows that wgrad summed over
+    signal: dict[str, float] = field(default_factory=_sums)  # sum of squares, by matmul
+    noise: dict[tuple[str, str], float] = field(default_factory=_sums)  # by format and matmul
     loss_change: dict[str, float] = field(default_factory=_sums)  # by format
     counts: dict[str, dict[str, Counts]] = field(default_factory=dict)  # by format and operand
-    peaks: dict[str, float] = field(default_factory=dict)  # by operand
+    peaks: dict[str, float] = field(default_factory=dict)  # by operand, see `_peak`
 
-    def note(self, which: str, left: Tensor, right: Tensor, exact: Tensor) -> None:
-        """Repeat one of the products in each format."""
+    def add_matmul(self, which: str, left: Tensor, right: Tensor, exact: Tensor) -> None:
+        """Repeat one of the layer's matmuls in each format, and add its errors."""
         self.signal[which] += _squares(exact)
         if which == GRAD_WEIGHT:
-            self.summed.add(left.shape[1])
+            self.wgrad_rows.add(left.shape[1])
         for operand, values in zip(_OPERANDS[which], (left, right), strict=True):
             self.peaks[operand] = max(self.peaks.get(operand, 0.0), _peak(values))
         for form in self.forms:
@@ -212,8 +227,8 @@ class _LayerErrors:
             rounded = self.use.formats(form).product(which, left, right, counts)
             self.noise[form.name, which] += _squares(rounded - exact)
 
-    def note_loss(self, values: Tensor, weight: Tensor, grad: Tensor) -> None:
-        """What the errors of the output add to the loss, to first order."""
+    def add_loss_change(self, values: Tensor, weight: Tensor, grad: Tensor) -> None:
+        """Add the change of the loss by the output's error, to first order: grad · error."""
         grad = grad.flatten()
         output = values @ weight.T
         exact = torch.linalg.vecdot(output.flatten(), grad)
@@ -223,11 +238,11 @@ class _LayerErrors:
             self.loss_change[form.name] += float(rounded - exact)
 
     def report(self, form: Format) -> LayerReport:
-        """What was found in a format, also in one that does not fit."""
+        """The report in a format; one without errors if the format does not fit the layer."""
         report = LayerReport(self.layer, self.rows, form.name)
         report.left_out = self.use.misfit(self.layer, form)
         if not report.left_out:
-            report.left_out = self.use.misfit_of_rows(self.layer, form, sorted(self.summed))
+            report.left_out = self.use.misfit_of_rows(self.layer, form, sorted(self.wgrad_rows))
         if report.left_out:
             return report
         for which, signal in self.signal.items():
@@ -240,26 +255,31 @@ class _LayerErrors:
         return report
 
     def _noise_reason(self, report: LayerReport, formats: ProductFormats) -> str:
-        """Why a layer is worse off than normally distributed values; empty if it is not."""
+        """The reason why a layer is much worse than normally distributed values; empty if not."""
         for operand, shares in report.shares.items():
             if shares["nonfinite"]:
                 return f"{shares['nonfinite']:.2g} of its {operand} are not finite"
-        usual_decibels, usual_flushed = _typical(formats, self.use.typical)
-        flushed, operand = max((s["flushed"], name) for name, s in report.shares.items())
-        if flushed > usual_flushed + _FLUSHED:
+        usual_decibels, usual_flushed = _usual_noise(formats, self.use.reference_matmul)
+        flushed_shares = [(shares["flushed"], name) for name, shares in report.shares.items()]
+        flushed, operand = max(flushed_shares)
+        if flushed > usual_flushed + _MORE_FLUSHED:
             return f"{flushed:.0%} of its {operand} become 0"
         which, decibels = report.worst
-        if decibels >= usual_decibels - _UNLIKE:
+        if decibels >= usual_decibels - _WORSE_DB:
             return ""
         noise = f"{which}: {decibels:.0f} dB where {usual_decibels:.0f} are usual"
+        # Either an outlier makes the other values of its block inaccurate, or large terms cancel.
         operand, peak = max(self.peaks.items(), key=lambda item: item[1])
-        if peak > _PEAK:
+        if peak > _OUTLIER:
             return f"{noise}: its {operand} reaches {peak:.0f} times its root mean square"
         return f"{noise}: its sums cancel"
 
 
 class _MeasuredProduct(torch.autograd.Function):
-    """``values @ weight.T``, computed exactly; its errors are noted, forward and backward."""
+    """``values @ weight.T`` in fp32, which repeats its three matmuls in the formats.
+
+    Its result and its gradients are fp32's; the errors are added to `errors`.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor, errors: _LayerErrors) -> Tensor:
@@ -267,25 +287,25 @@ class _MeasuredProduct(torch.autograd.Function):
         ctx.errors = errors
         out = values @ weight.T
         errors.rows += len(values)
-        errors.note(FORWARD, values, weight, out)
+        errors.add_matmul(FORWARD, values, weight, out)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        found: list[Tensor | None] = [None, None]
+        saved = ctx.saved_tensors  # values and weight, whose gradients are computed in this order
+        gradients: list[Tensor | None] = [None, None]
         for i, which in enumerate((GRAD_INPUT, GRAD_WEIGHT)):
             if ctx.needs_input_grad[i]:
                 left, right = operands(which, *saved, *grads)
                 exact = left @ right.T
-                ctx.errors.note(which, left, right, exact)
-                found[i] = exact
-        ctx.errors.note_loss(*saved, *grads)
-        return *found, None
+                ctx.errors.add_matmul(which, left, right, exact)
+                gradients[i] = exact
+        ctx.errors.add_loss_change(*saved, *grads)
+        return *gradients, None
 
 
-def _measure(use: Use, forms: list[Format]) -> list[_LayerErrors]:
-    """The errors of each layer in the formats that its kernels can take, by order of calls."""
+def _measure_layers(use: Use, forms: list[Format]) -> list[_LayerErrors]:
+    """The errors of each layer in the formats that fit it, in the order of the layers' calls."""
     by_layer: dict[Layer, _LayerErrors] = {}
 
     def product_of(layer: Layer) -> Product:
@@ -299,56 +319,60 @@ def _measure(use: Use, forms: list[Format]) -> list[_LayerErrors]:
     return list(by_layer.values())
 
 
-def _kept_by_custom(layers: list[Layer], reads_ids: bool) -> dict[Layer, str]:
-    """The layers, in the order of their calls, that stay in bf16 by custom, and what they are.
+def _roles_in_bf16(layers: list[Layer], reads_ids: bool) -> dict[Layer, str]:
+    """The layers that stay in bf16 by custom, with their roles, such as ``the head``.
 
-    These are embeddings, what reads the inputs unless they are ids, routers and the head, as in
+    `layers` are in the order of their calls, and `reads_ids` is whether all inputs are ids. The
+    roles are embeddings, routers, the head, and the layer that reads floating-point inputs, as in
     DeepSeek-V3's report (arXiv 2412.19437, section 3.3.1) and torchao's example of FP8 training.
     """
-    kept = {}
+    roles = {}
     for layer in layers:
         names = layer.name.lower().split(".")
         if any("embed" in name for name in names[-2:]):
-            kept[layer] = "an embedding"
-        elif names[-1] in _ROUTERS and layer.outer < layer.inner:
-            kept[layer] = "a router"
-    if len(layers) <= _FEW:
-        return kept
-    kept.setdefault(layers[-1], "the head")
-    others = [layer for layer in layers if layer not in kept]
+            roles[layer] = "an embedding"
+        elif names[-1] in _ROUTERS and layer.outer < layer.inner:  # a gated MLP's gate is wider
+            roles[layer] = "a router"
+    if len(layers) <= _FEW_LAYERS:
+        return roles
+    roles.setdefault(layers[-1], "the head")
+    others = [layer for layer in layers if layer not in roles]
     if others and not reads_ids:
-        kept[others[0]] = "the layer that reads the inputs"
-    return kept
+        roles[others[0]] = "the layer that reads the inputs"
+    return roles
 
 
-def _leave_out(use: Use, layers: list[LayerReport], card: Card | None, reads_ids: bool) -> None:
-    """Say which of the layers that could be converted are better left in bf16."""
+def _leave_out(use: Use, layers: list[LayerReport], gpu: Card | None, reads_ids: bool) -> None:
+    """Set `left_out` where a layer stays in bf16 by custom, or where it is too small to gain."""
     in_order = dict.fromkeys(report.layer for report in layers)
-    kept = _kept_by_custom(list(in_order), reads_ids)
+    roles = _roles_in_bf16(list(in_order), reads_ids)
     for report in layers:
         if report.format == "bf16" or report.left_out:
             continue
-        gain = _gain(use, report.format, [report], card)
-        if report.layer in kept:
-            report.left_out = f"{kept[report.layer]}, by custom"
+        gain = _forecast_gain(use, report.format, [report], gpu)
+        if report.layer in roles:
+            report.left_out = f"{roles[report.layer]}, by custom"
         elif gain is not None and gain < 1:
             report.left_out = f"too small to gain: a forecast of {gain:.2f}x"
 
 
-def _gain(use: Use, form: str, layers: list[LayerReport], card: Card | None) -> float | None:
-    """How many times as fast as in bf16 layers would be; None unless a card has the format."""
-    if card is None or form not in card.formats:
+def _forecast_gain(
+    use: Use, form: str, layers: list[LayerReport], gpu: Card | None
+) -> float | None:
+    """Forecast of the layers' speed-up over bf16; None without a GPU that has the format."""
+    if gpu is None or form not in gpu.formats:
         return None
     sizes = [(r.rows, r.layer.inner, r.layer.outer) for r in layers]
-    return use.gain(card, form, sizes)
+    return use.gain(gpu, form, sizes)
 
 
 def _converted(form: str, layers: Iterable[LayerReport]) -> list[LayerReport]:
+    """The reports of the layers that are converted to a format."""
     return [report for report in layers if report.format == form and not report.left_out]
 
 
 def _products(formats: ProductFormats, converted: Iterable[LayerReport]) -> ProductOf:
-    """The products of the layers that are converted."""
+    """A function that returns the matmul with rounded operands for the converted layers."""
     layers = {report.layer for report in converted}
 
     def product(values: Tensor, weight: Tensor) -> Tensor:
@@ -357,21 +381,24 @@ def _products(formats: ProductFormats, converted: Iterable[LayerReport]) -> Prod
     return lambda layer: product if layer in layers else None
 
 
-def _whole_model(use: Use, form: str, layers: list[LayerReport], card: Card | None) -> FormatReport:
-    """Run the model in a format, but for what is left out, and compare it with fp32."""
+def _report_model(use: Use, form: str, layers: list[LayerReport], gpu: Card | None) -> FormatReport:
+    """Run the model with its converted layers in a format, and compare it with fp32."""
     converted = _converted(form, layers)
     left_out = len({report.layer for report in layers}) - len(converted)
     products = _products(use.formats(form), converted)
     report = use.report(form, len(converted), left_out, products)
     if converted:
-        report.gain = _gain(use, form, converted, card)
+        report.gain = _forecast_gain(use, form, converted, gpu)
     return report
 
 
-def _recommended(
+def _recommend(
     use: Use, candidates: list[str], layers: list[LayerReport], watch: list[str]
 ) -> tuple[str | None, str]:
-    """The first format whose lines do not fail on a copy of the model, and those lines."""
+    """Return the first format whose code does not fail on a copy of the model, and its code.
+
+    Without such a format it is ``(None, "")``. Remarks on the code are added to `watch`.
+    """
     for form in candidates:
         code = _program(use, form, layers, watch)
         if not code:
@@ -388,18 +415,21 @@ def _recommended(
 
 
 def _program(use: Use, form: str, layers: list[LayerReport], watch: list[str]) -> str:
-    """The lines that convert the model to a format; empty if torchao converts none of it."""
+    """The code that converts the model to a format; empty if torchao converts none of its layers.
+
+    If torchao cannot convert some layers that were rehearsed, a remark is added to `watch`.
+    """
     modules = dict(use.case.model.named_modules())
-    rounded = [report.layer.name for report in _converted(form, layers)]
+    rehearsed = [report.layer.name for report in _converted(form, layers)]
     converted = []
-    for name in rounded:
+    for name in rehearsed:
         if use.torchao.converts(form, modules.get(name)):
             converted.append(name)
-    left = len(rounded) - len(converted)
-    if left:
+    missing = len(rehearsed) - len(converted)
+    if missing:
         kind = use.torchao.converted_kind(form)
-        many = f"{left} of {len(rounded)} layers"
-        watch.append(f"torchao's lines are for {kind} alone, and so leave {many} in 16 bits.")
+        share = f"{missing} of {len(rehearsed)} layers"
+        watch.append(f"torchao's lines are for {kind} alone, and so leave {share} in 16 bits.")
     if not converted:
         return ""
     left_out = []
@@ -410,8 +440,11 @@ def _program(use: Use, form: str, layers: list[LayerReport], watch: list[str]) -
 
 
 @functools.cache
-def _typical(formats: ProductFormats, which: str) -> tuple[float, float]:
-    """SQNR in dB of a product of normally distributed values, and the share that become 0."""
+def _usual_noise(formats: ProductFormats, which: str) -> tuple[float, float]:
+    """SQNR in dB of a matmul of normally distributed values, and the share of them that become 0.
+
+    `which` is one of `PRODUCTS`.
+    """
     draws = torch.Generator().manual_seed(0)
     left = torch.randn(256, 256, generator=draws)
     right = torch.randn(256, 256, generator=draws)
@@ -423,17 +456,19 @@ def _typical(formats: ProductFormats, which: str) -> tuple[float, float]:
 
 
 def _peak(values: Tensor) -> float:
-    """The largest magnitude over the root mean square; 0 for zeros."""
+    """The largest magnitude over the root mean square; 0 if all values are 0."""
     largest = float(values.abs().max())
     mean_square = _squares(values) / values.numel()
     return largest / math.sqrt(mean_square or 1.0)
 
 
 def _squares(values: Tensor) -> float:
+    """The sum of the squares."""
     return float(torch.linalg.vector_norm(values)) ** 2
 
 
 def _decibels(signal: float, noise: float) -> float:
+    """The ratio of two sums of squares in dB."""
     if not noise:
         return math.inf
     if not signal:

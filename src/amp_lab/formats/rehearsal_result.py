@@ -1,4 +1,4 @@
-"""What `rehearse` returns: a table by layer and format, and the lines that follow from it."""
+"""What `rehearse` returns: a table of layers and formats, with verdicts and torchao's code."""
 
 import html
 import math
@@ -10,62 +10,67 @@ from typing import Any
 from amp_lab.core.report import Printed, Table, listed
 from amp_lab.formats.interception import Layer
 
-_GRADIENTS_OFF = 0.5  # of the gradients, in their norm
-_LOSS_OFF = 0.1  # of the loss: noise 10 dB below an output adds so much to its mean square
+# Errors that a format may have, relative to fp32's value.
+_GRADIENTS_OFF = 0.5  # of all gradients together, in the Euclidean norm
+_LOSS_OFF = 0.1  # noise 10 dB below an output adds this share to the output's mean square
 OUTPUT_OFF = 0.3
-"""What a format may add to the output in inference: noise that is about 10 dB below it."""
-_TIMES_BF16 = 1.5  # what bf16 is off, so many times, is always allowed
-_LEARNED_OFF = 0.05  # of what bf16 learns may a loss be away from its own, whatever seeds say
+"""The largest error of the output in inference that passes: noise about 10 dB below the output."""
+_TIMES_BF16 = 1.5  # a larger error passes too if it is at most this many times the error of bf16
+# The last loss may differ from bf16's by this share of the fall of bf16's loss, even if the losses
+# of several seeds differ less.
+_LEARNED_OFF = 0.05
 
 
 @dataclass
 class LayerReport:
-    """A layer in a format; `left_out` says why it had better stay in bf16, if it had."""
+    """The errors of a layer in a format."""
 
     layer: Layer
-    rows: int  # that were multiplied, in all calls
+    rows: int  # rows of its input, in all calls together
     format: str
     decibels: dict[str, float] = field(default_factory=dict)
-    """Signal to quantisation noise (SQNR) of each product, three for training."""
+    """Signal to quantisation noise ratio (SQNR) of each of its matmuls, three in training."""
     loss_change: float | None = None
-    """What the error of its output adds to the loss in training, to first order."""
+    """The change of the loss that the error of its output makes in training, to first order."""
     shares: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Of ``input``, ``weight`` and ``gradient``: clipped, flushed to zero, subnormal, nonfinite."""
+    """By operand (``input``, ``weight``, ``gradient``) the shares of its values that are
+    ``clipped``, ``flushed`` to zero, ``subnormal`` and ``nonfinite``."""
     left_out: str = ""
+    """The reason why the layer is better left in bf16; empty if it can be converted."""
 
     @property
     def worst(self) -> tuple[str, float]:
-        """The product with the most noise, and its SQNR in dB."""
+        """The matmul with the most noise, such as ``forward``, and its SQNR in dB."""
         return min(self.decibels.items(), key=lambda item: item[1])
 
 
 @dataclass
 class FormatReport:
-    """The whole model in a format, but for the layers that are left out."""
+    """The whole model in a format, with some layers left in bf16."""
 
-    name: str
-    layers: int
-    left_out: int
-    gain: float | None = None  # over bf16 of the layers that are converted: a forecast
+    name: str  # of the format
+    layers: int  # how many layers are converted
+    left_out: int  # how many layers are left in bf16
+    gain: float | None = None  # forecast of the speed-up over bf16 of the converted layers
     verdict: str = ""
 
     @property
     def passes(self) -> bool:
-        """Whether the verdict speaks for the format."""
+        """Whether the verdict is that the format is accurate enough."""
         return self.verdict.startswith(("holds", "passes"))
 
 
 @dataclass
 class TrainingReport(FormatReport):
-    """A training step of the whole model in a format, and what it learns in several."""
+    """A training step of the whole model in a format, and its losses after several steps."""
 
-    loss_off: float = 0.0  # relative to fp32's
-    gradients_off: float = 0.0  # in their norm, relative to fp32's
-    losses: list[float] = field(default_factory=list)  # the last of each seed
-    learned: float = 0.0  # by so much the loss fell
+    loss_off: float = 0.0  # difference of the loss, relative to fp32's
+    gradients_off: float = 0.0  # norm of the gradients' error, relative to the norm of fp32's
+    losses: list[float] = field(default_factory=list)  # the last loss with each seed
+    learned: float = 0.0  # the fall of the loss, with the last seed
 
     def judge(self, bf16: "TrainingReport") -> None:
-        """Give the verdict: ``holds``, ``holds in one step``, or what speaks against it."""
+        """Set the verdict: ``holds``, ``holds in one step``, or the reason why it fails."""
         self.verdict = self._find_verdict(bf16)
 
     def _find_verdict(self, bf16: "TrainingReport") -> str:
@@ -73,6 +78,7 @@ class TrainingReport(FormatReport):
             return "no layer is left"
         if not math.isfinite(self.loss_off):
             return "its loss is not finite"
+        # "not <=" instead of ">", so that gradients with NaN fail.
         if not self.gradients_off <= max(_GRADIENTS_OFF, _TIMES_BF16 * bf16.gradients_off):
             return f"its gradients are {self.gradients_off:.0%} off"
         if self.losses:
@@ -82,14 +88,17 @@ class TrainingReport(FormatReport):
         return f"its loss is {self.loss_off:+.0%} off"
 
     def _learns_as(self, bf16: "TrainingReport") -> bool:
-        """Whether the last losses are as near to bf16's as those of two seeds are."""
+        """Whether the mean last loss differs from bf16's by at most two standard deviations.
+
+        Small differences, relative to the fall of bf16's loss, always pass.
+        """
         difference = statistics.mean(self.losses) - statistics.mean(bf16.losses)
         spread = max(_spread(self.losses), _spread(bf16.losses))
         return abs(difference) <= max(2 * spread, _LEARNED_OFF * abs(bf16.learned))
 
 
 def _spread(losses: list[float]) -> float:
-    """The standard deviation over seeds; 0 for one alone."""
+    """The standard deviation over seeds; 0 for a single seed."""
     if len(losses) < 2:
         return 0.0
     return statistics.stdev(losses)
@@ -100,10 +109,10 @@ class InferenceReport(FormatReport):
     """The output of the whole model in a format."""
 
     output_off: float | None = 0.0
-    """The norm of its error, relative to the norm of fp32's output; None if shapes differ."""
+    """Norm of the output's error, relative to the norm of fp32's output; None if shapes differ."""
 
     def judge(self, bf16: "InferenceReport") -> None:
-        """Give the verdict: ``passes the check``, or what speaks against it."""
+        """Set the verdict: ``passes the check``, or the reason why it fails."""
         self.verdict = self._find_verdict(bf16)
 
     def _find_verdict(self, bf16: "InferenceReport") -> str:
@@ -123,27 +132,27 @@ class InferenceReport(FormatReport):
 
 @dataclass(frozen=True, repr=False)
 class Rehearsal(Printed):
-    """What becomes of a model below 16 bits; `str` of it is made to be read."""
+    """The errors of a model in formats below 16 bits; `str` of it is the table."""
 
     title: str
     layers: list[LayerReport]  # by layer in the order of a step, then by format
     formats: Sequence[FormatReport]  # bf16 first
-    recommended: str | None  # a format
-    program: str  # that converts the model with torchao
-    card: str | None
-    watch: list[str]
+    recommended: str | None  # the format that `program` converts to, if one passes
+    program: str  # Python code that converts the model with torchao; may be empty
+    card: str | None  # the GPU that gains are forecast for
+    watch: list[str]  # sentences for the reader: limits of the result, and advice
 
     def of(self, layer: str, form: str) -> LayerReport:
-        """The report of a layer in a format, by their names; raises `KeyError`."""
-        found = {(report.layer.name, report.format): report for report in self.layers}
-        return found[layer, form]
+        """The report of a layer in a format, by their names; raises `KeyError` if none is."""
+        reports = {(report.layer.name, report.format): report for report in self.layers}
+        return reports[layer, form]
 
-    def _of_model(self) -> dict[str, list[str]]:
-        """What was found of the whole model: a cell for each format, by the name of the row."""
+    def _model_rows(self) -> dict[str, list[str]]:
+        """The rows of the table for the whole model: by heading, a cell for each format."""
         raise NotImplementedError
 
     def _facts(self) -> tuple[str, list[str]]:
-        """What the numbers of the layers are, and against what the formats were checked."""
+        """The sentence that explains the numbers of layers, and those about the checks."""
         raise NotImplementedError
 
     def _table(self) -> Table:
@@ -152,12 +161,12 @@ class Rehearsal(Printed):
         for report in self.layers:
             by_layer.setdefault(report.layer, []).append(report)
         rows = [_row(layer, reports) for layer, reports in by_layer.items()]
-        foot = self._of_model()
+        foot = self._model_rows()
         if self.card:
-            foot[f"forecast for {self.card}"] = [_gain(report) for report in self.formats]
+            foot[f"forecast for {self.card}"] = [_gain_text(report) for report in self.formats]
         foot["layers"] = [f"{r.layers} of {r.layers + r.left_out}" for r in self.formats]
         numbers, checks = self._facts()
-        verdicts = [f"{report.name}: {report.verdict}." for report in self.formats[1:]]
+        verdicts = [f"{report.name}: {report.verdict}." for report in self.formats[1:]]  # not bf16
         return Table(
             ["layer", "inner x outer", *names],
             rows,
@@ -169,18 +178,24 @@ class Rehearsal(Printed):
         )
 
     def _reasons(self) -> list[str]:
-        """Why layers are left out, one line for all that share it."""
-        formats: dict[tuple[str, str], dict[str, None]] = {}  # a set in order, by layer and reason
+        """Sentences on why layers are left out, such as ``head: the head, by custom (mxfp8).``
+
+        Layers that share the reason and the formats share a sentence.
+        """
+        # By layer and reason, the formats as an ordered set.
+        formats: dict[tuple[str, str], dict[str, None]] = {}
         for report in self.layers:
             if report.left_out:
                 layer_and_reason = (report.layer.name, report.left_out)
                 formats.setdefault(layer_and_reason, {})[report.format] = None
-        by_reason: dict[tuple[str, str], list[str]] = {}
-        for (layer, reason), forms in formats.items():
-            by_reason.setdefault((", ".join(forms), reason), []).append(layer)
+        # By formats and reason, the names of the layers.
+        layers: dict[tuple[str, str], list[str]] = {}
+        for (layer, reason), names in formats.items():
+            formats_and_reason = (", ".join(names), reason)
+            layers.setdefault(formats_and_reason, []).append(layer)
         reasons = []
-        for (forms, reason), layers in by_reason.items():
-            reasons.append(f"{listed(layers, 3)}: {reason} ({forms}).")
+        for (forms, reason), names in layers.items():
+            reasons.append(f"{listed(names, 3)}: {reason} ({forms}).")
         return reasons
 
     def _contents(self) -> dict[str, Any]:
@@ -188,37 +203,39 @@ class Rehearsal(Printed):
         return vars(self) | {"layers": layers}
 
     def text(self, width: int | None = None) -> str:
-        """The table and the lines, for a terminal so many characters wide."""
+        """The table and the program, wrapped to `width` characters, if given."""
         return super().text(width) + self._with_program("\n\n{}\n\n{}").rstrip()
 
     def to_markdown(self) -> str:
-        """The table and the lines, in Markdown."""
+        """The table and the program, in Markdown."""
         return super().to_markdown() + self._with_program("\n\n{}\n\n```python\n{}```")
 
     def _repr_html_(self) -> str:
         return super()._repr_html_() + self._with_program("<p>{}</p><pre>{}</pre>", html.escape)
 
-    def _with_program(self, form: str, escape: Any = str) -> str:
+    def _with_program(self, template: str, escape: Any = str) -> str:
+        """The program below its heading, which fill the two ``{}`` of a template; or nothing."""
         if not self.program:
             return ""
-        return form.format(f"The lines for {self.recommended}, of torchao:", escape(self.program))
+        heading = f"The lines for {self.recommended}, of torchao:"
+        return template.format(heading, escape(self.program))
 
 
 @dataclass(frozen=True, repr=False)
 class TrainingRehearsal(Rehearsal):
-    """What becomes of a training step below 16 bits."""
+    """The errors of a training step below 16 bits."""
 
     formats: Sequence[TrainingReport]
     steps: int = 0
 
-    def _of_model(self) -> dict[str, list[str]]:
-        found = {
+    def _model_rows(self) -> dict[str, list[str]]:
+        rows = {
             "gradients of the model": [f"{100 * r.gradients_off:.2g} %" for r in self.formats],
             "loss of the model": [f"{100 * r.loss_off:+.2g} %" for r in self.formats],
         }
         if self.steps:
-            found[f"loss after {self.steps} steps"] = [_last_loss(r) for r in self.formats]
-        return found
+            rows[f"loss after {self.steps} steps"] = [_loss_text(r) for r in self.formats]
+        return rows
 
     def _facts(self) -> tuple[str, list[str]]:
         numbers = (
@@ -233,12 +250,12 @@ class TrainingRehearsal(Rehearsal):
 
 @dataclass(frozen=True, repr=False)
 class InferenceRehearsal(Rehearsal):
-    """What becomes of a forward pass below 16 bits."""
+    """The errors of a forward pass below 16 bits."""
 
     formats: Sequence[InferenceReport]
 
-    def _of_model(self) -> dict[str, list[str]]:
-        return {"error of the output": [_error(r) for r in self.formats]}
+    def _model_rows(self) -> dict[str, list[str]]:
+        return {"error of the output": [_error_text(r) for r in self.formats]}
 
     def _facts(self) -> tuple[str, list[str]]:
         numbers = "SQNR in dB of the forward matmul; with * a layer is better left in bf16."
@@ -247,31 +264,33 @@ class InferenceRehearsal(Rehearsal):
         return numbers, [checks]
 
 
-def _gain(report: FormatReport) -> str:
+def _gain_text(report: FormatReport) -> str:
     if report.gain is None:
         return "-"
     return f"{report.gain:.2f}x"
 
 
-def _last_loss(report: TrainingReport) -> str:
-    """The mean of all seeds."""
+def _loss_text(report: TrainingReport) -> str:
+    """The last loss, the mean over seeds; ``-`` if the model was not trained."""
     if not report.losses:
         return "-"
     return f"{statistics.mean(report.losses):.4g}"
 
 
-def _error(report: InferenceReport) -> str:
+def _error_text(report: InferenceReport) -> str:
+    """The error of the output in percent; ``-`` if there is none to compare."""
     if not report.layers or report.output_off is None:
         return "-"
     return f"{100 * report.output_off:.2g} %"
 
 
 def _row(layer: Layer, reports: list[LayerReport]) -> list[str]:
-    return [layer.name, f"{layer.inner} x {layer.outer}", *map(_worst, reports)]
+    """The cells of a layer: its name, its sizes, and a cell for each format."""
+    return [layer.name, f"{layer.inner} x {layer.outer}", *map(_worst_text, reports)]
 
 
-def _worst(report: LayerReport) -> str:
-    """The most noise, with a star if the layer is better left in bf16."""
+def _worst_text(report: LayerReport) -> str:
+    """The SQNR of the worst matmul; with a star if the layer is better left in bf16."""
     text = "-"
     if report.decibels:
         _, decibels = report.worst

@@ -1,4 +1,4 @@
-"""Tensors in the formats below 16 bits: which values share a scale, and what scale that is."""
+"""Quantises tensors to formats below 16 bits: which values share a scale, and how it is found."""
 
 import math
 from collections.abc import Sequence
@@ -10,26 +10,31 @@ from torch import Tensor
 from amp_lab.core.errors import NumericsError
 from amp_lab.formats.elements import ELEMENTS, Element
 
-_LEAST_AMAX = 1e-12  # of torchao's float8: a tensor of zeros has a finite scale
+_LEAST_AMAX = 1e-12  # as in torchao's float8, so that a tensor of zeros has a finite scale
 _E4M3 = ELEMENTS["e4m3"]
 _E2M1 = ELEMENTS["e2m1"]
-_FP32_MANTISSA = 0x7FFFFF
-_PIECE = 2**16  # values
+_FP32_MANTISSA = 0x7FFFFF  # a mask of its bits
+_PIECE = 2**16  # values that are quantised at a time
 _POWERS = ("floor", "ceil", "even", "rceil")
 _SCALES_OF_8_BITS = ("e4m3", "e8m0")
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a tensor is held below 16 bits: an element for each value, and scales that values share.
+    """How a tensor is stored below 16 bits: an element for each value, and shared scales.
 
-    `block` is the rows and columns that share a scale, where a 0 stands for all of them: ``(0, 0)``
-    is a scale for the tensor, ``(1, 0)`` for each row, ``(1, 32)`` for 32 values that lie in line.
-    `scale` is what a scale is held in: ``fp32``, ``power2`` (fp32, but a power of two), ``e8m0``,
-    or ``e4m3``, whose scales have a scale of the tensor, in fp32, above them; ``none`` is a cast.
+    `block` is the number of rows and of columns that share a scale. 0 stands for all of them:
 
-    `power` says how an E8M0 scale comes from the largest magnitude of its block: ``rceil`` (of
-    Blackwell, where nothing is clipped), ``floor`` (the OCP's), ``ceil`` or ``even``.
+    - ``(0, 0)`` is one scale for the tensor,
+    - ``(1, 0)`` is one for each row,
+    - ``(1, 32)`` is one for every 32 neighbours in a row.
+
+    `scale` is the number format of a scale: ``fp32``, ``power2`` (a power of two in fp32), ``e8m0``
+    or ``e4m3``. Scales in ``e4m3`` are multiplied by a second scale of the whole tensor, in fp32.
+    ``none`` is a plain cast without scales.
+
+    `power` is the rounding of an E8M0 scale to a power of two, from the largest magnitude of its
+    block: ``rceil`` (Blackwell's, which clips nothing), ``floor`` (OCP's), ``ceil`` or ``even``.
     """
 
     name: str
@@ -44,7 +49,10 @@ class Format:
 
     @property
     def bits(self) -> float:
-        """Bits for each value, with its part of a block's scale; those of rows are not counted."""
+        """Bits for each value, with its share of the block's scale.
+
+        Scales of rows and of tensors are not counted, since their share depends on the shape.
+        """
         block_values = math.prod(self.block)
         if not block_values:
             return self.element.bits
@@ -53,7 +61,10 @@ class Format:
 
     @property
     def multiple(self) -> int:
-        """What the sizes of a product have to be multiples of, for kernels of today's hardware."""
+        """The number that each size of a matmul has to be a multiple of.
+
+        Today's FP8 and FP4 kernels need multiples of 16, and whole blocks.
+        """
         if self.scale == "none":
             return 1
         return max(16, *self.block)
@@ -81,42 +92,46 @@ FORMATS = {
         Format("nvfp4", _E2M1, (1, 16), "e4m3"),
     )
 }
+"""The formats by name."""
 
 
 @dataclass
 class Counts:
-    """What became of values that were quantised; what is counted adds up from call to call."""
+    """How many values were clipped, flushed and so on when quantised, in all calls together."""
 
-    values: int = 0
+    values: int = 0  # all of them
     nonfinite: int = 0
-    clipped: int = 0  # beyond the largest number, by more than rounding explains
+    clipped: int = 0  # finite, and so far above the largest number that they would overflow
     flushed: int = 0  # to zero
     subnormal: int = 0
 
     def add(self, values: Tensor, scaled: Tensor, rounded: Tensor, element: Element) -> None:
-        """Count values, as they were divided by their scale, and what they were rounded to."""
+        """Count `values` of one call: `scaled` by their scale, and `rounded` to the element."""
         before = scaled.abs()
         after = rounded.abs()
-        kept = _count(after)  # NaN too
+        nonzero = _count_nonzero(after)  # NaN counts as nonzero
         self.values += before.numel()
-        self.flushed += _count(before) - kept
-        self.subnormal += kept - _count(after >= element.smallest_normal)
-        largest = float(before.max())  # NaN if one of them is
+        self.flushed += _count_nonzero(before) - nonzero
+        self.subnormal += nonzero - _count_nonzero(after >= element.smallest_normal)
+        # The usual case needs no further pass over the values: all are finite, and none clipped.
+        largest = float(before.max())  # NaN if any value is
         is_finite = math.isfinite(largest)
         if not is_finite:
-            self.nonfinite += before.numel() - _count(values.isfinite())
-            self.subnormal -= _count(after.isnan())
+            self.nonfinite += before.numel() - _count_nonzero(values.isfinite())
+            # NaN is not >= anything, so it was counted as subnormal above.
+            self.subnormal -= _count_nonzero(after.isnan())
         if largest >= element.overflow or not is_finite:
             clipped = before >= element.overflow
-            self.clipped += _count(clipped & before.isfinite())
+            self.clipped += _count_nonzero(clipped & before.isfinite())
 
     def shares(self) -> dict[str, float]:
-        """Each of them as a share of the values."""
+        """Each count as a share of all values."""
         return {name: count / self.values for name, count in vars(self).items() if name != "values"}
 
 
-def _count(found: Tensor) -> int:
-    return int(torch.count_nonzero(found))
+def _count_nonzero(values: Tensor) -> int:
+    """How many values are not 0, or True."""
+    return int(torch.count_nonzero(values))
 
 
 def quantize(
@@ -127,20 +142,20 @@ def quantize(
     generator: torch.Generator | None = None,
     counts: Counts | None = None,
 ) -> Tensor:
-    """`values` as they come back from a format: quantised and dequantised, in fp32, same shape.
+    """Quantise `values` to a format and dequantise them: returns fp32 in the same shape.
 
-    `form` is a name of `FORMATS` or a `Format`. Rows are the last dimension; what stands before it
-    counts as one. `amax` takes the place of the largest magnitude where the whole tensor has a
-    scale, as delayed scaling does. With a `generator` elements, but not scales, are rounded
-    stochastically. `counts` is told what was clipped and flushed.
+    `form` is a name of `FORMATS` or a `Format`. A row is the last dimension; the dimensions before
+    it are flattened. `amax` replaces the largest magnitude of a format with one scale for the
+    tensor, as delayed scaling does. With a `generator`, elements are rounded stochastically, but
+    not scales. `counts`, if given, adds up how many values were clipped, flushed and so on.
 
-    `torch.compile(quantize)` gives the same bits, in fewer passes over memory. The result has no
-    gradient. It is torchao's (float8, MXTensor, NVFP4Tensor), bit for bit; where
-    that divides zero by zero, for a tensor of zeros in NVFP4, it is zero. A NaN makes all that
-    share its scale NaN.
+    The result equals torchao's (float8, MXTensor, NVFP4Tensor) bit for bit, but a tensor of zeros
+    in NVFP4, for which torchao divides zero by zero, stays zero. A NaN makes all values that share
+    its scale NaN. The result has no gradient. `torch.compile(quantize)` gives the same bits, in
+    fewer passes over memory.
 
-    Raises `NumericsError` for a format that does not exist, values that are not floating or have
-    no dimension, and a size that is no multiple of the block's.
+    Raises `NumericsError` for a format that does not exist, for values that are not floating-point
+    or have no dimension, and for a shape that blocks do not divide evenly.
     """
     form = format_of(form)
     has_one_scale = form.block == (0, 0) and form.scale != "none"
@@ -166,19 +181,21 @@ def _quantize_scaled(
     generator: torch.Generator | None,
     counts: Counts | None,
 ) -> Tensor:
+    """What `quantize` returns for a format with scales, from fp32 `values`."""
     blocks = _blocks(values, form)
     count = values.numel()
     block_amax = _block_amax(_pieces(blocks, count), form)
     if amax is not None:
         block_amax = torch.full_like(block_amax, amax)
     factors, scales = _SCALES[form.scale](block_amax, form)
+    # One for each row of blocks, so that they can be cut into pieces as the blocks are.
     factors = factors.expand(len(blocks), -1, -1, -1)
     scales = scales.expand(len(blocks), -1, -1, -1)
     rounded = torch.empty_like(blocks)
-    pieces = [_pieces(each, count) for each in (blocks, rounded, factors, scales)]
+    pieces = [_pieces(tensor, count) for tensor in (blocks, rounded, factors, scales)]
     for exact, out, factor, scale in zip(*pieces, strict=True):
         torch.mul(exact, factor, out=out)
-        scaled = out.clone() if counts else out
+        scaled = out.clone() if counts else out  # `out` is rounded in place
         form.element.round_(out, generator)
         if counts:
             counts.add(exact, scaled, out, form.element)
@@ -190,19 +207,22 @@ def _quantize_scaled(
 
 
 def _block_amax(pieces: Sequence[Tensor], form: Format) -> Tensor:
-    """The largest magnitude of what shares a scale, of shape (rows or 1, 1, columns, 1)."""
-    found = []
+    """The largest magnitude of each block, from pieces of the tensor of `_blocks`.
+
+    Its shape is (rows of blocks, 1, columns of blocks, 1), or (1, 1, 1, 1) for one scale in all.
+    """
+    amax_of_pieces = []
     for piece in pieces:
         row_amax = piece.abs().amax(3, keepdim=True)
-        found.append(row_amax.amax(1, keepdim=True))
-    amax = torch.cat(found)
+        amax_of_pieces.append(row_amax.amax(1, keepdim=True))
+    amax = torch.cat(amax_of_pieces)
     if form.block[0] == 0:
         amax = amax.amax(0, keepdim=True)
     return amax
 
 
 def format_of(form: str | Format) -> Format:
-    """The format of a name; raises `NumericsError` if there is none."""
+    """The format with a name, or the `Format` itself; raises `NumericsError` if there is none."""
     if isinstance(form, Format):
         return form
     if form not in FORMATS:
@@ -211,10 +231,10 @@ def format_of(form: str | Format) -> Format:
 
 
 def _blocks(values: Tensor, form: Format) -> Tensor:
-    """The values as rows of blocks, rows in a block, columns of blocks, columns in a block.
+    """View values as (rows of blocks, rows in a block, columns of blocks, columns in a block).
 
-    Where the whole tensor has one scale, its rows are blocks all the same, so that it can be taken
-    in pieces.
+    Where the whole tensor has one scale, each of its rows becomes a block, so that `_pieces` can
+    cut it. Raises `NumericsError` if blocks do not divide the shape evenly.
     """
     columns = values.shape[-1]
     rows = values.numel() // columns
@@ -228,24 +248,25 @@ def _blocks(values: Tensor, form: Format) -> Tensor:
     return values.reshape(rows // block_rows, block_rows, columns // block_columns, block_columns)
 
 
-def _pieces(blocks: Tensor, values: int) -> tuple[Tensor, ...]:
-    """Some rows of blocks at a time, so that what is computed on the way stays in the cache.
+def _pieces(blocks: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Cut a tensor into groups of rows of blocks, about `_PIECE` values each.
 
-    A compiler does that by itself.
+    `count` is the number of values of the whole tensor of `_blocks`. The intermediate results of a
+    piece stay in the cache. torch.compile fuses the ops instead, so it gets the tensor whole.
     """
     if torch.compiler.is_compiling():
         return (blocks,)
-    rows = _PIECE * len(blocks) // values
+    rows = _PIECE * len(blocks) // count
     return blocks.split(max(1, rows))
 
 
-# Scales of blocks by their largest magnitude. The first is what values are multiplied with before
-# they are rounded. After that they are divided by the second, or multiplied with it if it has 8
-# bits.
+# --- Each of these functions returns ``(factors, scales)`` from the largest magnitudes of blocks.
+# Values are multiplied by the factor before they are rounded. To dequantise, they are divided by
+# the scale, or multiplied by it if it has 8 bits (`_SCALES_OF_8_BITS`).
 
 
 def _fp32_scales(amax: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    """As torchao's float8 has them: one number is held, to multiply with and to divide by."""
+    """Scales in fp32, as torchao's float8 has them: factor and scale are the same number."""
     amax = amax.double().clamp(min=_LEAST_AMAX)
     factor = (form.element.largest / amax).float()
     if form.scale == "power2":
@@ -254,19 +275,22 @@ def _fp32_scales(amax: Tensor, form: Format) -> tuple[Tensor, Tensor]:
 
 
 def _e4m3_scales(amax: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    """The two levels of NVFP4: the largest block's scale is E4M3's largest number."""
+    """Scales of NVFP4 on two levels: in E4M3 for each block, and in fp32 for the tensor.
+
+    The tensor's scale is chosen so that the largest block's scale is E4M3's largest number.
+    """
     tensor_scale = amax.amax() / (_E4M3.largest * form.element.largest)
-    tensor_scale = torch.where(tensor_scale == 0, 1.0, tensor_scale)
+    tensor_scale = torch.where(tensor_scale == 0, 1.0, tensor_scale)  # for a tensor of zeros
     block_scale = amax / form.element.largest / tensor_scale
     block_scale = _E4M3.round(block_scale.clamp(_E4M3.smallest_normal, _E4M3.largest))
     return (1.0 / tensor_scale) / block_scale, block_scale * tensor_scale
 
 
 def _e8m0_scales(amax: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    """Powers of two.
+    """Scales that are powers of two.
 
-    At the ends of the range the two are not each other's inverse, as in torchao: 2^-127 divides as
-    2^-126 does, or, with "rceil", as 1.
+    As in torchao, factor and scale are each other's inverse except for the smallest scale, 2^-127:
+    its factor is 2^126, or 1 with ``rceil``.
     """
     if form.power == "rceil":
         ratio = amax / form.element.largest
@@ -274,12 +298,15 @@ def _e8m0_scales(amax: Tensor, form: Format) -> tuple[Tensor, Tensor]:
         factor = torch.where(exponent == -127, 1.0, torch.exp2(-exponent))
         return factor, torch.exp2(exponent)
     bits = amax.view(torch.int32)
-    if form.power == "even":  # as if the magnitude had been rounded to the element's mantissa first
+    if form.power == "even":
+        # Adds half a unit of the element's last mantissa bit: the magnitude is rounded to the
+        # element's mantissa first, which may carry into the exponent.
         bits = bits + (1 << (22 - form.element.mantissa_bits))
+    # The exponent of fp32 has 23 mantissa bits below it, and a bias of 127.
     exponent = (bits >> 23) - 127 - form.element.largest_exponent
     if form.power == "ceil":
-        is_above = (bits & _FP32_MANTISSA) > 0
-        exponent = exponent + is_above
+        is_above_power = (bits & _FP32_MANTISSA) > 0
+        exponent = exponent + is_above_power
     exponent = exponent.clamp(-127, 127).float()
     exponent = torch.where(amax.isnan(), torch.nan, exponent)
     factor = torch.exp2(-exponent.clamp(min=-126))

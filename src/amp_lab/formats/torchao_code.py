@@ -1,4 +1,4 @@
-"""The lines that convert a model with torchao to what was rehearsed."""
+"""Code with which torchao converts a model to a format for training, and a try of that code."""
 
 import importlib.util
 import json
@@ -67,20 +67,24 @@ quantize_(
 )
 """
 _CODE = {"fp8": _FLOAT8, "fp8-rowwise": _FLOAT8, "mxfp8": _MXFP8, "nvfp4": _NVFP4}
-_RECIPE = {"fp8": "tensorwise", "fp8-rowwise": "rowwise"}
-
-
-_WIDTH = 88  # of a line, as ruff formats by default
+_RECIPE = {"fp8": "tensorwise", "fp8-rowwise": "rowwise"}  # torchao's names for its float8 recipes
+_WIDTH = 88  # the longest line that ruff leaves by default
 
 
 def lines(form: str, left_out: Sequence[str]) -> str:
-    """What converts ``model`` to a format; empty where torchao 0.18 cannot train in it."""
+    """The code that converts ``model`` to a format; empty where torchao 0.18 cannot train in it.
+
+    `left_out` are the names of the linear layers that stay as they are.
+    """
     names = set_of(left_out)
     return _CODE.get(form, "").format(left_out=names, recipe=_RECIPE.get(form))
 
 
 def set_of(names: Sequence[str]) -> str:
-    """The value of ``LEFT_OUT``, in Python: one name a line if they have no room in one."""
+    """A set of names as Python code, such as ``{"head"}``: the value of ``LEFT_OUT``.
+
+    If it is too long for one line, each name has a line.
+    """
     if not names:
         return "set()"
     quoted = [json.dumps(name, ensure_ascii=False) for name in names]
@@ -91,21 +95,21 @@ def set_of(names: Sequence[str]) -> str:
 
 
 def converts(form: str, module: nn.Module | None) -> bool:
-    """Whether these lines convert a module."""
-    if type(module) is not nn.Linear:
+    """Whether the code for a format converts a module."""
+    if type(module) is not nn.Linear:  # torchao converts no subclasses of it
         return False
     return form != "mxfp8" or module.bias is None
 
 
 def converted_kind(form: str) -> str:
-    """The modules that these lines convert, in words."""
+    """The modules that the code for a format converts, in words."""
     if form == "mxfp8":
         return "nn.Linear without a bias"
     return "nn.Linear"
 
 
 def untried_reason(form: str, device: torch.device) -> str:
-    """Why lines cannot be tried on a copy of a model on this device; empty if they can."""
+    """The reason why the code cannot be tried on this device; empty if it can."""
     if importlib.util.find_spec("torchao") is None:
         return "torchao is not installed"
     if form == "nvfp4":
@@ -114,7 +118,10 @@ def untried_reason(form: str, device: torch.device) -> str:
 
 
 def failure(case: Case, code: str) -> str:
-    """Convert a copy of a model and take its gradients: the error; empty if that went well."""
+    """Try the code: convert a copy of the model and compute its gradients.
+
+    Returns the error, such as ``TypeError: …``; empty if there was none.
+    """
     step = Step(case, Recipe(TRAINING))
     loss_fn = case.loss_fn
     assert loss_fn is not None
@@ -127,10 +134,10 @@ def failure(case: Case, code: str) -> str:
 
 
 def error_of(run: Callable[[], None]) -> str:
-    """What running some of torchao's lines raises, without its warnings; empty if nothing."""
+    """Run a function that uses torchao, without warnings and log; returns its error, or ``""``."""
     try:
         with nothing_logged(), warnings.catch_warnings(action="ignore"):
             run()
-    except Exception as error:  # of torchao, or of a model that it cannot convert
+    except Exception as error:  # torchao raises any type for a model that it cannot convert
         return with_type(error)
     return ""

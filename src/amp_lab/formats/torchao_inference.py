@@ -1,4 +1,4 @@
-"""The lines that convert a model with torchao for inference in what was rehearsed."""
+"""Code with which torchao converts a model to a format for inference, and a try of that code."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -70,16 +70,17 @@ with torch.inference_mode():
     output = model(*cast(args), **cast(kwargs))
 """
 _CONFIG = {"fp8": _FLOAT8, "fp8-rowwise": _FLOAT8, "mxfp8": _MX, "mxfp4": _MX, "nvfp4": _NVFP4}
-_GRANULARITY = {"fp8": "PerTensor", "fp8-rowwise": "PerRow"}
-_DTYPE = {"mxfp8": "float8_e4m3fn", "mxfp4": "float4_e2m1fn_x2"}
-_FP8_AMD = ("gfx940", "gfx941", "gfx942", "gfx950")  # MI300 and MI350, as torchao asks
+_GRANULARITY = {"fp8": "PerTensor", "fp8-rowwise": "PerRow"}  # torchao's classes
+_DTYPE = {"mxfp8": "float8_e4m3fn", "mxfp4": "float4_e2m1fn_x2"}  # of the elements
+_FP8_AMD = ("gfx940", "gfx941", "gfx942", "gfx950")  # MI300 and MI350, as torchao checks
 
 
 def lines(form: str, left_out: Sequence[str]) -> str:
-    """What converts ``model`` and runs it with ``args`` and ``kwargs``; empty for other formats.
+    """The code that converts ``model`` and runs it with ``args`` and ``kwargs``.
 
-    The requirements that these lines meet are those of torchao 0.18: weights in bf16, and an
-    emulated kernel where the GPU has none.
+    It is empty for a format that torchao 0.18 does not have. `left_out` are the names of the linear
+    layers that stay as they are. The code converts the model to bf16, since torchao requires that,
+    and uses emulated MX kernels where the GPU has none.
     """
     if form not in _CONFIG:
         return ""
@@ -90,17 +91,17 @@ def lines(form: str, left_out: Sequence[str]) -> str:
 
 
 def converts(form: str, module: nn.Module | None) -> bool:
-    """Whether these lines convert a module."""
+    """Whether the code for a format converts a module."""
     return type(module) is nn.Linear
 
 
 def converted_kind(form: str) -> str:
-    """The modules that these lines convert, in words."""
+    """The modules that the code for a format converts, in words."""
     return "nn.Linear"
 
 
 def untried_reason(form: str, device: torch.device) -> str:
-    """Why lines cannot be tried on a copy of a model on this device; empty if they can."""
+    """The reason why the code cannot be tried on this device; empty if it can."""
     if importlib.util.find_spec("torchao") is None:
         return "torchao is not installed"
     if form == "nvfp4":
@@ -112,7 +113,10 @@ def untried_reason(form: str, device: torch.device) -> str:
 
 
 def _multiplies_fp8(device: torch.device) -> bool:
-    """What torchao's conversion asserts (`torchao.float8.inference._check_hardware_support`)."""
+    """Whether torchao converts to FP8 there, see `torchao.float8.inference`.
+
+    This is the condition that its `_check_hardware_support` asserts.
+    """
     if device.type != "cuda":
         return device.type == "xpu"
     gpu = torch.cuda.get_device_properties(device)
@@ -122,11 +126,14 @@ def _multiplies_fp8(device: torch.device) -> bool:
 
 
 def failure(case: Case, code: str) -> str:
-    """Convert a copy of a model and run it: the error; empty if that went well."""
+    """Try the code: convert a copy of the model and run it.
+
+    Returns the error, such as ``TypeError: …``; empty if there was none.
+    """
     copied = case.copied(Recipe(INFERENCE))
     names = {"model": copied.model, "args": copied.args, "kwargs": copied.kwargs}
-    enabled = torch.backends.mha.get_fastpath_enabled()  # which the lines may change
+    is_fastpath_enabled = torch.backends.mha.get_fastpath_enabled()  # the code may disable it
     try:
         return error_of(lambda: exec(code, names))
     finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
+        torch.backends.mha.set_fastpath_enabled(is_fastpath_enabled)

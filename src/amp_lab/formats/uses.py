@@ -1,4 +1,4 @@
-"""What `rehearse` runs, a training step or a forward pass, and all in which the two differ."""
+"""The two uses of a model that `rehearse` runs: a training step and a forward pass."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ from amp_lab.formats.scaling import Format
 from amp_lab.tracing.structures import named_tensors
 
 ProductOf = Callable[[Layer], Product | None]
-"""The matmul of a layer, or None where torch computes it."""
+"""A function that returns the matmul of a layer, or None to let torch compute it."""
 
 _PAD_ROWS = remedy(
     "rehearse.pad_rows",
@@ -51,87 +51,91 @@ _TRAIN = remedy(
     "bf16 gradients differ {off:.0%} from fp32's: train instead (steps=20, or --steps 20).",
 )
 _LR = 1e-3
-_JITTER = 2.0**-9  # of the weights, relative: bf16's rounding error
-_MULTIPLE = 16  # of the sizes of a weight, for kernels of FP8 and of four bits
+_JITTER = 2.0**-9  # relative noise in the weights, as large as bf16's rounding error
+_MULTIPLE = 16  # kernels of FP8 and of four bits need multiples of this in a weight's sizes
 
 
-def _torch_product(layer: Layer) -> Product | None:
+def _no_product(layer: Layer) -> Product | None:
+    """A `ProductOf` that leaves every matmul to torch."""
     return None
 
 
 class Use(ABC):
-    """A copy of a model that is run again with other matmuls, and what it is run for.
+    """Runs a copy of a model with other matmuls, for training or for inference.
 
-    `measure` comes first, and then `report` for each format, bf16 before the others. `remarks` are
-    sentences for the reader. `others` has the weights, by op, of what multiplies and cannot be
-    replaced.
+    Call `measure` first, then `report` for each format, bf16 before the others, then `judge` and
+    `result`. `remarks` are sentences for the reader. `unreplaced` has the weights, by op, whose
+    matmuls cannot be replaced, see `intercepted`.
     """
 
-    step: ClassVar[str]  # what fails if the model does
-    typical: ClassVar[str]  # the product whose noise is the usual one
-    limits: ClassVar[str]  # what cannot be known
-    torchao: ClassVar[ModuleType]  # whose `lines` convert a model
+    step: ClassVar[str]  # names the run in an error, such as "an fp32 step"
+    reference_matmul: ClassVar[str]  # one of `PRODUCTS`: a layer's noise is compared with its noise
+    limits: ClassVar[str]  # a sentence on what the result does not tell
+    torchao: ClassVar[ModuleType]  # `torchao_code` or `torchao_inference`, the code that converts
 
     def __init__(self, case: Case, recipe: Recipe):
         self.case = case
         self.remarks: list[str] = []
-        self.others: dict[str, dict[str, None]] = {}
+        self.unreplaced: dict[str, dict[str, None]] = {}
         self._copy = Step(case, recipe)
         self._buffers = [buffer.clone() for buffer in self._copy.model.buffers()]
 
     @abstractmethod
     def formats(self, form: Format | str) -> ProductFormats:
-        """What torchao rounds the operands to."""
+        """The formats of all operands when torchao uses a format."""
 
     @abstractmethod
     def misfit(self, layer: Layer, form: Format) -> str:
-        """Why kernels of a format cannot multiply a layer; empty if they can."""
+        """The reason why a format's kernels cannot multiply a layer's sizes; empty if they can."""
 
-    def misfit_of_rows(self, layer: Layer, form: Format, summed: Sequence[int]) -> str:
-        """Why they cannot sum over so many rows; empty if they can, or do not have to."""
+    def misfit_of_rows(self, layer: Layer, form: Format, wgrad_rows: Sequence[int]) -> str:
+        """The reason why wgrad's kernels cannot sum over these numbers of rows; empty if none."""
         return ""
 
     @abstractmethod
     def seconds(self, card: Card, form: str, rows: int, inner: int, outer: int) -> float:
-        """Time of a layer on a card: a forecast."""
+        """Forecast of a layer's time on a GPU."""
 
     def gain(self, card: Card, form: str, sizes: Sequence[tuple[int, int, int]]) -> float:
-        """How many times as fast as in bf16 layers of (rows, inner, outer) would be, together."""
+        """Forecast of the speed-up over bf16 of layers of ``(rows, inner, outer)``, together."""
         bf16_s = sum(self.seconds(card, "bf16", *size) for size in sizes)
         form_s = sum(self.seconds(card, form, *size) for size in sizes)
         return bf16_s / form_s
 
     @abstractmethod
     def measure(self, product_of: ProductOf) -> None:
-        """Run the model in fp32, with matmuls that are exact; the others are compared with it."""
+        """Run the model in fp32, the reference; `product_of` returns exact matmuls."""
 
     @abstractmethod
     def report(self, form: str, layers: int, left_out: int, product_of: ProductOf) -> FormatReport:
-        """Run the model with the matmuls of a format, if any layer has them, and compare."""
+        """Run the model with the matmuls of a format, unless `layers` is 0; compare with fp32.
+
+        `layers` and `left_out` count the layers that are converted and those that stay in bf16.
+        """
 
     @abstractmethod
     def judge(self) -> None:
-        """Give each report its verdict."""
+        """Set the verdict of each report."""
 
     @abstractmethod
-    def result(self, name: str, **found: Any) -> Rehearsal:
-        """What is returned of a model of that name."""
+    def result(self, name: str, **fields: Any) -> Rehearsal:
+        """The result for a model with this name; `fields` are the other fields of `Rehearsal`."""
 
-    def _begin(self) -> None:
-        """Undo what a run changed, and draw the same dropout again."""
-        for buffer, first in zip(self._copy.model.buffers(), self._buffers, strict=True):
-            buffer.copy_(first)
+    def _reset(self) -> None:
+        """Restore the buffers that a run may have changed, and seed dropout as before it."""
+        for buffer, original in zip(self._copy.model.buffers(), self._buffers, strict=True):
+            buffer.copy_(original)
         torch.manual_seed(0)
 
 
 class Training(Use):
-    """A training step: three products of each layer, and the loss and gradients they lead to.
+    """A training step: three matmuls of each layer, and the loss and gradients of the model.
 
-    Raises `NumericsError` for a model without a weight to be trained or a loss.
+    Raises `NumericsError` for a model without a weight to be trained or without a loss.
     """
 
     step = "an fp32 step"
-    typical = GRAD_INPUT
+    reference_matmul = GRAD_INPUT
     limits = "Neither its speed nor the convergence of a long training can be known from this."
     torchao = torchao_code
 
@@ -144,6 +148,7 @@ class Training(Use):
             if loss is None:
                 raise NumericsError("no gradient leads from its output to a weight: give a loss")
             remarks.append(OWN_LOSS.said(loss=loss))
+            # `loss` is code, such as "output.float().square().mean()".
             case = replace(case, loss_fn=eval(f"lambda output: {loss}"))
         super().__init__(case, Recipe(TRAINING))
         assert case.loss_fn is not None
@@ -153,67 +158,69 @@ class Training(Use):
         self._seeds = seeds
         self._loss = 0.0
         self._gradients: list[Tensor] = []
-        self._reports: list[tuple[TrainingReport, ProductOf]] = []
+        self._reports: list[tuple[TrainingReport, ProductOf]] = []  # bf16 first
 
     def formats(self, form: Format | str) -> ProductFormats:
-        """Gradients have a format of their own in some recipes."""
+        """The formats of torchao's training recipe; some round gradients to another format."""
         return recipe(form)
 
     def misfit(self, layer: Layer, form: Format) -> str:
-        """Each size of the weight is summed over in one of the products."""
+        """Check both sizes of the weight, since one of the three matmuls sums over each."""
         return layer.misfit(form.multiple, form.multiple)
 
-    def misfit_of_rows(self, layer: Layer, form: Format, summed: Sequence[int]) -> str:
-        """The gradient of a weight sums over the rows of the batch."""
-        odd = [rows for rows in sorted(summed) if rows % form.multiple]
-        if not odd or layer.kind != "linear":
+    def misfit_of_rows(self, layer: Layer, form: Format, wgrad_rows: Sequence[int]) -> str:
+        """Check the rows of the batch, which wgrad sums over; of linear layers alone."""
+        misfits = [rows for rows in sorted(wgrad_rows) if rows % form.multiple]
+        if not misfits or layer.kind != "linear":
             return ""
-        return _PAD_ROWS.said(rows=odd[0], multiple=form.multiple)
+        return _PAD_ROWS.said(rows=misfits[0], multiple=form.multiple)
 
     def seconds(self, card: Card, form: str, rows: int, inner: int, outer: int) -> float:
-        """Time of three products and of the casts."""
+        """Forecast of the three matmuls and the casts."""
         return card.step_s(form, rows, inner, outer)
 
     def measure(self, product_of: ProductOf) -> None:
-        """Take a step in fp32."""
+        """Take a step in fp32, and keep its loss and gradients."""
         self._loss, self._gradients = self._run(product_of)
 
     def report(
         self, form: str, layers: int, left_out: int, product_of: ProductOf
     ) -> TrainingReport:
-        """Take the same step, and compare its loss and gradients."""
+        """Take the same step in a format, and compare its loss and gradients with fp32's."""
         report = TrainingReport(form, layers, left_out)
         if layers:
             loss, gradients = self._run(product_of)
             report.loss_off = (loss - self._loss) / (abs(self._loss) or 1.0)
             report.gradients_off = distance(gradients, self._gradients)
+        # If even bf16 is far off, the step is too sensitive to judge the other formats by.
         if form == "bf16" and report.gradients_off > 0.5:
             self.remarks.append(_TRAIN.said(off=report.gradients_off))
         self._reports.append((report, product_of))
         return report
 
     def _run(self, product_of: ProductOf) -> tuple[float, list[Tensor]]:
-        """Loss and gradients."""
-        self._begin()
+        """The loss and the gradients of one step with these matmuls."""
+        self._reset()
         model = self._copy.model
         model.zero_grad()
         with torch.enable_grad(), Precision.FP32.autocast(self.case.device.type):
-            with intercepted(model, product_of) as others:
+            with intercepted(model, product_of) as unreplaced:
                 loss = self._loss_fn(self._copy.call_model())
             loss.backward()
-        self.others |= others
+        self.unreplaced |= unreplaced
         gradients = [p.grad for p in self._copy.trained if p.grad is not None]
         return float(loss.detach()), gradients
 
     def judge(self) -> None:
-        """Train in each format, if steps are asked for, and compare with bf16."""
+        """Train in each format if there are steps, and set the verdicts by comparing with bf16."""
         if self._steps:
-            self._train_in_each()
-        bf16 = self._reports[0][0]
+            self._train_in_all_formats()
+        bf16, _ = self._reports[0]
         for report, _ in self._reports:
             report.judge(bf16)
 
-    def _train_in_each(self) -> None:
+    def _train_in_all_formats(self) -> None:
+        """Train a copy of the model in each format with each seed, behind one progress bar."""
         runs = []
         for report, product_of in self._reports:
             if report.layers:
@@ -222,13 +229,14 @@ class Training(Use):
             self._train(report, product_of, seed)
 
     def _train(self, report: TrainingReport, product_of: ProductOf, seed: int) -> None:
+        """Train a copy of the model, and add its last loss to the report."""
         precision = Precision.FP32
-        if report.name == "bf16":  # autocast itself rounds
+        if report.name == "bf16":  # real autocast, which needs no other matmuls
             precision = Precision.BF16
-            product_of = _torch_product
+            product_of = _no_product
         torch.manual_seed(seed)
         step = Step(self.case, Recipe(TRAINING, precision), lr=_LR)
-        with torch.no_grad():  # so that seeds differ where nothing is drawn
+        with torch.no_grad():  # noise in the weights, since not every model draws random numbers
             for p in step.trained:
                 p.mul_(1 + _JITTER * torch.randn_like(p))
         with torch.enable_grad(), intercepted(step.model, product_of):
@@ -236,54 +244,61 @@ class Training(Use):
         report.losses.append(losses[-1])
         report.learned = losses[0] - losses[-1]
 
-    def result(self, name: str, **found: Any) -> TrainingRehearsal:
-        """Loss, gradients and learning beside the layers."""
+    def result(self, name: str, **fields: Any) -> TrainingRehearsal:
+        """The result, with the errors of loss and gradients, and the losses after the steps."""
         title = f"{name}, rehearsed on {self.case.device}"
         reports = [report for report, _ in self._reports]
-        return TrainingRehearsal(title=title, formats=reports, steps=self._steps, **found)
+        return TrainingRehearsal(title=title, formats=reports, steps=self._steps, **fields)
 
 
 class Inference(Use):
-    """A forward pass: one product of each layer, and the output it leads to."""
+    """A forward pass: one matmul of each layer, and the output of the model."""
 
     step = "an fp32 forward pass"
-    typical = FORWARD
+    reference_matmul = FORWARD
     limits = "This cannot tell how fast a format is, or how accurate the model is on your data."
     torchao = torchao_inference
 
     def __init__(self, case: Case):
         super().__init__(case, Recipe(INFERENCE))
-        self._output: list[Tensor] = []
-        self._reports: list[InferenceReport] = []
+        self._output: list[Tensor] = []  # floating-point tensors of the output in fp32
+        self._reports: list[InferenceReport] = []  # bf16 first
         if case.loss_fn is not None:
             self.remarks.append("The loss is not used: for inference the output is compared.")
 
     def formats(self, form: Format | str) -> ProductFormats:
-        """Of the forward product alone."""
+        """The formats of torchao's forward matmul in inference."""
         return inference_recipe(form)
 
     def misfit(self, layer: Layer, form: Format) -> str:
-        """Blocks lie along the inner size alone, unless they are square; rows are free."""
-        outer = min(form.multiple, max(_MULTIPLE, form.block[0]))
-        return layer.misfit(form.multiple, outer)
+        """Check both sizes of the weight; only the inner one has to be a multiple of all blocks.
+
+        The outer one needs whole blocks too where blocks are square. The rows of the input need no
+        multiple.
+        """
+        outer_multiple = min(form.multiple, max(_MULTIPLE, form.block[0]))
+        return layer.misfit(form.multiple, outer_multiple)
 
     def seconds(self, card: Card, form: str, rows: int, inner: int, outer: int) -> float:
-        """Time of the product and of the input's cast."""
+        """Forecast of the matmul and of the input's cast."""
         return card.forward_s(form, rows, inner, outer)
 
     def measure(self, product_of: ProductOf) -> None:
-        """Run the model in fp32; raises `NumericsError` if no number of its output is finite."""
+        """Run the model in fp32, and keep its output.
+
+        Raises `NumericsError` if no number of the output is finite.
+        """
         self._output = self._run(product_of)
-        values = 0
+        total = 0
         finite = 0
         for tensor in self._output:
-            values += tensor.numel()
+            total += tensor.numel()
             finite += int(tensor.isfinite().sum())
         if not finite:
             name = type(self.case.model).__name__
             raise NumericsError(f"{name} returns no finite floating-point number to be compared")
-        if finite < values:
-            share = 1 - finite / values
+        if finite < total:
+            share = 1 - finite / total
             self.remarks.append(
                 f"{share:.2g} of the output is not finite in fp32, and is not compared."
             )
@@ -291,7 +306,7 @@ class Inference(Use):
     def report(
         self, form: str, layers: int, left_out: int, product_of: ProductOf
     ) -> InferenceReport:
-        """Run the model, and compare its output."""
+        """Run the model in a format, and compare its output with fp32's."""
         report = InferenceReport(form, layers, left_out)
         self._reports.append(report)
         if layers:
@@ -305,35 +320,36 @@ class Inference(Use):
         return report
 
     def _error(self, output: list[Tensor]) -> float | None:
-        """The error relative to fp32's output, in Euclidean norms; None for other shapes.
+        """The norm of the output's error over the norm of fp32's output; None for other shapes.
 
-        What is not finite in fp32 does not count.
+        Only values that are finite in fp32 count.
         """
         if [x.shape for x in output] != [x.shape for x in self._output]:
             return None
-        found = []
+        compared = []
         exact = []
         for values, fp32_values in zip(output, self._output, strict=True):
             is_finite = fp32_values.isfinite()
-            found.append(values[is_finite])
+            compared.append(values[is_finite])
             exact.append(fp32_values[is_finite])
-        return distance(found, exact)
+        return distance(compared, exact)
 
     def _run(self, product_of: ProductOf) -> list[Tensor]:
-        """The floating-point tensors of the output."""
-        self._begin()
+        """The floating-point tensors of the output, from a run with these matmuls."""
+        self._reset()
         fp32 = Precision.FP32.autocast(self.case.device.type)
-        with torch.no_grad(), fp32, intercepted(self._copy.model, product_of) as others:
+        with torch.no_grad(), fp32, intercepted(self._copy.model, product_of) as unreplaced:
             output = self._copy.call_model()
-        self.others |= others
+        self.unreplaced |= unreplaced
         return [x.clone() for _, x in named_tensors(output) if x.is_floating_point()]
 
     def judge(self) -> None:
-        """Compare each with fp32, and with bf16."""
+        """Set the verdicts by comparing with bf16."""
+        bf16 = self._reports[0]
         for report in self._reports:
-            report.judge(self._reports[0])
+            report.judge(bf16)
 
-    def result(self, name: str, **found: Any) -> InferenceRehearsal:
-        """The output beside the layers."""
+    def result(self, name: str, **fields: Any) -> InferenceRehearsal:
+        """The result, with the error of the output in each format."""
         title = f"{name}, rehearsed for inference on {self.case.device}"
-        return InferenceRehearsal(title=title, formats=self._reports, **found)
+        return InferenceRehearsal(title=title, formats=self._reports, **fields)
