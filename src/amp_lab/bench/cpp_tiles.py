@@ -37,7 +37,7 @@ class CppTiles:
         self.parts = self.shares = threads
 
     @staticmethod
-    def right_side(matrix: Tensor) -> Tensor:
+    def right_operand(matrix: Tensor) -> Tensor:
         """The right operand (K, N) of a matmul as (K / 2, N, 2): two rows interleaved.
 
         The bf16 instructions of AVX-512 multiply such pairs.

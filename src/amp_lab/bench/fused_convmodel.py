@@ -224,7 +224,10 @@ class FusedStep:
         return [dw3, *_totals(sums)]
 
     def _second_backward(self, dz2_factors: Sequence[Tensor]) -> list[Tensor]:
-        """Return dw2 (C, C), and the sums (C,) of g1, of g1 * x0 and of g1 * x1."""
+        """Return dw2 (C, C), and the sums (C,) of g1, of g1 * x0 and of g1 * x1.
+
+        `dz2_factors` are those that `_Normalised.backward` returns.
+        """
         weight = self.convs[1].weight.flatten(1)
         dw2 = torch.zeros_like(weight)
         sums = []
@@ -321,6 +324,7 @@ def _sums(z):
 
 
 def _activation(z, scale, shift):
+    """The activation (B, C) of a normalised z: relu(z * scale + shift)."""
     a = z.float() * scale + shift
     a = torch.relu(a)
     return a.to(z.dtype)

@@ -136,12 +136,14 @@ def _spread(row: Row) -> str:
 
 
 def _speedup(row: Row) -> str:
+    """The speed-up over fp32 eager with its interval; ``-`` if it is unknown."""
     if row.is_baseline:
         return "1.00x"
     return _text(row.speedup_estimate, "{}")
 
 
 def _memory(row: Row) -> str:
+    """The peak memory, such as ``1,024 MiB``; ``-`` if it is unknown."""
     mebibytes = quotient(row.peak_bytes, 2**20)
     return _text(mebibytes, "{:,.0f} MiB")
 

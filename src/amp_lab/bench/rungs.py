@@ -93,6 +93,7 @@ class Rung:
 
 
 def _to_channels_last(recipe: Recipe) -> Recipe:
+    """Store images and weights of convolutions as N, H, W, C."""
     problem = recipe.problem
     problem.model.to(memory_format=torch.channels_last)
     problem.inputs = problem.inputs.to(memory_format=torch.channels_last)
@@ -112,6 +113,7 @@ def _fold_norm(recipe: Recipe) -> Recipe:
 
 
 def _cast_once(recipe: Recipe) -> Recipe:
+    """Cast model and inputs to the precision, in place of autocast."""
     dtype = recipe.case.precision.dtype
     problem = recipe.problem
     problem.model = problem.model.to(dtype)
@@ -120,16 +122,19 @@ def _cast_once(recipe: Recipe) -> Recipe:
 
 
 def _to_fp8(recipe: Recipe) -> Recipe:
+    """Convert large linear layers to float8, see `use_fp8`."""
     use_fp8(recipe.problem.model)
     return recipe
 
 
 def _use_fused_step(recipe: Recipe) -> Recipe:
+    """Replace the whole step by the one written by hand, see fused_convmodel.py."""
     step_class = recipe.case.workload.fused_step
     return replace(recipe, make=_step_by_hand, step_class=step_class, compile_mode=None)
 
 
 def _use_tiled_step(recipe: Recipe) -> Recipe:
+    """Replace the step by hand by the one with a kernel for each pass, see tiled_convmodel.py."""
     return replace(recipe, step_class=recipe.case.workload.tiled_step)
 
 

@@ -304,6 +304,7 @@ def _prepare(ladders: list[_Ladder], results: Results) -> list[_Configuration]:
 
 
 def _new_row(case: Case, rung: Rung) -> Row:
+    """A row without results, whose status is ``ok`` until something fails."""
     workload = case.workload
     row = Row(workload.name, workload.size, str(case.precision), rung.name, "ok")
     row.unit = workload.unit
@@ -378,9 +379,9 @@ def _run_first_steps(
     with case.precision.float32_mode(case.device.type):
         # The first call alone: if it is hopeless on a CPU, the others are not waited for.
         for calls in (1, CHECKED_STEPS - 1):
-            m = measure(call, device=case.device, warmup=0, repeats=calls)
-            seconds = m.samples_s[-1]
-            peaks.append(m.peak_bytes)
+            measured = measure(call, device=case.device, warmup=0, repeats=calls)
+            seconds = measured.samples_s[-1]
+            peaks.append(measured.peak_bytes)
             # An accelerator's first call loads kernels, so its time is not that of a step.
             is_step_time = calls > 1 or backend(case.device).is_host
             if rung is EAGER and baseline and is_step_time:
@@ -392,6 +393,7 @@ def _run_first_steps(
         # A graph takes its memory when it is recorded, and none when it is replayed.
         peak = max(known_peaks) if step.records_graph else known_peaks[-1]
         row.peak_bytes = peak - bytes_before
+    # All losses of a workload that trains, else one output: `_judge` compares it with fp32's.
     check = torch.stack(outputs) if case.workload.trains else outputs[-1]
     return _Configuration(row, case, step, check.cpu().double(), seconds)
 

@@ -42,6 +42,7 @@ class TiledStep(FusedStep):
         super().__init__(model, dtype, compiled=False)
 
     def _start(self, inputs: Tensor, target: Tensor) -> None:
+        """Also make the kernels for these sizes."""
         super()._start(inputs, target)
         self.channels = self.z2.shape[1]
         self.tiles = self.tiles_type(self.pixels, self.channels, inputs.device)
@@ -67,19 +68,22 @@ class TiledStep(FusedStep):
     # channel go to a kernel as the rows of one matrix, in the order that its C++ function names.
 
     def _second_layer(self) -> list[Tensor]:
+        """Write z2; return the sums (C,) of z2 and of its squares."""
         self.affine1 = torch.stack([*self.weight1, self.n1.shift])
-        weight = self.tiles.right_side(self.w2.T)
+        weight = self.tiles.right_operand(self.w2.T)
         inputs = (self.x, self.affine1, weight)
         return self._run("forward2", *inputs, self.z2, sums=2)
 
     def _third_layer(self) -> list[Tensor]:
+        """Write z3; return the sums (C,) of z3 and of its squares."""
         n2 = self.n2
         self.affine2 = torch.stack([n2.scale, n2.shift])
-        weight = self.tiles.right_side(self.w3.T)
+        weight = self.tiles.right_operand(self.w3.T)
         inputs = (self.z2, self.affine2, weight)
         return self._run("forward3", *inputs, self.z3, sums=2)
 
     def _head(self) -> list[Tensor]:
+        """Write dy; return the sums of squared errors, of dy and of dy * z3, see `FusedStep`."""
         n3 = self.n3
         rows = torch.stack([n3.scale, n3.shift, self.w4])
         bias = self.convs[3].bias
@@ -89,17 +93,19 @@ class TiledStep(FusedStep):
         return [squared_errors[0], dy_sum, dy_z3_sum]
 
     def _third_backward(self, dz3_factors: Sequence[Tensor]) -> list[Tensor]:
+        """Write g2; return dw3 (C, C), and the sums (C,) of g2 and of g2 * z2."""
         g_factor, z_factor, constant = dz3_factors
         dy_factor = self.w4 * g_factor  # since g3 = w4 * dy
         n3 = self.n3
         rows = torch.stack([n3.scale, n3.shift, dy_factor, z_factor, constant])
-        weight = self.tiles.right_side(self.w3)
+        weight = self.tiles.right_operand(self.w3)
         inputs = (self.z2, self.z3, self.dy, self.affine2, rows, weight)
         return self._run_backward("backward3", *inputs, self.g2, sums=2)
 
     def _second_backward(self, dz2_factors: Sequence[Tensor]) -> list[Tensor]:
+        """Return dw2 (C, C), and the sums (C,) of g1, of g1 * x0 and of g1 * x1."""
         rows = torch.stack([*dz2_factors])
-        weight = self.tiles.right_side(self.w2)
+        weight = self.tiles.right_operand(self.w2)
         inputs = (self.g2, self.z2, self.x, self.affine1, rows, weight)
         return self._run_backward("backward2", *inputs, sums=3)
 

@@ -52,7 +52,7 @@ class TritonTiles:
         self.shares = min(_SHARES, self.parts)
 
     @staticmethod
-    def right_side(matrix: Tensor) -> Tensor:
+    def right_operand(matrix: Tensor) -> Tensor:
         """The right operand (K, N) of a matmul, contiguous as the kernels read it."""
         return matrix.contiguous()
 

@@ -85,15 +85,15 @@ class _Interception(TorchFunctionMode):
 
     def _track(self, op: str, tensors: list[Tensor], out: Any) -> None:
         """Note what the results of an op are computed from, and a matmul that is left to torch."""
-        sources_of = tensors
-        # Picks experts by token: the result is still made of parameters, whatever the indices are.
+        operands = tensors
+        # Picks experts by token: the result is made of parameters, wherever the indices come from.
         if op in ("getitem", "index_select") and tensors[0].dim() > 2:
-            sources_of = tensors[:1]
-        names = [self._sources.get(_root(tensor)) for tensor in sources_of]
+            operands = tensors[:1]
+        names = [self._sources.get(_root(tensor)) for tensor in operands]
         if None not in names and op not in _ACTIVATION_OPS:
-            first_name = next(filter(None, names), "")  # "" if there is no parameter among them
+            parameter_names = [name for name in names if name]
             for result in _tensors(out):
-                self._sources[result] = first_name
+                self._sources[result] = parameter_names[0] if parameter_names else ""
         elif names[:1] == [""]:
             # A constant into which an activation is written depends on the input from now on.
             is_written = op == "setitem" or out is tensors[0]
@@ -101,7 +101,7 @@ class _Interception(TorchFunctionMode):
                 del self._sources[_root(tensors[0])]
         if op not in _PRODUCTS or self._is_replaceable:
             return
-        for tensor, name in zip(sources_of, names, strict=True):
+        for tensor, name in zip(operands, names, strict=True):
             if name and tensor.dim() > 1:
                 self.unreplaced.setdefault(op, {})[name] = None
                 return
@@ -126,6 +126,7 @@ class _Interception(TorchFunctionMode):
     # None to let torch compute it.
 
     def linear(self, values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+        """Compute ``values @ weight.T + bias``, where the weight is ``(out, in)``."""
         if weight.dim() != 2:
             return None
         outer, inner = weight.shape
@@ -145,6 +146,7 @@ class _Interception(TorchFunctionMode):
         return _on_rows(product, values, weight.T, bias)
 
     def addmm(self, bias: Tensor, values: Any, weight: Any = None, **scales: Any) -> Tensor | None:
+        """Compute ``values @ weight + bias``; with `scales` (``alpha``, ``beta``) torch does."""
         return self.matmul(values, weight, bias, **scales)
 
     def convolution(
@@ -163,7 +165,7 @@ class _Interception(TorchFunctionMode):
         if not is_batch:
             image = image[None]
         dimensions = weight.dim() - 2
-        if dimensions == 1:  # as an image of height 1
+        if dimensions == 1:  # a sequence becomes an image of height 1
             image = image[:, :, None]
             kernel = kernel[:, :, None]
         strides = _height_and_width(stride, dimensions, height=1)

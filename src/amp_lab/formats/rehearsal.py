@@ -107,6 +107,7 @@ def rehearse(
 
 
 def _device_of(model: nn.Module) -> torch.device:
+    """The device of the first parameter; the CPU for a model without any."""
     for parameter in model.parameters():
         return parameter.device
     return torch.device("cpu")
