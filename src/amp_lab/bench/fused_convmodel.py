@@ -111,8 +111,9 @@ class FusedStep:
         mean = self.x.mean(1)  # (2,)
         centred = self.x - mean[:, None]
         covariance = centred @ centred.T / self.pixels  # (2, 2)
-        products = (self.w1 @ covariance) * self.w1
-        return self.w1 @ mean, products.sum(1)
+        # The diagonal of w1 @ covariance @ w1.T, without the rest of that matrix.
+        variance = ((self.w1 @ covariance) * self.w1).sum(1)
+        return self.w1 @ mean, variance
 
     def _second_layer(self) -> list[Tensor]:
         """Write z2; return the sums (C,) of z2 and of its squares."""

@@ -17,8 +17,8 @@ from amp_lab.core.timing import Comparison, Estimate, Ratio, time_text
 SCHEMA = "amp-lab bench 2"  # written into each file; another number means other fields
 STATES = ("ok", "failed", "out of memory", "not run")
 BASELINE = ("fp32", "eager")  # precision and rung that every row of a workload is compared with
-# A rate above 1.1 times the measured limit is impossible, so its time or its count is wrong. The
-# tenth is for limits that were measured while the machine was a little busy.
+# A rate above 1.1 times the measured limit is impossible, so its time or its count is wrong. Up to
+# there, the limit itself may have been measured too low.
 _TOLERANCE = 1.1
 
 _TitledCells = tuple[str, list[str]]
@@ -191,8 +191,8 @@ class Results(Printed, Ceilings):
         """Return the arguments of `plots.roofline`, from rows that are trusted.
 
         These are the limits in FLOP/s by precision, the limit of memory in bytes/s, and the points:
-        ``(workload, precision, FLOPs per byte, FLOP/s)``. Every precision has a point for its
-        fastest rung; fp32 has one for eager, the baseline.
+        ``(workload, precision, FLOPs per byte, FLOP/s)``. A point is the fastest rung of a workload
+        in a precision; in fp32 it is eager, the baseline.
         """
         fastest = self._fastest()
         roofs: dict[str, float] = {}

@@ -313,7 +313,7 @@ def make_step(case: Case, rung: Rung) -> Step:
 
 
 def _training_step(recipe: Recipe) -> Callable[[], Tensor]:
-    """A function that trains once and returns the loss, scaled, under autocast or compiled."""
+    """Return a function that takes a training step as the recipe says and returns its loss."""
     problem = recipe.problem
     precision = recipe.case.precision
     device_type = recipe.case.device.type
@@ -343,7 +343,7 @@ def _training_step(recipe: Recipe) -> Callable[[], Tensor]:
 
 
 def _inference_step(recipe: Recipe) -> Callable[[], Tensor]:
-    """A function that runs the model once without gradients, and returns its output."""
+    """Return a function that runs the model once without gradients and returns its output."""
     inputs = recipe.problem.inputs
     forward = recipe.compiled(recipe.problem.model)
     dtype = recipe.case.precision.dtype
@@ -363,7 +363,7 @@ def _inference_step(recipe: Recipe) -> Callable[[], Tensor]:
 
 
 def _step_by_hand(recipe: Recipe) -> Callable[[], Tensor]:
-    """A function that trains once with the recipe's `step_class`, and returns the loss."""
+    """Return a function that takes a training step by hand and returns its loss."""
     problem = recipe.problem
     optimizer = torch.optim.Adam(problem.model.parameters(), lr=problem.lr, fused=True)
     assert recipe.step_class is not None  # the rung exists only for workloads that have one

@@ -121,19 +121,19 @@ def run_bench(
     _check_names("rung", rungs, [rung.name for rung in RUNGS])
     if rounds is not None and rounds < 1:
         raise OptionError(f"rounds={rounds}: must be at least 1")
-    pace = _Pace(rounds, _MAX_ROUNDS, _TURN_S)
+    pace = _Pace(rounds, max_rounds=_MAX_ROUNDS, turn_s=_TURN_S)
     if quick:
         end = time.perf_counter() + _QUICK_S
-        pace = _Pace(rounds, _MAX_QUICK_ROUNDS, _QUICK_TURN_S, end)
+        pace = _Pace(rounds, max_rounds=_MAX_QUICK_ROUNDS, turn_s=_QUICK_TURN_S, end=end)
     report = describe_device(device)
     chosen_precisions = _choose_precisions(report, precisions)
-    plan = _plan(device, chosen_precisions, names, rungs, quick)
+    plan = _plan(device, chosen_precisions, names, rungs, quick=quick)
     # Otherwise the system maps memory again in each step, which slows fp32 most, and every
     # speed-up would be too large.
     memory_kept = keep_memory()
     say("measuring the limits of the device")
     ceilings = measure_ceilings(device)
-    results = _new_results(report, ceilings, quick, rounds or pace.max_rounds)
+    results = _new_results(report, ceilings, quick=quick, rounds=rounds or pace.max_rounds)
     results.environment["memory_kept"] = memory_kept
     try:
         for ladders in plan:
@@ -170,6 +170,7 @@ def _plan(
     precisions: list[Precision],
     names: Sequence[str],
     rungs: Sequence[str],
+    *,
     quick: bool,
 ) -> list[list[_Ladder]]:
     """The ladders of each workload, one for each precision, fp32 first.
@@ -191,7 +192,7 @@ def _plan(
         ladders: list[_Ladder] = []
         for precision in precisions:
             case = Case(workload, precision, device)
-            chosen = _choose_rungs(case, rungs, quick)
+            chosen = _choose_rungs(case, rungs, quick=quick)
             ladders.append(_Ladder(case, chosen))
             planned_rungs.update(rung.name for rung in chosen)
         plan.append(ladders)
@@ -201,7 +202,7 @@ def _plan(
     return plan
 
 
-def _choose_rungs(case: Case, names: Sequence[str], quick: bool) -> list[Rung]:
+def _choose_rungs(case: Case, names: Sequence[str], *, quick: bool) -> list[Rung]:
     """The rungs with these names, all if there are none.
 
     Eager is always one of them: its step is counted, and in fp32 the others are compared with it.
@@ -215,7 +216,7 @@ def _choose_rungs(case: Case, names: Sequence[str], quick: bool) -> list[Rung]:
     return chosen
 
 
-def _new_results(report: DeviceReport, ceilings: Ceilings, quick: bool, rounds: int) -> Results:
+def _new_results(report: DeviceReport, ceilings: Ceilings, *, quick: bool, rounds: int) -> Results:
     """Results without rows: the limits of the device, and the environment of the run."""
     environment: dict[str, str | int | bool] = {
         "device": report.name,

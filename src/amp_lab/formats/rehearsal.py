@@ -169,11 +169,12 @@ def _rehearse_step(
         layers += [errors.report(form) for form in forms]
     inputs = named_tensors((use.case.args, use.case.kwargs))
     reads_ids = not any(tensor.is_floating_point() for _, tensor in inputs)
-    _leave_out(use, layers, gpu, reads_ids)
+    _leave_out(use, layers, gpu, reads_ids=reads_ids)
     return layers, [_report_model(use, form.name, layers, gpu) for form in forms]
 
 
 def _no_matmul_message(use: Use) -> str:
+    """The error for a model without a matmul that can be replaced, with advice if it has others."""
     problem = f"{type(use.case.model).__name__} multiplies by no parameter that can be rounded"
     unreplaced = _unreplaced_ops(use)
     if not unreplaced:
@@ -188,6 +189,7 @@ def _unreplaced_ops(use: Use) -> list[str]:
 
 
 def _unreplaced_remarks(use: Use) -> list[str]:
+    """A sentence for each op that was left to torch."""
     ops = sorted(_unreplaced_ops(use))
     return [f"Not rehearsed: {op}, which torch computes." for op in ops]
 
@@ -320,7 +322,7 @@ def _measure_layers(use: Use, forms: list[Format]) -> list[_LayerErrors]:
     return list(by_layer.values())
 
 
-def _roles_in_bf16(layers: list[Layer], reads_ids: bool) -> dict[Layer, str]:
+def _roles_in_bf16(layers: list[Layer], *, reads_ids: bool) -> dict[Layer, str]:
     """The layers that stay in bf16 by custom, with their roles, such as ``the head``.
 
     `layers` are in the order of their calls, and `reads_ids` is whether all inputs are ids. The
@@ -343,10 +345,10 @@ def _roles_in_bf16(layers: list[Layer], reads_ids: bool) -> dict[Layer, str]:
     return roles
 
 
-def _leave_out(use: Use, layers: list[LayerReport], gpu: Card | None, reads_ids: bool) -> None:
+def _leave_out(use: Use, layers: list[LayerReport], gpu: Card | None, *, reads_ids: bool) -> None:
     """Set `left_out` where a layer stays in bf16 by custom, or where it is too small to gain."""
     in_order = dict.fromkeys(report.layer for report in layers)
-    roles = _roles_in_bf16(list(in_order), reads_ids)
+    roles = _roles_in_bf16(list(in_order), reads_ids=reads_ids)
     for report in layers:
         if report.format == "bf16" or report.left_out:
             continue

@@ -74,6 +74,7 @@ class TrainingReport(FormatReport):
         self.verdict = self._find_verdict(bf16)
 
     def _find_verdict(self, bf16: "TrainingReport") -> str:
+        """The verdict, where an error may be larger if bf16's is large too."""
         if not self.layers:
             return "no layer is left"
         if not math.isfinite(self.loss_off):
@@ -116,6 +117,7 @@ class InferenceReport(FormatReport):
         self.verdict = self._find_verdict(bf16)
 
     def _find_verdict(self, bf16: "InferenceReport") -> str:
+        """The verdict, where the error may be larger if bf16's is large too."""
         if not self.layers:
             return "no layer is left"
         if self.output_off is None:
@@ -229,6 +231,7 @@ class TrainingRehearsal(Rehearsal):
     steps: int = 0
 
     def _model_rows(self) -> dict[str, list[str]]:
+        """Rows of the errors of gradients and loss, and of the last loss if it was trained."""
         rows = {
             "gradients of the model": [f"{100 * r.gradients_off:.2g} %" for r in self.formats],
             "loss of the model": [f"{100 * r.loss_off:+.2g} %" for r in self.formats],
@@ -238,6 +241,7 @@ class TrainingRehearsal(Rehearsal):
         return rows
 
     def _facts(self) -> tuple[str, list[str]]:
+        """Explain the numbers, and the check of one step unless the model was trained."""
         numbers = (
             "SQNR in dB of the worst of three products; with * a layer is better left in bf16."
         )
@@ -258,6 +262,7 @@ class InferenceRehearsal(Rehearsal):
         return {"error of the output": [_error_text(r) for r in self.formats]}
 
     def _facts(self) -> tuple[str, list[str]]:
+        """Explain the numbers, and the check of the output."""
         numbers = "SQNR in dB of the forward matmul; with * a layer is better left in bf16."
         limit = f"at most {OUTPUT_OFF:.0%} of fp32's output, or {_TIMES_BF16} times bf16's error"
         checks = f"The check, on these inputs: an output error of {limit} (Euclidean norms)."

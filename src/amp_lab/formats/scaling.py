@@ -166,7 +166,7 @@ def quantize(
     exact = values.detach().float()
     if not exact.numel():
         return exact
-    if form.scale == "none":
+    if form.scale == "none":  # a plain cast, which torch rounds itself
         rounded = exact.to(form.element.dtype).float()
         if counts:
             counts.add(exact, exact, rounded, form.element)

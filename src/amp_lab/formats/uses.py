@@ -312,6 +312,7 @@ class Inference(Use):
         if layers:
             report.output_off = self._error(self._run(product_of))
         off = report.output_off
+        # A format may be 1.5 times as far off as bf16, which allows much if bf16 is far off.
         if form == "bf16" and off is not None and off > OUTPUT_OFF:
             self.remarks.append(
                 f"The output in bf16 is {off:.0%} off fp32's already: passing the check says "
