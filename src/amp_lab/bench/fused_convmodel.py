@@ -43,9 +43,9 @@ class FusedStep:
         self.chains = _chains(compiled)
         # Any: for the type checker, a layer of an `nn.Sequential` is only an `nn.Module`.
         layers: list[Any] = list(model)
-        self.convs = layers[::3]
+        self.convs = layers[::3]  # each but the last is followed by a norm and a ReLU
         self.norms = layers[1::3]
-        self.saved = torch.empty(0, 0, 0)
+        self.saved = torch.empty(0, 0, 0)  # z2, z3 and g2, see `_start`
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor, target: Tensor) -> Tensor:
@@ -332,7 +332,7 @@ def _activation(z, scale, shift):
 
 
 def _head(z, scale, shift, weight, bias, target, factor):
-    """The sum of squared errors of the last layer, and dy (B,)."""
+    """The sum of squared errors of the last layer, and dy (B,), which is error * factor."""
     a = torch.relu(z.float() * scale + shift)
     product = (a * weight).sum(1)  # (B,)
     error = product + bias - target

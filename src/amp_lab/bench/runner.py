@@ -485,7 +485,7 @@ def _fill(rows: Sequence[Row], timed: Rounds) -> None:
 
 def _write_samples(row: Row, samples_s: tuple[float, ...]) -> None:
     """Write the seconds of a step by round, with the median, the spread and the rates."""
-    measured = Measurement(samples_s, None, None)
+    measured = Measurement(samples_s, peak_bytes=None, reserved_bytes=None)
     row.samples_s = list(measured.samples_s)
     row.median_s = measured.median_s
     row.iqr_s = measured.iqr_s

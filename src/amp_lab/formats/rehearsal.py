@@ -157,15 +157,15 @@ def _check_steps(use_class: type[Use], steps: int, seeds: int) -> None:
 def _rehearse_step(
     use: Use, forms: list[Format], gpu: Card | None
 ) -> tuple[list[LayerReport], list[FormatReport]]:
-    """Report each layer in each format, and the whole model in each format.
+    """Return the reports of all layers, and those of the whole model, in each format.
 
     Raises `NumericsError` for a model without a matmul that can be replaced.
     """
-    errors_by_layer = _measure_layers(use, forms)
-    if not errors_by_layer:
+    layer_errors = _measure_layers(use, forms)
+    if not layer_errors:
         raise NumericsError(_no_matmul_message(use))
     layers = []
-    for errors in errors_by_layer:
+    for errors in layer_errors:
         layers += [errors.report(form) for form in forms]
     inputs = named_tensors((use.case.args, use.case.kwargs))
     reads_ids = not any(tensor.is_floating_point() for _, tensor in inputs)
@@ -241,7 +241,7 @@ class _LayerErrors:
             self.loss_change[form.name] += float(rounded - exact)
 
     def report(self, form: Format) -> LayerReport:
-        """The report in a format; one without errors if the format does not fit the layer."""
+        """Return the report in a format, with only a reason if the format does not fit."""
         report = LayerReport(self.layer, self.rows, form.name)
         report.left_out = self.use.misfit(self.layer, form)
         if not report.left_out:
