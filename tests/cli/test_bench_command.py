@@ -1,6 +1,7 @@
 """`amp-lab bench` as a user types it, at toy size."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -95,7 +96,7 @@ def test_unknown_names_are_refused(capsys):
 
 def test_a_file_of_something_else_is_not_overwritten(capsys, tmp_path):
     (tmp_path / "mine.json").write_text('{"notes": 1}')
-    assert "mine.json: no results of amp-lab bench" in refused(capsys, "--out", "mine.json")
+    assert "mine.json: no results" in refused(capsys, "--out", "mine.json")
     assert (tmp_path / "mine.json").read_text() == '{"notes": 1}'
 
 
@@ -105,14 +106,14 @@ def test_a_picture_of_something_else_is_not_overwritten(capsys, tmp_path, name):
     capsys.readouterr()
     (tmp_path / name).write_bytes(b"a photograph of amp-lab")
     said = refused(capsys, "--out", "mine.json", "--compare", "old.json")
-    assert f"{name}: is there, and not made by amp-lab" in said
+    assert re.search(f"{name}: .*not made by", said)
     assert (tmp_path / name).read_bytes() == b"a photograph of amp-lab"
 
 
 def test_a_place_that_is_not_there_is_told_before_anything_is_timed(capsys):
     line = refused(capsys, "--out", "none/mine.json")
-    assert "none/mine.json: cannot be written" in line
-    assert "give a name that ends with .json" in refused(capsys, "--out", "mine.png")
+    assert "none/mine.json: cannot" in line
+    assert re.search(r"'mine\.png': .* \.json", refused(capsys, "--out", "mine.png"))
 
 
 def test_comparison_is_checked_first(capsys, tmp_path):
@@ -139,7 +140,7 @@ def test_recorded_results_without_measuring(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "run_bench", None)
     capsys.readouterr()
     assert main(["bench", "--results", "old.json", "--quick"]) == 2
-    assert "--quick measures, and --results does not" in capsys.readouterr().err
+    assert re.search("--quick .*--results", capsys.readouterr().err)
     assert main(["bench", "--results", "old.json"]) == 0
     assert "convmodel 1x2x8x8" in capsys.readouterr().out
     assert sorted(p.name for p in tmp_path.iterdir()) == ["old-roofline.png", "old.json", "old.png"]
@@ -173,7 +174,7 @@ def test_nothing_in_common_is_told(capsys, monkeypatch):
     other = [convmodel_workload(9, hidden=8)]
     monkeypatch.setattr(runner, "workloads", lambda device, quick: other)
     assert main([*ARGUMENTS, "--out", "new.json", "--compare", "old.json"]) == 2
-    assert "new, old have nothing in common" in capsys.readouterr().err
+    assert re.search("new, old .*in common", capsys.readouterr().err)
     assert load_results("new.json").complete  # what was measured is kept
 
 
@@ -188,7 +189,7 @@ def test_ctrl_c_keeps_what_was_measured(capsys, monkeypatch):
 
     monkeypatch.setattr(Results, "save", interrupted)
     assert main([*ARGUMENTS, "--out", "mine.json"]) == 130
-    assert "The run was stopped before its end." in capsys.readouterr().out
+    assert "stopped before" in capsys.readouterr().out
     results = load_results("mine.json")
     assert not results.complete
     assert {row.workload for row in results.rows} == {"convmodel"}

@@ -1,6 +1,7 @@
 """`amp-lab diff`: what it prints and draws, and what it refuses in one line."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def printed(capsys, *arguments: str) -> str:
 
 def test_two_versions_of_a_model(capsys, tmp_path):
     out = printed(capsys, "my_pair.py:net", "my_pair.py:changed")
-    assert "A and B part at native_layer_norm in '1' (LayerNorm)" in out
+    assert re.search(r"part .*native_layer_norm in '1' \(LayerNorm\)", out)
     assert "B with (8, 0.001)" in out
     assert "part nowhere" in printed(capsys, "my_pair.py:net", "my_pair.py:net")
 
@@ -126,30 +127,30 @@ def test_a_model_is_compared_with_its_copy_in_16_bits_whatever_the_inputs_are_in
 
 def test_a_change_is_found_between_models_of_other_dtypes(capsys):
     out = printed(capsys, "my_pair.py:net", "my_pair.py:changed_in_fp16")
-    assert "A and B part at native_layer_norm in '1' (LayerNorm)" in out
+    assert re.search(r"part .*native_layer_norm in '1' \(LayerNorm\)", out)
 
 
 @pytest.mark.parametrize("options", [("my_pair.py:cancels_in_fp16",), ("--precision", "bf16")])
 def test_a_large_error_is_not_said_to_be_explained(capsys, options):
     out = printed(capsys, "my_pair.py:cancels", *options)
     assert "part nowhere" not in out
-    assert "grows most at sub in the model itself (Cancels)" in " ".join(out.split())
+    assert re.search(r"grows most at sub .*\(Cancels\)", " ".join(out.split()))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_model_in_16_bits_takes_inputs_in_fp32_too(capsys, precision):
     out = printed(capsys, "my_pair.py:in_fp16", "--precision", precision)
     assert "They part nowhere" in out
-    assert ("The inputs of A were cast to fp16" in out) == (precision == "fp32")
+    assert bool(re.search("inputs of A .*cast to fp16", out)) == (precision == "fp32")
 
 
 @pytest.mark.parametrize("model", ["net", "in_bf16"])
 def test_a_compiled_run_says_that_gradients_are_not_compared(capsys, monkeypatch, model):
     monkeypatch.setattr(torch, "compile", AsCompiled)
     out = printed(capsys, f"my_pair.py:{model}", "--compile")
-    assert "A (eager) and B (compiled): 1 modules in both" in out
-    assert "Gradients were not compared: only the forward pass ran" in out
-    assert ("The inputs of both were cast to bf16" in out) == (model == "in_bf16")
+    assert re.search(r"A \(eager\) .*B \(compiled\).* 1 modules", out)
+    assert "Gradients were not compared" in out
+    assert bool(re.search("of both .*cast to bf16", out)) == (model == "in_bf16")
 
 
 def test_as_json_and_drawn(capsys, tmp_path):
@@ -166,11 +167,11 @@ def test_as_json_and_drawn(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("net",), "there is one run alone: give a second model B"),
+        (("net",), "one run alone"),
         (("net", "strange"), "nothing in common"),
         (("net", "raises"), "ValueError: no"),
         (("net", "no_module"), "not an nn.Module"),
-        (("determinant", "--precision", "fp16"), "at _linalg_det in '1' (Determinant); there is"),
+        (("determinant", "--precision", "fp16"), "at _linalg_det in '1' (Determinant)"),
         (("determinant", "--precision", "bf16"), "run B raises NotImplementedError: "),
         (("net", "--batch-sizes", "4"), "give two sizes"),
         (("net", "--batch-sizes", "4,4"), "give two sizes"),

@@ -1,5 +1,7 @@
 """--input and --batch: what the command line makes of them."""
 
+import re
+
 import pytest
 import torch
 
@@ -46,24 +48,24 @@ def test_an_input_has_a_name_a_dtype_a_shape_and_a_range(text, spec):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("int65:2,3", "did you mean int64?"),
+        ("int65:2,3", r"did you mean int64\?"),
         ("banana:2,3", "give one of float32"),
-        ("a-b=2,3", "'a-b' is no name of an argument"),
+        ("a-b=2,3", "'a-b' is no name"),
         ("2,3<7", "<7 is for integers: give int64:2,3<7"),
         ("bool:2,3<2", "is for integers"),
         ("int64:2<0", "a whole number from 1 on"),
         ("int64:2<x", "a whole number from 1 on"),
         ("uint8:2<257", "that uint8 holds"),
         (f"int64:2<{'9' * 5000}", "that int64 holds"),
-        (",".join(["2"] * 5000), "has 5,000 sizes: a tensor has at most 64"),
+        (",".join(["2"] * 5000), "5,000 sizes: .* 64"),
         ("9" * 5000, "is no shape"),
-        ("9999999999,9999999999", "no memory holds a tensor of that shape"),
+        ("9999999999,9999999999", "no memory holds"),
     ],
 )
 def test_a_wrong_input_is_told_in_one_short_line(text, said):
     with pytest.raises(OptionError) as error:
         parse_input(text)
-    assert said in str(error.value)
+    assert re.search(said, str(error.value))
     assert len(str(error.value).splitlines()) == 1
     assert len(str(error.value)) < 250
 
@@ -97,7 +99,7 @@ def test_a_batch_may_be_a_tensor_a_tuple_a_dict_or_both():
     assert split_arguments({"x": a}, "it") == ((), {"x": a})
     assert split_arguments(((a,), {"y": b}), "it") == ((a,), {"y": b})
     assert split_arguments(({"x": a},), "it") == (({"x": a},), {})  # a model that takes a dict
-    with pytest.raises(OptionError, match="it returns a int as the inputs: give a tensor"):
+    with pytest.raises(OptionError, match=r"it returns a int as .*inputs"):
         split_arguments(3, "it")
     with pytest.raises(OptionError, match="names of arguments are strings"):
         split_arguments({1: a}, "it")

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -163,61 +164,61 @@ TOWER = ("my_models:TwoTower", "--input", "int64:2,5<100", "--input", "2,8")
     ("arguments", "said"),
     [
         (("torchvision.models", *X), "write PACKAGE.MODULE:CALLABLE"),
-        (("", *X), "an empty text was given for target"),
+        (("", *X), "an empty text .*target"),
         ((":resnet50", *X), "write PACKAGE.MODULE:CALLABLE"),
         (("torchvision.models:", *X), "write PACKAGE.MODULE:CALLABLE"),
         (("a b:c", *X), "write PACKAGE.MODULE:CALLABLE"),
-        (("my_models", *X), "did you mean my_models:Exits or my_models:Reads"),
-        (("my_models.py", *X), "my_models.py:TwoTower?"),
-        (("my_models.TwoTower", *X), "did you mean my_models:TwoTower?"),
-        (("my_models:TwoTowr", *X), "has no 'TwoTowr'; did you mean my_models:TwoTower?"),
-        (("my_model:TwoTower", *X), "did you mean my_models:TwoTower?"),
-        (("no_such_package.models:net", *X), "no module 'no_such_package' is installed"),
+        (("my_models", *X), "my_models:Exits or my_models:Reads"),
+        (("my_models.py", *X), r"my_models.py:TwoTower\?"),
+        (("my_models.TwoTower", *X), r"mean my_models:TwoTower\?"),
+        (("my_models:TwoTowr", *X), r"no 'TwoTowr'; .* my_models:TwoTower\?"),
+        (("my_model:TwoTower", *X), r"mean my_models:TwoTower\?"),
+        (("no_such_package.models:net", *X), "no module 'no_such_package'"),
         (("torchvision.no_such:net", *X), "no module 'torchvision.no_such'"),
-        (("torchvision.models:resnet51", *X), "did you mean torchvision.models:resnet50?"),
-        (("nowhere.py:Net", *X), "there is no file nowhere.py"),
-        (("folder/relative.py:Net", *X), "give it as a module of its package"),
-        (("my_models:number", *X), "is of type int: give a callable"),
-        (("my_models:needs", *X), "cannot be called without arguments: TypeError"),
+        (("torchvision.models:resnet51", *X), r"mean torchvision.models:resnet50\?"),
+        (("nowhere.py:Net", *X), "no file nowhere.py"),
+        (("folder/relative.py:Net", *X), "module of its package"),
+        (("my_models:number", *X), "type int: .*nn.Module"),
+        (("my_models:needs", *X), "called without arguments: TypeError"),
         (("my_models:needs", *X), "add --with width=…"),
-        (("my_models:needs", *X, "--with", "height=3"), "cannot be called with height=3: TypeE"),
-        (("my_models:needs", *X, "--with", "width"), "write NAME=VALUE, such as n_layers=2"),
+        (("my_models:needs", *X, "--with", "height=3"), "called with height=3: TypeError"),
+        (("my_models:needs", *X, "--with", "width"), "--with 'width': .*NAME=VALUE"),
         (("my_models:needs", *X, "--with", "width=two words"), "a string has quotes"),
         (("my_models:needs", *X, "--with", "width=false"), "--with 'width=false': write False"),
-        (("my_models:needs", *X, "--with", "width=big"), "fails when it is called: TypeError"),
+        (("my_models:needs", *X, "--with", "width=big"), "fails .*: TypeError"),
         (("my_models:finished", *X, "--with", "width=2"), "is a finished model"),
-        (("my_models:fails", *X), "fails when it is called: RuntimeError: missing: weight"),
-        (("my_models:exits", *X), "exits by itself (SystemExit: 3)"),
+        (("my_models:fails", *X), "fails .*: RuntimeError: missing: weight"),
+        (("my_models:exits", *X), r"exits by itself \(SystemExit: 3\)"),
         (("my_models:ends_a_generator", *X), "GeneratorExit"),
         (
             ("my_models:ends_a_generator_in_forward", *X),
             "GeneratorExit: why",
         ),
         (("my_models:weird", *X), "Weird: first"),
-        (("my_models:exits_in_forward", *X), "exits by itself (SystemExit: 4)"),
-        (("my_models:empty", *X), "returns a NoneType, not an nn.Module"),
-        (("my_models:with_loss_number", *X), "returns a int as the loss: give a callable"),
-        (("my_broken:net", *X), "No module named 'no_such_thing'"),
+        (("my_models:exits_in_forward", *X), r"exits by itself \(SystemExit: 4\)"),
+        (("my_models:empty", *X), "a NoneType, not an nn.Module"),
+        (("my_models:with_loss_number", *X), "a int as the loss"),
+        (("my_broken:net", *X), "module named 'no_such_thing'"),
         (("my_syntax:net", *X), "cannot be imported: SyntaxError"),
-        (("my_models:TwoTower",), "TwoTower takes user, item: add --input for each"),
+        (("my_models:TwoTower",), "TwoTower takes user, item: .*--input"),
         (("my_models:TwoTower",), "--input 'int64:2,128<100' for token ids"),
-        (("my_models:TwoTower", *X), "it takes user, item: add --input item=SIZES"),
-        (("my_models:TwoTower", *X, "--input", "2,8"), "'user' is float32, but the embedding"),
-        (("my_models:TwoTower", *X, "--input", "2,8"), "add --input int64:2,4 ('int64:2,4<100'"),
-        ((*TOWER[:2], "int64:2,5<101", *TOWER[3:]), "'user' has ids up to 100, but the embedding"),
-        ((*TOWER[:4], "2,9"), "the inputs are user int64 (2, 5), item float32 (2, 9)"),
+        (("my_models:TwoTower", *X), "it takes user, item: .* item=SIZES"),
+        (("my_models:TwoTower", *X, "--input", "2,8"), "'user' is float32, .*embedding"),
+        (("my_models:TwoTower", *X, "--input", "2,8"), r"add --input int64:2,4 \('int64:2,4<100'"),
+        ((*TOWER[:2], "int64:2,5<101", *TOWER[3:]), "'user' has ids .* 100, .*embedding"),
+        ((*TOWER[:4], "2,9"), r"user int64 \(2, 5\), item float32 \(2, 9\)"),
         ((*TOWER, "--input", "2,8"), "it takes user, item"),
         ((*TOWER[:3], "--input", "items=2,8"), "'items'; it takes user, item"),
-        ((*TOWER, "--batch", "my_models:batch"), "--input and --batch both give the inputs"),
-        (("my_models:whole", "--with", "high=1000"), "but the embedding 'user' has 100 rows"),
+        ((*TOWER, "--batch", "my_models:batch"), "--input and --batch both"),
+        (("my_models:whole", "--with", "high=1000"), "embedding 'user' has 100 rows"),
         ((*TOWER[:1], "--batch", "my_models:batch_too_high"), "embedding 'user' has 100 rows"),
         ((*TOWER[:1], "--batch", "my_models:batch_fails"), "ValueError: in the middle"),
         ((*TOWER[:1], "--batch", "my_models:number"), "returns a int as the inputs"),
         ((*TOWER[:1], "--batch", "my_models:nothing"), "my_models has no 'nothing'"),
-        ((*TOWER, "--loss", "my_models:no_scalar"), "must return one number, not shape (2, 16)"),
-        ((*TOWER, "--loss", ".loss"), "the model returns a Tensor, which has no 'loss'"),
-        ((*TOWER, "--loss", "my_models:number"), "is of type int: give a callable, or .NAME"),
-        ((*TOWER, "--loss", "torch.nn.functional:mse_loss"), "which gets the model's output: Type"),
+        ((*TOWER, "--loss", "my_models:no_scalar"), r"one number, .*\(2, 16\)"),
+        ((*TOWER, "--loss", ".loss"), "a Tensor, .* no 'loss'"),
+        ((*TOWER, "--loss", "my_models:number"), "--loss .*type int: .*NAME"),
+        ((*TOWER, "--loss", "torch.nn.functional:mse_loss"), "mse_loss.*output: TypeError"),
         ((*TOWER, "--timeout", "0"), "give a number of seconds above 0"),
         ((*TOWER, "--input", ",".join("2" * 5000)), "has 5,000 sizes"),
     ],
@@ -231,7 +232,7 @@ def test_whatever_is_wrong_is_told_in_one_line_and_exit_2(here, capfd, command, 
     printed = capfd.readouterr()
     assert code == 2
     assert printed.out == ""
-    assert said in printed.err
+    assert re.search(said, printed.err)
     assert len(printed.err.splitlines()) == 1
 
 
@@ -259,7 +260,7 @@ def test_a_target_that_hangs_is_ended(here):
     )
     assert done.returncode == 2
     assert done.stdout == ""
-    assert "'my_models:hangs': not done after 1 s; give --timeout SECONDS" in done.stderr
+    assert re.search("'my_models:hangs': .*after 1 s; .*--timeout", done.stderr)
     assert len(done.stderr.splitlines()) == 1
 
 

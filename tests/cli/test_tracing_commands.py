@@ -27,7 +27,7 @@ def test_a_model_is_xrayed_for_any_backend(capsys, device):
     out = printed(capsys, "xray", NET, *INPUT, "--device", device)
     low = "bf16" if device == "cpu" else "fp16"
     assert f"SqueezeNet on {device}, autocast {low}" in out
-    assert "100.0 % of the work of matrix products and convolutions" in out
+    assert re.search(rf"100\.0 % of the work .* in {low}\.", out)
 
 
 def test_the_dtype_can_be_chosen_and_autocast_left_off(capsys):
@@ -46,7 +46,7 @@ def test_a_real_run_and_a_fake_one_print_the_same_table(capsys):
 
 def test_each_parameters_dtypes_when_several_processes_share_it(capsys, tmp_path):
     out = printed(capsys, "xray", NET, *INPUT, "--parallel", "fsdp", "--device", "cpu")
-    assert "SqueezeNet under FSDP2, before the first step" in out
+    assert "SqueezeNet under FSDP2" in out
     assert "Inputs: argument 0 fp32 → bf16." in out
     ddp = ("--parallel", "ddp", "--precision", "fp16", "--reduce-dtype", "bf16")
     found = json.loads(printed(capsys, "xray", NET, *INPUT, *ddp, "--format", "json"))
@@ -174,7 +174,7 @@ def test_a_model_may_have_several_inputs_of_several_dtypes(capsys):
         (("xray", *TRANSLATOR[:3]), "'tgt'"),
         (("xray", *TRANSLATOR, "--input", "2,4,x"), "'2,4,x' is no shape"),
         (("memory", *TRANSLATOR[:3]), "'tgt'"),
-        (("memory", *TRANSLATOR[:4], "3,4,16"), "the batch number of src and tgt must be equal"),
+        (("memory", *TRANSLATOR[:4], "3,4,16"), "src and tgt"),
     ],
 )
 def test_wrong_inputs_are_one_line_and_exit_2(capsys, arguments, said):
@@ -204,8 +204,8 @@ def test_memory_in_each_precision_and_the_largest_batch(capsys):
 def test_whether_it_fits_is_said_with_a_reserve(capsys):
     asked = ("memory", NET, *INPUT, "--precision", "fp32")
     in_1_gib = printed(capsys, *asked, "--memory", "1GiB")
-    assert re.search(r"^fp32: fits, about \d+ MiB to spare\.$", in_1_gib, re.M)
-    assert "Of the 1 GiB, 10 % are held in reserve for the driver" in in_1_gib
+    assert re.search(r"^fp32: fits, .*\d+ MiB", in_1_gib, re.M)
+    assert re.search("1 GiB, 10 % .*reserve", in_1_gib)
     peak = json.loads(printed(capsys, *asked, "--format", "json"))["forecasts"][0]["peak"]
     for reserve, fits in (("0", True), ("1", False)):  # exactly as much memory as it needs
         card = ("--memory", str(peak), "--reserve", reserve, "--format", "json")
@@ -214,7 +214,7 @@ def test_whether_it_fits_is_said_with_a_reserve(capsys):
         assert (found["largest_batch"]["fp32"] >= 2) == fits
         assert found["spare_bytes"]["fp32"] == int(peak * (1 - int(reserve) / 100)) - peak
     short = printed(capsys, *asked, "--memory", str(peak // 2), "--reserve", "50")
-    assert re.search(r"^fp32: does not fit, \d+ MiB too much\.$", short, re.M)
+    assert re.search(r"^fp32: does not fit, \d+ MiB", short, re.M)
 
 
 @pytest.mark.usefixtures("my_inputs")
@@ -222,18 +222,18 @@ def test_a_batch_that_is_not_linear_is_forecast_and_not_extrapolated(capsys):
     for model, inputs in (("pairs", "6,4"), ("only_of_eight", "8,4")):
         asked = ("memory", f"my_inputs:{model}", "--input", inputs, "--memory", "1MiB")
         out = printed(capsys, *asked)
-        assert re.search(r"^largest batch in 1 MiB( +cannot tell){3}$", out, re.M)
+        assert re.search(r"^largest batch .*1 MiB( +cannot tell){3}$", out, re.M)
         assert "fp32: fits, about" in out
-        assert "The largest batch cannot be extrapolated: " in out
+        assert "cannot be extrapolated: " in out
     assert "tried with a batch of 3" in out
-    refused(capsys, ("memory", "my_inputs:only_of_eight", "--input", "7,4"), "shape (7, 4)")
+    refused(capsys, ("memory", "my_inputs:only_of_eight", "--input", "7,4"), r"shape \(7, 4\)")
 
 
 @pytest.mark.usefixtures("my_inputs")
 def test_a_language_models_loss_is_missed_loudly(capsys):
     ids = ("--input", "int64:2,8<50", "--memory", "1MiB")
     without = printed(capsys, "memory", "my_inputs:Language", *ids)
-    assert "Too low: the output has logits of 50 tokens and no loss is given" in without
+    assert re.search("Too low: .*logits of 50 tokens", without)
     given = ("--loss", "my_inputs:loss")
     with_loss = printed(capsys, "memory", "my_inputs:Language", *ids, *given)
     assert "Too low" not in with_loss
@@ -243,7 +243,7 @@ def test_a_language_models_loss_is_missed_loudly(capsys):
     assert largest[0] > largest[1]
     labels = ("--input", "labels=int64:2,8<50")
     own = ("memory", "my_inputs:Language", *ids, *labels)
-    assert "the output has 'loss': add --loss .loss" in printed(capsys, *own)
+    assert "'loss': add --loss .loss" in printed(capsys, *own)
     assert "the output has" not in printed(capsys, *own, "--loss", ".loss")
     assert "Too low" not in printed(capsys, "memory", *TRANSLATOR)  # whose output is no logits
 
@@ -256,10 +256,10 @@ def test_a_language_models_loss_is_missed_loudly(capsys):
         (("xray", "torchvision.models", *INPUT), "write PACKAGE.MODULE:CALLABLE"),
         (("xray", "math:pi", *INPUT), "is of type float"),
         (("xray", "torch:zeros", *INPUT), "cannot be called without arguments"),
-        (("xray", "builtins:dict", *INPUT), "returns a dict, not an nn.Module"),
-        (("xray", NET), "SqueezeNet takes x: add --input for each"),
+        (("xray", "builtins:dict", *INPUT), "a dict, not an nn.Module"),
+        (("xray", NET), "SqueezeNet takes x: .*--input"),
         (("xray", NET, "--input", "banana"), "'banana' is no shape"),
-        (("xray", NET, "--input", "2,0,64,64"), "every size must be 1 or more"),
+        (("xray", NET, "--input", "2,0,64,64"), "'2,0,64,64': every size"),
         (("xray", NET, "--input", "2,4,64,64"), "2, 4, 64, 64"),
         (("xray", NET, *INPUT, "--device", "tpu"), "device type 'tpu'"),
         (("xray", NET, *INPUT, "--dtype", "fp8"), "invalid choice: 'fp8'"),
@@ -270,28 +270,28 @@ def test_a_language_models_loss_is_missed_loudly(capsys):
         ),
         (("xray", NET, *INPUT, "--against", "tpu"), "device type 'tpu'"),
         (("xray", NET, *INPUT, "--against", "fp8"), "device type 'fp8'"),
-        (("xray", NET, *INPUT, "--against", ""), "an empty text was given for against"),
+        (("xray", NET, *INPUT, "--against", ""), "an empty text .*against"),
         (("xray", NET, *INPUT, "--against", "cpu:fp8"), "'cpu:fp8': give a device"),
         (("xray", NET, *INPUT, "--against", "cpu:"), "'cpu:': give a device"),
         (("xray", NET, *INPUT, "--against", ":bf16"), "device type ''"),
         (("xray", NET, *INPUT, "--against", "cuda:1"), "or both, as cpu:bf16"),
         (("xray", NET, *INPUT, "--against", "cuda"), "'cuda' is the same again"),
-        (("xray", NET, *INPUT, "--against", "cuda:fp16"), "'cuda:fp16' is the same again"),
+        (("xray", NET, *INPUT, "--against", "cuda:fp16"), "'cuda:fp16' .*same again"),
         (("xray", NET, *INPUT, "--precision", "bf16"), "are for --parallel"),
         (("xray", NET, *INPUT, "--parallel", "ddp", "--real"), "with --dtype, --against, --real"),
         (("xray", NET, *INPUT, "--parallel", "ddp", "--depth", "1"), "--real or --depth"),
         (("xray", NET, *INPUT, "--against", "cpu", "--depth", "1"), "leave out --against"),
-        (("xray", NET, *INPUT, "--depth", "0"), "'0': give a whole number of 1 or more"),
-        (("xray", NET, *INPUT, "--depth", "-1"), "'-1': give a whole number of 1 or more"),
-        (("xray", NET, *INPUT, "--depth", "1.5"), "'1.5': give a whole number of 1 or more"),
-        (("xray", NET, *INPUT, "--depth", "all"), "'all': give a whole number of 1 or more"),
-        (("xray", NET, *INPUT, "--depth", ""), "'': give a whole number of 1 or more"),
+        (("xray", NET, *INPUT, "--depth", "0"), "'0': .*whole number of 1"),
+        (("xray", NET, *INPUT, "--depth", "-1"), "'-1': .*whole number of 1"),
+        (("xray", NET, *INPUT, "--depth", "1.5"), "'1.5': .*whole number of 1"),
+        (("xray", NET, *INPUT, "--depth", "all"), "'all': .*whole number of 1"),
+        (("xray", NET, *INPUT, "--depth", ""), "'': .*whole number of 1"),
         (("xray", NET, *INPUT, "--parallel", "tp"), "invalid choice: 'tp'"),
         (("memory", NET, *INPUT, "--memory", "24G"), "24GiB"),
         (("memory", NET, *INPUT, "--memory=-1GiB"), "'-1GiB'"),
         (("memory", NET, *INPUT, "--precision", "fp8"), "fp8"),
         (("memory", NET, *INPUT, "--optimizer", "magic"), "magic"),
-        (("memory", NET, "--input", "1,4,64,64"), "with input of shape (1, 4, 64, 64)"),
+        (("memory", NET, "--input", "1,4,64,64"), r"with input of shape \(1, 4, 64, 64\)"),
         (("memory", NET, *INPUT, "--reserve", "100"), "'100': give a percentage from 0 to below"),
         (("ops", "--device", "tpu"), "device type 'tpu'"),
     ],
@@ -309,13 +309,13 @@ def refused(capsys, arguments, said):
     assert code == 2
     assert found.out == ""
     assert len(found.err.splitlines()) == 1
-    assert said in found.err
+    assert re.search(said, found.err)
 
 
 def test_memory_of_inference(capsys):
     asked = ("memory", NET, "--input", "2,3,64,64", "--eval")
     out = printed(capsys, *asked, "--memory", "1GiB")
-    assert "one forward pass under inference_mode on cuda" in out
+    assert "inference_mode on cuda" in out
     head = next(line for line in out.splitlines() if line.startswith("in MiB"))
     assert re.split(r"  +", head) == ["in MiB", "fp32", "bf16 autocast", "bf16 cast"]
     found = json.loads(printed(capsys, *asked, "--precision", "fp16", "--format", "json"))
@@ -328,17 +328,17 @@ def test_memory_of_inference(capsys):
 @pytest.mark.parametrize("tokens", ["0", "-1", "8k", "1.5", "", "9" * 5000])
 def test_tokens_that_are_no_number_of_them_are_refused(capsys, tokens):
     asked = ("memory", NET, *INPUT, "--eval", f"--tokens={tokens}")
-    refused(capsys, asked, "give a whole number of tokens from 1 to 1,000,000,000, such as 8192")
+    refused(capsys, asked, "number of tokens from 1 to 1,000,000,000")
 
 
 def test_tokens_are_refused_for_a_training_step(capsys):
     asked = ("memory", NET, *INPUT, "--tokens", "8192")
-    refused(capsys, asked, "--tokens is for the KV cache of inference: add --eval")
+    refused(capsys, asked, "--tokens .*KV cache .*--eval")
 
 
 def test_of_tokens_for_a_model_without_a_cache_a_line_is_printed(capsys):
     out = printed(capsys, "memory", NET, *INPUT, "--eval", "--tokens", "8192")
-    assert "The output holds no KV cache: nothing is said of 8,192 tokens." in out
+    assert re.search("no KV cache: .*8,192 tokens", out)
 
 
 @pytest.mark.parametrize("option", [("--optimizer", "sgd"), ("--fsdp-ranks", "2")])
