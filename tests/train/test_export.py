@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def test_safetensors_hold_the_weights_in_the_dtype(finished, tmp_path, capsys, n
     said = capsys.readouterr().out
     cast = sum(t.is_floating_point() for t in wanted.values()) if name != "fp32" else 0
     assert f"{cast} of {len(wanted)} tensors cast to" in said
-    assert "decisions as in fp32; outputs 0.0e+00 from the model's in " in said
+    assert "decisions as in fp32; outputs 0.0e+00" in said
 
 
 @torch.no_grad()
@@ -82,9 +83,7 @@ def test_an_onnx_file_decides_as_its_source(finished, tmp_path, images):
     assert (found.argmax(1) == wanted.argmax(1).numpy()).all()
     # Its CPU has no bf16.
     taken = refused_with_nothing_written("export", finished, tmp_path / "b.onnx", "--dtype", "bf16")
-    assert (
-        "in bfloat16 cannot be written as onnx, since ONNX Runtime's CPU cannot run it; " in taken
-    )
+    assert re.search("bfloat16 .*onnx, .*ONNX Runtime", taken)
     assert "try --dtype fp16 or fp32" in taken
     assert main(["export", str(finished), str(tmp_path / "h.onnx"), "--dtype", "fp16"]) == 0
 
@@ -112,7 +111,7 @@ def changed(finished, tmp_path, change):
     ("change", "says"),
     [
         (lambda weights: weights["head.bias"].fill_(1e6), "values of head.bias beyond 65504"),
-        (lambda weights: weights["head.weight"].fill_(6e4), "outputs in float16 are not finite"),
+        (lambda weights: weights["head.weight"].fill_(6e4), "float16 are not finite"),
     ],
 )
 def test_what_fp16_cannot_hold_is_not_written(finished, tmp_path, change, says):
@@ -142,7 +141,7 @@ def test_nothing_of_anybody_is_replaced(finished, tmp_path, capsys):
     file = tmp_path / "model.safetensors"
     file.write_text("mine")
     line = ["export", str(finished), str(file)]
-    assert f"{file}: is there already; --force replaces it" in refused(capsys, line)
+    assert re.search(f"{file}: .*already; --force", refused(capsys, line))
     assert file.read_text() == "mine"
     assert main([*line, "--force"]) == 0
 
@@ -151,7 +150,7 @@ def test_nothing_of_anybody_is_replaced(finished, tmp_path, capsys):
     ("file", "options", "says"),
     [
         ("none/m.onnx", [], "m.onnx: cannot be written ("),
-        ("m.pt", ["--dtype", "bf16"], "--dtype: a checkpoint is written as it is"),
+        ("m.pt", ["--dtype", "bf16"], "--dtype: a checkpoint"),
         ("m.onnx", ["--dtype", "int8"], "invalid choice: 'int8'"),
     ],
 )

@@ -1,5 +1,6 @@
 """Runs on a folder of one's own images, and `--data` where it is not used."""
 
+import re
 import shutil
 
 import pytest
@@ -23,7 +24,7 @@ def test_a_model_is_trained_on_a_folder_of_images(images, tmp_path, capsys):
     out = tmp_path / "x"
     assert main(arguments(out, data=images, **SMALL)) == 0
     printed = capsys.readouterr().out
-    assert "folder: 21 training and 3 test images of 24x24, 3 classes" in printed
+    assert re.search("folder: 21 training .* 3 test .*24x24, 3 classes", printed)
     assert "epoch   1  loss " in printed
     assert outcome(out)["classes"] == 3
 
@@ -39,23 +40,24 @@ def test_its_model_is_exported(images, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"dataset": "digits"}, "digits comes with a library and takes none; your own images are"),
+        ({"dataset": "digits"}, "digits comes with a"),
         ({"dataset": "stdlib", "model": "gpt-nano", "image_size": None}, "stdlib comes with a"),
-        ({"data": None}, "--dataset folder: give your folder of images with --data"),
+        ({"data": None}, "--dataset folder: .*--data"),
         ({"data": "nowhere"}, "nowhere: no such folder"),
         ({"dataset": "text", "model": "gpt-nano", "data": None, "image_size": None},
-         "--dataset text: give your text with --data"),
+         "--dataset text: .*--data"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )  # fmt: skip
 def test_data_that_are_not_used_or_missing_are_told_in_a_line(
     images, tmp_path, capsys, changed, said
 ):
-    assert said in refused(capsys, arguments(tmp_path / "x", **SMALL | {"data": images} | changed))
+    line = arguments(tmp_path / "x", **SMALL | {"data": images} | changed)
+    assert re.search(said, refused(capsys, line))
     assert not (tmp_path / "x" / "config.json").exists()
 
 
 def test_a_folder_that_is_no_data_set_is_refused_in_a_line(images, tmp_path, capsys):
     one_class = images / "001.generated-001"
     said = refused(capsys, arguments(tmp_path / "x", data=one_class, **SMALL))
-    assert "no folders of classes there; give each class a folder with its images" in said
+    assert f"{one_class}: no folders of classes" in said

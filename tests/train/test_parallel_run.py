@@ -211,7 +211,7 @@ def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on_bitwise_equal(finish
     finally:
         for process in processes:
             process.kill()
-    assert "saved: --resume goes on from there." in (logs / "0.out").read_text()
+    assert "saved: --resume" in (logs / "0.out").read_text()
     train_on(2, out, kind, resume=True)
     assert_equal(outcome(out), expected)
 
@@ -249,7 +249,7 @@ def test_the_same_torchrun_goes_on_without_being_told(finished, tmp_path):
         assert expected in ended[0].out
     same["TORCHELASTIC_RUN_ID"] = "b"
     said = refused(line(out, "ddp"), **same)
-    assert said.endswith(f"{out}: holds a run already; --resume goes on with it, or choose another")
+    assert f"{out}: holds a run already; --resume" in said
 
 
 def fail_in_the_middle(*line: str) -> int:
@@ -302,20 +302,20 @@ def one_line(ended: list) -> str:
 @pytest.mark.parametrize(
     ("size", "changed", "said"),
     [
-        (2, {"batch_size": 7}, "batch size 7 cannot be shared out to 2 processes"),
+        (2, {"batch_size": 7}, "batch size 7 .*shared .* 2 processes"),
         (4, {"batch_size": 2}, "give a multiple of 4"),
-        (2, {"limit": 4}, "batch size 8 is larger than the 4 images"),
+        (2, {"limit": 4}, "batch size 8 .*larger .* 4 images"),
         (2, {"precision": "fp8"}, "no precision 'fp8'"),
-        (2, {"parallel": None}, "one of 2 processes of torchrun: add --parallel"),
-        (2, {"parallel": "dp"}, "no way 'dp' to train in parallel; there are ddp, fsdp"),
+        (2, {"parallel": None}, "one of 2 .*torchrun: .*--parallel"),
+        (2, {"parallel": "dp"}, "'dp' .*ddp, fsdp"),
         (2, {"reduce_dtype": "int8"}, "there are fp32, fp16, bf16"),
-        (2, {"timeout": -1}, "timeout must be 1 to 1,000,000 seconds, not -1"),
-        (2, {"batch_size": 2, "model": REAL}, "batch norm has 1 image to normalise in a process"),
+        (2, {"timeout": -1}, "timeout .* 1,000,000 seconds, not -1"),
+        (2, {"batch_size": 2, "model": REAL}, "batch norm has 1 image "),
         (2, {"data": "pyproject.toml", "dataset": "cifar10"}, "pyproject.toml"),
     ],
 )
 def test_a_wrong_value_is_refused_in_a_line(tmp_path, size, changed, said):
-    assert said in refused(line(tmp_path / "x", **changed), size)
+    assert re.search(said, refused(line(tmp_path / "x", **changed), size))
 
 
 def test_a_folder_that_cannot_be_made_is_refused_in_a_line(tmp_path):
@@ -326,31 +326,31 @@ def test_a_folder_that_cannot_be_made_is_refused_in_a_line(tmp_path):
 def test_ranks_with_different_arguments_are_told(tmp_path):
     each = [line(tmp_path / "x"), line(tmp_path / "x", lr=0.1)]
     said = one_line(run_ranks(command_by_rank, 2, each=each))
-    assert "rank 1 was started with lr 0.1, rank 0 with None: give all the same" in said
+    assert re.search("rank 1 .*lr 0.1, rank 0 .*None", said)
 
 
 def test_ranks_in_different_ways_are_told(tmp_path):
     each = [line(tmp_path / "x", "ddp"), line(tmp_path / "x", "fsdp")]
     said = one_line(run_ranks(command_by_rank, 2, each=each))
-    assert "rank 1 was started with parallel fsdp, rank 0 with ddp" in said
+    assert re.search("rank 1 .*parallel fsdp, rank 0 .*ddp", said)
 
 
 def test_without_torchrun_it_is_refused(tmp_path, capsys):
     assert main(line(tmp_path / "x", "fsdp")) == 2
     said = capsys.readouterr().err
-    assert "start it with torchrun --nproc-per-node N -m amp_lab train …" in said
+    assert "torchrun --nproc-per-node N -m amp_lab train" in said
     assert len(said.splitlines()) == 1
 
 
 def test_a_rendezvous_with_nobody_there_ends_after_the_timeout(tmp_path):
     said = refused(line(tmp_path / "x", timeout=2), 1, WORLD_SIZE=2)
-    assert "no connection to the other processes at 127.0.0.1:" in said
+    assert re.search(r"no connection .*127\.0\.0\.1:\d", said)
 
 
 def test_a_port_that_is_taken_is_told(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         said = refused(line(tmp_path / "x"), 1, MASTER_PORT=server.getsockname()[1])
-    assert "no connection to the other processes at 127.0.0.1:" in said
+    assert re.search(r"no connection .*127\.0\.0\.1:\d", said)
 
 
 @pytest.mark.parametrize(

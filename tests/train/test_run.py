@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -83,8 +84,8 @@ def test_it_says_what_it_does(tmp_path, capsys):
     assert main(arguments(tmp_path / "x", model=SQUEEZENET, epochs=1, precision="bf16")) == 0
     printed, errors = capsys.readouterr()
     assert errors == ""
-    assert "digits: 32 training and 8 test images of 24x24, 10 classes" in printed
-    assert "squeezenet1_1: 727,626 parameters, 727,626 trained; bf16 on cpu" in printed
+    assert re.search("digits: 32 training .* 8 test .*24x24, 10 classes", printed)
+    assert re.search("squeezenet1_1: 727,626 .* 727,626 trained; bf16 on cpu", printed)
     assert "epoch   1  loss " in printed
     assert "Trained 1 epoch in " in printed
     assert " images/s, peak memory " in printed
@@ -114,7 +115,7 @@ def test_from_python_it_takes_the_enum_and_tells_what_stopped_it(tmp_path):
     assert load_checkpoint(tmp_path / "x" / "checkpoint.pt")["config"]["precision"] == "bf16"
 
 
-SLOW = "takes 200 times as long as in fp32 on this CPU"
+SLOW = "200 times as long"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ SLOW = "takes 200 times as long as in fp32 on this CPU"
     [
         (1 / 200, True, True, SLOW),
         (0.8, True, False, ""),
-        (5.0, False, False, "this CPU has no instructions for it"),
+        (5.0, False, False, "no instructions"),
         (1 / 200, False, True, ""),
     ],
 )
@@ -177,7 +178,7 @@ def test_caltech256_trains_from_its_folder_with_workers(small_caltech, tmp_path,
     )
     assert main(line) == 0
     printed = capsys.readouterr().out
-    assert "caltech256 (generated stand-in): 22 training and 2 test images of 32x32" in printed
+    assert re.search(r"caltech256 \(generated stand-in\): 22 .* 2 test .*32x32", printed)
     assert "epoch   1  loss " in printed
 
 
@@ -186,7 +187,7 @@ def test_cifar10_trains_from_its_folder(tmp_path, capsys):
     line = arguments(tmp_path / "x", dataset="cifar10", data=tmp_path, precision="bf16", **SMALL)
     assert main(line) == 0
     printed = capsys.readouterr().out
-    assert "cifar10 (generated stand-in): 50 training and 10 test images of 32x32" in printed
+    assert re.search(r"cifar10 \(generated stand-in\): 50 .* 10 test .*32x32", printed)
 
 
 def test_a_damaged_image_is_refused_or_left_out_as_asked(small_caltech, tmp_path, capsys):
@@ -194,7 +195,7 @@ def test_a_damaged_image_is_refused_or_left_out_as_asked(small_caltech, tmp_path
     damaged.write_bytes(damaged.read_bytes()[:500])
     options = SMALL | {"dataset": "caltech256", "data": small_caltech}
     said = refused(capsys, arguments(tmp_path / "x", **options))
-    assert f"1 of 24 images cannot be read, 256_ObjectCategories/{damaged.parent.name}" in said
+    assert re.search(f"1 of 24 .*256_ObjectCategories/{damaged.parent.name}", said)
     assert damaged.name in said
     assert "--skip-damaged" in said
     assert main(arguments(tmp_path / "x", skip_damaged=True, **options)) == 0
@@ -227,23 +228,23 @@ def test_a_data_folder_that_is_a_file_is_refused(tmp_path, capsys, dataset):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"model": "alexnet"}, "started with model tiny_classifier, and cannot go on with alexnet"),
-        ({"precision": "bf16"}, "started with precision fp32, and cannot go on with bf16"),
-        ({"dataset": "cifar10"}, "started with dataset digits, and cannot go on with cifar10"),
-        ({"epochs": 2}, "started with epochs 3, and cannot go on with 2"),
-        ({"seed": 1}, "started with seed 0, and cannot go on with 1"),
+        ({"model": "alexnet"}, "with model tiny_classifier, .*alexnet"),
+        ({"precision": "bf16"}, "with precision fp32, .*bf16"),
+        ({"dataset": "cifar10"}, "with dataset digits, .*cifar10"),
+        ({"epochs": 2}, "with epochs 3, .* 2$"),
+        ({"seed": 1}, "with seed 0, .* 1$"),
         ({"channels_last": True}, "started with channels last False"),
     ],
 )
 def test_a_run_cannot_go_on_as_another(copy, capsys, changed, said):
-    assert said in refused(capsys, arguments(copy, resume=True, **changed))
+    assert re.search(said, refused(capsys, arguments(copy, resume=True, **changed)))
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda state: state.update(config=[1]), "of another run"),
-        (lambda state: state.pop("ranks"), "not of a run (its 'ranks' is no list)"),
+        (lambda state: state.pop("ranks"), "'ranks' is no list"),
         (lambda state: state.update(scheduler=3), "does not fit this run"),
         (lambda state: state["ranks"][0]["progress"].update(batch="3"), "'batch' is '3'"),
         (lambda state: state["ranks"][0]["progress"].update(epochs=[{"epoch": 1}]), "missing"),
@@ -278,13 +279,13 @@ def test_settings_of_other_kinds_are_told_in_a_line(copy, capsys, changed, said)
 
 def test_images_that_the_model_does_not_take_are_told_before_the_first_step(tmp_path, capsys):
     line = arguments(tmp_path / "x", model="vit_b_32", image_size=32)
-    assert "the model takes no images of 32x32 (" in refused(capsys, line)
+    assert "no images of 32x32" in refused(capsys, line)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="which has no such limit")
 def test_more_workers_than_files_can_be_opened_are_refused(tmp_path, capsys):
     said = refused(capsys, arguments(tmp_path / "x", workers=10**6))
-    assert "1,000,000 workers open more files than may be here" in said
+    assert "1,000,000 workers open more files" in said
 
 
 def test_a_worker_that_is_killed_ends_the_run_in_a_line(
@@ -296,12 +297,12 @@ def test_a_worker_that_is_killed_ends_the_run_in_a_line(
     monkeypatch.setattr(sys.modules["amp_lab.train.data.batches"].Batches, "_read", killed)
     options = SMALL | {"dataset": "caltech256", "data": small_caltech, "workers": 2}
     said = refused(capsys, arguments(tmp_path / "x", **options))
-    assert "a process that loads images was killed" in said
+    assert "loads images was killed" in said
 
 
 def test_a_folder_with_a_run_in_it_is_refused_without_resume(finished, capsys):
     before = {path: path.read_bytes() for path in finished.iterdir()}
-    assert "holds a run already; --resume goes on with it" in refused(capsys, arguments(finished))
+    assert "holds a run already; --resume" in refused(capsys, arguments(finished))
     assert {path: path.read_bytes() for path in finished.iterdir()} == before
 
 
@@ -310,7 +311,7 @@ def test_other_images_are_noticed(copy, capsys):
     config["images"] = "0" * 16
     (copy / "config.json").write_text(json.dumps(config))
     said = refused(capsys, ["train", "--out", str(copy), "--resume"])
-    assert "not the images that the run in" in said
+    assert "not the images" in said
 
 
 def test_another_torch_or_number_of_threads_is_told(copy, capsys):
@@ -318,7 +319,7 @@ def test_another_torch_or_number_of_threads_is_told(copy, capsys):
     config["environment"] = "torch 1.0 and 99 threads"
     (copy / "config.json").write_text(json.dumps(config))
     assert main(["train", "--out", str(copy), "--resume"]) == 0
-    assert "Started with torch 1.0 and 99 threads; goes on with" in capsys.readouterr().out
+    assert "Started with torch 1.0 and 99 threads" in capsys.readouterr().out
 
 
 # Stopped, killed and resumed
@@ -434,7 +435,7 @@ def test_a_signal_saves_and_ends_and_the_run_can_go_on(launch, undisturbed, tmp_
     process.join()
     log = read(out.with_suffix(".log"))
     assert process.exitcode == 128 + number, log
-    assert "saved: --resume goes on from there." in log
+    assert "saved: --resume" in log
     assert "Traceback" not in log
     process = launch(out, workers=0, checkpoint_every=None, resume=True)
     process.join()
@@ -453,7 +454,7 @@ def test_two_runs_cannot_share_a_folder(launch, tmp_path, capsys):
         assert process.is_alive()
         time.sleep(0.01)
     said = refused(capsys, arguments(out, resume=True, epochs=None))
-    assert f"{out}: another run is at work in this folder" in said
+    assert f"{out}: another run" in said
     process.kill()
     process.join()
 
@@ -468,7 +469,7 @@ def test_resume_with_nothing_there_starts_from_the_beginning(tmp_path, finished,
 def test_resume_of_a_folder_that_is_not_there_starts_no_other_run(tmp_path, capsys):
     """A name with a typing error would train the default for hours, in a new folder."""
     said = refused(capsys, ["train", "--out", str(tmp_path / "typo"), "--resume"])
-    assert "typo: no run to resume; to start one, give settings as well" in said
+    assert "typo: no run to resume" in said
     assert not (tmp_path / "typo").exists()
 
 
@@ -477,7 +478,7 @@ def test_export_replaces_no_file_that_is_not_a_checkpoint(copy, capsys, name):
     (copy / "thesis.tex").write_text("mine")
     before = (copy / name).read_bytes()
     said = refused(capsys, ["export", str(copy), str(copy / name)])
-    assert f"{copy / name}: is there, and no checkpoint; --force replaces a file" in said
+    assert re.search(f"{copy / name}: .*no checkpoint; --force", said)
     assert (copy / name).read_bytes() == before
     for _ in range(2):  # what it has written itself it replaces
         assert main(["export", str(copy), str(copy / "new.pt")]) == 0
@@ -496,7 +497,7 @@ def test_a_run_that_an_older_version_began_is_finished(tmp_path, capsys):
     before = json.loads((out / "config.json").read_text())["config"]
     assert main(["train", "--out", str(out), "--resume"]) == 0
     printed = capsys.readouterr().out
-    assert "tiny_classifier: 1,498 parameters, 90 trained; bf16 on cpu" in printed
+    assert re.search("tiny_classifier: 1,498 .* 90 .*bf16 on cpu", printed)
     assert "Resuming in epoch 2 after 2 batches." in printed
     assert "Trained 3 epochs in " in printed
     first, *others = read_rows(out)
@@ -518,7 +519,7 @@ def test_an_older_run_is_no_other_run_when_a_setting_is_added(tmp_path, capsys, 
     out = Path(shutil.copytree(OLD_RUN, tmp_path / "x"))
     other = ["train", "--out", str(out), "--resume", "--weight-decay", "0.1"]
     said = refused(capsys, other)
-    assert "started with weight decay 0.0, and cannot go on with 0.1" in said
+    assert re.search("weight decay 0.0, .* 0.1$", said)
     assert main(["train", "--out", str(out), "--resume"]) == 0
     assert load_checkpoint(out / "checkpoint.pt")["config"]["weight_decay"] == 0.0
     assert main(["train", "--out", str(out), "--resume"]) == 0  # compared by both kinds of files

@@ -3,6 +3,7 @@
 import math
 import os
 import random
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -47,7 +48,7 @@ def test_it_says_what_it_does(text, tmp_path, capsys):
     assert main(line(tmp_path / "x", text, epochs=1)) == 0
     printed, errors = capsys.readouterr()
     assert errors == ""
-    assert "text: 32 training and 4 test passages of 16 characters, 18 different ones" in printed
+    assert re.search("text: 32 .* 4 test .* 16 characters, 18 different", printed)
     row = read_rows(tmp_path / "x")[0]
     assert f"perplexity {math.exp(float(row['test_loss'])):.4g}  " in printed
     assert " tokens/s, peak memory " in printed
@@ -148,7 +149,7 @@ def test_it_writes_what_the_seed_and_the_model_say(finished, capsys):
 def test_byte_pairs_are_learned_kept_and_written(text, tmp_path, capsys):
     given = line(tmp_path / "x", text, tokenizer="bpe", vocabulary=300, epochs=1)
     assert main(given) == 0
-    assert "passages of 16 byte pairs, 300 different ones" in capsys.readouterr().out
+    assert "16 byte pairs, 300 different" in capsys.readouterr().out
     assert main(["sample", str(tmp_path / "x"), "--prompt", "ß 7 times", "--tokens", "20"]) == 0
     assert capsys.readouterr().out.startswith("ß 7 times")  # a byte pair for what was never seen
     content = load_checkpoint(tmp_path / "x" / "checkpoint.pt")["tokenizer"]
@@ -163,7 +164,7 @@ def test_a_run_goes_on_with_the_tokens_it_began_with(text, tmp_path, capsys):
     assert main(given) == 0
     (content,) = BytePairs.of([TEXT], 290).saved.values()
     file.write_text(content)
-    assert "not the text, or other tokens than" in refused(capsys, [*given, "--resume"])
+    assert "not the text" in refused(capsys, [*given, "--resume"])
     file.write_text(content[:100])
     said = refused(capsys, [*given, "--resume"])
     assert f"{file}: no tokenizer.json (" in said
@@ -204,14 +205,14 @@ def test_an_exported_text_run_decides_as_its_source(finished, text, tmp_path, ca
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"model": "resnet18"}, "text is a text, and the model resnet18: give gpt-nano"),
+        ({"model": "resnet18"}, "text .*model resnet18: .*gpt-nano"),
         ({"dataset": "digits", "context": None}, "give a classifier of torchvision"),
-        ({"dataset": "digits", "model": "resnet18"}, "context is for text, not for digits"),
-        ({"image_size": 32}, "image size is for images, not for text"),
+        ({"dataset": "digits", "model": "resnet18"}, "context .*not for digits"),
+        ({"image_size": 32}, "image size .*not for text"),
         ({"channels_last": True}, "channels last is for images"),
         ({"pretrained": True}, "there is no pretrained one"),
         ({"context": 4096}, "too few for passages of 4096"),
-        ({"data": "nowhere.txt"}, "nowhere.txt: no such file or folder"),
+        ({"data": "nowhere.txt"}, "nowhere.txt: no such file"),
         ({"tokenizer": "none.json"}, "none.json: cannot be read"),
         ({"tokenizer": "."}, ": cannot be read"),
         ({"vocabulary": 300}, "give --tokenizer bpe too"),
@@ -220,7 +221,7 @@ def test_an_exported_text_run_decides_as_its_source(finished, text, tmp_path, ca
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
 def test_what_does_not_go_together_is_told_in_a_line(text, tmp_path, capsys, changed, says):
-    assert says in refused(capsys, line(tmp_path / "x", text, **changed))
+    assert re.search(says, refused(capsys, line(tmp_path / "x", text, **changed)))
 
 
 @pytest.mark.parametrize(
@@ -229,8 +230,8 @@ def test_what_does_not_go_together_is_told_in_a_line(text, tmp_path, capsys, cha
         (["--tokens", "0"], "--tokens 0 must be"),
         (["--temperature", "-1"], "--temperature -1.0 must be"),
         (["--temperature", "nan"], "--temperature nan must be"),
-        (["--prompt", ""], "an empty text was given for prompt"),
-        (["--prompt", "ß"], "the character 'ß' is not in the text"),
+        (["--prompt", ""], "an empty text .*prompt"),
+        (["--prompt", "ß"], "'ß' is not in"),
         (["--precision", "fp8"], "no precision 'fp8'"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
@@ -239,7 +240,7 @@ def test_a_wrong_sample_is_told_in_a_line(finished, capsys, options, says):
     capsys.readouterr()
     assert main(["sample", str(finished), *options]) == 2
     said = capsys.readouterr().err
-    assert says in said
+    assert re.search(says, said)
     assert len(said.splitlines()) == 1
 
 
@@ -251,7 +252,7 @@ def test_it_begins_with_what_the_text_has_where_that_has_no_lines(tmp_path, caps
     assert main(["sample", str(tmp_path / "x"), "--tokens", "40"]) == 0
     assert len(capsys.readouterr().out.rstrip("\n")) >= 40
     assert main(["sample", str(tmp_path / "x"), "--prompt", "7\n"]) == 2
-    assert "the character '\\n' is not in the text" in capsys.readouterr().err
+    assert "'\\n' is not in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("temperature", ["1e-320", "1e-45", "1e-30", "1e300"])
@@ -337,4 +338,4 @@ def test_progress_beyond_the_run_is_told_in_a_line(tampered, finished, text, cap
     (own,) = load_checkpoint(finished / "checkpoint.pt")["ranks"]
     out = tampered(ranks=[own | {"progress": own["progress"] | progress}])
     said = refused(capsys, ["train", "--out", str(out), "--resume", "--data", str(text)])
-    assert "checkpoint.pt: does not fit this run" in said
+    assert "checkpoint.pt: does not fit" in said

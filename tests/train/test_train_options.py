@@ -1,6 +1,7 @@
 """The settings of a run: what is refused, and that the command line has an option for each."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -18,39 +19,39 @@ from amp_lab.train.train_options import RunConfig, RunOptions, setting
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"dataset": "mnist"}, "no data set 'mnist'; there are digits, cifar10, caltech256"),
-        ({"dataset": ""}, "an empty text was given for dataset"),
+        ({"dataset": "mnist"}, "'mnist'; .*digits, cifar10, caltech256"),
+        ({"dataset": ""}, "an empty text .*dataset"),
         ({"model": "resnet51"}, "'resnet51'; near: resnet50"),
         ({"model": "fasterrcnn_resnet50_fpn"}, "no classifier of torchvision"),
-        ({"precision": "fp8"}, "no precision 'fp8'; there are fp32, tf32, fp16, bf16"),
-        ({"batch_size": 0}, "batch size must be at least 1, not 0"),
-        ({"batch_size": -4}, "batch size must be at least 1, not -4"),
-        ({"batch_size": 33}, "batch size 33 is larger than the 32 images"),
-        ({"batch_size": "many"}, "argument --batch-size: invalid int value: 'many'"),
-        ({"epochs": 0}, "epochs must be at least 1, not 0"),
-        ({"lr": "nan"}, "lr must be a positive number, not nan"),
-        ({"lr": "inf"}, "lr must be a positive number, not inf"),
-        ({"lr": 0}, "lr must be a positive number, not 0.0"),
-        ({"lr": -1}, "lr must be a positive number, not -1.0"),
-        ({"clip_norm": 0}, "clip norm must be a positive number"),
-        ({"accumulate": 0}, "accumulate must be at least 1"),
+        ({"precision": "fp8"}, "'fp8'; .*fp32, tf32, fp16, bf16"),
+        ({"batch_size": 0}, "batch size .*at least 1, not 0"),
+        ({"batch_size": -4}, "batch size .*at least 1, not -4"),
+        ({"batch_size": 33}, "batch size 33 .*larger .* 32 images"),
+        ({"batch_size": "many"}, "--batch-size: .*'many'"),
+        ({"epochs": 0}, "epochs .*at least 1, not 0"),
+        ({"lr": "nan"}, "lr .*positive number, not nan"),
+        ({"lr": "inf"}, "lr .*positive number, not inf"),
+        ({"lr": 0}, "lr .*positive number, not 0.0"),
+        ({"lr": -1}, "lr .*positive number, not -1.0"),
+        ({"clip_norm": 0}, "clip norm .*positive number, not 0.0"),
+        ({"accumulate": 0}, "accumulate .*at least 1, not 0"),
         ({"seed": -1}, "seed must be from 0"),
         ({"seed": 2**63}, "seed must be from 0"),
-        ({"image_size": 0}, "image size must be at least 1"),
-        ({"limit": 0}, "limit must be at least 1"),
-        ({"workers": -1}, "workers must be at least 0, not -1"),
-        ({"checkpoint_every": 0}, "checkpoint every 0 steps: must be at least 1"),
+        ({"image_size": 0}, "image size .*at least 1, not 0"),
+        ({"limit": 0}, "limit .*at least 1, not 0"),
+        ({"workers": -1}, "workers .*at least 0, not -1"),
+        ({"checkpoint_every": 0}, "checkpoint every 0 .*at least 1"),
         ({"device": "tpu9"}, "'tpu9' is not a device"),
         ({"colour": "red"}, "unrecognized arguments: --colour red"),
     ],
 )
 def test_a_wrong_value_is_refused(tmp_path, capsys, changed, said):
-    assert said in refused(capsys, arguments(tmp_path / "x", **changed))
+    assert re.search(said, refused(capsys, arguments(tmp_path / "x", **changed)))
     assert not (tmp_path / "x" / "config.json").exists()
 
 
 def test_without_a_folder_it_is_refused(capsys):
-    assert "the following arguments are required: --out" in refused(capsys, ["train"])
+    assert "required: --out" in refused(capsys, ["train"])
 
 
 def test_a_precision_is_kept_as_text():

@@ -117,9 +117,7 @@ def test_bytes_put_after_the_end_are_noticed(saved):
         load_checkpoint(saved)
 
 
-@pytest.mark.parametrize(
-    ("written", "said"), [(0, "an older amp_lab, in format 0"), (9, "a newer amp_lab, in format 9")]
-)
+@pytest.mark.parametrize(("written", "said"), [(0, "older .*format 0"), (9, "newer .*format 9")])
 def test_another_version_is_named(saved, written, said):
     content = saved.read_bytes()
     saved.write_bytes(content.replace(b"amp-lab checkpoint 1", b"amp-lab checkpoint %d" % written))

@@ -59,7 +59,7 @@ def test_a_checkpoint_of_another_model_is_named(copy, capsys):
     state["model"].popitem()
     save_checkpoint(copy / "checkpoint.pt", **state)
     said = refused(capsys, ["train", "--out", str(copy), "--resume"])
-    assert "checkpoint.pt: does not fit this run" in said
+    assert "checkpoint.pt: does not fit" in said
 
 
 def test_a_setting_that_was_added_since_is_not_compared(finished):

@@ -21,7 +21,7 @@ def test_what_one_rank_cannot_write_is_told_with_its_reason(tmp_path, monkeypatc
 
     monkeypatch.setattr(shards.dcp, "save", save)
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(CheckpointError, match=r"shards: could not be saved \(rank 1: .*No space"):
+    with pytest.raises(CheckpointError, match=r"shards: .*saved \(rank 1: .*No space"):
         shards.save_shards(tmp_path / "shards", model, torch.optim.AdamW(model.parameters()), ALONE)
 
 
@@ -87,7 +87,7 @@ def test_a_command_in_the_description_is_not_run(tmp_path):
     found = shards.save_shards(tmp_path / "shards", model, optimizer, ALONE)
     (tmp_path / "shards" / ".metadata").write_bytes(pickle.dumps(Command(tmp_path / "was-run")))
     planted = sealed(tmp_path / "shards", found["files"])
-    with pytest.raises(CheckpointError, match=r"does not fit this run .*it asks for .*mkdir"):
+    with pytest.raises(CheckpointError, match=r"not fit .*asks for .*mkdir"):
         shards.load_shards(tmp_path, planted, model, optimizer, ALONE)
     assert not (tmp_path / "was-run").exists()
 

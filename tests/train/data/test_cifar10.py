@@ -3,6 +3,7 @@
 import itertools
 import json
 import pickle
+import re
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_cifar10_reads_the_layout_of_the_real_one(cifar10_folder):
 
 def test_a_stand_in_does_not_pass_for_the_real_cifar10(cifar10_copy):
     (cifar10_copy / CIFAR10_FOLDER / "STAND_IN.json").unlink()
-    assert "data_batch_1 is damaged or altered" in refusal(load_dataset, "cifar10", cifar10_copy)
+    assert "data_batch_1 is damaged" in refusal(load_dataset, "cifar10", cifar10_copy)
 
 
 @pytest.mark.parametrize("name", ["data_batch_3", "test_batch", "batches.meta"])
@@ -84,7 +85,7 @@ def test_no_code_in_a_batch_is_run_although_its_checksum_fits(cifar10_copy):
     marker["md5"]["data_batch_2"] = md5_of(folder / "data_batch_2")
     (folder / "STAND_IN.json").write_text(json.dumps(marker))
     said = refusal(load_dataset, "cifar10", cifar10_copy)
-    assert "data_batch_2 is no batch of CIFAR-10 (it asks for builtins.exec)" in said
+    assert re.search(r"data_batch_2 .*asks .*builtins\.exec", said)
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"md5": {}}', '{"md5": {"data_batch_1": "0"}}'])

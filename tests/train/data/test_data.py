@@ -1,5 +1,6 @@
 """The door of the data room: any data set by its name, and what is said of a wrong call."""
 
+import re
 import shutil
 
 import pytest
@@ -36,7 +37,7 @@ def test_fingerprints_tell_data_apart_and_nothing_else(cifar10_folder, caltech25
 @pytest.mark.parametrize(
     ("arguments", "options", "said"),
     [
-        (("mnist",), {}, "no data set 'mnist'; use digits, cifar10, caltech256"),
+        (("mnist",), {}, "'mnist'; .*digits, cifar10, caltech256"),
         (("",), {}, "no data set ''"),
         (("digits",), {"limit": 0}, "limit=0"),
         (("digits",), {"limit": -5}, "limit=-5"),
@@ -45,12 +46,12 @@ def test_fingerprints_tell_data_apart_and_nothing_else(cifar10_folder, caltech25
         (("digits",), {"image_size": 100_000}, "image_size=100000"),
         (("digits",), {"seed": -1}, "seed=-1"),
         (("digits",), {"skip_damaged": True}, "not for digits"),
-        (("cifar10",), {"skip_damaged": True}, "skip damaged is for caltech256 and folder"),
+        (("cifar10",), {"skip_damaged": True}, "skip damaged .*caltech256 .*not for cifar10"),
         (("stdlib",), {"skip_damaged": True}, "not for stdlib"),
     ],
 )
 def test_wrong_values_are_refused(arguments, options, said):
-    assert said in refusal(load_dataset, *arguments, **options)
+    assert re.search(said, refusal(load_dataset, *arguments, **options))
 
 
 @pytest.mark.parametrize("name", ["cifar10", "caltech256"])

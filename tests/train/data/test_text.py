@@ -68,7 +68,7 @@ def test_two_processes_share_each_batch(folder):
     [
         (b"", "0 tokens are too few"),
         (b"short", "5 tokens are too few"),
-        (b"\0" * 100_000, "not a text, for it has bytes of zero"),
+        (b"\0" * 100_000, "not a text, .*bytes of zero"),
         ("ä".encode("latin-1") * 100_000, "not UTF-8"),
     ],
     ids=["empty", "short", "binary", "latin-1"],
@@ -110,5 +110,5 @@ def test_what_cannot_be_is_refused(tmp_path, folder, monkeypatch):
 def test_a_pipe_or_a_device_among_the_texts_is_told_in_a_line(tmp_path, make):
     (tmp_path / "a.txt").write_text("a" * 10_000)
     make(tmp_path / "b.txt")
-    with pytest.raises(DataError, match=r"text cannot be read: .*no regular file.*b\.txt"):
+    with pytest.raises(DataError, match=r"text .*read: .*regular file.*b\.txt"):
         load_text("text", tmp_path, context=4)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import time
 import weakref
 
@@ -28,13 +29,13 @@ def no_torchrun(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "options", "said"),
     [
-        ("fsdp", {}, "start it with torchrun --nproc-per-node N"),
-        ("horovod", {}, "no way 'horovod' to train in parallel; there are ddp, fsdp"),
+        ("fsdp", {}, "torchrun --nproc-per-node N"),
+        ("horovod", {}, "'horovod' .*ddp, fsdp"),
         (None, {"reduce_dtype": "bf16"}, "one process sums nothing"),
         ("ddp", {"reduce_dtype": "fp8"}, "there are fp32, fp16, bf16"),
-        ("ddp", {"timeout_s": 0}, "timeout must be 1 to 1,000,000 seconds, not 0"),
-        ("ddp", {"timeout_s": float("nan")}, "timeout must be 1 to 1,000,000 seconds, not nan"),
-        ("ddp", {"timeout_s": float("inf")}, "timeout must be 1 to 1,000,000 seconds, not inf"),
+        ("ddp", {"timeout_s": 0}, "timeout .* 1,000,000 seconds, not 0"),
+        ("ddp", {"timeout_s": float("nan")}, "timeout .* 1,000,000 seconds, not nan"),
+        ("ddp", {"timeout_s": float("inf")}, "timeout .* 1,000,000 seconds, not inf"),
     ],
 )
 def test_what_cannot_be_is_refused(no_torchrun, kind, options, said):
@@ -81,7 +82,7 @@ def wait_for_nobody():
 
 def test_a_rank_that_never_comes_is_given_up_after_the_timeout():
     ended = run_ranks(wait_for_nobody, 1, WORLD_SIZE=2)
-    assert "no connection to the other processes at 127.0.0.1:" in ended[0].value
+    assert re.search(r"no connection .*127\.0\.0\.1:\d", ended[0].value)
 
 
 def outlive(kind: str):
@@ -111,4 +112,4 @@ def lose(kind: str):
 def test_a_lost_rank_is_told_by_the_others():
     ended = run_ranks(lose, 2, "ddp")
     assert ended[1].code == 7
-    assert ended[0].value.startswith("rank 0: no answer from another process (")
+    assert ended[0].value.startswith("rank 0: no answer")
