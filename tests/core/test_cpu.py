@@ -2,6 +2,7 @@
 
 import datetime
 import importlib
+import re
 
 import pytest
 import torch
@@ -169,7 +170,7 @@ def test_xray_asks_about_the_dtype_that_the_layer_is_given(widens, monkeypatch):
 
     monkeypatch.setattr(cpu, "_lstm_error", error)
     found = xray(Behind(widens), torch.randn(3, 2, 8), device_type="cpu", dtype=LOW[0])
-    assert any("fails in bf16 on this CPU" in line for line in found.advice) == widens
+    assert any("fails in bf16" in line for line in found.advice) == widens
 
 
 def test_doctor_and_ops_know_the_cpu_at_hand(kernels, capsys):
@@ -177,9 +178,8 @@ def test_doctor_and_ops_know_the_cpu_at_hand(kernels, capsys):
         assert main(command) == 0
         printed = capsys.readouterr().out
         assert cpu.matrix_instructions() in printed
-        assert ("nn.LSTM under autocast raises on this CPU in bf16 and in fp16" in printed) == bool(
-            kernels
-        )
+        raises = re.search(r"nn\.LSTM .*raises .*bf16 .*fp16", printed)
+        assert bool(raises) == bool(kernels)
 
 
 def test_find_nonfinite_adds_the_remedy_to_the_error():
@@ -224,7 +224,7 @@ def test_a_limit_that_would_be_ignored_is_refused_in_a_line(name, monkeypatch, c
     monkeypatch.setenv(name, "BANANA")
     assert main(["doctor", "--device", "cpu"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"{name}='BANANA' limits nothing; give one of default" in line
+    assert re.search(f"{name}='BANANA' .*default", line)
     for value in cpu.LIMITS[name]:
         monkeypatch.setenv(name, value)
         cpu.check_limits()

@@ -72,16 +72,16 @@ def test_a_name_decides_over_the_environment(two_gpus, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("cuda", "'cuda' is not there; this machine has 'cpu'"),
+        ("cuda", "'cuda' is not there; .*'cpu'"),
         ("cuda:1", "'cuda:1' is not there"),
-        ("banana", "'banana' is not a device; this machine has 'cpu'"),
+        ("banana", "'banana' is not a device; .*'cpu'"),
         ("", "'' is not a device"),
         ("cuda:-1", "'cuda:-1' is not a device"),
         ("CPU", "'CPU' is not a device"),
         ("meta", "'meta' stores no values"),
-        ("gpu", "'gpu': torch calls this device 'cuda'"),
-        ("rocm", "'rocm': torch calls this device 'cuda'"),
-        ("cpu:1", "'cpu:1': there is no such number"),
+        ("gpu", "'gpu': .*'cuda'; use"),
+        ("rocm", "'rocm': .*'cuda'; use"),
+        ("cpu:1", "'cpu:1': .*no such number"),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(no_gpu, monkeypatch, name, said):
@@ -94,12 +94,12 @@ def test_what_cannot_be_had_is_refused_by_name(no_gpu, monkeypatch, name, said):
 
 
 def test_a_gpu_beyond_the_last_is_refused(two_gpus):
-    with pytest.raises(DeviceError, match="'cuda:2': there is no such number"):
+    with pytest.raises(DeviceError, match=r"'cuda:2': .*no such number, .* 1$"):
         pick_device("cuda:2")
 
 
 def test_what_is_there_is_named_in_the_message(two_gpus):
-    with pytest.raises(DeviceError, match="this machine has 'cuda' and 'cpu'"):
+    with pytest.raises(DeviceError, match="has 'cuda' and 'cpu'"):
         pick_device("banana")
 
 
@@ -122,9 +122,7 @@ def test_scale_follows_the_device_unless_it_is_set(monkeypatch, device, value, s
 
 def test_a_wrong_scale_is_refused(monkeypatch):
     monkeypatch.setenv("AMP_LAB_SCALE", "huge")
-    with pytest.raises(
-        OptionError, match="AMP_LAB_SCALE='huge' is not a scale; use 'quick' or 'full'"
-    ):
+    with pytest.raises(OptionError, match=r"AMP_LAB_SCALE='huge' .*'quick' .*'full'"):
         pick_scale(CPU)
 
 
@@ -318,7 +316,7 @@ def test_a_device_that_torch_cannot_use_is_said(monkeypatch):
         raise RuntimeError("no kernel image is available\nfor this device")
 
     monkeypatch.setattr(torch, "ones", fail)
-    with pytest.raises(DeviceError, match=r"torch cannot use it: no kernel image is available$"):
+    with pytest.raises(DeviceError, match=r"cannot use it: .*image is available$"):
         device_module._describe.__wrapped__(CPU, "CPU")
 
 

@@ -57,7 +57,7 @@ def test_a_later_torch_is_taken_as_it_is(monkeypatch, version):
 
 def test_without_torch_a_name_is_an_import_error_and_code_is_still_migrated(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ImportError, match="torch is not installed: amp_lab needs"):
+    with pytest.raises(ImportError, match=r"torch is not installed: .*needs"):
         amp_lab.__getattr__("xray")
     assert amp_lab.__getattr__("AmpLabError") is AmpLabError
     (tmp_path / "new.py").write_text("import torch\n")

@@ -1,3 +1,4 @@
+import re
 import statistics
 import time
 
@@ -218,13 +219,13 @@ def test_a_busy_machine_is_told_and_shows_its_spread(monkeypatch):
     assert compared.rounds == busy.rounds  # all of them, since none can be told from the rest
     assert not compared.ratio("other", "one").is_above(1)
     assert "too busy to tell" in str(compared)
-    assert "not trusted: the machine was busy in" in str(compared)
+    assert re.search("not trusted: .*busy in", str(compared))
 
 
 def test_too_little_time_for_twelve_rounds_is_told(monkeypatch):
     Simulation(monkeypatch, lambda work, now: work * 1.0)
     compared = compare(TWO, device="cpu", budget_s=7)
-    assert compared.reason.startswith("only 3 undisturbed rounds in the time given")
+    assert compared.reason.startswith("only 3 undisturbed rounds")
 
 
 def test_the_environment_limits_the_budget(monkeypatch):

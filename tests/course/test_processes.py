@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import runpy
 import signal
 import sys
@@ -84,8 +85,8 @@ def fails_on_one_rank(how):
 @pytest.mark.parametrize(
     ("how", "says"),
     some_of(
-        ("raise", ["rank 1 of 2 failed", "ValueError: the disk is on fire"]),
-        ("kill", ["rank 1 of 2 was ended by signal 9", "my last words"]),
+        ("raise", ["failed", "ValueError: the disk is on fire"]),
+        ("kill", ["ended by signal 9", "my last words"]),
     ),
 )
 def test_a_worker_that_fails_is_told_with_its_last_lines(how, says):
@@ -153,11 +154,10 @@ def test_workers_that_do_not_end_are_stopped_and_it_is_told_where_they_were(
     with pytest.raises(ParallelError) as caught:
         run_workers(waits, processes=2, timeout_s=20, folder=str(ready))
     lines = str(caught.value).splitlines()
-    assert lines[0] == "waits: 2 processes did not end within 20 s"
-    assert lines[1:] == [
-        "  rank 0 was in waits: dist.all_reduce(torch.ones(1))",
-        "  rank 1 was in waits: time.sleep(600)",
-    ]
+    assert re.match("waits: 2 processes .* 20 s", lines[0])
+    assert re.match(r"  rank 0 .*waits: dist\.all_reduce\(torch\.ones\(1\)\)$", lines[1])
+    assert re.match(r"  rank 1 .*waits: time\.sleep\(600\)$", lines[2])
+    assert len(lines) == 3
     assert processes_with(str(temporary)) == []
     assert list(temporary.iterdir()) == []
 
@@ -186,7 +186,7 @@ def test_without_tensorflow_the_torch_backend_runs_alone_and_that_is_said(monkey
     monkeypatch.setattr(importlib.util, "find_spec", {"tensorflow": None}.get)
     assert list(run_on_backends(environment, names=[])) == ["torch"]
     (line,) = capsys.readouterr().out.splitlines()
-    assert line == "TensorFlow is not installed here, so this runs on the torch backend alone"
+    assert re.match("TensorFlow .*not installed .*torch", line)
 
 
 def fails(how):
@@ -218,7 +218,7 @@ def test_a_backend_that_fails_is_told_with_its_last_lines(do, says):
 def test_a_backend_that_does_not_end_is_ended(tmp_path, too_late):
     too_late(tmp_path, "*.ready", 1)
     how = {"do": "wait", "folder": str(tmp_path)}
-    with pytest.raises(ParallelError, match=r"fails on torch: did not end within 20 s"):
+    with pytest.raises(ParallelError, match=r"fails on torch: .* 20 s"):
         run_on_backends(fails, backends=["torch"], timeout_s=20, how=how)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "it.ready").read_text()), 0)
@@ -241,10 +241,10 @@ def test_a_result_that_is_no_plain_data_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script.py", str(tmp_path)])
     monkeypatch.setattr(processes.faulthandler, "register", lambda *_, **__: None)
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(ParallelError, match=r"the result is not plain data.*print"):
+    with pytest.raises(ParallelError, match=r"result is not plain.*print"):
         processes.run_here(returns_no_data, "RANK")
     text = (tmp_path / "error-1.txt").read_text()
-    assert "the result is not plain data" in text
+    assert "result is not plain" in text
 
 
 def uses_data():
@@ -277,14 +277,14 @@ def with_a_closure():
 @pytest.mark.parametrize(
     ("function", "arguments", "says"),
     [
-        (uses_data, {}, "uses_data uses FACTOR, which is data; make it an argument"),
-        (uses_a_neighbour, {}, "uses_a_neighbour uses rank, which is defined beside it"),
-        (lambda: 1, {}, "give a function that is defined with def"),
-        (torch.relu, {"input": 1}, "give a function that is defined with def"),
-        (without_source(), {}, "ghost has no source to be sent"),
-        (with_a_closure(), {}, "inner uses local of the function around it"),
-        (takes_one, {"x": os.getpid}, "an argument is not plain data"),
-        (takes_one, {"x": lambda: 1}, "an argument is not plain data"),
+        (uses_data, {}, "uses_data .*FACTOR, .*is data"),
+        (uses_a_neighbour, {}, "uses_a_neighbour .*rank, .*beside it"),
+        (lambda: 1, {}, "defined with def"),
+        (torch.relu, {"input": 1}, "defined with def"),
+        (without_source(), {}, "ghost has no source"),
+        (with_a_closure(), {}, "inner .*local .*around it"),
+        (takes_one, {"x": os.getpid}, "argument is not plain"),
+        (takes_one, {"x": lambda: 1}, "argument is not plain"),
     ],
 )
 def test_what_cannot_be_sent_is_refused_before_anything_starts(
@@ -318,5 +318,5 @@ def test_functions_of_a_plain_script_are_sent_too(tmp_path):
     there = {}
     exec(script, there)
     assert there["result"] == 16
-    with pytest.raises(ParallelError, match="add uses one, which is defined beside it"):
+    with pytest.raises(ParallelError, match=r"add .*one, .*beside it"):
         processes.script_of(names["add"], (), call)

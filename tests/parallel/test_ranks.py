@@ -1,5 +1,7 @@
 """Several processes that train one model: what they agree on, compute and send."""
 
+import re
+
 import pytest
 import torch
 from rank_processes import values_of
@@ -83,7 +85,7 @@ def settings_differ(ranks):
 
 def test_different_settings_are_told_with_both_values():
     ended = values_of(joined, 2, "ddp", settings_differ)
-    assert ended[0] == ("rank 1 was started with batch size 9, rank 0 with 8: give all the same")
+    assert re.match("rank 1 .*batch size 9, rank 0 .* 8", ended[0])
 
 
 def say_numbers(ranks, numbers):
@@ -374,5 +376,5 @@ def test_the_statistics_of_batch_norm_are_each_ranks_own_until_they_are_shared()
 
 
 def test_more_ranks_than_images_are_refused():
-    with pytest.raises(DataError, match="3 images are too few for 4 processes"):
+    with pytest.raises(DataError, match=r"3 images .* 4 processes"):
         batches(Numbers(3), 8, share=(0, 4))
