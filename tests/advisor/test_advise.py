@@ -157,7 +157,7 @@ def test_a_model_that_breaks_in_fp16_is_not_recommended_in_it_however_fast(plant
     assert of(advice, "fp16 autocast").verdict == "unlike fp32"
     assert of(advice, "fp16 autocast", INFERENCE).verdict == "unlike fp32"
     assert all(c.recipe.precision is not Precision.FP16 for c in advice.chosen.values())
-    assert any("fp16 overflows: the output of second" in line for line in advice.watch)
+    assert any(re.search("fp16 overflows: .*second", line) for line in advice.watch)
 
 
 def test_bf16_weights_whose_updates_rounding_swallows_are_not_recommended(planted):
@@ -228,7 +228,7 @@ def test_what_does_not_fit_is_not_tried(planted):
     advice = planted(mlp(), torch.randn(8, 16), memory=1000)
     assert advice.recommended is None
     assert {c.verdict for c in advice.candidates} == {"does not fit"}
-    assert "Nothing can be recommended for training." in advice.watch
+    assert any(re.match("Nothing .*for training", line) for line in advice.watch)
 
 
 def test_a_loss_of_0_is_not_far_from_itself(planted):
@@ -242,7 +242,7 @@ def test_a_loss_of_0_is_not_far_from_itself(planted):
 
 def test_what_the_machine_cannot_hold_is_not_begun(planted):
     small = dataclasses.replace(REPORT, memory_bytes=1000)
-    with pytest.raises(TraceError, match=r"needs 15.1 KiB, and cpu has 1.0 KiB"):
+    with pytest.raises(TraceError, match=r"needs 15\.1 KiB, .*cpu .* 1\.0 KiB"):
         planted(mlp(), torch.randn(8, 16), report=small)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,8 +58,8 @@ def edited(change):
     [
         ("", "damaged, it is no JSON"),
         (results_of(EAGER).to_json()[:-40], "damaged, it is no JSON"),
-        ("[1, 2]", "no results of amp-lab bench"),
-        ('{"schema": "other"}', "no results of amp-lab bench"),
+        ("[1, 2]", "no results"),
+        ('{"schema": "other"}', "no results"),
         (edited(lambda c: c.update(schema="amp-lab bench 7")), "written as 'amp-lab bench 7'"),
         (edited(lambda c: c.update(schema="amp-lab bench 1")), "and this amp_lab reads '.* 2'"),
         (edited(lambda c: c.pop("rows")), "damaged, 'rows' is missing"),
@@ -70,8 +71,8 @@ def edited(change):
         (edited(lambda c: c["rows"][0].update(samples_s=[None])), "'samples_s' is"),
         (edited(lambda c: c["rows"].append(3)), "damaged, a row is 3"),
         (edited(lambda c: c["rows"][0].update(status="fine")), "damaged, 'status' is 'fine'"),
-        (edited(lambda c: c["rows"][0].update(median_s=None)), "is ok, but has no time"),
-        (edited(lambda c: c["rows"][0].update(samples_s=[])), "is ok, but has no time"),
+        (edited(lambda c: c["rows"][0].update(median_s=None)), "is ok, .*no time"),
+        (edited(lambda c: c["rows"][0].update(samples_s=[])), "is ok, .*no time"),
         (edited(lambda c: c["rows"][0].update(speedup_interval=[1.0])), "'speedup_interval' is"),
         (edited(lambda c: c["rows"][0].pop("rung")), "damaged, .*'rung'"),
         (edited(lambda c: c["rows"][0].update(speedup=-1)), "damaged, 'speedup' is -1"),
@@ -198,7 +199,7 @@ def test_the_table_has_intervals_and_marks_what_is_not_trusted():
     assert "3.50x (3.40x to 3.70x)" in table
     assert "bf16 eager ?" in table
     assert str(results.rows[1].speedup_estimate) in table  # which has no figure but the interval
-    assert "Something else used this machine in 1 of 3 rounds." in table
+    assert "this machine in 1 of 3 rounds" in table
     busy = "marked with ?: convmodel 8x8, bf16 eager: the machine was busy in 9 of 12 rounds."
     assert busy in table
 
@@ -217,9 +218,9 @@ def test_a_bar_that_is_not_trusted_is_told_to_the_figure():
     ("figures", "reason"),
     [
         ({"flops_per_s": 1.09e12}, ""),
-        ({"flops_per_s": 1.2e12}, "it computes 1.2 TFLOP/s, where the limit is 1 TFLOP/s"),
+        ({"flops_per_s": 1.2e12}, r"computes 1\.2 TFLOP/s, .* 1 TFLOP/s$"),
         ({"least_bytes": int(0.5 * 1.09e9)}, ""),
-        ({"least_bytes": 10**9}, "it moves at least 2 GB/s, where the limit is 1 GB/s"),
+        ({"least_bytes": 10**9}, "moves .* 2 GB/s, .* 1 GB/s$"),
         ({"flops_per_s": None, "least_bytes": None}, ""),  # it has no limit
     ],
 )
@@ -234,15 +235,16 @@ def test_what_the_device_cannot_do_is_not_trusted(figures, reason, at):
     if not reason:
         assert trusted == [True, True, True]
         return
-    assert results.rows[at].reason == reason
+    assert re.search(reason, results.rows[at].reason)
     if at == 0:  # a speed-up over a time that is wrong is wrong too
-        assert results.rows[1].reason == f"fp32 eager, which it is held against: {reason}"
+        assert results.rows[1].reason.startswith("fp32 eager, ")
+        assert results.rows[1].reason.endswith(results.rows[0].reason)
     assert trusted == [at > 0, False, True]
 
 
 def test_comparison_of_what_has_nothing_in_common_is_refused():
     one, other = results_of(EAGER), results_of(("convmodel", "9x9", "fp32", "eager", 1.0))
-    with pytest.raises(OptionError, match="mine, theirs have nothing in common"):
+    with pytest.raises(OptionError, match=r"mine, theirs .*in common"):
         Compared([one, other], ["mine", "theirs"])
 
 

@@ -1,6 +1,7 @@
 """A run at toy size: what is timed, what is refused, and how what goes wrong is reported."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -86,13 +87,13 @@ def test_settings_choose(toy):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"names": ["resnet"]}, r"no workload is called 'resnet'; there are convmodel, "),
-        ({"precisions": ["fp8"]}, r"no precision is called 'fp8'; there are fp32, "),
+        ({"names": ["resnet"]}, r"workload .*'resnet'; .*convmodel, "),
+        ({"precisions": ["fp8"]}, r"precision .*'fp8'; .*fp32, "),
         ({"precisions": ["tf32"]}, r"precision 'tf32': a toy has none"),
         ({"rounds": 0}, r"rounds=0: must be at least 1"),
-        ({"names": ["gpt"]}, "workload 'gpt' is not on this device"),
-        ({"names": ["gpt"], "quick": True}, "workload 'gpt' is not in a quick run on this device"),
-        ({"rungs": ["cuda-graphs"]}, "rung 'cuda-graphs': none of these workloads has it on this"),
+        ({"names": ["gpt"]}, "'gpt' is not on"),
+        ({"names": ["gpt"], "quick": True}, "'gpt' .*quick run"),
+        ({"rungs": ["cuda-graphs"]}, "rung 'cuda-graphs': none"),
     ],
 )
 def test_wrong_settings_are_refused(toy, settings, message):
@@ -101,7 +102,7 @@ def test_wrong_settings_are_refused(toy, settings, message):
 
 
 def test_wrong_rung_is_refused():
-    with pytest.raises(OptionError, match="no rung is called 'fast'; there are eager, "):
+    with pytest.raises(OptionError, match=r"rung .*'fast'; .*eager, "):
         runner.run_bench(CPU, rungs=["fast"])
 
 
@@ -171,7 +172,7 @@ def test_a_precision_that_the_hardware_lacks_is_told_and_left_alone(toy, monkeyp
     assert [(row.precision, row.status) for row in rows] == [("fp32", "ok")] * 3 + [
         ("bf16", "not run")
     ]
-    assert "times as long as in fp32" in rows[-1].reason
+    assert "7 s, 70 times" in rows[-1].reason
 
 
 @pytest.mark.parametrize(
@@ -180,13 +181,13 @@ def test_a_precision_that_the_hardware_lacks_is_told_and_left_alone(toy, monkeyp
         ([4.0, 3.0], "bf16", ""),
         ([4.2, 3.2], "bf16", ""),
         ([4.0, 3.3], "bf16", ""),
-        ([4.0, 3.4], "bf16", "its loss falls by 60% of what it does in fp32"),
+        ([4.0, 3.4], "bf16", "loss falls by 60%"),
         ([4.0, 2.6], "bf16", "its loss falls by 140%"),
         ([4.3, 3.3], "bf16", "7.5e-02 off fp32, where 6e-02 would pass"),
         ([4.0, 3.1], "fp32", "its loss falls by 90%"),
         ([4.01, 3.01], "fp32", "2.5e-03 off fp32"),
         ([4.0, 4.0], "fp16", "its loss falls by 0%"),
-        ([4.0, float("inf")], "fp16", "its loss falls by not a number"),
+        ([4.0, float("inf")], "fp16", "loss falls by not a number"),
         ([float("nan"), 3.0], "bf16", "; not a number, where"),
     ],
 )
@@ -243,16 +244,14 @@ def test_a_quick_run_ends_in_time_and_says_what_that_costs(toy, monkeypatch, und
     monkeypatch.setattr(runner, "_QUICK_S", 0.0)
     rows = toy(quick=True, rounds=None).rows
     assert {(row.rounds, row.trusted) for row in rows} == {(1, False)}
-    assert {row.reason for row in rows} == {
-        "only 1 undisturbed rounds in the time given, and 12 are needed"
-    }
+    assert all(re.match("only 1 undisturbed .* 12 ", row.reason) for row in rows)
     assert {row.rounds for row in toy(rounds=None).rows} == {12}
 
 
 def test_hopeless_is_twenty_times_as_long():
     for seconds in (0.5, 1.9):
         runner._refuse_hopeless(seconds, 0.1)
-    with pytest.raises(OptionError, match=r"a step takes 2.1 s, 21 times as long as in fp32"):
+    with pytest.raises(OptionError, match=r"2\.1 s, 21 times"):
         runner._refuse_hopeless(2.1, 0.1)
     runner._refuse_hopeless(0.5, 0.01)  # a second is not long
 
@@ -283,7 +282,7 @@ def test_without_fp32_eager_nothing_is_judged(toy, monkeypatch):
     rows = toy(names=["convmodel"]).rows
     assert rows[0].status == "out of memory"
     assert {row.status for row in rows[1:]} == {"failed"}
-    assert {row.reason for row in rows[1:]} == {"there is no fp32 eager to hold it against"}
+    assert all("no fp32 eager" in row.reason for row in rows[1:])
 
 
 def test_out_of_memory_while_timing_is_reported_too(toy, monkeypatch):

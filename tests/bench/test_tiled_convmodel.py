@@ -93,7 +93,7 @@ def test_sizes_that_do_not_fit_are_refused():
     for hidden, size in ((32, 9), (48, 8)):
         with pytest.raises(OptionError, match="needs multiples of 32"):
             TiledStep(ConvModel(hidden))(*quantized_sine(size))
-    with pytest.raises(OptionError, match=r"in bf16, not in torch\.float32"):
+    with pytest.raises(OptionError, match=r"bf16, not in torch\.float32"):
         TiledStep(ConvModel(32), torch.float32)
 
 
@@ -102,11 +102,11 @@ def test_without_the_instructions_tiles_say_so(monkeypatch):
     rung = rungs.rungs_of(case)[-1]
     assert rung.name == "tiles"
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    with pytest.raises(OptionError, match="needs a CPU with AVX-512 and its bf16 instructions"):
+    with pytest.raises(OptionError, match=r"AVX-512 .*bf16 instructions"):
         rungs.make_step(case, rung)  # which a run tells in the row of the rung, as "not run"
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setattr(cpp_tiles, "has_bf16_instructions", lambda: False)
-    with pytest.raises(OptionError, match="oneDNN has small products in bf16"):
+    with pytest.raises(OptionError, match=r"oneDNN .*products in bf16"):
         rungs.make_step(case, rung)
 
 
@@ -114,12 +114,12 @@ def test_without_a_compiler_tiles_say_so(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setattr(cpp_tiles, "has_bf16_instructions", lambda: True)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(OptionError, match="there is no no-such-compiler here"):
+    with pytest.raises(OptionError, match="no no-such-compiler"):
         TiledStep(ConvModel(32))
     broken = tmp_path / "broken-compiler"
     broken.write_text("#!/bin/sh\necho 'kernel: error: no such instruction' >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
     monkeypatch.setattr(tiled_convmodel, "cpp_kernels", cpp_tiles.cpp_kernels.__wrapped__)
-    with pytest.raises(OptionError, match=r"does not compile tiled_convmodel\.cpp: kernel: error"):
+    with pytest.raises(OptionError, match=r"tiled_convmodel\.cpp: kernel: error"):
         TiledStep(ConvModel(32))

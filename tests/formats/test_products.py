@@ -69,7 +69,7 @@ def test_a_hadamard_transform_keeps_products_and_spreads_an_outlier():
     assert hadamard(alone).abs().tolist() == [[2.0] * 16]
     assert not torch.equal(hadamard(left), hadamard(left, seed=1))
     for size in (0, 3, 128):
-        with pytest.raises(NumericsError, match=f"{size} is no power of two that divides 64"):
+        with pytest.raises(NumericsError, match=f": {size} .*power of two .* 64"):
             hadamard(left, size)
 
 

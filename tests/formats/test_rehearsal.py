@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 
@@ -188,11 +189,11 @@ def test_blocks_of_many_sizes_break_nvfp4_where_mx_holds():
 def test_layers_are_left_out_by_shape_place_and_size_and_the_others_are_converted():
     model = chain(64, 128, 128, 128, 80)
     found = rehearse(model, torch.randn(32, 64), formats=("fp8", "mxfp8"), loss_fn=mean_square)
-    assert found.of("0", "fp8").left_out == "the layer that reads the inputs, by custom"
+    assert "reads the inputs" in found.of("0", "fp8").left_out
     assert found.of("6", "mxfp8").left_out == "128 to 80: no multiple of 32"
     assert [r.layers for r in found.formats] == [4, 2, 2]
     on_card = rehearse(model, torch.randn(32, 64), formats=("fp8", "mxfp8"), card="h100")
-    assert on_card.of("2", "fp8").left_out.startswith("too small to gain: a forecast of 0.")
+    assert on_card.of("2", "fp8").left_out.startswith("too small")
     assert verdicts(on_card) == {
         "bf16": "holds in one step",
         "fp8": "no layer is left",
@@ -226,7 +227,7 @@ def test_a_format_that_does_not_learn_as_bf16_does_is_told():
     forms = ("mxfp8", "mxfp4")
     found = rehearse(model, torch.randn(64, 64), loss_fn=mean_square, formats=forms, steps=20)
     assert verdicts(found)["mxfp8"] == "holds"
-    assert verdicts(found)["mxfp4"] == "it does not learn as bf16 does"
+    assert "not learn as bf16" in verdicts(found)["mxfp4"]
 
 
 @pytest.mark.parametrize(
@@ -254,8 +255,8 @@ def test_without_steps_gradients_may_be_half_off():
 def test_what_was_looked_at_without_steps_is_printed():
     text = str(rehearse(chain(64, 64), torch.randn(64, 64), loss_fn=mean_square, formats=("fp8",)))
     assert "fp8: holds in one step." in text
-    assert "gradients within 50% and loss within 10% of fp32's, or 1.5 times as far off" in text
-    assert "Learning was not tried: that takes steps." in text
+    assert re.search(r"gradients .* 50% .*loss .* 10% of fp32.* 1\.5 times", text)
+    assert "Learning was not tried" in text
 
 
 def test_the_model_is_untouched_and_two_rehearsals_are_the_same():
@@ -306,7 +307,7 @@ def test_transposed_experts_are_rehearsed_and_what_is_not_is_told():
     assert [line for line in found.watch if "Not rehearsed" in line] == [
         f"Not rehearsed: {what}, which torch computes."
     ]
-    with pytest.raises(NumericsError, match="rounded; it has lstm with weight_ih_l0"):
+    with pytest.raises(NumericsError, match="lstm with weight_ih_l0"):
         rehearse(nn.LSTM(32, 32), torch.randn(4, 32), loss_fn=lambda output: output[0].sum())
 
 
@@ -316,7 +317,7 @@ def test_values_that_are_not_finite_are_kept_and_counted():
     found = rehearse(chain(64, 64), values, loss_fn=mean_square, formats=("mxfp8",))
     report = found.of("0", "mxfp8")
     assert report.shares["input"]["nonfinite"] == pytest.approx(1 / (32 * 64))
-    assert report.left_out == "0.00049 of its input are not finite"
+    assert re.match(r"0\.00049 of its input .*not finite", report.left_out)
 
 
 def test_what_cannot_be_rehearsed_is_told_in_a_line():
@@ -329,7 +330,7 @@ def test_what_cannot_be_rehearsed_is_told_in_a_line():
         rehearse(nn.LayerNorm(64), values)
     with pytest.raises(NumericsError, match="ReLU has no weight"):
         rehearse(nn.ReLU(), values)
-    with pytest.raises(TraceError, match=r"fails in an fp32 step: .*shapes"):
+    with pytest.raises(TraceError, match=r"fp32 step: .*shapes"):
         rehearse(chain(32, 64), values)
     with pytest.raises(OptionError, match="-1 steps"):
         rehearse(chain(64, 64), values, steps=-1)

@@ -152,14 +152,14 @@ def test_what_cannot_be_is_told_in_a_line():
     values = torch.ones(4, 48)
     with pytest.raises(NumericsError, match="'mxfp5' is none of bf16, "):
         quantize(values, "mxfp5")
-    with pytest.raises(NumericsError, match=r"blocks of 1x32, and 4x48 values.* no multiple"):
+    with pytest.raises(NumericsError, match=r"blocks of 1x32, .*4x48 .* no multiple"):
         quantize(values, "mxfp4")
-    with pytest.raises(NumericsError, match="power 'up' is none of floor"):
+    with pytest.raises(NumericsError, match=r"power 'up' .*floor"):
         replace(FORMATS["mxfp4"], power="up")
     with pytest.raises(NumericsError, match="amax is for one scale"):
         quantize(torch.ones(32), "mxfp4", amax=1.0)
     for wrong in (torch.ones(32, dtype=torch.int64), torch.tensor(1.0)):
-        with pytest.raises(NumericsError, match="floating-point tensor of one dimension"):
+        with pytest.raises(NumericsError, match="tensor of one dimension"):
             quantize(wrong, "mxfp4")
 
 
