@@ -73,7 +73,8 @@ def test_a_run_ends_with_what_this_machine_could_not_check():
     count.pytest_collectreport(skipped)
     count.pytest_runtest_logreport(SimpleNamespace(skipped=False, longrepr=None))
     count.pytest_terminal_summary(terminal)
-    assert lines == ["not checked on this machine: 2 (a browser test: install Chromium)"]
+    (line,) = lines
+    assert re.match(r"not checked .*: 2 \(.*install Chromium\)$", line)
 
 
 def _tests_of(path):
@@ -120,16 +121,16 @@ def test_the_table_says_which_tests_failed_where():
     ]
     text = cpu_matrix.table(outcomes, {"avx512": "this CPU has no avx512"})
     assert re.search(r"^native +1,234 +1 +2 +1\.5 min$", text, re.M)
-    assert "sse41          ended with exit code 137 before its report" in text
-    assert "avx512         not run: this CPU has no avx512" in text
+    assert re.search(r"^sse41 +.*exit code 137", text, re.M)
+    assert re.search(r"^avx512 +not run: .*no avx512$", text, re.M)
     assert "FAILED tests.test_a::test_it[0x…] on native, avx2" in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "environment", "said"),
     [
-        (["tests/no_such_file.py"], {}, "there is no tests/no_such_file.py"),
-        ([], {"ONEDNN_MAX_CPU_ISA": "AVX2"}, "ONEDNN_MAX_CPU_ISA is set, which the runs set"),
+        (["tests/no_such_file.py"], {}, "no tests/no_such_file.py"),
+        ([], {"ONEDNN_MAX_CPU_ISA": "AVX2"}, "ONEDNN_MAX_CPU_ISA is set"),
     ],
 )
 def test_what_cannot_be_run_is_said_in_a_line(arguments, environment, said, monkeypatch, capsys):
@@ -143,7 +144,7 @@ def test_what_cannot_be_run_is_said_in_a_line(arguments, environment, said, monk
 def test_a_cpu_without_an_instruction_set_is_left_out(monkeypatch, capsys):
     monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: False)
     assert cpu_matrix.main(["--list"]) == 0
-    assert "avx512         this CPU has no avx512" in capsys.readouterr().out
+    assert re.search(r"^avx512 +.*no avx512", capsys.readouterr().out, re.M)
 
 
 def test_the_page_on_hardware_has_the_recorded_table():

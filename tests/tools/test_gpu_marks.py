@@ -1,6 +1,7 @@
 """The marks of what was not yet seen on a GPU: the texts as they are, and every way to be wrong."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -58,15 +59,15 @@ def test_a_mark_may_be_wrapped_anywhere():
     ("texts", "shown", "said"),
     [
         (text("fast", "fits", "slow"), {}, "04_x.py:3: no statement 'slow'"),
-        (text("fast"), {}, "'fits' is in tools/gpu_marks.py and no text carries its mark"),
+        (text("fast"), {}, "'fits' .*no text"),
         (text("fast", "fits"), {"fits": "a.json"}, "04_x.py:2: a.json has shown 'fits'"),
-        (text("fast", "fits"), {"fits": "a.json"}, "(--write)"),
+        (text("fast", "fits"), {"fits": "a.json"}, r"\(--write\)"),
         ({NOTEBOOK: text("fast", "fits")[NOTEBOOK] + "\n# (not yet\n# seen on a GPU)"}, {}, "04_x"),
-        ({README: text("fast", "fits")[NOTEBOOK]}, {}, "README.md:1: should be [*(not yet"),
+        ({README: text("fast", "fits")[NOTEBOOK]}, {}, r"README.md:1: should be \[\*"),
     ],
 )
 def test_what_is_wrong_is_said(texts, shown, said):
-    assert any(said in line for line in complaints(texts, LIST, shown))
+    assert any(re.search(said, line) for line in complaints(texts, LIST, shown))
 
 
 def test_a_statement_that_was_seen_needs_no_mark_any_more():
@@ -116,7 +117,7 @@ def test_write_removes_what_was_seen_and_check_is_content(tmp_path, monkeypatch,
     assert gpu_marks.main(["--check"]) == 0
     record(results, bench="held")
     assert gpu_marks.main(["--check"]) == 2
-    assert "04_x.py:1: first-gpu-h100.json has shown 'fast'" in capsys.readouterr().err
+    assert re.search("04_x.py:1: first-gpu-h100.json .*'fast'", capsys.readouterr().err)
     assert gpu_marks.main(["--write"]) == 0
     assert place.read_text() == "# It is fast.\n"
     assert gpu_marks.main(["--check"]) == 0

@@ -70,7 +70,7 @@ def test_a_taken_port_is_said_in_one_line():
 
 @pytest.mark.parametrize("port", ["0", "65536", "-1", "eight", ""])
 def test_a_wrong_port_is_said(port):
-    assert lab.port_problem("127.0.0.1", port).endswith("a port is a whole number from 1 to 65535")
+    assert re.match(f"--port {port}: .* 1 to 65535$", lab.port_problem("127.0.0.1", port))
 
 
 def test_a_wrong_address_is_said():
@@ -171,7 +171,7 @@ def test_a_notebook_that_fails_is_named_with_its_line_and_its_pair_is_kept(folde
     source.with_suffix(".ipynb").write_text("as it was")
     assert build_pairs.main([]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert "01_broken.py: cell 2 (line 13) raised ZeroDivisionError: division by zero" in said
+    assert re.search(r"01_broken\.py: cell 2 \(line 13\) .*ZeroDivisionError", said)
     assert source.with_suffix(".ipynb").read_text() == "as it was"
 
 
@@ -182,7 +182,7 @@ def test_nothing_is_made_on_a_busy_machine_unless_forced(folder, monkeypatch, ca
     assert build_pairs.main([]) == 2
     said = capsys.readouterr().err
     assert len(said.splitlines()) == 1
-    assert "01_sound.py: figures of a busy machine are not written (busy in 9 of 12" in said
+    assert re.search(r"01_sound\.py: .*\(busy in 9 of 12", said)
     assert not source.with_suffix(".ipynb").exists()
     assert build_pairs.main(["--force"]) == 0
     assert source.with_suffix(".ipynb").exists()
@@ -200,7 +200,7 @@ def test_a_machine_that_becomes_busy_is_given_a_second_chance(folder, capsys):
     pair = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
     assert pair.cells[0].outputs[0].text == "quiet\n"
     assert build_pairs.main([]) == 2
-    assert "it printed 'not trusted: the machine was busy'" in capsys.readouterr().err
+    assert "printed 'not trusted: " in capsys.readouterr().err
 
 
 def test_a_damaged_pair_is_named(folder, capsys):
@@ -228,24 +228,24 @@ def test_a_pair_is_made_from_a_commit_alone(folder, capsys):
     source.write_text(source.read_text().replace("0123abc", "0123abc+"))
     assert build_pairs.main([]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "notebooks/01_sound.py is changed: commit first" in line
+    assert "notebooks/01_sound.py is changed" in line
     git(folder.parent, "commit", "-a", "-m", "Change it")
     assert build_pairs.main([]) == 0
     capsys.readouterr()
     assert build_pairs.main(["--check"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "01_sound.ipynb was made from changes that are in no commit (commit 0123abc+)" in line
+    assert re.search(r"01_sound\.ipynb .*in no commit .*0123abc\+", line)
 
 
 def test_a_notebook_without_a_header_is_given_one(folder, capsys):
     source = folder / "20_plain.py"
     source.write_text("# %%\n1 + 1\n")
     assert build_pairs.main(["--check"]) == 2
-    assert "20_plain.py has no pair; make it with: pdm run notebooks 20_plain" in (
-        capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "20_plain.py has no pair" in said
+    assert "pdm run notebooks 20_plain" in said
     assert build_pairs.main(["20"]) == 0
-    assert "20_plain.py: added the header that names its kernel" in capsys.readouterr().out
+    assert "20_plain.py: added the header" in capsys.readouterr().out
     assert source.read_text() == HEADER.replace("Python 3\n", "Python 3 (ipykernel)\n") + (
         "# %%\n1 + 1\n"
     )
@@ -259,7 +259,7 @@ def test_a_notebook_without_a_header_is_given_one(folder, capsys):
             "# ---\n# jupyter:\n#   jupytext:\n#     formats: ipynb,py\n# ---\n\n# %%\n1\n",
             "line 3: ",
         ),
-        (HEADER + "# %% [md]\n# A text.\n", "line 9: should be '# %% [markdown]', as jupytext"),
+        (HEADER + "# %% [md]\n# A text.\n", "line 9: should be '# %% [markdown]'"),
     ],
 )
 def test_what_no_pair_can_match_is_told_before_it_is_run(folder, capsys, text, said):
@@ -284,14 +284,14 @@ def test_a_new_notebook_is_made_and_what_to_do_next_is_said(folder, capsys):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("20", "'20' is no name of a notebook; give one like 20_title"),
+        ("20", "'20' is no name"),
         ("title", "'title' is no name"),
         ("20_Title", "'20_Title' is no name"),
         ("20_two words", "'20_two words' is no name"),
         ("../20_title", "'../20_title' is no name"),
         ("", "'' is no name"),
-        ("07_other", "the number 07 is taken by 07_title"),
-        ("07_title", "the number 07 is taken by 07_title"),
+        ("07_other", "07 is taken by 07_title"),
+        ("07_title", "07 is taken by 07_title"),
     ],
 )
 def test_a_new_notebook_of_a_wrong_name_is_refused_in_one_line(folder, capsys, name, said):
@@ -308,7 +308,7 @@ def test_what_depends_on_another_machine_is_kept_where_its_code_did_not_change(f
     cells = [f"{tag}3 * 3\n", f"{tag}2 * 2\n", "# %%\n5 * 5\n"]
     source.write_text("\n".join([HEADER + "# %% [markdown]\n# # Add\n", *cells]))
     assert build_pairs.main(["--keep"]) == 2
-    assert "has no pair, whose outputs could be kept" in capsys.readouterr().err
+    assert re.search(r"01_sound\.py .*no pair, .*kept", capsys.readouterr().err)
     assert build_pairs.main([]) == 0
     pair = source.with_suffix(".ipynb")
     pair.write_text(pair.read_text().replace('"9"', '"of the other machine"'))
@@ -325,7 +325,7 @@ def test_new_text_needs_no_run_and_new_code_does(folder, capsys):
     source = folder / "01_sound.py"
     source.write_text(HEADER + "# %% [markdown]\n# # Add\n\n# %%\n1 + 1\n\n# %%\n1 + 1\n")
     assert build_pairs.main(["--text"]) == 2
-    assert "has no pair, whose outputs could be kept" in capsys.readouterr().err
+    assert re.search(r"01_sound\.py .*no pair, .*kept", capsys.readouterr().err)
     assert build_pairs.main([]) == 0
     pair = source.with_suffix(".ipynb")
     pair.write_text(pair.read_text().replace('"2"', '"as it was"'))  # what no run would print
@@ -359,17 +359,17 @@ def test_running_twice_changes_nothing(folder):
 @pytest.mark.parametrize(
     ("arguments", "settings", "said"),
     [
-        (["99"], {}, "no notebook begins with '99'; there are 01_sound"),
+        (["99"], {}, "'99'; .*01_sound"),
         (["--check"], {}, "01_sound.py has no pair"),
         (
             [],
             {"AMP_LAB_DEVICE": "banana"},
-            "AMP_LAB_DEVICE='banana': committed outputs are made with AMP_LAB_DEVICE=cpu",
+            "AMP_LAB_DEVICE='banana': .*AMP_LAB_DEVICE=cpu",
         ),
         (
             [],
             {"AMP_LAB_SCALE": "huge"},
-            "AMP_LAB_SCALE='huge': committed outputs are made with AMP_LAB_SCALE=quick",
+            "AMP_LAB_SCALE='huge': .*AMP_LAB_SCALE=quick",
         ),
     ],
 )
@@ -380,7 +380,7 @@ def test_what_notebooks_is_told_wrongly_is_said_in_one_line(
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     assert build_pairs.main(arguments) == 2
-    assert said in capsys.readouterr().err
+    assert re.search(said, capsys.readouterr().err)
 
 
 def test_the_readme_shows_the_figure_of_notebook_04():
