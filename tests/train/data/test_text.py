@@ -100,7 +100,7 @@ def test_what_cannot_be_is_refused(tmp_path, folder, monkeypatch):
         load_text("text", folder, context=0)
     with pytest.raises(DataError, match="has no image_size"):
         load_dataset("stdlib", image_size=32)
-    monkeypatch.setattr("amp_lab.train.data.text._MOST_BYTES", 100)
+    monkeypatch.setattr("amp_lab.train.data.text._MAX_TEXT_BYTES", 100)
     with pytest.raises(DataError, match="at most 1 GiB"):
         load_text("text", folder)
 

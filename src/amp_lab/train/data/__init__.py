@@ -23,9 +23,9 @@ __all__ = [
     "load_text",
 ]
 
-# The registry: a data set is a file beside this one, whose `load` makes of `LoadOptions` an
-# `ImageData`, and a line here. All are imported at once, and torchvision with them: the libraries
-# that it loads cannot be loaded any more once TensorFlow is there, as in notebook 12.
+# The registry. To add a data set, write a file beside this one with a `load` from `LoadOptions` to
+# `ImageData`, and add a line here. All are imported at once, and torchvision with them: its
+# libraries cannot be loaded after TensorFlow's, which notebook 12 needs.
 _LOADERS = {
     "digits": digits.load,
     "cifar10": cifar10.load,
@@ -34,11 +34,11 @@ _LOADERS = {
 }
 DATASETS = (*_LOADERS, *TEXTS)
 COME_WITH_LIBRARIES = ("digits", "stdlib")
-"""Those that are in no folder of the user's."""
+"""Data sets that need no folder."""
 USERS_OWN = ("folder", "text")
-"""Those that are nowhere unless the user says where."""
-_LARGEST_SIZE = 1024
-_OF_FILES = ("caltech256", "folder")  # whose images are decoded one by one
+"""Data sets of the user's own files: they have no default folder and cannot be downloaded."""
+_MAX_IMAGE_SIZE = 1024
+_WITH_IMAGE_FILES = ("caltech256", "folder")  # one file for each image, which may be damaged
 
 
 def load_dataset(
@@ -52,14 +52,15 @@ def load_dataset(
     skip_damaged: bool = False,
     download: bool = True,
 ) -> ImageData:
-    """The data set called `name`, one of `DATASETS`, from `folder`; fetched into it if missing.
+    """Load the data set `name`, one of `DATASETS`, from `folder`; download it there if missing.
 
     - ``digits``: scikit-learn's 1,797 handwritten digits, which need no folder and no network. One
       in five is a test image.
     - ``cifar10``: 50,000 and 10,000 photographs in `folder`/cifar-10-batches-py.
     - ``caltech256``: 29,780 photographs in `folder`/256_ObjectCategories or
       `folder`/caltech256/256_ObjectCategories; `folder` may also be that folder itself. Every tenth
-      is a test image. The first use reads every file, and writes the list caltech256.csv beside it.
+      is a test image. The first use decodes every file and writes caltech256.csv, a list of those
+      that are not damaged, so that later uses need not.
 
     - ``folder``: your own images; `folder` has a folder for each class, or two called train and val
       (or test) that have these. Without a val or test, a tenth of each class is held out for the
@@ -67,32 +68,36 @@ def load_dataset(
 
     - ``stdlib`` and ``text``: see `load_text`.
 
-    Images are handed out at `image_size` pixels a side (default: 32; for caltech256 and folder,
-    224). `limit` keeps at most so many training images, and of the test images the same share,
-    rounded up; each class keeps its share, and which images are kept is always the same. `seed` is
-    that of the augmentation of the training images, which `augment=False` switches off.
-    `skip_damaged` leaves out images of caltech256 and folder that cannot be decoded, and names them
-    in `skipped`.
+    Images have `image_size` pixels a side (default: 32; for caltech256 and folder, 224). `limit`
+    keeps at most so many training images, and the same share of the test images, rounded up. Each
+    class keeps its share, and which images are kept is always the same. `seed` is for the
+    augmentation of the training images, which `augment=False` switches off. `skip_damaged` leaves
+    out images of caltech256 and folder that cannot be decoded, and lists them in `skipped`.
 
     Raises `DataError` for a wrong value, and for files that are missing, damaged or altered.
     """
     if name not in DATASETS:
         raise DataError(f"there is no data set {name!r}; use {', '.join(DATASETS)}")
-    if skip_damaged and name not in _OF_FILES:
-        files = " and ".join(_OF_FILES)
-        raise DataError(f"skip damaged is for {files}, whose images are files, not for {name}")
+    if skip_damaged and name not in _WITH_IMAGE_FILES:
+        names = " and ".join(_WITH_IMAGE_FILES)
+        raise DataError(f"skip damaged is for {names}, whose images are files, not for {name}")
     if name in TEXTS and image_size is not None:
         raise DataError(f"{name} is a text, and has no image_size")
     if name in TEXTS:
         return load_text(name, folder, limit=limit, seed=seed if augment else None)
-    if image_size is not None and not 1 <= image_size <= _LARGEST_SIZE:
-        raise DataError(f"image_size={image_size} must be between 1 and {_LARGEST_SIZE} pixels")
+    if image_size is not None and not 1 <= image_size <= _MAX_IMAGE_SIZE:
+        raise DataError(f"image_size={image_size} must be between 1 and {_MAX_IMAGE_SIZE} pixels")
     if limit is not None and limit < 1:
         raise DataError(f"limit={limit} must be at least 1, or None for all images")
     if seed < 0:
         raise DataError(f"seed={seed} must not be negative")
     options = LoadOptions(
-        Path(folder), image_size, limit, seed if augment else None, skip_damaged, download
+        folder=Path(folder),
+        image_size=image_size,
+        limit=limit,
+        seed=seed if augment else None,
+        skip_damaged=skip_damaged,
+        download=download,
     )
     try:
         return _LOADERS[name](options)

@@ -1,4 +1,4 @@
-"""Batches of a data set: in the order of a seed, for one of several processes, and read ahead."""
+"""Batches of a data set: shuffled, shared out to several processes, and read ahead by workers."""
 
 import atexit
 import multiprocessing
@@ -16,11 +16,11 @@ from amp_lab.core.backends import backend
 from amp_lab.core.errors import AmpLabError, DataError, first_line
 from amp_lab.train.data.images import SHUFFLE, ImageSet, generator
 
-# Forked workers start at once, and notice when this process dies; those of a fork server, which a
-# newer Python would use, wait for ever. Elsewhere than on Linux forking is not safe.
+# Forked workers start at once, and end when this process dies; those of a fork server, the default
+# of newer Pythons, would wait for ever. Only on Linux is forking safe.
 _START_METHOD = "fork" if sys.platform == "linux" else None
-_TO_STOP = {signal.SIGINT, signal.SIGTERM}
-_FILES_OF_A_WORKER = 16  # its pipes, and the batches that it has read ahead, with room to spare
+_STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
+_FILES_OF_A_WORKER = 16  # file descriptors: pipes and batches read ahead, with room to spare
 
 
 @dataclass
@@ -36,20 +36,21 @@ class Batches:
     _: KW_ONLY
     epoch: int = 0
     seed: int | None = None
-    """The order is a permutation that depends on this and on `epoch` alone; None: as stored."""
+    """Seed of the order, which depends on nothing but this and `epoch`; None: not shuffled."""
     start: int = 0
-    """Number of the batch to begin at; those before it are neither read nor counted."""
+    """Number of the batch to begin at, as when a run is resumed. The batches before it are neither
+    read nor counted in the length."""
     drop_last: bool = False
     """Whether to leave out a last batch that is smaller than the others."""
     share: tuple[int, int] = (0, 1)
-    """Rank of this process and number of processes n. Of each batch it gets every n-th image, as
-    `torch.utils.data.DistributedSampler` would give it. All get as many batches, so a last one that
-    has not an image for each is added to the one before it."""
+    """(rank of this process, number of processes n). Of each batch the process gets every n-th
+    image, as `torch.utils.data.DistributedSampler` would give it. All processes get the same number
+    of batches: a last batch with fewer than n images is added to the one before it."""
     workers: int = 0
     """Processes that read ahead. Starting them takes a tenth of a second each pass on Linux and
     seconds elsewhere, so it pays for files that must be decoded, not for images in memory."""
     device: torch.device | str = "cpu"
-    """Where the batches are. To a GPU they are copied while it works, from pinned memory."""
+    """Where the batches are put. Copies to a GPU come from pinned memory, while it computes."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -62,32 +63,36 @@ class Batches:
         self._keys = self._keys_of_this_rank()
 
     def _keys_of_this_rank(self) -> list[list[int]]:
-        """The keys of each batch; a key names the epoch too, see `ImageSet`."""
+        """This rank's share of the keys of each batch. For what a key is, see `ImageSet`."""
         length = len(self.dataset)
         rank, ranks = self.share
         order = torch.arange(length)
         if self.seed is not None:
             order = torch.randperm(length, generator=generator(self.seed, self.epoch, SHUFFLE))
         if self.drop_last:
-            whole_batches = length // self.batch_size
-            order = order[: whole_batches * self.batch_size]
+            full_batches = length // self.batch_size
+            order = order[: full_batches * self.batch_size]
         if len(order) < ranks and ranks > 1:
             raise DataError(f"{len(order)} images are too few for {ranks} processes")
-        rest = order[self.start * self.batch_size :]
-        keys = self.epoch * length + rest
-        parts = list(keys.split(max(self.batch_size, ranks)))
-        if len(parts) > 1 and len(parts[-1]) < ranks:
-            parts[-2:] = [torch.cat(parts[-2:])]
-        return [part[rank::ranks].tolist() for part in parts if len(part)]
+        remaining = order[self.start * self.batch_size :]
+        keys = self.epoch * length + remaining
+        batches_of_keys = list(keys.split(max(self.batch_size, ranks)))
+        if len(batches_of_keys) > 1 and len(batches_of_keys[-1]) < ranks:
+            last_two = batches_of_keys[-2:]
+            batches_of_keys[-2:] = [torch.cat(last_two)]
+        # Without images left, `split` returns one empty batch.
+        return [batch[rank::ranks].tolist() for batch in batches_of_keys if len(batch)]
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        keys: Any = self._keys  # a list will do as the data set
+        keys: Any = self._keys
+        # The loader's data set is the list of batches of keys: one item is a batch, which
+        # `collate_fn` reads in a worker.
         loader = DataLoader(
             keys,
-            batch_size=None,  # an item is a whole batch already
+            batch_size=None,
             collate_fn=self._read,
             num_workers=self.workers,
             multiprocessing_context=_START_METHOD if self.workers else None,
@@ -95,46 +100,50 @@ class Batches:
             worker_init_fn=_ignore_signals,
             generator=torch.Generator(),  # else each pass draws a number from the global state
         )
-        with _signals_blocked(), _all_or_none():
-            iterator: Any = iter(loader)  # torch gives its ends no public name
-        with ExitStack() as at_end:
+        with _signals_blocked(), _kill_workers_on_failure():
+            iterator: Any = iter(loader)  # `_shutdown_workers` is in no public type
+        with ExitStack() as cleanup:
             if self.workers:
-                # Workers ignore SIGTERM, so torch and Python could not end them as they do by
-                # default when a pass is left unfinished: here, or at exit if it still goes on.
-                at_end.callback(iterator._shutdown_workers)
-                at_end.callback(atexit.unregister, iterator._shutdown_workers)
+                # A pass may be left unfinished: the workers are shut down when this generator is
+                # closed, or at exit. By default torch and Python end them with SIGTERM, which
+                # these workers ignore.
+                cleanup.callback(iterator._shutdown_workers)
+                cleanup.callback(atexit.unregister, iterator._shutdown_workers)
                 atexit.register(iterator._shutdown_workers)
-            while (item := _next(iterator)) is not None:
-                images, targets = (part.to(self.device, non_blocking=True) for part in item)
+            while (batch := _next_batch(iterator)) is not None:
+                images, targets = (tensor.to(self.device, non_blocking=True) for tensor in batch)
                 yield self.dataset.finish(images), targets
 
     def _read(self, keys: list[int]) -> tuple[torch.Tensor, torch.Tensor] | AmpLabError:
-        """A batch, or why there is none."""
+        """Read a batch; an error is returned, for `_next_batch` to raise in the main process."""
         try:
             return self.dataset.read(keys)
         except AmpLabError as error:
             return error  # if raised, it would arrive with the worker's traceback in its message
 
 
-batches = Batches  # called like a function, as `range` is
+batches = Batches  # a class that is called like a function, as `range` is
 
 
-def _next(iterator: Iterator) -> Any:
-    """The next item; None at the end. Raises `DataError` if a worker is no more."""
+def _next_batch(iterator: Iterator) -> Any:
+    """The next batch (images, targets) of a loader; None at the end.
+
+    Raises the error that a worker returned in place of a batch, and `DataError` if one was killed.
+    """
     try:
-        item = next(iterator, None)
+        batch = next(iterator, None)
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
         problem = f"a process that loads images was killed ({first_line(error)})"
         raise DataError(f"{problem}; with fewer --workers they need less memory") from error
-    if isinstance(item, AmpLabError):
-        raise item
-    return item
+    if isinstance(batch, AmpLabError):
+        raise batch
+    return batch
 
 
 def _require_files_for(workers: int) -> None:
-    """Raise `DataError` for workers who would wait for ever, since no more files can be opened."""
+    """Raise `DataError` for more workers than the limit on open files allows; they would hang."""
     if not workers or sys.platform == "win32":
         return
     import resource
@@ -146,36 +155,45 @@ def _require_files_for(workers: int) -> None:
 
 
 @contextmanager
-def _all_or_none() -> Iterator[None]:
-    """End the workers that were started where one more cannot be: they would be waited for."""
-    before = multiprocessing.active_children()
+def _kill_workers_on_failure() -> Iterator[None]:
+    """If a worker cannot be started in the block, kill those that were, and raise `DataError`.
+
+    Otherwise Python would wait for them at exit.
+    """
+    children_before = multiprocessing.active_children()
     try:
         yield
     except OSError as error:
-        for worker in multiprocessing.active_children():
-            if worker not in before:
-                worker.kill()
-                worker.join()
+        for child in multiprocessing.active_children():
+            if child not in children_before:
+                child.kill()
+                child.join()
         problem = f"a process that loads images cannot be started ({error.strerror})"
         raise DataError(f"{problem}; give fewer --workers") from error
 
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back while workers start, until each has set what it does on one."""
+    """Hold SIGINT and SIGTERM back in the block.
+
+    Workers that start in it inherit this, so no signal reaches one before `_ignore_signals` ran.
+    """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_STOP)
+    mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask_before)
 
 
-def _ignore_signals(_: int) -> None:
-    """Let the main process alone decide when to stop: Ctrl-C goes to its workers as well."""
-    for number in _TO_STOP:
+def _ignore_signals(_worker: int) -> None:
+    """Ignore SIGINT and SIGTERM in a worker: the main process decides when to stop.
+
+    Ctrl-C in a terminal goes to workers too.
+    """
+    for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_STOP)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)

@@ -20,22 +20,25 @@ _SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
 def load(options: images.LoadOptions) -> images.ImageData:
-    """The real ones or a stand-in; every tenth is a test image. See `load_dataset`."""
-    place = find_folder(options.folder)
-    if place is None:
-        place = options.folder / FOLDER
-        fetch("caltech256", URL, MD5, place, options.download)
-    classes, targets_of = _scan(place)
-    paths, skipped = _readable_images(place, targets_of, options.skip_damaged)
+    """Load the photographs, or a stand-in for them; every tenth is a test image.
+
+    Downloads them if they are missing. See `load_dataset`.
+    """
+    root = find_folder(options.folder)
+    if root is None:
+        root = options.folder / FOLDER
+        fetch("caltech256", URL, MD5, root, may_download=options.download)
+    class_folders, targets_of = _scan(root)
+    paths, damaged = _readable_images(root, targets_of, skip_damaged=options.skip_damaged)
     targets = np.array([targets_of[path] for path in paths])
     all_train, all_test = images.split(targets, every=10)
     train, test = images.shorten(all_train, all_test, targets, options.limit)
-    files = np.array([place.parent / path for path in paths])
+    files = np.array([root.parent / path for path in paths])
     train_files = files[train].tolist()
     test_files = files[test].tolist()
     size = options.image_size or images.PHOTOGRAPH_SIZE
     mean_std = images.IMAGENET_MEAN_STD
-    marker = place / images.MARKER
+    marker = root / images.MARKER
     content = "\n".join(paths)
     return images.ImageData(
         name="caltech256",
@@ -43,77 +46,85 @@ def load(options: images.LoadOptions) -> images.ImageData:
             train_files, targets[train], size, mean_std, options.seed, images.jitter
         ),
         test=images.ImagesOnDisk(test_files, targets[test], size, mean_std),
-        classes=tuple(name.partition(".")[2] for name in classes),  # 001.ak47
+        classes=tuple(name.partition(".")[2] for name in class_folders),  # ak47 of 001.ak47
         image_size=size,
         stand_in=marker.exists(),
         fingerprint=images.fingerprint(content.encode(), targets, train, test),
-        skipped=tuple(skipped),
+        skipped=tuple(damaged),
     )
 
 
 def find_folder(folder: Path) -> Path | None:
-    """The folder 256_ObjectCategories: `folder` itself, in it, or where torchvision puts it."""
+    """Find the folder 256_ObjectCategories: `folder` itself, or inside it; None if not there."""
     folder_itself = folder.absolute()
-    places = [folder / FOLDER, folder / "caltech256" / FOLDER]
+    candidates = [folder / FOLDER, folder / "caltech256" / FOLDER]  # torchvision uses the second
     if folder_itself.name == FOLDER:
-        places = [folder_itself]
-    for place in places:
-        if place.is_dir():
-            return place
+        candidates = [folder_itself]
+    for candidate in candidates:
+        if candidate.is_dir():
+            return candidate
     return None
 
 
-def _scan(place: Path) -> tuple[list[str], dict[str, int]]:
-    """Names of the class folders, and the target of each image by its path from above `place`."""
-    classes: list[str] = []
-    for path in place.glob("[0-9][0-9][0-9]*"):
-        is_clutter = path.suffix == ".clutter"  # which is no class
+def _scan(root: Path) -> tuple[list[str], dict[str, int]]:
+    """Names of the class folders, sorted, and the target of each image by its path.
+
+    A path begins with the name of `root`: 256_ObjectCategories/001.ak47/001_0001.jpg.
+    """
+    class_folders: list[str] = []
+    for path in root.glob("[0-9][0-9][0-9]*"):
+        is_clutter = path.suffix == ".clutter"  # 257.clutter: pictures of no class
         if path.is_dir() and not is_clutter:
-            classes.append(path.name)
-    classes.sort()
-    if not classes:
-        raise DataError(f"{place} holds no folder like 001.ak47; {images.remedy(place)}")
+            class_folders.append(path.name)
+    class_folders.sort()
+    if not class_folders:
+        raise DataError(f"{root} holds no folder like 001.ak47; {images.remedy(root)}")
     targets_of = {}
-    for target, name in enumerate(classes):
+    for target, name in enumerate(class_folders):
         # Sorted, since the order of a folder's entries depends on the file system.
-        for file in sorted(os.listdir(place / name)):
+        for file in sorted(os.listdir(root / name)):
             if file.lower().endswith(_SUFFIXES):
-                path_from_above = f"{place.name}/{name}/{file}"
-                targets_of[path_from_above] = target
+                path_from_parent = f"{root.name}/{name}/{file}"
+                targets_of[path_from_parent] = target
     if not targets_of:
-        raise DataError(f"{place} holds no images; {images.remedy(place)}")
-    return classes, targets_of
+        raise DataError(f"{root} holds no images; {images.remedy(root)}")
+    return class_folders, targets_of
 
 
 def _readable_images(
-    place: Path, targets_of: dict[str, int], skip_damaged: bool
+    root: Path, targets_of: dict[str, int], *, skip_damaged: bool
 ) -> tuple[list[str], list[str]]:
-    """Paths of the images that can be decoded, and of those that cannot.
+    """Paths of the images that can be decoded, and of the damaged ones.
 
-    Reads caltech256.csv beside `place`, or decodes every image and then writes it. Images that the
-    list lacks are decoded each time: it never lacks a good one unnoticed.
+    The table caltech256.csv beside `root` lists the images that were decoded before, so only the
+    others are decoded here. Without a table, all images are decoded and a table is written.
+    Raises `DataError` if an image is damaged, unless `skip_damaged`; and if a table lacks an image
+    that is not damaged, since the table may be an old one.
     """
-    parent = place.parent
+    parent = root.parent
     table = parent / "caltech256.csv"
     in_table = _read_table(table, targets_of)
     unchecked = sorted(targets_of.keys() - in_table)
     damaged = images.find_damaged(parent, unchecked)
-    good = [path for path in targets_of if path not in damaged]
+    readable = [path for path in targets_of if path not in damaged]
     if damaged and not skip_damaged:
         raise images.damaged_error(damaged, len(targets_of), parent)
-    if len(good) < 10:  # one in ten is a test image, and without one nothing can be evaluated
-        raise DataError(f"{place} has {len(good)} images that can be read; it takes at least 10")
-    lacking = [path for path in good if path not in in_table]
+    if len(readable) < 10:  # one in ten is a test image, and the evaluation needs at least one
+        raise DataError(f"{root} has {len(readable)} images that can be read; it takes at least 10")
+    not_in_table = [path for path in readable if path not in in_table]
     if not in_table:
-        _write_table(table, good, targets_of)
-    elif lacking:
-        examples = listed(lacking, 3)
+        _write_table(table, readable, targets_of)
+    elif not_in_table:
+        examples = listed(not_in_table, 3)
         raise DataError(f"{table} lacks {examples}; delete it to have it made again")
-    return good, damaged
+    return readable, damaged
 
 
 def _read_table(table: Path, targets_of: dict[str, int]) -> set[str]:
-    """The paths in the list of images, which has the targets that their folders give; or none."""
+    """The paths in the table of images (CSV, columns path and target); empty without a table.
+
+    Raises `DataError` if the table cannot be read, or does not agree with `targets_of`.
+    """
     if not table.exists():
         return set()
     remedy = "correct it, or delete the file to have it made again"
@@ -131,11 +142,11 @@ def _read_table(table: Path, targets_of: dict[str, int]) -> set[str]:
 
 
 class _TableError(Exception):
-    """What is wrong with the list, and in which line."""
+    """The table of images is wrong; the message names the line and the fault."""
 
 
 def _read_rows(rows: csv.DictReader, targets_of: dict[str, int]) -> set[str]:
-    """The paths in the rows. Raises `_TableError` for the first that does not fit the folders."""
+    """The paths in the rows. Raises `_TableError` for the first row that is wrong."""
     columns = rows.fieldnames or []
     for column in ("path", "target"):
         if column not in columns:
@@ -149,22 +160,22 @@ def _read_rows(rows: csv.DictReader, targets_of: dict[str, int]) -> set[str]:
     return paths
 
 
-def _fault(row: dict[str, str], targets_of: dict[str, int], before: set[str]) -> str | None:
-    """What is wrong with a row of the list, after rows with the paths `before`."""
+def _fault(row: dict[str, str], targets_of: dict[str, int], earlier: set[str]) -> str | None:
+    """What is wrong with a row of the table, or None; `earlier` has the paths of the rows above."""
     path = row["path"]
     target = row["target"]
     if path not in targets_of:
         return f"no image {path!r} there"
-    number = targets_of[path]
-    if target != str(number):
-        return f"target {target!r} should be {number}, as the folder is numbered"
-    if path in before:
+    expected = targets_of[path]
+    if target != str(expected):
+        return f"target {target!r} should be {expected}, as the folder is numbered"
+    if path in earlier:
         return f"{path} is there twice"
     return None
 
 
 def _write_table(table: Path, paths: list[str], targets_of: dict[str, int]) -> None:
-    # All processes of a distributed run may come here at once, so each writes a file of its own.
+    # All processes of a distributed run may write the table at once, each into its own draft.
     draft_name = f".{table.name}.{os.getpid()}"
     draft = table.with_name(draft_name)
     try:

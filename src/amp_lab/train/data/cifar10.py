@@ -17,8 +17,8 @@ FOLDER = CIFAR10.base_folder  # cifar-10-batches-py
 _META = CIFAR10.meta["filename"]
 CHECKSUMS = dict([*CIFAR10.train_list, *CIFAR10.test_list])
 CHECKSUMS[_META] = CIFAR10.meta["md5"]
-"""MD5 of each file of the real ones."""
-_HARMLESS = {  # what an array in a pickle asks for
+"""The MD5 of each file of the real data set, by file name."""
+_ARRAY_GLOBALS = {  # (module, name) that a pickled NumPy array refers to; none runs foreign code
     ("numpy.core.multiarray", "_reconstruct"),
     ("numpy", "ndarray"),
     ("numpy", "dtype"),
@@ -28,27 +28,31 @@ MEAN_STD = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 
 
 def load(options: images.LoadOptions) -> images.ImageData:
-    """The real ones or a stand-in, with the split that they come with. See `load_dataset`."""
-    place = options.folder / FOLDER
+    """Load the photographs, or a stand-in for them, with their own split into training and test.
+
+    Downloads them if they are missing. See `load_dataset`.
+    """
+    root = options.folder / FOLDER
     if find_folder(options.folder) is None:
-        fetch("cifar10", CIFAR10.url, CIFAR10.tgz_md5, place, options.download)
+        fetch("cifar10", CIFAR10.url, CIFAR10.tgz_md5, root, may_download=options.download)
     checksums = CHECKSUMS
-    marker = place / images.MARKER
-    stand_in = marker.exists()
-    if stand_in:  # whose checksums come from the same folder, and prove nothing
+    marker = root / images.MARKER
+    is_stand_in = marker.exists()
+    if is_stand_in:
+        # Whoever wrote the files wrote these checksums too, so they do not make unpickling safe.
         checksums = _read_marker(marker)
         for name, md5 in checksums.items():
-            _require_data_only(place / name, md5)
+            _require_data_only(root / name, md5)
     train, test = _read(options.folder, checksums)
     targets = np.array(train.targets + test.targets)
-    indices = np.arange(len(targets))
-    of_train, of_test = np.split(indices, [len(train)])
-    keep_train, keep_test = images.shorten(of_train, of_test, targets, options.limit)
-    keep_test = keep_test - len(train)  # counted from the first test image
-    train_pixels, train_targets = _choose(train, keep_train)
-    test_pixels, test_targets = _choose(test, keep_test)
+    indices = np.arange(len(targets))  # the test images are numbered after the training images
+    all_train, all_test = np.split(indices, [len(train)])
+    train_indices, test_indices = images.shorten(all_train, all_test, targets, options.limit)
+    test_indices = test_indices - len(train)  # counted from the first test image
+    train_pixels, train_targets = _select(train, train_indices)
+    test_pixels, test_targets = _select(test, test_indices)
     size = options.image_size or 32
-    # The checksums stand for the content of all images, which need not be read for them.
+    # The fingerprint takes the checksums in place of the pixels: both change together.
     content = json.dumps(checksums)
     return images.ImageData(
         name="cifar10",
@@ -58,28 +62,33 @@ def load(options: images.LoadOptions) -> images.ImageData:
         test=images.ImagesInMemory(test_pixels, test_targets, size, MEAN_STD),
         classes=tuple(train.classes),
         image_size=size,
-        stand_in=stand_in,
-        fingerprint=images.fingerprint(content.encode(), keep_train, keep_test),
+        stand_in=is_stand_in,
+        fingerprint=images.fingerprint(content.encode(), train_indices, test_indices),
     )
 
 
-def _choose(part: CIFAR10, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _select(dataset: CIFAR10, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Pixels uint8 (N, 3, 32, 32) and targets (N,) of the images with these indices."""
-    pixels = part.data.transpose(0, 3, 1, 2)
-    targets = np.array(part.targets)
-    return pixels[kept], targets[kept]
+    pixels = dataset.data.transpose(0, 3, 1, 2)  # torchvision has (N, 32, 32, 3)
+    targets = np.array(dataset.targets)
+    return pixels[indices], targets[indices]
 
 
 def find_folder(folder: Path) -> Path | None:
-    """The folder of the batches in `folder`, if it is there."""
-    place = folder / FOLDER
-    if not place.exists():
+    """The folder cifar-10-batches-py in `folder`; None if it is not there."""
+    root = folder / FOLDER
+    if not root.exists():
         return None
-    return place
+    return root
 
 
 def _read(folder: Path, checksums: dict[str, str]) -> list[CIFAR10]:
-    """Training and test images by torchvision's reader, which compares these checksums."""
+    """Read training and test images with torchvision's reader.
+
+    `checksums` has the MD5 of each file by name. Raises `DataError` if a file is missing, has
+    another MD5, or holds other things than images and labels.
+    """
+    # torchvision takes the checksums from attributes of its class, so a subclass has others.
     attributes = {
         "train_list": [[name, checksums[name]] for name, _ in CIFAR10.train_list],
         "test_list": [[name, checksums[name]] for name, _ in CIFAR10.test_list],
@@ -87,62 +96,66 @@ def _read(folder: Path, checksums: dict[str, str]) -> list[CIFAR10]:
     }
     reader = type("Reader", (CIFAR10,), attributes)
     try:
-        train = _fitting(reader(folder, train=True))
-        test = _fitting(reader(folder, train=False))
+        train = reader(folder, train=True)
+        _require_valid(train)
+        test = reader(folder, train=False)
+        _require_valid(test)
         return [train, test]
-    except RuntimeError:  # torchvision's, for a wrong checksum; it does not say of which file
+    except RuntimeError:  # torchvision's, for a wrong checksum; it does not name the file
         _require_files(folder / FOLDER, checksums)
         raise
     except (EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError) as error:
-        place = folder / FOLDER
-        problem = f"{place} has other things in its files than images and classes"
-        remedy = images.remedy(place)
+        root = folder / FOLDER
+        problem = f"{root} has other things in its files than images and classes"
+        remedy = images.remedy(root)
         raise DataError(f"{problem} ({with_type(error)}); {remedy}") from None
 
 
-def _require_files(place: Path, checksums: dict[str, str]) -> None:
-    """Raise `DataError` for the first file that is missing or has another checksum."""
-    remedy = images.remedy(place)
+def _require_files(root: Path, checksums: dict[str, str]) -> None:
+    """Raise `DataError` for the first file in `root` that is missing or has another MD5."""
+    remedy = images.remedy(root)
     for name, md5 in checksums.items():
-        path = place / name
+        path = root / name
         if not path.is_file():
             raise DataError(f"{path} is missing; {remedy}") from None
         if md5_of(path) != md5:
             raise DataError(f"{path} is damaged or altered; {remedy}") from None
 
 
-def _fitting(part: CIFAR10) -> CIFAR10:
-    """The same. Raises `ValueError` for images without labels, and labels that are no class."""
-    data = part.data
-    labels = part.targets
-    classes = part.classes
-    are_texts = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
-    if not are_texts:
+def _require_valid(dataset: CIFAR10) -> None:
+    """Raise `ValueError` unless each image has uint8 pixels and a label that names a class."""
+    pixels = dataset.data
+    labels = dataset.targets
+    classes = dataset.classes
+    are_strings = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
+    if not are_strings:
         raise ValueError("the names of its classes are no list of texts")
-    if data.dtype != np.uint8:
-        raise ValueError(f"pixels of {data.dtype}")
-    if len(data) != len(labels):
-        raise ValueError(f"{len(data)} images and {len(labels)} labels")
+    if pixels.dtype != np.uint8:
+        raise ValueError(f"pixels of {pixels.dtype}")
+    if len(pixels) != len(labels):
+        raise ValueError(f"{len(pixels)} images and {len(labels)} labels")
     for label in labels:
         if not isinstance(label, int) or not 0 <= label < len(classes):
             raise ValueError(f"a label is {label!r}, of {len(classes)} classes")
-    return part
 
 
 class _DataUnpickler(pickle.Unpickler):
-    """Reads numbers, texts, lists, dicts and arrays, which is all that the batches are made of."""
+    """Unpickles plain data and NumPy arrays, and refuses a pickle that would run other code."""
 
     def find_class(self, module: str, name: str):
-        module_in_numpy_1 = module.replace("._core", ".core")
-        if (module_in_numpy_1, name) in _HARMLESS:
+        module_in_numpy_1 = module.replace("._core", ".core")  # NumPy 2 renamed numpy.core
+        if (module_in_numpy_1, name) in _ARRAY_GLOBALS:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
 def _require_data_only(path: Path, md5: str) -> None:
-    """Raise `DataError` for a file that would run code when torchvision unpickles it."""
+    """Raise `DataError` if the file would run code when torchvision unpickles it.
+
+    A file that is missing or has another MD5 is left to `_read`, which does not unpickle it.
+    """
     if not path.is_file() or md5_of(path) != md5:
-        return  # `_read` says so
+        return
     try:
         with open(path, "rb") as file:
             _DataUnpickler(file, encoding="latin1").load()
@@ -153,7 +166,7 @@ def _require_data_only(path: Path, md5: str) -> None:
 
 
 def _read_marker(marker: Path) -> dict[str, str]:
-    """MD5 of each file of a stand-in for CIFAR-10."""
+    """The MD5 of each file of a stand-in for CIFAR-10, by file name."""
     try:
         checksums = read_json(marker)["md5"]
         return {name: checksums[name] for name in CHECKSUMS}
@@ -163,11 +176,14 @@ def _read_marker(marker: Path) -> dict[str, str]:
 
 
 def _flip_and_shift(draws: torch.Tensor) -> torch.Tensor:
-    """Matrices that mirror half of the images, and shift by up to 4 whole pixels of 32."""
+    """Matrices (B, 2, 3) that mirror half of the images, and shift by up to 4 whole pixels of 32.
+
+    `draws` (B, 4) are random numbers in [0, 1).
+    """
     flip, x, y, _ = draws.unbind(1)
     is_mirrored = flip < 0.5
     flip = 1 - 2 * is_mirrored.float()
-    x = _whole_pixels(x) / 16
+    x = _whole_pixels(x) / 16  # 32 pixels are 2 units of `grid_sample`
     y = _whole_pixels(y) / 16
     zero = torch.zeros_like(x)
     one = torch.ones_like(x)
@@ -176,6 +192,6 @@ def _flip_and_shift(draws: torch.Tensor) -> torch.Tensor:
 
 
 def _whole_pixels(draws: torch.Tensor) -> torch.Tensor:
-    """From -4 to 4, by numbers in [0, 1)."""
-    from_zero = (9 * draws).floor()
-    return from_zero - 4
+    """Whole numbers from -4 to 4, equally likely, from random numbers in [0, 1)."""
+    zero_to_eight = (9 * draws).floor()
+    return zero_to_eight - 4

@@ -19,13 +19,13 @@ MEAN_STD = ((0.305,) * 3, (0.376,) * 3)
 
 
 def load(options: LoadOptions) -> ImageData:
-    """1,797 digits; one in five is a test image. See `load_dataset`."""
+    """Load the 1,797 digits; one in five is a test image. See `load_dataset`."""
     with needed_for("the data set digits"):
-        from sklearn.datasets import load_digits  # takes a second, which others do not need
+        from sklearn.datasets import load_digits  # here, since it takes a second to load
 
     digits: Any = load_digits()  # a Bunch; with other arguments it would be a tuple
     targets = digits.target.astype(np.int64)
-    levels = digits.images * (255 / 16)
+    levels = digits.images * (255 / 16)  # scikit-learn's grey levels are 0 to 16
     pixels = levels.round().astype(np.uint8)
     images = pixels[:, None]  # (1797, 1, 8, 8)
     all_train, all_test = split(targets, every=5)
@@ -42,12 +42,15 @@ def load(options: LoadOptions) -> ImageData:
 
 
 def jitter(draws: torch.Tensor) -> torch.Tensor:
-    """Matrices that turn by up to 10 degrees, scale by up to 10 %, shift by up to 1/16 a side."""
+    """Matrices (B, 2, 3) that turn by up to 10 degrees, scale by up to 10 %, and shift.
+
+    The shift is up to 1/16 of the image. `draws` (B, 4) are random numbers in [0, 1).
+    """
     centred = 2 * draws - 1  # from -1 to 1
     turn, zoom, x, y = centred.unbind(1)  # each (B,)
     angle = turn * np.pi / 18
     scale = 1 + zoom / 10
-    x = x / 8
+    x = x / 8  # a side has 2 units of `grid_sample`
     y = y / 8
     cos = scale * angle.cos()
     sin = scale * angle.sin()

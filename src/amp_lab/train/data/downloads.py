@@ -1,4 +1,4 @@
-"""Downloads that can be broken off at any moment, and go on from there; and unpacking them."""
+"""Download archives, resuming after an interruption, and unpack them."""
 
 import hashlib
 import http.client
@@ -17,47 +17,54 @@ from amp_lab.core.errors import DataError, first_line
 from amp_lab.core.files import open_regular
 
 
-def fetch(name: str, url: str, md5: str, place: Path, may_download: bool) -> None:
-    """Download an archive and unpack `place` from it; a `DataError` says what to do instead."""
-    folder = place.parent
-    if folder.exists() and not folder.is_dir():
-        raise DataError(f"{str(folder)!r} is a file; give the folder that holds {name}")
+def fetch(name: str, url: str, md5: str, folder: Path, *, may_download: bool) -> None:
+    """Download the archive of the data set `name`, and unpack `folder` from it.
+
+    The archive has one folder at its top, of the same name as `folder`. Several processes may call
+    this at once: one downloads, and the others wait for it. Raises `DataError` if it fails or is
+    not allowed; the message says how to do it by hand.
+    """
+    parent = folder.parent
+    if parent.exists() and not parent.is_dir():
+        raise DataError(f"{str(parent)!r} is a file; give the folder that holds {name}")
     try:
         if not may_download:
-            raise DataError(f"there is no {place}, and downloading is switched off")
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / f".{name}.lock"):  # all processes of a distributed run come here
-            if not place.exists():
-                archive = folder / url.rpartition("/")[2]
+            raise DataError(f"there is no {folder}, and downloading is switched off")
+        parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(parent / f".{name}.lock"):
+            if not folder.exists():  # another process may have unpacked it while this one waited
+                file_name = url.rpartition("/")[2]
+                archive = parent / file_name
                 if not archive.exists():
                     download(url, archive, md5=md5)
-                unpack(archive, place)
+                unpack(archive, folder)
     except (OSError, DataError) as error:
         raise DataError(
-            f"no {name}: {first_line(error)}. To do it by hand, unpack {url} in {folder}; to try "
-            f"without, make pictures: make_stand_in({name!r}, {str(folder)!r})"
+            f"no {name}: {first_line(error)}. To do it by hand, unpack {url} in {parent}; to try "
+            f"without, make pictures: make_stand_in({name!r}, {str(parent)!r})"
         ) from error
 
 
 def download(url: str, path: Path, *, md5: str) -> None:
-    """Fetch `url` to `path`, which exists only once all of it is there and has this MD5.
+    """Download `url` to `path`, which exists only once the file is complete and its MD5 is right.
 
-    What has come so far is in `path`.part, and a later call goes on from there if the server can.
-    Raises `DataError` if that fails in any way: nothing comes, or it is not the right file.
+    Until then the bytes are in ``path.part``. A later call resumes from them if the server can.
+    Raises `DataError` if the download fails, or is not the right file.
     """
-    part = path.with_name(f"{path.name}.part")
+    partial = path.with_name(f"{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        resumed = part.exists()
-        _receive(url, part)
-        if resumed and md5_of(part) != md5:  # the two parts are of different versions: start afresh
-            part.unlink()
-            _receive(url, part)
-        found = md5_of(part)
-        if found != md5:
-            part.unlink()
-            raise DataError(f"{url} has the MD5 {found} instead of {md5}: not the right file")
-        part.replace(path)
+        is_resumed = partial.exists()
+        _receive(url, partial)
+        # The server's file may have changed between the two calls: then download all of it.
+        if is_resumed and md5_of(partial) != md5:
+            partial.unlink()
+            _receive(url, partial)
+        actual_md5 = md5_of(partial)
+        if actual_md5 != md5:
+            partial.unlink()
+            raise DataError(f"{url} has the MD5 {actual_md5} instead of {md5}: not the right file")
+        partial.replace(path)
     except (OSError, http.client.HTTPException) as error:
         raise DataError(
             f"{url} cannot be fetched to {path}: {first_line(error)}; "
@@ -65,57 +72,61 @@ def download(url: str, path: Path, *, md5: str) -> None:
         ) from error
 
 
-def _receive(url: str, part: Path) -> None:
-    """Fetch the rest of `part`, over more connections as long as each brings something."""
+def _receive(url: str, partial: Path) -> None:
+    """Download the rest of the file `partial`; reconnect as long as each connection adds bytes."""
     while True:
-        before = part.stat().st_size if part.exists() else 0
+        size = partial.stat().st_size if partial.exists() else 0
         try:
-            return _receive_once(url, part, before)
+            return _receive_once(url, partial, size)
         except (ConnectionError, TimeoutError, http.client.HTTPException):
-            if not part.exists() or part.stat().st_size <= before:
+            if not partial.exists() or partial.stat().st_size <= size:
                 raise
 
 
-def _receive_once(url: str, part: Path, before: int) -> None:
-    """Append to `part`, which has `before` bytes; a server that cannot resume sends all again."""
+def _receive_once(url: str, partial: Path, present_bytes: int) -> None:
+    """Append to the file `partial`, which has `present_bytes`, what one connection sends.
+
+    A server that cannot resume sends the whole file, which then replaces those bytes.
+    """
     headers = {"User-Agent": "amp-lab"}
-    if before:
-        headers["Range"] = f"bytes={before}-"
+    if present_bytes:
+        headers["Range"] = f"bytes={present_bytes}-"
     request = urllib.request.Request(url, headers=headers)
     try:
         response = urllib.request.urlopen(request, timeout=30)
     except urllib.error.HTTPError as error:
         error.close()
-        if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and before:
-            return  # there is no more: the checksum tells whether that is all of it
+        if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and present_bytes:
+            return  # the server has no more bytes; `download` compares the checksum
         raise
-    except urllib.error.URLError as error:  # a wrapper, whose text hides what went wrong
+    except urllib.error.URLError as error:  # it wraps the OSError, whose text says what happened
         if isinstance(error.reason, OSError):
             raise error.reason from None
         raise
     with response:
-        is_the_rest = response.status == http.HTTPStatus.PARTIAL_CONTENT
-        start = before if is_the_rest else 0
-        total = None
+        is_rest = response.status == http.HTTPStatus.PARTIAL_CONTENT  # and not the whole file
+        start = present_bytes if is_rest else 0
+        total = None  # bytes of the whole file; a server need not say them
         if response.length is not None:
             total = start + response.length
-        bar = tqdm.wrapattr(response, "read", total, desc=part.stem, initial=start, disable=None)
-        with part.open("ab" if start else "wb") as file, bar as body:
-            shutil.copyfileobj(body, file, 2**20)
-    size = part.stat().st_size
+        bar = tqdm.wrapattr(response, "read", total, desc=partial.stem, initial=start, disable=None)
+        with partial.open("ab" if start else "wb") as file, bar as body:
+            shutil.copyfileobj(body, file, length=2**20)
+    size = partial.stat().st_size
     if total is not None and size != total:
         raise ConnectionError(f"the connection ended after {size} of {total} bytes")
 
 
-def unpack(archive: Path, place: Path) -> None:
-    """Unpack the folder `place` from an archive that holds it, and delete the archive."""
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack an archive of one folder as `folder`, which has its name; delete the archive."""
     try:
-        with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.") as temporary:
+        # Unpacked elsewhere and then renamed, so that `folder` is never there with files missing.
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
             with tarfile.open(archive) as tar:
-                # The first releases of Python 3.11 have no filters, and leave this unread.
+                # Refuses paths outside of the folder. Early releases of Python 3.11 lack filters.
                 tar.extraction_filter = getattr(tarfile, "data_filter", None)
                 tar.extractall(temporary)
-            Path(temporary, place.name).rename(place)
+            Path(temporary, folder.name).rename(folder)
     except (tarfile.TarError, EOFError, zlib.error) as error:
         raise DataError(f"{archive} cannot be unpacked: {first_line(error)}; delete it") from error
     archive.unlink()

@@ -5,9 +5,10 @@ import json
 import pickle
 import struct
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -18,7 +19,7 @@ from amp_lab.train.data import caltech256, cifar10
 from amp_lab.train.data.downloads import md5_of
 from amp_lab.train.data.images import MARKER
 
-_ROW_BYTES = 3 * 32 * 32  # of a picture in a batch of CIFAR-10
+_ROW_BYTES = 3 * 32 * 32  # a picture is a row in a batch of CIFAR-10: channel, height, width
 
 
 def make_stand_in(
@@ -29,66 +30,71 @@ def make_stand_in(
     classes: int | None = None,
     seed: int = 0,
 ) -> Path:
-    """Generate pictures in the layout of ``cifar10`` or ``caltech256``; return the folder made.
+    """Generate pictures in the layout of ``cifar10`` or ``caltech256``; return the new folder.
 
-    They take the place of photographs where these cannot be fetched: `load_dataset` with the same
-    `folder` then reads them, and says so in `stand_in`. A class is a shape with stripes of some
-    colour and direction. By default there are as many classes as in the real one, 10 and 256, with
-    600 and 10 images each, training and test together.
+    They replace photographs that cannot be downloaded: `load_dataset` with the same `folder` reads
+    them, and sets `stand_in`. A class is a shape with stripes of some colour and direction. By
+    default there are as many classes as in the real data set, 10 and 256, with 600 and 10 images
+    each, training and test together.
 
     Raises `DataError` for a wrong value, and if there is a data set in `folder` already.
     """
     if name not in _LAYOUTS:
-        known = " or ".join(_LAYOUTS)
-        raise DataError(f"there is no stand-in for {name!r}; use {known}")
-    max_classes, default_count, real, write = _LAYOUTS[name]
+        names = " or ".join(_LAYOUTS)
+        raise DataError(f"there is no stand-in for {name!r}; use {names}")
+    layout = _LAYOUTS[name]
     if classes is None:
-        classes = max_classes
+        classes = layout.max_classes
     count = images_per_class
     if count is None:
-        count = default_count
-    if not 2 <= classes <= max_classes:
-        raise DataError(f"classes={classes} must be between 2 and {max_classes}")
+        count = layout.images_per_class
+    if not 2 <= classes <= layout.max_classes:
+        raise DataError(f"classes={classes} must be between 2 and {layout.max_classes}")
     if count < 6:  # CIFAR-10 needs one for each of its five batches, and one for the test
         raise DataError(f"images_per_class={count} must be at least 6")
     if seed < 0:
         raise DataError(f"seed={seed} must not be negative")
-    place = real.find_folder(Path(folder)) or Path(folder, real.FOLDER)
-    if place.exists():
-        raise DataError(f"{place} is there already; delete it first, or use another folder")
+    dataset = layout.dataset
+    root = dataset.find_folder(Path(folder)) or Path(folder, dataset.FOLDER)
+    if root.exists():
+        raise DataError(f"{root} is there already; delete it first, or use another folder")
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        # Made under another name, so that one that was broken off is not taken for a whole one.
-        with tempfile.TemporaryDirectory(dir=folder, prefix=f".{place.name}.") as temporary:
-            draft = Path(temporary, place.name)
+        root.parent.mkdir(parents=True, exist_ok=True)
+        # Written under another name, so that an unfinished folder is not taken for a complete one.
+        with tempfile.TemporaryDirectory(dir=folder, prefix=f".{root.name}.") as temporary:
+            draft = Path(temporary, root.name)
             draft.mkdir()
-            checksums = write(draft, classes, count, seed)
+            checksums = layout.write(draft, classes, count, seed)
             _write_marker(draft / MARKER, checksums)
-            draft.rename(place)
+            draft.rename(root)
     except OSError as error:
-        raise DataError(f"{place} cannot be written: {first_line(error)}") from error
-    return place
+        raise DataError(f"{root} cannot be written: {first_line(error)}") from error
+    return root
 
 
 def _write_marker(marker: Path, checksums: dict[str, str]) -> None:
-    what = "generated pictures in the layout of a real data set"
-    content = {"what": what, "md5": checksums}
+    """Write the file that marks a data set as generated; `checksums` has the MD5 of each file."""
+    description = "generated pictures in the layout of a real data set"
+    content = {"what": description, "md5": checksums}
     text = json.dumps(content, indent=1)
     marker.write_text(text + "\n")
 
 
-def _write_cifar10(place: Path, classes: int, count: int, seed: int) -> dict[str, str]:
-    """Batches as the University of Toronto packed them, five and one; returns the MD5 of each."""
-    for_test = count // 6  # as of the real 6,000 of each class
+def _write_cifar10(root: Path, classes: int, count: int, seed: int) -> dict[str, str]:
+    """Write the six batches and the names of the classes, as in the real CIFAR-10.
+
+    A class has `count` pictures. Returns the MD5 of each file, by file name.
+    """
+    test_count = count // 6  # as in the real one: 1,000 of 6,000
     targets = range(classes)
-    test = list(itertools.product(targets, range(for_test)))
-    train = list(itertools.product(targets, range(for_test, count)))
+    test = list(itertools.product(targets, range(test_count)))  # (target, number) of each picture
+    train = list(itertools.product(targets, range(test_count, count)))
     rng = np.random.default_rng(seed)
     rng.shuffle(train)
-    _write_batch(place / "test_batch", "testing batch 1 of 1", test, seed)
+    _write_batch(root / "test_batch", "testing batch 1 of 1", test, seed)
     for i in range(5):
         number = i + 1
-        path = place / f"data_batch_{number}"
+        path = root / f"data_batch_{number}"
         label = f"training batch {number} of 5"
         _write_batch(path, label, train[i::5], seed)
     meta = {
@@ -96,21 +102,21 @@ def _write_cifar10(place: Path, classes: int, count: int, seed: int) -> dict[str
         "label_names": [f"generated-{target}" for target in targets],
         "num_vis": _ROW_BYTES,
     }
-    meta_path = place / CIFAR10.meta["filename"]
-    _python2_pickle(meta_path, meta)
-    return {name: md5_of(place / name) for name in cifar10.CHECKSUMS}
+    meta_path = root / CIFAR10.meta["filename"]
+    _write_python2_pickle(meta_path, meta)
+    return {name: md5_of(root / name) for name in cifar10.CHECKSUMS}
 
 
 def _write_batch(path: Path, label: str, pictures: list[tuple[int, int]], seed: int) -> None:
-    """A file of CIFAR-10 with these pictures, each a target and a number."""
-    drawn: list[np.ndarray] = []
+    """Write a batch file of CIFAR-10; `pictures` are (target, number among those of its class)."""
+    pixels: list[np.ndarray] = []
     labels: list[int] = []
     filenames: list[str] = []
     for target, number in pictures:
-        drawn.append(_draw(seed, target, number, side=32))
+        pixels.append(_draw(seed, target, number, side=32))
         labels.append(int(target))
         filenames.append(f"generated_{target}_{number}.png")
-    images = np.stack(drawn)
+    images = np.stack(pixels)
     channels_first = images.transpose(0, 3, 1, 2)
     rows = channels_first.reshape(len(pictures), _ROW_BYTES)
     batch = {
@@ -119,62 +125,68 @@ def _write_batch(path: Path, label: str, pictures: list[tuple[int, int]], seed: 
         "data": rows,
         "filenames": filenames,
     }
-    _python2_pickle(path, batch)
+    _write_python2_pickle(path, batch)
 
 
-_Pickler: Any = pickle._Pickler  # the one in Python, whose table can be changed
+_Pickler: Any = pickle._Pickler  # the Python version of the C class, with a table of types
 
 
 class _Python2Pickler(_Pickler):
-    """Writes texts as Python 2 did for the real batches: they load as bytes or str, as one asks."""
+    """Writes str and bytes as the byte strings of Python 2, as in the real batches.
+
+    The reader's `encoding` decides whether they load as str or bytes.
+    """
 
     dispatch = dict(_Pickler.dispatch)  # noqa: RUF012 - it is the name that Pickler reads
 
     def _save_text(self, text: str | bytes) -> None:
         if isinstance(text, str):
-            raw = text.encode()
+            content = text.encode()
         else:
-            raw = text
-        length = struct.pack("<i", len(raw))
-        self.write(pickle.BINSTRING + length + raw)
+            content = text
+        length = struct.pack("<i", len(content))
+        self.write(pickle.BINSTRING + length + content)
         self.memoize(text)
 
     dispatch[str] = _save_text
     dispatch[bytes] = _save_text
 
 
-def _python2_pickle(path: Path, content: dict) -> None:
+def _write_python2_pickle(path: Path, content: dict) -> None:
     with path.open("wb") as file:
         _Python2Pickler(file, protocol=2).dump(content)
 
 
-def _write_caltech256(place: Path, classes: int, count: int, seed: int) -> dict[str, str]:
-    """JPEG files of various sizes in a folder for each class, and clutter, as the last, in 257."""
+def _write_caltech256(root: Path, classes: int, count: int, seed: int) -> dict[str, str]:
+    """Write `count` JPEG files of various sizes into a folder for each class and into 257.clutter.
+
+    Returns no checksums, since the real data set has none for its files either.
+    """
     folders: dict[int, str] = {}
     for number in range(1, classes + 1):
         folders[number] = f"{number:03}.generated-{number:03}"
     folders[257] = "257.clutter"
     for name in folders.values():
-        (place / name).mkdir()
+        (root / name).mkdir()
 
     def write(picture: tuple[int, int]) -> None:
         number, index = picture
         image = _photograph(seed, number, index)
         file_name = f"{number:03}_{index:04}.jpg"
-        path = place / folders[number] / file_name
+        path = root / folders[number] / file_name
         image.save(path, quality=85)
 
     indices = range(1, count + 1)
     pictures = list(itertools.product(folders, indices))
     with ThreadPoolExecutor() as pool:
-        list(pool.map(write, pictures))  # which raises what a thread has raised
-    return {}  # the real ones come without checksums too
+        list(pool.map(write, pictures))  # `list` waits, and raises what a thread has raised
+    return {}
 
 
 def _photograph(seed: int, number: int, index: int) -> Image.Image:
-    """A picture of a class, in a size of its own; some are grey, as some of the real ones are."""
+    """A picture of class folder `number`, of random size; some are grey, as among the real ones."""
     pixels = _draw(seed, number - 1, index, side=48)
-    rng = np.random.default_rng([seed, number, index, 1])
+    rng = np.random.default_rng([seed, number, index, 1])  # not the numbers that `_draw` uses
     width, height = map(int, rng.integers(120, 320, size=2))
     size = (width, height)
     image = Image.fromarray(pixels)
@@ -185,11 +197,12 @@ def _photograph(seed: int, number: int, index: int) -> Image.Image:
 
 
 def _draw(seed: int, target: int, number: int, side: int) -> np.ndarray:
-    """A picture of class `target`, uint8 (side, side, 3): a striped shape on a noisy background.
+    """Draw a picture of class `target`, uint8 (side, side, 3): a striped shape on a noisy ground.
 
-    The class decides on shape, stripes and hue; place, size, phase and background are random.
+    The class decides on shape, stripes and hue. Position, size, phase and background are random,
+    and depend on `seed`, `target` and `number` alone.
     """
-    # The order in which numbers are drawn is part of what a seed stands for.
+    # Keep the order of the random draws: another one would change the pictures of every seed.
     rng = np.random.default_rng([seed, target, number])
     radius = rng.uniform(0.4, 0.8)
     line = np.linspace(-1, 1, side)
@@ -198,8 +211,8 @@ def _draw(seed: int, target: int, number: int, side: int) -> np.ndarray:
     top = rng.uniform(-0.3, 0.3)
     y = ((line - top) / radius)[:, None]
     shape = _shape(target % 4, x, y)
-    angle = np.pi * (target * 0.7549) + rng.normal(0, 0.1)
-    across = x * np.cos(angle) + y * np.sin(angle)
+    angle = np.pi * (target * 0.7549) + rng.normal(0, 0.1)  # spread evenly
+    across = x * np.cos(angle) + y * np.sin(angle)  # position across the stripes
     frequency = 5 + 3 * (target % 3)
     phase = rng.uniform(0, 2 * np.pi)
     wave = np.sin(frequency * across + phase)
@@ -217,14 +230,17 @@ def _draw(seed: int, target: int, number: int, side: int) -> np.ndarray:
 
 
 def _colour(hue: float) -> np.ndarray:
-    """Red, green and blue in [0, 1]; hues that differ by a whole number are the same."""
+    """Red, green and blue (3,) in [0, 1] of a hue; hues that differ by 1 are the same."""
     thirds = np.array([0, 1 / 3, 2 / 3])
     phase = 2 * np.pi * (hue + thirds)
     return 0.5 + 0.5 * np.cos(phase)
 
 
 def _shape(kind: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Which pixels are inside: bool (side, side), of a disc, a square, a diamond or a ring."""
+    """The mask, bool (side, side), of a disc (0), a square (1), a diamond (2) or a ring (3).
+
+    `x` (1, side) and `y` (side, 1) are coordinates; 0 is the centre, and 1 the edge of a shape.
+    """
     radius = np.hypot(x, y)
     if kind == 0:
         distance = radius
@@ -238,7 +254,16 @@ def _shape(kind: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return distance < 1
 
 
-_LAYOUTS = {  # most classes, images of each by default, who finds it, and who writes it
-    "cifar10": (10, 600, cifar10, _write_cifar10),
-    "caltech256": (256, 10, caltech256, _write_caltech256),
+class _Layout(NamedTuple):
+    """A data set whose layout can be written."""
+
+    max_classes: int
+    images_per_class: int  # by default
+    dataset: Any  # the module that loads it
+    write: Callable[[Path, int, int, int], dict[str, str]]
+
+
+_LAYOUTS = {
+    "cifar10": _Layout(10, 600, cifar10, _write_cifar10),
+    "caltech256": _Layout(256, 10, caltech256, _write_caltech256),
 }

@@ -11,16 +11,16 @@ from amp_lab.core.errors import DataError
 from amp_lab.train.data import images
 
 _TRAIN = "train"
-_TESTS = ("val", "test")  # the first of them that is there
+_TEST_NAMES = ("val", "test")  # in order of preference
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
-# Other images, which would be missing without a word.
-_UNREAD = (".avif", ".gif", ".heic", ".heif", ".jp2", ".jxl", ".svg")
+# Images that cannot be decoded here: an error, since skipping them would go unnoticed.
+_UNSUPPORTED = (".avif", ".gif", ".heic", ".heif", ".jp2", ".jxl", ".svg")
 _TEST_EVERY = 10
 
 
 @dataclass(frozen=True)
 class _File:
-    """An image, before it is known whether it can be read."""
+    """An image file, which may be damaged."""
 
     path: str  # relative to the folder of the data set
     target: int
@@ -29,16 +29,16 @@ class _File:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Which folders have what."""
+    """The folders of a data set."""
 
-    place: Path  # the folder of the data set
-    train: Path  # `place`, or the folder train in it
-    test: Path | None  # None: a share of the images in `train`
-    classes: list[str]
+    root: Path  # the folder of the data set
+    train: Path  # `root`, or the folder train in it
+    test: Path | None  # None: some of the images in `train` are held out for the test
+    classes: list[str]  # the names of the folders in `train`
 
 
 def load(options: images.LoadOptions) -> images.ImageData:
-    """The images in `options.folder`. See `load_dataset`."""
+    """Load the images in `options.folder`. See `load_dataset`."""
     layout = _find_layout(options.folder.absolute())
     files = _list_images(layout, layout.train)
     if layout.test is not None:
@@ -51,21 +51,9 @@ def load(options: images.LoadOptions) -> images.ImageData:
     all_train, all_test = _split(layout, files, targets)
     train, test = images.shorten(all_train, all_test, targets, options.limit)
     if not options.skip_damaged:
-        _require_sound(layout, [files[i] for i in (*train, *test)])
-    return _made(options, layout, files, (train, test), damaged)
-
-
-def _made(
-    options: images.LoadOptions,
-    layout: _Layout,
-    files: list[_File],
-    split: tuple[np.ndarray, np.ndarray],
-    damaged: set[str],
-) -> images.ImageData:
-    """The data set of these images, of which `split` has the indices of training and test."""
-    train, test = split
-    targets = np.array([file.target for file in files], dtype=np.int64)
-    paths = np.array([layout.place / file.path for file in files])
+        # Only now, so that images beyond the limit need not be decoded.
+        _require_undamaged(layout, [files[i] for i in (*train, *test)])
+    paths = np.array([layout.root / file.path for file in files])
     train_paths = paths[train].tolist()
     test_paths = paths[test].tolist()
     size = options.image_size or images.PHOTOGRAPH_SIZE
@@ -85,16 +73,16 @@ def _made(
     )
 
 
-def _find_layout(place: Path) -> _Layout:
-    """The folders in the folder of a data set; raises `DataError` if that has no classes."""
-    if not place.exists():
-        raise DataError(f"{place}: no such folder")
-    if not place.is_dir():
-        raise DataError(f"{place}: is a file; give the folder that has a folder for each class")
-    test = _find_test_part(place)
-    train = place
+def _find_layout(root: Path) -> _Layout:
+    """Find the folders of a data set; raises `DataError` if they are not as `load_dataset` says."""
+    if not root.exists():
+        raise DataError(f"{root}: no such folder")
+    if not root.is_dir():
+        raise DataError(f"{root}: is a file; give the folder that has a folder for each class")
+    test = _find_test_folder(root)
+    train = root
     if test is not None:
-        train = place / _TRAIN
+        train = root / _TRAIN
     classes = _class_names(train)
     if len(classes) == 1:
         raise DataError(
@@ -104,7 +92,7 @@ def _find_layout(place: Path) -> _Layout:
         for name in _class_names(test):
             if name not in classes:
                 raise DataError(f"{test / name}: a class that {train} has not")
-    return _Layout(place, train, test, classes)
+    return _Layout(root, train, test, classes)
 
 
 def _split(
@@ -122,29 +110,33 @@ def _split(
     return np.flatnonzero(~is_test), np.flatnonzero(is_test)
 
 
-def _find_test_part(place: Path) -> Path | None:
-    """The folder of test images beside the one called train; None for class folders alone."""
-    train = place / _TRAIN
-    if not train.is_dir() or not _folders_in(train):  # then train is a class
+def _find_test_folder(root: Path) -> Path | None:
+    """The folder of test images, if the data set is split into train and test; else None.
+
+    Raises `DataError` if it has train, but neither val nor test.
+    """
+    train = root / _TRAIN
+    # A folder train without folders in it is a class of that name.
+    if not train.is_dir() or not _folders_in(train):
         return None
-    for name in _TESTS:
-        if (place / name).is_dir():
-            return place / name
-    wanted = " nor ".join(_TESTS)
+    for name in _TEST_NAMES:
+        if (root / name).is_dir():
+            return root / name
+    missing = " nor ".join(_TEST_NAMES)
     raise DataError(
-        f"{place}: has {_TRAIN}, and neither {wanted} beside it; give --data {train} to have a "
+        f"{root}: has {_TRAIN}, and neither {missing} beside it; give --data {train} to have a "
         f"share of its images held out for the test"
     )
 
 
 def _folders_in(folder: Path) -> list[str]:
-    """The names of the folders in a folder, sorted; not the hidden ones."""
+    """The names of the folders in a folder, sorted, without hidden ones."""
     names = sorted(os.listdir(folder))
     return [name for name in names if not name.startswith(".") and (folder / name).is_dir()]
 
 
 def _class_names(folder: Path) -> list[str]:
-    """The names of the classes that have a folder in this one, sorted."""
+    """The names of the folders in a folder, sorted. Raises `DataError` if there are none."""
     names = _folders_in(folder)
     if not names:
         raise DataError(
@@ -153,49 +145,54 @@ def _class_names(folder: Path) -> list[str]:
     return names
 
 
-def _list_images(layout: _Layout, part: Path) -> list[_File]:
-    """The images of all classes in the folder `part`, that of training or that of test images."""
-    is_test = part == layout.test
+def _list_images(layout: _Layout, parent: Path) -> list[_File]:
+    """The images of all classes in `parent`, which is `layout.train` or `layout.test`.
+
+    Raises `DataError` for a class folder without images.
+    """
+    is_test = parent == layout.test
     files: list[_File] = []
     for target, name in enumerate(layout.classes):
-        folder = part / name
-        if is_test and not folder.is_dir():  # no test image of this class
+        folder = parent / name
+        if is_test and not folder.is_dir():  # a class may have no test images
             continue
         paths = [path for path in _files_below(folder) if _is_image(path)]
         if not paths:
             endings = ", ".join(_SUFFIXES)
             raise DataError(f"{folder}: no image there ends in {endings}")
         for path in paths:
-            relative_path = os.path.relpath(path, layout.place)
+            relative_path = os.path.relpath(path, layout.root)
             files.append(_File(relative_path, target, is_test))
     return files
 
 
 def _files_below(folder: Path) -> Iterator[str]:
-    """The paths of all files in a folder and the folders in it, in an order that stays the same."""
-    been_there: set[tuple[int, int]] = set()
-    for where, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
-        status = os.stat(where)
+    """The paths of all files below a folder, sorted by name, without hidden ones."""
+    visited: set[tuple[int, int]] = set()
+    for parent, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
+        status = os.stat(parent)
         identity = (status.st_dev, status.st_ino)
-        if identity in been_there:  # a link leads back to it
+        if identity in visited:  # a symbolic link leads back here: do not follow it for ever
             folders.clear()
             continue
-        been_there.add(identity)
+        visited.add(identity)
+        # In place: `os.walk` goes on with the folders that are left in this list.
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             if not name.startswith("."):
-                yield os.path.join(where, name)
+                yield os.path.join(parent, name)
 
 
 def _raise(error: OSError) -> None:
+    """Raise the error; `os.walk` would skip a folder that it cannot read."""
     raise error
 
 
 def _is_image(path: str) -> bool:
-    """Whether a file is taken for an image; raises `DataError` for one of a kind not read here."""
+    """Whether the file's suffix is that of an image; `DataError` for an unsupported kind."""
     _, suffix = os.path.splitext(path)
     suffix = suffix.lower()
-    if suffix in _UNREAD:
+    if suffix in _UNSUPPORTED:
         raise DataError(
             f"{path}: images that end in {suffix} are not read; convert it to JPEG or PNG, or take "
             "it out of the folder"
@@ -204,7 +201,7 @@ def _is_image(path: str) -> bool:
 
 
 def _require_enough(folder: Path, classes: list[str], targets: np.ndarray) -> None:
-    """Raise `DataError` for a class without an image to train with and one to test with."""
+    """Raise `DataError` for a class with fewer than two images: one for training, one for test."""
     counts = np.bincount(targets, minlength=len(classes))
     for name, count in zip(classes, counts, strict=True):
         if count < 2:
@@ -218,29 +215,29 @@ def _require_enough(folder: Path, classes: list[str], targets: np.ndarray) -> No
 
 
 def _hold_out(targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of training and test images: of each class one in ten, and one at least.
+    """Indices of training and test images, with one in ten of each class (at least 1) for the test.
 
-    Which ones does not depend on the seed of a run, so that runs are compared on the same images.
+    The choice does not depend on the seed of a run, so that runs are compared on the same images.
     """
     rng = np.random.default_rng(0)
     is_test = np.zeros(len(targets), dtype=bool)
     last = int(targets.max())
     for target in range(last + 1):
-        of_class = np.flatnonzero(targets == target)
-        of_class = rng.permutation(of_class)
-        count = max(1, len(of_class) // _TEST_EVERY)
-        is_test[of_class[:count]] = True
+        indices = np.flatnonzero(targets == target)
+        indices = rng.permutation(indices)
+        count = max(1, len(indices) // _TEST_EVERY)
+        is_test[indices[:count]] = True
     return np.flatnonzero(~is_test), np.flatnonzero(is_test)
 
 
 def _find_damaged(layout: _Layout, files: list[_File]) -> set[str]:
-    """The paths of those of these images that cannot be decoded."""
+    """The paths of the images among `files` that cannot be decoded."""
     paths = [file.path for file in files]
-    return set(images.find_damaged(layout.place, paths))
+    return set(images.find_damaged(layout.root, paths))
 
 
-def _require_sound(layout: _Layout, files: list[_File]) -> None:
+def _require_undamaged(layout: _Layout, files: list[_File]) -> None:
     """Raise `DataError` if any of these images cannot be decoded."""
     damaged = _find_damaged(layout, files)
     if damaged:
-        raise images.damaged_error(sorted(damaged), len(files), layout.place)
+        raise images.damaged_error(sorted(damaged), len(files), layout.root)

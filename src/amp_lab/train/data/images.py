@@ -1,4 +1,4 @@
-"""What every data set is made of: images with targets, their split, and their random changes."""
+"""Shared by all data sets: images with targets, their split, augmentation and decoding."""
 
 import hashlib
 import math
@@ -25,15 +25,15 @@ from amp_lab.core.files import open_regular
 from amp_lab.core.report import listed
 from amp_lab.train.data.tokens import Characters, Tokens
 
-MARKER = "STAND_IN.json"  # in the folder of generated pictures, so that none takes them for real
-# Those of ImageNet, since the networks trained on it start from weights that were made with these.
+MARKER = "STAND_IN.json"  # a file in the folder of generated pictures, which marks them as such
+# Mean and standard deviation of each channel. torchvision's pretrained weights expect ImageNet's.
 IMAGENET_MEAN_STD = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 PHOTOGRAPH_SIZE = 224  # pixels
-# What torchvision's ImageFolder takes. Not whatever Pillow knows: for an EPS it would start
-# Ghostscript, whatever the file is called.
+# The formats of torchvision's ImageFolder. Pillow would open more, by the content and not by the
+# name: for an EPS it would start Ghostscript.
 _FORMATS = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP")
-_MOST_BYTES = 2**30  # of a picture; Pillow's limit of pixels is 0.5 GiB at most
-# What random numbers are for; part of their seed, so that the two differ.
+_MAX_FILE_BYTES = 2**30  # a picture with as many pixels as Pillow opens has at most 0.5 GiB
+# Purposes of random numbers. Each is part of the seed, so that no two purposes draw the same.
 SHUFFLE = 1
 AUGMENT = 2
 
@@ -42,15 +42,15 @@ class ImageSet(Dataset):
     """Images of one size with their targets: a map-style data set whose keys also name the epoch.
 
     `dataset[epoch * len(dataset) + index]` is an image, float32 (3, S, S) and normalised, and its
-    target, an int. How it is augmented depends only on the seed, the epoch and the index: which
-    process reads it, when, and after what makes no difference to any bit of it. The global random
-    state is neither used nor changed.
+    target, an int. The augmentation depends only on the seed, the epoch and the index, so every
+    process reads bitwise the same image, in any order. The global random state is neither used nor
+    changed.
     """
 
     targets: torch.Tensor
     """The targets of all images, int64 (N,)."""
     reads_files = False
-    """Whether each image is read from a file when it is asked for, so that workers pay."""
+    """Whether an image is read from its file when it is asked for. Only then do workers help."""
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -60,7 +60,8 @@ class ImageSet(Dataset):
         return images[0], int(targets[0])
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
-        return (self[index] for index in range(len(self)))  # one pass; keys alone never end
+        # Python would otherwise call `__getitem__` without end: any key names some epoch.
+        return (self[index] for index in range(len(self)))
 
     def batch(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Images float32 (B, 3, S, S) and targets int64 (B,) of these keys.
@@ -71,14 +72,21 @@ class ImageSet(Dataset):
         return self.finish(images), targets
 
     def read(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `batch`, but images may still be uint8, which is quicker to hand on; see `finish`."""
+        """The images and targets of these keys, before `finish`.
+
+        The images may be uint8, which are 4 times as small to send from a worker.
+        """
         raise NotImplementedError
 
     def finish(self, images: torch.Tensor) -> torch.Tensor:
-        """The images of `batch` from those of `read`, where these are: the same bits everywhere."""
+        """Turn the images of `read` into those of `batch`, on the device that they are on.
+
+        The result is bitwise the same on every device.
+        """
         return images
 
     def _epochs_and_indices(self, keys: Sequence[int]) -> list[tuple[int, int]]:
+        """The (epoch, index) of each key. Raises `IndexError` for a negative key."""
         smallest = min(keys)
         if smallest < 0:
             raise IndexError(f"key {smallest} is negative")
@@ -94,24 +102,24 @@ class ImageData:
     train: ImageSet
     test: ImageSet
     classes: tuple[str, ...]  # their names; a target is an index into them
-    image_size: int  # height and width of the images handed out, in pixels
+    image_size: int  # height and width of the images as the model sees them, in pixels
     fingerprint: str
-    """Hash of which images are in it, and of their split and order; not of how they are augmented.
-    A run that finds another one trains on other data."""
+    """Hash of the images, their split and their order, but not of the augmentation. A run that is
+    resumed compares it, to notice that its data have changed."""
     stand_in: bool = False  # generated pictures in the layout of the real ones
     skipped: tuple[str, ...] = ()  # the damaged images that were left out
     tokens: Tokens | None = None
-    """What a text is cut into. Its passages stand for images, their length for `image_size`, and
-    the tokens for classes."""
+    """The tokens of a text; None for images. The passages of a text take the place of images: then
+    `image_size` is their length, and `classes` are the tokens."""
 
     @property
     def is_text(self) -> bool:
-        """Whether it is a text."""
+        """Whether the data set is a text, and not images."""
         return self.tokens is not None
 
     @property
-    def described(self) -> str:
-        """How many there are of what, in a line."""
+    def summary(self) -> str:
+        """One line: ``digits: 1438 training and 359 test images of 32x32, 10 classes``."""
         size = self.image_size
         name = self.name
         if self.stand_in:
@@ -122,13 +130,12 @@ class ImageData:
         unit = "byte pairs"
         if isinstance(self.tokens, Characters):
             unit = "characters"
-        different = f"{len(self.classes):,} different ones"
-        return f"{name}: {counts} passages of {size} {unit}, {different}"
+        return f"{name}: {counts} passages of {size} {unit}, {len(self.classes):,} different ones"
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What `load_dataset` was asked for, already checked; each data set's `load` takes one."""
+    """The arguments of `load_dataset`, already checked, for the `load` of a data set."""
 
     folder: Path
     image_size: int | None  # None: the size that is usual for the data set
@@ -139,46 +146,57 @@ class LoadOptions:
 
 
 def generator(*parts: int) -> torch.Generator:
-    """A random generator for the CPU; close numbers give seeds that have nothing in common."""
+    """A random generator on the CPU, seeded with several numbers, such as (seed, epoch, SHUFFLE).
+
+    Adding them up would not do: seed 1 in epoch 2 would then draw the same as seed 2 in epoch 1.
+    """
     sequence = np.random.SeedSequence(parts)
     (seed,) = sequence.generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(seed))
 
 
 def _shuffled_classes(targets: np.ndarray) -> np.ndarray:
-    """Indices sorted by class, and each class shuffled, in a way that is always the same."""
+    """Indices of the images sorted by class, in random order within a class; always the same."""
     rng = np.random.default_rng(0)
-    shuffled = rng.permutation(len(targets))
-    return np.lexsort((shuffled, targets))
+    random_order = rng.permutation(len(targets))
+    return np.lexsort((random_order, targets))  # NumPy's first key is the last of the tuple
 
 
 def split(targets: np.ndarray, every: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of training and test images: of each class, one in `every` (give or take one)."""
+    """Indices of training and test images, with one in `every` of each class for the test.
+
+    A class may have one test image more or fewer than its share.
+    """
     order = _shuffled_classes(targets)
-    place = np.arange(len(order)) % every
-    is_test = place == every - 1
+    position = np.arange(len(order)) % every
+    is_test = position == every - 1
     train = order[~is_test]
     test = order[is_test]
     return np.sort(train), np.sort(test)
 
 
 def _choose(targets: np.ndarray, count: int) -> np.ndarray:
-    """Indices of `count` images, of which each class has its share (give or take one)."""
+    """Indices of `count` images, in which each class keeps its share (give or take one)."""
     order = _shuffled_classes(targets)
     classes = targets[order]
     sizes = np.bincount(targets)
-    starts = np.cumsum(sizes) - sizes  # where each class begins in the order
-    rank = np.arange(len(order)) - starts[classes]
-    depth = (rank + 0.5) / sizes[classes]  # of an image in its class, from 0 to 1
-    by_depth = np.argsort(depth, kind="stable")
-    chosen = order[by_depth[:count]]
+    starts = np.cumsum(sizes) - sizes  # where each class begins in `order`
+    position = np.arange(len(order)) - starts[classes]  # of an image in its class
+    relative_position = (position + 0.5) / sizes[classes]  # from 0 to 1
+    # The first tenth by relative position is the first tenth of every class.
+    by_position = np.argsort(relative_position, kind="stable")
+    chosen = order[by_position[:count]]
     return np.sort(chosen)
 
 
 def shorten(
     train: np.ndarray, test: np.ndarray, targets: np.ndarray, limit: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The two lists of indices, shortened to `limit` training images and the same share of test."""
+    """The indices of `limit` training images, and of the same share of the test images.
+
+    `train` and `test` are all indices, of which `targets` has the classes; without a limit, they
+    are returned as they are.
+    """
     if limit is None or limit >= len(train):
         return train, test
     test_limit = math.ceil(len(test) * limit / len(train))
@@ -188,24 +206,24 @@ def shorten(
 
 
 def fingerprint(*parts: bytes | np.ndarray) -> str:
-    """A hash of all parts, 16 hexadecimal digits."""
+    """The BLAKE2 hash of all parts together, 16 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         if isinstance(part, np.ndarray):
             content = part.tobytes()
         else:
             content = part
-        # With its length, so that moving bytes from one part to the next changes the hash.
+        # The length is hashed too, so that moving bytes from one part to the next changes the hash.
         length = len(content).to_bytes(8, "little")
         digest.update(length + content)
     return digest.hexdigest()
 
 
 class _Augmented(ImageSet):
-    """Images of a `source`, normalised, and with a `seed` augmented, each by a matrix for `_warp`.
+    """Images that are normalised and, if there is a `seed`, augmented. Subclasses read `source`.
 
-    `mean_std` are those of the three channels, for pixels in [0, 1]. `augment` makes the matrices
-    of random numbers (B, 4) in [0, 1).
+    `mean_std` has the mean and the standard deviation of each channel, for pixels in [0, 1].
+    `augment` turns random numbers (B, 4) in [0, 1) into the matrices (B, 2, 3) that `_warp` takes.
     """
 
     def __init__(
@@ -222,20 +240,24 @@ class _Augmented(ImageSet):
         int64_targets = targets.astype(np.int64)
         self.targets = torch.from_numpy(int64_targets)
         mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in mean_std)
-        # One product and one sum for (pixel / 255 - mean) / std; a grey channel becomes three here.
+        # pixel * scale + offset is (pixel / 255 - mean) / std. Since both have three channels,
+        # broadcasting makes three of a grey one.
         self._scale = 1 / (255 * std)
         self._offset = -mean / std
         self._seed = seed
         self._augment = augment
 
     def _indices_and_matrices(self, keys: Sequence[int]) -> tuple[list[int], torch.Tensor | None]:
-        """The indices of these keys, and matrices (B, 2, 3); None if nothing is augmented."""
-        places = self._epochs_and_indices(keys)
-        indices = [index for _, index in places]
+        """The indices of these keys, and the matrices (B, 2, 3) that augment their images.
+
+        The matrices are None if there is no augmentation.
+        """
+        epochs_and_indices = self._epochs_and_indices(keys)
+        indices = [index for _, index in epochs_and_indices]
         if self._seed is None or self._augment is None:
             return indices, None
         count = len(self)
-        draws = [_draws(count, self._seed, epoch)[index] for epoch, index in places]
+        draws = [_draws(count, self._seed, epoch)[index] for epoch, index in epochs_and_indices]
         matrices = self._augment(torch.stack(draws))
         return indices, matrices
 
@@ -258,22 +280,22 @@ class ImagesInMemory(_Augmented):
         return images, self.targets[indices]
 
 
-@lru_cache(maxsize=2)  # all of an epoch at once is cheap
+@lru_cache(maxsize=2)  # a data set asks image by image, mostly for the same epoch
 def _draws(count: int, seed: int, epoch: int) -> torch.Tensor:
-    """Numbers in [0, 1) for every image of a data set in this epoch, (count, 4)."""
+    """Random numbers in [0, 1) for all images of a data set in one epoch, (count, 4)."""
     rng = generator(seed, epoch, AUGMENT)
     return torch.rand(count, 4, generator=rng)
 
 
 def _warp(images: torch.Tensor, matrices: torch.Tensor, size: int) -> torch.Tensor:
-    """Images (B, C, size, size) whose pixel at x is that of `images` at matrix · (x, y, 1).
+    """Transform `images` (B, C, H, W) by affine `matrices` (B, 2, 3) into (B, C, size, size).
 
-    Coordinates are those of `grid_sample`, from -1 to 1; `matrices` is (B, 2, 3). What comes from
-    outside is black.
+    The pixel at (x, y) of the result is taken from `images` at matrix · (x, y, 1), in the
+    coordinates of `grid_sample`, from -1 to 1. Pixels from outside of an image are black.
     """
     odd_numbers = 2 * torch.arange(size) + 1
-    line = odd_numbers / size - 1  # the middles of the pixels
-    a, b, c = matrices[..., None, None].unbind(2)  # each (B, 2, 1, 1)
+    line = odd_numbers / size - 1  # the centres of the pixels of a row, from -1 to 1
+    a, b, c = matrices[..., None, None].unbind(2)  # the columns, each (B, 2, 1, 1)
     # Not `affine_grid`, which does this as a matrix product: the last bit of that may depend on
     # the size of the batch and the number of threads.
     grid = (a * line + b * line[:, None]).add_(c)  # (B, 2, size, size)
@@ -282,7 +304,7 @@ def _warp(images: torch.Tensor, matrices: torch.Tensor, size: int) -> torch.Tens
 
 
 class ImagesOnDisk(_Augmented):
-    """Images read from the paths of their files when asked for, and uint8 until `finish`."""
+    """Images that are read from the files in `source` when asked for, and uint8 until `finish`."""
 
     reads_files = True
 
@@ -292,14 +314,15 @@ class ImagesOnDisk(_Augmented):
         if matrices is None:
             images = [self._image(index, None) for index in indices]
         else:
-            each = zip(indices, matrices.split(1), strict=True)
-            images = [self._image(index, matrix) for index, matrix in each]
-        # In a worker this collects them in shared memory, where the process that trains has them.
+            indices_and_matrices = zip(indices, matrices.split(1), strict=True)
+            images = [self._image(index, matrix) for index, matrix in indices_and_matrices]
+        # In a worker, `default_collate` stacks them in memory that the main process shares.
         return default_collate(images), self.targets[indices]
 
     def _image(self, index: int, matrix: torch.Tensor | None) -> torch.Tensor:
+        """An image uint8 (3, S, S): its centre, or what `matrix` (1, 2, 3) takes from it."""
         picture = read_picture(self._source[index])[None]
-        edge = round(self._size * 8 / 7)  # 256 for 224
+        edge = round(self._size * 8 / 7)  # 256 for 224, of which the crop is 7/8
         size = (edge, edge)
         resized = functional.interpolate(picture, size, mode="bilinear", antialias=True)
         if matrix is None:
@@ -309,22 +332,27 @@ class ImagesOnDisk(_Augmented):
 
     def finish(self, images: torch.Tensor) -> torch.Tensor:
         """See `ImageSet.finish`."""
-        if images.device.type == "cpu":  # numpy's memory has huge pages: far fewer page faults
-            memory = torch.from_numpy(np.empty(images.shape, np.float32))
-            images = memory.copy_(images)
+        if images.device.type == "cpu":
+            # NumPy allocates large arrays in huge pages, which cost far fewer page faults.
+            buffer = torch.from_numpy(np.empty(images.shape, np.float32))
+            images = buffer.copy_(images)
         scale = self._scale.to(images.device)
         offset = self._offset.to(images.device)
         return images.float().mul_(scale).add_(offset)
 
 
 def jitter(draws: torch.Tensor) -> torch.Tensor:
-    """Matrices that crop 7/8, mirror half, turn by up to 15 degrees and scale by up to 10 %."""
+    """Matrices (B, 2, 3) that crop 7/8, mirror half, turn up to 15 degrees, scale up to 10 %.
+
+    `draws` (B, 4) are random numbers in [0, 1).
+    """
     centred = 2 * draws - 1  # from -1 to 1
     turn, zoom, x, y = centred.unbind(1)  # each (B,)
-    is_mirrored = turn < 0  # its sign mirrors, and its size turns
+    # One number serves twice: its sign decides on mirroring, and its magnitude on the angle.
+    is_mirrored = turn < 0
     flip = 1 - 2 * is_mirrored.float()
-    share_of_turn = 2 * turn.abs() - 1
-    angle = share_of_turn * np.pi / 12
+    relative_angle = 2 * turn.abs() - 1  # from -1 to 1
+    angle = relative_angle * np.pi / 12
     zoom_factor = 1 + zoom / 10
     scale = 7 / 8 / zoom_factor
     x = x / 8
@@ -336,7 +364,7 @@ def jitter(draws: torch.Tensor) -> torch.Tensor:
 
 
 def find_damaged(folder: Path, paths: list[str]) -> list[str]:
-    """Those of these files that cannot be decoded."""
+    """The paths, relative to `folder`, of the images that cannot be decoded."""
 
     def is_damaged(path: str) -> bool:
         try:
@@ -347,15 +375,14 @@ def find_damaged(folder: Path, paths: list[str]) -> list[str]:
 
     if not paths:
         return []
-    with ThreadPoolExecutor() as pool:  # threads do, since Pillow decodes without Python's lock
-        found = pool.map(is_damaged, paths)
-        progress = tqdm(found, "checking images", len(paths), unit="image", disable=None)
-        checked = zip(paths, progress, strict=True)
-        return [path for path, damaged in checked if damaged]
+    with ThreadPoolExecutor() as pool:  # threads suffice: Pillow releases the GIL to decode
+        results = pool.map(is_damaged, paths)
+        bar = tqdm(results, "checking images", len(paths), unit="image", disable=None)
+        return [path for path, damaged in zip(paths, bar, strict=True) if damaged]
 
 
 def damaged_error(damaged: Sequence[str], count: int, folder: Path) -> DataError:
-    """The error for such images among so many in `folder`, with what to do about them."""
+    """The error to raise for the `damaged` ones of `count` images in `folder`, with the remedy."""
     examples = listed(damaged, 3)
     return DataError(
         f"{len(damaged)} of {count} images cannot be read, {examples} in {folder}; put good ones "
@@ -364,13 +391,14 @@ def damaged_error(damaged: Sequence[str], count: int, folder: Path) -> DataError
 
 
 def read_picture(path: Path) -> torch.Tensor:
-    """The picture in this file, uint8 (3, H, W); raises `DataError` if it cannot be decoded."""
+    """Decode an image file to uint8 (3, H, W). Raises `DataError` if it cannot be decoded."""
     try:
         with open_regular(path) as file, Image.open(file, formats=_FORMATS) as picture:
             status = os.fstat(file.fileno())
-            _require_reasonable(status.st_size, picture)
+            _require_reasonable_size(status.st_size, picture)
             if picture.format == "JPEG":
-                with suppress(Exception):  # torchvision is faster; where it fails, Pillow says why
+                # torchvision is faster. Where it fails, Pillow may not, or its error is clearer.
+                with suppress(Exception):
                     return decode_image(str(path), ImageReadMode.RGB)
             pixels = np.array(picture.convert("RGB"))
             return torch.from_numpy(pixels).permute(2, 0, 1)
@@ -378,16 +406,16 @@ def read_picture(path: Path) -> torch.Tensor:
         raise DataError(f"{path} cannot be read as an image: {first_line(error)}") from None
 
 
-def _require_reasonable(nbytes: int, picture: Image.Image) -> None:
+def _require_reasonable_size(file_bytes: int, picture: Image.Image) -> None:
     """Raise `ValueError` for a file or a picture that would fill the memory."""
-    if nbytes > _MOST_BYTES:
-        raise ValueError(f"{nbytes:,} bytes are too many")
+    if file_bytes > _MAX_FILE_BYTES:
+        raise ValueError(f"{file_bytes:,} bytes are too many")
     pixels = picture.width * picture.height
-    most_pixels = Image.MAX_IMAGE_PIXELS or math.inf
-    if pixels > most_pixels:
+    max_pixels = Image.MAX_IMAGE_PIXELS or math.inf  # None switches the limit off
+    if pixels > max_pixels:
         raise ValueError(f"{picture.width} x {picture.height} pixels are too many")
 
 
-def remedy(place: Path) -> str:
-    """What to do about a folder that is not what it should be."""
-    return f"delete {place} to have it fetched (or generated) again"
+def remedy(folder: Path) -> str:
+    """The advice for a downloaded or generated folder that is damaged or incomplete."""
+    return f"delete {folder} to have it fetched (or generated) again"

@@ -1,4 +1,4 @@
-"""What a text is cut into: its characters, or byte pairs, which Hugging Face's tokenizers find."""
+"""Tokens of a text: its characters, or byte pairs by Hugging Face's tokenizers."""
 
 import contextlib
 import math
@@ -15,18 +15,22 @@ from amp_lab.core.errors import DataError, first_line
 from amp_lab.core.files import read_regular
 from amp_lab.core.requirements import needed_for
 
-UNKNOWN = "\ufffd"  # stands for rare characters
+UNKNOWN = "\ufffd"  # the token of all rare characters
 BPE = "bpe"
-VOCABULARY = 4096  # byte pairs that are learned by default
-_SMALLEST = 257  # every byte and a pair
-_LARGEST = 2**18  # more than any model of today has
-_RAREST = 10  # a character that occurs less often is no token of its own
-_LEARN_FROM = 2**24  # characters, from all of a text: more change next to nothing
-_MOST_BYTES = 2**28  # of a tokenizer.json
+VOCABULARY = 4096  # tokens that byte-pair encoding learns by default
+_MIN_VOCABULARY = 257  # every byte, and one pair
+_MAX_VOCABULARY = 2**18  # more than any model of today has
+_MIN_OCCURRENCES = 10  # a character that occurs less often is `UNKNOWN`
+_MAX_CHARACTERS_TO_LEARN_FROM = 2**24  # more hardly change the vocabulary
+_MAX_FILE_BYTES = 2**28  # of a tokenizer.json
 
 
 class Characters:
-    """A character a token; the rare ones are one token together."""
+    """A tokenizer with one token for each character, and one for all rare characters together.
+
+    `names` are the characters by token number; `saved` is the entry of a checkpoint that
+    `saved_tokens` reads.
+    """
 
     def __init__(self, characters: Sequence[str]):
         self.names = tuple(characters)
@@ -34,109 +38,117 @@ class Characters:
 
     @classmethod
     def of(cls, text: str) -> "Characters":
-        """Those of a text, in the order of their code points."""
+        """The characters of a text, in the order of their code points."""
         counts = Counter(text)
-        least = min(_RAREST, len(text) // 1000)
-        tokens = {character for character, count in counts.items() if count >= least}
+        min_count = min(_MIN_OCCURRENCES, len(text) // 1000)  # a short text has few of each
+        tokens = {character for character, count in counts.items() if count >= min_count}
         if len(tokens) < len(counts):
             tokens.add(UNKNOWN)
         return cls(sorted(tokens))
 
     def knows(self, text: str) -> bool:
-        """Whether `encode` takes a text."""
+        """Whether `encode` accepts a text."""
         return UNKNOWN in self.names or set(text) <= set(self.names)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The numbers int32 (T,) of each text; what is no token becomes `UNKNOWN`.
+        """The token numbers of each text, int32 (T,).
 
-        Raises `DataError` for such a character where `UNKNOWN` is none either.
+        A character without a token becomes `UNKNOWN`. Raises `DataError` for one if there is no
+        token `UNKNOWN`.
         """
-        table = {character: number for number, character in enumerate(self.names)}
-        unknown = table.get(UNKNOWN)
-        strange = set().union(*texts) - table.keys()
-        if strange and unknown is None:
-            raise DataError(f"the character {min(strange)!r} is not in the text of the training")
+        number_of = {character: number for number, character in enumerate(self.names)}
+        unknown = number_of.get(UNKNOWN)
+        without_token = set().union(*texts) - number_of.keys()
+        if without_token and unknown is None:
+            character = min(without_token)
+            raise DataError(f"the character {character!r} is not in the text of the training")
         rows = []
         for text in texts:
-            numbers = (table.get(character, unknown) for character in text)
+            numbers = (number_of.get(character, unknown) for character in text)
             rows.append(np.fromiter(numbers, np.int32, len(text)))
         return rows
 
     def decode(self, numbers: Sequence[int]) -> str:
-        """The text of some numbers."""
+        """The text of these token numbers."""
         return "".join(self.names[number] for number in numbers)
 
 
 class BytePairs:
-    """The tokens of a ``tokenizer.json``, as `tokenizers` and `transformers` write it.
+    """A tokenizer from the content of a ``tokenizer.json``, as `transformers` writes it too.
 
-    Raises `DataError` if `content` is none. `called` is what the message calls it.
+    Raises `DataError` for any other content; the message names it `source`.
     """
 
-    def __init__(self, content: str, called: str = "the tokenizer"):
+    def __init__(self, content: str, source: str = "the tokenizer"):
         with needed_for("byte pairs"):
             from tokenizers import Tokenizer
-        with _library_errors(f"{called}: no tokenizer.json"):
+        with _library_errors(f"{source}: no tokenizer.json"):
             self._tokenizer = Tokenizer.from_str(content)
-        # A file may have been saved with these on, for a model with inputs of one length: they
-        # would cut off each text, or fill it up, without a word.
+        # The file may have been saved with these on, for a model with inputs of one length: they
+        # would silently cut off each text, or fill it up.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         size = self._tokenizer.get_vocab_size()
-        if not 1 < size <= _LARGEST:
-            raise DataError(f"{called}: has {size:,} tokens; from 2 to {_LARGEST:,} are taken")
+        if not 1 < size <= _MAX_VOCABULARY:
+            raise DataError(
+                f"{source}: has {size:,} tokens; from 2 to {_MAX_VOCABULARY:,} are taken"
+            )
         self.saved = {"tokenizer": content}
 
     @classmethod
     def of(cls, texts: Sequence[str], vocabulary: int) -> "BytePairs":
-        """As many byte pairs as asked for, learned from texts; the same texts give the same."""
+        """Learn `vocabulary` tokens from texts; the same texts always give the same tokens."""
         with needed_for("byte pairs"):
             from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()  # so that no text is unknown
+        alphabet = pre_tokenizers.ByteLevel.alphabet()  # all bytes, so that any text has tokens
         trainer = trainers.BpeTrainer(
             vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False
         )
         characters = sum(map(len, texts))
-        every = math.ceil(characters / _LEARN_FROM) or 1
-        tokenizer.train_from_iterator(texts[::every], trainer)
+        every = math.ceil(characters / _MAX_CHARACTERS_TO_LEARN_FROM) or 1
+        tokenizer.train_from_iterator(texts[::every], trainer)  # some from all of the text
         return cls(tokenizer.to_str())
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The tokens as the tokenizer writes them, by number."""
+        """The tokens by number, as tokenizer.json writes them: ``Ġthe`` is " the"."""
         count = self._tokenizer.get_vocab_size()
         return tuple(self._tokenizer.id_to_token(number) or "" for number in range(count))
 
     def knows(self, text: str) -> bool:
-        """Whether a text has a token."""
-        return len(self.encode([text])[0]) > 0
+        """Whether a text has at least one token."""
+        (numbers,) = self.encode([text])
+        return len(numbers) > 0
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The numbers int32 (T,) of each text. Raises `DataError` for one beyond the vocabulary."""
+        """The token numbers of each text, int32 (T,).
+
+        Raises `DataError` for a number beyond the vocabulary, which the model has no embedding for.
+        """
         with _library_errors("the tokenizer does not take the text"):
-            found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        numbers = [np.array(one.ids, np.int32) for one in found]
-        largest = max((int(row.max()) for row in numbers if len(row)), default=0)
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        rows = [np.array(encoding.ids, np.int32) for encoding in encodings]
+        largest = max((int(row.max()) for row in rows if len(row)), default=0)
         count = len(self.names)
         if largest >= count:
             raise DataError(f"the tokenizer has {count:,} tokens and gives the number {largest:,}")
-        return numbers
+        return rows
 
     def decode(self, numbers: Sequence[int]) -> str:
-        """The text of some numbers."""
+        """The text of these token numbers."""
         with _library_errors("the tokenizer cannot write the tokens"):
             return self._tokenizer.decode(list(numbers), skip_special_tokens=False)
 
 
 @contextlib.contextmanager
 def _library_errors(problem: str) -> Iterator[None]:
-    """The block in which whatever the tokenizers library raises is a `DataError`.
+    """Turn any error of the tokenizers library in the block into a `DataError`.
 
-    It has no kind of its own, and a panic of its code in Rust is no `Exception`: such a one also
-    prints many lines, past Python.
+    The library has no error class of its own. A panic in its Rust code is no `Exception`, and
+    prints many lines to file descriptor 2, which `_nothing_on_stderr` drops.
     """
     try:
         with _nothing_on_stderr():
@@ -149,24 +161,27 @@ def _library_errors(problem: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _nothing_on_stderr() -> Iterator[None]:
-    real = os.dup(2)
+    """Drop what is written to file descriptor 2 in the block; `sys.stderr` would miss Rust's."""
+    stderr_copy = os.dup(2)
     try:
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
+        with open(os.devnull, "wb") as devnull:
+            os.dup2(devnull.fileno(), 2)
         yield
     finally:
-        os.dup2(real, 2)
-        os.close(real)
+        os.dup2(stderr_copy, 2)
+        os.close(stderr_copy)
 
 
 Tokens = Characters | BytePairs
 
 
 def make_tokens(texts: Sequence[str], tokenizer: str | None, vocabulary: int | None) -> Tokens:
-    """The tokens for texts: characters for None, `BPE` to learn byte pairs, or those of a file.
+    """Make the tokenizer for texts.
 
-    `vocabulary` is how many byte pairs are learned (default: `VOCABULARY`). Raises `DataError` for
-    a file that cannot be read or is no tokenizer, and for a vocabulary that makes no sense.
+    `tokenizer` is None for characters, `BPE` to learn byte pairs from the texts, or the path of a
+    tokenizer.json. `vocabulary` is the number of tokens that `BPE` learns (default: `VOCABULARY`).
+    Raises `DataError` for a file that cannot be read or is no tokenizer, and for a vocabulary out
+    of range.
     """
     if vocabulary is not None and tokenizer != BPE:
         raise DataError("a vocabulary is for byte pairs that are learned: give --tokenizer bpe too")
@@ -176,11 +191,12 @@ def make_tokens(texts: Sequence[str], tokenizer: str | None, vocabulary: int | N
         size = vocabulary
         if size is None:
             size = VOCABULARY
-        if not _SMALLEST <= size <= _LARGEST:
-            raise DataError(f"a vocabulary of {size:,}: from {_SMALLEST} to {_LARGEST:,} are taken")
+        if not _MIN_VOCABULARY <= size <= _MAX_VOCABULARY:
+            limits = f"from {_MIN_VOCABULARY} to {_MAX_VOCABULARY:,}"
+            raise DataError(f"a vocabulary of {size:,}: {limits} are taken")
         return BytePairs.of(texts, size)
     try:
-        content = read_regular(Path(tokenizer), _MOST_BYTES).decode()
+        content = read_regular(Path(tokenizer), _MAX_FILE_BYTES).decode()
     except OSError as error:
         raise DataError(f"{tokenizer}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError:
@@ -189,23 +205,23 @@ def make_tokens(texts: Sequence[str], tokenizer: str | None, vocabulary: int | N
 
 
 def saved_tokens(state: dict[str, Any]) -> Tokens | None:
-    """Those that a run's checkpoint has; None for a run on images.
+    """The tokens in the checkpoint of a run; None for a run on images.
 
-    Raises `DataError` for a text that is none, and for other tokens than the run's classes.
+    Raises `DataError` if they are damaged, or not as many as the classes of the run's model.
     """
     name = "characters"
     if "tokenizer" in state:
         name = "tokenizer"
     if name not in state:
         return None
-    saved = state[name]
-    if not isinstance(saved, str):
-        raise DataError(f"the {name} of the checkpoint is {type(saved).__name__}, no text")
+    content = state[name]
+    if not isinstance(content, str):
+        raise DataError(f"the {name} of the checkpoint is {type(content).__name__}, no text")
     tokens: Tokens
     if name == "tokenizer":
-        tokens = BytePairs(saved)
+        tokens = BytePairs(content)
     else:
-        tokens = Characters(saved)
+        tokens = Characters(content)
     count = len(tokens.names)
     classes = state["classes"]
     if count != classes:
