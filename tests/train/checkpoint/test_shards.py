@@ -66,15 +66,15 @@ def test_what_was_saved_is_loaded(tmp_path):
 @pytest.mark.parametrize("name", ["os.system", "subprocess.Popen", "torch.load", "torch.os.system"])
 def test_no_name_but_those_of_a_description_is_looked_up(name):
     module, _, thing = name.rpartition(".")
-    for place, what in ((module, thing), *((m, name) for m, _ in shards._DESCRIPTION_GLOBALS)):
+    for place, what in ((module, thing), *((m, name) for m, _ in shards._METADATA_GLOBALS)):
         with pytest.raises(pickle.UnpicklingError, match="it asks for"):
-            shards._DataUnpickler(io.BytesIO()).find_class(place, what)
+            shards._MetadataUnpickler(io.BytesIO()).find_class(place, what)
 
 
 def test_the_attribute_of_an_enum_is_looked_up_and_no_other():
     """As Python 3.11.2 pickles one."""
     kind = metadata._MEM_FORMAT_ENCODING
-    look_up = shards._DataUnpickler(io.BytesIO()).find_class("builtins", "getattr")
+    look_up = shards._MetadataUnpickler(io.BytesIO()).find_class("builtins", "getattr")
     assert look_up(kind, "TORCH_CHANNELS_LAST") is kind.TORCH_CHANNELS_LAST
     for owner, name in ((os, "system"), (kind, "__subclasses__"), (torch, "load")):
         with pytest.raises((pickle.UnpicklingError, KeyError)):

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: atomic save, checked load."""
+"""Checkpoint files: saved atomically, and loaded only if their checksum is right."""
 
 import hashlib
 import io
@@ -12,39 +12,42 @@ import torch
 from amp_lab.core.errors import CheckpointError
 from amp_lab.core.files import open_regular, save
 
-# A checkpoint is an ordinary file of `torch.save`, which is a zip archive, whose comment (its very
-# last bytes) holds the format's version and the SHA-256 of all that stands before it. So plain
-# `torch.load` reads it too, a file that ends early has no comment, and a changed byte shows.
+# A checkpoint is a file of `torch.save`, so `torch.load` reads it too. Such a file is a zip
+# archive, and a zip archive may end with a comment. Ours has the version of the format and the
+# SHA-256 of everything before the comment and its length: a file that is cut off has no comment,
+# and a changed byte changes the checksum.
 VERSION = 1
 _COMMENT = b"amp-lab checkpoint %d sha256 %s"
 _COMMENT_BYTES = len(_COMMENT % (VERSION, b"0" * 64))
-_ZIP = b"PK\x03\x04"  # its first bytes
-_END_RECORD = b"PK\x05\x06"
-_TAIL_BYTES = 65_557  # its end's record, and the longest comment there can be
+_ZIP_START = b"PK\x03\x04"  # the first bytes of a zip archive
+_END_RECORD = b"PK\x05\x06"  # the first bytes of its last record, which the comment belongs to
+_TAIL_BYTES = 65_557  # that record with the longest comment that it can have
 _CHUNK_BYTES = 2**20
-_WRITTEN = re.compile(rb"amp-lab checkpoint (\d+) sha256 ([0-9a-f]{64})")
+_COMMENT_PATTERN = re.compile(rb"amp-lab checkpoint (\d+) sha256 ([0-9a-f]{64})")
 
 
 def save_checkpoint(path: str | os.PathLike, **state) -> None:
-    """Write `state` to `path`, so that at any moment the old file or the new one is there, whole.
+    """Write `state` to `path` atomically: at any moment the old file or the new one is complete.
 
     A value with a `state_dict` (a model, an optimizer, a `GradScaler`) is saved as its state dict;
     the rest must be tensors, numbers, strings, None, and dicts, lists and tuples of those.
 
-    Raises `CheckpointError` if it cannot be written (a full disk, no such folder, no permission),
-    and leaves what was under `path` as it was; `TypeError` for a value that could not be read back.
+    Raises `CheckpointError` if the file cannot be written (a full disk, no such folder, no
+    permission), and leaves an older file as it was; `TypeError` for a value that could not be
+    loaded again.
     """
     states = {}
     for name, value in state.items():
         has_state = hasattr(value, "state_dict")
         states[name] = value.state_dict() if has_state else value
-    buffer = io.BytesIO()  # a write that fails half-way inside torch.save would lose the reason
+    # Not straight to the file: if a write fails inside `torch.save`, its error hides the reason.
+    buffer = io.BytesIO()
     torch.save(states, buffer)
     buffer.seek(0)
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
     if unsafe:
         raise TypeError(f"save_checkpoint: could not be read back safely: {', '.join(unsafe)}")
-    archive = buffer.getbuffer()[:-2]  # the last two bytes are the length of the comment: 0
+    archive = buffer.getbuffer()[:-2]  # without the length of the comment, which is 0 so far
     checksum = hashlib.sha256(archive).hexdigest()
     comment = _COMMENT % (VERSION, checksum.encode())
     comment_length = len(comment).to_bytes(2, "little")
@@ -52,26 +55,27 @@ def save_checkpoint(path: str | os.PathLike, **state) -> None:
 
 
 def load_checkpoint(path: str | os.PathLike) -> dict:
-    """The state that `save_checkpoint` wrote, with its tensors on the CPU.
+    """Load the state that `save_checkpoint` wrote, with its tensors on the CPU.
 
-    Every byte is checked before anything is unpickled, and then with `weights_only=True`. Raises
-    `CheckpointError` for a file that is missing, truncated, altered, or of another kind or version.
+    The checksum is compared before anything is unpickled, and unpickling runs no code of the file
+    (`weights_only=True`). Raises `CheckpointError` for a file that is missing, truncated, altered,
+    of another version, or no checkpoint.
     """
     path = Path(path)
     try:
         with open_regular(path) as file:
-            _require_whole(path, file)
+            _require_intact(path, file)
             state = _unpickle(path, file)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     if not isinstance(state, dict):
-        kind = type(state).__name__
-        raise CheckpointError(f"{path}: holds no state, but a value of {kind}")
+        type_name = type(state).__name__
+        raise CheckpointError(f"{path}: holds no state, but a value of {type_name}")
     return state
 
 
 def is_checkpoint(path: str | os.PathLike) -> bool:
-    """Whether a file ends as one that `save_checkpoint` wrote, whatever stands before."""
+    """Whether a file ends with the comment of `save_checkpoint`; the checksum is not compared."""
     path = Path(path)
     if path.is_symlink() or not path.is_file():
         return False
@@ -79,25 +83,25 @@ def is_checkpoint(path: str | os.PathLike) -> bool:
         return False
     with open(path, "rb") as file:
         file.seek(-_COMMENT_BYTES, os.SEEK_END)
-        return _WRITTEN.fullmatch(file.read()) is not None
+        return _COMMENT_PATTERN.fullmatch(file.read()) is not None
 
 
-def _require_whole(path: Path, file: BinaryIO) -> None:
-    """Raise `CheckpointError` unless a file is whole; it is read piece by piece, its end first."""
+def _require_intact(path: Path, file: BinaryIO) -> None:
+    """Raise `CheckpointError` unless the file is a checkpoint whose checksum is right."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _TAIL_BYTES))
     tail = file.read(_TAIL_BYTES)
-    comment = _WRITTEN.fullmatch(tail[-_COMMENT_BYTES:])
+    comment = _COMMENT_PATTERN.fullmatch(tail[-_COMMENT_BYTES:])
     if comment is None:
         file.seek(0)
-        head = file.read(len(_ZIP))
-        problem = _describe_other(head, tail)
+        head = file.read(len(_ZIP_START))
+        problem = _describe_foreign_file(head, tail)
         raise CheckpointError(f"{path}: {problem}")
     _require_version(path, int(comment[1]))
     checksum = comment[2].decode()
     before_comment = tail[:-_COMMENT_BYTES]
     has_length = before_comment.endswith(_COMMENT_BYTES.to_bytes(2, "little"))
-    checked_bytes = size - 2 - _COMMENT_BYTES
+    checked_bytes = size - 2 - _COMMENT_BYTES  # 2: the length of the comment
     if not has_length or _digest(file, checked_bytes) != checksum:
         raise CheckpointError(f"{path}: altered since it was saved: its checksum does not fit")
 
@@ -111,7 +115,7 @@ def _require_version(path: Path, version: int) -> None:
 
 
 def _digest(file: BinaryIO, count: int) -> str:
-    """The SHA-256 of the first so many bytes of a file, in hexadecimal digits."""
+    """The SHA-256 of the first `count` bytes of a file, in hexadecimal digits."""
     digest = hashlib.sha256()
     file.seek(0)
     for start in range(0, count, _CHUNK_BYTES):
@@ -130,11 +134,11 @@ def _unpickle(path: Path, file: BinaryIO) -> Any:
         raise CheckpointError(f"{path}: not of amp_lab, though its checksum fits") from error
 
 
-def _describe_other(head: bytes, tail: bytes) -> str:
-    """What a file is that does not end as a checkpoint does."""
+def _describe_foreign_file(head: bytes, tail: bytes) -> str:
+    """What is wrong with a file that does not end with our comment, by its first and last bytes."""
     if not head:
         return "empty"
-    if head != _ZIP:
+    if head != _ZIP_START:
         return "not a checkpoint"
     if _END_RECORD in tail:
         return "not a checkpoint of amp_lab, or its last bytes were altered"

@@ -1,4 +1,4 @@
-"""The state of every random generator, so that what goes on draws the same numbers."""
+"""Saves and restores the random generators, so that a resumed run draws the same numbers."""
 
 import random
 
@@ -12,32 +12,35 @@ def random_states(device: torch.device | str = "cpu") -> dict:
     """The states of Python's, NumPy's, torch's and the device's generator, for a checkpoint."""
     device = torch.device(device)
     algorithm, keys, *others = np.random.get_state()
-    key_list = np.asarray(keys).tolist()  # the restricted unpickler would refuse an array
+    key_list = np.asarray(keys).tolist()  # `torch.load` with `weights_only` refuses an array
     states = {
         "python": random.getstate(),
         "numpy": (algorithm, key_list, *others),
         "torch": torch.get_rng_state(),
     }
-    if backend(device).is_host:  # whose generator is torch's own
+    if backend(device).is_host:  # the CPU's generator is the one under "torch"
         return states
     module = torch.get_device_module(device)
-    states[device.type] = module.get_rng_state(*_index(device))
+    states[device.type] = module.get_rng_state(*_device_arguments(device))
     return states
 
 
 def restore_random_states(states: dict, device: torch.device | str = "cpu") -> None:
-    """Put back what `random_states` returned; a device that was not in use then is left alone."""
+    """Restore what `random_states` returned.
+
+    The generator of `device` stays as it is if the states were saved on another type of device.
+    """
     device = torch.device(device)
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     if device.type in states:
         module = torch.get_device_module(device)
-        module.set_rng_state(states[device.type], *_index(device))
+        module.set_rng_state(states[device.type], *_device_arguments(device))
 
 
-def _index(device: torch.device) -> tuple[torch.device, ...]:
-    """The argument that says which of several devices, for those that take one."""
+def _device_arguments(device: torch.device) -> tuple[torch.device, ...]:
+    """The arguments that select a device for `get_rng_state`; empty for backends that take none."""
     if not backend(device).rng_takes_index:
         return ()
     return (device,)

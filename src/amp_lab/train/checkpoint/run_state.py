@@ -1,10 +1,10 @@
-"""The checkpoint of a run: what it holds, how it is written, restored, and made one file.
+"""Saves and restores the state of a run. Its checkpoint is a dict with these entries:
 
-config, classes      the run's settings and its number of classes, to build the model anew
+config, classes      the run's settings and its number of classes, to build the model again
 scheduler, scaler    state dicts
-ranks                for each rank its own: progress, and random states
-model, optimizer     state dicts; or, of a sharded run, in their place
-shards               the folder beside the file, and the digests of what is in it
+ranks                a list with the progress and the random states of each rank
+model, optimizer     state dicts; a sharded run has "shards" instead of these two
+shards               the name of the folder beside the file, and the SHA-256 of each file in it
 """
 
 import reprlib
@@ -25,49 +25,53 @@ CHECKPOINT = "checkpoint.pt"
 SHARDS = "shards"
 _T = TypeVar("_T")
 _Parts = dict[str, Any]
-"""Model, optimizer, scheduler and scaler, by these names."""
+"""The objects of a run with a state: "model", "optimizer", "scheduler" and "scaler"."""
 WRONG_CONTENT = (
     ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
-"""What it raises to read a state that is whole, and holds other things than a run's."""
-_MAX_CLASSES = 2**18  # more than any tokenizer is taken with
+"""Errors from restoring a checkpoint that is undamaged, but of another model or no run."""
+_MAX_CLASSES = 2**18  # the largest vocabulary of a tokenizer
 
 
 def save_run(out: Path, ranks: Ranks, parts: _Parts, progress: dict, description: dict) -> None:
-    """Save a run into its folder, so that at any moment the last state or this one is there, whole.
+    """Save the state of a run into its folder; at any moment the old or the new one is complete.
 
-    `parts` are model, optimizer, scheduler and scaler, by these names; `progress` is that of this
-    rank; `description` has ``config`` and ``classes``. All ranks must call it. Raises
+    `progress` is the state dict of this rank's `Progress`; `description` has the entries ``config``
+    and ``classes``, and for a text its tokens. All ranks must call this together. Raises
     `CheckpointError` on every rank if one cannot write.
     """
-    ranks.share_buffers(parts["model"])  # rank 0 saves its own, and all go on with those
-    own = {"progress": progress, "random": random_states(ranks.device)}
+    # The checkpoint has the buffers of rank 0. All ranks continue with them, as after a resume.
+    ranks.share_buffers(parts["model"])
+    own_state = {"progress": progress, "random": random_states(ranks.device)}
     state = description | parts
-    state["ranks"] = ranks.gather(own)
-    folder = None
+    state["ranks"] = ranks.gather(own_state)
+    folder_name = None
     if ranks.kind is Parallel.FSDP:
         from amp_lab.train.checkpoint.shards import save_shards
 
-        # A folder of its own, so that the one that checkpoint.pt names stays whole until then.
+        # A new folder each time: the old checkpoint.pt still refers to the old folder.
         epochs = len(progress["epochs"])
-        folder = f"{SHARDS}-{epochs}-{progress['batch']}"
+        folder_name = f"{SHARDS}-{epochs}-{progress['batch']}"
         model = state.pop("model")
         optimizer = state.pop("optimizer")
-        state["shards"] = save_shards(out / folder, model, optimizer, ranks)
+        state["shards"] = save_shards(out / folder_name, model, optimizer, ranks)
     ranks.first(lambda: save_checkpoint(out / CHECKPOINT, **state))
     if ranks.rank == 0:
-        _remove_shards(out, keep=folder)
+        _remove_shards(out, keep=folder_name)
 
 
 def _remove_shards(out: Path, keep: str | None) -> None:
-    """Remove the folders of earlier states."""
+    """Remove the folders of shards, such as shards-3-120, except the one called `keep`."""
     for folder in out.glob(f"{SHARDS}-[0-9]*-[0-9]*"):
         if folder.name != keep:
-            shutil.rmtree(folder, ignore_errors=True)  # one that cannot go does no harm
+            shutil.rmtree(folder, ignore_errors=True)  # a folder that remains does no harm
 
 
 def load_run(out: Path, config: dict) -> dict | None:
-    """The state of a run of these settings but `epochs`, or None; else a `CheckpointError`."""
+    """Load the checkpoint of the run with these settings; None if there is none yet.
+
+    Raises `CheckpointError` if it is damaged, or has other settings; `epochs` may differ.
+    """
     path = out / CHECKPOINT
     if not path.exists():
         return None
@@ -79,63 +83,64 @@ def load_run(out: Path, config: dict) -> dict | None:
 
 
 def _is_same_run(saved: Any, config: dict) -> bool:
-    """Whether the settings in a checkpoint are these, of which `epochs` may be others."""
+    """Whether the settings in a checkpoint are those of `config`, except `epochs`."""
     if not isinstance(saved, dict) or not saved:
         return False
     expected = config | {"epochs": saved.get("epochs")}
-    # A setting that the checkpoint does not know of was added since.
+    # A subset, since an older version saved fewer settings.
     return saved.items() <= expected.items()
 
 
 def require_run(path: Path, state: dict) -> None:
-    """Raise `CheckpointError` for a state that `save_run` has not written, as far as it shows."""
-    for name, kind in {"config": dict, "classes": int, "ranks": list}.items():
-        if not isinstance(state.get(name), kind):
-            raise CheckpointError(f"{path}: not of a run (its {name!r} is no {kind.__name__})")
+    """Raise `CheckpointError` unless the state has the entries of `save_run` that a model needs."""
+    for name, expected in {"config": dict, "classes": int, "ranks": list}.items():
+        if not isinstance(state.get(name), expected):
+            raise CheckpointError(f"{path}: not of a run (its {name!r} is no {expected.__name__})")
     classes = state["classes"]
     if not 1 <= classes <= _MAX_CLASSES:
         raise CheckpointError(f"{path}: not of a run (it has {classes} classes)")
 
 
 def restore_run(
-    out: Path, state: dict, ranks: Ranks, parts: _Parts, progress: Callable[[dict], _T]
+    out: Path, state: dict, ranks: Ranks, parts: _Parts, make_progress: Callable[[dict], _T]
 ) -> _T:
-    """Put the state of `load_run` into the parts of a run; return the progress of this rank.
+    """Load the state of `load_run` into the parts of a run; return the progress of this rank.
 
-    It may have been saved on another number of ranks, sharded or not. `progress` makes it of what
-    was saved. Raises `CheckpointError` for the state of another model.
+    The state may be that of another number of ranks, sharded or not. `make_progress` makes the
+    progress of its saved state dict. Raises `CheckpointError` for the state of another model.
     """
-    before = _settings(parts)
+    settings = _settings(parts)
     try:
         _restore_tensors(out, state, ranks, parts["model"], parts["optimizer"])
         for name in ("scheduler", "scaler"):
             parts[name].load_state_dict(state[name])
-        _require_alike(parts, before)
-        return progress(_restore_own(state["ranks"], ranks))
+        _require_usable(parts, settings)
+        return make_progress(_restore_rank(state["ranks"], ranks))
     except WRONG_CONTENT as error:
-        if is_lost(error):
+        if is_lost(error):  # another process has ended: no fault of the checkpoint
             raise
         problem = f"does not fit this run ({first_line(error)})"
         raise CheckpointError(f"{out / CHECKPOINT}: {problem}") from error
 
 
 def _restore_tensors(out: Path, state: dict, ranks: Ranks, model: Any, optimizer: Any) -> None:
-    # shards is imported where it is needed, since torch's part of it takes a second to load.
+    """Load the state of model and optimizer; both the state and the model may be sharded."""
+    # shards is imported where it is needed, since it takes a second to load.
     if "shards" in state:
         from amp_lab.train.checkpoint.shards import load_shards
 
         load_shards(out, state["shards"], model, optimizer, ranks)
     elif ranks.kind is Parallel.FSDP:
-        from amp_lab.train.checkpoint.shards import load_whole
+        from amp_lab.train.checkpoint.shards import load_unsharded
 
-        load_whole(state["model"], state["optimizer"], model, optimizer)
+        load_unsharded(state["model"], state["optimizer"], model, optimizer)
     else:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
 
 
 def _settings(parts: _Parts) -> dict:
-    """What the parts of a run hold besides the tensors of the model and of the optimizer."""
+    """The state of the parts of a run without the tensors of model and optimizer."""
     return {
         "scheduler": parts["scheduler"].state_dict(),
         "scaler": parts["scaler"].state_dict(),
@@ -143,26 +148,29 @@ def _settings(parts: _Parts) -> dict:
     }
 
 
-def _require_alike(parts: _Parts, before: dict) -> None:
-    """Raise `ValueError` for loaded parts with which the next step would fail."""
-    after = _settings(parts)
-    for name in before:
-        _require_kind(after[name], before[name], name)
-    done = after["scheduler"]["last_epoch"]
-    total = before["scheduler"]["total_steps"]
+def _require_usable(parts: _Parts, new_settings: dict) -> None:
+    """Raise `ValueError` for restored parts with which the next step would fail.
+
+    `new_settings` are the `_settings` of the parts before they were restored.
+    """
+    restored = _settings(parts)
+    for name in new_settings:
+        _require_same_types(restored[name], new_settings[name], name)
+    done = restored["scheduler"]["last_epoch"]  # steps, despite its name
+    total = new_settings["scheduler"]["total_steps"]
     if not 0 <= done <= total:
         raise ValueError(f"the scheduler has done {done} of {total} steps")
-    for group in after["optimizer"]:
+    for group in restored["optimizer"]:
         betas = group["betas"]
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"the optimizer's betas are {betas}")
     for parameter, values in parts["optimizer"].state.items():
-        if values != {}:  # of a parameter without gradients
+        if values != {}:  # a parameter that has had no gradient has no state
             _require_adam_state(values, parameter.shape)
 
 
 def _require_adam_state(values: dict, shape: torch.Size) -> None:
-    """Raise `ValueError` unless this is what the optimizer keeps of a parameter of this shape."""
+    """Raise `ValueError` unless `values` is the state of AdamW for a parameter of this shape."""
     shapes = {"step": torch.Size(), "exp_avg": shape, "exp_avg_sq": shape}
     if values.keys() != shapes.keys():
         names = ", ".join(map(str, values))
@@ -172,47 +180,53 @@ def _require_adam_state(values: dict, shape: torch.Size) -> None:
         if not has_shape:
             raise ValueError(f"{name} of the optimizer is of another shape")
     steps = values["step"]
-    if not steps >= 0:  # NaN is not
+    if not steps >= 0:  # true for NaN as well
         raise ValueError(f"the optimizer has done {steps.item()} steps")
 
 
-def _require_kind(value: Any, wanted: Any, name: str) -> None:
-    """Raise `ValueError` for a value of another kind than the one that it takes the place of."""
-    if isinstance(wanted, dict):
-        if not isinstance(value, dict) or value.keys() != wanted.keys():
+def _require_same_types(value: Any, original: Any, name: str) -> None:
+    """Raise `ValueError` unless nested `value` has the keys, lengths and types of `original`."""
+    if isinstance(original, dict):
+        if not isinstance(value, dict) or value.keys() != original.keys():
             raise ValueError(f"{name} has other entries")
-        for key, wanted_entry in wanted.items():
-            _require_kind(value[key], wanted_entry, f"{name}: {key}")
-    elif isinstance(wanted, list | tuple):
-        for entry, wanted_entry in zip(value, wanted, strict=True):
-            _require_kind(entry, wanted_entry, name)
-    elif not _may_replace(value, wanted):
+        for key, original_entry in original.items():
+            _require_same_types(value[key], original_entry, f"{name}: {key}")
+    elif isinstance(original, list | tuple):
+        for entry, original_entry in zip(value, original, strict=True):
+            _require_same_types(entry, original_entry, name)
+    elif not _may_replace(value, original):
         raise ValueError(f"{name} is {reprlib.repr(value)}")
 
 
-def _may_replace(value: object, wanted: object) -> bool:
-    """Whether a value may take the place of one: of a number another, of an integer an integer."""
-    if wanted is None or isinstance(wanted, str | bool):
-        return value == wanted
+def _may_replace(value: object, original: object) -> bool:
+    """Whether a restored value may replace the original one.
+
+    None, a string or a bool must be equal. An integer may replace any number, a float only a float.
+    """
+    if original is None or isinstance(original, str | bool):
+        return value == original
     if isinstance(value, int) and not isinstance(value, bool):
-        return abs(value) < 2**63
-    return isinstance(value, float) and isinstance(wanted, float)
+        return abs(value) < 2**63  # torch takes no larger one
+    return isinstance(value, float) and isinstance(original, float)
 
 
-def _restore_own(states: list[dict], ranks: Ranks) -> dict:
-    """What this rank had for itself; another number of ranks shares it out anew."""
+def _restore_rank(states: list[dict], ranks: Ranks) -> dict:
+    """Restore the random state of this rank, and return its progress; `states` has those of each.
+
+    If the number of ranks has changed, their progress is shared out again.
+    """
     rank = ranks.rank
-    if rank < len(states):  # a rank that was not there before keeps what its seed gave it
+    if rank < len(states):  # further ranks keep the random state that their seed gave them
         restore_random_states(states[rank]["random"], ranks.device)
-    progress = [state["progress"] for state in states]
+    progress_of_ranks = [state["progress"] for state in states]
     if ranks.size == len(states):
-        return progress[rank]
-    # The sums are added up over the ranks in the end, so it is enough that one of them has them.
+        return progress_of_ranks[rank]
+    # Rank 0 takes the sums of all: they are added up over the ranks at the end of the epoch.
     is_first = rank == 0
-    own = {}
+    shared_out = {}
     for name in ("loss_sum", "correct"):
-        total = sum(p[name] for p in progress)
-        own[name] = total * is_first
-    samples = sum(p["samples"] for p in progress)
-    own["samples"] = samples // ranks.size
-    return progress[0] | own
+        total = sum(progress[name] for progress in progress_of_ranks)
+        shared_out[name] = total * is_first
+    samples = sum(progress["samples"] for progress in progress_of_ranks)
+    shared_out["samples"] = samples // ranks.size
+    return progress_of_ranks[0] | shared_out

@@ -1,4 +1,4 @@
-"""Checkpoints of a sharded training: a folder that every rank writes its part of."""
+"""Sharded checkpoints: a folder into which every rank writes its shards of model and optimizer."""
 
 import contextlib
 import hashlib
@@ -26,54 +26,57 @@ from amp_lab.train.distributed.process_group import is_lost
 def save_shards(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
 ) -> dict:
-    """Write model and optimizer into a new folder that all ranks see; each writes what it holds.
+    """Write model and optimizer into a new folder, in which every rank saves its shards.
 
-    The folder counts only once what this returns, its name and the SHA-256 of each file, is saved
-    elsewhere, for `load_shards`. Raises `CheckpointError` on every rank if one cannot write.
+    Returns {"folder": its name, "files": {file name: SHA-256}}. The caller saves this in the
+    checkpoint, for `load_shards`. All nodes must share the folder, and all ranks call this
+    together. Raises `CheckpointError` on every rank if one cannot write.
     """
 
-    def make() -> None:
-        shutil.rmtree(folder, ignore_errors=True)  # what a killed process left under this name
-        with _reported(folder, "cannot be made"):
+    def create() -> None:
+        shutil.rmtree(folder, ignore_errors=True)  # a killed process may have left one
+        with _checkpoint_errors(folder, "cannot be made"):
             folder.mkdir(parents=True)
 
-    def look() -> None:
+    def require_folder() -> None:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: not there; FSDP needs a folder that all nodes share")
 
     def save() -> None:
-        with _reported(folder, "could not be saved"):
+        with _checkpoint_errors(folder, "could not be saved"):
             dcp.save(_states(model, optimizer), checkpoint_id=folder)
             sync_folder(folder)
 
-    def names_of_files() -> list[str]:
+    def list_files() -> list[str]:
         return sorted(path.name for path in folder.iterdir())
 
-    def digests_of_own() -> dict[str, str]:
-        own = names[ranks.rank :: ranks.size]  # each reads some
-        return {name: _digest(folder / name) for name in own}
+    def digest_share() -> dict[str, str]:
+        share = names[ranks.rank :: ranks.size]  # each rank reads some of the files
+        return {name: _digest(folder / name) for name in share}
 
-    ranks.first(make)
-    ranks.each(look)  # before the ranks meet in `dcp.save`, where one that fails would be missed
+    ranks.first(create)
+    # Before `dcp.save`, in which the other ranks would wait for one that has failed.
+    ranks.each(require_folder)
     ranks.each(save)
-    names = ranks.first(names_of_files)
-    digests = ranks.gather(ranks.each(digests_of_own))
+    names = ranks.first(list_files)
+    digests = ranks.gather(ranks.each(digest_share))
     return {"folder": folder.name, "files": dict(ChainMap(*digests))}
 
 
 def load_shards(
     out: Path, shards: dict, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
 ) -> None:
-    """Read into a model and its optimizer, sharded in any way or not, what `save_shards` wrote.
+    """Load the shards that `save_shards` wrote into a model and its optimizer.
 
-    `shards` is what it returned, and `out` where the folder is. Every byte is checked first, and no
-    code in such files is run: they may hold tensors and plain data. Raises `CheckpointError` on
-    every rank if a file is missing, altered, or of another model, or asks for anything else.
+    `shards` is what it returned, and `out` the parent of the folder. The model may be sharded over
+    any number of ranks, or not at all. The checksums are compared first, and the files may hold
+    only tensors and plain data, so none of their code is run. Raises `CheckpointError` on every
+    rank if a file is missing, altered, of another model, or holds anything else.
     """
 
-    def compare() -> None:
-        own = sorted(shards["files"])[ranks.rank :: ranks.size]
-        for name in own:
+    def compare_digests() -> None:
+        share = sorted(shards["files"])[ranks.rank :: ranks.size]
+        for name in share:
             path = folder / name
             if not path.exists():
                 raise CheckpointError(f"{path}: missing")
@@ -82,9 +85,10 @@ def load_shards(
 
     def load() -> None:
         states = _states(model, optimizer)
-        with _reported(folder, "does not fit this run"), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process: right
-            dcp.load(states, storage_reader=_DataReader(folder), planner=_DataPlanner())
+        with _checkpoint_errors(folder, "does not fit this run"), warnings.catch_warnings():
+            # As it should be for one process, such as that of an export.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load(states, storage_reader=_SafeReader(folder), planner=_SafePlanner())
             state_dict.set_state_dict(
                 model,
                 optimizer,
@@ -93,27 +97,28 @@ def load_shards(
             )
 
     for name in (shards["folder"], *shards["files"]):
+        # A checkpoint may come from anyone: it must not make us read outside of its folder.
         if name in (".", "..") or Path(name).name != name:
             raise CheckpointError(f"{out}: its shards are said to be in {name!r}, elsewhere")
     folder = out / shards["folder"]
-    ranks.each(compare)
+    ranks.each(compare_digests)
     ranks.each(load)
 
 
-def load_whole(
+def load_unsharded(
     model_state: dict, optimizer_state: dict, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Load the state dicts of a model and an optimizer that were not sharded into ones that are."""
-    # An optimizer numbers its parameters; `set_state_dict` wants their names.
+    """Load the state dicts of an unsharded model and its optimizer into sharded ones."""
+    # A state dict of an optimizer numbers the parameters; `set_state_dict` expects their names.
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     state = {names[number]: value for number, value in optimizer_state["state"].items()}
-    (group,) = optimizer_state["param_groups"]  # a run has one
-    group_by_name = group | {"params": names}
+    (group,) = optimizer_state["param_groups"]  # the optimizer of a run has one
+    named_group = group | {"params": names}
     state_dict.set_state_dict(
         model,
         optimizer,
         model_state_dict=model_state,
-        optim_state_dict={"state": state, "param_groups": [group_by_name]},
+        optim_state_dict={"state": state, "param_groups": [named_group]},
         options=state_dict.StateDictOptions(full_state_dict=True),
     )
 
@@ -122,8 +127,8 @@ _METADATA_NAMES = (
     "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
     "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
 )  # fmt: skip
-# What torch writes into the description of the shards, besides dtypes.
-_DESCRIPTION_GLOBALS = {(metadata.__name__, name) for name in _METADATA_NAMES} | {
+# (module, name) of the classes and functions in torch's file .metadata, except dtypes.
+_METADATA_GLOBALS = {(metadata.__name__, name) for name in _METADATA_NAMES} | {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
@@ -135,22 +140,25 @@ _DESCRIPTION_GLOBALS = {(metadata.__name__, name) for name in _METADATA_NAMES} |
 }
 
 
-def _memory_format(kind: type, name: str) -> metadata._MEM_FORMAT_ENCODING:
-    """A member of the one enum in a description, which Python before 3.11.4 pickles by getattr."""
-    if kind is not metadata._MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError(f"it asks for {name!r} of {kind!r}")
+def _getattr_of_memory_format(owner: type, name: str) -> metadata._MEM_FORMAT_ENCODING:
+    """Stands for `getattr` in a pickle: Python before 3.11.4 pickles members of an enum with it.
+
+    It works for the only enum in torch's .metadata, and raises `UnpicklingError` for other classes.
+    """
+    if owner is not metadata._MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"it asks for {name!r} of {owner!r}")
     return metadata._MEM_FORMAT_ENCODING[name]
 
 
-class _DataUnpickler(pickle.Unpickler):
-    """Reads the description of the shards, and refuses whatever it does not need."""
+class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickles torch's .metadata, and refuses a pickle that refers to anything else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a pickle names, if it is on the list or a dtype."""
-        if (module, name) in _DESCRIPTION_GLOBALS:
+        """The class or function that a pickle refers to, if it is allowed; or a dtype."""
+        if (module, name) in _METADATA_GLOBALS:
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):
-            return _memory_format
+            return _getattr_of_memory_format
         if module == "torch":
             dtype = vars(torch).get(name)
             if isinstance(dtype, torch.dtype):
@@ -158,54 +166,57 @@ class _DataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
-class _DataReader(dcp.FileSystemReader):
-    """Reads shards without running code of theirs, where torch's own reader unpickles anything."""
+class _SafeReader(dcp.FileSystemReader):
+    """Reads shards without running code in them; torch's reader would unpickle any .metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """The description of the shards."""
+        """Read .metadata, which describes the shards; otherwise as torch's reader does."""
         with open(Path(self.path) / ".metadata", "rb") as file:
-            description = _DataUnpickler(file).load()
+            description = _MetadataUnpickler(file).load()
         if getattr(description, "storage_meta", None) is None:
             description.storage_meta = metadata.StorageMeta()
         description.storage_meta.load_id = self.load_id
         return description
 
 
-class _DataPlanner(dcp.DefaultLoadPlanner):
-    """Puts plain data, such as a learning rate, into the states, where torch's unpickles it."""
+class _SafePlanner(dcp.DefaultLoadPlanner):
+    """Loads values that are no tensors, such as a learning rate; torch's would unpickle any."""
 
     def load_bytes(self, read_item: dcp.ReadItem, value: io.BytesIO) -> None:
-        """Put what a shard has of one thing that is not a tensor into its place."""
+        """Check that the pickled value is plain data, then let torch's planner load it."""
         content = torch.load(value, weights_only=True)
-        clean = io.BytesIO()
-        torch.save(content, clean)  # which the planner of torch may unpickle
-        clean.seek(0)
-        super().load_bytes(read_item, clean)
+        checked = io.BytesIO()
+        torch.save(content, checked)
+        checked.seek(0)
+        super().load_bytes(read_item, checked)
 
 
 def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """The state dicts of both, with the parameters by name and sharded as they are."""
     model_state, optimizer_state = state_dict.get_state_dict(model, optimizer)
     return {"model": model_state, "optimizer": optimizer_state}
 
 
 def _digest(path: Path) -> str:
-    with _reported(path, "cannot be read"), open_regular(path) as file:
+    """The SHA-256 of a file, in hexadecimal digits."""
+    with _checkpoint_errors(path, "cannot be read"), open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
-def _reported(path: Path, problem: str) -> Iterator[None]:
-    """Turn what goes wrong with a file, or inside torch on any rank, into a `CheckpointError`."""
+def _checkpoint_errors(path: Path, problem: str) -> Iterator[None]:
+    """Turn an error in the block, or inside torch on any rank, into a `CheckpointError`."""
     prefix = ""
     try:
         yield
         return
-    except CheckpointException as failed:  # is no Exception; holds those of the ranks
-        rank, (error, _) = min(failed.failures.items())
+    # torch collects the errors of all ranks in this one, which is no `Exception`.
+    except CheckpointException as collected:
+        rank, (error, _) = min(collected.failures.items())
         prefix = f"rank {rank}: "
-    except Exception as failed:  # a damaged pickle may raise anything
-        error = failed
-    if is_lost(error):  # which `join` reports better
+    except Exception as caught:  # a damaged pickle may raise anything
+        error = caught
+    if is_lost(error):  # `join` reports a lost process better
         raise error
     reason = getattr(error, "strerror", None) or first_line(error)
     raise CheckpointError(f"{path}: {problem} ({prefix}{reason})") from error
