@@ -1,4 +1,4 @@
-"""What this process sends to the others: every collective with its dtype and its bytes."""
+"""Counts the communication of this process: every collective with its dtype and its bytes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 from amp_lab.core.errors import ParallelError
 from amp_lab.core.report import Printed, Table, plural, short_name
 
-# The kind of a collective; the argument that holds the payload whole (_RESULT: what it returns);
-# the ops of that kind, by their names in torch without underscores at the ends, "_coalesced" and
-# "_out". Arguments are those of Ops.cpp in c10d, which DDP's reducer, the comm hooks and FSDP2
-# call, and of the functional collectives of DTensor.
+# Rows of (kind of collective, position of the argument with the whole payload, names of its ops).
+# _RESULT: the payload is what the op returns. The names are those of torch without underscores at
+# the ends, "_coalesced" and "_out". DDP's reducer, the communication hooks and FSDP2 call the ops
+# of Ops.cpp in c10d, DTensor the functional collectives.
 _RESULT = -1
 _C10D = (
     ("all_reduce", 0, "allreduce"),
@@ -41,15 +41,15 @@ _FUNCTIONAL = (
 
 
 def _by_name(rows: tuple[tuple[str, int, str], ...]) -> dict[str, tuple[str, int]]:
-    """For the name of each op its kind, and the place of its payload."""
+    """{name of an op: (kind, position of its payload)} from rows like those of `_C10D`."""
     ops = {}
-    for kind, place, names in rows:
+    for kind, position, names in rows:
         for name in names.split():
-            ops[name] = (kind, place)
+            ops[name] = (kind, position)
     return ops
 
 
-_OPS = {
+_OPS = {  # by namespace of torch.ops
     "c10d": _by_name(_C10D),
     "_c10d_functional": _by_name(_FUNCTIONAL),
     "_c10d_functional_autograd": _by_name(_FUNCTIONAL),
@@ -58,10 +58,14 @@ _NO_PAYLOAD = {"barrier", "monitored_barrier"}
 
 
 def _sent_share(kind: str, ranks: int) -> float:
-    """What a rank has to send of the whole tensor: NCCL's bus bandwidth factors."""
+    """The bytes that a rank has to send, relative to the whole tensor.
+
+    These are the bus bandwidth factors of NCCL's tests.
+    """
     if kind == "all_reduce":  # a reduce_scatter, then an all_gather
         return 2 * (ranks - 1) / ranks
-    if kind in ("all_gather", "reduce_scatter", "all_to_all", "scatter"):  # all but its own part
+    # All but the rank's own part of the tensor.
+    if kind in ("all_gather", "reduce_scatter", "all_to_all", "scatter"):
         return (ranks - 1) / ranks
     if kind in ("broadcast", "reduce", "gather"):
         return min(1, ranks - 1)
@@ -74,8 +78,8 @@ class Collective:
 
     kind: str  # all_reduce, all_gather, reduce_scatter, broadcast, …
     dtype: torch.dtype
-    elements: int  # of the whole tensor: what all_gather returns, what reduce_scatter is given
-    ranks: int  # how many take part
+    elements: int  # of the whole tensor: the result of all_gather, the argument of reduce_scatter
+    ranks: int  # in the process group
 
     @property
     def payload_bytes(self) -> int:
@@ -84,11 +88,11 @@ class Collective:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that a rank has to send, with an algorithm that sends as little as can be.
+        """Bytes that a rank has to send at least.
 
-        A ring reaches it (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters
-        of workstations", 2009, https://doi.org/10.1016/j.jpdc.2008.09.002). A library may send
-        more: gloo sends twice as much, where it makes a `reduce_scatter` from an `all_reduce`.
+        A ring algorithm sends no more (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms
+        for clusters of workstations", 2009, https://doi.org/10.1016/j.jpdc.2008.09.002). A library
+        may: gloo sends twice as much where it makes a `reduce_scatter` from an `all_reduce`.
         """
         return round(_sent_share(self.kind, self.ranks) * self.payload_bytes)
 
@@ -100,7 +104,7 @@ class Communication(Printed):
     calls: list[Collective] = field(default_factory=list)
 
     def of(self, kind: str | None = None, dtype: torch.dtype | None = None) -> "Communication":
-        """Those of a kind, of a dtype, or of both."""
+        """The collectives of this kind and dtype; None stands for any."""
         calls = list(self.calls)
         if kind is not None:
             calls = [call for call in calls if call.kind == kind]
@@ -110,21 +114,21 @@ class Communication(Printed):
 
     @property
     def elements(self) -> int:
-        """Values in all their tensors."""
+        """Elements of the tensors of all collectives."""
         return sum(call.elements for call in self.calls)
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of all their tensors."""
+        """Bytes of the tensors of all collectives."""
         return sum(call.payload_bytes for call in self.calls)
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank has to send for them: see `Collective.sent_bytes`."""
+        """Bytes that this rank has to send at least: see `Collective.sent_bytes`."""
         return sum(call.sent_bytes for call in self.calls)
 
     def totals(self) -> dict[tuple[str, torch.dtype], "Communication"]:
-        """The collectives by (kind, dtype), in the order in which each was first seen."""
+        """The collectives grouped by (kind, dtype), in the order of the first call of each."""
         keys = dict.fromkeys((call.kind, call.dtype) for call in self.calls)
         return {(kind, dtype): self.of(kind, dtype) for kind, dtype in keys}
 
@@ -132,19 +136,20 @@ class Communication(Printed):
         head = ["collective", "dtype", "calls", "elements", "payload bytes", "sent by a rank"]
         caption = f"{plural(len(self.calls), 'collective')} of this process"
         rows = []
-        for (kind, dtype), part in self.totals().items():
-            rows.append([kind, short_name(dtype), *part._numbers()])
+        for (kind, dtype), group in self.totals().items():
+            rows.append([kind, short_name(dtype), *group._numbers()])
         foot = []
         if rows:
             foot.append(["all", "", *self._numbers()])
         return Table(head, rows, caption, foot=foot, right=range(2, 6))
 
     def _numbers(self) -> list[str]:
+        """The cells of a row of the table."""
         numbers = (len(self.calls), self.elements, self.payload_bytes, self.sent_bytes)
         return [f"{number:,}" for number in numbers]
 
 
-_counting: list[Communication] = []  # of the blocks that this process is in
+_open_counts: list[Communication] = []  # of the blocks of `count_communication` that are running
 
 
 @contextmanager
@@ -155,66 +160,75 @@ def count_communication() -> Iterator[Communication]:
             train_step()
         print(sent)
 
-    It sees what DDP's reducer, its comm hooks, FSDP2, DTensor and calls of `torch.distributed`
-    issue, on any backend. What ranks on one machine hand each other through memory in place of a
-    collective (`amp_lab.parallel.shared_memory`) counts as that collective. Not seen: what
-    another thread issues, such as a callback of a hook's future; barriers, which carry nothing;
-    and the sizes of Python objects, sent through a store.
-    Raises `ParallelError` in the block for a collective of which it is not known what it sends.
+    It counts collectives of DDP's reducer, its communication hooks, FSDP2, DTensor and calls of
+    `torch.distributed`, on any backend, and also the exchanges through shared memory that replace a
+    collective (`amp_lab.parallel.shared_memory`). It does not count what another thread issues,
+    such as a callback of a hook's future; barriers, which have no payload; and the sizes of Python
+    objects, which are sent through a store.
+    Raises `ParallelError` in the block for a collective whose payload is not known.
     """
     with _Counter() as counter:
-        _counting.append(counter.found)
+        _open_counts.append(counter.communication)
         try:
-            yield counter.found
+            yield counter.communication
         finally:
-            _counting.pop()
+            _open_counts.pop()
 
 
 def note_shared(kind: str, dtype: torch.dtype, elements: int, ranks: int) -> None:
-    """Count what stands in for a collective, and is none of torch's."""
-    for found in _counting:
-        found.calls.append(Collective(kind, dtype, elements, ranks))
+    """Count an exchange through shared memory as a collective of this kind."""
+    for communication in _open_counts:
+        communication.calls.append(Collective(kind, dtype, elements, ranks))
 
 
 class _Counter(TorchDispatchMode):
+    """Adds every collective that is dispatched to `communication`."""
+
     def __init__(self):
         super().__init__()
-        self.found = Communication()
+        self.communication = Communication()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it will call collectives on its local tensors
+        if any(issubclass(tensor_type, DTensor) for tensor_type in types):
+            return NotImplemented  # DTensor then calls collectives on its local tensors
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         # A higher-order op has no packet, and is no collective.
         packet = getattr(func, "_overloadpacket", "")
-        space, _, name = str(packet).partition(".")
-        if space in _OPS:
+        namespace, _, name = str(packet).partition(".")  # "c10d", "allreduce_"
+        if namespace in _OPS:
             name = name.strip("_").removesuffix("_coalesced").removesuffix("_out")
-            self._note(space, name, [*args, *kwargs.values()], result)
+            self._note(namespace, name, [*args, *kwargs.values()], result)
         return result
 
-    def _note(self, space: str, name: str, args: list, result: object) -> None:
+    def _note(self, namespace: str, name: str, args: list, result: object) -> None:
+        """Add the call of an op; `name` is as in the table above."""
         group = _group_of(args)
         if group is None or name in _NO_PAYLOAD:
             return
-        if name not in _OPS[space]:
-            raise ParallelError(f"{space}::{name}: it is not known what it sends; count without it")
-        kind, place = _OPS[space][name]
-        payload = _tensors(result if place == _RESULT else args[place])
-        # Those that do not send, such as the ranks that a scatter is not from, have no payload.
+        if name not in _OPS[namespace]:
+            op = f"{namespace}::{name}"
+            raise ParallelError(f"{op}: it is not known what it sends; count without it")
+        kind, position = _OPS[namespace][name]
+        payload = _tensors(result if position == _RESULT else args[position])
+        # A rank that does not send has no payload, such as one that receives from a scatter. Its
+        # call is counted with 0 elements, in the dtype of the other tensors.
         dtypes = {tensor.dtype for tensor in payload or _tensors([args, result])}
-        for dtype in dtypes:  # one, since FSDP2 and DDP send one dtype at a time
+        for dtype in dtypes:  # mostly one, since FSDP2 and DDP send one dtype at a time
             elements = sum(tensor.numel() for tensor in payload if tensor.dtype is dtype)
-            self.found.calls.append(Collective(kind, dtype, elements, group.size()))
+            self.communication.calls.append(Collective(kind, dtype, elements, group.size()))
 
 
 def _tensors(nested: object) -> list[torch.Tensor]:
+    """The tensors in nested lists, tuples and dicts."""
     return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, torch.Tensor)]
 
 
 def _group_of(args: list) -> dist.ProcessGroup | None:
-    """The process group: boxed, or the last text, which is its name; None if there is none."""
+    """The process group among the arguments of an op; None if there is none.
+
+    c10d ops take the group itself as a script object, functional collectives its name at the end.
+    """
     for arg in reversed(args):
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return dist.ProcessGroup.unbox(arg)

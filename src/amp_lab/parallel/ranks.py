@@ -1,4 +1,4 @@
-"""One process among those that train a model together: agreeing, and wrapping the model."""
+"""One of the processes that train a model together: how they agree, and how it wraps the model."""
 
 import contextlib
 import enum
@@ -18,7 +18,7 @@ from amp_lab.core.precision import Precision
 from amp_lab.core.torch_versions import no_buffer_broadcast
 from amp_lab.parallel.shared_memory import FsdpCollective, share_memory
 
-# In which gradients can be summed over the processes.
+# The dtypes in which gradients can be summed over the processes.
 REDUCE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _CPU = torch.device("cpu")
 _T = TypeVar("_T")
@@ -32,9 +32,9 @@ class Parallel(enum.StrEnum):
 
 
 class Ranks:
-    """This process among those that train a model together; by itself if `kind` is None.
+    """The processes that train a model together, as this one sees them; one alone without `kind`.
 
-    What is done alike by all of them (`each`, `first`, `total`, …) must be called by all.
+    Methods that communicate (`each`, `first`, `gather`, `total`, …) must be called on every rank.
     """
 
     def __init__(
@@ -48,7 +48,8 @@ class Ranks:
         if kind is not None:
             self.rank = dist.get_rank()
             self.size = dist.get_world_size()
-        self._pending: tuple[dist.Work, Tensor] | None = None  # of `largest_before`
+        # In `largest_before`: the last call's reduction, and the tensor that it writes into.
+        self._pending: tuple[dist.Work, Tensor] | None = None
 
     def __str__(self) -> str:
         if self.kind is None:
@@ -57,10 +58,10 @@ class Ranks:
         return f"{self.size} {self.kind} {processes}, gradients summed in {self.reduce_dtype}"
 
     def each(self, call: Callable[[], _T]) -> _T:
-        """What `call` returns here, once it has returned on every rank.
+        """Run `call` on every rank; return its value on this one once all are done.
 
-        An error on any rank is raised there as it is, elsewhere as `OtherRankError`, so that one
-        rank reports it and none waits for another.
+        If `call` fails on a rank, its error is raised on that rank, and an `OtherRankError` on the
+        others, so that no rank waits for one that has failed.
         """
         if self.kind is None:
             return call()
@@ -68,16 +69,16 @@ class Ranks:
         error: Exception | None = None
         try:
             value = call()
-        except Exception as caught:  # any: the others wait for this rank, whatever went wrong
+        except Exception as caught:  # of any type, since the other ranks wait for this one
             error = caught
-        own_error = None
+        message = None
         if error is not None and not isinstance(error, OtherRankError):
-            own_error = str(error)
-        self._raise_first(self.gather(own_error), error)
+            message = str(error)
+        self._raise_first(self.gather(message), error)
         return value
 
     def first(self, call: Callable[[], _T]) -> _T:
-        """What `call` returns on rank 0, given to every rank; its error is raised as in `each`."""
+        """Run `call` on rank 0; return its value on every rank. Errors are raised as in `each`."""
         if self.kind is None:
             return call()
 
@@ -99,14 +100,15 @@ class Ranks:
         """The sum of a tensor over the ranks, as a new tensor."""
         if self.kind is None:
             return tensor
-        tensor = tensor.clone()  # all_reduce writes into what it is given
+        tensor = tensor.clone()  # all_reduce works in place
         dist.all_reduce(tensor)
         return tensor
 
     def largest_before(self, number: int) -> int:
-        """The largest number that any rank gave in the call before this; 0 in the first call.
+        """The largest number that any rank passed to the previous call; 0 in the first call.
 
-        Its numbers travel while the next step is computed. A process alone gets its own at once.
+        The numbers are sent while the next step is computed, so no rank waits for them. A process
+        alone gets the number of this call.
         """
         if self.kind is None:
             return number
@@ -120,34 +122,37 @@ class Ranks:
         work_before.wait()
         return int(largest_before)
 
-    def _raise_first(self, errors: list[str | None], own: Exception | None) -> None:
-        failed = [rank for rank, error in enumerate(errors) if error is not None]
-        if not failed:
+    def _raise_first(self, messages: list[str | None], own_error: Exception | None) -> None:
+        """Raise the error of the first rank that failed, given the message of each; see `each`."""
+        failed_ranks = [rank for rank, message in enumerate(messages) if message is not None]
+        if not failed_ranks:
             return
-        rank = failed[0]
+        rank = failed_ranks[0]
         if rank != self.rank:
-            # torchrun ends all as soon as one has ended, and the other has a line to print.
+            # torchrun ends all processes as soon as one ends: let the failed one print its line.
             time.sleep(1)
-            raise OtherRankError(f"rank {rank}: {errors[rank]}")
-        assert own is not None, "this rank has reported an error"
-        is_named = str(own).startswith("rank ")
-        if rank > 0 and isinstance(own, AmpLabError) and not is_named:
-            raise type(own)(f"rank {rank}: {own}") from own
-        raise own
+            raise OtherRankError(f"rank {rank}: {messages[rank]}")
+        assert own_error is not None, "this rank has reported an error"
+        names_rank = str(own_error).startswith("rank ")
+        if rank > 0 and isinstance(own_error, AmpLabError) and not names_rank:
+            raise type(own_error)(f"rank {rank}: {own_error}") from own_error
+        raise own_error
 
     def wrap(self, model: nn.Module, precision: Precision) -> nn.Module:
-        """The module to train in place of `model`, on the device; its optimizer is made afterwards.
+        """Move `model` to the device and return the module to train: itself, or wrapped by DDP.
 
-        With FSDP2 it is `model` itself, whose weights are gathered and multiplied in the dtype of
-        `precision`, in place of autocast. Batch norms keep fp32 weights, like their statistics.
+        Make the optimizer afterwards, since FSDP2 replaces the parameters. FSDP2 gathers weights
+        and computes in the dtype of `precision`, without autocast. Batch norms keep fp32 weights,
+        as they do their statistics.
         """
         if self.kind is Parallel.FSDP:
-            self._shard(model, precision)  # it moves each part as it is cut
+            self._shard(model, precision)  # it moves the shards to the device
             return model
         model.to(self.device)
         if self.kind is None:
             return model
-        options: dict[str, Any] = no_buffer_broadcast()  # all take rank 0's wherever it matters
+        # Not before each forward pass: `share_buffers` is called where buffers must be the same.
+        options: dict[str, Any] = no_buffer_broadcast()
         options["device_ids"] = None if backend(self.device).is_host else [self.device]
         options["gradient_as_bucket_view"] = True  # without it, gradients are kept twice
         wrapped = nn.parallel.DistributedDataParallel(model, **options)
@@ -157,7 +162,7 @@ class Ranks:
         return wrapped
 
     def _gradient_hook(self) -> Callable | None:
-        """What sums DDP's gradients in place of torch's own way, if anything does."""
+        """DDP's communication hook, for shared memory or a 16-bit `reduce_dtype`; else None."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         memory = share_memory(self.device)
@@ -166,86 +171,87 @@ class Ranks:
             return lambda group, bucket: memory.average(bucket, dtype)
         if self.reduce_dtype != "fp32":
             compress = getattr(default_hooks, f"{self.reduce_dtype}_compress_hook")
-            # Not itself: where torch was built without CUDA, DDP refuses the one for bf16 by name.
+            # In a lambda, since a torch without CUDA refuses the hook for bf16 by its name.
             return lambda group, bucket: compress(group, bucket)
         return None
 
     @functools.cached_property
     def mesh(self) -> Any:
-        """The device mesh of all ranks, of the group that there is.
+        """The device mesh of all ranks, from the process group that `join` made.
 
-        One that a mesh makes for itself has a timeout of its own.
+        A mesh that makes a group itself would not have our timeout.
         """
-        from torch.distributed.device_mesh import DeviceMesh  # takes a second to load
+        from torch.distributed.device_mesh import DeviceMesh  # here, since it takes a second
 
         assert dist.group.WORLD is not None, "`join` has made it"
         return DeviceMesh.from_group(dist.group.WORLD, self.device.type)
 
     def _shard(self, model: nn.Module, precision: Precision) -> None:
-        # Takes a second to load, which those who train alone need not wait for.
+        """Shard the model in place with FSDP2: block by block, batch norms apart in 16 bits."""
+        # Imported here, since it takes a second, and training in one process does not need it.
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
         mesh = self.mesh
-        low = precision.dtype if _is_16_bit(precision) else None
-        reduce = REDUCE_DTYPES[self.reduce_dtype]
-        block_policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduce)
-        # The model's outputs go into the loss.
-        model_policy = MixedPrecisionPolicy(low, reduce, output_dtype=torch.float32)
+        low_dtype = precision.dtype if _is_16_bit(precision) else None
+        reduce_dtype = REDUCE_DTYPES[self.reduce_dtype]
+        block_policy = MixedPrecisionPolicy(param_dtype=low_dtype, reduce_dtype=reduce_dtype)
+        # The model's outputs go into the loss, which is computed in fp32.
+        model_policy = MixedPrecisionPolicy(low_dtype, reduce_dtype, output_dtype=torch.float32)
         # Batch norm's kernel takes 16-bit activations beside fp32 weights, as under autocast.
-        norm_policy = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
+        norm_policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
         def shard(block: nn.Module, policy: MixedPrecisionPolicy) -> None:
             norms: list[nn.Module] = [m for m in block.modules() if isinstance(m, _BatchNorm)]
-            # Without those of a block that is sharded already.
+            # Those of the blocks are sharded already when the model itself is.
             norms = [norm for norm in norms if not isinstance(norm, FSDPModule)]
-            if low is not None and norms:
+            if low_dtype is not None and norms:
                 fully_shard(norms, mesh=mesh, mp_policy=norm_policy)
             fully_shard(block, mesh=mesh, mp_policy=policy)
 
         for block in list(_blocks(model)):
             shard(block, block_policy)
-        shard(model, model_policy)  # last: it takes what no block holds
+        shard(model, model_policy)  # last, since it takes the parameters outside of the blocks
         memory = share_memory(self.device)
         if memory is not None:
-            # Without their type, which asks for torch's own classes, and not for what they do.
+            # `Any`, since the types of these methods ask for torch's own collective classes.
             units: Any = [m for m in model.modules() if isinstance(m, FSDPModule)]
             for unit in units:
                 unit.set_custom_all_gather(FsdpCollective(memory.all_gather))
                 unit.set_custom_reduce_scatter(FsdpCollective(memory.reduce_scatter))
 
     def set_memory_format(self, model: nn.Module, memory_format: torch.memory_format) -> None:
-        """Put the weights into a memory format, unless they are shards, which have none."""
+        """Put the weights into a memory format, except with FSDP2, whose shards have none."""
         if self.kind is not Parallel.FSDP:
             model.to(memory_format=memory_format)
 
     def autocast(self, precision: Precision, device_type: str) -> torch.autocast:
-        """Autocast for a forward pass: it does nothing in fp32 and tf32, and under FSDP2."""
-        is_sharded = self.kind is Parallel.FSDP  # its policy casts instead
+        """Autocast for a forward pass; disabled in fp32 and tf32, and with FSDP2."""
+        is_sharded = self.kind is Parallel.FSDP  # then FSDP2's policy casts
         enabled = _is_16_bit(precision) and not is_sharded
         return torch.autocast(device_type, dtype=precision.dtype, enabled=enabled)
 
     def no_gradients(self) -> contextlib.AbstractContextManager:
-        """The block of an evaluation."""
+        """The context for an evaluation: inference mode, or `no_grad` with FSDP2."""
         if self.kind is Parallel.FSDP:
-            # FSDP2 allocates once what it gathers weights into, and trains with it afterwards.
-            # Autograd refuses tensors that were made in inference mode.
+            # FSDP2 keeps the buffers that it gathers weights into, and uses them in training too.
+            # Made in inference mode, they would be refused by autograd.
             return torch.no_grad()
         return torch.inference_mode()
 
     @contextlib.contextmanager
-    def gradient_sync(self, model: nn.Module, wanted: bool) -> Iterator[None]:
-        """A forward and backward pass; gradients are summed over the ranks only if `wanted`."""
-        wrapped: Any = model  # by DDP or FSDP2, whose methods `nn.Module` does not have
+    def gradient_sync(self, model: nn.Module, *, enabled: bool) -> Iterator[None]:
+        """A block with a forward and backward pass; sums gradients over the ranks if `enabled`."""
+        wrapped: Any = model  # by DDP or FSDP2, which add the methods below
         if self.kind is Parallel.FSDP:
-            wrapped.set_requires_gradient_sync(wanted)
-        if self.kind is Parallel.DDP and not wanted:
+            wrapped.set_requires_gradient_sync(enabled)
+        if self.kind is Parallel.DDP and not enabled:
             with wrapped.no_sync():
                 yield
         else:
             yield
 
     def share_buffers(self, model: nn.Module) -> None:
-        """Give every rank the buffers of rank 0, such as the statistics that evaluation uses."""
+        """Copy the buffers of rank 0 to every rank, such as batch norm's running statistics."""
         if self.size > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)
@@ -255,14 +261,14 @@ ALONE = Ranks()
 
 
 def require_same(settings: list[dict]) -> None:
-    """Raise `ParallelError` if a rank has other settings than rank 0; given those of each rank."""
-    first = settings[0]
-    for rank, others in enumerate(settings):
-        for name in sorted(first.keys() | others.keys()):
-            on_rank_0 = str(first.get(name))
-            on_rank = str(others.get(name))
-            if on_rank != on_rank_0:
-                difference = f"{name.replace('_', ' ')} {on_rank}, rank 0 with {on_rank_0}"
+    """Raise `ParallelError` if a rank's dict of settings differs from that of rank 0."""
+    first_settings = settings[0]
+    for rank, rank_settings in enumerate(settings):
+        for name in sorted(first_settings.keys() | rank_settings.keys()):
+            first_value = str(first_settings.get(name))
+            value = str(rank_settings.get(name))
+            if value != first_value:
+                difference = f"{name.replace('_', ' ')} {value}, rank 0 with {first_value}"
                 raise ParallelError(f"rank {rank} was started with {difference}: give all the same")
 
 
@@ -271,10 +277,15 @@ def _is_16_bit(precision: Precision) -> bool:
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that are gathered one at a time: the outermost in lists, if of several layers."""
+    """The modules whose weights FSDP2 gathers together, such as the layers of a transformer.
+
+    They are the outermost modules that have children and parameters and are no plain container.
+    """
     for child in model.children():
-        # By type, not isinstance: a subclass has a forward of its own, and is a block itself.
+        # By type, not isinstance: a subclass may have a forward of its own, and is a block itself.
         if type(child) in (nn.Sequential, nn.ModuleList, nn.ModuleDict):
             yield from _blocks(child)
-        elif any(True for _ in child.children()) and any(True for _ in child.parameters()):
+            continue
+        has_children = any(True for _ in child.children())
+        if has_children and any(True for _ in child.parameters()):
             yield child

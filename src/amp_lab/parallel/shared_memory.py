@@ -1,9 +1,9 @@
-"""What ranks on one machine hand each other on the CPU: through memory that they share.
+"""Collectives through shared memory, for ranks on the CPU of one machine.
 
-gloo sends through sockets there too, which costs time that training needs.
+They replace gloo's, which sends through sockets even there and is slower.
 """
 
-from __future__ import annotations  # torch can be built without what some of them name
+from __future__ import annotations  # torch may be built without the classes that some name
 
 import mmap
 import os
@@ -20,14 +20,15 @@ from torch import Tensor
 from amp_lab.core.backends import backend
 from amp_lab.parallel.collectives import note_shared
 
-_CHUNK = 2**16  # numbers at a time, so that they are still in the cache for the next operation
-_FILES = 2
+_CHUNK = 2**16  # numbers at a time, which stay in the cache from one operation to the next
+_FILES = 2  # see `SharedMemory`
 
 
 def share_memory(device: torch.device) -> SharedMemory | None:
-    """Memory of all ranks, which all call; None unless all are on the CPU of one Linux machine.
+    """Set up memory that all ranks share; None unless all are on the CPU of one Linux machine.
 
-    Its files have no name in any folder: they are gone with the last process that has them open.
+    All ranks must call this together. The memory is in files without a name (`memfd_create`), which
+    the system frees when the last process closes them.
     """
     size = dist.get_world_size()
     is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
@@ -36,99 +37,108 @@ def share_memory(device: torch.device) -> SharedMemory | None:
     if not hasattr(os, "memfd_create"):
         return None
     name = f"amp-lab-{uuid.uuid4().hex}"
-    created = []
+    descriptors = []
     if dist.get_rank() == 0:
-        created = [os.memfd_create(name) for _ in range(_FILES)]
-    paths = [f"/proc/{os.getpid()}/fd/{number}" for number in created]
-    offered: list[Any] = [name, paths]
-    dist.broadcast_object_list(offered, src=0)
-    memory = SharedMemory(_open(*offered))
-    opened: list[Any] = [None] * size
-    dist.all_gather_object(opened, len(memory.turns))
-    for number in created:
-        os.close(number)
-    if min(opened) < _FILES:
+        descriptors = [os.memfd_create(name) for _ in range(_FILES)]
+    # The other ranks open rank 0's descriptors through /proc.
+    paths = [f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in descriptors]
+    name_and_paths: list[Any] = [name, paths]
+    dist.broadcast_object_list(name_and_paths, src=0)
+    memory = SharedMemory(_open(*name_and_paths))
+    opened_files: list[Any] = [None] * size
+    dist.all_gather_object(opened_files, len(memory.files_and_maps))
+    for descriptor in descriptors:  # each rank has opened the files itself
+        os.close(descriptor)
+    if min(opened_files) < _FILES:
         return None
     return memory
 
 
 def _open(name: str, paths: list[str]) -> list[BinaryIO]:
-    """The files at these paths; none if one has another name, or cannot be opened."""
+    """Open the files at these paths; empty if one cannot be opened or is not called `name`."""
     try:
-        # In another container than rank 0's, the path may be of another file.
+        # In another container than rank 0's, the path may lead to an unrelated file.
         if not all(name in os.readlink(path) for path in paths):
             return []
         return [open(path, "r+b", buffering=0) for path in paths]
-    except OSError:  # no such file there, or not for this user
+    except OSError:  # no such file there, or no permission
         return []
 
 
 class SharedMemory:
-    """Two files that take turns: while some still read from one, others may write the other."""
+    """Two files that are used in turn: a slow rank may still read one while others write the next.
+
+    `files_and_maps` has each file with its memory map; the first is the next to be used.
+    """
 
     def __init__(self, files: Sequence[BinaryIO]):
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self.turns = [(file, mmap.mmap(-1, 1)) for file in files]
+        self.files_and_maps = [(file, mmap.mmap(-1, 1)) for file in files]
         for file in files:
             weakref.finalize(self, file.close)
 
-    def exchange(self, part: Tensor, dtype: torch.dtype, divisor: int = 1) -> Tensor:
-        """``part / divisor`` of every rank in `dtype`: (ranks, elements), to be read at once.
+    def exchange(self, values: Tensor, dtype: torch.dtype, divisor: int = 1) -> Tensor:
+        """Exchange ``values / divisor`` in `dtype`: returns those of all ranks, (ranks, elements).
 
-        Who comes to a meeting has read what was exchanged before it, so a file is free again one
-        meeting after its own. Raises gloo's error if a rank is lost.
+        The result is a view of the shared memory: read it before the next exchange. Two files are
+        enough, since a rank that reaches the next barrier has read this result: after that barrier,
+        this file can be written again. Raises gloo's error if a rank is lost.
         """
-        file, memory = self.turns.pop(0)
-        count = self.size * part.numel()
+        file, memory = self.files_and_maps.pop(0)
+        count = self.size * values.numel()
         needed_bytes = count * dtype.itemsize
         if needed_bytes > len(memory):
             os.ftruncate(file.fileno(), needed_bytes)
             memory = mmap.mmap(file.fileno(), needed_bytes)
-        self.turns.append((file, memory))
+        self.files_and_maps.append((file, memory))
         rows = torch.frombuffer(memory, dtype=dtype, count=count).view(self.size, -1)
         own_row = rows[self.rank]
-        for to, numbers in zip(own_row.split(_CHUNK), part.split(_CHUNK), strict=True):
+        for target, numbers in zip(own_row.split(_CHUNK), values.split(_CHUNK), strict=True):
             if divisor > 1:
                 numbers = numbers / divisor
-            to.copy_(numbers)
-        dist.barrier()
+            target.copy_(numbers)
+        dist.barrier()  # until every rank has written its row
         return rows
 
     def average(self, bucket: dist.GradBucket, dtype: torch.dtype) -> torch.futures.Future[Tensor]:
-        """For DDP, as a communication hook: the mean of the gradients, summed in `dtype`."""
+        """A communication hook for DDP: replaces the gradients by their mean, summed in `dtype`."""
         gradients = bucket.buffer()
         note_shared("all_reduce", dtype, gradients.numel(), self.size)
-        # Divided first, as torch's hooks do it: a sum may be too large for fp16.
-        parts = self.exchange(gradients, dtype, divisor=self.size)
-        _add_up(parts, out=gradients)
+        # Divided before they are summed, as by torch's hooks: the sum may be too large for fp16.
+        rows = self.exchange(gradients, dtype, divisor=self.size)
+        _sum_rows(rows, out=gradients)
         future = torch.futures.Future()
         future.set_result(gradients)
         return future
 
     def all_gather(self, output_tensor: Tensor, input_tensor: Tensor, **_: object) -> None:
-        """For FSDP2: the parts of all ranks in their order; this rank's own is there already."""
+        """FSDP2's all-gather: write the shards of all ranks into `output_tensor`, in rank order.
+
+        Skips the shard of this rank, `input_tensor`, which FSDP2 has put there already.
+        """
         note_shared("all_gather", output_tensor.dtype, output_tensor.numel(), self.size)
-        parts = self.exchange(input_tensor, output_tensor.dtype)
-        for rank, to in enumerate(output_tensor.view(parts.shape)):
+        rows = self.exchange(input_tensor, output_tensor.dtype)
+        for rank, target in enumerate(output_tensor.view(rows.shape)):
             if rank != self.rank:
-                to.copy_(parts[rank])
+                target.copy_(rows[rank])
 
     def reduce_scatter(
         self, output_tensor: Tensor, input_tensor: Tensor, op: object, **_: object
     ) -> None:
-        """For FSDP2: this rank's part of the sum over the ranks, or of their mean."""
+        """FSDP2's reduce-scatter: write this rank's shard of the sum, or mean, over the ranks."""
         note_shared("reduce_scatter", input_tensor.dtype, input_tensor.numel(), self.size)
-        parts = self.exchange(input_tensor, input_tensor.dtype)
-        to_this_rank = parts.view(self.size, self.size, -1)[:, self.rank]
-        _add_up(to_this_rank, out=output_tensor)
+        rows = self.exchange(input_tensor, input_tensor.dtype)
+        shards = rows.view(self.size, self.size, -1)  # (rank it is from, rank it is for, elements)
+        for_this_rank = shards[:, self.rank]
+        _sum_rows(for_this_rank, out=output_tensor)
         if op == dist.ReduceOp.AVG:
             output_tensor /= self.size
 
 
 @dataclass
 class FsdpCollective:
-    """What FSDP2 takes in place of a collective of its own: it asks it for memory, and calls it."""
+    """A function as a custom collective of FSDP2, which also asks it to allocate the output."""
 
     call: Callable[..., None]
 
@@ -139,10 +149,13 @@ class FsdpCollective:
         self.call(**arguments)
 
 
-def _add_up(parts: Tensor, out: Tensor) -> None:
-    """The sum of the rows, in their dtype and order: bit for bit the same on every rank."""
-    for chunk, to in zip(parts.split(_CHUNK, dim=1), out.split(_CHUNK), strict=True):
+def _sum_rows(rows: Tensor, out: Tensor) -> None:
+    """Write the sum of `rows` (ranks, elements) into `out`, added in their dtype and order.
+
+    The order is that of the ranks, so the result is bitwise the same on every rank.
+    """
+    for chunk, target in zip(rows.split(_CHUNK, dim=1), out.split(_CHUNK), strict=True):
         total, *others = chunk
         for numbers in others:
             total = total + numbers
-        to.copy_(total)
+        target.copy_(total)

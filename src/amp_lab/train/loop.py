@@ -15,42 +15,42 @@ from tqdm import tqdm
 from amp_lab.core.files import require_types
 from amp_lab.core.precision import Precision, require_backend
 from amp_lab.parallel.ranks import ALONE, Ranks
-from amp_lab.train.model_outputs import Batch, accuracy, cross_entropy, own_loss, split
+from amp_lab.train.model_outputs import Batch, accuracy, cross_entropy, returned_loss, split
 
 Batches = Iterable[Any]
-"""One pass over the data, batch by batch, on the CPU, each in a form that `Batch` has."""
+"""One pass over the data: batches on the CPU, each in one of the forms that `Batch` describes."""
 
 
 @dataclass(frozen=True)
 class EpochMetrics:
-    """What is known of a finished epoch."""
+    """The results of a finished epoch."""
 
     epoch: int  # counted from 1
-    train_loss: float  # mean over the samples, each at the time it was trained on
-    train_accuracy: float  # the metric, likewise: by default the share that is right, from 0 to 1
+    train_loss: float  # mean over the samples, each computed just before the step it is part of
+    train_accuracy: float  # mean of the metric, likewise; by default the accuracy, from 0 to 1
     test_loss: float  # mean over the test samples after the epoch; NaN without a test set
     test_accuracy: float
-    lr: float  # of the last step, and of the first parameter group
-    loss_scale: float  # after the epoch; 1 where there is no scaler
-    seconds: float  # of the training alone, from where this process took the epoch up
-    images_per_s: float  # samples since then, of all processes together, divided by `seconds`
+    lr: float  # of the first parameter group, in the last step
+    loss_scale: float  # after the epoch; 1 without a scaler
+    seconds: float  # of training, without evaluation; after a resume, from there on
+    images_per_s: float  # samples of all processes together in these `seconds`, per second
 
 
 @dataclass
 class Progress:
-    """How far a training has come, on this rank. `fit` goes on from it, and keeps it up to date."""
+    """How far training has come on this rank. `fit` resumes from it, and updates it."""
 
-    batch: int = 0  # batches done of the current epoch
-    samples: int = 0  # in those batches
-    # Sums over those samples of the loss, and of the metric, such as whether each was right. They
-    # are on the device, so that nothing waits for it.
+    batch: int = 0  # batches done in the current epoch
+    samples: int = 0  # samples in those batches
+    # Sums over those samples of the loss and of the metric: for the accuracy, the number of samples
+    # classified right. They stay on the device, since reading them would wait for it.
     loss_sum: Tensor = field(default_factory=lambda: torch.zeros(()))
     correct: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     lr: float = math.nan  # of the last step
-    epochs: list[EpochMetrics] = field(default_factory=list)  # the finished ones
+    epochs: list[EpochMetrics] = field(default_factory=list)  # of the finished epochs
 
     def state_dict(self) -> dict:
-        """As plain values, for a checkpoint."""
+        """The fields as plain values and CPU tensors, for a checkpoint."""
         state = dict(vars(self))
         state["loss_sum"] = self.loss_sum.cpu()
         state["correct"] = self.correct.cpu()
@@ -59,7 +59,7 @@ class Progress:
 
     @classmethod
     def from_state_dict(cls, state: dict) -> "Progress":
-        """What `state_dict` was made from. Raises `TypeError` or `ValueError` for others."""
+        """The progress saved by `state_dict`. Raises `TypeError` or `ValueError` if damaged."""
         epochs = [EpochMetrics(**epoch) for epoch in state["epochs"]]
         fields = state | {"epochs": epochs}
         progress = cls(**fields)
@@ -81,35 +81,37 @@ class Progress:
         self.batch = 0
         self.samples = 0
         self.loss_sum.zero_()
+        # A metric may have made it a floating-point tensor; whole numbers are summed exactly.
         self.correct = torch.zeros_like(self.correct, dtype=torch.int64)
 
 
 @dataclass
 class Loop:
-    """The settings of `fit` and `evaluate`, and the steps that both are made of.
+    """The settings of `fit` and `evaluate`, and the steps that both consist of.
 
-    Nothing waits for the device, so long as the optimizer is a fused one: the others make
-    `GradScaler.step` read a flag from it.
+    Give a fused optimizer: the others make `GradScaler.step` wait for the device, to read whether a
+    gradient overflowed. Otherwise a step does not wait for it.
     """
 
-    model: nn.Module  # where several processes train together, what `Ranks.wrap` returned
+    model: nn.Module  # with several processes, the module that `Ranks.wrap` returned
     precision: Precision
     device: torch.device
-    optimizer: torch.optim.Optimizer | None = None  # None for an evaluation alone
-    # The mean, given outputs and targets; None: what the model returns as loss, or `cross_entropy`.
+    optimizer: torch.optim.Optimizer | None = None  # None: only for evaluation
+    # Takes (outputs, targets), and returns the mean loss. None: the loss that the model returns,
+    # and if it returns none, `cross_entropy`.
     loss_fn: Callable[[Any, Any], Tensor] | None = None
-    # Likewise, a number for each sample or their mean; None for none.
+    # Takes (outputs, targets), and returns a number for each sample, or their mean.
     metric: Callable[[Any, Any], Tensor | float] | None = accuracy
-    scaler: torch.amp.GradScaler | None = None  # None: that of the precision
+    scaler: torch.amp.GradScaler | None = None  # None: the usual one for the precision
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None  # steps with the optimizer
-    # Batches for a step (fewer at the end of an epoch), weighted by their sizes, which is what one
-    # large batch would give.
+    # Batches for each step; the last step of an epoch may have fewer. They are weighted by their
+    # sizes, so that the gradients are those of one large batch.
     accumulate: int = 1
     clip_norm: float | None = None  # largest norm of the gradients of a step
     channels_last: bool = False  # whether model and images are put into that memory format
-    ranks: Ranks = ALONE  # who train together; the batches are this one's equal share of each
+    ranks: Ranks = ALONE  # the processes that train together; each gets its share of every batch
     progress: Progress = field(default_factory=Progress)
-    # Called when a step is done, to save it, or to stop there by returning true.
+    # Called after each step, as to save a checkpoint; training stops if it returns true.
     after_step: Callable[[Progress], bool] = lambda progress: False
     after_epoch: Callable[[EpochMetrics], None] = lambda metrics: None
 
@@ -124,20 +126,24 @@ class Loop:
     def epoch(
         self, batches: Batches, test_batches: Callable[[], Batches] | None
     ) -> EpochMetrics | None:
-        """Train on what is left of an epoch and evaluate; None if `after_step` stopped it."""
+        """Train on the remaining batches of an epoch, then evaluate.
+
+        Returns None if `after_step` stopped it.
+        """
         progress = self.progress
         ranks = self.ranks
-        samples_before = progress.samples
+        samples_before = progress.samples  # of a run that is resumed within the epoch
         self.model.train()
         started = time.perf_counter()
         iterator = iter(batches)
-        while group := list(itertools.islice(iterator, self.accumulate)):  # the last may be shorter
+        # A group is the batches of one step.
+        while group := list(itertools.islice(iterator, self.accumulate)):
             self._step(group)
             if self.after_step(progress):
                 return None
         samples = progress.samples * ranks.size
-        train_loss = (ranks.total(progress.loss_sum) / samples).item()  # waits for the device
-        seconds = time.perf_counter() - started
+        train_loss = (ranks.total(progress.loss_sum) / samples).item()
+        seconds = time.perf_counter() - started  # complete, since `item` has waited for the device
         test_loss = math.nan
         test_accuracy = math.nan
         if test_batches is not None:
@@ -158,7 +164,7 @@ class Loop:
         return metrics
 
     def _step(self, group: list[Any]) -> None:
-        """One step of the optimizer on the gradients of the batches in `group`."""
+        """Make one step of the optimizer, with the gradients of all batches in `group`."""
         progress = self.progress
         optimizer = self.optimizer
         scaler = self._scaler
@@ -167,14 +173,15 @@ class Loop:
         samples = sum(batch.samples for batch in batches)
         for number, batch in enumerate(batches, 1):
             is_last = number == len(group)
-            with self.ranks.gradient_sync(self.model, wanted=is_last):
+            # Summing the gradients over the ranks once a step is enough.
+            with self.ranks.gradient_sync(self.model, enabled=is_last):
                 loss, score = self._forward(batch)
                 weight = batch.samples / samples
                 scaler.scale(loss * weight).backward()
             progress.loss_sum += loss.detach() * batch.samples
-            progress.correct = progress.correct + score
+            progress.correct = progress.correct + score  # not in place: `score` may be a float
         if self.clip_norm is not None:
-            scaler.unscale_(optimizer)  # or the norm would be that of the scaled gradients
+            scaler.unscale_(optimizer)  # so that the norm is that of the true gradients
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
         progress.lr = optimizer.param_groups[0]["lr"]  # before the scheduler changes it
         scaler.step(optimizer)
@@ -186,18 +193,18 @@ class Loop:
         progress.samples += samples
 
     def evaluate(self, batches: Batches) -> tuple[float, float]:
-        """Mean loss and metric over `batches`: see the function `evaluate`."""
+        """Mean loss and mean metric over `batches`: see the function `evaluate`."""
         model = self.model
         ranks = self.ranks
         was_training = model.training
         loss_sum = torch.zeros((), device=self.device)
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
         samples = 0
-        ranks.share_buffers(model)  # or each would normalise by its own statistics
+        ranks.share_buffers(model)  # each rank has its own running statistics of batch norm
         model.eval()
         with self.precision.float32_mode(self.device.type), ranks.no_gradients():
-            for given in _bar(batches, "evaluation"):
-                batch = split(given, model)
+            for loaded_batch in _bar(batches, "evaluation"):
+                batch = split(loaded_batch, model)
                 loss, score = self._forward(batch)
                 loss_sum += loss * batch.samples
                 correct = correct + score
@@ -209,17 +216,19 @@ class Loop:
         return mean_loss, mean_score
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Mean loss of a batch from the CPU, and its metric, summed over the samples."""
-        args, kwargs, targets = tree_map_only(Tensor, self._to_device, batch[:3])
+        """Move a batch to the device and run the model: mean loss, and sum of the metric."""
+        on_cpu = (batch.args, batch.kwargs, batch.targets)
+        args, kwargs, targets = tree_map_only(Tensor, self._to_device, on_cpu)
         with self.ranks.autocast(self.precision, self.device.type):
-            outputs = self.model(*args, **kwargs)  # (N, C) for one class of each sample
+            outputs = self.model(*args, **kwargs)  # logits (N, C) for a classifier
             loss = self._loss(outputs, targets)
         return loss, self._score(outputs, targets, batch.samples)
 
     def _loss(self, outputs: Any, targets: Any) -> Tensor:
+        """The mean loss: by `loss_fn`, else the one that the model returns, else cross-entropy."""
         if self.loss_fn is not None:
             return self.loss_fn(outputs, targets)
-        loss = own_loss(outputs)
+        loss = returned_loss(outputs)
         if loss is None:
             return cross_entropy(outputs, targets)
         return loss
@@ -227,23 +236,23 @@ class Loop:
     def _to_device(self, tensor: Tensor) -> Tensor:
         is_image = self.channels_last and tensor.dim() == 4
         memory_format = torch.channels_last if is_image else torch.preserve_format
-        # The host goes on at once, and has the next batch ready by the time the device wants it.
+        # Asynchronous, so that the CPU prepares the next batch while the device computes.
         return tensor.to(self.device, non_blocking=True, memory_format=memory_format)
 
     @torch.no_grad()
     def _score(self, outputs: Any, targets: Any, samples: int) -> Tensor:
-        """The sum of the metric over the samples; NaN if there is none."""
+        """The sum of the metric over the samples of a batch; NaN without a metric."""
         score: Tensor | float = math.nan
         if self.metric is not None:
             score = self.metric(outputs, targets)
         score = torch.as_tensor(score)
-        if score.dim() == 1:  # of each sample, such as whether it was right: summed unrounded
+        if score.dim() == 1:  # a value for each sample; booleans are summed exactly, as integers
             return score.sum()
         return score.float().mean() * samples
 
 
 def _bar(batches: Batches, description: str) -> tqdm:
-    """The batches, with a bar of how many there were, on a terminal alone."""
+    """The same batches; iterating over them shows a progress bar if stderr is a terminal."""
     return tqdm(batches, description, unit="batch", leave=False, disable=None)
 
 
@@ -257,20 +266,21 @@ def fit(
 ) -> list[EpochMetrics]:
     """Train `model`, which is on its device already; return the metrics of all finished epochs.
 
-    `train_batches(epoch, batch)` gives the batches of an epoch (from 0) from a batch number on, and
-    `test_batches()` those to evaluate on after each, in the forms of a `Batch`. The settings are
-    the fields of a `Loop`: `precision`, `device` and `optimizer`, and others that are wanted.
+    `train_batches(epoch, batch)` returns the batches of an epoch (counted from 0) from number
+    `batch` on, and `test_batches()` those for the evaluation after each epoch; `Batch` describes
+    their forms. The settings are the fields of a `Loop`: `precision`, `device` and `optimizer` must
+    be given.
 
-    It ends when `epochs` epochs are done, or `after_step(progress)` returns true. To go on from
-    there bitwise equal, save `progress` and the states of model, optimizer, scaler, scheduler and
-    random generators. Raises `DeviceError` if there is no such device, `OptionError` for a batch
-    that it does not take.
+    Training ends when `epochs` epochs are done, or `after_step(progress)` returns true. To resume
+    it with a bitwise equal result, save `progress` and the states of model, optimizer, scaler,
+    scheduler and random generators. Raises `DeviceError` if there is no such device, `OptionError`
+    for a batch in another form.
     """
     loop = Loop(model, **settings)
     progress = loop.progress
     if loop.channels_last:
         loop.ranks.set_memory_format(model, torch.channels_last)
-    # Not only around the forward pass: the backward pass computes in the mode it finds as well.
+    # Around the whole loop, since the backward pass must compute in this mode as well.
     with loop.precision.float32_mode(loop.device.type):
         while len(progress.epochs) < epochs:
             epoch = len(progress.epochs)
@@ -284,9 +294,10 @@ def fit(
 
 
 def evaluate(model: nn.Module, batches: Batches, **settings: Any) -> tuple[float, float]:
-    """Mean loss and metric, by default the accuracy (0 to 1), over `batches`, in evaluation mode.
+    """Mean loss and mean metric, by default the accuracy (0 to 1), over `batches`.
 
-    The settings are the fields of a `Loop`: `precision`, `device`, and those of the others that are
-    wanted. Ranks may have batches of other sizes, but as many. Raises `DeviceError` as `fit` does.
+    The model is put into evaluation mode meanwhile. The settings are the fields of a `Loop`:
+    `precision` and `device` must be given. Every rank needs the same number of batches, but not of
+    the same sizes. Raises `DeviceError` as `fit` does.
     """
     return Loop(model, **settings).evaluate(batches)
