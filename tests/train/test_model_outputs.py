@@ -10,7 +10,7 @@ from torch import nn
 
 from amp_lab import evaluate, fit
 from amp_lab.core.errors import OptionError
-from amp_lab.train.model_outputs import accuracy, cross_entropy, own_loss, split
+from amp_lab.train.model_outputs import accuracy, cross_entropy, returned_loss, split
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
 
@@ -194,9 +194,9 @@ def test_the_dimension_of_the_classes():
 
 
 def test_an_auxiliary_loss_alone_is_not_the_loss():
-    assert own_loss({"aux_loss": torch.tensor(1.0), "logits": torch.zeros(2, 2)}) is None
-    assert own_loss((torch.zeros(2, 2), torch.zeros(2))) is None
-    assert own_loss(torch.zeros(2, 2)) is None
+    assert returned_loss({"aux_loss": torch.tensor(1.0), "logits": torch.zeros(2, 2)}) is None
+    assert returned_loss((torch.zeros(2, 2), torch.zeros(2))) is None
+    assert returned_loss(torch.zeros(2, 2)) is None
 
 
 def test_a_tuple_among_several_inputs_is_one_argument_of_the_model():

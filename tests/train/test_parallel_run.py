@@ -128,7 +128,7 @@ def restored(kind: str | None, out: Path) -> dict:
     with join(kind, torch.device("cpu"), timeout_s=60) as ranks, contextlib.ExitStack() as stack:
         run = runs.Run({}, RunOptions(out, resume=True, workers=0), ranks, stack)
         loss, accuracy = evaluate(
-            run.trained,
+            run.wrapped_model,
             batches(run.images.test, 8, share=(ranks.rank, ranks.size)),
             precision="fp32",
             device="cpu",

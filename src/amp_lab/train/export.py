@@ -1,4 +1,4 @@
-"""A run as one file: its checkpoint, or its model, converted and checked, for use elsewhere."""
+"""Exports a run as one file: its checkpoint, or its model in another format, which is checked."""
 
 import copy
 import io
@@ -30,28 +30,29 @@ from amp_lab.train.run_data import load_data
 from amp_lab.train.train_options import RunConfig
 
 _State = dict[str, Any]
+"""The content of a checkpoint: see `amp_lab.train.checkpoint.run_state`."""
 FORMATS = ("safetensors", "onnx", "pt2")
-_INPUTS = 256  # that a file is checked with
-_FEW_INPUTS = 8  # for a CPU may take hundreds of times as long in fp16, and a text has many tokens
-# By how much the outputs of a file may differ from those of the model it was made of, as a share of
-# the largest: another library sums in another order, and may round to 16 bits less often.
+_INPUTS = 256  # images to check a file with
+_FEW_INPUTS = 8  # for fp16, which may be hundreds of times as slow on a CPU, and for long texts
+# Largest difference between the outputs of the file and of the model, relative to the largest
+# output. Another library sums in another order, and may round to 16 bits less often.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2.0**-7, torch.bfloat16: 2.0**-4}
 
 
 def export_checkpoint(
     out: str | os.PathLike, file: str | os.PathLike, *, force: bool = False
 ) -> None:
-    """Write the checkpoint of the run in the folder `out`, sharded or not, as one file.
+    """Write the checkpoint of the run in the folder `out` as one file, which no shards belong to.
 
-    It is then what one process would have saved. A checkpoint that is there already is replaced,
-    another file only with `force`. Raises `CheckpointError` if there is none, or it is damaged, or
-    the file cannot be written.
+    The file is one that a single process would have saved. If `file` exists, it is replaced if it
+    is a checkpoint, or with `force`. Raises `CheckpointError` if the run has no checkpoint or a
+    damaged one, or the file cannot be written.
     """
     if os.path.lexists(file) and not force and not is_checkpoint(file):
         raise CheckpointError(f"{file}: is there, and no checkpoint; --force replaces a file")
     state = _load_state(Path(out))
     if "shards" in state:
-        model, optimizer = _restore(Path(out), state)
+        model, optimizer = _build_and_restore(Path(out), state)
         del state["shards"]
         state["model"] = model
         state["optimizer"] = optimizer
@@ -61,62 +62,62 @@ def export_checkpoint(
 def export_model(
     out: str | os.PathLike,
     file: str | os.PathLike,
-    form: str,
+    file_format: str,
     precision: Precision | str = Precision.FP32,
     *,
     data: str | os.PathLike | None = None,
     force: bool = False,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Write the model of the run in the folder `out`, converted, in one of `FORMATS`.
+    """Write the model of the run in the folder `out`, in one of `FORMATS`.
 
-    All floating-point parameters and buffers of a copy are cast to the dtype of `precision`. What
-    is written as ``onnx`` or ``pt2`` takes fp32 images (B, 3, S, S) for any B and returns fp32
-    logits (B, C), and casts in between; ``safetensors`` holds the weights alone. The file is
-    read again and run, before it takes its name, on test images of the run from `data` (default:
-    from where the run had them), or on random ones if those are not there. `say` gets each line to
-    report.
+    All floating-point parameters and buffers are cast to the dtype of `precision`. A model in
+    ``onnx`` or ``pt2`` takes fp32 images (B, 3, S, S) for any B, casts them, and returns fp32
+    logits (B, C); ``safetensors`` holds the weights alone. Before the file is written, its content
+    is read back and run on test images of the run, from `data` (default: where the run had them),
+    or on random ones if the images are not there. `say` is called with each line to report.
 
-    Raises `CheckpointError` for a run without a whole checkpoint, a file that is there (unless
-    `force`) or cannot be written, weights beyond the dtype's range, a model that torch cannot
-    export, and a file whose outputs are not the model's; then nothing is written.
+    Raises `CheckpointError` for a run without a checkpoint or with a damaged one, a file that
+    exists (unless `force`) or cannot be written, weights beyond the dtype's range, a model that
+    torch cannot export, and a file whose outputs are not those of the model. Then no file is
+    written.
     """
     path = Path(file)
     dtype = Precision(precision).dtype
-    if form not in FORMATS:
-        raise CheckpointError(f"no format {form!r}; there are {', '.join(FORMATS)}")
-    _require_free(path, force)
+    if file_format not in FORMATS:
+        raise CheckpointError(f"no format {file_format!r}; there are {', '.join(FORMATS)}")
+    _require_free(path, force=force)
     model, state = load_model(out)
     model.eval()
-    place = data or run_folder.place_of_data(Path(out)) or "data"
-    served = _Served(copy.deepcopy(model), dtype)
-    say(_describe_cast(model, served.model, dtype))
+    data_path = data or run_folder.saved_data_path(Path(out)) or "data"
+    cast_model = _CastModel(copy.deepcopy(model), dtype)
+    say(_describe_cast(model, cast_model.model, dtype))
     config = RunConfig(**state["config"])
-    inputs = _inputs(config, state["classes"], place, dtype, say)
-    with torch.no_grad(), _quiet():
-        expected = served(inputs)
+    inputs = _inputs(config, state["classes"], data_path, dtype, say)
+    with torch.no_grad(), _quiet_exporters():
+        expected = cast_model(inputs)
         if not expected.isfinite().all():
             raise CheckpointError(
                 f"{path}: not written, since outputs in {dtype_name(dtype)} are not finite; give "
                 "another --dtype"
             )
-        content, outputs = _convert(form, served, inputs, config.model)
+        content, outputs = _convert(file_format, cast_model, inputs, config.model)
         largest_error = (outputs - expected).abs().max()
         relative_error = (largest_error / expected.abs().max()).item()
-        decisions = model(inputs).argmax(-1)
-        agree = decisions == outputs.argmax(-1)
-    if not relative_error <= _TOLERANCE[dtype]:  # NaN is not
-        problem = f"outputs of the {form} file are {relative_error:.1%} off the model's"
+        fp32_decisions = model(inputs).argmax(-1)
+        agrees = fp32_decisions == outputs.argmax(-1)
+    if not relative_error <= _TOLERANCE[dtype]:  # true for NaN as well
+        problem = f"outputs of the {file_format} file are {relative_error:.1%} off the model's"
         raise CheckpointError(f"{path}: not written, since {problem}")
     save(path, [content], CheckpointError)
-    same = f"{int(agree.sum())} of {agree.numel()} decisions as in fp32"
+    agreement = f"{int(agrees.sum())} of {agrees.numel()} decisions as in fp32"
     distance = f"outputs {relative_error:.1e} from the model's in {dtype_name(dtype)}"
-    say(f"Read and run: {same}; {distance}")
+    say(f"Read and run: {agreement}; {distance}")
     say(f"Written: {path} ({bytes_text(len(content))})")
 
 
-class _Served(nn.Module):
-    """A model that is cast to `dtype`, and takes and returns fp32."""
+class _CastModel(nn.Module):
+    """A model whose parameters are cast to `dtype`, with fp32 inputs and outputs."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         super().__init__()
@@ -124,12 +125,13 @@ class _Served(nn.Module):
         self.dtype = dtype
 
     def forward(self, images: Tensor) -> Tensor:
-        if images.is_floating_point():  # and not tokens
+        if images.is_floating_point():  # tokens of a text are integers
             images = images.to(self.dtype)
         return self.model(images).float()
 
 
-def _require_free(path: Path, force: bool) -> None:
+def _require_free(path: Path, *, force: bool) -> None:
+    """Raise `CheckpointError` if the file exists, unless `force`, or cannot be written."""
     if os.path.lexists(path) and not force:
         raise CheckpointError(f"{path}: is there already; --force replaces it")
     try:
@@ -139,14 +141,18 @@ def _require_free(path: Path, force: bool) -> None:
 
 
 def _load_state(out: Path) -> _State:
+    """Load the checkpoint of the run in `out`; raises `CheckpointError` if it is not of a run."""
     path = out / run_state.CHECKPOINT
     state = load_checkpoint(path)
     run_state.require_run(path, state)
     return state
 
 
-def _restore(out: Path, state: _State) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model of a checkpoint, and the optimizer, whose state only shards are read for."""
+def _build_and_restore(out: Path, state: _State) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Build the model of a checkpoint and its optimizer, and load their state.
+
+    Without shards the optimizer stays without a state: its state is in `state` as it is.
+    """
     try:
         config = RunConfig(**state["config"])
         model = build_model(config.model, state["classes"], freeze=config.freeze)
@@ -168,50 +174,55 @@ def _restore_shards(
     optimizer: torch.optim.Optimizer,
     lr: float,
 ) -> None:
-    from amp_lab.train.checkpoint.shards import load_shards  # torch's part of it takes a second
+    """Load the shards in `out` into a model and an optimizer of this process alone."""
+    from amp_lab.train.checkpoint.shards import load_shards  # here, since it takes a second to load
 
-    # With the entries of the schedule, which would not be read into one without them.
+    # A scheduler adds entries to the optimizer's parameter groups, such as max_lr. The shards have
+    # them, so the optimizer must have them before it is loaded.
     steps = state["scheduler"]["total_steps"]
     torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, steps)
     load_shards(out, state["shards"], model, optimizer, ALONE)
 
 
 def load_model(out: str | os.PathLike) -> tuple[nn.Module, _State]:
-    """The model of a run, on the CPU, and the rest of its checkpoint.
+    """Load the model of the run in the folder `out`, on the CPU, and the content of its checkpoint.
 
-    Raises `CheckpointError` if there is none, or it is damaged.
+    Raises `CheckpointError` if there is no checkpoint, or it is damaged.
     """
     state = _load_state(Path(out))
-    model, _ = _restore(Path(out), state)
+    model, _ = _build_and_restore(Path(out), state)
     return model, state
 
 
 def _describe_cast(model: nn.Module, cast_model: nn.Module, dtype: torch.dtype) -> str:
-    """A line on what the cast changed; raises `CheckpointError` for what it made infinite."""
+    """One line: how many tensors were cast, the size before and after, and values that became 0.
+
+    Raises `CheckpointError` for a value that became infinite.
+    """
     before = model.state_dict()
     after = cast_model.state_dict()
-    cast = 0
-    underflowed = 0
+    cast_tensors = 0
+    underflows = 0
     for name, tensor in before.items():
         cast_tensor = after[name]
-        is_overflowed = tensor.isfinite() & ~cast_tensor.isfinite()
-        overflowed = int(is_overflowed.sum())
-        if overflowed:
-            values = f"{plural(overflowed, 'value')} of {name}"
+        is_overflow = tensor.isfinite() & ~cast_tensor.isfinite()
+        overflows = int(is_overflow.sum())
+        if overflows:
+            values = f"{plural(overflows, 'value')} of {name}"
             largest = torch.finfo(dtype).max
             problem = f"{values} beyond {largest:g}"
             raise CheckpointError(f"{dtype_name(dtype)}: {problem}; give another --dtype")
-        is_underflowed = (tensor != 0) & (cast_tensor == 0)
-        underflowed += int(is_underflowed.sum())
-        cast += cast_tensor.dtype != tensor.dtype
-    tensors = f"{cast} of {len(before)} tensors cast to {dtype_name(dtype)}"
-    line = f"{tensors}: {_size(after)}, were {_size(before)}"
-    if not underflowed:
+        is_underflow = (tensor != 0) & (cast_tensor == 0)
+        underflows += int(is_underflow.sum())
+        cast_tensors += cast_tensor.dtype != tensor.dtype
+    counts = f"{cast_tensors} of {len(before)} tensors cast to {dtype_name(dtype)}"
+    line = f"{counts}: {_total_size(after)}, were {_total_size(before)}"
+    if not underflows:
         return line
-    return f"{line}; {plural(underflowed, 'value')} became 0"
+    return f"{line}; {plural(underflows, 'value')} became 0"
 
 
-def _size(state: dict[str, Tensor]) -> str:
+def _total_size(state: dict[str, Tensor]) -> str:
     return bytes_text(sum(tensor.nbytes for tensor in state.values()))
 
 
@@ -222,101 +233,114 @@ def _inputs(
     dtype: torch.dtype,
     say: Callable[[str], None],
 ) -> Tensor:
-    """Images (B, 3, S, S) or tokens (B, T) to check with: the run's own, if they are there."""
+    """Inputs to check a file with: test images (B, 3, S, S) or tokens (B, T) of the run.
+
+    If the data are not there, the inputs are random, which `say` reports.
+    """
     is_text = config.dataset in TEXTS
     count = _INPUTS
     if is_text or dtype == torch.float16:
         count = _FEW_INPUTS
     try:
         run_data = load_data(replace(config, limit=None), data, augment=False, download=False)
-        first_batch = next(iter(batches(run_data.test, count)))
-        return first_batch[0]
+        inputs, _ = next(iter(batches(run_data.test, count)))
+        return inputs
     except DataError as error:
-        kind = "tokens" if is_text else "images"
-        say(f"Checked with random {kind}, since {error}")
-    draws = torch.Generator().manual_seed(0)
+        description = "tokens" if is_text else "images"
+        say(f"Checked with random {description}, since {error}")
+    generator = torch.Generator().manual_seed(0)
     if is_text:
         length = config.context or CONTEXT
-        return torch.randint(classes, (count, length), generator=draws)
+        return torch.randint(classes, (count, length), generator=generator)
     default_size = 32
     if config.dataset in ("caltech256", "folder"):
         default_size = PHOTOGRAPH_SIZE
     size = config.image_size or default_size
-    return torch.randn(count, 3, size, size, generator=draws)
+    return torch.randn(count, 3, size, size, generator=generator)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what torch's exporters say of their own work."""
+def _quiet_exporters() -> Iterator[None]:
+    """Drop the logs and warnings of torch's exporters in the block."""
     with nothing_logged(), warnings.catch_warnings(action="ignore"):
         yield
 
 
-def _convert(form: str, served: _Served, inputs: Tensor, model: str) -> tuple[bytes, Tensor]:
-    """The bytes of a file, and what it returns for `inputs`, read again."""
-    convert = {"safetensors": _to_safetensors, "onnx": _to_onnx, "pt2": _to_pt2}[form]
-    with needed_for(form):
+def _convert(
+    file_format: str, model: _CastModel, inputs: Tensor, model_name: str
+) -> tuple[bytes, Tensor]:
+    """Convert a model: the bytes of the file, and the outputs for `inputs` of the file read back.
+
+    Raises `CheckpointError` if the exporter or the runtime cannot do it.
+    """
+    convert = {"safetensors": _to_safetensors, "onnx": _to_onnx, "pt2": _to_pt2}[file_format]
+    with needed_for(file_format):
         try:
-            return convert(served, inputs, model)
+            return convert(model, inputs, model_name)
         except (AmpLabError, ModuleNotFoundError):
             raise
-        except Exception as error:  # whatever the exporter or the runtime has not
-            problem = _export_problem(form, model, served.dtype, error)
+        except Exception as error:  # they may raise anything for an op that they lack
+            problem = _export_problem(file_format, model_name, model.dtype, error)
             raise CheckpointError(problem) from error
 
 
-def _export_problem(form: str, model: str, dtype: torch.dtype, error: Exception) -> str:
-    what = f"{model} in {dtype_name(dtype)}"
+def _export_problem(file_format: str, model_name: str, dtype: torch.dtype, error: Exception) -> str:
+    """The message for a model that cannot be exported, or not be run after it."""
+    description = f"{model_name} in {dtype_name(dtype)}"
     is_of_onnxruntime = type(error).__module__.startswith("onnxruntime")
     if is_of_onnxruntime and dtype is torch.bfloat16:
         return (
-            f"{what} cannot be written as onnx, since ONNX Runtime's CPU cannot run it; "
+            f"{description} cannot be written as onnx, since ONNX Runtime's CPU cannot run it; "
             "try --dtype fp16 or fp32, or another format"
         )
     return (
-        f"{what} cannot be written as {form}, or not run here ({with_type(error)}); try "
-        "--dtype fp32, or another format"
+        f"{description} cannot be written as {file_format}, or not run here ({with_type(error)}); "
+        "try --dtype fp32, or another format"
     )
 
 
-def _to_safetensors(served: _Served, inputs: Tensor, model: str) -> tuple[bytes, Tensor]:
+def _to_safetensors(model: _CastModel, inputs: Tensor, model_name: str) -> tuple[bytes, Tensor]:
+    """See `_convert`."""
     import safetensors.torch
 
     tensors: dict[str, Tensor] = {}
-    for name, tensor in served.model.state_dict().items():
+    for name, tensor in model.model.state_dict().items():
+        # safetensors refuses tensors that share memory, so tied weights are written once.
         is_tied = any(tensor.is_set_to(other) for other in tensors.values())
-        if not is_tied:  # else it is written once
+        if not is_tied:
             tensors[name] = tensor.contiguous()
-    about = {"format": "pt", "model": model}
-    content = safetensors.torch.save(tensors, about)
-    loaded = copy.deepcopy(served)
+    metadata = {"format": "pt", "model": model_name}
+    content = safetensors.torch.save(tensors, metadata)
+    loaded = copy.deepcopy(model)
     for tensor in loaded.state_dict().values():
-        tensor.zero_()
+        tensor.zero_()  # so that a tensor that the file lacks does not go unnoticed
     loaded.model.load_state_dict(safetensors.torch.load(content), strict=False)
     return content, loaded(inputs)
 
 
-def _export(served: _Served, inputs: Tensor) -> torch.export.ExportedProgram:
-    """The program for any number of inputs."""
+def _export(model: _CastModel, inputs: Tensor) -> torch.export.ExportedProgram:
+    """Export a model for any batch size."""
     example = inputs[:2].clone()
-    any_batch = {0: torch.export.Dim.AUTO}
-    return torch.export.export(served, (example,), dynamic_shapes=(any_batch,))
+    any_batch_size = {0: torch.export.Dim.AUTO}
+    return torch.export.export(model, (example,), dynamic_shapes=(any_batch_size,))
 
 
-def _to_pt2(served: _Served, inputs: Tensor, model: str) -> tuple[bytes, Tensor]:
+def _to_pt2(model: _CastModel, inputs: Tensor, model_name: str) -> tuple[bytes, Tensor]:
+    """See `_convert`."""
     content = io.BytesIO()
-    torch.export.save(_export(served, inputs), content)
+    torch.export.save(_export(model, inputs), content)
     content.seek(0)
     loaded = torch.export.load(content).module()
     return content.getvalue(), loaded(inputs)
 
 
-def _to_onnx(served: _Served, inputs: Tensor, model: str) -> tuple[bytes, Tensor]:
+def _to_onnx(model: _CastModel, inputs: Tensor, model_name: str) -> tuple[bytes, Tensor]:
+    """See `_convert`."""
     import onnxruntime
-    import onnxscript  # noqa: F401  # which torch.onnx asks for in a message of its own
+    import onnxscript  # noqa: F401  # so that a missing one is reported as other packages are
 
     program = torch.onnx.export(
-        _export(served, inputs), verbose=False, input_names=["images"], output_names=["logits"]
+        _export(model, inputs), verbose=False, input_names=["images"], output_names=["logits"]
     )
     assert program is not None
     content = program.model_proto.SerializeToString()

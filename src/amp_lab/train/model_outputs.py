@@ -1,4 +1,4 @@
-"""The forms that batches come in, and what models return: the targets, the loss, the logits."""
+"""Finds arguments and targets in a batch, and loss and logits in the outputs of a model."""
 
 import inspect
 import math
@@ -11,25 +11,32 @@ from torch import Tensor, nn
 
 from amp_lab.core.errors import OptionError
 
-_TARGETS = ("labels", "targets", "target")  # names of the entry of a dict that is the target
+_TARGET_NAMES = ("labels", "targets", "target")  # keys of the targets in a batch that is a dict
 
 
 class Batch(NamedTuple):
-    """What a model is called with, and the targets.
+    """The arguments to call a model with, the targets, and the number of samples.
 
-    It comes as ``(inputs, targets)``, where inputs may be a dict or tuple of arguments; as
-    ``(a, b, …, targets)``; as a dict of arguments by name, with the targets under "labels",
-    "targets" or "target"; or as inputs without targets, for a model that returns its loss.
+    `split` makes it of a batch in one of these forms:
+
+    - ``(inputs, targets)``, where inputs may be a dict or a tuple of arguments;
+    - ``(a, b, …, targets)``;
+    - a dict of arguments by name, with the targets under "labels", "targets" or "target";
+    - inputs without targets, for a model that returns its loss.
     """
 
     args: tuple
     kwargs: dict[str, Any]
-    targets: Any
+    targets: Any  # None if there are none
     samples: int
 
 
 def split(batch: Any, model: nn.Module) -> Batch:
-    """A batch, taken apart; targets in a dict go to the model too if it takes such an argument."""
+    """Split a batch into the arguments for `model` and the targets.
+
+    Targets in a dict are also passed to the model if it has an argument of that name. Raises
+    `OptionError` for a batch in another form than those of `Batch`.
+    """
     if isinstance(batch, Mapping):
         return _split_mapping(batch, model)
     inputs = [batch]
@@ -48,21 +55,25 @@ def split(batch: Any, model: nn.Module) -> Batch:
 
 
 def _split_mapping(batch: Mapping, model: nn.Module) -> Batch:
-    """A batch of arguments by name, the targets perhaps among them."""
+    """Split a batch that is a dict of arguments by name, with or without targets."""
     kwargs = dict(batch.items())
     samples = _count_samples(batch)
-    name = next((name for name in _TARGETS if name in batch), None)
-    if name is None:
-        return Batch((), kwargs, None, samples)
-    if not _takes_argument(model, name):
-        del kwargs[name]
-    return Batch((), kwargs, batch[name], samples)
+    for name in _TARGET_NAMES:
+        if name in batch:
+            if not _takes_argument(model, name):
+                del kwargs[name]
+            return Batch((), kwargs, batch[name], samples)
+    return Batch((), kwargs, None, samples)
 
 
 def _count_samples(values: Any) -> int:
-    """How many samples there are: the first size of the first tensor, or the items of a list."""
+    """The number of samples: the first dimension of the first tensor, or the length of a list.
+
+    `values` are a batch, its inputs or its targets. Raises `OptionError` if it begins otherwise.
+    """
     if isinstance(values, Mapping) and values:
-        return _count_samples(next(iter(values.values())))
+        first, *_ = values.values()
+        return _count_samples(first)
     if isinstance(values, tuple) and values:
         return _count_samples(values[0])
     has_samples = isinstance(values, Tensor) and values.dim() > 0
@@ -73,16 +84,16 @@ def _count_samples(values: Any) -> int:
 
 
 def _takes_argument(model: nn.Module, name: str) -> bool:
-    """Whether the model has an argument of this name, or takes any, as DDP does for its model."""
+    """Whether the model's `forward` has an argument of this name, or takes ``**kwargs``."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
+        model = model.module  # DDP's own `forward` takes any argument
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return takes_any or name in parameters
 
 
 def _values(outputs: Any) -> list[Any]:
-    """What a model returns, one by one."""
+    """The outputs of a model as a list: the values of a dict, the items of a tuple, or the one."""
     if isinstance(outputs, Mapping):
         return list(outputs.values())
     if isinstance(outputs, (tuple, list)):
@@ -94,33 +105,42 @@ def _tensors(values: list[Any]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def own_loss(outputs: Any) -> Tensor | None:
-    """The loss that a model returns: what is called "loss", or the only single number.
+def returned_loss(outputs: Any) -> Tensor | None:
+    """The loss among the outputs of a model, or None.
 
-    A dict of nothing but single numbers, as torchvision's detectors return it, is added up.
+    It is the output called "loss", or the only scalar tensor. If a dict has scalar tensors alone,
+    as that of torchvision's detectors, the loss is their sum.
     """
     values = _values(outputs)
     if isinstance(outputs, Mapping):
-        named = outputs.get("loss")
-        wanted = len(values)
+        named_loss = outputs.get("loss")
+        expected_scalars = len(values)
     else:
-        named = getattr(outputs, "loss", None)
-        wanted = 1
-    if named is not None:
-        return named
-    numbers = [tensor for tensor in _tensors(values) if tensor.dim() == 0]
-    if not numbers or len(numbers) != wanted:
+        named_loss = getattr(outputs, "loss", None)
+        expected_scalars = 1
+    if named_loss is not None:
+        return named_loss
+    scalars = [tensor for tensor in _tensors(values) if tensor.dim() == 0]
+    if not scalars or len(scalars) != expected_scalars:
         return None
-    return torch.stack(numbers).sum()
+    return torch.stack(scalars).sum()
 
 
 def _logits(outputs: Any, targets: Any) -> tuple[Tensor | None, int | None]:
-    """The first tensor of the outputs with a size, and the dimension of its classes, if any."""
-    tensors = _tensors(_values(outputs))
-    logits = next((tensor for tensor in tensors if tensor.dim() > 0), None)
-    if logits is None or not isinstance(targets, Tensor) or targets.is_floating_point():
+    """The logits, which are the first tensor that is no scalar, and their dimension of classes.
+
+    The dimension is None if the targets are no classes, or their shape does not fit. Raises
+    `OptionError` if it may be either of two.
+    """
+    candidates = [tensor for tensor in _tensors(_values(outputs)) if tensor.dim() > 0]
+    if not candidates:
+        return None, None
+    logits = candidates[0]
+    has_classes = isinstance(targets, Tensor) and not targets.is_floating_point()
+    if not has_classes:
         return logits, None
     dims = _class_dimensions(logits.shape, targets.shape)
+    # Ambiguous: (N, C, L) or (N, T, C). With more dimensions it is (N, C, …), as for torch.
     if logits.dim() == 3 and len(dims) > 1:
         shapes = f"logits {tuple(logits.shape)} for targets {tuple(targets.shape)}"
         raise OptionError(f"{shapes}: the classes may be either dimension; give loss_fn and metric")
@@ -130,31 +150,38 @@ def _logits(outputs: Any, targets: Any) -> tuple[Tensor | None, int | None]:
 
 
 def _class_dimensions(logits: torch.Size, targets: torch.Size) -> list[int]:
-    """Which of the second and the last dimension leaves the targets' shape if it is taken out."""
+    """The dimensions of logits of this shape that may be the classes: 1, the last, or both.
+
+    Without the dimension of classes, the shape of the logits must be that of the targets.
+    """
     dims = []
     for dim in (1, len(logits) - 1):
-        others = logits[:dim] + logits[dim + 1 :]
-        if others == targets:
+        other_sizes = logits[:dim] + logits[dim + 1 :]
+        if other_sizes == targets:
             dims.append(dim)
     return dims
 
 
 def cross_entropy(outputs: Any, targets: Any) -> Tensor:
-    """Cross-entropy of logits (N, C, …) or (N, T, C) and classes (N, …), computed in fp32."""
+    """Mean cross-entropy of logits (N, C, …) or (N, T, C) and classes (N, …), computed in fp32.
+
+    Raises `OptionError` without logits or targets.
+    """
     logits, dim = _logits(outputs, targets)
     if logits is None or not isinstance(targets, Tensor):
         raise OptionError("no loss is returned, and it takes logits and targets: give loss_fn")
-    if dim is not None and dim > 1:
+    if dim is not None and dim > 1:  # torch takes the classes in dimension 1
         logits = logits.flatten(0, -2)
         targets = targets.flatten()
-    # Under autocast, logits arrive in fp16 or bf16, in which some backends would go on.
+    # Autocast hands over logits in fp16 or bf16, and some backends compute the loss in these.
     return F.cross_entropy(logits.float(), targets)
 
 
 def accuracy(outputs: Any, targets: Any) -> Tensor:
-    """Whether each sample is classified right, (N,); of pixels or tokens, the share in each.
+    """Whether each sample is classified right, bool (N,).
 
-    A class of -100 does not count, as in torch's losses. NaN where the targets are no classes.
+    If a sample has many classes, of pixels or tokens, it is the share of the right ones, float
+    (N,). Targets of -100 do not count, as in torch's losses. NaN if the targets are no classes.
     """
     logits, dim = _logits(outputs, targets)
     if logits is None or dim is None:
@@ -162,6 +189,7 @@ def accuracy(outputs: Any, targets: Any) -> Tensor:
     is_right = logits.argmax(dim) == targets
     if is_right.dim() == 1:
         return is_right
-    counted = (targets != -100).flatten(1).sum(1)
-    right = is_right.flatten(1).sum(1)
+    is_counted = targets != -100
+    counted = is_counted.flatten(1).sum(1)
+    right = is_right.flatten(1).sum(1)  # no logits have a class -100, so these are never right
     return right / counted.clamp_min(1)

@@ -1,4 +1,4 @@
-"""A training run that lives in a folder: planned once, built once, resumed where it was."""
+"""A training run with a folder, in which it saves its state, and from which it can be resumed."""
 
 import math
 import os
@@ -44,41 +44,42 @@ def train(
 ) -> signal.Signals | None:
     """Train as `config` says, in the folder `out`; the options are those of `RunOptions`.
 
-    Returns None if the run was finished, else the signal that stopped it, with its state saved.
+    Returns None if the run was finished, else the signal that stopped it, after saving its state.
     `config` may be a dict of some settings; a run that is resumed takes the rest from its folder.
-    For the same torch, device and number of threads, a run that was killed at any moment and
-    resumed ends bitwise equal to one that was not, on a CPU. `say` gets each line to report. Into
-    the folder go config.json, metrics.csv, checkpoint.pt, loss.png and accuracy.png.
+    On a CPU, a run that was killed at any moment and resumed ends bitwise equal to one that was
+    not, for the same torch and number of threads. `say` is called with each line to report. The
+    folder gets config.json, metrics.csv, checkpoint.pt, loss.png and accuracy.png.
 
-    With `parallel`, "ddp" or "fsdp", this is one of the processes that torchrun started, and does
-    its share of every batch. A run may go on in another number of them or another way, with another
-    result then. Where torchrun starts all anew because one was lost, the run goes on by itself.
+    With `parallel`, "ddp" or "fsdp", this process is one of those that torchrun started, and trains
+    on its share of every batch. A run may be resumed with another number of processes or another
+    `parallel`, but then the result differs. If torchrun restarts the processes because one was
+    lost, the run resumes by itself.
 
     Raises `RunError`, `DataError`, `DeviceError`, `CheckpointError` or `ParallelError` with one
     line that says why the run cannot start or go on.
     """
-    given = RunOptions(os.fspath(out), **options)
+    run_options = RunOptions(os.fspath(out), **options)
     settings = config if isinstance(config, dict) else asdict(config)
     group = join(
-        given.parallel,
-        pick_device(given.device),
-        reduce_dtype=given.reduce_dtype,
-        timeout_s=given.timeout,
+        run_options.parallel,
+        pick_device(run_options.device),
+        reduce_dtype=run_options.reduce_dtype,
+        timeout_s=run_options.timeout,
     )
-    with group as ranks, ExitStack() as held:
-        return Run(settings, given, ranks, held, say).train()
+    with group as ranks, ExitStack() as until_end:
+        return Run(settings, run_options, ranks, until_end, say).train()
 
 
 _SAME_ON_ALL_RANKS = ("parallel", "reduce_dtype", "resume", "checkpoint_every")
-_SCHEDULE_LENGTH = ("total_steps", "_schedule_phases")  # what a `OneCycleLR` keeps of it
-_EXP_ARGUMENT_LIMIT = 700  # e^700 is a float
+_SCHEDULE_LENGTH = ("total_steps", "_schedule_phases")  # attributes of a `OneCycleLR`
+_MAX_EXPONENT = 700  # e^700 is a float, and e^710 is not
 
 
 class Run:
-    """A run on this rank, ready to be trained from the state that was saved.
+    """A run on this rank. `Run(…)` loads data and model, and the saved state if there is one.
 
-    The ranks agree three times: on what to do, that each could build the run, and on its start. The
-    lock of the folder, which rank 0 keeps as long as the run lasts, goes into `held`.
+    The ranks agree three times: on the settings, that each could load data and model, and on the
+    state to begin with. Rank 0 locks the folder, and releases the lock when `until_end` is closed.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Run:
         settings: dict,
         options: RunOptions,
         ranks: Ranks,
-        held: ExitStack,
+        until_end: ExitStack,
         say: Callable[[str], None] = lambda line: None,
     ):
         self.options = options
@@ -95,10 +96,10 @@ class Run:
         self.progress = Progress()
         self._print = say
         self._steps = 0  # of the optimizer, in this process
-        self._stopped_by = 0  # the number of a signal
+        self._stopped_by = 0  # number of the signal that any rank got
         commands = ranks.gather(self._command(settings))
-        # `_saved` is the run in the folder, which goes on; None for a new one.
-        self.config, self._saved = ranks.first(lambda: self._plan(settings, commands, held))
+        # `_saved` is the run in the folder that is resumed; None for a new one.
+        self.config, self._saved = ranks.first(lambda: self._plan(settings, commands, until_end))
         ranks.each(self._build)
         self._wrap()
         fingerprints = ranks.gather({"images": self.images.fingerprint})
@@ -107,11 +108,12 @@ class Run:
             self._restore(state)
 
     def _say(self, line: str) -> None:
+        """Report a line, on rank 0 only."""
         if self.ranks.rank == 0:
             self._print(line)
 
     def _command(self, settings: dict) -> dict:
-        """What this rank was started with, and on; it has to be the same on all ranks."""
+        """The settings, options and versions that have to be the same on all ranks."""
         command = dict(settings)
         for name in _SAME_ON_ALL_RANKS:
             command[name] = getattr(self.options, name)
@@ -120,36 +122,43 @@ class Run:
         return command
 
     def _plan(
-        self, settings: dict, commands: list[dict], held: ExitStack
+        self, settings: dict, commands: list[dict], until_end: ExitStack
     ) -> tuple[RunConfig, run_folder.SavedRun | None]:
-        """Check all that can be checked before anything is loaded, and take the folder."""
+        """Lock the folder, and check all that can be checked before data and model are loaded.
+
+        Returns the settings of the run, and the run in the folder, None if it is new. `commands`
+        are those of each rank. Raises `RunError` or `ParallelError`. Called on rank 0.
+        """
         require_same(commands)
         config_file = self.out / run_folder.CONFIG
         if self.options.resume and not settings and not config_file.exists():
             raise RunError(f"{self.out}: no run to resume; to start one, give settings as well")
         tokenizer = settings.get("tokenizer")
-        if tokenizer not in (None, BPE):  # a file, which is found from another folder too
+        if tokenizer not in (None, BPE):
+            # A file: an absolute path is found when the run is resumed from another folder too.
             settings = settings | {"tokenizer": os.path.abspath(str(tokenizer))}
         config = RunConfig(**settings)
-        size = len(commands)
-        held.enter_context(run_folder.lock(self.out))
-        saved = run_folder.read_saved(self.out, settings, self.options.resume)
+        processes = len(commands)
+        until_end.enter_context(run_folder.lock(self.out))
+        saved = run_folder.read_saved(self.out, settings, resume=self.options.resume)
         if saved is not None:
+            # `epochs` is the only setting that may change.
             config = replace(saved.config, epochs=settings.get("epochs", saved.config.epochs))
-        if config.batch_size % size:
-            problem = f"batch size {config.batch_size} cannot be shared out to {size} processes"
-            raise RunError(f"{problem}: give a multiple of {size}")
+        if config.batch_size % processes:
+            shares = f"shared out to {processes} processes"
+            problem = f"batch size {config.batch_size} cannot be {shares}"
+            raise RunError(f"{problem}: give a multiple of {processes}")
         return config, saved
 
     def _build(self) -> None:
-        """Load the images and make the model, each rank for itself."""
+        """Load the images or the text, and build the model; on every rank."""
         config = self.config
         require_match(config)
         self._data = locate_data(config, self.options.data, self._saved, self.out)
         self.images = load_data(config, self._data)
         self._check_images()
         random.seed(config.seed)
-        np.random.seed(config.seed % 2**32)
+        np.random.seed(config.seed % 2**32)  # NumPy takes no larger seed
         torch.manual_seed(config.seed)
         self.model = build_model(
             config.model,
@@ -158,12 +167,14 @@ class Run:
             freeze=config.freeze,
         )
         if not self.images.is_text:
-            count = min(2, config.batch_size // self.ranks.size)  # more make no difference
+            # Batch norm refuses a batch of one image, but takes any larger one.
+            count = min(2, config.batch_size // self.ranks.size)
             require_images_that_fit(self.model, count, self.images.image_size)
         if config.precision == Precision.FP16 and backend(self.ranks.device).is_host:
             _warn_of_slow_fp16(self.ranks.device)
 
     def _check_images(self) -> None:
+        """Raise `RunError` if the run was started with other data, or there are too few images."""
         images = self.images
         if self._saved is not None and self._saved.images != images.fingerprint:
             kind = "text, or other tokens than" if images.is_text else "images"
@@ -179,20 +190,22 @@ class Run:
             )
 
     def _wrap(self) -> None:
-        """Put the model on the device, for all ranks to train, and make its optimizer."""
+        """Move the model to the device, wrap it for all ranks to train, and make its optimizer."""
         config = self.config
         ranks = self.ranks
         precision = Precision(config.precision)
-        if ranks.rank > 0:  # the same weights everywhere, but dropout of one's own: far apart
+        if ranks.rank > 0:
+            # All ranks have built the same weights. From here on each draws other dropout masks, so
+            # its seed is far from the others': a multiple of 2^64 divided by the golden ratio.
             torch.manual_seed((config.seed + ranks.rank * 0x9E3779B97F4A7C15) % 2**63)
-        if config.channels_last:
-            ranks.set_memory_format(self.model, torch.channels_last)  # which DDP's buckets copy
-        self.trained = ranks.wrap(self.model, precision)
+        if config.channels_last:  # before DDP, whose buckets copy the layout of the weights
+            ranks.set_memory_format(self.model, torch.channels_last)
+        self.wrapped_model = ranks.wrap(self.model, precision)
         if config.compile:
-            self.trained.compile()
+            self.wrapped_model.compile()
         optimizer = make_optimizer(self.model, config)
         steps = config.epochs * self._steps_for(self._batches_per_epoch)
-        self.parts: dict[str, Any] = {
+        self.parts: dict[str, Any] = {  # the objects whose state is saved
             "model": self.model,
             "optimizer": optimizer,
             "scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, config.lr, steps),
@@ -201,14 +214,17 @@ class Run:
 
     @property
     def _batches_per_epoch(self) -> int:
-        return len(self.images.train) // self.config.batch_size
+        return len(self.images.train) // self.config.batch_size  # a smaller last one is dropped
 
     def _steps_for(self, batches: int) -> int:
-        """Steps of the optimizer for the first so many batches of an epoch."""
+        """Optimizer steps for the first `batches` batches of an epoch."""
         return math.ceil(batches / self.config.accumulate)
 
     def _start(self, fingerprints: list[dict]) -> dict | None:
-        """Write the settings of a new run, or return the state of the one that goes on."""
+        """Write config.json, and load the checkpoint; None if the run starts from the beginning.
+
+        `fingerprints` are those of the data on each rank. Called on rank 0.
+        """
         require_same(fingerprints)
         environment = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {self.ranks}"
         self._write_config(environment)
@@ -225,36 +241,41 @@ class Run:
         return state
 
     def _restore(self, state: dict) -> None:
-        """Go on from the state that was saved, on every rank."""
+        """Restore the state of a checkpoint, on every rank."""
 
         def restore() -> Progress:
             return run_state.restore_run(
-                self.out, state, self.ranks, self.parts, self._restored_progress
+                self.out, state, self.ranks, self.parts, self._restore_progress
             )
 
+        # The checkpoint has the length of the schedule that it was saved with. Keep the new one,
+        # since `epochs` may have been increased.
         scheduler = vars(self.parts["scheduler"])
         length = {name: scheduler[name] for name in _SCHEDULE_LENGTH}
         self.progress = self.ranks.each(restore)
-        scheduler.update(length)  # it was saved with that of fewer epochs, maybe
+        scheduler.update(length)
 
-    def _restored_progress(self, saved: dict) -> Progress:
-        """The progress that was saved. Raises `TypeError` or `ValueError` if it cannot be."""
+    def _restore_progress(self, saved: dict) -> Progress:
+        """The progress from a checkpoint.
+
+        Raises `TypeError` or `ValueError` if it is damaged, or does not fit settings and scheduler.
+        """
         progress = Progress.from_state_dict(saved)
         config = self.config
         batches = self._batches_per_epoch
         epochs = len(progress.epochs)
-        done = f"{epochs} epochs and {progress.batch} batches"
+        description = f"{epochs} epochs and {progress.batch} batches"
         if epochs > config.epochs or progress.batch > batches:
-            raise ValueError(f"{done}, of {config.epochs} epochs of {batches} batches")
+            raise ValueError(f"{description}, of {config.epochs} epochs of {batches} batches")
         if (progress.samples > 0) != (progress.batch > 0):
             raise ValueError(f"{progress.samples} samples in {progress.batch} batches")
         steps = epochs * self._steps_for(batches) + self._steps_for(progress.batch)
-        if steps != self.parts["scheduler"].last_epoch:
-            raise ValueError(f"{done}, and another number of steps")
+        if steps != self.parts["scheduler"].last_epoch:  # which counts steps, despite its name
+            raise ValueError(f"{description}, and another number of steps")
         return progress
 
     def _write_config(self, environment: str) -> None:
-        """Write the settings of a new run, or what is another now of one that goes on."""
+        """Write config.json for a new run, or if `epochs` or the path of the data has changed."""
         data = None
         if self.config.dataset not in COME_WITH_LIBRARIES:
             data = os.path.abspath(self._data)
@@ -266,7 +287,7 @@ class Run:
             run_folder.write_config(self.out, run)
 
     def save(self) -> None:
-        """Save the state; all ranks must call it."""
+        """Write the checkpoint; all ranks must call this together."""
         description = {
             "config": asdict(self.config),
             "classes": len(self.images.classes),
@@ -277,11 +298,12 @@ class Run:
         run_state.save_run(self.out, self.ranks, self.parts, progress, description)
 
     def train(self) -> signal.Signals | None:
-        """Train to the end, or until a signal, which is returned."""
+        """Train to the end and return None, or until a signal stops the run, and return that."""
         self._describe()
-        self._write_metrics()  # a kill may have come between the last row and its checkpoint
+        # A kill may have come after a row was written and before its checkpoint was.
+        self._write_metrics()
         with StopSignals() as stop, warnings.catch_warnings():
-            # None of torchvision's models writes into what a block of it returns.
+            # The warning is about writing into such a view, which torchvision's models never do.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
             self._fit(stop)
         if len(self.progress.epochs) < self.config.epochs:
@@ -292,7 +314,7 @@ class Run:
         return None
 
     def _fit(self, stop: StopSignals) -> None:
-        """Train to the end, or until a signal has come to any rank."""
+        """Call `fit` with the settings of the run; it returns early if any rank gets a signal."""
         config = self.config
 
         def train_batches(epoch: int, batch: int) -> Batches:
@@ -307,7 +329,7 @@ class Run:
             return self._after_step(stop.signal)
 
         fit(
-            self.trained,
+            self.wrapped_model,
             train_batches,
             epochs=config.epochs,
             test_batches=test_batches,
@@ -328,10 +350,14 @@ class Run:
     def _write_metrics(self) -> None:
         self.ranks.first(lambda: run_folder.write_metrics(self.out, self.progress.epochs))
 
-    def _after_step(self, signal_here: int) -> bool:
+    def _after_step(self, own_signal: int) -> bool:
+        """Save a checkpoint if one is due; return whether to stop, because of a signal.
+
+        `own_signal` is the number of the signal that this process got, or 0.
+        """
         self._steps += 1
-        # A signal to one rank stops all, at the same step.
-        self._stopped_by = self.ranks.largest_before(signal_here)
+        # The ranks exchange their signals, so that all stop at the same step.
+        self._stopped_by = self.ranks.largest_before(own_signal)
         every = self.options.checkpoint_every
         is_due = every is not None and self._steps % every == 0
         if self._stopped_by or is_due:
@@ -339,6 +365,7 @@ class Run:
         return bool(self._stopped_by)
 
     def _after_epoch(self, metrics: EpochMetrics) -> None:
+        """Write metrics and checkpoint, and report the epoch."""
         self._write_metrics()  # before the checkpoint that counts the epoch as done
         self.save()
         self._say(
@@ -347,19 +374,24 @@ class Run:
             f"test accuracy {metrics.test_accuracy:.2%}  {self._rate(metrics.images_per_s)}"
         )
         is_nonfinite = [not math.isfinite(epoch.train_loss) for epoch in self.progress.epochs]
-        if sum(is_nonfinite) == 1:  # so that it is said once
+        if sum(is_nonfinite) == 1:  # only after the first such epoch
             self._say("The loss is not finite: try a lower --lr, or find the op (find_nonfinite).")
 
     def _rate(self, per_second: float) -> str:
-        """Images a second, or the tokens of passages; with the perplexity of the last test."""
+        """Format a number of samples per second: ``830 images/s``.
+
+        For a text it is the perplexity of the last test and the rate in tokens: ``perplexity 9.2
+        1536 tokens/s``.
+        """
         if not self.images.is_text:
             return f"{per_second:.0f} images/s"
         test_loss = self.progress.epochs[-1].test_loss
-        perplexity = math.exp(min(test_loss, _EXP_ARGUMENT_LIMIT))
+        perplexity = math.exp(min(test_loss, _MAX_EXPONENT))
         tokens = per_second * self.images.image_size
         return f"perplexity {perplexity:.4g}  {tokens:.0f} tokens/s"
 
     def _batches(self, images: ImageSet, **order: Any) -> Batches:
+        """This rank's share of the batches; `order` are arguments of `batches`, such as `seed`."""
         ranks = self.ranks
         return batches(
             images,
@@ -373,14 +405,15 @@ class Run:
     def _workers_for(self, images: ImageSet) -> int:
         if self.options.workers is not None:
             return self.options.workers
-        if not images.reads_files:  # they wait in memory
+        if not images.reads_files:  # they are in memory already
             return 0
         return min(8, os.cpu_count() or 1)
 
     def _describe(self) -> None:
+        """Report the data, the model, the device, and from where a run resumes."""
         config = self.config
         images = self.images
-        self._say(images.described)
+        self._say(images.summary)
         if images.name == "stdlib":
             self._say("The text is Python's standard library, under the PSF licence.")
         if images.skipped:
@@ -397,10 +430,12 @@ class Run:
         return f"epoch {len(self.progress.epochs) + 1} after {self.progress.batch} batches"
 
     def _summarise(self, peak_bytes: int) -> None:
+        """Draw the curves, and report time, rate and memory of the whole run."""
         epochs = self.progress.epochs
         run_folder.draw_curves(self.out, epochs)
-        seconds = sum(epoch.seconds for epoch in epochs)  # before and after a stop
-        rate = sum(epoch.images_per_s * epoch.seconds for epoch in epochs) / seconds
+        seconds = sum(epoch.seconds for epoch in epochs)  # before and after a resume
+        samples = sum(epoch.images_per_s * epoch.seconds for epoch in epochs)
+        rate = samples / seconds
         memory = f"peak memory {peak_bytes / 2**20:.0f} MiB"
         if self.ranks.size > 1:
             memory += " of a process"
@@ -409,9 +444,10 @@ class Run:
 
 
 def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
-    """The optimizer of a run, for the parameters of its model that are trained."""
+    """The optimizer of a run, for the parameters of the model that require gradients."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, lr=config.lr, fused=True)  # which waits for no scaler's flag
+    # A fused optimizer skips a step on the device; the others make `GradScaler` wait for it.
+    return torch.optim.AdamW(trained, lr=config.lr, fused=True)
 
 
 def _count_parameters(model: nn.Module) -> str:
@@ -425,6 +461,7 @@ def _count_parameters(model: nn.Module) -> str:
 
 
 def _warn_of_slow_fp16(device: torch.device) -> None:
+    """Warn if fp16 is slow on this CPU: by measured rates, else because it lacks instructions."""
     report = describe_device(device)
     speedup = report.speedup(Precision.FP16)
     if report.trusted and speedup < 0.5:
@@ -437,10 +474,10 @@ def _warn_of_slow_fp16(device: torch.device) -> None:
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Bytes: of tensors on an accelerator that keeps count, else of this process."""
+    """Peak memory in bytes: of tensors on an accelerator that counts it, else of this process."""
     if backend(device).keeps_peak:
         return torch.accelerator.max_memory_allocated(device)
-    import resource  # which Windows has not
+    import resource  # not on Windows
 
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, others in KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

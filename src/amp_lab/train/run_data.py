@@ -1,4 +1,4 @@
-"""The images or the text of a run: where they are, and whether its settings fit them."""
+"""The data of a run: checks that its settings fit them, finds where they are, and loads them."""
 
 import os
 from pathlib import Path
@@ -16,49 +16,53 @@ from amp_lab.train.data import (
 from amp_lab.train.run_folder import SavedRun
 from amp_lab.train.train_options import RunConfig
 
-_DEFAULT_FOLDER = "data"  # of data sets that are downloaded
+_DOWNLOAD_FOLDER = "data"
 _IMAGE_SETTINGS = ("channels_last", "image_size", "skip_damaged")
 _TEXT_SETTINGS = ("context", "tokenizer", "vocabulary")
 
 
 def require_match(config: RunConfig) -> None:
-    """Raise `RunError` for images with a language model, a text with a classifier, and the like."""
+    """Raise `RunError` if the model or a setting does not go with the data set.
+
+    Text needs a GPT, images a classifier, and some settings are for one of the two alone.
+    """
     is_text = config.dataset in TEXTS
     is_gpt = config.model in SIZES
     if is_text and not is_gpt:
-        raise RunError(_mismatch(config, "a text", ", ".join(SIZES)))
+        raise RunError(_mismatch(config, "a text", models=", ".join(SIZES)))
     if is_gpt and not is_text:
-        raise RunError(_mismatch(config, "images", "a classifier of torchvision"))
+        raise RunError(_mismatch(config, "images", models="a classifier of torchvision"))
     if is_text:
-        _require_unset(config, _IMAGE_SETTINGS, "images")
+        _require_unset(config, _IMAGE_SETTINGS, data_type="images")
     else:
-        _require_unset(config, _TEXT_SETTINGS, "text")
+        _require_unset(config, _TEXT_SETTINGS, data_type="text")
 
 
-def _mismatch(config: RunConfig, kind: str, models: str) -> str:
-    return f"{config.dataset} is {kind}, and the model {config.model}: give {models}"
+def _mismatch(config: RunConfig, data_type: str, models: str) -> str:
+    return f"{config.dataset} is {data_type}, and the model {config.model}: give {models}"
 
 
-def _require_unset(config: RunConfig, names: tuple[str, ...], kind: str) -> None:
-    """Raise `RunError` for a setting that is for data of another kind."""
+def _require_unset(config: RunConfig, names: tuple[str, ...], data_type: str) -> None:
+    """Raise `RunError` if one of these settings, which are for data of this type, is set."""
     for name in names:
         if getattr(config, name):
-            raise RunError(f"{name.replace('_', ' ')} is for {kind}, not for {config.dataset}")
+            raise RunError(f"{name.replace('_', ' ')} is for {data_type}, not for {config.dataset}")
 
 
-def locate_data(config: RunConfig, given: str | None, saved: SavedRun | None, out: Path) -> str:
-    """Where the data of a run are: what was `given`, or where they were for the run in `out`.
+def locate_data(config: RunConfig, data: str | None, saved: SavedRun | None, out: Path) -> str:
+    """The path of the data: the option `data`, else where they were for the `saved` run in `out`.
 
-    Raises `RunError` if that is not known, or given without need.
+    Raises `RunError` if there is neither and the data set is the user's own, if the data are no
+    longer there, and if `data` is given for a data set that comes with a library.
     """
     dataset = config.dataset
-    if given is not None:
+    if data is not None:
         if dataset in COME_WITH_LIBRARIES:
             raise RunError(
-                f"--data {given}: {dataset} comes with a library and takes none; your own images "
+                f"--data {data}: {dataset} comes with a library and takes none; your own images "
                 "are --dataset folder, and your own text is --dataset text"
             )
-        return given
+        return data
     if saved is not None and saved.data is not None:
         if not os.path.exists(saved.data):
             raise RunError(
@@ -66,23 +70,18 @@ def locate_data(config: RunConfig, given: str | None, saved: SavedRun | None, ou
                 "where they are"
             )
         return saved.data
-    # A run that an older version began may have found them in the folder that is the default.
-    if saved is None or not os.path.exists(_DEFAULT_FOLDER):
-        _require_not_yours(dataset)
-    return _DEFAULT_FOLDER
-
-
-def _require_not_yours(dataset: str) -> None:
-    """Raise `RunError` for a data set that is nowhere unless `--data` says where."""
-    if dataset in USERS_OWN:
-        kind = "text" if dataset in TEXTS else "folder of images"
-        raise RunError(f"--dataset {dataset}: give your {kind} with --data")
+    # Older versions did not save the path, and took the default for the user's own data too.
+    may_be_older_run = saved is not None and os.path.exists(_DOWNLOAD_FOLDER)
+    if dataset in USERS_OWN and not may_be_older_run:
+        description = "text" if dataset in TEXTS else "folder of images"
+        raise RunError(f"--dataset {dataset}: give your {description} with --data")
+    return _DOWNLOAD_FOLDER
 
 
 def load_data(
     config: RunConfig, folder: str | os.PathLike, *, augment: bool = True, download: bool = True
 ) -> ImageData:
-    """The images or the text of a run; raises `DataError` as `load_dataset` and `load_text` do."""
+    """Load the images or the text of a run; raises `DataError` as `load_dataset` does."""
     if config.dataset in TEXTS:
         return load_text(
             config.dataset,

@@ -24,21 +24,21 @@ METRICS = "metrics.csv"
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What config.json holds of a run."""
+    """The content of config.json."""
 
     config: RunConfig
-    images: str  # fingerprint of those that it was started with
-    environment: str  # what else its result depends on, if only in its last bits
+    images: str  # fingerprint of the data that the run was started with
+    environment: str  # versions, threads and processes, which change the last bits of the result
     data: str | None = None
-    """The path of its data, from the root; None if they come with a library, and for runs that an
-    older version began."""
+    """Absolute path of the data; None if they come with a library, and for runs of older versions,
+    which did not save it."""
 
 
 def lock(out: Path) -> AbstractContextManager:
-    """Make the folder; keep any other run out of it until the block ends. Raises `RunError`."""
+    """Create the folder and lock it against other runs, for a `with` block. Raises `RunError`."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        # A lock of the system's, so no kill -9 leaves it held.
+        # The system releases this lock when the process ends, even by kill -9.
         return filelock.FileLock(out / ".lock").acquire(timeout=0)
     except filelock.Timeout:
         raise RunError(f"{out}: another run is at work in this folder") from None
@@ -46,22 +46,24 @@ def lock(out: Path) -> AbstractContextManager:
         raise RunError(f"{out}: nothing can be written there ({error.strerror})") from error
 
 
-def read_saved(out: Path, settings: dict, resume: bool) -> SavedRun | None:
-    """The run in the folder, or None if there is none yet.
+def read_saved(out: Path, settings: dict, *, resume: bool) -> SavedRun | None:
+    """Read the run in the folder that is to be resumed; None if the folder has no run yet.
 
-    Raises `RunError` if it is damaged, not to be resumed, or has others than these settings, of
-    which only `epochs` may be more.
+    It is resumed with `resume`, or if torchrun has restarted the processes. Otherwise a run in the
+    folder is a `RunError`, as is a damaged config.json, and a setting that the run was not started
+    with, except a larger `epochs`.
     """
     path = out / CONFIG
     if not path.exists():
-        for name in (CHECKPOINT, METRICS, "loss.png", "accuracy.png"):  # nobody's are replaced
+        # Files of these names would be overwritten, and may be someone's work.
+        for name in (CHECKPOINT, METRICS, "loss.png", "accuracy.png"):
             if (out / name).exists():
                 raise RunError(f"{out}: has {name} but no {CONFIG}; choose another folder")
         return None
-    saved, started_by = _read_config(path)
-    # A torchrun that has lost a process starts the same command again.
-    starter = _starter()
-    is_restarted = starter is not None and started_by == starter
+    saved, starter_before = _read_config(path)
+    # A torchrun that has lost a process runs the same command again, without `resume`.
+    starter = _torchrun_id()
+    is_restarted = starter is not None and starter_before == starter
     if not resume and not is_restarted:
         raise RunError(f"{out}: holds a run already; --resume goes on with it, or choose another")
     _require_same_settings(out, settings, saved.config)
@@ -69,11 +71,11 @@ def read_saved(out: Path, settings: dict, resume: bool) -> SavedRun | None:
 
 
 def _read_config(path: Path) -> tuple[SavedRun, object]:
-    """What config.json holds, and which torchrun has started the run."""
+    """Read config.json: the run, and the `_torchrun_id` that it was started by."""
     try:
         content = read_json(path)
         saved = SavedRun(
-            config=RunConfig(**content["config"]),  # what is not there has its default
+            config=RunConfig(**content["config"]),  # settings added since then get their defaults
             images=content["images"],
             environment=content["environment"],
             data=content.get("data"),
@@ -85,25 +87,25 @@ def _read_config(path: Path) -> tuple[SavedRun, object]:
 
 
 def _require_same_settings(out: Path, settings: dict, config: RunConfig) -> None:
-    """Raise `RunError` for a setting that the run was not started with."""
+    """Raise `RunError` for a setting that differs from those of the run, its `config`."""
     for name, value in settings.items():
         saved_value = getattr(config, name)
-        is_more = name == "epochs" and value > config.epochs  # with which it can go on
-        is_same = value == saved_value or _is_same_file(name, value, config)
-        if not is_same and not is_more:
-            start = f"the run was started with {name.replace('_', ' ')} {saved_value}"
-            raise RunError(f"{out}: {start}, and cannot go on with {value}")
+        is_more_epochs = name == "epochs" and value > config.epochs
+        is_same = value == saved_value or _is_same_tokenizer(name, value, config)
+        if not is_same and not is_more_epochs:
+            problem = f"the run was started with {name.replace('_', ' ')} {saved_value}"
+            raise RunError(f"{out}: {problem}, and cannot go on with {value}")
 
 
-def _is_same_file(name: str, value: object, config: RunConfig) -> bool:
-    """Whether the tokenizer of an older run, whose path may be relative, is the one given."""
+def _is_same_tokenizer(name: str, value: object, config: RunConfig) -> bool:
+    """Whether the setting is the path of the run's tokenizer; older runs saved a relative path."""
     if name != "tokenizer" or config.tokenizer is None:
         return False
     return os.path.abspath(config.tokenizer) == value
 
 
-def place_of_data(out: Path) -> str | None:
-    """Where the data of the run in this folder are, if that is known; `RunError` if damaged."""
+def saved_data_path(out: Path) -> str | None:
+    """The path of the data of the run in this folder, None if unknown; `RunError` if damaged."""
     path = out / CONFIG
     if not path.exists():
         return None
@@ -114,21 +116,25 @@ def place_of_data(out: Path) -> str | None:
 def write_config(out: Path, run: SavedRun) -> None:
     """Write the settings of a new run; raises `RunError` if that fails."""
     content = dataclasses.asdict(run)
-    content["started_by"] = _starter()
+    content["started_by"] = _torchrun_id()
     text = json.dumps(content, indent=2) + "\n"
     save(out / CONFIG, [text.encode()], RunError)
 
 
-def _starter() -> str | None:
-    """What tells one torchrun, on the machine of rank 0, from another; None without."""
+def _torchrun_id() -> str | None:
+    """Identifies the torchrun that started this process; None or empty without one.
+
+    It is the same after torchrun has restarted its processes.
+    """
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if not run_id:
         return run_id
+    # The id of a run may be the same in two runs, as "none"; host and process id are not.
     return f"{run_id} {socket.gethostname()} {os.getppid()}"
 
 
 def write_metrics(out: Path, epochs: list[EpochMetrics]) -> None:
-    """Write a row for each finished epoch; raises `RunError` if that fails."""
+    """Write metrics.csv, a row for each finished epoch; raises `RunError` if that fails."""
     text = io.StringIO(newline="")
     writer = csv.writer(text)
     writer.writerow(field.name for field in dataclasses.fields(EpochMetrics))
@@ -137,8 +143,8 @@ def write_metrics(out: Path, epochs: list[EpochMetrics]) -> None:
 
 
 def draw_curves(out: Path, epochs: list[EpochMetrics]) -> None:
-    """Draw loss.png and accuracy.png."""
-    from amp_lab import plots  # matplotlib takes a second to load
+    """Draw loss.png and accuracy.png: training and test over the epochs."""
+    from amp_lab import plots  # here, since matplotlib takes a second to load
 
     for metric in ("loss", "accuracy"):
         train = [getattr(epoch, f"train_{metric}") for epoch in epochs]

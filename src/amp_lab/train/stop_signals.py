@@ -1,24 +1,29 @@
-"""The signal that asks a run to stop, noted until the run comes to it."""
+"""Notes SIGINT and SIGTERM, so that a run can stop after the step that it is in."""
 
 import signal
 import threading
 import time
 from typing import Any
 
-_SAME_SIGNAL_S = 1
-"""A batch system sends a signal to torchrun and to all processes, and torchrun passes it on."""
+# A second signal within this time is the same request: a batch system sends one to torchrun and to
+# all processes, and torchrun sends it on to them.
+_SAME_REQUEST_S = 1
 
 
 class StopSignals:
-    """Notes the first SIGINT or SIGTERM within the block; the next ends the program as ever."""
+    """A block in which the first SIGINT or SIGTERM is only noted, as `signal`.
+
+    One that comes later than a second after it has its usual effect, and ends the program.
+    """
 
     def __init__(self):
-        self.signal = 0  # the number of the one that came
-        self._noted_s = 0.0
+        self.signal = 0  # number of the first signal; 0 until it comes
+        self._first_signal_s = 0.0  # its time, by `time.monotonic`
         self._handlers_before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
-        if threading.current_thread() is threading.main_thread():  # others cannot be asked to
+        # Python lets only the main thread set signal handlers.
+        if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._handlers_before[number] = signal.signal(number, self._note)
         return self
@@ -31,7 +36,7 @@ class StopSignals:
         now_s = time.monotonic()
         if not self.signal:
             self.signal = number
-            self._noted_s = now_s
-        elif now_s - self._noted_s > _SAME_SIGNAL_S:
+            self._first_signal_s = now_s
+        elif now_s - self._first_signal_s > _SAME_REQUEST_S:
             signal.signal(number, self._handlers_before[number])
             signal.raise_signal(number)

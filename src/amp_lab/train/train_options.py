@@ -1,4 +1,4 @@
-"""What a run is started with; `amp-lab train` has an option for each of these fields.
+"""The settings of a run; `amp-lab train` has an option for each of these fields.
 
 To add a setting, add a field here, and use it in `run`.
 """
@@ -14,21 +14,23 @@ from amp_lab.core.errors import RunError
 from amp_lab.core.files import require_types
 
 _Check = Callable[[str, Any], None]
+"""Takes the name of a setting and its value, and raises `RunError` if the value is wrong."""
 
 
 def setting(
     default: object, help: str, metavar: str = "", check: _Check | None = None, group: str = ""
-) -> Any:  # as `dataclasses.field`, so that it may stand for a value of any type
-    """A field that is an option of the command line too; its first type is the type of both.
+) -> Any:  # so that a type checker accepts it as the default of any field
+    """Declare a dataclass field that is also an option of the command line.
 
-    `help` may name the default as ``{}``. `check` is given the name and the value, unless that is
-    None, and raises `RunError` if it makes no sense. `group` is the heading in the command's help.
+    The first type of its annotation is the type of the option: int of ``int | None``. In `help`,
+    ``{}`` stands for the default. `check` is not called for None. `group` is the heading under
+    which the command's help lists the option.
     """
-    about = {"help": help.format(default), "metavar": metavar, "check": check, "group": group}
-    return dataclasses.field(default=default, metadata=about)
+    metadata = {"help": help.format(default), "metavar": metavar, "check": check, "group": group}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-_MAX_COUNT = 10**9  # one beyond it is a typing error, or no number at all
+_MAX_COUNT = 10**9  # a larger number is a typing error
 
 
 def _at_least(
@@ -36,6 +38,8 @@ def _at_least(
     message: str = "{name} must be at least {minimum}, not {value}",
     maximum: int = _MAX_COUNT,
 ) -> _Check:
+    """A check that a whole number is from `minimum` to `maximum`."""
+
     def check(name: str, value: int) -> None:
         if value < minimum:
             raise RunError(message.format(name=name, minimum=minimum, value=value))
@@ -50,13 +54,14 @@ def _positive(name: str, value: float) -> None:
         raise RunError(f"{name} must be a positive number, not {value}")
 
 
-def _seed(name: str, value: int) -> None:
+def _valid_seed(name: str, value: int) -> None:
     if not 0 <= value < 2**63:  # what torch's generators take
         raise RunError(f"{name} must be from 0 to 2^63 - 1, not {value}")
 
 
-def _known(name: str, value: str) -> None:
-    # They load torch, which the command's help need not wait for.
+def _known_name(name: str, value: str) -> None:
+    """A check of the name of a data set or of a precision."""
+    # Imported here, since they load torch, and the command's help need not wait for it.
     from amp_lab.core.precision import Precision
     from amp_lab.train.data import DATASETS
 
@@ -66,17 +71,19 @@ def _known(name: str, value: str) -> None:
         _require_one_of(list(Precision), name, value)
 
 
-def _require_one_of(names: list[str], kind: str, value: str) -> None:
+def _require_one_of(names: list[str], description: str, value: str) -> None:
     if value not in names:
-        raise RunError(f"no {kind} {value!r}; there are {', '.join(names)}")
+        raise RunError(f"no {description} {value!r}; there are {', '.join(names)}")
 
 
-_count = _at_least(1)
-_side = _at_least(1, maximum=8192)
+_count = _at_least(1)  # a check, as `_positive` is
+_side = _at_least(1, maximum=8192)  # of an image, in pixels
 
 
 @dataclass(frozen=True)
 class _Checked:
+    """A dataclass of `setting` fields, which checks their types and values when it is made."""
+
     def __post_init__(self):
         try:
             require_types(self)
@@ -91,24 +98,25 @@ class _Checked:
 
 @dataclass(frozen=True)
 class RunConfig(_Checked):
-    """What decides the result of a run. Raises `RunError` for a value that makes no sense.
+    """The settings that decide the result of a run. Raises `RunError` for a wrong value.
 
-    A run that was saved before there was some field goes on with its default, which therefore must
-    be what runs did until then.
+    The default of a new field must be what runs did before it was added: a run that was saved
+    without the field is resumed with its default.
     """
 
     dataset: str = setting(
-        "digits", "{} (default), cifar10, caltech256, folder, stdlib, text", "NAME", _known
+        "digits", "{} (default), cifar10, caltech256, folder, stdlib, text", "NAME", _known_name
     )
     model: str = setting("mobilenet_v2", "of torchvision, or gpt-nano … (default: {})", "NAME")
-    precision: str = setting("fp32", "{} (default), tf32, fp16, bf16", "NAME", _known)
-    # Of all processes together. A last batch of an epoch that would be smaller is left out, since
-    # batch norm and the mean over the ranks want them equal.
+    precision: str = setting("fp32", "{} (default), tf32, fp16, bf16", "NAME", _known_name)
+    # Of all processes together. A smaller last batch of an epoch is left out: batch norm and the
+    # mean over the ranks need batches of equal size.
     batch_size: int = setting(64, "images or passages in a batch (default: {})", "N", _count)
     epochs: int = setting(15, "default: {}", "N", _count)
-    lr: float = setting(2e-3, "highest learning rate (default: {})", "X", _positive)  # one cycle's
-    # Of the initial weights, the order of the images, the augmentation and dropout.
-    seed: int = setting(0, "default: {}", "N", _seed)
+    # The peak of a one-cycle schedule.
+    lr: float = setting(2e-3, "highest learning rate (default: {})", "X", _positive)
+    # For the initial weights, the order of the images, the augmentation and dropout.
+    seed: int = setting(0, "default: {}", "N", _valid_seed)
     image_size: int | None = setting(None, "in pixels (default: the data set's own)", "N", _side)
     context: int | None = setting(None, "tokens in a passage of text (256)", "N", _count)
     tokenizer: str | None = setting(
@@ -126,7 +134,7 @@ class RunConfig(_Checked):
 
     def __post_init__(self):
         super().__post_init__()
-        # JSON and checkpoints take text, and whoever calls from Python may give the enum.
+        # A caller from Python may give a `Precision`, which checkpoints cannot hold.
         object.__setattr__(self, "precision", str(self.precision))
 
 
@@ -139,18 +147,18 @@ def _parallel_setting(default: object, help: str, metavar: str) -> Any:
 
 @dataclass(frozen=True)
 class RunOptions(_Checked):
-    """What may be another when a run is resumed: where, on what, and in how many processes."""
+    """The options that may change when a run is resumed: folders, device and processes."""
 
     out: str = setting(dataclasses.MISSING, "the folder of the run", "DIR")
     resume: bool = setting(False, "go on with the run in that folder")
-    # None: nowhere for those that come with a library, "data" for those that are downloaded.
+    # None: see `run_data.locate_data`.
     data: str | None = setting(
         None, "your images or text; or where data sets are kept (default: data)", "PATH"
     )
     device: str | None = setting(
         None, "default: AMP_LAB_DEVICE, else accelerator, else cpu", "NAME"
     )
-    # None: as many as are of use.
+    # None: none for images in memory, up to 8 for image files.
     workers: int | None = setting(None, "processes that load images", "N", _at_least(0))
     checkpoint_every: int | None = setting(
         None,
@@ -169,7 +177,7 @@ class RunOptions(_Checked):
     )
 
     def __post_init__(self):
-        for name in ("out", "data"):  # from Python they may be paths of `pathlib`
+        for name in ("out", "data"):  # a caller from Python may give a `pathlib.Path`
             path = getattr(self, name)
             if path is not None:
                 object.__setattr__(self, name, os.fspath(path))
