@@ -23,66 +23,70 @@ def model_names() -> tuple[str, ...]:
 def build_model(
     name: str, classes: int, *, pretrained: bool = False, freeze: bool = False
 ) -> nn.Module:
-    """torchvision's classifier `name` with logits (N, classes), or the GPT with so many tokens.
+    """Build torchvision's classifier `name` with logits (N, classes), or our GPT of that name.
 
-    `pretrained` loads torchvision's default ImageNet weights into all but the head, which stays
-    random. `freeze` makes only the head require gradients. Raises `RunError` for an unknown name,
-    and for weights that are not there and cannot be fetched.
+    For a GPT, `classes` is the size of the vocabulary. `pretrained` loads torchvision's default
+    ImageNet weights into all layers but the head, which stays random. `freeze` makes only the head
+    require gradients. Raises `RunError` for an unknown name, and if the weights cannot be
+    downloaded.
     """
     if name in SIZES:
         if pretrained or freeze:
             raise RunError(f"{name}: there is no pretrained one, and no head to train alone")
         return Gpt(SIZES[name], classes)
     if name not in model_names():
-        raise RunError(_unknown_name(name))
-    model = _build(name, classes)
+        raise RunError(_unknown_name_message(name))
+    model = _build_classifier(name, classes)
     if not pretrained and not freeze:
         return model
-    head = _head(name, model, classes)
+    head_names = _head_names(name, model, classes)
     if pretrained:
         state = _fetch_weights(name)
-        backbone = {key: state[key] for key in model.state_dict() if key not in head}
-        model.load_state_dict(backbone, strict=False)  # all but the head is there, or KeyError
+        # `strict=False` allows for the missing head; any other missing tensor is a KeyError here.
+        backbone = {key: state[key] for key in model.state_dict() if key not in head_names}
+        model.load_state_dict(backbone, strict=False)
     if freeze:
         for key, parameter in model.named_parameters():
-            parameter.requires_grad_(key in head)
+            parameter.requires_grad_(key in head_names)
     return model
 
 
-def _unknown_name(name: str) -> str:
+def _unknown_name_message(name: str) -> str:
     problem = f"no classifier of torchvision {torchvision.__version__}: {name!r}"
-    near = difflib.get_close_matches(name, [*model_names(), *SIZES])
-    if not near:
+    similar_names = difflib.get_close_matches(name, [*model_names(), *SIZES])
+    if not similar_names:
         return problem
-    return f"{problem}; near: {', '.join(near)}"
+    return f"{problem}; near: {', '.join(similar_names)}"
 
 
-def _build(name: str, classes: int) -> nn.Module:
+def _build_classifier(name: str, classes: int) -> nn.Module:
+    """Build torchvision's classifier with random weights."""
     options = {}
-    if name in ("googlenet", "inception_v3"):  # with a second head they return a tuple
+    if name in ("googlenet", "inception_v3"):  # by default they have a second head, and return two
         options = {"aux_logits": False, "init_weights": True}
     return torchvision.models.get_model(name, weights=None, num_classes=classes, **options)
 
 
-def _head(name: str, model: nn.Module, classes: int) -> set[str]:
-    """Names of the parameters whose shape depends on the number of classes."""
+def _head_names(name: str, model: nn.Module, classes: int) -> set[str]:
+    """The names of the parameters of the head: their shape depends on the number of classes."""
     try:
         with torch.device("meta"):
-            other = _build(name, classes + 1)
-    except NotImplementedError:  # RegNet computes its widths with tensors
-        with torch.random.fork_rng(devices=[]):
-            other = _build(name, classes + 1)
+            other = _build_classifier(name, classes + 1)
+    except NotImplementedError:  # RegNet computes its widths with tensors, which meta cannot
+        with torch.random.fork_rng(devices=[]):  # so that the caller's random numbers stay the same
+            other = _build_classifier(name, classes + 1)
     shapes = {key: value.shape for key, value in model.state_dict().items()}
     return {key for key, value in other.state_dict().items() if value.shape != shapes[key]}
 
 
 def _fetch_weights(name: str) -> dict[str, torch.Tensor]:
+    """Download torchvision's default weights, or read them from its cache, without any output."""
     weights = torchvision.models.get_model_weights(name)["DEFAULT"]
     try:
-        printed = io.StringIO()  # by torch.hub, on one or the other
-        with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):
+        output = io.StringIO()  # what torch.hub prints on stdout and stderr is dropped
+        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
             return weights.get_state_dict(progress=False, check_hash=True)
-    except (OSError, RuntimeError) as error:  # no network; the hash does not fit
+    except (OSError, RuntimeError) as error:  # no network, or a wrong hash
         folder = torch.hub.get_dir()
         raise RunError(
             f"pretrained weights of {name} cannot be fetched from {weights.url} ({error}); put the "
@@ -91,17 +95,19 @@ def _fetch_weights(name: str) -> dict[str, torch.Tensor]:
 
 
 def require_images_that_fit(model: nn.Module, count: int, image_size: int) -> None:
-    """Raise `RunError` if the model cannot train on so many images of this size at a time.
+    """Raise `RunError` if the model cannot train on `count` images of this size at a time.
 
-    torch would refuse them in the middle of the first step. It is tried on a copy without memory.
+    A copy on the meta device computes the shapes of a forward pass, without memory. The first step
+    of training would fail too, but later, and with torch's message.
     """
-    trial = copy.deepcopy(model).to("meta")
+    meta_model = copy.deepcopy(model).to("meta")
     try:
-        trial(torch.empty(count, 3, image_size, image_size, device="meta"))
-    except ValueError as error:  # batch norm's, of a single value for each channel
+        meta_model(torch.empty(count, 3, image_size, image_size, device="meta"))
+    except ValueError as error:  # from batch norm, for a single value in each channel
         problem = "batch norm has 1 image to normalise in a process"
         raise RunError(f"{problem}: give a larger batch size") from error
-    except (AssertionError, RuntimeError) as error:  # a vision transformer's, a convolution's
+    # From a vision transformer for another size, or a convolution for too small an image.
+    except (AssertionError, RuntimeError) as error:
         size = f"images of {image_size}x{image_size}"
         raise RunError(
             f"the model takes no {size} ({first_line(error)}): give another image size"

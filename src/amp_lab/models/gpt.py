@@ -1,6 +1,6 @@
-"""A language model: RMSNorm, rotary embeddings, fused attention, one embedding for both ends.
+"""A GPT: RMSNorm, rotary embeddings, fused attention, and one matrix for embedding and logits.
 
-Notebook 17 takes such a model apart.
+Notebook 17 explains such a model.
 """
 
 from typing import NamedTuple
@@ -11,26 +11,28 @@ from torch.nn import functional
 
 
 class Size(NamedTuple):
-    """What tells one of them from another."""
+    """The size of a GPT."""
 
-    width: int
+    width: int  # of the embeddings and of the residual stream
     heads: int
-    depth: int
+    depth: int  # number of blocks
 
 
 SIZES = {
-    "gpt-nano": Size(192, 6, 5),  # 2.2 million parameters, without the embedding
-    "gpt-micro": Size(256, 8, 6),  # 4.7 million
-    "gpt-mini": Size(384, 6, 8),  # 14 million
-    "gpt-small": Size(768, 12, 12),  # 85 million, as GPT-2's smallest
+    "gpt-nano": Size(192, heads=6, depth=5),  # 2.2 million parameters, without the embedding
+    "gpt-micro": Size(256, heads=8, depth=6),  # 4.7 million
+    "gpt-mini": Size(384, heads=6, depth=8),  # 14 million
+    "gpt-small": Size(768, heads=12, depth=12),  # 85 million, as GPT-2's smallest
 }
 
 
-_COLD = 1e-20  # a temperature by which logits in fp32 cannot be divided, and all goes to one token
+# Below this temperature, dividing logits by it may overflow in fp32; sampling would anyway always
+# give the likeliest token.
+_MIN_TEMPERATURE = 1e-20
 
 
 class Rotation(nn.Module):
-    """Rotary embeddings of (B, heads, T, size), in fp32; Su et al., arXiv 2104.09864."""
+    """Rotary position embeddings of (B, heads, T, size), in fp32; Su et al., arXiv 2104.09864."""
 
     def __init__(self, size: int):
         super().__init__()
@@ -39,19 +41,22 @@ class Rotation(nn.Module):
         self.register_buffer("rates", rates, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Pairs turned by angles that grow with the position, in the dtype of `x`."""
+        """Rotate pairs of values by angles that grow with the position; in the dtype of `x`."""
         length = x.shape[-2]
         positions = torch.arange(length, device=x.device)
         angles = positions[:, None] * self.rates.float()  # (T, size / 2)
         cos = angles.cos()
         sin = angles.sin()
-        left, right = x.float().chunk(2, dim=-1)
+        left, right = x.float().chunk(2, dim=-1)  # a pair is a value of each half
         rotated = torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)
         return rotated.to(x.dtype)
 
 
 class Block(nn.Module):
-    """Causal attention, then a network of two layers, each behind a norm: (B, T, width) to same."""
+    """A transformer block: causal attention and a feed-forward network, each after RMSNorm.
+
+    It maps (B, T, width) to (B, T, width).
+    """
 
     def __init__(self, size: Size):
         super().__init__()
@@ -66,13 +71,14 @@ class Block(nn.Module):
         self.rotate = Rotation(width // size.heads)
         for layer in (self.qkv, self.up):
             nn.init.normal_(layer.weight, std=0.02)
+        # As in GPT-2: each block adds to the residual stream twice, so smaller with more blocks.
         residual_std = 0.02 / (2 * size.depth) ** 0.5
-        for layer in (self.out, self.down):  # what is added to the stream; GPT-2's way
+        for layer in (self.out, self.down):
             nn.init.normal_(layer.weight, std=residual_std)
 
     def forward(self, x: Tensor) -> Tensor:
         """The residual stream after the block."""
-        # One name for what follows another, so that each is freed where no gradient needs it.
+        # `hidden` is reused, so that a tensor that no gradient needs is freed at once.
         hidden = self.norm1(x)
         hidden = self.qkv(hidden)
         q, k, v = hidden.chunk(3, dim=-1)  # each (B, T, width)
@@ -90,12 +96,12 @@ class Block(nn.Module):
         return x + hidden
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        """(B, T, width) to (B, heads, T, width / heads)."""
+        """Reshape (B, T, width) to (B, heads, T, width / heads)."""
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
 
 class Gpt(nn.Module):
-    """Tokens int64 (B, T) to logits (B, T, vocabulary)."""
+    """A GPT: maps tokens int64 (B, T) to logits (B, T, vocabulary)."""
 
     def __init__(self, size: Size, vocabulary: int):
         super().__init__()
@@ -106,30 +112,31 @@ class Gpt(nn.Module):
         nn.init.normal_(self.token.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The logits of what follows each token."""
+        """The logits of the token that follows each token."""
         stream = self.blocks(self.token(tokens))
-        return functional.linear(self.norm(stream), self.token.weight)
+        return functional.linear(self.norm(stream), self.token.weight)  # tied to the embedding
 
 
 @torch.no_grad()
 def write(
     model: nn.Module, tokens: Tensor, count: int, context: int, temperature: float, seed: int
 ) -> Tensor | None:
-    """`tokens` (T,), and `count` more that the model draws, each after the last `context`.
+    """Generate text: `tokens` (T,), followed by `count` tokens that are sampled from the model.
 
-    At temperature 0, or close to it, it takes the likeliest. None if a logit is not finite.
+    The model sees the last `context` tokens. At temperature 0, or very close to it, each token is
+    the likeliest one. Returns None if a logit is not finite.
     """
-    draws = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
         recent = tokens[None, -context:]
         logits = model(recent)  # (1, T, vocabulary)
         logits = logits[0, -1].float().cpu()
         if not logits.isfinite().all():
             return None
-        if temperature < _COLD:
-            following = logits.argmax(keepdim=True)
+        if temperature < _MIN_TEMPERATURE:
+            next_token = logits.argmax(keepdim=True)
         else:
             probabilities = (logits / temperature).softmax(0)
-            following = torch.multinomial(probabilities, 1, generator=draws)
-        tokens = torch.cat([tokens, following.to(tokens.device)])
+            next_token = torch.multinomial(probabilities, num_samples=1, generator=generator)
+        tokens = torch.cat([tokens, next_token.to(tokens.device)])
     return tokens
