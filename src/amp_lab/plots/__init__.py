@@ -1,7 +1,7 @@
-"""The figures that commands draw, in one style that also reads in greyscale.
+"""The figures that commands draw, in one style that is also readable in greyscale.
 
-The notebooks write ``from amp_lab import plots``, then ``plots.roofline(…)``. A figure's file is
-named for its subject; colours, and the parts that figures are built from, are in `style`.
+The notebooks write ``from amp_lab import plots``, then ``plots.roofline(…)``. There is a file for
+each subject; `style` has the colours and the elements that figures share.
 """
 
 from amp_lab.core import requirements

@@ -1,4 +1,4 @@
-"""How two runs of a model move away from the exact one."""
+"""How the errors of two runs of a model grow from op to op."""
 
 import math
 from collections.abc import Sequence
@@ -12,24 +12,25 @@ from amp_lab.plots.style import COLOURS, Look, Values
 
 
 def error_growth(steps: Sequence[Any], parts_at: str | None = None) -> Figure:
-    """Relative errors of both runs after each op, and the difference of their exact results.
+    """Relative errors of runs A and B after each op, and the difference of their exact results.
 
-    `steps` have ``module``, ``op``, ``a``, ``b`` and ``apart``; the first in the module `parts_at`
-    is marked. Errors of exactly zero have no place on the logarithmic axis and are left out.
+    A step has ``module``, the errors ``a`` and ``b``, and ``apart``, the difference in fp64. The
+    first step in the module `parts_at` is marked. Errors of 0 are left out, since the axis is
+    logarithmic.
     """
     figure, ax = style.subplots(size=(9.0, 3.8))
-    of_a = [step.a for step in steps]
-    of_b = [step.b for step in steps]
-    apart = [step.apart for step in steps]
-    _error_curve(ax, "A against fp64", of_a, COLOURS["fp32"], "-")
-    _error_curve(ax, "B against fp64", of_b, COLOURS["bf16"], "--")
-    _error_curve(ax, "A against B, both in fp64", apart, style.SECOND, ":")
+    errors_a = [step.a for step in steps]
+    errors_b = [step.b for step in steps]
+    differences = [step.apart for step in steps]
+    _error_curve(ax, "A against fp64", errors_a, COLOURS["fp32"], "-")
+    _error_curve(ax, "B against fp64", errors_b, COLOURS["bf16"], "--")
+    _error_curve(ax, "A against B, both in fp64", differences, style.SECOND, ":")
     ax.set_yscale("log")
     modules = [step.module for step in steps]
     if parts_at in modules:
-        at = modules.index(parts_at)
+        first_step = modules.index(parts_at)
         name = parts_at or "the model itself"
-        _mark(ax, at, name, of=len(steps))
+        _mark_divergence(ax, first_step, name, steps=len(steps))
     _name_modules(ax, modules)
     style.label(ax, "module", "relative error after each op")
     style.legend_beside(figure, "outside lower center", ncols=3)
@@ -37,32 +38,32 @@ def error_growth(steps: Sequence[Any], parts_at: str | None = None) -> Figure:
 
 
 def _error_curve(ax: Axes, name: str, errors: Values, colour: str, dash: str) -> None:
-    """A line through the errors that a logarithmic axis has; nothing if there are none."""
-    shown: dict[int, float] = {}
-    for n, error in enumerate(errors):
+    """Draw a line through the errors that are positive and finite, if there are any."""
+    error_of: dict[int, float] = {}
+    for step, error in enumerate(errors):
         if 0 < error < math.inf:
-            shown[n] = error
-    if not shown:
+            error_of[step] = error
+    if not error_of:
         return
     marker = None
-    if len(shown) < 40:  # more of them would run into each other
+    if len(error_of) < 40:  # more markers would overlap
         marker = "o"
-    at = list(shown)
-    values = list(shown.values())
+    steps = list(error_of)
+    values = list(error_of.values())
     look: Look = {
         "linestyle": dash,
         "marker": marker,
         "markersize": 3,
         "color": colour,
     }
-    ax.plot(at, values, label=name, **look)
+    ax.plot(steps, values, label=name, **look)
 
 
-def _mark(ax: Axes, at: int, module: str, of: int) -> None:
-    """A line where two runs part, and its name above, on the side that has more room."""
-    ax.axvline(at, color=style.GUIDE, linewidth=1)
+def _mark_divergence(ax: Axes, step: int, module: str, steps: int) -> None:
+    """Draw a vertical line at the step where two runs diverge, and the module's name above it."""
+    ax.axvline(step, color=style.GUIDE, linewidth=1)
     side = "left"
-    if at > of / 2:
+    if step > steps / 2:  # the text goes where there is more room
         side = "right"
     above: Look = {
         "ha": side,
@@ -71,22 +72,22 @@ def _mark(ax: Axes, at: int, module: str, of: int) -> None:
         "fontsize": 9,
     }
     text = f"part in {module}"
-    ax.text(at, 1.01, text, **above)
+    ax.text(step, 1.01, text, **above)
 
 
 def _name_modules(ax: Axes, modules: Sequence[str]) -> None:
-    """A tick where a module begins, up to a dozen; `modules` has that of each op."""
+    """Name the x axis where a module begins, at most a dozen times; `modules` has one per step."""
     names: dict[int, str] = {}
-    least_distance = len(modules) / 12
-    before = None
-    latest = -math.inf
-    for n, module in enumerate(modules):
-        begins = module != before
-        before = module
-        has_room = n - latest >= least_distance
-        if begins and has_room:
-            names[n] = module or "(model)"
-            latest = n
-    places = list(names)
+    min_distance = len(modules) / 12
+    previous_module = None
+    last_tick = -math.inf
+    for step, module in enumerate(modules):
+        is_begin = module != previous_module
+        previous_module = module
+        has_room = step - last_tick >= min_distance
+        if is_begin and has_room:
+            names[step] = module or "(model)"
+            last_tick = step
+    ticks = list(names)
     texts = list(names.values())
-    ax.set_xticks(places, texts, **style.SLANTED)
+    ax.set_xticks(ticks, texts, **style.SLANTED)

@@ -12,14 +12,15 @@ from amp_lab.plots.style import Look
 
 _MARKS = "osD^vPX<>"
 _Points = tuple[list[int], list[float]]
-_MOST_NAMES = 16  # of layers, that have room below an axis
+"""x and y of each point."""
+_MAX_NAMES = 16  # of layers below the axis
 
 
 def errors_by_layer(reports: Sequence[Any]) -> Figure:
-    """SQNR of each layer's worst product, a line for each format.
+    """SQNR (signal to quantisation noise) of each layer's worst matmul, a line for each format.
 
-    `reports` are those of a `Rehearsal`. A layer that a format leaves in 16 bits has an open mark,
-    and one that does not fit it has none.
+    `reports` are those of a `Rehearsal`. A layer that the format leaves in 16 bits has an open
+    marker; a layer that the format cannot be used for has none.
     """
     layers = dict.fromkeys(report.layer.name for report in reports)
     names = list(layers)
@@ -34,12 +35,12 @@ def errors_by_layer(reports: Sequence[Any]) -> Figure:
             "marker": _MARKS[i % len(_MARKS)],
             "markersize": 5,
         }
-        ax.plot([], [], linewidth=1, label=name, **look)  # for the legend
+        ax.plot([], [], linewidth=1, label=name, **look)  # only for the legend
         _format_line(ax, fitting, names, look)
-    every = math.ceil(len(names) / _MOST_NAMES)
+    every = math.ceil(len(names) / _MAX_NAMES)
     ticks = range(0, len(names), every)
-    shown = names[::every]
-    ax.set_xticks(ticks, shown, **style.SLANTED)
+    tick_names = names[::every]
+    ax.set_xticks(ticks, tick_names, **style.SLANTED)
     x_label = "layer (open: left in 16 bits)"
     style.label(ax, x_label, "SQNR of the worst product in dB")
     style.legend_beside(figure, "outside right upper")
@@ -47,25 +48,25 @@ def errors_by_layer(reports: Sequence[Any]) -> Figure:
 
 
 def _format_line(ax: Axes, reports: Sequence[Any], names: list[str], look: Look) -> None:
-    """A line through the layers of one format, with a mark on each of them."""
+    """Draw a line through the layers of one format, and a marker on each, open if left out."""
     colour = look["color"]
-    places, decibels = _points(reports, names)
-    ax.plot(places, decibels, color=colour, linewidth=1)
+    positions, decibels = _points(reports, names)
+    ax.plot(positions, decibels, color=colour, linewidth=1)
     left_out = [report for report in reports if report.left_out]
     converted = [report for report in reports if not report.left_out]
-    for marked, fill in ((left_out, "white"), (converted, colour)):
-        places, decibels = _points(marked, names)
-        marks: Look = {"linestyle": "none", "markerfacecolor": fill, **look}
-        ax.plot(places, decibels, **marks)
+    for group, fill in ((left_out, "white"), (converted, colour)):
+        positions, decibels = _points(group, names)
+        markers: Look = {"linestyle": "none", "markerfacecolor": fill, **look}
+        ax.plot(positions, decibels, **markers)
 
 
 def _points(reports: Sequence[Any], names: list[str]) -> _Points:
-    """Layers by their place among the names, and the SQNR of their worst product."""
-    places: list[int] = []
+    """The position of each layer on the x axis, and the SQNR in dB of its worst matmul."""
+    positions: list[int] = []
     decibels: list[float] = []
     for report in reports:
-        place = names.index(report.layer.name)
-        _, worst = report.worst
-        places.append(place)
-        decibels.append(worst)
-    return places, decibels
+        position = names.index(report.layer.name)
+        _, worst_decibels = report.worst
+        positions.append(position)
+        decibels.append(worst_decibels)
+    return positions, decibels

@@ -14,7 +14,7 @@ _DASHES = {
     "fp16": "--",
     "bf16": ":",
 }
-# Of a number: x is a share of the axes' width, and y a value; then so many points to the right.
+# A text 6 points right of and 3 above (0, y), where y is a value and 0 the left end of the axes.
 _AT_LEFT_END: Look = {
     "xycoords": ("axes fraction", "data"),
     "textcoords": "offset points",
@@ -25,24 +25,27 @@ _AT_LEFT_END: Look = {
 def memory_against_batch(
     curves: Mapping[str, tuple[Sequence[int], Values]], limit: float | None = None
 ) -> Axes:
-    """Peak memory of a step, `curves[precision]` as (batches, bytes); `limit` is the card's."""
+    """Peak memory of a step against the batch: `curves[precision]` is (batches, bytes).
+
+    `limit` is the memory of the GPU in bytes.
+    """
     _, ax = style.subplots(size=(7.0, 3.2))
     for precision, (batches, peaks) in curves.items():
-        gib: dict[int, float] = {}
+        gib_of: dict[int, float] = {}
         for batch, peak in zip(batches, peaks, strict=True):
-            gib[batch] = peak / _GIB
-        curve = {precision: gib}
+            gib_of[batch] = peak / _GIB
+        curve = {precision: gib_of}
         style.lines(ax, curve, _DASHES, linewidth=2)
     if limit is not None:
         _limit_line(ax, limit / _GIB)
-    ax.set_xlim(left=0)  # memory that no sample needs is where the lines meet the axis
+    ax.set_xlim(left=0)  # at x = 0 a line shows the memory that does not depend on the batch
     ax.set_ylim(bottom=0)
     y_label = "peak memory of a step (GiB)"
     return style.label(ax, "batch", y_label, legend="lower right")
 
 
 def _limit_line(ax: Axes, gib: float) -> None:
-    """A line where the memory of the card ends, with a text at its left end."""
+    """Draw a horizontal line at the memory of the GPU, with a text at its left end."""
     ax.axhline(gib, color="black", linewidth=1)
     text = f"the card: {gib:.3g} GiB"
     left_end = (0, gib)

@@ -1,4 +1,4 @@
-"""What the formats of numbers can hold, and which of them ops compute in."""
+"""Histograms of gradients over the range of fp16."""
 
 import math
 from collections.abc import Mapping
@@ -9,13 +9,12 @@ from torch import Tensor
 from amp_lab.plots import style
 from amp_lab.plots.style import COLOURS, Look, Values
 
-# Exponents of two at the edges of fp16: what lies at or below the first is zero, from there to the
-# second subnormal, and from 65520 on, just below the third, infinite.
-ZERO = -25
-NORMAL = -14
-TOP = 16
-RIGHT = 20  # where the axis of gradients ends
-LEFT: Look = {"loc": "left", "fontsize": 11}  # of titles
+# Limits of fp16 as exponents of two.
+ZERO = -25  # a magnitude up to 2^-25 rounds to 0
+NORMAL = -14  # from there up to 2^-14 numbers are subnormal
+TOP = 16  # from 65520 on, just below 2^16, a magnitude rounds to infinity
+RIGHT = 20  # the right end of the x axis
+LEFT: Look = {"loc": "left", "fontsize": 11}  # how titles are placed
 _HISTOGRAM: Look = {
     "width": 1.0,
     "align": "edge",
@@ -33,9 +32,9 @@ Histogram = Mapping[int, int]
 
 
 def gradients_against_fp16(log2_magnitudes: Tensor, scales: Values) -> list[Axes]:
-    """Histograms of log2|gradient|, moved by each of `scales`, over the range of fp16.
+    """Histograms of log2|gradient · scale| over the range of fp16, a panel for each of `scales`.
 
-    `log2_magnitudes` has a value for each gradient but zeros; below 2^-60 none is drawn.
+    `log2_magnitudes` has log2|gradient| of the gradients that are not 0; the axis begins at -60.
     """
     lowest = -60
     axes = _fp16_ranges(scales, lowest, name_zero_at=-42)
@@ -49,9 +48,9 @@ def gradients_against_fp16(log2_magnitudes: Tensor, scales: Values) -> list[Axes
 
 
 def exponents_against_fp16(kinds: Mapping[str, Histogram], scales: Values) -> list[Axes]:
-    """Histograms of gradient exponents, moved by each of `scales`, over the range of fp16.
+    """Histograms of scaled gradients over the range of fp16, a panel for each of `scales`.
 
-    `kinds` maps a name to {exponent k: number of values between 2^k and 2^(k+1)}.
+    `kinds` maps the name of a group of gradients to {k: number of values from 2^k to 2^(k+1)}.
     """
     lowest = -60
     for counts in kinds.values():
@@ -72,13 +71,16 @@ def exponents_against_fp16(kinds: Mapping[str, Histogram], scales: Values) -> li
 
 
 def _percentages(counts: Histogram) -> list[float]:
-    """Shares of the values of a kind, since kinds differ in number."""
+    """Each count in percent of all values, to compare groups of different sizes."""
     total = max(1, sum(counts.values()))
     return [100 * count / total for count in counts.values()]
 
 
 def _fp16_ranges(scales: Values, left: int, name_zero_at: float) -> list[Axes]:
-    """A panel for each loss scale, with fp16's ranges as backgrounds, named in the first."""
+    """Make a panel for each loss scale, with the ranges of fp16 shaded, and named in the first.
+
+    `left` is where the x axis begins, and `name_zero_at` where on it the name of the zeros stands.
+    """
     rows = len(scales)
     height = 2.2 * rows + 0.6
     size = (8.0, height)

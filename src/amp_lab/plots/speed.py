@@ -9,19 +9,19 @@ from amp_lab.core.timing import Estimate, Ratio
 from amp_lab.plots import style
 from amp_lab.plots.style import COLOURS, Look
 
-_TICK: Look = {"color": "black", "linewidth": 2}  # of a limit on a bar
+_TICK: Look = {"color": "black", "linewidth": 2}  # marks the device's limit on a bar
 _ROOF_DASHES = ["-", "--", ":", "-."]
 _POINT_MARKS = "osD^vP*X"
 Bar = tuple[str, str, Estimate | None, float | None, str]
-"""Precision, rung, milliseconds, those at the limit, and the text beside the bar."""
+"""(precision, rung, milliseconds, milliseconds at the device's limit, text beside the bar)."""
 Point = tuple[str, str, float, Estimate]
-"""Label, precision, FLOPs per byte, and FLOP/s."""
+"""(label, precision, FLOPs per byte, FLOP/s)."""
 
 
 def speed_ladder(panels: Mapping[str, Sequence[Bar]]) -> Figure:
-    """Bars of time from the lowest rung to the highest, and a tick where the device's limit is.
+    """Bars of the time of a step, from the lowest rung to the highest: `panels[title]`.
 
-    `panels[title]` has (precision, rung, milliseconds, those at the limit, text beside the bar).
+    A tick shows how long the step would take at the device's limit, where that is known.
     """
     heights = [len(bars) + 1.5 for bars in panels.values()]
     height = 0.26 * sum(heights) + 0.6
@@ -39,7 +39,7 @@ def speed_ladder(panels: Mapping[str, Sequence[Bar]]) -> Figure:
                 has_limits = True
                 _limit_tick(ax, y, limit)
         style.name_rows(ax, names, room=0.12)
-        ax.set_xlim(left=0)  # margins would begin the bars left of 0
+        ax.set_xlim(left=0)  # the margins would otherwise begin left of 0
         ax.set_title(title, fontsize=10, loc="left")
     x_label = "time of a step (ms)"
     if has_limits:
@@ -50,7 +50,7 @@ def speed_ladder(panels: Mapping[str, Sequence[Bar]]) -> Figure:
 
 
 def _rung_bar(ax: Axes, y: int, precision: str, time: Estimate | None, text: str) -> None:
-    """The bar of a rung; without a time, its text alone."""
+    """Draw the bar of a rung; without a time, only its text."""
     look = style.look_of(precision, height=0.75)
     if time is None:
         style.bar(ax, y, 0, text, **look)
@@ -65,12 +65,12 @@ def _limit_tick(ax: Axes, y: int, limit: float) -> None:
 
 
 def roofline(roofs: Mapping[str, float], bytes_per_s: float, points: Sequence[Point]) -> Figure:
-    """FLOP/s against FLOPs per byte, both logarithmic, below the roofs of each precision.
+    """The roofline of a device: FLOP/s against FLOPs per byte, with the roof of each precision.
 
-    `roofs` is {precision: FLOP/s}; `points` are (label, precision, FLOPs per byte, FLOP/s).
+    `roofs` is {precision: peak FLOP/s}, and `bytes_per_s` the memory bandwidth.
     """
     figure, ax = style.subplots(size=(8.0, 4.2))
-    _roofs(ax, roofs, bytes_per_s, points)
+    _draw_roofs(ax, roofs, bytes_per_s, points)
     labels = dict.fromkeys(label for label, *_ in points)
     marker_of = dict(zip(labels, _POINT_MARKS, strict=False))
     for label, precision, intensity, achieved in points:
@@ -81,7 +81,7 @@ def roofline(roofs: Mapping[str, float], bytes_per_s: float, points: Sequence[Po
             "markeredgecolor": "black",
         }
         style.measured_line(ax, [intensity], [achieved], marker, **look)
-    # The legend has them without a precision's colour.
+    # Empty lines for the legend: markers stand for labels, and are grey, as of no precision.
     grey: Look = {"color": style.STRONG_GRID, "markeredgecolor": "black"}
     for label, marker in marker_of.items():
         ax.plot([], [], marker, label=label, **grey)
@@ -92,17 +92,17 @@ def roofline(roofs: Mapping[str, float], bytes_per_s: float, points: Sequence[Po
     return figure
 
 
-def _roofs(
+def _draw_roofs(
     ax: Axes, roofs: Mapping[str, float], bytes_per_s: float, points: Iterable[Point]
 ) -> None:
-    """The limit of each precision, over a range that has all points."""
+    """Draw the limit of each precision, over an x range that includes all points."""
     intensities = [intensity for _, _, intensity, _ in points]
     lowest = min([1.0, *intensities])
     highest = max([100.0, *intensities])
     low = lowest / 2
     high = highest * 4
     for (precision, flops_per_s), dash in zip(roofs.items(), _ROOF_DASHES, strict=False):
-        ridge = flops_per_s / bytes_per_s  # left of it, memory is the limit
+        ridge = flops_per_s / bytes_per_s  # left of it, the memory bandwidth is the limit
         x = [low, ridge, high]
         lowest_rate = low * bytes_per_s
         y = [lowest_rate, flops_per_s, flops_per_s]
@@ -113,7 +113,7 @@ def _roofs(
 
 def best_speedups(machines: Mapping[str, Mapping[str, Ratio]]) -> Figure:
     """Bars of the best speed-up of each workload, side by side: `machines[name][workload]`."""
-    workloads: dict[str, None] = {}  # a set in order
+    workloads: dict[str, None] = {}  # used as an ordered set
     for speedup_of in machines.values():
         workloads |= dict.fromkeys(speedup_of)
     names = list(workloads)
@@ -134,7 +134,7 @@ def best_speedups(machines: Mapping[str, Mapping[str, Ratio]]) -> Figure:
             y = names.index(name) + offset
             text = f"{speedup.median:.2f}x"
             style.measured_bar(ax, y, speedup, text, **look)
-        ax.barh([0], [0], label=machine, **look)  # for the legend, whatever could be measured
+        ax.barh([0], [0], label=machine, **look)  # for the legend, even without any value
     middle = 0.4 - bar_height / 2
     style.name_rows(ax, names, room=0.12, middle=middle)
     ax.set_xlabel("best speed-up over fp32 eager on the same device")

@@ -1,4 +1,4 @@
-"""The look of every figure: colours, the parts figures are built from, and how one is saved."""
+"""The style of all figures: colours, shared elements such as bars and legends, and saving."""
 
 import io
 import math
@@ -19,7 +19,7 @@ from amp_lab.core import files
 from amp_lab.core.timing import Estimate
 
 # One look per precision in every figure. The colours differ in lightness too, and bars are hatched,
-# so that a print in black and white can be read as well.
+# so that figures can be read in greyscale.
 COLOURS = {
     "fp32": "#1b1b3a",
     "tf32": "#4a4e9e",
@@ -34,7 +34,7 @@ HATCHES = {
     "fp16": "xx",
     "fp8": "--",
 }
-# Greys for what is no precision: backgrounds, then lines, then anything else.
+# Greys for everything that is not a precision: first backgrounds, then lines, then other bars.
 LOST = "0.80"
 SUBNORMAL = "0.91"
 SCALED = "0.85"
@@ -44,7 +44,7 @@ PATH = "0.6"
 STRONG_GRID = "0.7"
 GRID = "0.9"
 OTHER = "0.75"
-# What was measured while the machine was busy: it must not be taken for a result.
+# The text and look of values that were measured while the machine was busy, which are not results.
 BUSY = "machine too busy"
 UNTRUSTED = {"color": "0.92", "hatch": "////", "edgecolor": "0.7"}
 _UNTRUSTED_BOX = {
@@ -56,7 +56,7 @@ _UNTRUSTED_BOX = {
     "zorder": 3,
 }
 _INTERVAL = {"ecolor": SECOND, "capsize": 3}
-# The parts of a stack, from its beginning. Neighbours differ in their hatch as well.
+# Looks of the segments of a stacked bar, from its start. Neighbours differ in their hatch too.
 THREE_PARTS = (
     ("0.15", ""),
     ("0.5", "//"),
@@ -69,7 +69,7 @@ FIVE_PARTS = (
     ("0.75", ""),
     ("0.9", ".."),
 )
-# Of lines that are no precisions, or have their colours alone. The last: lengths of strokes, gaps.
+# Dashes of lines. Matplotlib's (offset, (length of a stroke, length of a gap, …)) has more of them.
 LONG_DASH = (0, (5, 1))
 DENSE_DOTS = (0, (1, 1))
 DASH_AND_DOTS = (0, (3, 1, 1, 1))
@@ -83,16 +83,16 @@ DASHES = (
     DASH_AND_DOTS,
 )
 
-Look = dict[str, Any]
+Look = dict[str, Any]  # keyword arguments of a matplotlib function, such as colour and hatch
 Grey = tuple[str, str]  # a shade and a hatch
 Size = tuple[float, float]  # width and height in inches
-Bars = list[tuple[float, Look]]  # of a stack: length and look of each
+Bars = list[tuple[float, Look]]  # length and look of each segment of a stacked bar
 Values = Sequence[float]
-Panels = Mapping[str, Any]  # what each panel shows, by its title
+Panels = Mapping[str, Any]  # the content of each panel by its title
 CENTRED: Look = {"ha": "center", "va": "center"}
 SLANTED: Look = {"rotation": 30, "ha": "right", "fontsize": 9}  # names below an axis
-EDGED: Look = {"edgecolor": "white"}  # bars that touch are told apart by it
-Inside = Literal["best", "upper left", "center right", "lower right"]  # of the axes, for a legend
+EDGED: Look = {"edgecolor": "white"}  # separates bars that touch
+Inside = Literal["best", "upper left", "center right", "lower right"]  # a legend in the axes
 
 _SETTINGS = {
     "figure.dpi": 80,
@@ -104,30 +104,31 @@ _SETTINGS = {
     "axes.grid": False,
     "legend.frameon": False,
 }
-"""Of matplotlib, for all figures."""
+"""Settings of matplotlib for all figures."""
 
-# pyplot shows what it makes in a notebook, but keeps a list of it, and may open a window for it.
-# `save` wants neither, so it puts a bare `Figure` here for as long as it draws.
+# The function that makes a figure. A notebook shows the figures of pyplot. But pyplot also keeps a
+# reference to each and may open a window, so `image` replaces it by `Figure` while it draws.
 _new_figure: ContextVar[Callable[..., Figure]] = ContextVar("_new_figure", default=plt.figure)
 
 
 def use_style() -> None:
-    """Set the collection's matplotlib style for this process; call it once, at the top."""
-    if "ipykernel" in sys.modules:  # a notebook shows figures of twice the dpi at half the size
+    """Set our matplotlib style for this process; call it once, at the top of a notebook."""
+    if "ipykernel" in sys.modules:
         from matplotlib_inline.backend_inline import set_matplotlib_formats
 
-        set_matplotlib_formats("retina")
+        set_matplotlib_formats("retina")  # twice the resolution in the same size
     plt.rcParams.update(_SETTINGS)
 
 
 def image(draw: Callable[..., Figure], *arguments: object, form: str = "png") -> bytes:
-    """Draw a figure as PNG or SVG, without a window and without pyplot's list of them.
+    """Draw a figure and return it as a PNG or SVG file, without opening a window.
 
-    `draw` is one of the figures here that return a `Figure`.
+    `draw` is a function of `amp_lab.plots` that returns a `Figure`, and `arguments` are its
+    arguments; `form` is "png" or "svg".
     """
     use_style()
     picture = io.BytesIO()
-    maker = "Software" if form == "png" else "Creator"  # what the format calls it
+    maker = "Software" if form == "png" else "Creator"  # the name of this entry in the format
     token = _new_figure.set(Figure)
     try:
         figure = draw(*arguments)
@@ -138,9 +139,9 @@ def image(draw: Callable[..., Figure], *arguments: object, form: str = "png") ->
 
 
 def save(path: str | PathLike[str], draw: Callable[..., Figure], *arguments: object) -> None:
-    """Write what `image` draws to a file, whose name says in which form.
+    """Draw a figure as `image` does, and write it to a file; its suffix gives the format.
 
-    Raises `OptionError` if it cannot be written.
+    Raises `OptionError` if the file cannot be written.
     """
     suffix = Path(path).suffix
     form = suffix.removeprefix(".") or "png"
@@ -151,32 +152,32 @@ def save(path: str | PathLike[str], draw: Callable[..., Figure], *arguments: obj
 def subplots(
     rows: int = 1, columns: int = 1, size: Size | None = None, **options: Any
 ) -> tuple[Figure, Any]:
-    """`pyplot.subplots` with a size in inches, for figures that `save` can write too."""
+    """As `pyplot.subplots`, with a size in inches; the figure can also be drawn by `image`."""
     figure = _new_figure.get()(figsize=size)
     return figure, figure.subplots(rows, columns, **options)
 
 
 def columns(count: int, size: Size, **options: Any) -> tuple[Figure, Sequence[Axes]]:
-    """Panels side by side, of which there may be one alone."""
+    """A figure with `count` panels side by side, and the axes in a sequence, even for one."""
     figure, grid = subplots(1, count, size=size, squeeze=False, **options)
     (axes,) = grid
     return figure, axes
 
 
 def rows(count: int, size: Size, **options: Any) -> tuple[Figure, Sequence[Axes]]:
-    """Panels one below the other, of which there may be one alone."""
+    """A figure with `count` panels one below the other, and the axes in a sequence."""
     figure, grid = subplots(count, size=size, squeeze=False, **options)
     return figure, grid[:, 0]
 
 
 def by_panel(axes: Iterable[Axes], panels: Panels) -> Iterator[tuple[Axes, str, Any]]:
-    """The axes, the title and the contents of each panel."""
+    """Iterate over (axes, title, content) of each panel."""
     for ax, (title, contents) in zip(axes, panels.items(), strict=True):
         yield ax, title, contents
 
 
 def look_of(precision: str, **more: Any) -> Look:
-    """How bars of a precision are drawn; what is no precision is light grey with dots."""
+    """The look of bars of a precision, and `more`; other names are light grey with dots."""
     return {
         "color": COLOURS.get(precision, OTHER),
         "hatch": HATCHES.get(precision, ".."),
@@ -186,7 +187,7 @@ def look_of(precision: str, **more: Any) -> Look:
 
 
 def part_looks(parts: Iterable[str], greys: Sequence[Grey]) -> dict[str, Look]:
-    """The looks of the parts of a stack, which are no precisions; as many as there are greys."""
+    """The look of each segment of a stacked bar, by its name; as many names as greys."""
     looks: dict[str, Look] = {}
     for part, (grey, hatch) in zip(parts, greys, strict=True):
         looks[part] = {"color": grey, "hatch": hatch, "label": part, **EDGED}
@@ -194,34 +195,35 @@ def part_looks(parts: Iterable[str], greys: Sequence[Grey]) -> dict[str, Look]:
 
 
 def bar(ax: Axes, at: Any, length: float, text: str, size: int = 9, **look: Any) -> None:
-    """A lying bar, with a text of this font size beyond its end.
+    """Draw a bar at position `at`, with a text of font size `size` beyond its end.
 
-    It stands upright if its look has a ``width`` in place of a ``height``.
+    It is horizontal, or vertical if its look has a ``width`` in place of a ``height``.
     """
     if "width" in look:
-        upright = ax.bar(at, length, **look)
+        vertical = ax.bar(at, length, **look)
         if text:
-            ax.bar_label(upright, [text], padding=3)  # off the bar's edge
+            ax.bar_label(vertical, [text], padding=3)  # a gap to the end of the bar
         return
-    lying = ax.barh(at, length, **look)
+    horizontal = ax.barh(at, length, **look)
     if text:
-        ax.bar_label(lying, [f" {text}"], fontsize=size)
+        ax.bar_label(horizontal, [f" {text}"], fontsize=size)
 
 
 def measured_bar(ax: Axes, at: Any, estimate: Estimate, text: str, **look: Any) -> None:
-    """A bar as long as a measured value, with its interval; hatched in grey if not trusted.
+    """Draw a measured value as a bar with its interval; see `bar`.
 
-    ``text`` is then `BUSY`; a text that is empty stays so.
+    If the value is not trusted, the bar is hatched in grey, and a text is replaced by `BUSY`.
     """
-    axis = "xerr"
+    error_argument = "xerr"
     busy = BUSY
-    if "width" in look:  # it stands upright
-        axis = "yerr"
+    if "width" in look:  # the bar is vertical
+        error_argument = "yerr"
         busy = BUSY.replace(" ", "\n", 1)
     if not estimate.trusted:
         look |= UNTRUSTED
-        text = text and busy
-    look[axis] = _errors([estimate])
+        if text:
+            text = busy
+    look[error_argument] = _errors([estimate])
     look["error_kw"] = _INTERVAL
     bar(ax, at, estimate.median, text, **look)
 
@@ -229,17 +231,18 @@ def measured_bar(ax: Axes, at: Any, estimate: Estimate, text: str, **look: Any) 
 def measured_line(
     ax: Axes, at: Sequence[float], estimates: Sequence[Estimate], form: str, **look: Any
 ) -> None:
-    """A line through measured values with their intervals, in matplotlib's format such as ``-o``.
+    """Draw a line through measured values with their intervals.
 
-    It leaves out those that are not trusted: they are hatched in grey, and the axes say `BUSY`.
+    `at` has the x of each, and `form` is matplotlib's format of a line, such as ``-o``. The line
+    has gaps at values that are not trusted: these are grey boxes, and the axes say `BUSY`.
     """
     medians: list[float] = []
     untrusted: dict[float, Estimate] = {}
     for x, estimate in zip(at, estimates, strict=True):
         if estimate.trusted:
             medians.append(estimate.median)
-        else:  # no number to the line, which has a gap there
-            medians.append(math.nan)
+        else:
+            medians.append(math.nan)  # a gap in the line
             untrusted[x] = estimate
     intervals = _errors(estimates)
     ax.errorbar(at, medians, intervals, fmt=form, capsize=3, **look)
@@ -248,22 +251,22 @@ def measured_line(
 
 
 def _grey_boxes(ax: Axes, untrusted: Mapping[float, Estimate]) -> None:
-    """Boxes {x: estimate} with their intervals, and `BUSY` once above all lines of the axes."""
-    places = list(untrusted)
+    """Draw grey boxes {x: estimate} with their intervals, and the text `BUSY` above the axes."""
+    x = list(untrusted)
     estimates = list(untrusted.values())
     medians = [estimate.median for estimate in estimates]
     intervals = _errors(estimates)
     grey = UNTRUSTED["edgecolor"]
-    ax.errorbar(places, medians, intervals, fmt="none", capsize=3, ecolor=grey)
-    ax.scatter(places, medians, **_UNTRUSTED_BOX)
+    ax.errorbar(x, medians, intervals, fmt="none", capsize=3, ecolor=grey)
+    ax.scatter(x, medians, **_UNTRUSTED_BOX)
     texts = [text.get_text() for text in ax.texts]
-    if BUSY not in texts:
+    if BUSY not in texts:  # once, even if several lines have such values
         above: Look = {"ha": "center", "va": "bottom", "transform": ax.transAxes}
         ax.text(0.5, 1.0, BUSY, fontsize=9, color=GUIDE, **above)
 
 
 def _errors(estimates: Sequence[Estimate]) -> list[list[float]]:
-    """Distances from the medians to the ends of the intervals, as matplotlib takes them."""
+    """Distances from the medians to the ends of the intervals: [below, above] for matplotlib."""
     below: list[float] = []
     above: list[float] = []
     for estimate in estimates:
@@ -273,31 +276,34 @@ def _errors(estimates: Sequence[Estimate]) -> list[list[float]]:
     return [below, above]
 
 
-def stacked(ax: Axes, at: float, parts: Bars, total: str = "", size: int = 9) -> None:
-    """Bars of (length, look), each from where the one before it ends; `total` formats the sum."""
+def stacked(ax: Axes, at: float, segments: Bars, total: str = "", size: int = 9) -> None:
+    """Draw a stacked bar of segments (length, look).
+
+    `total` is the format of the sum at its end, such as ``{:.3g}``.
+    """
     start = 0.0
-    last = len(parts) - 1
-    for i, (length, look) in enumerate(parts):
+    last = len(segments) - 1
+    for i, (length, look) in enumerate(segments):
         end = start + length
         text = ""
         if i == last:
             text = total.format(end)
         side = "left"
-        if "width" in look:  # the bars stand upright
+        if "width" in look:  # the bar is vertical
             side = "bottom"
-        placed = look | {side: start}
-        bar(ax, at, length, text, size, **placed)
+        segment_look = look | {side: start}
+        bar(ax, at, length, text, size, **segment_look)
         start = end
 
 
-def shade(i: int, of: int) -> tuple[float, ...]:
-    """Colours that differ in lightness, from dark to light."""
-    last = max(1, of - 1)
+def shade(i: int, count: int) -> tuple[float, ...]:
+    """The colour number `i` of `count` colours that go from dark to light, as RGBA."""
+    last = max(1, count - 1)
     return colormaps["viridis"](0.9 * i / last)
 
 
 def stairs(ax: Axes, scales: Values, skipped: Sequence[int], markersize: float) -> None:
-    """The scale at each step, with a cross where the step was skipped."""
+    """Draw the loss scale at each step, with a cross at each `skipped` step."""
     steps = range(len(scales))
     line: Look = {
         "where": "mid",
@@ -318,10 +324,13 @@ def stairs(ax: Axes, scales: Values, skipped: Sequence[int], markersize: float) 
 def name_rows(
     ax: Axes, names: Sequence[str], room: float, fontsize: float = 9, middle: float = 0.0
 ) -> None:
-    """Names beside rows of lying bars, the first on top, and `room` for texts at the other side."""
-    places = range(len(names))
-    middles = [place + middle for place in places]
-    ax.set_yticks(middles, names, fontsize=fontsize)
+    """Name rows of horizontal bars, the first on top.
+
+    `room` is the margin for texts beyond the bars, as a share of the axis. `middle` is how far the
+    middle of a row of bars is from the row's number.
+    """
+    y = [row + middle for row in range(len(names))]
+    ax.set_yticks(y, names, fontsize=fontsize)
     ax.tick_params(axis="y", length=0)
     ax.invert_yaxis()
     ax.margins(x=room)
@@ -335,9 +344,10 @@ def lines(
     first: int = 0,
     **look: Any,
 ) -> None:
-    """Curves {label: {x: y}}, or {label: values} that are numbered from `first`.
+    """Draw curves {label: {x: y}}, or {label: values} with x = `first`, `first` + 1, ….
 
-    A label begins with a precision, which gives the colour. `dashes` are by precision or in order.
+    A label begins with a precision, which gives the colour. `dashes` are given by precision, or for
+    each curve in order.
     """
     for i, (label, points) in enumerate(curves.items()):
         precision = precision_of(label)
@@ -364,13 +374,13 @@ def lines(
 
 
 def precision_of(label: str) -> str:
-    """The precision that a label begins with: ``fp16`` of ``fp16, O1``."""
+    """The precision that a label begins with: ``fp16`` for ``fp16, O1``."""
     first_word, *_ = label.split()
     return first_word.rstrip(",")
 
 
 def label(ax: Axes, x: str, y: str, legend: Inside | None = None) -> Axes:
-    """Name the axes and, if told where, put a legend inside of them; returns `ax`."""
+    """Label the axes, and draw a legend at the place `legend` in them, if given; return `ax`."""
     ax.set(xlabel=x, ylabel=y)
     if legend is not None:
         ax.legend(loc=legend)
@@ -378,7 +388,7 @@ def label(ax: Axes, x: str, y: str, legend: Inside | None = None) -> Axes:
 
 
 def log2_axis(ax: Axes, ticks: Sequence[int]) -> None:
-    """Make the x axis logarithmic, with these numbers alone on it."""
+    """Make the x axis logarithmic, and label only these numbers on it."""
     ax.set_xscale("log", base=2)
     ax.set_xticks(ticks, [str(tick) for tick in ticks])
     ax.minorticks_off()
@@ -387,7 +397,10 @@ def log2_axis(ax: Axes, ticks: Sequence[int]) -> None:
 def dtype_cells(
     ax: Axes, outcomes: Mapping[str, Mapping[str, str]], ops: Sequence[str], fontsize: float = 11
 ) -> None:
-    """A table of `outcomes[backend][op]`, a column for each backend; a missing op is left empty."""
+    """Draw a table of `outcomes[backend][op]`, with a column for each backend, a row for each op.
+
+    The cell of an op that a backend lacks stays empty.
+    """
     for column, outcome_of in enumerate(outcomes.values()):
         for row, op in enumerate(ops):
             if op in outcome_of:
@@ -400,34 +413,35 @@ def dtype_cells(
     ax.set_ylim(height, 0)
     ax.set_xticks(middles_of_columns, list(outcomes))
     ax.set_yticks(middles_of_rows, ops)
-    ax.xaxis.tick_top()  # as the head of a table
+    ax.xaxis.tick_top()  # names of backends above, as in a table
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
 
 
 def _cell(ax: Axes, column: int, row: int, text: str, fontsize: float) -> None:
-    """A box in the colour of its text, if that is a precision."""
-    face = COLOURS.get(text, "white")
+    """Draw a cell with a text; if that is a precision, the cell has its colour."""
+    face_colour = COLOURS.get(text, "white")
     corner = (column, row)
-    box = Rectangle(corner, width=0.96, height=0.9, facecolor=face, edgecolor=GUIDE)
+    box = Rectangle(corner, width=0.96, height=0.9, facecolor=face_colour, edgecolor=GUIDE)
     ax.add_patch(box)
-    ink = "black"
-    if text in ("fp32", "fp16"):  # whose colours are dark
-        ink = "white"
+    text_colour = "black"
+    if text in ("fp32", "fp16"):  # their colours are dark
+        text_colour = "white"
     x = column + 0.48
     y = row + 0.45
-    ax.text(x, y, text, color=ink, fontsize=fontsize, **CENTRED)
+    ax.text(x, y, text, color=text_colour, fontsize=fontsize, **CENTRED)
 
 
 def legend_beside(
     figure: Figure, loc: Literal["outside lower center", "outside right upper"], **options: Any
 ) -> None:
-    """One legend outside of the axes; what several bars or axes share stands in it once."""
-    handles: dict[str, Any] = {}
+    """Draw one legend for all axes, outside of them; each label stands in it once."""
+    handle_of: dict[str, Any] = {}
     for ax in figure.axes:
-        shapes, labels = ax.get_legend_handles_labels()
-        for shape, label in zip(shapes, labels, strict=True):
-            handles.setdefault(label, shape)
-    labels = list(handles)
-    shapes = list(handles.values())
-    figure.legend(shapes, labels, loc=loc, **options)
+        handles, labels = ax.get_legend_handles_labels()
+        for handle, label in zip(handles, labels, strict=True):
+            if label not in handle_of:
+                handle_of[label] = handle
+    labels = list(handle_of)
+    handles = list(handle_of.values())
+    figure.legend(handles, labels, loc=loc, **options)

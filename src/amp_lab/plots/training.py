@@ -9,16 +9,16 @@ from amp_lab.plots import style
 from amp_lab.plots.style import COLOURS, Look, Values
 
 
-def training_curves(curves: Mapping[str, Values], what: str) -> Figure:
-    """A measure {"train": [...], "test": [...]} of each epoch; `what` is its name."""
+def training_curves(curves: Mapping[str, Values], metric: str) -> Figure:
+    """A metric over the epochs: `curves` is {"train": [...], "test": [...]}."""
     figure, ax = style.subplots()
     colour = COLOURS["fp32"]
-    forms = ["--o", "-o"]
-    for (part, values), form in zip(curves.items(), forms, strict=True):
+    forms = ["--o", "-o"]  # dashed for training
+    for (name, values), form in zip(curves.items(), forms, strict=True):
         epochs = range(1, len(values) + 1)
-        look: Look = {"color": colour, "label": part}
+        look: Look = {"color": colour, "label": name}
         ax.plot(epochs, values, form, **look)
-    style.label(ax, "epoch", what, legend="best")
+    style.label(ax, "epoch", metric, legend="best")
     return figure
 
 
