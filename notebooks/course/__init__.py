@@ -1,4 +1,4 @@
-"""What only the notebooks need: first cell, figures, exercises, functions in other processes."""
+"""Helpers for the notebooks alone: first cell, figures, exercises, functions in other processes."""
 
 from course.start import Scale, emulates_bf16, pick_scale, start
 

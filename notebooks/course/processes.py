@@ -1,10 +1,13 @@
-"""A notebook's functions in other processes: under torchrun, or on each backend of Keras.
+"""Runs a notebook's functions in other processes: under torchrun, or on each backend of Keras.
 
-Each process runs a script, which is made of the source of the function, of the functions that it
-needs, and of imports: a name of another module is imported as it was here; a function of the same
-notebook must be in `needed`; data must come as an argument. Arguments and results are plain data:
-numbers, text, dtypes, tensors, and dicts, lists and tuples of them. What a process prints is kept
-for errors only, and none of them is left running.
+Each process runs a script with the source of the function, and of the functions that it needs:
+
+- a name from another module is imported as in the notebook;
+- a function of the same notebook must be passed as one of `needed`;
+- data must be passed as an argument.
+
+Arguments and results are plain data: numbers, text, dtypes, tensors, and dicts, lists and tuples of
+them. The output of a process is shown only in errors. All processes are ended, even after an error.
 """
 
 import builtins
@@ -33,12 +36,15 @@ from amp_lab.core.errors import ParallelError, first_line
 
 BACKENDS = ("torch", "tensorflow")
 _NOTEBOOKS = str(Path(__file__).resolve().parents[1])  # the folder that holds `course`
-_IMPORT = "from course import processes"  # first: TensorFlow is best loaded after torch
-_CALL = "processes.run_here({}, {!r})\nprocesses.leave()\n"
+_IMPORT = "from course import processes"  # the first import: it loads torch before TensorFlow
+_CALL = "processes.run_here({}, {!r})\nprocesses.leave()\n"  # the end of a script
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 _GRACE_S = 40  # torchrun gives its workers 30 s to end before it kills them
-_LAST_LINES = 12  # of what a process printed, in an error
-_EXIT_CODE = r"rank +: (\d+) .*\n +exitcode +: (-?\d+)"  # as torchrun reports it
+_MAX_LINES = 12  # of a process's output in an error
+# Matches rank and exit code in torchrun's report:
+#     rank      : 1 (local_rank: 1)
+#     exitcode  : -9 (pid: 4711)
+_EXIT_CODE = r"rank +: (\d+) .*\n +exitcode +: (-?\d+)"
 
 
 def run_workers(
@@ -48,16 +54,17 @@ def run_workers(
     timeout_s: float = 300,
     **arguments: object,
 ) -> list:
-    """What `function(**arguments)` returns in each of so many processes, by rank.
+    """Run `function(**arguments)` in several processes; return the results in the order of ranks.
 
         def rank_and_size(offset): ...
         run_workers(rank_and_size, processes=2, offset=10)
 
-    They run under ``torchrun --standalone`` with one thread each, and join a process group if they
-    want one. The top of this file says what can be sent to them, and come back.
+    They run under ``torchrun --standalone`` with one thread each, so the function may join a
+    process group. The top of this file says which functions and data can be passed.
 
-    Raises `ParallelError` for anything else; for a process that fails, with its last lines; and if
-    not all have ended after `timeout_s` seconds, with the line at which each one was.
+    Raises `ParallelError` for other functions and data; for a process that fails, with the last
+    lines of its output; and if not all have ended after `timeout_s` seconds, with the line of code
+    that each was at.
     """
     if processes < 1:
         raise ParallelError(f"processes={processes} must be at least 1")
@@ -71,19 +78,19 @@ def run_workers(
             code = _exit_code(launcher, timeout_s)
         if code is None:
             problem = f"{name}: {processes} processes did not end within {timeout_s:g} s"
-            raise ParallelError(problem + _where_each_was(folder, processes))
+            raise ParallelError(problem + _current_lines(folder, processes))
         if code != 0:
-            raise ParallelError(f"{name}: {_first_failure(folder, processes)}")
+            raise ParallelError(f"{name}: {_describe_first_failure(folder, processes)}")
         return [_load_plain(folder / f"result-{rank}.pt") for rank in range(processes)]
 
 
 def _torchrun(folder: Path, processes: int) -> list[str]:
-    """The command that runs the script in the folder in so many processes."""
+    """The command that runs the script in the folder in this number of processes."""
     return [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
-        "--local-addr", "127.0.0.1",  # the machine's own name may not be known to itself
+        "--local-addr", "127.0.0.1",  # by default it looks up the machine's name, which may fail
         "--nproc-per-node", str(processes),
-        "--redirects", "3",
+        "--redirects", "3",  # stdout and stderr of each process go to files
         "--log-dir", str(folder / "logs"),
         str(folder / "script.py"), str(folder),
     ]  # fmt: skip
@@ -97,29 +104,29 @@ def run_on_backends(
     timeout_s: float = 900,
     **arguments: object,
 ) -> dict[str, object]:
-    """What `function(**arguments)` returns on each backend of Keras, by the backend's name.
+    """Run `function(**arguments)` on each backend of Keras; return {backend: result}.
 
         def sum_of_squares(x): return float(keras.ops.sum(x * x))
         run_on_backends(sum_of_squares, x=torch.ones(3))
 
-    Keras has one backend in a process, so each gets one; the top of this file says what can be sent
-    to it, and come back. On a CPU they run at the same time and share its cores, else one after the
-    other. `device` is that of the torch backend, and if it is ``cpu``, TensorFlow sees no GPU
-    either. No settings file of Keras is read. Without `backends` it is both, or torch alone where
-    TensorFlow is not installed, which is then printed.
+    A process can have only one backend of Keras, so there is a process for each. The top of this
+    file says which functions and data can be passed. On a CPU the processes run at the same time
+    and share its cores, otherwise one after the other. `device` is for the torch backend; if it is
+    ``cpu``, TensorFlow sees no GPU either. Settings files of Keras are not read. By default
+    `backends` are both, or only torch if TensorFlow is not installed, which is then printed.
 
-    Raises `ParallelError` for anything else; for a process that fails, with its last lines; and for
-    one that has not ended after `timeout_s` seconds.
+    Raises `ParallelError` for other functions and data; for a process that fails, with the last
+    lines of its output; and for one that has not ended after `timeout_s` seconds.
     """
     if backends is None:
         backends = _installed_backends()
     backends = tuple(backends)
     device = torch.device(device)
-    groups = [backends]
+    groups = [backends]  # the processes of a group run at the same time
     if device.type != "cpu":
         groups = [(backend,) for backend in backends]
-    at_once = max(map(len, groups), default=1)
-    threads = max(1, torch.get_num_threads() // at_once)
+    largest_group = max(map(len, groups), default=1)
+    threads = max(1, torch.get_num_threads() // largest_group)
     with _folder_for(function, needed, arguments, "KERAS_BACKEND") as folder:
         settings = {
             backend: _keras_settings(backend, device, folder, threads) for backend in backends
@@ -136,7 +143,10 @@ def _run_group(
     folder: Path,
     timeout_s: float,
 ) -> None:
-    """Run the script in the folder on these backends, all at the same time."""
+    """Run the script in the folder on these backends, all at the same time, in at most `timeout_s`.
+
+    `settings[backend]` is the environment of its process.
+    """
     command = [sys.executable, str(folder / "script.py"), str(folder)]
     deadline = time.monotonic() + timeout_s
     with ExitStack() as running:
@@ -150,11 +160,12 @@ def _run_group(
                 raise ParallelError(f"{name} on {backend}: did not end within {timeout_s:g} s")
             if code != 0:
                 problem = f"ended by signal {-code}" if code < 0 else "failed"
-                last = _last_lines(folder / f"error-{backend}.txt", folder / f"{backend}.log")
-                raise ParallelError(f"{name} on {backend}: {problem}\n{last}".rstrip())
+                output = _last_lines(folder / f"error-{backend}.txt", folder / f"{backend}.log")
+                raise ParallelError(f"{name} on {backend}: {problem}\n{output}".rstrip())
 
 
 def _installed_backends() -> tuple[str, ...]:
+    """Both backends; without TensorFlow only torch, which is printed."""
     if importlib.util.find_spec("tensorflow") is None:
         print("TensorFlow is not installed here, so this runs on the torch backend alone")
         return ("torch",)
@@ -162,11 +173,11 @@ def _installed_backends() -> tuple[str, ...]:
 
 
 def _settings(threads: int) -> dict[str, str]:
-    """Environment of a process that finds `course`, and computes with so many threads."""
+    """Environment variables of a process that can import `course`, with this number of threads."""
     paths = _NOTEBOOKS
-    paths_here = os.environ.get("PYTHONPATH")
-    if paths_here:
-        paths += os.pathsep + paths_here
+    own_paths = os.environ.get("PYTHONPATH")
+    if own_paths:
+        paths += os.pathsep + own_paths
     return {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
@@ -177,17 +188,18 @@ def _settings(threads: int) -> dict[str, str]:
 def _keras_settings(
     backend: str, device: torch.device, folder: Path, threads: int
 ) -> dict[str, str]:
+    """Environment variables of a process for a backend of Keras; see `run_on_backends`."""
     settings = _settings(threads) | {
         "KERAS_BACKEND": backend,
-        "KERAS_HOME": str(folder / f"keras-{backend}"),  # it would read, or write, settings at home
+        "KERAS_HOME": str(folder / f"keras-{backend}"),  # not the user's ~/.keras
         "KERAS_TORCH_DEVICE": str(device),
         "TF_NUM_INTRAOP_THREADS": str(threads),
         "TF_NUM_INTEROP_THREADS": "1",  # ops run one after another
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "TF_FORCE_GPU_ALLOW_GROWTH": "true",  # it would take all of the memory
+        "TF_CPP_MIN_LOG_LEVEL": "3",  # only fatal errors
+        "TF_FORCE_GPU_ALLOW_GROWTH": "true",  # by default TensorFlow takes all of the GPU's memory
     }
     if backend == "tensorflow":
-        # Its oneDNN would follow a limit to other instructions, and its choice of kernels not.
+        # A limit on instructions would reach its oneDNN, but not its choice of kernels.
         settings["ONEDNN_MAX_CPU_ISA"] = ""
     if device.type == "cpu":
         settings["CUDA_VISIBLE_DEVICES"] = ""
@@ -198,34 +210,37 @@ def _keras_settings(
 def _started(
     command: list[str], settings: dict[str, str], log: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that prints into `log`, and that is ended if it still runs afterwards."""
+    """Start a process with these environment variables and its output in the file `log`.
+
+    It is ended if it still runs after the block.
+    """
     with log.open("wb") as file:
         process = subprocess.Popen(
             command,
             env=os.environ | settings,
-            start_new_session=True,  # so that all that it starts can be killed with it
+            start_new_session=True,  # so that the processes that it starts can be killed with it
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
         )
         try:
             yield process
-        finally:  # a reader may interrupt the cell
+        finally:  # also if the reader interrupts the cell
             _end(process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process that may still run, and all that it has started."""
+    """End a process, if it still runs, and the processes that it has started."""
     if process.poll() is not None:
         return
-    process.terminate()  # torchrun then ends its workers
+    process.terminate()  # torchrun ends its workers on SIGTERM
     if _exit_code(process, _GRACE_S) is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def _exit_code(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
-    """The exit code of a process, once it has ended; None if that takes too long."""
+    """Wait for a process to end and return its exit code; None after `timeout_s`."""
     try:
         return process.wait(max(0.0, timeout_s))
     except subprocess.TimeoutExpired:
@@ -233,7 +248,7 @@ def _exit_code(process: subprocess.Popen[bytes], timeout_s: float) -> int | None
 
 
 def _read_first(*paths: Path) -> str:
-    """What is in the first of these files that is there."""
+    """The text of the first of these files that exists; empty if none does."""
     for path in paths:
         if path.exists():
             return path.read_text("utf-8", errors="replace")
@@ -241,45 +256,49 @@ def _read_first(*paths: Path) -> str:
 
 
 def _last_lines(*paths: Path) -> str:
-    """The last lines of that, indented, for an error."""
+    """The last lines of the first of these files that exists, indented, for an error."""
     lines = _read_first(*paths).strip().splitlines()
-    return textwrap.indent("\n".join(lines[-_LAST_LINES:]), "  ")
+    return textwrap.indent("\n".join(lines[-_MAX_LINES:]), "  ")
 
 
-def _where_each_was(folder: Path, processes: int) -> str:
-    """A line for each rank, from the stack that it wrote when it was told to end."""
+def _current_lines(folder: Path, processes: int) -> str:
+    """The line of the script that each rank was at: ``rank 0 was in wait: time.sleep(60)``.
+
+    When torchrun ends a rank, `faulthandler` writes its stack to stderr, the innermost frame first:
+    ``File "script.py", line 12 in wait``.
+    """
     script = folder / "script.py"
     lines = script.read_text(encoding="utf-8").splitlines()
-    frame = re.compile(re.escape(f'File "{script}", line ') + r"(\d+) in (\w+)")
-    places = ""
+    frame_pattern = re.compile(re.escape(f'File "{script}", line ') + r"(\d+) in (\w+)")
+    text = ""
     for rank in range(processes):
-        innermost = frame.search(_read_first(*_logs(folder, rank)))  # it comes first
-        place = "unknown"
+        innermost = frame_pattern.search(_read_first(*_stderr_files(folder, rank)))
+        description = "unknown"
         if innermost is not None:
-            number, called = innermost.groups()
-            place = f"{called}: {lines[int(number) - 1].strip()}"
-        places += f"\n  rank {rank} was in {place}"
-    return places
+            number, function_name = innermost.groups()
+            description = f"{function_name}: {lines[int(number) - 1].strip()}"
+        text += f"\n  rank {rank} was in {description}"
+    return text
 
 
-def _logs(folder: Path, rank: int | str) -> Iterator[Path]:
-    """The file of what a rank printed on stderr, if it is there."""
+def _stderr_files(folder: Path, rank: int | str) -> Iterator[Path]:
+    """The file with a rank's output on stderr, if it exists."""
     return folder.glob(f"logs/*/attempt_0/{rank}/stderr.log")
 
 
-def _first_failure(folder: Path, processes: int) -> str:
-    """Which rank failed first, and its last lines."""
+def _describe_first_failure(folder: Path, processes: int) -> str:
+    """Which rank failed first, and the last lines of its output."""
     log = folder / "torchrun.log"
     for rank, exit_code in re.findall(_EXIT_CODE, _read_first(log)):
         code = int(exit_code)
-        # Killed, and not by torchrun, which ends those that are left with SIGTERM.
+        # After a failure, torchrun ends the other ranks with SIGTERM: they did not fail.
         if code < 0 and code != -signal.SIGTERM:
-            last = _last_lines(*_logs(folder, rank))
-            return f"rank {rank} of {processes} was ended by signal {-code}\n{last}".rstrip()
+            output = _last_lines(*_stderr_files(folder, rank))
+            return f"rank {rank} of {processes} was ended by signal {-code}\n{output}".rstrip()
     errors = sorted(folder.glob("error-*.txt"), key=_modified_ns)
     if not errors:
         return f"torchrun failed\n{_last_lines(log)}"
-    first = errors[0]  # others fail because of it
+    first = errors[0]  # later ones may fail because of it
     rank = first.stem.removeprefix("error-")
     return f"rank {rank} of {processes} failed\n{_last_lines(first)}"
 
@@ -289,13 +308,14 @@ def _modified_ns(path: Path) -> int:
 
 
 def run_here(function: Callable[..., object], variable: str) -> None:
-    """Run `function` in a process that was started for it; the last line of its script.
+    """Run `function` with the arguments in the folder that the command line names.
 
-    The arguments lie in the folder that the command line names; the result, or the error, is left
-    there under a name with the value that `variable` has in the environment of this process alone.
+    Scripts call this in the processes that were started for them. The result, or the error, goes to
+    a file in the folder, whose name ends with the value of the environment variable `variable`:
+    RANK or KERAS_BACKEND.
     """
     if hasattr(faulthandler, "register"):  # not on Windows
-        faulthandler.register(signal.SIGTERM, chain=True)  # where it was, if it is told to end
+        faulthandler.register(signal.SIGTERM, chain=True)  # write the stack: see `_current_lines`
     folder = Path(sys.argv[1])
     suffix = os.environ[variable]
     try:
@@ -305,17 +325,17 @@ def run_here(function: Callable[..., object], variable: str) -> None:
     except BaseException as error:
         frames = error.__traceback__
         if frames is not None:
-            frames = frames.tb_next  # without this function
+            frames = frames.tb_next  # leaves out the frame of this function
         text = "".join(traceback.format_exception(error.with_traceback(frames)))
         (folder / f"error-{suffix}.txt").write_text(text, encoding="utf-8")
         raise
 
 
 def leave() -> None:
-    """End the process, without taking apart what is in it.
+    """End the process at once, without freeing its objects.
 
-    A process group that a DDP model still holds would be freed only then, and may end the process
-    by a signal: gloo's threads still run, and may want the interpreter's lock.
+    Freeing a process group that a DDP model still holds may crash the process, since gloo's threads
+    still run and may need the GIL.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -326,9 +346,12 @@ def leave() -> None:
 def _folder_for(
     function: Callable, needed: tuple[Callable, ...], arguments: dict, variable: str
 ) -> Iterator[Path]:
-    """A temporary folder with the script that calls `function`, and its arguments."""
+    """A temporary folder for a block, with the script that calls `function`, and its arguments.
+
+    For `variable`, see `run_here`.
+    """
     script = script_of(function, needed, _CALL.format(function.__name__, variable))
-    inspect.signature(function).bind(**arguments)  # TypeError here rather than in a process
+    inspect.signature(function).bind(**arguments)  # raise a TypeError here, not in a process
     with tempfile.TemporaryDirectory(prefix="amp-lab-") as name:
         folder = Path(name)
         (folder / "script.py").write_text(script, encoding="utf-8")
@@ -337,10 +360,10 @@ def _folder_for(
 
 
 def script_of(function: Callable, needed: tuple[Callable, ...], call: str) -> str:
-    """A script that imports and defines what `function` needs, and ends with `call`."""
+    """A script that imports and defines everything that `function` needs, and ends with `call`."""
     functions = [*needed, function]
-    # Builtins too, although a notebook may have another `open`: IPython has its own.
-    known = {each.__name__ for each in functions} | vars(builtins).keys()
+    # Builtins need no import, even where IPython has replaced one in the notebook, as it does open.
+    defined = {each.__name__ for each in functions} | vars(builtins).keys()
     sources = []
     imports = {}
     for each in functions:
@@ -348,30 +371,34 @@ def script_of(function: Callable, needed: tuple[Callable, ...], call: str) -> st
         sources.append(source)
         namespace = inspect.unwrap(each).__globals__
         code = compile(source, each.__name__, "exec")
-        unknown = set(_global_names(code)) - known
-        for name in sorted(unknown & namespace.keys()):
+        undefined = set(_global_names(code)) - defined
+        # A name that the notebook lacks too is left out, and raises NameError when it is used.
+        for name in sorted(undefined & namespace.keys()):
             imports[name] = _import_line(name, namespace[name], each)
     import_lines = "\n".join([_IMPORT, *imports.values()])
     return "\n\n".join([import_lines, *sources, call])
 
 
 def _source(function: Callable) -> str:
-    plain = inspect.unwrap(function)
-    if not isinstance(plain, types.FunctionType) or plain.__name__ == "<lambda>":
+    """The source of a function without indentation; `ParallelError` if it cannot run elsewhere."""
+    undecorated = inspect.unwrap(function)
+    is_function = isinstance(undecorated, types.FunctionType)
+    if not is_function or undecorated.__name__ == "<lambda>":
         raise ParallelError(f"{function!r}: give a function that is defined with def")
-    name = plain.__name__
-    outer = ", ".join(plain.__code__.co_freevars)
-    if outer:
-        raise ParallelError(f"{name} uses {outer} of the function around it; make it an argument")
+    name = undecorated.__name__
+    outer_names = ", ".join(undecorated.__code__.co_freevars)
+    if outer_names:
+        problem = f"{name} uses {outer_names} of the function around it"
+        raise ParallelError(f"{problem}; make it an argument")
     try:
-        return textwrap.dedent(inspect.getsource(plain))
+        return textwrap.dedent(inspect.getsource(undecorated))
     except (OSError, TypeError) as error:
         reason = f"has no source to be sent ({first_line(error)}); define it in a cell or a file"
         raise ParallelError(f"{name} {reason}") from error
 
 
 def _global_names(code: types.CodeType) -> Iterator[str]:
-    """Names that a piece of code, and the functions in it, look up outside of themselves."""
+    """The global names that a piece of code and the functions defined in it use."""
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             yield instruction.argval
@@ -380,34 +407,37 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
             yield from _global_names(constant)
 
 
-def _import_line(name: str, value: object, user: Callable) -> str:
-    """The statement that gives another process what `name` is for the function `user`."""
+def _import_line(name: str, value: object, function: Callable) -> str:
+    """The import statement for the global `name` of a function, such as ``import torch as torch``.
+
+    `value` is what the name stands for. Raises `ParallelError` if it cannot be imported.
+    """
     if isinstance(value, types.ModuleType):
         return f"import {value.__name__} as {name}"
-    module = getattr(value, "__module__", None)
-    qualified = getattr(value, "__qualname__", None)
-    if qualified is None or module is None:
+    module_name = getattr(value, "__module__", None)
+    qualified_name = getattr(value, "__qualname__", None)
+    if qualified_name is None or module_name is None:
         problem = "is data; make it an argument"
-    elif module in ("__main__", user.__module__):
+    elif module_name in ("__main__", function.__module__):
         problem = "is defined beside it; give it too, after the function that is to run"
-    elif getattr(sys.modules.get(module), qualified, None) is value:
-        return f"from {module} import {qualified} as {name}"
+    elif getattr(sys.modules.get(module_name), qualified_name, None) is value:
+        return f"from {module_name} import {qualified_name} as {name}"
     else:
-        problem = f"cannot be imported from {module}; import it inside of the function"
-    raise ParallelError(f"{user.__name__} uses {name}, which {problem}")
+        problem = f"cannot be imported from {module_name}; import it inside of the function"
+    raise ParallelError(f"{function.__name__} uses {name}, which {problem}")
 
 
-def _save_plain(value: object, path: Path, what: str) -> None:
-    """Write plain data; raises `ParallelError` for anything else, which `what` names."""
+def _save_plain(value: object, path: Path, description: str) -> None:
+    """Save plain data; raises `ParallelError` for other data, named by `description`."""
     try:
         torch.save(value, path)
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ParallelError(f"{what} is not plain data: {first_line(error)}") from error
+        raise ParallelError(f"{description} is not plain data: {first_line(error)}") from error
     if unsafe:
-        raise ParallelError(f"{what} is not plain data: {', '.join(unsafe)}")
+        raise ParallelError(f"{description} is not plain data: {', '.join(unsafe)}")
 
 
 def _load_plain(path: Path) -> object:
-    """What `_save_plain` wrote."""
+    """Load the data that `_save_plain` saved."""
     return torch.load(path, map_location="cpu", weights_only=True)

@@ -1,6 +1,7 @@
-"""The set-up cell that every notebook starts with: on which device, and at which scale.
+"""The first cell of every notebook: picks the device and the scale.
 
-It is imported before anything of `amp_lab`, which it finds in the checkout if none is installed.
+A notebook imports it before `amp_lab`, since it adds the checkout's `src` to the path if `amp_lab`
+is not installed.
 """
 
 import datetime
@@ -46,24 +47,22 @@ def pick_scale(device: torch.device) -> Scale:
 
 
 def emulates_bf16(device: torch.device) -> bool:
-    """Whether it is a CPU without instructions for bf16, as most without AVX-512 are.
+    """Whether `device` is a CPU without instructions for bf16, as most without AVX-512 are.
 
-    Its matrix products in bf16 run at about a hundredth of fp32's rate.
+    Matmuls in bf16 run there at about a hundredth of fp32's rate.
     """
     return device.type == "cpu" and not onednn_has_bf16()
 
 
 def start(*packages: str) -> tuple[torch.device, Scale]:
-    """Device and scale for a notebook, chosen by `pick_device` and `pick_scale`.
+    """Pick device and scale for a notebook, by `pick_device` and `pick_scale`.
 
-    It prints what the outputs below it come from: device, torch, date, and the commit of this
-    checkout.
+    It prints where the outputs of the notebook come from: device, torch, date, and the commit of
+    this checkout. `packages` are the modules that this notebook needs besides those that all need;
+    they are only looked for, and not imported.
 
-    `packages` are those that it needs besides what all notebooks need, by the names of their
-    modules; they are not imported.
-
-    One that is not installed, or a wrong AMP_LAB_DEVICE or AMP_LAB_SCALE, ends a plain script with
-    one line on stderr and exit code 2; in Jupyter the same line is the cell's error.
+    A missing package, or a wrong AMP_LAB_DEVICE or AMP_LAB_SCALE, ends a plain script with one line
+    on stderr and exit code 2; in Jupyter it is the cell's error.
     """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     try:
@@ -76,25 +75,28 @@ def start(*packages: str) -> tuple[torch.device, Scale]:
         device = pick_device()
         scale = pick_scale(device)
     except AmpLabError as error:
-        if "ipykernel" in sys.modules:
+        if "ipykernel" in sys.modules:  # in Jupyter
             raise
         print(error, file=sys.stderr)
         sys.exit(2)
-    where = [device_name(device), backend_name(device), f"torch {torch.__version__}"]
+    environment = [device_name(device), backend_name(device), f"torch {torch.__version__}"]
     today = datetime.date.today().isoformat()
-    print(", ".join([*where, f"{scale} scale", today, *_commit()]))
+    print(", ".join([*environment, f"{scale} scale", today, *_commit()]))
     if emulates_bf16(device):
         print("This CPU has no instructions for bf16: it is slow here, and some sizes are smaller.")
     return device, scale
 
 
 def _commit() -> list[str]:
-    """The commit of this code, with a plus if it was changed since; nothing where git has none."""
+    """The commit of this checkout, as ``["commit 1a2b3c4+"]``: a plus stands for changed files.
+
+    Empty without git or a repository.
+    """
     try:
         commit = _git("rev-parse", "--short", "HEAD")
-        # The pairs change while they are made, and are no part of what makes them.
+        # Only Python files, since notebooks (.ipynb) change while they are built.
         changes = _git("status", "--porcelain", "-uno", ":/*.py")
-    except (OSError, subprocess.CalledProcessError):  # no git, as in a container; no repository
+    except (OSError, subprocess.CalledProcessError):
         return []
     if changes:
         commit += "+"
@@ -102,9 +104,9 @@ def _commit() -> list[str]:
 
 
 def _git(*arguments: str) -> str:
-    """What a git command prints of the repository of this file."""
+    """Run git in the repository of this file, and return what it prints."""
     folder = Path(__file__).parent
-    done = subprocess.run(
+    process = subprocess.run(
         ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
     )
-    return done.stdout.strip()
+    return process.stdout.strip()

@@ -1,7 +1,7 @@
-"""Checks of the notebooks' exercises, a file for each notebook, of its name.
+"""Checks of the notebooks' exercises: the file of a notebook has its name.
 
 A check takes an answer and prints one line: that it is right and why, or what is wrong with it and
-why. It never gives the answer away, and it never stops a notebook that is run from top to bottom.
+why. It never reveals the answer, and never raises, so a notebook can be run from top to bottom.
 """
 
 import functools
@@ -12,30 +12,30 @@ from typing import Any
 
 
 def checks_of(notebook: str) -> ModuleType:
-    """The checks of a notebook such as ``01_number_formats``: a module with a function for each.
+    """Import the checks of a notebook such as ``01_number_formats``.
 
-    Its name begins with a digit, so it cannot stand in an import statement.
+    An import statement cannot do it, since the name of the module begins with a digit.
     """
     return importlib.import_module(f"{__name__}.{notebook}")
 
 
 class NotYetError(Exception):
-    """What is wrong with an answer, and why: whole sentences for the reader."""
+    """An answer is wrong; the message says what is wrong and why, in sentences for the reader."""
 
 
 class _UnansweredError(Exception):
-    """The dots of the stub are still there."""
+    """An answer is still the ``...`` of the exercise."""
 
 
 def exercise(check: Callable[..., str]) -> Callable[..., None]:
-    """Make a check of a function that returns why an answer is right, or raises `NotYetError`.
+    """Decorate a function that returns why an answer is right, or raises `NotYetError` if not.
 
-    An answer that is still ``...`` has not been given, and what else the function raises comes from
-    the reader's own code; both are told.
+    The decorated function prints the outcome. It also reports an answer that is still ``...``, and
+    any other exception, which comes from the reader's code.
     """
 
     @functools.wraps(check)
-    def told(*answers: Any) -> None:
+    def print_outcome(*answers: Any) -> None:
         try:
             if any(answer is ... for answer in answers):
                 raise _UnansweredError
@@ -47,18 +47,18 @@ def exercise(check: Callable[..., str]) -> Callable[..., None]:
         except Exception as error:  # the reader's code may raise anything
             print(f"Not yet. Your answer raises {type(error).__name__}: {error}")
 
-    return told
+    return print_outcome
 
 
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What the reader's function returns, which must no longer be the dots of the stub."""
+    """Call the reader's function; if it returns ``...``, the exercise counts as unanswered."""
     result = function(*args, **kwargs)
     if result is ...:
         raise _UnansweredError
     return result
 
 
-def need(holds: bool, why: str) -> None:
-    """Raise `NotYetError` with this reason unless it holds."""
-    if not holds:
-        raise NotYetError(why)
+def need(condition: bool, reason: str) -> None:
+    """Raise `NotYetError` with this reason unless the condition is true."""
+    if not condition:
+        raise NotYetError(reason)

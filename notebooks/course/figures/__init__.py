@@ -1,4 +1,4 @@
-"""The notebooks' figures: those in this folder, and those that commands of `amp_lab` draw too."""
+"""All figures of the notebooks: those of this folder, and some of `amp_lab.plots`."""
 
 # Every public function of these files is a figure, and is exported without being listed here.
 from course.figures.difference import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""How two runs of a model move away from the exact one."""
+"""Differences between runs that are large enough to change decisions."""
 
 from collections.abc import Mapping
 
@@ -9,15 +9,16 @@ from amp_lab.plots import style
 from amp_lab.plots.style import Look
 
 
-def gap_and_change(gap: Tensor, moved: Mapping[str, Tensor]) -> Axes:
-    """How far runs moved the gap between each input's two best classes, over that gap.
+def gap_and_change(gap: Tensor, changes: Mapping[str, Tensor]) -> Axes:
+    """Change of the gap between each input's two best classes, against the gap in fp32.
 
-    Above the dashed line a decision can change.
+    `gap` (N,) is that of each input; `changes[name]` (N,) is by how much a run moved it. Above the
+    dashed line a decision can change.
     """
     _, ax = style.subplots(size=(8.5, 4.0))
     dots: Look = {"markersize": 4, "alpha": 0.6}
-    for (name, change), mark in zip(moved.items(), "o+x", strict=False):
-        ax.plot(gap, change, mark, label=name, **dots)
+    for (name, change), marker in zip(changes.items(), "o+x", strict=False):
+        ax.plot(gap, change, marker, label=name, **dots)
     smallest = float(gap.min())
     largest = float(gap.max())
     ends = [smallest, largest]

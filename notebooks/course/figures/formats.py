@@ -12,7 +12,7 @@ _HATCHES = ("", "//")
 
 
 def sqnr_by_format(errors: Mapping[str, Mapping[str, float]]) -> Axes:
-    """Bars of signal to quantisation noise, by format, for each kind of values."""
+    """Bars of SQNR in dB (signal to quantisation noise): `errors[kind of values][format]`."""
     _, ax = style.subplots(size=(8.5, 3.6))
     for i, (kind, sqnr_of) in enumerate(errors.items()):
         colour = style.shade(i, 2)
@@ -28,21 +28,24 @@ def sqnr_by_format(errors: Mapping[str, Mapping[str, float]]) -> Axes:
         for n, sqnr in enumerate(sqnr_of.values()):
             text = f"{sqnr:.0f}"
             style.bar(ax, n + offset, sqnr, text, **look)
-            look.pop("label", None)  # once in the legend
+            look.pop("label", None)  # only the first bar goes into the legend
         formats = list(sqnr_of)
         ax.set_xticks(range(len(formats)), formats)
     ax.margins(y=0.35)
     return style.label(ax, "format", "SQNR (dB)", legend="upper left")
 
 
-def loss_by_format(losses: Mapping[str, Sequence[Values]], over: int = 10) -> Axes:
-    """The mean loss of several seeds over the steps, smoothed over so many, for each format."""
+def loss_by_format(losses: Mapping[str, Sequence[Values]], window_steps: int = 10) -> Axes:
+    """Mean loss of several seeds at each step: `losses[format][seed]` has the loss of each step.
+
+    The curves are moving averages over `window_steps` steps.
+    """
     _, ax = style.subplots(size=(8.5, 4.0))
-    window = np.ones(over) / over
+    window = np.ones(window_steps) / window_steps
     for i, (name, runs) in enumerate(losses.items()):
         mean = np.mean(runs, 0)
         smooth = np.convolve(mean, window, "valid")
-        steps = range(over, over + len(smooth))
+        steps = range(window_steps, window_steps + len(smooth))
         colour = style.shade(i, len(losses))
         dash = style.DASHES[i % len(style.DASHES)]
         look: Look = {"color": colour, "linestyle": dash}

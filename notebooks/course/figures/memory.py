@@ -12,8 +12,8 @@ from amp_lab.plots.style import Bars, Look
 _KIB = 2**10
 _MIB = 2**20
 _GIB = 2**30
-_KINDS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_BEHIND_LIMIT: Look = {"color": "white", "linewidth": 4}  # shows the line on a dark bar
+_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_BEHIND_LIMIT: Look = {"color": "white", "linewidth": 4}  # so that the line shows on a dark bar
 _LIMIT: Look = {
     "color": "black",
     "linestyle": "--",
@@ -22,14 +22,14 @@ _LIMIT: Look = {
 _IN_A_BAR: Look = {
     "fontsize": 8,
     "linespacing": 0.9,
-    # keeps the hatch off the letters
+    # so that the hatch does not cross the letters
     "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1},
     **style.CENTRED,
 }
 BytesOf = Mapping[str, float]
-"""Bytes by the name of what they hold."""
+"""{what the memory holds: bytes}."""
 Sent = Sequence[tuple[str, str, int]]
-"""Collective, dtype and bytes of each kind of message."""
+"""(collective, dtype, bytes) of each kind of message."""
 
 
 def memory_by_dtype(
@@ -61,22 +61,22 @@ def memory_by_dtype(
 
 
 def _by_dtype(peak: Iterable[tuple[Any, Any, int]]) -> Bars:
-    """GiB and look of each kind of tensors; too small to be seen, it stays out of the legend."""
-    sizes = dict.fromkeys(_KINDS.values(), 0.0)
-    sizes["integers"] = 0.0
+    """GiB and look of the tensors of each precision; `peak` has (shape, dtype, bytes) of each."""
+    gib_of = dict.fromkeys(_PRECISIONS.values(), 0.0)
+    gib_of["integers"] = 0.0
     for _, dtype, nbytes in peak:
-        name = str(dtype).removeprefix("torch.")
-        kind = _KINDS.get(name, "integers")
-        sizes[kind] += nbytes / _GIB
+        dtype_name = str(dtype).removeprefix("torch.")
+        name = _PRECISIONS.get(dtype_name, "integers")
+        gib_of[name] += nbytes / _GIB
     bars: Bars = []
-    for kind, size in sizes.items():
-        if not size:
+    for name, gib in gib_of.items():
+        if not gib:
             continue
         label = None
-        if size > 0.1:
-            label = kind
-        look = style.look_of(kind, height=0.6, label=label)
-        bars.append((size, look))
+        if gib > 0.1:  # a smaller segment cannot be seen, so it is not in the legend
+            label = name
+        look = style.look_of(name, height=0.6, label=label)
+        bars.append((gib, look))
     return bars
 
 
@@ -101,6 +101,7 @@ def memory_per_rank(engines: Mapping[str, Mapping[int, BytesOf]]) -> Figure:
 
 
 def _mib_of_parts(parts: BytesOf) -> Bars:
+    """MiB and look of each part of a rank's memory."""
     looks = style.part_looks(parts, style.THREE_PARTS)
     bars: Bars = []
     for part, look in looks.items():
@@ -114,7 +115,7 @@ def bytes_per_parameter(setups: Mapping[str, BytesOf]) -> Axes:
     """Stacked bars of what is held for one parameter: `setups[name][part]` in bytes."""
     height = 0.46 * len(setups) + 1.0
     figure, ax = style.subplots(size=(8.5, height))
-    parts: dict[str, None] = {}  # a set in order
+    parts: dict[str, None] = {}  # used as an ordered set
     for bytes_of in setups.values():
         parts |= dict.fromkeys(bytes_of)
     greys = style.FIVE_PARTS[: len(parts)]
@@ -148,7 +149,7 @@ def sent_bytes(setups: Mapping[str, Sent], ranks: int) -> Axes:
             look = style.look_of(dtype, height=0.75, linewidth=1.5, label=dtype)
             bars.append((kib, look))
         style.stacked(ax, y, bars, "{:,.0f}")
-        _name_collectives(ax, y, sent, longest / 8)
+        _name_collectives(ax, y, sent, min_kib=longest / 8)
     names = list(setups)
     style.name_rows(ax, names, room=0.08)
     ax.set_xlabel(f"sent by each of {ranks} ranks in a step (KiB)")
@@ -161,13 +162,13 @@ def _total_kib(sent: Sent) -> float:
     return nbytes / _KIB
 
 
-def _name_collectives(ax: Axes, y: float, sent: Sent, least: float) -> None:
-    """Write the collective on each bar of a row; one of `least` KiB or fewer has no room for it."""
+def _name_collectives(ax: Axes, y: float, sent: Sent, min_kib: float) -> None:
+    """Write the name of the collective on each segment of a bar that is longer than `min_kib`."""
     end = 0.0
     for collective, _, nbytes in sent:
         kib = nbytes / _KIB
         end += kib
-        if kib <= least:
+        if kib <= min_kib:
             continue
         name = collective.replace("_", "-\n")
         middle = end - kib / 2

@@ -1,4 +1,4 @@
-"""What the formats of numbers can hold, and which of them ops compute in."""
+"""Range and spacing of number formats, and the dtypes that ops compute in."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,21 +8,21 @@ from matplotlib.figure import Figure
 from amp_lab.plots import style
 from amp_lab.plots.style import COLOURS, Look, Values
 
-_LEFT: Look = {"loc": "left", "fontsize": 11}  # of titles
+_LEFT: Look = {"loc": "left", "fontsize": 11}  # how titles are placed
 _DASHES = style.DASHES[:6]
-# Points up, for labels that would meet another line.
+# How many points labels are moved up, so that they do not touch another line.
 _RAISED = {"fp16": -12, "fp8 E5M2": 5, "fp8 E4M3": -5}
 Exponents = tuple[Sequence[int], Values, int]
-"""Exponents of two, spacing / magnitude at each of them, and the smallest normal one."""
+"""(exponents of two, spacing / magnitude at each of them, smallest exponent of normal numbers)."""
 DtypeOf = Mapping[str, str]
-"""The dtype that an op computes in, or a word, by the op's name."""
+"""{op: the dtype that it computes in, or a word such as "error"}."""
 
 
 def range_and_spacing(formats: Mapping[str, Exponents]) -> list[Axes]:
     """Range (above) and relative spacing (below) of number formats, over one magnitude axis.
 
-    `formats[name]`, whose first word is a precision, has the exponents of two from the smallest
-    subnormal number to the largest, spacing / magnitude at each, and the smallest normal exponent.
+    The first word of a format's name is its precision. `formats[name]` has the exponents from the
+    smallest subnormal number to the largest number.
     """
     size = (8.5, 6.5)
     heights = [1, 1.3]
@@ -50,7 +50,7 @@ def range_and_spacing(formats: Mapping[str, Exponents]) -> list[Axes]:
 
 
 def _range_bar(ax: Axes, row: int, name: str, exponents: Sequence[int], normal: int) -> None:
-    """A format's range as a bar, hatched where numbers are subnormal."""
+    """Draw the range of a format as a bar, hatched where numbers are subnormal."""
     colour = COLOURS[style.precision_of(name)]
     low = exponents[0]
     high = exponents[-1] + 1
@@ -70,7 +70,7 @@ def _range_bar(ax: Axes, row: int, name: str, exponents: Sequence[int], normal: 
 def _spacing_line(
     ax: Axes, name: str, exponents: Sequence[int], spacing: Values, dash: object
 ) -> None:
-    """A format's spacing over the magnitude, with its name at the right end."""
+    """Draw the relative spacing of a format over the magnitude, with its name at the right end."""
     curve = dict(zip(exponents, spacing, strict=True))
     style.lines(ax, {name: curve}, [dash], linewidth=2.5)
     x = exponents[-1] + 1
@@ -98,17 +98,17 @@ def weight_over_updates(weights: Mapping[str, Values]) -> Axes:
 
 
 def dtype_track(steps: Sequence[tuple[str, str]]) -> Axes:
-    """The dtype after each of `steps`, (name, precision): fp32 above, what is narrower below."""
+    """The dtype after each of `steps`, (name, precision): fp32 above, the 16-bit one below."""
     _, ax = style.subplots(size=(8.0, 2.4))
     names: list[str] = []
-    lanes: list[int] = []
-    narrower = ""  # what the lower lane is called
-    for at, (name, precision) in enumerate(steps):
+    lanes: list[int] = []  # y of each step: 1 for fp32, 0 for the other precision
+    lower_precision = ""
+    for x, (name, precision) in enumerate(steps):
         lane = int(precision == "fp32")
         marker = "s"
         if not lane:
             marker = "o"
-            narrower = narrower or precision
+            lower_precision = lower_precision or precision
         names.append(name)
         lanes.append(lane)
         look: Look = {
@@ -117,18 +117,18 @@ def dtype_track(steps: Sequence[tuple[str, str]]) -> Axes:
             "color": COLOURS[precision],
             "zorder": 2,
         }
-        ax.scatter(at, lane, **look)
-    places = range(len(steps))
+        ax.scatter(x, lane, **look)
+    positions = range(len(steps))
     path: Look = {"color": style.PATH, "linewidth": 1.5, "zorder": 1}
-    ax.plot(places, lanes, **path)
-    ax.set_yticks([0, 1], [narrower, "fp32"])
-    ax.set_xticks(places, names, rotation=20)
+    ax.plot(positions, lanes, **path)
+    ax.set_yticks([0, 1], [lower_precision, "fp32"])
+    ax.set_xticks(positions, names, rotation=20)
     ax.set_ylim(-0.4, 1.4)
     return style.label(ax, "step of the forward pass", "dtype")
 
 
 def dtype_grid(outcomes: Mapping[str, DtypeOf]) -> Axes:
-    """What ops return on backends: `outcomes[backend][op]` is a key of `COLOURS`, or "error"."""
+    """A table of the dtypes that ops return: `outcomes[backend][op]`, a precision or "error"."""
     first, *_ = outcomes.values()
     ops = list(first)
     height = 0.32 * len(ops) + 0.6
@@ -138,8 +138,8 @@ def dtype_grid(outcomes: Mapping[str, DtypeOf]) -> Axes:
 
 
 def dtypes_by_model(outcomes: Mapping[str, Mapping[str, DtypeOf]]) -> Figure:
-    """What the ops of models compute in: `outcomes[model][backend][op]`, a dtype or a word."""
-    names: dict[str, None] = {}  # a set in order
+    """Tables of the dtypes that the ops of models compute in: `outcomes[model][backend][op]`."""
+    names: dict[str, None] = {}  # used as an ordered set
     for backends in outcomes.values():
         for dtype_of in backends.values():
             names |= dict.fromkeys(dtype_of)

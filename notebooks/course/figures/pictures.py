@@ -1,4 +1,4 @@
-"""Images that a model is given, or makes."""
+"""Images: inputs of a model, and its outputs."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from amp_lab.plots import style
 
-_ONE_SCALE = {"cmap": "gray", "vmin": 0, "vmax": 1}  # so that pictures can be compared
-_LEVELS = 15  # a channel: noise in all 256 would fill a notebook's file
+_ONE_SCALE = {"cmap": "gray", "vmin": 0, "vmax": 1}  # the same for all, to compare pictures
+_LEVELS = 15  # in a channel; with all 256, noise compresses badly and notebooks become large
 
 
 def side_by_side(pictures: Mapping[str, Tensor], values: str = "brightness") -> Figure:
@@ -47,7 +47,7 @@ def augmentation_grid(rows: Mapping[str, Sequence[Tensor]]) -> Figure:
 
 
 def _show(ax: Axes, image: Tensor) -> None:
-    """An image (3, H, W), in few levels and without axes."""
+    """Show an image (3, H, W) with few levels in each channel, and without axes."""
     scaled = image.clip(0, 1) * _LEVELS
     rounded = scaled.round() / _LEVELS
     pixels = rounded.permute(1, 2, 0)

@@ -9,7 +9,7 @@ from amp_lab.core.timing import Comparison, Estimate, Ratio
 from amp_lab.plots import style
 from amp_lab.plots.style import COLOURS, Look, Values
 
-_LEVEL: Look = {"color": "black", "linewidth": 1}  # a line to compare with
+_LEVEL: Look = {"color": "black", "linewidth": 1}  # a reference line
 _LAYER_DOT: Look = {
     "linestyle": "none",
     "markersize": 7,
@@ -22,12 +22,12 @@ _KIND_LOOKS = [
     (COLOURS["bf16"], "o"),
     ("black", "v"),
 ]
-# Both lines may be of one precision, and one colour: their dash and their fill differ.
+# (format, marker fill) of two lines, which may have the same colour.
 _LINE_LOOKS = (("-o", None), ("--s", "white"))
 Layers = Sequence[tuple[str, float]]
-"""Kind and FLOPs per byte of each layer."""
+"""(kind, FLOPs per byte) of each layer."""
 Growth = tuple[Sequence[int], Sequence[Ratio], Values]
-"""Values, and for each the speed-up and the share of memory."""
+"""(x values, speed-up at each, memory relative to fp32 at each)."""
 
 
 def time_and_memory(
@@ -38,7 +38,8 @@ def time_and_memory(
 ) -> Figure:
     """Bars of time and of memory {precision: MiB}, with their ratio to the first precision.
 
-    The names of the comparison are precisions. Losses of each step are drawn beside them, if given.
+    The names of the comparison are precisions. A third panel shows `losses`, {precision: loss of
+    each step}, if they are given.
     """
     panels = 2
     if losses:
@@ -60,6 +61,7 @@ def time_and_memory(
 
 
 def _time_bars(ax: Axes, times: Comparison) -> None:
+    """Draw a bar for each precision: milliseconds, and the speed-up over the first precision."""
     first, *_ = times.samples_s
     for name in times.samples_s:
         seconds = times.time_s(name)
@@ -75,6 +77,7 @@ def _time_bars(ax: Axes, times: Comparison) -> None:
 
 
 def _memory_bars(ax: Axes, mebibytes: Mapping[str, float]) -> None:
+    """Draw a bar for each precision: MiB, and the share of the first precision's memory."""
     first, *_ = mebibytes.values()
     for name, value in mebibytes.items():
         text = f"{value:.3g}"
@@ -99,12 +102,13 @@ def time_by_kind(kinds: Mapping[str, Comparison]) -> Axes:
             seconds = times.time_s(precision)
             milliseconds = seconds.times(1e3)
             text = ""
-            has_room = i == 1 or times.trusted  # not to say twice that it was busy
-            if i and has_room:
+            is_first = i == 0
+            is_repeated = i > 1 and not times.trusted  # "machine too busy", said once is enough
+            if not is_first and not is_repeated:
                 speedup = times.ratio(first, precision)
                 text = f"{speedup.median:.2f}x"
             style.measured_bar(ax, k + offset, milliseconds, text, **look)
-        ax.bar([0], [0], label=precision, **look)  # for the legend, whatever could be measured
+        ax.bar([0], [0], label=precision, **look)  # for the legend, even without any value
     names = list(kinds)
     half_width = width / 2
     middles = [k + 0.4 - half_width for k in range(len(names))]
@@ -117,9 +121,9 @@ def time_by_kind(kinds: Mapping[str, Comparison]) -> Axes:
 
 
 def throughput_over_batch(batches: Mapping[int, Comparison]) -> Figure:
-    """Samples per second against the batch, in two precisions, and their ratio.
+    """Samples per second against the batch size, in two precisions, and their ratio.
 
-    `batches[batch]` compares the time of a step of so many samples in both.
+    `batches[size]` compares the time of a step in the two precisions.
     """
     figure, axes = style.columns(2, size=(8.5, 2.9))
     left, right = axes
@@ -147,36 +151,39 @@ def throughput_over_batch(batches: Mapping[int, Comparison]) -> Figure:
 
 
 def growth(panels: Mapping[str, Growth]) -> Figure:
-    """Speed-up and share of FP32's memory by AMP: `panels[what]` is (values, speed-ups, shares)."""
+    """Speed-up by AMP (above), and memory relative to fp32 (below): a column for each x axis.
+
+    `panels` maps the label of an x axis to its curves.
+    """
     size = (8.5, 4.4)
     columns = len(panels)
-    alike = {
+    shared_axes = {
         "sharey": "row",
         "sharex": "col",
         "squeeze": False,
     }
-    figure, axes = style.subplots(2, columns, size, **alike)
+    figure, axes = style.subplots(2, columns, size, **shared_axes)
     upper_row, lower_row = axes
-    of_speed: Look = {"color": COLOURS["bf16"], "linewidth": 2}
-    of_memory: Look = {"color": COLOURS["fp32"], "linewidth": 2}
-    for column, what, curves in style.by_panel(axes.T, panels):
+    speed_look: Look = {"color": COLOURS["bf16"], "linewidth": 2}
+    memory_look: Look = {"color": COLOURS["fp32"], "linewidth": 2}
+    for column, x_label, curves in style.by_panel(axes.T, panels):
         upper, lower = column
         values, speedups, shares = curves
-        style.measured_line(upper, values, speedups, "-o", **of_speed)
+        style.measured_line(upper, values, speedups, "-o", **speed_look)
         upper.axhline(1, **_LEVEL)
-        lower.plot(values, shares, "--s", **of_memory)
+        lower.plot(values, shares, "--s", **memory_look)
         lower.axhline(0.5, **_LEVEL)
         style.log2_axis(lower, ticks=values)
-        lower.set_xlabel(what)
-    _limit_around(upper_row, level=1)
-    _limit_around(lower_row, level=0.5)
+        lower.set_xlabel(x_label)
+    _fit_y_axis(upper_row, level=1)
+    _fit_y_axis(lower_row, level=0.5)
     upper_row[0].set_ylabel("speed-up by AMP")
     lower_row[0].set_ylabel("memory, share of FP32")
     return figure
 
 
-def _limit_around(row: Sequence[Axes], level: float) -> None:
-    """Limit the y axis that a row of axes shares to its level and what is drawn."""
+def _fit_y_axis(row: Sequence[Axes], level: float) -> None:
+    """Fit the y axis that a row of axes shares to the data and the reference line at `level`."""
     ends: list[float] = []
     for ax in row:
         ends.extend(ax.dataLim.intervaly)
@@ -192,11 +199,11 @@ def speedup_over_size(sizes: Sequence[int], speedups: Mapping[str, Sequence[Rati
     _, ax = style.subplots(size=(7.0, 3.2))
     ax.axhline(1, **_LEVEL)
     for (label, ratios), line_look in zip(speedups.items(), _LINE_LOOKS, strict=False):
-        form, face = line_look
+        form, marker_fill = line_look
         precision = style.precision_of(label)
         look: Look = {
             "color": COLOURS[precision],
-            "markerfacecolor": face,
+            "markerfacecolor": marker_fill,
             "linewidth": 2,
             "label": label,
         }
@@ -207,11 +214,11 @@ def speedup_over_size(sizes: Sequence[int], speedups: Mapping[str, Sequence[Rati
 
 
 def flops_per_byte(panels: Mapping[str, Layers]) -> Figure:
-    """FLOPs per byte of layers in their order: `panels[title]` is a list of (kind, value)."""
+    """FLOPs per byte of each layer, from the input to the output; a panel for each model."""
     size = (8.0, 3.4)
     columns = len(panels)
     figure, axes = style.subplots(1, columns, size, sharey=True)
-    kinds: dict[str, None] = {}  # a set in order
+    kinds: dict[str, None] = {}  # used as an ordered set
     for layers in panels.values():
         kinds |= dict.fromkeys(kind for kind, _ in layers)
     for ax, title, layers in style.by_panel(axes, panels):
@@ -231,20 +238,21 @@ def flops_per_byte(panels: Mapping[str, Layers]) -> Figure:
 
 
 def _dots_of_kind(ax: Axes, layers: Layers, kind: str, look: Look) -> None:
-    places: list[int] = []
+    """Draw a dot for each layer of this kind."""
+    positions: list[int] = []
     intensities: list[float] = []
-    for place, (kind_of_layer, intensity) in enumerate(layers):
+    for position, (kind_of_layer, intensity) in enumerate(layers):
         if kind_of_layer == kind:
-            places.append(place)
+            positions.append(position)
             intensities.append(intensity)
-    ax.plot(places, intensities, label=kind, **look)
+    ax.plot(positions, intensities, label=kind, **look)
 
 
 def passes(chains: Mapping[str, Sequence[str]]) -> Axes:
-    """Each pass over the data as a chain of boxes.
+    """Each pass over the data as a chain of boxes: `chains[name of the pass]` has their texts.
 
-    Those that begin with "read" or "write" stand for memory and are black, the others for what
-    stays in the cache.
+    Boxes that begin with "read" or "write" access memory, and are black. The others work on data in
+    the cache, and are white.
     """
     count = len(chains)
     height = 0.62 * count + 0.5
@@ -252,8 +260,7 @@ def passes(chains: Mapping[str, Sequence[str]]) -> Axes:
     for y, chain in enumerate(chains.values()):
         left = 0.0
         for text in chain:
-            letters = len(text)
-            width = 0.085 * letters + 0.3
+            width = 0.085 * len(text) + 0.3
             _box(ax, left, y, width, text)
             left += width + 0.12
     rows = range(count)
@@ -268,16 +275,17 @@ def passes(chains: Mapping[str, Sequence[str]]) -> Axes:
 
 
 def _box(ax: Axes, left: float, y: int, width: float, text: str) -> None:
-    face = "white"
-    ink = "black"
+    """Draw a box with a text; see `passes`."""
+    face_colour = "white"
+    text_colour = "black"
     if text.startswith(("read", "write")):
-        face = "black"
-        ink = "white"
+        face_colour = "black"
+        text_colour = "white"
     box: Look = {
         "height": 0.6,
-        "color": face,
+        "color": face_colour,
         "edgecolor": "black",
     }
     ax.barh(y, width, left=left, **box)
     middle = left + width / 2
-    ax.text(middle, y, text, fontsize=9, color=ink, **style.CENTRED)
+    ax.text(middle, y, text, fontsize=9, color=text_colour, **style.CENTRED)

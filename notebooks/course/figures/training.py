@@ -1,4 +1,4 @@
-"""Training runs: losses, accuracies and scores, and the loss scale with what it does."""
+"""Training runs: losses, accuracies, and loss scales."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,15 +32,15 @@ _UNIT_SCALE: Look = {
     "linewidth": 1,
 }
 Losses = Mapping[str, Values]
-"""Losses by the name of what had them."""
+"""{name of a run, such as its precision: loss of each step or epoch}."""
 ScaleLog = tuple[Values, Sequence[int]]
-"""Loss scales, and the steps that were skipped."""
+"""(loss scale of each step, numbers of the steps that were skipped)."""
 Runs = Mapping[str, Tensor]
-"""Values (seeds, epochs) of each precision."""
+"""{precision: values (seeds, epochs)}."""
 
 
 def _mean_and_band(ax: Axes, runs: Runs, **look: Any) -> None:
-    """Values {precision: (seeds, epochs)}: their mean, and a band from lowest to highest seed."""
+    """Draw the mean over the seeds of each precision, and a band from lowest to highest seed."""
     means: dict[str, list[float]] = {}
     for precision, run in runs.items():
         low = run.amin(0)
@@ -54,7 +54,7 @@ def _mean_and_band(ax: Axes, runs: Runs, **look: Any) -> None:
 
 
 def loss_curves(losses: Runs) -> Axes:
-    """Losses {precision: (seeds, epochs)}: their mean, and a band from lowest to highest seed."""
+    """Mean loss over the epochs of each precision, and a band from lowest to highest seed."""
     _, ax = style.subplots()
     _mean_and_band(ax, losses)
     ax.set_yscale("log")  # a loss falls by the same factor, not amount
@@ -62,16 +62,16 @@ def loss_curves(losses: Runs) -> Axes:
 
 
 def loss_and_accuracy(losses: Runs, accuracies: Runs) -> Figure:
-    """Loss and accuracy {precision: (seeds, epochs)}: mean, and a band from lowest to highest."""
+    """Mean loss and accuracy over the epochs of each precision, and bands over the seeds."""
     figure, axes = style.columns(2, size=(7.5, 2.9))
     left, right = axes
     for ax, runs in zip(axes, (losses, accuracies), strict=True):
         _mean_and_band(ax, runs, dashes=_DASHES, markers="osd^")
         epoch_ticks = ax.xaxis.get_major_locator()
         epoch_ticks.set_params(integer=True)  # there is no epoch 1.5
-    left.set_ylim(bottom=0)  # a small difference shall look small
+    left.set_ylim(bottom=0)  # so that a small difference looks small
     style.label(left, "epoch", "training loss (cross-entropy)", legend="best")
-    right.set_ylim(0, 1)  # all that an accuracy can be
+    right.set_ylim(0, 1)  # the whole range of an accuracy
     style.label(right, "epoch", "held-out accuracy")
     right.yaxis.set_major_formatter("{x:.0%}")
     return figure
@@ -98,13 +98,13 @@ def loss_by_backend(panels: Mapping[str, Losses]) -> Figure:
 def losses_by_setting(losses: Losses) -> Axes:
     """Losses {setting: loss of each step}, on a log axis; a setting begins with a precision."""
     figure, ax = style.subplots()
-    drawn: set[str] = set()
+    drawn_precisions: set[str] = set()
     for setting, values in losses.items():
         precision = style.precision_of(setting)
         dash, look = _LOOK_OF_SETTING[precision]
-        if precision in drawn:
-            dash = "--"  # it would hide the first
-        drawn.add(precision)
+        if precision in drawn_precisions:
+            dash = "--"  # a solid line could hide the first one of this precision
+        drawn_precisions.add(precision)
         curve = {setting: values}
         style.lines(ax, curve, [dash], **look)
     ax.set_yscale("log")
@@ -113,7 +113,7 @@ def losses_by_setting(losses: Losses) -> Axes:
 
 
 def scores_by_seed(scores: Mapping[str, Values]) -> Axes:
-    """Dots of a score in percent, `scores[precision]`, for each seed, and a bar at their mean."""
+    """Dots of the test accuracy in percent of each seed, `scores[precision]`, and their mean."""
     _, ax = style.subplots(size=(6.0, 2.0))
     for y, (precision, values) in enumerate(scores.items()):
         colour = COLOURS[precision]
@@ -129,7 +129,7 @@ def scores_by_seed(scores: Mapping[str, Values]) -> Axes:
 
 
 def _seed_dots(ax: Axes, y: int, values: Values, colour: str) -> None:
-    """Dots, one below the other, since equal scores would hide each other; a bar at their mean."""
+    """Draw a dot for each seed, and a bar at their mean; equal scores are not on one another."""
     count = len(values)
     middle = (count - 1) / 2
     heights = [y + 0.06 * (seed - middle) for seed in range(count)]
@@ -159,12 +159,15 @@ def scales_by_setting(logs: Mapping[str, ScaleLog]) -> Figure:
 
 
 def loss_scales(histories: Mapping[str, Values]) -> Axes:
-    """Two loss scales {name: scale after each step}, a precision in its colour; dotted: 1."""
+    """Two loss scales {name: scale after each step}, and a dotted line at 1.
+
+    A name that begins with a precision has its colour.
+    """
     _, ax = style.subplots()
     for (name, scales), scale_look in zip(histories.items(), _SCALE_LOOKS, strict=True):
-        other_colour, dash = scale_look
+        default_colour, dash = scale_look
         precision = style.precision_of(name)
-        colour = COLOURS.get(precision, other_colour)
+        colour = COLOURS.get(precision, default_colour)
         steps = range(1, len(scales) + 1)
         look: Look = {
             "where": "mid",
@@ -181,7 +184,10 @@ def loss_scales(histories: Mapping[str, Values]) -> Axes:
 
 
 def gradient_norm_in_step(norms: Mapping[str, float], scaled: Sequence[str]) -> Axes:
-    """Length of the gradient after each stage {name: length} of a step; first come the `scaled`."""
+    """Norm of the gradient after each stage of a step, {stage: norm}.
+
+    `scaled` are the first stages, in which the gradient is still multiplied by the loss scale.
+    """
     _, ax = style.subplots(size=(8.0, 3.2))
     stages = range(len(norms))
     lengths = list(norms.values())
