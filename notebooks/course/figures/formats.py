@@ -24,7 +24,7 @@ def sqnr_by_format(errors: Mapping[str, Mapping[str, float]]) -> Axes:
             "label": kind,
             **style.EDGED,
         }
-        offset = 0.4 * i - 0.2
+        offset = 0.4 * i - 0.2  # two bars side by side, around the tick of their format
         for n, sqnr in enumerate(sqnr_of.values()):
             text = f"{sqnr:.0f}"
             style.bar(ax, n + offset, sqnr, text, **look)

@@ -142,7 +142,7 @@ def throughput_over_batch(batches: Mapping[int, Comparison]) -> Figure:
     ratios = [times.ratio(first, second) for times in comparisons]
     style.measured_line(right, sizes, ratios, "-D", color="black")
     right.axhline(1, **_LEVEL)
-    right.set_ylim(bottom=0)  # a small ratio shall look small
+    right.set_ylim(bottom=0)  # so that a small ratio looks small
     y_label = f"speed-up of {second} over {first}"
     style.label(right, "batch", y_label)
     for ax in (left, right):
@@ -187,6 +187,7 @@ def _fit_y_axis(row: Sequence[Axes], level: float) -> None:
     ends: list[float] = []
     for ax in row:
         ends.extend(ax.dataLim.intervaly)
+    # Some room on both sides, so that no line lies on the frame.
     below_level = 0.85 * level
     below_all = 0.95 * min(ends)
     bottom = min(below_level, below_all)

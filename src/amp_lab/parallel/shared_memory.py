@@ -74,6 +74,7 @@ class SharedMemory:
     def __init__(self, files: Sequence[BinaryIO]):
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
+        # The files are empty at first: `exchange` maps one when it needs more memory.
         self.files_and_maps = [(file, mmap.mmap(-1, 1)) for file in files]
         for file in files:
             weakref.finalize(self, file.close)
@@ -88,7 +89,7 @@ class SharedMemory:
         file, memory = self.files_and_maps.pop(0)
         count = self.size * values.numel()
         needed_bytes = count * dtype.itemsize
-        if needed_bytes > len(memory):
+        if needed_bytes > len(memory):  # on all ranks alike, since their sizes are the same
             os.ftruncate(file.fileno(), needed_bytes)
             memory = mmap.mmap(file.fileno(), needed_bytes)
         self.files_and_maps.append((file, memory))

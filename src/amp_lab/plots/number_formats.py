@@ -55,7 +55,7 @@ def exponents_against_fp16(kinds: Mapping[str, Histogram], scales: Values) -> li
     lowest = -60
     for counts in kinds.values():
         lowest = min([lowest, *counts])
-    left = max(-130, lowest)
+    left = max(-130, lowest)  # the axis begins at 2^-60, or lower if there are such values
     axes = _fp16_ranges(scales, left, name_zero_at=-31)
     for ax, scale in zip(axes, scales, strict=True):
         shift = math.log2(scale)

@@ -299,7 +299,7 @@ def stacked(ax: Axes, at: float, segments: Bars, total: str = "", size: int = 9)
 def shade(i: int, count: int) -> tuple[float, ...]:
     """The colour number `i` of `count` colours that go from dark to light, as RGBA."""
     last = max(1, count - 1)
-    return colormaps["viridis"](0.9 * i / last)
+    return colormaps["viridis"](0.9 * i / last)  # its last tenth is too light on white
 
 
 def stairs(ax: Axes, scales: Values, skipped: Sequence[int], markersize: float) -> None:

@@ -42,11 +42,11 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2.0**-7, torch.bfloat16: 2.0**
 def export_checkpoint(
     out: str | os.PathLike, file: str | os.PathLike, *, force: bool = False
 ) -> None:
-    """Write the checkpoint of the run in the folder `out` as one file, which no shards belong to.
+    """Write the checkpoint of the run in the folder `out` as one file, even if it is sharded.
 
-    The file is one that a single process would have saved. If `file` exists, it is replaced if it
-    is a checkpoint, or with `force`. Raises `CheckpointError` if the run has no checkpoint or a
-    damaged one, or the file cannot be written.
+    A single process would have saved the same. If `file` exists, it is replaced if it is a
+    checkpoint, or with `force`. Raises `CheckpointError` if the run has no checkpoint or a damaged
+    one, or the file cannot be written.
     """
     if os.path.lexists(file) and not force and not is_checkpoint(file):
         raise CheckpointError(f"{file}: is there, and no checkpoint; --force replaces a file")

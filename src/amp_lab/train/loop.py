@@ -234,6 +234,7 @@ class Loop:
         return loss
 
     def _to_device(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor to the device; images (N, C, H, W) in the memory format of the model."""
         is_image = self.channels_last and tensor.dim() == 4
         memory_format = torch.channels_last if is_image else torch.preserve_format
         # Asynchronous, so that the CPU prepares the next batch while the device computes.

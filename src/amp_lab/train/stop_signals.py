@@ -33,6 +33,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: object) -> None:
+        """Handle a signal: note the first; for a later one, restore the old handler and call it."""
         now_s = time.monotonic()
         if not self.signal:
             self.signal = number

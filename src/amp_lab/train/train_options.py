@@ -142,6 +142,7 @@ TOGETHER = "several processes"
 
 
 def _parallel_setting(default: object, help: str, metavar: str) -> Any:
+    """A `setting` that the command's help lists under the heading for several processes."""
     return setting(default, help, metavar, group=TOGETHER)
 
 

@@ -107,6 +107,7 @@ def _require_intact(path: Path, file: BinaryIO) -> None:
 
 
 def _require_version(path: Path, version: int) -> None:
+    """Raise `CheckpointError` for a file in another version of the format."""
     if version == VERSION:
         return
     age = "an older" if version < VERSION else "a newer"
@@ -125,6 +126,7 @@ def _digest(file: BinaryIO, count: int) -> str:
 
 
 def _unpickle(path: Path, file: BinaryIO) -> Any:
+    """Load a file of `torch.save`; `CheckpointError` if it cannot be loaded."""
     file.seek(0)
     try:
         return torch.load(file, map_location="cpu", weights_only=True)

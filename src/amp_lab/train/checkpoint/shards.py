@@ -185,6 +185,7 @@ class _SafePlanner(dcp.DefaultLoadPlanner):
     def load_bytes(self, read_item: dcp.ReadItem, value: io.BytesIO) -> None:
         """Check that the pickled value is plain data, then let torch's planner load it."""
         content = torch.load(value, weights_only=True)
+        # Saved again, since torch's planner reads it with an unrestricted `torch.load`.
         checked = io.BytesIO()
         torch.save(content, checked)
         checked.seek(0)

@@ -87,6 +87,7 @@ class Batches:
         return len(self._keys)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (images, targets) of each batch on `device`; the workers end with the iterator."""
         keys: Any = self._keys
         # The loader's data set is the list of batches of keys: one item is a batch, which
         # `collate_fn` reads in a worker.

@@ -175,6 +175,7 @@ def _fault(row: dict[str, str], targets_of: dict[str, int], earlier: set[str]) -
 
 
 def _write_table(table: Path, paths: list[str], targets_of: dict[str, int]) -> None:
+    """Write the table of images atomically; raises `DataError` if that fails."""
     # All processes of a distributed run may write the table at once, each into its own draft.
     draft_name = f".{table.name}.{os.getpid()}"
     draft = table.with_name(draft_name)

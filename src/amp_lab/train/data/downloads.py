@@ -79,7 +79,8 @@ def _receive(url: str, partial: Path) -> None:
         try:
             return _receive_once(url, partial, size)
         except (ConnectionError, TimeoutError, http.client.HTTPException):
-            if not partial.exists() or partial.stat().st_size <= size:
+            is_larger = partial.exists() and partial.stat().st_size > size
+            if not is_larger:  # give up: this connection added nothing
                 raise
 
 
