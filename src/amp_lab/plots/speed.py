@@ -120,10 +120,10 @@ def best_speedups(machines: Mapping[str, Mapping[str, Ratio]]) -> Figure:
     count = len(machines)
     height = 0.3 * len(names) * count + 1.4
     figure, ax = style.subplots(size=(8.0, height))
-    bar_height = 0.8 / count
+    bar_height = 0.8 / count  # the bars of a workload fill 0.8 of its row
     last = max(1, count - 1)
     for i, (machine, speedup_of) in enumerate(machines.items()):
-        grey = 0.15 + 0.6 * i / last
+        grey = 0.15 + 0.6 * i / last  # from dark to light
         look: Look = {
             "color": str(grey),
             "height": bar_height,
@@ -135,7 +135,7 @@ def best_speedups(machines: Mapping[str, Mapping[str, Ratio]]) -> Figure:
             text = f"{speedup.median:.2f}x"
             style.measured_bar(ax, y, speedup, text, **look)
         ax.barh([0], [0], label=machine, **look)  # for the legend, even without any value
-    middle = 0.4 - bar_height / 2
+    middle = 0.4 - bar_height / 2  # of the bars of a workload, where its name stands
     style.name_rows(ax, names, room=0.12, middle=middle)
     ax.set_xlabel("best speed-up over fp32 eager on the same device")
     style.legend_beside(figure, "outside lower center", ncols=2, fontsize=9)

@@ -39,11 +39,11 @@ def load(options: images.LoadOptions) -> images.ImageData:
     size = options.image_size or images.PHOTOGRAPH_SIZE
     mean_std = images.IMAGENET_MEAN_STD
     marker = root / images.MARKER
-    content = "\n".join(paths)
+    content = "\n".join(paths)  # the fingerprint has the paths, since hashing all files takes long
     return images.ImageData(
         name="caltech256",
         train=images.ImagesOnDisk(
-            train_files, targets[train], size, mean_std, options.seed, images.jitter
+            train_files, targets[train], size, mean_std, seed=options.seed, augment=images.jitter
         ),
         test=images.ImagesOnDisk(test_files, targets[test], size, mean_std),
         classes=tuple(name.partition(".")[2] for name in class_folders),  # ak47 of 001.ak47

@@ -57,7 +57,12 @@ def load(options: images.LoadOptions) -> images.ImageData:
     return images.ImageData(
         name="cifar10",
         train=images.ImagesInMemory(
-            train_pixels, train_targets, size, MEAN_STD, options.seed, _flip_and_shift
+            train_pixels,
+            train_targets,
+            size,
+            MEAN_STD,
+            seed=options.seed,
+            augment=_flip_and_shift,
         ),
         test=images.ImagesInMemory(test_pixels, test_targets, size, MEAN_STD),
         classes=tuple(train.classes),

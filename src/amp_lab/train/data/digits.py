@@ -33,7 +33,9 @@ def load(options: LoadOptions) -> ImageData:
     size = options.image_size or 32
     return ImageData(
         name="digits",
-        train=ImagesInMemory(images[train], targets[train], size, MEAN_STD, options.seed, jitter),
+        train=ImagesInMemory(
+            images[train], targets[train], size, MEAN_STD, seed=options.seed, augment=jitter
+        ),
         test=ImagesInMemory(images[test], targets[test], size, MEAN_STD),
         classes=tuple(map(str, digits.target_names)),
         image_size=size,

@@ -58,12 +58,13 @@ def load(options: images.LoadOptions) -> images.ImageData:
     test_paths = paths[test].tolist()
     size = options.image_size or images.PHOTOGRAPH_SIZE
     mean_std = images.IMAGENET_MEAN_STD
+    # The fingerprint has the paths, since hashing all files takes long.
     names = "\n".join(Path(file.path).as_posix() for file in files)
     content = os.fsencode(names)
     return images.ImageData(
         name="folder",
         train=images.ImagesOnDisk(
-            train_paths, targets[train], size, mean_std, options.seed, images.jitter
+            train_paths, targets[train], size, mean_std, seed=options.seed, augment=images.jitter
         ),
         test=images.ImagesOnDisk(test_paths, targets[test], size, mean_std),
         classes=tuple(layout.classes),

@@ -109,7 +109,7 @@ def load_text(
             f"{min_total:,}; give more text or a smaller --context"
         )
     test_limit = None
-    if limit is not None:
+    if limit is not None:  # the same share of the test, which has one piece in ten
         train_for_each_test = _TEST_EVERY - 1
         test_limit = math.ceil(limit / train_for_each_test)
     return ImageData(
@@ -168,6 +168,6 @@ def _read_files(path: Path) -> Iterator[str]:
         if b"\0" in content:
             raise DataError(f"{file}: not a text, for it has bytes of zero")
         try:
-            yield content.decode("utf-8-sig")
+            yield content.decode("utf-8-sig")  # without a byte order mark
         except UnicodeDecodeError as error:
             raise DataError(f"{file}: not UTF-8 (at byte {error.start:,})") from None
