@@ -46,6 +46,7 @@ def memory_by_dtype(
         for row, tensors in enumerate(setups.values()):
             bars = _by_dtype(tensors.peak)
             style.stacked(ax, row, bars)
+        # The line of the limit on a wider white one.
         ax.axvline(limit_gib, **_BEHIND_LIMIT)
         ax.axvline(limit_gib, **_LIMIT)
         rows = range(len(setups))
@@ -53,8 +54,8 @@ def memory_by_dtype(
         ax.set_yticks(rows, names)
         ax.invert_yaxis()
         ax.set_xlabel("peak memory of a step (GiB)")
-        ax.set_title(title, fontsize=11, pad=20)
-        above = ax.get_xaxis_transform()
+        ax.set_title(title, fontsize=11, pad=20)  # room for the label of the limit
+        above = ax.get_xaxis_transform()  # x in GiB, y as a share of the height
         ax.text(limit_gib, 1.02, limit_label, transform=above, ha="center")
     style.legend_beside(figure, "outside lower center", ncols=4)
     return figure
@@ -121,11 +122,11 @@ def bytes_per_parameter(setups: Mapping[str, BytesOf]) -> Axes:
     greys = style.FIVE_PARTS[: len(parts)]
     looks = style.part_looks(parts, greys)
     for look in looks.values():
-        look["height"] = 0.75
+        look["height"] = 0.75  # leaves a gap between the rows
     for y, bytes_of in enumerate(setups.values()):
         bars: Bars = []
         for part, look in looks.items():
-            nbytes = bytes_of.get(part, 0)
+            nbytes = bytes_of.get(part, 0)  # not every set-up has all parts
             bars.append((nbytes, look))
         style.stacked(ax, y, bars, "{:.3g}", size=11)
     names = list(setups)
@@ -149,7 +150,7 @@ def sent_bytes(setups: Mapping[str, Sent], ranks: int) -> Axes:
             look = style.look_of(dtype, height=0.75, linewidth=1.5, label=dtype)
             bars.append((kib, look))
         style.stacked(ax, y, bars, "{:,.0f}")
-        _name_collectives(ax, y, sent, min_kib=longest / 8)
+        _name_collectives(ax, y, sent, min_kib=longest / 8)  # a shorter one has no room for it
     names = list(setups)
     style.name_rows(ax, names, room=0.08)
     ax.set_xlabel(f"sent by each of {ranks} ranks in a step (KiB)")
@@ -170,6 +171,6 @@ def _name_collectives(ax: Axes, y: float, sent: Sent, min_kib: float) -> None:
         end += kib
         if kib <= min_kib:
             continue
-        name = collective.replace("_", "-\n")
+        name = collective.replace("_", "-\n")  # all-gather on two lines
         middle = end - kib / 2
         ax.text(middle, y, name, **_IN_A_BAR)

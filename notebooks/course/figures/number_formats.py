@@ -33,7 +33,7 @@ def range_and_spacing(formats: Mapping[str, Exponents]) -> list[Axes]:
         _range_bar(above, row, name, exponents, normal)
         dash = _DASHES[row % len(_DASHES)]
         _spacing_line(below, name, exponents, spacing, dash)
-    above.invert_yaxis()
+    above.invert_yaxis()  # the first format on top
     above.set_yticks([])
     below.set_yscale("log", base=2)
     ticks = range(-150, 151, 25)
@@ -53,7 +53,7 @@ def _range_bar(ax: Axes, row: int, name: str, exponents: Sequence[int], normal: 
     """Draw the range of a format as a bar, hatched where numbers are subnormal."""
     colour = COLOURS[style.precision_of(name)]
     low = exponents[0]
-    high = exponents[-1] + 1
+    high = exponents[-1] + 1  # where the last power of two ends
     hollow: Look = {
         "color": "white",
         "edgecolor": colour,
@@ -64,7 +64,7 @@ def _range_bar(ax: Axes, row: int, name: str, exponents: Sequence[int], normal: 
     ax.barh(row, subnormal_length, left=low, **hollow)
     normal_length = high - normal
     ax.barh(row, normal_length, left=normal, height=0.6, color=colour)
-    ax.text(high + 3, row, name, va="center")
+    ax.text(high + 3, row, name, va="center")  # a little right of the bar
 
 
 def _spacing_line(
@@ -104,7 +104,7 @@ def dtype_track(steps: Sequence[tuple[str, str]]) -> Axes:
     lanes: list[int] = []  # y of each step: 1 for fp32, 0 for the other precision
     lower_precision = ""
     for x, (name, precision) in enumerate(steps):
-        lane = int(precision == "fp32")
+        lane = int(precision == "fp32")  # fp32 is above
         marker = "s"
         if not lane:
             marker = "o"

@@ -46,7 +46,7 @@ def time_and_memory(
         panels = 3
     width = 4.0 * panels
     figure, axes = style.columns(panels, size=(width, 3.2))
-    left, right, *rest = axes
+    left, right, *rest = axes  # `rest` is the panel of losses, if there is one
     _time_bars(left, times)
     left.set_ylabel("time of a step (ms)")
     left.margins(y=0.4)  # room for three lines above the highest bar
@@ -62,7 +62,7 @@ def time_and_memory(
 
 def _time_bars(ax: Axes, times: Comparison) -> None:
     """Draw a bar for each precision: milliseconds, and the speed-up over the first precision."""
-    first, *_ = times.samples_s
+    first, *_ = times.samples_s  # the precision to compare with
     for name in times.samples_s:
         seconds = times.time_s(name)
         milliseconds = seconds.times(1e3)
@@ -94,7 +94,7 @@ def time_by_kind(kinds: Mapping[str, Comparison]) -> Axes:
     comparisons = list(kinds.values())
     precisions = list(comparisons[0].samples_s)
     first = precisions[0]
-    width = 0.8 / len(precisions)
+    width = 0.8 / len(precisions)  # the bars of a kind fill 0.8 of its place on the axis
     for i, precision in enumerate(precisions):
         look = style.look_of(precision, width=width)
         offset = i * width
@@ -111,7 +111,7 @@ def time_by_kind(kinds: Mapping[str, Comparison]) -> Axes:
         ax.bar([0], [0], label=precision, **look)  # for the legend, even without any value
     names = list(kinds)
     half_width = width / 2
-    middles = [k + 0.4 - half_width for k in range(len(names))]
+    middles = [k + 0.4 - half_width for k in range(len(names))]  # of the bars of each kind
     ax.set_xticks(middles, names)
     ax.tick_params(axis="x", length=0)
     ax.set_ylabel("forward and backward (ms)")
@@ -129,7 +129,7 @@ def throughput_over_batch(batches: Mapping[int, Comparison]) -> Figure:
     left, right = axes
     sizes = list(batches)
     comparisons = list(batches.values())
-    first, second = comparisons[0].samples_s
+    first, second = comparisons[0].samples_s  # the names of the two precisions
     for precision, form in ((first, "-o"), (second, "--s")):
         rates: list[Estimate] = []
         for batch, times in batches.items():
@@ -186,7 +186,7 @@ def _fit_y_axis(row: Sequence[Axes], level: float) -> None:
     """Fit the y axis that a row of axes shares to the data and the reference line at `level`."""
     ends: list[float] = []
     for ax in row:
-        ends.extend(ax.dataLim.intervaly)
+        ends.extend(ax.dataLim.intervaly)  # lowest and highest y of the data in this panel
     # Some room on both sides, so that no line lies on the frame.
     below_level = 0.85 * level
     below_all = 0.95 * min(ends)
@@ -261,9 +261,9 @@ def passes(chains: Mapping[str, Sequence[str]]) -> Axes:
     for y, chain in enumerate(chains.values()):
         left = 0.0
         for text in chain:
-            width = 0.085 * len(text) + 0.3
+            width = 0.085 * len(text) + 0.3  # about the width of the text, and a margin
             _box(ax, left, y, width, text)
-            left += width + 0.12
+            left += width + 0.12  # a gap before the next box
     rows = range(count)
     names = list(chains)
     ax.set_yticks(rows, names)

@@ -123,7 +123,7 @@ def scores_by_seed(scores: Mapping[str, Values]) -> Axes:
     names = list(scores)
     ax.set_yticks(rows, names)
     lowest = count - 0.5
-    ax.set_ylim(lowest, -0.5)
+    ax.set_ylim(lowest, -0.5)  # the first precision on top
     ax.set_xlabel("test accuracy; bar: mean of the seeds (%)")
     return ax
 
@@ -132,7 +132,7 @@ def _seed_dots(ax: Axes, y: int, values: Values, colour: str) -> None:
     """Draw a dot for each seed, and a bar at their mean; equal scores are not on one another."""
     count = len(values)
     middle = (count - 1) / 2
-    heights = [y + 0.06 * (seed - middle) for seed in range(count)]
+    heights = [y + 0.06 * (seed - middle) for seed in range(count)]  # around the row of y
     ax.plot(values, heights, color=colour, **_DOT)
     mean = sum(values) / count
     top = y - 0.3
@@ -192,7 +192,7 @@ def gradient_norm_in_step(norms: Mapping[str, float], scaled: Sequence[str]) -> 
     stages = range(len(norms))
     lengths = list(norms.values())
     first_true = len(scaled)
-    border = first_true - 0.5
+    border = first_true - 0.5  # between the last scaled stage and the first true one
     ax.axvspan(-0.5, border, color=style.SCALED)
     line: Look = {"color": style.GUIDE, "zorder": 1}  # behind the dots
     ax.plot(stages, lengths, ":", **line)
@@ -214,7 +214,7 @@ def gradient_norm_in_step(norms: Mapping[str, float], scaled: Sequence[str]) -> 
     ax.set_yscale("log", base=2)
     ax.margins(y=0.3)  # room for both texts above the highest value
     ax.set_xticks(stages, norms)
-    right_end = len(norms) - 0.5
+    right_end = len(norms) - 0.5  # as much room as on the left
     ax.set_xlim(-0.5, right_end)
     x_label = "after this stage of the step"
     return style.label(ax, x_label, "length of the gradient")

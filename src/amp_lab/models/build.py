@@ -71,12 +71,13 @@ def _head_names(name: str, model: nn.Module, classes: int) -> set[str]:
     """The names of the parameters of the head: their shape depends on the number of classes."""
     try:
         with torch.device("meta"):
-            other = _build_classifier(name, classes + 1)
+            other_model = _build_classifier(name, classes + 1)
     except NotImplementedError:  # RegNet computes its widths with tensors, which meta cannot
         with torch.random.fork_rng(devices=[]):  # so that the caller's random numbers stay the same
-            other = _build_classifier(name, classes + 1)
+            other_model = _build_classifier(name, classes + 1)
     shapes = {key: value.shape for key, value in model.state_dict().items()}
-    return {key for key, value in other.state_dict().items() if value.shape != shapes[key]}
+    other_state = other_model.state_dict()
+    return {key for key, value in other_state.items() if value.shape != shapes[key]}
 
 
 def _fetch_weights(name: str) -> dict[str, torch.Tensor]:

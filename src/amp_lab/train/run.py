@@ -250,10 +250,10 @@ class Run:
 
         # The checkpoint has the length of the schedule that it was saved with. Keep the new one,
         # since `epochs` may have been increased.
-        scheduler = vars(self.parts["scheduler"])
-        length = {name: scheduler[name] for name in _SCHEDULE_LENGTH}
+        attributes = vars(self.parts["scheduler"])
+        length = {name: attributes[name] for name in _SCHEDULE_LENGTH}
         self.progress = self.ranks.each(restore)
-        scheduler.update(length)
+        attributes.update(length)
 
     def _restore_progress(self, saved: dict) -> Progress:
         """The progress from a checkpoint.

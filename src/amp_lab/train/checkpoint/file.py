@@ -90,7 +90,7 @@ def _require_intact(path: Path, file: BinaryIO) -> None:
     """Raise `CheckpointError` unless the file is a checkpoint whose checksum is right."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _TAIL_BYTES))
-    tail = file.read(_TAIL_BYTES)
+    tail = file.read(_TAIL_BYTES)  # more than our comment, to describe a file that has none
     comment = _COMMENT_PATTERN.fullmatch(tail[-_COMMENT_BYTES:])
     if comment is None:
         file.seek(0)
@@ -102,7 +102,8 @@ def _require_intact(path: Path, file: BinaryIO) -> None:
     before_comment = tail[:-_COMMENT_BYTES]
     has_length = before_comment.endswith(_COMMENT_BYTES.to_bytes(2, "little"))
     checked_bytes = size - 2 - _COMMENT_BYTES  # 2: the length of the comment
-    if not has_length or _digest(file, checked_bytes) != checksum:
+    is_altered = not has_length or _digest(file, checked_bytes) != checksum
+    if is_altered:
         raise CheckpointError(f"{path}: altered since it was saved: its checksum does not fit")
 
 

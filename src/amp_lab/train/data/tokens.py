@@ -154,7 +154,8 @@ def _library_errors(problem: str) -> Iterator[None]:
         with _nothing_on_stderr():
             yield
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        is_panic = type(error).__name__ == "PanicException"
+        if not isinstance(error, Exception) and not is_panic:  # such as a KeyboardInterrupt
             raise
         raise DataError(f"{problem} ({first_line(error)})") from error
 
