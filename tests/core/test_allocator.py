@@ -89,6 +89,6 @@ def test_train_and_bench_keep_memory_before_they_begin(module, command, monkeypa
     monkeypatch.setattr(train, "train", begin)
     monkeypatch.setattr(runner, "measure_ceilings", begin)
     for name in ("describe_device", "_choose_precisions", "_plan"):  # which time products
-        monkeypatch.setattr(runner, name, lambda *given: [])
+        monkeypatch.setattr(runner, name, lambda *given, **settings: [])
     with pytest.raises(Kept):
         main(command)
