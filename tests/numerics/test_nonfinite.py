@@ -413,6 +413,45 @@ def test_what_spreads_goes_before_what_is_divided_away():
     assert find(Module(both), torch.randn(2, 3)).op == "log"
 
 
+def match(x):
+    """A matcher: it makes a matrix of costs, which SciPy then refuses."""
+    costs = (x @ x.T) / x.shape[1]
+    if not costs.isfinite().all():
+        raise ValueError("matrix contains invalid numeric entries")
+
+
+@pytest.mark.parametrize("module", [None, ""], ids=["a function", "a module"])
+def test_what_an_error_of_another_package_met_is_reported(module):
+    model = Function(match)
+    matcher = match if module is None else model
+    x = torch.full((2, 3), 300.0, dtype=torch.float16)
+    with pytest.raises(ValueError, match="invalid numeric"), find_nonfinite(model) as finder:
+        matcher(x)
+    report = finder.report
+    assert (report.module, report.op, report.phase) == (module, "mm", "forward"), report
+    assert report.reached == "a tensor that was still there when ValueError ended the block"
+    assert "exceeds 65504" in report.advice
+    assert hooks_of(model) == 0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.masked_fill(x > 0, -math.inf),
+        lambda x: torch.full_like(x, math.inf),
+        lambda x: (x * 0).log(),
+        lambda x: (x.exp() * 1e30 * 1e30).clamp(max=1),
+    ],
+    ids=["a mask", "a constant", "-inf alone", "an inf that is gone"],
+)
+def test_an_error_that_met_no_inf_leaves_no_report(function):
+    with contextlib.suppress(ValueError), find_nonfinite(nn.Linear(3, 3)) as finder:
+        kept = function(torch.ones(2, 3))
+        assert kept.shape == (2, 3)
+        raise ValueError("unrelated")
+    assert finder.report is None, finder.report
+
+
 @pytest.mark.parametrize(
     "function",
     [

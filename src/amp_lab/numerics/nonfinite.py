@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from amp_lab.core.errors import NumericsError
 from amp_lab.numerics.call_stack import applied_loss_scale, is_in_scaler, user_line
 from amp_lab.numerics.error_notes import add_note
-from amp_lab.numerics.nonfinite_report import NonfiniteReport
+from amp_lab.numerics.nonfinite_report import NonfiniteReport, left_by_error
 from amp_lab.numerics.op_constants import (
     constant_beyond,
     divisor,
@@ -49,9 +49,10 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
     Then the op that made it is reported, however long before. So a mask of -inf that softmax makes
     finite is not reported, nor is -inf in the output, which may be a mask. If none matters, but
     something was divided by an inf that an op made, and so became 0, that op is reported at the end
-    of the block. A parameter, running mean or running variance that is not finite is reported when
-    its module is called. Compiled functions, optimizers that work on lists of tensors, and other
-    threads are not watched op by op: run the model eagerly.
+    of the block. So is one whose result is still there when an error ends the block, such as a cost
+    matrix that SciPy refused. A parameter, running mean or running variance that is not finite is
+    reported when its module is called. Compiled functions, optimizers that work on lists of
+    tensors, and other threads are not watched op by op: run the model eagerly.
 
     On a GPU the host waits for every op: it is for the step that fails, not for a whole run.
     Results are the same to the last bit. It can be entered again, and then starts anew.
@@ -136,6 +137,9 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         try:
             if self._divided_away is not None and self.report is None and exc_val is None:
                 self._judge(self._divided_away, "a divisor: what was divided by it became 0")
+            if self.report is None and isinstance(exc_val, Exception):
+                origins = [origin for _, origin in _living(self._origins).values()]
+                self.report = left_by_error(exc_val, origins)
         finally:
             self._reset()  # the object may outlive its block, and must not keep modules alive
 

@@ -1,5 +1,6 @@
 """The report of `find_nonfinite`, and what to do about it."""
 
+import dataclasses
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -117,3 +118,21 @@ class NonfiniteReport:
         yield "what to do", self.advice
 
     __repr__ = __str__
+
+
+def left_by_error(error: Exception, origins: list[NonfiniteReport]) -> NonfiniteReport | None:
+    """The first inf or NaN that was still there when an error ended the block.
+
+    It need not have spread: a matrix of costs that SciPy refuses reaches no loss. Masks, and -inf
+    alone, which may be one, are left out.
+    """
+    made = []
+    for origin in origins:
+        is_mask = origin.placed or origin.value.kinds == {"-inf"}
+        if origin.phase == "forward" and not is_mask:
+            made.append(origin)
+    if not made:
+        return None
+    first = min(made, key=lambda origin: origin.number)
+    reached = f"a tensor that was still there when {type(error).__name__} ended the block"
+    return dataclasses.replace(first, reached=reached)
