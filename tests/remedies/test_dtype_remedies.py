@@ -426,6 +426,51 @@ def test_a_transform_in_fp32(kind, length):
     assert complaint(mended, x, **options) == ""
 
 
+class Recogniser(nn.Module):
+    """Features of speech, with a window and filters as buffers, and a layer that reads them."""
+
+    def __init__(self, given: str = "x", returned: str = "y"):
+        super().__init__()
+        self.features = Features(given, returned)
+        self.encoder = nn.Conv1d(4, 4, 3)
+
+    def forward(self, x):  # (B, samples)
+        return self.encoder(self.features(x))
+
+
+class Features(nn.Module):
+    """The power of a short-time Fourier transform through filters, (B, 4, frames)."""
+
+    def __init__(self, given: str, returned: str):
+        super().__init__()
+        self.given, self.returned = given, returned
+        self.register_buffer("window", torch.hann_window(16))
+        self.register_buffer("filters", torch.rand(4, 9))
+
+    def forward(self, x):
+        signal = eval(self.given, {"x": x})
+        spectrum = torch.stft(signal, 16, window=self.window, return_complex=True)
+        y = self.filters @ torch.view_as_real(spectrum).pow(2).sum(-1)
+        return eval(self.returned, {"x": x, "y": y})
+
+
+@does("dtype.fft")
+@pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
+@pytest.mark.parametrize("real", [False, True], ids=["fake", "real"])
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_the_features_of_a_model_that_was_cast_in_fp32(dtype, real):
+    text = REMEDIES["dtype.fft"].text
+    (given,), (back,) = re.findall(r"x\.float\(\)", text), re.findall(r"\.to\(x\.dtype\)", text)
+    assert "call .float() on this module" in text
+    x = torch.randn(2, 64, dtype=dtype)
+    options = {"device_type": "cpu", "real": real}
+    assert says("dtype.fft", complaint(Recogniser().to(dtype), x, **options))
+    mended = Recogniser(given, f"y{back}").to(dtype)
+    assert complaint(mended, x, **options) != ""  # the filters are in 16 bits
+    mended.features.float()
+    assert complaint(mended, x, **options) == ""
+
+
 @does("dtype.copied_values")
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar")
 @pytest.mark.parametrize("device_type", ["cuda", "cpu"])

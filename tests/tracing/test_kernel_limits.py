@@ -61,6 +61,18 @@ def test_cufft_takes_only_powers_of_two_in_16_bits(name, dtype):
     assert error_on_fakes(lambda: run(20, FP32)) == ""
 
 
+@pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_cpu_has_no_transforms_of_16_bits(name, dtype):
+    run = TRANSFORMS[name]
+    assert error_on_fakes(lambda: run(16, dtype), "cpu")
+    assert error_on_fakes(lambda: run(16, FP32), "cpu") == ""
+    with pytest.raises(RuntimeError, match=r"Half|BFloat16"):  # the words differ without MKL
+        run(16, dtype)
+    run(16, FP32)
+
+
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_cufft_counts_the_whole_signal_of_an_inverse_real_transform():
     def inverse(n: int):

@@ -20,9 +20,10 @@ from amp_lab.core.remedies import remedy
 
 _FFT = remedy(
     "dtype.fft",
-    "an FFT gets 16-bit values on a GPU, or its result meets another complex dtype",
+    "an FFT or STFT gets 16-bit values, or its result meets another complex dtype",
     "transform x.float() instead of x, and cast the real result back with .to(x.dtype) if the next "
-    "layer is cast to 16 bits",
+    "layer is cast to 16 bits; if the module that transforms has a window or filters that were "
+    "cast too, as by model.half(), call .float() on this module afterwards",
 )
 _NO_ATTENTION_KERNEL = remedy(
     "dtype.no_attention_kernel",
@@ -42,6 +43,8 @@ REMEDIES_BY_MESSAGE = {
     "complex32": _FFT.text,
     "Unsupported dtype Half": _FFT.text,  # what torch.fft raises on a CPU and on MPS
     "Unsupported dtype BFloat16": _FFT.text,
+    "FFT doesn't support tensors of type": _FFT.text,  # what a real CPU raises, with MKL
+    "expected scalar type Double but found": _FFT.text,  # and without it
     "No available kernel": _NO_ATTENTION_KERNEL.text,
 }
 """Remedy by a phrase of the error's message, of errors from this table and from torch."""
@@ -177,6 +180,12 @@ _PRECISION_NAMES = {
     torch.bfloat16: "bfloat16",
 }
 """The name of the precision in cuFFT's errors, for dtypes in 16 bits."""
+_TORCH_NAMES = {
+    torch.float16: "Half",
+    torch.complex32: "ComplexHalf",
+    torch.bfloat16: "BFloat16",
+}
+"""The name of each 16-bit dtype in torch's errors."""
 
 
 def _refuse_fft_sizes(call: OpCall) -> str | None:
@@ -196,6 +205,14 @@ def _refuse_fft_sizes(call: OpCall) -> str | None:
         "cuFFT only supports dimensions whose sizes are powers of two when computing in "
         f"{precision} precision, but got a signal size of {sizes}"
     )
+
+
+def _refuse_fft_in_16_bits_on_cpu(call: OpCall) -> str | None:
+    """Refuse FFTs in 16 bits on a CPU, with torch's own error for builds with MKL."""
+    signal = call.args[0]
+    if signal.device.type != "cpu" or signal.dtype not in _TORCH_NAMES:
+        return None
+    return f"MKL FFT doesn't support tensors of type: {_TORCH_NAMES[signal.dtype]}"
 
 
 def _is_power_of_two(size: int) -> bool:
@@ -284,6 +301,12 @@ LIMITS: tuple[KernelLimit, ...] = (
         "torch.fft, Note of each function: 'it only supports powers of 2 signal length in every "
         "transformed dimension'; for bf16 the same errors in ATen/native/cuda/CuFFTPlanCache.h, "
         "from torch 2.15 on (before, torch.fft raises 'Unsupported dtype BFloat16' itself)",
+    ),
+    KernelLimit(
+        "_fft_r2c _fft_c2r _fft_c2c",
+        _refuse_fft_in_16_bits_on_cpu,
+        "ATen/native/mkl/SpectralOps.cpp: precisions single and double; run for real on a CPU by "
+        "tests/tracing/test_kernel_limits.py",
     ),
     KernelLimit(
         "mm addmm bmm baddbmm addmv mv",
