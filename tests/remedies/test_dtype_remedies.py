@@ -372,6 +372,32 @@ def test_a_model_in_16_bits_under_autocast(dtype, device):
     assert found.dtype is dtype
 
 
+def step_of_adamw(model: nn.Module, x: torch.Tensor, dtype: torch.dtype) -> None:
+    """A step at a usual learning rate, under autocast to `dtype`."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    with torch.autocast("cpu", dtype=dtype):
+        loss = model(x).float().square().mean()
+    loss.backward()
+    optimizer.step()
+
+
+@does("xray.trained_cast_model")
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_a_model_in_16_bits_that_is_trained(dtype):
+    layers = nn.LayerNorm(8), nn.Linear(8, 8)
+    model, x = nn.Sequential(*layers).to(dtype), torch.randn(8, 8, dtype=dtype)
+    assert says("xray.trained_cast_model", str(xray(model, x)))
+    assert not says("xray.trained_cast_model", str(xray(model.eval(), x)))
+    model.train().requires_grad_(False)
+    assert not says("xray.trained_cast_model", str(xray(model, x)))
+    model.requires_grad_(True)
+    step_of_adamw(model, x, dtype)
+    assert model[0].weight.eq(1).all()
+    assert "model.float()" in REMEDIES["xray.trained_cast_model"].text
+    step_of_adamw(model.float(), x.float(), dtype)
+    assert model[0].weight.ne(1).all()
+
+
 def test_nothing_is_said_of_autocast_where_it_is_on_or_was_turned_off():
     model, x = nn.Linear(8, 8), torch.randn(8, 8)
     assert xray(model, x).autocast_off == ""

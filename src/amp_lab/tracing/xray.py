@@ -50,6 +50,12 @@ _AUTOCAST_OFF = remedy(
     "All weights are in {short}, so the model runs as it is, without autocast; "
     "dtype=torch.{dtype} (amp-lab xray --dtype {short}) turns autocast on.",
 )
+_TRAINED_CAST = remedy(
+    "xray.trained_cast_model",
+    "the same, and the model is in training mode",
+    "If you train it so, small steps of the optimizer are rounded away, and a norm's weight of 1 "
+    "may never change: keep the weights in fp32, model.float(), and leave {short} to autocast.",
+)
 
 
 def xray(
@@ -131,7 +137,12 @@ def _autocast_off(model: nn.Module) -> str:
     if dtype_for(model, "cpu") is not torch.float32:  # float32 stands for no autocast
         return ""
     dtype = _low_weight_dtypes(model)[0]
-    return _AUTOCAST_OFF.said(dtype=dtype_name(dtype), short=short_name(dtype))
+    short = short_name(dtype)
+    remark = _AUTOCAST_OFF.said(dtype=dtype_name(dtype), short=short)
+    is_trained = any(parameter.requires_grad for parameter in model.parameters())
+    if model.training and is_trained:
+        remark = f"{remark} {_TRAINED_CAST.said(short=short)}"
+    return remark
 
 
 def _low_weight_dtypes(model: nn.Module) -> list[torch.dtype]:
