@@ -18,7 +18,7 @@ from amp_lab import advise, rehearse, xray
 from amp_lab.advisor import session
 from amp_lab.advisor.learning import fp16_remarks
 from amp_lab.advisor.outlook import Outlook
-from amp_lab.advisor.recipes import TRAINING, Candidate, Case, Recipe
+from amp_lab.advisor.recipes import INFERENCE, TRAINING, Candidate, Case, Recipe, Step
 from amp_lab.core.device import describe_device
 from amp_lab.core.errors import NumericsError, TraceError
 from amp_lab.core.precision import Precision
@@ -155,6 +155,42 @@ def test_with_more_minutes_more_is_tried(monkeypatch):
         found._drop_slow(new)
         said = "\n".join(candidate.reason for candidate in new)
         assert says("advise.more_minutes", said) == waits
+
+
+class Sampler(nn.Module):
+    """Two steps of a sampler, which keeps its latents in fp32 between them."""
+
+    def __init__(self, layer: nn.Module, code: str = "x"):
+        super().__init__()
+        self.layer, self.code = layer, code
+
+    def forward(self, x):
+        for _ in range(2):
+            given = eval(self.code, {"x": x, "torch": torch})
+            x = x.float() + self.layer(given).float()
+        return x
+
+
+@does("advise.made_inside")
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16])
+@pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Conv1d(4, 4, 1), nn.LayerNorm(4)])
+def test_what_a_cast_model_makes_inside_is_cast(layer, precision):
+    recipe = Recipe(INFERENCE, precision, cast=True)
+
+    def checked(model: nn.Module) -> Candidate:
+        case, end = Case(model, (torch.randn(2, 4, 4),)), time.perf_counter() + 100
+
+        def run(candidate: Candidate, scale: float) -> None:
+            Step(case, candidate.recipe, scale)()
+
+        ranking = session._Ranking(INFERENCE, case, Outlook(), run, 1.0, end, 120.0)
+        return ranking._check_recipe(recipe)
+
+    candidate = checked(Sampler(layer))
+    assert candidate.verdict == "raises"
+    assert says("advise.made_inside", candidate.reason)
+    (code,) = re.findall(r"x\.to\(torch\.\w+\)", candidate.reason)
+    assert checked(Sampler(layer, code)).verdict == ""
 
 
 STEP = """

@@ -1,5 +1,6 @@
 """`advise`: forecast, check against fp32, time and rank the recipes for a model."""
 
+import re
 import subprocess
 import sys
 import time
@@ -33,7 +34,7 @@ from amp_lab.core.device import describe_device, pick_device
 from amp_lab.core.errors import TraceError, with_type
 from amp_lab.core.precision import Precision
 from amp_lab.core.remedies import remedy
-from amp_lab.core.report import bytes_text
+from amp_lab.core.report import bytes_text, dtype_name
 from amp_lab.core.timing import Comparison, Estimate, compare, turn_s
 from amp_lab.tracing.fake_device import tip_for
 
@@ -66,6 +67,13 @@ _KEEP_MEMORY = remedy(
     "{use}: {name} takes {size} from the operating system each time: set {settings} (or call "
     "amp_lab.core.allocator.keep_memory) and rerun.",
 )
+_MADE_INSIDE = remedy(
+    "advise.made_inside",
+    "weights and inputs are cast, and the model raises, since it makes fp32 inside",
+    "weights and inputs are in {dtype} here, and something inside is not, such as a tensor that "
+    "the model makes or casts by itself: cast it, x.to(torch.{dtype})",
+)
+_SAYS_DTYPES = re.compile(r"\bd?type\b")  # as errors do where fp32 meets 16 bits
 _NEW_BYTES_PER_S = 2e9  # rate of new memory from the operating system: 1 to 5 µs for 4 KiB
 
 
@@ -416,6 +424,9 @@ class _Ranking:
             tip = tip_for(error, self.case.model, "try", self.case.device.type)
             candidate.verdict = "raises"
             candidate.reason = f"{with_type(error)}{tip}"
+            if recipe.cast and _SAYS_DTYPES.search(str(error)):
+                made_inside = _MADE_INSIDE.said(dtype=dtype_name(recipe.precision.dtype))
+                candidate.reason += f"; {made_inside}"
             return candidate
         if candidate.reason:
             candidate.verdict = "unlike fp32"
