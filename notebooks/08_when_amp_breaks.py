@@ -69,6 +69,7 @@
 # | `quantile() input tensor must be either float or double dtype` | [section&nbsp;23](#23-An-op-does-not-exist-in-half-precision) |
 # | `linalg.inv: Low precision dtypes not supported. Got Half` | [section&nbsp;23](#23-An-op-does-not-exist-in-half-precision) |
 # | `"lu_cpu" not implemented for 'Half'` | [section&nbsp;23](#23-An-op-does-not-exist-in-half-precision) |
+# | `"addmm_sparse_cuda" not implemented for 'Half'`, and `.float()` does not help | autocast casts it again, as it does for a sparse matrix: [section&nbsp;23](#23-An-op-does-not-exist-in-half-precision) |
 # | `Got unsupported ScalarType BFloat16` | [section&nbsp;24](#24-NumPy-does-not-know-bf16) |
 # | `element 0 of tensors does not require grad and does not have a grad_fn` | [section&nbsp;25](#25-Weights-get-no-gradient-after-an-evaluation-pass) |
 # | `CUDA is not available or torch_xla is imported. Disabling autocast.` | [section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off) |
@@ -85,6 +86,7 @@
 # | `you have used mix of the legacy and new APIs to set the TF32 status for cublas matmul.` | [section&nbsp;37](#37-TF32-is-set-in-the-old-and-in-the-new-way) |
 # | `cuFFT only supports dimensions whose sizes are powers of two when computing in half precision` | [section&nbsp;38](#38-An-FFT-is-refused-in-half-precision), quoted |
 # | `Unsupported dtype Half` | [section&nbsp;38](#38-An-FFT-is-refused-in-half-precision) |
+# | `MKL FFT doesn't support tensors of type: Half`; an op that has no kernel for `ComplexHalf` | a spectrum in a model that was cast by `.half()`: its window and filters were cast too. [section&nbsp;38](#38-An-FFT-is-refused-in-half-precision) |
 # | `Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.` | [section&nbsp;39](#39-MPS-has-no-float64), quoted |
 # | `SyncBatchNorm layers only work with GPU modules` | [section&nbsp;40](#40-DDP-refuses-the-model-or-its-step) |
 # | `Expected to have finished reduction in the prior iteration before starting a new one.` | [section&nbsp;40](#40-DDP-refuses-the-model-or-its-step) |
@@ -105,7 +107,7 @@
 #
 # | message | what it means |
 # |---|---|
-# | `invalid value encountered in cast`, and the image is black; `NaN detected in latents` | the image or the latents are NaN. In a diffusion model the decoder (VAE) may be the cause: the values in SDXL's are [too large for fp16](https://huggingface.co/madebyollin/sdxl-vae-fp16-fix). Run it alone, with its input, in fp32 or bf16 ([a report](https://github.com/huanngzh/ComfyUI-MVAdapter/issues/14)). [Section&nbsp;1](#1-The-loss-is-NaN-because-an-activation-exceeds-65504) |
+# | `invalid value encountered in cast`, and the image is black; `NaN detected in latents` | the image or the latents are NaN. In a diffusion model the decoder (VAE) may be the cause: the values in SDXL's are [too large for fp16](https://huggingface.co/madebyollin/sdxl-vae-fp16-fix). Run it alone, with its input, in fp32 or bf16 ([a report](https://github.com/huanngzh/ComfyUI-MVAdapter/issues/14)), to encode as well. Inside of an autocast block fp32 weights (`--no_half_vae`) are not enough ([a report](https://github.com/kohya-ss/sd-scripts/pull/2322)): switch autocast off there. [Section&nbsp;1](#1-The-loss-is-NaN-because-an-activation-exceeds-65504) |
 # | `probability tensor contains either inf, nan or element < 0`; `satisfy the constraint Simplex()` | sampling is only the first to check: the logits are NaN ([a report](https://github.com/QwenLM/Qwen-VL/issues/364)). Load a model that was [trained in bf16](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-card-without-it) in bf16, or see [section&nbsp;4](#4-A-mask-value-does-not-fit-into-fp16) |
 # | `"LayerNormKernelImpl" not implemented for 'Half'`, `"addmm_impl_cpu_"`, `"slow_conv2d_cpu"` | a whole model in fp16 on a CPU, in an older torch, often because no GPU was found ([a report](https://github.com/facebookresearch/seamless_communication/issues/47)): load it in fp32 or bf16, or update torch |
 # | `fp16 mixed precision requires a GPU`; `Your setup doesn't support bf16/gpu.` | torch sees no GPU, as where it was built without CUDA; or the card has no bf16 ([a report](https://github.com/bmaltais/kohya_ss/issues/639)). `amp-lab doctor` names the device. [Section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off) |
@@ -127,6 +129,8 @@
 # | `scale … has inconsistent type tensor(float)`, of a `BatchNormalization` | exported inside of a block, it gets an input in fp16 and weights in fp32, which [ONNX takes from opset 15 on](https://onnx.ai/onnx/operators/onnx__BatchNormalization.html): `opset_version=15` or later, or export outside of the block |
 # | `ScalarType ComplexDouble` in an export in bf16 | the older exporter multiplies bf16 by an fp32 number without dimensions wrongly ([a report](https://github.com/pytorch/pytorch/issues/158658)): `dynamo=True`, or `x * self.p.to(x.dtype)` <!-- tests/notebooks/test_18_inference_and_export.py --> |
 # | `self and mat2 must have the same dtype`, with weights in FP8 or int8 | a weight times its scale in fp32 is fp32 ([a report](https://github.com/kohya-ss/musubi-tuner/issues/1076)): cast the product to `x.dtype`. Autocast hides it in training |
+# | `got BFloat16 for the destination and Float for the source`, with quantized weights and no autocast | the layer has a dtype of its own, which `model.to(torch.bfloat16)` does not change ([a report](https://github.com/meta-pytorch/torchtune/issues/1349)). [Section&nbsp;19](#19-Writing-into-a-buffer-fails) |
+# | `cost matrix is infeasible`, `matrix contains invalid numeric entries` | SciPy got inf or NaN, such as the costs of a Hungarian matcher that are summed over all pixels ([a report](https://github.com/huggingface/transformers/issues/25938)): [section&nbsp;6](#6-A-norm-written-by-hand-overflows-above-256); or of a logarithm whose epsilon is zero in fp16 ([another](https://github.com/huggingface/transformers/pull/47016)): [section&nbsp;5](#5-NaN-because-an-epsilon-of-1e-8-is-zero-in-fp16) |
 # | FP8 with a scale for each row gives NaN with LoRA | in torchao a row of zeros, as LoRA's B is at first, has the scale 0 ([a report](https://github.com/pytorch/ao/issues/3356)): set `activation_value_lb=1e-12` |
 #
 # **No message.** If nothing was raised, look for what is wrong with the result.
@@ -135,6 +139,8 @@
 # |---|---|
 # | the loss is NaN, in the first step or later | [section&nbsp;1](#1-The-loss-is-NaN-because-an-activation-exceeds-65504), [section&nbsp;5](#5-NaN-because-an-epsilon-of-1e-8-is-zero-in-fp16), [section&nbsp;4](#4-A-mask-value-does-not-fit-into-fp16); if the loop has a scaler, [`amp-lab migrate`](../docs/migrate.md) finds some mistakes, such as an `optimizer.step()` that bypasses the scaler |
 # | the loss is NaN or jumps after resuming from a checkpoint | [section&nbsp;46](#46-After-resuming-the-loss-jumps-or-is-NaN) |
+# | a resumed run deviates from one without a break, or its optimizer counts wrong steps | [section&nbsp;46](#46-After-resuming-the-loss-jumps-or-is-NaN) |
+# | NaN, or a wrong result, only after another call was made, such as `add_noise` of a scheduler | it stored its table in 16 bits: [section&nbsp;30](#30-Positions-or-counts-are-wrong-beyond-256) |
 # | the loss scale keeps falling, or every step is skipped | [section&nbsp;2](#2-The-loss-scale-falls-towards-0) |
 # | the loss scale grows and grows | [section&nbsp;28](#28-The-scaler-runs-with-bf16-or-the-dtype-is-not-the-one-you-meant) |
 # | the loss does not fall, or stops falling | [section&nbsp;3](#3-A-layer-does-not-learn-because-its-gradients-underflow), [section&nbsp;15](#15-Clipping-leaves-next-to-nothing-of-the-gradients), [section&nbsp;26](#26-The-loss-stands-still-because-the-whole-loop-is-in-one-block), [section&nbsp;29](#29-Half-precision-weights-stop-moving); [`amp-lab migrate`](../docs/migrate.md) finds clipping of scaled gradients |
@@ -149,6 +155,8 @@
 # | results are good on short inputs and bad on long ones, or many positions give the same embedding | [section&nbsp;30](#30-Positions-or-counts-are-wrong-beyond-256) |
 # | an index is out of range, or two timesteps are the same | [section&nbsp;30](#30-Positions-or-counts-are-wrong-beyond-256) |
 # | the same box is detected twice: NMS leaves duplicates | [section&nbsp;30](#30-Positions-or-counts-are-wrong-beyond-256) |
+# | a mask or a grid has a row or a column too many on a large image, in fp16 beyond 2048 | [section&nbsp;30](#30-Positions-or-counts-are-wrong-beyond-256) |
+# | short inputs work, until the first longer one raises; then all raise | a table that was made anew in fp32: [section&nbsp;18](#18-A-half-precision-output-leaves-the-block) |
 # | a KL divergence, or a ratio of probabilities, is noisy in bf16 | [notebook 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy): cast the logits, not the log-probabilities <!-- tests/notebooks/test_08_when_amp_breaks.py --> |
 # | logged gradients are 65536 times too large, or jump by a factor of 2 | [section&nbsp;15](#15-Clipping-leaves-next-to-nothing-of-the-gradients) |
 # | a Dice or IoU loss is NaN | [section&nbsp;6](#6-A-norm-written-by-hand-overflows-above-256) |
@@ -156,19 +164,23 @@
 # | a resumed run takes twice the memory, in 16-bit weights | loading copies *into* the model and keeps its dtype ([a report](https://github.com/pytorch/pytorch/issues/138253)): build it in 16 bits again before you load, and then make the optimizer |
 # | a loop of `p = p.float()` over the parameters changes nothing | it only gives `p` another value: call `model.float()`, before the optimizer is made and before `fully_shard` <!-- tests/notebooks/test_08_when_amp_breaks.py --> |
 # | the loaded model is worse than the one that was saved | [section&nbsp;46](#46-After-resuming-the-loss-jumps-or-is-NaN) |
+# | the logged loss moves in steps, stands still or falls to 0 in bf16, and `loss.item()` is right | the sum of losses is in bf16: [section&nbsp;30](#30-Positions-or-counts-are-wrong-beyond-256) |
 # | the logged loss is off by a factor of 2 at times | [section&nbsp;12](#12-Scaler-methods-are-called-in-the-wrong-order) |
 # | weight decay, or an average of weights (EMA), does nothing in bf16 | [section&nbsp;29](#29-Half-precision-weights-stop-moving) |
+# | weights of norms stay exactly 1.0, though the loss falls | [section&nbsp;29](#29-Half-precision-weights-stop-moving) |
+# | gradients of a checkpointed block are less exact, or overflow, and the loss is the same | [section&nbsp;20](#20-A-function-of-your-own-fails-in-backward) |
 # | a model from accelerate or Fabric returns fp32 | [notebook 19](19_choose_your_precision.ipynb#What-frameworks-call-it) |
 # | `torch.compile` changes the gradients | [section&nbsp;27](#27-A-compiled-model-has-other-gradients) |
 # | `torch.compile` changes the results a little | in 16 bits it usually rounds less often: [notebook 18](18_inference_and_export.ipynb#What-torch.compile-does-to-it) |
 # | a compiled model is no faster | [notebook 10](10_speed_ladder.ipynb) |
 # | fp32 results differ between two GPUs | [section&nbsp;37](#37-TF32-is-set-in-the-old-and-in-the-new-way) |
-# | the ranks of a distributed run drift apart, or skip different steps | [section&nbsp;40](#40-DDP-refuses-the-model-or-its-step), [notebook 11](11_scale_out.ipynb) |
+# | the ranks of a distributed run drift apart, have other gradient norms, or skip different steps | [section&nbsp;40](#40-DDP-refuses-the-model-or-its-step), [notebook 11](11_scale_out.ipynb) |
 # | attention refuses q, k and v: `Expected query, key, and value to have the same dtype` | [notebook 17](17_language_model.ipynb#One-dtype-for-q,-k-and-v) |
 # | another text or decision comes out in bf16, or in another batch | [notebook 17](17_language_model.ipynb#The-same-prompt,-another-text), [notebook 18](18_inference_and_export.ipynb#The-same-answer-twice) |
 # | an exported model computes in another dtype than expected | [notebook 18](18_inference_and_export.ipynb#Export) |
 # | a model that was trained in bf16 gives NaN in fp16 | [notebook 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-card-without-it) |
 # | a model in Keras gives NaN, or is no faster | [notebook 12](12_keras.ipynb) |
+# | a profile of a server or a sampler is full of casts and copies | [section&nbsp;33](#33-Autocast-makes-the-model-no-faster) |
 # | a step is no faster than before, or even slower | [section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off), [section&nbsp;32](#32-A-thread-runs-without-autocast-or-in-another-dtype), [section&nbsp;33](#33-Autocast-makes-the-model-no-faster), [section&nbsp;44](#44-A-size-is-not-a-multiple-of-16-or-8) |
 # | training uses as much memory as before, or more | [section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off), [section&nbsp;34](#34-The-memory-is-not-halved) |
 # | inference uses more memory with autocast than without, or memory grows under `no_grad` | [section&nbsp;34](#34-The-memory-is-not-halved) |
@@ -324,7 +336,8 @@ assert loss_in(torch.float16, model).isnan()
 # T5](https://github.com/huggingface/transformers/issues/5651) are a well-known case.
 #
 # **The fix.** Use bf16, which has nearly the range of fp32. Or make an fp32 *island* of the part that
-# overflows: switch autocast off there, and cast the inputs by hand.
+# overflows: switch autocast off there, and cast the inputs by hand. Both are needed. Weights in fp32
+# are not enough, since autocast casts them: the model above has no others.
 #
 # An island returns fp32, and the next matmul under autocast casts that to fp16 again. So it has to
 # go on until the values are small, here up to the norm. It also has to begin before the overflow: in
@@ -582,7 +595,8 @@ assert torch.tensor(1e-8).half() == 0
 # **The fix.** Compute this part in fp32, on `h.float()`, with an epsilon of 1e-3 or more if you
 # train. An epsilon that fp16 can hold, at least `torch.finfo(dtype).tiny`, keeps a row of zeros
 # finite. In training it is too small: at a loss scale of 65536 the gradients
-# often overflow. <!-- tests/remedies/test_nonfinite_remedies.py -->
+# often overflow. In a model that is in fp16 itself, cast the result back,
+# `.to(h.dtype)`. <!-- tests/remedies/test_nonfinite_remedies.py -->
 
 # %%
 assert F.normalize(h.half())[1].isnan().all()
@@ -625,10 +639,13 @@ assert weight.grad.count_nonzero() == 0
 # `pow` in fp32), so it stays in fp16. Squares, variances and distances that are written by hand can
 # overflow long before their inputs do. So can a sum over the pixels of an image, as in a Dice or
 # IoU loss: 512 x 512 ones are 262,144. (Autocast for CUDA returns a sum in fp32, but a model in
-# fp16 does not.)
+# fp16 does not.) A sum that is written as a matmul, such as the costs of a matcher, overflows under
+# autocast on CUDA too.
 #
 # **The fix.** Use the library's function, here `F.rms_norm`, which does not overflow, or call
-# `.float()` on the input, such as the logits of a loss.
+# `.float()` on the input, such as the logits of a loss. For a matmul that is not enough, since
+# autocast casts it again: make an island, as in section 1, or divide by the number before it. (In
+# bf16 nothing overflows, but costs that are close may change places.)
 
 # %%
 exact = rms_norm(150 * x)
@@ -644,10 +661,20 @@ pixels = torch.ones(512, 512).half().sum()
 assert pixels.isinf()
 assert (2 * pixels / (pixels + pixels)).isnan()  # a Dice score
 
+# %%
+points = torch.full((1, 1000), 10.0)
+with torch.autocast("cpu", dtype=torch.float16):
+    assert (points @ points.T / 1000).isinf()  # fp32 points, and 100,000 in fp16
+    assert (points / 1000) @ points.T == 100
+    with torch.autocast("cpu", enabled=False):
+        assert points @ points.T / 1000 == 100
+assert torch.tensor([1.2266, 1.2250]).bfloat16().diff() == 0
+
 # %% [markdown]
 # **Notice it earlier.** Look at the gradients of a step. If a whole layer has only zeros, find out
-# why. `find_nonfinite` names the op that made an infinity which something was then divided
-# by. <!-- tests/numerics/test_nonfinite.py -->
+# why. `find_nonfinite` names the op that made an infinity which something was then divided by, or
+# which was still there when an error ended the block, as that of SciPy's matcher
+# does. <!-- tests/numerics/test_nonfinite.py -->
 
 # %% [markdown]
 # ### 7 Training is fine but evaluation is NaN
@@ -1372,6 +1399,10 @@ assert "expected dtype c10::Half for `end` but got dtype float" in messages["ler
 # 02](02_autocast_dtypes.ipynb#What-is-eligible,-and-what-is-not)). If `backward()` raises it, see
 # [section 20](#20-A-function-of-your-own-fails-in-backward). <!-- tests/remedies/test_dtype_remedies.py -->
 #
+# Or it is a table that `forward` makes anew for a longer input. The new one is fp32, and the module
+# keeps it, so that short inputs fail from then on. Make it with the dtype and the device of the old
+# one: `longer.to(self.table)`.
+#
 # In quantization-aware training the fused fake-quantize module takes fp32 alone, and is not on
 # autocast's list. The one that is not fused is on it: make the settings with
 # `get_default_qat_qconfig_mapping("fbgemm", version=0)`. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
@@ -1391,6 +1422,29 @@ with torch.autocast("cpu", dtype=torch.float16):
     assert torch.addmm(torch.zeros(1, 2), h, torch.eye(2)).dtype is torch.float16
 weighted = message_of(lambda: F.cross_entropy(h, torch.tensor([0]), weight=torch.ones(2)))
 assert "expected scalar type Half but found Float" in weighted
+
+
+# %%
+class Table(nn.Module):
+    """Adds a table, which it makes longer for an input that is longer than any before."""
+
+    def __init__(self, keeps_dtype):
+        super().__init__()
+        self.keeps_dtype = keeps_dtype
+        self.register_buffer("table", torch.zeros(2, 2))
+
+    def forward(self, x):  # (T, 2)
+        if len(x) > len(self.table):
+            longer = torch.zeros(len(x), 2)
+            self.table = longer.to(self.table) if self.keeps_dtype else longer
+        return x + self.table[: len(x)]
+
+
+for keeps_dtype, dtype in ((False, torch.float32), (True, torch.float16)):
+    table, short = Table(keeps_dtype).half(), torch.ones(1, 2).half()
+    assert table(short).dtype is torch.float16
+    assert table(short.expand(3, 2)).dtype is dtype
+    assert table(short).dtype is dtype  # the short one again
 
 # %% [markdown]
 # **Notice it earlier.** Let the model's `forward` end with `.float()` on what it returns.
@@ -1446,7 +1500,13 @@ assert masked in messages[3]
 # places](https://github.com/huggingface/transformers/blob/main/src/transformers/models/llava/modeling_llava.py)
 # among the embeddings of a text.
 #
-# **The fix.** Cast the features when you write them, or make the buffer in their dtype.
+# The dtypes can also be the other way round: an fp32 parameter, such as the embedding of a mask, is
+# written into an activation in 16 bits. Or the buffer is in bf16, the model was cast to bf16, and
+# no autocast is on: then a layer computes in a dtype that it keeps as an attribute, as some layers with
+# quantized weights do. `model.to()` does not change it, so give it the dtype when you quantize.
+#
+# **The fix.** Cast the features when you write them, or make the buffer in their dtype. A gradient goes
+# back through the cast.
 
 # %%
 collect(lambda buffer, i, f: buffer.__setitem__(2, f[0]))  # buffer[2] = f[0]
@@ -1468,6 +1528,28 @@ collect(lambda buffer, i, f: buffer.__setitem__(i, f.to(buffer.dtype)))
 collect(lambda buffer, i, f: buffer.index_add_(0, i, f.to(buffer.dtype)))
 collect(lambda _, i, f: f.new_zeros(4, 2).scatter_(0, i[None].expand(1, 2), f))
 assert h.new_zeros(4, 2).dtype is torch.float16
+
+# %%
+embedding, activation = nn.Parameter(torch.ones(2)), torch.zeros(3, 2).half()
+activation[torch.tensor([1])] = embedding.to(activation.dtype)
+activation.sum().backward()
+assert embedding.grad.tolist() == [1.0, 1.0]
+
+
+class Quantized(nn.Module):
+    """A layer with int8 weights that computes in a dtype of its own."""
+
+    def __init__(self, precision=torch.float32):
+        super().__init__()
+        self.precision = precision
+        self.register_buffer("weight", torch.ones(2, 2, dtype=torch.int8))
+
+    def forward(self, x):
+        return F.linear(x.to(self.precision), self.weight.to(self.precision))
+
+
+assert Quantized().to(torch.bfloat16)(x.bfloat16()).dtype is torch.float32
+assert Quantized(torch.bfloat16)(x.bfloat16()).dtype is torch.bfloat16
 
 # %% [markdown]
 # **Notice it earlier.** Look for `torch.zeros` and `torch.empty` inside every `forward`.
@@ -1519,6 +1601,10 @@ assert "expected scalar type Half but found Float" in message
 # `torch.utils.checkpoint.checkpoint(…, use_reentrant=False)`, which does it for you. [Notebook
 # 02](02_autocast_dtypes.ipynb#Your-own-autograd-functions) shows both
 # decorators. <!-- tests/notebooks/test_07_training_recipes.py -->
+#
+# A checkpoint of your own that notes only whether autocast was on raises nothing. It computes the
+# block again in the default dtype, which is fp16 on CUDA and bf16 on a CPU, so the gradients are less
+# exact or overflow. Note `torch.get_autocast_dtype(device_type)` too, and give it as `dtype=`.
 
 
 # %%
@@ -1538,6 +1624,15 @@ class UnderAutocast(torch.autograd.Function):
 
 
 assert torch.equal(backward_through(UnderAutocast), torch.full((1, 2, 2), 2.0))
+
+# %%
+model, _ = make()
+with torch.autocast("cpu", dtype=torch.float16):
+    enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+with torch.autocast("cpu", enabled=enabled):
+    assert model(x).dtype is torch.bfloat16
+with torch.autocast("cpu", enabled=enabled, dtype=dtype):
+    assert model(x).dtype is torch.float16
 
 # %% [markdown]
 # A kernel of another package, or one of your own in `torch.library`, gets what comes in, 16 bits and
@@ -1721,7 +1816,18 @@ assert "\"lu_cpu\" not implemented for 'Half'" in determinant
 # **Why.** These ops have no half-precision kernel, and autocast does not help everywhere. On the
 # CPU it casts for the quantile and the inverse, but on CUDA it casts for neither.
 #
-# **The fix.** Call `.float()` on the input of that one op.
+# **The fix.** Call `.float()` on the input of that one op. If the message stays, autocast casts it
+# again, since the op is on its list, as `mm` and `addmm` are. `torch.sparse.mm` calls `addmm`, and
+# has no kernel for 16 bits on some devices, such as `"addmm_sparse_cuda"`
+# ([a report](https://github.com/Lightning-AI/pytorch-lightning/issues/5282)). Then switch autocast off
+# *and* call `.float()`, inside:
+
+# %%
+adjacency, features = torch.eye(2).to_sparse(), torch.ones(2, 2)
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    assert torch.sparse.mm(adjacency.float(), features.float()).dtype is torch.bfloat16
+    with torch.autocast("cpu", enabled=False):
+        assert torch.sparse.mm(adjacency.float(), features.float()).dtype is torch.float32
 
 # %%
 with cuda_rules():
@@ -2023,7 +2129,8 @@ assert after_updates(model) == 1.0
 
 # %% [markdown]
 # **Why.** `assign=True` took over the dtype of the checkpoint. Just below 1, bf16 numbers are 2^-8
-# apart, and a change of less than half of that is rounded away. So it goes with a weight decay that
+# apart, and a change of less than half of that is rounded away. The weights of norms start at exactly
+# 1, so they may stay there while the loss falls, since smaller weights still move. So it goes with a weight decay that
 # changes a weight by 1e-4 of it (`lr * weight_decay`), and with a moving average in bf16.
 # Code that writes `self.W.data = self.W.to(x.dtype)` in a forward pass casts a parameter for good: cast
 # a copy, or what the module gets. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
@@ -2047,6 +2154,11 @@ assert half.item() == 1
 # a model that is in half precision already. Make the optimizer after that. If you round
 # stochastically instead ([notebook 16](16_low_precision_state.ipynb)), round once in a step, after the
 # decay *and* the update: a small decay in bf16 before it is lost.
+#
+# An average of weights that never changes, even if it should take over half of each weight, is not
+# rounded. Look for a list of dtypes without `torch.bfloat16`
+# ([a report](https://github.com/lucidrains/ema-pytorch/pull/18)), which leaves all weights out, and
+# ask `is_floating_point()` instead.
 
 # %%
 model, _ = make()
@@ -2057,6 +2169,10 @@ ones = torch.ones(3, dtype=torch.bfloat16)
 assert torch.equal(
     ones * (1 - 1e-3 * 0.1), ones
 )  # lr 1e-3, weight decay 0.1: nothing is left of it
+assert 0.02 * ones[0] - 1e-4 < 0.02 * ones[0]  # a small weight moves
+assert ones.lerp(0 * ones, 0.5)[0] == 0.5  # half of each weight is more than rounding
+assert ones.dtype not in (torch.float32, torch.float16)
+assert ones.is_floating_point()
 assert torch.equal(ones.lerp(2 * ones, 1e-3), ones)  # nor of a step of a moving average
 
 # %% [markdown]
@@ -2067,7 +2183,8 @@ assert torch.equal(ones.lerp(2 * ones, 1e-3), ones)  # nor of a step of a moving
 #
 # **What you see.** Often there is no message. A model that is good on short inputs fails on long
 # ones, a count stops at 256, two timesteps of a diffusion model are the same, or non-maximum
-# suppression (NMS) keeps boxes twice. Or an index is out of range: 999 becomes 1000.
+# suppression (NMS) keeps boxes twice. A mask has a row too many on large images. A logged loss moves in
+# steps or falls to 0. Or an index is out of range: 999 becomes 1000.
 #
 # **The smallest program that does it.** We compute the angles of rotary position embeddings, which
 # are positions times frequencies. Here we write this as a matrix product, which autocast computes
@@ -2088,7 +2205,7 @@ assert sum([one] * 1000, start=0 * one) == 256  # 256 + 1 is 256
 
 # %% [markdown]
 # **Why.** bf16 has 8 significant bits. It counts in steps of 1 up to 256, of 2 up to 512, and of 4 up
-# to 1024. (fp16 counts to 2048.) Beyond 256, neighbouring positions get the same angle, so 1024
+# to 1024. fp16 counts in steps of 1 up to 2048, and of 2 up to 4096. Beyond 256, neighbouring positions get the same angle, so 1024
 # positions have only 513 angles. This has happened [in well-known
 # models](https://github.com/huggingface/transformers/pull/29285).
 #
@@ -2099,7 +2216,19 @@ assert sum([one] * 1000, start=0 * one) == 256  # 256 + 1 is 256
 # [`batched_nms`](https://github.com/pytorch/vision/blob/main/torchvision/ops/boxes.py) may shift the
 # boxes of class k by k times more than the largest coordinate.
 # Near 53,000, numbers in fp16 are 32 apart and in bf16 256, so the edges of a box of 30 pixels are
-# one spacing apart, or none.
+# one spacing apart, or none. An `arange` in the dtype of fp16 boxes has no 2049, so a mask that is
+# made of it gets a row too many ([a report](https://github.com/kornia/kornia/pull/4336)). `amp-lab
+# diff` shows that only if the boxes that you give are in fp16.
+#
+# A *sum of losses* in bf16 stops when a loss is less than half of the spacing, and then the logged mean
+# falls to 0; the training is not affected. The sum has to be fp32: with `+=` it keeps its own
+# dtype, whatever is added.
+#
+# A *table*, such as the schedule of a diffusion model, loses what counts as well: 0.9999 is 1 in bf16,
+# and 1 - 1 is 0, so a division gives NaN, or no noise is added. Some code stores its table in the dtype
+# of an input ([a report](https://github.com/huggingface/diffusers/pull/3005)), and every later call
+# gets the rounded one. Keep the table in fp32, compute with it, and cast the result. An epsilon would hide
+# the fault.
 #
 # **The fix.** Make an island, as in section 1; where the code itself casts, leave out the cast. Never
 # keep indices, positions, coordinates, counters or sums of losses in half precision: call `.float()`
@@ -2116,6 +2245,18 @@ boxes = torch.tensor([53000.0, 53030.0])  # two edges, 30 pixels apart
 assert boxes.half().diff() == 32
 assert boxes.bfloat16().diff() == 0
 assert torch.tensor([2048.0, 2049.0]).half().diff() == 0  # fp16 counts to 2048
+assert torch.arange(2048, 2051, dtype=torch.float16).tolist() == [2048, 2048, 2050]
+assert torch.arange(2048, 2051, dtype=torch.float32).tolist() == [2048, 2049, 2050]
+
+# %%
+loss, total, sum_in_fp32 = torch.tensor(1.5), torch.tensor(512.0).bfloat16(), torch.tensor(512.0)
+total += loss.float()
+sum_in_fp32 += loss.bfloat16()
+assert total == 512
+assert sum_in_fp32 == 513.5
+schedule = torch.tensor([0.9999, 0.98])  # how much of an image is left after each step
+assert (1 - schedule.bfloat16()).sqrt()[0] == 0
+assert (1 - schedule).sqrt().bfloat16()[0] > 0
 
 # %% [markdown]
 # **Notice it earlier.** Compare the outputs in bf16 and in fp32 on the longest input you allow. `amp-lab
@@ -2274,10 +2415,14 @@ assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 # %% [markdown]
 # **Why.** Each forward pass casts five weights, five biases and the input, so 5 ops became 16. This
 # pays only from some size of the products on ([notebook
-# 10](10_speed_ladder.ipynb#From-which-size-on-does-AMP-pay?)). Six other reasons:
+# 10](10_speed_ladder.ipynb#From-which-size-on-does-AMP-pay?)). Seven other reasons:
 # - The hardware has no fast path for the dtype ([your hardware](../docs/hardware.md)).
 # - The limit is the data loader or the launching of kernels, and not arithmetic ([notebook
 #   10](10_speed_ladder.ipynb#Where-AMP-loses)).
+# - Each use of a weight casts it anew. So it is under `torch.inference_mode()`, where a server or a
+#   sampler of many steps has one block around all of them
+#   ([section 34](#34-The-memory-is-not-halved) counts). Cast the weights once, and the inputs too,
+#   or take `torch.no_grad()` ([notebook 18](18_inference_and_export.ipynb#Ways-to-run-it)).
 # - Large ops stay in fp32. `amp-lab xray` lists them ([notebook 09](09_xray_your_model.ipynb)).
 #   For one product of an island on CUDA,
 #   [`torch.mm(…, out_dtype=torch.float32)`](https://github.com/pytorch/torchtitan/issues/4273) keeps
@@ -2624,7 +2769,14 @@ if torch.cuda.is_available():
 # returned. cuFFT has half-precision kernels only for powers of two, and 100 is not one. The CPU has
 # none at all, but autocast casts there for all but `hfft2`, `hfftn` and their inverses.
 #
-# **The fix.** Call `.float()` before the transform. On CUDA you can also pad to a power of two.
+# `torch.stft` calls the same kernels. A CPU words it differently there: `MKL FFT doesn't support tensors
+# of type: Half`, or without MKL `expected scalar type Double but found Half`. On CUDA the complex
+# numbers in 16 bits (`ComplexHalf`) that come out have no matmul. <!-- tests/tracing/test_kernel_limits.py -->
+#
+# **The fix.** Call `.float()` before the transform. On CUDA you can also pad to a power of two. In a
+# model that was cast by `.half()` the window and the filters are buffers, and were cast too: call
+# `.float()` on the part that makes the features, *after* `model.half()`, give it an fp32 signal, and
+# cast the features to the dtype of the next layer.
 # (For bf16, older versions raise
 # [`Unsupported dtype BFloat16`](https://github.com/pytorch/pytorch/issues/117844) on CUDA too, for
 # any size.)
@@ -2641,6 +2793,27 @@ missing = transforms.difference(
 assert missing == {f"aten::fft_{name}" for name in ("hfft2", "hfftn", "ihfft2", "ihfftn")}
 listed = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
 assert not any("fft" in op for op in listed)
+
+
+# %%
+class Features(nn.Module):
+    """The power of a short-time Fourier transform, through filters."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("window", torch.ones(16))
+        self.register_buffer("filters", torch.ones(2, 9))
+
+    def forward(self, x):
+        spectrum = torch.stft(x.float(), 16, window=self.window, return_complex=True)
+        return self.filters @ spectrum.abs().square()
+
+
+model = nn.ModuleDict({"features": Features(), "encoder": nn.Conv1d(2, 2, 1)}).half()
+assert "the same dtype" in message_of(lambda: model["features"](signal.half()))  # the filters
+model["features"].float()
+features = model["features"](signal.half()).to(model["encoder"].weight.dtype)
+assert model["encoder"](features).dtype is torch.float16
 assert torch.fft.rfft(torch.ones(400)).abs().square().max() > 65504
 
 # %% [markdown]
@@ -2763,14 +2936,18 @@ assert "FSDP expects uniform original parameter dtype but got" in messages[2]
 # never gets one leaves it waiting. FSDP2 wants one dtype for all
 # trained weights of a `fully_shard`. (A frozen base in bf16 with adapters in fp32 is not
 # refused.) Ranks drift apart without a message when a gradient changes after the average, or when
-# the scaler checks it before. [Notebook 11](11_scale_out.ipynb) shows both. With accumulation, put
+# the scaler checks it before. [Notebook 11](11_scale_out.ipynb) shows both. And they do when the
+# scalers have different scales, such as after one rank alone has loaded its state: each rank divides
+# the same average by its own scale. With accumulation, put
 # forward *and* backward of all batches but the last one into
 # [`model.no_sync()`](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
 #
 # **The fix.** On a CPU, test with plain batch normalisation. Take unused layers out, or set
 # [`find_unused_parameters=True`](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html),
-# which costs a walk through the graph in each step. For FSDP, cast the trained weights to one dtype.
-# Or call `fully_shard` on each module of another dtype first.
+# which costs a walk through the graph in each step. For FSDP, cast the trained weights to fp32
+# (in bf16 there are no [fp32 master
+# weights](../docs/several_machines.md#what-is-in-which-dtype)), or call `fully_shard` on each module
+# of another dtype first. Give all ranks the scaler's state of one.
 
 # %%
 with group_of_one():
@@ -2789,6 +2966,18 @@ with group_of_one():
     fully_shard(frozen, mesh=mesh)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert frozen(x).dtype is torch.bfloat16
+
+# %%
+with group_of_one():
+    states = [torch.amp.GradScaler("cpu", init_scale=1024.0).state_dict()]  # of rank 0
+    dist.broadcast_object_list(states, src=0)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.load_state_dict(states[0])
+    assert scaler.get_scale() == 1024
+
+# %%
+scales = torch.tensor([1024.0, 2048.0])  # of two ranks, each with a gradient of 1
+assert (scales.mean() / scales).tolist() == [1.5, 0.75]
 assert not dist.is_initialized()
 
 # %% [markdown]
@@ -3089,9 +3278,12 @@ for dtype in (torch.float16, torch.float32):
 # %% [markdown]
 # **Why.** `load_state_dict` of an optimizer casts its state to the dtype of the weights. Adam's second
 # moments are squares of gradients. In fp16 small ones become 0, and the step divides by 0 (unless Adam
-# is fused). In bf16 they keep 8 bits. Four other causes: <!-- tests/notebooks/test_08_when_amp_breaks.py -->
+# is fused). In bf16 they keep 8 bits. Five other causes: <!-- tests/notebooks/test_08_when_amp_breaks.py -->
 # - The weights were saved with `.half()`. Digits are lost, and a running variance above 65504 is infinite.
 #   Save what you go on from in fp32.
+# - The state of the *optimizer* was saved in 16 bits. Loading casts the moments back, but not Adam's
+#   `step`, which is a tensor too: in bf16 301 is 300, and 300 + 1 is 300 again. Save the state as it is.
+#   In an old file, set `step` to the true number, in fp32, before you load it.
 # - The state of the *scaler* was not loaded. A fresh one starts at 65536, so the gradients may overflow
 #   and the first steps are skipped. That makes no weight NaN.
 # - `dcp.load` filled a new optimizer's own `state_dict()`, which is empty, and so the moments are
@@ -3116,6 +3308,11 @@ assert torch.equal(adam.state[weight]["exp_avg_sq"], saved["state"][0]["exp_avg_
 weight.grad = torch.ones(1, dtype=torch.bfloat16)
 assert "expected dtype float for `end`" in message_of(adam.step)  # PyTorch's own Adam refuses it
 assert torch.tensor(1e5).half().isinf()
+saved["state"][0]["step"] = torch.tensor(301.0).bfloat16()
+weight = nn.Parameter(torch.ones(1))
+assert step_of_adam(weight, saved).state[weight]["step"] == 300  # 301 and one step
+saved["state"][0]["step"] = torch.tensor(301.0)
+assert step_of_adam(weight, saved).state[weight]["step"] == 302
 
 # %% [markdown]
 # PyTorch's own Adam refuses this state in another dtype than the weight, as it does if the model is cast
