@@ -28,6 +28,8 @@ def sections() -> dict[str, list[nbformat.NotebookNode]]:
     for cell in PAIR.cells:
         if cell.cell_type == "markdown":
             heading = re.match(r"(#+) (.+)", cell.source)
+            if heading and heading[2] == "Summary":
+                break
             if heading:
                 current = heading[2] if heading[1] == "###" else None
         if current:
