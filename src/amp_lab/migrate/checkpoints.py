@@ -7,6 +7,7 @@ import libcst as cst
 from amp_lab.core.remedies import remedy
 from amp_lab.migrate import nodes
 from amp_lab.migrate.code_reader import CodeReader, Mistakes
+from amp_lab.migrate.returned_tuples import name_in_tuple, stays_in_tuple
 from amp_lab.migrate.scopes import Scope
 
 _NOT_SAVED = remedy(
@@ -92,7 +93,7 @@ def _may_be_saved_elsewhere(code: CodeReader, name: str) -> bool:
     A function of this file without ``state_dict`` does not save it.
     """
     for use in code.tree.uses_by_last_part[name]:
-        if code.keeps_name(use.node, name):
+        if code.keeps_name(use.node, name) or stays_in_tuple(code, use.node, name):
             continue
         argument = code.tree.parents[use.node]
         call = code.tree.parents[argument]
@@ -134,6 +135,9 @@ def _is_call_of_optimizer(code: CodeReader, call: cst.CSTNode, method: str, scop
         return False
     if call.func.attr.value != method:
         return False
+    in_tuple = name_in_tuple(code, call.func.value, scope)
+    if in_tuple is not None:
+        return code.is_optimizer(in_tuple)
     optimizer = code.key(call.func.value)
     if not code.is_optimizer(optimizer):
         return False
