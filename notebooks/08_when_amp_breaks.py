@@ -63,6 +63,7 @@
 # | `scatter(): Expected self.dtype to be equal to src.dtype` | [section&nbsp;19](#19-Writing-into-a-buffer-fails) |
 # | `encountered during backward but not found in storage` | [notebook 07](07_training_recipes.ipynb#Checkpoint-activations); [section&nbsp;21](#21-Two-dtypes-are-nested-around-one-weight) says why |
 # | `expected scalar type Half but found Float` | [section&nbsp;20](#20-A-function-of-your-own-fails-in-backward) |
+# | the same in the forward pass, often of a model in fp16 | an input or a table in fp32: [section&nbsp;18](#18-A-half-precision-output-leaves-the-block) |
 # | `mat1 and mat2 must have the same dtype, but got BFloat16 and Half` | [section&nbsp;21](#21-Two-dtypes-are-nested-around-one-weight) |
 # | `Unexpected floating ScalarType in at::autocast::prioritize` | [section&nbsp;21](#21-Two-dtypes-are-nested-around-one-weight) |
 # | `torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.` | [section&nbsp;22](#22-BCELoss-is-refused-on-a-GPU) |
@@ -1504,6 +1505,7 @@ assert masked in messages[3]
 # written into an activation in 16 bits. Or the buffer is in bf16, the model was cast to bf16, and
 # no autocast is on: then a layer computes in a dtype that it keeps as an attribute, as some layers with
 # quantized weights do. `model.to()` does not change it, so give it the dtype when you quantize.
+# `amp-lab xray` names the layer. <!-- tests/remedies/test_dtype_remedies.py -->
 #
 # **The fix.** Cast the features when you write them, or make the buffer in their dtype. A gradient goes
 # back through the cast.

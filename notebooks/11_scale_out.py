@@ -656,8 +656,8 @@ for rank in decided:
     assert rank["overflow"]["FSDP2", "gradient"][1] == [("all_reduce", 1)]
 
 # %% [markdown]
-# So a plain `GradScaler` is enough for both, and so is `clip_grad_norm_` after `unscale_`, which finds the norm of
-# the whole gradient with FSDP2 as well ([PyTorch's own
+# So a plain `GradScaler` is enough for both, if all ranks have the same scale, and so is
+# `clip_grad_norm_` after `unscale_`, which finds the norm of the whole gradient with FSDP2 as well ([PyTorch's own
 # test](https://github.com/pytorch/pytorch/blob/main/test/distributed/_composable/fsdp/test_fully_shard_clip_grad_norm_.py)).
 #
 # Some people average the gradients by hand and leave out DDP. Then the order matters: **average before the scaler

@@ -259,6 +259,49 @@ def test_values_written_in_the_dtype_of_their_target(kind, weights, real):
     assert forecast_memory(kind(cast, weights), x, device_type="cpu", precision="bf16").peak
 
 
+class Quantized(nn.Module):
+    """A linear layer with int8 weights, which computes in a dtype of its own."""
+
+    def __init__(self, precision: torch.dtype):
+        super().__init__()
+        self.precision = precision
+        self.register_buffer("weight", torch.ones(8, 8, dtype=torch.int8))
+
+    def forward(self, x):
+        return F.linear(x.to(self.precision), self.weight.to(self.precision))
+
+
+class Cached(nn.Module):
+    """A model in 16 bits that writes what such a layer returns into a cache."""
+
+    def __init__(self, dtype: torch.dtype, precision: torch.dtype = FP32):
+        super().__init__()
+        self.embed, self.keys = nn.Linear(8, 8), Quantized(precision)
+        self.register_buffer("cache", torch.zeros(16, 8))
+        self.to(dtype)
+
+    def forward(self, x):
+        cache = self.cache.clone()
+        cache[torch.arange(8, device=x.device)] = self.keys(self.embed(x))
+        return cache
+
+
+@does("dtype.written_by_a_layer")
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("real", [False, True], ids=["fake", "real"])
+def test_a_layer_with_a_dtype_of_its_own_gets_that_of_the_model(dtype, real):
+    x, options = torch.randn(8, 8, dtype=dtype), {"device_type": "cpu", "real": real}
+    options["dtype"] = FP32
+    said = complaint(Cached(dtype), x, **options)
+    assert says("dtype.written_by_a_layer", said)
+    assert re.search("the float32 is from the output of .* in 'keys'", said)
+    (given,) = re.findall(r"give it (torch\.\w+)", said)
+    assert complaint(Cached(dtype, eval(given)), x, **options) == ""
+    for weights in (FP16, FP32):  # there the target is in fp32, made by torch.zeros
+        other = complaint(Writes(dtype=weights), torch.randn(8, 8), device_type="cpu", real=real)
+        assert not says("dtype.written_by_a_layer", other)
+
+
 class InPlace(nn.Module):
     """A sum in fp32 to which a matmul adds, or that it writes: a line of code does."""
 

@@ -39,6 +39,13 @@ _WRITE = remedy(
     "what is written{place} has another dtype than the tensor that it is written into: write "
     "values.to(target.dtype)",
 )
+_WRITTEN = remedy(
+    "dtype.written_by_a_layer",
+    "the same, of fp32 that a layer of a model in 16 bits returns, into a tensor in 16 bits",
+    "the float32 is from {wide}, in a model with weights in {dtype}: if that casts to a dtype of "
+    "its own, as layers with quantized weights may, model.to() does not change it, so give it "
+    "torch.{dtype} when you make it",
+)
 _IN_PLACE = remedy(
     "dtype.in_place",
     "a matmul that writes in place, x.addmm_, or into out=, gets fp32 and 16 bits",
@@ -167,12 +174,14 @@ def remedy_for_mixed(
 ) -> str:
     """What to do about an op that got fp32 and 16 bits; "" for any other error.
 
-    It is also "" for a write and for a matmul in place, which `remedies_for_writes` explains. Where
-    no weight is in 16 bits, only a buffer or an attribute of the model is sure to be the cause.
+    What to cast for a write and for a matmul in place is in `remedies_for_writes`. Where no weight
+    is in 16 bits, only a buffer or an attribute of the model is sure to be the cause.
     """
     low = low_operand(operands)
-    if low is None or "type" not in str(error) or is_write(error):
+    if low is None or "type" not in str(error):
         return ""
+    if is_write(error):
+        return _remedy_for_written(operands, low, has_low_weights)
     wide = next(operand.source for operand in operands if operand.dtype is torch.float32)
     if wide.kind is not SourceKind.INPUT and _matmul_in_place(error, op) is not None:
         return ""  # the tensor in fp32 may be the one that is written
@@ -187,6 +196,14 @@ def remedy_for_mixed(
         dtype=dtype_name(low.dtype),
         name=wide.text.rpartition(" ")[2],  # ``table`` of ``buffer table``
     )
+
+
+def _remedy_for_written(operands: tuple[Operand, ...], low: Operand, has_low_weights: bool) -> str:
+    """Where fp32 that is written into 16 bits comes from; empty if the model did not compute it."""
+    target, values = operands[0], operands[-1]
+    if target is not low or values.source.kind is not SourceKind.COMPUTED or not has_low_weights:
+        return ""
+    return _WRITTEN.said(wide=values.source.text, dtype=dtype_name(low.dtype))
 
 
 @dataclass(frozen=True)
