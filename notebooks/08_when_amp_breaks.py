@@ -1607,6 +1607,7 @@ assert "expected scalar type Half but found Float" in message
 # A checkpoint of your own that notes only whether autocast was on raises nothing. It computes the
 # block again in the default dtype, which is fp16 on CUDA and bf16 on a CPU, so the gradients are less
 # exact or overflow. Note `torch.get_autocast_dtype(device_type)` too, and give it as `dtype=`.
+# `amp-lab migrate` finds it. <!-- tests/remedies/test_migrate_remedies.py -->
 
 
 # %%

@@ -295,6 +295,52 @@ def test_the_programs_are_what_their_names_say():
     assert torch.equal(run(HEAD)["x"], torch.ones(4, 2))
 
 
+# A checkpoint of one's own
+
+CHECKPOINT = """
+dtypes = []
+
+def block(x):
+    y = model(x)
+    dtypes.append(y.dtype)
+    return y
+
+class Checkpoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x = x
+        ctx.enabled = torch.is_autocast_enabled("cpu")
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.enable_grad(), torch.autocast("cpu", enabled=ctx.enabled):
+            y = block(ctx.x)
+        torch.autograd.backward(y, grad.to(y.dtype))
+
+with torch.autocast("cpu", dtype=torch.float16):
+    y = Checkpoint.apply(x.clone().requires_grad_())
+y.float().sum().backward()
+"""
+
+
+@does("migrate.restored_without_dtype")
+def test_a_checkpoint_that_keeps_the_dtype_of_autocast():
+    head = HEAD + "import torch\n"
+    said = found(head + CHECKPOINT)
+    assert says("migrate.restored_without_dtype", said)
+    assert "keep torch.get_autocast_dtype(device_type) too, and give it as dtype=" in said
+    right = CHECKPOINT.replace(
+        '    ctx.enabled = torch.is_autocast_enabled("cpu")\n',
+        '    ctx.enabled = torch.is_autocast_enabled("cpu")\n'
+        '        ctx.dtype = torch.get_autocast_dtype("cpu")\n',
+    ).replace("enabled=ctx.enabled)", "enabled=ctx.enabled, dtype=ctx.dtype)")
+    assert not says("migrate.restored_without_dtype", found(head + right))
+    assert run(head + CHECKPOINT)["dtypes"] == [torch.float16, torch.bfloat16]
+    assert run(head + right)["dtypes"] == [torch.float16, torch.float16]
+
+
 # Optimizers of two passes
 
 

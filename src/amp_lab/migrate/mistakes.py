@@ -3,7 +3,7 @@
 A mistake is reported only if no path through the function makes the code right. Nothing is
 reported where a helper may do what seems to be missing, or where conditions may exclude each other.
 Each rule of `_RULES` yields the wrong nodes with what to do. The rules of `_NOTES` report code that
-is only slow.
+may do no harm.
 """
 
 import re
@@ -16,6 +16,7 @@ from amp_lab.migrate import (
     checkpoints,
     lifetime,
     nodes,
+    recomputation,
     skipped_updates,
     whole_programs,
 )
@@ -401,7 +402,7 @@ def _never_updated(code: CodeReader) -> Mistakes:
             yield step.node, _NEVER_UPDATED.said(scaler=step.owner)
 
 
-_NOTES = (_backward_in_autocast,)
+_NOTES = (_backward_in_autocast, recomputation.restored_without_dtype)
 _RULES = (
     _clipped_scaled,
     _stepped_beside,

@@ -1,0 +1,57 @@
+"""Autocast that a function of one's own restores in its backward, without the dtype."""
+
+import libcst as cst
+
+from amp_lab.core.remedies import remedy
+from amp_lab.migrate import nodes
+from amp_lab.migrate.amp_names import OLD_NAMES
+from amp_lab.migrate.code_reader import AUTOCASTS, CodeReader, Mistakes
+
+_RESTORED_WITHOUT_DTYPE = remedy(
+    "migrate.restored_without_dtype",
+    "the backward of an autograd.Function turns autocast on as forward had it, without its dtype",
+    "whether autocast was on is restored here, and its dtype is not, so this computes in the "
+    "default one: in forward keep torch.get_autocast_dtype(device_type) too, and give it as dtype=",
+)
+_NAMES = ("device_type", "dtype", "enabled")
+
+
+def restored_without_dtype(code: CodeReader) -> Mistakes:
+    """Autocast in a backward whose ``enabled`` comes from its context, and without a dtype.
+
+    A recomputed block then runs in float16 on a GPU and in bfloat16 on a CPU, whatever it ran in.
+    The old names have a dtype of their own.
+    """
+    for call, scope in code.tree.calls.items():
+        origin = code.origin(call.func, scope)
+        if origin not in AUTOCASTS or origin in OLD_NAMES:
+            continue
+        if any(arg.star for arg in call.args):
+            continue
+        given = nodes.arguments(call.args, _NAMES)
+        enabled = nodes.name_parts(given.get("enabled"))
+        if enabled is None or "dtype" in given:
+            continue
+        context = _context_around(code, call)
+        if context is not None and enabled[0] == context:
+            yield call, _RESTORED_WITHOUT_DTYPE.text
+
+
+def _context_around(code: CodeReader, call: cst.Call) -> str | None:
+    """The name of the context in the backward around a call; None outside of such a function."""
+    function = None
+    for parent, _ in code.tree.ancestors(call):
+        if isinstance(parent, cst.FunctionDef) and function is None:
+            function = parent
+        if isinstance(parent, cst.ClassDef):
+            is_backward = function is not None and function.name.value == "backward"
+            if not is_backward or not _is_autograd_function(code, parent):
+                return None
+            return function.params.params[0].name.value if function.params.params else None
+    return None
+
+
+def _is_autograd_function(code: CodeReader, node: cst.ClassDef) -> bool:
+    module = code.tree.scopes[0]
+    bases = {code.origin(base.value, module) for base in node.bases}
+    return not bases.isdisjoint({"torch.autograd.Function", "torch.autograd.function.Function"})
