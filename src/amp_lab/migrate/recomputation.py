@@ -39,16 +39,25 @@ def restored_without_dtype(code: CodeReader) -> Mistakes:
 
 def _context_around(code: CodeReader, call: cst.Call) -> str | None:
     """The name of the context in the backward around a call; None outside of such a function."""
-    function = None
+    function: cst.FunctionDef | None = None
     for parent, _ in code.tree.ancestors(call):
         if isinstance(parent, cst.FunctionDef) and function is None:
             function = parent
         if isinstance(parent, cst.ClassDef):
-            is_backward = function is not None and function.name.value == "backward"
-            if not is_backward or not _is_autograd_function(code, parent):
+            if not _is_autograd_function(code, parent):
                 return None
-            return function.params.params[0].name.value if function.params.params else None
+            return _context_of(function)
     return None
+
+
+def _context_of(function: cst.FunctionDef | None) -> str | None:
+    """The first parameter of a backward; None of any other function."""
+    if function is None or function.name.value != "backward":
+        return None
+    parameters = function.params.params
+    if not parameters:
+        return None
+    return parameters[0].name.value
 
 
 def _is_autograd_function(code: CodeReader, node: cst.ClassDef) -> bool:
