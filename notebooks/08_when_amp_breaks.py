@@ -646,7 +646,7 @@ assert weight.grad.count_nonzero() == 0
 # **The fix.** Use the library's function, here `F.rms_norm`, which does not overflow, or call
 # `.float()` on the input, such as the logits of a loss. For a matmul that is not enough, since
 # autocast casts it again: make an island, as in section 1, or divide by the number before it. (In
-# bf16 nothing overflows, but costs that are close may change places.)
+# bf16 nothing overflows, but costs that are close may become equal.)
 
 # %%
 exact = rms_norm(150 * x)
@@ -2133,8 +2133,8 @@ assert after_updates(model) == 1.0
 # %% [markdown]
 # **Why.** `assign=True` took over the dtype of the checkpoint. Just below 1, bf16 numbers are 2^-8
 # apart, and a change of less than half of that is rounded away. The weights of norms start at exactly
-# 1, so they may stay there while the loss falls, since smaller weights still move. So it goes with a weight decay that
-# changes a weight by 1e-4 of it (`lr * weight_decay`), and with a moving average in bf16.
+# 1, so they may stay there while the loss falls, since smaller weights still move. So it goes with a
+# weight decay that changes a weight by 1e-4 of it (`lr * weight_decay`), and with a moving average in bf16.
 # Code that writes `self.W.data = self.W.to(x.dtype)` in a forward pass casts a parameter for good: cast
 # a copy, or what the module gets. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
 # The moments of Adam have the dtype of
@@ -2158,8 +2158,8 @@ assert half.item() == 1
 # stochastically instead ([notebook 16](16_low_precision_state.ipynb)), round once in a step, after the
 # decay *and* the update: a small decay in bf16 before it is lost.
 #
-# An average of weights that never changes, even if it should take over half of each weight, is not
-# rounded. Look for a list of dtypes without `torch.bfloat16`
+# If an average of weights never changes, even where it should take over half of each weight, the
+# cause is not rounding. Look for a list of dtypes without `torch.bfloat16`
 # ([a report](https://github.com/lucidrains/ema-pytorch/pull/18)), which leaves all weights out, and
 # ask `is_floating_point()` instead.
 
@@ -2208,9 +2208,9 @@ assert sum([one] * 1000, start=0 * one) == 256  # 256 + 1 is 256
 
 # %% [markdown]
 # **Why.** bf16 has 8 significant bits. It counts in steps of 1 up to 256, of 2 up to 512, and of 4 up
-# to 1024. fp16 counts in steps of 1 up to 2048, and of 2 up to 4096. Beyond 256, neighbouring positions get the same angle, so 1024
-# positions have only 513 angles. This has happened [in well-known
-# models](https://github.com/huggingface/transformers/pull/29285).
+# to 1024. fp16 counts in steps of 1 up to 2048, and of 2 up to 4096. Beyond 256, neighbouring
+# positions get the same angle, so 1024 positions have only 513 angles. This has happened [in
+# well-known models](https://github.com/huggingface/transformers/pull/29285).
 #
 # The same happens without autocast where the code itself casts whole numbers, with
 # `.to(torch.bfloat16)` or `dtype=`, or where `model.bfloat16()` casts a buffer of rates (`inv_freq`), for
@@ -2221,11 +2221,12 @@ assert sum([one] * 1000, start=0 * one) == 256  # 256 + 1 is 256
 # Near 53,000, numbers in fp16 are 32 apart and in bf16 256, so the edges of a box of 30 pixels are
 # one spacing apart, or none. An `arange` in the dtype of fp16 boxes has no 2049, so a mask that is
 # made of it gets a row too many ([a report](https://github.com/kornia/kornia/pull/4336)). `amp-lab
-# diff` shows that only if the boxes that you give are in fp16.
+# diff` names the `arange` if one of the two versions casts the boxes; `--precision fp16` does not,
+# since autocast leaves boxes as they are. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
 #
-# A *sum of losses* in bf16 stops when a loss is less than half of the spacing, and then the logged mean
-# falls to 0; the training is not affected. The sum has to be fp32: with `+=` it keeps its own
-# dtype, whatever is added.
+# A *sum of losses* in bf16 stops when a loss is less than half of the spacing. If its growth is what is
+# logged, that falls to 0. The training itself is not affected. The sum has to be fp32: with `+=` it
+# keeps its own dtype, whatever is added.
 #
 # A *table*, such as the schedule of a diffusion model, loses what counts as well: 0.9999 is 1 in bf16,
 # and 1 - 1 is 0, so a division gives NaN, or no noise is added. Some code stores its table in the dtype

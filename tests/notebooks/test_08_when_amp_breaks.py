@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import build_pairs
+from amp_lab.difference import compare_runs
 
 PAIR = nbformat.read(build_pairs.find(["08"])[0].with_suffix(".ipynb"), as_version=4)
 PARTS = [
@@ -249,6 +250,33 @@ def test_data_that_forward_casts_stays_cast():
     loss.W.data = loss.W.float()
     loss(torch.ones(1, 2))
     assert loss.W.dtype is torch.float32
+
+
+class BoxMask(nn.Module):
+    """Which rows of an image lie in a box, counted from above."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, box):  # first and last row
+        box = box.to(self.dtype)
+        rows = torch.arange(2100, dtype=box.dtype)
+        return ((rows >= box[0]) & (rows <= box[1])).float().cumsum(0)
+
+
+def test_diff_names_an_arange_in_fp16_only_if_the_boxes_are_cast():
+    """Section 30: rows 2048 and 2049 are the same number of fp16, so the box gets both."""
+    box = torch.tensor([10.0, 2048.0])
+    exact, rounded = BoxMask(), BoxMask(torch.float16)
+    assert rounded(box)[-1] == exact(box)[-1] + 1
+
+    def under_autocast(box):
+        with torch.autocast("cpu", dtype=torch.float16):
+            return exact(box)
+
+    assert compare_runs(exact, rounded, box).first.op == "arange"
+    assert compare_runs(exact, under_autocast, box).first is None
 
 
 def test_a_loop_that_gives_a_name_another_value_casts_no_parameter():
