@@ -111,7 +111,7 @@
 # | `invalid value encountered in cast`, and the image is black; `NaN detected in latents` | the image or the latents are NaN. In a diffusion model the decoder (VAE) may be the cause: the values in SDXL's are [too large for fp16](https://huggingface.co/madebyollin/sdxl-vae-fp16-fix). Run it alone, with its input, in fp32 or bf16 ([a report](https://github.com/huanngzh/ComfyUI-MVAdapter/issues/14)), to encode as well. Inside of an autocast block fp32 weights (`--no_half_vae`) are not enough ([a report](https://github.com/kohya-ss/sd-scripts/pull/2322)): switch autocast off there. [Section&nbsp;1](#1-The-loss-is-NaN-because-an-activation-exceeds-65504) |
 # | `probability tensor contains either inf, nan or element < 0`; `satisfy the constraint Simplex()` | sampling is only the first to check: the logits are NaN ([a report](https://github.com/QwenLM/Qwen-VL/issues/364)). Load a model that was [trained in bf16](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-card-without-it) in bf16, or see [section&nbsp;4](#4-A-mask-value-does-not-fit-into-fp16) |
 # | `"LayerNormKernelImpl" not implemented for 'Half'`, `"addmm_impl_cpu_"`, `"slow_conv2d_cpu"` | a whole model in fp16 on a CPU, in an older torch, often because no GPU was found ([a report](https://github.com/facebookresearch/seamless_communication/issues/47)): load it in fp32 or bf16, or update torch |
-# | `fp16 mixed precision requires a GPU`; `Your setup doesn't support bf16/gpu.` | torch sees no GPU, as where it was built without CUDA; or the card has no bf16 ([a report](https://github.com/bmaltais/kohya_ss/issues/639)). `amp-lab doctor` names the device. [Section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off) |
+# | `fp16 mixed precision requires a GPU`; `Your setup doesn't support bf16/gpu.` | torch sees no GPU, as where it was built without CUDA ([a report](https://github.com/bmaltais/kohya_ss/issues/639)), or, for `bf16/gpu` in older versions, the card has no bf16 ([a report](https://github.com/lm-sys/FastChat/issues/399)). `amp-lab doctor` names the device. [Section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off) |
 # | `Bfloat16 is only supported on GPUs with compute capability of at least 8.0.` | vLLM, on a card before Ampere: `--dtype half` ([a report](https://github.com/vllm-project/vllm/issues/1157)). [Section&nbsp;36](#36-Autocast-refuses-the-device-or-its-dtype) |
 # | `BFloat16 is not supported on MPS` | update torch, and macOS [to 14](https://github.com/pytorch/pytorch/pull/119641), or take fp16 ([a report](https://github.com/QwenLM/Qwen/issues/497)): [notebook 19](19_choose_your_precision.ipynb) |
 # | `Current loss scale already at minimum - cannot decrease scale anymore.` | DeepSpeed ([a report](https://github.com/deepspeedai/DeepSpeed/issues/5426)): see [section&nbsp;2](#2-The-loss-scale-falls-towards-0). In bf16 [it does not occur](https://github.com/microsoft/LMOps/issues/280) |
@@ -2561,8 +2561,8 @@ assert released == 6  # all of them twice, since none was kept
 assert all(p.dtype is torch.bfloat16 for p in make()[0].bfloat16().parameters())
 
 # %% [markdown]
-# **Notice it earlier.** Count before you run: with Adam 16 bytes a parameter, plus the activations.
-# `amp-lab memory` does it for your model, and for inference with `--eval`. <!-- tests/tracing/test_inference_memory.py -->
+# **Notice it earlier.** Count before you run: with Adam 16 bytes a parameter, under autocast two
+# more for the casts, plus the activations. `amp-lab memory` does it for your model, and for inference with `--eval`. <!-- tests/tracing/test_inference_memory.py -->
 
 # %% [markdown]
 # ### 35 Old names warn
@@ -2623,8 +2623,8 @@ with warnings.catch_warnings(action="ignore"):
 # Or a matmul in the block raises `CUBLAS_STATUS_NOT_SUPPORTED`
 # when calling a function with `CUDA_R_16BF` among its arguments.
 #
-# **The smallest program that does it.** We ask for bf16 on a card that has none. There may be no
-# such card here, so two functions answer as they would beside one; the rest is PyTorch's own. Then
+# **The smallest program that does it.** We ask for bf16 on a card for which PyTorch says that it has
+# none. There may be no such card here, so we replace two functions of PyTorch. Then
 # a block takes the type from its input, which is on `meta`. The island of section 1 does so without
 # a dtype.
 

@@ -47,15 +47,15 @@ class Ceilings:
 
         Smaller sizes do not count: they may fit in a cache that `nbytes` do not fit in.
         """
-        nearest = self._nearest_size(nbytes)
+        nearest = self._size_at_most(nbytes)
         return max(rate for size, rate in self.stream_bytes_per_s.items() if size >= nearest)
 
     def raise_stream_rate(self, nbytes: int, rate: float) -> None:
         """Raise the limit for `nbytes` to a rate that was measured, if the limit is lower."""
         if rate > self.stream_rate(nbytes):
-            self.stream_bytes_per_s[self._nearest_size(nbytes)] = rate
+            self.stream_bytes_per_s[self._size_at_most(nbytes)] = rate
 
-    def _nearest_size(self, nbytes: int) -> int:
+    def _size_at_most(self, nbytes: int) -> int:
         """The largest measured size up to `nbytes`, or else the smallest one."""
         sizes = sorted(self.stream_bytes_per_s)
         return max((size for size in sizes if size <= nbytes), default=sizes[0])

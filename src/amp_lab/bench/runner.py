@@ -277,14 +277,15 @@ def _time_round(ready: list[_Configuration], timed: Rounds, turn_s: float) -> No
 
 
 def _prepare(ladders: list[_Ladder], results: Results) -> list[_Configuration]:
-    """Try every rung, and return those that can be timed.
+    """Try the rungs of one workload in each precision, and return those that can be timed.
 
-    Every rung gets a row in the results; the status says why a rung cannot be timed.
+    Each rung that is tried gets a row in the results, whose status says why it cannot be timed. If
+    the eager step is hopelessly slow, the other rungs of its precision are not tried.
     """
     ready: list[_Configuration] = []
-    baseline = None  # fp32 eager, which comes first
+    baseline = None  # fp32 eager, the first of all
     for case, ladder in ladders:
-        count = None  # of the eager step, which comes first in each precision
+        count = None  # FLOPs and bytes of the eager step, the first of each precision
         for rung in ladder:
             row = _new_row(case, rung)
             results.rows.append(row)
@@ -294,13 +295,13 @@ def _prepare(ladders: list[_Ladder], results: Results) -> list[_Configuration]:
                     count = _count(configuration)
                     if case.precision is Precision.FP32:
                         baseline = configuration
-                _judge(configuration, baseline)
+                _judge(configuration, baseline)  # may set the status of the row to "failed"
                 if count is not None and rung.has_limit:
                     _write_count(row, count, results)
                 if row.status == "ok":
                     ready.append(configuration)
             if row.status == "not run" and rung is EAGER:
-                break  # the rungs above it would take as long
+                break  # the other rungs of this precision would take as long
     return ready
 
 
@@ -331,7 +332,11 @@ def _write_count(row: Row, count: Count, results: Results) -> None:
 
 @contextlib.contextmanager
 def _failure_recorded(row: Row, device: torch.device) -> Iterator[None]:
-    """Write an error of the block into the row, and let the benchmark go on after the block."""
+    """The block in which an error becomes the status of a row, and the benchmark goes on.
+
+    The status is "not run" for an `OptionError`, as of a step that takes too long, else "out of
+    memory" or "failed".
+    """
     try:
         yield
     except OptionError as error:

@@ -26,10 +26,10 @@ from amp_lab.cli import (
     xray,
 )
 from amp_lab.cli.printing import (
-    drop_unprintable,
+    drop_unwritten,
     flush,
     open_closed_streams,
-    print_what_can_be,
+    replace_unencodable,
     show_warning,
     tell,
 )
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     --check` returns 1 if something is to be done.
     """
     open_closed_streams()
-    print_what_can_be()
+    replace_unencodable()
     options = _parser().parse_args(argv)
     try:
         return _run(options)
@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
         tell(f"amp-lab {options.command}: {error}", at_once=error.is_of_one_rank)
         return 2
     except OSError as error:
-        drop_unprintable()
+        drop_unwritten()
         if isinstance(error, BrokenPipeError):
             return 0  # the reader of our output, `head` say, has seen enough
         tell(f"amp-lab {options.command}: {error}")  # a full disk, say

@@ -31,7 +31,7 @@ def show(result, form: str) -> None:
 def screen_width() -> int | None:
     """The characters of a line: `COLUMNS`, else the terminal's; None for a pipe or a file.
 
-    There another program reads, or a person whose screen is not known: each row stays a line.
+    A pipe or a file is read by another program, so each row of a table stays one line.
     """
     if os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty():
         return max(40, shutil.get_terminal_size().columns)
@@ -41,8 +41,9 @@ def screen_width() -> int | None:
 def tell(line: str, at_once: bool = False) -> None:
     """Print an error.
 
-    Of the processes that torchrun started on a machine, the first tells what all have met, and
-    torchrun then ends the others. Only if it does not is there something for another one to tell.
+    Of the processes that torchrun started on a machine, the first prints an error that all have,
+    and torchrun then ends the others. So the others wait three seconds, and print theirs only if
+    they are still there. With `at_once` they do not wait: only this process has the error.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0" and not at_once:
         time.sleep(3)
@@ -50,21 +51,21 @@ def tell(line: str, at_once: bool = False) -> None:
 
 
 def say_aside(line: str) -> None:
-    """Print a line beside the result, if that is possible: the exit code tells of it as well."""
+    """Print a line to stderr; if that fails, the exit code still tells of an error."""
     with contextlib.suppress(OSError):  # a full disk, say
         print(line, file=sys.stderr, flush=True)
 
 
 def _in_one_line(text: str) -> str:
-    """The text with signs such as a line's end written out: a path may hold them."""
+    """The text with unprintable characters, such as a line's end in a path, written out."""
     signs = [sign if sign.isprintable() else repr(sign)[1:-1] for sign in text]
     return "".join(signs)
 
 
 def open_closed_streams() -> None:
-    """Let what is read from or written to a stream that was closed before Python began be nothing.
+    """Open the null device for each standard stream that was closed before Python began.
 
-    The next file to be opened would get its number, and all that is printed.
+    Otherwise the next file that is opened would get its number, and all that is printed.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -75,7 +76,7 @@ def open_closed_streams() -> None:
 
 
 def _open_if_closed(number: int) -> None:
-    """Let the null device have this number, if no file has it."""
+    """Open the null device under this file number, if no file has it."""
     try:
         os.fstat(number)
     except OSError:
@@ -85,19 +86,19 @@ def _open_if_closed(number: int) -> None:
             os.close(null)
 
 
-def print_what_can_be() -> None:
-    """Let a sign that the terminal's encoding lacks be a question mark, and no error."""
+def replace_unencodable() -> None:
+    """Print a question mark, without an error, for what the terminal cannot encode."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
 def flush() -> None:
-    """Print what is still held back, here, where an error is still told in a line."""
+    """Write buffered output now, while an error can still be printed in one line."""
     sys.stdout.flush()
 
 
-def drop_unprintable() -> None:
-    """Drop what was printed and cannot be written, which Python would complain of at its end."""
+def drop_unwritten() -> None:
+    """Drop output that cannot be written, of which Python would complain when it ends."""
     try:
         flush()
     except OSError:

@@ -7,7 +7,7 @@ import argparse
 import dataclasses
 from typing import Any, get_args
 
-from amp_lab.cli.printing import drop_unprintable
+from amp_lab.cli.printing import drop_unwritten
 from amp_lab.core.requirements import require_matplotlib
 from amp_lab.train.train_options import TOGETHER, RunConfig, RunOptions
 
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             print(line, flush=True)
         except OSError:  # whoever read along has seen enough, or a disk is full: the run goes on
-            drop_unprintable()
+            drop_unwritten()
 
     settings = _values(options, RunConfig)
     stopped_by = runs.train(settings, say=say, **_values(options, RunOptions))

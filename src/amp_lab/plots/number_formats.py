@@ -52,17 +52,16 @@ def exponents_against_fp16(kinds: Mapping[str, Histogram], scales: Values) -> li
 
     `kinds` maps the name of a group of gradients to {k: number of values from 2^k to 2^(k+1)}.
     """
-    lowest = -60
-    for counts in kinds.values():
-        lowest = min([lowest, *counts])
-    left = max(-130, lowest)  # the axis begins at 2^-60, or lower if there are such values
-    axes = _fp16_ranges(scales, left, name_zero_at=-31)
+    lowest = -60  # the axis begins at 2^-60, or lower if there are such values
+    for histogram in kinds.values():
+        lowest = min(lowest, *histogram.keys())
+    left = max(-130, lowest)
+    axes = _fp16_ranges(scales, left, name_zero_at=-31)  # where "zero in fp16" is written
     for ax, scale in zip(axes, scales, strict=True):
         shift = math.log2(scale)
-        for (name, counts), look in zip(kinds.items(), _HISTOGRAM_LOOKS, strict=False):
-            exponents = [k + shift for k in counts]
-            shares = _percentages(counts)
-            ax.bar(exponents, shares, label=name, **look)
+        for (name, histogram), look in zip(kinds.items(), _HISTOGRAM_LOOKS, strict=False):
+            exponents = [k + shift for k in histogram]
+            ax.bar(exponents, _percentages(histogram), label=name, **look)
         ax.set_ylabel("values (%)")
         ax.margins(y=0.25)  # room for the names of the ranges
     first, *_ = axes
@@ -70,10 +69,11 @@ def exponents_against_fp16(kinds: Mapping[str, Histogram], scales: Values) -> li
     return axes
 
 
-def _percentages(counts: Histogram) -> list[float]:
+def _percentages(histogram: Histogram) -> list[float]:
     """Each count in percent of all values, to compare groups of different sizes."""
-    total = max(1, sum(counts.values()))
-    return [100 * count / total for count in counts.values()]
+    counts = list(histogram.values())
+    total = max(1, sum(counts))
+    return [100 * count / total for count in counts]
 
 
 def _fp16_ranges(scales: Values, left: int, name_zero_at: float) -> list[Axes]:

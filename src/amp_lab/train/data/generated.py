@@ -239,7 +239,8 @@ def _colour(hue: float) -> np.ndarray:
 def _shape(kind: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """The mask, bool (side, side), of a disc (0), a square (1), a diamond (2) or a ring (3).
 
-    `x` (1, side) and `y` (side, 1) are coordinates; 0 is the centre, and 1 the edge of a shape.
+    `x` (1, side) and `y` (side, 1) are coordinates; 0 is the centre, and 1 the edge of a shape,
+    but for the ring, which reaches from a radius of 0.35 to 1.05.
     """
     radius = np.hypot(x, y)
     if kind == 0:
@@ -249,8 +250,8 @@ def _shape(kind: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     elif kind == 2:
         distance = abs(x) + abs(y)
     else:
-        from_ring = abs(radius - 0.7)
-        distance = 2 * from_ring + 0.3
+        from_middle_of_ring = abs(radius - 0.7)
+        distance = 2 * from_middle_of_ring + 0.3  # below 1 within 0.35 of the middle
     return distance < 1
 
 
