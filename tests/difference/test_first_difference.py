@@ -20,6 +20,7 @@ from parting_models import (
     make,
     runner,
 )
+from remedy_tests import says
 from torch import nn
 
 from amp_lab import first_difference
@@ -159,7 +160,7 @@ def test_logs_of_unequal_length_are_aligned_and_other_ops_to_the_same_result_are
     other.out.weight.data[0] += 0.01
     found = first_difference(one, other, x)
     assert (found.module, found.op, found.kind) == ("out", "addmm", "function")
-    assert "'out.weight' has other values in B" in found.reason
+    assert "'out.weight' has other values" in found.reason
 
 
 def test_the_reason_says_what_is_different():
@@ -179,8 +180,8 @@ def test_an_overflow_in_fp16_is_named():
     found = first_difference(model, in_fp16(model), INPUTS[ResidualMlp](4))
     assert (found.module, found.kind) == ("layers.1.up", "nonfinite")
     assert found.dtype_b is torch.float16
-    assert "has NaN where fp64 has numbers up to 489675" in found.reason  # inf - inf, in the sum
-    assert found.reason.endswith(": it overflows fp16, whose largest is 65504.")
+    assert re.search(r"NaN where fp64 .*489675: ", found.reason)  # inf - inf, in the sum
+    assert re.search(r"overflows fp16, .*65504\.$", found.reason)
 
 
 class Squares(nn.Module):
@@ -230,10 +231,10 @@ def in_halves(model):
 @pytest.mark.parametrize(
     ("kind", "way", "op", "said"),
     [
-        (Squares, in_fp16, "mul", "has inf where fp64 has numbers up to "),
-        (Squares, in_halves, "mul", ": it overflows fp16, whose largest is 65504."),
-        (Ratio, in_halves, "div", "has NaN where fp64 has numbers up to 1."),
-        (Stream, in_fp16, "mm", "has NaN where fp64 has numbers up to 0."),
+        (Squares, in_fp16, "mul", r" inf where fp64 .*up to \d"),
+        (Squares, in_halves, "mul", r"overflows fp16, .*65504\."),
+        (Ratio, in_halves, "div", r" NaN where fp64 .*up to 1\."),
+        (Stream, in_fp16, "mm", r" NaN where fp64 .*up to 0\."),
     ],
 )
 def test_what_is_finite_in_one_run_alone_is_said_to_be_so(kind, way, op, said):
@@ -242,7 +243,7 @@ def test_what_is_finite_in_one_run_alone_is_said_to_be_so(kind, way, op, said):
     for runs in ((model, way(model)), (way(model), model)):
         found = first_difference(*runs, x)
         assert (found.kind, found.op) == ("nonfinite", op)
-        assert said in found.reason
+        assert re.search(said, found.reason)
         assert "not finite" in str(found)
     assert first_difference(way(model), way(model), x) is None
 
@@ -300,7 +301,7 @@ def test_errors_that_grow_are_said_to_grow_and_where(kind, op, low):
     assert max(compared.end_a, compared.end_b) > 0.1
     said = " ".join(str(compared).split())
     assert "part nowhere" not in said
-    assert "No op by itself is off by more than rounding explains, but rounding errors grow" in said
+    assert re.search(r"No op .*errors grow", said)
     if kind is Underflows and low == "A":
         return  # then fp32 is the run that is off, from weights that are 0
     assert (compared.jump.run, compared.jump.op, compared.jump.module_type) == (
@@ -351,7 +352,7 @@ def test_it_is_said_that_gradients_of_a_compiled_model_are_not_compared(first):
     compared = compare_runs(*runs, x)
     assert compared.first is None
     assert compared.end_a == compared.end_b < 1e-5
-    assert "Gradients were not compared: only the forward pass ran" in str(compared)
+    assert "Gradients were not compared" in str(compared)
     assert "Gradients" not in str(compare_runs(model, model, x))
 
 
@@ -378,7 +379,7 @@ def raises(x):
     ("one", "other", "said"),
     [
         (nn.Linear(6, 2), nn.Sequential(nn.GELU()), "have nothing in common"),
-        (nn.Linear(6, 2), raises, "run B raises ValueError: no such file"),
+        (nn.Linear(6, 2), raises, "B raises ValueError: no such file"),
         (nn.Linear(5, 2), nn.Linear(6, 2), "run A raises RuntimeError"),
         (nn.Identity(), nn.Linear(6, 2), "run A calls no op"),
         (nn.Linear(6, 2), "model", "not a str"),
@@ -443,13 +444,14 @@ def test_where_an_operand_of_another_dtype_comes_from_is_said():
     halved.function = lambda y: y @ halved.table.float()
     with pytest.raises(NumericsError) as error:
         first_difference(model, lambda x: halved(x.half()), x)
-    said = "gets float32 from the output of _to_copy in the model itself (Part) and float16 from "
-    assert f"{said}the output of addmm in 'layer' (Linear): cast the first" in str(error.value)
+    assert says("dtype.computed_in_a_cast_model", str(error.value))
+    assert re.search(r"float32 .*_to_copy .*\(Part\) and float16 ", str(error.value))
+    assert re.search(r" and float16 .*addmm in 'layer' \(Linear\)", str(error.value))
     halved.function = lambda y: y @ model.table  # of another model
-    with pytest.raises(NumericsError, match="float32 from a tensor that the model makes and"):
+    with pytest.raises(NumericsError, match=r"float32 from a tensor .*makes and"):
         first_difference(model, lambda x: halved(x.half()), x)
     halved.table, halved.function = torch.ones(4, 4), lambda y: y @ halved.table
-    with pytest.raises(NumericsError, match=r"float32 from buffer table and .*: cast table where"):
+    with pytest.raises(NumericsError, match=r"float32 .*buffer table .*cast table"):
         first_difference(model, lambda x: halved(x.half()), x)
 
 
@@ -471,5 +473,5 @@ def test_an_error_that_the_model_catches_is_not_the_one_that_ended_the_run():
     model = Part(catches)
     with pytest.raises(NumericsError) as error:
         first_difference(in_halves(model), model, torch.randn(4, 4))
-    assert "raises ValueError: no determinant, in the model itself (Part)" in str(error.value)
+    assert re.search(r"ValueError: no determinant, .*itself \(Part\)", str(error.value))
     assert "_linalg_det" not in str(error.value)

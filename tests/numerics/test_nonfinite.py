@@ -397,7 +397,7 @@ def test_an_inf_that_is_divided_away_is_reported_at_the_end(name):
     assert output.isfinite().all()
     report = finder.report
     assert (report.module, report.op, report.phase) == ("", op, "forward"), report
-    assert report.reached == "a divisor: what was divided by it became 0"
+    assert report.reached.startswith("a divisor: ")
     with pytest.raises(NumericsError, match="became 0"), find_nonfinite(model, raise_on_first=True):
         model(x)
     assert hooks_of(model) == 0
@@ -576,7 +576,7 @@ def test_wrong_use_is_refused():
         run(model, images())
     assert finder.report is None
     assert hooks_of(model) == 0
-    with pytest.raises(NumericsError, match=r"must be an nn\.Module, not function"):
+    with pytest.raises(NumericsError, match=r"nn\.Module, not function"):
         find_nonfinite(lambda x: x)
     with pytest.raises(NumericsError, match="with statement"):
         find_nonfinite(model).__exit__(None, None, None)
@@ -654,7 +654,7 @@ def test_a_weight_that_cannot_be_read_is_left_out_and_a_warning_says_so():
     model = with_quantised_weight(Quantised)
     model.append(Function(lambda x: (0 * x - 1).log()))
     with (
-        pytest.warns(AmpLabWarning, match="the values of a Quantised are not looked at"),
+        pytest.warns(AmpLabWarning, match="values of a Quantised are not"),
         find_nonfinite(model) as finder,
     ):
         model(torch.ones(2, 3))

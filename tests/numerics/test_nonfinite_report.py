@@ -33,7 +33,8 @@ def test_the_report_has_what_one_needs():
     assert report.reached in ("the output of the model", "a single number outside the model")
     assert "clamp_min" in report.advice
     text = str(report)
-    assert text.startswith("NaN and -inf made in forward by log: 'fault' (Function)")
+    assert text.startswith("NaN and -inf ")
+    assert "forward by log: 'fault' (Function)" in text.partition("\n")[0]
     assert repr(report) == text
     for part in ("66.7 % non-finite (2 NaN, 2 -inf)", "from -3 to 2", report.line, report.advice):
         assert part in " ".join(text.split())

@@ -9,6 +9,7 @@ from pathlib import Path
 import matplotlib as mpl
 import pytest
 import torch
+from remedy_tests import says
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -174,7 +175,8 @@ def test_refused_fp16_gradients_are_told_with_the_remedy(unscale):
     with pytest.raises(ValueError, match="unscale FP16") as raised, ScaleLog(scaler):
         step(optimizer)
     (note,) = raised.value.__notes__
-    assert note.startswith("ScaleLog: The weights that are trained are fp16.")
+    assert note.startswith("ScaleLog: ")
+    assert says("nonfinite.half_weights", note)
 
 
 def test_wrapping_again_on_top_is_respected():

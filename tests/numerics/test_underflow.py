@@ -6,6 +6,7 @@ import math
 import matplotlib as mpl
 import pytest
 import torch
+from remedy_tests import says
 from small_models import CellRnn, Cnn, Rnn, Transformer, hooks_of, images, loss_of, series, tokens
 from torch import nn
 
@@ -145,7 +146,7 @@ def test_values_that_are_not_finite_are_counted_apart():
     row = report.parameters
     assert (row.nonfinite, row.zero, row.nonzero) == (3, 1, 3)
     assert counted(row, 1.0) == [1, 0, 1]
-    assert "3 values are inf or NaN already" in str(report)
+    assert "3 values are inf or NaN" in str(report)
 
 
 @pytest.mark.parametrize("shape", [(512, 512, 3, 3), (2**20 - 3,), (2**18,)])
@@ -322,7 +323,7 @@ def test_what_fp16_has_flushed_is_not_counted_as_kept(make):
     assert report.smallest_scale is None
     assert all(math.isnan(row.lost(1.0)) for row in (*report.rows, report.total))
     text = str(report)
-    assert text.startswith("Some gradients were computed in fp16")
+    assert says("underflow.fp16_already", text)
     assert "lost" not in text.partition("\n")[2]
     assert "A loss scale from" not in text
     assert "No loss scale" not in text
@@ -331,7 +332,7 @@ def test_what_fp16_has_flushed_is_not_counted_as_kept(make):
     assert content["half"] is True
     assert content["parameters"]["lost at 1"] is None
     assert content["rows"][0]["lost at 65536"] is None
-    assert "Some gradients were computed in fp16" in report._repr_html_()
+    assert says("underflow.fp16_already", report._repr_html_())
 
 
 def test_zeros_and_subnormal_numbers_of_fp16_are_counted():
@@ -394,13 +395,13 @@ def used_up():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (frozen, "no parameter of the model requires a gradient"),
+        (frozen, "no parameter .*requires a gradient"),
         (used_up, "call it before loss.backward"),
         (lambda: (nn.Linear(2, 1), torch.ones(2, requires_grad=True).sum()), "does not depend on"),
         (lambda: (nn.Linear(2, 1), torch.tensor(1.0)), "the loss has no graph"),
         (lambda: (nn.Linear(2, 1), 1.0), "one number, not float"),
         (lambda: (m := nn.Linear(2, 1), m(torch.ones(3, 2))), r"one number, not \(3, 1\)"),
-        (lambda: ("model", torch.tensor(1.0)), "must be an nn.Module, not str"),
+        (lambda: ("model", torch.tensor(1.0)), r"nn\.Module, not str"),
     ],
 )
 def test_what_cannot_be_counted_is_refused(make, message):
