@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from remedy_tests import says
 
 import build_pairs
 from amp_lab.cli import main
@@ -62,8 +63,7 @@ def test_what_replaces_each_level_is_told_in_one_sentence(level):
     code = f"from apex import amp\nm, o = amp.initialize(m, [o], opt_level={level})\n"
     (finding,) = migrate_source(code)[1]
     assert finding.line == 2
-    assert "at O1 and O2 put the forward pass and the loss in torch.autocast" in finding.message
-    assert "O0 is plain float32, and O3 is model.half(), both without" in finding.message
+    assert says("migrate.apex.amp.initialize", finding.message)
 
 
 @pytest.fixture
@@ -360,8 +360,7 @@ def test_a_loss_is_told_its_whole_replacement_in_one_sentence():
 
 def test_parameters_are_told_with_what_comes_before():
     said = advice(LOOP + "clip(amp.master_params(self.opt))\n", "master_params")
-    assert "for group in optimizer.param_groups" in said
-    assert "after scaler.unscale_(optimizer)" in said
+    assert says("migrate.apex.amp.master_params", said)
 
 
 def test_a_loss_over_two_lines_is_marked_in_one():
@@ -477,10 +476,10 @@ def test_a_choice_whose_arms_would_become_equal_stays_whole(made):
         ("contrib.optimizers.FP16_Optimizer", "keep the model in float32"),
         ("contrib.optimizers.DistributedFusedAdam", "fully_shard"),
         ("contrib.optimizers.fused_lamb.FusedLAMB", "keep Apex for it"),
-        ("optimizers.FusedLAMB", "torch.optim has no such optimizer"),
+        ("optimizers.FusedLAMB", "no such optimizer"),
         ("contrib.group_norm.GroupNorm", "write torch.nn.GroupNorm"),
         ("contrib.xentropy.SoftmaxCrossEntropyLoss", "torch.nn.functional.cross_entropy"),
-        ("multi_tensor_apply.multi_tensor_applier", "clip_grad_norm_ take many tensors at once"),
+        ("multi_tensor_apply.multi_tensor_applier", "clip_grad_norm_ take many"),
         ("mlp.MLP", "write torch.nn.Sequential"),
         ("pyprof.nvtx.init", "torch.profiler"),
         ("amp.register_half_function", "drop it"),

@@ -1,5 +1,6 @@
 """Imports of Apex that nothing uses any more: they fail without Apex, so they are reported."""
 
+import re
 import sys
 
 import pytest
@@ -100,7 +101,7 @@ def test_the_rest_of_an_import_is_reported_beside_what_is_rewritten():
 def test_a_mark_is_put_above_it_once():
     old = "import torch\nfrom apex import amp\n"
     new, _ = migrate_source(old, mark=True)
-    assert new.splitlines()[1].startswith(f"{MARK}nothing in this file uses amp")
+    assert re.match(rf"{re.escape(MARK)}.*uses amp, ", new.splitlines()[1])
     assert [line for line in new.splitlines() if MARK not in line] == old.splitlines()
     assert migrate_source(new, mark=True)[0] == new
 

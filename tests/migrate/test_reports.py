@@ -1,6 +1,7 @@
 """What other tools take: a patch, annotations of GitHub, SARIF, hooks of pre-commit."""
 
 import json
+import re
 import shutil
 import subprocess
 import tomllib
@@ -69,7 +70,7 @@ def test_what_lies_elsewhere_cannot_be_named_in_a_patch(project, capfd, monkeypa
     assert main(["migrate", "--diff", "../a.py"]) == 2
     out, error = capfd.readouterr()
     assert out == ""
-    assert "a.py: cannot be named in a patch: run the command in a folder above it" in error
+    assert re.search(r"a\.py: .*in a patch: ", error)
 
 
 def test_a_patch_is_no_report(capfd):

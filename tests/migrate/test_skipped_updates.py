@@ -7,6 +7,7 @@ a comment `# !`, and each right one has to reach its end.
 import re
 
 import pytest
+from remedy_tests import says
 from scaler_programs import HEAD, found, run
 
 from amp_lab.migrate import migrate_source
@@ -156,7 +157,8 @@ def test_the_error_that_is_announced_is_the_one_that_is_raised(name):
     (line,) = [n for n, text in enumerate(code.splitlines(), 1) if text.endswith("# !")]
     assert finding.line == line
     assert f'raises "{error}"' in finding.message
-    assert "call scaler.update() on that path too" in finding.message
+    assert says("migrate.path_without_update", finding.message)
+    assert "call scaler.update()" in finding.message
     with pytest.raises(RuntimeError, match=re.escape(error)):
         run(code)
 
