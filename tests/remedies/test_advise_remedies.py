@@ -111,7 +111,8 @@ def test_of_a_model_that_is_fp16_by_itself_no_share_and_no_range_is_told():
     case = Case(Halved(*[1e-9] * 500, *[1.0] * 500), (torch.ones(1),), loss_fn=torch.sum)
     scale, said = fp16_remarks(case)
     assert scale == 2.0**16  # GradScaler's own
-    assert said == ["Part of the model computes in fp16 by itself: what that loses is not known."]
+    (remark,) = said
+    assert "computes in fp16 by itself" in remark
 
 
 @does("advise.smaller_batch")

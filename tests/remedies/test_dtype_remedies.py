@@ -150,7 +150,7 @@ def test_a_tensor_of_the_model_cast_where_it_is_used(held_as, real):
         said = complaint(Positions(held_as), x, **options)
         assert says("dtype.own_tensor_of_a_cast_model", said)
         assert f"addmm (test_dtype_remedies.py:{line_of('self.up(x.half()')})" in said
-        assert f"gets float32 from {held_as} positions and float16 from parameter up." in said
+        assert re.search(rf"float32 .*{held_as} positions .*float16 .*parameter up\.", said)
         assert "input 0" not in said
     (cast,) = re.findall(r"positions\.to\(torch\.\w+\)", said)
     assert complaint(Positions(held_as, cast), torch.randn(8, 8), **options) == ""
@@ -181,7 +181,7 @@ def test_what_a_model_computes_in_fp32_cast_before_the_next_layer(device):
     x = torch.randn(8, 8).half()
     said = complaint(Widens(), x, device_type=device)
     assert says("dtype.computed_in_a_cast_model", said)
-    assert "gets float32 from the output of float in the model itself" in said
+    assert re.search(r"float32 from .*output of float ", said)
     (cast,) = re.findall(r"x\.to\(torch\.\w+\)", said)
     assert complaint(Widens(cast), x, device_type=device) == ""
 
@@ -250,7 +250,7 @@ def test_values_written_in_the_dtype_of_their_target(kind, weights, real):
         options["dtype"] = BF16
     said = complaint(kind(dtype=weights), x, **options)
     assert says("dtype.write", said)
-    assert re.search(r"what is written at test_dtype_remedies\.py:\d+ has another dtype", said)
+    assert re.search(r" at test_dtype_remedies\.py:\d+ ", said)
     (cast,) = re.findall(r"values\.to\(.*?\)", REMEDIES["dtype.write"].text)
     assert complaint(kind(cast, weights), x, **options) == ""
     with pytest.raises(TraceError) as refused:
@@ -852,7 +852,7 @@ READS = ["x.detach().cpu().numpy().mean()", "np.asarray(x.detach().cpu()).mean()
 def test_a_model_that_reads_the_memory_of_a_tensor_runs_for_real(reads, device):
     model, x = ReadsMemory(reads), torch.randn(8, 8)
     said = complaint(model, x, device_type=device)
-    assert "reads the memory of a tensor, which fake tensors do not have" in said
+    assert "reads the memory of a tensor" in said
     assert says("xray.for_real", said)
     assert xray(model, x, device_type="cpu", real=True).rows
     with pytest.raises(TraceError, match="reads the memory of a tensor") as refused:

@@ -6,6 +6,7 @@ place of the function; where a remedy is not code, the test does what it says.
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -603,9 +604,7 @@ def test_a_layer_that_overflows_in_a_model_cast_to_fp16(mixed):
     advice = only(find(model, LARGE.half(), **options), "fp16_overflow.cast")
     assert "model.bfloat16(), with inputs in bf16" in advice
     assert healed(Overflowing().bfloat16(), LARGE.bfloat16(), **options)
-    assert (
-        "Do not rely on autocast to fp16 instead: on 'cpu' it runs addmm in fp16 as well" in advice
-    )
+    assert re.search(r"'cpu' it runs addmm .*fp16", advice)
     assert not healed(Overflowing(), LARGE, autocast=torch.float16, **options)
     assert "part.float(), called with x.float()" in advice
 
@@ -683,12 +682,12 @@ def test_autocast_on_a_device_without_a_table_is_not_advised():
     value = dataclasses.replace(report.value, device_type="hpu")
     there = dataclasses.replace(report, op="exp", value=value)
     assert codes(there)[-1] == "fp16_overflow.cast"
-    assert "amp_lab has no table of autocast on 'hpu'" in there.advice
+    assert re.search(r"no table .*'hpu'", there.advice)
 
 
 def test_the_advice_is_in_the_error_that_is_raised_at_the_op():
     model = Behind(OPS["mul"][0]).half()
-    with pytest.raises(NumericsError, match="it leaves mul in the dtype of its"):  # noqa: SIM117
+    with pytest.raises(NumericsError, match="it leaves mul in"):  # noqa: SIM117
         with find_nonfinite(model, raise_on_first=True):
             model(torch.full((1, 2), 300.0).half())
 
@@ -843,7 +842,7 @@ def test_an_eps_that_is_zero_in_fp16(name):
     report = found(model, ROWS.half(), loss_fn=lambda y: y.float().sum())
     advice = only(report, "eps")
     assert report.eps == 1e-8
-    assert "The eps of 1e-08 is 0 in fp16" in advice
+    assert "eps of 1e-08 is 0 " in advice
     assert torch.tensor(1e-8).half() == 0
     assert "in fp32, on x.float(), with an eps of 1e-3 or more" in advice
     scale = 65536.0

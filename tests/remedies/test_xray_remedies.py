@@ -53,7 +53,7 @@ def test_the_loss_of_a_library_computed_from_its_logits(returns, device):
     said = advice(xray(model, x, target, **options))
     assert says("xray.loss_in_the_model", said)
     assert not says("xray.loss_in_low_precision", said)
-    assert "its log_softmax runs in fp16, and the fp32 loss is computed from that" in said
+    assert re.search(r" log_softmax .*fp16, .*fp32 loss", said)
     (place,) = re.findall(r"from its output '([\w.]+)'", said)
     assert place.endswith("logits") or place == "1"
 
@@ -88,8 +88,8 @@ def test_the_classifier_of_a_library_names_its_logits():
     given = {"input_ids": torch.zeros(2, 4, dtype=torch.long)}
     labels = torch.zeros(2, dtype=torch.long)
     found = xray(model, **given, labels=labels, loss_fn=lambda output: output.loss)
-    assert "Loss: fp32, computed from the log_softmax in fp16." in str(found)
-    assert "from its output 'logits', cast by .float()" in advice(found)
+    assert re.search(r"Loss: fp32, .* log_softmax .*fp16", str(found))
+    assert " output 'logits', cast by .float()" in advice(found)
 
     def outside(output: object) -> torch.Tensor:
         with torch.autocast("cuda", enabled=False):
@@ -162,7 +162,7 @@ def test_rows_that_are_no_multiple_of_eight_come_from_the_input(attention):
             return y @ y.mT if attention else y
 
     said = advice(xray(Scores(16, 16), torch.randn(2, 49, 16)))
-    assert re.search(r"linear in the model itself: 98 rows", said)
+    assert re.search(r"linear .*itself: 98 rows", said)
     assert says("xray.rows_of_the_input", said)
     assert "multiples of 8" not in advice(xray(Scores(16, 16), torch.randn(2, 48, 16)))
     said = advice(xray(nn.Linear(16, 9), torch.randn(8, 16)))
@@ -265,7 +265,7 @@ def test_an_op_that_autocast_does_not_know_gets_one_dtype(device, dtype):
     low = "fp16" if dtype is FP16 else "bf16"
     said = advice(xray(Attends(op), x, **options))
     assert says("xray.mixed_op", said)
-    assert f"in the model itself gets q, k in fp32 and v in {low}:" in said
+    assert f" gets q, k in fp32 and v in {low}:" in said
     casts = tuple(re.findall(r"\b[qkv]\.to\(torch\.\w+\)", said))
     assert [code[0] for code in casts] == ["q", "k"]
     mended = xray(Attends(op, casts), x, **options)
@@ -322,7 +322,7 @@ def test_a_model_with_an_op_that_has_no_gradient_is_answered(device):
     op, x = new_op(has_gradient=False), torch.randn(4, 8)
     found = xray(Attends(op, ("q.to(torch.bfloat16)", "k.to(torch.bfloat16)")), x, dtype=BF16)
     assert found.raised is None
-    assert "The model cannot be trained: Trying to backward through" in advice(found)
+    assert "cannot be trained: Trying to backward" in advice(found)
     with torch.no_grad():
         assert "cannot be trained" not in advice(xray(Attends(op), x, device_type=device))
 
