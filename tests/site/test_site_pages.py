@@ -143,7 +143,7 @@ def test_a_number_is_taken_apart_by_keyboard_alone(visit):
     field = page.get_by_label("Your number")
     field.fill("70000")
     status = page.locator(".pg-status")
-    assert status.inner_text() == "In E4M3, 70000 becomes 448, which is 99.4 % off (saturates)."
+    assert re.match(r"In E4M3, 70000 .* 448, .*99\.4 % off .*saturates", status.inner_text())
     field.press("Tab")  # to the roundings
     page.keyboard.press("Tab")  # to the table, which can be scrolled
     page.keyboard.press("Tab")  # to the chosen format
@@ -197,7 +197,7 @@ def test_the_scaler_finds_its_place(visit):
     assert slider.get_attribute("aria-valuetext") == "2¹⁶ = 65,536"
     assert "This scale does." in status.inner_text()
     page.get_by_role("button", name="100 steps").click()
-    assert re.search(r"Step 100: .* [1-9]\d* skipped in all|the step is skipped", said.inner_text())
+    assert re.search(r"Step 100: .* [1-9]\d* skipped|step is skipped", said.inner_text())
     page.get_by_label("Good steps before").fill("0")
     assert "whole number from 1 to 2000" in page.locator(".pg-problem").inner_text()
 
@@ -205,7 +205,7 @@ def test_the_scaler_finds_its_place(visit):
 def test_blocks_and_memory_answer_what_is_typed(visit):
     page = visit(f"{PLAY}/block_scaling.html")
     page.get_by_label("Values", exact=True).select_option("typed")
-    assert "MXFP4, one scale for 32: 87.5 % became zero" in page.locator(".pg-status").inner_text()
+    assert re.search(r"MXFP4, .* 32: 87\.5 % .*zero", page.locator(".pg-status").inner_text())
     page.get_by_label("Your values").fill("1, two")
     assert "“two” is no number" in page.locator(".pg-problem").inner_text()
     page = visit(f"{PLAY}/memory.html")
@@ -274,7 +274,7 @@ def test_a_page_in_no_section_is_named(tmp_path):
     root = small_root(tmp_path, "# Title\n")
     (root / "docs").mkdir()
     (root / "docs" / "new.md").write_text("# New\n")
-    with pytest.raises(build_site.SiteError, match=r"docs/new.md is in no section"):
+    with pytest.raises(build_site.SiteError, match=r"docs/new\.md .*no section"):
         build_site.gather(root, tmp_path / "sources")
 
 
