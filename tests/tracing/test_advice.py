@@ -1,8 +1,11 @@
 """advice: each rule says what the rows and casts prove, and is silent where there is nothing."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
+from remedy_tests import says
 from small_models import Head
 from torch import nn
 
@@ -23,16 +26,16 @@ def advice(model, *inputs, **options):
 
 def test_a_value_cast_back_and_forth_is_told():
     said = advice(Head(), torch.randn(8, 8))
-    assert "layer_norm in 'norm': autocast takes its input from fp16 to fp32" in said
-    assert "its output back to fp16 for linear" in said
+    assert re.search(r"layer_norm .*'norm': .*fp16 .*fp32", said)
+    assert "back to fp16 for linear" in said
     assert "back to" not in advice(Head(), torch.randn(8, 8), device_type="cpu")
     assert "back to" not in advice(Head().a, torch.randn(8, 8))
 
 
 def test_low_precision_softmax_and_norm_are_told_where_they_happen():
     said = advice(Head(), torch.randn(8, 8), device_type="cpu")
-    assert "softmax in the model itself runs in bf16 on cpu" in said
-    assert "layer_norm in 'norm' runs in bf16 on cpu" in said
+    assert re.search(r"softmax .*itself .*bf16 on cpu", said)
+    assert re.search(r"layer_norm .*'norm' .*bf16 .*cpu", said)
     assert "runs in" not in advice(Head(), torch.randn(8, 8), device_type="cuda")
 
 
@@ -47,8 +50,8 @@ def test_rms_norm_is_in_fp32_only_where_autocast_has_a_rule_for_it(device, wide)
     (row,) = (row for row in found.rows if row.op == "rms_norm")
     assert row.dtype is (torch.float32 if wide else torch.bfloat16)
     said = "\n".join(found.advice)
-    assert ("rms_norm in '1' stays in fp32" in said) == bool(wide)
-    assert (f"rms_norm in '1' runs in bf16 on {device}" in said) == (not wide)
+    assert ("rms_norm in '1' stays" in said) == bool(wide)
+    assert bool(re.search(rf"rms_norm .*'1' .*bf16 on {device}", said)) == (not wide)
 
 
 def test_the_surprise_of_cross_entropy_is_told_and_its_remedy_helps():
@@ -59,8 +62,8 @@ def test_the_surprise_of_cross_entropy_is_told_and_its_remedy_helps():
         ("nll_loss_forward", FP32),
     ]
     (said,) = (line for line in low.advice if "cross_entropy" in line)
-    assert "log_softmax runs in fp16, and the fp32 loss is computed from that" in said
-    assert "Loss: fp32, computed from the log_softmax in fp16." in str(low)
+    assert re.search(r" log_softmax .*fp16, .*fp32 loss", said)
+    assert re.search(r"Loss: fp32, .* log_softmax .*fp16", str(low))
     wide = xray(Head().a, torch.randn(8, 8), loss_fn=lambda y: F.cross_entropy(y.float(), target))
     assert not any("loss is computed" in line for line in wide.advice)
     assert wide.loss_dtype is FP32
@@ -70,7 +73,7 @@ def test_the_surprise_of_cross_entropy_is_told_and_its_remedy_helps():
 def test_a_loss_that_ends_in_low_precision_is_said_to_be_in_it():
     found = xray(Head().a, torch.randn(8, 8), loss_fn=torch.mean, device_type="cpu")
     (said,) = (line for line in found.advice if "the loss" in line)
-    assert "its mean runs in bf16, so the loss is computed in low precision" in said
+    assert "mean runs in bf16, so" in said
     assert "Loss: bf16." in str(found)
 
 
@@ -110,8 +113,8 @@ def test_a_mask_value_that_fp16_cannot_hold_is_told_with_the_remedy(device):
         model(x)
     found = xray(model, x, device_type=device, dtype=FP16)
     assert found.advice[0] == f"Only under autocast: {found.raised}. The table ends there."
-    assert f"in the model itself (masked_fill): RuntimeError: {real.value}" in found.raised
-    assert found.raised.endswith("; use torch.finfo(x.dtype).min (or .max) instead of the number")
+    assert f"itself (masked_fill): RuntimeError: {real.value}" in found.raised
+    assert says("dtype.fill_value", found.raised)
     with pytest.raises(TraceError, match=r"without overflow; use torch\.finfo"):
         forecast_memory(model, x, device_type=device, precision="fp16")
     assert xray(model, x, device_type=device, dtype=torch.bfloat16).raised is None
@@ -121,7 +124,7 @@ def test_a_mask_value_that_fp16_cannot_hold_is_told_with_the_remedy(device):
 
 def test_a_model_in_float64_is_left_alone_and_told():
     said = advice(nn.Linear(8, 8).double(), torch.randn(8, 8).double())
-    assert "none of its work is done in fp16" in said
+    assert re.search(r"none of its work .*fp16", said)
     assert "because autocast leaves fp64 alone" in said
 
 
@@ -129,7 +132,7 @@ def test_shapes_that_matrix_units_cannot_use_whole_are_told():
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3, groups=16), nn.Conv2d(16, 9, 1))
     said = advice(model, torch.randn(8, 3, 8, 8))
     assert "conv2d in '0': 3 input channels" in said
-    assert "conv2d in '1': 1 channel for each group (depthwise)" in said
+    assert re.search(r"conv2d in '1': 1 channel .*depthwise", said)
     assert "conv2d in '2': 9 output channels" in said
     assert "multiples of 8" not in advice(model, torch.randn(8, 3, 8, 8), device_type="cpu")
     assert "linear in 'the" not in advice(nn.Linear(16, 8), torch.randn(8, 16))
@@ -160,13 +163,13 @@ def test_layers_with_less_than_a_hundredth_of_the_work_are_left_out_and_the_rest
 def test_the_verdict_comes_first_and_says_what_is_saved():
     wide = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
     many, few = (xray(wide, torch.empty(rows, 64)) for rows in (4096, 1))
-    assert many.advice[0].startswith("100 % of the work is done in fp16; the forward pass writes ")
+    assert re.match(r"100 % .*in fp16", many.advice[0])
     # Each of the four results takes half, and the casts are those of the input and the weights.
     saved = 4 * 4096 * 64 * 2 - 4096 * 64 * 2 - 2 * (64 * 64 + 64) * 2
     share = 100 * saved / (4 * 4096 * 64 * 4)
     assert f"writes {share:.3g} % less than in fp32" in many.advice[0]
-    assert "fp16 saves nothing in this forward pass: casts write 16.4 KiB" in few.advice[0]
-    assert "only 0.5 KiB less than in fp32" in few.advice[0]
+    assert re.search(r"fp16 saves nothing .*write 16\.4 KiB", few.advice[0])
+    assert "only 0.5 KiB less" in few.advice[0]
 
 
 def test_there_is_no_verdict_on_what_failed():
@@ -184,7 +187,7 @@ def test_a_large_op_in_fp32_is_told_with_its_reason():
             return (q @ q.mT).softmax(-1)
 
     said = advice(Scores(), torch.randn(4, 64, 8))
-    assert "softmax in the model itself stays in fp32, because autocast on cuda runs it so" in said
+    assert re.search(r"softmax .*stays in fp32, .*cuda", said)
 
 
 class Twice(nn.Module):
@@ -205,5 +208,5 @@ def test_a_weight_used_twice_is_cast_once_and_a_frozen_one_each_time():
     found = xray(model.requires_grad_(False), torch.randn(8, 8))
     weights = [cast for cast in found.casts if "weight" in cast.what]
     assert [cast.cached for cast in weights] == [False, False]
-    assert any("first.bias, first.weight: cast anew" in line for line in found.advice)
+    assert any(re.search(r"first\.bias, first\.weight: .*anew", line) for line in found.advice)
     assert {row.module for row in found.rows} == {"first"}

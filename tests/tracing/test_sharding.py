@@ -162,13 +162,13 @@ def test_a_tied_weight_is_in_its_unit_once():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({}, "Net is neither sharded nor in DDP: give parallel='fsdp' or 'ddp'"),
-        ({"parallel": "ddp"}, "depends on the ops: give the inputs of a call"),
-        ({"parallel": "fsdp", "reduce_dtype": "fp8"}, "'fp8': give one of fp32, fp16, bf16"),
+        ({}, "^Net .*neither .*'fsdp' or 'ddp'"),
+        ({"parallel": "ddp"}, "depends on the ops: .*inputs"),
+        ({"parallel": "fsdp", "reduce_dtype": "fp8"}, "^reduce_dtype 'fp8': .*fp32, fp16, bf16"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(settings, said):
-    with pytest.raises(TraceError, match=re.escape(said)):
+    with pytest.raises(TraceError, match=said):
         xray_sharding(s.Net(), **settings)
 
 
@@ -189,7 +189,7 @@ def test_a_hook_of_ones_own_sums_in_a_dtype_that_is_not_guessed():
         model.register_comm_hook(None, my_hook)
         found = xray_sharding(model)
     assert {p.reduced for p in found.parameters} == {None}
-    assert "summed by 'my_hook', in a dtype that only a step shows" in str(found)
+    assert "summed by 'my_hook'" in str(found)
     assert found.advice == []
 
 

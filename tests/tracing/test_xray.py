@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from cpu_kernels import needs_lstm
+from remedy_tests import says
 from small_models import CellRnn, Cnn, Head, Rnn, Transformer, hooks_of, images, series, tokens
 from torch import nn
 
@@ -105,7 +107,7 @@ def test_recurrent_layers_follow_the_rule_of_their_backend():
     assert {row.op for row in lstm.values()} == {"lstm"}
     assert {row.flops for row in lstm.values()} == {2 * 6 * (8 * 64 + 16 * 64)}
     assert [row.dtype for row in lstm.values()] == [FP16, BF16, FP32]
-    assert any("100.0 % of the work stays in fp32" in line for line in found["mps"].advice)
+    assert any(re.search(r" 100\.0 % .*stays in fp32", line) for line in found["mps"].advice)
     assert not any(cast.cached for cast in found["cuda"].casts)
 
 
@@ -217,7 +219,7 @@ class Misplaced(nn.Module):
 def test_tensors_made_on_the_default_device_may_be_anywhere_but_others_may_not():
     for model in (MadeOnCpu(), MadeOnDefault()):
         assert xray(model, torch.randn(8, 8)).output_dtypes == [FP32]
-    with pytest.raises(TraceError, match=r"found .*two .*devices,? cuda:0(,| and) cpu"):
+    with pytest.raises(TraceError, match=r"devices,? cuda:0(,| and) cpu"):
         xray(Misplaced(), torch.randn(8, 8))
 
 
@@ -272,8 +274,8 @@ def test_autocast_in_the_models_own_code_counts(device):
     assert {cast.module for cast in found.casts} == {"outside"}
     assert [row.op for row in found.rows if row.module == ""] == ["_to_copy", "_to_copy"]
     said = "\n".join(found.advice)
-    assert "linear in 'inside': autocast leaves it untouched, 50.0 % of the work" in said
-    assert "because autocast is switched off there" in said
+    assert re.search(r"linear in 'inside': .*untouched, 50\.0 % ", said)
+    assert "switched off there" in said
 
 
 # Inputs and outputs
@@ -313,8 +315,9 @@ def test_a_mask_whose_kind_torch_reads_is_told_with_the_remedy():
     model = nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
     inputs = torch.randn(2, 5, 16), torch.randn(2, 4, 16)
     mask = nn.Transformer.generate_square_subsequent_mask(4)
-    with pytest.raises(TraceError, match=r"in 'decoder' depends .* tgt_is_causal=True or False"):
+    with pytest.raises(TraceError, match="in 'decoder' depends on values") as error:
         xray(model, *inputs, tgt_mask=mask.to("meta"))
+    assert says("trace.causal_mask", str(error.value))
     assert xray(model, *inputs, tgt_mask=mask).decisions.startswith("1 decision ")
     options = {"tgt_mask": mask, "tgt_is_causal": True, "device_type": "cpu"}
     assert xray(model, *inputs, **options).rows == xray(model, *inputs, **options, real=True).rows
@@ -385,9 +388,9 @@ def test_a_model_on_meta_needs_no_memory():
     found = xray(model, torch.empty(8, 2**15, device="meta"))
     assert found.output_dtypes == [FP16]
     assert model[0].weight.is_meta
-    with pytest.raises(TraceError, match="on 'meta' and has no values"):
+    with pytest.raises(TraceError, match=r"'0\.weight' is on 'meta'"):
         xray(model, torch.empty(8, 2**15), device_type="cpu", real=True)
-    with pytest.raises(TraceError, match="input 0 is on 'meta' and has no values"):
+    with pytest.raises(TraceError, match="input 0 is on 'meta'"):
         xray(nn.Linear(2, 2), torch.empty(1, 2, device="meta"), device_type="cpu", real=True)
 
 
@@ -406,7 +409,7 @@ class Branches(nn.Module):
 
 
 def test_a_course_that_depends_on_values_names_the_op():
-    with pytest.raises(TraceError, match="op _local_scalar_dense in the model itself depends on"):
+    with pytest.raises(TraceError, match=r"_local_scalar_dense .*itself depends"):
         xray(Branches(), torch.empty(8, 8, device="meta"))
     assert xray(Branches(), torch.randn(8, 8), device_type="cpu", real=True).rows
 
@@ -436,7 +439,7 @@ def test_a_detection_model_is_followed_to_its_end():
         (Cnn(), (), {}, TraceError, "input of no tensor.*TypeError"),
         (Cnn(), (images(), images()), {}, TraceError, r"\(2, 3, 6, 6\).*\(2, 3, 6, 6\).*TypeError"),
         (Cnn().half(), (images(),), {}, TraceError, "give input 0 in float16"),
-        (Cnn(), ("text",), {}, TraceError, "no tensor among the inputs, but a str"),
+        (Cnn(), ("text",), {}, TraceError, "no tensor among .*a str"),
         (Cnn(), ((2, 3, 6, 6),), {}, TraceError, r"torch.empty\(2, 3, 6, 6\)"),
         (Cnn(), (images().numpy(),), {}, TraceError, "no tensor but a ndarray"),
         (Cnn, (images(),), {}, TraceError, "Cnn is no model"),
@@ -491,4 +494,4 @@ def test_complex_products_are_said_to_be_left_alone():
             return torch.fft.irfft(torch.fft.rfft(x) @ self.weight)
 
     said = "\n".join(xray(Spectral(), torch.randn(8, 64), dtype=BF16).advice)
-    assert "stays in complex numbers or integers, because autocast leaves alone what is no" in said
+    assert re.search(r"complex numbers .*leaves alone", said)

