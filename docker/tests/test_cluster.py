@@ -74,7 +74,7 @@ class Cluster(Service):
         metrics = self.folder / "metrics.csv"
         return len(metrics.read_text().splitlines()) - 1 if metrics.exists() else 0
 
-    def said(self, name: str) -> str:
+    def sentence(self, name: str) -> str:
         return self.compose("logs", "--no-color", "--no-log-prefix", name).stdout
 
 
@@ -190,9 +190,9 @@ def test_without_settings_it_trains_on_the_digits(checkout, monkeypatch):
 def test_two_nodes_train_one_model(whole):
     assert whole.exit_codes() == [0, 0]
     assert whole.epochs_done() == EPOCHS
-    assert "2 ddp processes" in whole.said("node0")
-    assert f"Trained {EPOCHS} epochs" in whole.said("node0")
-    assert "epoch" not in whole.said("node1")  # one of them speaks for both
+    assert "2 ddp processes" in whole.sentence("node0")
+    assert f"Trained {EPOCHS} epochs" in whole.sentence("node0")
+    assert "epoch" not in whole.sentence("node1")  # one of them speaks for both
     ranks = load_checkpoint(whole.folder / "checkpoint.pt")["ranks"]
     assert len(ranks) == 2  # and each node had but one process
     assert not torch.equal(*(rank["random"]["torch"] for rank in ranks))
@@ -214,7 +214,7 @@ def test_a_lost_node_ends_the_other_and_comes_back(image, whole):
         cluster.compose("kill", "node1")
         cluster.wait(lambda: cluster.nodes()[0]["RestartCount"], "ended and started again", 120)
         assert cluster.epochs_done() < EPOCHS
-        said = cluster.said("node0")
+        said = cluster.sentence("node0")
         assert said.count("amp-lab train: rank 0: no answer from another process (") == 1
         assert "src/amp_lab" not in said  # no traceback of this package
         assert cluster.nodes()[1]["State"]["ExitCode"] == 128 + signal.SIGKILL
@@ -222,7 +222,7 @@ def test_a_lost_node_ends_the_other_and_comes_back(image, whole):
         cluster.up()  # node0 waits already
         cluster.wait(cluster.have_ended, "ended", seconds=300)
         assert cluster.exit_codes() == [0, 0]
-        assert cluster.said("node0").count("Resuming in epoch") == 1
+        assert cluster.sentence("node0").count("Resuming in epoch") == 1
     finally:
         cluster.compose("down", "--timeout", "5", check=False)
     assert_same_result(cluster.folder, whole.folder)

@@ -947,5 +947,5 @@ def test_a_product_of_zero_and_infinity():
 
 def test_the_page_shows_what_is_said_today():
     page = (Path(__file__).parents[2] / "docs" / "when_it_breaks.md").read_text()
-    said = REMEDIES["nonfinite.fp16_overflow.autocast"].said(what="The result")
+    said = REMEDIES["nonfinite.fp16_overflow.autocast"].sentence(what="The result")
     assert f"{said} {REMEDIES['nonfinite.attention_scores'].text}" in " ".join(page.split())

@@ -287,7 +287,7 @@ def fp16_remarks(case: Case) -> tuple[float | None, list[str]]:
     if low is None or high is None or low > high:
         return None, [*remarks, _NO_LOSS_SCALE.text]
     scale = max(low, min(2.0**16, high / 8))  # the gradients may grow eightfold
-    return scale, [*remarks, _FIRST_LOSS_SCALE.said(scale=scale)]
+    return scale, [*remarks, _FIRST_LOSS_SCALE.sentence(scale=scale)]
 
 
 def _underflow_remarks(rows: Sequence[GradientCount]) -> list[str]:

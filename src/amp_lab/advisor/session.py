@@ -198,7 +198,7 @@ def _require_memory(case: Case, look: Outlook, memory_bytes: int | None) -> None
         needed = max(needed, peak or 0)
     if memory_bytes and needed > memory_bytes:
         sizes = f"{bytes_text(needed)}, and {case.device} has {bytes_text(memory_bytes)}"
-        raise TraceError(_SMALLER_BATCH.said(sizes=sizes))
+        raise TraceError(_SMALLER_BATCH.sentence(sizes=sizes))
 
 
 def _setup_code(beginning: str, use: str, loss: str | None) -> str:
@@ -241,7 +241,7 @@ def _fp32_checks(
         loss = loss_of(Step(case, Recipe(TRAINING)).output())
         if loss:
             case = replace(case, loss_fn=eval(f"lambda output: {loss}"))
-        watch.append(OWN_LOSS.said(loss=loss))
+        watch.append(OWN_LOSS.sentence(loss=loss))
     if TRAINING in case.uses and case.loss_fn is not None:
         scale, remarks = fp16_remarks(case)
         learning = Learning(case, seconds)
@@ -325,7 +325,7 @@ class _Ranking:
         if taken < 0.1 * _NEW_BYTES_PER_S * self._baseline.seconds:
             return []
         size = bytes_text(taken)
-        return [_KEEP_MEMORY.said(use=self.use, name=name, size=size, settings=ENVIRONMENT)]
+        return [_KEEP_MEMORY.sentence(use=self.use, name=name, size=size, settings=ENVIRONMENT)]
 
     def ranked(self) -> list[Candidate]:
         """The candidates: the best first, then by speed, then those that were not timed."""
@@ -425,7 +425,7 @@ class _Ranking:
             candidate.verdict = "raises"
             candidate.reason = f"{with_type(error)}{tip}"
             if recipe.cast and _SAYS_DTYPES.search(str(error)):
-                made_inside = _MADE_INSIDE.said(dtype=dtype_name(recipe.precision.dtype))
+                made_inside = _MADE_INSIDE.sentence(dtype=dtype_name(recipe.precision.dtype))
                 candidate.reason += f"; {made_inside}"
             return candidate
         if candidate.reason:

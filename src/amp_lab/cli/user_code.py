@@ -255,7 +255,7 @@ def _main_guard_hint(path: str, error: BaseException) -> str:
             file = Path(frame.f_code.co_filename)
             if not file.is_file() or _is_definition(file, line):
                 return ""
-            return f"; {_GUARD.said(line=line, file=file.name, name=path)}"
+            return f"; {_GUARD.sentence(line=line, file=file.name, name=path)}"
     return ""
 
 

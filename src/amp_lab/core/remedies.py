@@ -16,8 +16,8 @@ class Remedy:
     when: str  # the situation, as a clause
     text: str  # the sentences, with {names} for what is only known in the situation
 
-    def said(self, **facts: object) -> str:
-        """The sentences, with the facts filled in."""
+    def sentence(self, **facts: object) -> str:
+        """The text with the facts filled in."""
         return self.text.format(**facts)
 
 

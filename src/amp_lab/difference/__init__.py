@@ -156,7 +156,7 @@ def _advice_on_inputs(name: str, run: Any, inputs: Any) -> str:
     # With several dtypes on a side, the advice could not name the one to cast to.
     if len(weight_dtypes) != 1 or len(input_dtypes) != 1 or input_dtypes == weight_dtypes:
         return ""
-    return _OWN_INPUTS.said(
+    return _OWN_INPUTS.sentence(
         run=name,
         weights=dtype_name(weight_dtypes.pop()),
         inputs=dtype_name(input_dtypes.pop()),

@@ -147,7 +147,7 @@ class Training(Use):
             loss = loss_of(Step(case, Recipe(TRAINING)).output())
             if loss is None:
                 raise NumericsError("no gradient leads from its output to a weight: give a loss")
-            remarks.append(OWN_LOSS.said(loss=loss))
+            remarks.append(OWN_LOSS.sentence(loss=loss))
             # `loss` is code, such as "output.float().square().mean()".
             case = replace(case, loss_fn=eval(f"lambda output: {loss}"))
         super().__init__(case, Recipe(TRAINING))
@@ -173,7 +173,7 @@ class Training(Use):
         misfits = [rows for rows in sorted(wgrad_rows) if rows % form.multiple]
         if not misfits or layer.kind != "linear":
             return ""
-        return _PAD_ROWS.said(rows=misfits[0], multiple=form.multiple)
+        return _PAD_ROWS.sentence(rows=misfits[0], multiple=form.multiple)
 
     def seconds(self, card: Card, form: str, rows: int, inner: int, outer: int) -> float:
         """Forecast of the three matmuls and the casts."""
@@ -194,7 +194,7 @@ class Training(Use):
             report.gradients_off = distance(gradients, self._gradients)
         # If even bf16 is far off, the step is too sensitive to judge the other formats by.
         if form == "bf16" and report.gradients_off > 0.5:
-            self.remarks.append(_TRAIN.said(off=report.gradients_off))
+            self.remarks.append(_TRAIN.sentence(off=report.gradients_off))
         self._reports.append((report, product_of))
         return report
 

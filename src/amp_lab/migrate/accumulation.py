@@ -38,7 +38,7 @@ def unscaled_in_each_batch(code: CodeReader) -> Mistakes:
             continue
         scaler = unscale.owner
         if not code.scaler_escapes(last_part(scaler)):
-            advice = _UNSCALED_EACH_BATCH.said(scaler=scaler, optimizer=unscale.optimizer)
+            advice = _UNSCALED_EACH_BATCH.sentence(scaler=scaler, optimizer=unscale.optimizer)
             yield unscale.node, advice
 
 
@@ -126,7 +126,7 @@ def unscaled_by_another(code: CodeReader) -> Mistakes:
         if step is None:
             continue
         if code.holds_only_new_scalers(unscale.owner) and code.holds_only_new_scalers(step.owner):
-            advice = _UNSCALED_BY_ANOTHER.said(
+            advice = _UNSCALED_BY_ANOTHER.sentence(
                 scaler=unscale.owner, other=step.owner, optimizer=unscale.optimizer
             )
             yield unscale.node, advice

@@ -326,7 +326,7 @@ class Rule(Rewriter):
         if is_exported or scope.kind == "class":  # other files may use it
             self._advise(alias, old)
         else:
-            self._report(alias, UNUSED.said(name=name))
+            self._report(alias, UNUSED.sentence(name=name))
 
     def _is_chosen(self, alias: cst.ImportAlias) -> bool:
         """Whether an import depends on Apex, on torch's version, or on TYPE_CHECKING."""

@@ -153,7 +153,7 @@ SECTIONS = {  # the heading in notebook 13 that explains a name, and the names i
 
 def advice_on(origin: str) -> str:
     """The sentence on what to do about a name of Apex."""
-    return _most_specific(ADVICE, public_name(origin)).said()
+    return _most_specific(ADVICE, public_name(origin)).sentence()
 
 
 def section_of(origin: str) -> str:

@@ -50,9 +50,9 @@ def saved_without(code: CodeReader) -> Mistakes:
         return
     name = scalers[0]
     for call in saves:
-        yield call, _NOT_SAVED.said(scaler=name)
+        yield call, _NOT_SAVED.sentence(scaler=name)
     if not saves:
-        yield loads[0], _NOT_LOADED.said(scaler=name)
+        yield loads[0], _NOT_LOADED.sentence(scaler=name)
 
 
 def _missing_counterparts(
@@ -72,9 +72,9 @@ def _missing_counterparts(
             func = loads[0].func
             assert isinstance(func, cst.Attribute)  # optimizer.load_state_dict
             optimizer = code.key(func.value)
-            yield loads[0], _NEVER_LOADED.said(scaler=name, optimizer=optimizer)
+            yield loads[0], _NEVER_LOADED.sentence(scaler=name, optimizer=optimizer)
         if methods_used == {"load_state_dict"} and saves:
-            yield saves[0], _NEVER_SAVED.said(scaler=name)
+            yield saves[0], _NEVER_SAVED.sentence(scaler=name)
 
 
 def _state_methods_called(code: CodeReader, name: str) -> set[str]:

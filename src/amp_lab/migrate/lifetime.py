@@ -32,7 +32,7 @@ def made_each_epoch(code: CodeReader) -> Mistakes:
         if not steps or not event.unit.by_scaler["scaled", scaler]:
             continue
         if _runs_each_epoch(code, event, steps[0].optimizer):
-            yield event.node, _MADE_EACH_EPOCH.said(scaler=scaler)
+            yield event.node, _MADE_EACH_EPOCH.sentence(scaler=scaler)
 
 
 def _runs_each_epoch(code: CodeReader, event: Event, optimizer: str) -> bool:

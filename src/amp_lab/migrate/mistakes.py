@@ -147,7 +147,7 @@ def _clipped_scaled(code: CodeReader) -> Mistakes:
             continue
         has_plain_branch = _has_plain_branch(code, scaled, clip)
         advice = _CLIPPED_IN_BOTH if has_plain_branch else _CLIPPED_SCALED
-        yield clip.node, advice.said(scaler=scaled.owner, optimizer=step.optimizer)
+        yield clip.node, advice.sentence(scaler=scaled.owner, optimizer=step.optimizer)
 
 
 def _next_step(scaled: Event, clip: Event) -> Event | None:
@@ -259,14 +259,14 @@ def _advice_on_step(code: CodeReader, scaled: Event, step: Event) -> str | None:
             return None
         is_needed = _is_needed_elsewhere(code, scaled, scaler_step, step)
         advice = _STEPPED_IN_BOTH if is_needed else _STEPPED_TWICE
-        return advice.said(scaler=scaler_step.owner, optimizer=step.owner)
+        return advice.sentence(scaler=scaler_step.owner, optimizer=step.owner)
     is_unscaled = "unscale" in last_of_kind
     if not _steps_past_scaler(code, scaled, step, is_unscaled):
         return None
     rest = "" if is_unscaled else ", and unscale them"
     has_plain_branch = _has_plain_branch(code, scaled, step)
     advice = _STEPPED_PAST_IN_BOTH if has_plain_branch else _STEPPED_PAST
-    return advice.said(scaler=scaled.owner, optimizer=step.owner, rest=rest)
+    return advice.sentence(scaler=scaled.owner, optimizer=step.owner, rest=rest)
 
 
 def _steps_twice(code: CodeReader, scaler_step: Event, step: Event) -> bool:
@@ -333,7 +333,7 @@ def _stepped_in_passes(code: CodeReader) -> Mistakes:
             continue
         reported.add((event.unit, optimizer))
         rest = "" if is_unscaled else ", nor unscale its gradients"
-        advice = _STEPPED_IN_PASSES.said(
+        advice = _STEPPED_IN_PASSES.sentence(
             scaler=scaled.owner, optimizer=optimizer, step=func.attr.value, rest=rest
         )
         yield event.node, advice
@@ -399,7 +399,7 @@ def _never_updated(code: CodeReader) -> Mistakes:
         # An update inside a lambda is no event.
         uses = code.tree.uses_by_last_part["update"]
         if not any(use.parts[-2:] == (name, "update") for use in uses):
-            yield step.node, _NEVER_UPDATED.said(scaler=step.owner)
+            yield step.node, _NEVER_UPDATED.sentence(scaler=step.owner)
 
 
 _NOTES = (_backward_in_autocast, recomputation.restored_without_dtype)

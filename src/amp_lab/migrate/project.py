@@ -68,7 +68,7 @@ def older_torch(paths: Iterable[str | Path], needed: tuple[int, int]) -> Iterato
             numbers = [int(number) for number in f"{asked}.0".split(".")]
             if tuple(numbers[:2]) < needed:
                 line = text.count("\n", 0, requirement.start("version")) + 1
-                message = OLDER_TORCH.said(asked=asked, needed=f"{major}.{minor}")
+                message = OLDER_TORCH.sentence(asked=asked, needed=f"{major}.{minor}")
                 yield Result(_relative_to_here(file), [Finding(line, "by hand", message)])
 
 

@@ -60,7 +60,7 @@ def path_without_update(code: CodeReader) -> Mistakes:
             continue
         first_method = "unscale_" if event.kind == "unscale" else "step"
         last_method = "step" if path.is_stepped else first_method
-        advice = _PATH_WITHOUT_UPDATE.said(
+        advice = _PATH_WITHOUT_UPDATE.sentence(
             scaler=event.owner,
             optimizer=event.optimizer,
             line=code.tree.line(path.node),

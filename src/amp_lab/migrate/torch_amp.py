@@ -58,7 +58,7 @@ class Rule(Rewriter):
         """Rewrite the names that an import binds with all their uses, then the other uses."""
         for node, old in self.replaced_at.items():
             name = OLD_NAMES[old].name
-            self.say(node, "by hand", remedies.REPLACED.said(old=old, name=name))
+            self.say(node, "by hand", remedies.REPLACED.sentence(old=old, name=name))
         dotted_uses, groups = self._group_uses()
         for name, bindings in self._versioned_names.values():
             self._report_versioned(name, bindings)
@@ -146,7 +146,7 @@ class Rule(Rewriter):
         if has_guard or is_guarded(self.tree, use.node):
             self._versioned_names[owner, name] = (name, bindings)
             return
-        self.say(use.node, "by hand", remedies.AMBIGUOUS.said(name=name, lines=lines))
+        self.say(use.node, "by hand", remedies.AMBIGUOUS.sentence(name=name, lines=lines))
 
     def _guard_and_lines(self, bindings: list[Binding]) -> tuple[bool, str]:
         """Whether torch's version decides which binding of a name runs; and their lines, "3, 5".
@@ -174,9 +174,9 @@ class Rule(Rewriter):
         start, end = self.tree.span(use.node)
         if torch is None:
             written = ".".join(use.parts)
-            self.say(use.node, "by hand", remedies.NO_TORCH.said(name=name, written=written))
+            self.say(use.node, "by hand", remedies.NO_TORCH.sentence(name=name, written=written))
         elif "#" in self.tree.text[start:end]:
-            self.say(use.node, "by hand", remedies.COMMENT_INSIDE.said(name=name))
+            self.say(use.node, "by hand", remedies.COMMENT_INSIDE.sentence(name=name))
         else:
             self.replace(use.node, f"{torch}.amp.{name}")
             self._apply_edits(use, old, edits)
@@ -246,16 +246,16 @@ class Rule(Rewriter):
         """What to do by hand about an import that cannot be moved; empty if it can be."""
         origin = bindings[0].origin
         if not _is_old(origin) or any(binding.origin != origin for binding in bindings):
-            return remedies.TWO_THINGS.said(name=name)
+            return remedies.TWO_THINGS.sentence(name=name)
         if origin in OLD_NAMES:
             is_used_here_alone = bool(uses) and name not in self.tree.exported_names
             if scope.kind != "class" and is_used_here_alone:
                 return ""
             device = OLD_NAMES[origin].device
-            return remedies.CLASS_IMPORTED.said(name=name, device=device)
+            return remedies.CLASS_IMPORTED.sentence(name=name, device=device)
         if scope.kind != "class":
             return ""
-        return remedies.MODULE_IMPORTED.said(name=name, device=OLD_MODULES[origin])
+        return remedies.MODULE_IMPORTED.sentence(name=name, device=OLD_MODULES[origin])
 
     def _insert_before(self, statement: cst.CSTNode, line: str) -> None:
         """Put a line before a statement, or ``line;`` if that is not the first of its line."""
@@ -270,7 +270,7 @@ class Rule(Rewriter):
         """Rewrite the imports themselves, now that it is known which names are moved."""
         for star, module in self.tree.star_imports.items():
             if module.startswith(tuple(OLD_MODULES)) and not is_guarded(self.tree, star):
-                self.say(star, "by hand", remedies.STAR.said(module=module))
+                self.say(star, "by hand", remedies.STAR.sentence(module=module))
         for node in self.tree.imports:
             if isinstance(node, cst.Import):
                 self._rewrite_import(node)

@@ -61,14 +61,14 @@ class UseEdits:
     def plan(self, use: Use, old: str) -> list[Edit]:
         """The edits of the code around the name of a use, but not of the name. Raises `ByHand`."""
         if isinstance(self.tree.parents[use.node], cst.Expr):  # see `magics`
-            raise ByHand(remedies.IN_MAGIC.said(old=old))
+            raise ByHand(remedies.IN_MAGIC.sentence(old=old))
         if old in OLD_MODULES:
-            raise ByHand(remedies.MODULE_AS_VALUE.said(old=old, device=OLD_MODULES[old]))
+            raise ByHand(remedies.MODULE_AS_VALUE.sentence(old=old, device=OLD_MODULES[old]))
         if old not in OLD_NAMES:
             # an attribute of a class: torch.cuda.amp.autocast.__init__
             class_name = next(name for name in OLD_NAMES if old.startswith(f"{name}."))
             name = OLD_NAMES[class_name].name
-            raise ByHand(remedies.ATTRIBUTE.said(old=class_name, name=name))
+            raise ByHand(remedies.ATTRIBUTE.sentence(old=class_name, name=name))
         name, device = OLD_NAMES[old]
         node = use.node
         self._check_place(node, old)
@@ -81,7 +81,7 @@ class UseEdits:
             return [Edit(end, end, f'(device_type="{device}")')]
         context = self.tree.type_context(node)
         if isinstance(context, cst.Comparison) and not nodes.is_call_of(context.left, "type"):
-            raise ByHand(remedies.COMPARED.said(name=name))
+            raise ByHand(remedies.COMPARED.sentence(name=name))
         if context is not None:
             if not isinstance(context, cst.Annotation):
                 self._check_device_by_type(name, device)
@@ -92,20 +92,20 @@ class UseEdits:
         """Raise `ByHand` where an edit of the name would break the code around it."""
         name, device = OLD_NAMES[old]
         if self.tree.is_in(node, cst.FormattedString):
-            raise ByHand(remedies.IN_F_STRING.said(name=name, device=device))
+            raise ByHand(remedies.IN_F_STRING.sentence(name=name, device=device))
         replacing_lines = []
         for replacing_node, replaced_name in self.replaced_at.items():
             if replaced_name == old:
                 replacing_lines.append(str(self.tree.line(replacing_node)))
         if replacing_lines:
             lines = ", ".join(replacing_lines)
-            raise ByHand(remedies.REPLACED_ELSEWHERE.said(old=old, lines=lines, name=name))
+            raise ByHand(remedies.REPLACED_ELSEWHERE.sentence(old=old, lines=lines, name=name))
         if self.tree.is_in(node, cst.Del):
-            raise ByHand(remedies.DELETED.said(name=name))
+            raise ByHand(remedies.DELETED.sentence(name=name))
         is_scaler = name == "GradScaler"
         if is_scaler and self._scaler_comparisons and not self.tree.is_in(node, cst.Annotation):
             line = min(map(self.tree.line, self._scaler_comparisons))
-            raise ByHand(remedies.SCALER_COMPARED.said(name=name, line=line))
+            raise ByHand(remedies.SCALER_COMPARED.sentence(name=name, line=line))
 
     @functools.cached_property
     def _scaler_comparisons(self) -> list[cst.CSTNode]:
@@ -128,16 +128,18 @@ class UseEdits:
             if isinstance(call, cst.Call) and self._is_partial(call, old, use):
                 return self._plan_call(old, call, use, first=1)
             if isinstance(call, cst.ClassDef):
-                raise ByHand(remedies.SUBCLASS.said(name=name, device=device))
+                raise ByHand(remedies.SUBCLASS.sentence(name=name, device=device))
         if isinstance(parent, cst.Decorator):
-            raise ByHand(remedies.BARE_DECORATOR.said(name=name))
+            raise ByHand(remedies.BARE_DECORATOR.sentence(name=name))
         edits = self._plan_alias(use, old)
         if edits is not None:
             return edits
         defaults = ""
         if name == "autocast":
             defaults = f", dtype=torch.{_DEFAULT_DTYPES[device]}"
-        advice = remedies.CLASS_AS_VALUE.said(old=old, name=name, device=device, defaults=defaults)
+        advice = remedies.CLASS_AS_VALUE.sentence(
+            old=old, name=name, device=device, defaults=defaults
+        )
         raise ByHand(advice)
 
     def _check_device_by_type(self, name: str, device: str) -> None:
@@ -151,7 +153,7 @@ class UseEdits:
                 other_classes.add(old)
         other_classes.update(new for new, today in NEW_NAMES.items() if today == name)
         if any(use.origins & other_classes for use in self.tree.uses):
-            raise ByHand(remedies.ONE_CLASS.said(name=name, device=device))
+            raise ByHand(remedies.ONE_CLASS.sentence(name=name, device=device))
 
     def _plan_alias(self, use: Use, old: str) -> list[Edit] | None:
         """The edits of ``cast = autocast`` to a partial with the device; None if they are not safe.
@@ -227,7 +229,9 @@ class UseEdits:
         parts = nodes.name_parts(target) if target is not None else None
         if name != "autocast" or (parts and self._is_called_by_keyword(parts[-1])):
             return True
-        raise ByHand(remedies.CALLED_BY_POSITION.said(device=device, dtype=_DEFAULT_DTYPES[device]))
+        raise ByHand(
+            remedies.CALLED_BY_POSITION.sentence(device=device, dtype=_DEFAULT_DTYPES[device])
+        )
 
     def _is_called_by_keyword(self, name: str) -> bool:
         """Whether each use of a name is a call with keyword arguments only."""
@@ -257,7 +261,7 @@ class UseEdits:
                 argument = f",{self._blanks_before(args[-1])}{argument}"
             return [Edit(at, at, argument)]
         if name == "GradScaler" and args and _is_device(args[0]):
-            raise ByHand(remedies.DEVICE_AS_SCALE.said(written=self.tree.code(args[0].value)))
+            raise ByHand(remedies.DEVICE_AS_SCALE.sentence(written=self.tree.code(args[0].value)))
         new = f'"{device}"'
         edits: list[Edit] = []
         if name == "autocast":  # GradScaler kept the order and defaults of its arguments
@@ -283,7 +287,7 @@ class UseEdits:
         if any(arg.star == "**" for arg in args):  # they may hold a dtype
             if dtype and self._sets_dtype:
                 raise ByHand(
-                    remedies.DOUBLE_STAR.said(device=device, dtype=_DEFAULT_DTYPES[device])
+                    remedies.DOUBLE_STAR.sentence(device=device, dtype=_DEFAULT_DTYPES[device])
                 )
             return "", edits
         return dtype, edits
@@ -295,7 +299,7 @@ class UseEdits:
         """
         positional = [arg for arg in args if arg.star != "**" and arg.keyword is None]
         if len(positional) > len(_AUTOCAST_ARGUMENTS) or any(arg.star for arg in positional):
-            raise ByHand(remedies.POSITIONAL.said(device=device))
+            raise ByHand(remedies.POSITIONAL.sentence(device=device))
         edits = []
         for keyword, arg in zip(_AUTOCAST_ARGUMENTS, positional, strict=False):
             start, end = self.tree.span(arg)
@@ -317,7 +321,7 @@ class UseEdits:
             return ""
         torch = self.torch.at(use)
         if torch is None:
-            raise ByHand(remedies.GIVE_DTYPE.said(dtype=_DEFAULT_DTYPES[device]))
+            raise ByHand(remedies.GIVE_DTYPE.sentence(dtype=_DEFAULT_DTYPES[device]))
         return f", dtype={torch}.{_DEFAULT_DTYPES[device]}"
 
     @functools.cached_property

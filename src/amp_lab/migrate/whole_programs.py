@@ -68,7 +68,7 @@ def scaled_without_autocast(code: CodeReader) -> Mistakes:
     parts = _all_names(code)
     if parts & _DTYPE_METHODS or any("autocast" in part for part in parts):
         return
-    yield code.scaler_calls[names[0]], _WITHOUT_AUTOCAST.said(scaler=names[0])
+    yield code.scaler_calls[names[0]], _WITHOUT_AUTOCAST.sentence(scaler=names[0])
 
 
 def trained_without_scaler(code: CodeReader) -> Mistakes:
@@ -86,7 +86,7 @@ def trained_without_scaler(code: CodeReader) -> Mistakes:
         cast = values.cast_of_loss(backward)
         if cast is not None:
             device = values.device(cast)
-            yield backward.node, _WITHOUT_SCALER.said(device=device, optimizer=step.owner)
+            yield backward.node, _WITHOUT_SCALER.sentence(device=device, optimizer=step.owner)
             return  # the rest of the program lacks the same scaler
 
 

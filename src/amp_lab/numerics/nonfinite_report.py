@@ -59,7 +59,7 @@ class NonfiniteReport:
             "eps": self.eps,
             "constant": self.constant,
         }
-        return " ".join(remedy.said(**facts) for remedy in self.remedies)
+        return " ".join(remedy.sentence(**facts) for remedy in self.remedies)
 
     @property
     def _autocast_effect(self) -> str:

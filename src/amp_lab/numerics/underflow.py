@@ -186,7 +186,7 @@ class UnderflowReport(Printed):
             lines += _ABOUT
             lines += self._on_scales()
         if total.nonfinite:
-            lines.append(_NONFINITE.said(count=total.nonfinite))
+            lines.append(_NONFINITE.sentence(count=total.nonfinite))
         if self.unused:
             lines.append(f"No gradient from this loss: {listed(self.unused)}.")
         if total.sample:
@@ -203,8 +203,8 @@ class UnderflowReport(Printed):
         low = _power(smallest)
         high = _power(largest)
         if smallest <= largest:
-            return [_SCALE.said(low=low, high=high)]
-        return [_NO_SCALE.said(high=high, lost=100 * self.total.lost(largest))]
+            return [_SCALE.sentence(low=low, high=high)]
+        return [_NO_SCALE.sentence(high=high, lost=100 * self.total.lost(largest))]
 
 
 def gradient_underflow(

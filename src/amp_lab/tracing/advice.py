@@ -195,12 +195,12 @@ def _loss_in_low_precision(trace: Tracer) -> Iterator[str]:
         facts.append((row, (op, what, is_outside, place)))
     for subject, _, (op, what, is_outside, place) in _group_by_fact(facts):
         if is_outside:
-            yield _LOSS_IN_LOW_PRECISION.said(where=subject, op=op, what=what)
+            yield _LOSS_IN_LOW_PRECISION.sentence(where=subject, op=op, what=what)
         elif place is None:
-            yield _LOSS_ALONE.said(where=subject, op=op, what=what)
+            yield _LOSS_ALONE.sentence(where=subject, op=op, what=what)
         else:
             quoted = f" {place!r}" if place else ""
-            yield _LOSS_IN_THE_MODEL.said(where=subject, op=op, what=what, place=quoted)
+            yield _LOSS_IN_THE_MODEL.sentence(where=subject, op=op, what=what, place=quoted)
 
 
 def _place_of_logits(outputs: Outputs, row: OpRecord) -> str | None:
@@ -329,7 +329,7 @@ def _frozen_model(trace: Tracer) -> Iterator[str]:
     casts = _weight_casts(trace)
     if trace.is_frozen and casts:
         size = bytes_text(sum(cast.nbytes for cast in casts))
-        yield _FROZEN.said(size=size, dtype=dtype_name(trace.dtype))
+        yield _FROZEN.sentence(size=size, dtype=dtype_name(trace.dtype))
 
 
 def _weights_in_the_other_16_bit_format(trace: Tracer) -> Iterator[str]:
@@ -339,7 +339,7 @@ def _weights_in_the_other_16_bit_format(trace: Tracer) -> Iterator[str]:
     weight_dtypes = {cast.from_dtype for cast in _weight_casts(trace)}
     other_dtypes = weight_dtypes & set(LOWER_DTYPES) - {trace.dtype}
     for dtype in other_dtypes:  # at most one
-        yield _OTHER_HALF.said(
+        yield _OTHER_HALF.sentence(
             own=short_name(dtype),
             low=short_name(trace.dtype),
             loss=_LOSS_OF_CAST[trace.dtype],
@@ -359,7 +359,7 @@ def _casts_of_integers(trace: Tracer) -> Iterator[str]:
         if cast.module not in modules:
             modules.append(cast.module)
     for called, modules in modules_by_function.items():
-        yield _INTEGERS.said(
+        yield _INTEGERS.sentence(
             called=called,
             where=_modules_text(modules),
             low=short_name(trace.dtype),
@@ -380,7 +380,7 @@ def _ops_with_mixed_dtypes(trace: Tracer) -> Iterator[str]:
                 argument_dtype is not trace.dtype
             ):  # the advice casts only the arguments that need it
                 casts += [f"{name}.to(torch.{dtype})" for name in names]
-        yield _MIXED_OP.said(
+        yield _MIXED_OP.sentence(
             op=call.op,
             where=_modules_text(modules),
             mixed=" and ".join(mixed),
@@ -461,7 +461,7 @@ def _why_not_low(row: OpRecord, trace: Tracer) -> str:
     # "addmm_" is in place, "__matmul__" is not.
     if row.called.endswith("_") and not row.called.endswith("__"):
         return "autocast does not cast for in-place ops"
-    return _NO_RULE.said(device=device_type, dtype=dtype_name(trace.dtype))
+    return _NO_RULE.sentence(device=device_type, dtype=dtype_name(trace.dtype))
 
 
 def _autocast_does_nothing_near(wide_rows: list[OpRecord], rows: list[OpRecord]) -> bool:

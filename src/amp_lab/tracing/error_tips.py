@@ -72,7 +72,7 @@ def tips_for(error: Exception, op: str, device_type: str) -> list[str]:
     if "dtype" not in message:
         return tips
     for name in _functions_without_autocast(error):
-        tips.append(_CUSTOM_FUNCTION.said(name=name, device=device_type))
+        tips.append(_CUSTOM_FUNCTION.sentence(name=name, device=device_type))
     return tips
 
 

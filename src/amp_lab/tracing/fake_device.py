@@ -262,9 +262,9 @@ def remedy_for(error: Exception, model: nn.Module, verb: str) -> str:
         if last_name in _PARTS_WITHOUT_DECISIONS and id(module) not in failing_ids:
             names.append(name)
     if not names:
-        return _PARTS.said(verb=verb)
+        return _PARTS.sentence(verb=verb)
     outermost = min(names, key=lambda name: name.count("."))  # the largest part
-    return _PART.said(verb=verb, part=outermost)
+    return _PART.sentence(verb=verb, part=outermost)
 
 
 def own_reason(error: Exception) -> str:
@@ -288,9 +288,9 @@ def tip_for(error: Exception, model: nn.Module, verb: str, device_type: str, op:
     """
     tips = tips_for(error, op, device_type)
     if _is_flex(error):
-        tips.append(_FLEX.said(verb=verb))
+        tips.append(_FLEX.sentence(verb=verb))
     if "torchvision.models.detection" in type(model).__module__:
-        tips.append(_DETECTOR.said(verb=verb))
+        tips.append(_DETECTOR.sentence(verb=verb))
     elif any(map(is_wrapper, model.parameters())):
         tips.append(QUANTISED.text)
     return "".join(f"; {tip}" for tip in dict.fromkeys(tips))

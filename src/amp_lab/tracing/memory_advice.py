@@ -61,7 +61,7 @@ def ways_out(table: MemoryTable, eight_bit: MemoryForecast | None) -> Iterator[s
         frozen = _peak_with(smallest, gradients=0.0, state=0.0)
         yield _with_saving(_ADAPTERS, smallest, frozen, limit)
     if smallest.activations > smallest.peak // 4:
-        yield _CHECKPOINT.said(activations=amount(smallest.activations))
+        yield _CHECKPOINT.sentence(activations=amount(smallest.activations))
 
 
 def needs_eight_bit(table: MemoryTable) -> bool:
@@ -115,4 +115,4 @@ def _with_saving(
         saves += ", and it fits"
     else:
         saves += f", {amount(peak - limit)} too little"
-    return advice.said(saves=saves, **facts)
+    return advice.sentence(saves=saves, **facts)

@@ -189,7 +189,7 @@ def remedy_for_mixed(
     if not has_low_weights and not is_buffer_or_attribute:
         return ""
     code_line = user_line(error)
-    return _REMEDIES[wide.kind].said(
+    return _REMEDIES[wide.kind].sentence(
         op=f"{op} ({code_line})" if code_line else op,
         wide=wide.text,
         low=low.source.text,
@@ -203,7 +203,7 @@ def _remedy_for_written(operands: tuple[Operand, ...], low: Operand, has_low_wei
     target, values = operands[0], operands[-1]
     if target is not low or values.source.kind is not SourceKind.COMPUTED or not has_low_weights:
         return ""
-    return _WRITTEN.said(wide=values.source.text, dtype=dtype_name(low.dtype))
+    return _WRITTEN.sentence(wide=values.source.text, dtype=dtype_name(low.dtype))
 
 
 @dataclass(frozen=True)
@@ -249,15 +249,15 @@ def remedies_for_writes(error: Exception, op: str, device_type: str) -> list[str
     code_line = user_line(error)
     where = f" at {code_line}" if code_line else ""
     if is_write(error):
-        return [_WRITE.said(place=where)]
+        return [_WRITE.sentence(place=where)]
     name = _matmul_in_place(error, op)
     if name is None:
         return []
-    remedies = [_IN_PLACE.said(place=where)]
+    remedies = [_IN_PLACE.sentence(place=where)]
     matmul = name.rstrip("_")
     if matmul in _MATMULS and has_autocast_rule(f"aten::{matmul}", device_type):
         arguments = "target, a, b" if matmul in _ADDING_MATMULS else "a, b"
-        remedies.append(_OUT_OF_PLACE.said(op=matmul, arguments=arguments))
+        remedies.append(_OUT_OF_PLACE.sentence(op=matmul, arguments=arguments))
     return remedies
 
 

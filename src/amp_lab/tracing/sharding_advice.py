@@ -123,14 +123,14 @@ def _refused_units(xray: ShardingXray) -> Iterator[str]:
             yield f"{place} fails at the first step: {unit.refusal}."
             continue
         dtypes = [f"{short_name(dtype)} ({_names(members)})" for dtype, members in groups]
-        yield _TWO_DTYPES.said(place=place, dtypes=" and ".join(dtypes))
+        yield _TWO_DTYPES.sentence(place=place, dtypes=" and ".join(dtypes))
 
 
 def _trained_in_no_unit(xray: ShardingXray) -> Iterator[str]:
     trained = [p for p in xray.parameters_in(None) if p.trained]
     if trained:
         cure = _IN_NO_UNIT if _is_fsdp(xray) else _IGNORED
-        yield cure.said(names=_names(trained))
+        yield cure.sentence(names=_names(trained))
 
 
 def _no_master_weights(xray: ShardingXray) -> Iterator[str]:
@@ -140,7 +140,7 @@ def _no_master_weights(xray: ShardingXray) -> Iterator[str]:
         more = ""
         if any(unit.param_dtype is dtype for unit in xray.units):
             more = f" and the policy's param_dtype={dtype} has nothing to cast,"
-        yield _NO_MASTER_WEIGHTS.said(
+        yield _NO_MASTER_WEIGHTS.sentence(
             names=_names(members),
             dtype=short_name(dtype),
             more=more,
@@ -153,14 +153,14 @@ def _upcasts(xray: ShardingXray) -> Iterator[str]:
     wider = [p for p in xray.parameters if p.computed.itemsize > p.stored.itemsize]
     for dtype, members in _group_by(wider, "computed"):
         stored = short_name(members[0].stored)
-        yield _UPCAST.said(names=_names(members), wide=short_name(dtype), stored=stored)
+        yield _UPCAST.sentence(names=_names(members), wide=short_name(dtype), stored=stored)
 
 
 def _advise_on_undone_upcasts(xray: ShardingXray) -> Iterator[str]:
     parameters = _undone_upcasts(xray)
     if parameters:
         low = short_name(parameters[0].computed)
-        yield _UNDONE_UPCAST.said(names=_names(parameters), low=low, keep=_keep_in_fp32())
+        yield _UNDONE_UPCAST.sentence(names=_names(parameters), low=low, keep=_keep_in_fp32())
 
 
 def _undone_upcasts(xray: ShardingXray) -> list[ShardedParameter]:
@@ -195,7 +195,7 @@ def _norms_in_low_precision(xray: ShardingXray) -> Iterator[str]:
     norms = [p for p in _computed_in_low_precision(xray) if p.of_norm and p not in undone]
     for dtype, members in _group_by(norms, "computed"):
         low = short_name(dtype)
-        yield _LOW_NORMS.said(names=_names(members), low=low, keep=_keep_in_fp32())
+        yield _LOW_NORMS.sentence(names=_names(members), low=low, keep=_keep_in_fp32())
 
 
 def _keep_in_fp32() -> str:
@@ -213,7 +213,7 @@ def _summed_in_low_precision(xray: ShardingXray) -> Iterator[str]:
     cure = _LOW_SUM_FSDP if _is_fsdp(xray) else _LOW_SUM_DDP
     low = [p for p in xray.parameters if p.reduced in LOWER_DTYPES]
     for dtype, members in _group_by(low, "reduced"):
-        yield cure.said(names=_names(members), low=short_name(dtype))
+        yield cure.sentence(names=_names(members), low=short_name(dtype))
 
 
 def _reduce_dtype_left_out(xray: ShardingXray) -> Iterator[str]:
@@ -223,7 +223,7 @@ def _reduce_dtype_left_out(xray: ShardingXray) -> Iterator[str]:
             continue
         if any(p.trained and p.reduced is FP32 for p in xray.parameters_in(unit.name)):
             low = short_name(unit.param_dtype)
-            yield _NO_REDUCE_DTYPE.said(place=_place(unit.name), low=low)
+            yield _NO_REDUCE_DTYPE.sentence(place=_place(unit.name), low=low)
             return  # one line is enough: most models have one policy for all units
 
 
@@ -233,7 +233,7 @@ def _frozen_in_fp32(xray: ShardingXray) -> Iterator[str]:
         return
     frozen = [p for p in _computed_in_low_precision(xray) if not p.trained]
     for dtype, members in _group_by(frozen, "computed"):
-        yield _FROZEN.said(names=_names(members), low=short_name(dtype))
+        yield _FROZEN.sentence(names=_names(members), low=short_name(dtype))
 
 
 def _buffers_in_fp32(xray: ShardingXray) -> Iterator[str]:
@@ -242,7 +242,7 @@ def _buffers_in_fp32(xray: ShardingXray) -> Iterator[str]:
     in_low_units = [buffer for buffer in xray.buffers if buffer.unit in low_units]
     wide = [buffer for buffer in in_low_units if buffer.dtype is FP32 and not buffer.of_norm]
     if wide:
-        yield _BUFFERS.said(names=_names(wide))
+        yield _BUFFERS.sentence(names=_names(wide))
 
 
 def _low_statistics(xray: ShardingXray) -> Iterator[str]:
@@ -250,7 +250,7 @@ def _low_statistics(xray: ShardingXray) -> Iterator[str]:
     statistics = [buffer for buffer in xray.buffers if buffer.of_norm]
     low = [buffer for buffer in statistics if buffer.dtype in LOWER_DTYPES]
     if low:
-        yield _LOW_STATISTICS.said(names=_names(low))
+        yield _LOW_STATISTICS.sentence(names=_names(low))
 
 
 def _inputs_not_cast(xray: ShardingXray) -> Iterator[str]:
@@ -260,7 +260,7 @@ def _inputs_not_cast(xray: ShardingXray) -> Iterator[str]:
         return
     wide = [name for name, (_, arrives) in xray.inputs.items() if arrives is FP32]
     if wide:
-        yield _INPUTS.said(names=listed(wide, 3), low=short_name(root.param_dtype))
+        yield _INPUTS.sentence(names=listed(wide, 3), low=short_name(root.param_dtype))
 
 
 # Each rule yields sentences, or none. The advice is in this order, the most serious first.

@@ -138,10 +138,10 @@ def _autocast_off(model: nn.Module) -> str:
         return ""
     dtype = _low_weight_dtypes(model)[0]
     short = short_name(dtype)
-    remark = _AUTOCAST_OFF.said(dtype=dtype_name(dtype), short=short)
+    remark = _AUTOCAST_OFF.sentence(dtype=dtype_name(dtype), short=short)
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
     if model.training and is_trained:
-        remark = f"{remark} {_TRAINED_CAST.said(short=short)}"
+        remark = f"{remark} {_TRAINED_CAST.sentence(short=short)}"
     return remark
 
 
@@ -209,7 +209,7 @@ def _raised_under_autocast(
     explained = _explain_error(error, tracer, call)
     dtype = low_dtypes[0]
     if has_no_autocast and low_operand(tracer.failed_on) and _runs_under(dtype, trace_to):
-        cure = _UNDER_AUTOCAST.said(dtype=dtype_name(dtype), short=short_name(dtype))
+        cure = _UNDER_AUTOCAST.sentence(dtype=dtype_name(dtype), short=short_name(dtype))
         explained = f"{explained}; {cure}"
     raise TraceError(explained) from error
 
