@@ -96,12 +96,13 @@ _MIXED_OP = remedy(
 def advise(trace: Tracer, raised: str | None) -> list[str]:
     """Return the remarks on a trace as sentences.
 
-    `raised` describes an error that only occurs under autocast. Without autocast only two rules
-    apply, such as that of a loss in the dtype to which the model is cast.
+    `raised` describes an error that only occurs under autocast; None if there is none. Without
+    autocast only the rules in `_RULES_WITHOUT_AUTOCAST` apply.
     """
     lines = []
     if raised is not None:
         lines.append(f"Only under autocast: {raised}. The table ends there.")
+    # A trace without autocast has the dtype float32.
     rules = RULES if trace.dtype in LOWER_DTYPES else _RULES_WITHOUT_AUTOCAST
     for rule in rules:
         lines += rule(trace)
@@ -109,7 +110,10 @@ def advise(trace: Tracer, raised: str | None) -> list[str]:
 
 
 def _verdict(trace: Tracer) -> Iterator[str]:
-    """Summarize what autocast saves: the share of work in 16 bits, and the bytes written."""
+    """Summarize what autocast saves: the share of work in 16 bits, and the bytes written.
+
+    Yields nothing if the trace ended with an error or has no ops.
+    """
     if trace.error is not None or not trace.rows:
         return
     yield f"{_share_of_work(trace)}{_change_in_bytes(trace)}."
@@ -130,20 +134,20 @@ def _change_in_bytes(trace: Tracer) -> str:
     The text continues a sentence.
     """
     # Casts write bytes that fp32 would not, and may outweigh what smaller results save.
-    saved = sum(map(_saved_bytes, trace.rows))
-    casts = sum(cast.nbytes for cast in trace.casts)
-    if saved > casts:
-        bytes_in_fp32 = saved + sum(row.nbytes for row in trace.rows)
-        share = percent(saved - casts, bytes_in_fp32)
+    saved_bytes = sum(map(_saved_bytes, trace.rows))
+    cast_bytes = sum(cast.nbytes for cast in trace.casts)
+    if saved_bytes > cast_bytes:
+        bytes_in_fp32 = saved_bytes + sum(row.nbytes for row in trace.rows)
+        share = percent(saved_bytes - cast_bytes, bytes_in_fp32)
         return f"; the forward pass writes {share} % less than in fp32, the casts included"
-    if not casts:
+    if not cast_bytes:
         return ""
     low = short_name(trace.dtype)
-    weights = sum(cast.nbytes for cast in trace.casts if cast.is_of_parameter)
+    weight_bytes = sum(cast.nbytes for cast in _weight_casts(trace))
     return (
-        f"; in bytes {low} saves nothing in this forward pass: casts write {bytes_text(casts)} "
-        f"({bytes_text(weights)} for weights, with any batch), and results take only "
-        f"{bytes_text(saved)} less than in fp32"
+        f"; in bytes {low} saves nothing in this forward pass: casts write "
+        f"{bytes_text(cast_bytes)} ({bytes_text(weight_bytes)} for weights, with any batch), and "
+        f"results take only {bytes_text(saved_bytes)} less than in fp32"
     )
 
 
@@ -154,7 +158,7 @@ def _saved_bytes(row: OpRecord) -> int:
 
 
 def _lstm_that_fails_on_this_cpu(trace: Tracer) -> Iterator[str]:
-    """LSTMs for which this CPU has no kernel in 16 bits; fake tensors do not show that."""
+    """Report LSTMs for which this CPU has no kernel in 16 bits; fake tensors do not show that."""
     if trace.device_type != "cpu":
         return
     facts = []
@@ -174,20 +178,21 @@ def _lstm_that_fails_on_this_cpu(trace: Tracer) -> Iterator[str]:
 
 def _is_projected(row: OpRecord) -> bool:
     """Whether an LSTM has projections (`proj_size`), which torch runs without oneDNN."""
+    # Weights have two dimensions; a batched input and the states have three, biases have one.
     weights = [shape for shape in row.in_shapes if len(shape) == 2]
-    # Without them all weights (4 x hidden, …) have the same number of rows.
+    # Without projections all weights (4 x hidden, …) have the same number of rows.
     return len({shape[0] for shape in weights}) > 1
 
 
 def _loss_in_low_precision(trace: Tracer) -> Iterator[str]:
-    """Ops of the loss that run in 16 bits, in the loss function or inside the model."""
+    """Report ops of the loss that run in 16 bits, in the loss function or inside the model."""
     loss_rows = [row for row in trace.rows if is_of_loss(row)]
     # The same function may run ops in both precisions: log_softmax in bf16, then nll_loss in fp32.
-    in_fp32_too = {(row.module, row.called) for row in loss_rows if not _is_low(row)}
+    partly_in_fp32 = {(row.module, row.called) for row in loss_rows if not _is_low(row)}
     facts = []
     for row in filter(_is_low, loss_rows):
         what = f"runs in {short_name(row.dtype)}, so the loss is computed in low precision"
-        if (row.module, row.called) in in_fp32_too:
+        if (row.module, row.called) in partly_in_fp32:
             what = f"runs in {short_name(row.dtype)}, and the fp32 loss is computed from that"
         is_outside = row.module == LOSS  # in the user's loss function, not inside the model
         place = None if is_outside else _place_of_logits(trace.outputs, row)
@@ -206,7 +211,8 @@ def _loss_in_low_precision(trace: Tracer) -> Iterator[str]:
 def _place_of_logits(outputs: Outputs, row: OpRecord) -> str | None:
     """Where the logits of a loss are in the model's output, such as "logits"; None if not found.
 
-    "" if the output is the logits themselves. Logits have as many classes as the loss's input.
+    "" if the output is the logits themselves. They are in 16 bits, and have as many classes as the
+    input of the loss. `row` is the op of the loss.
     """
     classes = row.in_shapes[0][-1:]  # (number of classes,), or () for a single number
     candidates = []
@@ -222,7 +228,7 @@ def _place_of_logits(outputs: Outputs, row: OpRecord) -> str | None:
 
 
 def _work_not_in_low_precision(trace: Tracer) -> Iterator[str]:
-    """Matmuls and convolutions that autocast leaves in a wide dtype, and the reason."""
+    """Report matmuls and convolutions that autocast leaves in a wide dtype, and the reason."""
     facts = []
     for row in trace.rows:
         if row.flops and not _is_low(row):
@@ -241,12 +247,12 @@ def _work_not_in_low_precision(trace: Tracer) -> Iterator[str]:
 
 
 def _large_ops_in_fp32(trace: Tracer) -> Iterator[str]:
-    """Ops besides matmuls that autocast runs in fp32, and that write many bytes."""
+    """Report ops besides matmuls that autocast runs in fp32, and that write many bytes."""
     written = sum(row.nbytes for row in trace.rows)
     facts = []
     for row in trace.rows:
         if row.widened and row.dtype is torch.float32 and not row.flops:
-            facts.append((row, None))
+            facts.append((row, None))  # no fact: grouped by the function alone
     for subject, rows, _ in _group_by_fact(facts):
         size = sum(row.nbytes for row in rows)
         if size < LARGE_SHARE * written:
@@ -258,7 +264,7 @@ def _large_ops_in_fp32(trace: Tracer) -> Iterator[str]:
 
 
 def _rounded_softmax_and_norms(trace: Tracer) -> Iterator[str]:
-    """Softmax and norms that round their input and output to 16 bits."""
+    """Report softmax and norms that round their input and output to 16 bits."""
     facts = []
     for row in trace.rows:
         if row.op not in _SOFTMAX | NORMS or not _is_low(row):
@@ -274,7 +280,7 @@ def _rounded_softmax_and_norms(trace: Tracer) -> Iterator[str]:
 
 
 def _casts_to_fp32_and_back(trace: Tracer) -> Iterator[str]:
-    """Ops between two casts: to fp32 for the op, and back to 16 bits for the next function."""
+    """Report ops between two casts: to fp32 for the op, back to 16 bits for the next function."""
     low = short_name(trace.dtype)
     for subject, _, next_function in _group_by_fact(trace.bounces):
         yield (
@@ -284,7 +290,7 @@ def _casts_to_fp32_and_back(trace: Tracer) -> Iterator[str]:
 
 
 def _sizes_that_do_not_fill_tiles(trace: Tracer) -> Iterator[str]:
-    """Matmuls and convolutions in 16 bits with sizes that are not multiples of 8."""
+    """Report matmuls and convolutions in 16 bits with sizes that are not multiples of 8."""
     work = work_of(trace.rows)
     large = [row for row in trace.rows if row.flops > _SMALL_SHARE * work and _is_low(row)]
     rows = list(filter(_sizes_not_multiples_of_8, large))
@@ -300,13 +306,13 @@ def _sizes_that_do_not_fill_tiles(trace: Tracer) -> Iterator[str]:
     advice = ""
     if any(" rows" in text for text in shown):
         advice = f" {_ROWS_OF_THE_INPUT.text}"
-    why = "Matrix units take multiples of 8, but not so the sizes of"
+    beginning = "Matrix units take multiples of 8, but not so the sizes of"
     share = percent(work_of(rows), work)
-    yield f"{why} {share} % of the work: {'; '.join(shown)}{more}.{advice}"
+    yield f"{beginning} {share} % of the work: {'; '.join(shown)}{more}.{advice}"
 
 
 def _parameters_cast_at_each_use(trace: Tracer) -> Iterator[str]:
-    """Parameters that autocast casts several times, because it does not cache the cast."""
+    """Report parameters that autocast casts several times, because it does not cache the cast."""
     uses: Counter[tuple[str, torch.dtype]] = Counter()
     for cast in trace.casts:
         if cast.is_of_parameter and not cast.cached:
@@ -325,7 +331,7 @@ def _weight_casts(trace: Tracer) -> list[Cast]:
 
 
 def _frozen_model(trace: Tracer) -> Iterator[str]:
-    """A model without trainable parameters, whose weights autocast casts at each use."""
+    """Report a model without trainable parameters, whose weights autocast casts at each use."""
     casts = _weight_casts(trace)
     if trace.is_frozen and casts:
         size = bytes_text(sum(cast.nbytes for cast in casts))
@@ -333,11 +339,9 @@ def _frozen_model(trace: Tracer) -> Iterator[str]:
 
 
 def _weights_in_the_other_16_bit_format(trace: Tracer) -> Iterator[str]:
-    """Weights in bf16 that autocast casts to fp16, or the other way round."""
-    if trace.dtype not in LOWER_DTYPES:
-        return
+    """Report weights in bf16 that autocast casts to fp16, or the other way round."""
     weight_dtypes = {cast.from_dtype for cast in _weight_casts(trace)}
-    other_dtypes = weight_dtypes & set(LOWER_DTYPES) - {trace.dtype}
+    other_dtypes = weight_dtypes & (set(LOWER_DTYPES) - {trace.dtype})
     for dtype in other_dtypes:  # at most one
         yield _OTHER_HALF.sentence(
             own=short_name(dtype),
@@ -348,9 +352,7 @@ def _weights_in_the_other_16_bit_format(trace: Tracer) -> Iterator[str]:
 
 
 def _casts_of_integers(trace: Tracer) -> Iterator[str]:
-    """Functions for which autocast casts whole numbers, such as positions, to 16 bits."""
-    if trace.dtype not in LOWER_DTYPES:
-        return
+    """Report functions for which autocast casts whole numbers, such as positions, to 16 bits."""
     modules_by_function: dict[str, list[str]] = defaultdict(list)  # each module once, in order
     for cast in trace.casts:
         if not cast.of_integers or cast.to_dtype is not trace.dtype:
@@ -369,16 +371,14 @@ def _casts_of_integers(trace: Tracer) -> Iterator[str]:
 
 
 def _ops_with_mixed_dtypes(trace: Tracer) -> Iterator[str]:
-    """Custom ops that get tensors in fp32 and in 16 bits, since autocast has no rule for them."""
+    """Report custom ops that get fp32 and 16-bit tensors, since autocast has no rule for them."""
     dtype = dtype_name(trace.dtype)
     for call, modules in trace.mixed.items():
         mixed = []
         casts = []
         for argument_dtype, names in call.arguments:
             mixed.append(f"{listed(names)} in {short_name(argument_dtype)}")
-            if (
-                argument_dtype is not trace.dtype
-            ):  # the advice casts only the arguments that need it
+            if argument_dtype is not trace.dtype:  # only these arguments need a cast
                 casts += [f"{name}.to(torch.{dtype})" for name in names]
         yield _MIXED_OP.sentence(
             op=call.op,
@@ -396,13 +396,13 @@ def _modules_text(modules: Iterable[str]) -> str:
 
 
 def _no_gradient(trace: Tracer) -> Iterator[str]:
-    """A model that cannot be trained, because its output or loss has no gradient."""
+    """Report a model that cannot be trained, because its output or loss has no gradient."""
     if trace.without_gradient:
         yield f"The model cannot be trained: {trace.without_gradient}."
 
 
 def _backward_not_followed(trace: Tracer) -> Iterator[str]:
-    """A trace without a backward pass, and the reason."""
+    """Report that the backward pass was not followed, and the reason."""
     reason = trace.backward_not_followed
     if reason:
         yield f"Only the forward pass was followed: {reason}. Mixed dtypes there raise in training."
@@ -476,7 +476,10 @@ def _autocast_does_nothing_near(wide_rows: list[OpRecord], rows: list[OpRecord])
 
 
 def _sizes_not_multiples_of_8(row: OpRecord) -> str:
-    """The sizes of a matmul or convolution that are not multiples of 8: "10 output features"."""
+    """The sizes of a matmul or convolution that are not multiples of 8: "10 output features".
+
+    "" if all of them are, and for other ops.
+    """
     sizes = {}
     if row.op == "convolution":
         image, weight = row.in_shapes[:2]  # (N, C, …), (output channels, C per group, …)
@@ -485,7 +488,7 @@ def _sizes_not_multiples_of_8(row: OpRecord) -> str:
             return "1 channel for each group (depthwise)"
         sizes = {"input channels": image[1], "output channels": row.out_shapes[0][1]}
     elif row.op in ("mm", "addmm"):
-        left, right = row.in_shapes[-2:]  # (rows, inner), (inner, columns)
+        left, right = row.in_shapes[-2:]  # (rows, inner), (inner, columns), after addmm's bias
         sizes = {"input features": right[0], "output features": right[1]}
         if left[0] > 8:  # with fewer rows it is the batch that is small
             sizes["rows"] = left[0]

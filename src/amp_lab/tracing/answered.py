@@ -41,6 +41,7 @@ _WITHOUT_LOSS = remedy(
     "leave out the loss, loss_fn, which is --loss",
 )
 _Result = TypeVar("_Result")
+# Traces a call of a model, with the decisions of a real run, or without any; returns its result.
 Trace = Callable[[ModelCall, Decisions | None], _Result]
 
 
@@ -58,14 +59,17 @@ def answered(
         return _with_decisions(trace, call, verb, for_real)
     except MemoryNeeded as error:
         # A recorded run cannot help: what a model reads from memory is not recorded.
-        advice = _remedy(_attempts(trace, call, for_real), error, call.model, verb)
+        advice = _working_remedy(_attempts(trace, call, for_real), error, call.model, verb)
         raise TraceError(f"{error}, which fake tensors do not have: {advice}") from error
 
 
 def _with_decisions(
     trace: Trace[_Result], call: ModelCall, verb: str, for_real: Callable[[], object] | None
 ) -> _Result:
-    """Trace the model without decisions; if it needs values, with those of a run on the CPU."""
+    """Trace the model without decisions; if it needs values, with those of a run on the CPU.
+
+    If that run does not have the values either, the `TraceError` that is raised names a remedy.
+    """
     try:
         return trace(call, None)
     except ValuesNeeded as error:
@@ -84,17 +88,18 @@ def _with_decisions(
         except NotAnswered as error:
             # If the run on the CPU itself has failed, running for real is no remedy.
             run_for_real = for_real if isinstance(error, OtherCourse) else None
-            advice = _remedy(_attempts(trace, call, run_for_real), refusal, call.model, verb)
+            attempts = _attempts(trace, call, run_for_real)
+            advice = _working_remedy(attempts, refusal, call.model, verb)
             if isinstance(error, NoValues):
                 advice = f"{_BUILD_ON_CPU.text}; or {advice}"
             raise type(error)(f"{refusal}, and {error}: {advice}") from error
-    advice = _remedy(_attempts(trace, call, for_real), refusal, call.model, verb)
+    advice = _working_remedy(_attempts(trace, call, for_real), refusal, call.model, verb)
     raise TraceError(f"{refusal}, which fake tensors have not: {advice}") from refusal
 
 
 @contextmanager
 def _transformers_reads_masks() -> Iterator[None]:
-    """The block in which transformers reads the values of a fake mask, as of a real one.
+    """The block in which transformers asks for the values of a fake mask, as for a real one's.
 
     transformers drops an attention mask if all its values are 1, but never looks at fake tensors.
     The real run takes that decision, so the trace has to ask for it too.
@@ -107,13 +112,17 @@ def _transformers_reads_masks() -> Iterator[None]:
         yield
 
 
-Attempt = tuple[str, Callable[[], object]]  # the text of a remedy, and a function that tries it
+Attempt = tuple[str, Callable[[], object]]
+"""The text of a remedy, and a function that tries it."""
 
 
 def _attempts(
     trace: Trace[_Result], call: ModelCall, for_real: Callable[[], object] | None
 ) -> Iterator[Attempt]:
-    """The remedies that may help, beginning with the one that changes least."""
+    """Yield the remedies that may help, beginning with the one that changes least.
+
+    For each it yields the text, and a function that raises if the remedy does not work.
+    """
     if call.model.training:
 
         def in_evaluation_mode() -> object:
@@ -128,8 +137,13 @@ def _attempts(
         yield FOR_REAL.text, for_real
 
 
-def _remedy(attempts: Iterator[Attempt], refusal: TraceError, model: nn.Module, verb: str) -> str:
-    """The text of the first remedy that works; else the advice to trace a part of the model."""
+def _working_remedy(
+    attempts: Iterator[Attempt], refusal: TraceError, model: nn.Module, verb: str
+) -> str:
+    """The text of the first remedy that works; else the advice to trace a part of the model.
+
+    `refusal` is the error for which a remedy is sought.
+    """
     for text, attempt in attempts:
         try:
             attempt()
@@ -143,7 +157,7 @@ def _remedy(attempts: Iterator[Attempt], refusal: TraceError, model: nn.Module, 
 
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """The block in which all modules are in evaluation mode."""
+    """The block in which all modules are in evaluation mode; each then gets its old mode back."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

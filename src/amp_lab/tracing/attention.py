@@ -32,23 +32,24 @@ class Attention(NamedTuple):
 
     def in_plain_ops(self) -> torch.Tensor:
         """Compute the output with matmuls and a softmax, without a kernel of the device."""
-        *tensors, scale, enable_gqa = self
+        *positional, scale, enable_gqa = self  # the last two are keyword-only in torch's op
         return torch.ops.aten._scaled_dot_product_attention_math(
-            *tensors, scale=scale, enable_gqa=enable_gqa
+            *positional, scale=scale, enable_gqa=enable_gqa
         )[0]
 
     def flops(self) -> int:
         """FLOPs of both matmuls, of every query with every key, also if the mask is causal."""
-        width = self.query.shape[-1] + self.value.shape[-1]
-        return 2 * self.query[..., 0].numel() * self.key.shape[-2] * width
+        queries = self.query[..., 0].numel()  # in all heads of the batch
+        width = self.query.shape[-1] + self.value.shape[-1]  # D for the scores, V for the output
+        return 2 * queries * self.key.shape[-2] * width
 
 
 @contextmanager
 def attention_of(device: Backend) -> Iterator[None]:
     """The block in which attention runs as on this type of device, which need not be there.
 
-    If the device has fused attention, the first of `KERNELS` runs that the program allows and that
-    takes the call. Otherwise attention runs as matmuls and a softmax.
+    If the device has fused attention, each call runs the first of `KERNELS` that the program allows
+    and that takes the call. Otherwise attention runs as matmuls and a softmax.
     """
 
     def run(*args, **kwargs) -> torch.Tensor:
@@ -92,14 +93,17 @@ def _composite_attention(run: Callable[..., torch.Tensor]) -> Iterator[None]:
 class AttentionKernel:
     """A kernel of CUDA's attention: whether the program allows it, and which calls it takes."""
 
-    is_allowed: Callable[[], bool]
+    is_allowed: Callable[[], bool]  # by the program, for example with `sdpa_kernel`
     takes: Callable[[Attention], bool]
-    run: Callable[[Attention], torch.Tensor]
-    source: str
+    run: Callable[[Attention], torch.Tensor]  # returns the output
+    source: str  # the file and the function of torch that decide which calls it takes
 
 
 def _choose_kernel(call: Attention) -> Callable[[Attention], torch.Tensor]:
-    """The first of `KERNELS` that runs a call; raises torch's own `RuntimeError` if none does."""
+    """The function that runs a call, of the first of `KERNELS` that is allowed and takes it.
+
+    Raises torch's own `RuntimeError` if there is none.
+    """
     for kernel in KERNELS:
         if kernel.is_allowed() and kernel.takes(call):
             return kernel.run
@@ -111,6 +115,7 @@ def _has_4d_16_bit_query(call: Attention) -> bool:
 
 
 def _same_heads(call: Attention) -> bool:
+    """Whether query, key and value have the same batch and the same number of heads."""
     return call.query.shape[:2] == call.key.shape[:2] == call.value.shape[:2]
 
 
@@ -120,7 +125,7 @@ def _heads_fit(call: Attention) -> bool:
 
 
 def _fits_flash(call: Attention) -> bool:
-    """Whether flash attention takes a call: 16 bits, without a mask, heads of up to 256."""
+    """Whether flash attention takes a call: 16 bits, no mask, heads of one size up to 256."""
     if not _has_4d_16_bit_query(call) or not _is_ampere_or_later():
         return False
     if call.attn_mask is not None:
@@ -137,13 +142,16 @@ def _fits_flash(call: Attention) -> bool:
 
 
 def _fits_efficient(call: Attention) -> bool:
-    """Whether memory-efficient attention takes a call: fp32 or 16 bits, without GQA."""
+    """Whether memory-efficient attention takes a call: fp32 or 16 bits, without GQA.
+
+    The bytes of a head have to be a multiple of 16.
+    """
     dtype = call.query.dtype
     if call.query.dim() != 4 or dtype == torch.float64 or not _same_heads(call):
         return False
     if dtype == torch.bfloat16 and not _is_ampere_or_later():
         return False
-    alignment = 8 if dtype in LOWER_DTYPES else 4  # the kernel reads 16 bytes at once
+    alignment = 8 if dtype in LOWER_DTYPES else 4  # values in the 16 bytes that it reads at once
     return call.query.size(-1) % alignment == call.value.size(-1) % alignment == 0
 
 
@@ -171,7 +179,7 @@ def _flash(call: Attention) -> torch.Tensor:
         tensors = [nn.functional.pad(tensor, (0, pad)) for tensor in tensors]
     scale = call.scale
     if scale is None:
-        scale = head_size**-0.5  # of the size before padding
+        scale = head_size**-0.5  # torch's default, of the size before padding
     result = torch.ops.aten._scaled_dot_product_flash_attention(
         *tensors, call.dropout_p, call.is_causal, scale=scale
     )[0]
@@ -182,7 +190,7 @@ def _flash(call: Attention) -> torch.Tensor:
 
 def _efficient(call: Attention) -> torch.Tensor:
     """Run memory-efficient attention."""
-    returns_logsumexp = torch.is_grad_enabled()  # backward needs it
+    returns_logsumexp = torch.is_grad_enabled()  # the log-sum-exp of the scores, for backward
     return torch.ops.aten._scaled_dot_product_efficient_attention(
         *call[:3],
         _added_mask(call),

@@ -80,12 +80,12 @@ class _Walk:
     """The state of a backward pass: which nodes are to run, and the gradients that have arrived."""
 
     def __init__(self, seeds: Seeds):
-        # The gradients that have arrived at a node so far: summed, by input of the node.
+        # The gradients that have arrived at a node so far, summed: by the index of its input.
         self._arrived: dict[Node, dict[int, torch.Tensor]] = {}
         self._owners: dict[Node, Any] = {}  # objects that must live as long as a node
         self._tie_breaker = itertools.count()  # for the heap, since nodes cannot be compared
         self.ready: list[tuple[int, int, Node]] = []  # heap of (priority, tie breaker, node)
-        self.leaves: dict[int, torch.Tensor] = {}
+        self.leaves: dict[int, torch.Tensor] = {}  # gradients, by the `id` of the leaf
         for edge, gradient in seeds:
             self._arrived.setdefault(edge.node, {})[edge.output_nr] = gradient
             self._owners[edge.node] = edge.ownership_token
@@ -107,23 +107,24 @@ class _Walk:
     def run_next(self) -> tuple[Children, Gradients]:
         """Run the next node; return its children and the gradients for them.
 
-        The walk holds no reference to the node afterwards, so it is freed with its saved tensors.
+        For the node of a leaf both are empty, and its gradient is in `leaves`. The walk holds no
+        reference to the node afterwards, so it is freed with its saved tensors.
         """
         _, _, node = heapq.heappop(self.ready)
         self._missing.pop(node, None)
         arrived = self._arrived.pop(node, {})
         owner = self._owners.pop(node, None)
         if hasattr(node, "variable"):  # AccumulateGrad, the node of a leaf
-            self._accumulate(node.variable, arrived.get(0))
+            self._store_gradient(node.variable, arrived.get(0))
             return (), ()
-        results = [*_call(node, arrived)]
+        results = [*_call(node, arrived)]  # may be fewer than the node has children
         # The engine, too, converts gradients here and not where they arrive: before it frees the
         # node's own gradients.
         for i, (child, index) in enumerate(node.next_functions[: len(results)]):
             gradient = results[i]
             if child is not None and gradient is not None:
                 results[i] = _as_expected(gradient, child._input_metadata[index])
-        if _NEED_THEIR_PARENTS:
+        if _NEED_THEIR_PARENTS:  # else the node of an `autograd.Function` would be freed too early
             for child, _ in node.next_functions:
                 if isinstance(child, torch._C._FunctionBase):
                     self._owners[child] = node, owner
@@ -148,8 +149,8 @@ class _Walk:
             gradient = arrived[index] + gradient
         arrived[index] = gradient
 
-    def _accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """Set the gradient of a leaf, as the engine does: the tensor itself or a copy of it."""
+    def _store_gradient(self, leaf: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Store the gradient of a leaf, as the engine does: the tensor itself or a copy of it."""
         if gradient is None:
             return
         # A gradient that is a view of a larger storage would keep all of that storage alive.
@@ -160,7 +161,10 @@ class _Walk:
 
 
 def _as_expected(gradient: torch.Tensor, expected: Any) -> torch.Tensor:
-    """Convert a gradient to the shape and dtype of the tensor whose gradient it is."""
+    """Convert a gradient to the shape and dtype of the tensor whose gradient it is.
+
+    `expected` is torch's record of that tensor, an element of a node's `_input_metadata`.
+    """
     if gradient.shape != expected.shape:  # the forward op broadcast its input
         gradient = gradient.sum_to_size(expected.shape)
     if gradient.dtype != expected.dtype:
@@ -169,7 +173,10 @@ def _as_expected(gradient: torch.Tensor, expected: Any) -> torch.Tensor:
 
 
 def _call(node: Node, arrived: dict[int, torch.Tensor]) -> Gradients:
-    """Run a node on the gradients that have arrived, and return its results; () without any."""
+    """Run a node on the gradients that have arrived, by index of its input; return its results.
+
+    Returns () if no gradient has arrived. Raises `TraceError` for reentrant checkpointing.
+    """
     if not arrived:
         return ()
     metadata = node._input_metadata

@@ -88,21 +88,28 @@ def is_unmarked(op: OpOverload) -> bool:
 
 
 @functools.cache
-def _is_tagged(op: OpOverload) -> bool:
+def _has_value_dependence(op: OpOverload) -> bool:
+    """Whether an op depends on values according to torch's tags or to `is_unmarked`."""
     return is_unmarked(op) or bool(_VALUE_TAGS.intersection(op.tags))
 
 
 def depends_on_values(op: OpOverload, args: tuple, unmarked: frozenset[OpOverload]) -> bool:
-    """Whether the result of an op, or the size of it, depends on values."""
-    # x[indices] does only if an index is a mask: its number of true values is the size.
+    """Whether the result of an op, or the size of it, depends on values.
+
+    `unmarked` are further ops that do, as in `Decisions`.
+    """
     if op is not _INDEX:
-        return _is_tagged(op) or op in unmarked
-    masks = [index for index in args[1] if index is not None]
-    return any(mask.dtype in (torch.bool, torch.uint8) for mask in masks)
+        return _has_value_dependence(op) or op in unmarked
+    # The size of x[indices] depends on values if an index is a mask: on how many are true.
+    indices = [index for index in args[1] if index is not None]
+    return any(index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 def record_decision(running: RunningModule, op: OpOverload, inputs: tuple, result: Any) -> Decision:
-    """The record of an op that returned `result` for `inputs`, its (args, kwargs)."""
+    """The record of an op that returned `result` for `inputs`, its (args, kwargs).
+
+    `running` knows the module that called it.
+    """
 
     def on_meta(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(
@@ -122,6 +129,7 @@ def _module_of(running: RunningModule) -> str:
 
 
 def _shapes_of(inputs: tuple) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the tensors in (args, kwargs), in order."""
     return tuple(tuple(tensor.shape) for tensor in tensors_in(inputs))
 
 
@@ -135,7 +143,7 @@ class Replay:
 
     def __init__(self, decisions: Decisions):
         self._decisions = decisions
-        self._position = 0  # of the next decision
+        self._position = 0  # of the next decision in the real run's sequence
         self._taken = 0  # decisions of the real run that the trace has taken
         self._assumed = 0  # checks for inf or NaN that the real run did not make
         self.running = RunningModule()
@@ -165,14 +173,15 @@ class Replay:
         self._assumed = 0
 
     def answers(self, op: OpOverload, args: tuple) -> bool:
-        """Whether `answer` has to be called for an op instead of running it."""
+        """Whether an op depends on values, so that `answer` has to be called in place of it."""
         return depends_on_values(op, args, self._decisions.unmarked)
 
     def answer(self, op: OpOverload, args: tuple, kwargs: dict, fake: Callable[..., Any]) -> Any:
         """Return the result that an op had in the real run, with fake tensors.
 
         `fake` makes a tensor of a size, stride, dtype and device. Raises `OtherCourse` if the next
-        decision of the real run is of another op, in another module, or for other shapes.
+        decision of the real run is of another op, in another module, or for other shapes; for a
+        check for inf or NaN only if, besides, the outputs of the real run were not finite.
         """
         inputs = (args, kwargs)
         if_finite = found_in_finite_values(op, args)
@@ -201,7 +210,10 @@ class Replay:
         return tree_map_only(torch.Tensor, fake_result, self._decisions.sequence[position].result)
 
     def require_done(self) -> None:
-        """Raise `OtherCourse` if the trace did not ask for all decisions of the real run."""
+        """Raise `OtherCourse` if the trace did not ask for all decisions of the real run.
+
+        Checks for inf or NaN that found none may be left.
+        """
         for decision in self._decisions.sequence[self._position :]:
             if not decision.says_finite:
                 raise self._other_course(decision.module, decision.op)
@@ -209,9 +221,10 @@ class Replay:
     def _find_position(
         self, module: str, op: OpOverload, shapes: tuple[tuple[int, ...], ...], is_check: bool
     ) -> int | None:
-        """The position of the next decision if it is of this op; None if it is of another one.
+        """The position in the sequence of the next decision, if it is the one described; else None.
 
-        Checks for inf or NaN that found none are skipped.
+        It is described by its module, op and input shapes, and by whether it is a check for inf or
+        NaN. Such checks that found none are skipped.
         """
         expected = (module, op, shapes, is_check)
         decisions = self._decisions.sequence[self._position :]
@@ -227,15 +240,15 @@ class Replay:
         """Raise `OtherCourse` unless the outputs of the real run are finite."""
         if not self._decisions.is_finite:
             raise OtherCourse(
-                f"the check for inf or NaN in {_place_of(module)} is not made by the run on the "
-                "CPU, whose outputs are not finite"
+                f"the check for inf or NaN in {_decision_place(module)} is not made by the run on "
+                "the CPU, whose outputs are not finite"
             )
 
     @staticmethod
     def _other_course(module: str, op: OpOverload) -> OtherCourse:
         """The error for an op at which the trace and the real run differ."""
         name = op._schema.name.rpartition("::")[2]
-        where = f"op {name} in {_place_of(module)}"
+        where = f"op {name} in {_decision_place(module)}"
         return OtherCourse(f"the run on the CPU took another course at {where}")
 
 
@@ -243,8 +256,8 @@ def _were(count: int) -> str:
     return "was" if count == 1 else "were"
 
 
-def _place_of(module: str) -> str:
-    """Where a decision was taken, for an error message."""
+def _decision_place(module: str) -> str:
+    """Where a decision was taken, for an error message; ops outside all modules have LOSS."""
     if module == LOSS:
         return "the loss or the backward pass"
     return place_of(module)

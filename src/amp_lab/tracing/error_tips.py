@@ -60,7 +60,7 @@ _NO_VALUES_SAYS = ("Found no NVIDIA driver", "its data is not allocated yet")
 
 
 def tips_for(error: Exception, op: str, device_type: str) -> list[str]:
-    """The remedies for an error; empty if it is not known here.
+    """The sentences of the remedies for an error; empty if it is not known here.
 
     `op` is the one that failed, such as "addmm", or "" if that is not known.
     """
@@ -69,7 +69,7 @@ def tips_for(error: Exception, op: str, device_type: str) -> list[str]:
     tips += remedies_for_writes(error, op, device_type)
     if op == "tensor" and any(phrase in message for phrase in _NO_VALUES_SAYS):
         tips.append(_COPIED_VALUES.text)
-    if "dtype" not in message:
+    if "dtype" not in message:  # so no `autograd.Function` mixed dtypes
         return tips
     for name in _functions_without_autocast(error):
         tips.append(_CUSTOM_FUNCTION.sentence(name=name, device=device_type))
@@ -77,10 +77,10 @@ def tips_for(error: Exception, op: str, device_type: str) -> list[str]:
 
 
 def _functions_without_autocast(error: Exception) -> Iterator[str]:
-    """The `autograd.Function` subclasses in the traceback whose forward ignored autocast."""
+    """The names of each `autograd.Function` in the traceback whose forward ignored autocast."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         node = frame.f_locals.get("self")
         if not isinstance(node, torch.autograd.function.BackwardCFunction):
             continue
-        if not hasattr(node, "_fwd_used_autocast"):
+        if not hasattr(node, "_fwd_used_autocast"):  # `custom_fwd` sets it
             yield type(node).__name__.removesuffix("Backward")  # torch appends it to the name
