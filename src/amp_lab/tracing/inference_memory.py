@@ -50,7 +50,7 @@ class QuantizedWeights:
     name: str
     bits: int
     group: int | None  # how many values share a scale; None: all values of a row
-    scale_bytes: int  # bytes of the scale and the zero point of a group
+    scale_bytes: int  # bytes of the scale and the zero point together, of each group
 
     def bytes_of(self, rows: int, columns: int) -> int:
         """Bytes of a weight (rows, columns), including its scales."""
@@ -86,6 +86,7 @@ def forecast_inference(
     keeps all copies until its block ends: see `kept_under_no_grad`.) Call ``model.eval()`` first,
     since the mode of the model is not changed. `inputs` and `kwargs` are tensors, or structures of
     them, on any device.
+
     Not counted: the workspaces of cuBLAS and cuDNN, the memory of the driver, and fragmentation.
 
     The field `cache` of the forecast is the KV cache in the model's output; None if it has none.
@@ -95,7 +96,7 @@ def forecast_inference(
     """
 
     def trace(call: ModelCall, decisions: Decisions | None) -> InferenceForecast:
-        with _steps(call.model, device_type, [precision], ways=[autocast]) as (step,):
+        with _steps(call.model, device_type, [precision], autocast_or_not=[autocast]) as (step,):
             args = step.run.fake(call.args)
             kwargs = step.run.fake(call.kwargs)
             return _forecast_with_cache(step, (args, kwargs), decisions)
@@ -125,7 +126,7 @@ def inference_table(
     precisions = list(precisions)  # `trace` may run twice, and an iterator can be read only once
 
     def trace(call: ModelCall, decisions: Decisions | None) -> _ResultsByWay:
-        with _steps(call.model, device_type, precisions, ways=[True, False]) as steps:
+        with _steps(call.model, device_type, precisions, autocast_or_not=[True, False]) as steps:
             return _forecast_each_way(steps, inputs, limit, tokens, decisions)
 
     call = ModelCall(model, inputs.args, inputs.kwargs, passes=Passes.FORWARD)
@@ -173,14 +174,15 @@ def _forecast_each_way(
 ) -> _ResultsByWay:
     """Forecast each way; errors in low precision are collected, those in fp32 are raised.
 
-    `limit` is the memory for the largest batch; `tokens` those for the KV cache.
+    `limit` is the memory in bytes for the largest batch, or None; `tokens` is the number of tokens
+    to forecast the KV cache for. If every way fails, the first error is raised.
     """
     by_way = _ResultsByWay()
     weight_shapes = _linear_weight_shapes(steps[0].run.model)
     for step in steps:
-        batch = inputs.for_batch(inputs.batch, step.traced_on)
+        arguments = inputs.for_batch(inputs.batch, step.traced_on)
         try:
-            forecast = _forecast_with_cache(step, batch, decisions, tokens)
+            forecast = _forecast_with_cache(step, arguments, decisions, tokens)
         except ValuesNeeded:  # `answered` repeats the trace with the decisions of a real run
             raise
         except TraceError as error:
@@ -198,7 +200,8 @@ def _forecast_each_way(
         if limit is not None:  # the user gave the memory of the device
             _add_largest_batch(by_way, step, inputs, limit, {step.way: 0, **saved})
     if not by_way.forecasts:
-        raise TraceError(next(iter(by_way.failed.values())))
+        first_error = next(iter(by_way.failed.values()))
+        raise TraceError(first_error)
     return by_way
 
 
@@ -210,14 +213,15 @@ def _forecast_with_cache(
 ) -> InferenceForecast:
     """Forecast a pass on `arguments`, including what needs further passes.
 
-    These are the peak under `torch.no_grad`, and the growth of the KV cache with the tokens.
+    These are the peak under `torch.no_grad`, and the growth of the KV cache with the tokens. With
+    `tokens`, the forecast has the size of the cache for so many tokens.
     """
     traced = step.trace(*arguments, decisions)
     forecast = traced.forecast()
     if step.by_autocast:
         no_grad = step.trace(*arguments, decisions, under=torch.no_grad).forecast()
-        extra = no_grad.peak - forecast.peak
-        forecast = dataclasses.replace(forecast, kept_under_no_grad=extra)
+        extra_bytes = no_grad.peak - forecast.peak
+        forecast = dataclasses.replace(forecast, kept_under_no_grad=extra_bytes)
 
     def trace_with_tokens(count: int) -> tuple[CachedTensor, ...]:
         # Without the decisions, which may differ for another number of tokens.
@@ -241,9 +245,10 @@ def _add_largest_batch(
     limit: int,
     saved: dict[str, int],
 ) -> None:
-    """Add the largest batch of each way in `saved`, or why it cannot be determined.
+    """Add to `by_way` the largest batch of each way in `saved`, or why it cannot be determined.
 
-    `saved` has the ways that differ only in the weights, and by how many bytes these are smaller.
+    `saved` has the way of `step` with 0, and the ways that differ from it only in the weights, with
+    the bytes by which these are smaller. `limit` is the memory in bytes.
     """
     try:
         by_batch = MemoryByBatch(step, inputs, limit)
@@ -274,9 +279,9 @@ def _linear_weight_shapes(model: nn.Module) -> list[torch.Size]:
 
 
 def _saved_by_quantization(shapes: list[torch.Size], precision: Precision) -> dict[str, int]:
-    """How many bytes each quantized format saves for weights of these shapes in 16 bits.
+    """How many bytes each quantized format saves for weights of these shapes, by format.
 
-    Empty if there are no shapes.
+    `precision` is the low one in which the weights are otherwise. Empty if there are no shapes.
     """
     if not shapes:
         return {}
@@ -292,29 +297,33 @@ def _saved_by_quantization(shapes: list[torch.Size], precision: Precision) -> di
 
 @contextmanager
 def _steps(
-    model: nn.Module, device_type: str, precisions: Iterable[Precision | str], ways: list[bool]
+    model: nn.Module,
+    device_type: str,
+    precisions: Iterable[Precision | str],
+    autocast_or_not: list[bool],
 ) -> Iterator[list["InferenceStep"]]:
-    """The block in which passes can be traced; yields one step for each precision and way.
+    """The block in which passes can be traced; yields a list with one step for each way.
 
-    `ways` says how to get to low precision: by autocast (True) or by a cast (False).
+    `autocast_or_not` says how to get to each low precision: by autocast (True), by a cast (False),
+    or in turn by each of the two. In other precisions there is one step, without autocast.
     """
     with steps_on(model, device_type, precisions) as (run, known_precisions):
         steps = []
         for precision in known_precisions:
-            ways_of_precision = ways if precision in _LOW_PRECISIONS else [False]
-            for by_autocast in ways_of_precision:
+            choices = autocast_or_not if precision in _LOW_PRECISIONS else [False]
+            for by_autocast in choices:
                 steps.append(InferenceStep(run, device_type, precision, by_autocast))
         yield steps
 
 
 @dataclass(frozen=True)
 class InferenceStep:
-    """A forward pass without its inputs."""
+    """A forward pass without its inputs; made by `_steps`."""
 
-    run: ModelRun  # the inputs in it are not used
+    run: ModelRun  # the model on its fake device; the inputs in it are not used
     device_type: str
     precision: Precision
-    by_autocast: bool
+    by_autocast: bool  # whether autocast casts to the precision; else weights and inputs are cast
 
     @property
     def traced_on(self) -> str:
@@ -346,7 +355,7 @@ class InferenceStep:
         """Run the pass once on fake inputs, and record when each storage is allocated and freed.
 
         `decisions` are those of a real run on such inputs, if the pass depends on values. `under`
-        is the context manager for the pass.
+        returns the context manager in which the pass runs, such as `torch.no_grad`.
         """
 
         def trace() -> TracedInference:
@@ -355,7 +364,7 @@ class InferenceStep:
                 replay.require_done()
             return dataclasses.replace(traced, decisions=replay.remark)
 
-        return traced_on_either(trace)
+        return traced_on_either(trace)  # a second time on the CPU, if the ops mix devices
 
     def _trace(self, inputs: tuple, kwargs: dict[str, Any], under: Callable) -> "TracedInference":
         """Run the pass inside a ledger of storages, with casts and autocast as the way says."""
@@ -421,10 +430,10 @@ class TracedInference:
 
     def forecast(self) -> InferenceForecast:
         """The forecast for this pass."""
-        in_use = self.storages.in_use()
-        peak_at = int(np.argmax(in_use)) + 1  # the number of events up to the peak
-        at_peak = self.storages.by_kind(peak_at)
-        largest = self.storages.largest(peak_at, int(in_use.max()))
+        in_use = self.storages.in_use()  # (events,) bytes
+        events = int(np.argmax(in_use)) + 1  # how many there are up to the peak
+        at_peak = self.storages.by_kind(events)
+        largest = self.storages.largest(events, int(in_use.max()))  # None if it is small
         return InferenceForecast(
             model=type(self.step.run.model).__name__,
             input_shapes=self.input_shapes,

@@ -56,6 +56,7 @@ class InferenceForecast(Printed):
     def with_smaller_weights(self, way: str, saved: int) -> "InferenceForecast":
         """The forecast of a way that differs only in weights that take `saved` bytes less."""
         weights = self.weights - saved
+        # The text on the largest tensor has its share of the peak, which is another one here.
         return dataclasses.replace(self, way=way, weights=weights, largest_at_peak="")
 
     def _contents(self) -> dict[str, Any]:
@@ -87,7 +88,7 @@ class InferenceTable(Printed):
     failed: dict[str, str] = field(default_factory=dict)  # why there is no forecast, by way
     no_largest: dict[str, str] = field(default_factory=dict)  # why there is no batch, by way
     tokens: int | None = None  # for each sequence; the user asked for the KV cache of so many
-    places: int | None = None  # the most tokens that the model's config allows
+    places: int | None = None  # the most positions, so tokens, that the model's config allows
 
     def __getitem__(self, way: str) -> InferenceForecast:
         """The forecast of a way, such as "bf16 cast"."""
@@ -162,15 +163,15 @@ class InferenceTable(Printed):
         """The sentences below the table."""
         for way, error in self.failed.items():
             yield f"No forecast for {way}: {error}."
-        yield from self._fits()
+        yield from self._fit_facts()
         for forecast in self.forecasts:
             yield from largest_line(forecast.way, forecast.largest_at_peak)
         for forecast in self.forecasts:
             if forecast.kept_under_no_grad:
-                more = amount(forecast.kept_under_no_grad)
+                extra = amount(forecast.kept_under_no_grad)
                 yield (
                     f"{forecast.way}: under no_grad instead of inference_mode, autocast keeps its "
-                    f"casts of weights until its block ends, and the peak is {more} higher."
+                    f"casts of weights until its block ends, and the peak is {extra} higher."
                 )
         if any(forecast.way.startswith("int") for forecast in self.forecasts):
             yield (
@@ -179,9 +180,9 @@ class InferenceTable(Printed):
             )
         if self.forecasts[0].decisions:
             yield self.forecasts[0].decisions
-        yield from self._facts_of_the_cache()
+        yield from self._cache_facts()
 
-    def _fits(self) -> Iterator[str]:
+    def _fit_facts(self) -> Iterator[str]:
         """Sentences on what does not fit, and on why there is no largest batch."""
         if self.memory_bytes is None:
             return
@@ -199,7 +200,7 @@ class InferenceTable(Printed):
         if self.reserve:
             yield reserve_line(self.memory_bytes, self.reserve)
 
-    def _facts_of_the_cache(self) -> Iterator[str]:
+    def _cache_facts(self) -> Iterator[str]:
         """Sentences on the KV cache, once for all ways that share them, and on what is left out."""
         sentences_by_way = {}
         for forecast in self.forecasts:
@@ -224,7 +225,10 @@ class InferenceTable(Printed):
 
 
 def _ways_by_text(texts: dict[str, str]) -> dict[str, str]:
-    """For each different text, the ways that have it, such as ``fp32, bf16 cast``."""
+    """For each different text, the ways that have it, joined: ``fp32, bf16 cast``.
+
+    `texts` has the text of each way.
+    """
     ways: dict[str, list[str]] = {}
     for way, text in texts.items():
         ways.setdefault(text, []).append(way)

@@ -82,8 +82,8 @@ def _may_be_of_cache(leaf: _Leaf, is_first: bool) -> bool:
         return tensor.ndim > 1  # the others are counters, such as the number of tokens so far
     if not tensor.is_floating_point():
         return False
-    is_large = tensor.ndim > 3 and not is_first
-    if not leaf.in_pair and not is_large:
+    has_cache_dimensions = tensor.ndim > 3 and not is_first  # such as (B, H, T, D)
+    if not leaf.in_pair and not has_cache_dimensions:
         return False
     return not any(_OTHER_OUTPUT_NAME.search(name) for name in leaf.path)
 
@@ -93,7 +93,9 @@ def _leaves(
 ) -> Iterator[_Leaf]:
     """Yield the tensors in a structure, also in attributes of dataclasses and of caches.
 
-    `seen_ids` has the `id` of each value that was visited, since structures may have circles.
+    `path` is that of the structure in the output; `is_named` says whether it is part of a cache by
+    name. `seen_ids` has the `id` of each value that was visited, since structures may have circles;
+    it is extended.
     """
     if id(value) in seen_ids:
         return
@@ -161,7 +163,7 @@ def with_tokens(arguments: Arguments, count: int) -> Arguments:
 
 
 def _decoder_arguments(arguments: Arguments) -> Arguments:
-    """The arguments of the decoder in an encoder-decoder model; else all arguments."""
+    """The arguments of the decoder in an encoder-decoder model, which are keywords; else all."""
     _, kwargs = arguments
     if kwargs.get("decoder_input_ids") is None:
         return arguments
@@ -170,7 +172,10 @@ def _decoder_arguments(arguments: Arguments) -> Arguments:
 
 
 def _resize(tensor: torch.Tensor, current_count: int | None, count: int) -> torch.Tensor:
-    """Resize the token dimensions of an input; an input without any is returned as it is."""
+    """Resize the token dimensions of an input from `current_count` to `count`.
+
+    An input without such a dimension is returned as it is.
+    """
     shape = list(tensor.shape)
     for dimension in _dimensions_of_tokens(tensor):
         if shape[dimension] == current_count:
@@ -258,7 +263,8 @@ def _measure_growth(
 ) -> _Growth:
     """Compare the pass with one that has another number of tokens.
 
-    The cache is the candidates with the name of one, and those that grow with the tokens.
+    The cache is the candidates with the name of a cache, and those that grow with the tokens. For
+    the arguments see `forecast_cache`.
     """
     if tokens is None:
         named = tuple(tensor for tensor in candidates if tensor.is_named)
@@ -268,6 +274,7 @@ def _measure_growth(
     try:
         other_tensors = {tensor.path: tensor for tensor in trace_with_tokens(other_tokens)}
     except TraceError as error:
+        # Without a second pass, tensors with a size that is the number of tokens are taken to grow.
         likely = tuple(tensor for tensor in candidates if tensor.is_named or tokens in tensor.shape)
         return _Growth(likely, remarks=(f"How it grows cannot be told: {error}.",))
     bytes_per_token = {}
@@ -283,7 +290,8 @@ def _measure_growth(
 def _describe_growth(bytes_per_token: dict[CachedTensor, int | None], passes: str) -> _Growth:
     """Sum up the growth of all tensors; `passes` are the two compared: "8 and 16 tokens".
 
-    The value None means that a tensor does not grow in proportion to the tokens.
+    In `bytes_per_token`, 0 means that a tensor does not grow; None, that it changes, but does not
+    grow in proportion to the tokens.
     """
     tensors = tuple(bytes_per_token)
     counts = [count for count in bytes_per_token.values() if count is not None]
@@ -293,18 +301,20 @@ def _describe_growth(bytes_per_token: dict[CachedTensor, int | None], passes: st
         kinds = "a static cache, a full sliding window or a state"
         return _Growth(tensors, remarks=(f"It is as large with {passes}: {kinds}.",))
     remarks = [f"Per token: the difference between passes with {passes}."]
-    fixed = counts.count(0)
-    if fixed:
-        remarks.append(f"{fixed} of its {len(counts)} tensors do not grow.")
+    fixed_count = counts.count(0)
+    if fixed_count:
+        remarks.append(f"{fixed_count} of its {len(counts)} tensors do not grow.")
     return _Growth(tensors, sum(counts), tuple(remarks))
 
 
 def _bytes_per_token(
     tensor: CachedTensor, other: CachedTensor | None, more_tokens: int
 ) -> int | None:
-    """Bytes by which a tensor grows with each token; None if it does not grow in proportion.
+    """Bytes by which a tensor grows with each token; 0 if it does not grow.
 
-    `other` is the same tensor in the pass with `more_tokens` fewer tokens (more if negative).
+    None if it changes, but does not grow in proportion to the tokens. `other` is the same tensor in
+    another pass, or None if it is not there. `more_tokens` is how many tokens that pass has less;
+    negative if it has more.
     """
     if other is None or len(other.shape) != len(tensor.shape):
         return None
@@ -316,8 +326,8 @@ def _bytes_per_token(
         return 0
     if len(differences) > 1:  # only one dimension can be the tokens
         return None
-    size_per_token, rest = divmod(differences[0], more_tokens)
-    if rest or size_per_token < 0:
+    size_per_token, remainder = divmod(differences[0], more_tokens)
+    if remainder or size_per_token < 0:
         return None
     return (tensor.nbytes - other.nbytes) // more_tokens
 
@@ -328,7 +338,10 @@ def _with_tokens_asked(
     trace_with_tokens: Callable[[int], tuple[CachedTensor, ...]],
     tokens_asked: int,
 ) -> CacheForecast:
-    """The forecast with the bytes for `tokens_asked` tokens, from a pass with so many."""
+    """The forecast with the bytes for `tokens_asked` tokens, from a pass with so many.
+
+    If that pass fails, or part of the cache has stopped growing, a remark says so.
+    """
     paths = {tensor.path for tensor in growth.tensors}
     try:
         candidates = trace_with_tokens(tokens_asked)
@@ -336,8 +349,8 @@ def _with_tokens_asked(
         return _with_remark(forecast, f"For {tokens_asked:,} tokens it cannot be told: {error}.")
     nbytes = sum(tensor.nbytes for tensor in candidates if tensor.path in paths)
     more_tokens = tokens_asked - (forecast.tokens or 0)
-    in_proportion = forecast.nbytes + growth.per_token * more_tokens
-    if nbytes < in_proportion:
+    proportional_bytes = forecast.nbytes + growth.per_token * more_tokens
+    if nbytes < proportional_bytes:
         stopped = "part of it has stopped growing, as a sliding window does"
         forecast = _with_remark(forecast, f"With {tokens_asked:,} tokens {stopped}.")
     return dataclasses.replace(forecast, nbytes_asked=nbytes)

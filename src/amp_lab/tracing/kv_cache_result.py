@@ -64,7 +64,7 @@ def cache_rows(
 
 
 def _totals(caches: Sequence[CacheForecast | None], weights: Sequence[int], unit: int) -> list[str]:
-    """The row with the sum of the weights and the cache for `tokens_asked` tokens."""
+    """The row with the weights plus the cache for `tokens_asked` tokens, in `unit` bytes."""
     cells = []
     for cache, weight in zip(caches, weights, strict=True):
         if cache is None or cache.nbytes_asked is None:
@@ -83,7 +83,7 @@ def _dtype_cell(cache: CacheForecast | None) -> str:
 def _row(
     label: str, caches: Sequence[CacheForecast | None], attribute: str, unit: int
 ) -> list[str]:
-    """A row with an attribute of each cache, such as "nbytes", in `unit` bytes."""
+    """A row with an attribute of each cache, such as "nbytes", in `unit` bytes; "-" if unknown."""
     cells = []
     for cache in caches:
         count = None if cache is None else getattr(cache, attribute)

@@ -38,8 +38,8 @@ Dtypes = torch.dtype | Sequence[torch.dtype]
 class BatchedInputs:
     """Inputs of a model that can be made for any batch; their values do not matter.
 
-    The batch is the first size of the first tensor, and every tensor whose first size is the same
-    grows with it. Others keep their shape, such as positions that all items share.
+    The batch is the first size of the first tensor, and every tensor with the same first size grows
+    with it. Others keep their shape, such as positions that all items share.
     """
 
     args: tuple
@@ -61,11 +61,11 @@ class BatchedInputs:
 
     def for_batch(self, batch: int, device: torch.device | str) -> tuple[tuple, dict[str, Any]]:
         """`args` and `kwargs` with empty tensors on a device, in the shapes of another batch."""
-        own_batch = self.batch
+        old_batch = self.batch
 
         def resized(tensor: torch.Tensor) -> torch.Tensor:
             shape: Sequence[int] = tensor.shape
-            if shape[:1] == (own_batch,):
+            if shape[:1] == (old_batch,):
                 shape = (batch, *shape[1:])
             empty = torch.empty(shape, dtype=tensor.dtype, device=device)
             return empty.requires_grad_(tensor.requires_grad)
@@ -93,16 +93,16 @@ def forecast_memory(
     The step is ``loss_fn(model(*inputs, **kwargs)).backward(); optimizer.step()``, under autocast
     for fp16 and bf16, from the second time on: the optimizer has its state, and no gradient is left
     from before. It runs on fake tensors, and each storage counts from when it is made until it is
-    freed. With
-    torch 2.11 the peak can be too high next to an `autograd.Function`.
+    freed. With torch 2.11 the peak can be too high next to an `autograd.Function`.
 
     `inputs` and `kwargs` are tensors, or structures of them, on any device, also ``meta``. Without
     `loss_fn` every floating-point output gets a gradient of its own size; give one, from the output
     to one number, if the loss is large, as a language model's is. `optimizer` is a key of
-    `OPTIMIZERS` or `QUANTIZED`. With `fsdp_ranks` it is the memory of each of that many ranks of
-    FSDP2, whose blocks are gathered as `amp-lab train` has them: torch's own code runs, on fake
-    tensors of the CPU. Not counted: the workspaces of cuBLAS and cuDNN, the memory that the driver
-    takes, and what the allocator loses by rounding and fragmentation.
+    `OPTIMIZERS` or `QUANTIZED` in `amp_lab.tracing.optimizer_state`. With `fsdp_ranks` it is the
+    memory of each of that many ranks of FSDP2, whose blocks are gathered as `amp-lab train` has
+    them: torch's own code runs, on fake tensors of the CPU. Not counted: the workspaces of cuBLAS
+    and cuDNN, the memory that the driver takes, and what the allocator loses by rounding and
+    fragmentation.
 
     If the course of the model depends on values, it runs once for real on the CPU in fp32, on
     copies, and the step takes the decisions of that run; a caveat of the forecast says so.
@@ -145,7 +145,8 @@ def largest_batch(
 
     Traces of two batches give the size of every storage as a constant plus a multiple of the batch,
     and with that the peak of every batch; a third, of the largest batch, must agree. Raises what
-    `forecast_memory` raises, and `TraceError` if the memory is no size, or sizes do not grow so.
+    `forecast_memory` raises, and `TraceError` if `memory_bytes` is no number of bytes, if sizes do
+    not grow in this way, or if the course of the model depends on values.
     """
     limit = parse_bytes(memory_bytes)
     inputs = inputs_of_shapes(input_shape, input_dtype, batched=False)
@@ -192,7 +193,6 @@ def memory_table(
     """`compare_memory` for inputs of any structure, with a share of the memory held in reserve.
 
     `options` are the optimizer, loss_fn and fsdp_ranks of `forecast_memory`.
-
     The largest batch is computed only if `memory_bytes` is given. tf32 needs as much as fp32. Where
     the memory is not a constant plus a multiple of the batch, the table has the forecast of the
     batch of `inputs`, and no largest batch. The rest is as for `forecast_memory`.
@@ -204,20 +204,20 @@ def memory_table(
         # `answered` may call this without the loss, to see whether only the loss asks for values.
         step_options: dict[str, Any] = {**options, "loss_fn": call.loss_fn}
         with training_steps(call.model, device_type, precisions, **step_options) as steps:
-            return _each_precision(steps, inputs, limit, decisions)
+            return _forecast_each_precision(steps, inputs, limit, decisions)
 
     loss_fn = options.get("loss_fn")
     call = ModelCall(model, inputs.args, inputs.kwargs, loss_fn, Passes.BACKWARD)
     results = answered(trace, call, "forecast")
-    by_batch_of = results.by_batch_of
+    by_precision = results.by_precision
     largest = {}
     if limit is not None:
-        largest = {precision: by_batch.largest for precision, by_batch in by_batch_of.items()}
+        largest = {precision: by_batch.largest for precision, by_batch in by_precision.items()}
     table = MemoryTable(
         tuple(results.forecasts),
         memory_bytes=total,
         largest=largest,
-        curves=_curves(by_batch_of, inputs.batch, largest),
+        curves=_curves(by_precision, inputs.batch, largest),
         reserve=reserve,
         not_extrapolated=results.not_extrapolated,
         fixed_shapes=inputs.fixed_shapes,
@@ -225,16 +225,17 @@ def memory_table(
     )
     # The table has to be there before its advice, which depends on whether a step fits.
     eight_bit = None
-    if needs_eight_bit(table) and by_batch_of:
-        smallest = min(by_batch_of.values(), key=lambda one: one.forecast(inputs.batch).peak)
-        eight_bit = smallest.forecast(inputs.batch, optimizer=EIGHT_BIT)
+    if needs_eight_bit(table) and by_precision:
+        batch = inputs.batch
+        smallest = min(by_precision.values(), key=lambda by_batch: by_batch.forecast(batch).peak)
+        eight_bit = smallest.forecast(batch, optimizer=EIGHT_BIT)
     return dataclasses.replace(table, ways_out=tuple(ways_out(table, eight_bit)))
 
 
 def memory_and_limit(
     memory_bytes: int | str | None, reserve: float
 ) -> tuple[int, int] | tuple[None, None]:
-    """All bytes of a memory, and how many are left without the share in `reserve`.
+    """All bytes of a memory, and how many are left without `reserve`, a share of it from 0 to 1.
 
     Both are None if `memory_bytes` is.
     """
@@ -245,16 +246,19 @@ def memory_and_limit(
 
 
 def _curves(
-    by_batch_of: dict[str, "MemoryByBatch"], given_batch: int, largest: dict[str, int]
+    by_precision: dict[str, "MemoryByBatch"], given_batch: int, largest: dict[str, int]
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """For each precision some batches, in order, and the peak in bytes at each."""
+    """For each precision some batches, in order, and the peak in bytes at each.
+
+    `largest` is the largest batch that fits, by precision.
+    """
     # A quarter beyond the largest batch, so that the figure shows where the curves cross the limit.
-    beyond_largest = [5 * count // 4 for count in largest.values()]
+    beyond_largest = [5 * batch // 4 for batch in largest.values()]
     end = max([2 * given_batch, 16, *beyond_largest])
     # From 1 to `end` in sixteenths, each batch once if `end` is small.
     batches = tuple(sorted({max(1, end * i // 16) for i in range(17)}))
     curves = {}
-    for precision, by_batch in by_batch_of.items():
+    for precision, by_batch in by_precision.items():
         peaks = tuple(by_batch.forecast(batch).peak for batch in batches)
         curves[precision] = (batches, peaks)
     return curves
@@ -265,13 +269,13 @@ class _PrecisionForecasts:
     """Forecasts of one step in several precisions."""
 
     # By precision, such as "bf16"; only those whose memory is linear in the batch.
-    by_batch_of: dict[str, "MemoryByBatch"] = dataclasses.field(default_factory=dict)
+    by_precision: dict[str, "MemoryByBatch"] = dataclasses.field(default_factory=dict)
     forecasts: list[MemoryForecast] = dataclasses.field(default_factory=list)  # for the batch given
-    errors: dict[str, TraceError] = dataclasses.field(default_factory=dict)  # if there is none
+    errors: dict[str, TraceError] = dataclasses.field(default_factory=dict)  # of those without one
     not_extrapolated: str = ""  # why there is no forecast for other batches
 
 
-def _each_precision(
+def _forecast_each_precision(
     steps: list[TrainingStep],
     inputs: BatchedInputs,
     limit: int | None,
@@ -279,13 +283,13 @@ def _each_precision(
 ) -> _PrecisionForecasts:
     """Forecast each step for every batch, or, where that fails, for the batch of `inputs` alone.
 
-    `decisions` are those that a real run took with `inputs`. Raises the `TraceError` of the first
-    step that fails with `inputs` too, if all do or the one in fp32 does.
+    `limit` is the memory in bytes for the largest batch. `decisions` are those that a real run took
+    with `inputs`. Raises the first `TraceError` if all steps fail with `inputs`, or that in fp32.
     """
     results = _PrecisionForecasts()
     for step in steps:
         precision = str(step.precision)
-        earlier = tuple(results.by_batch_of.values())
+        earlier = tuple(results.by_precision.values())
         try:
             by_batch = MemoryByBatch(step, inputs, limit, earlier)
         except Exception as error:  # a batch that was not given may make the model raise anything
@@ -297,12 +301,13 @@ def _each_precision(
             results.forecasts.append(trace.forecast())
             results.not_extrapolated = first_line(error)
             continue
-        results.by_batch_of[precision] = by_batch
+        results.by_precision[precision] = by_batch
         results.forecasts.append(by_batch.forecast(inputs.batch))
     errors = results.errors
     # A failure in every precision, or in fp32, is one of the model or its inputs.
     if not results.forecasts or "fp32" in errors:
-        raise next(iter(errors.values()))
+        first_error = next(iter(errors.values()))
+        raise first_error
     return results
 
 
@@ -395,7 +400,7 @@ class Step(Protocol):
         """The type of device on which the inputs have to be."""
 
     def trace(self, inputs: tuple, kwargs: dict[str, Any], /) -> Any:
-        """A dataclass with `storages`, `step`, `input_shapes` and `forecast`."""
+        """Run it once; return a dataclass with `storages`, `step`, `input_shapes`, `forecast()`."""
 
 
 @contextmanager
@@ -422,8 +427,9 @@ class MemoryByBatch:
     """The memory of a step as a function of the batch, from two traces; a third has to agree.
 
     `largest` is the largest batch within `limit` bytes, and 0 if none fits or there is no limit.
-    `earlier` is the same step in other precisions: if one trace equals that of one of them, its
-    function is taken, and no other batch is traced.
+    `earlier` is the same step in other precisions: if the trace of one batch equals that of one of
+    them, its function is taken, and no other batch is traced. Raises `TraceError` if the memory is
+    not linear in the batch.
     """
 
     # Batches to trace: not 1, with which some ops and layers do something else.
@@ -438,18 +444,19 @@ class MemoryByBatch:
     ):
         self._step = step
         self._inputs = inputs
-        self._second = self._trace(self._SECOND).storages
+        self._second_storages = self._trace(self._SECOND).storages
         for other in earlier:  # bf16 mostly needs just what fp16 does
-            if self._second.equals(other._second):
-                self._first = dataclasses.replace(other._first, step=step)
+            if self._second_storages.equals(other._second_storages):
+                self._first_trace = dataclasses.replace(other._first_trace, step=step)
                 self._slope = other._slope
                 self.largest = other.largest
                 return
-        self._first = self._trace(self._FIRST)
-        storages = self._first.storages
+        self._first_trace = self._trace(self._FIRST)
+        storages = self._first_trace.storages
         # Another log would mean that another batch allocates at other times, or other things.
-        self._require_linear(np.array_equal(storages.log, self._second.log))
-        self._slope = self._second.sizes - storages.sizes  # bytes per item of the batch
+        self._require_linear(np.array_equal(storages.log, self._second_storages.log))
+        # Bytes of each storage per item of the batch, since the two batches differ by one.
+        self._slope = self._second_storages.sizes - storages.sizes
         self.largest = 0
         if limit is not None:
             self.largest = self.largest_within(limit)
@@ -471,8 +478,8 @@ class MemoryByBatch:
             )
 
     def forecast(self, batch: int, optimizer: str | None = None) -> Any:
-        """The forecast for a batch; of a training step also with another optimizer."""
-        traced = self._first
+        """The forecast for a batch; for a training step also with another `optimizer`, by name."""
+        traced = self._first_trace
         if optimizer is not None:
             step = dataclasses.replace(traced.step, optimizer=optimizer)
             traced = dataclasses.replace(traced, step=step)
@@ -485,7 +492,7 @@ class MemoryByBatch:
 
     def largest_within(self, limit: int) -> int:
         """The largest batch whose peak is at most `limit` bytes; 0 if none is."""
-        too_large = 1
+        too_large = 1  # once the loop has ended
         while self.forecast(too_large).peak <= limit:
             too_large *= 2
         # The peak never falls as the batch grows, so batches are in the order of their peaks, and

@@ -41,44 +41,48 @@ _CHECKPOINT = remedy(
 def ways_out(table: MemoryTable, eight_bit: MemoryForecast | None) -> Iterator[str]:
     """Sentences on how to make a step smaller, if it does not fit in any precision of the table.
 
-    `eight_bit` is the forecast with Adam's state in 8 bits, in the precision of the smallest peak.
+    `eight_bit` is the forecast with Adam's state in 8 bits, in the precision of the smallest peak;
+    None if there is no such forecast. Yields nothing if the step fits, or no memory was given.
     """
     spare = table.spare
     if table.memory_bytes is None or not spare or max(spare.values()) >= 0:
         return
     # Each saving is counted from the forecast that is nearest to fitting.
     smallest = min(table.forecasts, key=lambda forecast: forecast.peak)
-    limit = smallest.peak + spare[str(smallest.precision)]
+    limit = smallest.peak + spare[str(smallest.precision)]  # the usable memory in bytes
     if eight_bit is not None and eight_bit.peak < smallest.peak:
         yield _with_saving(_EIGHT_BIT_STATE, smallest, eight_bit.peak, limit)
     if smallest.fsdp_ranks == 1:
         yield _advise_sharding(smallest, limit)
-    if smallest.gradients:
+    if smallest.gradients:  # else no weight is trained
         # Autocast casts only weights that are in fp32.
         if any(forecast.cast_cache for forecast in table.forecasts):
             halved = _peak_with(smallest, weights=0.5, gradients=0.5, state=0.5)
             yield _with_saving(_LOW_WEIGHTS, smallest, halved, limit)
         frozen = _peak_with(smallest, gradients=0.0, state=0.0)
         yield _with_saving(_ADAPTERS, smallest, frozen, limit)
-    if smallest.activations > smallest.peak // 4:
+    if smallest.activations > smallest.peak // 4:  # they take much of the peak
         yield _CHECKPOINT.sentence(activations=amount(smallest.activations))
 
 
 def needs_eight_bit(table: MemoryTable) -> bool:
-    """Whether to forecast Adam's state in 8 bits for `ways_out`: it runs Adam, and never fits."""
+    """Whether `ways_out` needs a forecast with Adam's state in 8 bits.
+
+    It does if the step runs Adam, and does not fit in any precision.
+    """
     if table.memory_bytes is None or max(table.spare.values()) >= 0:
         return False
     return table.forecasts[0].optimizer_name in _ADAM
 
 
 def _advise_sharding(forecast: MemoryForecast, limit: int) -> str:
-    """Advise FSDP2 on as few ranks as make the step fit; on the most ranks if it never does."""
+    """Advise FSDP2 on as few of `_RANKS` as make the step fit; on the most if it never does."""
     for ranks in _RANKS:
         share = 1 / ranks
         peak = _peak_with(forecast, weights=share, gradients=share, state=share)
         if peak <= limit:
             break
-    # `ranks` and `peak` are those of the last round.
+    # After the loop `ranks` and `peak` are those with which it ended.
     return _with_saving(_SHARD, forecast, peak, limit, ranks=ranks)
 
 
@@ -106,9 +110,9 @@ def _peak_with(
 def _with_saving(
     advice: Remedy, forecast: MemoryForecast, peak: int, limit: int, **facts: object
 ) -> str:
-    """The text of an advice with the bytes that it saves, from the forecast's peak to `peak`.
+    """The sentence of an advice with the bytes that it saves, from the forecast's peak to `peak`.
 
-    It also says whether `peak` is within `limit`. `facts` are other values of the text.
+    It also says whether `peak` is within `limit`. `facts` are further values to fill in.
     """
     saves = f"saves about {amount(forecast.peak - peak)}"
     if peak <= limit:

@@ -57,7 +57,7 @@ class MemoryForecast(Printed):
 
     @property
     def peak_phase(self) -> str:
-        """The phase in which the peak is reached."""
+        """The phase in which the peak is reached: "forward", "backward" or "optimizer"."""
         return max(self.phases, key=self.phases.__getitem__)
 
     def _contents(self) -> dict[str, Any]:
@@ -135,6 +135,7 @@ class MemoryTable(Printed):
         )
 
     def _unit(self) -> tuple[int, str]:
+        """The bytes and the name of the unit of the table's cells."""
         return unit_for_all(forecast.peak for forecast in self.forecasts)
 
     def _rows(self, unit: int) -> list[list[str]]:
@@ -159,6 +160,7 @@ class MemoryTable(Printed):
         return f"{self.largest[precision]:,}"
 
     def _facts(self) -> Iterator[str]:
+        """The sentences below the table."""
         first = self.forecasts[0]
         for precision, error in self.failed.items():
             yield f"No forecast in {precision}: {error}."
@@ -211,20 +213,23 @@ def shapes_text(shapes: Iterable[tuple[int, ...]]) -> str:
 
 
 def reserve_line(memory_bytes: int, reserve: float) -> str:
-    """A line on the share of the memory that is held in reserve."""
+    """A line on `reserve`, the share of the memory, from 0 to 1, that is held in reserve."""
     share = f"Of the {memory_text(memory_bytes)}, {100 * reserve:.3g} %"
     return f"{share} are held in reserve for the driver and for fragmentation."
 
 
 def largest_line(name: str, largest: str) -> Iterator[str]:
-    """A line on the largest tensor at the peak of the forecast of this name, if there is one."""
+    """A line on the largest tensor at the peak, if there is one.
+
+    `name` is the precision or way of the forecast, and `largest` its text on the tensor, or "".
+    """
     if largest:
         yield f"{name}: the largest tensor at the peak is {largest}."
 
 
 def unit_for_all(counts: Iterable[int]) -> tuple[int, str]:
     """The bytes and the name of one unit for all cells, so that they can be compared."""
-    if max(counts) >= 10 * 2**30:
+    if max(counts) >= 10 * 2**30:  # in MiB it would have five digits
         return 2**30, "GiB"
     return 2**20, "MiB"
 
@@ -251,7 +256,10 @@ def in_unit(count: int, unit: int) -> str:
 
 
 def memory_text(count: int) -> str:
-    """The memory of a card, in the unit in which it is a whole number: ``24 GiB``, ``80 GB``."""
+    """The memory of a device, in a unit in which it is a whole number: ``24 GiB``, ``80 GB``.
+
+    If there is no such unit, it is rounded, to GiB or MiB.
+    """
     for name, unit in (("GiB", 2**30), ("GB", 10**9), ("MiB", 2**20), ("MB", 10**6)):
         if count >= unit and count % unit == 0:
             return f"{count // unit} {name}"
