@@ -23,17 +23,17 @@ _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 
 @contextmanager
 def idle_guard(row: Backend) -> Iterator[None]:
-    """The block in which a device type uses the guard of ``meta``, which does nothing.
+    """The block in which a backend's device type uses the guard of ``meta``, which does nothing.
 
     Raises `DeviceError` if the table of guards cannot be found in libc10.
     """
     device_types: Any = torch._C._autograd.DeviceType
     index = int(getattr(device_types, row.key))
     meta_index = int(device_types.Meta)
-    pointers = ctypes.c_void_p * (1 + max(index, meta_index))  # one for each type of device
+    table_type = ctypes.c_void_p * (1 + max(index, meta_index))  # a pointer for each device type
     try:
         libc10 = ctypes.CDLL(str(_path_of_libc10()))
-        guards = pointers.in_dll(libc10, _REGISTRY)
+        guards = table_type.in_dll(libc10, _REGISTRY)
     except (OSError, ValueError):  # no libc10, or no such symbol in it, as on Windows
         raise DeviceError(
             f"device type {row.type!r}: torch {torch.__version__} on {sys.platform} cannot do "

@@ -22,13 +22,13 @@ _WIDE_LOGITS = remedy(
     "call it with logits.float()",
 )
 
-# Ops that convert a number to the dtype of their result, and whether they raise if it is too large
-# for it. A CPU does not check the number for a tensor of one value; GPUs clamp in fp32.
+# Ops that convert a number to the dtype of their result, and whether a call raises if the number is
+# too large for that dtype. A CPU does not check it for a tensor of one value; GPUs clamp in fp32.
 _ChecksNumber = Callable[[tuple, torch.Tensor], bool]  # of an op's args and its result
 _CHECKS_BY_OPS: dict[str, _ChecksNumber] = {
     "fill full full_like new_full": lambda args, out: out.device.type != "cpu" or out.numel() != 1,
     "masked_fill index_fill scatter": lambda args, out: True,
-    "constant_pad_nd": lambda args, out: max(args[1]) > 0,
+    "constant_pad_nd": lambda args, out: max(args[1]) > 0,  # only if it adds values
     "clamp clamp_min clamp_max hardtanh": lambda args, out: out.device.type == "cpu",
 }
 _CHECKS_BY_OP: dict[str, _ChecksNumber] = {}
@@ -52,7 +52,7 @@ def _ctc_loss_backward(func: OpOverload, args: Sequence[Any], kwargs: Mapping[st
 
 
 def _rnnt_loss(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The costs (B,) and the gradient of the logits (B, T, U, V).
+    """The costs (B,), and the gradient of the logits, in their shape (B, T, U, V).
 
     Raises `RuntimeError` for logits that torchaudio's kernels do not take (src/libtorchaudio/rnnt).
     """
@@ -135,13 +135,16 @@ def _is_floating(out: Any) -> bool:
 
 def _require_representable(numbers: list[float], dtype: torch.dtype) -> None:
     """Raise torch's own `RuntimeError` for a number that is too large for a dtype."""
-    # Two values, since a CPU does not check the number for one.
+    # A tensor of two values, since a CPU does not check the number for a tensor of one.
     for number in numbers:
         torch.empty(2, dtype=dtype, device="cpu").fill_(number)
 
 
 def _numbers(name: str, args: tuple) -> list[float]:
-    """The numbers among the arguments of an op that converts them."""
+    """The numbers among the arguments of an op, for some ops also those in tensors of one value.
+
+    `name` is that of the op, without "aten::" and the underscore of an in-place op.
+    """
     numbers = [argument for argument in args if isinstance(argument, (int, float))]
     if name in _TAKE_NUMBER_FROM_TENSOR:
         numbers += [argument.known_number for argument in args if hasattr(argument, "known_number")]
@@ -163,7 +166,7 @@ def _set_known_number(name: str, args: tuple, out: Any) -> None:
 
 
 def _known_number(name: str, args: tuple, out: FakeTensor) -> float | None:
-    """The value of a fake tensor of one number; None if it is not known."""
+    """The value of a fake tensor of one number, the result of an op; None if it is not known."""
     if out.constant is not None:
         return out.constant.item()
     if name in _KEEP_NUMBER:

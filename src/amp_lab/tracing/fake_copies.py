@@ -52,12 +52,12 @@ class FakeCopies:
         return fake
 
     def _copy_plain(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake view of a fake storage, with the strides and offset of the tensor."""
+        """A fake view of a fake storage, with the size, strides and offset of the tensor."""
         # A fake storage has one dtype, so views of other dtypes get a storage of their own.
         key = (storage_key(tensor), tensor.dtype)
         with torch.no_grad():
             if key not in self._storages:
-                length = tensor.untyped_storage().nbytes() // tensor.itemsize
+                length = tensor.untyped_storage().nbytes() // tensor.itemsize  # in values
                 self._storages[key] = torch.empty(length, dtype=tensor.dtype, device=self._device)
             fake = self._storages[key].as_strided(
                 tensor.size(), tensor.stride(), tensor.storage_offset()

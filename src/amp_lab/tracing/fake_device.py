@@ -253,8 +253,10 @@ def remedy_for(error: Exception, model: nn.Module, verb: str) -> str:
     such as "backbone" in which the error did not occur, if there is one.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # nn.Transformer has a remedy of its own.
     if any(frame.f_code.co_name == "_detect_is_causal_mask" for frame in frames):
         return _CAUSAL_MASK.text
+    # The modules whose methods are in the traceback; the ids of other objects match no module.
     failing_ids = {id(frame.f_locals.get("self")) for frame in frames}
     names = []
     for name, module in model.named_modules():
@@ -263,12 +265,12 @@ def remedy_for(error: Exception, model: nn.Module, verb: str) -> str:
             names.append(name)
     if not names:
         return _PARTS.sentence(verb=verb)
-    outermost = min(names, key=lambda name: name.count("."))  # the largest part
+    outermost = min(names, key=lambda name: name.count("."))  # the least nested, so the largest
     return _PART.sentence(verb=verb, part=outermost)
 
 
 def own_reason(error: Exception) -> str:
-    """Say why a trace fails if torch's message does not tell; else ""."""
+    """Say why a trace fails, for errors in flex_attention, whose messages do not tell; else ""."""
     if not _is_flex(error):
         return ""
     return "no trace can follow flex_attention"
@@ -318,7 +320,10 @@ def require_model(model: object) -> None:
 
 
 def _require_python_and_shapes(model: nn.Module) -> None:
-    """Raise `TraceError` for TorchScript, whose modules take no hooks, and for lazy layers."""
+    """Raise `TraceError` for TorchScript, whose modules take no hooks, and for lazy layers.
+
+    Lazy layers have no shapes yet.
+    """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise TraceError(f"{_module_text(name)} is TorchScript: {_TORCHSCRIPT.text}")
@@ -328,7 +333,7 @@ def _require_python_and_shapes(model: nn.Module) -> None:
 
 
 def _module_text(name: str) -> str:
-    """A module for the beginning of an error message."""
+    """A module for the beginning of an error message: ``module 'head'``, or ``the model``."""
     if not name:
         return "the model"
     return f"module {name!r}"
@@ -372,7 +377,7 @@ class ModelRun:
     def told(self, decisions: Decisions | None) -> Iterator[Replay]:
         """The block in which ops that depend on values return the results of a real run.
 
-        Yields the `Replay`. Without decisions such ops raise.
+        Yields the `Replay` that answers them. Without decisions it answers none, and they raise.
         """
         replay = Replay(decisions or Decisions())
         if decisions is None:

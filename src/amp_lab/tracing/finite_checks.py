@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-# The attribute of a result of a check: the value that all its elements have for finite inputs.
+# The attribute of a result of a check: the value of each of its elements if the inputs are finite.
 _ELEMENT = "found_in_finite_values"
 
 _CHECKS = {"isinf": False, "isposinf": False, "isneginf": False, "isnan": False, "isfinite": True}
@@ -37,9 +37,9 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "mul": operator.mul,
     "add": operator.add,
 }
-_OF_BOOLS = {"logical_not", "bitwise_not", "logical_and", "logical_or"}
+_OF_BOOLS = {"logical_not", "bitwise_not", "logical_and", "logical_or"}  # take operands as bools
 _SUMS = {"sum", "count_nonzero"}
-# Ops whose result has elements of their first argument, or the mean of equal ones.
+# Ops whose result has only elements of their first argument, or means of equal ones.
 _KEEPS_ELEMENTS = {
     "any", "all", "max", "min", "amax", "amin", "mean",
     "_to_copy", "alias", "clone", "detach", "expand", "select", "slice", "squeeze", "unsqueeze",
@@ -48,7 +48,10 @@ _KEEPS_ELEMENTS = {
 
 
 def remember_check(op: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
-    """If an op is part of a check, store on its result what its elements are for finite inputs."""
+    """If an op is part of a check, store on its result what its elements are for finite inputs.
+
+    `found_in_finite_values` reads it.
+    """
     if not isinstance(out, torch.Tensor):
         return
     element = None
@@ -103,7 +106,10 @@ def _evaluate_elementwise(name: str, args: tuple) -> bool | int | float | None:
 
 
 def _evaluate_elements(operand: Any, out: torch.Tensor) -> bool | int | float | None:
-    """The value of each element of a result that only has elements of `operand`."""
+    """The value of each element of a result that only has elements of `operand`.
+
+    None if it is not known, or if one of the two has no elements.
+    """
     if not isinstance(operand, torch.Tensor):
         return None
     if operand.numel() == 0 or out.numel() == 0:
@@ -112,7 +118,7 @@ def _evaluate_elements(operand: Any, out: torch.Tensor) -> bool | int | float | 
 
 
 def _evaluate_sum(operand: Any, out: torch.Tensor) -> int | float | None:
-    """The value of each element of a sum of equal elements."""
+    """The value of each element of a sum of equal elements; None if it is not known."""
     element = _evaluate_elements(operand, out)
     if element is None:
         return None
@@ -130,7 +136,10 @@ def _is_check(left: Any, right: Any) -> bool:
 
 
 def _element_of(operand: Any) -> bool | int | float | None:
-    """The value of each element of an operand for finite inputs; None if it is not known."""
+    """The value of each element of an operand for finite inputs; None if it is not known.
+
+    A number stands for itself.
+    """
     if isinstance(operand, torch.Tensor):
         return getattr(operand, _ELEMENT, None)
     return operand

@@ -43,8 +43,8 @@ REMEDIES_BY_MESSAGE = {
     "complex32": _FFT.text,
     "Unsupported dtype Half": _FFT.text,  # what torch.fft raises on a CPU and on MPS
     "Unsupported dtype BFloat16": _FFT.text,
-    "FFT doesn't support tensors of type": _FFT.text,  # what a real CPU raises, with MKL
-    "expected scalar type Double but found": _FFT.text,  # and without it
+    "FFT doesn't support tensors of type": _FFT.text,  # what a CPU raises if torch has MKL
+    "expected scalar type Double but found": _FFT.text,  # and if torch has no MKL
     "No available kernel": _NO_ATTENTION_KERNEL.text,
 }
 """Remedy by a phrase of the error's message, of errors from this table and from torch."""
@@ -91,12 +91,12 @@ class KernelLimit:
     """A limit of the kernels of some ops."""
 
     ops: str  # names, separated by spaces
-    refusal: Callable[[OpCall], str | None]  # returns the error of a call; None if it runs
+    refusal: Callable[[OpCall], str | None]  # returns the message of the error; None if a call runs
     source: str  # where the limit is documented or tested
 
 
 def refusal_of(call: OpCall) -> str | None:
-    """The error that the kernel of a call would raise; None if no limit is known."""
+    """The message of the error that the kernel of a call would raise; None if no limit is known."""
     for limit in _BY_OP.get(call.name, ()):
         error = limit.refusal(call)
         if error is not None:
@@ -112,7 +112,10 @@ def require_same_dtype(name: str, arguments: list[Any]) -> None:
 
 
 def _mixed_dtypes_error(name: str, arguments: Iterable[Any]) -> str | None:
-    """The error of an op whose tensors must have one dtype; None if they do."""
+    """The message for an op whose tensors must have one dtype; None if they have.
+
+    `name` is that of the op for the message; arguments that are no tensors do not count.
+    """
     dtypes = [tensor.dtype for tensor in arguments if isinstance(tensor, torch.Tensor)]
     for dtype in dtypes:
         if dtype is not dtypes[0]:
@@ -121,7 +124,7 @@ def _mixed_dtypes_error(name: str, arguments: Iterable[Any]) -> str | None:
 
 
 def _refuse_mixed_dtypes(*positions: int) -> Callable[[OpCall], str | None]:
-    """Make the refusal for ops whose arguments at these positions must have one dtype."""
+    """Make the refusal for ops whose tensors among the arguments at `positions` need one dtype."""
 
     def refusal(call: OpCall) -> str | None:
         arguments = [call.args[position] for position in positions if position < len(call.args)]
@@ -138,9 +141,9 @@ def _refuse_mixed_linear_with_out(call: OpCall) -> str | None:
 
 
 def _refuse_wide_norm_data_on_cpu(*positions: int) -> Callable[[OpCall], str | None]:
-    """Make the refusal for norms on a CPU with data wider than their weights: fp32 and bf16.
+    """Make the refusal for norms on a CPU with data wider than weights: fp32 data, bf16 weights.
 
-    `positions` are those of the data and of the weights among the arguments.
+    `positions` are those of the data, which comes first, and of the weights among the arguments.
     """
 
     def refusal(call: OpCall) -> str | None:
@@ -197,7 +200,7 @@ def _refuse_fft_sizes(call: OpCall) -> str | None:
     if precision == "bfloat16" and torch.cuda.get_device_capability() < (8, 0):
         return "cuFFT doesn't support bfloat16 with compute capability less than SM_80"
     sizes = [signal.shape[dim] for dim in call.args[1]]  # of the dimensions to transform
-    if call.name == "_fft_c2r":  # its input has about half of the last dimension of the result
+    if call.name == "_fft_c2r":  # the last size of its result, of which its input has about half
         sizes[-1] = call.args[3]
     if all(_is_power_of_two(size) for size in sizes):
         return None

@@ -23,8 +23,8 @@ _FACTORIES_OF_VALUES = (torch.tensor, torch.as_tensor, torch.randint)
 def build_on_meta(factory: Callable[[], Any], model_and_inputs: Callable[[Any], tuple]) -> Any:
     """Call `factory` with ``meta`` as the default device; return its result, or None.
 
-    For a trace, weights without values are as good as weights with values, and they are there at
-    once. Returns None if values may be needed after all:
+    For a trace, weights without values are as good as weights with values, and take no time to
+    make. Returns None if values may be needed after all:
 
     - The factory raises, for example because it reads values.
     - A tensor besides the weights, buffers and inputs is on ``meta`` too, such as a table in an
@@ -42,10 +42,10 @@ def build_on_meta(factory: Callable[[], Any], model_and_inputs: Callable[[Any], 
     model, inputs = model_and_inputs(built)
     if not isinstance(model, nn.Module):
         return built  # the caller raises an error that describes it
-    own = [*model.parameters(), *model.buffers()]
-    if any(map(is_lazy, own)):
+    own_tensors = [*model.parameters(), *model.buffers()]
+    if any(map(is_lazy, own_tensors)):
         return built  # here, too, the caller raises
-    known_storages = {storage_key(tensor) for tensor in [*own, *tensors_in(inputs)]}
+    known_storages = {storage_key(tensor) for tensor in [*own_tensors, *tensors_in(inputs)]}
     if watch.has_other_tensors(known_storages):
         gc.collect()  # a tensor that only a reference cycle keeps alive is not part of the model
     if watch.has_other_tensors(known_storages):
@@ -70,7 +70,10 @@ class _TensorWatch(TorchFunctionMode):
         return out
 
     def has_other_tensors(self, known_storages: set[int | None]) -> bool:
-        """Whether a noted tensor is still alive whose storage is not one of `known_storages`."""
+        """Whether a noted tensor is still alive, and its storage is not one of `known_storages`.
+
+        These are as `storage_key` returns them.
+        """
         for reference in self._tensors:
             tensor = reference()
             if tensor is not None and storage_key(tensor) not in known_storages:
@@ -79,7 +82,7 @@ class _TensorWatch(TorchFunctionMode):
 
 
 def _imports_on_cpu():
-    """The block in which imported Python modules make their tensors on the CPU, as always.
+    """The block in which Python modules that are imported make their tensors on the CPU, as always.
 
     A module stays imported after the block, so its tensors must not stay on ``meta``.
     """

@@ -41,7 +41,7 @@ class ModuleRow:
         if self.frozen:
             all_are_frozen = self.frozen == self.parameters
             notes.append("frozen" if all_are_frozen else f"{self.frozen:,} frozen")
-        notes += [f"{own} is {first}" for own, first in self.tied.items()]
+        notes += [f"{name} is {first_name}" for name, first_name in self.tied.items()]
         if self.other_names:
             notes.append(f"is {listed(list(self.other_names), 2)} too")
         return notes
@@ -67,7 +67,7 @@ def _shapes_text(outputs: Outputs) -> str:
 
 
 def _dtypes_text(outputs_of_calls: tuple[Outputs, ...]) -> str:
-    """The different dtypes in the outputs: ``bf16, fp32``."""
+    """The different dtypes in the outputs of all calls: ``bf16, fp32``; "-" if there are none."""
     names: dict[str, None] = {}  # a set that keeps the order
     for outputs in outputs_of_calls:
         for dtype, _ in outputs.values():
@@ -76,7 +76,10 @@ def _dtypes_text(outputs_of_calls: tuple[Outputs, ...]) -> str:
 
 
 def module_rows(model: nn.Module, calls: ModuleCalls) -> list[ModuleRow]:
-    """A row for each module, in the order of `named_modules`; a shared module has one row."""
+    """A row for each module, in the order of `named_modules`; a shared module has one row.
+
+    `calls` are those that hooks counted in a forward pass.
+    """
     names: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         names[id(module)].append(name)
@@ -94,9 +97,9 @@ def module_rows(model: nn.Module, calls: ModuleCalls) -> list[ModuleRow]:
             calls=calls.counts[name],
             has_forward=module_type.forward is not nn.Module.forward,
             outputs=tuple(calls.outputs[name]),
-            parameters=_size(parameters),
-            own_parameters=_size(own_parameters),
-            frozen=_size(parameters) - _size(trainable),
+            parameters=_number_count(parameters),
+            own_parameters=_number_count(own_parameters),
+            frozen=_number_count(parameters) - _number_count(trainable),
             nbytes=sum(parameter.nbytes for parameter in parameters),
             tied=_find_tied_parameters(name, module, first_names),
             other_names=tuple(names[id(module)][1:]),
@@ -105,7 +108,7 @@ def module_rows(model: nn.Module, calls: ModuleCalls) -> list[ModuleRow]:
     return rows
 
 
-def _size(parameters: list[nn.Parameter]) -> int:
+def _number_count(parameters: list[nn.Parameter]) -> int:
     """How many numbers there are in some parameters."""
     return sum(parameter.numel() for parameter in parameters)
 
@@ -152,7 +155,10 @@ class ModuleTable(Printed):
     def of(
         cls, rows: list[ModuleRow], depth: int | None, title: str, flops: int, facts: list[str]
     ) -> "ModuleTable":
-        """Make the table of the rows down to `depth`; raises `OptionError` for a wrong depth."""
+        """Make the table of the rows down to `depth`; raises `OptionError` for a wrong depth.
+
+        `facts` are sentences to print below it, besides its own.
+        """
         if depth is None:
             return cls(title, depth, rows, flops, facts)
         if not isinstance(depth, int) or depth < 1:
