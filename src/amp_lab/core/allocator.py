@@ -14,15 +14,16 @@ ENVIRONMENT = "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1000000000000"
 
 
 def keep_memory() -> bool:
-    """Have the C library keep the memory of CPU tensors that are gone for those that come next.
+    """Make the C library reuse the memory of freed CPU tensors; return whether that could be set.
 
-    By default glibc takes each tensor of 32 MiB or more from the operating system and gives it back
-    at its end, and smaller ones too when much is free. The system makes every page of 4 KiB anew
-    then, full of zeros, which may take as long as the step that fills it; in fp32 more often than
-    in 16 bits, whose tensors are half as large. It holds for the rest of the process, which stays
-    as large as it ever was, and shows after a few steps. Source: mallopt(3).
+    By default glibc takes the memory of each tensor of 32 MiB or more from the operating system and
+    returns it when the tensor is freed; that of smaller ones too when much is free. The system then
+    has to fill every page of 4 KiB with zeros again, which may take as long as the step that uses
+    it, and happens more often in fp32 than in 16 bits, whose tensors are half as large. The setting
+    lasts for the rest of the process, whose memory then never shrinks, and shows its effect after a
+    few steps. Source: mallopt(3).
 
-    Returns whether it could be set: it takes Linux and glibc. `ENVIRONMENT` does it from outside.
+    Returns False without Linux and glibc. `ENVIRONMENT` does the same for a whole program.
     """
     if sys.platform != "linux":
         return False
@@ -33,13 +34,13 @@ def keep_memory() -> bool:
 
 
 def memory_taken(call: Callable[[], object]) -> int:
-    """Bytes that a call takes anew from the operating system; 0 on Windows.
+    """Bytes that the process takes from the operating system while `call()` runs; 0 on Windows.
 
-    Each page that the process gets is counted as a minor page fault.
+    Each page of memory that the process gets is counted as a minor page fault.
     """
     if sys.platform == "win32":
         return 0
-    import resource
+    import resource  # Windows has no such module
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     call()

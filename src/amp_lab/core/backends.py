@@ -10,7 +10,7 @@ class Backend:
     """The facts about one type of device. The defaults are for a GPU of which nothing is known."""
 
     type: str  # its name in torch: "cuda" stands for AMD's GPUs too
-    key: str = "PrivateUse1"  # its part of the dispatcher's keys, such as AutocastCUDA
+    key: str = "PrivateUse1"  # its name in the dispatcher's keys: "CUDA" in AutocastCUDA
     made_by: str = ""  # for messages
     also_called: tuple[str, ...] = ()  # by people who know their card, but not torch's name for it
     is_host: bool = False  # whether it is the CPU: always there, and done when a call returns
@@ -27,10 +27,11 @@ class Backend:
     """What autocast casts recurrent layers to, whatever its own dtype, with the weights as one flat
     copy that is not cached (ATen/cudnn/AutocastRNN.cpp); None: they are cast as all else."""
     rnns_without_rule: tuple[str, ...] = ()
-    """Those that autocast leaves alone: ops of the backend's own (ATen/native/RNN.cpp)."""
+    """Recurrent layers that autocast does not cast, by the name of their function in torch, such
+    as ``lstm``: the backend runs them as ops of its own (ATen/native/RNN.cpp)."""
 
     def is_available(self) -> bool:
-        """Whether this machine and this torch have such a device; False for no backend's name."""
+        """Whether this machine and this torch have such a device; False for an unknown type."""
         if self.is_host:
             return True
         try:

@@ -30,7 +30,7 @@ LIMITS: dict[str, tuple[str, ...]] = {
 another CPU, with their values. torch and oneDNN ignore any other value."""
 
 
-# Limits of oneDNN below which no instruction computes in bf16.
+# Values of ONEDNN_MAX_CPU_ISA with which no instruction computes in bf16.
 _WITHOUT_BF16 = ("sse41", "avx", "avx2", "avx2_vnni", "avx512_core", "avx512_core_vnni")
 
 
@@ -58,14 +58,15 @@ def matrix_instructions() -> str:
 
 
 def _avx512_instructions() -> list[str]:
-    found = ["AVX-512 BF16" if has_bf16_instructions() else "AVX-512"]
+    """The matrix instructions of a CPU with AVX-512, such as ``["AVX-512 BF16", "AMX"]``."""
+    names = ["AVX-512 BF16" if has_bf16_instructions() else "AVX-512"]
     if onednn_has_fp16():
-        found.append("AVX-512 FP16")
+        names.append("AVX-512 FP16")
     limit = _onednn_limit()
     is_amx_allowed = limit == "default" or "amx" in limit
     if is_amx_allowed and torch.cpu._is_amx_tile_supported():
-        found.append("AMX")
-    return found
+        names.append("AMX")
+    return names
 
 
 def has_bf16_instructions() -> bool:
@@ -115,8 +116,9 @@ def lstm_error(
 def _lstm_error(
     dtype: torch.dtype, with_gradients: bool, input_dtype: torch.dtype = torch.float32
 ) -> str | None:
-    """What `lstm_error` says, found by running a small layer once for each combination."""
+    """The result of `lstm_error`, found by running a small layer once for each combination."""
     steps = torch.zeros(1, 1, 1, device="cpu", dtype=input_dtype)  # (T, B, C)
+    # Of the input and of the hidden state, (4, 1) each: a row for each of the four gates.
     weights = [torch.zeros(4, 1, device="cpu"), torch.zeros(4, 1, device="cpu")]
     try:
         with torch.set_grad_enabled(with_gradients), torch.autocast("cpu", dtype):
@@ -132,7 +134,7 @@ def _lstm_error(
                 batch_first=False,
             )
     except RuntimeError as error:
-        return str(error).partition(".")[0]
+        return str(error).partition(".")[0]  # the first sentence
     return None
 
 

@@ -125,12 +125,14 @@ def _checked_device(name: str, asked: str) -> torch.device:
 
 
 def _device_count(device_type: str) -> int:
+    """How many devices of a type there are; the CPU is one."""
     if backend(device_type).is_host:
         return 1
     return torch.get_device_module(device_type).device_count()
 
 
 def _devices_here() -> str:
+    """A clause for messages, such as ``this machine has 'cuda' and 'cpu' (with torch 2.11.0)``."""
     names = "'cpu'"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
@@ -140,8 +142,11 @@ def _devices_here() -> str:
 
 @functools.cache
 def _describe(device: torch.device, backend_text: str) -> DeviceReport:
-    """The report; measured again if `backend_text` differs, since it has the number of threads."""
-    try:
+    """The report of `describe_device`, measured once for each device and `backend_text`.
+
+    That is the text of `backend_name`. It has the CPU's number of threads, which changes the rates.
+    """
+    try:  # any kernel shows whether torch can use the device
         torch.ones(2, device=device).sum().item()
     except RuntimeError as error:  # a GPU that this torch has no kernels for, or a broken driver
         reason = str(error).splitlines()[0]
@@ -151,7 +156,7 @@ def _describe(device: torch.device, backend_text: str) -> DeviceReport:
         recommended, why = _recommend(rates)
     else:
         recommended, why = _recommend_unmeasured(device)
-    values = dict.fromkeys(Precision)
+    values = dict.fromkeys(Precision)  # None for a precision that the device does not have
     for precision in _precisions_here(device):
         values[precision] = product_values(device, precision)
     return DeviceReport(
@@ -200,13 +205,14 @@ def _matmul_rates(device: torch.device) -> tuple[dict[Precision, float | None], 
         product = matrix_product(device, precision, _SMALL)
         small_s[precision] = measure(product, device=device, repeats=2).median_s
     longest_s = 10 * small_s[Precision.FP32]
+    # The precisions that the device does not emulate.
     native = [precision for precision in precisions if small_s[precision] <= longest_s]
     largest = 1024 if backend(device).is_host else 8192
     n = filling_size(device, largest, seconds=10e-3)
     products: dict[str, Callable] = {p: matrix_product(device, p, n) for p in native}
     compared = compare(products, device=device, budget_s=3)
     rates = dict.fromkeys(Precision)
-    for precision in precisions:
+    for precision in precisions:  # FLOPs of the product, over its seconds
         if precision in native:
             rates[precision] = 2 * n**3 / compared.median_s(precision)
         else:
@@ -220,7 +226,10 @@ def _precisions_here(device: torch.device) -> list[Precision]:
 
 
 def filling_size(device: torch.device, largest: int, *, seconds: float) -> int:
-    """The n, doubled from 256, at which n x n in fp32 takes `seconds`; at most `largest`."""
+    """The first n of 256, 512, … at which a product of n x n matrices takes `seconds` in fp32.
+
+    If none below `largest` does, it is the first that is not below `largest`.
+    """
     n = _SMALL
     while n < largest:
         product = matrix_product(device, Precision.FP32, n)
@@ -267,11 +276,12 @@ def product_values(device: torch.device, precision: Precision) -> ProductValues:
     subnormals = smallest_subnormal.to(dtype).expand(16, 16)
     identity = torch.eye(16, dtype=dtype)
     with _without_autocast(precision).autocast(device.type):
-        sums = (left.to(device) @ right.T.to(device)).cpu().double()
+        sums = (left.to(device) @ right.T.to(device)).cpu().double()  # (32, 32)
         times_one = (subnormals.to(device) @ identity.to(device)).cpu()
         bits = _input_bits(device, dtype, torch.matmul)
     # All values are positive, so no sum is small, and fp64 is exact enough to compare with.
     exact = left.double() @ right.T.double()
+    # A result from 2^e to 2^(e+1) has its last place at 2^e * eps; `frexp` gives e + 1.
     exponents = torch.frexp(exact).exponent.double() - 1
     last_place = torch.exp2(exponents) * eps
     error = ((sums - exact).abs() / last_place).max().item()
@@ -282,7 +292,8 @@ def product_values(device: torch.device, precision: Precision) -> ProductValues:
 def _input_bits(device: torch.device, dtype: torch.dtype, multiply: Callable) -> int:
     """How many bits of significand an input keeps in a product.
 
-    Each 1 + 2^-k is multiplied by 1. It stays above 1 if the bit of 2^-k is kept.
+    `multiply` takes two (n, n) matrices and returns their product. Each 1 + 2^-k, for k from 1 to
+    32, is multiplied by 1. It stays above 1 if the bit of 2^-k is kept.
     """
     size = 32
     inputs = (1 + torch.exp2(-torch.arange(1.0, 1 + size))).to(dtype)
@@ -300,6 +311,7 @@ def _convolve(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _speedup(rates: dict[Precision, float | None], precision: Precision) -> float:
+    """Rate of `precision` as a multiple of fp32's; 0 if its rate is None."""
     fp32 = rates[Precision.FP32]
     assert fp32 is not None, "every device has fp32"
     return (rates[precision] or 0.0) / fp32
@@ -311,6 +323,7 @@ def _recommend(rates: dict[Precision, float | None]) -> tuple[Precision, str]:
     fp16 = _speedup(rates, Precision.FP16)
     tf32 = _speedup(rates, Precision.TF32)
     rate = "its matrix product runs at {:.2f}x the rate of fp32"  # of the recommended precision
+    # bf16 needs no loss scale, so it may be slower than fp16, down to three quarters of its rate.
     if bf16 >= ACCELERATED and bf16 >= 0.75 * fp16:
         why = f"{rate.format(bf16)}, and it has the range of fp32"
         return Precision.BF16, f"{why}, so gradients need no scaling"
@@ -333,9 +346,9 @@ def _recommend_unmeasured(device: torch.device) -> tuple[Precision, str]:
     if device.type == "cuda" and not torch.version.hip:
         capability = torch.cuda.get_device_capability(device)
         has = f"{busy}, and compute capability {capability[0]}.{capability[1]} has"
-        if capability >= (8, 0):
+        if capability >= (8, 0):  # Ampere and later
             return Precision.BF16, f"{has} tensor cores for bf16"
-        if capability >= (7, 0):
+        if capability >= (7, 0):  # Volta and Turing
             return Precision.FP16, f"{has} tensor cores for fp16 alone; use a gradient scaler"
         return Precision.FP32, f"{has} no tensor cores"
     return Precision.FP32, f"{busy}: measure again when it is idle"
@@ -354,10 +367,11 @@ def device_name(device: torch.device) -> str:
         cpuinfo = Path("/proc/cpuinfo").read_text()
     except OSError:  # not Linux
         return platform.processor() or platform.machine()
-    found = re.search(r"^model name.*?:(.*)", cpuinfo, re.MULTILINE)
-    if found is None:
+    # "model name      : AMD EPYC 9654 96-Core Processor", once for each core
+    match = re.search(r"^model name.*?:(.*)", cpuinfo, re.MULTILINE)
+    if match is None:
         return platform.machine()
-    return found[1].strip()
+    return match[1].strip()
 
 
 def backend_name(device: torch.device) -> str:
@@ -380,7 +394,7 @@ def memory_bytes(device: torch.device) -> int | None:
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     if not backend(device).is_host:
-        return torch.accelerator.get_memory_info(device)[1]
+        return torch.accelerator.get_memory_info(device)[1]  # free bytes, then all
     try:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError):  # no sysconf, as on Windows
@@ -402,6 +416,7 @@ def free_bytes() -> int | None:
     except OSError:  # not Linux
         return total
     free = total
+    # "MemAvailable:   12345678 kB", where kB stands for 1,024 bytes
     available = re.search(r"^MemAvailable:\s+(\d+) kB", lines, re.MULTILINE)
     if available:
         free = int(available[1]) * 1024

@@ -56,6 +56,7 @@ def bootstrap(values: np.ndarray) -> tuple[float, float, float]:
     The ends are the 0.5 % and 99.5 % quantiles of the bootstrap. Its 2.5 % and 97.5 % quantiles
     would be too narrow: neighbouring rounds are alike, and measuring stops when they look narrow.
     """
+    # 1,000 samples of n values, drawn with replacement.
     indices = np.random.default_rng(0).integers(len(values), size=(1000, len(values)))
     medians = np.median(values[indices], axis=1)
     low, high = np.quantile(medians, [0.005, 0.995])

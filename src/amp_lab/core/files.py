@@ -68,7 +68,11 @@ def read_json(path: Path) -> Any:
 
 
 def _number(text: str) -> int | float:
-    """A number in JSON, if it fits into 64 bits; Python would also take NaN and longer ones."""
+    """The number that JSON text such as ``1.5`` or ``NaN`` stands for.
+
+    Raises `ValueError` for NaN, infinity and what a float of 64 bits cannot hold; Python's parser
+    would take them.
+    """
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:20]} is no number of 64 bits")
@@ -91,7 +95,10 @@ def require_types(record: Any) -> None:
 
 
 def _has_type(value: object, kind: Any) -> bool:
-    """Whether a value has a type, which may be one such as ``list[float]`` or ``int | None``."""
+    """Whether a value has a type, which may be one such as ``list[float]`` or ``int | None``.
+
+    Items of lists and values of dicts are checked too. An int is also a float; a bool is neither.
+    """
     container = typing.get_origin(kind)
     arguments = typing.get_args(kind)
     if container is types.UnionType:
@@ -100,8 +107,9 @@ def _has_type(value: object, kind: Any) -> bool:
         if type(value) is not container:
             return False
         items = value.values() if isinstance(value, dict) else value
+        # The last argument: the only one of a list, the type of the values of a dict.
         return all(_has_type(item, arguments[-1]) for item in items)
-    if container is not None:
+    if container is not None:  # a list or dict is declared, and the value is neither
         return False
     if isinstance(value, bool):
         return kind is bool
@@ -115,10 +123,10 @@ def write_whole(
 ) -> None:
     """Write a file so that at any moment the old one or the new one is there, whole.
 
-    It is written beside `path` under another name, and takes that name only when it is safely on
-    the disk. It gets the owner and the mode of `like`, if given. Raises `OSError` if any of that
-    fails, or `path` is a link, a device or another thing that is no file, and leaves what was under
-    `path` as it was.
+    `parts` are its bytes, in pieces. They are written beside `path` under another name, and the
+    file is renamed to `path` only when it is safely on the disk. It gets the owner and the mode of
+    `like`, if given. Raises `OSError` if any of that fails, or `path` is a link, a device or
+    another thing that is no file, and leaves what was under `path` as it was.
     """
     require_writable(path)
     _remove_old_partials(path)
@@ -134,15 +142,18 @@ def write_whole(
             _copy_owner_and_mode(partial, like)
         os.replace(partial, path)
     except OSError:
-        with contextlib.suppress(OSError):  # the first error is the one to tell
+        with contextlib.suppress(OSError):  # the error to report is the first one
             partial.unlink(missing_ok=True)
         raise
-    with contextlib.suppress(PermissionError):  # of a folder that may be written and not read
+    with contextlib.suppress(PermissionError):  # a folder that may be written to, but not opened
         sync_folder(path.parent)
 
 
 def _remove_old_partials(path: Path) -> None:
-    """Remove partial files that killed processes left beside a file; no write takes an hour."""
+    """Remove the partial files of `path` that are older than an hour, which no write takes.
+
+    They were left by processes that were killed.
+    """
     for partial in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
         with contextlib.suppress(OSError):  # another process may have removed it
             if time.time() - partial.lstat().st_mtime > _ABANDONED_S:
@@ -174,14 +185,18 @@ def require_writable(path: Path) -> None:
 
 
 def try_to_write(path: Path) -> None:
-    """Raise `OSError` if `write_whole` would, by writing: /proc says that it takes files."""
+    """Raise `OSError` if `write_whole` would; found by opening a temporary file in the folder.
+
+    `require_writable` is not enough: /proc reports that files can be written there.
+    """
     require_writable(path)
     with tempfile.TemporaryFile(dir=path.parent):
         return
 
 
 def _copy_owner_and_mode(path: Path, like: os.stat_result) -> None:
-    """Give a file the owner and the mode of another; the owner first, since that clears bits."""
+    """Give a file the owner and the mode in `like`."""
+    # The owner first, since a new owner clears bits of the mode such as setuid.
     if os.name == "posix" and (os.geteuid(), os.getegid()) != (like.st_uid, like.st_gid):
         os.chown(path, like.st_uid, like.st_gid)
     os.chmod(path, stat.S_IMODE(like.st_mode))

@@ -118,6 +118,7 @@ class _Modes(NamedTuple):
 
     @classmethod
     def read(cls) -> "_Modes":
+        """The modes that are set now."""
         new = tuple(setting.fp32_precision for setting in _FLOAT32_MODES)
         try:
             old = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
@@ -126,6 +127,7 @@ class _Modes(NamedTuple):
         return cls(new, old)
 
     def write(self) -> None:
+        """Set these modes in torch."""
         # The old names come first, since setting them also sets some of the new. They are set
         # because torch.compile reads them, and torch raises if they contradict the new ones.
         if self.old is not None:

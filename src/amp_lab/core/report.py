@@ -76,13 +76,17 @@ class Table:
         minimum = [self._minimum_width(number, column) for number, column in enumerate(columns)]
         available = width - len(_GAP) * (len(columns) - 1)
         while sum(widths) > available and widths != minimum:
+            # One character less for the widest of the columns that may shrink.
             can_shrink = [i for i in range(len(widths)) if widths[i] > minimum[i]]
             widest = max(can_shrink, key=lambda i: widths[i])
             widths[widest] -= 1
         return widths
 
     def _minimum_width(self, number: int, column: Sequence[str]) -> int:
-        """The width below which a column, its head first, is not shrunk."""
+        """The width below which a column is not shrunk: the cells in `column`, its head first.
+
+        `number` is the column's index. Columns of numbers, on the right, are never wrapped.
+        """
         head, *body = column
         longest_word = max(map(len, head.split()), default=0)
         longest_cell = max(map(len, body), default=0)
@@ -97,14 +101,14 @@ class Table:
                 self._cell_in_column(number, cell, width)
                 for number, (cell, width) in enumerate(zip(row, widths, strict=True))
             ]
-            height = max(map(len, columns))
+            height = max(map(len, columns))  # lines of the tallest cell
             for lines, width in zip(columns, widths, strict=True):
                 lines += [" " * width] * (height - len(lines))
             for line in zip(*columns, strict=True):
                 yield _GAP.join(line).rstrip()
 
     def _cell_in_column(self, number: int, cell: str, width: int) -> list[str]:
-        """The lines of a cell, each as wide as its column."""
+        """The lines of a cell, each as wide as its column, which has the index `number`."""
         pieces = [cell]
         if len(cell) > width:
             pieces = textwrap.wrap(cell, width, break_on_hyphens=False)
@@ -113,7 +117,7 @@ class Table:
         return [piece.ljust(width) for piece in pieces]
 
     def markdown(self) -> str:
-        """The same in Markdown; the foot is bold."""
+        """The table and its sentences in Markdown; the foot is bold."""
         parts = []
         if self.caption:
             parts.append(f"**{self.caption}**")
@@ -125,6 +129,7 @@ class Table:
         return "\n\n".join(parts)
 
     def _markdown_lines(self) -> Iterator[str]:
+        """The lines of the table in Markdown: the head, the rule, the rows and the foot in bold."""
         yield _markdown_line(self.head)
         yield _markdown_line([self._markdown_rule(number) for number in range(len(self.head))])
         for row in self.rows:
@@ -133,13 +138,13 @@ class Table:
             yield _markdown_line([f"**{cell}**" for cell in row])
 
     def _markdown_rule(self, number: int) -> str:
-        """The rule under the head of a column, which gives its alignment."""
+        """The rule under the head of the column with this index; it gives the alignment."""
         if number in self.right:
             return "---:"
         return "---"
 
     def html(self) -> str:
-        """The same in HTML."""
+        """The table and its sentences in HTML."""
         parts = []
         if self.rows or self.foot:
             parts.append(self._html_table())
@@ -154,6 +159,7 @@ class Table:
         return "".join(parts)
 
     def _html_table(self) -> str:
+        """The element ``<table>``, with the caption."""
         caption = ""
         if self.caption:
             caption = f"<caption>{html.escape(self.caption)}</caption>"
@@ -164,6 +170,7 @@ class Table:
 
 
 def _markdown_line(row: list[str]) -> str:
+    """A row in Markdown, ``| a | b |``; a bar in a cell would end it, so it is escaped."""
     cells = [cell.replace("|", r"\|") for cell in row]
     return f"| {' | '.join(cells)} |"
 
@@ -183,6 +190,7 @@ class Printed:
     """Base class of results that print as the table that `_table` returns."""
 
     def _table(self) -> Table:
+        """The table to print; each subclass defines it."""
         raise NotImplementedError
 
     def _contents(self) -> Any:
@@ -212,7 +220,10 @@ class Printed:
 
 
 def _wrapped(sentence: str, width: int | None, bullet: str = "") -> list[str]:
-    """The lines of a sentence; a word, such as a path or a call, is never broken."""
+    """The lines of a sentence; a word, such as a path or a call, is never broken.
+
+    `bullet` is put before the first line, and the others are indented by its width.
+    """
     if width is None:
         return [bullet + sentence]
     return textwrap.wrap(
@@ -226,6 +237,7 @@ def _wrapped(sentence: str, width: int | None, bullet: str = "") -> list[str]:
 
 
 def _wrapped_all(sentences: Sequence[str], width: int | None, bullet: str = "") -> list[str]:
+    """The lines of sentences, each of which begins a new line."""
     lines = []
     for sentence in sentences:
         lines += _wrapped(sentence, width, bullet)
@@ -260,7 +272,10 @@ def to_plain(value: Any) -> Any:
 
 
 def percent(part: float, whole: float) -> str:
-    """A share in percent, without the sign; 0 and 100 stand for exactly none and all."""
+    """A share in percent, without the sign: ``12.5``; ``-`` if `whole` is 0.
+
+    ``0`` and ``100`` stand for exactly none and all, so other shares become ``<0.01``, ``>99.9``.
+    """
     if not whole:
         return "-"
     share = 100 * part / whole
@@ -275,7 +290,7 @@ def share_text(part: float, whole: float) -> str:
     """A share in percent with one decimal, such as ``12.5 %``; ``-`` for 0."""
     if not part:
         return "-"
-    if part >= 0.0005 * whole:
+    if part >= 0.0005 * whole:  # less would be rounded to 0.0 %
         return f"{100 * part / whole:.1f} %"
     return "<0.1 %"
 

@@ -30,7 +30,7 @@ _NAMES = {
     "sklearn": "scikit-learn",
 }  # packages that are not named like their module
 _OLDEST_NAME = ".".join(map(str, OLDEST_TORCH))
-_WANTED = (
+_HOW_TO_GET_TORCH = (
     f"amp_lab needs {_OLDEST_NAME} or later, from "
     "https://pytorch.org/get-started/locally (in a checkout: pdm run sync)"
 )
@@ -42,14 +42,14 @@ def require_torch() -> None:
         import torch
     except (ImportError, OSError) as error:  # OSError: a shared library is missing
         if getattr(error, "name", None) == "torch":
-            raise RequirementError(f"torch is not installed: {_WANTED}") from None
+            raise RequirementError(f"torch is not installed: {_HOW_TO_GET_TORCH}") from None
         raise RequirementError(f"torch cannot be imported: {with_type(error)}") from error
     version = str(getattr(torch, "__version__", ""))  # a folder called torch has none
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None:
-        raise RequirementError(f"torch is not installed, or has no version: {_WANTED}")
-    if tuple(map(int, found.groups())) < OLDEST_TORCH:
-        raise RequirementError(f"torch {version} is too old: {_WANTED}")
+    match = re.match(r"(\d+)\.(\d+)", version)  # the beginning of "2.11.0+cpu"
+    if match is None:
+        raise RequirementError(f"torch is not installed, or has no version: {_HOW_TO_GET_TORCH}")
+    if tuple(map(int, match.groups())) < OLDEST_TORCH:
+        raise RequirementError(f"torch {version} is too old: {_HOW_TO_GET_TORCH}")
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def needed_for(what: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
         if module == "torch":
-            raise RequirementError(f"torch is not installed: {_WANTED}") from None
+            raise RequirementError(f"torch is not installed: {_HOW_TO_GET_TORCH}") from None
         if module not in _EXTRAS:  # the user's own module, or a mistake of this package
             raise
         package = _NAMES.get(module, module)
@@ -84,7 +84,10 @@ def nothing_logged() -> Iterator[None]:
 
 
 def require_matplotlib(what: str) -> None:
-    """Raise `RequirementError` now, and not after minutes of work, if nothing can be drawn."""
+    """Raise `RequirementError` now, and not after minutes of work, if nothing can be drawn.
+
+    `what` needs matplotlib, and begins the message.
+    """
     try:
         with nothing_logged(), needed_for(what):
             import matplotlib  # noqa: F401

@@ -21,6 +21,7 @@ from amp_lab.core.estimates import Estimate, Ratio, bootstrap, estimate_median
 _FEWEST_ROUNDS = 12
 _LEAST_S = 0.7  # of measuring: a neighbour on the host comes and goes in tenths of a second
 _TURN_S = 5e-3  # the least time of a turn
+_AIM_S = 1.2 * _TURN_S  # the time that a turn is planned to take; too short a turn is repeated
 _REST_S = 3e-3  # before a turn: threads of a library that wait by spinning go to sleep meanwhile
 # Limits beyond which a round counts as disturbed, or its cores as moved.
 _SLOWER = 1.5  # time of the calibration product, as a multiple of its median
@@ -84,7 +85,7 @@ def measure(
     for _ in range(warmup):
         fn()
     _synchronize(device)
-    keeps_peak = _resets_peak(device)
+    keeps_peak = _reset_peak(device)
     samples = []
     for _ in range(repeats):
         _synchronize(device)
@@ -103,7 +104,7 @@ def measure(
 
 def allocated_bytes(device: torch.device) -> int:
     """Bytes in tensors on a device now; 0 where the backend keeps no count, as on a CPU."""
-    if not _resets_peak(device):
+    if not _reset_peak(device):  # every measurement resets the peak too
         return 0
     return torch.accelerator.memory_allocated(device)
 
@@ -114,12 +115,13 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def _synchronize(device: torch.device) -> None:
+    """Wait for the device's work; a CPU's is done when a call returns."""
     if not backend(device).is_host:
         torch.accelerator.synchronize(device)
 
 
-def _resets_peak(device: torch.device) -> bool:
-    """Reset the device's count of peak memory; False if it keeps no such count."""
+def _reset_peak(device: torch.device) -> bool:
+    """Reset the device's count of peak memory; return False if it keeps no such count."""
     if not backend(device).keeps_peak:
         return False
     try:
@@ -152,7 +154,7 @@ class Comparison:
     @property
     def rounds(self) -> int:
         """How many rounds the samples are of."""
-        return len(next(iter(self.samples_s.values())))
+        return len(next(iter(self.samples_s.values())))  # all functions have as many samples
 
     def median_s(self, name: str) -> float:
         """Median of one function's samples, in seconds."""
@@ -247,11 +249,11 @@ def compare(
     calls = {name: _calls_for_a_turn(fn, device) for name, fn in functions.items()}
     rounds = Rounds(device)
     order = list(functions)
-    checked_at = _FEWEST_ROUNDS
+    next_check = _FEWEST_ROUNDS  # number of still rounds at which the intervals are computed next
     least_s = min(_LEAST_S, budget_s / 4)
     start = time.perf_counter()
     spent_s = 0.0
-    while spent_s < budget_s or not rounds.all:
+    while spent_s < budget_s or not rounds.all:  # one round even if nothing was budgeted
         is_mostly_busy = 4 * len(rounds.quiet) < len(rounds.all)
         if is_mostly_busy and spent_s > budget_s / 2:
             break
@@ -260,9 +262,9 @@ def compare(
                 time.sleep(_REST_S)
                 seconds[name] = _turn(functions[name], calls[name], device) / calls[name]
         order.reverse()  # so that none is always first
-        if len(rounds.still) >= checked_at and spent_s > least_s:
+        if len(rounds.still) >= next_check and spent_s > least_s:
             # An interval takes a thousand draws, so it is not computed after every round.
-            checked_at += max(1, len(rounds.still) // 4)
+            next_check += max(1, len(rounds.still) // 4)
             if _is_narrow_enough(rounds.still, precision):
                 break
         spent_s = time.perf_counter() - start
@@ -286,7 +288,10 @@ class Rounds:
 
     @contextlib.contextmanager
     def next(self) -> Iterator[dict[str, float]]:
-        """The block of one round: it writes the seconds of each function into the dictionary."""
+        """The block of one round, which puts the seconds of each function into the dictionary.
+
+        When the block ends, the round is added to `all`, and to `quiet` and `still` if it is so.
+        """
         self.watch.start_round()
         seconds: dict[str, float] = {}
         yield seconds
@@ -305,7 +310,7 @@ class Rounds:
             undisturbed = self.quiet
         rounds = undisturbed
         reason = _untrusted_reason(quiet=len(self.quiet), rounds=len(self.all))
-        if reason:
+        if reason:  # not trusted: the samples are of all rounds, to show their spread
             rounds = self.all
         samples_s = {}
         for name in names:
@@ -334,26 +339,29 @@ def _calls_for_a_turn(fn: Callable[[], object], device: torch.device) -> int:
     seconds = _turn(fn, calls, device)
     while seconds < _TURN_S and calls < 2**20:
         # At most tenfold at a time, since one short reading may be far off.
-        growth = 1.2 * _TURN_S / max(seconds, 1e-9)
+        growth = _AIM_S / max(seconds, 1e-9)  # a clock may return the same time twice
         calls = math.ceil(calls * min(10.0, growth))
         seconds = _turn(fn, calls, device)
     return calls
 
 
 def _is_narrow_enough(rounds: list[dict[str, float]], precision: float) -> bool:
-    """Whether every ratio to the first function is known to within `precision`."""
-    first, *others = rounds[0]
+    """Whether every ratio to the first function is known to within `precision`.
+
+    Each round has the seconds of each function, by its name.
+    """
+    first, *others = rounds[0].keys()
     for name in others:
         ratios = np.array([seconds[name] / seconds[first] for seconds in rounds])
         median, low, high = bootstrap(ratios)
-        if high - low > 2 * precision * median:
+        if high - low > 2 * precision * median:  # `precision` to either side
             return False
     return True
 
 
 def turn_s(call_s: float) -> float:
     """Estimated seconds of a turn in `compare`, with the rest before it, for a call of `call_s`."""
-    return max(call_s, 1.2 * _TURN_S) + _REST_S
+    return max(call_s, _AIM_S) + _REST_S
 
 
 def _untrusted_reason(quiet: int, rounds: int) -> str:
@@ -375,30 +383,35 @@ class _Watch:
         self.device = device
         self.factor = torch.ones(192, 192, device=device)
         self.exchanged = torch.ones(2**18)
+        # One or more for each round, in order; no exchanges on a GPU.
         self.calibrations_s: list[float] = []
         self.exchanges_s: list[float] = []
         self.start_round()
 
     def start_round(self) -> None:
-        self.first_of_round = len(self.calibrations_s)
+        """Note where the round begins, and calibrate a first time."""
+        self.first_of_round = len(self.calibrations_s)  # and of the exchanges, if there are any
         self.round_start = time.perf_counter()
         self.waited_before_s = _waited_s()
         self.stolen_before_s = _stolen_s()
         self.calibrate()
 
     def calibrate(self) -> None:
-        """Time a product that uses all threads, as the functions do: about a millisecond."""
-        self.calibrations_s.append(self._faster_of_two(self.multiply, 4))
+        """Time a product that uses all threads, as the functions do: about a millisecond.
+
+        On a CPU an exchange between threads is timed too.
+        """
+        self.calibrations_s.append(self._faster_of_two(self.multiply, calls=4))
         if not backend(self.device).is_host:
             return
-        exchange_s = self._faster_of_two(self.exchange, 1)
+        exchange_s = self._faster_of_two(self.exchange, calls=1)
         self.exchanges_s.append(exchange_s)
         threads = torch.get_num_threads()
         nearest_s = self.nearest_s.get(threads, exchange_s)
         self.nearest_s[threads] = min(nearest_s, exchange_s)
 
     def _faster_of_two(self, fn: Callable[[], object], calls: int) -> float:
-        """Seconds of the faster of two turns."""
+        """Seconds of the faster of two turns of `calls` calls."""
         return min(_turn(fn, calls, self.device), _turn(fn, calls, self.device))
 
     def multiply(self) -> torch.Tensor:
@@ -422,15 +435,15 @@ class _Watch:
             return True
         if _waited_s() - self.waited_before_s > allowed_s:
             return True
-        # The system counts stolen time in steps of 10 ms.
+        # The system counts stolen time in steps of 10 ms, so a limit below two steps is too strict.
         return _stolen_s() - self.stolen_before_s > max(allowed_s, 0.02)
 
     def was_moved(self) -> bool:
         """Whether an exchange took much longer, or shorter, in this round than in most."""
         usual_s = self._usual_exchange_s()
-        of_round = self.exchanges_s[self.first_of_round :] or [usual_s]
-        is_farther = max(of_round) > _APART * usual_s
-        is_nearer = usual_s > _APART * min(of_round)
+        round_s = self.exchanges_s[self.first_of_round :] or [usual_s]  # none on a GPU
+        is_farther = max(round_s) > _APART * usual_s
+        is_nearer = usual_s > _APART * min(round_s)
         return is_farther or is_nearer
 
     def lay_apart(self) -> bool:
@@ -446,7 +459,7 @@ class _Watch:
 def _waited_s() -> float:
     """Seconds that threads of this process were ready to run and had no core; 0 off Linux."""
     waited_ns = 0
-    for path in glob.glob("/proc/self/task/*/schedstat"):
+    for path in glob.glob("/proc/self/task/*/schedstat"):  # a file for each thread
         with contextlib.suppress(OSError):  # a thread that has just ended
             _running_ns, ready_ns, _slices = Path(path).read_text().split()
             waited_ns += int(ready_ns)

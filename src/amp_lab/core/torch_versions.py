@@ -22,7 +22,10 @@ class _Identity(torch.autograd.Function):
 
 @functools.cache
 def function_nodes_need_their_parents() -> bool:
-    """Whether the node of an `autograd.Function` is freed with the nodes before it.
+    """Whether a backward node of an `autograd.Function` is freed although Python still holds it.
+
+    That happens when its tensor, and the nodes that lead to it, are gone. It then has no
+    `next_functions` any more.
 
     Delete when torch >= 2.15 is required: there it is never, and this is always False.
     """
@@ -79,10 +82,10 @@ def fsdp_reduced_dtype(parameter: Any) -> torch.dtype:
     Delete when torch >= 2.15 is required: older versions, without a `reduce_dtype`, sum it in the
     dtype of the computation.
     """
-    computed = parameter.param_dtype or parameter.orig_dtype
+    compute_dtype = parameter.param_dtype or parameter.orig_dtype
     if hasattr(type(parameter), "unsharded_grad_dtype"):
-        return parameter.unsharded_grad_dtype or computed
-    return parameter.reduce_dtype or computed
+        return parameter.unsharded_grad_dtype or compute_dtype
+    return parameter.reduce_dtype or compute_dtype
 
 
 def dimension_by_name(kind: str) -> str | list[str]:
@@ -108,11 +111,13 @@ def fused_gru_on_fakes() -> Iterator[None]:
         return
 
     def forward(input_gates, hidden_gates, state, input_bias=None, hidden_bias=None):
-        rows, width = state.shape
-        return state.new_empty(rows, width), state.new_empty(rows, 5 * width)  # for the backward
+        rows, width = state.shape  # (N, H); the gates are (N, 3 H)
+        # The new state, and the workspace that the backward pass gets.
+        return state.new_empty(rows, width), state.new_empty(rows, 5 * width)
 
     def backward(gradient, workspace, has_bias):
         rows, width = gradient.shape
+        # Gradients of the three gates, of the input and of the hidden state each, side by side.
         gates = [workspace.new_empty(rows, 3 * width) for _ in range(2)]
         biases = [None, None]
         if has_bias:
