@@ -55,7 +55,7 @@ COMMANDS = [
 
 class _Parser(argparse.ArgumentParser):
     commands: "dict[str, _Parser]"
-    """The parser of each command; the one of `amp-lab` itself has it."""
+    """The parser of each command, by its name; only the parser of `amp-lab` itself has them."""
 
     def parse_args(self, args=None, namespace=None):
         """Parse as argparse does; an unknown option is reported with a similar one."""
@@ -71,7 +71,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _did_you_mean(given: str, parser: argparse.ArgumentParser) -> str:
-    """An option of the command with a similar name, or with that word in its help."""
+    """The end of a message about an unknown option, such as ``; did you mean --precision?``.
+
+    It names an option of the command with a similar name, or with that word in its help; empty if
+    there is none.
+    """
     name = given.partition("=")[0]
     if not name.startswith("--"):
         return ""
@@ -108,15 +112,15 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         drop_unwritten()
         if isinstance(error, BrokenPipeError):
-            return 0  # the reader of our output, `head` say, has seen enough
-        tell(f"amp-lab {options.command}: {error}")  # a full disk, say
+            return 0  # the program that reads our output, such as `head`, has ended
+        tell(f"amp-lab {options.command}: {error}")  # such as a full disk
         return 2
     except KeyboardInterrupt:
         return 130
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run the command; return its exit code. Its warnings are printed in a line each."""
+    """Run the command; return its exit code, 0 by default. Warnings are printed in a line each."""
 
     def print_warning(message: Warning | str, *where: object, **more: object) -> None:
         show_warning(options.command, message)
@@ -133,7 +137,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _refuse_empty(options: argparse.Namespace) -> None:
-    """Raise `OptionError` for an empty text, such as ``"$OUT"`` with an unset variable.
+    """Raise `OptionError` if an option has an empty text, such as ``"$OUT"`` of an unset variable.
 
     As a path it would mean the working folder.
     """
@@ -144,6 +148,7 @@ def _refuse_empty(options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """The parser of `amp-lab`, with a subparser for each command."""
     parser = _Parser(
         prog="amp-lab", description="Automatic mixed precision, on your own hardware and model."
     )

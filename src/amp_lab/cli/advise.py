@@ -52,6 +52,7 @@ def run(options: argparse.Namespace) -> None:
         device = torch.device(checked_backend(options.absent))
 
     def look(loaded: LoadedModel) -> tuple[Any, ...]:
+        """X-ray the model and forecast its memory; the advice too, if nothing will be measured."""
         case = Case(loaded.model, loaded.args, loaded.kwargs, loaded.loss_fn, device)
         outlook = first_look(case, options.memory)
         advice = None
@@ -62,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
     loaded, case, outlook, advice = trace_model(options, look, with_values=is_here)
     if advice is None:  # measured here, since the hooks in the block would be timed and compiled
         seconds = end - time.perf_counter()
-        timeout = max(options.timeout, 180 * options.minutes)
+        timeout = max(options.timeout, 180 * options.minutes)  # three times --minutes, in seconds
         with user_code_guard(repr(options.target), timeout):
             advice = measured(case, outlook, seconds, _setup_lines(options, loaded))
     if options.html:
@@ -95,7 +96,7 @@ def _setup_lines(options: argparse.Namespace, loaded: LoadedModel) -> str:
 
 def _returned_names(options: argparse.Namespace, loaded: LoadedModel) -> str:
     """The left side of the assignment: names for the model, or for the tuple with the model."""
-    if not loaded.returned:
+    if not loaded.returned:  # the target is a model alone, not a tuple
         return "model"
     if loaded.loss_fn is not None and not options.loss:
         return "model, *_, loss_fn"
@@ -106,10 +107,10 @@ def _input_lines(options: argparse.Namespace, loaded: LoadedModel) -> tuple[list
     """Lines that import what ``args`` and ``kwargs`` need, and lines that make them."""
     if not options.batch:
         return [], [f"args = {_code_for(loaded.args)}", f"kwargs = {_code_for(loaded.kwargs)}"]
-    imports, batch = _import_target(options.batch)
+    imports, batch = _import_target(options.batch)  # `batch` is the code for the batch
     if callable(find_target(options.batch)):
         batch = f"{batch}()"
-    return imports, [f"args, kwargs = {loaded.form.format(batch)}"]
+    return imports, [f"args, kwargs = {loaded.form.format(batch)}"]  # see `python_form`
 
 
 def _loss_lines(options: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -130,7 +131,7 @@ def _loss_lines(options: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 
 def _model_call(options: argparse.Namespace) -> tuple[list[str], str]:
-    """Lines that import what the model needs, and the expression that makes it."""
+    """Lines that import what the model needs, and the expression that makes it or the tuple."""
     from torch import nn
 
     arguments = parse_arguments(options.arguments or ())
@@ -146,7 +147,7 @@ def _model_call(options: argparse.Namespace) -> tuple[list[str], str]:
 def _import_target(target: str) -> tuple[list[str], str]:
     """Lines that import a target, and the name that it then has."""
     module, _, name = target.rpartition(":")
-    first = name.partition(".")[0]
+    first = name.partition(".")[0]  # of `Class.method` the class is imported
     if not module.endswith(".py"):
         return [f"from {module} import {first}"], name
     path = Path(module).resolve()
@@ -169,7 +170,7 @@ def _code_for(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         items = ", ".join(map(_code_for, value))
         if isinstance(value, tuple) and value:
-            return f"({items},)"
+            return f"({items},)"  # (,) would be no Python, so an empty tuple becomes a list
         return f"[{items}]"
     if isinstance(value, torch.Tensor):
         return _code_for_tensor(value)
@@ -177,10 +178,11 @@ def _code_for(value: Any) -> str:
 
 
 def _code_for_tensor(tensor: Any) -> str:
+    """Code for a random tensor of the same shape and dtype; integers have the same range."""
     import torch
 
     shape = str(tuple(tensor.shape))
-    if tensor.dtype not in (torch.float32, torch.int64):
+    if tensor.dtype not in (torch.float32, torch.int64):  # the defaults of randn and randint
         shape += f", dtype={tensor.dtype}"
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return f"torch.randn({shape})"

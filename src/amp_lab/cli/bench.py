@@ -71,6 +71,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read(options: argparse.Namespace) -> "Results":
+    """The result in the file of --results. Raises `OptionError` with an option that measures."""
     from amp_lab.bench import load_results
 
     for name in ("workload", "precision", "rung", "rounds", "quick"):
@@ -106,8 +107,8 @@ def _measure(options: argparse.Namespace, out: Path) -> "Results":
         after_round=save,
     )
     if not results.rows:
-        raise KeyboardInterrupt  # and leave an older file of that name as it is
-    results.save(out)  # one that was interrupted has had no last `after_round`
+        raise KeyboardInterrupt  # an older file of that name is left as it is
+    results.save(out)  # also the last round, after which `save` is not called if it was interrupted
     return results
 
 
@@ -115,7 +116,7 @@ def _require_outputs(out: Path) -> None:
     """Raise `OptionError` if a result cannot be written, or would replace another file."""
     from amp_lab.bench import load_results
 
-    require_output(out, ours=True)  # whether it is ours is checked below
+    require_output(out, ours=True)  # a file that is there is checked below
     pictures = _pictures(out)
     require_output(pictures.ladder)
     require_output(pictures.roofline)
@@ -128,7 +129,7 @@ def _require_outputs(out: Path) -> None:
 
 
 class _Pictures(NamedTuple):
-    """The files of the pictures, which stand beside the results."""
+    """The paths of the pictures, which are written beside the results."""
 
     ladder: Path
     roofline: Path
@@ -136,6 +137,7 @@ class _Pictures(NamedTuple):
 
 
 def _pictures(out: Path) -> _Pictures:
+    """The paths of the pictures beside the results in `out`."""
     return _Pictures(
         ladder=out.with_name(f"{out.stem}.png"),
         roofline=out.with_name(f"{out.stem}-roofline.png"),
@@ -144,6 +146,7 @@ def _pictures(out: Path) -> _Pictures:
 
 
 def _draw(results: "Results", out: Path) -> None:
+    """Draw the two pictures of a result beside its file `out`."""
     from amp_lab import plots
 
     pictures = _pictures(out)
@@ -153,12 +156,13 @@ def _draw(results: "Results", out: Path) -> None:
 
 
 def _compare(results: list["Results"], options: argparse.Namespace, out: Path) -> None:
+    """Print this result, the first, beside recorded ones, and draw the best speed-ups of each."""
     from amp_lab import plots
     from amp_lab.bench import Compared
 
     paths = [options.results or options.out, *options.compare]
     names = [Path(path).stem for path in paths]
-    if len(set(names)) < len(names):  # two are alike
+    if len(set(names)) < len(names):  # two files in different folders have the same name
         names = paths
     compared = Compared(results, names)
     print()

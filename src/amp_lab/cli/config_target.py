@@ -30,7 +30,11 @@ def build_from_config(target: str, changes: dict[str, Any]) -> "nn.Module":
 
 
 def imports_and_call(target: str, changes: dict[str, Any]) -> tuple[list[str], str]:
-    """The line that imports what a program needs, and the expression that makes the model."""
+    """The line that imports the model's class, and the expression that makes the model.
+
+    Such as ``from transformers import AutoConfig, GPT2LMHeadModel``, and
+    ``GPT2LMHeadModel(AutoConfig.from_pretrained('gpt2', n_layer=2))``.
+    """
     with nothing_logged():
         _, architecture = _read(target, changes)
     name_or_path = target
@@ -45,7 +49,10 @@ def imports_and_call(target: str, changes: dict[str, Any]) -> tuple[list[str], s
 
 
 def _read(target: str, changes: dict[str, Any]) -> tuple[Any, Any]:
-    """The config, and the model class that it names."""
+    """The config with `changes`, and the class of the model that it names first.
+
+    Raises `OptionError` if there is no such file, change or class.
+    """
     if target.endswith(".json") and not Path(target).is_file():
         raise OptionError(f"{target!r}: there is no such file")
     config, unknown = _config(target, changes)
@@ -63,7 +70,10 @@ def _read(target: str, changes: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _config(target: str, changes: dict[str, Any]) -> tuple[Any, list[str]]:
-    """The config, and those names of `changes` that it does not know."""
+    """The config, and those names of `changes` that it does not know.
+
+    Raises `OptionError` if it cannot be read, and `RequirementError` without transformers.
+    """
     try:
         transformers = importlib.import_module("transformers")
         config, unused = transformers.AutoConfig.from_pretrained(

@@ -90,7 +90,7 @@ def _check_options(options: argparse.Namespace) -> tuple[int, ...] | None:
 
 
 def _difference(options: argparse.Namespace, sizes: tuple[int, ...] | None) -> Any:
-    """Run both, and compare them."""
+    """Load what the options name, run it twice, and return the `RunComparison`."""
     from amp_lab.tracing.copies import copied
 
     with load_model(options, with_values=True) as loaded:
@@ -109,7 +109,12 @@ def _difference(options: argparse.Namespace, sizes: tuple[int, ...] | None) -> A
 def _compare(
     options: argparse.Namespace, loaded: LoadedModel, other: Any, sizes: tuple[int, ...] | None
 ) -> Any:
-    """Compare two runs: of two models, or of one model, the second as the options say."""
+    """Compare two runs, and return the `RunComparison`.
+
+    If the options give a second model, `other` is that one, and both run as the options say. Else
+    it is a copy of the first, and only its run is as the options say. `sizes` are the batch sizes
+    of the two runs, if given.
+    """
     from amp_lab.difference import compare_runs
 
     size_a, size_b = sizes or (None, None)
@@ -142,6 +147,7 @@ def _first_precision(second: str | None, model: Any) -> str | None:
 
 
 def _has_low_weights(model: Any) -> bool:
+    """Whether a parameter is fp16 or bf16."""
     from amp_lab.tracing.ops_seen import LOWER_DTYPES
 
     return any(parameter.dtype in LOWER_DTYPES for parameter in model.parameters())
@@ -185,7 +191,10 @@ def _cast_tensors(structure: Any, dtype: Any) -> Any:
 def _input_remarks(
     run: str, loaded: LoadedModel, model: Any, precision: str | None
 ) -> Iterator[str]:
-    """A remark if the inputs of a run are cast to the dtype of the model's weights."""
+    """A remark if the inputs of a run are cast to the dtype of the model's weights, else nothing.
+
+    `run` is its name in the sentence: A, B or both.
+    """
     from amp_lab.core.report import short_name
     from amp_lab.tracing.ops_seen import tensors_in
 
@@ -196,7 +205,11 @@ def _input_remarks(
 
 
 def _make_run(model: Any, loaded: LoadedModel, setting: _Setting) -> Callable[[], Any]:
-    """A function that runs a model on the loaded inputs, with the loss if there is one."""
+    """A function that runs a model on the loaded inputs, with the loss if there is one.
+
+    The model itself is moved to the device of `setting`, cast if it has to be, and put into
+    evaluation mode if a batch size is set.
+    """
     import torch
 
     inputs = _move_inputs((loaded.args, loaded.kwargs), setting.device, setting.size)
@@ -221,6 +234,7 @@ def _make_run(model: Any, loaded: LoadedModel, setting: _Setting) -> Callable[[]
 
 
 def _compare_compiled(options: argparse.Namespace, loaded: LoadedModel) -> Any:
+    """Compare the model with itself compiled, and return the `RunComparison`."""
     import torch
 
     from amp_lab.difference import compare_runs
@@ -236,7 +250,10 @@ def _compare_compiled(options: argparse.Namespace, loaded: LoadedModel) -> Any:
 
 
 def _move_inputs(inputs: tuple[tuple, dict], device: str, size: int | None) -> Any:
-    """The inputs on a device, with `size` rows if given, which repeat the rows that there are."""
+    """The inputs on a device, `(args, kwargs)`; with `size`, their rows are repeated or cut to it.
+
+    Rows are those of the tensors whose first dimension is the batch.
+    """
     import torch
     from torch.utils._pytree import tree_map_only
 
@@ -253,12 +270,14 @@ def _move_inputs(inputs: tuple[tuple, dict], device: str, size: int | None) -> A
 
 
 def _device(options: argparse.Namespace) -> str:
+    """The name of the device that --device gives, checked to be here; the CPU by default."""
     from amp_lab.core.device import pick_device
 
     return str(pick_device(options.device or "cpu"))
 
 
 def _autocast(precision: str | None, device: str) -> contextlib.AbstractContextManager:
+    """The context of a precision on a device such as ``cuda:1``; it does nothing for None."""
     from amp_lab.core.precision import Precision
 
     if not precision:
@@ -268,8 +287,9 @@ def _autocast(precision: str | None, device: str) -> contextlib.AbstractContextM
 
 
 def _share_weights(model: Any, other: Any) -> None:
+    """Copy the weights of `model`, A, into `other`, B. Raises `OptionError` if they do not fit."""
     try:
         other.load_state_dict(model.state_dict())
     except RuntimeError as error:
-        what = " ".join(str(error).split())[:160]
-        raise OptionError(f"--same-weights: B does not take the weights of A: {what}") from error
+        reason = " ".join(str(error).split())[:160]  # one line, of a message that may have hundreds
+        raise OptionError(f"--same-weights: B does not take the weights of A: {reason}") from error

@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
         for remark in lstm_remarks():
             print(f"{remark}: {NO_PRIMITIVE_REMEDY}.")
 
-    if not report.trusted:  # a figure of a busy machine is shown as that
+    if not report.trusted:  # the rates are shown all the same, with this warning
         print("\nThis machine is busy: the same product took 1.5 times as long in a second try.")
         print("Measure again when it is idle.")
     print(f"\nUse {report.recommended}: {report.why}.")
@@ -61,7 +61,7 @@ def _print_rates(report: "DeviceReport") -> None:
             continue
         speedup = report.speedup(precision)
         remark = ""
-        if speedup < 0.5:  # emulated: a product then takes minutes in a real model
+        if speedup < 0.5:  # torch emulates it: in a real model a product may take minutes
             remark = f"  {1 / speedup:.0f} times slower: avoid it here"
         elif precision in report.accelerated:
             remark = "  accelerated"

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-# What is written, by the ending of the file, if --format does not say it.
+# The default of --format, by the ending of the file.
 _FORMATS = {".safetensors": "safetensors", ".onnx": "onnx", ".pt2": "pt2"}
 
 
@@ -29,7 +29,7 @@ def add(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Write the file."""
+    """Write the model in the format asked for, or the checkpoint."""
     from amp_lab.core.errors import OptionError
     from amp_lab.train import export  # here, since it loads torch
 
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
         )
         return
     if options.dtype or options.data:
-        given = "--dtype" if options.dtype else "--data"
-        raise OptionError(f"{given}: a checkpoint is written as it is; give --format as well")
+        option = "--dtype" if options.dtype else "--data"
+        raise OptionError(f"{option}: a checkpoint is written as it is; give --format as well")
     export.export_checkpoint(options.run_folder, options.file, force=options.force)
     print(f"Written: {options.file}")

@@ -64,12 +64,12 @@ def parse_input(text: str) -> InputSpec:
     if dtype not in _DTYPES:
         problem = f"{_quote(dtype)} is no dtype here: {_dtype_hint(dtype)}"
         raise OptionError(f"--input {_quote(text)}: {problem}")
-    sizes, less, limit = rest.partition("<")
+    sizes, less_than, limit = rest.partition("<")
     shape = parse_shape(sizes)
-    if math.prod(shape) >= 2**57:  # torch counts bytes in 63 bits
+    if math.prod(shape) >= 2**57:  # torch counts bytes in 63 bits, with up to 8 for each value
         raise OptionError(f"--input {_quote(text)}: no memory holds a tensor of that shape")
     below = None
-    if less:
+    if less_than:
         below = _parse_bound(text, limit, dtype)
     return InputSpec(name, dtype, shape, below)
 
@@ -108,7 +108,10 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def draw_inputs(specs: Iterable[InputSpec], with_values: bool) -> tuple[tuple, dict[str, Any]]:
-    """The inputs, by position and by name, drawn with seed 0."""
+    """The inputs, by position and by name, drawn with seed 0; on ``meta`` without `with_values`.
+
+    Raises `OptionError` for a name that is given twice.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -137,57 +140,68 @@ def load_batch(target: str) -> tuple[tuple, dict[str, Any], str]:
     return args, kwargs, python_form(batch)
 
 
-def split_arguments(made: Any, what: str) -> tuple[tuple, dict[str, Any]]:
-    """The arguments in a tensor, a tuple of them, a dict by name, or ``(args, kwargs)``."""
+def split_arguments(inputs: Any, what: str) -> tuple[tuple, dict[str, Any]]:
+    """The arguments by position and by name that the user's function or batch gives.
+
+    `inputs` is a tensor, a tuple of them, a dict by name, or ``(args, kwargs)``. Raises
+    `OptionError` for anything else; `what` begins the message.
+    """
     import torch
 
-    if isinstance(made, torch.Tensor):
-        return (made,), {}
-    args: Any = made
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,), {}
+    args: Any = inputs
     kwargs: Any = {}
-    if isinstance(made, Mapping):
+    if isinstance(inputs, Mapping):
         args = ()
-        kwargs = made
-    elif not isinstance(made, (tuple, list)):
+        kwargs = inputs
+    elif not isinstance(inputs, (tuple, list)):
         kinds = "a tensor, a tuple, a dict or (args, kwargs)"
-        raise OptionError(f"{what} returns a {type(made).__name__} as the inputs: give {kinds}")
-    elif _is_args_and_kwargs(made):
-        args, kwargs = made
+        raise OptionError(f"{what} returns a {type(inputs).__name__} as the inputs: give {kinds}")
+    elif _is_args_and_kwargs(inputs):
+        args, kwargs = inputs
     if not all(isinstance(name, str) for name in kwargs):
         raise OptionError(f"{what}: the names of arguments are strings: {list(kwargs)[:3]}")
     return tuple(args), dict(kwargs)
 
 
-def python_form(made: Any) -> str:
-    """A template of Python code that makes ``args, kwargs`` of such inputs, named at ``{}``."""
-    if isinstance(made, Mapping):
+def python_form(inputs: Any) -> str:
+    """A template for `str.format` of the Python code that turns such inputs into ``args, kwargs``.
+
+    ``{}`` is to be replaced by the name of the inputs: for a tensor ``x`` it gives ``(x,), {}``.
+    """
+    if isinstance(inputs, Mapping):
         return "(), dict({})"
-    if not isinstance(made, (tuple, list)):
+    if not isinstance(inputs, (tuple, list)):
         return "({},), {{}}"
-    if _is_args_and_kwargs(made):
+    if _is_args_and_kwargs(inputs):
         return "{}"
     return "tuple({}), {{}}"
 
 
-def _is_args_and_kwargs(made: Sequence) -> bool:
+def _is_args_and_kwargs(inputs: Sequence) -> bool:
     """Whether a sequence is ``(args, kwargs)``, and not a tuple of arguments."""
-    if len(made) != 2:
+    if len(inputs) != 2:
         return False
-    args, kwargs = made
+    args, kwargs = inputs
     return isinstance(args, (tuple, list)) and isinstance(kwargs, Mapping)
 
 
-def _parse_bound(text: str, below: str, dtype: str) -> int:
-    """The N of ``<N``: integers are drawn below it. Raises `OptionError` for no such number."""
+def _parse_bound(text: str, limit: str, dtype: str) -> int:
+    """The number N of ``<N``, below which integers are drawn.
+
+    `limit` is the text after ``<``, and `text` the whole ``--input``. Raises `OptionError` if the
+    limit is no number that the dtype holds, or the dtype none of integers.
+    """
     if dtype not in _INTEGERS:
-        raise OptionError(f"--input {_quote(text)}: <{below} is for integers: give int64:{text}")
-    digits = below.strip()
+        raise OptionError(f"--input {_quote(text)}: <{limit} is for integers: give int64:{text}")
+    digits = limit.strip()
     bound = 0
-    if digits.isdecimal() and len(digits) < 20:
+    if digits.isdecimal() and len(digits) < 20:  # 2^63 has 19; Python refuses thousands
         bound = int(digits)
     if not 1 <= bound <= 2 ** _INTEGERS[dtype]:
         what = f"a whole number from 1 on that {dtype} holds"
-        raise OptionError(f"--input {_quote(text)}: <{_quote(below)}: give {what}")
+        raise OptionError(f"--input {_quote(text)}: <{_quote(limit)}: give {what}")
     return bound
 
 

@@ -49,6 +49,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _run_inference(options: argparse.Namespace) -> None:
+    """Print the forecast of a forward pass. Raises `OptionError` with an option of training."""
     from amp_lab.tracing.inference_memory import InferenceTable, inference_table
     from amp_lab.tracing.memory import BatchedInputs
 
@@ -72,6 +73,7 @@ def _run_inference(options: argparse.Namespace) -> None:
 
 
 def _run_training(options: argparse.Namespace) -> None:
+    """Print the forecast of a training step. Raises `OptionError` with an option of inference."""
     from amp_lab.tracing.memory import BatchedInputs, MemoryTable, memory_table
 
     if options.tokens is not None:
@@ -97,13 +99,14 @@ def _run_training(options: argparse.Namespace) -> None:
 
 
 def _precisions(options: argparse.Namespace) -> dict[str, list[str]]:
-    """The precisions as an argument, if any are given; else a function has its own default."""
+    """The keyword ``precisions``, if the option is given; else none, so that the default holds."""
     if not options.precision:
         return {}
     return {"precisions": options.precision}
 
 
 def _share(text: str) -> float:
+    """The share that a percentage such as ``10`` or ``10%`` is: 0.1."""
     percent = float(text.strip().removesuffix("%"))  # argparse says what is wrong with other text
     if not 0 <= percent < 100:
         raise argparse.ArgumentTypeError(f"{text!r}: give a percentage from 0 to below 100")
@@ -111,6 +114,7 @@ def _share(text: str) -> float:
 
 
 def _tokens(text: str) -> int:
+    """The number of tokens that --tokens gives."""
     try:
         count = int(text)
     except ValueError:

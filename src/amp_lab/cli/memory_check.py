@@ -16,8 +16,9 @@ def require_memory(
 ) -> None:
     """Raise `OptionError` if a step is forecast to need more memory than the device has.
 
-    Linux would kill the process. `what` begins the message, and says what wants to run the step.
-    With `inference` it is a forward pass; `size` replaces the batch size of the inputs.
+    Linux would kill the process. `name` is the device, None for the default one. `what` begins the
+    message, and says what wants to run the step. With `inference` it is a forward pass; `size`
+    replaces the batch size of the inputs.
     """
     from amp_lab.core.device import memory_bytes, pick_device
     from amp_lab.core.report import bytes_text
@@ -25,13 +26,13 @@ def require_memory(
 
     device = pick_device(name)
     available = memory_bytes(device)
-    needed = 0
+    needed = 0  # bytes; stays 0 if the model cannot be traced
     with (
         contextlib.suppress(TraceError),  # a model that cannot be traced is run without a check
         load_model(options, with_values=False) as loaded,
     ):
         needed = _peak_bytes(loaded, device.type, inference)
-        if size is not None:
+        if size is not None:  # memory grows with the batch, roughly
             needed = needed * size // BatchedInputs(loaded.args, loaded.kwargs).batch
     if available is None or needed <= available:
         return
@@ -41,7 +42,7 @@ def require_memory(
 
 
 def _peak_bytes(loaded: LoadedModel, device_type: str, inference: bool) -> int:
-    """The forecast peak in fp32 of a step with SGD, or of a forward pass for inference."""
+    """The forecast peak in bytes, in fp32: of a step with SGD, or of a forward pass."""
     from amp_lab.tracing.inference_memory import forecast_inference
     from amp_lab.tracing.memory import forecast_memory
 

@@ -47,10 +47,11 @@ def run(options: argparse.Namespace) -> int:
 
     if options.diff and options.format != "text":
         raise OptionError(f"--diff prints a patch, not {options.format}: leave one of them out")
-    wanted = Wanted(tuple(options.select or SELECTIONS), options.mark, options.diff)
+    select = tuple(options.select or SELECTIONS)
+    wanted = Wanted(select, mark=options.mark, patch=options.diff)
     found = migrate_paths(options.paths, options.write, wanted)
     if options.write:
-        found = list(found)  # all is written before whoever reads along can end the printing
+        found = list(found)  # `migrate_paths` is lazy; a closed pipe must not end it half-way
     results = []
     for result in found:
         results.append(result)
@@ -71,6 +72,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print_diff(result: "Result", options: argparse.Namespace) -> None:
+    """Print the diff of a file: as a patch with --diff, and nothing for the other formats."""
     if options.diff:
         sys.stdout.flush()
         sys.stdout.buffer.write(result.patch)  # the bytes of the file, whatever its encoding
@@ -81,7 +83,10 @@ def _print_diff(result: "Result", options: argparse.Namespace) -> None:
 def _report(
     results: "list[Result]", needed: tuple[int, int] | None, options: argparse.Namespace
 ) -> None:
-    """Print what was found, in the format asked for; `needed` is the torch that it takes."""
+    """Print what was found, in the format asked for.
+
+    `needed` is the oldest torch, such as (2, 4), that runs what is rewritten; None if any does.
+    """
     from amp_lab.migrate import for_older_torch, format_github, format_sarif
 
     if options.format == "sarif":
@@ -99,7 +104,7 @@ def _report(
 
 
 def _format_lines(results: "list[Result]") -> str:
-    """A line of the output for each line of a file, after an empty one."""
+    """A line for each finding, ``PATH:LINE: …``, after an empty line; empty without findings."""
     text = ""
     for result in results:
         for line in result.lines:
@@ -110,6 +115,7 @@ def _format_lines(results: "list[Result]") -> str:
 
 
 def _format_summary(results: "list[Result]", is_written: bool) -> str:
+    """The last line: how many findings of each kind there are, and how many files change."""
     kinds = Counter()
     for result in results:
         kinds.update(line.kind for line in result.lines)

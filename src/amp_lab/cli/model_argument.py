@@ -116,9 +116,9 @@ def load_model(
 def trace_model(
     options: argparse.Namespace, trace: Callable[[LoadedModel], Any], *, with_values: bool = False
 ) -> Any:
-    """What `trace` returns for the loaded model.
+    """Load the model that the options name, call `trace` with it, and return its result.
 
-    If the model turns out to depend on values, it is loaded again with values and traced anew.
+    If the model turns out to depend on values, it is loaded again with values and traced again.
     """
     try:
         with load_model(options, with_values=with_values) as loaded:
@@ -131,12 +131,14 @@ def trace_model(
 
 
 def _lacks_values(error: AmpLabError) -> bool:
+    """Whether a trace failed because the model depends on values, and had none."""
     from amp_lab.tracing.decisions import NoValues
 
     return isinstance(error, NoValues)
 
 
 def _seconds(text: str) -> float:
+    """The seconds that --timeout gives."""
     seconds = float(text)  # argparse says what is wrong with another text
     if not 0 < seconds <= threading.TIMEOUT_MAX:
         raise argparse.ArgumentTypeError(f"{text!r}: give a number of seconds above 0")
@@ -144,11 +146,16 @@ def _seconds(text: str) -> float:
 
 
 def _load(options: argparse.Namespace, target: str, with_values: bool) -> LoadedModel:
+    """The model that `target` names, with the inputs and the loss of the options, and an observer.
+
+    Raises `OptionError`.
+    """
     from amp_lab.cli.model_checks import Observer
 
     if options.input and options.batch:
         raise OptionError("--input and --batch both give the inputs: give one of them")
-    specs = [parse_input(text) for text in options.input or ()]  # fail before anything slow
+    # Read first, so that a mistake is reported before the model is built.
+    specs = [parse_input(text) for text in options.input or ()]
     loaded = _build(target, parse_arguments(options.arguments or ()), with_values)
     if specs:
         loaded.args, loaded.kwargs = draw_inputs(specs, with_values)
@@ -167,7 +174,7 @@ def _load(options: argparse.Namespace, target: str, with_values: bool) -> Loaded
 
 
 def _upper_bounds(specs: list[InputSpec]) -> list[int | None]:
-    """The `below` of each input, those passed by position first."""
+    """The `below` of each input; those passed by position come first, as in `named_inputs`."""
     by_position = [spec.below for spec in specs if spec.name is None]
     by_name = [spec.below for spec in specs if spec.name is not None]
     return [*by_position, *by_name]
@@ -188,14 +195,15 @@ def parse_arguments(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def _parse_value(text: str, value: str) -> Any:
+    """The value in ``NAME=VALUE``, which is `text` as a whole. Raises `OptionError`."""
     try:
         return ast.literal_eval(value)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         pass
-    capitalized = value.capitalize()
+    capitalized = value.capitalize()  # true, false and none, as other languages write them
     if capitalized in ("True", "False", "None"):
         raise OptionError(f"--with {text!r}: write {capitalized}")
-    if re.fullmatch(r"[A-Za-z_][\w./-]*", value):
+    if re.fullmatch(r"[A-Za-z_][\w./-]*", value):  # a word such as relu, or org/model-1.5
         return value
     name = text.partition("=")[0]
     quoted = f'''--with "{name}='{value}'"'''
@@ -256,14 +264,16 @@ def _unpack(target: str, built: Any) -> LoadedModel:
 
 
 def _model_and_inputs(built: Any) -> tuple[Any, Any]:
+    """The model and the inputs in what a callable returned, as `_split_tuple` finds them."""
     model, inputs, _ = _split_tuple(built)
     return model, inputs
 
 
 def _split_tuple(built: Any) -> tuple[Any, Any, Any]:
-    """Model, inputs and loss of ``model``, or of a tuple ``(model, args, kwargs, loss)``.
+    """The model, inputs and loss in ``model``, or in a tuple ``(model, args, kwargs, loss)``.
 
-    The tuple may be shorter; anything else is returned as the model.
+    The tuple may be shorter; anything else is returned as the model. The inputs are in a form that
+    `split_arguments` takes. The loss is None if there is none.
     """
     if not isinstance(built, tuple) or not 1 <= len(built) <= 4:
         return built, (), None
@@ -279,7 +289,10 @@ def _split_tuple(built: Any) -> tuple[Any, Any, Any]:
 
 
 def _find_loss(text: str) -> Callable[[Any], Any]:
-    """The loss of ``--loss``: ``.loss`` takes an attribute of the output, else a function."""
+    """The loss that ``--loss`` names, as a function of the output. Raises `OptionError`.
+
+    ``.NAME`` is an attribute of the output, anything else the user's own function.
+    """
     if text.startswith("."):
 
         def loss(output: Any) -> Any:
@@ -305,13 +318,14 @@ def _loss_of_output(output: Any, text: str) -> Any:
     if value is not None:
         return value
     kind = type(output).__name__
-    if hasattr(output, "is_meta"):
+    if hasattr(output, "is_meta"):  # the type may be one that stands for a tensor in a trace
         kind = "Tensor"
     has = f"the model returns a {kind}, which has no {name!r}"
     raise OptionError(f"--loss {text}: {has}; some have it only if labels are given")
 
 
 def _check_there_are_inputs(loaded: LoadedModel) -> None:
+    """Raise `OptionError` if the model needs arguments and none are given."""
     from amp_lab.cli.model_checks import parameters_of
 
     needed = [p.name for p in parameters_of(loaded.model) if p.default is p.empty]
@@ -334,11 +348,15 @@ def _ids_option(model: "nn.Module") -> str:
 
 
 def _hint(loaded: LoadedModel, error: str) -> str:
-    """What to change in the inputs, or else which inputs were given, as the end of a sentence."""
+    """What to change in the inputs, or else which inputs were given, as the end of a sentence.
+
+    `error` is the message of the failed trace.
+    """
     from amp_lab.cli.model_checks import named_inputs, parameters_of
     from amp_lab.core.report import dtype_name
 
     takes = ", ".join(parameter.name for parameter in parameters_of(loaded.model))
+    # Python's "forward() missing 2 required positional arguments: 'x' and 'mask'"
     missing = re.search(r"missing \d+ required .*arguments?: (.*)", error)
     if missing:
         names = re.findall(r"'(\w+)'", missing[1])

@@ -43,7 +43,10 @@ class Observer:
     """Watches a model run and notes mistakes in its inputs, which fake tensors do not show."""
 
     def __init__(self, model: nn.Module, args: tuple, kwargs: dict, below: Sequence[int | None]):
-        """`below` has an upper bound for each input's values; if empty, they are looked at."""
+        """`below` has a number for each input that its values are below, or None if unknown.
+
+        If it is empty, the bounds are found from the values.
+        """
         self._model = model
         self._inputs = named_inputs(model, args, kwargs)
         self._below = list(below)
@@ -68,12 +71,12 @@ class Observer:
             yield
 
     def watch_loss(self, loss_fn: Callable[[Any], Any], text: str) -> Callable[[Any], Any]:
-        """The loss, with a check that it returns one number."""
+        """The loss, with a check that it returns one number; `text` names it in messages."""
 
         def loss(output: Any) -> Any:
             try:
                 value = loss_fn(output)
-            except OptionError as error:  # `.loss` of an output without one
+            except OptionError as error:  # --loss .NAME, and the output has no such attribute
                 self.problem = str(error)
                 raise
             except (TypeError, AttributeError, LookupError, ValueError) as error:
@@ -94,13 +97,13 @@ class Observer:
     def loss_left_out(self) -> str | None:
         """A remark if a missing loss changes the forecast, as for a language model; else None."""
         for name, shape in self._outputs:
-            if not shape and name:
+            if not shape and name:  # a single number with a name, which may be the loss
                 has = f"the output has {name!r}"
                 return f"{has}: add --loss .{name}, or all of it is differentiated"
         embeddings = [m for m in self._model.modules() if isinstance(m, nn.Embedding)]
         vocabulary_sizes = {embedding.num_embeddings for embedding in embeddings}
         for _, shape in self._outputs:
-            if len(shape) > 2 and shape[-1] in vocabulary_sizes:
+            if len(shape) > 2 and shape[-1] in vocabulary_sizes:  # (B, T, vocabulary)
                 return (
                     f"the output has logits of {shape[-1]:,} tokens and no loss is given, which "
                     "takes as much again or more, so that fewer items fit than it says here; add "
@@ -109,13 +112,17 @@ class Observer:
         return None
 
     def _begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        """A hook before the model that notes the storages of its inputs."""
         self.problem = None  # a problem of an earlier run, such as one with another batch
         self._by_storage = {}
         for index, (_, tensor) in enumerate(named_inputs(model, args, kwargs)):
             self._by_storage[storage_key(tensor)] = index
 
     def _embedding_check(self, name: str, rows: int) -> Callable[[nn.Module, tuple], None]:
-        """A hook before an embedding that checks the ids, if they are an input of the model."""
+        """A hook before an embedding that checks the ids, if they are an input of the model.
+
+        The embedding is called `name` in the model, and has `rows` rows.
+        """
         place = f"embedding {name!r}" if name else "embedding"
 
         def check(module: nn.Module, args: tuple) -> None:
@@ -128,7 +135,10 @@ class Observer:
         return check
 
     def _check_ids(self, index: int, place: str, rows: int) -> None:
-        """Note it if the input with this index has no integers, or ids beyond the rows."""
+        """Set `problem` if the input with this index has no integers, or ids beyond the rows.
+
+        `place` is the embedding in words.
+        """
         name, ids = self._inputs[index]
         below = self._below[index]
         if ids.is_floating_point() or ids.dtype is torch.bool:
@@ -142,8 +152,9 @@ class Observer:
             self.problem = f"{most}, but the {place} has {rows:,} rows: give int64:…<{rows}"
 
     def _end(self, model: nn.Module, args: tuple, output: Any) -> None:
+        """A hook after the model that notes the names and shapes of its outputs."""
         self._outputs = []
         for name, tensor in named_tensors(output):
             if tensor.is_floating_point():
-                self._outputs.append((name[1:], tensor.shape))
+                self._outputs.append((name[1:], tensor.shape))  # "logits" of the path ".logits"
         self._by_storage = {}

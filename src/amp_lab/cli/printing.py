@@ -21,7 +21,7 @@ def add_format(command: argparse.ArgumentParser) -> None:
 
 
 def show(result, form: str) -> None:
-    """Print a result of the tools in the format asked for."""
+    """Print a result of a tool, a `Printed`, in the format `form`: table, markdown or json."""
     if form == "table":
         print(result.text(screen_width()))
     else:
@@ -39,11 +39,11 @@ def screen_width() -> int | None:
 
 
 def tell(line: str, at_once: bool = False) -> None:
-    """Print an error.
+    """Print an error to stderr, in one line.
 
     Of the processes that torchrun started on a machine, the first prints an error that all have,
     and torchrun then ends the others. So the others wait three seconds, and print theirs only if
-    they are still there. With `at_once` they do not wait: only this process has the error.
+    they are still there. `at_once` is for an error that only this process has: it does not wait.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0" and not at_once:
         time.sleep(3)
@@ -52,26 +52,28 @@ def tell(line: str, at_once: bool = False) -> None:
 
 def say_aside(line: str) -> None:
     """Print a line to stderr; if that fails, the exit code still tells of an error."""
-    with contextlib.suppress(OSError):  # a full disk, say
+    with contextlib.suppress(OSError):  # such as a full disk
         print(line, file=sys.stderr, flush=True)
 
 
 def _in_one_line(text: str) -> str:
     """The text with unprintable characters, such as a line's end in a path, written out."""
-    signs = [sign if sign.isprintable() else repr(sign)[1:-1] for sign in text]
-    return "".join(signs)
+    # `repr` without its quotes: two characters, \ and n, for the end of a line.
+    characters = [char if char.isprintable() else repr(char)[1:-1] for char in text]
+    return "".join(characters)
 
 
 def open_closed_streams() -> None:
     """Open the null device for each standard stream that was closed before Python began.
 
-    Otherwise the next file that is opened would get its number, and all that is printed.
+    Otherwise the next file that is opened would get its number, and what is printed be written
+    into that file.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             _open_if_closed(number)
             mode = "r" if name == "stdin" else "w"
-            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115  # as long as we run
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115  # stays open
             setattr(sys, name, stream)
 
 
@@ -98,7 +100,7 @@ def flush() -> None:
 
 
 def drop_unwritten() -> None:
-    """Drop output that cannot be written, of which Python would complain when it ends."""
+    """Drop buffered output that cannot be written; Python would print an error when it ends."""
     try:
         flush()
     except OSError:
@@ -107,7 +109,7 @@ def drop_unwritten() -> None:
 
 def show_warning(command: str, message: Warning | str) -> None:
     """Print a warning in a line, where Python would print two."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # the others have the same to say
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # the other processes have the same warnings
         say_aside(_in_one_line(f"amp-lab {command}: {message}"))
 
 
@@ -122,7 +124,8 @@ def require_figure(path: str, what: str) -> None:
 def require_output(path: str | os.PathLike, ours: bool = False) -> None:
     """Raise `OptionError` now, and not after minutes, if a file could not or should not be written.
 
-    One that is there should not, unless it is empty, or `ours`, or says so.
+    A file that is there must not be replaced, unless it is empty, has our mark at its beginning, or
+    `ours` is set: then the caller knows that it may be.
     """
     beginning = b""
     try:

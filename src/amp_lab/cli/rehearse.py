@@ -36,10 +36,10 @@ def run(options: argparse.Namespace) -> None:
     from amp_lab.formats.scaling import format_of
 
     names = options.formats.split(",") if options.formats else DEFAULT
-    for name in names:  # before anything slow
+    for name in names:  # raises for an unknown format, before anything slow
         format_of(name)
     if options.card:
-        card(options.card)
+        card(options.card)  # raises for an unknown card
     _require_count("--steps", options.steps, least=0)
     _require_count("--seeds", options.seeds, least=1)
     if options.eval and options.steps:
@@ -65,5 +65,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _require_count(option: str, value: int, least: int) -> None:
+    """Raise `OptionError` unless an option's value is from `least` to a million."""
     if not least <= value <= 10**6:
         raise OptionError(f"{option} {value}: give a number from {least} to {10**6:,}")

@@ -53,21 +53,21 @@ def run(options: argparse.Namespace) -> None:
         raise OptionError(f"{options.run_folder}: {error}") from error
     if tokens is None:
         raise OptionError(f"{options.run_folder}: a run on images, which cannot write")
-    prompt = torch.from_numpy(_numbers(options.prompt, tokens)).long().to(device)
+    prompt = torch.from_numpy(_encode(options.prompt, tokens)).long().to(device)  # (T,)
     context = RunConfig(**state["config"]).context or CONTEXT
     model = model.to(device).eval()
     with precision.autocast(device.type):
-        found = write(model, prompt, options.tokens, context, options.temperature, options.seed)
-    if found is None:
+        numbers = write(model, prompt, options.tokens, context, options.temperature, options.seed)
+    if numbers is None:
         outputs = f"the outputs of the model in {precision}"
         raise OptionError(
             f"{options.run_folder}: {outputs} are NaN or infinite, so it cannot write"
         )
-    print(tokens.decode(found.tolist()))
+    print(tokens.decode(numbers.tolist()))
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise `OptionError` for a value that cannot be."""
+    """Raise `OptionError` for an option out of its range, or an unknown precision."""
     from amp_lab.core.precision import Precision
 
     if not 1 <= options.tokens <= 10**6:
@@ -80,8 +80,11 @@ def _check(options: argparse.Namespace) -> None:
         raise OptionError(f"no precision {options.precision!r}; there are {', '.join(Precision)}")
 
 
-def _numbers(prompt: str | None, tokens: "Tokens") -> "np.ndarray":
-    """The tokens (T,) of a prompt; by default of a line's end, or the first if there is none."""
+def _encode(prompt: str | None, tokens: "Tokens") -> "np.ndarray":
+    """The numbers of a prompt's tokens, (T,).
+
+    Without a prompt it is that of a line's end, or 0 if the run's tokens have no line's end.
+    """
     import numpy as np
 
     if prompt is None and not tokens.knows("\n"):

@@ -39,6 +39,10 @@ def add(commands) -> None:
 
 
 def _add_option(group, field: dataclasses.Field, **default: object) -> None:
+    """Add the option of a field: ``--batch-size`` for `batch_size`.
+
+    `default` has the rest of the keywords of `add_argument`: ``default`` or ``required``.
+    """
     name = "--" + field.name.replace("_", "-")
     text = field.metadata["help"]
     if field.type is bool:
@@ -61,18 +65,18 @@ def run(options: argparse.Namespace) -> int:
     def say(line: str) -> None:
         try:
             print(line, flush=True)
-        except OSError:  # whoever read along has seen enough, or a disk is full: the run goes on
+        except OSError:  # the reader of a pipe has ended, or a disk is full: the run goes on
             drop_unwritten()
 
     settings = _values(options, RunConfig)
     stopped_by = runs.train(settings, say=say, **_values(options, RunOptions))
     if stopped_by is None:
         return 0
-    return 128 + stopped_by  # as a shell counts it
+    return 128 + stopped_by  # as a shell does for a program that this signal ended
 
 
 def _values(options: argparse.Namespace, kind: type) -> dict[str, Any]:
-    """The values that were given for the fields of a dataclass, by name."""
+    """The options that are fields of the dataclass `kind`, by name, without those not given."""
     given = vars(options)
     names = [field.name for field in dataclasses.fields(kind)]
     return {name: given[name] for name in names if name in given}

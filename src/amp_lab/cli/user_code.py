@@ -28,7 +28,7 @@ _GUARD = remedy(
     '{name}, under if __name__ == "__main__":',
 )
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Import, ast.ImportFrom)
-_END_AT_ONCE = os._exit
+_END_AT_ONCE = os._exit  # the real one, which `_trap_exit` replaces for a while
 
 
 def find_target(target: str) -> Any:
@@ -87,7 +87,7 @@ def user_code_guard(what: str, timeout: float) -> Iterator[None]:
 
 
 def call_user_function(what: str, function: Any, arguments: dict[str, Any]) -> Any:
-    """Call the user's function; what it raises becomes an `OptionError`."""
+    """Call the user's function; what it raises becomes an `OptionError` that begins with `what`."""
     try:
         return function(**arguments)
     except (KeyboardInterrupt, AmpLabError):
@@ -126,11 +126,13 @@ def _missing_arguments_hint(function: Any, arguments: dict[str, Any]) -> str:
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:
+    """Whether a call has to give this parameter: it has no default, and is no ``*args``."""
     takes_any_number = (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     return parameter.default is parameter.empty and parameter.kind not in takes_any_number
 
 
 def _format_error(error: BaseException) -> str:
+    """The error in a line, as the end of a sentence."""
     if isinstance(error, SystemExit):
         return f"exits by itself ({with_type(error)}): give code that returns"
     return with_type(error)
@@ -138,6 +140,8 @@ def _format_error(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _time_limit(what: str, timeout: float) -> Iterator[None]:
+    """End the process, with a message about `what`, if the block takes over `timeout` seconds."""
+
     def end() -> None:
         tell(f"amp-lab: {what}: not done after {timeout:g} s; give --timeout SECONDS for longer")
         _END_AT_ONCE(2)  # code in C, or code that catches everything, cannot be stopped otherwise
@@ -157,6 +161,7 @@ def _trap_exit() -> Iterator[None]:
     process_id = os.getpid()
 
     def exit_by_exception(status: int) -> NoReturn:
+        """Stands in for `os._exit`, which would end the process with no message of ours."""
         if os.getpid() == process_id:
             raise SystemExit(status)
         _END_AT_ONCE(status)
@@ -172,7 +177,7 @@ def _trap_exit() -> Iterator[None]:
 def _silence_output() -> Iterator[None]:
     """The block in which nothing reaches standard output, neither from Python nor from C."""
     sys.stdout.flush()
-    real = os.dup(1)
+    real = os.dup(1)  # 1 is standard output; C writes to it directly
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 1)
     try:
@@ -184,6 +189,7 @@ def _silence_output() -> Iterator[None]:
 
 
 def _import_module(target: str, module_name: str) -> ModuleType:
+    """Import the module of a target. Raises `OptionError` if that fails."""
     try:
         return importlib.import_module(module_name)
     except BaseException as error:  # the user's code may raise anything
@@ -193,7 +199,7 @@ def _import_module(target: str, module_name: str) -> ModuleType:
         missing = ""
         if isinstance(error, ModuleNotFoundError):
             missing = error.name or ""
-        # If a module that the user's module imports is missing, the whole error is shown below.
+        # The module itself, or a package that it is in, is missing, and not one that it imports.
         if missing and f"{module_name}.".startswith(f"{missing}."):
             problem = f"no module {missing!r} is installed, or in this folder"
             hint = _near_file_hint(target, module_name)
@@ -212,6 +218,10 @@ def _near_file_hint(target: str, module_name: str) -> str:
 
 
 def _import_file(target: str, file: str) -> ModuleType:
+    """Import a file of Python code, once. Raises `OptionError` if that fails.
+
+    Its folder stays on ``sys.path`` until the block of `user_code_guard` ends.
+    """
     path = Path(file).resolve()
     if not path.is_file():
         raise OptionError(f"{target!r}: there is no file {file}")
@@ -237,6 +247,10 @@ def _import_file(target: str, file: str) -> ModuleType:
 
 
 def _import_error(target: str, error: BaseException) -> BaseException:
+    """The error to raise for one that an import raised: an `OptionError` with what to do.
+
+    Ctrl-C stays as it is.
+    """
     if isinstance(error, KeyboardInterrupt):
         return error
     hint = ""
@@ -248,7 +262,10 @@ def _import_error(target: str, error: BaseException) -> BaseException:
 
 
 def _main_guard_hint(path: str, error: BaseException) -> str:
-    """What to do if a statement after the target's definition fails, as the end of a sentence."""
+    """What to do if a statement after the target's definition fails, as the end of a sentence.
+
+    `path` is the target's name in its module. Empty if something else fails.
+    """
     name = path.partition(".")[0]
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_name == "<module>" and name in frame.f_globals:
@@ -269,7 +286,7 @@ def _is_definition(file: Path, line: int) -> bool:
 
 
 def _near_name_hint(module_name: str, module: ModuleType, path: str) -> str:
-    """A similar name in the module, or its model, as the end of a sentence."""
+    """A name in the module that is like `path`, or else its model, as the end of a sentence."""
     names = [name for name in vars(module) if not name.startswith("_")]
     near = difflib.get_close_matches(path, names, 1) or _models_defined_in(module)
     if not near:

@@ -48,6 +48,7 @@ def add(commands) -> None:
 
 
 def _depth(text: str) -> int:
+    """The number of levels that --depth gives."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: give a whole number of 1 or more")
     return int(text)
@@ -91,7 +92,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _sides(options: argparse.Namespace) -> list[tuple[str, str | None]]:
-    """The devices and dtypes to X-ray in: one, or two to compare."""
+    """The device and dtype to X-ray in, and those to compare with, if any.
+
+    Raises `OptionError` for options that do not go together.
+    """
     if options.precision or options.reduce_dtype:
         raise OptionError(
             "--precision and --reduce-dtype are for --parallel: --dtype is autocast's"
@@ -115,7 +119,7 @@ def _run_sharded(options: argparse.Namespace) -> None:
     # A group for a TARGET that calls fully_shard itself; no other process is needed.
     with group_of(ranks=2), load_model(options, with_values=False) as loaded:
         parallel = options.parallel
-        if parallel_of(loaded.model) == parallel:  # which it has done itself
+        if parallel_of(loaded.model) == parallel:  # the target has sharded the model itself
             parallel = None
         found = loaded.pass_to(
             xray_sharding,
@@ -128,7 +132,11 @@ def _run_sharded(options: argparse.Namespace) -> None:
 
 
 def _other_side(text: str, device: str, dtype: str | None) -> tuple[str, str | None]:
-    """The device and dtype that `--against` names: ``mps``, ``bf16`` or ``cpu:bf16``."""
+    """The device and dtype that `--against` names: ``mps``, ``bf16`` or ``cpu:bf16``.
+
+    `device` and `dtype` are those of the first side, for what `text` leaves out. Raises
+    `OptionError` if it is none of these.
+    """
     first, colon, second = text.partition(":")
     if not colon and first in _DTYPES:
         return device, first
