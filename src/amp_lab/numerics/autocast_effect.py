@@ -13,6 +13,7 @@ _SUFFIX = "_forward"
 
 def runs_in_fp32(op: str, device_type: str) -> bool:
     """Whether autocast to fp16 casts the inputs of an op to fp32 on a type of device."""
+    # "fp32_set_opt_dtype": sum, softmax and others, unless the call names a dtype.
     return _policies(op, device_type) in ({"fp32"}, {"fp32_set_opt_dtype"})
 
 
@@ -31,7 +32,10 @@ def what_autocast_does(op: str, device_type: str) -> str:
 
 @functools.cache
 def _policies(op: str, device_type: str) -> set[str]:
-    """The policies in autocast's table for an op that ran; none for one that works in place."""
+    """The policies for an op in autocast's table, such as ``{"fp32"}``.
+
+    Empty for an op that is not in it, for one that works in place, and for an unknown backend.
+    """
     from amp_lab.tracing.op_table import policies  # it imports torch's fake tensors, which is slow
 
     if device_type not in BACKENDS or op.endswith("_"):

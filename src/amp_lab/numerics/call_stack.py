@@ -11,6 +11,7 @@ import torch
 
 import amp_lab
 
+# Beginnings of the files whose lines are not the user's.
 _LIBRARIES = (
     *(os.path.dirname(module.__file__) + os.sep for module in (torch, amp_lab)),
     contextlib.__file__,
@@ -19,7 +20,10 @@ _LIBRARIES = (
 
 
 def user_line() -> str | None:
-    """The innermost line that is of neither torch nor this package, with its file and function."""
+    """The innermost line of the call stack that is of neither torch nor this package.
+
+    Such as ``model.py:12, forward: x = x.log()``; None if there is no such line.
+    """
     for frame, number in traceback.walk_stack(sys._getframe()):
         code = frame.f_code
         if not code.co_filename.startswith(_LIBRARIES):
@@ -29,8 +33,11 @@ def user_line() -> str | None:
 
 
 def applied_loss_scale(args: tuple) -> float | None:
-    """The loss scale, if this product is the one in `GradScaler.scale`; else None."""
-    scale = args[1]
+    """The loss scale, if the product with these arguments is the one in `GradScaler.scale`.
+
+    None for any other product.
+    """
+    scale = args[1]  # the scaler multiplies the loss by it
     if not isinstance(scale, torch.Tensor) or scale.dim():
         return None
     if not is_in_scaler("scale", "apply_scale"):

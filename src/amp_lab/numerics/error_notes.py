@@ -11,7 +11,10 @@ _NOTES = {  # a part of the error's message: the remedy
 
 
 def add_note(error: BaseException | None, tool: str) -> None:
-    """Add the remedy to an error that has one; Python shows a note below the error."""
+    """Add the remedy to an error that has one, once; Python shows a note below the error.
+
+    `tool` is the name that the note begins with.
+    """
     if error is None:
         return
     notes = " ".join(getattr(error, "__notes__", []))

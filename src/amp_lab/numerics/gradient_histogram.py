@@ -24,11 +24,14 @@ def log2_of(scale: float) -> int:
     raise NumericsError(f"loss scale {scale:g}: give a power of two from 2^-64 to 2^64")
 
 
-# fp32's own exponents make the bins: the bits of a magnitude, shifted right by 23 bits of mantissa.
-# An offset before the shift moves the edges to where fp16 rounds, for each power of two as a scale:
-# -1, since 2^-25 itself still rounds to zero; 2^13, since 2^-14 - 2^-25 already rounds to the
-# smallest normal number; 2^12, since 65520 = 2^16 - 2^4 already rounds to infinity. The third is 1
-# more than the first only if the second is, so their sum, plus 1 for zero's -1, keys them all:
+# A value's bin is its exponent in fp32: the bits of its magnitude, shifted right by the 23 bits of
+# the mantissa. An offset to the bits before the shift moves the edges of the bins from powers of
+# two to where fp16 rounds, for each power of two as a scale. There are three such offsets:
+#   -1    2^-25 itself still rounds to zero
+#   2^13  2^-14 - 2^-25 already rounds to the smallest normal number
+#   2^12  65520 = 2^16 - 2^4 already rounds to infinity
+# The second exponent is the first or 1 more, and the third is 1 more only if the second is. So the
+# sum of the three tells each of them. Plus 1, since the sum is -1 for zero, it is the value's key.
 _KEYS = 3 * 255 + 2
 _SUMS = torch.arange(-1, _KEYS - 1)
 # The three exponents of each key: for rounding to zero, to normal numbers and to infinity.
@@ -38,9 +41,12 @@ _TO_INFINITY = _TO_ZERO + (_SUMS % 3 > 1)
 
 
 def _count_by_key(values: Tensor) -> Tensor:
-    """Number of values by key, (765 + 2,), on the CPU; fp32's inf is too large for every scale."""
+    """Number of values by key, (765 + 2,) in int64 on the CPU.
+
+    A float64 beyond fp32 becomes inf in it, and counts as a value that overflows at every scale.
+    """
     bits = values.to(torch.float32).abs().view(torch.int32)
-    key = (bits + (2**23 - 1)).bitwise_right_shift_(23)  # of 1 less, plus zero's 1
+    key = (bits + (2**23 - 1)).bitwise_right_shift_(23)  # (bits - 1) >> 23, and the 1 for zero
     for _ in range(2):  # 2^12, then 2^13, added in place: fewer passes over memory
         key += bits.add_(2**12) >> 23
     bins = torch.bincount(key, minlength=_KEYS).cpu()
@@ -64,6 +70,7 @@ class GradientCount:
     nonfinite: int = 0  # inf or NaN before any cast; not in the other counts
     half: bool = False  # whether some gradients were fp16, so that `zero` has what it flushed
     sample: int | None = None  # size of the smallest sample; None if all values were counted
+    # Number of values by key, (_KEYS,).
     _bins: Tensor = field(default_factory=lambda: torch.zeros(_KEYS).long(), repr=False)
 
     @torch.no_grad()
@@ -76,7 +83,10 @@ class GradientCount:
                 self._bins += self._count(values)
 
     def _count(self, values: Tensor) -> Tensor | int:
-        """Number of finite values by key, estimated from a sample if there are many."""
+        """Number of finite values (n,) by key, estimated from a sample if there are many.
+
+        0 without values. Inf and NaN are added to `nonfinite` here.
+        """
         if not len(values):
             return 0
         extremes = torch.stack(values.aminmax())
@@ -105,7 +115,10 @@ class GradientCount:
         return self.values - self.zero - self.nonfinite
 
     def _below(self, exponents: Tensor, end: int) -> int:
-        """Number of values whose exponent, of one of the three kinds above, is below `end`."""
+        """Number of non-zero values whose exponent is below `end`.
+
+        `exponents` has the exponent of each key: `_TO_ZERO`, `_TO_NORMAL` or `_TO_INFINITY`.
+        """
         return int(self._bins[1:][exponents[1:] < end].sum())
 
     def zero_in_fp16(self, scale: float) -> int:
@@ -134,7 +147,10 @@ class GradientCount:
 
     @property
     def histogram(self) -> dict[int, int]:
-        """By exponent k the number of magnitudes in (2^k, 2^(k+1)]; -127 has all below, too."""
+        """For each exponent k with values, the number of magnitudes in (2^k, 2^(k+1)].
+
+        Zeros are left out; -127 has all smaller magnitudes too.
+        """
         counts = torch.zeros(256).long().index_add_(0, _TO_ZERO[1:] + 127, self._bins[1:])
         return {exponent: count for exponent, count in enumerate(counts.tolist(), -127) if count}
 
@@ -164,7 +180,7 @@ class GradientCount:
 
 
 def together(what: str, rows: Sequence[GradientCount]) -> GradientCount:
-    """The sum of several counts."""
+    """The sum of several counts, as a row whose `layer` is ``all``, labelled `what`."""
     total = GradientCount("all", what, half=any(row.half for row in rows))
     for row in rows:
         total.values += row.values
@@ -175,7 +191,10 @@ def together(what: str, rows: Sequence[GradientCount]) -> GradientCount:
 
 
 def _sampling_stride(count: int) -> int:
-    """A stride that shares no divisor with `count`, so that the sample meets every column."""
+    """A stride that samples about `SAMPLE` of `count` values.
+
+    It shares no divisor with `count`, so that the sample has values of every column of a matrix.
+    """
     stride = count // SAMPLE
     while math.gcd(stride, count) != 1:
         stride += 1

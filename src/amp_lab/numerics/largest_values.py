@@ -48,7 +48,8 @@ class _Maxima(TorchDispatchMode):
         # A stack: the largest value so far in each module that is running, the innermost last.
         self._running = [0.0]
         itemsizes = [p.itemsize for p in model.parameters() if p.is_floating_point()]
-        # Results wider than the narrowest weights (in bytes) are not counted.
+        # Results of more bytes a value than the narrowest weights are not counted. Without weights
+        # all are, and with weights in 8 bits those in 16.
         self._counted_itemsize = max(2, min(itemsizes, default=8))
 
     @contextlib.contextmanager
@@ -63,11 +64,13 @@ class _Maxima(TorchDispatchMode):
             yield
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        """A hook before a module: begin to follow its own ops."""
         self._running.append(0.0)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A hook after a module: add the largest value of this call to `by_module`."""
         largest_inside = self._running.pop()
-        with _disable_current_modes():
+        with _disable_current_modes():  # these ops are ours, not the model's
             values = list(map(_largest, tensors_in(output)))
         if not isinstance(module, nn.RMSNorm):  # it computes in fp32 in any model
             values.append(largest_inside)
@@ -83,7 +86,10 @@ class _Maxima(TorchDispatchMode):
 
 
 def _largest(tensor: Tensor) -> float:
-    """The largest magnitude; 0 for integers and for a tensor without values."""
+    """The largest magnitude: inf if a value is inf or NaN, 0 for integers and without values.
+
+    Values below -1e30 are masks, which do not count.
+    """
     if not tensor.is_floating_point() or not tensor.numel():
         return 0.0
     values = readable(tensor)

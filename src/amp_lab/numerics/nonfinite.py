@@ -73,21 +73,20 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         self._reset()
 
     def _reset(self) -> None:
-        self._names: dict[nn.Module, str] = {}
-        self._stack: list[tuple[nn.Module, Site]] = []
-        self._calls: Counter[nn.Module] = Counter()
-        # Where each node of autograd was made in the forward pass, by its sequence number.
-        self._made: dict[int, Site] = {}
+        self._names: dict[nn.Module, str] = {}  # of the modules in the model
+        self._stack: list[tuple[nn.Module, Site]] = []  # being called, the innermost last
+        self._calls: Counter[nn.Module] = Counter()  # in this forward pass
+        self._made: dict[int, Site] = {}  # where autograd made a node, by its sequence number
         # The op that made each inf or NaN, by the storage that holds it now; not all will matter.
         self._origins: dict[int | None, tuple[StorageWeakRef, NonfiniteReport]] = {}
         self._all_origins: list[NonfiniteReport] = []
         self._watched: set[str] = set()  # names of parameters whose gradients are watched
-        self._loss_scale: float | None = None
+        self._loss_scale: float | None = None  # what a scaler multiplied the loss by
         # By storage: an eps that was added to the tensor and is 0 in its dtype.
         self._lost_eps: dict[int | None, tuple[StorageWeakRef, float]] = {}
         self._divided_away: NonfiniteReport | None = None  # an inf that something was divided by
-        self._bypassed = False
-        self._watching = False
+        self._bypassed = False  # whether an optimizer stepped without the scaler
+        self._watching = False  # whether ops are looked at now
 
     def __enter__(self) -> "find_nonfinite":
         if find_nonfinite._active is not None:
@@ -106,6 +105,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         return super().__enter__()
 
     def _install(self) -> None:
+        """Install the hooks, and note the gradients that are not finite already."""
         for name, module in self._model.named_modules():
             self._names[module] = name
             before = module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
@@ -119,6 +119,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
                 self._origin_of(parameter.grad)
 
     def _watch_parameters(self) -> None:
+        """Watch the gradients of parameters that are not watched yet."""
         for name, parameter in self._model.named_parameters():
             has_gradient = parameter.requires_grad and not nn.parameter.is_lazy(parameter)
             if has_gradient and name not in self._watched:
@@ -136,7 +137,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         self._installed.close()
         try:
             if self._divided_away is not None and self.report is None and exc_val is None:
-                self._judge(self._divided_away, "a divisor: what was divided by it became 0")
+                self._end_with(self._divided_away, "a divisor: what was divided by it became 0")
             if self.report is None and isinstance(exc_val, Exception):
                 origins = [origin for _, origin in _living(self._origins).values()]
                 self.report = left_by_error(exc_val, origins)
@@ -156,9 +157,8 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         if self.report is not None:
             self.report = dataclasses.replace(self.report, bypassed=True)
 
-    # Modules
-
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """A hook before a module: count its call, and check its parameters and the inputs."""
         is_recomputed = _in_backward()  # activation checkpointing calls modules once more
         is_outermost = not self._stack and not is_recomputed
         if is_outermost:
@@ -175,6 +175,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
                 self._check_state(module, site)
 
     def _leave(self, module: nn.Module, args: tuple, output: object) -> None:
+        """A hook after a module; the output of the outermost one, the model, is checked."""
         while self._stack and self._stack.pop()[0] is not module:
             pass  # a module inside was left by an exception that skipped its hooks
         if not self._stack and not _in_backward():
@@ -183,7 +184,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
                 self._check(tensor, "the output of the model", masks=True)
 
     def _check(self, tensor: Tensor, reached: str, *, masks: bool = False) -> None:
-        """Report a tensor that matters, unless it is finite or, with `masks`, may be a mask."""
+        """Report a tensor, which matters, unless it is finite or, with `masks`, may be a mask."""
         if not self._watching or not self._origins:
             return
         with self._unwatched():
@@ -195,9 +196,10 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         is_mask = origin.placed or (kinds == {"-inf"} and tensor.numel() > 1)
         if masks and is_mask:
             return
-        self._judge(origin, reached)
+        self._end_with(origin, reached)
 
     def _check_inputs(self, site: Site, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Watch the gradients of the model's inputs, and note those that are not finite."""
         by_name = {f"argument {index}": argument for index, argument in enumerate(args)}
         by_name |= kwargs
         for name, argument in by_name.items():
@@ -205,9 +207,10 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
                 if tensor.requires_grad and tensor.is_leaf:
                     self._watch_gradient(tensor, name)
                 if not is_finite(tensor) and self._noted(tensor) is None:
-                    self._before(tensor, "input", name, site)
+                    self._note_earlier(tensor, "input", name, site)
 
     def _check_state(self, module: nn.Module, site: Site) -> None:
+        """Report a module's own parameter or running statistic that is not finite."""
         statistics = {
             name: buffer for name, buffer in module._buffers.items() if name.startswith("running_")
         }
@@ -219,10 +222,10 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             if origin is None:
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 full_name = f"{site.module}.{name}".lstrip(".")
-                origin = self._before(tensor, kind, full_name, site)
+                origin = self._note_earlier(tensor, kind, full_name, site)
             is_mask = origin.placed and not tensor.requires_grad
             if not is_mask:
-                self._judge(origin, "the forward pass")
+                self._end_with(origin, "the forward pass")
                 return
 
     def _watch_gradient(self, tensor: Tensor, name: str) -> None:
@@ -231,8 +234,6 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
 
         hook = tensor.register_hook(check)
         self._installed.callback(hook.remove)
-
-    # Ops
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -265,12 +266,12 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         origin = self._noted(tensor)
         if origin is None or origin.placed or origin.phase == "before":
             return
-        is_overwritten = tensor is call.args[0] and call.name.endswith("_")
+        is_overwritten = tensor is call.args[0] and call.name.endswith("_")  # by the result
         if self._divided_away is None and (is_overwritten or not is_finite(tensor)):
             self._divided_away = origin
 
     def _follow_eps(self, call: Call, returned: list[Tensor]) -> None:
-        """Note the results to which an eps was added that is 0 in their dtype."""
+        """Note results to which an eps was added that is 0 in their dtype, and their roots."""
         for tensor in returned:
             eps = lost_eps(call, tensor.dtype)
             if eps is None and self._lost_eps and keeps_zero(call):
@@ -291,7 +292,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         return None
 
     def _site_of(self, node: Any) -> Site:
-        """Where an op runs: in the module that is being called, or that its backward node is of."""
+        """Where an op runs, which is noted: the module being called, or its backward node's."""
         if self._stack:
             site = self._stack[-1][1]
         elif node is not None:
@@ -304,7 +305,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         if number >= self._first and threading.get_ident() == self._thread:
             self._made.setdefault(number, site)
             if len(self._made) > 2**18:  # thousands of steps
-                del self._made[next(iter(self._made))]
+                del self._made[next(iter(self._made))]  # the oldest
         return site
 
     def _look_at_bad(self, call: Call, bad: list[Tensor]) -> None:
@@ -323,15 +324,15 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
                 self._note(tensor, origin)
         if call.node is not None:
             if call.node.name().endswith("AccumulateGrad"):
-                self._judge(origin, "a gradient that was accumulated")
+                self._end_with(origin, "a gradient that was accumulated")
         elif call.site.module is None and any(tensor.numel() == 1 for tensor in bad):
             # A constant such as a mask matters once it is averaged.
             is_averaged = origin is source and call.name.startswith(REDUCTIONS)
             if is_averaged or not origin.placed:
-                self._judge(origin, "a single number outside the model, such as the loss")
+                self._end_with(origin, "a single number outside the model, such as the loss")
 
     def _source(self, call: Call, bad: list[Tensor]) -> NonfiniteReport | None:
-        """The earliest origin among the op's inputs, masks last."""
+        """The earliest origin among the op's inputs, masks last; None if they are finite."""
         origins = []
         if call.name not in ("copy_", "fill_"):  # these overwrite all of their first argument
             origins = [self._noted(tensor) for tensor in bad if among(tensor, call.args)]
@@ -343,7 +344,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         return min(known, key=lambda origin: (origin.placed, origin.number), default=None)
 
     def _originate(
-        self, call: Call, bad: list[Tensor], value: TensorSummary, source: Any
+        self, call: Call, bad: list[Tensor], first_bad: TensorSummary, mask: NonfiniteReport | None
     ) -> NonfiniteReport:
         """Make the origin for this op; for a recomputed op, return that of the forward pass."""
         if call.recomputed:
@@ -351,33 +352,33 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             for origin in self._all_origins:
                 if (origin.phase, origin.module, origin.op) == here:
                     return origin
+        # Fields of the report.
         facts: dict[str, Any] = {"phase": "forward", "op": call.name, "tensor": "output"}
         if call.is_backward:
             node = call.node.name().rpartition("::")[2]
             facts = {"phase": "backward", "op": node, "tensor": "gradient"}
         else:
             facts["line"] = user_line()
-        if source is not None:
-            facts["placed_by"] = source.place
-        placed = call.places_nonfinite(value.kinds)
+        if mask is not None:
+            facts["placed_by"] = mask.place
+        placed = call.places_nonfinite(first_bad.kinds)
         if not placed:
             written = bad + call.statistics_written
             facts["inputs"] = tuple(argument_summaries(call, written))
         return self._new(
             call.site,
-            value,
+            first_bad,
             placed=placed,
             kernel=call.name,
             name="output",
-            constant=constant_beyond(call, value.dtype),
+            constant=constant_beyond(call, first_bad.dtype),
             exponent=exponent(call),
             eps=self._eps_of(infinite_at_zero(call)),
             **facts,
         )
 
-    # Origins
-
     def _new(self, site: Site, value: TensorSummary, **facts: Any) -> NonfiniteReport:
+        """Make an origin; `facts` are the fields of the report that are not filled in here."""
         origin = NonfiniteReport(
             module=site.module,
             module_type=site.module_type,
@@ -386,7 +387,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             number=len(self._all_origins),
             loss_scale=self._loss_scale,
             weights=self._weights_of(site.module),
-            half_weights=self._trains_half(),
+            half_weights=self._trains_fp16_weights(),
             **facts,
         )
         self._all_origins.append(origin)
@@ -400,12 +401,12 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
                 return own
         return _first_dtype(self._model.parameters())
 
-    def _trains_half(self) -> bool:
+    def _trains_fp16_weights(self) -> bool:
         parameters = self._model.parameters()
         return any(p.requires_grad and p.dtype is torch.float16 for p in parameters)
 
-    def _before(self, tensor: Tensor, kind: str, name: str, site: Site) -> NonfiniteReport:
-        """Note a tensor that was not finite before any op of this block ran."""
+    def _note_earlier(self, tensor: Tensor, kind: str, name: str, site: Site) -> NonfiniteReport:
+        """Make and note the origin of a tensor that was not finite before any op of the block."""
         value = summarise(name, tensor)
         placed = value.kinds == {"-inf"}
         origin = self._new(site, value, placed=placed, phase="before", tensor=kind, name=name)
@@ -422,9 +423,9 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
                 owner = name.rpartition(".")[0]
                 module = self._model.get_submodule(owner)
                 site = Site(owner, type(module).__name__, self._calls[module])
-                return self._before(tensor, kind, name, site)
+                return self._note_earlier(tensor, kind, name, site)
         site = self._stack[-1][1] if self._stack else _OUTSIDE
-        return self._before(tensor, "constant", "a tensor from elsewhere", site)
+        return self._note_earlier(tensor, "constant", "a tensor from elsewhere", site)
 
     def _state(self) -> Iterator[tuple[str, str, Tensor]]:
         """The tensors that the model holds, each with its kind and its name."""
@@ -437,11 +438,12 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
                 yield "gradient", name, parameter.grad
 
     def _noted(self, tensor: Tensor) -> NonfiniteReport | None:
-        return self._origins.get(storage_key(tensor), (None, None))[1]
+        _, origin = self._origins.get(storage_key(tensor), (None, None))
+        return origin
 
     def _note(self, tensor: Tensor, origin: NonfiniteReport) -> None:
         key = storage_key(tensor)
-        if key is None:
+        if key is None:  # the tensor has no storage
             return
         if len(self._origins) > 10_000:  # a long block, and masks in every step
             self._origins = _living(self._origins)
@@ -456,8 +458,8 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             if key in self._origins and nbytes == tensor.untyped_storage().nbytes():
                 del self._origins[key]
 
-    def _judge(self, origin: NonfiniteReport, reached: str) -> None:
-        """Make this origin the report, and stop watching: only the first one is reported."""
+    def _end_with(self, origin: NonfiniteReport, reached: str) -> None:
+        """Make this origin the report, and stop watching, since it is the first; raise if asked."""
         self.report = dataclasses.replace(origin, reached=reached, bypassed=self._bypassed)
         self._watching = False
         if self._raise:
@@ -486,12 +488,12 @@ def _first_dtype(parameters: Iterator[nn.Parameter]) -> torch.dtype | None:
 
 
 def _living(by_storage: dict) -> dict:
-    """The entries whose storage is still alive."""
+    """The entries, tuples that begin with a weak reference to a storage, whose storage lives."""
     return {key: entry for key, entry in by_storage.items() if not entry[0].expired()}
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id() != -1  # outside of backward passes it is -1
 
 
 # A third of all calls. It computes nothing and has no node, so it is not looked at.

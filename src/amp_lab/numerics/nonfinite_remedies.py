@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 def _remedy(code: str, when: str, text: str) -> Remedy:
+    """Define a remedy of `find_nonfinite`: `remedy` with ``nonfinite.`` before its code."""
     return remedy(f"nonfinite.{code}", when, text)
 
 
@@ -65,7 +66,7 @@ _BEFORE = {
     ),
 }
 
-# Whatever the op was.
+# Remedies that do not depend on the op.
 _MASKED_SOFTMAX = _remedy(
     "masked_softmax",
     "softmax or attention was given a row that is -inf everywhere",
@@ -172,9 +173,9 @@ _RANGE = _remedy(
 )
 
 _NEAR_ZERO = 1e-2
-"""A divisor beyond it makes nothing infinite by itself; remedies add as much."""
+"""A divisor of a larger magnitude makes no result infinite by itself. The remedies add as much."""
 
-# By how the op's name begins; the first that fits is taken.
+# Keys are beginnings of names of ops, with spaces between; the first key that fits is taken.
 _BACKWARD = {
     "sqrt": _remedy(
         "backward.sqrt",
@@ -337,9 +338,10 @@ def remedies_for(report: NonfiniteReport) -> list[Remedy]:
 
 
 def _on_cause(report: NonfiniteReport) -> list[Remedy]:
+    """What to do about the inf or NaN itself, the most important first."""
     if report.phase == "before":
         return [_on_state(report)]
-    # A mask, or an empty input, is the reason whatever the op, and in backward too.
+    # A mask, an empty input or a lost eps is the cause, in whatever op and pass it shows.
     if report.placed_by:
         return [_on_mask(report)]
     if report.value.kinds == {"NaN"} and any(not summary.values for summary in report.inputs):
@@ -359,6 +361,7 @@ def _on_state(report: NonfiniteReport) -> Remedy:
 
 
 def _on_mask(report: NonfiniteReport) -> Remedy:
+    """What to do about a mask of -inf that an op turned into NaN."""
     kernel = report.kernel or ""
     if "softmax" in kernel or "scaled_dot_product" in kernel:
         return _MASKED_SOFTMAX
@@ -366,16 +369,16 @@ def _on_mask(report: NonfiniteReport) -> Remedy:
 
 
 def _on_backward(report: NonfiniteReport) -> list[Remedy]:
+    """What to do about an op of a backward pass."""
     found = []
     if report.loss_scale is not None and _overflows(report):
         found.append(HALF_WEIGHTS if report.half_weights else _LOSS_SCALE)
     for_op = _on_backward_op(report)
     if for_op is not None:
         found.append(for_op)
-    # An infinite derivative is so in any format; fp16 makes one of a finite derivative too.
-    if HALF_WEIGHTS in found:  # which says what to do about the range as well
+    if HALF_WEIGHTS in found:  # this remedy leads to fp32 or bf16, so it covers an overflow too
         return found
-    if _overflows_fp16(report):
+    if _overflows_fp16(report):  # may also be at fault beside the derivative of the op
         found.append(_fp16_overflow(report))
     elif for_op is None:
         found.append(_DERIVATIVE)
@@ -383,6 +386,7 @@ def _on_backward(report: NonfiniteReport) -> list[Remedy]:
 
 
 def _on_backward_op(report: NonfiniteReport) -> Remedy | None:
+    """The remedy for this op's derivative; None if the derivative is not at fault, or unknown."""
     if _begins(report, "div", "reciprocal", "pow") and divides_by_both_signs(report):
         return BOTH_SIGNS
     if not _has_infinite_derivative(report):
@@ -393,7 +397,7 @@ def _on_backward_op(report: NonfiniteReport) -> Remedy | None:
 def _has_infinite_derivative(report: NonfiniteReport) -> bool:
     """Whether the derivative may be at fault, and not a large gradient alone."""
     kernel = (report.kernel or "").strip("_")
-    if _begins(report, "pow"):  # the product with the gradient is another kernel
+    if _begins(report, "pow"):  # else the kernel is the product with the gradient
         return kernel.startswith("pow")
     divisor = input_of(report, "other")
     if kernel.startswith("div") and divisor is not None:
@@ -402,6 +406,7 @@ def _has_infinite_derivative(report: NonfiniteReport) -> bool:
 
 
 def _on_forward(report: NonfiniteReport) -> list[Remedy]:
+    """What to do about an op of a forward pass."""
     if report.constant is not None and _overflows(report):
         # Only a mask is -inf alone, or filled in; data that overflow may have either sign.
         if report.value.kinds == {"-inf"} or _begins(report, *FILLING):
@@ -411,10 +416,11 @@ def _on_forward(report: NonfiniteReport) -> list[Remedy]:
 
 
 def _on_overflow(report: NonfiniteReport) -> list[Remedy]:
+    """What to do about a result that is out of range, or where the op is not defined."""
     for_op = _on_forward_op(report)
     if _overflows_fp16(report) and not _is_at_a_pole(report):
         found = [_fp16_overflow(report)]
-        # What these do about it needs no other format.
+        # The remedies for these ops are more specific than a wider format, so they come first.
         if for_op is not None and _begins(report, "exp", "pow", "to_copy"):
             found.insert(0, for_op)
         if _begins(report, "bmm", "baddbmm", "matmul"):
@@ -428,6 +434,7 @@ def _on_overflow(report: NonfiniteReport) -> list[Remedy]:
 
 
 def _on_forward_op(report: NonfiniteReport) -> Remedy | None:
+    """The remedy for this op; None if there is none."""
     if _begins(report, "pow"):
         return remedy_for_power(report)
     if divides_by_both_signs(report):
@@ -436,6 +443,7 @@ def _on_forward_op(report: NonfiniteReport) -> Remedy | None:
 
 
 def _fp16_overflow(report: NonfiniteReport) -> Remedy:
+    """What to do about a value over 65504 in fp16."""
     if report.weights is not torch.float16:
         return _OVERFLOW_AUTOCAST
     if report.phase == "backward":
@@ -446,22 +454,29 @@ def _fp16_overflow(report: NonfiniteReport) -> Remedy:
 
 
 def _begins(report: NonfiniteReport, *starts: str) -> bool:
-    """Whether the op's name does; backward, autograd's: ``SqrtBackward0``; else ``_softmax``."""
+    """Whether the name of the op begins with one of `starts`.
+
+    It is compared in lower case, without underscores: ``softmax`` fits ``_softmax``, and ``sqrt``
+    fits autograd's ``SqrtBackward0``.
+    """
     return (report.op or "").lower().strip("_").startswith(starts)
 
 
-def _by_op(report: NonfiniteReport, texts: dict[str, Remedy]) -> Remedy | None:
-    for starts, entry in texts.items():
+def _by_op(report: NonfiniteReport, remedies: dict[str, Remedy]) -> Remedy | None:
+    """The remedy in `_FORWARD` or `_BACKWARD` whose key the name of the op fits."""
+    for starts, entry in remedies.items():
         if _begins(report, *starts.split(" ")):
             return entry
     return None
 
 
 def _overflows(report: NonfiniteReport) -> bool:
+    """Whether a value is inf or -inf; a result of NaN alone comes from an undefined operation."""
     return not report.value.kinds.isdisjoint({"inf", "-inf"})
 
 
 def _overflows_fp16(report: NonfiniteReport) -> bool:
+    """Whether a value of an fp16 tensor is inf or -inf."""
     return report.value.dtype is torch.float16 and _overflows(report)
 
 

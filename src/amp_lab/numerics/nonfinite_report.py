@@ -81,7 +81,7 @@ class NonfiniteReport:
 
     @property
     def place(self) -> str:
-        """The tensor, or the op and the module, in a few words."""
+        """The op and the module, or the tensor: ``log: 'head' (Head)``, ``input 'argument 0'``."""
         if self.phase == "before":
             return f"{self.tensor} {self.name!r}"
         return f"{self.op}: {self.where}"
@@ -106,7 +106,7 @@ class NonfiniteReport:
         if is_backward:
             yield "kernel", self.kernel
         yield self.tensor, str(self.value)
-        for summary in self.inputs[:6]:
+        for summary in self.inputs[:6]:  # an op such as cat may have hundreds
             yield f"from {summary.name}", str(summary)
         yield "-inf from", self.placed_by
         if self.constant is not None:

@@ -25,12 +25,18 @@ _DIVISORS = {"div": 1, "reciprocal": 0, "rsqrt": 0, "addcdiv": 2}  # an op: its 
 
 @functools.cache
 def _name(func: Any) -> str:
-    """The op's name without the underscore of an op that works in place."""
+    """The op's name without underscores at its ends.
+
+    Such as ``sqrt`` for ``sqrt_``, which works in place, and ``to_copy`` for ``_to_copy``.
+    """
     return func._schema.name.partition("::")[2].strip("_")
 
 
 def constant_beyond(call: Call, dtype: torch.dtype) -> float | None:
-    """A constant argument that is beyond the range of `dtype`, as -1e9 is beyond fp16's."""
+    """A constant argument that is beyond the range of `dtype`, as -1e9 is beyond fp16's.
+
+    None if there is no such constant, in a backward pass, and for integers.
+    """
     if call.is_backward or not dtype.is_floating_point:
         return None
     largest = torch.finfo(dtype).max
@@ -48,7 +54,10 @@ def exponent(call: Call) -> float | None:
 
 
 def lost_eps(call: Call, dtype: torch.dtype) -> float | None:
-    """A constant that an op adds or clamps to and that is 0 in fp16; None for other dtypes."""
+    """A constant, such as an eps of 1e-8, that an op adds or clamps to and that is 0 in fp16.
+
+    `dtype` is that of the result. None if there is no such constant, or for another dtype.
+    """
     if dtype is not torch.float16 or _name(call.func) not in _GUARDING or call.is_backward:
         return None
     for number in _numbers(call):
@@ -99,7 +108,10 @@ def _numbers(call: Call) -> Iterator[float]:
 
 
 def _cast_mask(call: Call, largest: float) -> list[float]:
-    """The value of a mask in a cast: a negative number below -`largest`, at least twice."""
+    """The value of a mask in the input of a cast, as a list of one number; empty if there is none.
+
+    A mask is taken to be the same negative number below -`largest`, at least twice.
+    """
     if _name(call.func) != "to_copy":
         return []
     source = call.args[0]

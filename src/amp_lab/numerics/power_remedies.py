@@ -103,7 +103,10 @@ def _smallest_exponent(report: NonfiniteReport) -> float:
 
 
 def _fits_fp32(report: NonfiniteReport, base: TensorSummary | None) -> bool:
-    """Whether the power of the largest base fits fp32; an overwritten base counts as 65504."""
+    """Whether the power of the largest base fits fp32, or its exponent is unknown.
+
+    `base` is None if the op overwrote it; it then counts as 65504.
+    """
     exponents = input_of(report, "exponent")
     exponent = report.exponent
     if exponents is not None:
@@ -113,4 +116,4 @@ def _fits_fp32(report: NonfiniteReport, base: TensorSummary | None) -> bool:
         largest = max(abs(base.low), abs(base.high))
     if exponent is None or largest <= 1:
         return True
-    return exponent * math.log2(largest) < 128
+    return exponent * math.log2(largest) < 128  # fp32 ends at 2^128

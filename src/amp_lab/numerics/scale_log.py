@@ -56,15 +56,18 @@ class ScaleLog:
         scaler.update = self._log_update
 
     def _log_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Stands in for `GradScaler.step`: call it, and note that the optimizer stepped."""
         result = self._step(optimizer, *args, **kwargs)
         if self._open:
             self._stepped.append(optimizer)
         return result
 
     def _log_update(self, *args: Any, **kwargs: Any) -> None:
+        """Stands in for `GradScaler.update`: call it, and log the step that it ends."""
         if not self._open:
             return self._update(*args, **kwargs)
-        # Read before the update, which deletes it, and logged after it, if it succeeds.
+        # The scale and the flags are read before the update, which replaces the scale and deletes
+        # the flags, and logged after it, if it succeeds.
         scale = getattr(self._scaler, "_scale", None)  # a scaler that is disabled has none
         if scale is not None:
             scale = scale.clone()
@@ -79,7 +82,10 @@ class ScaleLog:
         return None
 
     def _found_inf(self, optimizer: Any, scale: Tensor | None) -> Tensor | None:
-        """Above 0 if a gradient of the optimizer is not finite; None without gradient or scale."""
+        """A scalar that is above 0 if a gradient of the optimizer is not finite.
+
+        It stays on the device of `scale`. None without gradients or scale.
+        """
         if scale is None:
             return None
         state = self._scaler._per_optimizer_states[id(optimizer)]
@@ -91,6 +97,7 @@ class ScaleLog:
         return torch.stack(flags).sum()
 
     def _log_found(self, optimizer: torch.optim.Optimizer, flag: Tensor | None) -> None:
+        """Log for this step whether the optimizer found an inf; nothing if `flag` is None."""
         steps, flags = self._found.setdefault(optimizer, ([], _Values()))
         if flag is not None:
             steps.append(self._steps)
@@ -135,10 +142,10 @@ class ScaleLog:
         self._open = False
 
     def _restore(self, name: str, ours: Callable) -> None:
-        """Give the scaler its own method back."""
+        """Give the scaler its own method `name` back, in place of `ours`."""
         own = vars(self._scaler)
         if own.get(name) != ours:
-            return  # somebody else has wrapped ours, which now only passes calls on
+            return  # other code has wrapped ours, which only passes calls on once `_open` is False
         del own[name]
         if self._before[name] is not None:
             own[name] = self._before[name]
@@ -173,11 +180,13 @@ class _Values:
         self._pieces: list[Tensor] = []
 
     def append(self, value: Tensor) -> None:
+        """Add a number, a tensor with one value."""
         self._pieces.append(value.reshape(1))
         if len(self._pieces) == self.PIECE:
             self._pieces = [torch.cat(self._pieces)]
 
     def tolist(self) -> list[float]:
+        """All numbers, in the order in which they were added; on a GPU the host waits for them."""
         if not self._pieces:
             return []
         return torch.cat(self._pieces).tolist()

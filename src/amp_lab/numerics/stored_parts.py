@@ -31,7 +31,7 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _computes(tensor: torch.Tensor) -> bool:
-    """Whether tensors of this class have `isfinite` and `sum`, found by trying once."""
+    """Whether tensors of this class have `isfinite` and `sum`, found by trying once a class."""
     kind = type(tensor)
     if kind not in _can_compute:
         try:
@@ -46,6 +46,7 @@ def _computes(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _warn(kind: type) -> None:
+    """Warn, once for each class, that tensors of this class cannot be looked at."""
     message = (
         f"the values of a {kind.__name__} are not looked at: it has neither sums nor "
         "__tensor_flatten__"

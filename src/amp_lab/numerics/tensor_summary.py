@@ -34,6 +34,7 @@ class TensorSummary:
         return frozenset(self._counts())
 
     def _counts(self) -> dict[str, int]:
+        """How many values are NaN, inf and -inf, without those of which there are none."""
         counts = {"NaN": self.nan, "inf": self.inf, "-inf": self.neg_inf}
         return {kind: count for kind, count in counts.items() if count}
 
@@ -87,7 +88,10 @@ def summarise(name: str, tensor: Tensor) -> TensorSummary:
 
 
 def _numbers(parts: list[Tensor]) -> Tensor:
-    """The floating-point values of a tensor's parts as real numbers, flattened if several."""
+    """The floating-point values of a tensor's `parts_of`, as real numbers.
+
+    Those of several parts are joined into one dimension, in float64.
+    """
     if len(parts) == 1:
         return _real(readable(parts[0]))
     inexact = [part for part in parts if _may_be_infinite(part)]
@@ -98,7 +102,7 @@ def _numbers(parts: list[Tensor]) -> Tensor:
 
 
 def _real(values: Tensor) -> Tensor:
-    """The values, or the real and imaginary parts of complex ones."""
+    """The values; of complex ones the real and imaginary parts, in a last dimension of 2."""
     if not values.is_complex():
         return values
     if values.is_conj():
@@ -116,15 +120,17 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def _may_be_infinite(tensor: Tensor) -> bool:
+    """Whether the dtype has inf and NaN, unlike integers and bools."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _is_part_finite(tensor: Tensor) -> bool:
+    """Whether all values of a plain floating-point or complex tensor are finite."""
     values = tensor
     if tensor.layout is not torch.strided or tensor.itemsize == 1:
         values = readable(tensor)
     # A sum is the cheapest op that reads every value, and each inf or NaN makes it so too. But it
-    # may also overflow by itself, so only a finite sum is an answer.
+    # may also overflow by itself, so only a finite sum is an answer. In fp16 it soon would.
     dtype = torch.float32 if values.dtype is torch.float16 else None
     if cmath.isfinite(values.sum(dtype=dtype).item()):
         return True

@@ -61,6 +61,7 @@ _PLAIN_CELLS = (
     "layer", "what", "values", "sample", "zero", "nonfinite", "smallest_scale", "largest_scale",
 )  # fmt: skip
 _Names: TypeAlias = dict[Tensor, str]  # of the parameters that require a gradient
+# Backward nodes that may stand between a parameter and the op that uses it.
 _RESHAPING = {"ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "Expand", "Alias"}
 
 
@@ -98,9 +99,9 @@ class UnderflowReport(Printed):
         return self.total.largest_scale
 
     def __str__(self) -> str:
-        numbers = range(len(self.rows))
-        by_loss = sorted(numbers, key=lambda i: self._share_lost(self.rows[i]), reverse=True)
-        shown = sorted(by_loss[:20])
+        indices = range(len(self.rows))
+        by_loss = sorted(indices, key=lambda i: self._share_lost(self.rows[i]), reverse=True)
+        shown = sorted(by_loss[:20])  # the 20 that lose most, in the order of `rows`
         return self._table([self.rows[i] for i in shown]).text()
 
     def _share_lost(self, row: GradientCount) -> float:
@@ -112,6 +113,7 @@ class UnderflowReport(Printed):
         return row.zero / row.values
 
     def _table(self, rows: Sequence[GradientCount] | None = None) -> Table:
+        """The table of these rows, by default of all."""
         if rows is None:
             rows = self.rows
         head = self._header()
@@ -121,10 +123,11 @@ class UnderflowReport(Printed):
             foot=[self._cells(self.outputs), self._cells(self.parameters)],
             facts=self._facts(len(self.rows) - len(rows)),
             caption=_FP16_ALREADY.text if self.half else "",
-            right=range(2, len(head)),
+            right=range(2, len(head)),  # the numbers
         )
 
     def _contents(self) -> dict[str, Any]:
+        """The fields for JSON, with each count as `_plain` writes it, and `half`."""
         contents = dict(vars(self))
         contents["outputs"] = self._plain(self.outputs)
         contents["parameters"] = self._plain(self.parameters)
@@ -133,6 +136,7 @@ class UnderflowReport(Printed):
         return contents
 
     def _plain(self, count: GradientCount) -> dict[str, Any]:
+        """A count for JSON: its `_PLAIN_CELLS`, and how many values each scale loses."""
         cells = {name: getattr(count, name) for name in _PLAIN_CELLS}
         for scale in self.scales:
             cells[f"lost at {scale:g}"] = None
@@ -154,6 +158,7 @@ class UnderflowReport(Printed):
         return plots.exponents_against_fp16(histograms, self.scales)
 
     def _header(self) -> list[str]:
+        """The head of the table; scales at which nothing overflows have no column for inf."""
         cells = ["layer", "gradient of", "values", "zero %"]
         if self.half:
             return [*cells, "subn. %"]
@@ -164,6 +169,7 @@ class UnderflowReport(Printed):
         return [*cells, "keep at"]
 
     def _cells(self, row: GradientCount) -> list[str]:
+        """The cells of a row, as many as `_header` has."""
         cells = [row.layer or "(model)", row.what, f"{row.values:,}", percent(row.zero, row.values)]
         if self.half:
             return [*cells, percent(row.subnormal_in_fp16(1.0), row.nonzero)]
@@ -190,6 +196,7 @@ class UnderflowReport(Printed):
         if self.unused:
             lines.append(f"No gradient from this loss: {listed(self.unused)}.")
         if total.sample:
+            # For a share p of n values it is 2 sqrt(p (1 - p) / n), which is at most 1 / sqrt(n).
             off = f"{100 / total.sample**0.5:.2f} percentage points (95 %)"
             lines.append(f"A sample was counted of large gradients: shares may be off by {off}.")
         return lines
@@ -238,6 +245,7 @@ def gradient_underflow(
     parameters = _checked_parameters(model, loss, scales)
     arrivals = _low_precision_nodes(loss, parameters, _factors(model, parameters))
     gradients = _backward(loss, list(parameters), arrivals)
+    # Each count once: the calls of a layer share one.
     outputs = [row for row in dict.fromkeys(arrivals.values()) if row.values]
     half = _has_fp16(loss)
     for output in outputs:
@@ -303,10 +311,11 @@ def _factors(model: nn.Module, parameters: _Names) -> _Names:
     `named_parameters`.
     """
     factors = dict(parameters)
+    # Reversed, so that of several layers with one weight the first gives the name.
     for name, module in reversed(list(model.named_modules())):
         if isinstance(module, nn.Linear):
             weight = module._parameters.get("weight")
-            if weight is not None:  # a parametrized layer computes it
+            if weight is not None:  # None in a parametrized layer, which computes its weight
                 factors[weight] = f"{name}.weight"
     return factors
 
@@ -314,6 +323,7 @@ def _factors(model: nn.Module, parameters: _Names) -> _Names:
 def _has_fp16(loss: Tensor) -> bool:
     """Whether a gradient anywhere in the graph of the loss is fp16."""
     for node in nodes_below([loss.grad_fn]):
+        # Shapes and dtypes of the gradients that arrive at the node.
         if any(gradient.dtype in _HALF for gradient in node._input_metadata):
             return True
     return False
@@ -322,7 +332,10 @@ def _has_fp16(loss: Tensor) -> bool:
 def _backward(
     loss: Tensor, parameters: list[Tensor], arrivals: dict[Node, GradientCount]
 ) -> Sequence[Tensor | None]:
-    """The gradients of the parameters; those that arrive at the nodes are counted on the way."""
+    """The gradients of the parameters, in their order; None for one that the loss does not use.
+
+    The gradients that arrive at the nodes of `arrivals` are added to their counts on the way.
+    """
     hooks = [node.register_prehook(row.add) for node, row in arrivals.items()]
     try:
         # The graph is kept, since the caller will call backward.
@@ -341,13 +354,16 @@ def _backward(
 def _low_precision_nodes(
     loss: Tensor, parameters: _Names, factors: _Names
 ) -> dict[Node, GradientCount]:
-    """The nodes at which fp16 gradients arrive, in forward order, with the count for each."""
+    """The nodes at which fp16 gradients arrive, in forward order, each with a count, still empty.
+
+    `parameters` and `factors` name the parameters; `factors` is as `_factors` returns it.
+    """
     nodes = nodes_below([loss.grad_fn])
     low = [node for node in nodes if node.name().startswith(_LOW_PRECISION_NODES)]
     low.sort(key=lambda node: node._sequence_nr())  # as the forward pass ran them
     arrivals: dict[Node, GradientCount] = {}
     of_layers: dict[object, GradientCount] = {}  # a layer that runs several times has one count
-    products: Counter[tuple[str, str]] = Counter()
+    products: Counter[tuple[str, str]] = Counter()  # of activations, by layer and op
     for node in low:
         op = _op_of(node).lower()
         weights = _weights_of(node, factors)
@@ -355,17 +371,19 @@ def _low_precision_nodes(
             row = GradientCount(_layer_of(weights[-1]), f"output of {op}")
             arrivals[node] = of_layers.setdefault((weights, op), row)
         else:  # a product of activations, as in attention
-            layer = _layer_of(_nearest(node, parameters))
+            layer = _layer_of(_nearest_parameter(node, parameters))
             products[layer, op] += 1
             arrivals[node] = GradientCount(layer, f"output of {op} {products[layer, op]}")
     return arrivals
 
 
 def _op_of(node: Any) -> str:
+    """The op of a backward node: ``Addmm`` of ``AddmmBackward0``."""
     return node.name().partition("Backward")[0]
 
 
 def _layer_of(parameter: str) -> str:
+    """The module of a parameter: ``layers.0`` of ``layers.0.weight``."""
     return parameter.rpartition(".")[0]
 
 
@@ -386,8 +404,8 @@ def _parameter_behind(node: Any, factors: _Names) -> str | None:
     return None
 
 
-def _nearest(node: Any, parameters: _Names) -> str:
-    """Name of the parameter that is the fewest ops away from this node."""
+def _nearest_parameter(node: Any, parameters: _Names) -> str:
+    """Name of the parameter that is the fewest ops before this node; empty if there is none."""
     for below in nodes_below([node]):
         if hasattr(below, "variable") and below.variable in parameters:
             return parameters[below.variable]

@@ -62,6 +62,7 @@ class Call:
         """The running mean and variance that a batch norm in training writes."""
         names = [argument.name for argument in self.func._schema.arguments]
         arguments = dict(zip(names, self.args, strict=False)) | self.kwargs
+        # Ops of a backward pass call the flag `train`; an op without a flag always trains.
         is_training = arguments.get("training", arguments.get("train", True))
         if not is_training:
             return []
@@ -85,7 +86,10 @@ REDUCTIONS = ("sum", "mean", "dot", "mse_loss", "nll_loss", "smooth_l1", "huber"
 
 @functools.cache
 def _results(func: Any, all_finite: bool) -> int:
-    """How many of the op's outputs have to be looked at, from the first on."""
+    """How many of the op's outputs have to be looked at, from the first on.
+
+    `all_finite` as in `outputs`.
+    """
     name = func._schema.name.partition("::")[2]
     if func.is_view or name.startswith(_UNSEEN):
         return 0
@@ -115,7 +119,10 @@ def outputs(func: Any, out: object, *, all_finite: bool) -> list[Tensor]:
 
 
 def argument_summaries(call: Call, bad: list[Tensor]) -> Iterator[TensorSummary]:
-    """Summaries of an op's floating-point inputs, with their names in its schema, without `bad`."""
+    """Summaries of an op's floating-point inputs, named as in its schema, without those in `bad`.
+
+    Of a list of tensors each is named by its number: ``tensors[0]``.
+    """
     names = [argument.name for argument in call.func._schema.arguments]
     for name, argument in [*zip(names, call.args, strict=False), *call.kwargs.items()]:
         tensors = tensors_in(argument)
