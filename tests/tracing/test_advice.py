@@ -210,3 +210,11 @@ def test_a_weight_used_twice_is_cast_once_and_a_frozen_one_each_time():
     assert [cast.cached for cast in weights] == [False, False]
     assert any(re.search(r"first\.bias, first\.weight: .*anew", line) for line in found.advice)
     assert {row.module for row in found.rows} == {"first"}
+
+
+def test_an_empty_batch_is_no_division_by_zero():
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    report = xray(model, torch.empty(0, 8), device_type="cuda")
+    assert not any("stays in fp32" in line for line in report.advice)
+    full = xray(model, torch.empty(2, 8), device_type="cuda")
+    assert any("stays in fp32" in line for line in full.advice)

@@ -255,7 +255,8 @@ def _large_ops_in_fp32(trace: Tracer) -> Iterator[str]:
             facts.append((row, None))  # no fact: grouped by the function alone
     for subject, rows, _ in _group_by_fact(facts):
         size = sum(row.nbytes for row in rows)
-        if size < LARGE_SHARE * written:
+        is_empty_batch = size == 0
+        if is_empty_batch or size < LARGE_SHARE * written:
             continue
         yield (
             f"{subject} stays in fp32, because autocast on {trace.device_type} runs it so: it "
