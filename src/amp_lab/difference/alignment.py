@@ -16,7 +16,7 @@ class Pair:
     """The same op in both runs; or one op that only one run has."""
 
     records: tuple[OpRecord, ...]  # (of A, of B), or the only one
-    exact_difference: float = math.nan  # of the two results in fp64, relative
+    exact_difference: float = math.nan  # relative, of the two results in fp64; NaN for one op
     has_same_result: bool = False
     """Matched: the two results are equal in fp64. Unmatched: the other run has it somewhere."""
 
@@ -84,6 +84,7 @@ def align(a: RunLog, b: RunLog) -> Alignment:
 
 
 def _without_casts(log: RunLog) -> list[OpRecord]:
+    """The ops of a run without its casts and copies."""
     return [record for record in log.records if not record.is_neutral]
 
 
@@ -139,7 +140,7 @@ def _common_rows(record_a: OpRecord, record_b: OpRecord) -> tuple[Tensor, Tensor
 
 
 def _unmatched_pair(record: OpRecord, other_log: RunLog) -> Pair:
-    """The pair of an op that only one run has."""
+    """The pair of an op that only one run has; `other_log` is the log of the other run."""
     return Pair((record,), has_same_result=_has_result(other_log, record))
 
 
@@ -149,7 +150,10 @@ def _has_result(log: RunLog, record: OpRecord) -> bool:
     Compares their count, their sum and their root mean square.
     """
     count = record.exact.numel()
-    tolerance = 1e-9 * max(record.rms, 1e-300)  # sums of the same values in another order
+    # Adding the same values in another order changes both figures by less than this, relative to
+    # the size of the values; 1e-300 stands for a size of 0. The sum of `count` values of random
+    # sign is about sqrt(count) times as large as one of them, and so is its tolerance.
+    tolerance = 1e-9 * max(record.rms, 1e-300)
     for candidate in log.records:
         if candidate.exact.numel() != count:
             continue

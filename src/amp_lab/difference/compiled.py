@@ -55,7 +55,10 @@ def compare_modules(
 
 
 def _compare(eager: Any, compiled: Any, names: tuple[str, str], inputs: Any) -> RunComparison:
-    """Compare the two models; `names` are the words for run A and run B, such as "eager"."""
+    """Compare the two models on `inputs`, a pair of args and kwargs.
+
+    `names` are the words for run A and run B: "eager" and "compiled", or the reverse.
+    """
     modules = _matching_modules(eager, compiled)
     growth = []
     first = None
@@ -66,10 +69,12 @@ def _compare(eager: Any, compiled: Any, names: tuple[str, str], inputs: Any) -> 
             continue
         module_type = type(modules[name]).__name__
         errors = _measure(name, modules[name], compiled, module_inputs)
-        growth.append(Growth(name, module_type, errors.eager, errors.compiled, apart=math.nan))
+        # The class of the module stands in place of an op.
+        growth.append(Growth(name, module_type, a=errors.eager, b=errors.compiled, apart=math.nan))
         if errors.compiled <= errors.predicted:
             agreeing.add(name)
             continue
+        # The modules inside this one come next. If one of them diverges too, it takes its place.
         diverging = name
         first = _difference(name, module_type, errors, names)
     model = growth[0]  # the whole model is called before its modules
@@ -125,19 +130,22 @@ def _first_inputs(modules: dict[str, nn.Module], inputs: Any) -> dict[str, Any]:
 
 
 def _clone_tensors(inputs: Any) -> Any:
+    """A copy of (args, kwargs) with clones of all tensors."""
     return tree_map_only(Tensor, torch.clone, inputs)
 
 
 def _record_eager(module: nn.Module, inputs: Any) -> RunLog:
+    """Run a module on its (args, kwargs) in eager mode, and return the log of its ops."""
     args, kwargs = inputs
     return record_run("A", functools.partial(module, *args, **kwargs))
 
 
 def _measure(name: str, module: nn.Module, compiled: Any, inputs: Any) -> _ModuleErrors:
-    """Errors of a module, eager and compiled, in the result that exceeds its prediction most.
+    """Run a module eager and compiled, and return the errors of one of its results.
 
-    `compiled` is the whole compiled model. Raises `NumericsError` if the compiled module raises or
-    returns other tensors than the eager one.
+    It is the result whose compiled error is the largest relative to the prediction. `compiled` is
+    the whole compiled model, `inputs` are the module's (args, kwargs). Raises `NumericsError` if
+    the compiled module raises or returns other tensors than the eager one.
     """
     log = _record_eager(module, _clone_tensors(inputs))  # the module may write into its inputs
     subject = f"{name!r}, compiled," if name else "the model, compiled,"
@@ -154,8 +162,9 @@ def _measure(name: str, module: nn.Module, compiled: Any, inputs: Any) -> _Modul
     errors = []
     for (eager, exact), result in zip(log.results, results, strict=True):
         errors.append(_measure_errors(eager, result, exact))
+    # For a module without floating-point results.
     no_errors = _ModuleErrors(eager=0.0, compiled=0.0, predicted=1.0, dtype=torch.float32)
-    return max(errors, key=lambda result: result.compiled / result.predicted, default=no_errors)
+    return max(errors, key=lambda error: error.compiled / error.predicted, default=no_errors)
 
 
 def _run_compiled(compiled: Any, inputs: Any) -> list[Tensor]:
@@ -176,6 +185,7 @@ def _measure_errors(eager: Tensor, compiled: Tensor, exact: Tensor) -> _ModuleEr
     """Compare one result, eager and compiled, with its exact value in fp64."""
     eager_error = rounding.relative_error(eager, exact)
     compiled_error = rounding.relative_error(compiled, exact)
+    # Two roundings more, since the eager result may be exact.
     rounding_error = 2 * rounding.unit_roundoff(compiled.dtype)
     predicted = _TIMES_THE_EAGER_ERROR * eager_error + rounding_error
     return _ModuleErrors(eager_error, compiled_error, predicted, compiled.dtype)
@@ -195,7 +205,7 @@ def _difference(
         kind="module",
         module=name,
         module_type=module_type,
-        call=1,
+        call=1,  # `_first_inputs` keeps the first call alone
         op=None,
         op_a=name_a,
         op_b=name_b,

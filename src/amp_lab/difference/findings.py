@@ -67,7 +67,10 @@ class _Finding(NamedTuple):
 
 
 def first_finding(alignment: Alignment) -> Difference | None:
-    """The earliest finding of all kinds; of two at the same op, the one whose search runs first."""
+    """The earliest finding of all kinds; of two at the same op, the one whose search runs first.
+
+    A finding of kind `merged` counts only if there is no other. None if there is none at all.
+    """
     findings = []
     for search in (_find_function, _find_precision, _find_order, _find_stability):
         finding = next(search(alignment), None)
@@ -92,12 +95,12 @@ def _pair_positions(alignment: Alignment) -> dict[OpRecord, int]:
 
 
 def _find_function(alignment: Alignment) -> Iterator[_Finding]:
-    """Ops whose exact results differ, and whose difference reaches a result of the run."""
+    """Find ops whose exact results differ, if the difference reaches a result of the run."""
     agreeing = set()
     for pair in alignment.pairs:
         if pair.has_same_result:
             agreeing.update(pair.records)
-    # An op that agrees in both runs ends the path: a difference before it has vanished there.
+    # An op whose result agrees ends the path: a difference before it has vanished there.
     relevant = _used_by_results(alignment, stops=agreeing)
     for pair in alignment.pairs:
         op = pair.b_or_a
@@ -119,7 +122,7 @@ def _used_by_results(alignment: Alignment, stops: Set[OpRecord] = frozenset()) -
 
 
 def _find_precision(alignment: Alignment) -> Iterator[_Finding]:
-    """Ops that round more than their expected format explains, and more than in the other run."""
+    """Find ops that round more than their format explains, and more than in the other run."""
     # An inaccurate op whose result is not used does no harm.
     relevant = _used_by_results(alignment)
     for pair in alignment.pairs:
@@ -133,7 +136,7 @@ def _find_precision(alignment: Alignment) -> Iterator[_Finding]:
 
 
 def _precision_finding(record: OpRecord, predicted: float) -> _Finding:
-    """The finding for an op that rounds too much."""
+    """The finding for an op that rounds too much, or whose result is not finite."""
     op = _op_to_blame(record)
     size = max(record.roundoff, op.roundoff)
     kind = "nonfinite" if op.nonfinite else "precision"
@@ -171,7 +174,7 @@ def _op_to_blame(record: OpRecord) -> OpRecord:
 
 
 def _find_order(alignment: Alignment) -> Iterator[_Finding]:
-    """Sums whose terms are added in another order: the same in exact arithmetic, but not rounded.
+    """Find sums whose terms are added in another order: equal in exact arithmetic, not rounded.
 
     In one call of a module, only sums and ops that reorder terms differ between the runs; after
     them the exact results agree again, and only the rounding errors do not.
@@ -212,8 +215,8 @@ def _next_agreeing(alignment: Alignment, start: int) -> Pair | None:
 
 
 def _find_stability(alignment: Alignment) -> Iterator[_Finding]:
-    """Ops that agree in exact arithmetic, while one run has lost far more digits than the other."""
-    u = unit_roundoff(alignment.a.format)
+    """Find ops that agree in exact arithmetic, but one run has lost far more digits by then."""
+    u = unit_roundoff(alignment.a.format)  # that of B too, except where only `nonfinite` counts
     for pair in alignment.pairs:
         if not pair.agrees or pair.b_or_a.is_neutral:
             continue
@@ -231,7 +234,7 @@ def _find_stability(alignment: Alignment) -> Iterator[_Finding]:
 
 
 def _ordered_by_error(pair: Pair) -> tuple[OpRecord, OpRecord]:
-    """The two ops of a pair: the one with the smaller error, then the one with the larger."""
+    """The two ops of a matched pair: that with the smaller error, then that with the larger."""
     record_a, record_b = pair.records
     if record_a.error > record_b.error:
         return record_b, record_a
@@ -239,7 +242,7 @@ def _ordered_by_error(pair: Pair) -> tuple[OpRecord, OpRecord]:
 
 
 def _find_merged(alignment: Alignment) -> Iterator[_Finding]:
-    """Ops that in only one run get an input with merged values (see `merged_values`)."""
+    """Find ops that in only one run get an input with merged values (see `merged_values`)."""
     relevant = _used_by_results(alignment)
     for pair in alignment.pairs:
         with_merged_input = [record for record in pair.records if record.merged]
@@ -298,11 +301,12 @@ def _input_error(record: OpRecord) -> float:
 
 
 def _difference(alignment: Alignment, finding: _Finding, position: int) -> Difference:
-    """The public form of a finding; `position` is that of its pair in `alignment.pairs`."""
+    """The public form of a finding; `position` is the index of its pair in `alignment.pairs`."""
     op = alignment.pairs[position].b_or_a
     records = _records_by_run(alignment, position)
     record_a = records.get("A")
     record_b = records.get("B")
+    # A run without such an op has the record None, and so None for the op and its dtype.
     return Difference(
         kind=finding.kind,
         module=op.place.module,

@@ -32,7 +32,7 @@ class MergedValues(NamedTuple):
             what = "whole numbers"
             reason = f"has all of them only up to {limit:,}"
         else:
-            bits = limit.bit_length() - 1
+            bits = limit.bit_length() - 1  # 8 for bf16, whose limit is 256
             what = "evenly spaced values"
             reason = f"keeps {bits} significant bits of each"
         counts = f"{self.before:,} different {what} are only {self.after:,} in {dtype}"
@@ -53,6 +53,7 @@ def find_merged_values(tensor: Tensor, exact: Tensor) -> MergedValues | None:
     for dim, size in enumerate(exact.shape):
         merged = _count_merged_neighbours(rounded, exact, dim)
         if merged:
+            # Each lost step makes two neighbours equal.
             return MergedValues(
                 is_whole=False, dtype=tensor.dtype, before=size, after=size - merged
             )
@@ -76,8 +77,11 @@ def _merged_whole_numbers(rounded: Tensor, exact: Tensor) -> MergedValues | None
 
 
 def _count_merged_neighbours(rounded: Tensor, exact: Tensor, dim: int) -> int:
-    """Count the steps along a dimension that rounding has made 0; 0 unless evenly spaced."""
-    if exact.shape[dim] < 4:
+    """Count the steps along a dimension that rounding has made 0; 0 unless evenly spaced.
+
+    A step leads from one index of the dimension to the next.
+    """
+    if exact.shape[dim] < 4:  # too few values to call them evenly spaced
         return 0
     # The first four values are checked alone, which is fast, and rejects nearly all tensors.
     if not _is_evenly_spaced(exact.narrow(dim, 0, 4), dim) or not _is_evenly_spaced(exact, dim):
@@ -95,11 +99,15 @@ def _any_at_index(values: Tensor, dim: int) -> Tensor:
 
 
 def _is_evenly_spaced(exact: Tensor, dim: int) -> bool:
-    """Whether the steps along a dimension are equal in each line, and are not all 0."""
+    """Whether the steps along a dimension are equal in each line, and are not all 0.
+
+    A line has the values at all indices of the dimension, with the other indices fixed.
+    """
     steps = exact.diff(dim=dim)
     smallest = steps.amin(dim)
     largest = steps.amax(dim)
     tolerance = _SPACING_TOLERANCE * exact.abs().amax(dim)
     if not bool((largest - smallest <= tolerance).all()):
         return False
+    # Smaller steps cannot be told from the rounding of equal values.
     return bool((largest.abs() > 4 * tolerance).any())

@@ -72,4 +72,4 @@ def failure_above_ops(error: Exception, names: Mapping[nn.Module, str]) -> Failu
             op = frame.f_code.co_name
     if module is None:
         return Failure(error, op)
-    return Failure(error, op, names[module], type(module).__name__)
+    return Failure(error, op, module=names[module], module_type=type(module).__name__)

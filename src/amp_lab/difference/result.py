@@ -57,7 +57,12 @@ class Difference(Printed):
             ["in A", f"{op_a}, {short_name(self.dtype_a)}"],
             ["in B", f"{op_b}, {short_name(self.dtype_b)}"],
         ]
-        return Table(["kind", self.kind], rows, f"A and B part at {where}", [_wrap(self.reason)])
+        return Table(
+            ["kind", self.kind],
+            rows,
+            caption=f"A and B part at {where}",
+            facts=[_wrap(self.reason)],
+        )
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ class RunComparison(Printed):
         finding = str(self.first)
         if self.first is None:
             finding = self._error_growth()
-        return Table(["", ""], [], caption, [finding, *self.remarks])
+        return Table(["", ""], [], caption, facts=[finding, *self.remarks])
 
     def _error_growth(self) -> str:
         """Describe how far errors have grown, if rounding explains each op by itself."""
@@ -130,4 +135,5 @@ class RunComparison(Printed):
 
 
 def _wrap(text: str) -> str:
-    return "\n".join(textwrap.wrap(text, 98))
+    """Break a text into lines of at most 98 characters."""
+    return "\n".join(textwrap.wrap(text, width=98))

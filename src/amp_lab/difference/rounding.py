@@ -76,7 +76,10 @@ def float32_roundoff(op: str, device_type: str) -> float:
 
 
 def allowance(op: str, inputs: object, result: Tensor) -> float:
-    """Roundoff of the arithmetic of an op: the factor in the second term of the error model."""
+    """Roundoff of the arithmetic of an op: (8 + 2 log2 n) * u(arithmetic) of the error model.
+
+    `op` is the op's name, `inputs` holds its arguments, and `result` is its first result.
+    """
     terms = _terms_per_value(tensors_in(inputs), result)
     return (8 + 2 * math.log2(terms)) * float32_roundoff(op, result.device.type)
 
@@ -97,7 +100,10 @@ def _terms_per_value(inputs: list[Tensor], result: Tensor) -> float:
 
 
 def without_masks(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both in fp64, with 0 wherever both have the same mask, infinity or NaN."""
+    """Return both in fp64, with 0 wherever both have the same mask, infinity or NaN.
+
+    Complex tensors become pairs of real numbers, in a last dimension of 2.
+    """
     left = _view_as_real(left).double()
     right = _view_as_real(right).to(left.device, torch.float64)
     # One may be a mask in fp16, -65504 or -inf, and the other the same mask in fp64, such as -1e38.
@@ -124,7 +130,7 @@ def relative_error(result: Tensor, exact: Tensor) -> float:
     error = rms(left - right)
     if math.isnan(error):
         return math.inf
-    return error / (rms(right) or 1.0)
+    return error / (rms(right) or 1.0)  # an error in a result of zeros counts as it is
 
 
 def nonfinite(result: Tensor, exact: Tensor) -> str:
@@ -159,7 +165,7 @@ def widen(tensor: Tensor) -> Tensor:
 
 
 def run_in_fp64(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an op on fp64 arguments and return its result; None if it cannot run in fp64.
+    """Run an op on arguments that are in fp64 and return its result; None if it cannot run so.
 
     Ops whose kernels have no fp64, such as attention, are replaced by ops that compute the same.
     """
@@ -222,6 +228,7 @@ def _lstm(inputs: Tensor, *args: Any) -> tuple[Tensor, ...]:
         weights = weights[:2]
     if is_backwards:
         inputs = inputs.flip(0)
+    # The last arguments: layers, dropout, training, bidirectional, batch first.
     out, *last = torch.lstm(inputs, states, weights, has_biases, 1, 0.0, False, False, False)
     if is_backwards:
         out = out.flip(0)
@@ -241,7 +248,8 @@ def effective_roundoff(func: Any, inputs: tuple, result: Tensor) -> float:
     """The unit roundoff that explains the error of an op's result; 0 if fp64 cannot compute it.
 
     It is the error, compared with fp64 on the same inputs (as `widen_inputs` returns them), divided
-    by |result| + amplification of the error model.
+    by |result| + amplification of the error model; inf if the error is not finite, or if this sum
+    is 0.
     """
     exact = _first_result(func, inputs)
     if exact is None or exact.shape != result.shape:
@@ -253,8 +261,8 @@ def effective_roundoff(func: Any, inputs: tuple, result: Tensor) -> float:
         return math.inf
     if error == 0:
         return 0.0
-    # An error of one rounding in fp32 is below any limit, so the amplification, which needs further
-    # runs in fp64, is not measured.
+    # An error of at most two roundings in fp32 is below any limit, so the amplification, which
+    # needs further runs in fp64, is not measured.
     if error <= 2 * FLOAT32_ROUNDOFF * size:
         return error / size
     changes = [_change_of_result(func, inputs, exact, seed) for seed in range(_PERTURBED_RUNS)]
@@ -275,7 +283,10 @@ def _first_result(func: Any, inputs: tuple) -> Tensor | None:
 
 
 def _change_of_result(func: Any, inputs: tuple, exact: Tensor, seed: int) -> float:
-    """The amplification: how far the exact result moves, per unit of random relative change."""
+    """The amplification: how far the exact result moves, per unit of random relative change.
+
+    It is a root mean square over the result; 0 if the changed inputs give no result of its shape.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def perturbed(tensor: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ class _Recorder(TorchDispatchMode):
 
     @property
     def _place(self) -> Place:
-        """The innermost module whose forward is running."""
+        """The innermost module whose forward is running, and which call of it."""
         return self._stack[-1][1]
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -128,7 +128,7 @@ class _Recorder(TorchDispatchMode):
         for name, module in root.named_modules():
             if prefix:
                 name = f"{prefix}.{name}".rstrip(".")
-            name = name.replace("_orig_mod.", "")
+            name = name.replace("_orig_mod.", "")  # a module inside that torch.compile has wrapped
             self._names.setdefault(module, name)
             for key, tensor in {**module._parameters, **module._buffers}.items():
                 if tensor is not None:
@@ -155,7 +155,7 @@ class _Recorder(TorchDispatchMode):
         """Complete the log: what the run is set to compute in, its results, and their ops."""
         log = self.log
         self._note_precision()
-        for tensor in filter(_is_real, tensors_in(result)):
+        for tensor in filter(_is_inexact, tensors_in(result)):
             if tensor in self._shadows:
                 log.results.append((tensor.detach(), self._shadows[tensor]))
         log.batch = log.batch or _batch_size(result)
@@ -237,8 +237,9 @@ class _Recorder(TorchDispatchMode):
             self._largest_roundoff = max(self._largest_roundoff, roundoff)
             if shadow is None or shadow.shape != tensor.shape:
                 shadow = rounding.widen(tensor)
-                # The copy keeps all rounding so far. Results after the first, such as the logsumexp
-                # of attention, do not matter, since no other op uses them.
+                # The copy keeps all rounding so far, estimated as 64 roundings in the coarsest
+                # format. Results after the first, such as the logsumexp of attention, do not
+                # matter, since no other op uses them.
                 if tensor is outs[0]:
                     self._noise = max(self._noise, 64 * self._largest_roundoff)
             self._set_shadow(func, tensor, shadow)
@@ -252,9 +253,9 @@ class _Recorder(TorchDispatchMode):
         computes = not computes_nothing(func)
         if tensor in self._shadows:
             shadow = self._shadows[tensor].copy_(shadow)
-        elif computes and _is_real(tensor):
+        elif computes and _is_inexact(tensor):
             shadow = rounding.with_strides_of(tensor, shadow)
-        if computes and not _is_real(tensor):
+        if computes and not _is_inexact(tensor):
             tensor.copy_(shadow)
         self._shadows[tensor] = shadow
 
@@ -265,7 +266,7 @@ class _Recorder(TorchDispatchMode):
         """
         if not tensors_in((args, kwargs)):  # such as arange or full, which can be made in fp64
             out = func(*args, **kwargs)
-            if _is_real(out):
+            if _is_inexact(out):
                 kwargs = kwargs | {"dtype": torch.float64}
             return out, rounding.run_in_fp64(func, args, kwargs), (args, kwargs)
         # The op itself runs last, since it may write into its arguments.
@@ -280,9 +281,10 @@ class _Recorder(TorchDispatchMode):
     def _run_random_op(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
         """Run an op that draws random numbers, and return as `_run_with_shadows` does.
 
-        The shadow of the result is a copy of it: random numbers count as exact.
         The seed depends on the module, the op and the count of its calls, so that both runs draw
-        the same numbers. Dropout has the same mask in fp64.
+        the same numbers. They count as exact: the result in fp64 is a copy of the result or, for
+        dropout, the shadow of the input with the same mask. In place of copies of the inputs it
+        returns None, since the roundoff of these ops is not measured.
         """
         place = self._place
         self._random_op_calls[place, name] += 1
@@ -330,7 +332,7 @@ class _Recorder(TorchDispatchMode):
     # Errors
 
     def raised(self, error: Exception) -> RunRaised:
-        """The error to raise for an error that ended the run."""
+        """The `RunRaised` for an error that ended the run: it says where, and what to do."""
         failure = self._failure
         if failure is None or failure.error is not error:
             failure = failure_above_ops(error, self._names)
@@ -340,13 +342,19 @@ class _Recorder(TorchDispatchMode):
         return RunRaised(self.log.name, failure, device_type, has_low_weights)
 
     def _describe_failure(self, error: Exception, func: Any, inputs: tuple) -> Failure:
-        """Describe an error that an op raised."""
+        """Describe an error that an op raised; `inputs` are its (args, kwargs)."""
         place = self._place
         operands = []
         for tensor in tensors_in(inputs):
             if tensor.is_floating_point():
                 operands.append(Operand(tensor.dtype, self._describe_source(tensor)))
-        return Failure(error, _op_name(func), place.module, place.module_type, tuple(operands))
+        return Failure(
+            error,
+            _op_name(func),
+            module=place.module,
+            module_type=place.module_type,
+            operands=tuple(operands),
+        )
 
     def _describe_source(self, tensor: Tensor) -> Source:
         """Describe the origin of an op's argument: "parameter head.weight", "input 0", or an op."""
@@ -370,6 +378,7 @@ class _Recorder(TorchDispatchMode):
         producers: list[OpRecord] = []
         for tensor in tensors_in(structure):
             storage, records = self._writers.get(storage_key(tensor), (None, ()))
+            # A storage that has been freed has left its address to the storage of this tensor.
             if storage is not None and not storage.expired():
                 producers += records
         return tuple(dict.fromkeys(producers))
@@ -383,10 +392,13 @@ class _Recorder(TorchDispatchMode):
         wide_inputs: tuple | None,
         merged_input: MergedValues | None,
     ) -> None:
-        """Record an op unless it only makes a view, and note that it wrote into its outputs."""
+        """Record an op unless it only makes a view, and note that it wrote into its outputs.
+
+        `inputs` are its (args, kwargs), and `wide_inputs` their copies in fp64, if there are any.
+        """
         outs = tensors_in(out)
         producers = self._producers_of(inputs)
-        if outs and _is_real(outs[0]) and not computes_nothing(func):
+        if outs and _is_inexact(outs[0]) and not computes_nothing(func):
             roundoff = 0.0
             if wide_inputs:
                 roundoff = rounding.effective_roundoff(func, wide_inputs, outs[0])
@@ -410,7 +422,10 @@ class _Recorder(TorchDispatchMode):
         roundoff: float,
         producers: tuple,
     ) -> OpRecord:
-        """The record of an op, whose first result is `result`."""
+        """The record of an op, whose first result is `result`.
+
+        `inputs` are its (args, kwargs); `producers` the ops that computed them.
+        """
         exact = self._shadow_of(result)
         values, _ = rounding.without_masks(exact, exact)
         leaves = [self._by_storage.get(storage_key(tensor)) for tensor in tensors_in(inputs)]
@@ -439,7 +454,7 @@ def same_values(one: Tensor | None, other: Tensor | None) -> bool:
     """Whether two tensors are equal, or one is the other rounded to its dtype."""
     if one is None or other is None:
         return False
-    if one.shape != other.shape or _is_real(one) != _is_real(other):
+    if one.shape != other.shape or _is_inexact(one) != _is_inexact(other):
         return False
     one = one.detach().to(other.device)
     other = other.detach()
@@ -469,8 +484,8 @@ def _batch_size(structure: Any) -> int | None:
     return None
 
 
-def _is_real(value: Any) -> bool:
-    """Whether it is a tensor of floating-point or complex numbers."""
+def _is_inexact(value: Any) -> bool:
+    """Whether a value is a tensor of floating-point or complex numbers: NumPy's `inexact`."""
     if not isinstance(value, Tensor):
         return False
     return value.is_floating_point() or value.is_complex()
