@@ -97,6 +97,7 @@ _BY_OPS: dict[str, dict[str, Any]] = {
 
 
 def _row_for_each_op() -> dict[str, dict[str, Any]]:
+    """`_BY_OPS` with one op in each key: the name of an op, then the names of its arguments."""
     rows = {}
     for ops, arguments in _BY_OPS.items():
         rows |= dict.fromkeys(ops.split(), arguments)
@@ -107,14 +108,18 @@ _BY_OP = _row_for_each_op()
 
 
 class Sizes(NamedTuple):
-    """Shapes for the tensors of an op that are in none of the tables above, in their order."""
+    """Shapes for the tensor arguments of an op that are in none of the tables above."""
 
-    shapes: Iterable[tuple[int, ...]]
+    shapes: Iterable[tuple[int, ...]]  # in the order of the arguments
     with_indices: bool = False  # whether those in `_MAYBE_INDICES` get integers
 
 
 def sizes_to_try(op: OpOverload) -> Iterator[Sizes]:
-    """Shapes that the op may take: first as many dimensions for all tensors, then mixed ones."""
+    """Yield shapes that the op may take, to be tried one after the other.
+
+    First all tensors have the same number of dimensions, then their numbers differ. If some ops
+    take a tensor of that name as indices, the same shapes follow with integers for it.
+    """
     names = [argument.name for argument in op._schema.arguments if _needs_shape(op, argument)]
     # Most ops take two dimensions, so those come first. A fourth tensor is like the third.
     combinations = itertools.product((2, 1, 3, 4, 5), repeat=min(len(names), 3))
@@ -128,7 +133,7 @@ def sizes_to_try(op: OpOverload) -> Iterator[Sizes]:
 
 
 def _cubes(dims: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
-    """`count` shapes, of which `dims` gives the numbers of dimensions; the last one is repeated.
+    """`count` shapes with `dims` as their numbers of dimensions; the last number is repeated.
 
     With `dims` (1, 2) and a `count` of 3 they are (4,), (4, 4) and (4, 4).
     """
@@ -168,13 +173,14 @@ class Sample:
             return self._of_next_shape(argument)
         type_name = str(argument.type)
         if type_name.startswith("List"):
+            # N is the length that the schema asks for, as in ``int[2]``; None: any length.
             return [1] * (argument.N or 2)  # pyrefly: ignore[missing-attribute]: not in the stub
         if type_name.startswith("Optional"):
             return None
         return _BY_TYPE.get(type_name, 1)
 
     def _of_next_shape(self, argument: torch.Argument) -> Any:
-        """A tensor of the next shape, or two for an argument that takes a list."""
+        """A tensor of the next shape in `Sizes`, or two for an argument that takes a list."""
         shape = next(self._shapes)
         if self._with_indices and argument.name in _MAYBE_INDICES:
             shape = _Index(shape)
@@ -183,15 +189,16 @@ class Sample:
         return self._tensor(shape)
 
     def _from_table(self, value: Any, argument: torch.Argument) -> Any:
-        """The value of a table in the type that the argument takes; a shape becomes a tensor."""
+        """Convert a value of a table to the type that the argument takes; a shape to a tensor."""
         type_name = str(argument.type)
-        if isinstance(value, tuple):
+        if isinstance(value, tuple):  # a shape
             return self._tensor(value)
+        # The table has the number of a dimension, and this overload takes its name.
         if type_name in ("str", "List[str]") and not isinstance(value, str):
             return dimension_by_name(type_name)
         if not isinstance(value, list) or not value:
             return value
-        if type_name == "Tensor":
+        if type_name == "Tensor":  # a list in other overloads: here as many indices
             return self._tensor(_Index((len(value),)))
         if "List" not in type_name:  # this op takes one value, where others take a list
             return value[0]
@@ -216,7 +223,7 @@ class Sample:
 
 
 def _own_values(op: OpOverload) -> dict[str, Any]:
-    """The values by name that only this op gets."""
+    """The values of `_BY_OPS` for this op, by the names of its arguments; else empty."""
     name = op._schema.name.removeprefix("aten::")
     return _BY_OP.get(name, {})
 

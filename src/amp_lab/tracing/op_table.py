@@ -100,7 +100,8 @@ class OpTable(Printed, list[OpRule]):
 
 
 def _row_of(rule: OpRule) -> list[str]:
-    """The cells of a rule; inputs of one dtype show it once."""
+    """The cells of a rule in the table; a dtype that several inputs have is shown once."""
+    # The keys are the names of the dtypes, in the order of the inputs.
     input_dtypes = dict.fromkeys(map(short_name, rule.given))
     note = rule.reason
     if not note and rule.agrees is False:
@@ -138,12 +139,12 @@ class OpDifferences(Printed, list[OpDifference]):
 
 
 def op_table(device_type: str, dtype: torch.dtype | None = None) -> OpTable:
-    """List what autocast on a backend does to each op that it has a rule for, by policy and name.
+    """List what autocast on a backend does to each op that it has a rule for.
 
-    `dtype` is what autocast lowers to, the backend's default for None. The policies are those of
-    this torch (see `POLICIES`), each checked by a call of the op: on the device if it is here, else
-    on fake tensors of that type. An op that is in no table of its backend runs in the dtype of its
-    inputs, or calls ops that are in one.
+    The rules are sorted by policy, then by name. `dtype` is what autocast lowers to, the backend's
+    default for None. The policies are those of this torch (see `POLICIES`), each checked by a call
+    of the op: on the device if it is here, else on fake tensors of that type. An op that is in no
+    table of its backend runs in the dtype of its inputs, or calls ops that are in one.
 
     Raises `DeviceError` for an unknown device type and for a dtype that autocast does not take.
     Warns of an op that follows no policy, and leaves it out.
@@ -158,7 +159,7 @@ def op_table(device_type: str, dtype: torch.dtype | None = None) -> OpTable:
         base, _, overload = qualified.partition(".")
         op = _op_overload(base, overload)
         policy, reason = autocast.policy(op)
-        if policy is None:
+        if policy is None:  # `reason` says why
             left_out = f"{name} is left out: autocast on {device_type!r} follows no policy"
             warnings.warn(f"{left_out} ({reason})", AmpLabWarning, stacklevel=2)
             continue
@@ -183,10 +184,10 @@ def _op_overload(base: str, overload: str) -> OpOverload:
 
 
 def policies(op: str, device_type: str, dtype: torch.dtype) -> set[str]:
-    """The policies of an op's overloads on a backend; none if autocast leaves the op alone.
+    """The policies of an op's overloads on a backend; empty if autocast leaves the op alone.
 
     `op` is without "aten::" and without an overload, `dtype` what autocast lowers to. Only this op
-    is asked about, so this takes some milliseconds, where `op_table` takes seconds.
+    is tried, so this takes some milliseconds, where `op_table` takes seconds.
 
     Raises `DeviceError` for an unknown device type.
     """
@@ -267,12 +268,14 @@ class _Autocast:
     real: bool  # whether ops are called on the device itself
 
     def policy(self, op: OpOverload) -> tuple[str | None, str]:
-        """The name of the policy, and an error of torch or another reason.
+        """The name of the policy, or None if the op follows none of them; and a reason.
 
-        The reason is what torch says of a banned op, or why the policy is None.
+        The reason is what torch says of a banned op, or why the policy is None. It has no meaning
+        for the other policies.
         """
         reasons = []
-        # The kernel of cuDNN's recurrent networks knows float16 alone: CUDA's default.
+        # The kernel of cuDNN's recurrent networks knows float16 alone, which is CUDA's default. So
+        # each op is tried with autocast's default dtype too, if it cannot be called with this one.
         for dtype in dict.fromkeys((self.dtype, torch.get_autocast_dtype(self.device_type))):
             from_low, reason = self._catch_arguments(op, dtype, first=dtype)
             from_mixed, _ = self._catch_arguments(op, dtype, first=torch.float32)
@@ -280,6 +283,7 @@ class _Autocast:
                 return _policy_of(from_low, from_mixed, dtype), "it changes no dtype"
             reasons.append(reason)
         # A kernel may raise for other reasons; the one of a banned op says that it is for autocast.
+        # The first reason is that of `self.dtype`.
         if "autocast" in reasons[0]:
             return "banned", reasons[0]
         return None, reasons[0]
@@ -306,7 +310,10 @@ class _Autocast:
         return None, "its kernel does not call it"
 
     def rule(self, op: OpOverload, policy: str, reason: str) -> OpRule:
-        """The rule of one overload, with what a call returned."""
+        """The rule of one overload, with what a call returned; a banned op is not called.
+
+        `policy` and `reason` are what the method `policy` returned.
+        """
         observation = _Observation(reason=reason)
         if policy != "banned":
             observation = self._observe(op, policy)
@@ -321,7 +328,10 @@ class _Autocast:
         )
 
     def _agrees(self, observed: torch.dtype | None, policy: str) -> bool | None:
-        """Whether the returned dtype is what the policy promises; None if it is no float."""
+        """Whether the returned dtype is what the policy promises; None if it is no float.
+
+        `observed` is None for an op that could not be called.
+        """
         if observed is None or not _is_float(observed):
             return None
         promised = self.dtype if policy == "lower_precision" else torch.float32
@@ -329,14 +339,15 @@ class _Autocast:
 
     def _observe(self, op: OpOverload, policy: str) -> _Observation:
         """Call the op under autocast with the first sizes that work; say why if none do."""
-        # Dtypes of the first input and of the others, such that the policy has to change one.
+        # Dtypes of the first input and of the others, such that the policy has to change one: all
+        # fp32 under "lower_precision", all low under "fp32", and one low and fp32 under "promote".
         first = torch.float32 if policy == "lower_precision" else self.dtype
         rest = self.dtype if policy.startswith("fp32") else torch.float32
         working_sizes, reason = _find_sizes(op)
         candidates: Iterable[Sizes] = ()
         if working_sizes is not None:
             candidates = [working_sizes]
-        elif self.real:  # some ops have kernels for the device alone
+        elif self.real:  # some ops have kernels for the device alone, none for meta tensors
             candidates = sizes_to_try(op)
         for sizes in candidates:
             try:
@@ -349,7 +360,7 @@ class _Autocast:
                 continue
             floats = [dtype for dtype in dtypes if _is_float(dtype)]
             # An op may return integers, such as indices, before its values or alone.
-            return _Observation((floats or dtypes)[0], tuple(sample.float_dtypes))
+            return _Observation(dtype=(floats or dtypes)[0], given=tuple(sample.float_dtypes))
         return _Observation(reason=reason)
 
     @contextmanager
@@ -360,9 +371,10 @@ class _Autocast:
 
 
 def _policy_of(from_low: list[Any], from_mixed: list[Any], dtype: torch.dtype) -> str | None:
-    """The policy, from the arguments that arrived at the op in two calls; None if it has no name.
+    """The policy, from the arguments that arrived at the op in two calls; None if it is no policy.
 
-    In the first call all inputs had the low-precision `dtype`, in the second the first was float32.
+    In the first call all inputs had the low-precision `dtype`. In the second call the first input
+    was float32, and the others had `dtype`.
     """
     dtype_arguments = [argument for argument in from_low if isinstance(argument, torch.dtype)]
     # Autocast has set the argument `dtype`, or called the overload that takes one.
@@ -373,15 +385,17 @@ def _policy_of(from_low: list[Any], from_mixed: list[Any], dtype: torch.dtype) -
         return "lower_precision"
     if set(mixed_dtypes) != {torch.float32}:
         return None
-    # All float32 now. Under "fp32" so are inputs that were all low, under "promote" they stay low.
+    # Mixed inputs have all become float32. Inputs that are all low become float32 under "fp32", and
+    # stay low under "promote".
     if set(_float_dtypes(from_low)) == {torch.float32}:
         return "fp32"
-    if len(mixed_dtypes) > 1:
+    if len(mixed_dtypes) > 1:  # a single input cannot show which dtype is the widest
         return "promote"
     return None
 
 
 def _is_float(dtype: torch.dtype) -> bool:
+    """Whether a dtype is floating-point, or complex with floating-point parts."""
     return dtype.is_floating_point or dtype.is_complex
 
 
@@ -391,7 +405,7 @@ def _float_dtypes(arguments: list[Any]) -> list[torch.dtype]:
 
 @functools.cache
 def _find_sizes(op: OpOverload) -> tuple[Sizes | None, str]:
-    """The first sizes with which the op runs on meta tensors; if none do, None and the reason."""
+    """The first sizes with which the op runs on meta tensors, and ""; else None and the reason."""
     reason = ""
     for sizes in sizes_to_try(op):
         try:

@@ -115,7 +115,7 @@ class Sources:
         self._computed: dict[int, Source] = {}  # results of ops, in fp32 alone
 
     def name(self, tensor: torch.Tensor, kind: SourceKind, text: str) -> None:
-        """Set where a tensor comes from that is there before the model runs."""
+        """Set the source of a tensor that is there before the model runs, unless it has one."""
         self._named.setdefault(tensor_key(tensor), Source(kind, text))
 
     def name_attributes(self, model: nn.Module) -> None:
@@ -143,7 +143,7 @@ class Sources:
                 continue
             if tensor.dtype is torch.float32:
                 self._computed[key] = source
-            else:  # another tensor may have had this storage's key
+            else:  # a tensor that was freed may have had the same key
                 self._computed.pop(key, None)
 
     def source_of(self, tensor: torch.Tensor) -> Source:
@@ -174,11 +174,12 @@ def remedy_for_mixed(
 ) -> str:
     """What to do about an op that got fp32 and 16 bits; "" for any other error.
 
-    What to cast for a write and for a matmul in place is in `remedies_for_writes`. Where no weight
-    is in 16 bits, only a buffer or an attribute of the model is sure to be the cause.
+    `op` is the name of the op and `operands` are its arguments. `has_low_weights` says whether the
+    model has weights in 16 bits: if not, only a buffer or an attribute of the model is sure to be
+    the cause. What to cast for a write and for a matmul in place is in `remedies_for_writes`.
     """
     low = low_operand(operands)
-    if low is None or "type" not in str(error):
+    if low is None or "type" not in str(error):  # torch says "dtype" or "scalar type"
         return ""
     if is_write(error):
         return _remedy_for_written(operands, low, has_low_weights)
@@ -199,7 +200,11 @@ def remedy_for_mixed(
 
 
 def _remedy_for_written(operands: tuple[Operand, ...], low: Operand, has_low_weights: bool) -> str:
-    """Where fp32 that is written into 16 bits comes from; empty if the model did not compute it."""
+    """Where fp32 that is written into 16 bits comes from; empty if the model did not compute it.
+
+    `low` is the first operand in 16 bits.
+    """
+    # An op that writes gets the tensor that it writes into first, and the values last.
     target, values = operands[0], operands[-1]
     if target is not low or values.source.kind is not SourceKind.COMPUTED or not has_low_weights:
         return ""
@@ -216,7 +221,7 @@ class MixedCall:
 
 
 def mixed_call(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> MixedCall | None:
-    """The call of an op, if it gets tensors in fp32 and 16 bits, or in both 16-bit dtypes.
+    """The call of an op that gets tensors in fp32 and 16 bits, or in both 16-bit dtypes; else None.
 
     Tensors without a dimension, such as a scale, do not count.
     """
@@ -236,6 +241,7 @@ def mixed_call(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> MixedCa
 def is_write(error: Exception) -> bool:
     """Whether an op refused to write values into a tensor of another dtype."""
     message = str(error)
+    # "dtype" or "scalar type": the ops raise for shapes and indices too.
     if "type" not in message or not _WRITE_MESSAGE.match(message):
         return False
     return any(word in message for word in _WRITE_WORDS)
@@ -262,9 +268,9 @@ def remedies_for_writes(error: Exception, op: str, device_type: str) -> list[str
 
 
 def _matmul_in_place(error: Exception, op: str) -> str | None:
-    """The matmul that failed to write in place or into ``out=``; None for any other error.
+    """The name of the matmul that failed to write in place or into ``out=``, such as ``addmm_``.
 
-    It is `op`, which may be "", or the name that the message has, such as ``addmm``.
+    None for any other error. The name is `op`, or that in the message; "" if neither has one.
     """
     message = str(error)
     is_in_place = op.endswith("_") and op.rstrip("_") in _ADDING_MATMULS

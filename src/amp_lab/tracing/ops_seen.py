@@ -80,6 +80,7 @@ def flops(func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> in
     packet = func._overloadpacket
     own_formula = FLOP_FORMULAS.get(packet) or _FLOPS_BY_NAME.get(func._schema.name)
     if own_formula is not None:
+        # The wrapper passes shapes in place of tensors, as these formulas take them.
         return shape_wrapper(own_formula)(*args, **kwargs, out_val=out)
     formula = flop_registry.get(packet)  # torch has put `shape_wrapper` around it already
     if formula is None:
@@ -111,10 +112,14 @@ def _convolution_backward_flops(gradient, inputs, weight, *more, out_shape=None,
 
 
 def _grouped_product_flops(left, right, offsets=None, *more, out_shape=None, **settings) -> int:
-    """FLOPs of rows (M, K) in groups, each times its own matrix of (G, K, N)."""
+    """FLOPs of a matrix product for each group, as of (G, M, K) times (G, K, N).
+
+    With a 2-D argument the groups split one of M, K and N, at the `offsets`. Where they split it
+    does not change the FLOPs.
+    """
     rows, inner = left[-2:]
     columns = right[-1]
-    is_batched = len(left) == 3 and len(right) == 3  # else the groups share out a dimension
+    is_batched = len(left) == 3 and len(right) == 3  # else the groups split a dimension
     groups = left[0] if is_batched else 1
     return 2 * groups * rows * inner * columns
 

@@ -60,7 +60,7 @@ def optimizer_bytes(
         )
         state, temporaries = _bytes_of_one_call(name, looped, device_type)
         others = [parameter for parameter in others if parameter not in looped]
-        name = "adamw"
+        name = "adamw"  # which updates the parameters that Muon leaves out
     # A foreach call has the temporaries of all parameters together, a loop those of one at a time.
     is_foreach = backend(device_type).foreach and name in OPTIMIZERS
     for parameter, count in Counter(others).items():
@@ -91,7 +91,7 @@ def _bytes_of_one_call(
 def _bytes_of_two_steps(
     name: str, shapes_and_dtypes: tuple[Parameter, ...], device: Backend
 ) -> tuple[int, int]:
-    """Bytes of state and of temporaries, from two steps on ``meta``.
+    """Bytes of state and of temporaries, from two steps of the optimizer `name` on ``meta``.
 
     The first step makes the state, the second is measured.
     """
@@ -108,6 +108,7 @@ def _bytes_of_two_steps(
         optimizer.step()
         states = tensors_in(list(optimizer.state.values()))
         ledger = StorageLedger("meta")
+        # Notes these storages, so that only those of the step are new. The kind does not matter.
         ledger.set_kind("optimizer", [*parameters, *gradients, *states])
         ledger.mark("before")
         with ledger:
@@ -121,15 +122,18 @@ def _bytes_of_two_steps(
 
 
 def _quantized_bytes(name: str, values: int, itemsize: int) -> tuple[int, int]:
-    """Bytes of state and of temporaries for a parameter with `values` numbers.
+    """Bytes of state and of temporaries for a parameter of `values` numbers of `itemsize` bytes.
 
     The state is two moments, in blocks of values with one fp32 scale each.
     """
     bits, block, table_bytes, step_bytes = QUANTIZED[name]
-    if values < 4096 or values % block:  # torchao keeps these moments in the parameter's dtype
+    # torchao quantizes the moments from 4096 values on, if they fill whole blocks. Else they have
+    # the dtype of the parameter.
+    if values < 4096 or values % block:
         return 2 * values * itemsize, 0
     scale_bytes = 4 * values // block
     moment_bytes = values * bits // 8 + scale_bytes + table_bytes
+    # The step computes new scales of both moments before it writes them over the old ones.
     return 2 * moment_bytes, values * step_bytes + 2 * scale_bytes
 
 

@@ -125,7 +125,10 @@ def _require_value(tensor: torch.Tensor, name: str) -> None:
 
 
 def _run_on_copies(call: ModelCall, recorder: "_Recorder") -> None:
-    """Make the passes of a call with copies of all tensors, under a recorder."""
+    """Make the passes of a call with copies of all tensors, under a recorder.
+
+    Sets `recorder.is_finite` from the output and the loss.
+    """
     copies = _Copies(recorder)
     model = call.model
     originals = dict(model.named_parameters(remove_duplicate=False))
@@ -155,6 +158,7 @@ def _run_on_copies(call: ModelCall, recorder: "_Recorder") -> None:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has neither infinities nor NaNs; integers have none."""
     values = stored_values(tensor)
     return not values.is_floating_point() or bool(values.float().isfinite().all())
 
@@ -226,6 +230,8 @@ class _Recorder(PlainOpsMode):
     def run_op(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an op, count its memory, and record its result if a decision depends on it."""
         result = func(*args, **kwargs)
+        # Of a check for inf or NaN: stores on the result what the check returns for finite values,
+        # which `record_decision` reads.
         remember_check(func, args, kwargs, result)
         self.count(tensors_in(result))
         self.require_room(0)  # an op shows how much memory it takes only when it has run
@@ -243,7 +249,7 @@ class _Recorder(PlainOpsMode):
                 self._watch(key, stored_values(tensor).untyped_storage())
 
     def _watch(self, key: int, storage: torch.UntypedStorage) -> None:
-        """Count a storage as in use until it is freed."""
+        """Count a new storage, which has this `storage_key`, as in use until it is freed."""
         size = storage.nbytes()
 
         def note_end(_: weakref.ref) -> None:
@@ -265,6 +271,7 @@ class _Recorder(PlainOpsMode):
             )
 
     def _stop(self, reason: str) -> None:
+        # Kept, since the model may catch the error and go on.
         self.stop_reason = reason
         raise NotAnswered(reason)
 

@@ -94,6 +94,7 @@ def is_of_loss(row: OpRecord) -> bool:
 
 
 def _first_float(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
+    """The first floating-point dtype; None if there is none."""
     for dtype in dtypes:
         if dtype.is_floating_point:
             return dtype
@@ -115,7 +116,7 @@ def place_of(module: str) -> str:
 
 
 def work_of(rows: Iterable[OpRecord]) -> int:
-    """The FLOPs of some ops together."""
+    """The FLOPs of some ops together; only matmuls, convolutions, attention and RNNs have any."""
     return sum(row.flops for row in rows)
 
 

@@ -95,6 +95,7 @@ class RunningModule:
         self._names.append(name)
 
     def _leave(self, name: str, module: nn.Module, args: tuple, output: object) -> None:
-        # Modules above it on the stack have ended without a call of this hook.
+        # Remove this module, and those above it on the stack: they ended without a call of this
+        # hook. The first name, "", stays.
         while len(self._names) > 1 and self._names.pop() != name:
             pass

@@ -27,8 +27,8 @@ def trace_sharded(
 ) -> tuple[list[torch.Tensor], StorageTrace]:
     """Run two steps; return the shards that are trained, and what the second step allocates.
 
-    The first makes buffers that FSDP2 uses again. Both take the decisions that `replay` has from a
-    real run.
+    The shards are those of this rank. The first step makes buffers that FSDP2 uses again. Both
+    steps take the decisions that `replay` has from a real run.
     """
     input_tensors = [tensor for _, tensor in named_tensors((inputs, kwargs), open_objects=True)]
     with group_of(step.ranks):
@@ -37,7 +37,7 @@ def trace_sharded(
         for _ in range(2):
             model.zero_grad()
             replay.restart()
-            ledger = StorageLedger("cpu")
+            ledger = StorageLedger("cpu")  # a new one for each step; the second one is returned
             ledger.set_kind("weights", weights)
             ledger.set_kind("buffers", model.buffers())
             ledger.set_kind("inputs", input_tensors)
@@ -56,7 +56,10 @@ def _run_passes(
     kwargs: dict[str, Any],
     ledger: StorageLedger,
 ) -> None:
-    """Run the forward and the backward pass; the autograd graph is freed when this returns."""
+    """Run the forward and the backward pass; the autograd graph is freed when this returns.
+
+    Marks the end of the forward pass in the ledger, as "cached" and "forward".
+    """
     hooks = torch.autograd.graph.saved_tensors_hooks(
         pack_hook=ledger.note_saved, unpack_hook=lambda tensor: tensor
     )
@@ -77,7 +80,8 @@ def sharded(
 ) -> nn.Module:
     """A copy of the model, sharded as `train` shards it, with fake tensors.
 
-    `tensors` has a fake tensor for each parameter and buffer, by name.
+    `tensors` has a fake tensor for each parameter and buffer, by name. `reduce_dtype` is the short
+    name of the dtype in which gradients are summed. Needs a process group, as `group_of` makes.
     """
     named = (*model.named_parameters(), *model.named_buffers())
     # New fakes for each trace: FSDP2 frees a parameter once it is cut into shards.

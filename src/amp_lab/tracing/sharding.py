@@ -74,6 +74,7 @@ def xray_sharding(
         settings["precision"] = precision
     if own_parallel is not None and any(settings.values()):
         raise _superfluous_setting(settings, own_parallel)
+    # First models that are sharded or in DDP already, then those to be treated as `train` would.
     if own_parallel is Parallel.FSDP:
         return _read_fsdp(model, call)
     if isinstance(model, DistributedDataParallel):
@@ -84,6 +85,7 @@ def xray_sharding(
     if reduce_dtype not in REDUCE_DTYPES:
         raise TraceError(f"reduce_dtype {reduce_dtype!r}: give one of {', '.join(REDUCE_DTYPES)}")
     if parallel == Parallel.DDP:
+        # DDP sums gradients in their own dtype, for which None stands, unless a hook casts them.
         reduced = None if reduce_dtype == "fp32" else REDUCE_DTYPES[reduce_dtype]
         autocast_dtypes = _autocast_dtypes(model, call, train_precision, device_type)
         return _ddp_table(model, call, autocast_dtypes, reduced)
@@ -98,13 +100,17 @@ def xray_sharding(
 
 
 def _superfluous_setting(settings: dict[str, str | None], own_parallel: Parallel) -> TraceError:
-    """The error for a setting that the model has already; None stands for no setting."""
+    """The error for the first of the settings that is not None: the model has it already.
+
+    `settings` are the arguments of `xray_sharding` by their names.
+    """
     names = [name for name, value in settings.items() if value is not None]
     state = "sharded" if own_parallel is Parallel.FSDP else "in DDP"
     return TraceError(f"the model is {state} already: leave out {names[0]}")
 
 
 def _or_default(precision: str | None, default: Precision) -> Precision:
+    """The precision of this name; the default for None."""
     if precision is None:
         return default
     return Precision(precision)
@@ -130,7 +136,7 @@ def parallel_of(model: nn.Module) -> Parallel | None:
 
 
 def _read_fsdp(model: nn.Module, call: _Call) -> ShardingXray:
-    """The table of a model that `fully_shard` has sharded."""
+    """The X-ray of a model that `fully_shard` has sharded."""
     names = {module: name for name, module in model.named_modules()}
     units: list[Unit] = []
     unit_of: dict[str, str] = {}  # by the name of a module
@@ -235,11 +241,14 @@ def _reduce_dtype(group: Any) -> torch.dtype | None:
 def _read_ddp(
     ddp: DistributedDataParallel, call: _Call, precision: Precision, device_type: str
 ) -> ShardingXray:
-    """The table of a model in DDP, as its communication hook and its ignored parameters say."""
+    """The X-ray of a model in DDP, as its communication hook and its ignored parameters say.
+
+    Raises `TraceError` for a model in DDP's own mixed precision.
+    """
     if ddp.mixed_precision is not None:
         raise TraceError("DDP's own mixed_precision is not read: use autocast instead")
     hooks = [getattr(hook, "__name__", type(hook).__name__) for hook, _ in ddp._comm_hooks]
-    # Of other hooks than these two it is not known what they do with gradients.
+    # A hook that is not torch's may do anything with gradients, so its dtype is not known.
     reduced = _COMPRESS_HOOKS.get(hooks[0]) if hooks else None
     unknown_hooks = [name for name in hooks if name not in _COMPRESS_HOOKS]
     return _ddp_table(
@@ -247,8 +256,8 @@ def _read_ddp(
         call,
         _autocast_dtypes(ddp.module, call, precision, device_type),
         reduced,
-        unknown_hooks[0] if unknown_hooks else None,
-        ddp.parameters_to_ignore,
+        unknown_hook=unknown_hooks[0] if unknown_hooks else None,
+        ignored=ddp.parameters_to_ignore,
     )
 
 
@@ -260,10 +269,12 @@ def _ddp_table(
     unknown_hook: str | None = None,
     ignored: frozenset[str] | set[str] = frozenset(),
 ) -> ShardingXray:
-    """The table of a model in DDP, by the names of its parameters.
+    """The X-ray of a model in DDP; `model` is the model itself, without DDP's wrapper.
 
-    `autocast_dtypes` has the parameters that autocast casts. Gradients are summed in `reduced`, or
-    in their own dtype if it is None; how an `unknown_hook` sums them is not known.
+    `autocast_dtypes` has the parameters that autocast casts, by name, with the dtype after the
+    cast. Gradients are summed in `reduced`, or in their own dtype if it is None; how an
+    `unknown_hook` sums them is not known. `ignored` has the names of the parameters whose gradients
+    DDP does not sum.
     """
     parameters = []
     for name, parameter in model.named_parameters():
@@ -279,7 +290,7 @@ def _ddp_table(
         kind="DDP",
         units=[Unit("")],
         parameters=parameters,
-        buffers=_buffers(model, {"": ""}),
+        buffers=_buffers(model, {"": ""}),  # all in the one unit, which is the model itself
         inputs=_inputs(call, cast_to=None),
         hook=unknown_hook,
     )
@@ -288,7 +299,11 @@ def _ddp_table(
 def _autocast_dtypes(
     model: nn.Module, call: _Call, precision: Precision, device_type: str
 ) -> dict[str, torch.dtype]:
-    """The dtype of each parameter that autocast casts, by its name, from an X-ray of the model."""
+    """The dtype after the cast of each parameter that autocast casts, by the parameter's name.
+
+    Empty if autocast is off. Raises `TraceError` for a call without inputs, and for a model that
+    fails under autocast.
+    """
     dtype = precision.dtype
     if dtype not in LOWER_DTYPES:
         return {}
@@ -309,7 +324,10 @@ def _whole_parameter(
     unit: str | None,
     reduced: torch.dtype | None = None,
 ) -> ShardedParameter:
-    """The row of a parameter that is not sharded, so that it is never gathered."""
+    """The row of a parameter that is not sharded, so that it is never gathered.
+
+    `computed` and `reduced` are dtypes and `unit` is a name, as in `ShardedParameter`.
+    """
     module = model.get_submodule(name.rpartition(".")[0])
     return ShardedParameter(
         name=name,
@@ -325,7 +343,10 @@ def _whole_parameter(
 
 
 def _buffers(model: nn.Module, unit_of: dict[str, str]) -> list[ShardedBuffer]:
-    """The buffers, each with its unit: that of its module, or of the next module around it."""
+    """The buffers, each with its unit: that of its module, or of the next module around it.
+
+    `unit_of` has the name of the unit of each module that `fully_shard` got, by the module's name.
+    """
     buffers = []
     for name, buffer in model.named_buffers():
         owner = name.rpartition(".")[0]
@@ -339,7 +360,10 @@ def _buffers(model: nn.Module, unit_of: dict[str, str]) -> list[ShardedBuffer]:
 
 
 def _inputs(call: _Call, cast_to: torch.dtype | None) -> dict[str, tuple[torch.dtype, torch.dtype]]:
-    """For each input its dtype, and the dtype in which the model gets it."""
+    """For each input its dtype, and the dtype in which the model gets it, by the input's name.
+
+    The name is a number for an input without one: ``0``, or ``0.image`` inside a dict.
+    """
     dtypes = {}
     for path, tensor in named_tensors([*call.inputs]) + named_tensors(call.kwargs):
         arrives = tensor.dtype
@@ -350,6 +374,7 @@ def _inputs(call: _Call, cast_to: torch.dtype | None) -> dict[str, tuple[torch.d
 
 
 def _is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm, by the name of its class."""
     return "norm" in type(module).__name__.lower()
 
 

@@ -1,6 +1,7 @@
 """The advice of `xray_sharding`: parameters in no unit, no master weights, low-precision sums, …
 
-A rule is a function that yields lines: to add one, write it and add it to `RULES`.
+A rule is a function that yields sentences on what it finds, or none: to add a rule, write it and
+add it to `RULES`. Its docstring says which parameters, buffers or units it looks for.
 """
 
 from __future__ import annotations
@@ -127,6 +128,7 @@ def _refused_units(xray: ShardingXray) -> Iterator[str]:
 
 
 def _trained_in_no_unit(xray: ShardingXray) -> Iterator[str]:
+    """Trained parameters that are in no unit of FSDP2, or that DDP ignores."""
     trained = [p for p in xray.parameters_in(None) if p.trained]
     if trained:
         cure = _IN_NO_UNIT if _is_fsdp(xray) else _IGNORED
@@ -157,6 +159,7 @@ def _upcasts(xray: ShardingXray) -> Iterator[str]:
 
 
 def _advise_on_undone_upcasts(xray: ShardingXray) -> Iterator[str]:
+    """Parameters kept in fp32 that the policy casts to 16 bits (see `_undone_upcasts`)."""
     parameters = _undone_upcasts(xray)
     if parameters:
         low = short_name(parameters[0].computed)
@@ -174,7 +177,7 @@ def _undone_upcasts(xray: ShardingXray) -> list[ShardedParameter]:
         return []
     low = [p for p in xray.parameters if p.stored in LOWER_DTYPES]
     low_elements = sum(p.elements for p in low)
-    if 2 * low_elements < sum(p.elements for p in xray.parameters):
+    if 2 * low_elements < sum(p.elements for p in xray.parameters):  # less than half
         return []
     downcast = _computed_in_low_precision(xray)
     if any(p.trained for p in low):
@@ -188,7 +191,7 @@ def _computed_in_low_precision(xray: ShardingXray) -> list[ShardedParameter]:
 
 
 def _norms_in_low_precision(xray: ShardingXray) -> Iterator[str]:
-    """Weights of norms that FSDP2 casts to 16 bits, unless another sentence names them already."""
+    """Weights of norms that FSDP2 casts to 16 bits, except those in `_undone_upcasts`."""
     if not _is_fsdp(xray):
         return
     undone = _undone_upcasts(xray)
@@ -210,6 +213,7 @@ def _keep_in_fp32() -> str:
 
 
 def _summed_in_low_precision(xray: ShardingXray) -> Iterator[str]:
+    """Parameters whose gradients are summed in 16 bits, by that dtype."""
     cure = _LOW_SUM_FSDP if _is_fsdp(xray) else _LOW_SUM_DDP
     low = [p for p in xray.parameters if p.reduced in LOWER_DTYPES]
     for dtype, members in _group_by(low, "reduced"):
@@ -228,7 +232,7 @@ def _reduce_dtype_left_out(xray: ShardingXray) -> Iterator[str]:
 
 
 def _frozen_in_fp32(xray: ShardingXray) -> Iterator[str]:
-    """Frozen parameters that FSDP2 stores in fp32 and computes in 16 bits, by that dtype."""
+    """Frozen parameters that FSDP2 stores in fp32 and computes in 16 bits, by the 16-bit dtype."""
     if not _is_fsdp(xray):
         return
     frozen = [p for p in _computed_in_low_precision(xray) if not p.trained]
@@ -263,7 +267,7 @@ def _inputs_not_cast(xray: ShardingXray) -> Iterator[str]:
         yield _INPUTS.sentence(names=listed(wide, 3), low=short_name(root.param_dtype))
 
 
-# Each rule yields sentences, or none. The advice is in this order, the most serious first.
+# The advice is in this order, the most serious first.
 RULES: tuple[Callable[[ShardingXray], Iterator[str]], ...] = (
     _refused_units,
     _trained_in_no_unit,
@@ -283,7 +287,7 @@ RULES: tuple[Callable[[ShardingXray], Iterator[str]], ...] = (
 def _group_by(
     parameters: list[ShardedParameter], attribute: str
 ) -> list[tuple[torch.dtype, list[ShardedParameter]]]:
-    """The parameters grouped by one of their dtypes, such as the attribute "stored"."""
+    """Pairs of a dtype and the parameters that have it in an attribute, such as "stored"."""
     groups: dict[Any, list[ShardedParameter]] = {}
     for parameter in parameters:
         groups.setdefault(getattr(parameter, attribute), []).append(parameter)
@@ -296,7 +300,7 @@ def _names(tensors: Iterable[ShardedParameter | ShardedBuffer]) -> str:
 
 
 def _place(unit: str) -> str:
-    """A unit at the start of a sentence."""
+    """The text for a unit at the start of a sentence: ``Unit 'blocks.0'``."""
     if not unit:
         return "The model's own unit"
     return f"Unit {unit!r}"

@@ -100,6 +100,7 @@ class ShardingXray(Printed):
         """
         for names in self._groups_of_alike_units():
             label = _label(names)
+            # The rows of the first unit stand for all, whose rows are equal.
             for parameters, values, *cells in self._rows_of_unit(names[0]):
                 total = len(names) * int(values)
                 yield [label, parameters, f"{total:,}", *cells]
@@ -119,7 +120,10 @@ class ShardingXray(Printed):
         return groups.values()
 
     def _rows_of_unit(self, name: str | None) -> list[list[str]]:
-        """The rows of a unit without the first cell, its name."""
+        """The rows of a unit without the first cell, its name; one for each combination of dtypes.
+
+        The number of values has no separators yet: `_rows` multiplies it by the number of units.
+        """
         # By the four dtypes, and whether they are trained.
         groups: dict[tuple, list[ShardedParameter]] = {}
         for parameter in self.parameters_in(name):
@@ -130,7 +134,7 @@ class ShardingXray(Printed):
             inputs = short_name(unit.inputs)
         if unit is not None and not groups:
             return [["none of its own", "0", "-", "-", "-", "-", inputs]]
-        prefix = _common_prefix(name or "")
+        prefix = _common_prefix(name or "")  # which the names in the row leave out
         rows = []
         for (dtypes, trained), members in groups.items():
             local_names = [parameter.name[len(prefix) :] for parameter in members]
@@ -195,9 +199,10 @@ def _module_without_numbers(module: str) -> str:
 
 
 def _common_prefix(unit: str) -> str:
-    """The modules that all modules of a unit are in: ``blocks.3.`` for ``blocks.3.a, blocks.3.b``.
+    """The module that contains all modules of a unit, as a prefix of parameters' names.
 
-    For a unit of one module it is that module.
+    ``blocks.3.`` for the unit ``blocks.3.a, blocks.3.b``; ``head.`` for the unit ``head``; "" for
+    the model itself.
     """
     if not unit:
         return ""

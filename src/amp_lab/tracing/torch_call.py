@@ -40,7 +40,7 @@ class TorchCall:
         self.shapes = {self.key(tensor): tuple(tensor.shape) for tensor in tensors}
 
     def inserts_cast(self, source: torch.Tensor, result: torch.Tensor) -> bool:
-        """Whether a cast during this call is autocast's."""
+        """Whether a cast during this call is autocast's; notes the new dtype of an argument."""
         if self.casts_itself or self.autocast_dtype is None or not source.is_floating_point():
             return False
         if not self.is_one_row:
@@ -52,13 +52,17 @@ class TorchCall:
         key = self.key(source)
         if key not in self.dtypes or result.dtype != target_dtype:
             return False
-        # A recurrent layer casts its weights again in each step here; kernels of devices do not.
+        # Only the first cast of a recurrent layer's argument counts: torch's own kernels, which run
+        # here, cast the weights again in each step, and kernels of devices do not.
         is_first = self.dtypes[key] == source.dtype
         self.dtypes[key] = result.dtype
         return is_first or not self.is_rnn
 
     def note_inside(self, name: str, args: tuple, out: torch.Tensor, is_product: bool) -> None:
-        """Note an op inside a recurrent layer."""
+        """Note an op inside a recurrent layer: a matrix product's dtype, or an argument's copy.
+
+        `is_product` says whether the op is a matrix product.
+        """
         if is_product or name in _RNN_KERNELS:
             self.product_dtypes.add(out.dtype)
         elif name == "clone" and self.key(args[0]) in self.dtypes:

@@ -101,7 +101,7 @@ class Tracer(TorchFunctionMode):
         self._pending: list[Cast] = []  # casts of the inputs of the op that comes next
 
     def follow(self, loss_fn: Callable | None) -> "Tracer":
-        """Run the model and the loss, and keep the error if one of them fails.
+        """Run the model and the loss, keep the error if one of them fails, and return this tracer.
 
         Raises `TraceError` for code that runs, but not on fake tensors.
         """
@@ -171,7 +171,8 @@ class Tracer(TorchFunctionMode):
         """Run the backward pass too, if the model has an `autograd.Function` of its own.
 
         Only such a backward pass can fail under autocast if the forward pass did not: torch's own
-        functions compute it in the dtypes of the forward pass.
+        functions compute it in the dtypes of the forward pass. If it fails, `without_gradient`,
+        `backward_not_followed` or `error` says why. Raises `ValuesNeeded` if it asks for values.
         """
         seeds = seeds_of(result)
         functions = functions_of_the_model(seeds)
@@ -224,7 +225,7 @@ class Tracer(TorchFunctionMode):
         if name == "__get__":  # the model reads an attribute of a tensor
             return func(*args, **kwargs)
         if self._in_loss and self._run.is_fake:
-            # The targets and weights of a loss are real tensors.
+            # The targets and weights of a loss are real tensors, so they are made fake here.
             args, kwargs = tree_map_only(torch.Tensor, self._as_fake, (args, kwargs))
         autocast_dtype = None
         if torch.is_autocast_enabled(self.device_type):
@@ -292,9 +293,13 @@ class Tracer(TorchFunctionMode):
         return out.transpose(1, 2).contiguous().transpose(1, 2)  # (B, T, H, D) in memory
 
     def _run_rnn_step(self, call: TorchCall, func: Callable, args: tuple) -> Any:
-        """Run a recurrent layer over its first step alone: the others run the same ops."""
+        """Run a recurrent layer over its first step alone, since the others run the same ops.
+
+        A packed sequence is run in full. First sets `call.autocast_dtype` to the dtype to which
+        autocast casts on this backend, and returns what `func` returns for all steps.
+        """
         if call.name in self._backend.rnns_without_rule:
-            call.autocast_dtype = None
+            call.autocast_dtype = None  # it runs as without autocast
         elif call.autocast_dtype is not None:
             # Fake tensors do not reach the kernel that casts to this dtype.
             call.autocast_dtype = self._backend.fused_rnn_dtype or call.autocast_dtype
@@ -316,7 +321,10 @@ class Tracer(TorchFunctionMode):
         return (out, *states)
 
     def _rnn_flops(self, ins: list[torch.Tensor]) -> int:
-        """FLOPs of a recurrent layer: in each step each weight is multiplied once for each item."""
+        """FLOPs of a recurrent layer: in each step each weight is multiplied once for each item.
+
+        `ins` are the tensors that it gets: the input first, then states and weights.
+        """
         weights = 0
         for tensor in ins[1:]:
             # A state may be a matrix too, so the dimensions alone do not tell a weight.
@@ -351,7 +359,11 @@ class Tracer(TorchFunctionMode):
             modules.append(self._module)
 
     def note_op(self, func: OpOverload, args: tuple, kwargs: dict, out: object) -> None:
-        """Note an op with its result; this is called below autograd and autocast."""
+        """Note an op with its result `out`; this is called below autograd and autocast.
+
+        Adds the op to the rows or, if it is a cast that autocast inserted, to the casts. An op in a
+        call that is one row adds none.
+        """
         outs = tensors_in(out)
         if not outs or computes_nothing(func):
             return
@@ -371,7 +383,11 @@ class Tracer(TorchFunctionMode):
             call.note_inside(name, args, outs[0], is_product=flop_count > 0)
 
     def _add_row(self, call: TorchCall, name: str, ins: list, outs: list, flop_count: int) -> None:
-        """Add a row for an op, or for a call that is one row as a whole."""
+        """Add a row for an op, or for a call that is one row as a whole.
+
+        `ins` and `outs` are the tensors that it got and returned. The dtypes of a call's arguments
+        are those before autocast's casts.
+        """
         row = OpRecord(
             module=self._module,
             op=name,
@@ -459,7 +475,7 @@ def _name(func: OpOverload) -> str:
 
 
 class _Ops(PlainOpsMode):
-    """Shows a tracer each op, before it runs, if it fails, and with its result."""
+    """The mode that shows a tracer each op: before it runs, if it fails, and with its result."""
 
     def __init__(self, tracer: Tracer):
         super().__init__()

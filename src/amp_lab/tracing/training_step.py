@@ -144,7 +144,7 @@ class TrainingStep:
         """Run the step once on fake inputs, and note when each storage is made and freed.
 
         `decisions` are those of a real run on such inputs, if the course of the model depends on
-        values.
+        values. Raises `TraceError` for a step that fails or that no trace can follow.
         """
 
         def trace() -> TracedStep:
@@ -156,7 +156,10 @@ class TrainingStep:
         return traced_on_either(trace)
 
     def _trace(self, inputs: tuple, kwargs: dict[str, Any], replay: Replay) -> "TracedStep":
-        """Run the step; the model's decisions are those of `replay`, which may be empty."""
+        """Run the step; the model's decisions are those of `replay`, which may be empty.
+
+        Only a sharded step uses `replay` itself: it runs twice, with the same decisions.
+        """
         named = named_tensors((inputs, kwargs), open_objects=True)
         input_tensors = [tensor for _, tensor in named]
         shapes = tuple(tuple(tensor.shape) for tensor in input_tensors)
@@ -189,7 +192,8 @@ class TrainingStep:
             _reparametrize_module(run.model, run.parameters | run.buffers),
         ):
             gradients = run_backward(self._forward(ledger, inputs, kwargs))
-            # By id, so that a parameter with two names counts once.
+            # `gradients` are by the id of a leaf. So are these parameters: one with two names
+            # counts once.
             trained = {id(p): p for p in run.parameters.values() if id(p) in gradients}
             self._require_known_sizes(gradients)
             ledger.set_kind("gradients", [gradients[key] for key in trained])
@@ -205,8 +209,8 @@ class TrainingStep:
         reason = f"{self.optimizer} (not sgd) refuses them"
         if self.optimizer == "sgd":
             reason = "values decide their size"
-            # An empty fake gradient does not show its size, such as a sum of sparse gradients, or
-            # that of an `nn.EmbeddingBag` on a CPU.
+            # Some fake gradients have no values in them and so do not show their size: a sum of
+            # sparse gradients, or the gradient of an `nn.EmbeddingBag` on a CPU.
             sparse = {key: gradient for key, gradient in sparse.items() if not gradient._nnz()}
         if sparse:
             names = [name for name, p in self.run.parameters.items() if id(p) in sparse]
@@ -216,18 +220,26 @@ class TrainingStep:
             )
 
     def output(self, model: nn.Module, inputs: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run the model; return the loss, or the output if there is no loss function."""
+        """Run the model; return the loss, or the output if there is no loss function.
+
+        Raises `TraceError` if the loss is not a tensor of one number.
+        """
         output = model(*inputs, **kwargs)
         if self.loss_fn is None:
             return output
         loss = self.loss_fn(output)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            # The shape of a tensor with dimensions; the class of anything else.
             returned = tuple(getattr(loss, "shape", ())) or type(loss).__name__
             raise TraceError(f"loss_fn must return one number, not {returned}")
         return loss
 
     def _forward(self, ledger: StorageLedger, inputs: tuple, kwargs: dict[str, Any]) -> Seeds:
-        """Run the forward pass; return the tensors that the backward pass begins with."""
+        """Run the forward pass; return the tensors that the backward pass begins with.
+
+        Marks two moments in the ledger: "cached" in the autocast block and "forward" after it.
+        Raises `TraceError` if no gradient can reach the parameters.
+        """
         model = self.run.model
         hooks = torch.autograd.graph.saved_tensors_hooks(
             pack_hook=ledger.note_saved, unpack_hook=lambda tensor: tensor
@@ -272,7 +284,7 @@ class TracedStep:
         phases = {name: int(in_use[event]) for name, event in peak_events.items()}
         phases["optimizer"] += temporaries
         peak_phase = max(phases, key=phases.__getitem__)
-        events_to_peak = peak_events[peak_phase] + 1
+        events_to_peak = peak_events[peak_phase] + 1  # how many: the event at the peak is the last
         at_peak = storages.by_kind(events_to_peak)
         at_peak["optimizer"] += state
         if peak_phase == "optimizer":
@@ -302,7 +314,7 @@ class TracedStep:
         )
 
     def _peak_events(self, in_use: np.ndarray) -> dict[str, int]:
-        """For each phase the number of the event after which the most is in use.
+        """For each phase the index of the event after which the most is in use.
 
         `in_use` has the bytes in use after each event: (events,).
         """
@@ -312,7 +324,7 @@ class TracedStep:
         return {
             "forward": int(np.argmax(in_use[:forward])),
             "backward": last_of_forward + int(np.argmax(in_use[last_of_forward:backward])),
-            "optimizer": backward - 1,
+            "optimizer": backward - 1,  # the last event: the optimizer's step is not traced
         }
 
     def _caveats(self) -> Iterator[str]:
@@ -391,7 +403,7 @@ def _one_line_error(
     if shapes:
         inputs = f"input of shape {', '.join(map(str, shapes))}"
     reason = own_reason(error) or first_line(error)
-    tip = tip_for(error, model, "forecast", device_type)
+    tip = tip_for(error, model, "forecast", device_type)  # with "; " before it, or ""
     return TraceError(f"{name} with {inputs}: {reason}{tip}")
 
 
@@ -403,7 +415,7 @@ def _comparable_traces() -> Iterator[None]:
     """
     collects_garbage = gc.isenabled()
     uses_onednn = torch._C._get_mkldnn_enabled()
-    gc.disable()  # a collection would end storages at another place in the next trace
+    gc.disable()  # a collection would free storages at different moments in different traces
     # oneDNN's recurrent layers have no workspace on fake tensors. For all other ops autograd keeps
     # the same tensors with oneDNN and without it.
     torch._C._set_mkldnn_enabled(False)

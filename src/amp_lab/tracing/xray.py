@@ -118,7 +118,11 @@ def _xray_for_real(call: ModelCall, device_type: str, dtype: torch.dtype) -> Xra
 
 
 def _xray_on_fakes(call: ModelCall, device_type: str, dtype: torch.dtype) -> Xray:
-    """The X-ray of the model on fake tensors; if it asks for values, `answered` finds them."""
+    """The X-ray of the model on fake tensors.
+
+    If the model asks for values, `answered` runs it on the CPU, and traces it again with the
+    decisions of that run. If this does not help, it tries `for_real` to name a remedy.
+    """
 
     def trace(call: ModelCall, decisions: Decisions | None) -> Xray:
         def trace_to(dtype: torch.dtype) -> Tracer:
@@ -159,8 +163,8 @@ def _build_xray(
 ) -> Xray:
     """Trace a model under autocast to `dtype`, and make an X-ray of the trace.
 
-    `trace_to` runs it under autocast to any dtype; float32 is without autocast. Raises `TraceError`
-    if the model fails without autocast too.
+    `trace_to` runs it under autocast to any dtype; float32 is without autocast. `real` says whether
+    it runs on the device itself. Raises `TraceError` if the model fails without autocast too.
     """
     tracer = trace_to(dtype)
     raised = None
@@ -188,13 +192,13 @@ def _build_xray(
 def _raised_under_autocast(
     error: Exception, tracer: Tracer, trace_to: Callable[[torch.dtype], Tracer], call: ModelCall
 ) -> str:
-    """Explain the error of a trace under autocast, if the model runs without autocast.
+    """Explain the error of `tracer`, a trace under autocast, if the model runs without autocast.
 
-    If it does not, the model or its inputs are wrong, and a table is of no use: this raises a
-    `TraceError`. A run without autocast that gets beyond the failed op, and then to code that no
-    trace can follow, counts as one that runs.
+    Raises `TraceError` if the model fails without autocast too: then the model or its inputs are
+    wrong, and a table is of no use. A run without autocast that gets beyond the failed op, and then
+    to code that no trace can follow, counts as one that does not fail.
     """
-    has_no_autocast = tracer.dtype is torch.float32
+    has_no_autocast = tracer.dtype is torch.float32  # then `tracer` is itself the plain trace
     try:
         plain = tracer if has_no_autocast else trace_to(torch.float32)
     except (MemoryNeeded, NotAnswered) as stop:
@@ -215,7 +219,7 @@ def _raised_under_autocast(
 
 
 def _runs_under(dtype: torch.dtype, trace_to: Callable[[torch.dtype], Tracer]) -> bool:
-    """Whether the model runs under autocast to a dtype."""
+    """Whether the model runs under autocast to a dtype; `trace_to` is as in `_build_xray`."""
     try:
         return trace_to(dtype).error is None
     except TraceError:  # for this question it does not matter why the trace ends
@@ -225,7 +229,10 @@ def _runs_under(dtype: torch.dtype, trace_to: Callable[[torch.dtype], Tracer]) -
 def _trace_on_fakes(
     call: ModelCall, device_type: str, decisions: Decisions | None, dtype: torch.dtype
 ) -> Tracer:
-    """Trace a forward pass on fake tensors under autocast to `dtype`; float32: without autocast."""
+    """Trace a forward pass on fake tensors under autocast to `dtype`; float32: without autocast.
+
+    The pass takes the `decisions` of a real run, if they are given.
+    """
 
     def trace(default_device: contextlib.AbstractContextManager) -> Tracer:
         with (
@@ -243,7 +250,8 @@ def _trace_on_fakes(
     # torch's error for tensors on different devices names the devices.
     if not isinstance(tracer.error, RuntimeError) or "device" not in str(tracer.error):
         return tracer
-    # Some models need tensors that are made without a device to be on the CPU.
+    # Some models need tensors that are made without a device to be on the CPU. If that does not
+    # help either, the first error is the one to show.
     on_cpu = trace(torch.device("cpu"))
     return tracer if on_cpu.error else on_cpu
 
@@ -270,7 +278,9 @@ def _trace_for_real(call: ModelCall, device_type: str, dtype: torch.dtype) -> Tr
 
 def _generators_restored(device_type: str) -> contextlib.AbstractContextManager:
     """The block after which torch's generators are as before, whatever dropout has drawn in it."""
-    if backend(device_type).is_host:  # `fork_rng` always restores the CPU's generator
+    # `fork_rng` always restores the CPU's generator, and those of the devices that it gets: none
+    # here, so that the device type does not matter.
+    if backend(device_type).is_host:
         return torch.random.fork_rng([], device_type="cuda")
     device = torch.accelerator.current_device_index()
     return torch.random.fork_rng([device], device_type=device_type)
@@ -292,7 +302,7 @@ def _explain_error(error: Exception, tracer: Tracer, call: ModelCall) -> str:
     mixed = remedy_for_mixed(error, op, tracer.failed_on, has_low_weights)
     if mixed:
         reason = f"{reason}; {mixed}"
-    tip = tip_for(error, model, "X-ray", tracer.device_type, op)
+    tip = tip_for(error, model, "X-ray", tracer.device_type, op)  # with "; " before it, or ""
     return f"{type(model).__name__} fails on input {inputs}{where}: {reason}{tip}"
 
 
@@ -316,7 +326,11 @@ def _check_inputs(model: nn.Module, inputs: tuple, kwargs: dict[str, Any], real:
 
 
 def _count_tensors(value: object, name: str, real: bool) -> int:
-    """How many tensors are in an input; raises `TraceError` if one of its values is not allowed."""
+    """Check the values in an input, and return how many tensors it has.
+
+    `name` is the input in messages. Raises `TraceError` for a value that cannot be traced, and with
+    `real` for a tensor without values.
+    """
     if isinstance(value, nn.utils.rnn.PackedSequence) and not real:
         raise TraceError(f"{name} is a PackedSequence, which has no fake copy: give it padded")
     tensors = 0
@@ -331,7 +345,7 @@ def _count_tensors(value: object, name: str, real: bool) -> int:
 
 
 def _refuse_shape(value: object, name: str) -> None:
-    """Raise `TraceError` for a shape in place of a tensor, as torchinfo takes it."""
+    """Raise `TraceError` if an input is a shape, which torchinfo takes in place of a tensor."""
     if not isinstance(value, (tuple, list)) or not value:
         return
     if all(isinstance(size, int) for size in value):

@@ -135,7 +135,7 @@ class Xray(Printed):
             yield self.decisions
 
     def _loss_fact(self, dtype: torch.dtype) -> str:
-        """The dtype of the loss, and which of its ops was in low precision, if the loss is not."""
+        """A sentence on the loss: its dtype, and its first op in low precision if it is wider."""
         fact = f"Loss: {short_name(dtype)}"
         if dtype in LOWER_DTYPES:
             return f"{fact}."
@@ -232,10 +232,14 @@ class _Outline:
         return ordered
 
     def fitting_lines(self) -> list[_Line]:
-        """The lines down to the deepest level at which they are not too many."""
+        """The lines down to the deepest level at which there are at most `_MAX_LINES`.
+
+        Those of the first level are returned even if there are more.
+        """
         fitting = self._lines(depth=1)
         for depth in range(2, _MAX_DEPTH):
             deeper = self._lines(depth)
+            # Equal lines: there are no deeper modules.
             if len(deeper) > _MAX_LINES or deeper == fitting:
                 break
             fitting = deeper
@@ -244,6 +248,7 @@ class _Outline:
     def _lines(self, depth: int) -> list[_Line]:
         """The lines of the model down to a depth, and that of the loss."""
         lines = []
+        # Labels are relative to the model, whose name is "".
         for line in self._cached_lines("", depth):
             if line.label in ("", " itself"):
                 line = dataclasses.replace(line, label=f"the model{line.label}")
@@ -293,6 +298,7 @@ class _Outline:
 
     def _pattern(self, module: str) -> tuple[str, list[list[str]]]:
         """The name without its number, and the cells of all lines: equal for modules alike."""
+        # `total` only scales the share of the work, and equal work has equal shares.
         cells = [line.cells(total=1) for line in self._cached_lines(module, _MAX_DEPTH)]
         return _without_number(module), cells
 
@@ -349,20 +355,25 @@ class Comparison(Printed):
         total = len(self.a.rows) + len(only_in_b)
         yield f"{len(self.different):,} of {total:,} ops differ."
         for name, result in zip(self.names, (self.a, self.b), strict=True):
-            dtypes = dict.fromkeys(map(short_name, result.output_dtypes))
+            dtypes = dict.fromkeys(map(short_name, result.output_dtypes))  # each once, as keys
             outputs = ", ".join(dtypes) or "none"
             low = f"{100 * result.low_share:.1f} % of the work in low precision"
             yield f"{name}: {low}, {plural(len(result.casts), 'cast')}, output {outputs}."
 
 
 def _short_title(result: Xray) -> str:
+    """The device type and the dtype of autocast, such as ``cuda bf16``."""
     return f"{result.device_type} {short_name(result.dtype)}"
 
 
 def _flow(row: OpRecord | None) -> str:
-    """``bf16``, or ``bf16 → fp32`` for an op that computes in bf16 and returns fp32."""
+    """``bf16``, or ``bf16 → fp32`` for an op that computes in bf16 and returns fp32.
+
+    "not run" for None.
+    """
     if row is None:
         return "not run"
+    # Equal dtypes become one key.
     dtypes = dict.fromkeys((row.dtype, *row.out_dtypes[:1]))
     names = [short_name(dtype) for dtype in dtypes if dtype]
     return " → ".join(names) or "-"
@@ -394,4 +405,5 @@ def _modules_and_ops(result: Xray) -> list[tuple[str, str]]:
 
 
 def _dtypes(row: OpRecord) -> tuple:
+    """The dtypes of an op that a comparison looks at."""
     return row.in_dtypes, row.out_dtypes, row.product_dtype
