@@ -16,10 +16,10 @@ LEVELS = 4
 def quantized_sine(
     size: int = 512, device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The only training example: inputs (1, 2, size, size), target (1, 1, size, size), in float32.
+    """Return ``(inputs, target)``, the only training example, in float32.
 
-    The inputs are the x and y coordinate of each pixel, in [0, 1]. The target is
-    cos(4·2πx) + cos(2·2πy), rounded to `LEVELS` levels and scaled to [0, 1].
+    The inputs (1, 2, size, size) are the x and y coordinate of each pixel, in [0, 1]. The target
+    (1, 1, size, size) is cos(4·2πx) + cos(2·2πy), scaled to [0, 1] and rounded to `LEVELS` levels.
 
     Raises `ValueError` if `size` is less than 2.
     """
@@ -30,8 +30,8 @@ def quantized_sine(
     along_x = torch.cos(4 * 2 * math.pi * x)
     along_y = torch.cos(2 * 2 * math.pi * y)
     wave = along_x + along_y  # in [-2, 2]
-    scaled = (wave + 2) / 4
-    steps = LEVELS - 1
+    scaled = (wave + 2) / 4  # in [0, 1]
+    steps = LEVELS - 1  # between the levels
     target = torch.round(scaled * steps) / steps
     inputs = torch.stack([x, y])
     return inputs[None], target[None, None]
@@ -40,13 +40,13 @@ def quantized_sine(
 class ConvModel(nn.Sequential):
     """Three times 1x1 convolution, batch normalisation and ReLU, then a 1x1 convolution.
 
-    Maps (B, 2, H, W) to (B, 1, H, W); in the hidden layers every pixel has `hidden` channels.
+    Maps (B, 2, H, W) to (B, 1, H, W); the first three convolutions have `hidden` output channels.
     """
 
     def __init__(self, hidden: int = 256):
         layers: list[nn.Module] = []
-        for channels in (2, hidden, hidden):
-            layers.append(nn.Conv2d(channels, hidden, kernel_size=1))
+        for in_channels in (2, hidden, hidden):
+            layers.append(nn.Conv2d(in_channels, hidden, kernel_size=1))
             layers.append(nn.BatchNorm2d(hidden))
             layers.append(nn.ReLU())
         layers.append(nn.Conv2d(hidden, 1, kernel_size=1))

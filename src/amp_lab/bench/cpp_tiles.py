@@ -45,7 +45,11 @@ class CppTiles:
         return matrix.unflatten(0, (-1, 2)).transpose(1, 2).contiguous()
 
     def run(self, name: str, *tensors: Tensor) -> None:
-        """Run the function `name` of tiled_convmodel.cpp, with the tensors in its order."""
+        """Run the function `name` of tiled_convmodel.cpp, with tensors in its parameters' order.
+
+        They are contiguous, on the CPU, and in float32 or bf16. The function writes its results to
+        some of them.
+        """
         addresses = []
         for t in tensors:
             # The kernels get only the address, so a wrong layout or dtype would not be noticed.
@@ -58,7 +62,7 @@ class CppTiles:
 
 
 class _Shape(ctypes.Structure):
-    """The struct `Shape` of tiled_convmodel.cpp."""
+    """The struct `Shape` of tiled_convmodel.cpp: numbers of pixels, channels and threads."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("pixels", "channels", "threads")]
 
@@ -75,7 +79,7 @@ def why_not_in_cpp() -> str | None:
 
 
 def _compiler() -> str:
-    """The C++ compiler, which the environment variable CXX may name."""
+    """The command of the C++ compiler: the environment variable CXX, by default ``c++``."""
     return os.environ.get("CXX", "c++")
 
 
@@ -97,15 +101,15 @@ def cpp_kernels() -> ctypes.CDLL:
         libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
         _compile(["-shared", object_file, *libraries, "-o", library_file])
         library = ctypes.CDLL(library_file)  # it stays loaded when its file is deleted
-    library.has_products.restype = ctypes.c_bool
+    library.has_products.restype = ctypes.c_bool  # by default ctypes reads an int
     if not library.has_products():
         raise OptionError("the step in tiles needs a torch whose oneDNN has small products in bf16")
     return library
 
 
 def _compile(arguments: list[str]) -> None:
-    """Run the compiler, or raise `OptionError` with the first line of its errors."""
-    run = subprocess.run([_compiler(), *arguments], capture_output=True, text=True)
-    if run.returncode:
-        error = first_line(RuntimeError(run.stderr))
+    """Run the compiler; raise `OptionError` with the first line of its errors if it fails."""
+    finished = subprocess.run([_compiler(), *arguments], capture_output=True, text=True)
+    if finished.returncode:
+        error = first_line(RuntimeError(finished.stderr))  # `first_line` takes an exception
         raise OptionError(f"{_compiler()} does not compile {_SOURCE.name}: {error}")

@@ -52,7 +52,7 @@ class FusedStep:
         """Run one forward and backward pass, and return the loss."""
         self._start(inputs, target)
         self._forward()
-        loss = self._output()
+        loss = self._last_layer()
         self._backward()
         return loss
 
@@ -73,26 +73,30 @@ class FusedStep:
             end = min(start + block, self.pixels)
             self.blocks.append(slice(start, end))
         channels = self.convs[1].in_channels
-        shape = (3, self.pixels, channels)
+        shape = (3, self.pixels, channels)  # z2, z3 and g2
         if self.saved.shape != shape:  # later steps reuse it: the system maps new memory slowly
             self.saved = torch.empty(shape, dtype=self.dtype, device=device)
         self.z2, self.z3, self.g2 = self.saved  # (P, C) each
         weights = [conv.weight.flatten(1) for conv in self.convs]
-        self.w1, w2, w3, w4 = weights
+        self.w1, w2, w3, w4 = weights  # (C, 2), (C, C), (C, C) and (1, C)
         self.w2 = w2.to(self.dtype)
         self.w3 = w3.to(self.dtype)
-        self.w4 = w4.flatten()
+        self.w4 = w4.flatten()  # (C,)
 
     def _first_activation(self, b: slice) -> Tensor:
-        """The first activation of a block, (B, C): computing it again is cheaper than saving it."""
-        x0, x1 = self.columns[:, b]
+        """The first activation (B, C) of the block `b` of pixels.
+
+        Both passes that need it compute it, since that is cheaper than saving it.
+        """
+        x0, x1 = self.columns[:, b]  # (B, 1) each
         shift = self.n1.shift
         return self.chains.first_activation(x0, x1, self.weight1, shift, self.dtype)
 
     def _forward(self) -> None:
-        """Run the first three layers in two passes over the pixels.
+        """Run the first three layers in two passes over the pixels: sets z2, z3 and n1 to n3.
 
-        The first layer needs no pass: its mean and variance follow from those of the input.
+        The first layer needs no pass: its mean and variance follow from those of the input. Making
+        a `_Normalised` also updates the running statistics of its batch normalisation.
         """
         norm1, norm2, norm3 = self.norms
         conv1, conv2, conv3, _ = self.convs
@@ -101,9 +105,9 @@ class FusedStep:
         self.n1 = _Normalised(norm1, mean, variance, conv1.bias, pixels)
         scaled = self.w1 * self.n1.scale[:, None]  # (C, 2), with the scale of n1 in the weight
         self.weight1 = scaled.T.contiguous()
-        sums = self._second_layer()
+        sums = self._second_layer()  # writes z2
         self.n2 = _Normalised.from_sums(norm2, sums, conv2.bias, pixels)
-        sums = self._third_layer()
+        sums = self._third_layer()  # writes z3
         self.n3 = _Normalised.from_sums(norm3, sums, conv3.bias, pixels)
 
     def _first_moments(self) -> tuple[Tensor, Tensor]:
@@ -138,12 +142,12 @@ class FusedStep:
             sums.append(self.chains.sums(z3))
         return _totals(sums)
 
-    def _output(self) -> Tensor:
+    def _last_layer(self) -> Tensor:
         """Run the last layer; return the loss, and set the gradients of the layer's parameters."""
         conv = self.convs[3]
         n3 = self.n3
         self.dy = torch.empty(self.pixels, device=self.x.device)
-        squared_error, self.dy_sum, self.dy_z3_sum = self._head()
+        squared_error, self.dy_sum, self.dy_z3_sum = self._head()  # writes dy
         # The last layer reads a3 = z3 * scale + shift where the ReLU is open, and 0 elsewhere.
         dw4 = n3.scale * self.dy_z3_sum + n3.shift * self.dy_sum
         _set_grad(conv.weight, dw4)
@@ -163,14 +167,17 @@ class FusedStep:
         for b in self.blocks:
             z3 = self.z3[b]
             target = self.target[b]
-            dy = self.dy[b]
+            dy = self.dy[b]  # a view, which the next line fills
             squared_error, dy[:] = self.chains.head(z3, scale, shift, self.w4, bias, target, factor)
             dy_sum, dy_z3_sum = self.chains.head_sums(z3, dy, scale, shift)
             sums.append((squared_error, dy_sum, dy_z3_sum))
         return _totals(sums)
 
     def _backward(self) -> None:
-        """Set the gradients of the first three layers, in two passes over the pixels."""
+        """Set the gradients of the first three layers, in two passes over the pixels.
+
+        `_Normalised.backward` sets those of the batch normalisations.
+        """
         conv1, conv2, conv3, _ = self.convs
         # The gradient g3 of a pixel is w4 * dy, so its sums are w4 times those of dy.
         g3_sum = self.w4 * self.dy_sum
@@ -193,6 +200,7 @@ class FusedStep:
 
         `g_sum` (C,) and `gx_sums` (C, 2) are the sums of g1 and of g1 * x. It needs no pass over
         the pixels: since z1 = w1 @ x, the sums of g1 * z1 and of z1 * x follow from sums with x.
+        Sets the gradients of the first batch normalisation too.
         """
         gz_sum = (self.w1 * gx_sums).sum(1)
         g_factor, z_factor, constant = self.n1.backward(g_sum, gz_sum)
@@ -245,7 +253,10 @@ class FusedStep:
 
 
 def _totals(sums: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
-    """Add up the sums of all blocks; each tuple has the sums of one block."""
+    """Add up the sums of all blocks: one total for each position in the tuples.
+
+    Each tuple has the sums of one block.
+    """
     totals: list[Tensor] = []
     for block_sums in zip(*sums, strict=True):
         stacked = torch.stack(block_sums)
@@ -254,14 +265,16 @@ def _totals(sums: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
 
 
 def _set_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Set `parameter.grad` to a gradient with as many values, in the shape of the parameter."""
     parameter.grad = gradient.reshape(parameter.shape)
 
 
 class _Normalised:
     """Batch normalisation of z (P, C), written as z * scale + shift.
 
-    z is a convolution's output without its `bias`, which only the running mean needs. Making one
-    updates the running statistics of `norm`.
+    z is a convolution's output without its `bias`, which only the running mean needs. `mean` and
+    `variance` (C,) are those of z over all `pixels`. Making one updates the running statistics of
+    `norm`, a batch normalisation.
     """
 
     def __init__(self, norm: Any, mean: Tensor, variance: Tensor, bias: Tensor, pixels: int):
@@ -273,14 +286,14 @@ class _Normalised:
         self.shift = norm.bias - mean * self.scale
         mean_with_bias = mean + bias
         norm.running_mean.lerp_(mean_with_bias, norm.momentum)
-        correction = pixels / (pixels - 1)
+        correction = pixels / (pixels - 1)  # torch keeps the unbiased variance
         unbiased_variance = variance * correction
         norm.running_var.lerp_(unbiased_variance, norm.momentum)
         norm.num_batches_tracked += 1
 
     @classmethod
     def from_sums(cls, norm: Any, sums: Sequence[Tensor], bias: Tensor, pixels: int):
-        """Make one from the sums (C,) of z and of its squares."""
+        """Make one from `sums`, which are the sum (C,) of z and that of its squares."""
         mean, mean_square = (total / pixels for total in sums)
         variance = mean_square - mean * mean
         variance = variance.clamp_min(0)  # rounding may make it negative
@@ -294,9 +307,10 @@ class _Normalised:
         bias.
         """
         centred = gz_sum - self.mean * g_sum
-        d_weight = centred * self.inverse_std
+        d_weight = centred * self.inverse_std  # the sum of g * zn, where zn is the normalised z
         _set_grad(self.norm.weight, d_weight)
         _set_grad(self.norm.bias, g_sum)
+        # dz = scale * (g - mean of g - zn * mean of g * zn), sorted by g, z and the rest.
         scale = self.scale
         z_factor = -scale * d_weight * self.inverse_std / self.pixels
         through_mean = -scale * g_sum / self.pixels
@@ -332,7 +346,10 @@ def _activation(z, scale, shift):
 
 
 def _head(z, scale, shift, weight, bias, target, factor):
-    """The sum of squared errors of the last layer, and dy (B,), which is error * factor."""
+    """The sum of squared errors of the last layer, and dy (B,), which is error * factor.
+
+    `weight` (C,) and `bias` (1,) are those of the last layer.
+    """
     a = torch.relu(z.float() * scale + shift)
     product = (a * weight).sum(1)  # (B,)
     error = product + bias - target
@@ -351,7 +368,11 @@ def _head_sums(z, dy, scale, shift):
 
 
 def _head_backward(z, dy, scale, shift, weight, g_factor, z_factor, constant):
-    """dz (B, C) from dy: through the last layer, the ReLU and the normalisation below it."""
+    """dz (B, C) from dy: through the last layer, the ReLU and the normalisation below it.
+
+    `weight` (C,) is that of the last layer; the three last arguments are from
+    `_Normalised.backward`.
+    """
     low_dtype = z.dtype
     z = z.float()
     is_open = z * scale + shift > 0
@@ -362,7 +383,7 @@ def _head_backward(z, dy, scale, shift, weight, g_factor, z_factor, constant):
 
 
 def _relu_backward(out, da, z, scale, shift):
-    """Write g (B, C) to `out`; return the sums (C,) of g and of g * z."""
+    """Write g (B, C), which is `da` through the ReLU, to `out`; return the sums of g and g * z."""
     z = z.float()
     is_open = z * scale + shift > 0
     g = torch.where(is_open, da.float(), 0.0)
@@ -396,7 +417,10 @@ _CHAINS = (
 
 @functools.cache  # so that all steps of a process share the code that torch.compile makes
 def _chains(compiled: bool) -> SimpleNamespace:
-    """The functions of `_CHAINS` as attributes, by name without the underscore."""
+    """The functions of `_CHAINS` as attributes, by name without the underscore.
+
+    With `compiled`, each goes through torch.compile.
+    """
     chains = SimpleNamespace()
     for chain in _CHAINS:
         name = chain.__name__.removeprefix("_")

@@ -15,8 +15,8 @@ from amp_lab.core.precision import Precision
 from amp_lab.core.timing import compare
 from amp_lab.tracing.ops_seen import FLOP_FORMULAS, computes_nothing, tensors_in
 
-# The largest edge of the matrices, and the largest size of a copy in bytes. Smaller sizes are the
-# last where they take `_LONG_S` already, as on the GPU of a laptop.
+# The largest edge of the matrices, and the largest size of a copy in bytes. A slow device, such as
+# the GPU of a laptop, gets smaller ones: sizes grow until a matmul or copy takes `_LONG_S` seconds.
 _LARGEST = {"cpu": (2048, 2**29), "accelerator": (8192, 2**32)}
 _LONG_S = 0.02
 
@@ -47,11 +47,11 @@ class Ceilings:
 
         Smaller sizes do not count: they may fit in a cache that `nbytes` do not fit in.
         """
-        nearest = self._size_at_most(nbytes)
-        return max(rate for size, rate in self.stream_bytes_per_s.items() if size >= nearest)
+        least_size = self._size_at_most(nbytes)
+        return max(rate for size, rate in self.stream_bytes_per_s.items() if size >= least_size)
 
     def raise_stream_rate(self, nbytes: int, rate: float) -> None:
-        """Raise the limit for `nbytes` to a rate that was measured, if the limit is lower."""
+        """Raise the limit for `nbytes` to `rate`, in bytes/s as measured, if the limit is lower."""
         if rate > self.stream_rate(nbytes):
             self.stream_bytes_per_s[self._size_at_most(nbytes)] = rate
 
@@ -80,18 +80,20 @@ class Count:
 
 def measure_ceilings(device: torch.device) -> Ceilings:
     """Time matmuls, copies and sums on a device; the fastest of several calls is the limit."""
-    known_rates = describe_device(device).rates
+    known_rates = describe_device(device).rates  # FLOP/s, measured in less time than here
     rates = {name: rate for name, rate in known_rates.items() if rate is not None}
-    largest, _ = _largest(device)
-    n = filling_size(device, largest, seconds=_LONG_S)
-    # A precision that is emulated would take seconds at this size, so it keeps its known rate.
+    largest_edge, _ = _largest_sizes(device)
+    n = filling_size(device, largest_edge, seconds=_LONG_S)
+    # A precision with less than half of fp32's rate is emulated. It would take seconds at this
+    # size, so it keeps its known rate.
     least_rate = 0.5 * rates[Precision.FP32]
     native = [precision for precision, rate in rates.items() if rate > least_rate]
     matmuls: dict[str, Callable[[], object]] = {}
     for precision in native:
         matmuls[precision] = matrix_product(device, precision, n)
+    # Medians within 10 % are enough, since only the fastest call counts.
     compared = compare(matmuls, device=device, budget_s=4, precision=0.1)
-    flops = 2 * n**3
+    flops = 2 * n**3  # of a matmul: n multiplications and additions for each of n x n values
     for precision in native:
         fastest_s = min(compared.samples_s[precision])
         rates[precision] = max(rates[precision], flops / fastest_s)
@@ -102,7 +104,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     )
 
 
-def _largest(device: torch.device) -> tuple[int, int]:
+def _largest_sizes(device: torch.device) -> tuple[int, int]:
     """The largest edge of a matrix and the largest size of a copy in bytes, for a device."""
     if backend(device).is_host:
         return _LARGEST["cpu"]
@@ -110,14 +112,17 @@ def _largest(device: torch.device) -> tuple[int, int]:
 
 
 def _stream_rates(device: torch.device) -> dict[int, float]:
-    """Bytes/s by size, from 64 KiB to more than any cache holds: the faster of copy and sum."""
-    _, largest = _largest(device)
+    """Bytes/s by size in bytes, the faster of a copy and a sum.
+
+    The sizes are powers of two, from 64 KiB to more than any cache holds.
+    """
+    _, largest_bytes = _largest_sizes(device)
     memory_bytes = describe_device(device).memory_bytes
-    if memory_bytes:
-        largest = min(largest, memory_bytes // 8)
+    if memory_bytes:  # a larger share of a small memory may not be free
+        largest_bytes = min(largest_bytes, memory_bytes // 8)
     rates: dict[int, float] = {}
-    for nbytes in (2**power for power in range(16, largest.bit_length())):
-        source = torch.ones(nbytes // 4, device=device)
+    for nbytes in (2**power for power in range(16, largest_bytes.bit_length())):
+        source = torch.ones(nbytes // 4, device=device)  # float32, which a sum reads as a whole
         half = source[: source.numel() // 2]
         copy = torch.empty_like(half)  # half of the bytes are read, half are written
         runs = {"copy": functools.partial(copy.copy_, half), "sum": source.sum}
@@ -130,11 +135,12 @@ def _stream_rates(device: torch.device) -> dict[int, float]:
 
 
 class _BytesMoved(TorchDispatchMode):
-    """Adds up the bytes that the ops in its block read and write."""
+    """Adds up the bytes of the tensors that the ops in its block read and write, in `nbytes`."""
 
     nbytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run the op, and count its tensors, both operands and results."""
         out = func(*args, **(kwargs or {}))
         if not computes_nothing(func):  # such as a view
             self.nbytes += sum(tensor.nbytes for tensor in tensors_in((args, kwargs, out)))

@@ -87,8 +87,8 @@ class Row:
 
     @property
     def milliseconds(self) -> Estimate:
-        """The median time of a step with its interval, for a row that has samples."""
-        # A comparison of one function, named "", has the bootstrap interval.
+        """The median time of a step in ms with its interval, for a row that has samples."""
+        # `Comparison` computes the bootstrap interval; its only function gets the name "".
         samples = {"": tuple(self.samples_s)}
         comparison = Comparison(samples, self.disturbed, reason="")
         milliseconds = comparison.time_s("").times(1e3)
@@ -118,14 +118,15 @@ class Row:
 
 
 def _setting(row: Row) -> str:
-    """Precision and rung, indented below the title; a ``?`` marks figures that are not trusted."""
+    """Precision and rung, indented below the title, with a ``?`` if the row is not trusted."""
     if row.trusted:
         return f"  {row.setting}"
     return f"  {row.setting} ?"
 
 
 def _time(row: Row) -> str:
-    median_s = row.median_s or math.nan
+    """The median time of a step, such as ``12.3 ms``."""
+    median_s = row.median_s or math.nan  # a row whose status is ok has a time
     return time_text(median_s)
 
 
@@ -172,6 +173,7 @@ class Results(Printed, Ceilings):
     complete: bool = True  # false for a run that was stopped before its end
 
     def _contents(self) -> dict[str, Any]:
+        """All fields for the JSON file, after the schema."""
         return {"schema": SCHEMA} | vars(self)
 
     def save(self, path: str | os.PathLike) -> None:
@@ -196,7 +198,7 @@ class Results(Printed, Ceilings):
         """
         fastest = self._fastest()
         roofs: dict[str, float] = {}
-        plotted = {precision for _, precision in fastest}
+        plotted = {precision for _, precision in fastest}  # from its keys
         for precision, rate in self.flops_per_s.items():
             # Without any point the figure shows every roof.
             is_shown = precision in plotted or not plotted
@@ -223,9 +225,10 @@ class Results(Printed, Ceilings):
     def raise_limits(self) -> None:
         """Raise the limits to the highest rates of the run, and update each row's share of them.
 
-        The limits are measured first. On a machine that others use too, a matmul of the workload
-        ``product`` may find the machine less busy later. Only that workload raises limits: in
-        another one, a rate above the limit shows that its FLOPs are counted wrong.
+        The limits are measured before the rows. On a machine that others use too, a matmul of the
+        workload ``product`` may find the machine less busy later. Only that workload raises limits:
+        in another one, a rate above the limit shows that its FLOPs are counted wrong. Rows that are
+        faster than the device can be are distrusted first, and raise no limit.
         """
         self.distrust_impossible()
         # A row with a floor has counts and a time, so `or 0` below is only for the type checker.
@@ -246,6 +249,7 @@ class Results(Printed, Ceilings):
 
         If fp32 eager is one of them, all rows of its workload are, for their speed-ups are wrong.
         """
+        # The rows of a workload follow each other, as `groupby` needs.
         for _, rows_of_title in itertools.groupby(self.rows, key=lambda row: row.title):
             rows = [row for row in rows_of_title if row.status == "ok"]
             for row in rows:
@@ -274,15 +278,16 @@ class Results(Printed, Ceilings):
         return ""
 
     def _table(self) -> Table:
+        """One line for each row, below its title; a row without a result has only its status."""
         columns = dict(_COLUMNS)
         if all(row.peak_bytes is None for row in self.rows):  # as on a CPU
             del columns["memory"]
         titled: list[_TitledCells] = []
         for row in self.rows:
             if row.status == "ok":
-                cells = [cell(row) for cell in columns.values()]
+                cells = [write_cell(row) for write_cell in columns.values()]
             else:
-                blank = [""] * (len(columns) - 2)
+                blank = [""] * (len(columns) - 2)  # behind the setting and the status
                 cells = [f"  {row.setting}", row.status, *blank]
             titled.append((row.title, cells))
         head = list(columns)
@@ -379,6 +384,7 @@ class Compared(Printed):
     names: list[str]
 
     def __post_init__(self):
+        """Raise `OptionError` if no row is in all results."""
         if self.common():
             return
         names = ", ".join(self.names)
@@ -401,6 +407,7 @@ class Compared(Printed):
         return [tuple(rows) for rows in by_key.values() if len(rows) == count]
 
     def _contents(self) -> dict[str, Any]:
+        """For JSON, the figures of the common rows, a list with one value of each result."""
         contents = []
         for rows in self.common():
             figures: dict[str, Any] = {"key": rows[0].key}
@@ -427,6 +434,7 @@ class Compared(Printed):
         return dict(zip(self.names, best, strict=True))
 
     def _table(self) -> Table:
+        """One line for each common row, with time and speed-up of each result."""
         titled: list[_TitledCells] = []
         for rows in self.common():
             first = rows[0]

@@ -67,7 +67,7 @@ def _check_values(results: Results) -> None:
     # In JSON the keys are text.
     results.stream_bytes_per_s = {int(size): rate for size, rate in rates.items()}
     for rate in (*rates.values(), *results.flops_per_s.values()):
-        _check_figure("a rate per_s", rate)
+        _check_figure("a rate per_s", rate)  # a name with this ending has the bounds of a rate
 
 
 def _check_row(row: Row) -> None:
@@ -90,7 +90,7 @@ def _require(is_valid: bool, name: str, value: object) -> None:
 
 
 def _check_figure(name: str, value: object) -> None:
-    """Raise `TypeError` for a number out of the bounds of its field, also in a list.
+    """Raise `TypeError` for a number out of the bounds of the field `name`, also in a list.
 
     Any value that is neither a number nor a list passes.
     """
@@ -111,7 +111,11 @@ def _check_figure(name: str, value: object) -> None:
 
 
 def _from_json(cls: type, values: object) -> Any:
-    """Make a dataclass from its fields. Raises `TypeError` for an unknown field or another type."""
+    """Make an instance of the dataclass `cls` from a dict of its fields.
+
+    Raises `TypeError` if `values` is no dict, and for a field that is unknown, missing, or of
+    another type than the dataclass declares.
+    """
     name_of_class = cls.__name__.lower()
     if not isinstance(values, dict):
         raise TypeError(f"a {name_of_class} is {reprlib.repr(values)}")

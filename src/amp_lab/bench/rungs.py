@@ -142,21 +142,25 @@ def _use_tiled_step(recipe: Recipe) -> Recipe:
 
 
 def _compiles_long(case: Case) -> bool:
+    """Whether a quick run leaves out compiled rungs: for many layers, and for fp32 and tf32."""
     return case.workload.many_layers or not case.is_low
 
 
 def _can_use_fp8(case: Case) -> bool:
+    """Whether the case is in bf16, with large linear layers, on a device with float8."""
     if case.precision is not Precision.BF16 or "large linear" not in case.workload.layers:
         return False
     return has_fp8(case.device)
 
 
 def _has_fused_step(case: Case) -> bool:
+    """Whether the workload has a step by hand, and the precision is not fp16."""
     # The step by hand has no loss scale, so fp16 would lose small gradients.
     return bool(case.workload.fused_step) and case.precision is not Precision.FP16
 
 
 def _has_tiled_step(case: Case) -> bool:
+    """Whether the case is in bf16, and the workload has kernels for the device."""
     if case.precision is not Precision.BF16 or not case.workload.tiled_step:
         return False
     device_backend = backend(case.device)
@@ -164,6 +168,7 @@ def _has_tiled_step(case: Case) -> bool:
 
 
 def _has_several_ops(case: Case) -> bool:
+    """Whether torch.compile can fuse ops: a matmul alone has none to fuse."""
     return case.workload.kind != "product"
 
 
@@ -254,7 +259,10 @@ def rungs_of(case: Case) -> list[Rung]:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether torchao has float8 for a device: NVIDIA's from Ada on, AMD's from MI300 on, XPU."""
+    """Whether torchao has float8 for a device that is here.
+
+    It has float8 for NVIDIA's GPUs from Ada on, AMD's from MI300 on (type ``cuda`` too), and XPUs.
+    """
     if device.type != "cuda" or not torch.cuda.is_available():
         return device.type == "xpu" and torch.xpu.is_available()
     if torch.version.hip:
@@ -279,14 +287,18 @@ def use_fp8(model: nn.Module, *, emulate: bool = False) -> None:
     config = float8.Float8LinearConfig.from_recipe_name("rowwise")
     float8.convert_to_float8_training(
         model,
+        # torchao calls it for linear layers alone. A weight is (out, in).
         module_filter_fn=lambda layer, name: gains_from_fp8(*layer.weight.shape),
         config=replace(config, emulate=emulate),
     )
 
 
 def gains_from_fp8(outer: int, inner: int) -> bool:
-    """Whether torchao's filter for ``rowwise`` converts a linear layer with these sizes."""
-    if outer % 16 or inner % 16:
+    """Whether torchao's filter for ``rowwise`` converts a linear layer of these sizes.
+
+    `outer` is the number of output features, `inner` that of input features.
+    """
+    if outer % 16 or inner % 16:  # the float8 kernels need multiples of 16
         return False
     # torchao chose these sizes from times on an H100.
     is_large = outer > 2048 and inner > 1024
@@ -308,7 +320,7 @@ def make_step(case: Case, rung: Rung) -> Step:
     ladder = rungs_of(case)
     top = ladder.index(rung)
     for applied in ladder[: top + 1]:
-        recipe = applied.apply(recipe)
+        recipe = applied.apply(recipe)  # may replace `recipe.make`, and the problem's model
     return Step(recipe.make(recipe), problem.model, problem.inputs, recipe.records_graph)
 
 
@@ -322,7 +334,7 @@ def _training_step(recipe: Recipe) -> Callable[[], Tensor]:
     fused = True if recipe.fused_adam else None  # None lets torch choose, as in most recipes
     optimizer = torch.optim.Adam(model.parameters(), lr=problem.lr, fused=fused)
     scaler = precision.grad_scaler(device_type, init_scale=_INITIAL_SCALE)
-    forward = recipe.compiled(lambda inputs: problem.loss_fn(model(inputs)))
+    forward = recipe.compiled(lambda inputs: problem.loss_fn(model(inputs)))  # returns the loss
 
     def step() -> Tensor:
         # Tells the graphs that the last step's outputs are no longer needed.
@@ -363,7 +375,7 @@ def _inference_step(recipe: Recipe) -> Callable[[], Tensor]:
 
 
 def _step_by_hand(recipe: Recipe) -> Callable[[], Tensor]:
-    """Return a function that takes a training step by hand and returns its loss."""
+    """Return a function that takes a training step by `recipe.step_class` and returns its loss."""
     problem = recipe.problem
     optimizer = torch.optim.Adam(problem.model.parameters(), lr=problem.lr, fused=True)
     assert recipe.step_class is not None  # the rung exists only for workloads that have one

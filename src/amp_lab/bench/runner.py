@@ -41,8 +41,7 @@ TOLERANCES = {  # by precision: (of the first loss or the output, of the fall of
   all rounding error as for any other. So the check finds a step that does not train, or trains a
   very different model, but not every mistake.
 """
-# Seconds of a turn: a fast step is called several times to fill it.
-_TURN_S = 0.25
+_TURN_S = 0.25  # of a rung in a round: a fast step is called several times to fill it
 _QUICK_TURN_S = 0.05
 _MAX_ROUNDS = 24  # fewer are timed if enough of them are undisturbed
 _MAX_QUICK_ROUNDS = 18
@@ -85,6 +84,7 @@ class _Pace:
             return done < self.rounds
         if done and time.perf_counter() + round_s > self.end:
             return False
+        # A comparison of no functions is trusted if enough rounds were undisturbed.
         return done < self.max_rounds and not timed.comparison([]).trusted
 
 
@@ -128,7 +128,7 @@ def run_bench(
     report = describe_device(device)
     chosen_precisions = _choose_precisions(report, precisions)
     plan = _plan(device, chosen_precisions, names, rungs, quick=quick)
-    # Otherwise the system maps memory again in each step, which slows fp32 most, and every
+    # Without this, the system maps memory again in each step. That slows fp32 most, so that every
     # speed-up would be too large.
     memory_kept = keep_memory()
     say("measuring the limits of the device")
@@ -149,7 +149,7 @@ def run_bench(
 
 
 def _check_names(noun: str, names: Sequence[str], known: Sequence[str]) -> None:
-    """Raise `OptionError` for a name that is not known; `noun` says in it what is named."""
+    """Raise `OptionError` for an unknown name; `noun` is what it names, such as ``rung``."""
     for name in names:
         if name not in known:
             raise OptionError(f"no {noun} is called {name!r}; there are {', '.join(known)}")
@@ -158,7 +158,7 @@ def _check_names(noun: str, names: Sequence[str], known: Sequence[str]) -> None:
 def _choose_precisions(report: DeviceReport, names: Sequence[str]) -> list[Precision]:
     """fp32, and the precisions with these names, or else those that the device accelerates."""
     for name in names:
-        if report.rates[Precision(name)] is None:
+        if report.rates[Precision(name)] is None:  # no rate: the device does not have it
             raise OptionError(f"precision {name!r}: {report.name} has none")
     chosen = {Precision(name) for name in names} or set(report.accelerated)
     chosen.add(Precision.FP32)
@@ -203,7 +203,7 @@ def _plan(
 
 
 def _choose_rungs(case: Case, names: Sequence[str], *, quick: bool) -> list[Rung]:
-    """The rungs with these names, all if there are none.
+    """The rungs with these names, or all without names, except slow ones in a quick run.
 
     Eager is always one of them: its step is counted, and in fp32 the others are compared with it.
     """
@@ -264,10 +264,10 @@ def _run_workload(
 
 
 def _time_round(ready: list[_Configuration], timed: Rounds, turn_s: float) -> None:
-    """Give each configuration that has not failed one turn."""
+    """Give each configuration that has not failed one turn, and add the round to `timed`."""
     # Every other round goes backwards, so that no rung always follows the same one.
     is_backwards = len(timed.all) % 2 == 1
-    with timed.next() as seconds:
+    with timed.next() as seconds:  # a dict to fill, by setting
         for configuration in reversed(ready) if is_backwards else ready:
             row = configuration.row
             if row.status != "ok":
@@ -315,7 +315,7 @@ def _new_row(case: Case, rung: Rung) -> Row:
 
 
 def _count(configuration: _Configuration) -> Count:
-    """FLOPs and bytes of a step."""
+    """Count FLOPs and bytes of a configuration's step, which is called twice for that."""
     step = configuration.step
     case = configuration.case
     with case.precision.float32_mode(case.device.type):
@@ -332,10 +332,10 @@ def _write_count(row: Row, count: Count, results: Results) -> None:
 
 @contextlib.contextmanager
 def _failure_recorded(row: Row, device: torch.device) -> Iterator[None]:
-    """The block in which an error becomes the status of a row, and the benchmark goes on.
+    """In the block, an error becomes the status of a row, and the benchmark goes on.
 
-    The status is "not run" for an `OptionError`, as of a step that takes too long, else "out of
-    memory" or "failed".
+    The status is "not run" for an `OptionError`, such as that for a step that takes too long. For a
+    `RuntimeError` it is "out of memory" or "failed"; other errors are raised.
     """
     try:
         yield
@@ -364,7 +364,7 @@ def _out_of_memory_reason(error: RuntimeError, device: torch.device) -> str:
 def _run_first_steps(
     row: Row, case: Case, rung: Rung, baseline: _Configuration | None
 ) -> _Configuration:
-    """Make the step of a rung, call it `CHECKED_STEPS` times, and write its peak memory.
+    """Make the step of a rung, call it `CHECKED_STEPS` times, and write its peak into the row.
 
     Raises `OptionError` for a precision whose eager step takes `_HOPELESS` times as long as in
     fp32, and `RuntimeError` where a rung needs a CUDA graph and torch recorded none.
@@ -405,16 +405,16 @@ def _run_first_steps(
 
 
 def _refuse_hopeless(seconds: float, baseline_s: float) -> None:
-    """Raise `OptionError` if a step takes over a second and `_HOPELESS` times the baseline."""
+    """Raise `OptionError` if a step takes over a second and over `_HOPELESS` times `baseline_s`."""
     if seconds > max(1.0, _HOPELESS * baseline_s):
         times = f"{seconds / baseline_s:.0f} times as long as in fp32"
         raise OptionError(f"a step takes {seconds:.3g} s, {times}")
 
 
 def _judge(configuration: _Configuration, baseline: _Configuration | None) -> None:
-    """Compare the losses of the first steps, or the output, with those of fp32 eager.
+    """Write into the row how far losses or output are from fp32 eager's: `error`, `progress`.
 
-    A row beyond the `TOLERANCES` gets the status ``failed``.
+    A row beyond the `TOLERANCES`, or without a baseline, gets the status ``failed``.
     """
     row = configuration.row
     if baseline is None:
@@ -452,7 +452,7 @@ def _time(configuration: _Configuration, turn_s: float) -> float:
     """Seconds of a step, the mean over one turn: 1 to 20 calls, to fill `turn_s` seconds.
 
     The calls are timed together, since the host of an accelerator must be free to run ahead from
-    one step to the next.
+    one step to the next. The configuration keeps the result, for the length of the next turn.
     """
     step = configuration.step
     case = configuration.case
@@ -489,7 +489,7 @@ def _fill(rows: Sequence[Row], timed: Rounds) -> None:
 
 
 def _write_samples(row: Row, samples_s: tuple[float, ...]) -> None:
-    """Write the seconds of a step by round, with the median, the spread and the rates."""
+    """Write the seconds of a step by round, their median and spread, and the rates into a row."""
     measured = Measurement(samples_s, peak_bytes=None, reserved_bytes=None)
     row.samples_s = list(measured.samples_s)
     row.median_s = measured.median_s

@@ -42,13 +42,13 @@ class TiledStep(FusedStep):
         super().__init__(model, dtype, compiled=False)
 
     def _start(self, inputs: Tensor, target: Tensor) -> None:
-        """Also make the kernels for these sizes."""
+        """Prepare as `FusedStep` does, and make the kernels for these sizes in `self.tiles`."""
         super()._start(inputs, target)
         self.channels = self.z2.shape[1]
         self.tiles = self.tiles_type(self.pixels, self.channels, inputs.device)
 
     def _run(self, name: str, *tensors: Tensor, sums: int) -> list[Tensor]:
-        """Run a pass; return its sums over all pixels, `sums` tensors (C,).
+        """Run the pass `name` of the kernels; return its sums over all pixels, `sums` tensors (C,).
 
         Each thread or program writes its own part of the sums, so that none waits for another.
         """
@@ -58,7 +58,7 @@ class TiledStep(FusedStep):
         return [*partial_sums.sum(0)]
 
     def _run_backward(self, name: str, *tensors: Tensor, sums: int) -> list[Tensor]:
-        """Run a backward pass; return the gradient of the weight (C, C), then the sums."""
+        """Run a backward pass; return the weight's gradient (C, C), then the sums of `_run`."""
         shape = (self.tiles.shares, self.channels, self.channels)
         partial_dw = self.x.new_zeros(shape)
         totals = self._run(name, *tensors, partial_dw, sums=sums)
@@ -69,7 +69,7 @@ class TiledStep(FusedStep):
 
     def _second_layer(self) -> list[Tensor]:
         """Write z2; return the sums (C,) of z2 and of its squares."""
-        self.affine1 = torch.stack([*self.weight1, self.n1.shift])
+        self.affine1 = torch.stack([*self.weight1, self.n1.shift])  # (3, C), for backward too
         weight = self.tiles.right_operand(self.w2.T)
         inputs = (self.x, self.affine1, weight)
         return self._run("forward2", *inputs, self.z2, sums=2)
@@ -77,7 +77,7 @@ class TiledStep(FusedStep):
     def _third_layer(self) -> list[Tensor]:
         """Write z3; return the sums (C,) of z3 and of its squares."""
         n2 = self.n2
-        self.affine2 = torch.stack([n2.scale, n2.shift])
+        self.affine2 = torch.stack([n2.scale, n2.shift])  # (2, C), for backward too
         weight = self.tiles.right_operand(self.w3.T)
         inputs = (self.z2, self.affine2, weight)
         return self._run("forward3", *inputs, self.z3, sums=2)
@@ -111,15 +111,15 @@ class TiledStep(FusedStep):
 
 
 def _tiles_of(device: torch.device) -> type:
-    """The class of kernels for a device; those in C++ are compiled.
+    """The class of kernels for a device, `CppTiles` or `TritonTiles`.
 
-    Raises `OptionError` if the kernels cannot run there.
+    Raises `OptionError` if the kernels cannot run there, or if those in C++ do not compile.
     """
     reason = why_not_tiled(device)
     if reason:
         raise OptionError(reason)
     if backend(device).is_host:
-        cpp_kernels()
+        cpp_kernels()  # compiles them now, so that an error comes before the first step
         return CppTiles
     from amp_lab.bench.triton_tiles import TritonTiles  # here, since it imports triton
 

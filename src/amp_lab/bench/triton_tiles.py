@@ -67,7 +67,7 @@ class TritonTiles:
             z2, z3, dy, affine2, rows, weight, g2, dw, sums = tensors
             inputs = (dy, z3, rows, z2, affine2)
             self._run_backward(inputs, weight, g2, dw, sums, is_first=False)
-        else:
+        else:  # backward2
             g2, z2, x, affine1, rows, weight, dw, sums = tensors
             inputs = (g2, z2, rows, x, affine1)
             # Below are the coordinates, which need no gradient: g1 is only summed, not written.
@@ -77,6 +77,7 @@ class TritonTiles:
         """Launch the kernels of the input's and of the weight's gradient.
 
         `inputs` are the tensors ``(above, z, rows, below, below_rows)``, see the top of the module.
+        The kernels write to `out` (None if `is_first`), to `dw` and to `sums`.
         """
         self._launch(_input_grad, inputs, weight, out, sums, self.pixels, FIRST=is_first)
         block = min(_BLOCK, self.channels)
@@ -86,7 +87,11 @@ class TritonTiles:
         self._launch(_weight_grad, inputs, dw, *sizes, FIRST=is_first, BLOCK=block, grid=grid)
 
     def _launch(self, kernel, *arguments, grid: tuple[int, ...] = (), **constants) -> None:
-        """Launch a kernel, by default with one program for each tile of pixels."""
+        """Launch a kernel, by default with one program for each tile of pixels.
+
+        `constants` are its constexpr arguments; C and `OPTIONS` are added to them. Raises
+        `OptionError` if Triton has no such kernel for the device.
+        """
         constants |= {"C": self.channels, **OPTIONS}
         if not grid:
             grid = (self.parts,)
@@ -112,6 +117,7 @@ def _offsets(p, c, C: tl.constexpr):
 
 @triton.jit
 def _pixels_of(tile):
+    """The indices (p,) of the pixels of a tile."""
     return tile * _TILE + tl.arange(0, _TILE)
 
 
@@ -138,10 +144,13 @@ def _column(pixel_values, p):
 
 @triton.jit
 def _activation(below, rows, p, c, pixels, C: tl.constexpr, FIRST: tl.constexpr):
-    """relu(w0 * x0 + w1 * x1 + shift) of the coordinates, or relu(scale * z + shift)."""
+    """relu(w0 * x0 + w1 * x1 + shift) of the coordinates if FIRST, else relu(scale * z + shift).
+
+    The result is (p, c). `pixels` is the number of all pixels.
+    """
     if FIRST:
         x0 = _column(below, p)
-        x1 = _column(below + pixels, p)
+        x1 = _column(below + pixels, p)  # the coordinates are (2, pixels)
         w0 = _row(rows, 0, c, C)
         w1 = _row(rows, 1, c, C)
         shift = _row(rows, 2, c, C)
@@ -198,7 +207,7 @@ def _layer(below, rows, weight, z, sums, pixels, C: tl.constexpr, FIRST: tl.cons
     tl.store(z + _offsets(p, c, C), rounded)
     total = tl.sum(out, 0)
     total_of_squares = tl.sum(out * out, 0)
-    sums += 2 * tile * C
+    sums += 2 * tile * C  # this tile's part: 2 rows of C
     tl.store(sums + c, total)
     tl.store(sums + C + c, total_of_squares)
 
@@ -219,13 +228,13 @@ def _head(z, rows, bias, target, dy, sums, pixels, C: tl.constexpr):
     weight = _row(rows, 2, c, C)
     product = tl.sum(a * weight, 1)
     error = product + tl.load(bias) - tl.load(target + p)
-    error_gradient = error * 2 / pixels
+    error_gradient = error * 2 / pixels  # of the mean squared error
     tl.store(dy + p, error_gradient)
     open_dy = tl.where(a > 0, error_gradient[:, None], 0.0)
     dy_sum = tl.sum(open_dy, 0)
     dy_z_sum = tl.sum(open_dy * z, 0)
     squared_error = tl.sum(error * error, 0)
-    sums += 3 * tile * C
+    sums += 3 * tile * C  # this tile's part: 3 rows of C, the last with one number
     tl.store(sums + c, dy_sum)
     tl.store(sums + C + c, dy_z_sum)
     tl.store(sums + 2 * C, squared_error)
@@ -274,7 +283,10 @@ def _input_grad(inputs, weight, out, sums, pixels, C: tl.constexpr, FIRST: tl.co
 def _weight_grad(
     inputs, dw, pixels, tiles, C: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Compute one block of the weight gradient dz.T @ activation, over one share of the tiles."""
+    """Compute one block of the weight gradient dz.T @ activation, over one share of the tiles.
+
+    `dw` is (shares, C, C), and `tiles` the number of all tiles.
+    """
     above, z, rows, below, below_rows = inputs
     share = tl.program_id(2)
     shares = tl.num_programs(2)
@@ -291,5 +303,5 @@ def _weight_grad(
         a = _activation(below, below_rows, p, k, pixels, C, FIRST)
         a = a.to(dtype)
         out = tl.dot(dz, a, out, input_precision="ieee")
-    dw += share * C * C
+    dw += share * C * C  # this share's matrix
     tl.store(dw + _offsets(n, k, C), out)

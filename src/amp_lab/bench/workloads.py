@@ -100,7 +100,10 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A GPT with learned positions: embeddings, transformer blocks, norm and head."""
+    """A GPT with learned positions: embeddings, transformer blocks, norm and head.
+
+    `blocks` is the number of transformer blocks, `tokens` the length of the longest text.
+    """
 
     def __init__(self, vocabulary: int, width: int, heads: int, blocks: int, tokens: int):
         super().__init__()
@@ -181,9 +184,9 @@ def gpt_workload(batch: int, tokens: int, width: int, blocks: int, vocabulary: i
     """Training of a language model on random tokens, `batch` texts of `tokens` tokens each."""
 
     def build(device: torch.device) -> Problem:
-        heads = max(1, width // 64)
+        heads = max(1, width // 64)  # 64 channels each, as in GPT-2
         model = Gpt(vocabulary, width, heads, blocks, tokens).to(device)
-        shape = (batch, tokens + 1)
+        shape = (batch, tokens + 1)  # one more, since the target is the next token
         text = torch.randint(vocabulary, shape).to(device)
 
         def loss_fn(logits: Tensor) -> Tensor:
@@ -233,7 +236,7 @@ def product_workload(m: int, k: int, n: int) -> Workload:
 
 def _products(n: int, *, quick: bool = False) -> list[Workload]:
     """Matmuls of size n with and without aligned sizes; a quick run has three of the five."""
-    odd = n - 1  # for fast kernels, sizes have to be multiples of 8
+    odd = n - 1  # not aligned: fast kernels need multiples of 8
     shapes = [
         (n, n, n),
         (odd, n, n),
@@ -282,7 +285,7 @@ WORKLOADS = {
 
 
 def workloads(device: torch.device | str, *, quick: bool) -> list[Workload]:
-    """All workloads in sizes for a CPU or a GPU, as `device` is; `quick` takes small sizes."""
+    """All workloads in sizes for the device, which are small for a CPU and smaller if `quick`."""
     is_host = backend(device).is_host
     column = _COLUMNS.index((is_host, quick))
     chosen: list[Workload] = []
