@@ -26,11 +26,11 @@ class _Layout(NamedTuple):
 
 
 class _Cast(NamedTuple):
-    """The memory traffic of one of the kernels that cast a tensor, for each value."""
+    """The memory traffic of one of the kernels that cast a tensor."""
 
-    bf16_bytes: int  # read or written in bf16
-    numbers: int  # read or written in the format
-    row_scale_bytes: int = 0  # written for each row besides
+    bf16_bytes: int  # read or written in bf16, for each value
+    numbers: int  # read or written in the format, for each value
+    row_scale_bytes: int = 0  # written besides, for each row
 
     def bytes_per_value(self, layout: _Layout) -> float:
         """Bytes read and written for each value, without scales."""
@@ -58,7 +58,7 @@ _CASTS = {
         [_Cast(2, 1), _Cast(4, 0), _Cast(2, 1)],
     ),
 }
-_MX_CASTS = ([_Cast(2, 1), _Cast(2, 1)], [_Cast(2, 1), _Cast(2, 1)])
+_MX_CASTS = ([_Cast(2, 1), _Cast(2, 1)], [_Cast(2, 1), _Cast(2, 1)])  # of the other formats
 # In inference, the kernels that cast an input. The weight was cast before.
 _INPUT_CASTS = {
     "fp8": [_Cast(2, 0), _Cast(2, 1)],
@@ -83,9 +83,9 @@ class Card:
         """Seconds of a matmul ``(rows, inner) @ (inner, outer)`` with an output in bf16."""
         read = rows * inner + inner * outer
         if layout.block:
-            read += read // layout.block
-        moved_bytes = layout.bytes * read + 2 * rows * outer
-        operations = 2 * rows * inner * outer
+            read += read // layout.block  # scales, which torchao counts like values
+        moved_bytes = layout.bytes * read + 2 * rows * outer  # two bytes for a value in bf16
+        operations = 2 * rows * inner * outer  # multiplications and additions
         compute_s = operations / self.rates[layout.bits] / self.share_of_rate
         return max(compute_s, self.memory_s(moved_bytes), _LAUNCH_S)
 
@@ -99,16 +99,16 @@ class Card:
         time = self.matmul_s(layout, rows, inner, outer)
         time += self.matmul_s(layout, rows, outer, inner)  # the gradient of the input
         time += self.matmul_s(layout, inner, rows, outer)  # the gradient of the weight
-        if layout.bits == 16:
+        if layout.bits == 16:  # bf16 needs no casts
             return time
         value_casts, weight_casts = _CASTS.get(form, _MX_CASTS)
-        time += self._casts_s(layout, value_casts, rows * inner)
+        time += self._casts_s(layout, value_casts, rows * inner)  # the input
         time += self._casts_s(layout, weight_casts, inner * outer)
-        time += self._casts_s(layout, value_casts, rows * outer)
+        time += self._casts_s(layout, value_casts, rows * outer)  # the output's gradient
         return time
 
     def _casts_s(self, layout: _Layout, kernels: Sequence[_Cast], values: int) -> float:
-        """Seconds of the kernels that cast a number of values, one after the other."""
+        """Seconds of the kernels that cast this many `values`, one after the other."""
         time = 0.0
         for kernel in kernels:
             time += self._cast_s(values * kernel.bytes_per_value(layout))
@@ -136,7 +136,7 @@ class Card:
 
 _FP8 = ("fp8", "fp8-rowwise")
 _ALL = (*_FP8, "mxfp8", "mxfp4", "nvfp4")
-CARDS = {
+CARDS = {  # of each: rates by bits, bandwidth, formats
     "h100": Card({16: 989e12, 8: 1979e12}, 2.4e12, _FP8),
     # Its bandwidth: a bus of 7,680 bits at 3.996 GHz, with two transfers per cycle.
     "b200": Card({16: 2.25e15, 8: 4.5e15, 4: 9e15}, 7680 / 8 * 3.996e9 * 2, _ALL),

@@ -59,15 +59,15 @@ class Element:
         """Round `values` to the nearest numbers of this format, in fp32 and of the same shape.
 
         A value halfway between two numbers goes to the even one. With a `generator`, on the device
-        of the values, rounding is stochastic: a value goes to the number above or below it, with
-        probabilities whose mean is the value. Magnitudes above `largest`, infinity too, become
+        of the values, rounding is stochastic: a value goes to the number above or below it, and the
+        mean over many draws is the value. Magnitudes above `largest`, infinity too, become
         `largest`; NaN stays NaN.
         """
         return self.round_(values.to(torch.float32, copy=True), generator)
 
     def round_(self, values: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Round fp32 `values` in place, as `round` does."""
-        values.clamp_(-self.largest, self.largest)
+        values.clamp_(-self.largest, self.largest)  # NaN stays
         # An fp32 number with its sign and mantissa bits cleared is the power of two at or below
         # its magnitude. Below the smallest normal number, that number's power takes its place.
         exponent_bits = values.view(torch.int32) & _FP32_EXPONENT
@@ -77,6 +77,7 @@ class Element:
         values.div_(spacing)  # exact, since the spacing is a power of two
         if generator is None:
             return values.round_().mul_(spacing)
+        # A value goes up with a probability of its distance from the number below, in spacings.
         draws = torch.rand(values.shape, generator=generator, device=values.device)
         goes_up = draws < values - values.floor()
         return values.floor_().add_(goes_up).mul_(spacing)
@@ -97,7 +98,7 @@ class Element:
 
 ELEMENTS = {
     element.name: element
-    for element in (
+    for element in (  # name, bits, mantissa bits, least exponent, largest number, dtype
         Element("bf16", 16, 7, -126, torch.finfo(torch.bfloat16).max, torch.bfloat16),
         Element("fp16", 16, 10, -14, 65504.0, torch.float16),
         Element("e4m3", 8, 3, -6, 448.0, torch.float8_e4m3fn),

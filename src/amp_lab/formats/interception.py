@@ -20,7 +20,7 @@ class Layer:
     name: str  # of the layer, such as "blocks.0.up"; of the parameter if it is in no nn.Linear etc.
     kind: str  # "linear", "convolution" or "grouped"
     inner: int  # the size that is summed over
-    outer: int
+    outer: int  # the other size of the parameter: values in a row of the result
 
     def misfit(self, inner_multiple: int, outer_multiple: int) -> str:
         """The reason why kernels that need these multiples cannot multiply it; empty if none."""
@@ -72,11 +72,12 @@ class _Interception(TorchFunctionMode):
                 self._layer_names[module.weight] = name or type(module).__name__
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a torch function, by a handler if it has one that does not return None."""
         kwargs = kwargs or {}
         op = getattr(func, "__name__", "").strip("_")  # "matmul", also for `__matmul__`
-        self._is_replaceable = False
+        self._is_replaceable = False  # a handler may change it
         out = None
-        if op in _HANDLERS and len(args) > 1:
+        if op in _HANDLERS and len(args) > 1:  # with operands as keywords torch computes it
             out = _HANDLERS[op](self, *args, **kwargs)
         if out is None:
             out = func(*args, **kwargs)
@@ -90,6 +91,7 @@ class _Interception(TorchFunctionMode):
         if op in ("getitem", "index_select") and tensors[0].dim() > 2:
             operands = tensors[:1]
         names = [self._sources.get(_root(tensor)) for tensor in operands]
+        # Computed from parameters and constants alone: the results are weights or constants.
         if None not in names and op not in _ACTIVATION_OPS:
             parameter_names = [name for name in names if name]
             for result in _tensors(out):
@@ -103,15 +105,17 @@ class _Interception(TorchFunctionMode):
             return
         for tensor, name in zip(operands, names, strict=True):
             if name and tensor.dim() > 1:
-                self.unreplaced.setdefault(op, {})[name] = None
+                self.unreplaced.setdefault(op, {})[name] = None  # adds it to an ordered set
                 return
 
     def _product_for(
         self, values: Tensor, weight: Tensor, kind: str, inner: int, outer: int
     ) -> Product | None:
-        """The function of `product_of` for a weight; None if torch is to multiply.
+        """Return the function of `product_of` for a weight, or None to let torch multiply.
 
-        torch multiplies if the weight is no view of a parameter, or if there are no values.
+        torch multiplies if the weight is neither a parameter nor a view of one, or if there are no
+        values. For a parameter or a view of one, sets `_is_replaceable`. `kind`, `inner` and
+        `outer` are those of `Layer`.
         """
         root = _root(weight)
         if not isinstance(root, nn.Parameter) or root not in self._sources:
@@ -146,7 +150,7 @@ class _Interception(TorchFunctionMode):
         return _on_rows(product, values, weight.T, bias)
 
     def addmm(self, bias: Tensor, values: Any, weight: Any = None, **scales: Any) -> Tensor | None:
-        """Compute ``values @ weight + bias``; with `scales` (``alpha``, ``beta``) torch does."""
+        """Compute ``values @ weight + bias``; None with `scales` (``alpha``, ``beta``)."""
         return self.matmul(values, weight, bias, **scales)
 
     def convolution(
@@ -154,7 +158,7 @@ class _Interception(TorchFunctionMode):
         stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
     ) -> Tensor | None:  # fmt: skip
         """Compute a convolution of one or two dimensions as matmuls of its patches."""
-        inner = weight[0].numel()
+        inner = weight[0].numel()  # channels of a group, times the size of the window
         outer = len(weight) // groups
         product = self._product_for(values, weight, "convolution", inner, outer)
         if product is None:
@@ -189,6 +193,7 @@ class _Interception(TorchFunctionMode):
         `weights` are ``(groups, in, out)``, and `offs` the index behind the last row of each group.
         """
         has_options = any(option is not None for option in options.values())
+        # Only this form is that of tokens with experts; torch computes the others.
         if offs is None or has_options or values.dim() != 2 or weights.dim() != 3:
             return None
         _, inner, outer = weights.shape
@@ -252,7 +257,7 @@ def _multiply_patches(
     weights = kernel.flatten(1).chunk(groups)
     pairs = zip(rows.chunk(groups, 1), weights, strict=True)
     out = torch.cat([product(group_rows, weight) for group_rows, weight in pairs], 1)
-    channels_last = out.view(len(image), -1, len(kernel))
+    channels_last = out.view(len(image), -1, len(kernel))  # (batch, positions, out)
     height, width = map(_positions, image.shape[2:], window, stride, dilation, padding)
     return channels_last.transpose(1, 2).unflatten(2, (height, width))
 
@@ -275,7 +280,7 @@ def _height_and_width(value: int | Sequence[int], dimensions: int, height: int) 
     only a width, and gets this `height`.
     """
     values = (value,) if isinstance(value, int) else tuple(value)
-    per_dimension = values * (dimensions // len(values))
+    per_dimension = values * (dimensions // len(values))  # repeats a single number
     return (height,) * (2 - dimensions) + per_dimension
 
 

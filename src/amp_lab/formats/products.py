@@ -58,14 +58,15 @@ class ProductFormats:
 
         The last dimension, which is summed over, is the one that blocks and rows lie along. In the
         two products of the backward pass `left` is the gradient. `counts`, one for each operand,
-        count the values that were clipped, flushed and so on.
+        count the values that were clipped, flushed and so on. The result is in fp32.
         """
         left_format, right_format = self.of(which)
         if which == GRAD_WEIGHT:
+            # One format for both, so that both get the same length.
             left = self._prepare_for_wgrad(left, left_format)
             right = self._prepare_for_wgrad(right, left_format)
         generator = self.generator
-        if which == FORWARD:
+        if which == FORWARD:  # its operands are no gradients
             generator = None
         with torch.autocast(left.device.type, enabled=False):
             left = quantize(left, left_format, generator=generator, counts=counts[0])
@@ -80,7 +81,7 @@ class ProductFormats:
         multiple = max(1, form.block[1])
         if self.hadamard:
             multiple = max(multiple, HADAMARD)
-        missing = -operand.shape[1] % multiple
+        missing = -operand.shape[1] % multiple  # from the length to the next multiple
         padded = nn.functional.pad(operand, (0, missing))
         if self.hadamard:
             padded = hadamard(padded.float())
@@ -93,7 +94,8 @@ def operands(
     """The operands ``(left, right)`` of one of `PRODUCTS`, which is ``left @ right.T``.
 
     They are those of the linear layer ``values @ weight.T``, of shapes ``(…, in)`` and
-    ``(out, in)``. The two products of the backward pass need `grad`, the output's gradient.
+    ``(out, in)``. The two products of the backward pass need `grad`, the gradient ``(…, out)`` of
+    the output; without it, `which` has to be `FORWARD`.
     """
     rows = values.reshape(-1, values.shape[-1])
     if grad is None:
@@ -109,7 +111,7 @@ TORCHAO = {"fp8": ProductFormats("fp8", gradient="fp8-e5m2")}
 
 
 def recipe(form: str | Format) -> ProductFormats:
-    """The formats of all operands when torchao trains in a format."""
+    """The formats of all operands when torchao trains in a format; gradients may have another."""
     return TORCHAO.get(format_of(form).name) or ProductFormats(form)
 
 

@@ -195,7 +195,7 @@ def _unreplaced_remarks(use: Use) -> list[str]:
 
 
 def _sums() -> defaultdict[Any, float]:
-    """A dict of sums that start at 0."""
+    """A dict whose values start at 0, to add to."""
     return defaultdict(float)
 
 
@@ -218,7 +218,10 @@ class _LayerErrors:
     peaks: dict[str, float] = field(default_factory=dict)  # by operand, see `_peak`
 
     def add_matmul(self, which: str, left: Tensor, right: Tensor, exact: Tensor) -> None:
-        """Repeat one of the layer's matmuls in each format, and add its errors."""
+        """Repeat one of the layer's matmuls in each format, and add its errors.
+
+        `which` is one of `PRODUCTS`, and `exact` is ``left @ right.T`` in fp32.
+        """
         self.signal[which] += _squares(exact)
         if which == GRAD_WEIGHT:
             self.wgrad_rows.add(left.shape[1])
@@ -227,11 +230,15 @@ class _LayerErrors:
         for form in self.forms:
             by_operand = self.counts.setdefault(form.name, {})
             counts = [by_operand.setdefault(operand, Counts()) for operand in _OPERANDS[which]]
+            # Also adds to the counts.
             rounded = self.use.formats(form).product(which, left, right, counts)
             self.noise[form.name, which] += _squares(rounded - exact)
 
     def add_loss_change(self, values: Tensor, weight: Tensor, grad: Tensor) -> None:
-        """Add the change of the loss by the output's error, to first order: grad · error."""
+        """Add the change of the loss by the output's error, to first order: grad · error.
+
+        `grad` is the gradient of ``values @ weight.T``.
+        """
         grad = grad.flatten()
         output = values @ weight.T
         exact = torch.linalg.vecdot(output.flatten(), grad)
@@ -258,7 +265,10 @@ class _LayerErrors:
         return report
 
     def _noise_reason(self, report: LayerReport, formats: ProductFormats) -> str:
-        """The reason why a layer is much worse than normally distributed values; empty if not."""
+        """The reason why a layer is much worse than normally distributed values; empty if not.
+
+        `report` has the layer's errors and shares in a format, `formats` those of its operands.
+        """
         for operand, shares in report.shares.items():
             if shares["nonfinite"]:
                 return f"{shares['nonfinite']:.2g} of its {operand} are not finite"
@@ -389,7 +399,8 @@ def _report_model(use: Use, form: str, layers: list[LayerReport], gpu: Card | No
     converted = _converted(form, layers)
     left_out = len({report.layer for report in layers}) - len(converted)
     products = _products(use.formats(form), converted)
-    report = use.report(form, len(converted), left_out, products)
+    # `use` keeps the report too, for its verdict.
+    report = use.report(form, layers=len(converted), left_out=left_out, product_of=products)
     if converted:
         report.gain = _forecast_gain(use, form, converted, gpu)
     return report
@@ -400,7 +411,8 @@ def _recommend(
 ) -> tuple[str | None, str]:
     """Return the first format whose code does not fail on a copy of the model, and its code.
 
-    Without such a format it is ``(None, "")``. Remarks on the code are added to `watch`.
+    A format also counts if it has no code, or if its code cannot be tried here. Without such a
+    format the result is ``(None, "")``. Remarks on the code are added to `watch`.
     """
     for form in candidates:
         code = _program(use, form, layers, watch)
@@ -471,7 +483,7 @@ def _squares(values: Tensor) -> float:
 
 
 def _decibels(signal: float, noise: float) -> float:
-    """The ratio of two sums of squares in dB."""
+    """The ratio of two sums of squares in dB; infinite if one of them is 0."""
     if not noise:
         return math.inf
     if not signal:

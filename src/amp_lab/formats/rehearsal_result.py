@@ -158,6 +158,7 @@ class Rehearsal(Printed):
         raise NotImplementedError
 
     def _table(self) -> Table:
+        """A row for each layer and a column for each format; the whole model is at the foot."""
         names = [report.name for report in self.formats]
         by_layer: dict[Layer, list[LayerReport]] = {}
         for report in self.layers:
@@ -201,6 +202,7 @@ class Rehearsal(Printed):
         return reasons
 
     def _contents(self) -> dict[str, Any]:
+        """All fields for JSON, with each layer as a dict."""
         layers = [vars(r) | {"layer": vars(r.layer)} for r in self.layers]
         return vars(self) | {"layers": layers}
 
@@ -270,6 +272,7 @@ class InferenceRehearsal(Rehearsal):
 
 
 def _gain_text(report: FormatReport) -> str:
+    """The forecast of the speed-up, such as ``1.62x``; ``-`` without one."""
     if report.gain is None:
         return "-"
     return f"{report.gain:.2f}x"

@@ -106,7 +106,11 @@ class Counts:
     subnormal: int = 0
 
     def add(self, values: Tensor, scaled: Tensor, rounded: Tensor, element: Element) -> None:
-        """Count `values` of one call: `scaled` by their scale, and `rounded` to the element."""
+        """Count the values of one call, all three in fp32 and of one shape.
+
+        `values` are those to be quantised, `scaled` are multiplied by the factor of their block,
+        and `rounded` are the numbers of the element to which `scaled` were rounded.
+        """
         before = scaled.abs()
         after = rounded.abs()
         nonzero = _count_nonzero(after)  # NaN counts as nonzero
@@ -182,7 +186,7 @@ def _quantize_scaled(
     counts: Counts | None,
 ) -> Tensor:
     """What `quantize` returns for a format with scales, from fp32 `values`."""
-    blocks = _blocks(values, form)
+    blocks = _blocks(values, form)  # a view of four dimensions
     count = values.numel()
     block_amax = _block_amax(_pieces(blocks, count), form)
     if amax is not None:
@@ -256,7 +260,7 @@ def _pieces(blocks: Tensor, count: int) -> tuple[Tensor, ...]:
     """
     if torch.compiler.is_compiling():
         return (blocks,)
-    rows = _PIECE * len(blocks) // count
+    rows = _PIECE * len(blocks) // count  # rows of blocks in a piece
     return blocks.split(max(1, rows))
 
 
@@ -283,6 +287,7 @@ def _e4m3_scales(amax: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     tensor_scale = torch.where(tensor_scale == 0, 1.0, tensor_scale)  # for a tensor of zeros
     block_scale = amax / form.element.largest / tensor_scale
     block_scale = _E4M3.round(block_scale.clamp(_E4M3.smallest_normal, _E4M3.largest))
+    # torchao divides in this order, too: another one would round to other bits.
     return (1.0 / tensor_scale) / block_scale, block_scale * tensor_scale
 
 
@@ -294,7 +299,7 @@ def _e8m0_scales(amax: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     """
     if form.power == "rceil":
         ratio = amax / form.element.largest
-        exponent = ratio.log2().ceil().clamp(-127, 127)
+        exponent = ratio.log2().ceil().clamp(-127, 127)  # the range of E8M0
         factor = torch.where(exponent == -127, 1.0, torch.exp2(-exponent))
         return factor, torch.exp2(exponent)
     bits = amax.view(torch.int32)

@@ -98,7 +98,7 @@ def converts(form: str, module: nn.Module | None) -> bool:
     """Whether the code for a format converts a module."""
     if type(module) is not nn.Linear:  # torchao converts no subclasses of it
         return False
-    return form != "mxfp8" or module.bias is None
+    return form != "mxfp8" or module.bias is None  # `_MXFP8` leaves out layers with a bias
 
 
 def converted_kind(form: str) -> str:
@@ -109,7 +109,10 @@ def converted_kind(form: str) -> str:
 
 
 def untried_reason(form: str, device: torch.device) -> str:
-    """The reason why the code cannot be tried on this device; empty if it can."""
+    """The reason why the code cannot be tried here; empty if it can.
+
+    `device` makes no difference in training: `torchao_inference.untried_reason` has it too.
+    """
     if importlib.util.find_spec("torchao") is None:
         return "torchao is not installed"
     if form == "nvfp4":

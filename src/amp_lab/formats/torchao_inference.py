@@ -91,12 +91,12 @@ def lines(form: str, left_out: Sequence[str]) -> str:
 
 
 def converts(form: str, module: nn.Module | None) -> bool:
-    """Whether the code for a format converts a module."""
+    """Whether the code converts a module; in inference this does not depend on the format."""
     return type(module) is nn.Linear
 
 
 def converted_kind(form: str) -> str:
-    """The modules that the code for a format converts, in words."""
+    """The modules that the code converts, in words; the same for each format."""
     return "nn.Linear"
 
 

@@ -94,7 +94,7 @@ class Use(ABC):
 
     @abstractmethod
     def seconds(self, card: Card, form: str, rows: int, inner: int, outer: int) -> float:
-        """Forecast of a layer's time on a GPU."""
+        """Forecast of the seconds that a layer takes on a GPU, for an input of `rows` rows."""
 
     def gain(self, card: Card, form: str, sizes: Sequence[tuple[int, int, int]]) -> float:
         """Forecast of the speed-up over bf16 of layers of ``(rows, inner, outer)``, together."""
@@ -192,14 +192,17 @@ class Training(Use):
             loss, gradients = self._run(product_of)
             report.loss_off = (loss - self._loss) / (abs(self._loss) or 1.0)
             report.gradients_off = distance(gradients, self._gradients)
-        # If even bf16 is far off, the step is too sensitive to judge the other formats by.
+        # If even bf16 is 50 % off, the step is too sensitive to judge the other formats by.
         if form == "bf16" and report.gradients_off > 0.5:
             self.remarks.append(_TRAIN.sentence(off=report.gradients_off))
         self._reports.append((report, product_of))
         return report
 
     def _run(self, product_of: ProductOf) -> tuple[float, list[Tensor]]:
-        """The loss and the gradients of one step with these matmuls."""
+        """Return the loss and the gradients of one step with these matmuls, without an update.
+
+        Weights whose matmuls cannot be replaced are added to `unreplaced`.
+        """
         self._reset()
         model = self._copy.model
         model.zero_grad()
@@ -229,7 +232,7 @@ class Training(Use):
             self._train(report, product_of, seed)
 
     def _train(self, report: TrainingReport, product_of: ProductOf, seed: int) -> None:
-        """Train a copy of the model, and add its last loss to the report."""
+        """Train a copy of the model; add its last loss to the report, and set its fall there."""
         precision = Precision.FP32
         if report.name == "bf16":  # real autocast, which needs no other matmuls
             precision = Precision.BF16
@@ -271,11 +274,12 @@ class Inference(Use):
         return inference_recipe(form)
 
     def misfit(self, layer: Layer, form: Format) -> str:
-        """Check both sizes of the weight; only the inner one has to be a multiple of all blocks.
+        """Check both sizes of the weight: the inner one has to be a multiple of `form.multiple`.
 
-        The outer one needs whole blocks too where blocks are square. The rows of the input need no
-        multiple.
+        The outer one has to be a multiple of 16, and of the rows of a block where a block has
+        several. The rows of the input need no multiple.
         """
+        # The least of the two, since bf16 needs no multiple.
         outer_multiple = min(form.multiple, max(_MULTIPLE, form.block[0]))
         return layer.misfit(form.multiple, outer_multiple)
 
@@ -336,7 +340,10 @@ class Inference(Use):
         return distance(compared, exact)
 
     def _run(self, product_of: ProductOf) -> list[Tensor]:
-        """The floating-point tensors of the output, from a run with these matmuls."""
+        """Run with these matmuls; return the floating-point tensors of the output.
+
+        Weights whose matmuls cannot be replaced are added to `unreplaced`.
+        """
         self._reset()
         fp32 = Precision.FP32.autocast(self.case.device.type)
         with torch.no_grad(), fp32, intercepted(self._copy.model, product_of) as unreplaced:
