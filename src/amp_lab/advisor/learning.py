@@ -17,9 +17,9 @@ from amp_lab.numerics import gradient_underflow
 from amp_lab.numerics.gradient_histogram import GradientCount, together
 from amp_lab.tracing.structures import named_tensors
 
-_STEPS = 10
-_RATE = 1e-3
-_LOW_RATE = 1e-4
+_STEPS = 10  # of a run at most
+_RATE = 1e-3  # learning rate of the runs
+_LOW_RATE = 1e-4  # learning rate of the step that shows which updates rounding loses
 _LEARNS = 0.05  # fall of the loss, as a share of the first one, from which on fp32 learns
 _NOISE = 2.0**-9  # relative noise in the weights, as large as bf16's rounding error
 CHAOTIC = 0.7  # relative change of fp32's gradients by this noise: their direction tells nothing
@@ -54,11 +54,11 @@ class Learning:
 
     def __init__(self, case: Case, seconds: float):
         self._case = case
-        self._steps = 2
+        self._steps = 2  # of the first run; a longer one follows
         self._plain = Candidate(Recipe(TRAINING))
         self._noisy = Candidate(Recipe(TRAINING))
         self._step_limit_s = math.inf
-        self._run(self._plain)
+        self._run(self._plain)  # for the time of a step alone
         share = seconds / 8  # for each of about eight runs; a slow model gets fewer steps
         steps = share / max(self._plain.seconds, 1e-4)
         self._steps = max(3, min(_STEPS, int(steps)))
@@ -71,8 +71,9 @@ class Learning:
         self.learns = math.isfinite(first) and _fall(self._plain) > least
 
     def check(self, candidate: Candidate, scale: float) -> Step:
-        """Train with a recipe as with fp32, and record the difference, and a reason if too large.
+        """Train with a recipe, record in the candidate how it differs from fp32; return the step.
 
+        A difference that is too large is its `reason`. `scale` is the first loss scale, for fp16.
         Raises `TooSlow` in a step that takes much longer than fp32's.
         """
         step, gradients = self._run(candidate, scale=scale)
@@ -89,7 +90,10 @@ class Learning:
     def _run(
         self, candidate: Candidate, *, scale: float = 2.0**16, noisy: bool = False
     ) -> tuple[Step, list[Tensor]]:
-        """Train for some steps; return the step, and the gradients of its first call."""
+        """Train for some steps, and record losses and time in the candidate.
+
+        Returns the step, and the gradients of its first call that the scaler did not skip.
+        """
         torch.manual_seed(int(noisy))
         step = Step(self._case, candidate.recipe, scale, _RATE)
         if noisy:
@@ -118,7 +122,7 @@ class Learning:
         return step, gradients
 
     def _judge(self, run: Candidate, gradients: list[Tensor]) -> None:
-        """Record how far a run is from fp32's, and a reason if that is too far."""
+        """Record in a trained candidate how far it is from fp32, and a reason if it is too far."""
         if not run.losses:
             run.reason = "all its gradients overflow in step 1"
             return
@@ -134,29 +138,34 @@ class Learning:
             self._compare_first_losses(run)
 
     def _compare_gradients(self, run: Candidate, gradients: list[Tensor]) -> None:
+        """Record how far the gradients are off; a reason if it is too far, else an empty one."""
         off = distance(gradients, self._gradients)
         run.against_fp32 = f"gradients {off:.1%} off"
         run.reason = ""
         if self.noise <= CHAOTIC:
+            # 50 %, and more where noise changes fp32's own gradients; zeros would be 100 % off.
             allowed = min(0.9, 0.5 + 2 * self.noise)
             if not off <= allowed:  # also for NaN
                 run.reason = f"its gradients may be {allowed:.0%} off at most"
             return
         run.against_fp32 += f" (fp32's own, with noise: {self.noise:.0%})"
+        # Their direction tells nothing, so only their size is compared.
         size = _norm(gradients) / (_norm(self._gradients) or 1.0)
         if not 0.5 <= size <= 2:
             run.reason = f"its gradients are {size:.2g} times as large as fp32's"
 
     def _compare_first_losses(self, run: Candidate) -> None:
+        """Record a reason if the first loss is 5 % or more from fp32's."""
         first = self._plain.losses[0]
         off = abs(run.losses[0] - first) / (abs(first) or 1.0)
         if not off < 0.05:  # also for NaN
             run.reason = f"its first loss is {off:.1%} off"
 
     def _compare_falls(self, run: Candidate) -> None:
+        """Record the fall of the loss as a share of fp32's, and a reason if it is too different."""
         learned = _fall(run) / _fall(self._plain)
         noisy = _fall(self._noisy) / _fall(self._plain)
-        # The more noise changes fp32's own fall, the more is allowed, but never half of it.
+        # 20 %, and more where noise changes fp32's own fall, but at most 50 %.
         allowed = min(0.5, 0.2 + 2 * abs(noisy - 1))
         run.against_fp32 += f", learns {learned:.0%}"
         if not abs(learned - 1) <= allowed:
@@ -172,7 +181,10 @@ class Fp32Outputs:
         self._output = _floats(step())
 
     def check(self, candidate: Candidate, scale: float) -> Step:
-        """Infer with a recipe and record how far its output is off; `scale` is not used."""
+        """Infer with a recipe, record in the candidate how far its output is off; return the step.
+
+        An output that is too far off is its `reason`. `scale` is not used: `Learning.check` has it.
+        """
         step = Step(self._case, candidate.recipe)
         off = distance(_floats(step()), self._output)
         candidate.against_fp32 = "output not finite"
@@ -189,7 +201,7 @@ class Fp32Outputs:
 
 @contextmanager
 def _time_limit(seconds: float, step: Step) -> Iterator[None]:
-    """The block in which a step that takes longer raises `TooSlow`, at a module or gradient."""
+    """In the block, a step that takes longer raises `TooSlow` at its next module or gradient."""
     end = time.perf_counter() + seconds
 
     def check_clock(*_: object) -> None:
@@ -206,12 +218,13 @@ def _time_limit(seconds: float, step: Step) -> Iterator[None]:
 
 @torch.no_grad()
 def _add_noise(step: Step) -> None:
+    """Change each weight by a small random factor."""
     for weight in step.trained:
         weight.mul_(1 + _NOISE * torch.randn_like(weight))
 
 
 def _share_unchanged(step: Step) -> float:
-    """The share of the weights that one more step leaves unchanged."""
+    """Run one more step; return the share of the weights that it leaves unchanged."""
     before = [weight.detach().clone() for weight in step.trained]
     step()
     same = []
@@ -226,6 +239,7 @@ def _fall(run: Candidate) -> float:
 
 
 def _floats(output: object) -> list[Tensor]:
+    """The floating-point tensors in an output of any structure."""
     return [tensor for _, tensor in named_tensors(output) if tensor.is_floating_point()]
 
 
@@ -236,7 +250,10 @@ def _norm(tensors: Sequence[Tensor]) -> float:
 
 
 def distance(tensors: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
-    """The relative distance of tensors from a reference, in the Euclidean norm of all together."""
+    """The relative distance of tensors from a reference, in the Euclidean norm of all together.
+
+    It is the absolute distance if the reference is all zeros.
+    """
     errors = []
     for tensor, exact in zip(tensors, reference, strict=True):
         errors.append(tensor.double() - exact.double())
@@ -244,7 +261,7 @@ def distance(tensors: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
 
 
 def _loss_and_large_outputs(case: Case, step: Step) -> tuple[Tensor, dict[str, float]]:
-    """The loss in fp32, and the largest values of the modules whose outputs exceed 65504."""
+    """The loss in fp32, and by module name the largest output, where it exceeds fp16's 65504."""
     assert case.loss_fn is not None
     names = {module: name or "the model" for name, module in step.model.named_modules()}
     large: dict[str, float] = {}
@@ -275,8 +292,8 @@ def fp16_remarks(case: Case) -> tuple[float | None, list[str]]:
     try:
         report = gradient_underflow(step.model, loss)
     except NumericsError:  # the graph cannot be followed, but steps may still run
-        return 2.0**16, remarks
-    if report.half:
+        return 2.0**16, remarks  # GradScaler's default
+    if report.half:  # some gradients are fp16 in fp32's step already
         unknown = "Part of the model computes in fp16 by itself: what that loses is not known."
         return 2.0**16, [*remarks, unknown]
     rows = _above_rounding(report.rows)
@@ -294,7 +311,7 @@ def _underflow_remarks(rows: Sequence[GradientCount]) -> list[str]:
     """Remarks on the three gradients of which fp16 would lose most, if more than 1 %."""
     remarks = []
     for row in sorted(rows, key=lambda row: -row.lost(1.0))[:3]:
-        lost = row.lost(1.0)
+        lost = row.lost(1.0)  # with a loss scale of 1, which is none
         if lost > 0.01:
             share = f"{lost:.0%} of the gradient values of {row.layer or 'the model'}"
             remarks.append(f"Without a loss scale fp16 loses {share} ({row.what}).")
@@ -307,6 +324,7 @@ def _above_rounding(rows: Sequence[GradientCount]) -> list[GradientCount]:
     Some gradients would be zero in exact arithmetic, such as those of the key biases in attention,
     which cancel in softmax. It does not matter that fp16 loses these.
     """
-    largest = {row: max(row.histogram) for row in rows if row.nonzero}  # as a power of two
-    floor = max(largest.values(), default=0) - _ROUNDED
-    return [row for row, power in largest.items() if power > floor]
+    # The keys of a histogram are exponents of two.
+    largest_powers = {row: max(row.histogram) for row in rows if row.nonzero}
+    floor = max(largest_powers.values(), default=0) - _ROUNDED
+    return [row for row, power in largest_powers.items() if power > floor]

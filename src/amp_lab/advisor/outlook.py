@@ -32,12 +32,15 @@ class Outlook:
 
     @property
     def decisions(self) -> list[str]:
-        """Remarks of X-rays that followed the decisions of a real run on the CPU."""
+        """Remarks of X-rays that followed the decisions of a real run on the CPU, each once."""
         decisions = [report.decisions for report in self.xrays.values() if report.decisions]
         return list(dict.fromkeys(decisions))
 
     def memory_of(self, recipe: Recipe) -> tuple[int | None, int | None]:
-        """Peak bytes and largest batch of a recipe; layout and fusion are left out of account."""
+        """Peak bytes and largest batch of a recipe, each None if it was not forecast.
+
+        Layout, fusion and compilation are left out of account.
+        """
         return self.memory.get((recipe.use, recipe.autocasts, recipe.cast), (None, None))
 
     def rejection(self, recipe: Recipe) -> tuple[str, str]:
@@ -79,7 +82,7 @@ def first_look(case: Case, memory: int | str | None = None) -> Outlook:
 
 
 def _take_xrays(case: Case, precision: Precision, look: Outlook) -> None:
-    """X-ray a step, and a forward pass alone if the step raises."""
+    """X-ray a step, and a forward pass alone if the step raises; write the results to `look`."""
     report = _xray(case, precision)
     look.xrays[precision] = report
     if not report.raised:
@@ -93,6 +96,7 @@ def _take_xrays(case: Case, precision: Precision, look: Outlook) -> None:
 
 
 def _xray(case: Case, precision: Precision) -> Xray:
+    """The X-ray of a case under autocast to a precision; of a backward pass too with a loss."""
     return xray(
         case.model,
         *case.args,
@@ -104,10 +108,10 @@ def _xray(case: Case, precision: Precision) -> Xray:
 
 
 def _forecast(case: Case, use: str, look: Outlook) -> None:
-    """The memory of a step in fp32, under autocast, and with weights that are cast."""
+    """Forecast in `look` the memory of a step in fp32, under autocast, and with cast weights."""
     _forecast_recipe(case, Recipe(use), look)
-    for precision in look.xrays:
-        if (use, precision) not in look.raises:  # bf16 or fp16: they need the same memory
+    for precision in look.xrays:  # the first that does not raise: both need the same memory
+        if (use, precision) not in look.raises:
             _forecast_recipe(case, Recipe(use, precision), look)
             break
     # A model that cannot be traced with cast weights may still run, and is tried later.
@@ -116,6 +120,7 @@ def _forecast(case: Case, use: str, look: Outlook) -> None:
 
 
 def _forecast_recipe(case: Case, recipe: Recipe, look: Outlook) -> None:
+    """Write peak bytes and largest batch of a recipe to `look.memory`."""
     copies = case.copied(recipe)
     loss_fn = case.loss_fn
     if recipe.use == INFERENCE:  # without gradients a step is a forward pass
@@ -126,11 +131,13 @@ def _forecast_recipe(case: Case, recipe: Recipe, look: Outlook) -> None:
         BatchedInputs(copies.args, copies.kwargs),
         memory_bytes=look.memory_bytes,
         reserve=_RESERVE,
+        # Cast weights run without autocast, as fp32 does.
         precisions=[Precision.FP32 if recipe.cast else recipe.precision],
         device_type=case.device.type,
         optimizer="adamw",
         loss_fn=loss_fn,
     )
     peak = table.forecasts[0].peak
+    # Of the only precision; without a known memory there is none.
     largest_batch = next(iter(table.largest.values()), None)
     look.memory[recipe.use, recipe.autocasts, recipe.cast] = (peak, largest_batch)

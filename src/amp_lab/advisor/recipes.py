@@ -83,7 +83,8 @@ class Case:
         return None
 
     def random_numbers_kept(self) -> AbstractContextManager:
-        """The block after which the random state of CPU and device is what it was before."""
+        """A context after which the random state of CPU and device is what it was before."""
+        # `fork_rng` keeps the CPU's state in any case, and that of the listed devices.
         if self.device.type == "cpu":
             return torch.random.fork_rng([], device_type="cuda")
         index = torch.accelerator.current_device_index()
@@ -123,7 +124,8 @@ def recipes(use: str, precisions: list[Precision]) -> list[Recipe]:
 def loss_of(output: Any) -> str | None:
     """A loss for an output, as Python code: its own loss, or the mean square of a tensor.
 
-    None if no tensor in the output has a gradient.
+    The code is an expression such as ``output['loss']``. None if no tensor in the output has a
+    gradient.
     """
     parts = {"output": output}
     if isinstance(output, Mapping):
@@ -133,7 +135,7 @@ def loss_of(output: Any) -> str | None:
     differentiable = [code for code, part in parts.items() if _has_gradient(part)]
     for code in differentiable:
         is_loss = "loss" in code or code == "output"
-        if is_loss and not parts[code].dim():
+        if is_loss and not parts[code].dim():  # a scalar
             return code
     if not differentiable:
         return None
@@ -141,6 +143,7 @@ def loss_of(output: Any) -> str | None:
 
 
 def _has_gradient(part: Any) -> bool:
+    """Whether a part of an output is a tensor that autograd can differentiate."""
     return isinstance(part, torch.Tensor) and part.requires_grad
 
 
@@ -166,7 +169,10 @@ _FP16_BACKWARD = """\
 
 
 def step_code(case: Case, recipe: Recipe, scale: float, lr: float = 1e-4) -> str:
-    """The lines that move model and inputs to the device, and define ``step``."""
+    """The lines that move model and inputs to the device, and define ``step``.
+
+    `scale` is the first loss scale, which only training in fp16 has; `lr` is the learning rate.
+    """
     code = []
     if recipe.precision is Precision.TF32:
         code.append('torch.set_float32_matmul_precision("high")')
@@ -194,6 +200,7 @@ def _moving_lines(case: Case, recipe: Recipe) -> list[str]:
     if recipe.use == INFERENCE:
         model_line += ".eval()"
     code = [f'device = torch.device("{case.device}")', model_line, _MOVE_FUNCTION]
+    # Lines inside the function `moved`, which `_MOVE_CALL` ends.
     if dtype is not None:
         code.append(f"    x = x.to({dtype}) if x.is_floating_point() else x")
     if recipe.channels_last:
@@ -202,6 +209,7 @@ def _moving_lines(case: Case, recipe: Recipe) -> list[str]:
 
 
 def _optimizer_lines(recipe: Recipe, scale: float, lr: float) -> list[str]:
+    """Lines that make the optimizer, and the scaler in fp16."""
     options = f"lr={lr}"
     if recipe.fused:
         options += ", fused=True"
@@ -212,6 +220,7 @@ def _optimizer_lines(recipe: Recipe, scale: float, lr: float) -> list[str]:
 
 
 def _training_step_lines(recipe: Recipe) -> list[str]:
+    """Lines that define ``step``, which trains once and returns the loss."""
     forward = _under_autocast(recipe, "loss = loss_fn(model(*args, **kwargs))")
     backward = "    loss.backward()\n    optimizer.step()"
     if recipe.precision is Precision.FP16:
@@ -221,11 +230,13 @@ def _training_step_lines(recipe: Recipe) -> list[str]:
 
 
 def _inference_step_lines(recipe: Recipe) -> list[str]:
+    """Lines that define ``step``, which returns the output of the model."""
     forward = _under_autocast(recipe, "return model(*args, **kwargs)")
     return ["\n\n@torch.inference_mode()\ndef step():", forward]
 
 
 def _under_autocast(recipe: Recipe, line: str) -> str:
+    """A line of ``step``, indented, in a block of autocast if the recipe has one."""
     if not recipe.autocasts:
         return f"    {line}"
     dtype = recipe.precision.dtype
@@ -233,7 +244,7 @@ def _under_autocast(recipe: Recipe, line: str) -> str:
 
 
 def program(case: Case, recipe: Recipe, scale: float, beginning: str = YOURS) -> str:
-    """A program of `beginning`, which makes the names in `YOURS`, and of `step_code`."""
+    """A program of `beginning` (makes the names in `YOURS`), `step_code`, and calls of ``step``."""
     end = "step()"
     if recipe.use == TRAINING:
         end = "for i in range(3):  # your own loop\n    print(i, step().item())"
@@ -246,6 +257,7 @@ class Step:
     def __init__(self, case: Case, recipe: Recipe, scale: float = 2.0**16, lr: float = 1e-4):
         self._recipe = recipe
         self._type = case.device.type
+        # The globals of the code, with model, args, kwargs and loss_fn, which it reads.
         self.names: dict[str, Any] = vars(case.copied(recipe)) | {"torch": torch}
         self.model = self.names["model"]  # before the code compiles it
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -253,7 +265,7 @@ class Step:
             exec(step_code(case, recipe, scale, lr), self.names)
 
     def __call__(self) -> Any:
-        """Run one step; TF32 is off unless the recipe is tf32."""
+        """Run one step; return the loss in training, else the output. tf32 recipes use TF32."""
         with self._recipe.precision.float32_mode(self._type):
             return self.names["step"]()
 

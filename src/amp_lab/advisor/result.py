@@ -47,7 +47,7 @@ class Advice(Printed):
     @property
     def recommended(self) -> Candidate | None:
         """The recipe for training, or for inference if it cannot be trained; None without one."""
-        return next(iter(self.chosen.values()), None)
+        return next(iter(self.chosen.values()), None)  # training comes first
 
     def to_html(self, path: str | PathLike[str]) -> None:
         """Write everything to one HTML page, with a picture of the times.
@@ -70,6 +70,7 @@ class Advice(Printed):
             precision = str(c.recipe.precision)
             rest = c.name.removeprefix(precision).lstrip(", ")
             milliseconds = c.time_s.times(1e3)
+            # As `plots.speed_ladder` takes it; None: the limit of the device is not known.
             bar = (precision, rest, milliseconds, None, f"{c.speedup or ''}")
             panels.setdefault(c.recipe.use, []).append(bar)
         if not panels:
@@ -92,6 +93,7 @@ class Advice(Printed):
         return super().to_markdown() + self._with_programs("\n\n{}\n\n```python\n{}```")
 
     def _with_programs(self, form: str, escape: Any = str) -> str:
+        """Each program below its heading, which fill the two ``{}`` of a template `form`."""
         text = ""
         for use, program in self.programs.items():
             head = f"The lines to write for {use} ({self.chosen[use].name}), which ran here:"
@@ -99,6 +101,7 @@ class Advice(Printed):
         return text
 
     def _contents(self) -> dict[str, Any]:
+        """All fields for JSON; recipes are given by name."""
         return vars(self) | {
             "recommended": self.recommended and self.recommended.name,
             "chosen": {use: candidate.name for use, candidate in self.chosen.items()},
@@ -106,6 +109,7 @@ class Advice(Printed):
         }
 
     def _table(self) -> Table:
+        """A row for each candidate, and the remarks below."""
         return Table(
             ["for", "recipe", "ms", "speed-up", "against fp32", "peak", "batch", "verdict"],
             [_cells(candidate) for candidate in self.candidates],
@@ -116,9 +120,12 @@ class Advice(Printed):
         )
 
     def _reasons(self) -> list[str]:
-        """The reasons of verdicts, one sentence for all recipes that share one."""
+        """The reasons of verdicts, one sentence for all recipes that share one.
+
+        A reason that a remark gives already is left out.
+        """
         remarks = "\n".join(self.watch)
-        recipes: dict[tuple[str, str], list[str]] = {}
+        recipes: dict[tuple[str, str], list[str]] = {}  # by verdict and reason
         for c in self.candidates:
             if c.reason and c.reason not in remarks:
                 recipes.setdefault((c.verdict, c.reason), []).append(f"{c.name} ({c.recipe.use})")
@@ -129,6 +136,7 @@ class Advice(Printed):
 
 
 def _cells(c: Candidate) -> list[str]:
+    """The cells of a candidate's row; ``-`` for a figure that is missing or not trusted."""
     milliseconds = ""
     if c.time_s and c.time_s.trusted:
         milliseconds = f"{1e3 * c.time_s.median:.3g}"

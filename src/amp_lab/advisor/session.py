@@ -38,7 +38,7 @@ from amp_lab.core.report import bytes_text, dtype_name
 from amp_lab.core.timing import Comparison, Estimate, compare, turn_s
 from amp_lab.tracing.fake_device import tip_for
 
-_FROM_SIMPLE = (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16)
+_FROM_SIMPLE = (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16)  # simplest first
 _EMULATED = 0.25  # share of fp32's rate in a matrix product below which a precision is not tried
 _HOPELESS = 2  # time of a step, as a multiple of the fastest, from which it is not compared
 _FEWEST_ROUNDS = 14  # of a comparison: 12 are needed to trust it, and some are disturbed
@@ -95,13 +95,14 @@ def advise(
     `AmpLabError`.
     """
     end = time.perf_counter() + 60 * minutes
-    kind = str(device).partition(":")[0]
-    is_here = kind not in BACKENDS or backend(kind).is_available()
+    device_type = str(device).partition(":")[0]  # "cuda" of "cuda:0"
+    # `pick_device` handles None, and names that are no backend's.
+    is_here = device_type not in BACKENDS or backend(device_type).is_available()
     if is_here:
-        place = pick_device(str(device) if device else None)
+        case_device = pick_device(str(device) if device else None)
     else:
-        place = torch.device(kind)
-    case = Case(model, inputs, kwargs, loss_fn, place)
+        case_device = torch.device(device_type)
+    case = Case(model, inputs, kwargs, loss_fn, case_device)
     look = first_look(case, memory)
     if not is_here:
         return forecast(case, look)
@@ -110,18 +111,21 @@ def advise(
 
 def forecast(case: Case, look: Outlook) -> Advice:
     """Advice for a device that is not here: X-rays and forecasts, without times."""
-    kind = case.device.type
+    device_type = case.device.type
     candidates = []
     for use in case.uses:
-        for recipe in first_recipes(use, [Precision.FP32, *look.xrays]):
+        for recipe in first_recipes(use, [Precision.FP32, *look.xrays]):  # X-rays are by precision
             candidate = _candidate(recipe, look)
             candidate.verdict = candidate.verdict or "not timed"
             candidates.append(candidate)
-    watch = [f"Nothing was timed: which is the fastest cannot be known without a {kind} to run on."]
+    watch = [
+        "Nothing was timed: which is the fastest cannot be known without a "
+        f"{device_type} to run on."
+    ]
     watch += look.decisions
     for precision, report in look.xrays.items():
         watch += [f"{precision}: {line}" for line in report.advice]
-    title = f"{type(case.model).__name__} on {kind}, which is not here: a forecast"
+    title = f"{type(case.model).__name__} on {device_type}, which is not here: a forecast"
     return Advice(title, candidates, {}, {}, watch)
 
 
@@ -154,22 +158,24 @@ def measured(case: Case, look: Outlook, seconds: float, beginning: str = "") -> 
             name = type(case.model).__name__
             failed = TraceError(f"{name} fails in an fp32 step: {with_type(error)}")
             raise (look.problem or failed) from error
-        *_, last_use = checks
+        *_, last_use = checks  # the keys: inference, then training if there is a loss
         for use, check in checks.items():
             stages.update()
             stages.set_description(use)
             until = end
-            if use != last_use:  # half of what is left
+            if use != last_use:  # half of the time that is left
                 until = (time.perf_counter() + end) / 2
             rankings[use] = _Ranking(use, case, look, check, scale, until, seconds)
             rankings[use].run()
             watch += rankings[use].memory_remarks()
-        chosen = {use: c.best for use, c in reversed(rankings.items()) if c.best is not None}
+        # Reversed, since training comes first in the advice.
+        chosen = {use: r.best for use, r in reversed(rankings.items()) if r.best is not None}
         stages.set_description("programs")
         programs = {}
         for use, best in chosen.items():
             text = program(case, best.recipe, scale, _setup_code(beginning, use, loss))
-            # Without a beginning there is nothing to run but the step, which has been timed.
+            # Without a beginning there is nothing to run but the step, which has been timed. The
+            # program gets two minutes more than all steps above, to load and to compile.
             failure = _error_of(text, 120 + seconds) if beginning else ""
             if failure:
                 watch.append(f"The program for {use} is left out, since it fails: {failure}.")
@@ -190,7 +196,7 @@ def measured(case: Case, look: Outlook, seconds: float, beginning: str = "") -> 
 def _require_memory(case: Case, look: Outlook, memory_bytes: int | None) -> None:
     """Raise `TraceError` if a step in fp32 needs more memory than the device has.
 
-    Linux would kill the process.
+    Otherwise Linux would kill the process.
     """
     needed = 0
     for use in (TRAINING, INFERENCE):
@@ -223,7 +229,7 @@ def _error_of(text: str, timeout: float) -> str:
     return lines[-1]
 
 
-_Check = Callable[[Candidate, float], Step]
+_Check = Callable[[Candidate, float], Step]  # `Learning.check` or `Fp32Outputs.check`
 
 
 def _fp32_checks(
@@ -232,7 +238,7 @@ def _fp32_checks(
     """Run fp32 as the baseline of each use.
 
     Returns the case with a loss, that loss as code if it was chosen here, a check of candidates
-    for each use, and a loss scale for fp16.
+    for each use, and a loss scale for fp16. Remarks are added to `watch`.
     """
     checks: dict[str, _Check] = {INFERENCE: Fp32Outputs(case).check}
     loss = None
@@ -254,7 +260,7 @@ def _fp32_checks(
                 f"A little noise in the weights puts fp32's own gradients {learning.noise:.0%} off,"
                 " so only their size is compared."
             )
-    return case, loss, checks, scale or 2.0**16
+    return case, loss, checks, scale or 2.0**16  # GradScaler's default
 
 
 @dataclass
@@ -266,17 +272,19 @@ class _Ranking:
     look: Outlook
     check: _Check
     scale: float
-    end: float  # of its time, as `time.perf_counter` counts
-    seconds: float  # that `advise` takes in all
+    end: float  # when its time ends, on the clock of `time.perf_counter`
+    seconds: float  # the whole time of `measured`, of which comparisons get a share
     candidates: list[Candidate] = field(default_factory=list)
     best: Candidate | None = None  # so far
     _baseline: Candidate | None = None  # the first recipe that ran
-    _steps: dict[str, Step] = field(default_factory=dict)  # of both, and of those to be timed next
+    # By name of the candidate: of `_baseline`, of `best`, and of those to be timed next.
+    _steps: dict[str, Step] = field(default_factory=dict)
 
     def run(self) -> None:
         """Check and time the precisions, then fusion, and then compilation."""
         report = describe_device(self.case.device)
         rates = {p: report.speedup(p) for p in _FROM_SIMPLE if report.rates.get(p)}
+        # Rates that are not trusted may be several times too low.
         least = _EMULATED if report.trusted else _EMULATED / 5
         fast = [p for p, rate in rates.items() if rate >= least]
         convolves = any(isinstance(module, nn.Conv2d) for module in self.case.model.modules())
@@ -285,10 +293,10 @@ class _Ranking:
             if rate < least:
                 self._skip_emulated(precision, rate, report.trusted)
         if self.use == TRAINING and self.best:
-            self._try_if_time_is_left([replace(self.best.recipe, fused=True)], 0.1)
+            self._try_if_time_is_left([replace(self.best.recipe, fused=True)], share=0.1)
         if self.best:
-            for recipe in self._recipes_to_compile(self.best.recipe, convolves):
-                self._try_if_time_is_left([recipe], _SHARE_TO_COMPILE[self.use])
+            for recipe in self._recipes_to_compile(self.best.recipe, channels_last=convolves):
+                self._try_if_time_is_left([recipe], share=_SHARE_TO_COMPILE[self.use])
 
     def _skip_emulated(self, precision: Precision, rate: float, trusted: bool) -> None:
         """Record a precision that is not tried, since `rate` times fp32's is too slow."""
@@ -300,7 +308,7 @@ class _Ranking:
         self.candidates.append(Candidate(Recipe(self.use, precision), verdict, reason))
 
     def _recipes_to_compile(self, best: Recipe, channels_last: bool) -> list[Recipe]:
-        """The best recipe and fp32, each compiled, in the layout that was tried."""
+        """The best recipe as it is, then it and fp32 in the given layout: each compiled, once."""
         fp32 = Recipe(self.use, fused=best.fused)
         recipes = [best]
         for recipe in (best, fp32):
@@ -321,7 +329,7 @@ class _Ranking:
         if self._baseline is None or self.case.device.type != "cpu":
             return []
         name = self._baseline.name
-        taken = memory_taken(self._steps[name])
+        taken = memory_taken(self._steps[name])  # bytes, of one more step
         if taken < 0.1 * _NEW_BYTES_PER_S * self._baseline.seconds:
             return []
         size = bytes_text(taken)
@@ -331,7 +339,7 @@ class _Ranking:
         """The candidates: the best first, then by speed, then those that were not timed."""
 
         def rank(candidate: Candidate) -> tuple[bool, float]:
-            speedup = 0.0
+            speedup = 0.0  # below all that were timed
             if candidate.speedup and candidate.speedup.trusted:
                 speedup = candidate.speedup.median
             return candidate is not self.best, -speedup
@@ -356,24 +364,30 @@ class _Ranking:
         timed = self._compare_times()
         best = best_before
         for candidate in new:
-            ratio = timed.ratio(candidate.name, best.name)
+            ratio = timed.ratio(candidate.name, best.name)  # of times: below 1 is faster
             if ratio.is_below(1.0) and ratio.median <= _WORTHWHILE:
                 best = candidate
         self._record_times(timed, self._baseline, best)
         if timed.trusted and speedup_before and best_before.speedup:
+            # `_record_times` has replaced the speed-up of the candidate that was the best before.
             change = best_before.speedup.median / speedup_before.median
-            self._rescale_earlier(change, timed.time_s(self._baseline.name), [*timed.samples_s])
+            baseline_time = timed.time_s(self._baseline.name)
+            self._rescale_earlier(change, baseline_time, timed)
         self.best = best
         best.verdict = "recommended"
         if not timed.trusted and best is self._baseline:
             best.reason = f"the simplest; {_busy_reason(timed)}"
 
     def _check_recipes(self, recipes: list[Recipe]) -> list[Candidate]:
-        """Check recipes; return those that are to be timed."""
+        """Check recipes, and add them to the candidates; return those that are to be timed."""
         candidates = [self._check_recipe(recipe) for recipe in recipes]
         return [candidate for candidate in candidates if not candidate.verdict]
 
     def _compare_times(self) -> Comparison:
+        """Time `_steps` in turns, for `_ROUNDS` rounds or the time left, whichever is shorter.
+
+        Even if little time is left, a comparison gets a second, and its share of the whole time.
+        """
         enough_s = _ROUNDS * self._round_s()
         budget_s = max(
             _SHARE_OF_COMPARISON * self.seconds, 1.0, min(enough_s, self._time_to_compare())
@@ -381,7 +395,10 @@ class _Ranking:
         return compare(self._steps, device=self.case.device, budget_s=budget_s, warmup=0)
 
     def _record_times(self, timed: Comparison, first: Candidate, best: Candidate) -> None:
-        """Record times and verdicts; only the steps of `first` and `best` are kept."""
+        """Record times, speed-ups over `first` (the baseline) and verdicts in the candidates.
+
+        Only the steps of `first` and `best` are kept for the next comparison.
+        """
         for candidate in self.candidates:
             name = candidate.name
             if name not in timed.samples_s:
@@ -398,18 +415,21 @@ class _Ranking:
             if candidate not in (first, best):
                 del self._steps[name]  # frees its copy of the model
 
-    def _rescale_earlier(self, change: float, first: Estimate, names: list[str]) -> None:
-        """Rescale the speed-ups of earlier comparisons, since the machine's speed may change.
+    def _rescale_earlier(self, change: float, baseline_time: Estimate, timed: Comparison) -> None:
+        """Rescale results from before the comparison `timed`: the machine's speed may change.
 
         The recipe that was the best was timed then and now, and its speed-up changed by `change`.
         """
         for c in self.candidates:
-            if c.speedup and c.name not in names:
+            if c.speedup and c.name not in timed.samples_s:
                 c.speedup = c.speedup.times(change)
-                c.time_s = first.times(1 / c.speedup.median)
+                c.time_s = baseline_time.times(1 / c.speedup.median)
 
     def _check_recipe(self, recipe: Recipe) -> Candidate:
-        """Check a recipe; it has a verdict if it is not to be timed."""
+        """Check a recipe as a new candidate, which has a verdict if it is not to be timed.
+
+        Otherwise its step is kept in `_steps`.
+        """
         candidate = _candidate(recipe, self.look)
         self.candidates.append(candidate)
         if candidate.verdict:
@@ -421,7 +441,7 @@ class _Ranking:
             candidate.reason = _SUCH_STEPS
             return candidate
         except Exception as error:  # the model may raise anything in this precision
-            tip = tip_for(error, self.case.model, "try", self.case.device.type)
+            tip = tip_for(error, self.case.model, verb="try", device_type=self.case.device.type)
             candidate.verdict = "raises"
             candidate.reason = f"{with_type(error)}{tip}"
             if recipe.cast and _SAYS_DTYPES.search(str(error)):
@@ -435,7 +455,7 @@ class _Ranking:
         return candidate
 
     def _candidates_to_time(self) -> list[Candidate]:
-        """The candidates of the next comparison."""
+        """The candidates of the next comparison: those with a step."""
         return [candidate for candidate in self.candidates if candidate.name in self._steps]
 
     def _round_s(self) -> float:
@@ -443,18 +463,21 @@ class _Ranking:
         return sum(turn_s(candidate.seconds) for candidate in self._candidates_to_time())
 
     def _time_to_compare(self) -> float:
+        """Seconds for the next comparison: a fifth of the time left is for what follows it."""
         return 0.8 * (self.end - time.perf_counter())
 
     def _drop_slow(self, new: list[Candidate]) -> list[Candidate]:
-        """Drop the slowest of the new candidates if there is no time to compare all of them.
+        """Drop new candidates that are hopelessly slow, or too slow for the time that is left.
 
-        The baseline and one other are kept. Returns the candidates that are left.
+        The baseline is always kept, and the fastest of the others unless it is hopelessly slow.
+        Returns the candidates that are left.
         """
         fastest_s = min(candidate.seconds for candidate in self._candidates_to_time())
         allowed_s = max(_HOPELESS * fastest_s, _SHARE_OF_COMPARISON * self.seconds / _ROUNDS)
-        left_s = self._time_to_compare() / _FEWEST_ROUNDS - self._round_s()  # in a round
+        # Seconds of a round that are left; below 0, there are too many candidates.
+        left_s = self._time_to_compare() / _FEWEST_ROUNDS - self._round_s()
         others = [candidate for candidate in new if candidate is not self._baseline]
-        others.sort(key=lambda candidate: -candidate.seconds)
+        others.sort(key=lambda candidate: -candidate.seconds)  # the slowest first
         for candidate in others:
             if candidate.seconds > allowed_s:
                 reason = _SUCH_STEPS
@@ -470,4 +493,5 @@ class _Ranking:
 
 
 def _busy_reason(timed: Comparison) -> str:
+    """Why times are not trusted, as the reason of a candidate."""
     return f"its times cannot be trusted ({timed.reason})"
