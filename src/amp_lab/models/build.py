@@ -16,7 +16,7 @@ from amp_lab.models.gpt import SIZES, Gpt
 
 @functools.cache
 def model_names() -> tuple[str, ...]:
-    """Names of torchvision's image classifiers."""
+    """The names of torchvision's image classifiers, such as ``resnet18``."""
     return tuple(torchvision.models.list_models(module=torchvision.models))
 
 
@@ -52,6 +52,7 @@ def build_model(
 
 
 def _unknown_name_message(name: str) -> str:
+    """The message for a model that does not exist, with similar names if there are any."""
     problem = f"no classifier of torchvision {torchvision.__version__}: {name!r}"
     similar_names = difflib.get_close_matches(name, [*model_names(), *SIZES])
     if not similar_names:
@@ -68,7 +69,7 @@ def _build_classifier(name: str, classes: int) -> nn.Module:
 
 
 def _head_names(name: str, model: nn.Module, classes: int) -> set[str]:
-    """The names of the parameters of the head: their shape depends on the number of classes."""
+    """The names of the parameters of the head: those whose shape depends on `classes`."""
     try:
         with torch.device("meta"):
             other_model = _build_classifier(name, classes + 1)

@@ -37,11 +37,11 @@ class Rotation(nn.Module):
     def __init__(self, size: int):
         super().__init__()
         exponents = -torch.arange(0, size, 2) / size
-        rates = 10_000.0**exponents
+        rates = 10_000.0**exponents  # angle per position of each pair, from 1 down to about 1e-4
         self.register_buffer("rates", rates, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rotate pairs of values by angles that grow with the position; in the dtype of `x`."""
+        """Rotate pairs of values by angles that grow with the position; shape and dtype of `x`."""
         length = x.shape[-2]
         positions = torch.arange(length, device=x.device)
         angles = positions[:, None] * self.rates.float()  # (T, size / 2)
@@ -77,7 +77,7 @@ class Block(nn.Module):
             nn.init.normal_(layer.weight, std=residual_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The residual stream after the block."""
+        """The residual stream (B, T, width) after the block, given that before it."""
         # `hidden` is reused, so that a tensor that no gradient needs is freed at once.
         hidden = self.norm1(x)
         hidden = self.qkv(hidden)
@@ -112,7 +112,7 @@ class Gpt(nn.Module):
         nn.init.normal_(self.token.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The logits of the token that follows each token."""
+        """The logits (B, T, vocabulary) of the token that follows each token."""
         stream = self.blocks(self.token(tokens))
         return functional.linear(self.norm(stream), self.token.weight)  # tied to the embedding
 
@@ -121,10 +121,10 @@ class Gpt(nn.Module):
 def write(
     model: nn.Module, tokens: Tensor, count: int, context: int, temperature: float, seed: int
 ) -> Tensor | None:
-    """Generate text: `tokens` (T,), followed by `count` tokens that are sampled from the model.
+    """Generate text: `tokens` int64 (T,), then `count` tokens that are sampled from the model.
 
-    The model sees the last `context` tokens. At temperature 0, or very close to it, each token is
-    the likeliest one. Returns None if a logit is not finite.
+    Returns both together, int64 (T + count,), or None if a logit is not finite. The model sees the
+    last `context` tokens. At temperature 0, or very close to it, each new token is the likeliest.
     """
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):

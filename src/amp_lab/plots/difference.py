@@ -15,8 +15,8 @@ def error_growth(steps: Sequence[Any], parts_at: str | None = None) -> Figure:
     """Relative errors of runs A and B after each op, and the difference of their exact results.
 
     A step has ``module``, the errors ``a`` and ``b``, and ``apart``, the difference in fp64. The
-    first step in the module `parts_at` is marked. Errors of 0 are left out, since the axis is
-    logarithmic.
+    first step in the module `parts_at`, in which the runs diverge, is marked; "" is the model
+    itself. Errors of 0 are left out, since the axis is logarithmic.
     """
     figure, ax = style.subplots(size=(9.0, 3.8))
     errors_a = [step.a for step in steps]
@@ -38,7 +38,10 @@ def error_growth(steps: Sequence[Any], parts_at: str | None = None) -> Figure:
 
 
 def _error_curve(ax: Axes, name: str, errors: Values, colour: str, dash: str) -> None:
-    """Draw a line through the errors that are positive and finite, if there are any."""
+    """Draw a line through the errors that are positive and finite, if there are any.
+
+    `errors` has one for each step; `dash` is a linestyle of matplotlib.
+    """
     error_of: dict[int, float] = {}
     for step, error in enumerate(errors):
         if 0 < error < math.inf:
@@ -60,9 +63,12 @@ def _error_curve(ax: Axes, name: str, errors: Values, colour: str, dash: str) ->
 
 
 def _mark_divergence(ax: Axes, step: int, module: str, steps: int) -> None:
-    """Draw a vertical line at the step where two runs diverge, and the module's name above it."""
+    """Draw a vertical line at the step where two runs diverge, and the module's name above it.
+
+    `steps` is the number of all steps.
+    """
     ax.axvline(step, color=style.GUIDE, linewidth=1)
-    side = "left"
+    side = "left"  # the side of the text that is at the line
     if step > steps / 2:  # the text goes where there is more room
         side = "right"
     above: Look = {
@@ -72,13 +78,16 @@ def _mark_divergence(ax: Axes, step: int, module: str, steps: int) -> None:
         "fontsize": 9,
     }
     text = f"part in {module}"
-    ax.text(step, 1.01, text, **above)
+    ax.text(step, 1.01, text, **above)  # y = 1 is the top of the axes
 
 
 def _name_modules(ax: Axes, modules: Sequence[str]) -> None:
-    """Name the x axis where a module begins, at most a dozen times; `modules` has one per step."""
-    names: dict[int, str] = {}
-    min_distance = len(modules) / 12
+    """Write names of modules below the x axis, at most a dozen, each where its module begins.
+
+    `modules` has the name of the module of each step.
+    """
+    names: dict[int, str] = {}  # by step
+    min_distance = len(modules) / 12  # in steps
     previous_module = None
     last_tick = -math.inf
     for step, module in enumerate(modules):

@@ -22,20 +22,22 @@ def errors_by_layer(reports: Sequence[Any]) -> Figure:
     `reports` are those of a `Rehearsal`. A layer that the format leaves in 16 bits has an open
     marker; a layer that the format cannot be used for has none.
     """
+    # Both dicts are used as ordered sets.
     layers = dict.fromkeys(report.layer.name for report in reports)
     names = list(layers)
     formats = dict.fromkeys(report.format for report in reports)
     count = len(formats)
     figure, ax = style.subplots(size=(9.0, 4.2))
-    for i, name in enumerate(formats):
-        of_format = [report for report in reports if report.format == name]
+    for i, format_name in enumerate(formats):
+        of_format = [report for report in reports if report.format == format_name]
+        # A layer that the format cannot be used for has no decibels.
         fitting = [report for report in of_format if report.decibels]
         look: Look = {
             "color": style.shade(i, count),
             "marker": _MARKS[i % len(_MARKS)],
             "markersize": 5,
         }
-        ax.plot([], [], linewidth=1, label=name, **look)  # only for the legend
+        ax.plot([], [], linewidth=1, label=format_name, **look)  # only for the legend
         _format_line(ax, fitting, names, look)
     every = math.ceil(len(names) / _MAX_NAMES)
     ticks = range(0, len(names), every)
@@ -48,7 +50,11 @@ def errors_by_layer(reports: Sequence[Any]) -> Figure:
 
 
 def _format_line(ax: Axes, reports: Sequence[Any], names: list[str], look: Look) -> None:
-    """Draw a line through the layers of one format, and a marker on each, open if left out."""
+    """Draw a line through the layers of one format, and a marker on each: open if in 16 bits.
+
+    `reports` are those of the format, and `names` the layers along the x axis. `look` is that of
+    the markers.
+    """
     colour = look["color"]
     positions, decibels = _points(reports, names)
     ax.plot(positions, decibels, color=colour, linewidth=1)
@@ -61,12 +67,15 @@ def _format_line(ax: Axes, reports: Sequence[Any], names: list[str], look: Look)
 
 
 def _points(reports: Sequence[Any], names: list[str]) -> _Points:
-    """The position of each layer on the x axis, and the SQNR in dB of its worst matmul."""
+    """The position of each report's layer on the x axis, and the SQNR in dB of its worst matmul.
+
+    `names` are the layers along the axis.
+    """
     positions: list[int] = []
     decibels: list[float] = []
     for report in reports:
         position = names.index(report.layer.name)
-        _, worst_decibels = report.worst
+        _, worst_decibels = report.worst  # the matmul, and its SQNR
         positions.append(position)
         decibels.append(worst_decibels)
     return positions, decibels

@@ -50,13 +50,14 @@ def gradients_against_fp16(log2_magnitudes: Tensor, scales: Values) -> list[Axes
 def exponents_against_fp16(kinds: Mapping[str, Histogram], scales: Values) -> list[Axes]:
     """Histograms of scaled gradients over the range of fp16, a panel for each of `scales`.
 
-    `kinds` maps the name of a group of gradients to {k: number of values from 2^k to 2^(k+1)}.
+    `kinds` maps the name of a group of gradients to {k: number of values from 2^k to 2^(k+1)}. At
+    most three groups are drawn.
     """
-    lowest = -60  # the axis begins at 2^-60, or lower if there are such values
+    lowest = -60  # the axis begins at 2^-60, or as low as the values, but not below 2^-130
     for histogram in kinds.values():
         lowest = min(lowest, *histogram.keys())
     left = max(-130, lowest)
-    axes = _fp16_ranges(scales, left, name_zero_at=-31)  # where "zero in fp16" is written
+    axes = _fp16_ranges(scales, left, name_zero_at=-31)  # the x at which "zero in fp16" is written
     for ax, scale in zip(axes, scales, strict=True):
         shift = math.log2(scale)
         for (name, histogram), look in zip(kinds.items(), _HISTOGRAM_LOOKS, strict=False):
@@ -80,9 +81,10 @@ def _fp16_ranges(scales: Values, left: int, name_zero_at: float) -> list[Axes]:
     """Make a panel for each loss scale, with the ranges of fp16 shaded, and named in the first.
 
     `left` is where the x axis begins, and `name_zero_at` where on it the name of the zeros stands.
+    Both are exponents of two. Returns the axes of the panels, from the top.
     """
     rows = len(scales)
-    height = 2.2 * rows + 0.6
+    height = 2.2 * rows + 0.6  # inches: 0.6 for the label of the x axis
     size = (8.0, height)
     _, panels = style.rows(rows, size, sharex=True, sharey=True)
     axes = list(panels)
@@ -95,13 +97,13 @@ def _fp16_ranges(scales: Values, left: int, name_zero_at: float) -> list[Axes]:
         ax.set_title(title, **LEFT)
     first = axes[0]
     last = axes[-1]
-    names = {
+    names = {  # of the ranges, by the x of their middle
         name_zero_at: "zero in fp16",
         -19.5: "subnormal",
         1: "normal",
         18: "inf",
     }
-    share_of_height = first.get_xaxis_transform()
+    share_of_height = first.get_xaxis_transform()  # for a y that is a share of the axes' height
     on_top: Look = {
         "transform": share_of_height,
         "ha": "center",

@@ -19,12 +19,12 @@ Point = tuple[str, str, float, Estimate]
 
 
 def speed_ladder(panels: Mapping[str, Sequence[Bar]]) -> Figure:
-    """Bars of the time of a step, from the lowest rung to the highest: `panels[title]`.
+    """Bars of the time of a step, from the lowest rung to the highest; a panel for each title.
 
     A tick shows how long the step would take at the device's limit, where that is known.
     """
-    heights = [len(bars) + 1.5 for bars in panels.values()]
-    height = 0.26 * sum(heights) + 0.6
+    heights = [len(bars) + 1.5 for bars in panels.values()]  # in bars: 1.5 for title and ticks
+    height = 0.26 * sum(heights) + 0.6  # in inches: 0.6 for the label of the x axis
     size = (8.0, height)
     count = len(panels)
     figure, axes = style.rows(count, size, height_ratios=heights)
@@ -44,13 +44,13 @@ def speed_ladder(panels: Mapping[str, Sequence[Bar]]) -> Figure:
     x_label = "time of a step (ms)"
     if has_limits:
         x_label += "; black: the limit of the device"
-    lowest = axes[-1]
-    lowest.set_xlabel(x_label)
+    bottom_axes = axes[-1]
+    bottom_axes.set_xlabel(x_label)
     return figure
 
 
 def _rung_bar(ax: Axes, y: int, precision: str, time: Estimate | None, text: str) -> None:
-    """Draw the bar of a rung; without a time, only its text."""
+    """Draw the bar of a rung, for its `time` in ms; without a time, only its text."""
     look = style.look_of(precision, height=0.75)
     if time is None:
         style.bar(ax, y, 0, text, **look)
@@ -59,6 +59,7 @@ def _rung_bar(ax: Axes, y: int, precision: str, time: Estimate | None, text: str
 
 
 def _limit_tick(ax: Axes, y: int, limit: float) -> None:
+    """Draw a vertical tick at `limit` ms, a little longer than the bar at `y` is high."""
     lower_end = y - 0.45
     upper_end = y + 0.45
     ax.plot([limit, limit], [lower_end, upper_end], **_TICK)
@@ -67,7 +68,8 @@ def _limit_tick(ax: Axes, y: int, limit: float) -> None:
 def roofline(roofs: Mapping[str, float], bytes_per_s: float, points: Sequence[Point]) -> Figure:
     """The roofline of a device: FLOP/s against FLOPs per byte, with the roof of each precision.
 
-    `roofs` is {precision: peak FLOP/s}, and `bytes_per_s` the memory bandwidth.
+    `roofs` is {precision: peak FLOP/s}, for at most four, and `bytes_per_s` the memory bandwidth.
+    The points have at most eight different labels, each with a marker of its own.
     """
     figure, ax = style.subplots(size=(8.0, 4.2))
     _draw_roofs(ax, roofs, bytes_per_s, points)
@@ -99,7 +101,7 @@ def _draw_roofs(
     intensities = [intensity for _, _, intensity, _ in points]
     lowest = min([1.0, *intensities])
     highest = max([100.0, *intensities])
-    low = lowest / 2
+    low = lowest / 2  # with some room beyond the points
     high = highest * 4
     for (precision, flops_per_s), dash in zip(roofs.items(), _ROOF_DASHES, strict=False):
         ridge = flops_per_s / bytes_per_s  # left of it, the memory bandwidth is the limit
@@ -112,16 +114,19 @@ def _draw_roofs(
 
 
 def best_speedups(machines: Mapping[str, Mapping[str, Ratio]]) -> Figure:
-    """Bars of the best speed-up of each workload, side by side: `machines[name][workload]`."""
+    """Bars of the best speed-up of each workload: `machines[name][workload]`.
+
+    The bars of a workload on all machines are next to each other.
+    """
     workloads: dict[str, None] = {}  # used as an ordered set
     for speedup_of in machines.values():
         workloads |= dict.fromkeys(speedup_of)
     names = list(workloads)
     count = len(machines)
-    height = 0.3 * len(names) * count + 1.4
+    height = 0.3 * len(names) * count + 1.4  # inches: 1.4 for axis and legend
     figure, ax = style.subplots(size=(8.0, height))
     bar_height = 0.8 / count  # the bars of a workload fill 0.8 of its row
-    last = max(1, count - 1)
+    last = max(1, count - 1)  # at least 1, since it is divided by
     for i, (machine, speedup_of) in enumerate(machines.items()):
         grey = 0.15 + 0.6 * i / last  # from dark to light
         look: Look = {

@@ -124,7 +124,7 @@ def image(draw: Callable[..., Figure], *arguments: object, form: str = "png") ->
     """Draw a figure and return it as a PNG or SVG file, without opening a window.
 
     `draw` is a function of `amp_lab.plots` that returns a `Figure`, and `arguments` are its
-    arguments; `form` is "png" or "svg".
+    arguments; `form` is "png" or "svg". The style stays set for this process, as by `use_style`.
     """
     use_style()
     picture = io.BytesIO()
@@ -177,7 +177,10 @@ def by_panel(axes: Iterable[Axes], panels: Panels) -> Iterator[tuple[Axes, str, 
 
 
 def look_of(precision: str, **more: Any) -> Look:
-    """The look of bars of a precision, and `more`; other names are light grey with dots."""
+    """The look of bars of a precision, with the entries of `more` added or replaced.
+
+    The bars of any other name are light grey with dots.
+    """
     return {
         "color": COLOURS.get(precision, OTHER),
         "hatch": HATCHES.get(precision, ".."),
@@ -187,7 +190,7 @@ def look_of(precision: str, **more: Any) -> Look:
 
 
 def part_looks(parts: Iterable[str], greys: Sequence[Grey]) -> dict[str, Look]:
-    """The look of each segment of a stacked bar, by its name; as many names as greys."""
+    """The look of each segment of a stacked bar, by its name in `parts`; as many names as greys."""
     looks: dict[str, Look] = {}
     for part, (grey, hatch) in zip(parts, greys, strict=True):
         looks[part] = {"color": grey, "hatch": hatch, "label": part, **EDGED}
@@ -195,9 +198,10 @@ def part_looks(parts: Iterable[str], greys: Sequence[Grey]) -> dict[str, Look]:
 
 
 def bar(ax: Axes, at: Any, length: float, text: str, size: int = 9, **look: Any) -> None:
-    """Draw a bar at position `at`, with a text of font size `size` beyond its end.
+    """Draw a bar at position `at`, with a text beyond its end.
 
-    It is horizontal, or vertical if its look has a ``width`` in place of a ``height``.
+    The bar is horizontal, or vertical if its look has a ``width`` in place of a ``height``. `size`
+    is the font size of a horizontal bar's text; that of a vertical one has the usual size.
     """
     if "width" in look:
         vertical = ax.bar(at, length, **look)
@@ -206,7 +210,7 @@ def bar(ax: Axes, at: Any, length: float, text: str, size: int = 9, **look: Any)
         return
     horizontal = ax.barh(at, length, **look)
     if text:
-        ax.bar_label(horizontal, [f" {text}"], fontsize=size)
+        ax.bar_label(horizontal, [f" {text}"], fontsize=size)  # the space is the gap
 
 
 def measured_bar(ax: Axes, at: Any, estimate: Estimate, text: str, **look: Any) -> None:
@@ -218,7 +222,7 @@ def measured_bar(ax: Axes, at: Any, estimate: Estimate, text: str, **look: Any) 
     busy = BUSY
     if "width" in look:  # the bar is vertical
         error_argument = "yerr"
-        busy = BUSY.replace(" ", "\n", 1)
+        busy = BUSY.replace(" ", "\n", 1)  # in two lines, since the bar is narrow
     if not estimate.trusted:
         look |= UNTRUSTED
         if text:
@@ -251,7 +255,10 @@ def measured_line(
 
 
 def _grey_boxes(ax: Axes, untrusted: Mapping[float, Estimate]) -> None:
-    """Draw grey boxes {x: estimate} with their intervals, and the text `BUSY` above the axes."""
+    """Draw grey boxes with their intervals, and the text `BUSY` above the axes.
+
+    `untrusted` is {x: estimate}.
+    """
     x = list(untrusted)
     estimates = list(untrusted.values())
     medians = [estimate.median for estimate in estimates]
@@ -277,9 +284,10 @@ def _errors(estimates: Sequence[Estimate]) -> list[list[float]]:
 
 
 def stacked(ax: Axes, at: float, segments: Bars, total: str = "", size: int = 9) -> None:
-    """Draw a stacked bar of segments (length, look).
+    """Draw a stacked bar of segments (length, look), at position `at`.
 
-    `total` is the format of the sum at its end, such as ``{:.3g}``.
+    `total` is the format of the sum at its end, such as ``{:.3g}``; "" for none. `size` is its font
+    size. As for `bar`, the stacked bar is vertical if the looks have a ``width``.
     """
     start = 0.0
     last = len(segments) - 1
@@ -347,7 +355,7 @@ def lines(
     """Draw curves {label: {x: y}}, or {label: values} with x = `first`, `first` + 1, ….
 
     A label begins with a precision, which gives the colour. `dashes` are given by precision, or for
-    each curve in order.
+    each curve in order. `markers` has a letter for each curve, or is empty. `look` is for all.
     """
     for i, (label, points) in enumerate(curves.items()):
         precision = precision_of(label)
@@ -428,7 +436,7 @@ def _cell(ax: Axes, column: int, row: int, text: str, fontsize: float) -> None:
     text_colour = "black"
     if text in ("fp32", "fp16"):  # their colours are dark
         text_colour = "white"
-    x = column + 0.48
+    x = column + 0.48  # the middle of the box
     y = row + 0.45
     ax.text(x, y, text, color=text_colour, fontsize=fontsize, **CENTRED)
 
@@ -436,7 +444,10 @@ def _cell(ax: Axes, column: int, row: int, text: str, fontsize: float) -> None:
 def legend_beside(
     figure: Figure, loc: Literal["outside lower center", "outside right upper"], **options: Any
 ) -> None:
-    """Draw one legend for all axes, outside of them; each label stands in it once."""
+    """Draw one legend for all axes, outside of them; each label stands in it once.
+
+    `options` are those of matplotlib's `Figure.legend`.
+    """
     handle_of: dict[str, Any] = {}
     for ax in figure.axes:
         handles, labels = ax.get_legend_handles_labels()
