@@ -58,9 +58,9 @@ _NO_PAYLOAD = {"barrier", "monitored_barrier"}
 
 
 def _sent_share(kind: str, ranks: int) -> float:
-    """The bytes that a rank has to send, relative to the whole tensor.
+    """The bytes that a rank has to send, relative to those of the whole tensor.
 
-    These are the bus bandwidth factors of NCCL's tests.
+    `kind` is one of those in `_C10D`. These are the bus bandwidth factors of NCCL's tests.
     """
     if kind == "all_reduce":  # a reduce_scatter, then an all_gather
         return 2 * (ranks - 1) / ranks
@@ -68,7 +68,7 @@ def _sent_share(kind: str, ranks: int) -> float:
     if kind in ("all_gather", "reduce_scatter", "all_to_all", "scatter"):
         return (ranks - 1) / ranks
     if kind in ("broadcast", "reduce", "gather"):
-        return min(1, ranks - 1)
+        return min(1, ranks - 1)  # 0 for a rank alone
     return {"send": 1, "recv": 0}[kind]
 
 
@@ -144,7 +144,7 @@ class Communication(Printed):
         return Table(head, rows, caption, foot=foot, right=range(2, 6))
 
     def _numbers(self) -> list[str]:
-        """The cells of a row of the table."""
+        """The cells of these collectives in the table: calls, elements, payload and sent bytes."""
         numbers = (len(self.calls), self.elements, self.payload_bytes, self.sent_bytes)
         return [f"{number:,}" for number in numbers]
 
@@ -176,7 +176,10 @@ def count_communication() -> Iterator[Communication]:
 
 
 def note_shared(kind: str, dtype: torch.dtype, elements: int, ranks: int) -> None:
-    """Count an exchange through shared memory as a collective of this kind."""
+    """Count an exchange through shared memory as a `Collective` with these fields.
+
+    It is added to every block of `count_communication` that is running.
+    """
     for communication in _open_counts:
         communication.calls.append(Collective(kind, dtype, elements, ranks))
 
@@ -202,7 +205,11 @@ class _Counter(TorchDispatchMode):
         return result
 
     def _note(self, namespace: str, name: str, args: list, result: object) -> None:
-        """Add the call of an op; `name` is as in the table above."""
+        """Add the call of an op to `communication`; `name` is a key of `_OPS[namespace]`.
+
+        `args` has all arguments, and `result` is what the op returned. Raises `ParallelError` for
+        another name. An op without a process group is no communication.
+        """
         group = _group_of(args)
         if group is None or name in _NO_PAYLOAD:
             return

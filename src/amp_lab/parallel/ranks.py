@@ -72,9 +72,9 @@ class Ranks:
         except Exception as caught:  # of any type, since the other ranks wait for this one
             error = caught
         message = None
-        if error is not None and not isinstance(error, OtherRankError):
+        if error is not None and not isinstance(error, OtherRankError):  # the other rank reports it
             message = str(error)
-        self._raise_first(self.gather(message), error)
+        self._raise_first(self.gather(message), error)  # returns if no rank has a message
         return value
 
     def first(self, call: Callable[[], _T]) -> _T:
@@ -86,7 +86,7 @@ class Ranks:
             return call() if self.rank == 0 else None
 
         objects: list[Any] = [self.each(call_on_rank_0)]
-        dist.broadcast_object_list(objects, src=0)
+        dist.broadcast_object_list(objects, src=0)  # replaces the item on the other ranks
         return objects[0]
 
     def gather(self, value: _T) -> list[_T]:
@@ -97,7 +97,7 @@ class Ranks:
         return values
 
     def total(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor over the ranks, as a new tensor."""
+        """The sum of a tensor over the ranks, as a new tensor; a process alone gets `tensor`."""
         if self.kind is None:
             return tensor
         tensor = tensor.clone()  # all_reduce works in place
@@ -112,18 +112,21 @@ class Ranks:
         """
         if self.kind is None:
             return number
-        pending = self._pending
+        previous = self._pending
         largest = torch.tensor(number)
         work = dist.all_reduce(largest, dist.ReduceOp.MAX, async_op=True)
         self._pending = (work, largest)
-        if pending is None:
+        if previous is None:
             return 0
-        work_before, largest_before = pending
-        work_before.wait()
-        return int(largest_before)
+        previous_work, previous_largest = previous
+        previous_work.wait()
+        return int(previous_largest)
 
     def _raise_first(self, messages: list[str | None], own_error: Exception | None) -> None:
-        """Raise the error of the first rank that failed, given the message of each; see `each`."""
+        """Raise the error of the first rank that failed, if any, as `each` says.
+
+        `messages` has the error of each rank as a text, None for a rank that has not failed.
+        """
         failed_ranks = [rank for rank, message in enumerate(messages) if message is not None]
         if not failed_ranks:
             return
@@ -151,7 +154,8 @@ class Ranks:
         model.to(self.device)
         if self.kind is None:
             return model
-        # Not before each forward pass: `share_buffers` is called where buffers must be the same.
+        # DDP would copy the buffers of rank 0 before each forward pass. `share_buffers` does it
+        # where they must be the same.
         options: dict[str, Any] = no_buffer_broadcast()
         options["device_ids"] = None if backend(self.device).is_host else [self.device]
         options["gradient_as_bucket_view"] = True  # without it, gradients are kept twice
@@ -187,7 +191,10 @@ class Ranks:
         return DeviceMesh.from_group(dist.group.WORLD, self.device.type)
 
     def _shard(self, model: nn.Module, precision: Precision) -> None:
-        """Shard the model in place with FSDP2: block by block, batch norms apart in 16 bits."""
+        """Shard the model in place with FSDP2, block by block.
+
+        In fp16 and bf16, the batch norms of a block are sharded apart from it, with fp32 weights.
+        """
         # Imported here, since it takes a second, and training in one process does not need it.
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -202,7 +209,7 @@ class Ranks:
 
         def shard(block: nn.Module, policy: MixedPrecisionPolicy) -> None:
             norms: list[nn.Module] = [m for m in block.modules() if isinstance(m, _BatchNorm)]
-            # Those of the blocks are sharded already when the model itself is.
+            # When the model itself is sharded, the batch norms of its blocks already are.
             norms = [norm for norm in norms if not isinstance(norm, FSDPModule)]
             if low_dtype is not None and norms:
                 fully_shard(norms, mesh=mesh, mp_policy=norm_policy)
@@ -233,8 +240,8 @@ class Ranks:
     def no_gradients(self) -> contextlib.AbstractContextManager:
         """The context for an evaluation: inference mode, or `no_grad` with FSDP2."""
         if self.kind is Parallel.FSDP:
-            # FSDP2 keeps the buffers that it gathers weights into, and uses them in training too.
-            # Made in inference mode, they would be refused by autograd.
+            # FSDP2 gathers weights into buffers that it keeps, and also uses in training. If they
+            # were made in inference mode, autograd would refuse them there.
             return torch.no_grad()
         return torch.inference_mode()
 
@@ -279,7 +286,8 @@ def _is_16_bit(precision: Precision) -> bool:
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
     """The modules whose weights FSDP2 gathers together, such as the layers of a transformer.
 
-    They are the outermost modules that have children and parameters and are no plain container.
+    They are the outermost modules that have children and parameters, except plain containers: of
+    an ``nn.Sequential`` of layers, each layer is a block.
     """
     for child in model.children():
         # By type, not isinstance: a subclass may have a forward of its own, and is a block itself.

@@ -27,6 +27,7 @@ _FILES = 2  # see `SharedMemory`
 def share_memory(device: torch.device) -> SharedMemory | None:
     """Set up memory that all ranks share; None unless all are on the CPU of one Linux machine.
 
+    Also None if a rank cannot open the files, as in another container.
     All ranks must call this together. The memory is in files without a name (`memfd_create`), which
     the system frees when the last process closes them.
     """
@@ -49,13 +50,13 @@ def share_memory(device: torch.device) -> SharedMemory | None:
     dist.all_gather_object(opened_files, len(memory.files_and_maps))
     for descriptor in descriptors:  # each rank has opened the files itself
         os.close(descriptor)
-    if min(opened_files) < _FILES:
+    if min(opened_files) < _FILES:  # a rank could not open them, so no rank uses them
         return None
     return memory
 
 
 def _open(name: str, paths: list[str]) -> list[BinaryIO]:
-    """Open the files at these paths; empty if one cannot be opened or is not called `name`."""
+    """Open the files at these paths; an empty list if one cannot be, or is not called `name`."""
     try:
         # In another container than rank 0's, the path may lead to an unrelated file.
         if not all(name in os.readlink(path) for path in paths):
@@ -74,13 +75,16 @@ class SharedMemory:
     def __init__(self, files: Sequence[BinaryIO]):
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        # The files are empty at first: `exchange` maps one when it needs more memory.
+        # The files are empty at first, which cannot be mapped, so each map is a byte without a
+        # file. `exchange` makes a larger one when it needs more memory.
         self.files_and_maps = [(file, mmap.mmap(-1, 1)) for file in files]
         for file in files:
             weakref.finalize(self, file.close)
 
     def exchange(self, values: Tensor, dtype: torch.dtype, divisor: int = 1) -> Tensor:
         """Exchange ``values / divisor`` in `dtype`: returns those of all ranks, (ranks, elements).
+
+        `values` is (elements,), and its dtype may be another.
 
         The result is a view of the shared memory: read it before the next exchange. Two files are
         enough, since a rank that reaches the next barrier has read this result: after that barrier,
@@ -103,7 +107,10 @@ class SharedMemory:
         return rows
 
     def average(self, bucket: dist.GradBucket, dtype: torch.dtype) -> torch.futures.Future[Tensor]:
-        """A communication hook for DDP: replaces the gradients by their mean, summed in `dtype`."""
+        """A communication hook for DDP: replaces the gradients by their mean, summed in `dtype`.
+
+        Returns the gradients of the bucket (elements,), which are written in place.
+        """
         gradients = bucket.buffer()
         note_shared("all_reduce", dtype, gradients.numel(), self.size)
         # Divided before they are summed, as by torch's hooks: the sum may be too large for fp16.
@@ -127,7 +134,10 @@ class SharedMemory:
     def reduce_scatter(
         self, output_tensor: Tensor, input_tensor: Tensor, op: object, **_: object
     ) -> None:
-        """FSDP2's reduce-scatter: write this rank's shard of the sum, or mean, over the ranks."""
+        """FSDP2's reduce-scatter: write this rank's shard of the sum, or mean, over the ranks.
+
+        `input_tensor` has the gradients of this rank for the shards of all, in rank order.
+        """
         note_shared("reduce_scatter", input_tensor.dtype, input_tensor.numel(), self.size)
         rows = self.exchange(input_tensor, input_tensor.dtype)
         shards = rows.view(self.size, self.size, -1)  # (rank it is from, rank it is for, elements)
@@ -139,7 +149,10 @@ class SharedMemory:
 
 @dataclass
 class FsdpCollective:
-    """A function as a custom collective of FSDP2, which also asks it to allocate the output."""
+    """A custom collective for FSDP2, which calls `allocate` for its output, and then the object.
+
+    The object passes the arguments on to the function `call`.
+    """
 
     call: Callable[..., None]
 
@@ -151,9 +164,10 @@ class FsdpCollective:
 
 
 def _sum_rows(rows: Tensor, out: Tensor) -> None:
-    """Write the sum of `rows` (ranks, elements) into `out`, added in their dtype and order.
+    """Write the sum of `rows` (ranks, elements) over the ranks into `out` (elements,).
 
-    The order is that of the ranks, so the result is bitwise the same on every rank.
+    The rows are added in their dtype and in the order of the ranks, so the result is bitwise the
+    same on every rank.
     """
     for chunk, target in zip(rows.split(_CHUNK, dim=1), out.split(_CHUNK), strict=True):
         total, *others = chunk
