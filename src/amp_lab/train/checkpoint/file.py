@@ -21,7 +21,7 @@ _COMMENT = b"amp-lab checkpoint %d sha256 %s"
 _COMMENT_BYTES = len(_COMMENT % (VERSION, b"0" * 64))
 _ZIP_START = b"PK\x03\x04"  # the first bytes of a zip archive
 _END_RECORD = b"PK\x05\x06"  # the first bytes of its last record, which the comment belongs to
-_TAIL_BYTES = 65_557  # that record with the longest comment that it can have
+_TAIL_BYTES = 65_557  # the last record (22) with the longest comment that it can have (65,535)
 _CHUNK_BYTES = 2**20
 _COMMENT_PATTERN = re.compile(rb"amp-lab checkpoint (\d+) sha256 ([0-9a-f]{64})")
 
@@ -127,7 +127,7 @@ def _digest(file: BinaryIO, count: int) -> str:
 
 
 def _unpickle(path: Path, file: BinaryIO) -> Any:
-    """Load a file of `torch.save`; `CheckpointError` if it cannot be loaded."""
+    """Load a file of `torch.save` whose checksum is right; `CheckpointError` if that fails."""
     file.seek(0)
     try:
         return torch.load(file, map_location="cpu", weights_only=True)

@@ -9,7 +9,10 @@ from amp_lab.core.backends import backend
 
 
 def random_states(device: torch.device | str = "cpu") -> dict:
-    """The states of Python's, NumPy's, torch's and the device's generator, for a checkpoint."""
+    """The states of Python's, NumPy's, torch's and the device's generator, for a checkpoint.
+
+    They are under "python", "numpy", "torch" and, except for a CPU, the type of the device.
+    """
     device = torch.device(device)
     algorithm, keys, *others = np.random.get_state()
     key_list = np.asarray(keys).tolist()  # `torch.load` with `weights_only` refuses an array

@@ -70,6 +70,7 @@ def _remove_shards(out: Path, keep: str | None) -> None:
 def load_run(out: Path, config: dict) -> dict | None:
     """Load the checkpoint of the run with these settings; None if there is none yet.
 
+    `config` has the fields of `RunConfig`; the result has the entries that are listed at the top.
     Raises `CheckpointError` if it is damaged, or has other settings; `epochs` may differ.
     """
     path = out / CHECKPOINT
@@ -109,7 +110,7 @@ def restore_run(
     The state may be that of another number of ranks, sharded or not. `make_progress` makes the
     progress of its saved state dict. Raises `CheckpointError` for the state of another model.
     """
-    settings = _settings(parts)
+    settings = _settings(parts)  # before restoring, to compare with those after it
     try:
         _restore_tensors(out, state, ranks, parts["model"], parts["optimizer"])
         for name in ("scheduler", "scaler"):
@@ -140,7 +141,7 @@ def _restore_tensors(out: Path, state: dict, ranks: Ranks, model: Any, optimizer
 
 
 def _settings(parts: _Parts) -> dict:
-    """The state of the parts of a run without the tensors of model and optimizer."""
+    """The state of scheduler and scaler, and the parameter groups of the optimizer, by name."""
     return {
         "scheduler": parts["scheduler"].state_dict(),
         "scaler": parts["scaler"].state_dict(),
@@ -211,17 +212,19 @@ def _may_replace(value: object, original: object) -> bool:
 
 
 def _restore_rank(states: list[dict], ranks: Ranks) -> dict:
-    """Restore the random state of this rank, and return its progress; `states` has those of each.
+    """Restore the random state of this rank, and return the state dict of its progress.
 
-    If the number of ranks has changed, their progress is shared out again.
+    `states` has {"progress": …, "random": …} of each rank that saved them. If the number of ranks
+    has changed, their progress is shared out again.
     """
     rank = ranks.rank
-    if rank < len(states):  # further ranks keep the random state that their seed gave them
+    if rank < len(states):  # a rank that was not there keeps the random state from its seed
         restore_random_states(states[rank]["random"], ranks.device)
     progress_of_ranks = [state["progress"] for state in states]
     if ranks.size == len(states):
         return progress_of_ranks[rank]
-    # Rank 0 takes the sums of all: they are added up over the ranks at the end of the epoch.
+    # Rank 0 takes the sums of all, and the others begin at 0: at the end of the epoch the sums are
+    # added up over the ranks.
     is_first = rank == 0
     shared_out = {}
     for name in ("loss_sum", "correct"):
@@ -229,4 +232,4 @@ def _restore_rank(states: list[dict], ranks: Ranks) -> dict:
         shared_out[name] = total * is_first
     samples = sum(progress["samples"] for progress in progress_of_ranks)
     shared_out["samples"] = samples // ranks.size
-    return progress_of_ranks[0] | shared_out
+    return progress_of_ranks[0] | shared_out  # the other entries are the same on all ranks

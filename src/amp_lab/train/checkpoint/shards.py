@@ -51,7 +51,8 @@ def save_shards(
         return sorted(path.name for path in folder.iterdir())
 
     def digest_share() -> dict[str, str]:
-        share = names[ranks.rank :: ranks.size]  # each rank reads some of the files
+        # Each rank reads some of the files; `names` is what `list_files` returned.
+        share = names[ranks.rank :: ranks.size]
         return {name: _digest(folder / name) for name in share}
 
     ranks.first(create)
@@ -60,7 +61,7 @@ def save_shards(
     ranks.each(save)
     names = ranks.first(list_files)
     digests = ranks.gather(ranks.each(digest_share))
-    return {"folder": folder.name, "files": dict(ChainMap(*digests))}
+    return {"folder": folder.name, "files": dict(ChainMap(*digests))}  # the dicts of all ranks
 
 
 def load_shards(
@@ -75,7 +76,7 @@ def load_shards(
     """
 
     def compare_digests() -> None:
-        share = sorted(shards["files"])[ranks.rank :: ranks.size]
+        share = sorted(shards["files"])[ranks.rank :: ranks.size]  # this rank's files, by name
         for name in share:
             path = folder / name
             if not path.exists():
@@ -86,7 +87,7 @@ def load_shards(
     def load() -> None:
         states = _states(model, optimizer)
         with _checkpoint_errors(folder, "does not fit this run"), warnings.catch_warnings():
-            # As it should be for one process, such as that of an export.
+            # torch warns if there is one process alone, such as that of an export.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(states, storage_reader=_SafeReader(folder), planner=_SafePlanner())
             state_dict.set_state_dict(
@@ -193,7 +194,7 @@ class _SafePlanner(dcp.DefaultLoadPlanner):
 
 
 def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """The state dicts of both, with the parameters by name and sharded as they are."""
+    """The state dicts under "model" and "optimizer": parameters by name, sharded as they are."""
     model_state, optimizer_state = state_dict.get_state_dict(model, optimizer)
     return {"model": model_state, "optimizer": optimizer_state}
 
@@ -206,14 +207,17 @@ def _digest(path: Path) -> str:
 
 @contextlib.contextmanager
 def _checkpoint_errors(path: Path, problem: str) -> Iterator[None]:
-    """Turn an error in the block, or inside torch on any rank, into a `CheckpointError`."""
+    """Turn an error in the block, or inside torch on any rank, into a `CheckpointError`.
+
+    Its message is ``path: problem (reason)``. The error of a lost process stays as it is.
+    """
     prefix = ""
     try:
         yield
         return
     # torch collects the errors of all ranks in this one, which is no `Exception`.
     except CheckpointException as collected:
-        rank, (error, _) = min(collected.failures.items())
+        rank, (error, _) = min(collected.failures.items())  # {rank: (error, traceback)}
         prefix = f"rank {rank}: "
     except Exception as caught:  # a damaged pickle may raise anything
         error = caught

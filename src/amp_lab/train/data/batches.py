@@ -76,6 +76,7 @@ class Batches:
             raise DataError(f"{len(order)} images are too few for {ranks} processes")
         remaining = order[self.start * self.batch_size :]
         keys = self.epoch * length + remaining
+        # A batch has at least one key for each rank.
         batches_of_keys = list(keys.split(max(self.batch_size, ranks)))
         if len(batches_of_keys) > 1 and len(batches_of_keys[-1]) < ranks:
             last_two = batches_of_keys[-2:]
@@ -116,7 +117,10 @@ class Batches:
                 yield self.dataset.finish(images), targets
 
     def _read(self, keys: list[int]) -> tuple[torch.Tensor, torch.Tensor] | AmpLabError:
-        """Read a batch; an error is returned, for `_next_batch` to raise in the main process."""
+        """Read the images and targets of these keys, before `ImageSet.finish`.
+
+        An error is returned, for `_next_batch` to raise in the main process.
+        """
         try:
             return self.dataset.read(keys)
         except AmpLabError as error:
@@ -192,7 +196,7 @@ def _signals_blocked() -> Iterator[None]:
 def _ignore_signals(_worker: int) -> None:
     """Ignore SIGINT and SIGTERM in a worker: the main process decides when to stop.
 
-    Ctrl-C in a terminal goes to workers too.
+    Ctrl-C in a terminal goes to workers too. torch calls this with the number of the worker.
     """
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -69,7 +69,8 @@ def find_folder(folder: Path) -> Path | None:
 def _scan(root: Path) -> tuple[list[str], dict[str, int]]:
     """Names of the class folders, sorted, and the target of each image by its path.
 
-    A path begins with the name of `root`: 256_ObjectCategories/001.ak47/001_0001.jpg.
+    A path begins with the name of `root`: 256_ObjectCategories/001.ak47/001_0001.jpg. Raises
+    `DataError` if there are no such folders or no images.
     """
     class_folders: list[str] = []
     for path in root.glob("[0-9][0-9][0-9]*"):
@@ -175,7 +176,10 @@ def _fault(row: dict[str, str], targets_of: dict[str, int], earlier: set[str]) -
 
 
 def _write_table(table: Path, paths: list[str], targets_of: dict[str, int]) -> None:
-    """Write the table of images atomically; raises `DataError` if that fails."""
+    """Write the table of images, with a row for each of `paths`, atomically.
+
+    Raises `DataError` if that fails.
+    """
     # All processes of a distributed run may write the table at once, each into its own draft.
     draft_name = f".{table.name}.{os.getpid()}"
     draft = table.with_name(draft_name)

@@ -24,7 +24,7 @@ _ARRAY_GLOBALS = {  # (module, name) that a pickled NumPy array refers to; none 
     ("numpy", "dtype"),
     ("_codecs", "encode"),
 }
-MEAN_STD = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+MEAN_STD = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))  # of each channel, in [0, 1]
 
 
 def load(options: images.LoadOptions) -> images.ImageData:
@@ -88,7 +88,7 @@ def find_folder(folder: Path) -> Path | None:
 
 
 def _read(folder: Path, checksums: dict[str, str]) -> list[CIFAR10]:
-    """Read training and test images with torchvision's reader.
+    """Read the images with torchvision's reader; returns [training, test].
 
     `checksums` has the MD5 of each file by name. Raises `DataError` if a file is missing, has
     another MD5, or holds other things than images and labels.
@@ -171,7 +171,10 @@ def _require_data_only(path: Path, md5: str) -> None:
 
 
 def _read_marker(marker: Path) -> dict[str, str]:
-    """The MD5 of each file of a stand-in for CIFAR-10, by file name."""
+    """The MD5 of each file of a stand-in for CIFAR-10, by file name, from its marker file.
+
+    Raises `DataError` if that is damaged.
+    """
     try:
         checksums = read_json(marker)["md5"]
         return {name: checksums[name] for name in CHECKSUMS}
@@ -187,7 +190,7 @@ def _flip_and_shift(draws: torch.Tensor) -> torch.Tensor:
     """
     flip, x, y, _ = draws.unbind(1)
     is_mirrored = flip < 0.5
-    flip = 1 - 2 * is_mirrored.float()
+    flip = 1 - 2 * is_mirrored.float()  # the sign of x: -1 mirrors
     x = _whole_pixels(x) / 16  # 32 pixels are 2 units of `grid_sample`
     y = _whole_pixels(y) / 16
     zero = torch.zeros_like(x)

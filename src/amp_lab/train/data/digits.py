@@ -15,7 +15,7 @@ from amp_lab.train.data.images import (
     split,
 )
 
-MEAN_STD = ((0.305,) * 3, (0.376,) * 3)
+MEAN_STD = ((0.305,) * 3, (0.376,) * 3)  # of the pixels in [0, 1], of each channel
 
 
 def load(options: LoadOptions) -> ImageData:
@@ -50,9 +50,9 @@ def jitter(draws: torch.Tensor) -> torch.Tensor:
     """
     centred = 2 * draws - 1  # from -1 to 1
     turn, zoom, x, y = centred.unbind(1)  # each (B,)
-    angle = turn * np.pi / 18
+    angle = turn * np.pi / 18  # up to 10 degrees
     scale = 1 + zoom / 10
-    x = x / 8  # a side has 2 units of `grid_sample`
+    x = x / 8  # up to 1/16 of a side, which has 2 units of `grid_sample`
     y = y / 8
     cos = scale * angle.cos()
     sin = scale * angle.sin()

@@ -119,7 +119,10 @@ def _receive_once(url: str, partial: Path, present_bytes: int) -> None:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpack an archive of one folder as `folder`, which has its name; delete the archive."""
+    """Unpack an archive of one folder as `folder`, which has its name; delete the archive.
+
+    Raises `DataError` if the archive is damaged.
+    """
     try:
         # Unpacked elsewhere and then renamed, so that `folder` is never there with files missing.
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:

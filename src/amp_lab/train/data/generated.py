@@ -81,7 +81,7 @@ def _write_marker(marker: Path, checksums: dict[str, str]) -> None:
 
 
 def _write_cifar10(root: Path, classes: int, count: int, seed: int) -> dict[str, str]:
-    """Write the six batches and the names of the classes, as in the real CIFAR-10.
+    """Write the six batches and the names of the classes into `root`, as in the real CIFAR-10.
 
     A class has `count` pictures. Returns the MD5 of each file, by file name.
     """
@@ -96,7 +96,7 @@ def _write_cifar10(root: Path, classes: int, count: int, seed: int) -> dict[str,
         number = i + 1
         path = root / f"data_batch_{number}"
         label = f"training batch {number} of 5"
-        _write_batch(path, label, train[i::5], seed)
+        _write_batch(path, label, train[i::5], seed)  # every fifth picture
     meta = {
         "num_cases_per_batch": len(train) // 5,
         "label_names": [f"generated-{target}" for target in targets],
@@ -108,7 +108,10 @@ def _write_cifar10(root: Path, classes: int, count: int, seed: int) -> dict[str,
 
 
 def _write_batch(path: Path, label: str, pictures: list[tuple[int, int]], seed: int) -> None:
-    """Write a batch file of CIFAR-10; `pictures` are (target, number among those of its class)."""
+    """Write a batch file of CIFAR-10, called `label` in it.
+
+    `pictures` are (target, number among those of its class).
+    """
     pixels: list[np.ndarray] = []
     labels: list[int] = []
     filenames: list[str] = []
@@ -153,6 +156,7 @@ class _Python2Pickler(_Pickler):
 
 
 def _write_python2_pickle(path: Path, content: dict) -> None:
+    """Pickle `content`, a batch or the names of the classes, as Python 2 would."""
     with path.open("wb") as file:
         _Python2Pickler(file, protocol=2).dump(content)
 
@@ -160,7 +164,7 @@ def _write_python2_pickle(path: Path, content: dict) -> None:
 def _write_caltech256(root: Path, classes: int, count: int, seed: int) -> dict[str, str]:
     """Write `count` JPEG files of various sizes into a folder for each class and into 257.clutter.
 
-    Returns no checksums, since the real data set has none for its files either.
+    Returns an empty dict in place of checksums: the real data set has none for its files either.
     """
     folders: dict[int, str] = {}
     for number in range(1, classes + 1):
@@ -184,7 +188,10 @@ def _write_caltech256(root: Path, classes: int, count: int, seed: int) -> dict[s
 
 
 def _photograph(seed: int, number: int, index: int) -> Image.Image:
-    """A picture of class folder `number`, of random size; some are grey, as among the real ones."""
+    """A picture of class folder `number`, which counts from 1, and `index` in it, of random size.
+
+    Some are grey, as among the real ones.
+    """
     pixels = _draw(seed, number - 1, index, side=48)
     rng = np.random.default_rng([seed, number, index, 1])  # not the numbers that `_draw` uses
     width, height = map(int, rng.integers(120, 320, size=2))
@@ -204,24 +211,26 @@ def _draw(seed: int, target: int, number: int, side: int) -> np.ndarray:
     """
     # Keep the order of the random draws: another one would change the pictures of every seed.
     rng = np.random.default_rng([seed, target, number])
-    radius = rng.uniform(0.4, 0.8)
+    radius = rng.uniform(0.4, 0.8)  # of the shape; the picture reaches from -1 to 1
     line = np.linspace(-1, 1, side)
-    left = rng.uniform(-0.3, 0.3)
-    x = ((line - left) / radius)[None, :]
-    top = rng.uniform(-0.3, 0.3)
-    y = ((line - top) / radius)[:, None]
+    centre_x = rng.uniform(-0.3, 0.3)
+    x = ((line - centre_x) / radius)[None, :]  # (1, side), relative to centre and radius
+    centre_y = rng.uniform(-0.3, 0.3)
+    y = ((line - centre_y) / radius)[:, None]  # (side, 1)
     shape = _shape(target % 4, x, y)
-    angle = np.pi * (target * 0.7549) + rng.normal(0, 0.1)  # spread evenly
+    # An irrational step, here 1 / 1.3247 (the plastic number), spreads the angles of any number of
+    # classes evenly, and so does the golden ratio for the hues.
+    angle = np.pi * (target * 0.7549) + rng.normal(0, 0.1)
     across = x * np.cos(angle) + y * np.sin(angle)  # position across the stripes
-    frequency = 5 + 3 * (target % 3)
+    frequency = 5 + 3 * (target % 3)  # wide, medium or narrow stripes
     phase = rng.uniform(0, 2 * np.pi)
     wave = np.sin(frequency * across + phase)
     stripes = 0.7 + 0.3 * wave
-    hue = target * 0.618 + rng.normal(0, 0.05)  # the golden ratio spreads any number of hues
+    hue = target * 0.618 + rng.normal(0, 0.05)
     inside = stripes[..., None] * _colour(hue)  # (side, side, 3)
     colour = rng.uniform(0, 1, 3)
     slope = rng.uniform(-0.3, 0.3)
-    background = colour + slope * x[..., None]
+    background = colour + slope * x[..., None]  # (1, side, 3): lighter to one side
     image = np.where(shape[..., None], inside, background)
     noise = rng.normal(0, 0.1, image.shape)
     image = image + noise
@@ -239,6 +248,7 @@ def _colour(hue: float) -> np.ndarray:
 def _shape(kind: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """The mask, bool (side, side), of a disc (0), a square (1), a diamond (2) or a ring (3).
 
+    `kind` is the number of the shape.
     `x` (1, side) and `y` (side, 1) are coordinates; 0 is the centre, and 1 the edge of a shape,
     but for the ring, which reaches from a radius of 0.35 to 1.05.
     """
@@ -262,6 +272,8 @@ class _Layout(NamedTuple):
     images_per_class: int  # by default
     dataset: Any  # the module that loads it
     write: Callable[[Path, int, int, int], dict[str, str]]
+    """Takes the folder to write into, classes, images per class and seed; returns the MD5 of each
+    file by name."""
 
 
 _LAYOUTS = {

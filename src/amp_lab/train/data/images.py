@@ -56,7 +56,7 @@ class ImageSet(Dataset):
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        images, targets = self.batch([index])
+        images, targets = self.batch([index])  # a key, which may also name the epoch
         return images[0], int(targets[0])
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
@@ -72,7 +72,7 @@ class ImageSet(Dataset):
         return self.finish(images), targets
 
     def read(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The images and targets of these keys, before `finish`.
+        """The images (B, 3, S, S) and targets (B,) of these keys, before `finish`.
 
         The images may be uint8, which are 4 times as small to send from a worker.
         """
@@ -165,7 +165,7 @@ def _shuffled_classes(targets: np.ndarray) -> np.ndarray:
 def split(targets: np.ndarray, every: int) -> tuple[np.ndarray, np.ndarray]:
     """Indices of training and test images, with one in `every` of each class for the test.
 
-    A class may have one test image more or fewer than its share.
+    Both are sorted. A class may have one test image more or fewer than its share.
     """
     order = _shuffled_classes(targets)
     position = np.arange(len(order)) % every
@@ -194,8 +194,8 @@ def shorten(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The indices of `limit` training images, and of the same share of the test images.
 
-    `train` and `test` are all indices, of which `targets` has the classes; without a limit, they
-    are returned as they are.
+    `train` and `test` are the indices of all images, and `targets[index]` is the class of one.
+    Without a limit, `train` and `test` are returned as they are.
     """
     if limit is None or limit >= len(train):
         return train, test
@@ -321,7 +321,7 @@ class ImagesOnDisk(_Augmented):
 
     def _image(self, index: int, matrix: torch.Tensor | None) -> torch.Tensor:
         """An image uint8 (3, S, S): its centre, or what `matrix` (1, 2, 3) takes from it."""
-        picture = read_picture(self._source[index])[None]
+        picture = read_picture(self._source[index])[None]  # (1, 3, H, W)
         edge = round(self._size * 8 / 7)  # 256 for 224, of which the crop is 7/8
         size = (edge, edge)
         resized = functional.interpolate(picture, size, mode="bilinear", antialias=True)
@@ -352,10 +352,10 @@ def jitter(draws: torch.Tensor) -> torch.Tensor:
     is_mirrored = turn < 0
     flip = 1 - 2 * is_mirrored.float()
     relative_angle = 2 * turn.abs() - 1  # from -1 to 1
-    angle = relative_angle * np.pi / 12
+    angle = relative_angle * np.pi / 12  # up to 15 degrees
     zoom_factor = 1 + zoom / 10
     scale = 7 / 8 / zoom_factor
-    x = x / 8
+    x = x / 8  # the crop reaches from -7/8 to 7/8, so this moves it up to the edge
     y = y / 8
     cos = scale * angle.cos()
     sin = scale * angle.sin()
@@ -407,7 +407,7 @@ def read_picture(path: Path) -> torch.Tensor:
 
 
 def _require_reasonable_size(file_bytes: int, picture: Image.Image) -> None:
-    """Raise `ValueError` for a file or a picture that would fill the memory."""
+    """Raise `ValueError` for a file of too many bytes, or a picture of too many pixels."""
     if file_bytes > _MAX_FILE_BYTES:
         raise ValueError(f"{file_bytes:,} bytes are too many")
     pixels = picture.width * picture.height

@@ -28,8 +28,9 @@ _SKIPPED = {"__pycache__", "ensurepip", "idlelib", "lib2to3", "site-packages", "
 class Passages(ImageSet):
     """Passages of T = `context` tokens, cut from one long text: inputs and targets, int64 (T,).
 
-    The targets are the inputs shifted by one token. With a `seed`, the passages of each epoch begin
-    at another random offset in the text.
+    The targets are the inputs shifted by one token. `tokens` are those of the text, int32 (L,), and
+    there are at most `limit` passages. With a `seed`, the passages of each epoch begin at another
+    random offset in the text.
     """
 
     def __init__(self, tokens: np.ndarray, context: int, limit: int | None, seed: int | None):
@@ -40,7 +41,7 @@ class Passages(ImageSet):
         count = usable // context
         kept = min(count, limit or count)
         # A limit keeps passages that are spread evenly over the text, and not those at its start.
-        self._step = count // kept * context
+        self._step = count // kept * context  # tokens from the start of a passage to the next one's
         self.targets = torch.zeros(kept, dtype=torch.int64)  # for `len`; `read` makes them
 
     def read(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,7 +94,7 @@ def load_text(
             sources = _read_stdlib()
         else:
             sources = _read_files(Path(folder))
-        text = "\n".join(sources)
+        text = "\n".join(sources)  # this reads the files, since `sources` is a generator
         pieces = _cut_into_pieces(text)
         tokens = make_tokens(pieces, tokenizer, vocabulary)
     except OSError as error:
@@ -124,7 +125,10 @@ def load_text(
 
 
 def _split(pieces: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens (T,) of the training and of the test, given the tokens of each piece."""
+    """The tokens of the training and of the test, int32 (T,), given the tokens of each piece.
+
+    Every tenth piece is for the test.
+    """
     every_tenth = slice(_TEST_EVERY - 1, None, _TEST_EVERY)
     test = pieces[every_tenth]
     train = list(pieces)
@@ -149,7 +153,10 @@ def _read_stdlib() -> Iterator[str]:
 
 
 def _read_files(path: Path) -> Iterator[str]:
-    """The text of a file, or of each .txt and .md file in a folder."""
+    """The text of a file, or of each .txt and .md file in a folder.
+
+    Raises `DataError` as `load_text` says, and `OSError` if a file cannot be read.
+    """
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
     if path.is_file():

@@ -38,7 +38,7 @@ class Characters:
 
     @classmethod
     def of(cls, text: str) -> "Characters":
-        """The characters of a text, in the order of their code points."""
+        """The tokenizer of a text: its frequent characters, in the order of their code points."""
         counts = Counter(text)
         min_count = min(_MIN_OCCURRENCES, len(text) // 1000)  # a short text has few of each
         tokens = {character for character, count in counts.items() if count >= min_count}
@@ -109,7 +109,8 @@ class BytePairs:
         )
         characters = sum(map(len, texts))
         every = math.ceil(characters / _MAX_CHARACTERS_TO_LEARN_FROM) or 1
-        tokenizer.train_from_iterator(texts[::every], trainer)  # some from all of the text
+        # Every so many-th text, so that what is learned from is spread over all of them.
+        tokenizer.train_from_iterator(texts[::every], trainer)
         return cls(tokenizer.to_str())
 
     @cached_property
@@ -206,9 +207,10 @@ def make_tokens(texts: Sequence[str], tokenizer: str | None, vocabulary: int | N
 
 
 def saved_tokens(state: dict[str, Any]) -> Tokens | None:
-    """The tokens in the checkpoint of a run; None for a run on images.
+    """The tokenizer in the checkpoint of a run; None for a run on images.
 
-    Raises `DataError` if they are damaged, or not as many as the classes of the run's model.
+    `state` is the content of the checkpoint: "characters" or "tokenizer" has what `Tokens.saved`
+    had. Raises `DataError` if it is damaged, or has not as many tokens as "classes" says.
     """
     name = "characters"
     if "tokenizer" in state:

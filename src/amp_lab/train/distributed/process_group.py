@@ -49,7 +49,7 @@ def join(
     except AmpLabError as error:
         if isinstance(error, OtherRankError):  # it is raised on all ranks together
             can_destroy_group = True
-        error.is_of_one_rank = True
+        error.is_of_one_rank = True  # so that this process prints it at once
         raise
     except RuntimeError as error:
         if not is_lost(error):
@@ -161,28 +161,29 @@ def _group_backends(device: torch.device) -> str:
 
 
 def _fresh_store(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
-    """The store with a new prefix, on which all ranks agree.
+    """A view of the store whose keys get a new prefix, on which all ranks agree.
 
     When torchrun restarts the processes, they get the same store, which still has the addresses of
     the processes before them (pytorch issue 135712). torchrun gives no number of the restart that
     is the same on all nodes, so the ranks agree on a random prefix:
 
-    - each rank > 0 draws a token, and writes it to amp_lab/RANK (`_receive_name`);
+    - each rank > 0 draws a token, and writes it to amp_lab/RANK (`_receive_prefix`);
     - rank 0 draws the prefix, and answers in amp_lab/to/RANK with that token and the prefix;
-    - the rank takes an answer only if it has its own token, since others are of an earlier start.
+    - the rank takes an answer only if it has its own token, since others are of an earlier start,
+      and confirms it by writing to amp_lab/PREFIX/RANK.
     """
     if rank == 0:
-        name = _offer_name(store, size, timeout_s)
+        prefix = _offer_prefix(store, size, timeout_s)
     else:
-        name = _receive_name(store, rank, timeout_s)
-    return dist.PrefixStore(name, store)
+        prefix = _receive_prefix(store, rank, timeout_s)
+    return dist.PrefixStore(prefix, store)
 
 
-def _offer_name(store: dist.Store, size: int, timeout_s: float) -> str:
-    """Draw a new name on rank 0, and return it once every other rank has received it."""
-    end = time.monotonic() + timeout_s
-    name = uuid.uuid4().hex
-    missing = set(range(1, size))
+def _offer_prefix(store: dist.Store, size: int, timeout_s: float) -> str:
+    """Draw a new prefix on rank 0, and return it once every other rank has received it."""
+    deadline = time.monotonic() + timeout_s
+    prefix = uuid.uuid4().hex
+    missing = set(range(1, size))  # ranks that have not confirmed the prefix
     while missing:
         for rank in sorted(missing):
             request = f"amp_lab/{rank}"
@@ -190,33 +191,36 @@ def _offer_name(store: dist.Store, size: int, timeout_s: float) -> str:
                 # Answered in every round, since the token may be that of an earlier start, and the
                 # rank may not have written its new one yet.
                 token = store.get(request).decode()
-                store.set(f"amp_lab/to/{rank}", f"{token} {name}")
-            if store.check([f"amp_lab/{name}/{rank}"]):
+                store.set(f"amp_lab/to/{rank}", f"{token} {prefix}")
+            if store.check([f"amp_lab/{prefix}/{rank}"]):
                 missing.remove(rank)
         ranks = ", ".join(map(str, sorted(missing)))
-        _sleep_or_time_out(end, f"rank {ranks} did not come", timeout_s)
-    return name
+        _sleep_or_time_out(deadline, f"rank {ranks} did not come", timeout_s)
+    return prefix
 
 
-def _receive_name(store: dist.Store, rank: int, timeout_s: float) -> str:
-    """Wait for the name that rank 0 offers to this rank, confirm it, and return it."""
-    end = time.monotonic() + timeout_s
+def _receive_prefix(store: dist.Store, rank: int, timeout_s: float) -> str:
+    """Wait for the prefix that rank 0 offers to this rank, confirm it, and return it."""
+    deadline = time.monotonic() + timeout_s
     own_token = uuid.uuid4().hex
     store.set(f"amp_lab/{rank}", own_token)
     answer = f"amp_lab/to/{rank}"
-    name = None
-    while name is None:
+    prefix = None
+    while prefix is None:
         if store.check([answer]):
-            token, offered_name = store.get(answer).decode().split()
+            token, offered_prefix = store.get(answer).decode().split()
             if token == own_token:  # other answers are left from an earlier start
-                name = offered_name
-        _sleep_or_time_out(end, "rank 0 does not answer", timeout_s)
-    store.set(f"amp_lab/{name}/{rank}", "here")
-    return name
+                prefix = offered_prefix
+        _sleep_or_time_out(deadline, "rank 0 does not answer", timeout_s)
+    store.set(f"amp_lab/{prefix}/{rank}", "here")
+    return prefix
 
 
-def _sleep_or_time_out(end: float, problem: str, timeout_s: float) -> None:
-    """Sleep for 10 ms; raise `ParallelError` with `problem` if the time `end` has passed."""
-    if time.monotonic() > end:
+def _sleep_or_time_out(deadline: float, problem: str, timeout_s: float) -> None:
+    """Sleep for 10 ms; raise `ParallelError` if the `deadline` has passed.
+
+    `deadline` is a time of `time.monotonic`; the error has `problem` and `timeout_s`.
+    """
+    if time.monotonic() > deadline:
         raise ParallelError(f"{problem} within {timeout_s:g} s")
     time.sleep(0.01)
