@@ -53,6 +53,7 @@ def export_checkpoint(
     state = _load_state(Path(out))
     if "shards" in state:
         model, optimizer = _build_and_restore(Path(out), state)
+        # `save_checkpoint` writes the whole state dict of each in place of the shards.
         del state["shards"]
         state["model"] = model
         state["optimizer"] = optimizer
@@ -90,7 +91,7 @@ def export_model(
     model, state = load_model(out)
     model.eval()
     data_path = data or run_folder.saved_data_path(Path(out)) or "data"
-    cast_model = _CastModel(copy.deepcopy(model), dtype)
+    cast_model = _CastModel(copy.deepcopy(model), dtype)  # a copy, since it casts in place
     say(_describe_cast(model, cast_model.model, dtype))
     config = RunConfig(**state["config"])
     inputs = _inputs(config, state["classes"], data_path, dtype, say)
@@ -104,6 +105,7 @@ def export_model(
         content, outputs = _convert(file_format, cast_model, inputs, config.model)
         largest_error = (outputs - expected).abs().max()
         relative_error = (largest_error / expected.abs().max()).item()
+        # `model` itself has not been cast. A decision is the class, or token, of the largest logit.
         fp32_decisions = model(inputs).argmax(-1)
         agrees = fp32_decisions == outputs.argmax(-1)
     if not relative_error <= _TOLERANCE[dtype]:  # true for NaN as well
@@ -117,7 +119,7 @@ def export_model(
 
 
 class _CastModel(nn.Module):
-    """A model whose parameters are cast to `dtype`, with fp32 inputs and outputs."""
+    """Casts a model to `dtype` in place, and runs it on fp32 images or tokens: fp32 logits."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         super().__init__()
@@ -151,7 +153,8 @@ def _load_state(out: Path) -> _State:
 def _build_and_restore(out: Path, state: _State) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Build the model of a checkpoint and its optimizer, and load their state.
 
-    Without shards the optimizer stays without a state: its state is in `state` as it is.
+    Without shards only the model's state is loaded: callers then use the optimizer's state dict,
+    which is in `state`. Raises `CheckpointError` if `state` is not that of a run.
     """
     try:
         config = RunConfig(**state["config"])
@@ -223,6 +226,7 @@ def _describe_cast(model: nn.Module, cast_model: nn.Module, dtype: torch.dtype) 
 
 
 def _total_size(state: dict[str, Tensor]) -> str:
+    """The bytes of all tensors of a state dict, as a text: ``8.6 MiB``."""
     return bytes_text(sum(tensor.nbytes for tensor in state.values()))
 
 
@@ -233,9 +237,11 @@ def _inputs(
     dtype: torch.dtype,
     say: Callable[[str], None],
 ) -> Tensor:
-    """Inputs to check a file with: test images (B, 3, S, S) or tokens (B, T) of the run.
+    """Inputs to check a file with: test images (B, 3, S, S) or tokens int64 (B, T) of the run.
 
-    If the data are not there, the inputs are random, which `say` reports.
+    `classes` is the number of classes of the model, for a text of different tokens. `data` is the
+    path of the data; if they are not there, the inputs are random, which `say` reports. With
+    `dtype` fp16 the batch is small.
     """
     is_text = config.dataset in TEXTS
     count = _INPUTS
@@ -271,7 +277,8 @@ def _convert(
 ) -> tuple[bytes, Tensor]:
     """Convert a model: the bytes of the file, and the outputs for `inputs` of the file read back.
 
-    Raises `CheckpointError` if the exporter or the runtime cannot do it.
+    `model_name` is for messages, and for the metadata of safetensors. Raises `CheckpointError` if
+    the exporter or the runtime cannot do it.
     """
     convert = {"safetensors": _to_safetensors, "onnx": _to_onnx, "pt2": _to_pt2}[file_format]
     with needed_for(file_format):
@@ -279,13 +286,13 @@ def _convert(
             return convert(model, inputs, model_name)
         except (AmpLabError, ModuleNotFoundError):
             raise
-        except Exception as error:  # they may raise anything for an op that they lack
+        except Exception as error:  # an exporter may raise anything for an op that it lacks
             problem = _export_problem(file_format, model_name, model.dtype, error)
             raise CheckpointError(problem) from error
 
 
 def _export_problem(file_format: str, model_name: str, dtype: torch.dtype, error: Exception) -> str:
-    """The message for a model that cannot be exported, or not be run after it."""
+    """The message for a model that cannot be exported, or whose file cannot be run."""
     description = f"{model_name} in {dtype_name(dtype)}"
     is_of_onnxruntime = type(error).__module__.startswith("onnxruntime")
     if is_of_onnxruntime and dtype is torch.bfloat16:
@@ -314,13 +321,14 @@ def _to_safetensors(model: _CastModel, inputs: Tensor, model_name: str) -> tuple
     loaded = copy.deepcopy(model)
     for tensor in loaded.state_dict().values():
         tensor.zero_()  # so that a tensor that the file lacks does not go unnoticed
+    # Not strict, since of tied weights the file has only one: the other shares its memory.
     loaded.model.load_state_dict(safetensors.torch.load(content), strict=False)
     return content, loaded(inputs)
 
 
 def _export(model: _CastModel, inputs: Tensor) -> torch.export.ExportedProgram:
-    """Export a model for any batch size."""
-    example = inputs[:2].clone()
+    """Export a model for any batch size; the first two of `inputs` (B, …) are the example."""
+    example = inputs[:2].clone()  # torch.export would take a batch size of 1 as the only one
     any_batch_size = {0: torch.export.Dim.AUTO}
     return torch.export.export(model, (example,), dynamic_shapes=(any_batch_size,))
 

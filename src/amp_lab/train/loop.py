@@ -26,13 +26,16 @@ class EpochMetrics:
     """The results of a finished epoch."""
 
     epoch: int  # counted from 1
-    train_loss: float  # mean over the samples, each computed just before the step it is part of
-    train_accuracy: float  # mean of the metric, likewise; by default the accuracy, from 0 to 1
-    test_loss: float  # mean over the test samples after the epoch; NaN without a test set
+    # Means over the training samples of the loss and of the metric, by default the accuracy, 0 to
+    # 1. Both are from the forward passes of training, so with the weights before each step.
+    train_loss: float
+    train_accuracy: float
+    # Means over the test samples, with the weights after the epoch; NaN without a test set.
+    test_loss: float
     test_accuracy: float
     lr: float  # of the first parameter group, in the last step
     loss_scale: float  # after the epoch; 1 without a scaler
-    seconds: float  # of training, without evaluation; after a resume, from there on
+    seconds: float  # of training, without evaluation; in a resumed epoch, since the resume
     images_per_s: float  # samples of all processes together in these `seconds`, per second
 
 
@@ -76,7 +79,7 @@ class Progress:
         return progress
 
     def finish_epoch(self, metrics: EpochMetrics) -> None:
-        """Add the metrics of the current epoch, and begin the next one."""
+        """Add the metrics of the current epoch, and set batch, samples and sums to 0."""
         self.epochs.append(metrics)
         self.batch = 0
         self.samples = 0
@@ -126,24 +129,24 @@ class Loop:
     def epoch(
         self, batches: Batches, test_batches: Callable[[], Batches] | None
     ) -> EpochMetrics | None:
-        """Train on the remaining batches of an epoch, then evaluate.
+        """Train on the remaining batches of an epoch, then evaluate on those of `test_batches()`.
 
-        Returns None if `after_step` stopped it.
+        Returns the metrics, which are also added to `progress`; None if `after_step` stopped it.
         """
         progress = self.progress
         ranks = self.ranks
-        samples_before = progress.samples  # of a run that is resumed within the epoch
+        samples_before = progress.samples  # 0, unless a run is resumed within the epoch
         self.model.train()
-        started = time.perf_counter()
+        start = time.perf_counter()
         iterator = iter(batches)
         # A group is the batches of one step.
         while group := list(itertools.islice(iterator, self.accumulate)):
-            self._step(group)
+            self._step(group)  # this counts the group in `progress`
             if self.after_step(progress):
                 return None
-        samples = progress.samples * ranks.size
+        samples = progress.samples * ranks.size  # all ranks have had as many
         train_loss = (ranks.total(progress.loss_sum) / samples).item()
-        seconds = time.perf_counter() - started  # complete, since `item` has waited for the device
+        seconds = time.perf_counter() - start  # complete, since `item` has waited for the device
         test_loss = math.nan
         test_accuracy = math.nan
         if test_batches is not None:
@@ -164,7 +167,10 @@ class Loop:
         return metrics
 
     def _step(self, group: list[Any]) -> None:
-        """Make one step of the optimizer, with the gradients of all batches in `group`."""
+        """Make one step of the optimizer, with the gradients of all batches in `group`.
+
+        Adds the batches, their samples, losses and metrics to `progress`.
+        """
         progress = self.progress
         optimizer = self.optimizer
         scaler = self._scaler
@@ -177,7 +183,7 @@ class Loop:
             with self.ranks.gradient_sync(self.model, enabled=is_last):
                 loss, score = self._forward(batch)
                 weight = batch.samples / samples
-                scaler.scale(loss * weight).backward()
+                scaler.scale(loss * weight).backward()  # adds to the gradients of the group
             progress.loss_sum += loss.detach() * batch.samples
             progress.correct = progress.correct + score  # not in place: `score` may be a float
         if self.clip_norm is not None:
@@ -216,7 +222,7 @@ class Loop:
         return mean_loss, mean_score
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Move a batch to the device and run the model: mean loss, and sum of the metric."""
+        """Move a batch to the device and run the model: mean loss (), and sum of the metric ()."""
         on_cpu = (batch.args, batch.kwargs, batch.targets)
         args, kwargs, targets = tree_map_only(Tensor, self._to_device, on_cpu)
         with self.ranks.autocast(self.precision, self.device.type):
@@ -242,14 +248,14 @@ class Loop:
 
     @torch.no_grad()
     def _score(self, outputs: Any, targets: Any, samples: int) -> Tensor:
-        """The sum of the metric over the samples of a batch; NaN without a metric."""
+        """The sum () of the metric over the samples of a batch; NaN without a metric."""
         score: Tensor | float = math.nan
         if self.metric is not None:
             score = self.metric(outputs, targets)
         score = torch.as_tensor(score)
         if score.dim() == 1:  # a value for each sample; booleans are summed exactly, as integers
             return score.sum()
-        return score.float().mean() * samples
+        return score.float().mean() * samples  # the metric has returned a mean over the samples
 
 
 def _bar(batches: Batches, description: str) -> tqdm:

@@ -93,7 +93,7 @@ def _takes_argument(model: nn.Module, name: str) -> bool:
 
 
 def _values(outputs: Any) -> list[Any]:
-    """The outputs of a model as a list: the values of a dict, the items of a tuple, or the one."""
+    """The outputs of a model as a list: a dict's values, a tuple's items, or the single output."""
     if isinstance(outputs, Mapping):
         return list(outputs.values())
     if isinstance(outputs, (tuple, list)):
@@ -114,10 +114,10 @@ def returned_loss(outputs: Any) -> Tensor | None:
     values = _values(outputs)
     if isinstance(outputs, Mapping):
         named_loss = outputs.get("loss")
-        expected_scalars = len(values)
+        expected_scalars = len(values)  # a dict of losses alone
     else:
         named_loss = getattr(outputs, "loss", None)
-        expected_scalars = 1
+        expected_scalars = 1  # two would leave open which of them is the loss
     if named_loss is not None:
         return named_loss
     scalars = [tensor for tensor in _tensors(values) if tensor.dim() == 0]
@@ -129,8 +129,8 @@ def returned_loss(outputs: Any) -> Tensor | None:
 def _logits(outputs: Any, targets: Any) -> tuple[Tensor | None, int | None]:
     """The logits, which are the first tensor that is no scalar, and their dimension of classes.
 
-    The dimension is None if the targets are no classes, or their shape does not fit. Raises
-    `OptionError` if it may be either of two.
+    The logits are None if the outputs have no such tensor, and the dimension is None if the targets
+    are no classes, or their shape does not fit. Raises `OptionError` if two dimensions fit.
     """
     candidates = [tensor for tensor in _tensors(_values(outputs)) if tensor.dim() > 0]
     if not candidates:
@@ -150,9 +150,10 @@ def _logits(outputs: Any, targets: Any) -> tuple[Tensor | None, int | None]:
 
 
 def _class_dimensions(logits: torch.Size, targets: torch.Size) -> list[int]:
-    """The dimensions of logits of this shape that may be the classes: 1, the last, or both.
+    """The dimensions of logits of this shape that may be the classes: 1, the last, both or none.
 
-    Without the dimension of classes, the shape of the logits must be that of the targets.
+    Without the dimension of classes, the shape of the logits must be that of the targets. For
+    logits (N, C) dimension 1 is also the last, and is listed twice.
     """
     dims = []
     for dim in (1, len(logits) - 1):
@@ -180,8 +181,9 @@ def cross_entropy(outputs: Any, targets: Any) -> Tensor:
 def accuracy(outputs: Any, targets: Any) -> Tensor:
     """Whether each sample is classified right, bool (N,).
 
-    If a sample has many classes, of pixels or tokens, it is the share of the right ones, float
-    (N,). Targets of -100 do not count, as in torch's losses. NaN if the targets are no classes.
+    If a sample has many targets, of pixels or tokens, it is the share of them that is classified
+    right, float (N,). Targets of -100 do not count, as in torch's losses. Returns a scalar NaN if
+    the targets are no classes.
     """
     logits, dim = _logits(outputs, targets)
     if logits is None or dim is None:
@@ -192,4 +194,4 @@ def accuracy(outputs: Any, targets: Any) -> Tensor:
     is_counted = targets != -100
     counted = is_counted.flatten(1).sum(1)
     right = is_right.flatten(1).sum(1)  # no logits have a class -100, so these are never right
-    return right / counted.clamp_min(1)
+    return right / counted.clamp_min(1)  # 0 for a sample without any target that counts

@@ -70,7 +70,7 @@ def train(
         return Run(settings, run_options, ranks, until_end, say).train()
 
 
-_SAME_ON_ALL_RANKS = ("parallel", "reduce_dtype", "resume", "checkpoint_every")
+_SAME_ON_ALL_RANKS = ("parallel", "reduce_dtype", "resume", "checkpoint_every")  # of the options
 _SCHEDULE_LENGTH = ("total_steps", "_schedule_phases")  # attributes of a `OneCycleLR`
 _MAX_EXPONENT = 700  # e^700 is a float, and e^710 is not
 
@@ -79,7 +79,8 @@ class Run:
     """A run on this rank. `Run(…)` loads data and model, and the saved state if there is one.
 
     The ranks agree three times: on the settings, that each could load data and model, and on the
-    state to begin with. Rank 0 locks the folder, and releases the lock when `until_end` is closed.
+    state to begin with. `settings` has the fields of `RunConfig` that were given, by name. Rank 0
+    locks the folder, and releases the lock when `until_end` is closed.
     """
 
     def __init__(
@@ -100,8 +101,8 @@ class Run:
         commands = ranks.gather(self._command(settings))
         # `_saved` is the run in the folder that is resumed; None for a new one.
         self.config, self._saved = ranks.first(lambda: self._plan(settings, commands, until_end))
-        ranks.each(self._build)
-        self._wrap()
+        ranks.each(self._build)  # sets `images` and `model`
+        self._wrap()  # sets `wrapped_model` and `parts`
         fingerprints = ranks.gather({"images": self.images.fingerprint})
         state = ranks.first(lambda: self._start(fingerprints))
         if state is not None:
@@ -113,7 +114,7 @@ class Run:
             self._print(line)
 
     def _command(self, settings: dict) -> dict:
-        """The settings, options and versions that have to be the same on all ranks."""
+        """The settings, options and versions that must be the same on all ranks, by name."""
         command = dict(settings)
         for name in _SAME_ON_ALL_RANKS:
             command[name] = getattr(self.options, name)
@@ -127,7 +128,7 @@ class Run:
         """Lock the folder, and check all that can be checked before data and model are loaded.
 
         Returns the settings of the run, and the run in the folder, None if it is new. `commands`
-        are those of each rank. Raises `RunError` or `ParallelError`. Called on rank 0.
+        has the `_command` of each rank. Raises `RunError` or `ParallelError`. Called on rank 0.
         """
         require_same(commands)
         config_file = self.out / run_folder.CONFIG
@@ -139,7 +140,7 @@ class Run:
             settings = settings | {"tokenizer": os.path.abspath(str(tokenizer))}
         config = RunConfig(**settings)
         processes = len(commands)
-        until_end.enter_context(run_folder.lock(self.out))
+        until_end.enter_context(run_folder.lock(self.out))  # released when `until_end` is closed
         saved = run_folder.read_saved(self.out, settings, resume=self.options.resume)
         if saved is not None:
             # `epochs` is the only setting that may change.
@@ -151,7 +152,7 @@ class Run:
         return config, saved
 
     def _build(self) -> None:
-        """Load the images or the text, and build the model; on every rank."""
+        """Load the images or the text into `images`, and build `model`; called on every rank."""
         config = self.config
         require_match(config)
         self._data = locate_data(config, self.options.data, self._saved, self.out)
@@ -177,6 +178,7 @@ class Run:
         """Raise `RunError` if the run was started with other data, or there are too few images."""
         images = self.images
         if self._saved is not None and self._saved.images != images.fingerprint:
+            # A text may be the same and cut into other tokens, as by a changed tokenizer.
             kind = "text, or other tokens than" if images.is_text else "images"
             raise RunError(
                 f"{self._data}: not the {kind} that the run in {self.out} was started with"
@@ -190,7 +192,10 @@ class Run:
             )
 
     def _wrap(self) -> None:
-        """Move the model to the device, wrap it for all ranks to train, and make its optimizer."""
+        """Move the model to the device, and make `wrapped_model`, which all ranks train together.
+
+        Also makes optimizer, scheduler and scaler, and `parts` of them and the model.
+        """
         config = self.config
         ranks = self.ranks
         precision = Precision(config.precision)
@@ -223,7 +228,7 @@ class Run:
     def _start(self, fingerprints: list[dict]) -> dict | None:
         """Write config.json, and load the checkpoint; None if the run starts from the beginning.
 
-        `fingerprints` are those of the data on each rank. Called on rank 0.
+        `fingerprints` has {"images": fingerprint of the data} of each rank. Called on rank 0.
         """
         require_same(fingerprints)
         environment = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {self.ranks}"
@@ -241,22 +246,22 @@ class Run:
         return state
 
     def _restore(self, state: dict) -> None:
-        """Restore the state of a checkpoint, on every rank."""
+        """Restore `parts` and `progress` from the content of a checkpoint, on every rank."""
 
         def restore() -> Progress:
             return run_state.restore_run(
                 self.out, state, self.ranks, self.parts, self._restore_progress
             )
 
-        # The checkpoint has the length of the schedule that it was saved with. Keep the new one,
-        # since `epochs` may have been increased.
+        # Restoring the scheduler sets the length of its schedule to the saved one. Put the new
+        # length back, since `epochs` may have been increased.
         attributes = vars(self.parts["scheduler"])
         length = {name: attributes[name] for name in _SCHEDULE_LENGTH}
         self.progress = self.ranks.each(restore)
         attributes.update(length)
 
     def _restore_progress(self, saved: dict) -> Progress:
-        """The progress from a checkpoint.
+        """The progress from its state dict, `saved`.
 
         Raises `TypeError` or `ValueError` if it is damaged, or does not fit settings and scheduler.
         """
@@ -293,19 +298,19 @@ class Run:
             "classes": len(self.images.classes),
         }
         if self.images.tokens is not None:
-            description |= self.images.tokens.saved
+            description |= self.images.tokens.saved  # for `saved_tokens` to read
         progress = self.progress.state_dict()
         run_state.save_run(self.out, self.ranks, self.parts, progress, description)
 
     def train(self) -> signal.Signals | None:
         """Train to the end and return None, or until a signal stops the run, and return that."""
         self._describe()
-        # A kill may have come after a row was written and before its checkpoint was.
+        # After a kill metrics.csv may have a row for an epoch that the checkpoint does not have.
         self._write_metrics()
         with StopSignals() as stop, warnings.catch_warnings():
-            # The warning is about writing into such a view, which torchvision's models never do.
+            # It warns of writing into that tensor, which torchvision's models never do.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-            self._fit(stop)
+            self._fit(stop)  # sets `_stopped_by` if a signal ends it
         if len(self.progress.epochs) < self.config.epochs:
             self._say(f"Stopped in {self._position()}; saved: --resume goes on from there.")
             return signal.Signals(self._stopped_by)
@@ -351,12 +356,12 @@ class Run:
         self.ranks.first(lambda: run_folder.write_metrics(self.out, self.progress.epochs))
 
     def _after_step(self, own_signal: int) -> bool:
-        """Save a checkpoint if one is due; return whether to stop, because of a signal.
+        """Save a checkpoint if one is due or a signal came; return whether to stop for a signal.
 
         `own_signal` is the number of the signal that this process got, or 0.
         """
         self._steps += 1
-        # The ranks exchange their signals, so that all stop at the same step.
+        # The ranks exchange their signals, so that all stop at the same step, which is one later.
         self._stopped_by = self.ranks.largest_before(own_signal)
         every = self.options.checkpoint_every
         is_due = every is not None and self._steps % every == 0
@@ -373,21 +378,21 @@ class Run:
             f"accuracy {metrics.train_accuracy:.2%}  test loss {metrics.test_loss:.4f}  "
             f"test accuracy {metrics.test_accuracy:.2%}  {self._rate(metrics.images_per_s)}"
         )
-        is_nonfinite = [not math.isfinite(epoch.train_loss) for epoch in self.progress.epochs]
-        if sum(is_nonfinite) == 1:  # only after the first such epoch
+        nonfinite_losses = [not math.isfinite(epoch.train_loss) for epoch in self.progress.epochs]
+        if sum(nonfinite_losses) == 1:  # only after the first such epoch
             self._say("The loss is not finite: try a lower --lr, or find the op (find_nonfinite).")
 
     def _rate(self, per_second: float) -> str:
-        """Format a number of samples per second: ``830 images/s``.
+        """The text for a number of samples per second: ``830 images/s``.
 
-        For a text it is the perplexity of the last test and the rate in tokens: ``perplexity 9.2
-        1536 tokens/s``.
+        For a text it has the perplexity of the last test as well, and the rate in tokens:
+        ``perplexity 9.2  1536 tokens/s``.
         """
         if not self.images.is_text:
             return f"{per_second:.0f} images/s"
         test_loss = self.progress.epochs[-1].test_loss
         perplexity = math.exp(min(test_loss, _MAX_EXPONENT))
-        tokens = per_second * self.images.image_size
+        tokens = per_second * self.images.image_size  # of a text: the tokens of a passage
         return f"perplexity {perplexity:.4g}  {tokens:.0f} tokens/s"
 
     def _batches(self, images: ImageSet, **order: Any) -> Batches:
@@ -419,11 +424,11 @@ class Run:
             self._say("The text is Python's standard library, under the PSF licence.")
         if images.skipped:
             self._say(f"left out as damaged: {len(images.skipped)} ({', '.join(images.skipped)})")
-        size = _count_parameters(self.model)
+        counts = _describe_parameters(self.model)
         where = str(self.ranks.device)
         if self.ranks.kind is not None:
             where += f", {self.ranks}"
-        self._say(f"{config.model}: {size}; {config.precision} on {where}")
+        self._say(f"{config.model}: {counts}; {config.precision} on {where}")
         if self.progress.epochs or self.progress.batch:
             self._say(f"Resuming in {self._position()}.")
 
@@ -451,8 +456,8 @@ def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(trained, lr=config.lr, fused=True)
 
 
-def _count_parameters(model: nn.Module) -> str:
-    """The text ``2,236,682 parameters, 12,810 trained``."""
+def _describe_parameters(model: nn.Module) -> str:
+    """The numbers of parameters as a text: ``2,236,682 parameters, 12,810 trained``."""
     total = 0
     trained = 0
     for parameter in model.parameters():
@@ -466,7 +471,7 @@ def _warn_of_slow_fp16(device: torch.device) -> None:
     """Warn if fp16 is slow on this CPU: by measured rates, else because it lacks instructions."""
     report = describe_device(device)
     speedup = report.speedup(Precision.FP16)
-    if report.trusted and speedup < 0.5:
+    if report.trusted and speedup < 0.5:  # less than half the rate of fp32
         reason = f"a matrix product takes {1 / speedup:.0f} times as long as in fp32 on this CPU"
     elif not report.trusted and not onednn_has_fp16():
         reason = "this CPU has no instructions for it, so that it is slow"

@@ -39,6 +39,7 @@ def require_match(config: RunConfig) -> None:
 
 
 def _mismatch(config: RunConfig, data_type: str, models: str) -> str:
+    """The message for a data set of this type whose model is not one of `models`."""
     return f"{config.dataset} is {data_type}, and the model {config.model}: give {models}"
 
 
@@ -81,7 +82,10 @@ def locate_data(config: RunConfig, data: str | None, saved: SavedRun | None, out
 def load_data(
     config: RunConfig, folder: str | os.PathLike, *, augment: bool = True, download: bool = True
 ) -> ImageData:
-    """Load the images or the text of a run; raises `DataError` as `load_dataset` does."""
+    """Load the images of a run from `folder`, or its text from that file or folder.
+
+    `augment` and `download` are those of `load_dataset`. Raises `DataError` as it does.
+    """
     if config.dataset in TEXTS:
         return load_text(
             config.dataset,
@@ -90,7 +94,7 @@ def load_data(
             tokenizer=config.tokenizer,
             vocabulary=config.vocabulary,
             limit=config.limit,
-            seed=config.seed if augment else None,
+            seed=config.seed if augment else None,  # a text is augmented by random offsets
         )
     return load_dataset(
         config.dataset,

@@ -49,9 +49,10 @@ def lock(out: Path) -> AbstractContextManager:
 def read_saved(out: Path, settings: dict, *, resume: bool) -> SavedRun | None:
     """Read the run in the folder that is to be resumed; None if the folder has no run yet.
 
-    It is resumed with `resume`, or if torchrun has restarted the processes. Otherwise a run in the
-    folder is a `RunError`, as is a damaged config.json, and a setting that the run was not started
-    with, except a larger `epochs`.
+    `settings` has the fields of `RunConfig` that were given now, by name. The run is resumed with
+    `resume`, or if torchrun has restarted the processes. Otherwise a run in the folder is a
+    `RunError`, as is a damaged config.json, and a setting that the run was not started with, except
+    a larger `epochs`.
     """
     path = out / CONFIG
     if not path.exists():
@@ -114,7 +115,7 @@ def saved_data_path(out: Path) -> str | None:
 
 
 def write_config(out: Path, run: SavedRun) -> None:
-    """Write the settings of a new run; raises `RunError` if that fails."""
+    """Write `run` into config.json, with the `_torchrun_id` of now; `RunError` if that fails."""
     content = dataclasses.asdict(run)
     content["started_by"] = _torchrun_id()
     text = json.dumps(content, indent=2) + "\n"
@@ -122,7 +123,7 @@ def write_config(out: Path, run: SavedRun) -> None:
 
 
 def _torchrun_id() -> str | None:
-    """Identifies the torchrun that started this process; None or empty without one.
+    """A text that identifies the torchrun that started this process; None or empty without one.
 
     It is the same after torchrun has restarted its processes.
     """

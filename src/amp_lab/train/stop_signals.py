@@ -11,9 +11,9 @@ _SAME_REQUEST_S = 1
 
 
 class StopSignals:
-    """A block in which the first SIGINT or SIGTERM is only noted, as `signal`.
+    """A block in which the first SIGINT or SIGTERM is only noted: its number is in `signal`.
 
-    One that comes later than a second after it has its usual effect, and ends the program.
+    A signal more than a second after the first has its usual effect, and ends the program.
     """
 
     def __init__(self):
@@ -33,7 +33,10 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: object) -> None:
-        """Handle a signal: note the first; for a later one, restore the old handler and call it."""
+        """Handle a signal: note the first, and ignore those in the second after it.
+
+        For a later one, restore the handler from before the block, and send the signal again.
+        """
         now_s = time.monotonic()
         if not self.signal:
             self.signal = number

@@ -23,8 +23,8 @@ def setting(
     """Declare a dataclass field that is also an option of the command line.
 
     The first type of its annotation is the type of the option: int of ``int | None``. In `help`,
-    ``{}`` stands for the default. `check` is not called for None. `group` is the heading under
-    which the command's help lists the option.
+    ``{}`` stands for the default, and `metavar` is the help's name for the value. `check` is not
+    called for None. `group` is the heading under which the command's help lists the option.
     """
     metadata = {"help": help.format(default), "metavar": metavar, "check": check, "group": group}
     return dataclasses.field(default=default, metadata=metadata)
@@ -38,7 +38,10 @@ def _at_least(
     message: str = "{name} must be at least {minimum}, not {value}",
     maximum: int = _MAX_COUNT,
 ) -> _Check:
-    """A check that a whole number is from `minimum` to `maximum`."""
+    """Make a check that a whole number is from `minimum` to `maximum`.
+
+    `message` is that of a smaller number, and is filled in with name, minimum and value.
+    """
 
     def check(name: str, value: int) -> None:
         if value < minimum:
@@ -60,7 +63,7 @@ def _valid_seed(name: str, value: int) -> None:
 
 
 def _known_name(name: str, value: str) -> None:
-    """A check of the name of a data set or of a precision."""
+    """Raise `RunError` for a `value` that is no data set, or no precision, as `name` says."""
     # Imported here, since they load torch, and the command's help need not wait for it.
     from amp_lab.core.precision import Precision
     from amp_lab.train.data import DATASETS
@@ -76,13 +79,16 @@ def _require_one_of(names: list[str], description: str, value: str) -> None:
         raise RunError(f"no {description} {value!r}; there are {', '.join(names)}")
 
 
-_count = _at_least(1)  # a check, as `_positive` is
+_count = _at_least(1)  # a check, called with name and value as `_positive` is
 _side = _at_least(1, maximum=8192)  # of an image, in pixels
 
 
 @dataclass(frozen=True)
 class _Checked:
-    """A dataclass of `setting` fields, which checks their types and values when it is made."""
+    """Base of a dataclass of `setting` fields: a new object checks their types and values.
+
+    Raises `RunError` for the first that is wrong.
+    """
 
     def __post_init__(self):
         try:
@@ -150,7 +156,7 @@ def _parallel_setting(default: object, help: str, metavar: str) -> Any:
 class RunOptions(_Checked):
     """The options that may change when a run is resumed: folders, device and processes."""
 
-    out: str = setting(dataclasses.MISSING, "the folder of the run", "DIR")
+    out: str = setting(dataclasses.MISSING, "the folder of the run", "DIR")  # has no default
     resume: bool = setting(False, "go on with the run in that folder")
     # None: see `run_data.locate_data`.
     data: str | None = setting(
