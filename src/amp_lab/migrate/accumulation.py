@@ -31,7 +31,7 @@ _UNSCALED_BY_ANOTHER = remedy(
 def unscaled_in_each_batch(code: CodeReader) -> Mistakes:
     """Yield each ``unscale_`` that runs for every micro-batch, where only some of them step.
 
-    torch raises at the second one before ``update``.
+    torch raises at the second ``unscale_`` that no ``update`` separates from the first.
     """
     for unscale in of_kind("unscale", code.events):
         if not _is_repeated_before_step(code, unscale):
@@ -53,7 +53,7 @@ def _is_repeated_before_step(code: CodeReader, unscale: Event) -> bool:
         return False
     reachable = [update for update in updates if not update.place.excludes(unscale.place)]
     if any(first.place.excludes(second.place) for first, second in combinations(reachable, 2)):
-        return False  # both branches have an update
+        return False  # each of two branches has an update, so every batch may have one
     # `skipped_updates` reports the batches that are dropped
     return not any(_drops_without_update(code, update, unscale) for update in reachable)
 
@@ -87,13 +87,13 @@ def _is_less_frequent(event: Event, unscale: Event) -> bool:
         return False
     loops = unscale.place.loops
     if event.place.loops != loops:
-        is_after_loop = event.place.loops == loops[:-1]  # the loop over micro-batches
+        is_after_loop = event.place.loops == loops[:-1]  # loops[-1] is over micro-batches
         return is_after_loop and not _is_over_optimizers(loops[-1], unscale.optimizer)
     arms = unscale.place.arms
     if event.place.arms[: len(arms)] != arms:
-        return False
+        return False  # the event is not in all branches in which the unscale is
     for node, number in event.place.arms[len(arms) :]:
-        other_number = 1 - number
+        other_number = 1 - number  # of an `if`, 0 is the body and 1 the else
         if isinstance(node, cst.If) and not leaves_loop(node, other_number):
             return True  # without the event, the loop goes on to the next batch
     return False
@@ -113,7 +113,7 @@ def _drops_without_update(code: CodeReader, update: Event, unscale: Event) -> bo
     for node, number in update.place.arms:
         if not isinstance(node, cst.If) or (node, number) in unscale.place.arms:
             continue
-        other_number = 1 - number
+        other_number = 1 - number  # of an `if`, 0 is the body and 1 the else
         if is_dropped(code, unscale, node, other_number):
             return True
     return False
@@ -133,7 +133,10 @@ def unscaled_by_another(code: CodeReader) -> Mistakes:
 
 
 def _step_by_another(unscale: Event) -> Event | None:
-    """The first step after an unscale by another scaler; None if its own scaler steps at all."""
+    """The first ``scaler_b.step(o)`` after ``scaler_a.unscale_(o)``.
+
+    None if there is none, or if ``scaler_a`` steps the optimizer itself, before or after.
+    """
     first = None
     for step in unscale.unit.steps_by_optimizer[unscale.optimizer]:
         if step.place.excludes(unscale.place):

@@ -19,6 +19,7 @@ class Replacement(NamedTuple):
 
 
 def _old_names() -> dict[str, Replacement]:
+    """The table `OLD_NAMES`: each name in its old module, and in that module's submodule."""
     old_names = {}
     for module, device in OLD_MODULES.items():
         for name, submodule in SUBMODULES.items():
@@ -33,6 +34,7 @@ def _old_names() -> dict[str, Replacement]:
 OLD_NAMES = _old_names()
 """Each old dotted name, such as ``torch.cuda.amp.autocast``, with its replacement."""
 NEW_NAMES = {f"torch.amp.{name}": name for name in SUBMODULES} | {"torch.autocast": "autocast"}
+"""Each of today's dotted names, such as ``torch.amp.autocast``, with its last part."""
 TRIGGER_TEXTS = ("autocast", "GradScaler", "torch custom_fwd", "torch custom_bwd")
 """The triggers of a rule about these names: a file that uses one has one of these texts."""
 FIRST_TORCH = {

@@ -53,7 +53,7 @@ class Rule(Rewriter):
         for use in self.tree.uses:
             origins = [origin for origin in use.origins if origin and origin.startswith("apex.")]
             if origins:
-                self._handle_use(use, min(origins))
+                self._handle_use(use, min(origins))  # a set: min gives the same in each run
         for star, module in self.tree.star_imports.items():
             if is_apex(module):
                 self._advise(star, module)
@@ -88,13 +88,13 @@ class Rule(Rewriter):
     def _decides(self, parent: cst.CSTNode, child: cst.CSTNode) -> bool:
         """Whether `parent` runs its part `child` only where Apex is installed."""
         if isinstance(parent, cst.Try):
-            return child is parent.body and not _fails_without_it(parent)
+            return child is parent.body and not _has_only_fatal_handlers(parent)
         if isinstance(parent, cst.With):
             return child is parent.body and nodes.suppresses_errors(parent)
         # HAS_APEX and FusedAdam; if HAS_APEX: FusedAdam
         is_operator = isinstance(parent, cst.BooleanOperation)
         test = parent.left if is_operator else getattr(parent, "test", None)
-        if test is None or test is child:
+        if test is None or test is child:  # no condition, or `child` is that condition
             return False
         return self._asks_for_apex(test)
 
@@ -111,6 +111,7 @@ class Rule(Rewriter):
         """Whether a name is Apex's, or is set by a try or a look-up of Apex."""
         if any(map(is_apex, use.origins)):
             return True
+        # by the last part: an attribute, flags.has_apex, counts as the variable has_apex
         bindings = use.scope.bindings_of(use.parts[-1])
         for binding in bindings:
             if binding.source is not None and _looks_for_apex(binding.source):
@@ -125,8 +126,12 @@ class Rule(Rewriter):
         return False
 
     def _is_torch_in_other_arm(self, use: Use, equal: Equal | None) -> bool:
-        """Whether the other arm of an `if` has the same call by torch, so both would be equal."""
+        """Whether the other arm of an `if` has the same call by torch, so both would be equal.
+
+        `equal` is torch's equal of the name that is used, or None.
+        """
         call = self.tree.call_of(use.node)
+        # with arguments to add, a call with the same arguments would not be the same
         if call is None or equal is None or equal.added:
             return False
         for parent, child in self.tree.ancestors(use.node):
@@ -162,11 +167,11 @@ class Rule(Rewriter):
         return names_as_types
 
     def _rewrite(self, use: Use, old: str) -> bool:
-        """Rewrite a use, or put it with its import to be rewritten; False if it has to stay."""
+        """Rewrite a use, or add it to the `bare_uses` of its import; False if it has to stay."""
         binding = use.scope.only_binding(use.parts[0])
         if binding is None or old not in EQUALS or is_guarded(self.tree, use.node):
             return False
-        if self._is_optional(binding) or not self._is_plain_call(use, EQUALS[old]):
+        if self._is_optional(binding) or not self._means_same_in_torch(use, EQUALS[old]):
             return False
         if len(use.parts) == 1:  # a bare name: `_rewrite_import` decides when it has all uses
             self.bare_uses[binding.node].append(use)
@@ -179,11 +184,11 @@ class Rule(Rewriter):
     def _is_optional(self, binding: Binding) -> bool:
         """Whether a name is imported in a `try` after which the program goes on without Apex."""
         for parent, _ in self.tree.ancestors(binding.node):
-            if isinstance(parent, cst.Try) and not _fails_without_it(parent):
+            if isinstance(parent, cst.Try) and not _has_only_fatal_handlers(parent):
                 return True
         return False
 
-    def _is_plain_call(self, use: Use, equal: Equal) -> bool:
+    def _means_same_in_torch(self, use: Use, equal: Equal) -> bool:
         """Whether a use, a call or the name of a type, means the same with torch's name."""
         call = self.tree.call_of(use.node)
         if call is None:
@@ -220,7 +225,10 @@ class Rule(Rewriter):
         self.insert(end, added)
 
     def _rewrite_dotted(self, use: Use, old: str) -> bool:
-        """Rewrite a use to a dotted name of torch, if torch is imported by that name."""
+        """Rewrite a use to a dotted name of torch; False if it stays.
+
+        It stays where the file has no ``torch``, or asks for Apex's class by its name.
+        """
         origins = {binding.origin for binding in use.scope.bindings_of("torch")}
         if origins != {"torch"}:
             return False
@@ -248,17 +256,21 @@ class Rule(Rewriter):
             return
         for alias, old in old_names.items():
             self._rewrite_imported(alias, old)
+        # All uses of these are dotted names of torch now, such as torch.optim.AdamW.
         removable = [
             alias for alias in old_names if self.dotted_rewrites[alias] == counts[alias] > 0
         ]
-        if removable and not self.tree.is_in(node, cst.Try):
+        if removable and not self.tree.is_in(node, cst.Try):  # it may be a test for Apex
             self.remove_names(node, removable)
         for alias, old in old_names.items():
             if counts[alias] == 0 and is_apex(old):
                 self._advise_unused(alias, old, scope)
 
     def _rewrite_imported(self, alias: cst.ImportAlias, old: str) -> None:
-        """Rewrite the uses of a name whose import cannot change, or report them."""
+        """Rewrite the uses of a name whose import cannot change, or report them.
+
+        Those that are rewritten are counted in `dotted_rewrites`.
+        """
         for use in self.bare_uses[alias]:
             if self._rewrite_dotted(use, old):
                 self.dotted_rewrites[alias] += 1
@@ -271,20 +283,28 @@ class Rule(Rewriter):
         old_names: dict[cst.ImportAlias, str],
         counts: dict[cst.ImportAlias, int],
     ) -> bool:
-        """Whether an import and all uses of its names can be moved to one module of torch."""
+        """Whether an import and all uses of its names can be moved to one module of torch.
+
+        Parameters
+        ----------
+        old_names : dict
+            The public name in Apex of each alias, such as ``apex.optimizers.FusedAdam``.
+        counts : dict
+            How many uses each alias has in the file, including those that have to stay.
+        """
         if not set(old_names.values()) <= EQUALS.keys() or is_guarded(self.tree, node):
             return False
         for alias in old_names:
             uses = self.bare_uses[alias]
             if counts[alias] != len(uses):
-                return False
+                return False  # some uses have to stay
             if not any(self.tree.call_of(use.node) for use in uses):
                 return False  # only isinstance: another file makes the object, maybe by Apex
         new_names = set()
         for alias, old in old_names.items():
             if not alias.asname:  # with `as`, the file keeps its name
                 new_names.add(EQUALS[old].name.partition(".")[0])
-        new_names -= {nodes.bound_name(alias) for alias in old_names}
+        new_names -= {nodes.bound_name(alias) for alias in old_names}  # the import itself binds it
         if any(new_names & scope.bindings.keys() for scope in self.tree.scopes):
             return False  # the file has another AdamW
         modules = {EQUALS[old].module for old in old_names.values()}
@@ -314,10 +334,10 @@ class Rule(Rewriter):
     def _report(self, node: cst.CSTNode, advice: str, reference: str = "") -> None:
         """Report what is to be done by hand; `reference` is left out of the comment."""
         self.say(node, "by hand", f"{advice}{reference}")
-        self.advice[self.tree.statement_of(node)].append(advice)
+        self.advice[self.tree.statement_of(node)].append(advice)  # for `_put_marks`
 
     def _advise_unused(self, alias: cst.ImportAlias, old: str, scope: Scope) -> None:
-        """Report what to do with an import that this file does not use, unless it is a choice."""
+        """Report what to do with an import that this file does not use, if it always runs."""
         if self._is_chosen(alias):
             return
         name = nodes.bound_name(alias)
@@ -344,15 +364,15 @@ class Rule(Rewriter):
             start, _ = self.tree.span(statement)
             indent = self.tree.indent(start) or ""
             marks_above = _marks_above(lines, self.tree.line(statement))
-            for sentence in dict.fromkeys(advice):
+            for sentence in dict.fromkeys(advice):  # each once, in order
                 if sentence not in marks_above:
                     self.insert(start, f"{MARK}{sentence}{self.tree.newline}{indent}")
 
 
 def _marks_above(lines: list[str], number: int) -> set[str]:
-    """The advice in the comments directly above the line with a number, which counts from 1."""
+    """The advice in the comments directly above a line, whose `number` counts from 1."""
     marks = set()
-    index = number - 2
+    index = number - 2  # of the line above, from 0
     while index >= 0 and lines[index].lstrip().startswith(MARK):
         marks.add(lines[index].strip().removeprefix(MARK))
         index -= 1
@@ -370,9 +390,9 @@ def _other_arm(parent: cst.CSTNode, child: cst.CSTNode) -> cst.CSTNode | None:
     return None
 
 
-def _fails_without_it(tried: cst.Try) -> bool:
-    """Whether each handler of a `try` ends the program, so that there is no choice."""
-    return all(_ends_program(nodes.last_statement(handler.body)) for handler in tried.handlers)
+def _has_only_fatal_handlers(try_: cst.Try) -> bool:
+    """Whether each handler of a `try` ends the program, so its body runs or nothing does."""
+    return all(_ends_program(nodes.last_statement(handler.body)) for handler in try_.handlers)
 
 
 def _ends_program(statement: cst.CSTNode) -> bool:

@@ -172,7 +172,10 @@ def public_name(origin: str) -> str:
 
 
 def _most_specific(table: Mapping[str, _Entry], name: str) -> _Entry:
-    """The entry of a dotted name, or of the nearest module around it that has one."""
+    """The entry of a dotted name, or of the nearest module around it that has one.
+
+    The tables have ``apex``, at which the search ends.
+    """
     while name not in table:
         name = name.rpartition(".")[0]
     return table[name]

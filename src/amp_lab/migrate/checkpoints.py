@@ -35,7 +35,7 @@ _NEVER_SAVED = remedy(
 )
 
 
-def saved_without(code: CodeReader) -> Mistakes:
+def saved_without_scaler(code: CodeReader) -> Mistakes:
     """Yield the calls that save or load an optimizer without its scaler."""
     scalers = code.scalers_used()
     if not scalers or any(_may_be_saved_elsewhere(code, name) for name in scalers):
@@ -43,7 +43,7 @@ def saved_without(code: CodeReader) -> Mistakes:
     loads = [call for call in code.tree.calls if _loads_optimizer(code, call)]
     saves = [call for call in code.tree.calls if _saves_optimizer(code, call)]
     methods = {name: _state_methods_called(code, name) for name in scalers}
-    if any(methods.values()):
+    if any(methods.values()):  # a scaler is saved or loaded, and maybe only one of the two
         yield from _missing_counterparts(code, methods, loads, saves)
         return
     if not loads:
@@ -82,6 +82,7 @@ def _state_methods_called(code: CodeReader, name: str) -> set[str]:
     methods = set()
     for method in ("state_dict", "load_state_dict"):
         uses = code.tree.uses_by_last_part[method]
+        # the part before the last: scaler.state_dict and self.scaler.state_dict
         if any(use.parts[-2:-1] == (name,) for use in uses):
             methods.add(method)
     return methods
@@ -97,7 +98,7 @@ def _may_be_saved_elsewhere(code: CodeReader, name: str) -> bool:
             continue
         argument = code.tree.parents[use.node]
         call = code.tree.parents[argument]
-        if not isinstance(call, cst.Call):
+        if not isinstance(call, cst.Call):  # such as a list, which may be handed on
             return True
         function = code.functions.get(nodes.called_name(call))
         if function is None or "state_dict" in code.tree.code(function):
@@ -135,9 +136,9 @@ def _is_call_of_optimizer(code: CodeReader, call: cst.CSTNode, method: str, scop
         return False
     if call.func.attr.value != method:
         return False
-    in_tuple = name_in_tuple(code, call.func.value, scope)
-    if in_tuple is not None:
-        return code.is_optimizer(in_tuple)
+    returned_name = name_in_tuple(code, call.func.value, scope)  # of state[1].load_state_dict
+    if returned_name is not None:
+        return code.is_optimizer(returned_name)
     optimizer = code.key(call.func.value)
     if not code.is_optimizer(optimizer):
         return False

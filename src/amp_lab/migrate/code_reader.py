@@ -65,7 +65,7 @@ class CodeReader:
     def __init__(self, tree: Tree):
         self.tree = tree
         stars_of_amp = {*tree.star_imports.values()} & {*OLD_MODULES, "torch.amp"}
-        self.star_module = min(stars_of_amp, default=None)
+        self.star_module = min(stars_of_amp, default=None)  # of `from torch.cuda.amp import *`
         # For a call of a function that returns autocast(…): that call of autocast.
         self._opened_autocasts: dict[cst.Call, cst.Call] = {}
         # Scalers go by the last part of their name, "scaler" for self.scaler, because another
@@ -207,8 +207,8 @@ class CodeReader:
     def _autocast(self, node: cst.CSTNode, scope: Scope) -> cst.Call | None:
         """The call that opens autocast in ``with node:``; None if `node` is another context.
 
-        It is a call of autocast, or of a function of this file that returns only autocast. The
-        node may be a name with such a call as its value.
+        It is a call of autocast, or of a function of this file that returns only autocast, which
+        `autocast_of` looks up from then on. The node may be a name with such a call as its value.
         """
         call = scope.value_of(node)
         if not isinstance(call, cst.Call):
@@ -282,7 +282,7 @@ class CodeReader:
     def _meaning_of_backward(
         self, call: cst.Call, loss: cst.BaseExpression, unit: Unit
     ) -> _Meaning:
-        """The same for ``loss.backward()``; the kind is empty if `loss` is no loss."""
+        """The `_meaning` of ``loss.backward()``; the kind is empty if `loss` is no loss."""
         scaler = unit.scaled_names.get(self.key(loss)) or self._scaler_in(loss)
         if scaler is not None:
             return _Meaning("scaled", scaler)
@@ -323,7 +323,7 @@ class CodeReader:
     def scalers_used(self) -> list[str]:
         """The last parts of the names of scalers that are made here, enabled, and scale a loss."""
         scaled = {last_part(event.owner) for event in of_kind("scaled", self.events)}
-        return sorted(scaled & self.scaler_calls.keys() - self.disabled_scalers)
+        return sorted(scaled & (self.scaler_calls.keys() - self.disabled_scalers))
 
     def holds_only_new_scalers(self, key: str) -> bool:
         """Whether each value of a name is a new scaler, so that it is no second name of another."""
@@ -468,7 +468,7 @@ class CodeReader:
         return True
 
     def _tests(self, place: Place, other: Place) -> list[tuple[str, int]]:
-        """The (condition, number of the branch) that lead to `place` and not also to `other`."""
+        """Each (condition, branch) of `place` that `other` lacks; a `try` has "" as condition."""
         tests = []
         for node, number in place.arms:
             if (node, number) not in other.arms:

@@ -41,7 +41,10 @@ class Place:
         return False
 
     def shares_loops(self, other: "Place") -> bool:
-        """Whether the loops of one contain the other: neither is in a loop beside the other's."""
+        """Whether the loops around one place are all, or the outermost, of those around the other.
+
+        Else each of the two is in a loop beside that of the other.
+        """
         pairs = zip(self.loops, other.loops, strict=False)
         return all(own_loop is other_loop for own_loop, other_loop in pairs)
 
@@ -196,7 +199,7 @@ def place_of_part(part: cst.CSTNode, node: cst.CSTNode, place: Place) -> Place:
 
 
 def _arms(node: cst.CSTNode) -> list[cst.CSTNode | None]:
-    """The branches of a statement, of which one runs; the handlers of a `try` count as others."""
+    """The branches of a statement, of which one runs: for a `try`, its body and each handler."""
     if isinstance(node, cst.If):
         return [node.body, node.orelse]
     if isinstance(node, cst.Try | cst.TryStar):

@@ -98,6 +98,7 @@ def migrate_paths(
             yield Result(path, error=f"{path}: has no Python file and no notebook in it")
     to_migrate: list[Path] = []
     for path in dict.fromkeys(itertools.chain.from_iterable(files_by_path.values())):
+        # a link in a folder; one that is named itself is an error of `migrate_file`
         if path not in named_paths and path.is_symlink():
             yield Result(path, skipped=f"{path}: is a link: passed over")
             continue
@@ -107,7 +108,7 @@ def migrate_paths(
         except OSError as error:
             yield Result(path, error=f"{path}: cannot be read: {error.strerror}")
     for result in _migrate_all(to_migrate, write, wanted):
-        if result:
+        if result:  # a result with nothing to report is false
             yield result
 
 
@@ -125,7 +126,7 @@ def _migrate_all(paths: list[Path], write: bool, wanted: Wanted) -> Iterator[Res
 
 
 def find(path: Path) -> Iterator[Path]:
-    """Yield the Python files and notebooks in a folder, and its links; a file yields itself.
+    """Yield the Python files, notebooks and links to folders in a folder; of a file, only itself.
 
     A folder that cannot be listed is yielded too: to read it raises the error to report.
     """
@@ -211,6 +212,7 @@ def _write(path: Path, old: bytes, new: bytes, status: os.stat_result) -> None:
 
 
 def _diff(path: Path, change: _Change) -> str:
+    """The unified diff of a change, with the path and the change's title in its header."""
     name = f"{path}{change.title}"
     lines = difflib.unified_diff(
         _lines_of(change.old), _lines_of(change.new), name, name, lineterm=""
@@ -304,15 +306,15 @@ def _migrate_notebook(data: bytes, wanted: Wanted) -> _Migration:
         edits, findings = edits_and_findings(code, wanted)
     except cst.ParserSyntaxError as error:
         raise OptionError(_syntax_error_in(cells)) from error
-    raw_edits: list[Edit] = []
+    json_edits: list[Edit] = []  # of `text`; `edits` are of `code`
     changes: list[_Change] = []
     edits = sorted(edits, key=_START)
     for cell in cells:
         new = apply(cell.text, _edits_in_cell(cell, edits))
         if new != cell.text:
-            raw_edits.append(_json_edit(text, cell, new))
+            json_edits.append(_json_edit(text, cell, new))
             changes.append(_Change(f" (cell {cell.number})", cell.text, new))
-    new_data = apply(text, raw_edits).encode()
+    new_data = apply(text, json_edits).encode()
     return _Migration(new_data, _in_cells(findings, code, cells), changes)
 
 
@@ -324,6 +326,7 @@ def _in_cells(findings: list[Finding], code: str, cells: list[_Cell]) -> list[Fi
     lines_before = [code.count("\n", 0, cell.start) for cell in cells]
     findings_in_cells = []
     for finding in findings:
+        # the last cell that has fewer lines before it than the number of the finding's line
         index = bisect.bisect_left(lines_before, finding.line) - 1
         line = finding.line - lines_before[index]
         findings_in_cells.append(finding._replace(line=line, cell=cells[index].number))
@@ -386,7 +389,7 @@ def _code_cells(notebook: dict, spans_notebook: dict) -> list[_Cell]:
             continue
         text = "".join(cell["source"])  # raises TypeError if a line of it is no text
         cells.append(_Cell(number, text, start, _spans_of(spans_cell["source"])))
-        start += len(text) + 1
+        start += len(text) + 1  # and the newline that joins the cells
     return cells
 
 
@@ -421,7 +424,7 @@ def _syntax_error_in(cells: list[_Cell]) -> str:
 
 
 def _json_edit(text: str, cell: _Cell, new: str) -> Edit:
-    """The edit of the JSON text that gives a cell the source `new`.
+    """The edit of `text`, the whole notebook's JSON, that gives a cell the source `new`.
 
     A line that the old source has too is written as it was there, with the same escapes.
     """

@@ -46,6 +46,7 @@ class Float16Values:
         cast = _first_cast(_names_in(loss), self._float16_names(backward))
         if cast is not None:
             return cast
+        # The loss may be computed without a name: criterion(model(x), y).backward()
         calls_in_loss = set(nodes.walk(loss))
         for event in self._events_before(backward):
             if event.node in calls_in_loss:
@@ -74,7 +75,7 @@ class Float16Values:
             if cast is not None:
                 for name in self._names_of_result(event.node):
                     casts.setdefault(name, cast)
-        size = -1
+        size = -1  # below any size, so that the loop runs at least once
         while len(casts) > size:  # until no more name is computed from one of them
             size = len(casts)
             for name, sources in self._sources_by_name(backward.unit):
@@ -201,9 +202,11 @@ class Float16Values:
         return nodes.arguments(cast.args, names)
 
     def _is_old_class(self, cast: cst.Call) -> bool:
+        """Whether an autocast is of an old class, in which `enabled` is the first argument."""
         return AUTOCASTS[self._class_name(cast)] == 0
 
     def _class_name(self, cast: cst.Call) -> str:
+        """The dotted name of an autocast's class, such as ``torch.autocast``."""
         return self._code.origin(cast.func, self._code.tree.calls[cast]) or ""
 
     def _is_float16(self, cast: cst.Call) -> bool:

@@ -69,7 +69,10 @@ def _keeps_its_scale(code: CodeReader, event: Event, scaler: str) -> bool:
 
 
 def _epoch_loops_around(code: CodeReader, event: Event, optimizer: str) -> Iterator[cst.CSTNode]:
-    """Yield the loops over epochs that run an event in each epoch, with the same optimizer."""
+    """Yield the loops over epochs that run an event in each epoch, with the same optimizer.
+
+    Without the loops in which an `if` or `try` decides whether the event runs.
+    """
     statements = [node for node, _ in event.place.arms]
     for loop in _epoch_loops(code, event, optimizer):
         if not any(code.tree.is_in(statement, loop) for statement in statements):
@@ -87,6 +90,7 @@ def _epoch_loops_around_calls(
     if event.place.loops or event.place.arms or not isinstance(function, cst.FunctionDef):
         return
     name = function.name.value
+    # `functions` has the last function of each name, and calls are found by the name alone
     if optimizer in _assigned_in(code.tree, function) or code.functions[name] is not function:
         return
     for call in code.calls_of[name]:
@@ -100,10 +104,10 @@ def _epoch_loops_around_calls(
 def _argument_of(
     call: cst.Call, function: cst.FunctionDef, parameter: str
 ) -> cst.BaseExpression | None:
-    """The argument that a call of a function or method passes to `parameter`, or None."""
+    """The argument that a call passes to `parameter` of its function or method; None if none."""
     names = [param.name.value for param in function.params.params]
     if isinstance(call.func, cst.Attribute):
-        names = names[1:]  # without self
+        names = names[1:]  # a method is called without self
     return nodes.arguments(call.args, names).get(parameter)
 
 
@@ -115,6 +119,7 @@ def _epoch_loops(code: CodeReader, event: Event, optimizer: str) -> Iterator[cst
 
 
 def _is_epoch_loop(loop: cst.CSTNode) -> bool:
+    """Whether a loop is ``for epoch in …``, or assigns another name with "epoch" in it."""
     if not isinstance(loop, cst.For):
         return False
     for part in nodes.walk(loop.target):

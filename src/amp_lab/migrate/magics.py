@@ -60,22 +60,27 @@ def without_magics(cell: str) -> str:
 
 
 def _depth_after(bracket: str, depth: int) -> int:
+    """How many brackets are open after `bracket`, if `depth` were open before it."""
     if bracket in "([{":
         return depth + 1
     return max(0, depth - 1)
 
 
 def _indent(text: str) -> str:
+    """The blanks at the start of a text."""
     return text[: len(text) - len(text.lstrip())]
 
 
 def _blank(text: str, is_assigned: bool = False) -> str:
-    """A text of the same length and lines as a magic: blanks, and the old names in it."""
-    first, *rest = re.split(r"(\r?\n)", text)
+    """A text of the same length and lines as a magic: blanks, and the old names in it.
+
+    `is_assigned` says that it is the value of an assignment, as in ``files = !ls``.
+    """
+    first, *rest = re.split(r"(\r?\n)", text)  # the lines, and the line ends between them
     blanks = [_blank_first_line(first, is_assigned)]
-    for line in rest:
-        names = "" if is_assigned else _old_names(line)
-        blanks.append(line if line.endswith("\n") else names.ljust(len(line)))
+    for piece in rest:
+        names = "" if is_assigned else _old_names(piece)
+        blanks.append(piece if piece.endswith("\n") else names.ljust(len(piece)))
     return "".join(blanks)
 
 

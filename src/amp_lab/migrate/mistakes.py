@@ -123,6 +123,7 @@ def _is_expected_to_fail(tree: Tree, node: cst.CSTNode) -> bool:
 
 
 def _expects_error(block: cst.CSTNode) -> bool:
+    """Whether a node is ``with pytest.raises(…)`` or ``with self.assertRaises(…)``."""
     if not isinstance(block, cst.With):
         return False
     for item in block.items:
@@ -144,7 +145,7 @@ def _clipped_scaled(code: CodeReader) -> Mistakes:
         if step is None:
             continue
         if not code.both_run(clip, step) and not code.both_run(scaled, step):
-            continue
+            continue  # their conditions may exclude each other
         has_plain_branch = _has_plain_branch(code, scaled, clip)
         advice = _CLIPPED_IN_BOTH if has_plain_branch else _CLIPPED_SCALED
         yield clip.node, advice.sentence(scaler=scaled.owner, optimizer=step.optimizer)
@@ -159,16 +160,20 @@ def _next_step(scaled: Event, clip: Event) -> Event | None:
 
 
 def _may_be_unscaled(code: CodeReader, scaled: Event, clip: Event) -> bool:
-    """Whether a clip may get unscaled gradients: by a call in between, by hand, or by no scaler."""
-    arguments = set(nodes.walk(clip.node))  # calls inside of them, such as model.parameters()
+    """Whether a clip may get gradients that are unscaled, or were never scaled.
+
+    A call or an expression after the backward `scaled` may unscale them, or they may come from a
+    plain backward.
+    """
+    calls_in_clip = set(nodes.walk(clip.node))  # such as model.parameters(), an argument
     for event in clip.unit.events[scaled.order + 1 : clip.order]:
         if event.kind in ("scaler step", "unscale"):
             return True
-        if event.kind != "call" or event.node in arguments:
+        if event.kind != "call" or event.node in calls_in_clip:
             continue
         if _may_unscale(code, event.node, scaled.owner):
             return True
-    for plain in clip.unit.by_kind["backward"]:
+    for plain in clip.unit.by_kind["backward"]:  # its gradients, not scaled, may be clipped
         is_elsewhere = plain.place.excludes(clip.place) or plain.place.excludes(scaled.place)
         if not is_elsewhere:
             return True
@@ -198,8 +203,8 @@ def _may_unscale(code: CodeReader, call: cst.Call, scaler: str) -> bool:
     if owner != scaler.partition(".")[0] or method in _MODULE_METHODS:
         return False
     if owner == "self" and parts not in code.tree.assigned_values:
-        return code.may_inherit(call)
-    return not code.is_made_by_torch(parts)
+        return code.may_inherit(call)  # self.method(), which this file does not define
+    return not code.is_made_by_torch(parts)  # self.loss(), with self.loss = torch.nn.MSELoss()
 
 
 def _has_plain_branch(code: CodeReader, scaled: Event, event: Event) -> bool:
@@ -252,6 +257,7 @@ def _is_optimizer_step(code: CodeReader, event: Event) -> bool:
 def _advice_on_step(code: CodeReader, scaled: Event, step: Event) -> str | None:
     """What to do about a plain step after a scaled backward; None if it may be right."""
     between = step.unit.events[scaled.order + 1 : step.order]
+    # The calls of a scaler on this optimizer: unscale_ and step.
     last_of_kind = {event.kind: event for event in between if event.optimizer == step.owner}
     scaler_step = last_of_kind.get("scaler step")
     if scaler_step is not None:
@@ -381,6 +387,7 @@ def _autocasts_around_steps(code: CodeReader) -> list[cst.Call]:
 
 
 def _is_without_cache(call: cst.Call) -> bool:
+    """Whether a call of autocast has ``cache_enabled=False``."""
     return nodes.is_false(nodes.arguments(call.args).get("cache_enabled"))
 
 
@@ -407,7 +414,7 @@ _RULES = (
     _clipped_scaled,
     _stepped_beside,
     _never_updated,
-    checkpoints.saved_without,
+    checkpoints.saved_without_scaler,
     *_NOTES,
     _stepped_in_passes,
     _loop_in_one_block,

@@ -54,7 +54,7 @@ class _Bracket:
         elif token.string == ":":
             self.open_lambdas = max(0, self.open_lambdas - 1)
         elif token.string == "for":
-            self.is_comprehension = self.is_open
+            self.is_comprehension = self.is_open  # outside of brackets, it is a loop
 
 
 def check_nesting(text: str) -> None:
@@ -106,7 +106,10 @@ class _Blocks:
 
 
 def _count(brackets: list[_Bracket], token: tokenize.TokenInfo) -> None:
-    """Count a token in the innermost bracket, and open or close one if it is a bracket."""
+    """Count a token in the innermost bracket, and open or close one if it is a bracket.
+
+    Changes `brackets`, which has the statement first and the innermost bracket last.
+    """
     innermost = brackets[-1]
     innermost.tokens += 1
     if token.type == tokenize.NEWLINE:
@@ -114,6 +117,7 @@ def _count(brackets: list[_Bracket], token: tokenize.TokenInfo) -> None:
     elif token.string in ("(", "[", "{"):
         brackets.append(_Bracket())
     elif token.string in (")", "]", "}"):
+        # a bracket may close that nothing opened: the parser reports it
         brackets[:] = brackets[:-1] or [_Bracket(is_open=False)]
     else:
         innermost.count(token)
@@ -145,12 +149,12 @@ def with_room_to_recurse(function: Callable[..., _Result], *arguments: object) -
     It runs in a thread of its own: the size of that stack can be chosen, and the caller's frames
     take no room there.
     """
-    recursion_limit = sys.getrecursionlimit()
-    stack_bytes = threading.stack_size(_STACK_BYTES)
-    sys.setrecursionlimit(max(recursion_limit, _FRAMES_PER_LEVEL * MAX_LEVELS))
+    old_recursion_limit = sys.getrecursionlimit()
+    old_stack_bytes = threading.stack_size(_STACK_BYTES)  # sets it, and returns the old one
+    sys.setrecursionlimit(max(old_recursion_limit, _FRAMES_PER_LEVEL * MAX_LEVELS))
     try:
         with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
             return thread.submit(function, *arguments).result()
     finally:
-        threading.stack_size(stack_bytes)
-        sys.setrecursionlimit(recursion_limit)
+        threading.stack_size(old_stack_bytes)
+        sys.setrecursionlimit(old_recursion_limit)

@@ -148,12 +148,12 @@ def assignments(node: cst.CSTNode) -> Iterator[tuple[cst.BaseExpression, cst.Bas
         if not isinstance(left, cst.Tuple) or not isinstance(right, cst.Tuple):
             yield left, right
         elif len(left.elements) == len(right.elements):  # else one element is a *rest
-            for name, value in zip(left.elements, right.elements, strict=True):
-                yield name.value, value.value
+            for left_part, right_part in zip(left.elements, right.elements, strict=True):
+                yield left_part.value, right_part.value
 
 
 def loss_of(backward: cst.Call) -> cst.BaseExpression | None:
-    """``loss`` for ``loss.backward()`` and for ``torch.autograd.backward(loss)``."""
+    """``loss`` for ``loss.backward()`` and ``torch.autograd.backward(loss)``; None without one."""
     func = backward.func
     autograd = (("torch", "autograd"), ("autograd",))
     if isinstance(func, cst.Attribute) and name_parts(func.value) not in autograd:
@@ -195,7 +195,11 @@ def never_passes(block: cst.BaseSuite) -> bool:
 
 
 def running_parts(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
-    """The children of a node that run when the node does: none of a lambda, which runs later."""
+    """The children of a node that run when the node does.
+
+    None of a lambda, which runs later; the cases of a `match`; the body of a class, handler or
+    case; all children of any other node.
+    """
     if isinstance(node, cst.Lambda):
         return ()
     if isinstance(node, cst.Match):

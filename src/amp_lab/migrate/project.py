@@ -10,7 +10,7 @@ from amp_lab.migrate.rewriter import Finding
 from amp_lab.migrate.torch_amp_remedies import FOR_BOTH, FOR_OLDER_AUTOCAST, OLDER_TORCH
 
 _REQUIREMENT_FILES = ("pyproject.toml", "setup.cfg", "setup.py", "requirements*.txt")
-_MAX_PARENTS = 3  # folders above what is migrated
+_MAX_PARENTS = 3  # how many folders above the migrated one may have the project's files
 # Matches torch>=1.8, torch = "^1.8", torch = {version = "~1.8"}, "torch (==1.8.1)"
 _TORCH_REQUIREMENT = re.compile(
     r"""(?m)^[^#\n]*?(?<![\w.-])torch(?:\[[^]\n]*\])?["']?\s*(?:=\s*)?(?:\{\s*version\s*=\s*)?["'(\s]*"""
@@ -29,7 +29,7 @@ def needed_torch(results: Iterable[Result]) -> tuple[int, int] | None:
 
 
 def for_older_torch(results: Iterable[Result]) -> list[str]:
-    """The advice on code that runs with older versions of torch too, for what was rewritten."""
+    """The texts on how to write what was rewritten so that it runs with older torch too."""
     messages = _rewritten_messages(results)
     advice = []
     for names, remedy in FOR_BOTH.items():
@@ -48,7 +48,7 @@ def _rewritten_messages(results: Iterable[Result]) -> list[str]:
 
 
 def older_torch(paths: Iterable[str | Path], needed: tuple[int, int]) -> Iterator[Result]:
-    """Yield a finding for each line in the project's files that asks for an older torch.
+    """Yield a result with one finding for each line of the project's files with an older torch.
 
     Parameters
     ----------
@@ -65,6 +65,7 @@ def older_torch(paths: Iterable[str | Path], needed: tuple[int, int]) -> Iterato
         text = file.read_text(encoding="utf-8", errors="replace")
         for requirement in _TORCH_REQUIREMENT.finditer(text):
             asked = requirement["version"]
+            # at least two numbers: "2" is 2.0
             numbers = [int(number) for number in f"{asked}.0".split(".")]
             if tuple(numbers[:2]) < needed:
                 line = text.count("\n", 0, requirement.start("version")) + 1

@@ -196,7 +196,10 @@ class Tree:
     def _origin_of(
         self, alias: cst.ImportAlias, node: cst.Import | cst.ImportFrom, name: str
     ) -> str | None:
-        """The full name of an import: ``a.b`` for ``from a import b``; None for a relative one."""
+        """The full name of an import: ``a.b`` for ``from a import b``; None for a relative one.
+
+        `name` is the variable that the import binds: ``a`` for ``import a.b``, which stands for a.
+        """
         if isinstance(node, cst.Import):
             return name if alias.asname is None else alias.evaluated_name
         if node.relative:
@@ -314,12 +317,13 @@ class Tree:
         libcst does not count them, so they are counted here.
         """
         matches = re.finditer(rb"(?m)(?:^|(?<=\r))\f", self.text.encode())
+        # each is moved back by the form feeds before it, `number` of them
         return [match.start() - number for number, match in enumerate(matches)]
 
     def _offset(self, libcst_byte: int) -> int:
         """The index in `text` of the character at a position that libcst counts in bytes."""
-        byte = libcst_byte + bisect_right(self._form_feeds, libcst_byte)
-        wide_before = bisect_left(self._wide_starts, byte)
+        byte = libcst_byte + bisect_right(self._form_feeds, libcst_byte)  # with the form feeds
+        wide_before = bisect_left(self._wide_starts, byte)  # how many wide characters
         return byte - self._surplus_bytes[wide_before]
 
     @functools.cached_property
@@ -339,6 +343,7 @@ class Tree:
 
     @functools.cached_property
     def _line_starts(self) -> list[int]:
+        """The index in `text` at which each line starts."""
         return [0, *(end.end() for end in re.finditer(r"\r\n?|\n", self.text))]
 
     def span(self, node: cst.CSTNode) -> tuple[int, int]:
@@ -354,7 +359,7 @@ class Tree:
         """The blanks between the start of the line and `offset`; None if code is in between."""
         line = bisect_right(self._line_starts, offset) - 1
         start = self._line_starts[line]
-        blanks = self.text[start:offset].lstrip("\ufeff")
+        blanks = self.text[start:offset].lstrip("\ufeff")  # a byte order mark is no code
         if blanks.strip():  # a statement before a semicolon
             return None
         return blanks
@@ -367,7 +372,7 @@ class Tree:
 
 
 def cached_in_tree(function: Callable[..., _Answer]) -> Callable[..., _Answer]:
-    """Cache the results of ``function(tree, *arguments)`` in `tree`, for many uses ask the same.
+    """Cache the results of ``function(tree, *arguments)`` in `tree.cache`: many rules ask the same.
 
     A call that leads back to itself, as ``a = b; b = a`` does, gets None from the inner call.
     """

@@ -1,4 +1,4 @@
-"""Autocast that a function of one's own restores in its backward, without the dtype."""
+"""The mistake to restore autocast in the backward of an autograd.Function without its dtype."""
 
 import libcst as cst
 
@@ -13,11 +13,11 @@ _RESTORED_WITHOUT_DTYPE = remedy(
     "whether autocast was on is restored here, and its dtype is not, so this computes in the "
     "default one: in forward keep torch.get_autocast_dtype(device_type) too, and give it as dtype=",
 )
-_NAMES = ("device_type", "dtype", "enabled")
+_AUTOCAST_ARGUMENTS = ("device_type", "dtype", "enabled")  # today's, by position
 
 
 def restored_without_dtype(code: CodeReader) -> Mistakes:
-    """Autocast in a backward whose ``enabled`` comes from its context, and without a dtype.
+    """Yield each autocast in a backward with ``enabled=ctx.…`` and without a dtype.
 
     A recomputed block then runs in float16 on a GPU and in bfloat16 on a CPU, whatever it ran in.
     The old names have a dtype of their own.
@@ -28,25 +28,28 @@ def restored_without_dtype(code: CodeReader) -> Mistakes:
             continue
         if any(arg.star for arg in call.args):
             continue
-        given = nodes.arguments(call.args, _NAMES)
-        enabled = nodes.name_parts(given.get("enabled"))
-        if enabled is None or "dtype" in given:
+        arguments = nodes.arguments(call.args, _AUTOCAST_ARGUMENTS)
+        enabled = nodes.name_parts(arguments.get("enabled"))
+        if enabled is None or "dtype" in arguments:
             continue
         context = _context_around(code, call)
-        if context is not None and enabled[0] == context:
+        if context is not None and enabled[0] == context:  # ctx of ctx.was_enabled
             yield call, _RESTORED_WITHOUT_DTYPE.text
 
 
 def _context_around(code: CodeReader, call: cst.Call) -> str | None:
-    """The name of the context in the backward around a call; None outside of such a function."""
-    function: cst.FunctionDef | None = None
+    """The name of the context, such as ``ctx``, in the backward around a call.
+
+    None unless the innermost function around the call is a backward of an ``autograd.Function``.
+    """
+    innermost: cst.FunctionDef | None = None
     for parent, _ in code.tree.ancestors(call):
-        if isinstance(parent, cst.FunctionDef) and function is None:
-            function = parent
+        if isinstance(parent, cst.FunctionDef) and innermost is None:
+            innermost = parent
         if isinstance(parent, cst.ClassDef):
             if not _is_autograd_function(code, parent):
                 return None
-            return _context_of(function)
+            return _context_of(innermost)
     return None
 
 
@@ -61,6 +64,7 @@ def _context_of(function: cst.FunctionDef | None) -> str | None:
 
 
 def _is_autograd_function(code: CodeReader, node: cst.ClassDef) -> bool:
+    """Whether a class derives from ``torch.autograd.Function``."""
     module = code.tree.scopes[0]
     bases = {code.origin(base.value, module) for base in node.bases}
     return not bases.isdisjoint({"torch.autograd.Function", "torch.autograd.function.Function"})

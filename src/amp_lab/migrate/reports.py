@@ -31,13 +31,13 @@ def format_github(results: Iterable["Result"]) -> str:
     lines = []
     for result in results:
         file = f"file={_escape(_relative(result.path), ',:')}"
-        for line in result.lines:
+        for finding in result.lines:
             # A line within a cell is not a line of the notebook's file, so it is only in the text.
             location = file
-            if line.cell is None:
-                location = f"{file},line={line.line}"
-            level, _ = _LEVELS[line.kind]
-            text = _escape(_text(line))
+            if finding.cell is None:
+                location = f"{file},line={finding.line}"
+            level, _ = _LEVELS[finding.kind]
+            text = _escape(_text(finding))
             lines.append(f"::{level} {location},title=amp-lab migrate::{text}\n")
         if result.error is not None:
             lines.append(f"::error {file},title=amp-lab migrate::{_escape(result.error)}\n")
@@ -57,7 +57,7 @@ def format_sarif(results: Iterable["Result"]) -> str:
     sarif_results = []
     errors = []
     for result in results:
-        sarif_results += [_sarif_result(result.path, line) for line in result.lines]
+        sarif_results += [_sarif_result(result.path, finding) for finding in result.lines]
         if result.error is not None:
             errors.append({"level": "error", "message": {"text": result.error}})
     rules = [{"id": kind.replace(" ", "-")} for kind in _LEVELS]
@@ -67,27 +67,27 @@ def format_sarif(results: Iterable["Result"]) -> str:
     return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1) + "\n"
 
 
-def _sarif_result(path: Path, line: "Finding") -> dict:
+def _sarif_result(path: Path, finding: "Finding") -> dict:
     """One finding in a file as a `result` object of SARIF."""
     uri = quote(os.fsencode(_relative(path)))
     location: dict = {"artifactLocation": {"uri": uri}}
-    if line.cell is None:
-        location["region"] = {"startLine": line.line}
-    _, level = _LEVELS[line.kind]
+    if finding.cell is None:
+        location["region"] = {"startLine": finding.line}
+    _, level = _LEVELS[finding.kind]
     return {
-        "ruleId": line.kind.replace(" ", "-"),
+        "ruleId": finding.kind.replace(" ", "-"),
         "level": level,
-        "message": {"text": _text(line)},
+        "message": {"text": _text(finding)},
         "locations": [{"physicalLocation": location}],
     }
 
 
-def _text(line: "Finding") -> str:
+def _text(finding: "Finding") -> str:
     """A finding as one text: ``mistake: …``, in a notebook after ``cell 2, line 5:``."""
-    text = f"{line.kind}: {line.message}"
-    if line.cell is None:
+    text = f"{finding.kind}: {finding.message}"
+    if finding.cell is None:
         return text
-    return f"cell {line.cell}, line {line.line}: {text}"
+    return f"cell {finding.cell}, line {finding.line}: {text}"
 
 
 def _relative(path: Path) -> str:
@@ -99,9 +99,9 @@ def _relative(path: Path) -> str:
 
 
 def patch(path: Path, old: bytes, new: bytes) -> bytes:
-    """The patch with which `git apply`, in the working directory, makes a file new.
+    """The patch, for `git apply` in the working directory, from a file's old content to its new.
 
-    Raises `OptionError` for a file that is not below it, or whose name git would have to quote.
+    Raises `OptionError` for a file outside of that directory, or whose name git would quote.
     """
     name = os.path.relpath(path)
     if name.startswith("..") or re.search(r"[\r\n\t\"\\]", name.replace(os.sep, "/")):

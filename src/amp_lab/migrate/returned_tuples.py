@@ -14,9 +14,9 @@ from amp_lab.migrate.scopes import Scope
 
 
 def stays_in_tuple(code: CodeReader, use: cst.CSTNode, name: str) -> bool:
-    """Whether a use of a scaler puts it into a tuple that only names of this file get.
+    """Whether a use of a scaler puts it into a returned tuple that no code of another file gets.
 
-    It is unpacked under its own name then, or not at all.
+    Where the tuple is unpacked, the scaler gets the same name again.
     """
     element = code.tree.parents[use]
     if not isinstance(element, cst.Element):
@@ -27,31 +27,31 @@ def stays_in_tuple(code: CodeReader, use: cst.CSTNode, name: str) -> bool:
     function = _function_returning(code, returned)
     if function is None:
         return False
-    place = returned.elements.index(element)
-    names: list[str] = []
+    index = returned.elements.index(element)
+    holders: list[str] = []  # names that get the tuple, and are not followed yet
     for call in _calls_of(code, function):
-        if not _is_kept(code, call, name, place, names):
+        if not _stays_in_file(code, call, name, index, holders):
             return False
     followed: set[str] = set()
-    while names:
-        holder = names.pop()
+    while holders:
+        holder = holders.pop()
         if holder in followed:
             continue
         followed.add(holder)
         for reading in code.tree.uses_by_last_part[holder]:
-            if not _is_kept(code, reading.node, name, place, names):
+            if not _stays_in_file(code, reading.node, name, index, holders):
                 return False
     return True
 
 
 def _function_returning(code: CodeReader, returned: cst.Tuple) -> cst.FunctionDef | None:
-    """The function that returns this tuple, if it is one of the file's, and no method."""
+    """The function that returns this tuple; None if a later one in the file has its name."""
     if not isinstance(code.tree.parents[returned], cst.Return):
         return None
     for parent, _ in code.tree.ancestors(returned):
         if isinstance(parent, cst.FunctionDef):
-            is_known = code.functions.get(parent.name.value) is parent
-            return parent if is_known else None
+            is_last_of_name = code.functions.get(parent.name.value) is parent
+            return parent if is_last_of_name else None
     return None
 
 
@@ -61,35 +61,47 @@ def _calls_of(code: CodeReader, function: cst.FunctionDef) -> Iterator[cst.Call]
             yield call
 
 
-def _is_kept(code: CodeReader, node: cst.CSTNode, name: str, place: int, names: list[str]) -> bool:
-    """Whether what has the tuple keeps the scaler in this file; adds the names that get it."""
+def _stays_in_file(
+    code: CodeReader, node: cst.CSTNode, name: str, index: int, holders: list[str]
+) -> bool:
+    """Whether the code around `node`, whose value is the tuple, keeps the scaler in this file.
+
+    Parameters
+    ----------
+    name : str
+        The name of the scaler.
+    index : int
+        Its position in the tuple.
+    holders : list
+        The names that get the tuple from this code are added to it.
+    """
     parent = code.tree.parents[node]
     if isinstance(parent, cst.Subscript) and parent.value is node:
         number = _number_in(parent)
-        return number is not None and number != place
+        return number is not None and number != index  # another element
     if isinstance(parent, cst.Arg):
-        return _is_given_to_a_function(code, parent, names)
+        return _becomes_parameter(code, parent, holders)
     for target, value in nodes.assignments(parent):
         if value is not node:
             return False
         if isinstance(target, cst.Name):
-            names.append(target.value)
-        elif not _unpacks_as(target, name, place):
+            holders.append(target.value)
+        elif not _unpacks_as(target, name, index):
             return False
     return isinstance(parent, cst.Assign)
 
 
-def _unpacks_as(target: cst.BaseExpression, name: str, place: int) -> bool:
-    """Whether the scaler gets its own name in an unpacking."""
-    if not isinstance(target, cst.Tuple) or place >= len(target.elements):
+def _unpacks_as(target: cst.BaseExpression, name: str, index: int) -> bool:
+    """Whether a target such as ``model, scaler`` has `name` as its element `index`."""
+    if not isinstance(target, cst.Tuple) or index >= len(target.elements):
         return False
     if any(isinstance(element, cst.StarredElement) for element in target.elements):
         return False
-    return nodes.name_parts(target.elements[place].value) == (name,)
+    return nodes.name_parts(target.elements[index].value) == (name,)
 
 
-def _is_given_to_a_function(code: CodeReader, argument: cst.Arg, names: list[str]) -> bool:
-    """Whether an argument becomes a parameter of a function of this file; adds its name."""
+def _becomes_parameter(code: CodeReader, argument: cst.Arg, holders: list[str]) -> bool:
+    """Whether an argument goes to a function of this file; adds the parameter to `holders`."""
     call = code.tree.parents[argument]
     if not isinstance(call, cst.Call) or argument.star:
         return False
@@ -97,13 +109,13 @@ def _is_given_to_a_function(code: CodeReader, argument: cst.Arg, names: list[str
     if function is None or not isinstance(call.func, cst.Name):
         return False
     if argument.keyword is not None:
-        names.append(argument.keyword.value)
+        holders.append(argument.keyword.value)
         return True
     parameters = (*function.params.posonly_params, *function.params.params)
     number = call.args.index(argument)
     if number >= len(parameters):
         return False
-    names.append(parameters[number].name.value)
+    holders.append(parameters[number].name.value)
     return True
 
 
@@ -116,7 +128,10 @@ def _number_in(subscript: cst.Subscript) -> int | None:
 
 
 def name_in_tuple(code: CodeReader, node: cst.CSTNode, scope: Scope) -> str | None:
-    """The name that ``state[1]`` has in the function that returned it; None for all else."""
+    """The name that the value of ``state[1]`` has in the function that returned it.
+
+    None for any other expression, and unless that function has one ``return``, of a tuple.
+    """
     if not isinstance(node, cst.Subscript):
         return None
     number = _number_in(node)
@@ -126,10 +141,10 @@ def name_in_tuple(code: CodeReader, node: cst.CSTNode, scope: Scope) -> str | No
     function = code.functions.get(nodes.called_name(call))
     if function is None:
         return None
-    tuples = [part.value for part in nodes.walk(function) if isinstance(part, cst.Return)]
-    if len(tuples) != 1 or not isinstance(tuples[0], cst.Tuple):
+    returned = [part.value for part in nodes.walk(function) if isinstance(part, cst.Return)]
+    if len(returned) != 1 or not isinstance(returned[0], cst.Tuple):
         return None
-    elements = tuples[0].elements
+    elements = returned[0].elements
     if number >= len(elements):
         return None
     return code.key(elements[number].value)

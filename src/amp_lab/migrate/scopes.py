@@ -102,7 +102,10 @@ class Scope:
         return full_names
 
     def _origins_of(self, name: str, has_attribute: bool) -> set[str | None]:
-        """The origins of all bindings of `name` in this scope; cached until it gets another."""
+        """The origins of all bindings of `name` in this scope; cached until it gets another.
+
+        `has_attribute` says that the name is used as ``name.attribute``: not where it is None.
+        """
         bindings = self.bindings[name]
         key = (name, has_attribute, len(bindings))
         if key not in self._origins:
@@ -113,7 +116,7 @@ class Scope:
         return self._origins[key]
 
     def origin(self, node: cst.CSTNode | None) -> str | None:
-        """The imported name that an expression stands for; None if it has several meanings."""
+        """The imported name that an expression stands for; None if there is none, or several."""
         parts = nodes.name_parts(node)
         if parts is None:
             return None

@@ -71,7 +71,7 @@ def path_without_update(code: CodeReader) -> Mistakes:
         yield event.node, advice
 
 
-def is_dropped(code: CodeReader, event: Event, test: cst.If, number: int) -> bool:
+def is_dropped(code: CodeReader, event: Event, node: cst.If, number: int) -> bool:
     """Whether the branch `number` of an `if` drops the gradients of a batch, not sums them.
 
     Parameters
@@ -81,15 +81,15 @@ def is_dropped(code: CodeReader, event: Event, test: cst.If, number: int) -> boo
     number : int
         0 for the body of the `if`, 1 for its else, also where that is not written.
     """
-    condition = code.tree.code(test.test)
+    condition = code.tree.code(node.test)
     if _COUNTS_BATCHES.search(condition):
         return False
     if _ASKS_FOR_FAULTS.search(condition):
         return True
-    branch = test.body if number == 0 else test.orelse
+    branch = node.body if number == 0 else node.orelse
     if branch is not None and _DROPS_GRADIENTS.search(code.tree.code(branch)):
         return True
-    calls = event.unit.by_loop["call", "", event.place.loops]
+    calls = event.unit.by_loop["call", "", event.place.loops]  # a plain call has no owner
     return any(_zeroes_each_time(call, event) for call in calls)
 
 
@@ -114,7 +114,7 @@ def _starts_each_batch(code: CodeReader, event: Event) -> bool:
         return False  # it runs once
     unscaled = unit.by_loop["unscale", event.owner, loops]
     if event.kind == "scaler step" and any(_same_optimizer(unscale, event) for unscale in unscaled):
-        return False
+        return False  # the unscale_ is the first call
     scaled = unit.by_loop["scaled", event.owner, loops]
     return any(each.place.loops == loops for each in scaled)
 
@@ -162,7 +162,7 @@ def _skips_update(code: CodeReader, event: Event, exit_: Exit, updates: list[Eve
     if any(not update.place.excludes(exit_.place) for update in before):
         return False
     if not any(u.order > exit_.order and u.place.loops == event.place.loops for u in updates):
-        return False
+        return False  # the path past the exit has none either
     # The branches that lead to the exit, but not to the event.
     arms = [arm for arm in exit_.place.arms if arm not in event.place.arms]
     if not arms:
@@ -189,6 +189,7 @@ def _drops_batch(code: CodeReader, event: Event, arms: list[Arm]) -> bool:
 
 
 def _steps_between(event: Event, exit_: Exit) -> list[Event]:
+    """The `_steps` before an exit and not before an event, which may be the first of them."""
     return [step for step in _steps(event) if event.order <= step.order < exit_.order]
 
 
@@ -199,7 +200,10 @@ def _steps(event: Event) -> list[Event]:
 
 
 def _paths_around_update(code: CodeReader, event: Event, updates: list[Event]) -> Iterator[_Path]:
-    """Yield the conditions around the only update whose other branch leads to the next batch."""
+    """Yield a path for each `if` around the only update whose other branch goes on to a next batch.
+
+    Nothing if there are several updates, or if the event does not lead to the update.
+    """
     if len(updates) != 1 or not event.place.loops:
         return
     (update,) = updates
@@ -207,13 +211,13 @@ def _paths_around_update(code: CodeReader, event: Event, updates: list[Event]) -
         return
     arms = event.place.arms
     depth = len(arms)
-    if update.place.arms[:depth] != arms:
+    if update.place.arms[:depth] != arms:  # the update is not in all branches of the event
         return
     is_stepped = any(set(step.place.arms) <= set(arms) for step in _steps(event))
     for node, number in update.place.arms[depth:]:
         if not isinstance(node, cst.If) or _MAKES_SCALER_NEW.search(code.tree.code(node)):
             return
-        other_number = 1 - number
+        other_number = 1 - number  # 0 is the body, 1 the else
         if leaves_loop(node, other_number):
             continue
         if is_stepped or is_dropped(code, event, node, other_number):

@@ -32,6 +32,7 @@ _OldUse = tuple[Use, str]
 
 
 def _is_old(origin: str | None) -> TypeGuard[str]:
+    """Whether a dotted name is an old name, an attribute of one, or a module of old names."""
     if origin is None:
         return False
     return origin in OLD_NAMES or origin in OLD_MODULES or origin.startswith(_ATTRIBUTES_OF_OLD)
@@ -60,7 +61,7 @@ class Rule(Rewriter):
             name = OLD_NAMES[old].name
             self.say(node, "by hand", remedies.REPLACED.sentence(old=old, name=name))
         dotted_uses, groups = self._group_uses()
-        for name, bindings in self._versioned_names.values():
+        for name, bindings in self._versioned_names.values():  # filled by `_group_uses`
             self._report_versioned(name, bindings)
         for scope in self.tree.scopes:
             for name, bindings in scope.bindings.items():
@@ -87,7 +88,7 @@ class Rule(Rewriter):
             name = use.parts[0]
             owner = use.scope.find_scope(name)
             bindings = use.scope.bindings_of(name)
-            if len(use.origins) > 1:
+            if len(use.origins) > 1:  # below, the use has one origin and so one old name
                 self._report_ambiguous(use, bindings)
             elif owner is not None and any(_is_old(binding.origin) for binding in bindings):
                 groups[owner, name].append((use, old_names[0]))
@@ -133,11 +134,14 @@ class Rule(Rewriter):
         for arg in call.args[:2]:
             origin = self.tree.calls[call].origin(arg.value)
             names.append(nodes.string_value(arg.value) or origin or "")
-        first_name = names[:1]
+        first_name = names[:1]  # empty if the call has no arguments
         return *first_name, ".".join(filter(None, names))
 
     def _report_ambiguous(self, use: Use, bindings: list[Binding]) -> None:
-        """Report a use whose name has several meanings, unless they depend on torch's version."""
+        """Report a use whose name has several meanings.
+
+        If they depend on torch's version, the name goes to `_versioned_names`: `run` reports it.
+        """
         name = use.parts[0]
         owner = use.scope.find_scope(name)
         if (owner, name) not in self._ambiguous_names:
@@ -189,7 +193,7 @@ class Rule(Rewriter):
         self.say(use.node, "rewritten", message)
 
     def _plan_uses(self, uses: list[_OldUse]) -> list[tuple[Use, str, list[Edit]]]:
-        """The uses that can be rewritten, with their edits; the others are reported."""
+        """Each (use, old name, edits) that can be rewritten; the other uses are reported."""
         planned = []
         for use, old in uses:
             if is_guarded(self.tree, use.node):
@@ -234,7 +238,7 @@ class Rule(Rewriter):
             return
         for use, old, edits in planned:
             self._apply_edits(use, old, edits)
-        if not uses:
+        if not uses:  # a module that is imported and not used stays
             return
         for alias in aliases:
             self.moved_aliases[self.tree.parents[alias]].append(alias)
@@ -278,7 +282,7 @@ class Rule(Rewriter):
                 self._rewrite_import_from(node, self.moved_aliases[node])
 
     def _rewrite_import(self, node: cst.Import) -> None:
-        """Rewrite ``import torch.cuda.amp``, with or without ``as``."""
+        """Rewrite ``import torch.cuda.amp``; with ``as`` only if all uses of its name are moved."""
         for alias in node.names:
             is_old = alias.evaluated_name in OLD_MODULES
             if is_old and alias.asname is None and not is_guarded(self.tree, alias):

@@ -60,7 +60,8 @@ class UseEdits:
 
     def plan(self, use: Use, old: str) -> list[Edit]:
         """The edits of the code around the name of a use, but not of the name. Raises `ByHand`."""
-        if isinstance(self.tree.parents[use.node], cst.Expr):  # see `magics`
+        # A bare name as a statement: `magics` leaves it in the place of a magic that uses it.
+        if isinstance(self.tree.parents[use.node], cst.Expr):
             raise ByHand(remedies.IN_MAGIC.sentence(old=old))
         if old in OLD_MODULES:
             raise ByHand(remedies.MODULE_AS_VALUE.sentence(old=old, device=OLD_MODULES[old]))
@@ -89,7 +90,10 @@ class UseEdits:
         return self._plan_value(use, old)
 
     def _check_place(self, node: cst.BaseExpression, old: str) -> None:
-        """Raise `ByHand` where an edit of the name would break the code around it."""
+        """Raise `ByHand` where an edit of the name would break the code around it.
+
+        Or other code of the file: that replaces this name, or compares scalers with their class.
+        """
         name, device = OLD_NAMES[old]
         if self.tree.is_in(node, cst.FormattedString):
             raise ByHand(remedies.IN_F_STRING.sentence(name=name, device=device))
@@ -126,7 +130,7 @@ class UseEdits:
         if isinstance(parent, cst.Arg):
             call = self.tree.parents[parent]
             if isinstance(call, cst.Call) and self._is_partial(call, old, use):
-                return self._plan_call(old, call, use, first=1)
+                return self._plan_call(old, call, use, first=1)  # argument 0 is the class itself
             if isinstance(call, cst.ClassDef):
                 raise ByHand(remedies.SUBCLASS.sentence(name=name, device=device))
         if isinstance(parent, cst.Decorator):
@@ -262,7 +266,7 @@ class UseEdits:
             return [Edit(at, at, argument)]
         if name == "GradScaler" and args and _is_device(args[0]):
             raise ByHand(remedies.DEVICE_AS_SCALE.sentence(written=self.tree.code(args[0].value)))
-        new = f'"{device}"'
+        new = f'"{device}"'  # the text to insert at `at`
         edits: list[Edit] = []
         if name == "autocast":  # GradScaler kept the order and defaults of its arguments
             defaults, edits = self._plan_autocast(device, args, use)
@@ -330,6 +334,7 @@ class UseEdits:
         if any(use.parts[-1].startswith("set_autocast_") for use in self.tree.uses):
             return True
         for call, scope in self.tree.calls.items():
+            # `dtype` is second in all autocasts, after the device or, in the old ones, `enabled`
             origin = scope.origin(call.func) or ""
             if origin.endswith(".autocast") and "dtype" in nodes.arguments(
                 call.args, ("", "dtype")

@@ -21,7 +21,10 @@ class TorchName:
         self._names_in: dict[Scope, list[str]] = {}  # a cache of `_candidates`
 
     def at(self, use: Use) -> str | None:
-        """The name of torch at a use; None if nothing surely binds one and none can be imported."""
+        """The name of torch at a use; None if nothing surely binds one and none can be imported.
+
+        If torch has to be imported for it, the scope to do so is added to `scopes_to_import`.
+        """
         for name in dict.fromkeys(self._candidates(use)):
             if self._is_torch(name, use):
                 return name
@@ -46,7 +49,7 @@ class TorchName:
 
     def _is_torch(self, name: str, use: Use) -> bool:
         """Whether a name surely stands for torch at a use."""
-        # The use is of torch, so the name that it begins with is taken for torch.
+        # `th` of th.cuda.amp.autocast: the code at the use relies on it already
         if name == use.parts[0] and "torch" in use.scope.origins((name,)):
             return True
         owner = use.scope.find_scope(name)

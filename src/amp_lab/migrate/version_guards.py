@@ -57,7 +57,7 @@ def forget_fallbacks(tree: Tree) -> None:
     for scope in tree.scopes:
         for bindings in scope.bindings.values():
             remaining = [each for each in bindings if not _is_in_any(tree, each.node, never_run)]
-            bindings[:] = remaining or bindings
+            bindings[:] = remaining or bindings  # each name keeps at least one
 
 
 def _is_in_any(tree: Tree, node: cst.CSTNode, handlers: list[cst.ExceptHandler]) -> bool:
@@ -200,7 +200,7 @@ def _positions_and_exits(
 
 
 def _may_end_block(tree: Tree, statement: _Compound) -> bool:
-    """Whether a statement may return, continue or break, and may also not: it depends."""
+    """Whether a statement may end with return, continue or break, and may also be passed."""
     if not nodes.leaves_block(statement.body):
         return False
     if isinstance(nodes.last_statement(statement.body), cst.Raise):
@@ -228,7 +228,7 @@ def _asks_version(tree: Tree, test: cst.BaseExpression, is_taken: bool) -> bool:
     """
     answer = _constant_answer(tree, test)
     if answer is not None:
-        return answer != is_taken
+        return answer != is_taken  # then only a torch that is older than today's names runs it
     # The branch needs both sides of an `and` to be true, or both sides of an `or` to be false.
     needs_both_sides = cst.And if is_taken else cst.Or
     if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, needs_both_sides):
@@ -261,7 +261,7 @@ def _is_old_name(tree: Tree, call: cst.Call) -> bool:
     name = nodes.string_value(call.args[-1].value)
     if module in OLD_MODULES and name in SUBMODULES:
         return True
-    return f"{module}.{name}" in OLD_MODULES
+    return f"{module}.{name}" in OLD_MODULES  # hasattr(torch.cuda, "amp")
 
 
 def _constant_comparison(tree: Tree, test: cst.Comparison) -> bool | None:
@@ -303,7 +303,10 @@ def _answer_for_another_name(operator: cst.BaseCompOp) -> bool | None:
 
 @cached_in_tree
 def _depends_on_torch(tree: Tree, test: cst.CSTNode, depth: int = 0) -> bool:
-    """Whether an expression depends on the version of torch, or on which names torch has."""
+    """Whether an expression depends on the version of torch, or on which names torch has.
+
+    `depth` is the number of assignments that led to it; more than `_MAX_DEPTH` are not followed.
+    """
     parts = list(_walk_without_dicts(test))
     if any(isinstance(node, cst.Call) and _is_lookup(tree, node) for node in parts):
         return True
@@ -330,7 +333,7 @@ def _walk_without_dicts(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 def _comes_from_version(tree: Tree, use: Use, depth: int) -> bool:
     """Whether the value of a name or attribute depends on the version of torch."""
     sources = []
-    for count in range(2, len(use.parts) + 1):
+    for count in range(2, len(use.parts) + 1):  # of a.b.c: a.b, then a.b.c
         attribute = use.parts[:count]
         sources += tree.assigned_values.get(attribute, ())
     bindings = use.scope.bindings_of(use.parts[0])
@@ -347,7 +350,7 @@ def _comes_from_version(tree: Tree, use: Use, depth: int) -> bool:
 def _is_set_by_version(tree: Tree, binding: Binding) -> bool:
     """Whether a flag, or an object of a new class, is assigned under a condition on the version."""
     value = binding.value
-    is_flag = getattr(value, "value", None) in ("True", "False", "None")
+    is_flag = getattr(value, "value", None) in ("True", "False", "None")  # a cst.Name
     if not is_flag and not _is_made_by_new_name(tree, value):
         return False
     return any(_chooses_version(tree, node, is_flag) for node, _ in tree.ancestors(binding.node))
@@ -422,6 +425,7 @@ def _does_same_with_new_name(tree: Tree, arm: cst.CSTNode, node: cst.CSTNode) ->
     """
     old_names = _last_parts(tree, node)
     for use, name in _new_uses(tree, arm):
+        # the node may be the module, `amp`: any new name may be in the place of one of its names
         is_same_name = old_names is None or bool(old_names & {name, "amp"})
         if is_same_name and (use is None or _is_for_cuda(tree, use, name)):
             return True

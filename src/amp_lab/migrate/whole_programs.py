@@ -61,7 +61,10 @@ _WITHOUT_SCALER = remedy(
 
 
 def scaled_without_autocast(code: CodeReader) -> Mistakes:
-    """Yield the scaler of a whole program without autocast: it computes everything in float32."""
+    """Yield the call that makes the scaler of a whole program without autocast.
+
+    Such a program computes everything in float32, which needs no scaler.
+    """
     names = code.scalers_used()
     if not names or not _is_whole_program(code):
         return
@@ -133,13 +136,16 @@ def _casts_to_float16(code: CodeReader, call: cst.Call) -> bool:
 
 
 def _all_names(code: CodeReader) -> set[str]:
-    """Each part of each dotted name in the file, and the names of the methods that it calls."""
+    """Each part of each dotted name in the file, and the names of the methods that it calls.
+
+    A method may be called on no name: ``half`` of ``Net().half()``.
+    """
     parts: set[str] = set()
     for use in code.tree.uses:
         parts.update(use.parts)
     for call in code.tree.calls:
         if isinstance(call.func, cst.Attribute):
-            parts.add(call.func.attr.value)  # Net().half()
+            parts.add(call.func.attr.value)
     return parts
 
 
