@@ -25,7 +25,7 @@ from torch import nn
 
 from amp_lab import first_difference
 from amp_lab.core.errors import NumericsError
-from amp_lab.difference import compare_runs
+from amp_lab.difference import compare_runs, compiled
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
 
@@ -354,6 +354,19 @@ def test_it_is_said_that_gradients_of_a_compiled_model_are_not_compared(first):
     assert compared.end_a == compared.end_b < 1e-5
     assert "Gradients were not compared" in str(compared)
     assert "Gradients" not in str(compare_runs(model, model, x))
+
+
+@pytest.mark.parametrize("first", ["eager", "compiled"])
+def test_the_errors_of_a_compiled_model_are_those_of_its_run(first, monkeypatch):
+    """Also in `growth`, which a figure draws."""
+    model, x = make(ResidualMlp), INPUTS[ResidualMlp](4)
+    errors = compiled._ModuleErrors(eager=1e-7, compiled=1e-3, predicted=1.0, dtype=torch.float32)
+    monkeypatch.setattr(compiled, "_measure", lambda *arguments: errors)
+    runs = (model, AsCompiled(model)) if first == "eager" else (AsCompiled(model), model)
+    compared = compare_runs(*runs, x)
+    expected = (1e-7, 1e-3) if first == "eager" else (1e-3, 1e-7)
+    assert (compared.end_a, compared.end_b) == expected
+    assert (compared.growth[0].a, compared.growth[0].b) == expected
 
 
 @pytest.mark.slow

@@ -59,6 +59,7 @@ def _compare(eager: Any, compiled: Any, names: tuple[str, str], inputs: Any) -> 
 
     `names` are the words for run A and run B: "eager" and "compiled", or the reverse.
     """
+    name_a, name_b = names
     modules = _matching_modules(eager, compiled)
     growth = []
     first = None
@@ -69,8 +70,11 @@ def _compare(eager: Any, compiled: Any, names: tuple[str, str], inputs: Any) -> 
             continue
         module_type = type(modules[name]).__name__
         errors = _measure(name, modules[name], compiled, module_inputs)
+        error_of = {"eager": errors.eager, "compiled": errors.compiled}
+        error_a = error_of[name_a]
+        error_b = error_of[name_b]
         # The class of the module stands in place of an op.
-        growth.append(Growth(name, module_type, a=errors.eager, b=errors.compiled, apart=math.nan))
+        growth.append(Growth(name, module_type, a=error_a, b=error_b, apart=math.nan))
         if errors.compiled <= errors.predicted:
             agreeing.add(name)
             continue
@@ -78,8 +82,6 @@ def _compare(eager: Any, compiled: Any, names: tuple[str, str], inputs: Any) -> 
         diverging = name
         first = _difference(name, module_type, errors, names)
     model = growth[0]  # the whole model is called before its modules
-    error_of_output = {"eager": model.a, "compiled": model.b}
-    name_a, name_b = names
     return RunComparison(
         first=first,
         matched=len(growth),
@@ -89,8 +91,8 @@ def _compare(eager: Any, compiled: Any, names: tuple[str, str], inputs: Any) -> 
         format_b=name_b,
         unit="modules",
         growth=tuple(growth),
-        end_a=error_of_output[name_a],
-        end_b=error_of_output[name_b],
+        end_a=model.a,
+        end_b=model.b,
         remarks=(_NO_GRADIENTS,),
     )
 

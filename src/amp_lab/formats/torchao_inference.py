@@ -106,16 +106,16 @@ def untried_reason(form: str, device: torch.device) -> str:
         return "torchao is not installed"
     if form == "nvfp4":
         return "torchao has kernels for NVFP4 inference only for Blackwell"
-    if form in _GRANULARITY and not _multiplies_fp8(device):
+    if form in _GRANULARITY and not _torchao_takes_fp8(device):
         gpus = "an NVIDIA GPU of compute capability 8.9 or later, an AMD MI300 or MI350, or an XPU"
         return f"torchao converts for FP8 inference only on {gpus}; this model is on {device}"
     return ""
 
 
-def _multiplies_fp8(device: torch.device) -> bool:
-    """Whether torchao converts to FP8 there, see `torchao.float8.inference`.
+def _torchao_takes_fp8(device: torch.device) -> bool:
+    """Whether torchao converts a model on this device for FP8 inference.
 
-    This is the condition that its `_check_hardware_support` asserts.
+    `_check_hardware_support` in `torchao.float8.inference` asserts this condition.
     """
     if device.type != "cuda":
         return device.type == "xpu"

@@ -312,9 +312,8 @@ def _bytes_per_token(
 ) -> int | None:
     """Bytes by which a tensor grows with each token; 0 if it does not grow.
 
-    None if it changes, but does not grow in proportion to the tokens. `other` is the same tensor in
-    another pass, or None if it is not there. `more_tokens` is how many tokens that pass has less;
-    negative if it has more.
+    `other` is the same tensor in another pass, and `more_tokens` are the tokens of this pass minus
+    those of the other one. None if the tensor changes in another way, or is not in the other pass.
     """
     if other is None or len(other.shape) != len(tensor.shape):
         return None
