@@ -205,3 +205,11 @@ def test_a_tuple_among_several_inputs_is_one_argument_of_the_model():
     assert found.args == (pair, other)
     assert found.targets is targets
     assert split((pair, targets), nn.Linear(1, 1)).args == pair
+
+
+def test_one_output_for_two_classes_needs_a_loss_of_its_own():
+    logits = torch.randn(3)
+    targets = torch.tensor([0, 1, 1])
+    assert math.isnan(accuracy(logits, targets))
+    with pytest.raises(OptionError, match=r"\(3,\).*loss_fn"):
+        cross_entropy(logits, targets)

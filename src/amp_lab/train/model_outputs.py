@@ -153,8 +153,10 @@ def _class_dimensions(logits: torch.Size, targets: torch.Size) -> list[int]:
     """The dimensions of logits of this shape that may be the classes: 1, the last, both or none.
 
     Without the dimension of classes, the shape of the logits must be that of the targets. For
-    logits (N, C) dimension 1 is also the last, and is listed twice.
+    logits (N, C) dimension 1 is also the last, and is listed twice. Logits (N,) have no classes.
     """
+    if len(logits) < 2:
+        return []
     dims = []
     for dim in (1, len(logits) - 1):
         other_sizes = logits[:dim] + logits[dim + 1 :]
@@ -166,11 +168,16 @@ def _class_dimensions(logits: torch.Size, targets: torch.Size) -> list[int]:
 def cross_entropy(outputs: Any, targets: Any) -> Tensor:
     """Mean cross-entropy of logits (N, C, …) or (N, T, C) and classes (N, …), computed in fp32.
 
-    Raises `OptionError` without logits or targets.
+    Raises `OptionError` without logits or targets, and for logits (N,), as of one output for two
+    classes.
     """
     logits, dim = _logits(outputs, targets)
     if logits is None or not isinstance(targets, Tensor):
         raise OptionError("no loss is returned, and it takes logits and targets: give loss_fn")
+    if logits.dim() == 1 and targets.dim() == 1 and not targets.is_floating_point():
+        raise OptionError(
+            f"logits {tuple(logits.shape)} have no dimension of classes: give loss_fn"
+        )
     if dim is not None and dim > 1:  # torch takes the classes in dimension 1
         logits = logits.flatten(0, -2)
         targets = targets.flatten()
