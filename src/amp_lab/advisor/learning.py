@@ -81,10 +81,10 @@ class Learning:
         if candidate.recipe.cast and not candidate.reason:
             # Rounding loses small updates, which the few steps above, at a high rate, do not show.
             step.names["optimizer"].param_groups[0]["lr"] = _LOW_RATE
-            lost = _share_unchanged(step)
-            if lost > _MOST_UNCHANGED:
-                rate = f"at a learning rate of {_LOW_RATE}"
-                candidate.reason = f"rounding keeps {lost:.0%} of the weights as they are {rate}"
+            unchanged = _share_unchanged(step)
+            if unchanged > _MOST_UNCHANGED:
+                kept = f"{unchanged:.0%} of the weights as they are"
+                candidate.reason = f"rounding keeps {kept} at a learning rate of {_LOW_RATE}"
         return step
 
     def _run(

@@ -143,7 +143,7 @@ def run_bench(
     except KeyboardInterrupt:  # rows that were not timed yet are no results
         results.rows = [row for row in results.rows if row.status != "ok" or row.samples_s]
     results.raise_limits()
-    if results.complete:
+    if results.complete:  # once more, since the limits changed after the last round
         after_round(results)
     return results
 

@@ -83,7 +83,8 @@ class TritonTiles:
         block = min(_BLOCK, self.channels)
         blocks = self.channels // block
         grid = (blocks, blocks, self.shares)
-        sizes = (self.pixels, self.parts)
+        tiles = self.parts  # each tile makes one part of the sums
+        sizes = (self.pixels, tiles)
         self._launch(_weight_grad, inputs, dw, *sizes, FIRST=is_first, BLOCK=block, grid=grid)
 
     def _launch(self, kernel, *arguments, grid: tuple[int, ...] = (), **constants) -> None:

@@ -307,11 +307,15 @@ def _models_defined_in(module: ModuleType) -> list[str]:
 
 
 def _model_hint(target: str) -> str:
-    """What to write for a target without a colon, as the end of a sentence."""
-    module_name = target.rstrip(":")
-    names: list[str] = []
-    with contextlib.suppress(OptionError):
-        module_name, names = _models_in_path(target, module_name)
+    """What to write for a target such as ``models.py`` or ``torchvision.models:``.
+
+    The end of a sentence with the models that are there; empty if none is.
+    """
+    path = target.rstrip(":")
+    try:
+        module_name, names = _models_in_path(target, path)
+    except OptionError:  # there is no such module
+        return ""
     if not names:
         return ""
     meant = " or ".join(f"{module_name}:{name}" for name in names[:3])

@@ -117,12 +117,12 @@ def fused_gru_on_fakes() -> Iterator[None]:
 
     def backward(gradient, workspace, has_bias):
         rows, width = gradient.shape
-        # Gradients of the three gates, of the input and of the hidden state each, side by side.
-        gates = [workspace.new_empty(rows, 3 * width) for _ in range(2)]
-        biases = [None, None]
+        gate_grads = [workspace.new_empty(rows, 3 * width) for _ in range(2)]
+        bias_grads = [None, None]
         if has_bias:
-            biases = [workspace.new_empty(3 * width) for _ in range(2)]
-        return *gates, gradient.new_empty(rows, width), *biases
+            bias_grads = [workspace.new_empty(3 * width) for _ in range(2)]
+        # Of the gates of input and hidden state (N, 3 H), the state (N, H), and both biases (3 H).
+        return *gate_grads, gradient.new_empty(rows, width), *bias_grads
 
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl(cell, forward, "Meta")

@@ -400,7 +400,7 @@ class Step(Protocol):
         """The type of device on which the inputs have to be."""
 
     def trace(self, inputs: tuple, kwargs: dict[str, Any], /) -> Any:
-        """Run it once; return a dataclass with `storages`, `step`, `input_shapes`, `forecast()`."""
+        """Run it once; return a dataclass such as `TracedStep`, with a method `forecast`."""
 
 
 @contextmanager
