@@ -178,7 +178,7 @@ def _lstm_that_fails_on_this_cpu(trace: Tracer) -> Iterator[str]:
 
 def _is_projected(row: OpRecord) -> bool:
     """Whether an LSTM has projections (`proj_size`), which torch runs without oneDNN."""
-    # Weights have two dimensions; a batched input and the states have three, biases have one.
+    # Weights have two dimensions; the input, always a batch here, and the states three, biases one.
     weights = [shape for shape in row.in_shapes if len(shape) == 2]
     # Without projections all weights (4 x hidden, …) have the same number of rows.
     return len({shape[0] for shape in weights}) > 1
@@ -209,10 +209,10 @@ def _loss_in_low_precision(trace: Tracer) -> Iterator[str]:
 
 
 def _place_of_logits(outputs: Outputs, row: OpRecord) -> str | None:
-    """Where the logits of a loss are in the model's output, such as "logits"; None if not found.
+    """The path of a loss's logits in the model's output, such as "logits"; None if not found.
 
-    "" if the output is the logits themselves. They are in 16 bits, and have as many classes as the
-    input of the loss. `row` is the op of the loss.
+    "" if the output is the logits themselves. `row` is the op of the loss. Logits are in 16 bits,
+    and as long in the last dimension as the input of the op. Paths with "logits" come first.
     """
     classes = row.in_shapes[0][-1:]  # (number of classes,), or () for a single number
     candidates = []
@@ -228,7 +228,7 @@ def _place_of_logits(outputs: Outputs, row: OpRecord) -> str | None:
 
 
 def _work_not_in_low_precision(trace: Tracer) -> Iterator[str]:
-    """Report matmuls and convolutions that autocast leaves in a wide dtype, and the reason."""
+    """Report ops with FLOPs that autocast leaves in a wide dtype, and why; not those with few."""
     facts = []
     for row in trace.rows:
         if row.flops and not _is_low(row):
@@ -247,7 +247,7 @@ def _work_not_in_low_precision(trace: Tracer) -> Iterator[str]:
 
 
 def _large_ops_in_fp32(trace: Tracer) -> Iterator[str]:
-    """Report ops besides matmuls that autocast runs in fp32, and that write many bytes."""
+    """Report functions besides matmuls that autocast runs in fp32, if they write many bytes."""
     written = sum(row.nbytes for row in trace.rows)
     facts = []
     for row in trace.rows:
@@ -291,7 +291,7 @@ def _casts_to_fp32_and_back(trace: Tracer) -> Iterator[str]:
 
 
 def _sizes_that_do_not_fill_tiles(trace: Tracer) -> Iterator[str]:
-    """Report matmuls and convolutions in 16 bits with sizes that are not multiples of 8."""
+    """Report 16-bit matmuls and convolutions with sizes not multiples of 8, but no small ones."""
     work = work_of(trace.rows)
     large = [row for row in trace.rows if row.flops > _SMALL_SHARE * work and _is_low(row)]
     rows = list(filter(_sizes_not_multiples_of_8, large))
@@ -300,7 +300,7 @@ def _sizes_that_do_not_fill_tiles(trace: Tracer) -> Iterator[str]:
         return
     facts = [(row, _sizes_not_multiples_of_8(row)) for row in rows]
     texts = [f"{subject}: {sizes}" for subject, _, sizes in _group_by_fact(facts)]
-    shown = texts[:3]  # those with the most FLOPs
+    shown = texts[:3]  # those with the most FLOPs; `share` is that of all `rows`
     more = ""
     if len(texts) > 3:
         more = f"; and {len(texts) - 3} more"
@@ -436,7 +436,7 @@ def _is_low(row: OpRecord) -> bool:
 def _group_by_fact(
     pairs: Iterable[tuple[OpRecord, Any]],
 ) -> Iterator[tuple[str, list[OpRecord], Any]]:
-    """Group rows with the same function and the same fact, in the order of the first of each.
+    """Group rows with the same function and the same fact; groups are in the order of first rows.
 
     Yields the subject of a sentence, such as ``linear in 'a', 'b'``, the rows, and the fact. A fact
     is any value that can be hashed.
@@ -466,7 +466,7 @@ def _why_not_low(row: OpRecord, trace: Tracer) -> str:
 
 
 def _autocast_does_nothing_near(wide_rows: list[OpRecord], rows: list[OpRecord]) -> bool:
-    """Whether no op in the modules of the wide ops gets or returns 16 bits."""
+    """Whether no op in the modules of the wide ops has 16 bits; False if they are in no module."""
     # The model itself and the loss are no modules that autocast could miss as a whole.
     modules = {row.module for row in wide_rows} - {"", LOSS}
     dtypes: set[torch.dtype] = set()

@@ -51,7 +51,7 @@ def answered(
     """Return the result of `trace`; if it needs values, run the model on the CPU to get them.
 
     `verb` names in messages what the trace does to a model, such as "forecast". `for_real`, if
-    given, runs the model on the CPU instead of the trace. It is one of the remedies to try.
+    given, runs the model on the CPU instead of the trace: one more remedy to try, after the others.
     Raises `TraceError` if the run on the CPU does not have the values, or if the model reads the
     memory of a tensor. The message names the first remedy that works on this model.
     """
@@ -86,7 +86,7 @@ def _with_decisions(
         except ValuesNeeded as error:
             refusal = error
         except NotAnswered as error:
-            # If the run on the CPU itself has failed, running for real is no remedy.
+            # An `OtherCourse` comes from a run on the CPU that did not fail: a real run may help.
             run_for_real = for_real if isinstance(error, OtherCourse) else None
             attempts = _attempts(trace, call, run_for_real)
             advice = _working_remedy(attempts, refusal, call.model, verb)
@@ -113,7 +113,7 @@ def _transformers_reads_masks() -> Iterator[None]:
 
 
 Attempt = tuple[str, Callable[[], object]]
-"""The text of a remedy, and a function that tries it."""
+"""The text of a remedy, and a function that tries it, and raises if the remedy does not work."""
 
 
 def _attempts(
@@ -121,7 +121,7 @@ def _attempts(
 ) -> Iterator[Attempt]:
     """Yield the remedies that may help, beginning with the one that changes least.
 
-    For each it yields the text, and a function that raises if the remedy does not work.
+    `for_real` is as in `answered`; no attempt has decisions of a run on the CPU.
     """
     if call.model.training:
 
@@ -142,7 +142,8 @@ def _working_remedy(
 ) -> str:
     """The text of the first remedy that works; else the advice to trace a part of the model.
 
-    `refusal` is the error for which a remedy is sought.
+    `refusal` is the error for which a remedy is sought. It has the error of an op as its cause.
+    `verb` names what the trace does to a model, such as "forecast".
     """
     for text, attempt in attempts:
         try:

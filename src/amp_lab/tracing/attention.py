@@ -19,6 +19,7 @@ class Attention(NamedTuple):
     """The arguments of a call of `scaled_dot_product_attention`, in torch's order.
 
     Shapes: query (…, H, T, D), key (…, H, S, D), value (…, H, S, V); the output is (…, H, T, V).
+    H: heads, T: queries, S: keys, D and V: sizes of a head.
     """
 
     query: torch.Tensor
@@ -35,7 +36,7 @@ class Attention(NamedTuple):
         *positional, scale, enable_gqa = self  # the last two are keyword-only in torch's op
         return torch.ops.aten._scaled_dot_product_attention_math(
             *positional, scale=scale, enable_gqa=enable_gqa
-        )[0]
+        )[0]  # the second result is the softmax
 
     def flops(self) -> int:
         """FLOPs of both matmuls, of every query with every key, also if the mask is causal."""
@@ -49,7 +50,8 @@ def attention_of(device: Backend) -> Iterator[None]:
     """The block in which attention runs as on this type of device, which need not be there.
 
     If the device has fused attention, each call runs the first of `KERNELS` that the program allows
-    and that takes the call. Otherwise attention runs as matmuls and a softmax.
+    and that takes the call. Otherwise attention runs as matmuls and a softmax. For a CPU nothing
+    is changed.
     """
 
     def run(*args, **kwargs) -> torch.Tensor:
@@ -125,7 +127,10 @@ def _heads_fit(call: Attention) -> bool:
 
 
 def _fits_flash(call: Attention) -> bool:
-    """Whether flash attention takes a call: 16 bits, no mask, heads of one size up to 256."""
+    """Whether flash attention takes a call: 16 bits, no mask, heads of one size up to 256.
+
+    Besides, 4-D tensors, an Ampere GPU or later and, if causal, as many queries as keys.
+    """
     if not _has_4d_16_bit_query(call) or not _is_ampere_or_later():
         return False
     if call.attn_mask is not None:
@@ -142,9 +147,9 @@ def _fits_flash(call: Attention) -> bool:
 
 
 def _fits_efficient(call: Attention) -> bool:
-    """Whether memory-efficient attention takes a call: fp32 or 16 bits, without GQA.
+    """Whether memory-efficient attention takes a call: 4-D, fp32 or 16 bits, without GQA.
 
-    The bytes of a head have to be a multiple of 16.
+    The bytes of a head have to be a multiple of 16. bf16 needs an Ampere GPU or later.
     """
     dtype = call.query.dtype
     if call.query.dim() != 4 or dtype == torch.float64 or not _same_heads(call):
@@ -156,7 +161,10 @@ def _fits_efficient(call: Attention) -> bool:
 
 
 def _fits_cudnn(call: Attention) -> bool:
-    """Whether cuDNN's attention takes a call: 16 bits, heads of 8, 16, … up to 256."""
+    """Whether cuDNN's attention takes a call: 4-D, 16 bits, heads of 8, 16, … up to 256.
+
+    It needs an Ampere GPU or later.
+    """
     if not _has_4d_16_bit_query(call) or not _is_ampere_or_later() or not _heads_fit(call):
         return False
     return all(tensor.size(-1) % 8 == 0 and tensor.size(-1) <= 256 for tensor in call[:3])
@@ -189,7 +197,7 @@ def _flash(call: Attention) -> torch.Tensor:
 
 
 def _efficient(call: Attention) -> torch.Tensor:
-    """Run memory-efficient attention."""
+    """Run memory-efficient attention; return its output."""
     returns_logsumexp = torch.is_grad_enabled()  # the log-sum-exp of the scores, for backward
     return torch.ops.aten._scaled_dot_product_efficient_attention(
         *call[:3],
@@ -202,7 +210,10 @@ def _efficient(call: Attention) -> torch.Tensor:
 
 
 def _added_mask(call: Attention) -> torch.Tensor | None:
-    """The mask (…, H, T, S) as numbers to add to the scores: a bool mask becomes 0 and -inf."""
+    """The mask (…, H, T, S) as numbers to add to the scores: a bool mask becomes 0 and -inf.
+
+    None if the call has no mask.
+    """
     mask = call.attn_mask
     if mask is None:
         return None
@@ -213,8 +224,8 @@ def _added_mask(call: Attention) -> torch.Tensor | None:
 
 
 _SDP_UTILS = "ATen/native/transformers/cuda/sdp_utils.cpp"
-# torch prefers cuDNN on an H100. The order here makes no difference: cuDNN saves the same tensors
-# for backward as flash does.
+# torch asks these in this order, but prefers cuDNN on an H100. That makes no difference here: cuDNN
+# saves the same tensors for backward as flash does.
 KERNELS: tuple[AttentionKernel, ...] = (
     AttentionKernel(
         torch.backends.cuda.flash_sdp_enabled,
@@ -241,4 +252,4 @@ KERNELS: tuple[AttentionKernel, ...] = (
         f"{_SDP_UTILS}, select_sdp_backend",
     ),
 )
-"""The kernels of attention on CUDA, in the order in which torch asks them."""
+"""The kernels of attention on CUDA; the first that is allowed and takes a call runs it."""

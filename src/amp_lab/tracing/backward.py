@@ -23,8 +23,9 @@ _NEED_THEIR_PARENTS = function_nodes_need_their_parents()
 
 _NO_FORMULA = "no autograd formula was registered"  # torch's error for an op of torch.library
 
-Seeds = list[tuple[GradientEdge, torch.Tensor]]  # where the backward pass starts, with gradients
-Gradients = tuple[torch.Tensor | None, ...]
+# Where a backward pass starts, each with the gradient that it starts with.
+Seeds = list[tuple[GradientEdge, torch.Tensor]]
+Gradients = tuple[torch.Tensor | None, ...]  # one for each child; None: it gets none from here
 Children = tuple[tuple[Node | None, int], ...]  # `next_functions`: a node, and which of its inputs
 
 
@@ -38,8 +39,8 @@ def run_backward(seeds: Seeds) -> dict[int, torch.Tensor]:
     """Run a backward pass; return the gradients of the leaves by the leaf's `id`.
 
     Empties `seeds`, so that no node lives longer than in torch's engine. With torch 2.11, tensors
-    that an `autograd.Function` saved may still be freed later than there. Raises `TraceError` for
-    checkpointing with ``use_reentrant=True``.
+    that an `autograd.Function` saved may still be freed later than in the engine. Raises
+    `TraceError` for checkpointing with ``use_reentrant=True``.
     """
     walk = _Walk(seeds)
     with torch.no_grad(), one_backward_pass():
@@ -101,7 +102,8 @@ class _Walk:
 
     def _push(self, node: Node) -> None:
         """Mark a node as ready to run."""
-        # As in the engine, the node whose op ran last in the forward pass has the highest priority.
+        # As in the engine, the node whose op ran last in the forward pass has the highest priority:
+        # the heap gives the smallest number first.
         heapq.heappush(self.ready, (-node._sequence_nr(), next(self._tie_breaker), node))
 
     def run_next(self) -> tuple[Children, Gradients]:
@@ -131,7 +133,10 @@ class _Walk:
         return node.next_functions, tuple(results)
 
     def pass_on(self, children: Children, results: Gradients) -> None:
-        """Give each child its gradient; a child that misses no other gradient becomes ready."""
+        """Give each child its gradient; a child that misses no other gradient becomes ready.
+
+        A gradient that is None, or left out at the end of `results`, counts as arrived too.
+        """
         for i, (child, index) in enumerate(children):
             if child is None:  # an input that needs no gradient
                 continue
@@ -150,7 +155,10 @@ class _Walk:
         arrived[index] = gradient
 
     def _store_gradient(self, leaf: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """Store the gradient of a leaf, as the engine does: the tensor itself or a copy of it."""
+        """Store the gradient of a leaf, as the engine does: the tensor itself or a copy of it.
+
+        None, if no gradient has arrived, is not stored.
+        """
         if gradient is None:
             return
         # A gradient that is a view of a larger storage would keep all of that storage alive.
@@ -173,9 +181,10 @@ def _as_expected(gradient: torch.Tensor, expected: Any) -> torch.Tensor:
 
 
 def _call(node: Node, arrived: dict[int, torch.Tensor]) -> Gradients:
-    """Run a node on the gradients that have arrived, by index of its input; return its results.
+    """Run a node on the gradients that have arrived, by index of its input.
 
-    Returns () if no gradient has arrived. Raises `TraceError` for reentrant checkpointing.
+    Returns the gradients for its children, or () if no gradient has arrived for the node itself.
+    Raises `TraceError` for reentrant checkpointing.
     """
     if not arrived:
         return ()

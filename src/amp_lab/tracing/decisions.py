@@ -43,7 +43,7 @@ class MemoryNeeded(TraceError):
 
 
 class NotAnswered(TraceError):
-    """The real run cannot answer what a trace asks for. Subclasses say why."""
+    """The real run cannot answer what a trace asks for. The message says why."""
 
 
 class NoValues(NotAnswered):
@@ -106,9 +106,9 @@ def depends_on_values(op: OpOverload, args: tuple, unmarked: frozenset[OpOverloa
 
 
 def record_decision(running: RunningModule, op: OpOverload, inputs: tuple, result: Any) -> Decision:
-    """The record of an op that returned `result` for `inputs`, its (args, kwargs).
+    """The record of an op that returned `result` for `inputs`, the op's (args, kwargs).
 
-    `running` knows the module that called it.
+    `running` knows the module that called the op. Tensors of `result` are recorded on ``meta``.
     """
 
     def on_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -150,7 +150,7 @@ class Replay:
 
     @property
     def remark(self) -> str:
-        """A remark for users on the decisions that the trace took; "" if it took none."""
+        """A remark on the decisions taken and the checks answered with none; "" without any."""
         sentences = []
         if self._taken:
             decisions = plural(self._taken, "decision")
@@ -179,6 +179,7 @@ class Replay:
     def answer(self, op: OpOverload, args: tuple, kwargs: dict, fake: Callable[..., Any]) -> Any:
         """Return the result that an op had in the real run, with fake tensors.
 
+        For a check for inf or NaN that the real run did not make: its result for finite values.
         `fake` makes a tensor of a size, stride, dtype and device. Raises `OtherCourse` if the next
         decision of the real run is of another op, in another module, or for other shapes; for a
         check for inf or NaN only if, besides, the outputs of the real run were not finite.

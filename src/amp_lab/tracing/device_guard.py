@@ -25,7 +25,8 @@ _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 def idle_guard(row: Backend) -> Iterator[None]:
     """The block in which a backend's device type uses the guard of ``meta``, which does nothing.
 
-    Raises `DeviceError` if the table of guards cannot be found in libc10.
+    If the device type has a guard already, that one stays. Raises `DeviceError` if the table of
+    guards cannot be found in libc10.
     """
     device_types: Any = torch._C._autograd.DeviceType
     index = int(getattr(device_types, row.key))

@@ -42,17 +42,20 @@ _KEEP_NUMBER = {"lift_fresh", "_to_copy", "detach", "clone", "alias", "view", "e
 
 
 def _never_use_cudnn(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """False for `_use_cudnn_ctc_loss`: cuDNN and MIOpen take only int32 targets on the CPU."""
+    """Answer `_use_cudnn_ctc_loss`, and that of MIOpen, with False, so that torch's kernel runs.
+
+    Both libraries take only int32 targets on the CPU.
+    """
     return False
 
 
 def _ctc_loss_backward(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The gradient of a CTC loss, which has the shape of its second argument, log_probs."""
+    """The gradient of a CTC loss for log_probs, `args[1]`, in their shape."""
     return torch.empty_like(args[1])
 
 
 def _rnnt_loss(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The costs (B,), and the gradient of the logits, in their shape (B, T, U, V).
+    """The costs (B,), and the gradient of the logits, `args[0]`, in their shape (B, T, U, V).
 
     Raises `RuntimeError` for logits that torchaudio's kernels do not take (src/libtorchaudio/rnnt).
     """
@@ -68,7 +71,7 @@ def _decompose(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
     """Run the ops that ``to`` is made of, in its place.
 
     Under inference_mode ``to`` arrives undecomposed, and torch would really move a constant to the
-    device. It does not try to with the ops that ``to`` is made of.
+    device. The ops that ``to`` is made of do not.
     """
     return func.decompose(*args, **kwargs)
 
@@ -104,7 +107,7 @@ class StrictFakeMode(FakeTensorMode):
             raise DynamicOutputShapeException(func)
         rule = _RULES.get(func._schema.name)
         if rule is not None:
-            with self:
+            with self:  # torch has switched the mode off while it handles an op
                 return rule(func, args, kwargs)
         out: Any = super().__torch_dispatch__(func, types, args, kwargs)
         # torch's fake tensors ignore a number that is too large for the dtype; kernels raise.
@@ -117,7 +120,7 @@ class StrictFakeMode(FakeTensorMode):
         return out
 
     def _empty(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Any:
-        with self:
+        with self:  # else the tensor would be real
             return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
@@ -152,7 +155,7 @@ def _numbers(name: str, args: tuple) -> list[float]:
 
 
 def _set_known_number(name: str, args: tuple, out: Any) -> None:
-    """Store the value of a fake tensor of one number in its attribute `known_number`.
+    """Store the value of a fake tensor of one number, if known, as its attribute `known_number`.
 
     Models make such tensors to fill a mask: ``torch.tensor(-1e9)``.
     """

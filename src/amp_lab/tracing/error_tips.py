@@ -56,13 +56,14 @@ _COPIED_VALUES = remedy(
     "torch.tensor copies values and cuts the graph, so that nothing before it gets a gradient: "
     "write torch.stack([...])",
 )
+# What torch.tensor raises for a list of fake tensors.
 _NO_VALUES_SAYS = ("Found no NVIDIA driver", "its data is not allocated yet")
 
 
 def tips_for(error: Exception, op: str, device_type: str) -> list[str]:
-    """The sentences of the remedies for an error; empty if it is not known here.
+    """The sentences of the remedies for an error; empty if the error is not known here.
 
-    `op` is the one that failed, such as "addmm", or "" if that is not known.
+    `op` is the op that failed, such as "addmm", or "" if that is not known.
     """
     message = str(error)
     tips = [tip for phrase, tip in _TIPS.items() if phrase in message]

@@ -30,6 +30,7 @@ class FakeCopies:
         self._device = device
         # By `id`: the original and its copy. Keeping the original keeps its `id` from being reused.
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # One-dimensional fake tensors, each a whole storage, by `storage_key` and dtype.
         self._storages: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
 
     def of_each(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -37,7 +38,7 @@ class FakeCopies:
         return {name: self.of(tensor, name) for name, tensor in tensors}
 
     def of(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """The copy of a tensor; raises `TraceError` with its name if it cannot be copied."""
+        """The copy of a tensor; raises `TraceError` with `name` if the tensor cannot be copied."""
         if id(tensor) in self._copies:
             _, fake = self._copies[id(tensor)]
             return fake
@@ -67,7 +68,10 @@ class FakeCopies:
         return fake.detach().requires_grad_(tensor.requires_grad)
 
     def _copy_wrapper(self, tensor: Any, name: str) -> torch.Tensor:
-        """A copy of a tensor that is made of tensors, such as a quantised weight and its scales."""
+        """A copy of a tensor that is made of tensors, such as a quantised weight and its scales.
+
+        Raises `TraceError` with `name` if the tensor's class cannot make one.
+        """
         wrapper_type = type(tensor)
         try:
             inner_names, context = tensor.__tensor_flatten__()  # names of the inner tensors
@@ -82,7 +86,10 @@ class FakeCopies:
 
 
 def _unsupported_reason(tensor: torch.Tensor) -> str | None:
-    """Say why a tensor cannot have a fake copy, and what to do about it; None if it can."""
+    """Say why a tensor cannot have a fake copy, and what to do; None if it can.
+
+    The text continues a sentence that begins with the tensor's name.
+    """
     if hasattr(tensor, "device_mesh"):
         return "is sharded over several devices: trace the model before it is sharded"
     # bitsandbytes' weights have one of these attributes; only its kernels can read their bytes.

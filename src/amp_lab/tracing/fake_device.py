@@ -121,8 +121,8 @@ def dtype_for(model: nn.Module, device_type: str) -> torch.dtype:
     """The dtype for autocast if the user gives none, chosen by the dtypes of the weights.
 
     - No weights in 16 bits: the default of autocast on this type of device.
-    - All weights in 16 bits: float32, which stands for "without autocast".
-    - Some, such as a bf16 base with fp32 adapters: the 16-bit dtype of those.
+    - All weights in one 16-bit dtype: float32, which stands for "without autocast".
+    - Others, such as a bf16 base with fp32 adapters: their 16-bit dtype, fp16 before bf16.
     """
     dtypes = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
     low_dtypes = [dtype for dtype in LOWER_DTYPES if dtype in dtypes]
@@ -137,7 +137,7 @@ def dtype_for(model: nn.Module, device_type: str) -> torch.dtype:
 def autocast_on(
     device_type: str, dtype: torch.dtype | None = None, *, enabled: bool = True
 ) -> Iterator[None]:
-    """Like `torch.autocast`, but works without the device.
+    """Like `torch.autocast`, but works without the device; no `dtype`: the default of the device.
 
     Raises `DeviceError` for a dtype that autocast does not take.
     """
@@ -145,6 +145,7 @@ def autocast_on(
     # The constructor of torch.autocast asks the device what it can do, and would disable itself. So
     # it is made disabled, and set up afterwards. The dispatcher looks only at the state that the
     # block sets, so fake tensors are cast as real ones are.
+    # float16 is only a dtype that every device takes, until `fast_dtype` is set.
     block = torch.autocast(device_type, torch.float16, enabled=False, cache_enabled=True)
     block._enabled = enabled
     block.fast_dtype = dtype
@@ -155,6 +156,8 @@ def autocast_on(
 @contextmanager
 def absent_device(device_type: str) -> Iterator[None]:
     """The block in which fake tensors of a device type work without such a device.
+
+    Attention then runs as on that device. If the device is there, nothing else is changed.
 
     Raises `DeviceError` if no device guard can be registered (see `device_guard`).
     """
@@ -212,6 +215,7 @@ def errors_not_logged() -> AbstractContextManager:
 def takes_wrappers(types: tuple[type, ...]) -> bool:
     """Whether an op gets a wrapper subclass, a tensor that is made of tensors.
 
+    `types` are the types of the op's tensors, as torch gives them to `__torch_dispatch__`.
     The wrapper runs other ops on its inner tensors. A dispatch mode sees those.
     """
     return any(hasattr(tensor_type, "__tensor_flatten__") for tensor_type in types)
@@ -219,7 +223,10 @@ def takes_wrappers(types: tuple[type, ...]) -> bool:
 
 @functools.cache
 def is_composite(func: OpOverload) -> bool:
-    """Whether torch can decompose an op. Such ops arrive in a mode only from a wrapper's code."""
+    """Whether an op of aten is one that torch can decompose; False for ops of other libraries.
+
+    Such ops arrive in a mode only from a wrapper's code.
+    """
     if func.namespace != "aten":
         return False
     key = "CompositeImplicitAutograd"
@@ -229,7 +236,7 @@ def is_composite(func: OpOverload) -> bool:
 class PlainOpsMode(TorchDispatchMode):
     """A mode that calls `run_op` for each op that is neither composite nor on wrapper subclasses.
 
-    Those are first taken apart, into ops on plain tensors.
+    Composite ops and those on wrappers are first taken apart, into ops on plain tensors.
     """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -249,8 +256,8 @@ class PlainOpsMode(TorchDispatchMode):
 def remedy_for(error: Exception, model: nn.Module, verb: str) -> str:
     """The remedy for an op that fake tensors cannot run, usually to trace a part of the model.
 
-    `verb` is what to do with the part: X-ray or forecast. The part is the outermost one with a name
-    such as "backbone" in which the error did not occur, if there is one.
+    `verb` is what to do with the part, such as "forecast". The part is the outermost named
+    such as "backbone" in which the error did not occur. Without one it is each part in turn.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     # nn.Transformer has a remedy of its own.
@@ -286,7 +293,7 @@ def tip_for(error: Exception, model: nn.Module, verb: str, device_type: str, op:
     """The remedies for an error as text to append, each as "; remedy"; "" if there is none.
 
     Besides the remedies for this error, there is one for any error of a torchvision detector or of
-    a quantised model. `op` is the one that failed, if it is known.
+    a quantised model. `op` is the op that failed; "" if it is not known.
     """
     tips = tips_for(error, op, device_type)
     if _is_flex(error):
@@ -377,7 +384,8 @@ class ModelRun:
     def told(self, decisions: Decisions | None) -> Iterator[Replay]:
         """The block in which ops that depend on values return the results of a real run.
 
-        Yields the `Replay` that answers them. Without decisions it answers none, and they raise.
+        Yields the `Replay` that answers them. Without decisions it answers none, and those ops
+        raise. Only a fake run takes decisions.
         """
         replay = Replay(decisions or Decisions())
         if decisions is None:

@@ -48,9 +48,9 @@ _KEEPS_ELEMENTS = {
 
 
 def remember_check(op: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
-    """If an op is part of a check, store on its result what its elements are for finite inputs.
+    """If an op is part of a check, store on `out` the value of its elements for finite inputs.
 
-    `found_in_finite_values` reads it.
+    `out` is the result of the op. `found_in_finite_values` reads the value.
     """
     if not isinstance(out, torch.Tensor):
         return
@@ -78,12 +78,12 @@ def found_in_finite_values(op: OpOverload, args: tuple) -> bool | int | float | 
 
 
 def _evaluate(name: str, args: tuple, out: torch.Tensor) -> bool | int | float | None:
-    """The value of each element of a result for finite inputs; None if it is not known."""
+    """The value of each element of `out`, an op's result, for finite inputs; None if not known."""
     if name in _CHECKS:
         return _CHECKS[name]
     if name in _COMPARISONS and _is_check(*args[:2]):
         left, right = args[:2]
-        if right is left:
+        if right is left:  # x != x, a check for NaN
             right = 0.0
         return _COMPARISONS[name](0.0, right)  # 0.0 stands for any finite value
     if name in _ELEMENTWISE:
@@ -106,9 +106,9 @@ def _evaluate_elementwise(name: str, args: tuple) -> bool | int | float | None:
 
 
 def _evaluate_elements(operand: Any, out: torch.Tensor) -> bool | int | float | None:
-    """The value of each element of a result that only has elements of `operand`.
+    """The value of each element of a result with only elements of `operand`, or means of them.
 
-    None if it is not known, or if one of the two has no elements.
+    None if the value is not known, or if `operand` or `out` has no elements.
     """
     if not isinstance(operand, torch.Tensor):
         return None
@@ -118,7 +118,10 @@ def _evaluate_elements(operand: Any, out: torch.Tensor) -> bool | int | float | 
 
 
 def _evaluate_sum(operand: Any, out: torch.Tensor) -> int | float | None:
-    """The value of each element of a sum of equal elements; None if it is not known."""
+    """The value of each element of `out`, the sums of equal elements of `operand`.
+
+    None if the value is not known.
+    """
     element = _evaluate_elements(operand, out)
     if element is None:
         return None
