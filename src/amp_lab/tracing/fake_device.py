@@ -256,8 +256,9 @@ class PlainOpsMode(TorchDispatchMode):
 def remedy_for(error: Exception, model: nn.Module, verb: str) -> str:
     """The remedy for an op that fake tensors cannot run, usually to trace a part of the model.
 
-    `verb` is what to do with the part, such as "forecast". The part is the outermost named
-    such as "backbone" in which the error did not occur. Without one it is each part in turn.
+    `verb` is what to do with the part, such as "forecast". The part is the outermost module with
+    a name such as "backbone" in which the error did not occur. Without one, the remedy is to trace
+    the parts before the failing op one by one.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     # nn.Transformer has a remedy of its own.
