@@ -53,7 +53,7 @@ class QuantizedWeights:
     scale_bytes: int  # bytes of the scale and the zero point together, of each group
 
     def bytes_of(self, rows: int, columns: int) -> int:
-        """Bytes of a weight (rows, columns), including its scales."""
+        """Bytes of a weight (rows, columns), including its scales and zero points."""
         groups = 1
         if self.group is not None:
             groups = -(-columns // self.group)  # rounded up
@@ -115,11 +115,15 @@ def inference_table(
     device_type: str = "cuda",
     tokens: int | None = None,
 ) -> InferenceTable:
-    """Forecast a model in fp32, in each low precision by autocast and cast, and in int8 and int4.
+    """Forecast the inference of a model in each way, side by side.
 
-    With `memory_bytes`, also find the largest batch that fits; `reserve` is the share of the memory
-    to leave free. With `tokens`, also forecast the KV cache for that many tokens in each sequence,
-    if the model returns one. A way that the model refuses, such as cast weights, is in `failed`.
+    A low precision among `precisions` has two ways, autocast and cast; any other has one. If the
+    last precision is a low one, int8 and int4 follow from its cast.
+
+    With `memory_bytes`, such as "24GiB", also find the largest batch that fits; `reserve` is the
+    share of the memory, from 0 to 1, to leave free. With `tokens`, also forecast the KV cache for
+    that many tokens in each sequence, if the model returns one. A way in low precision that the
+    model refuses, such as cast weights, is in `failed`.
     Raises the same errors as `forecast_inference`.
     """
     total, limit = memory_and_limit(memory_bytes, reserve)
@@ -174,8 +178,9 @@ def _forecast_each_way(
 ) -> _ResultsByWay:
     """Forecast each way; errors in low precision are collected, those in fp32 are raised.
 
-    `limit` is the memory in bytes for the largest batch, or None; `tokens` is the number of tokens
-    to forecast the KV cache for. If every way fails, the first error is raised.
+    `limit` is the memory in bytes for the largest batch; None: none is asked for. `tokens` is how
+    many tokens in each sequence to forecast the KV cache for, or None. If every way fails, the
+    first error is raised.
     """
     by_way = _ResultsByWay()
     weight_shapes = _linear_weight_shapes(steps[0].run.model)
@@ -213,8 +218,8 @@ def _forecast_with_cache(
 ) -> InferenceForecast:
     """Forecast a pass on `arguments`, including what needs further passes.
 
-    These are the peak under `torch.no_grad`, and the growth of the KV cache with the tokens. With
-    `tokens`, the forecast has the size of the cache for so many tokens.
+    These are the peak under `torch.no_grad`, if autocast is on, and the growth of the KV cache with
+    the tokens. With `tokens`, the cache is also forecast for that many in each sequence.
     """
     traced = step.trace(*arguments, decisions)
     forecast = traced.forecast()
@@ -256,7 +261,7 @@ def _add_largest_batch(
         for way in saved:
             by_way.no_largest[way] = first_line(error)
         return
-    # Weights that are smaller by so many bytes leave as much more memory for a larger batch.
+    # Weights that are smaller by `nbytes` leave as many more bytes for a larger batch.
     for way, nbytes in saved.items():
         by_way.largest[way] = by_batch.largest_within(limit + nbytes)
 
@@ -400,12 +405,13 @@ class InferenceStep:
 
     @property
     def _autocast_dtype(self) -> torch.dtype | None:
+        """The dtype that autocast casts to; None if it is off."""
         if not self.by_autocast:
             return None
         return self.precision.dtype
 
     def _cast(self, structure: Any) -> Any:
-        """The structure with floating-point tensors cast to the precision; tied ones stay tied."""
+        """The structure with floating-point tensors cast; one that occurs twice is cast once."""
         casts: dict[int, torch.Tensor] = {}
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:

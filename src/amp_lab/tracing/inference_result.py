@@ -96,12 +96,15 @@ class InferenceTable(Printed):
 
     @property
     def spare(self) -> dict[str, int]:
-        """By way, the bytes of usable memory that a pass leaves free; negative if it needs more."""
+        """By way, the bytes of usable memory that a pass leaves free; negative if it needs more.
+
+        Without `memory_bytes` the values have no meaning.
+        """
         return {forecast.way: self._usable - forecast.peak for forecast in self.forecasts}
 
     @property
     def _usable(self) -> int:
-        """The memory in bytes without its reserve."""
+        """The memory in bytes without its reserve; 0 if no memory was given."""
         return int((self.memory_bytes or 0) * (1 - self.reserve))
 
     def _contents(self) -> dict[str, Any]:
@@ -124,6 +127,7 @@ class InferenceTable(Printed):
         ways = [forecast.way for forecast in self.forecasts]
         peaks = [forecast.peak for forecast in self.forecasts]
         # One unit for all cells, so that they can be compared at a glance.
+        # A forecast without a cache counts as 0, which is never the largest.
         with_cache = [forecast.weights_and_cache or 0 for forecast in self.forecasts]
         unit, unit_name = unit_for_all([*peaks, *with_cache])
         return Table(
@@ -136,7 +140,7 @@ class InferenceTable(Printed):
         )
 
     def _rows(self, unit: int) -> list[list[str]]:
-        """A row for each part of the memory, with a cell for each way."""
+        """A row for each part of the peak, with a cell for each way; sizes are in `unit` bytes."""
         rows = []
         for label, attribute in _ATTRIBUTES_BY_LABEL.items():
             cells = [in_unit(getattr(forecast, attribute), unit) for forecast in self.forecasts]
@@ -144,7 +148,7 @@ class InferenceTable(Printed):
         return rows
 
     def _foot(self, unit: int) -> Iterator[list[str]]:
-        """The rows below the parts: the peak, the largest batch, and the KV cache."""
+        """The rows below the parts: peak, largest batch and KV cache; sizes are in `unit` bytes."""
         peaks = [in_unit(forecast.peak, unit) for forecast in self.forecasts]
         yield ["peak", *peaks]
         if self.memory_bytes is not None and self.largest:
@@ -155,6 +159,7 @@ class InferenceTable(Printed):
         yield from cache_rows(caches, weights, unit)
 
     def _largest_text(self, way: str) -> str:
+        """The cell with the largest batch of a way; "-" if there is none for it."""
         if way not in self.largest:
             return "-"
         return f"{self.largest[way]:,}"
@@ -190,6 +195,7 @@ class InferenceTable(Printed):
             if spare < 0:
                 yield f"{way}: does not fit, {amount(-spare)} too much."
         for forecast in self.forecasts:
+            # Without a KV cache for `tokens` this is negative, and nothing is said.
             excess = (forecast.weights_and_cache or 0) - self._usable
             if excess > 0:
                 parts = f"weights and the KV cache of {self.tokens:,} tokens"
@@ -201,7 +207,7 @@ class InferenceTable(Printed):
             yield reserve_line(self.memory_bytes, self.reserve)
 
     def _cache_facts(self) -> Iterator[str]:
-        """Sentences on the KV cache, once for all ways that share them, and on what is left out."""
+        """Sentences on the KV cache, equal ones once for their ways, and on what is left out."""
         sentences_by_way = {}
         for forecast in self.forecasts:
             if forecast.cache is not None:

@@ -124,9 +124,10 @@ def _mixed_dtypes_error(name: str, arguments: Iterable[Any]) -> str | None:
 
 
 def _refuse_mixed_dtypes(*positions: int) -> Callable[[OpCall], str | None]:
-    """Make the refusal for ops whose tensors among the arguments at `positions` need one dtype."""
+    """Make a `KernelLimit.refusal`: tensors among the arguments at `positions` need one dtype."""
 
     def refusal(call: OpCall) -> str | None:
+        # Optional arguments, such as a weight, may be left out at the end.
         arguments = [call.args[position] for position in positions if position < len(call.args)]
         return _mixed_dtypes_error(call.title, arguments)
 
@@ -134,14 +135,14 @@ def _refuse_mixed_dtypes(*positions: int) -> Callable[[OpCall], str | None]:
 
 
 def _refuse_mixed_linear_with_out(call: OpCall) -> str | None:
-    """Refuse ``linear`` unless its arguments and ``out=`` have one dtype."""
-    if call.out is None:  # the ops that it is made of, such as addmm, are checked instead
+    """Refuse ``linear`` with ``out=`` unless its arguments and ``out=`` have one dtype."""
+    if call.out is None:  # the ops that ``linear`` calls, such as addmm, are checked instead
         return None
     return _mixed_dtypes_error(call.title, [*call.args, call.out])
 
 
 def _refuse_wide_norm_data_on_cpu(*positions: int) -> Callable[[OpCall], str | None]:
-    """Make the refusal for norms on a CPU with data wider than weights: fp32 data, bf16 weights.
+    """Make a `KernelLimit.refusal`: on a CPU no data wider than weights, as fp32 with bf16.
 
     `positions` are those of the data, which comes first, and of the weights among the arguments.
     """
@@ -160,7 +161,7 @@ def _refuse_wide_norm_data_on_cpu(*positions: int) -> Callable[[OpCall], str | N
 
 
 def _refuse_non_floats(call: OpCall) -> str | None:
-    """Refuse integers and bools; only upsampling takes images in uint8."""
+    """Refuse a first argument of integers or bools; only upsampling takes images in uint8."""
     first = call.first
     if first is None or first.is_floating_point() or first.is_complex():
         return None
@@ -170,7 +171,7 @@ def _refuse_non_floats(call: OpCall) -> str | None:
 
 
 def _refuse_bools(call: OpCall) -> str | None:
-    """Refuse bools; integers are accepted."""
+    """Refuse a first argument of bools; integers are accepted."""
     first = call.first
     if first is None or first.dtype is not torch.bool:
         return None
@@ -192,7 +193,10 @@ _TORCH_NAMES = {
 
 
 def _refuse_fft_sizes(call: OpCall) -> str | None:
-    """Refuse FFTs in 16 bits on CUDA unless all sizes are powers of two, with torch's own error."""
+    """Refuse FFTs in 16 bits on CUDA unless all sizes are powers of two, with torch's own error.
+
+    Those in bf16 are refused for all sizes on GPUs before compute capability 8.0.
+    """
     signal = call.args[0]
     if not call.is_on_nvidia() or signal.dtype not in _PRECISION_NAMES:
         return None
@@ -224,7 +228,7 @@ def _is_power_of_two(size: int) -> bool:
 
 
 def _refuse_complex_half(call: OpCall) -> str | None:
-    """Refuse complex32, which cuBLAS does not take."""
+    """Refuse complex32 tensors on CUDA, where cuBLAS does not take them."""
     if not call.is_on_nvidia():
         return None
     dtypes = {tensor.dtype for tensor in call.args if isinstance(tensor, torch.Tensor)}

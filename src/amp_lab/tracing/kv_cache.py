@@ -48,11 +48,13 @@ class _Leaf(NamedTuple):
 def cached_tensors(output: object) -> tuple[CachedTensor, ...]:
     """Return the tensors in a model's output that are part of a cache, or may be.
 
-    - All tensors inside a value with the name of a cache, such as transformers' `past_key_values`.
-    - Without such a name: pairs of a key and a value, and tensors of four or more dimensions, but
-      not the first tensor of the output.
+    - Inside a value with the name of a cache, such as transformers' `past_key_values`, all tensors
+      of two or more dimensions.
+    - Without such a name: pairs of a key and a value, and floating-point tensors of four or more
+      dimensions, except the first tensor of the output, and except those with a name such as
+      "attentions".
 
-    Tensors that share their memory count once.
+    Tensors of one shape that are the same part of one storage count once.
     """
     cached: dict[tuple, CachedTensor] = {}
     leaves = _leaves({"output": output}, path=(), is_named=False, seen_ids=set())
@@ -135,7 +137,8 @@ Arguments = tuple[tuple, dict[str, Any]]  # (args, kwargs) of a model
 def token_count(arguments: Arguments) -> int | None:
     """How many tokens each sequence has: T of ids (B, T), or else of embeddings (B, T, C).
 
-    In an encoder-decoder model these are the tokens of the decoder. None if there are none.
+    In an encoder-decoder model these are the tokens of the decoder. None if no input has such a
+    shape.
     """
     tensors = tensors_in(_decoder_arguments(arguments))
     for tensor in tensors:
@@ -148,7 +151,10 @@ def token_count(arguments: Arguments) -> int | None:
 
 
 def with_tokens(arguments: Arguments, count: int) -> Arguments:
-    """Resize arguments to `count` tokens: ids, embeddings, masks, positions and labels."""
+    """The arguments with `count` tokens in each sequence; all stay as they are if none has tokens.
+
+    Resized are ids, embeddings, masks, positions and labels; their values are lost.
+    """
     current_count = token_count(arguments)
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
@@ -174,7 +180,7 @@ def _decoder_arguments(arguments: Arguments) -> Arguments:
 def _resize(tensor: torch.Tensor, current_count: int | None, count: int) -> torch.Tensor:
     """Resize the token dimensions of an input from `current_count` to `count`.
 
-    An input without such a dimension is returned as it is.
+    An input without a dimension of `current_count` is returned as it is.
     """
     shape = list(tensor.shape)
     for dimension in _dimensions_of_tokens(tensor):
@@ -211,11 +217,12 @@ def forecast_cache(
 ) -> CacheForecast | None:
     """Forecast the cache in the output of a pass; None if there is none.
 
-    `candidates` are the tensors that `cached_tensors` returned for a pass with this number of
-    `tokens` in each of its `sequences`. `trace_with_tokens` returns them for another number of
-    tokens, and may raise `TraceError`. The bytes of a token are the difference between two passes.
-    With `tokens_asked`, a third pass has so many tokens, since a sliding window may have stopped
-    growing before.
+    `candidates` are the tensors that `cached_tensors` returned for a pass with `tokens` tokens in
+    each of its `sequences` (both are counts; `tokens` is None if no input has tokens).
+    `trace_with_tokens` returns those of a pass with another number of tokens, and may raise
+    `TraceError`. The bytes of a token are the difference between two passes.
+    With `tokens_asked`, and if the cache grows, a third pass has that many tokens, since a sliding
+    window may have stopped growing before.
     """
     if not candidates:
         return None
@@ -261,10 +268,11 @@ def _measure_growth(
     trace_with_tokens: Callable[[int], tuple[CachedTensor, ...]],
     tokens: int | None,
 ) -> _Growth:
-    """Compare the pass with one that has another number of tokens.
+    """Compare the pass of the candidates with one that has another number of tokens.
 
-    The cache is the candidates with the name of a cache, and those that grow with the tokens. For
-    the arguments see `forecast_cache`.
+    The cache is the candidates with the name of a cache, and those that grow with the tokens. If
+    there is no second pass, names and shapes decide, and a remark says so. For the arguments see
+    `forecast_cache`.
     """
     if tokens is None:
         named = tuple(tensor for tensor in candidates if tensor.is_named)
@@ -312,8 +320,9 @@ def _bytes_per_token(
 ) -> int | None:
     """Bytes by which a tensor grows with each token; 0 if it does not grow.
 
-    `other` is the same tensor in another pass, and `more_tokens` are the tokens of this pass minus
-    those of the other one. None if the tensor changes in another way, or is not in the other pass.
+    `other` is the same tensor in another pass, or None. `more_tokens` are the tokens of this pass
+    minus those of the other one, and may be negative. Returns None if the tensor changes in another
+    way, or is not in the other pass.
     """
     if other is None or len(other.shape) != len(tensor.shape):
         return None
@@ -337,9 +346,10 @@ def _with_tokens_asked(
     trace_with_tokens: Callable[[int], tuple[CachedTensor, ...]],
     tokens_asked: int,
 ) -> CacheForecast:
-    """The forecast with the bytes for `tokens_asked` tokens, from a pass with so many.
+    """The forecast with the bytes for `tokens_asked` tokens, from a pass with that many.
 
-    If that pass fails, or part of the cache has stopped growing, a remark says so.
+    If that pass fails, there are no such bytes, and a remark says why; another one says if part of
+    the cache has stopped growing.
     """
     paths = {tensor.path for tensor in growth.tensors}
     try:
@@ -347,6 +357,7 @@ def _with_tokens_asked(
     except TraceError as error:
         return _with_remark(forecast, f"For {tokens_asked:,} tokens it cannot be told: {error}.")
     nbytes = sum(tensor.nbytes for tensor in candidates if tensor.path in paths)
+    # `tokens` is not None here, since the growth with them was measured.
     more_tokens = tokens_asked - (forecast.tokens or 0)
     proportional_bytes = forecast.nbytes + growth.per_token * more_tokens
     if nbytes < proportional_bytes:

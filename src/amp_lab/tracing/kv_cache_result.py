@@ -34,7 +34,7 @@ class CacheForecast:
         return " ".join([where, *self.remarks])
 
     def label(self, tokens: int | None) -> str:
-        """The label of the row with the size for `tokens` tokens in each sequence."""
+        """The label of the row with the size for `tokens` in each sequence; None: not known."""
         if tokens is None:
             return "cache"
         return f"cache, {self.sequences} x {tokens:,} tokens"
@@ -43,15 +43,15 @@ class CacheForecast:
 def cache_rows(
     caches: Sequence[CacheForecast | None], weights: Sequence[int], unit: int
 ) -> Iterator[list[str]]:
-    """Yield table rows on the cache; each column is a way to run the model.
+    """Yield table rows on the cache, with a column for each of `caches`; no rows if all are None.
 
-    `weights` are the bytes of the weights in each column. Sizes are in `unit` bytes, only the size
-    per token is in KiB.
+    `caches` are those of the ways to run a model, and `weights` the bytes of the weights of each.
+    Sizes are in `unit` bytes, only the size per token is in KiB.
     """
     existing = [cache for cache in caches if cache is not None]
     if not existing:
         return
-    first = existing[0]
+    first = existing[0]  # all have the same `sequences`, `tokens` and `tokens_asked`
     yield _row(first.label(first.tokens), caches, "nbytes", unit)
     yield _row("cache per sequence", caches, "per_sequence", unit)
     if any(cache.per_token for cache in existing):
@@ -64,7 +64,7 @@ def cache_rows(
 
 
 def _totals(caches: Sequence[CacheForecast | None], weights: Sequence[int], unit: int) -> list[str]:
-    """The row with the weights plus the cache for `tokens_asked` tokens, in `unit` bytes."""
+    """The row with weights plus the cache for `tokens_asked`, in `unit` bytes; "-" if unknown."""
     cells = []
     for cache, weight in zip(caches, weights, strict=True):
         if cache is None or cache.nbytes_asked is None:

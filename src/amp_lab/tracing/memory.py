@@ -283,8 +283,8 @@ def _forecast_each_precision(
 ) -> _PrecisionForecasts:
     """Forecast each step for every batch, or, where that fails, for the batch of `inputs` alone.
 
-    `limit` is the memory in bytes for the largest batch. `decisions` are those that a real run took
-    with `inputs`. Raises the first `TraceError` if all steps fail with `inputs`, or that in fp32.
+    `limit` is the memory in bytes for the largest batch, or None; `decisions` are of a real run on
+    `inputs`. Raises the first `TraceError` if all steps fail with `inputs`, or the one in fp32.
     """
     results = _PrecisionForecasts()
     for step in steps:
@@ -334,7 +334,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def _count_of_bytes(text: str) -> Fraction | None:
-    """A number with a unit in bytes; None for any other text, and for a fraction of a byte."""
+    """The bytes that a text such as "1.5 GB" says; None for other texts, and for "1.5 b"."""
     # Such as ``24gib``, ``1.5 gb`` or ``.5gib``: the number, and the unit or nothing.
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip().lower())
     if match is None:
@@ -351,8 +351,8 @@ def _count_of_bytes(text: str) -> Fraction | None:
 def inputs_of_shapes(input_shape: Shapes, input_dtype: Dtypes, *, batched: bool) -> BatchedInputs:
     """Inputs of these shapes and dtypes, on ``meta``.
 
-    If `batched`, the first size of each shape is the batch. Else shapes have a batch of 1 first, or
-    none, and get one. Raises `TraceError` for inputs that do not go together.
+    If `batched`, the first size of each shape is the batch. Else every shape gets a batch of 1 in
+    front, unless all have 1 there. Raises `TraceError` for inputs that do not go together.
     """
     shapes = _checked_shapes(input_shape)
     if isinstance(input_dtype, torch.dtype):
@@ -400,7 +400,7 @@ class Step(Protocol):
         """The type of device on which the inputs have to be."""
 
     def trace(self, inputs: tuple, kwargs: dict[str, Any], /) -> Any:
-        """Run it once; return a dataclass such as `TracedStep`, with a method `forecast`."""
+        """Run the step once; return a dataclass such as `TracedStep`, with a method `forecast`."""
 
 
 @contextmanager
@@ -466,6 +466,7 @@ class MemoryByBatch:
         self._require_linear(self.forecast(third) == self._trace(third).forecast())
 
     def _trace(self, batch: int) -> Any:
+        """The trace of the step for a batch, as `Step.trace` returns it."""
         with errors_naming_inputs(self._step.run.model, f"a batch of {batch}"):
             return self._step.trace(*self._inputs.for_batch(batch, self._step.traced_on))
 
@@ -478,13 +479,12 @@ class MemoryByBatch:
             )
 
     def forecast(self, batch: int, optimizer: str | None = None) -> Any:
-        """The forecast for a batch; for a training step also with another `optimizer`, by name."""
+        """A `MemoryForecast`, with `optimizer` if given, or an `InferenceForecast`, for a batch."""
         traced = self._first_trace
         if optimizer is not None:
             step = dataclasses.replace(traced.step, optimizer=optimizer)
             traced = dataclasses.replace(traced, step=step)
-        # The size of each storage is linear in the batch.
-        sizes = traced.storages.sizes + self._slope * (batch - self._FIRST)
+        sizes = traced.storages.sizes + self._slope * (batch - self._FIRST)  # linear in batch
         storages = dataclasses.replace(traced.storages, sizes=sizes)
         input_shapes = self._inputs.shapes(batch)
         resized = dataclasses.replace(traced, input_shapes=input_shapes, storages=storages)

@@ -68,7 +68,7 @@ def ways_out(table: MemoryTable, eight_bit: MemoryForecast | None) -> Iterator[s
 def needs_eight_bit(table: MemoryTable) -> bool:
     """Whether `ways_out` needs a forecast with Adam's state in 8 bits.
 
-    It does if the step runs Adam, and does not fit in any precision.
+    It does if the step runs Adam, and does not fit in any precision into the memory that was given.
     """
     if table.memory_bytes is None or max(table.spare.values()) >= 0:
         return False

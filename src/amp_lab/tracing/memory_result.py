@@ -87,16 +87,17 @@ class MemoryTable(Printed):
     def spare(self) -> dict[str, int]:
         """By precision, the bytes that the step leaves free; below 0 if it does not fit.
 
-        The reserve does not count as free.
+        The reserve does not count as free. Without `memory_bytes` the values have no meaning.
         """
         usable = int((self.memory_bytes or 0) * (1 - self.reserve))
         return {str(forecast.precision): usable - forecast.peak for forecast in self.forecasts}
 
     def __getitem__(self, precision: str) -> MemoryForecast:
+        """The forecast in a precision, such as "bf16"."""
         return next(forecast for forecast in self.forecasts if forecast.precision == precision)
 
     def plot(self) -> Any:
-        """Axes with memory against batch for each precision, and the limit `memory_bytes`."""
+        """Axes of matplotlib: memory against batch for each precision, and `memory_bytes`."""
         from amp_lab import plots  # matplotlib only where a figure is drawn
 
         return plots.memory_against_batch(self.curves, self.memory_bytes)
@@ -139,7 +140,7 @@ class MemoryTable(Printed):
         return unit_for_all(forecast.peak for forecast in self.forecasts)
 
     def _rows(self, unit: int) -> list[list[str]]:
-        """A row for each of `_ROWS`; the last one is the peak."""
+        """A row for each of `_ROWS`, in `unit` bytes; the last one is the peak."""
         rows = []
         for label, bytes_of in _ROWS.items():
             cells = [in_unit(bytes_of(forecast), unit) for forecast in self.forecasts]
@@ -228,7 +229,7 @@ def largest_line(name: str, largest: str) -> Iterator[str]:
 
 
 def unit_for_all(counts: Iterable[int]) -> tuple[int, str]:
-    """The bytes and the name of one unit for all cells, so that they can be compared."""
+    """The bytes and the name of one unit for all cells, for these numbers of bytes: MiB or GiB."""
     if max(counts) >= 10 * 2**30:  # in MiB it would have five digits
         return 2**30, "GiB"
     return 2**20, "MiB"

@@ -30,7 +30,8 @@ def build_on_meta(factory: Callable[[], Any], model_and_inputs: Callable[[Any], 
     - A tensor besides the weights, buffers and inputs is on ``meta`` too, such as a table in an
       attribute or a closure. The model may read its values when it is called.
 
-    `model_and_inputs` extracts (model, inputs) from the result of the factory.
+    `model_and_inputs` extracts (model, inputs) from the result of the factory. A result whose model
+    is no `nn.Module`, or has lazy weights, is returned for the caller to refuse.
     """
     watch = _TensorWatch()
     try:
@@ -61,6 +62,7 @@ class _TensorWatch(TorchFunctionMode):
         self._tensors: list[weakref.ref[torch.Tensor]] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Call a function of torch, and note the tensors on ``meta`` that it returns."""
         kwargs = dict(kwargs or {})
         # An explicit device of the factory is respected.
         if func in _FACTORIES_OF_VALUES and kwargs.get("device") is None:
@@ -72,7 +74,7 @@ class _TensorWatch(TorchFunctionMode):
     def has_other_tensors(self, known_storages: set[int | None]) -> bool:
         """Whether a noted tensor is still alive, and its storage is not one of `known_storages`.
 
-        These are as `storage_key` returns them.
+        `known_storages` has keys that `storage_key` returned.
         """
         for reference in self._tensors:
             tensor = reference()

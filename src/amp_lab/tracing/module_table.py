@@ -137,7 +137,7 @@ def _find_tied_parameters(
 
 
 def named_outputs(outputs: Outputs) -> dict[str, dict[str, Any]]:
-    """Outputs for JSON: each (dtype, shape) as a dict with these keys."""
+    """The outputs of a call for JSON: each (dtype, shape) as {"dtype": …, "shape": …}."""
     return {place: {"dtype": dtype, "shape": shape} for place, (dtype, shape) in outputs.items()}
 
 
@@ -157,7 +157,8 @@ class ModuleTable(Printed):
     ) -> "ModuleTable":
         """Make the table of the rows down to `depth`; raises `OptionError` for a wrong depth.
 
-        `facts` are sentences to print below it, besides its own.
+        `flops` are those of the forward pass and the loss; `facts` are sentences to print below the
+        table, besides its own.
         """
         if depth is None:
             return cls(title, depth, rows, flops, facts)

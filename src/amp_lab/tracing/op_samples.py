@@ -111,14 +111,14 @@ class Sizes(NamedTuple):
     """Shapes for the tensor arguments of an op that are in none of the tables above."""
 
     shapes: Iterable[tuple[int, ...]]  # in the order of the arguments
-    with_indices: bool = False  # whether those in `_MAYBE_INDICES` get integers
+    with_indices: bool = False  # whether tensors named in `_MAYBE_INDICES` get integers
 
 
 def sizes_to_try(op: OpOverload) -> Iterator[Sizes]:
     """Yield shapes that the op may take, to be tried one after the other.
 
-    First all tensors have the same number of dimensions, then their numbers differ. If some ops
-    take a tensor of that name as indices, the same shapes follow with integers for it.
+    First all tensors have the same number of dimensions, then their numbers differ. If a tensor has
+    one of the names in `_MAYBE_INDICES`, the same shapes follow with integers for it.
     """
     names = [argument.name for argument in op._schema.arguments if _needs_shape(op, argument)]
     # Most ops take two dimensions, so those come first. A fourth tensor is like the third.
@@ -159,7 +159,7 @@ class Sample:
         self.arguments = {argument.name: self._value(argument) for argument in op._schema.arguments}
 
     def _value(self, argument: torch.Argument) -> Any:
-        """A value for an argument, from the first of the tables that has one."""
+        """A value for an argument: from the op's row, its default, by its name, or by its type."""
         name = argument.name
         # The op's own table comes before a default: some defaults do not fit the shapes here.
         own_values = _own_values(self._op)
@@ -173,7 +173,7 @@ class Sample:
             return self._of_next_shape(argument)
         type_name = str(argument.type)
         if type_name.startswith("List"):
-            # N is the length that the schema asks for, as in ``int[2]``; None: any length.
+            # N is the length that the schema asks for, as in ``int[2]``; None: any, such as 2.
             return [1] * (argument.N or 2)  # pyrefly: ignore[missing-attribute]: not in the stub
         if type_name.startswith("Optional"):
             return None
@@ -204,7 +204,7 @@ class Sample:
             return value[0]
         if isinstance(value[0], tuple):
             return [self._tensor(shape) for shape in value]
-        # An argument of two dimensions, such as padding, has one value in an op for sequences.
+        # The first N values, if the schema asks for N: of a padding for images, one for sequences.
         return value[: argument.N or None]  # pyrefly: ignore[missing-attribute]: not in the stub
 
     def _tensor(self, shape: tuple[int, ...]) -> torch.Tensor:

@@ -122,7 +122,7 @@ class OpDifferences(Printed, list[OpDifference]):
 
     def __init__(self, rows: Iterable[OpDifference], names: tuple[str, str]):
         super().__init__(rows)
-        self.names = names
+        self.names = names  # of the two backends, such as ("cuda", "cpu")
 
     def _contents(self) -> dict[str, Any]:
         rows = [{"op": row.op, "policies": [row.first, row.second]} for row in self]
@@ -249,7 +249,7 @@ class _CatchCall(TorchDispatchMode):
     def __init__(self, op: OpOverload):
         super().__init__()
         self._name = op._schema.name
-        self.arguments: list[Any] = []
+        self.arguments: list[Any] = []  # positional and keyword ones, with lists flattened
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -291,7 +291,9 @@ class _Autocast:
     def _catch_arguments(
         self, op: OpOverload, dtype: torch.dtype, first: torch.dtype
     ) -> tuple[list[Any] | None, str]:
-        """The arguments that arrive at the op below autocast; None and the reason if none do.
+        """The arguments that arrive at the op below autocast, in a flat list, and "".
+
+        None and the reason if the op is not called.
 
         The first floating-point input has the dtype `first`, the others have autocast's.
         """
@@ -328,9 +330,9 @@ class _Autocast:
         )
 
     def _agrees(self, observed: torch.dtype | None, policy: str) -> bool | None:
-        """Whether the returned dtype is what the policy promises; None if it is no float.
+        """Whether the returned dtype, or that of its complex parts, is what the policy promises.
 
-        `observed` is None for an op that could not be called.
+        None if it is an integer dtype, or if `observed` is None, as of an op that was not called.
         """
         if observed is None or not _is_float(observed):
             return None
@@ -435,7 +437,10 @@ def _reason(error: Exception) -> str:
 
 
 def _merge_overloads(base: str, rules: list[OpRule]) -> list[OpRule]:
-    """One rule for all overloads of an op if they agree, else one for each, with its full name."""
+    """One rule for all overloads of an op if they agree in policy and returned dtype.
+
+    Else one rule for each overload, with its full name.
+    """
     # An overload that could not be called does not differ from the others.
     observed_rules = [rule for rule in rules if rule.observed is not None] or rules
     policy_names = {rule.policy for rule in rules}

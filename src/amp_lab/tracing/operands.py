@@ -128,7 +128,7 @@ class Sources:
                     self.name(value, SourceKind.OWN, text)
 
     def note_op(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], text: str) -> None:
-        """Note where the outputs of an op come from: its first input in fp32, or the op itself.
+        """Note the source of an op's fp32 outputs: that of its first input in fp32, or the op.
 
         `text` describes the outputs, as ``output of float in 'up'``.
         """
@@ -172,7 +172,7 @@ def low_operand(operands: Iterable[Operand]) -> Operand | None:
 def remedy_for_mixed(
     error: Exception, op: str, operands: tuple[Operand, ...], has_low_weights: bool
 ) -> str:
-    """What to do about an op that got fp32 and 16 bits; "" for any other error.
+    """What to do about an op that got fp32 and 16 bits; "" for other errors and an unsure cause.
 
     `op` is the name of the op and `operands` are its arguments. `has_low_weights` says whether the
     model has weights in 16 bits: if not, only a buffer or an attribute of the model is sure to be
@@ -200,9 +200,10 @@ def remedy_for_mixed(
 
 
 def _remedy_for_written(operands: tuple[Operand, ...], low: Operand, has_low_weights: bool) -> str:
-    """Where fp32 that is written into 16 bits comes from; empty if the model did not compute it.
+    """Where the fp32 values come from that an op should write into a tensor in 16 bits.
 
-    `low` is the first operand in 16 bits.
+    `low` is the first operand in 16 bits. "" if the model did not compute the values, or has no
+    weights in 16 bits.
     """
     # An op that writes gets the tensor that it writes into first, and the values last.
     target, values = operands[0], operands[-1]

@@ -73,9 +73,10 @@ def has_autocast_rule(name: str, device_type: str) -> bool:
 
 
 def flops(func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
-    """Multiplications plus additions of a matrix product, convolution or attention; else 0.
+    """Multiplications plus additions of a call, if of a matrix product, convolution or attention.
 
-    Attention counts in full, although a causal kernel may leave out up to half of it.
+    0 for any other op. `out` is what the call returned. Attention counts in full, although a causal
+    kernel may leave out up to half of it.
     """
     packet = func._overloadpacket
     own_formula = FLOP_FORMULAS.get(packet) or _FLOPS_BY_NAME.get(func._schema.name)
@@ -89,6 +90,7 @@ def flops(func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> in
 
 
 # Each formula gets the op's arguments as its schema has them, with shapes in place of tensors.
+# `out_shape` is the shape of the result; `more`, `settings` and `scales` take the other arguments.
 
 
 def _product_flops(*shapes, out_shape=None, **scales) -> int:

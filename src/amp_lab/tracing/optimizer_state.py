@@ -60,7 +60,7 @@ def optimizer_bytes(
         )
         state, temporaries = _bytes_of_one_call(name, looped, device_type)
         others = [parameter for parameter in others if parameter not in looped]
-        name = "adamw"  # which updates the parameters that Muon leaves out
+        name = "adamw"  # which updates what Muon leaves out; Adafactor leaves nothing
     # A foreach call has the temporaries of all parameters together, a loop those of one at a time.
     is_foreach = backend(device_type).foreach and name in OPTIMIZERS
     for parameter, count in Counter(others).items():
@@ -128,7 +128,7 @@ def _quantized_bytes(name: str, values: int, itemsize: int) -> tuple[int, int]:
     """
     bits, block, table_bytes, step_bytes = QUANTIZED[name]
     # torchao quantizes the moments from 4096 values on, if they fill whole blocks. Else they have
-    # the dtype of the parameter.
+    # the dtype of the parameter, and temporaries are not counted.
     if values < 4096 or values % block:
         return 2 * values * itemsize, 0
     scale_bytes = 4 * values // block
