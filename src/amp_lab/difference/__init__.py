@@ -126,7 +126,7 @@ def _growth(pair: Pair) -> Growth:
 def _log_run(
     name: str, run: Any, inputs: tuple, kwargs: dict[str, Any], other: RunLog | None = None
 ) -> RunLog:
-    """Run a model and return the log of its ops; `other` is the log of the first run, if any.
+    """Call `run` and return the log of its ops; `other` is the log of the first run, if any.
 
     Raises `NumericsError` if `run` cannot be called, raises, or calls no floating-point op.
     """
@@ -148,7 +148,10 @@ def _log_run(
 
 
 def _advice_on_inputs(name: str, run: Any, inputs: Any) -> str:
-    """Advise to give each run its own inputs if their dtype is not that of the weights; else ""."""
+    """Advise to give each run its own inputs if their dtype is not that of the weights; else "".
+
+    `inputs` are the (args, kwargs) of the run. A run that is not a module gets no advice.
+    """
     if not isinstance(run, nn.Module):
         return ""
     weight_dtypes = _floating_dtypes(run.parameters())

@@ -117,7 +117,10 @@ def _is_inside(name: str, outer: str) -> bool:
 
 
 def _first_inputs(modules: dict[str, nn.Module], inputs: Any) -> dict[str, Any]:
-    """Run the eager model; return each module's first (args, kwargs) by name, in call order."""
+    """Run the eager model on `inputs`, a pair of args and kwargs, and note what its modules get.
+
+    Returns the first (args, kwargs) of each module that is called, by name, in call order.
+    """
     names = {module: name for name, module in modules.items()}
     first_inputs = {}
 
@@ -164,13 +167,16 @@ def _measure(name: str, module: nn.Module, compiled: Any, inputs: Any) -> _Modul
     errors = []
     for (eager, exact), result in zip(log.results, results, strict=True):
         errors.append(_measure_errors(eager, result, exact))
-    # For a module without floating-point results.
+    # For a module without floating-point results: it counts as one that does not diverge.
     no_errors = _ModuleErrors(eager=0.0, compiled=0.0, predicted=1.0, dtype=torch.float32)
     return max(errors, key=lambda error: error.compiled / error.predicted, default=no_errors)
 
 
 def _run_compiled(compiled: Any, inputs: Any) -> list[Tensor]:
-    """Run a compiled module; return its floating-point results. Its buffers are restored."""
+    """Run a compiled module on its (args, kwargs); return its floating-point results.
+
+    Its buffers are restored afterwards.
+    """
     args, kwargs = inputs
     buffers = [(buffer, buffer.clone()) for buffer in compiled.buffers()]
     try:

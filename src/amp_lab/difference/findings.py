@@ -216,7 +216,8 @@ def _next_agreeing(alignment: Alignment, start: int) -> Pair | None:
 
 def _find_stability(alignment: Alignment) -> Iterator[_Finding]:
     """Find ops that agree in exact arithmetic, but one run has lost far more digits by then."""
-    u = unit_roundoff(alignment.a.format)  # that of B too, except where only `nonfinite` counts
+    # Of A's format. If B has another, `u` only counts in the `predicted` of `nonfinite`.
+    u = unit_roundoff(alignment.a.format)
     for pair in alignment.pairs:
         if not pair.agrees or pair.b_or_a.is_neutral:
             continue
@@ -269,8 +270,8 @@ def largest_jump(log: RunLog) -> Jump | None:
     Only the part of an error that reaches the end counts: an inaccurate result that is added to a
     much larger one does no harm.
     """
-    floor = unit_roundoff(log.format) or unit_roundoff(torch.float32)
-    error_at_end = dict.fromkeys(log.records, 0.0)  # the part of each op's error that reaches it
+    floor = unit_roundoff(log.format) or unit_roundoff(torch.float32)  # never 0, to divide by it
+    error_at_end = dict.fromkeys(log.records, 0.0)  # of each op, the part that reaches the end
     op = None
     largest_factor = 1.0
     for record in reversed(log.records):  # so consumers of a result come before its producer
@@ -348,7 +349,10 @@ def _reason(
 def _function_reason(
     alignment: Alignment, record_a: OpRecord | None, record_b: OpRecord | None
 ) -> str:
-    """Say why two ops compute different functions: other weights, another op, other settings."""
+    """Say why two ops return other results in fp64: weights, ops, settings or, if none, inputs.
+
+    A record is None if its run has no such op; the sentence then says only this.
+    """
     if record_a is None or record_b is None:
         run = "B" if record_a is None else "A"
         return f"Only {run} has this op, and its result in fp64 is none of the other's."

@@ -40,7 +40,9 @@ class MergedValues(NamedTuple):
 
 
 def find_merged_values(tensor: Tensor, exact: Tensor) -> MergedValues | None:
-    """Count the values of `exact` that are equal in `tensor`, its 16-bit version; None if none are.
+    """Count the values of `exact`, in fp64, that are equal in `tensor`, its 16-bit version.
+
+    None if there are none, or if `tensor` is not in 16 bits, has another shape or only one value.
 
     Counts whole numbers anywhere in the tensor, or else evenly spaced values along one dimension.
     In a table (positions, columns) two rows count as merged only if all their columns are equal.

@@ -43,6 +43,7 @@ class RunRaised(NumericsError):
     """A run raised. The message tells the error, the op and module, and the remedies."""
 
     def __init__(self, run: str, failure: Failure, device_type: str, has_low_weights: bool):
+        """`run` is "A" or "B"; `has_low_weights` says whether a weight or buffer is in 16 bits."""
         error = failure.error
         self.description = failure.text(run)  # the message without remedies
         known_tips = tips_for(error, failure.op, device_type)
@@ -59,7 +60,7 @@ def failure_above_ops(error: Exception, names: Mapping[nn.Module, str]) -> Failu
     """Find where an error arose that no op raised, but autocast or the model's own code.
 
     Returns the innermost module in the traceback, and the function of `torch.nn.functional` that
-    its code called. `names` are the names of the modules.
+    its code called; a part that the traceback does not have is "". `names` are those of modules.
     """
     module = None
     op = ""

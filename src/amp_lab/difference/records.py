@@ -59,7 +59,7 @@ class RunLog:
 
     @property
     def end(self) -> float:
-        """The largest relative error among the run's results."""
+        """The largest relative error among the run's results; without any, that of the last op."""
         if not self.results:
             return self.records[-1].error
         return max(rounding.relative_error(result, exact) for result, exact in self.results)

@@ -156,7 +156,7 @@ def rms(tensor: Tensor) -> float:
 
 
 def widen(tensor: Tensor) -> Tensor:
-    """Copy a tensor, to fp64 or complex128 if it is floating-point or complex."""
+    """Copy a tensor, to fp64 or complex128 if it is floating-point or complex, else unchanged."""
     device = tensor.device
     if device.type in _DEVICES_WITHOUT_FP64:
         device = "cpu"
@@ -196,7 +196,10 @@ def _widen_setting(value: Any) -> Any:
 
 
 def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
-    """The output of any of torch's attention kernels, few of which take fp64; None with dropout."""
+    """The output, in fp64, of one of torch's attention kernels; None if it has dropout.
+
+    Further results of the kernel, such as the logsumexp, are left out.
+    """
     names = [argument.name for argument in func._schema.arguments]
     arguments = dict(zip(names, args, strict=False)) | kwargs
     if arguments.get("dropout_p"):
@@ -304,7 +307,10 @@ def _change_of_result(func: Any, inputs: tuple, exact: Tensor, seed: int) -> flo
 
 
 def with_strides_of(tensor: Tensor, shadow: Tensor) -> Tensor:
-    """The shadow with the strides of its tensor, so that both can be viewed in the same way."""
+    """The shadow with the strides of its tensor, so that both can be viewed in the same way.
+
+    It keeps its own strides if the tensor is expanded.
+    """
     strides = tensor.stride()
     shadow = shadow.to(_WIDER.get(tensor.dtype, tensor.dtype))
     # A stride of 0, of an expanded tensor, means that several values share their memory.

@@ -32,7 +32,7 @@ _SETTINGS = (bool, int, float, str, torch.dtype)  # types of an op's arguments b
 
 
 def record_run(name: str, run: Callable[[], Any], other: RunLog | None = None) -> RunLog:
-    """Call `run` and return the log of its ops. Its buffers are restored afterwards.
+    """Call `run`; return the log of its ops. The buffers of its models are restored afterwards.
 
     `other` is the log of the run to compare with. Weights and inputs that differ from its own only
     in format get the same fp64 values, so that the cast of a model is no difference by itself.
@@ -94,7 +94,7 @@ class _Recorder(TorchDispatchMode):
             finally:
                 for module, name, buffer, value in self._initial_buffers:
                     buffer.copy_(value)
-                    module._buffers[name] = buffer
+                    module._buffers[name] = buffer  # the run may have put another in its place
 
     @property
     def _place(self) -> Place:
@@ -143,9 +143,9 @@ class _Recorder(TorchDispatchMode):
                 self._initial_buffers.append((module, key, tensor, tensor.clone()))
 
     def _note_autocast(self) -> None:
-        """Note the dtype of autocast, if it is on, at the call of the first module.
+        """Note the dtype of autocast if it is on now; if it is off, keep what was noted before.
 
-        If the run calls no module, this is called at each op.
+        This is called with the first module and, as long as none is called, with each op.
         """
         for device_type in BACKENDS:
             if torch.is_autocast_enabled(device_type):
@@ -205,6 +205,7 @@ class _Recorder(TorchDispatchMode):
         merged_input = None
         if name not in _NEUTRAL and not computes_nothing(func):
             merged_input = self._merged_input(inputs)  # now, since the op may write into its inputs
+        # Attention runs on the shadows like other ops: it is random only with dropout.
         if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in name:
             out, exact, wide_inputs = self._run_random_op(func, name, args, kwargs)
         else:
@@ -262,7 +263,8 @@ class _Recorder(TorchDispatchMode):
     def _run_with_shadows(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
         """Run an op: return its result, its result on the shadows, and copies of its inputs.
 
-        The copies are in fp64, for `rounding.effective_roundoff`; None for a view.
+        The second is None if fp64 cannot run it. The copies are a pair (args, kwargs) in fp64, for
+        `rounding.effective_roundoff`; None for a view.
         """
         if not tensors_in((args, kwargs)):  # such as arange or full, which can be made in fp64
             out = func(*args, **kwargs)
@@ -424,7 +426,8 @@ class _Recorder(TorchDispatchMode):
     ) -> OpRecord:
         """The record of an op, whose first result is `result`.
 
-        `inputs` are its (args, kwargs); `producers` the ops that computed them.
+        `inputs` are its (args, kwargs), `producers` the ops that computed them, and `roundoff` is
+        that of `rounding.effective_roundoff`, or 0 if it was not measured.
         """
         exact = self._shadow_of(result)
         values, _ = rounding.without_masks(exact, exact)

@@ -60,8 +60,8 @@ class Passes(enum.Enum):
     BACKWARD = enum.auto()  # both passes
 
     def gradients(self) -> AbstractContextManager:
-        """The block in which the forward pass records gradients, if a backward pass needs them."""
-        if self is Passes.OWN_BACKWARD:  # leave it as the caller has set it
+        """The block for the forward pass: gradients on for `BACKWARD`, off for `FORWARD`."""
+        if self is Passes.OWN_BACKWARD:  # as the caller has set them
             return nullcontext()
         return torch.set_grad_enabled(self is Passes.BACKWARD)
 
@@ -102,11 +102,11 @@ def decisions_of(call: ModelCall, unmarked: frozenset[OpOverload] = frozenset())
         warnings.simplefilter("ignore")  # the trace shows the same warnings
         try:
             _run_on_copies(call, recorder)
-        except TraceError:  # it has its own advice
+        except TraceError:  # such as `NotAnswered`: it has its own advice
             raise
         except Exception as error:  # the user's model and loss may raise anything
             raise NotAnswered(f"the run on the CPU in fp32 fails: {with_type(error)}") from error
-    if recorder.stop_reason is not None:  # the model may have caught the error
+    if recorder.stop_reason is not None:  # the model may have caught what `_stop` raised
         raise NotAnswered(recorder.stop_reason)
     return Decisions(tuple(recorder.decisions), unmarked, recorder.is_finite)
 
@@ -208,7 +208,7 @@ class _ListsByItems(TorchFunctionMode):
         tensor = args[0]
         if tensor.dim() == 0:
             return tensor.item()
-        with self:
+        with self:  # on again: a mode is off while its own method runs
             return [item.tolist() for item in tensor]
 
 
@@ -242,7 +242,7 @@ class _Recorder(PlainOpsMode):
         return result
 
     def count(self, tensors: list[torch.Tensor]) -> None:
-        """Count the memory of tensors as in use until it is freed."""
+        """Count the memory of tensors as in use until it is freed; each storage counts once."""
         for tensor in tensors:
             key = storage_key(tensor)
             if key is not None and key not in self._storages:
@@ -271,6 +271,7 @@ class _Recorder(PlainOpsMode):
             )
 
     def _stop(self, reason: str) -> None:
+        """Raise `NotAnswered` with this reason, in whose text "them" are the model's values."""
         # Kept, since the model may catch the error and go on.
         self.stop_reason = reason
         raise NotAnswered(reason)
@@ -282,6 +283,7 @@ def _generators_restored() -> Iterator[None]:
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     try:
+        # Of torch's generators the CPU's alone: the run uses no other device.
         with torch.random.fork_rng(devices=[]):
             yield
     finally:

@@ -64,7 +64,7 @@ class OpRecord:
 class Cast:
     """One cast that autocast inserted."""
 
-    module: str
+    module: str  # as in `OpRecord`
     from_dtype: torch.dtype
     to_dtype: torch.dtype
     what: str  # "parameter NAME", "input 0", "output of OP in MODULE"

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 def trace_sharded(
     step: "TrainingStep", inputs: tuple, kwargs: dict[str, Any], replay: Replay
 ) -> tuple[list[torch.Tensor], StorageTrace]:
-    """Run two steps; return the shards that are trained, and what the second step allocates.
+    """Run two steps; return the shards with a gradient, and what the second step allocates.
 
-    The shards are those of this rank. The first step makes buffers that FSDP2 uses again. Both
-    steps take the decisions that `replay` has from a real run.
+    The shards are this rank's, of each parameter that got a gradient. The first step makes buffers
+    that FSDP2 uses again. Both steps take the decisions that `replay` has from a real run.
     """
     input_tensors = [tensor for _, tensor in named_tensors((inputs, kwargs), open_objects=True)]
     with group_of(step.ranks):
@@ -98,9 +98,9 @@ def _copy_with_fakes(
 ) -> nn.Module:
     """A copy of a module and its submodules, with fakes in place of parameters and buffers.
 
-    `fakes` has them by the id of the original. Other attributes, such as hooks, are shared with the
-    original module. `copies` has the modules that are copied already: a module that is used in two
-    places is copied once.
+    `fakes` has the fakes by the id of the original tensor. Other attributes, such as hooks, are
+    shared with the original module. `copies` has the modules that are copied already: a module that
+    is used in two places is copied once.
     """
     if module in copies:
         return copies[module]
@@ -136,7 +136,10 @@ def _fake_parameter(original: nn.Parameter, fakes: dict[int, torch.Tensor]) -> n
 
 @contextmanager
 def group_of(ranks: int) -> Iterator[None]:
-    """The block in which this process is rank 0 of `ranks`; the other ranks do not exist."""
+    """The block in which this process is rank 0 of `ranks`; the other ranks do not exist.
+
+    Raises `TraceError` if the process is in a group already.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers "fake"
 
     if dist.is_initialized():

@@ -60,9 +60,9 @@ def xray_sharding(
     they are cast and, under DDP, what autocast to `precision` does on `device_type`; without
     `precision`, a DDP model runs without autocast. Autocast around a model of FSDP2 is not seen.
 
-    Raises `TraceError` for a model in neither without `parallel`, one of FSDP1, settings for a
-    model that is sharded already, and autocast without inputs; `DeviceError` for a device type that
-    torch lacks.
+    Raises `TraceError` for a model of FSDP1, for one that is neither sharded nor in DDP if
+    `parallel` is not given, for settings that a model has already, and for autocast without inputs;
+    `DeviceError` for a device type that torch lacks.
     """
     checked_backend(device_type)
     call = _Call(inputs, kwargs)
@@ -208,7 +208,10 @@ def _unit(name: str, state: Any) -> Unit:
 def _parameters_of_group(
     group: Any, unit: str, names: dict[nn.Module, str]
 ) -> Iterator[ShardedParameter]:
-    """The rows of parameters that FSDP2 gathers together; `names` are those of modules."""
+    """The rows of the parameters in `group`, a group of FSDP2 that is gathered together.
+
+    `unit` is the name of its unit, and `names` has the names of all modules of the model.
+    """
     reduced = _reduce_dtype(group)
     for fsdp_param in group.fsdp_params:
         info = fsdp_param._module_info

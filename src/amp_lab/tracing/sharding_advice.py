@@ -22,6 +22,7 @@ FP32 = torch.float32
 
 
 def _remedy(code: str, when: str, text: str) -> Remedy:
+    """A remedy whose code is "sharding." and then `code`; `when` says what it is for."""
     return remedy(f"sharding.{code}", when, text)
 
 
@@ -136,7 +137,7 @@ def _trained_in_no_unit(xray: ShardingXray) -> Iterator[str]:
 
 
 def _no_master_weights(xray: ShardingXray) -> Iterator[str]:
-    """Trained parameters in 16 bits, by dtype."""
+    """Trained parameters in 16 bits, a sentence for each dtype."""
     low = [p for p in xray.parameters if p.trained and p.stored in LOWER_DTYPES]
     for dtype, members in _group_by(low, "stored"):
         more = ""
@@ -154,7 +155,7 @@ def _upcasts(xray: ShardingXray) -> Iterator[str]:
     """Parameters that are computed in a wider dtype than they are stored in."""
     wider = [p for p in xray.parameters if p.computed.itemsize > p.stored.itemsize]
     for dtype, members in _group_by(wider, "computed"):
-        stored = short_name(members[0].stored)
+        stored = short_name(members[0].stored)  # of the first alone: mostly all have the same
         yield _UPCAST.sentence(names=_names(members), wide=short_name(dtype), stored=stored)
 
 
@@ -162,7 +163,7 @@ def _advise_on_undone_upcasts(xray: ShardingXray) -> Iterator[str]:
     """Parameters kept in fp32 that the policy casts to 16 bits (see `_undone_upcasts`)."""
     parameters = _undone_upcasts(xray)
     if parameters:
-        low = short_name(parameters[0].computed)
+        low = short_name(parameters[0].computed)  # of the first alone: mostly all have the same
         yield _UNDONE_UPCAST.sentence(names=_names(parameters), low=low, keep=_keep_in_fp32())
 
 

@@ -122,7 +122,8 @@ class ShardingXray(Printed):
     def _rows_of_unit(self, name: str | None) -> list[list[str]]:
         """The rows of a unit without the first cell, its name; one for each combination of dtypes.
 
-        The number of values has no separators yet: `_rows` multiplies it by the number of units.
+        The number of values has no separators yet: `_rows` multiplies it by the number of units. No
+        rows for `name` None if all parameters are in units.
         """
         # By the four dtypes, and whether they are trained.
         groups: dict[tuple, list[ShardedParameter]] = {}
@@ -134,7 +135,7 @@ class ShardingXray(Printed):
             inputs = short_name(unit.inputs)
         if unit is not None and not groups:
             return [["none of its own", "0", "-", "-", "-", "-", inputs]]
-        prefix = _common_prefix(name or "")  # which the names in the row leave out
+        prefix = _common_prefix(name or "")  # left out of the parameters' names
         rows = []
         for (dtypes, trained), members in groups.items():
             local_names = [parameter.name[len(prefix) :] for parameter in members]
@@ -147,6 +148,7 @@ class ShardingXray(Printed):
         return rows
 
     def _facts(self) -> Iterator[str]:
+        """Sentences on inputs, buffers, output and hook, as far as there are any."""
         inputs = [_input_text(name, *dtypes) for name, dtypes in self.inputs.items()]
         if inputs:
             yield f"Inputs: {listed(inputs, 6)}."
@@ -178,7 +180,10 @@ def _input_text(name: str, dtype: torch.dtype, cast_dtype: torch.dtype) -> str:
 
 
 def _label(names: list[str | None]) -> str:
-    """The first cell of alike units: ``layer1``, ``blocks.*, 12 units``, ``the model``."""
+    """The first cell of alike units: ``layer1``, ``blocks.*, 12 units``, ``the model``.
+
+    `names` are theirs; None, for parameters in no unit, gives ``no unit``.
+    """
     first = names[0]
     label = first or "the model"
     if first is None:

@@ -41,7 +41,8 @@ def _widest(dtype: torch.dtype, arguments: Iterable[Any]) -> torch.dtype:
 def _batch_norm(x, weight, bias, mean, variance, training, *_):
     """The output, the mean and the deviation of a batch norm, as empty tensors.
 
-    The last two are in fp32 or wider, as kernels return them; on a CPU only if an argument is.
+    The last two have the widest dtype among the arguments and, except on a CPU, fp32 at the least,
+    as kernels return them.
     """
     dtype = _widest(x.dtype, (weight, bias, mean, variance))
     if x.fake_device.type != "cpu":
@@ -163,7 +164,7 @@ class StorageLedger(TorchDispatchMode):
             yield
 
     def _maker(self, tensor: torch.Tensor) -> Maker:
-        """The op and the module that are running, as makers of a tensor."""
+        """The maker of a new tensor: the running op, with its module or the backward pass."""
         place = ""
         if "forward" in self._marks:  # the forward pass is over
             place = "the backward pass"
@@ -173,6 +174,7 @@ class StorageLedger(TorchDispatchMode):
         return Maker(self._op, place, f"{dtype} values")
 
     def __torch_dispatch__(self, func, types, args: tuple[Any, ...] = (), kwargs=None):
+        """Run an op, or the shortcut for it, and note the storages of its results."""
         if takes_wrappers(types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -251,7 +253,7 @@ class StorageLedger(TorchDispatchMode):
             old = self._numbers.get(key)
             if old is not None:
                 self._log.append(~old)
-                del self._watches[old]
+                del self._watches[old]  # the weak reference: its end is noted here
             new = self._note_storage(key, storage, Maker(op="", place="", values=""))
             self._kinds[new] = "gathered"  # not in KINDS: `trace` counts it as temporary
             return result

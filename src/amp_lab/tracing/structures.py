@@ -131,7 +131,10 @@ def is_cache(thing: object) -> bool:
 
 
 def parts_of(thing: Any, *, open_objects: bool) -> dict[str, Any]:
-    """The values in a structure, by name or number; of another object its attributes or nothing."""
+    """The values in a mapping, tuple or list, by name or number; of another object its attributes.
+
+    Empty for tensors and code and, without `open_objects`, for all other objects.
+    """
     if isinstance(thing, Mapping):
         return {str(key): value for key, value in thing.items()}
     if hasattr(thing, "_asdict"):  # a named tuple
@@ -144,7 +147,10 @@ def parts_of(thing: Any, *, open_objects: bool) -> dict[str, Any]:
 
 
 def _is_code(thing: Any) -> bool:
-    """Whether this is a class, a function or a module: its tensors do not belong to an input."""
+    """Whether this is a class, a function, a partial, a Python module or an `nn.Module`.
+
+    The tensors of these do not belong to an input.
+    """
     if isinstance(thing, (type, types.ModuleType, nn.Module, functools.partial)):
         return True
     return inspect.isroutine(thing)
@@ -172,7 +178,8 @@ def _slots_of(cls: type) -> list[str]:
 def _tensors_inside(thing: Any, path: str, visited: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
     """Path and value of each tensor in a structure and in the attributes of its objects.
 
-    Each one comes once: `visited` has the ids of all objects that were looked at.
+    Each one comes once: `visited` has the ids of all objects that were looked at. All paths begin
+    with `path`.
     """
     if id(thing) in visited:  # objects may refer to each other
         return

@@ -103,7 +103,8 @@ class Tracer(TorchFunctionMode):
     def follow(self, loss_fn: Callable | None) -> "Tracer":
         """Run the model and the loss, keep the error if one of them fails, and return this tracer.
 
-        Raises `TraceError` for code that runs, but not on fake tensors.
+        On fake tensors the backward pass is tried too, see `_try_backward`. Raises `TraceError` for
+        code that runs, but not on fake tensors.
         """
         self._name_tensors()
         model = self._run.model
@@ -207,7 +208,7 @@ class Tracer(TorchFunctionMode):
 
     @property
     def _failed_op(self) -> str:
-        """The op that failed, for a sentence: ``op aten.mm in 'head'``."""
+        """The op that failed, for a sentence: ``op aten.mm in 'head'``; ``an op`` if not known."""
         module, op = self.failed_at or (self._module, "an op")
         return f"op {op} in {place_of(module)}"
 
@@ -240,7 +241,7 @@ class Tracer(TorchFunctionMode):
             raise
         finally:
             self._calls.pop()
-            self._pending = []
+            self._pending = []  # casts of a call do not count for the next one
 
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, fake_tensor.FakeTensor):
@@ -287,7 +288,10 @@ class Tracer(TorchFunctionMode):
         return out
 
     def _in_kernel_layout(self, out: torch.Tensor) -> torch.Tensor:
-        """The output of attention in the memory layout that kernels of real devices return."""
+        """The output of attention in the memory layout of real devices' kernels.
+
+        Unchanged in a real run, on a CPU, and if it has other than 4 dimensions.
+        """
         if not self._run.is_fake or self._backend.is_host or out.dim() != 4:
             return out
         return out.transpose(1, 2).contiguous().transpose(1, 2)  # (B, T, H, D) in memory
@@ -337,7 +341,7 @@ class Tracer(TorchFunctionMode):
     # Ops that a function runs
 
     def note_failure(self, op: str, arguments: object) -> None:
-        """Note where an error was raised, unless an op inside of this one has noted it already."""
+        """Note where an error arose, unless an op inside did so; `arguments` are (args, kwargs)."""
         if self.failed_at is None:
             self.failed_at = self._module, op
             self.failed_on = self._sources.operands(tensors_in(arguments))
@@ -408,7 +412,10 @@ class Tracer(TorchFunctionMode):
             self._written_by[tensor_key(tensor)] = row
 
     def _is_widened(self, call: TorchCall, name: str, ins: list, outs: list) -> bool:
-        """Whether autocast makes an op compute in fp32 with an input that was in 16 bits."""
+        """Whether autocast makes an op compute in fp32 with an input that was in 16 bits.
+
+        `ins` and `outs` are the tensors that the op got and returned.
+        """
         if any(_widens(cast.from_dtype, cast.to_dtype) for cast in self._pending):
             return True
         # A softmax may need no cast: autocast calls it with the argument `dtype` set to fp32.

@@ -83,9 +83,9 @@ def training_steps(
 ) -> Iterator[list["TrainingStep"]]:
     """The block in which training steps can be traced, one for each precision.
 
-    With `fsdp_ranks` they are those of one rank of FSDP2. Entering the block takes as long as half
-    a trace. Raises `TraceError` for an unknown optimizer or precision, too many ranks and what is
-    no model; `DeviceError` for an unknown device type.
+    With `fsdp_ranks` above 1 they are those of one rank of FSDP2. Entering the block takes as long
+    as half a trace. Raises `TraceError` for an unknown optimizer or precision, too many ranks and
+    what is no model; `DeviceError` for an unknown device type.
     """
     names = (*OPTIMIZERS, *QUANTIZED)
     if optimizer not in names:
@@ -270,7 +270,7 @@ class TracedStep:
 
     step: TrainingStep
     input_shapes: tuple[tuple[int, ...], ...]
-    trained: tuple[Parameter, ...]  # the parameters that got a gradient
+    trained: tuple[Parameter, ...]  # shape and dtype of each that got a gradient
     storages: StorageTrace
     decisions: str = ""  # a sentence, if the step took the decisions of a run on the CPU
 
@@ -368,6 +368,7 @@ class _CastOnce(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor in fp32 cast to the library's dtype; any other as it is."""
         if tensor.dtype is not torch.float32:
             return tensor
         return tensor.to(self._dtype)
@@ -377,7 +378,8 @@ class _CastOnce(TorchFunctionMode):
 def one_line_errors(model: nn.Module, shapes: tuple, device_type: str) -> Iterator[None]:
     """The block in which an error of a model becomes a `TraceError` of one line.
 
-    `shapes` are those of its inputs. Errors of this package stay as they are.
+    `shapes` are those of its input tensors, a tuple each. Errors of this package stay as they are,
+    and so do those of a class that is not named below, such as `KeyError`.
     """
     try:
         yield

@@ -345,7 +345,7 @@ def _count_tensors(value: object, name: str, real: bool) -> int:
 
 
 def _refuse_shape(value: object, name: str) -> None:
-    """Raise `TraceError` if an input is a shape, which torchinfo takes in place of a tensor."""
+    """Raise `TraceError` for a tuple or list of integers: a shape, which torchinfo takes."""
     if not isinstance(value, (tuple, list)) or not value:
         return
     if all(isinstance(size, int) for size in value):

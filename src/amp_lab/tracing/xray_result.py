@@ -74,6 +74,7 @@ class Xray(Printed):
         return ModuleTable.of(self.modules, depth, self.title, work_of(self.rows), facts)
 
     def _contents(self) -> dict[str, Any]:
+        """The fields for JSON: outputs by name, and without `classes` and `modules`."""
         contents = dict(vars(self))
         contents["outputs"] = named_outputs(self.outputs)
         del contents["classes"]
@@ -135,7 +136,7 @@ class Xray(Printed):
             yield self.decisions
 
     def _loss_fact(self, dtype: torch.dtype) -> str:
-        """A sentence on the loss: its dtype, and its first op in low precision if it is wider."""
+        """A sentence on the loss: its dtype and, if that is wide, its first op in low precision."""
         fact = f"Loss: {short_name(dtype)}"
         if dtype in LOWER_DTYPES:
             return f"{fact}."
@@ -327,6 +328,7 @@ class Comparison(Printed):
         return a, b
 
     def _contents(self) -> dict[str, Any]:
+        """The fields for JSON: without the two X-rays."""
         return {"names": self.names, "different": self.different}
 
     def _table(self) -> Table:
@@ -369,7 +371,7 @@ def _short_title(result: Xray) -> str:
 def _flow(row: OpRecord | None) -> str:
     """``bf16``, or ``bf16 → fp32`` for an op that computes in bf16 and returns fp32.
 
-    "not run" for None.
+    "not run" for None, and "-" if the op has neither a dtype nor outputs.
     """
     if row is None:
         return "not run"
@@ -380,7 +382,10 @@ def _flow(row: OpRecord | None) -> str:
 
 
 def compare(a: Xray, b: Xray) -> Comparison:
-    """Compare two X-rays of a model, which differ in device type, dtype or version of the model."""
+    """Align the ops of two X-rays by module and name, and keep those that differ in a dtype.
+
+    An op that only one of them has counts as different.
+    """
     # With autojunk it would ignore ops that occur in hundreds of places.
     matcher = difflib.SequenceMatcher(
         isjunk=None, a=_modules_and_ops(a), b=_modules_and_ops(b), autojunk=False
@@ -405,5 +410,5 @@ def _modules_and_ops(result: Xray) -> list[tuple[str, str]]:
 
 
 def _dtypes(row: OpRecord) -> tuple:
-    """The dtypes of an op that a comparison looks at."""
+    """What a comparison looks at: the dtypes of the inputs, of the outputs, and of products."""
     return row.in_dtypes, row.out_dtypes, row.product_dtype
