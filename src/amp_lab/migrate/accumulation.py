@@ -29,7 +29,7 @@ _UNSCALED_BY_ANOTHER = remedy(
 
 
 def unscaled_in_each_batch(code: CodeReader) -> Mistakes:
-    """Yield each ``unscale_`` that runs for every micro-batch, where only some of them step.
+    """Yield each ``unscale_`` that runs for every micro-batch, where the scaler steps after some.
 
     torch raises at the second ``unscale_`` that no ``update`` separates from the first.
     """
@@ -43,7 +43,7 @@ def unscaled_in_each_batch(code: CodeReader) -> Mistakes:
 
 
 def _is_repeated_before_step(code: CodeReader, unscale: Event) -> bool:
-    """Whether ``unscale_`` runs for several batches whose gradients one step sums."""
+    """Whether ``unscale_`` runs for several batches, and one step uses their summed gradients."""
     updates = unscale.unit.by_scaler["update", unscale.owner]
     if not _are_less_frequent(updates, unscale) or not _scales_loss_in_loop(unscale):
         return False
@@ -59,15 +59,15 @@ def _is_repeated_before_step(code: CodeReader, unscale: Event) -> bool:
 
 
 def _scales_loss_in_loop(unscale: Event) -> bool:
-    """Whether the scaler of an unscale also scales a loss in the same loop."""
+    """Whether the scaler of an unscale also scales a loss directly in the same loop."""
     scaled = unscale.unit.by_scaler["scaled", unscale.owner]
     return any(event.place.loops == unscale.place.loops for event in scaled)
 
 
 def _are_less_frequent(events: list[Event], unscale: Event) -> bool:
-    """Whether all events that an unscale can lead to run less often than it does.
+    """Whether those of `events` that an unscale can lead to all run less often than the unscale.
 
-    False also if it leads to none of them.
+    False also if the unscale can lead to none of them, or is in no loop.
     """
     if not unscale.place.loops:
         return False
@@ -88,6 +88,7 @@ def _is_less_frequent(event: Event, unscale: Event) -> bool:
     loops = unscale.place.loops
     if event.place.loops != loops:
         is_after_loop = event.place.loops == loops[:-1]  # loops[-1] is over micro-batches
+        # `for optimizer in …` unscales each optimizer once, so it repeats nothing
         return is_after_loop and not _is_over_optimizers(loops[-1], unscale.optimizer)
     arms = unscale.place.arms
     if event.place.arms[: len(arms)] != arms:
@@ -109,7 +110,10 @@ def _is_over_optimizers(loop: cst.CSTNode, optimizer: str) -> bool:
 
 
 def _drops_without_update(code: CodeReader, update: Event, unscale: Event) -> bool:
-    """Whether the batches that skip an update are dropped, not summed."""
+    """Whether an `if` around an update drops the batches of its other branch, unsummed.
+
+    An `if` that has the unscale in the same branch as the update does not count.
+    """
     for node, number in update.place.arms:
         if not isinstance(node, cst.If) or (node, number) in unscale.place.arms:
             continue
@@ -136,6 +140,7 @@ def _step_by_another(unscale: Event) -> Event | None:
     """The first ``scaler_b.step(o)`` after ``scaler_a.unscale_(o)``.
 
     None if there is none, or if ``scaler_a`` steps the optimizer itself, before or after.
+    Steps in branches that exclude the unscale are passed over.
     """
     first = None
     for step in unscale.unit.steps_by_optimizer[unscale.optimizer]:

@@ -86,7 +86,7 @@ class Rule(Rewriter):
         return None
 
     def _decides(self, parent: cst.CSTNode, child: cst.CSTNode) -> bool:
-        """Whether `parent` runs its part `child` only where Apex is installed."""
+        """Whether it depends on Apex being installed whether `parent` runs its part `child`."""
         if isinstance(parent, cst.Try):
             return child is parent.body and not _has_only_fatal_handlers(parent)
         if isinstance(parent, cst.With):
@@ -159,7 +159,7 @@ class Rule(Rewriter):
 
     @functools.cached_property
     def names_as_types(self) -> set[str]:
-        """The names of Apex that the file uses as a type, as in ``isinstance``."""
+        """The imported names used as types, as in ``isinstance``; Apex's by `public_name`."""
         names_as_types: set[str] = set()
         for use in self.tree.uses:
             if self.tree.type_context(use.node) is not None:
@@ -197,6 +197,7 @@ class Rule(Rewriter):
         # In an f-string a quote or a comment of ours might end the string.
         if self.tree.is_in(use.node, cst.FormattedString):
             return False
+        # Apex's function needs an argument; with * or **, the arguments are not known.
         if not call.args or any(arg.star for arg in call.args):
             return False
         keywords = nodes.arguments(call.args).keys()
@@ -214,7 +215,7 @@ class Rule(Rewriter):
         self.say(use.node, "rewritten", f"{old} is {equal.dotted_name}")
 
     def _add_arguments(self, call: cst.Call, equal: Equal) -> None:
-        """Add the arguments that give torch's class the defaults of Apex's."""
+        """Add the arguments of `equal.added` that a call lacks: they are Apex's defaults."""
         arguments = nodes.arguments(call.args)
         added = ""
         for argument in equal.added.split():
@@ -227,7 +228,7 @@ class Rule(Rewriter):
     def _rewrite_dotted(self, use: Use, old: str) -> bool:
         """Rewrite a use to a dotted name of torch; False if it stays.
 
-        It stays where the file has no ``torch``, or asks for Apex's class by its name.
+        The use stays where ``torch`` is not only the module, or if the file uses `old` as a type.
         """
         origins = {binding.origin for binding in use.scope.bindings_of("torch")}
         if origins != {"torch"}:

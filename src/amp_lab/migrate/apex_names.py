@@ -21,7 +21,9 @@ class Equal(NamedTuple):
     """The equal of a name of Apex in torch, and the arguments with which the two mean the same."""
 
     module: str
+    """The module of torch to import from, such as ``torch.optim``."""
     name: str
+    """The name in `module`; with a dot for a function of a class."""
     positional: int
     """How many positional arguments a call may have."""
     keywords: str = ""
@@ -162,7 +164,7 @@ def section_of(origin: str) -> str:
 
 
 def is_apex(origin: str | None) -> bool:
-    """Whether a dotted name is ``apex`` or begins with ``apex.``."""
+    """Whether a dotted name is ``apex`` or begins with ``apex.``; false for None."""
     return origin is not None and origin.partition(".")[0] == "apex"
 
 

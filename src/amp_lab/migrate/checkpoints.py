@@ -36,7 +36,10 @@ _NEVER_SAVED = remedy(
 
 
 def saved_without_scaler(code: CodeReader) -> Mistakes:
-    """Yield the calls that save or load an optimizer without its scaler."""
+    """Yield the calls that save or load an optimizer without its scaler.
+
+    Nothing if a scaler may be saved elsewhere.
+    """
     scalers = code.scalers_used()
     if not scalers or any(_may_be_saved_elsewhere(code, name) for name in scalers):
         return
@@ -48,7 +51,7 @@ def saved_without_scaler(code: CodeReader) -> Mistakes:
         return
     if not loads:
         return
-    name = scalers[0]
+    name = scalers[0]  # none is saved or loaded: the first stands for all in the message
     for call in saves:
         yield call, _NOT_SAVED.sentence(scaler=name)
     if not saves:
@@ -113,7 +116,7 @@ def _loads_optimizer(code: CodeReader, call: cst.Call) -> bool:
     """
     if not _is_call_of_optimizer(code, call, "load_state_dict", code.tree.calls[call]):
         return False
-    if not call.args:
+    if not call.args:  # no state, so no copy of one
         return True
     state = call.args[0].value
     is_copy = isinstance(state, cst.Call) and nodes.called_name(state) == "state_dict"

@@ -22,6 +22,7 @@ from amp_lab.migrate.scopes import Scope
 
 
 def _old_names_of(name: str) -> list[str]:
+    """The deprecated dotted names whose form of today is ``torch.amp.<name>``."""
     return [old for old, replacement in OLD_NAMES.items() if replacement.name == name]
 
 
@@ -88,6 +89,7 @@ class CodeReader:
             self.events += unit.events
 
     def _find_scalers(self) -> None:
+        """Remember each scaler that the file makes, also if on a condition."""
         for parts, values in self.tree.assigned_values.items():
             for value in values:
                 if isinstance(value, cst.IfExp):  # GradScaler() if fp16 else None
@@ -114,7 +116,8 @@ class CodeReader:
     def origin(self, node: cst.CSTNode | None, scope: Scope) -> str | None:
         """The imported name that an expression stands for, also after ``amp = torch.cuda.amp``.
 
-        `Scope.origin` does not look through such an assignment, nor through ``import *``.
+        None if there is none. `Scope.origin` does not look through such an assignment, nor through
+        ``import *``.
         """
         parts = nodes.name_parts(node)
         if parts is None:
@@ -133,6 +136,7 @@ class CodeReader:
         return scope.origin(node)
 
     def _called_origin(self, call: cst.Call) -> str | None:
+        """The `origin` of the function or class that a call calls."""
         return self.origin(call.func, self.tree.calls[call])
 
     def key(self, node: cst.CSTNode) -> str:
@@ -186,7 +190,7 @@ class CodeReader:
     def _place_after(self, part: cst.CSTNode, place: Place, scope: Scope) -> Place:
         """The place of the code after `part`, if that is at `place`.
 
-        It differs after ``autocast() as …`` of a `with`, and after an `if` of which one branch
+        That differs after ``autocast() as …`` of a `with`, and after an `if` of which one branch
         never goes on: what follows then belongs to the other branch.
         """
         if isinstance(part, cst.WithItem):
@@ -223,7 +227,7 @@ class CodeReader:
         return call
 
     def _autocasts_of(self, call: cst.Call) -> list[cst.Call]:
-        """The autocasts that a called function returns; empty if it returns other contexts too."""
+        """The autocasts that a called function returns; none if it has others, or is not known."""
         *owner, name = nodes.name_parts(call.func) or ("",)
         function = self.functions.get(name)
         if function is None or owner not in ([], ["self"]):
@@ -326,7 +330,7 @@ class CodeReader:
         return sorted(scaled & (self.scaler_calls.keys() - self.disabled_scalers))
 
     def holds_only_new_scalers(self, key: str) -> bool:
-        """Whether each value of a name is a new scaler, so that it is no second name of another."""
+        """Whether each value of a name in this file is a new scaler; also if no value is seen."""
         parts = tuple(key.split("."))
         values = self.tree.assigned_values.get(parts, ())
         return all(map(self._is_new_scaler, values))
@@ -418,10 +422,7 @@ class CodeReader:
 
     @functools.cached_property
     def last_by_kind(self) -> defaultdict[str, dict[str, Event]]:
-        """``[name][kind]``: the last event of a kind of the scaler or optimizer with this name.
-
-        The name is the last part of the event's owner.
-        """
+        """The last event of each kind and owner: ``last_by_kind[last_part(owner)][kind]``."""
         last_events: defaultdict[str, dict[str, Event]] = defaultdict(dict)
         for event in self.events:
             last_events[last_part(event.owner)][event.kind] = event
@@ -450,7 +451,7 @@ class CodeReader:
     def both_run(self, first: Event, second: Event | Exit) -> bool:
         """Whether there surely are runs that reach both: their conditions are independent.
 
-        Conditions that share a variable, or ask about mixed precision, may exclude each other.
+        Not sure if they share a variable, or if one of `second` asks about mixed precision.
         """
         if first.place.excludes(second.place):
             return False

@@ -22,6 +22,7 @@ def contexts_of(function: cst.FunctionDef) -> list[cst.BaseExpression]:
 
 
 def _has_yield(block: cst.CSTNode) -> bool:
+    """Whether a block yields, outside of functions that are defined in it."""
     return any(isinstance(part, cst.Yield) for part in _walk_without_functions(block))
 
 

@@ -41,7 +41,7 @@ class Place:
         return False
 
     def shares_loops(self, other: "Place") -> bool:
-        """Whether the loops around one place are all, or the outermost, of those around the other.
+        """Whether one of the two places is inside of all loops that are around the other.
 
         Else each of the two is in a loop beside that of the other.
         """
@@ -130,7 +130,7 @@ class Unit:
 
     @functools.cached_property
     def by_scaler(self) -> defaultdict[tuple[str, str], list[Event]]:
-        """The events of each (kind, scaler), in their order."""
+        """The events of each (kind, owner), in their order."""
         events: defaultdict[tuple[str, str], list[Event]] = defaultdict(list)
         for event in self.events:
             events[event.kind, event.owner].append(event)
@@ -138,7 +138,7 @@ class Unit:
 
     @functools.cached_property
     def by_loop(self) -> defaultdict[tuple[str, str, Loops], list[Event]]:
-        """The events of each (kind, scaler, loops): all that run inside of these loops."""
+        """The events of each (kind, owner, loops): all that run inside of these loops."""
         events: defaultdict[tuple[str, str, Loops], list[Event]] = defaultdict(list)
         for event in self.events:
             loops = event.place.loops
@@ -149,7 +149,7 @@ class Unit:
 
     @functools.cached_property
     def exits_by_loop(self) -> defaultdict[Loops, list[Exit]]:
-        """The exits directly in each loop, in their order."""
+        """The exits by the loops around each, in their order."""
         exits: defaultdict[Loops, list[Exit]] = defaultdict(list)
         for exit_ in self.exits:
             exits[exit_.place.loops].append(exit_)
@@ -171,7 +171,7 @@ class Unit:
         return (events[number] for number in reversed(numbers))
 
     def last_scaled_before(self, event: Event) -> Event | None:
-        """The last ``scaled`` event before another one, in a branch that can lead to it."""
+        """The last ``scaled`` event that can lead to `event`; None if there is none before it."""
         for scaled in self.between("scaled", 0, event.order):
             if not scaled.place.excludes(event.place):
                 return scaled
@@ -199,7 +199,10 @@ def place_of_part(part: cst.CSTNode, node: cst.CSTNode, place: Place) -> Place:
 
 
 def _arms(node: cst.CSTNode) -> list[cst.CSTNode | None]:
-    """The branches of a statement, of which one runs: for a `try`, its body and each handler."""
+    """The branches of a statement, of which one runs: for a `try`, its body and each handler.
+
+    None stands for the missing else of an `if`. Other nodes have no branches.
+    """
     if isinstance(node, cst.If):
         return [node.body, node.orelse]
     if isinstance(node, cst.Try | cst.TryStar):

@@ -60,6 +60,7 @@ class Result:
 
     path: Path
     lines: list[Finding] = dataclasses.field(default_factory=list)
+    """The findings, each of which is a line of the report."""
     diff: str = ""
     """The diff to the migrated text; empty if that is the same."""
     patch: bytes = b""
@@ -157,7 +158,10 @@ def _is_skipped(folder: Path) -> bool:
 
 
 def has_names(path: Path) -> bool:
-    """Whether a file has a text that triggers a rule, so that it is worth parsing."""
+    """Whether a file has a text that triggers a rule, so that it is worth parsing.
+
+    False for a named pipe, which is not opened.
+    """
     if path.is_fifo():  # to open one would wait for its other end
         return False
     return is_triggered(files.read_regular(path, _MAX_FILE_BYTES))
@@ -170,6 +174,7 @@ def migrate_file(path: Path, write: bool = False, wanted: Wanted = EVERYTHING) -
     except cst.ParserSyntaxError as error:
         reason = f"line {error.raw_line} does not parse as Python"
     except (OptionError, OSError) as error:
+        # an OSError's own text would name the path once more
         reason = getattr(error, "strerror", None) or error
     except ValueError as error:
         reason = f"cannot be migrated: {error}"
@@ -440,8 +445,8 @@ def _json_edit(text: str, cell: _Cell, new: str) -> Edit:
         lines.append(raw_by_line[line])
     start = cell.spans[0].start
     end = cell.spans[-1].stop
-    before = text[: start - 1].rstrip()
-    separator = ""
+    before = text[: start - 1].rstrip()  # start - 1 is the quote of the first string
+    separator = ""  # of a source that is one string
     if before.endswith("["):
         # The source is a list: separate its strings by the blanks that are after its bracket.
         blanks = text[len(before) : start - 1]
@@ -450,5 +455,5 @@ def _json_edit(text: str, cell: _Cell, new: str) -> Edit:
 
 
 def _lines_with_ends(source: str) -> list[str]:
-    """The lines of a source, each with its newline."""
+    """The lines of a source, each with its newline; the last one may have none."""
     return re.findall(r"[^\n]*\n|[^\n]+", source)

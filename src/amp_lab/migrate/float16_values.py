@@ -56,19 +56,19 @@ class Float16Values:
         return None
 
     def device(self, cast: cst.Call) -> str:
-        """The code of the device argument of an autocast, such as ``"cuda"`` with its quotes."""
+        """The code of an autocast's device argument; if there is none, ``"cuda"`` with quotes."""
         device = self._arguments(cast).get("device_type")
         return '"cuda"' if device is None else self._code.tree.code(device)
 
     def _events_before(self, backward: Event) -> Iterator[Event]:
-        """Yield the events that can lead to a backward, in its own loops or in those around."""
+        """Yield the events that can lead to a backward, but none of a loop beside the backward."""
         for event in backward.unit.events[: backward.order]:
             place = event.place
             if place.shares_loops(backward.place) and not place.excludes(backward.place):
                 yield event
 
     def _float16_names(self, backward: Event) -> dict[_Name, cst.Call]:
-        """The names that hold a value computed in float16 before a backward, with its autocast."""
+        """The autocast of each name that holds a value computed in float16 before a backward."""
         casts: dict[_Name, cst.Call] = {}
         for event in self._events_before(backward):
             cast = self._cast_of(event)
@@ -85,7 +85,7 @@ class Float16Values:
         return casts
 
     def _names_of_result(self, node: cst.CSTNode) -> list[_Name]:
-        """The names on the left of the assignment around a call; none if that detaches it."""
+        """The names that the result of a call is assigned to; none if the value is detached."""
         for parent, _ in self._code.tree.ancestors(node):
             names: list[_Name] = []
             for target, _ in _assignments_in(parent):
@@ -119,7 +119,7 @@ class Float16Values:
         if event.place.autocast is not None:
             return self._cast_around(event)
         parts = nodes.name_parts(event.node.func) or ("",)
-        if len(parts) > 1 and parts[0] != "self":
+        if len(parts) > 1 and parts[0] != "self":  # a method of an object that is not known
             return None
         cast = self._casts_by_function.get(parts[-1])
         if cast is not None:
@@ -127,7 +127,7 @@ class Float16Values:
         return self._cast_of_model(parts, event.unit.scope)
 
     def _cast_around(self, event: Event) -> cst.Call | None:
-        """The autocast for float16 around a call; None under ``no_grad``."""
+        """The autocast for float16 around a call; None without one, or under ``no_grad``."""
         if event.place.autocast is None:
             return None
         cast = self._code.autocast_of(event.place.autocast)

@@ -63,7 +63,7 @@ def _depth_after(bracket: str, depth: int) -> int:
     """How many brackets are open after `bracket`, if `depth` were open before it."""
     if bracket in "([{":
         return depth + 1
-    return max(0, depth - 1)
+    return max(0, depth - 1)  # a closing bracket too many is passed over
 
 
 def _indent(text: str) -> str:

@@ -103,7 +103,7 @@ class Rule(Rewriter):
     """The mistakes in one file."""
 
     def run(self) -> None:
-        """Report what each rule yields, if the file has anything of mixed precision."""
+        """Report what each rule yields, if the file has mixed precision and a backward."""
         names = ("autocast", "GradScaler", "scale")
         has_any = any(use.parts[-1] in names for use in self.tree.uses)
         if not has_any or "backward" not in self.tree.text:
@@ -152,7 +152,7 @@ def _clipped_scaled(code: CodeReader) -> Mistakes:
 
 
 def _next_step(scaled: Event, clip: Event) -> Event | None:
-    """The first ``scaler.step`` after a clip, by the scaler that scaled the loss."""
+    """The first step that a clip can lead to, by the scaler of `scaled`; None if there is none."""
     for step in clip.unit.after("scaler step", clip.order):
         if step.owner == scaled.owner and not step.place.excludes(clip.place):
             return step
@@ -269,7 +269,7 @@ def _advice_on_step(code: CodeReader, scaled: Event, step: Event) -> str | None:
     is_unscaled = "unscale" in last_of_kind
     if not _steps_past_scaler(code, scaled, step, is_unscaled):
         return None
-    rest = "" if is_unscaled else ", and unscale them"
+    rest = "" if is_unscaled else ", and unscale them"  # of what the scaler would do
     has_plain_branch = _has_plain_branch(code, scaled, step)
     advice = _STEPPED_PAST_IN_BOTH if has_plain_branch else _STEPPED_PAST
     return advice.sentence(scaler=scaled.owner, optimizer=step.owner, rest=rest)
@@ -321,7 +321,7 @@ def _may_unscale_by_hand(scaler: str, text: str) -> bool:
 
 
 def _stepped_in_passes(code: CodeReader) -> Mistakes:
-    """Yield the first pass of an optimizer such as SAM on scaled gradients, once a function."""
+    """Yield the first pass on scaled gradients of each optimizer such as SAM in each function."""
     reported = set()
     for event in of_kind("call", code.events):
         func = event.node.func
@@ -333,7 +333,7 @@ def _stepped_in_passes(code: CodeReader) -> Mistakes:
             continue
         text = code.text_between(scaled, event)
         is_unscaled = "unscale" in text
-        if is_unscaled and _ASKS_FOR_FINITE.search(text):
+        if is_unscaled and _ASKS_FOR_FINITE.search(text):  # it may skip an overflow by hand
             continue
         if _may_unscale_by_hand(scaled.owner, text) or _may_unscale_between(code, scaled, event):
             continue
@@ -371,7 +371,10 @@ def _loop_in_one_block(code: CodeReader) -> Mistakes:
 
 
 def _autocasts_around_steps(code: CodeReader) -> list[cst.Call]:
-    """The autocasts around a loop with a backward and a step, unless they have no cache."""
+    """The autocasts around a loop with a backward and a step.
+
+    Without those with ``cache_enabled=False``, which keep no casts of weights that have changed.
+    """
     with_backward: set[cst.Call] = set()
     with_step: set[cst.Call] = set()
     for event in code.events:
