@@ -198,7 +198,7 @@ class FusedStep:
     def _first_weight_grad(self, g_sum: Tensor, gx_sums: Tensor) -> Tensor:
         """Return dw1 (C, 2), which is the sum of dz1 * x over the pixels.
 
-        `g_sum` (C,) and `gx_sums` (C, 2) are the sums of g1 and of g1 * x. It needs no pass over
+        `g_sum` (C,) and `gx_sums` (C, 2) are the sums of g1 and of g1 * x. No pass is needed over
         the pixels: since z1 = w1 @ x, the sums of g1 * z1 and of z1 * x follow from sums with x.
         Sets the gradients of the first batch normalisation too.
         """
@@ -293,7 +293,7 @@ class _Normalised:
 
     @classmethod
     def from_sums(cls, norm: Any, sums: Sequence[Tensor], bias: Tensor, pixels: int):
-        """Make one from `sums`, which are the sum (C,) of z and that of its squares."""
+        """Make a `_Normalised` from `sums`: the sum (C,) of z and that of its squares."""
         mean, mean_square = (total / pixels for total in sums)
         variance = mean_square - mean * mean
         variance = variance.clamp_min(0)  # rounding may make it negative
@@ -339,7 +339,7 @@ def _sums(z):
 
 
 def _activation(z, scale, shift):
-    """The activation (B, C) of a normalised z: relu(z * scale + shift)."""
+    """relu(z * scale + shift), (B, C): the activation of z after its normalisation."""
     a = z.float() * scale + shift
     a = torch.relu(a)
     return a.to(z.dtype)
@@ -394,7 +394,7 @@ def _relu_backward(out, da, z, scale, shift):
 
 
 def _norm_backward(g, z, g_factor, z_factor, constant):
-    """dz (B, C), see `_Normalised.backward`."""
+    """dz (B, C), with the factors and the constant that `_Normalised.backward` returns."""
     dz = g.float() * g_factor + z.float() * z_factor + constant
     return dz.to(z.dtype)
 

@@ -43,7 +43,7 @@ class Ceilings:
         return max(compute_s, memory_s)
 
     def stream_rate(self, nbytes: int) -> float:
-        """The highest bytes/s for `nbytes`, measured at about this size or at a larger one.
+        """The highest bytes/s at the largest measured size up to `nbytes`, or at a larger one.
 
         Smaller sizes do not count: they may fit in a cache that `nbytes` do not fit in.
         """
@@ -51,7 +51,10 @@ class Ceilings:
         return max(rate for size, rate in self.stream_bytes_per_s.items() if size >= least_size)
 
     def raise_stream_rate(self, nbytes: int, rate: float) -> None:
-        """Raise the limit for `nbytes` to `rate`, in bytes/s as measured, if the limit is lower."""
+        """Raise the limit for `nbytes` to a measured `rate` in bytes/s, if the limit is lower.
+
+        The rate is kept at the largest measured size up to `nbytes`.
+        """
         if rate > self.stream_rate(nbytes):
             self.stream_bytes_per_s[self._size_at_most(nbytes)] = rate
 
@@ -114,7 +117,8 @@ def _largest_sizes(device: torch.device) -> tuple[int, int]:
 def _stream_rates(device: torch.device) -> dict[int, float]:
     """Bytes/s by size in bytes, the faster of a copy and a sum.
 
-    The sizes are powers of two, from 64 KiB to more than any cache holds.
+    The sizes are powers of two, from 64 KiB to that of `_largest_sizes`, if memory allows it.
+    A slow device ends earlier, at the first size from 256 MiB that takes over `_LONG_S` seconds.
     """
     _, largest_bytes = _largest_sizes(device)
     memory_bytes = describe_device(device).memory_bytes
@@ -150,7 +154,7 @@ class _BytesMoved(TorchDispatchMode):
 def count_step(
     step: Callable[[], object], model: nn.Module, inputs: torch.Tensor, *, training: bool
 ) -> Count:
-    """Count one call of `step`, which must be eager, by running it twice.
+    """Count FLOPs and bytes of one call of `step`, which must be eager, by running it twice.
 
     The least bytes of inference are those of inputs and weights, in their dtypes. A training step
     with Adam reads and writes each weight and two numbers of optimizer state, in fp32.

@@ -137,7 +137,7 @@ def _spread(row: Row) -> str:
 
 
 def _speedup(row: Row) -> str:
-    """The speed-up over fp32 eager with its interval; ``-`` if it is unknown."""
+    """The speed-up with its interval; ``-`` if unknown, and ``1.00x`` for fp32 eager itself."""
     if row.is_baseline:
         return "1.00x"
     return _text(row.speedup_estimate, "{}")
@@ -192,9 +192,10 @@ class Results(Printed, Ceilings):
     def roofline(self) -> tuple[dict[str, float], float, list[tuple]]:
         """Return the arguments of `plots.roofline`, from rows that are trusted.
 
-        These are the limits in FLOP/s by precision, the limit of memory in bytes/s, and the points:
-        ``(workload, precision, FLOPs per byte, FLOP/s)``. A point is the fastest rung of a workload
-        in a precision; in fp32 it is eager, the baseline.
+        These are the limits in FLOP/s by precision, for those that have a point (for all if there
+        is no point), the limit of memory in bytes/s, and the points:
+        ``(workload, precision, FLOPs per byte, FLOP/s as an Estimate)``. A point is the fastest
+        rung of a workload in a precision; in fp32 it is eager, the baseline.
         """
         fastest = self._fastest()
         roofs: dict[str, float] = {}
@@ -270,7 +271,7 @@ class Results(Printed, Ceilings):
             limit = rate_text(flops_limit, "FLOP/s")
             return f"it computes {rate}, where the limit is {limit}"
         bytes_per_s = quotient(row.least_bytes, row.median_s)
-        bytes_limit = max(self.stream_bytes_per_s.values())
+        bytes_limit = max(self.stream_bytes_per_s.values())  # the highest of any size, caches too
         if _is_above(bytes_per_s, bytes_limit):
             rate = rate_text(bytes_per_s, "B/s")
             limit = rate_text(bytes_limit, "B/s")
@@ -350,7 +351,8 @@ class Results(Printed, Ceilings):
 def _ladder_bar(row: Row) -> tuple:
     """Return ``(precision, rung, milliseconds, floor in ms, text)`` for `plots.speed_ladder`.
 
-    The floor is the time at the device's limits. The text is the speed-up, such as ``1.62x``, or
+    The milliseconds are an `Estimate`. The floor is the time at the device's limits, None if it is
+    unknown. The text is the speed-up, such as ``1.62x``, or ``no fp32 eager`` without one, or
     the status of a row without a result, whose times are None.
     """
     if row.status != "ok":  # it may have been timed before it failed, which is no result
@@ -475,7 +477,7 @@ def quotient(dividend: float | None, divisor: float | None) -> float | None:
 
 
 def _figure(value: float | None) -> str:
-    """A number with three digits, or with all digits of its integer part: ``12.3``, ``4,567``."""
+    """Three digits, or the whole integer part: ``12.3``, ``4,567``; ``-`` for None."""
     if value is None or value < 100:
         return _text(value, "{:.3g}")
     return f"{value:,.0f}"

@@ -49,7 +49,7 @@ def load_results(path: str | os.PathLike) -> Results:
 
 
 def _check_values(results: Results) -> None:
-    """Raise `TypeError` for a value that cannot be measured, `KeyError` for one that is missing.
+    """Raise `TypeError` for an impossible value, `KeyError` for one missing in `environment`.
 
     The keys of ``stream_bytes_per_s`` become integers.
     """
@@ -122,6 +122,6 @@ def _from_json(cls: type, values: object) -> Any:
     known_fields = {field.name for field in dataclasses.fields(cls)}
     for name in values.keys() - known_fields:
         raise TypeError(f"{reprlib.repr(name)} is no field of a {name_of_class}")
-    instance = cls(**values)
+    instance = cls(**values)  # raises `TypeError` if a field is missing
     require_types(instance)
     return instance

@@ -348,7 +348,7 @@ def _training_step(recipe: Recipe) -> Callable[[], Tensor]:
         scaler.update()
         loss = loss.detach().clone()  # the next replay of a graph overwrites its outputs
         if recipe.reads_loss:
-            loss.item()
+            loss.item()  # makes the host wait for the device
         return loss
 
     return step

@@ -45,7 +45,7 @@ _TURN_S = 0.25  # of a rung in a round: a fast step is called several times to f
 _QUICK_TURN_S = 0.05
 _MAX_ROUNDS = 24  # fewer are timed if enough of them are undisturbed
 _MAX_QUICK_ROUNDS = 18
-_QUICK_S = 150  # a quick run begins no round after this, since it promises to end in 180 s
+_QUICK_S = 150  # the rounds of a quick run end before, since it promises to end in 180 s
 # An eager step this many times as slow as in fp32 is emulated: each step would take minutes.
 _HOPELESS = 20
 
@@ -82,7 +82,7 @@ class _Pace:
         done = len(timed.all)
         if self.rounds is not None:
             return done < self.rounds
-        if done and time.perf_counter() + round_s > self.end:
+        if done and time.perf_counter() + round_s > self.end:  # one round is always timed
             return False
         # A comparison of no functions is trusted if enough rounds were undisturbed.
         return done < self.max_rounds and not timed.comparison([]).trusted
@@ -364,7 +364,7 @@ def _out_of_memory_reason(error: RuntimeError, device: torch.device) -> str:
 def _run_first_steps(
     row: Row, case: Case, rung: Rung, baseline: _Configuration | None
 ) -> _Configuration:
-    """Make the step of a rung, call it `CHECKED_STEPS` times, and write its peak into the row.
+    """Make a rung's step, call it `CHECKED_STEPS` times, and write its peak memory into the row.
 
     Raises `OptionError` for a precision whose eager step takes `_HOPELESS` times as long as in
     fp32, and `RuntimeError` where a rung needs a CUDA graph and torch recorded none.
@@ -398,7 +398,7 @@ def _run_first_steps(
     if known_peaks:
         # A graph takes its memory when it is recorded, and none when it is replayed.
         peak = max(known_peaks) if step.records_graph else known_peaks[-1]
-        row.peak_bytes = peak - bytes_before
+        row.peak_bytes = peak - bytes_before  # without what earlier rungs hold
     # All losses of a workload that trains, else one output: `_judge` compares it with fp32's.
     check = torch.stack(outputs) if case.workload.trains else outputs[-1]
     return _Configuration(row, case, step, check.cpu().double(), seconds)
@@ -452,7 +452,7 @@ def _time(configuration: _Configuration, turn_s: float) -> float:
     """Seconds of a step, the mean over one turn: 1 to 20 calls, to fill `turn_s` seconds.
 
     The calls are timed together, since the host of an accelerator must be free to run ahead from
-    one step to the next. The configuration keeps the result, for the length of the next turn.
+    one step to the next. The mean is kept in `configuration.seconds` for the next turn.
     """
     step = configuration.step
     case = configuration.case

@@ -166,9 +166,10 @@ def _activation(below, rows, p, c, pixels, C: tl.constexpr, FIRST: tl.constexpr)
 
 @triton.jit
 def _gradient(above, z, rows, p, c, C: tl.constexpr, FIRST: tl.constexpr):
-    """dz (p, c) of a layer's output z: through its normalisation, from g if FIRST.
+    """dz (p, c), the gradient of a layer's output z, computed from `above`.
 
-    Else `above` is dy, and it also goes through the last layer and the ReLU before it.
+    If FIRST, `above` is g, and goes back through the layer's normalisation. Else it is dy, and goes
+    back through the last layer and the ReLU below that layer first.
     """
     z = _values(z, p, c, C)
     if FIRST:
@@ -203,7 +204,7 @@ def _layer(below, rows, weight, z, sums, pixels, C: tl.constexpr, FIRST: tl.cons
         w = tl.load(weight + _offsets(k, c, C))
         a = _activation(below, rows, p, k, pixels, C, FIRST)
         a = a.to(w.dtype)
-        out = tl.dot(a, w, out, input_precision="ieee")
+        out = tl.dot(a, w, out, input_precision="ieee")  # float32 without TF32
     rounded = out.to(z.dtype.element_ty)
     tl.store(z + _offsets(p, c, C), rounded)
     total = tl.sum(out, 0)
@@ -258,7 +259,7 @@ def _input_grad(inputs, weight, out, sums, pixels, C: tl.constexpr, FIRST: tl.co
         w = tl.load(weight + _offsets(k, c, C))
         dz = _gradient(above, z, rows, p, k, C, FIRST)
         dz = dz.to(w.dtype)
-        da = tl.dot(dz, w, da, input_precision="ieee")
+        da = tl.dot(dz, w, da, input_precision="ieee")  # float32 without TF32
     a = _activation(below, below_rows, p, c, pixels, C, FIRST)
     g = tl.where(a > 0, da, 0.0)
     if FIRST:
@@ -284,7 +285,7 @@ def _input_grad(inputs, weight, out, sums, pixels, C: tl.constexpr, FIRST: tl.co
 def _weight_grad(
     inputs, dw, pixels, tiles, C: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Compute one block of the weight gradient dz.T @ activation, over one share of the tiles.
+    """Write one block of the weight gradient dz.T @ activation, summed over a share of the tiles.
 
     `dw` is (shares, C, C), and `tiles` the number of all tiles.
     """
@@ -303,6 +304,6 @@ def _weight_grad(
         dz = tl.trans(dz.to(dtype))
         a = _activation(below, below_rows, p, k, pixels, C, FIRST)
         a = a.to(dtype)
-        out = tl.dot(dz, a, out, input_precision="ieee")
+        out = tl.dot(dz, a, out, input_precision="ieee")  # float32 without TF32
     dw += share * C * C  # this share's matrix
     tl.store(dw + _offsets(n, k, C), out)

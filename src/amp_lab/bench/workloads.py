@@ -19,13 +19,13 @@ from amp_lab.models.build import build_model
 
 @dataclass
 class Problem:
-    """A model on a device with one batch; each step gets a new one, from the same seed."""
+    """A model on a device with one batch; `make_step` makes a new problem for each step."""
 
     model: nn.Module
     inputs: Tensor
     loss_fn: Callable[[Tensor], Tensor]  # scalar loss of the model's output
     lr: float  # learning rate of Adam
-    target: Tensor | None = None
+    target: Tensor | None = None  # for a step by hand, which computes the loss itself
 
 
 @dataclass(frozen=True)

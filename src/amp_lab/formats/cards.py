@@ -94,7 +94,10 @@ class Card:
         return moved_bytes / self.bandwidth / self.share_of_bandwidth
 
     def step_s(self, form: str, rows: int, inner: int, outer: int) -> float:
-        """Seconds of a linear layer in a training step: its three matmuls, and the casts."""
+        """Seconds of a linear layer in a training step: its three matmuls, and the casts.
+
+        `form` names the format; the layer makes ``(rows, outer)`` of ``(rows, inner)``.
+        """
         layout = _LAYOUT[form]
         time = self.matmul_s(layout, rows, inner, outer)
         time += self.matmul_s(layout, rows, outer, inner)  # the gradient of the input
@@ -121,7 +124,8 @@ class Card:
     def forward_s(self, form: str, rows: int, inner: int, outer: int) -> float:
         """Seconds of a linear layer in inference: its matmul, and the cast of its input.
 
-        The weight was cast once, before. The formulas are torchao's for inference.
+        The weight was cast once, before. The formulas are torchao's for inference. The arguments
+        are those of `step_s`.
         """
         layout = _LAYOUT[form]
         time = self.matmul_s(layout, rows, inner, outer)

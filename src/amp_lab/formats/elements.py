@@ -33,7 +33,7 @@ class Element:
 
     @property
     def smallest_normal(self) -> float:
-        """The smallest magnitude that has all mantissa bits."""
+        """The smallest magnitude that has all mantissa bits; 1 for `int8`, which has no others."""
         if self.dtype is torch.int8:
             return self.smallest
         return 2.0**self.least_exponent
@@ -45,7 +45,7 @@ class Element:
 
     @property
     def overflow(self) -> float:
-        """The smallest magnitude that overflows: half a spacing above `largest`."""
+        """The smallest magnitude that would round to more than `largest`: half a spacing above."""
         spacing = 2.0 ** (self.largest_exponent - self.mantissa_bits)
         return self.largest + spacing / 2
 
@@ -66,7 +66,7 @@ class Element:
         return self.round_(values.to(torch.float32, copy=True), generator)
 
     def round_(self, values: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Round fp32 `values` in place, as `round` does."""
+        """Round fp32 `values` in place, as `round` does, and return them."""
         values.clamp_(-self.largest, self.largest)  # NaN stays
         # An fp32 number with its sign and mantissa bits cleared is the power of two at or below
         # its magnitude. Below the smallest normal number, that number's power takes its place.

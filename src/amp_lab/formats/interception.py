@@ -23,7 +23,7 @@ class Layer:
     outer: int  # the other size of the parameter: values in a row of the result
 
     def misfit(self, inner_multiple: int, outer_multiple: int) -> str:
-        """The reason why kernels that need these multiples cannot multiply it; empty if none."""
+        """Why kernels that need multiples of these cannot multiply this layer; empty if they can."""
         if self.inner % inner_multiple:
             return f"{self.inner} to {self.outer}: no multiple of {inner_multiple}"
         if self.outer % outer_multiple:
@@ -106,7 +106,7 @@ class _Interception(TorchFunctionMode):
         for tensor, name in zip(operands, names, strict=True):
             if name and tensor.dim() > 1:
                 self.unreplaced.setdefault(op, {})[name] = None  # adds it to an ordered set
-                return
+                return  # only the first weight of a call is named
 
     def _product_for(
         self, values: Tensor, weight: Tensor, kind: str, inner: int, outer: int
@@ -249,7 +249,8 @@ def _multiply_patches(
 ) -> Tensor:  # fmt: skip
     """A convolution of two dimensions as matmuls of patches ``(positions, in·height·width)``.
 
-    Each group of channels is one matmul. The result is ``(batch, out, height, width)``.
+    `image` is ``(batch, in, height, width)``, and `kernel` the weight of `conv2d`. Each group of
+    channels is one matmul. The result is ``(batch, out, height, width)``.
     """
     window = kernel.shape[2:]
     patches = F.unfold(image, window, dilation=dilation, padding=padding, stride=stride)
@@ -287,7 +288,8 @@ def _height_and_width(value: int | Sequence[int], dimensions: int, height: int) 
 def _same_padding(window: Sequence[int], dilation: Sequence[int]) -> list[int]:
     """The padding that keeps the size of an image, for `torch.nn.functional.pad`.
 
-    It is ``[left, right, top, bottom]``: the last dimension comes first.
+    `window` and `dilation` are each ``(height, width)``. The padding is ``[left, right, top,
+    bottom]``: the last dimension comes first.
     """
     padding = []
     for size, step in zip(reversed(window), reversed(dilation), strict=True):

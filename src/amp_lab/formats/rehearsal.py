@@ -338,6 +338,7 @@ def _roles_in_bf16(layers: list[Layer], *, reads_ids: bool) -> dict[Layer, str]:
     `layers` are in the order of their calls, and `reads_ids` is whether all inputs are ids. The
     roles are embeddings, routers, the head, and the layer that reads floating-point inputs, as in
     DeepSeek-V3's report (arXiv 2412.19437, section 3.3.1) and torchao's example of FP8 training.
+    A model of at most `_FEW_LAYERS` layers gets neither of the last two roles.
     """
     roles = {}
     for layer in layers:
@@ -385,7 +386,7 @@ def _converted(form: str, layers: Iterable[LayerReport]) -> list[LayerReport]:
 
 
 def _products(formats: ProductFormats, converted: Iterable[LayerReport]) -> ProductOf:
-    """A function that returns the matmul with rounded operands for the converted layers."""
+    """A function of a layer: its matmul with rounded operands if it is converted, else None."""
     layers = {report.layer for report in converted}
 
     def product(values: Tensor, weight: Tensor) -> Tensor:
@@ -483,7 +484,7 @@ def _squares(values: Tensor) -> float:
 
 
 def _decibels(signal: float, noise: float) -> float:
-    """The ratio of two sums of squares in dB; infinite if one of them is 0."""
+    """The ratio of two sums of squares in dB: inf without noise, else -inf without signal."""
     if not noise:
         return math.inf
     if not signal:

@@ -218,7 +218,10 @@ class Rehearsal(Printed):
         return super()._repr_html_() + self._with_program("<p>{}</p><pre>{}</pre>", html.escape)
 
     def _with_program(self, template: str, escape: Any = str) -> str:
-        """The program below its heading, which fill the two ``{}`` of a template; or nothing."""
+        """A template with its two ``{}`` filled by a heading and the program; ``""`` without one.
+
+        `escape` is applied to the program's text, such as `html.escape`.
+        """
         if not self.program:
             return ""
         heading = f"The lines for {self.recommended}, of torchao:"

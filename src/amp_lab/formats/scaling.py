@@ -270,7 +270,10 @@ def _pieces(blocks: Tensor, count: int) -> tuple[Tensor, ...]:
 
 
 def _fp32_scales(amax: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    """Scales in fp32, as torchao's float8 has them: factor and scale are the same number."""
+    """Scales in fp32, as torchao's float8 has them: factor and scale are the same number.
+
+    With ``power2`` it is rounded down to a power of two.
+    """
     amax = amax.double().clamp(min=_LEAST_AMAX)
     factor = (form.element.largest / amax).float()
     if form.scale == "power2":

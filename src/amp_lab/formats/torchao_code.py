@@ -77,7 +77,8 @@ def lines(form: str, left_out: Sequence[str]) -> str:
     `left_out` are the names of the linear layers that stay as they are.
     """
     names = set_of(left_out)
-    return _CODE.get(form, "").format(left_out=names, recipe=_RECIPE.get(form))
+    recipe = _RECIPE.get(form)  # None for code that does not use it
+    return _CODE.get(form, "").format(left_out=names, recipe=recipe)
 
 
 def set_of(names: Sequence[str]) -> str:
@@ -127,7 +128,7 @@ def failure(case: Case, code: str) -> str:
     """
     step = Step(case, Recipe(TRAINING))
     loss_fn = case.loss_fn
-    assert loss_fn is not None
+    assert loss_fn is not None  # `Training` gives each case one
 
     def run() -> None:
         exec(code, {"model": step.model})

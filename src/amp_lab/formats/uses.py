@@ -89,7 +89,10 @@ class Use(ABC):
         """The reason why a format's kernels cannot multiply a layer's sizes; empty if they can."""
 
     def misfit_of_rows(self, layer: Layer, form: Format, wgrad_rows: Sequence[int]) -> str:
-        """The reason why wgrad's kernels cannot sum over these numbers of rows; empty if none."""
+        """The reason why wgrad's kernels cannot sum over these numbers of rows; empty if they can.
+
+        By default empty, for a use without wgrad.
+        """
         return ""
 
     @abstractmethod
@@ -122,7 +125,7 @@ class Use(ABC):
         """The result for a model with this name; `fields` are the other fields of `Rehearsal`."""
 
     def _reset(self) -> None:
-        """Restore the buffers that a run may have changed, and seed dropout as before it."""
+        """Restore the buffers that a run may change, and seed torch, so that runs draw the same."""
         for buffer, original in zip(self._copy.model.buffers(), self._buffers, strict=True):
             buffer.copy_(original)
         torch.manual_seed(0)
@@ -186,11 +189,11 @@ class Training(Use):
     def report(
         self, form: str, layers: int, left_out: int, product_of: ProductOf
     ) -> TrainingReport:
-        """Take the same step in a format, and compare its loss and gradients with fp32's."""
+        """Take the same step in a format, unless `layers` is 0, and compare it with fp32's."""
         report = TrainingReport(form, layers, left_out)
         if layers:
             loss, gradients = self._run(product_of)
-            report.loss_off = (loss - self._loss) / (abs(self._loss) or 1.0)
+            report.loss_off = (loss - self._loss) / (abs(self._loss) or 1.0)  # no division by 0
             report.gradients_off = distance(gradients, self._gradients)
         # If even bf16 is 50 % off, the step is too sensitive to judge the other formats by.
         if form == "bf16" and report.gradients_off > 0.5:
@@ -232,7 +235,7 @@ class Training(Use):
             self._train(report, product_of, seed)
 
     def _train(self, report: TrainingReport, product_of: ProductOf, seed: int) -> None:
-        """Train a copy of the model; add its last loss to the report, and set its fall there."""
+        """Train a copy of the model; add its last loss to the report, and set `report.learned`."""
         precision = Precision.FP32
         if report.name == "bf16":  # real autocast, which needs no other matmuls
             precision = Precision.BF16
@@ -310,7 +313,7 @@ class Inference(Use):
     def report(
         self, form: str, layers: int, left_out: int, product_of: ProductOf
     ) -> InferenceReport:
-        """Run the model in a format, and compare its output with fp32's."""
+        """Run the model in a format, unless `layers` is 0, and compare its output with fp32's."""
         report = InferenceReport(form, layers, left_out)
         self._reports.append(report)
         if layers:
