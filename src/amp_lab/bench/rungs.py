@@ -142,7 +142,7 @@ def _use_tiled_step(recipe: Recipe) -> Recipe:
 
 
 def _compiles_long(case: Case) -> bool:
-    """Whether a quick run leaves out compiled rungs: for many layers, and for fp32 and tf32."""
+    """Whether compiled rungs take too long for a quick run: many layers, or fp32 or tf32."""
     return case.workload.many_layers or not case.is_low
 
 

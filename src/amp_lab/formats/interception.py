@@ -23,7 +23,7 @@ class Layer:
     outer: int  # the other size of the parameter: values in a row of the result
 
     def misfit(self, inner_multiple: int, outer_multiple: int) -> str:
-        """Why kernels that need multiples of these cannot multiply this layer; empty if they can."""
+        """The reason why kernels with these multiples cannot multiply it; empty if they can."""
         if self.inner % inner_multiple:
             return f"{self.inner} to {self.outer}: no multiple of {inner_multiple}"
         if self.outer % outer_multiple:

@@ -309,6 +309,7 @@ def _e8m0_scales(amax: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     if form.power == "even":
         # Adds half a unit of the element's last mantissa bit: the magnitude is rounded to the
         # element's mantissa first, which may carry into the exponent.
+        # A whole unit is bit 23 - mantissa_bits, since fp32 has 23 mantissa bits.
         bits = bits + (1 << (22 - form.element.mantissa_bits))
     # The exponent of fp32 has 23 mantissa bits below it, and a bias of 127.
     exponent = (bits >> 23) - 127 - form.element.largest_exponent
