@@ -74,9 +74,10 @@ def export_model(
 
     All floating-point parameters and buffers are cast to the dtype of `precision`. A model in
     ``onnx`` or ``pt2`` takes fp32 images (B, 3, S, S) for any B, casts them, and returns fp32
-    logits (B, C); ``safetensors`` holds the weights alone. Before the file is written, its content
-    is read back and run on test images of the run, from `data` (default: where the run had them),
-    or on random ones if the images are not there. `say` is called with each line to report.
+    logits (B, C); that of a text takes int64 tokens (B, T) and returns logits (B, T, C).
+    ``safetensors`` holds the weights alone. Before the file is written, its content is read back
+    and run on test images of the run, from `data` (default: where the run had them), or on random
+    ones if the images are not there. `say` is called with each line to report.
 
     Raises `CheckpointError` for a run without a checkpoint or with a damaged one, a file that
     exists (unless `force`) or cannot be written, weights beyond the dtype's range, a model that
@@ -127,7 +128,8 @@ class _CastModel(nn.Module):
         self.dtype = dtype
 
     def forward(self, images: Tensor) -> Tensor:
-        if images.is_floating_point():  # tokens of a text are integers
+        """Logits in fp32, for `images` (B, 3, S, S) in fp32, or for tokens int64 (B, T)."""
+        if images.is_floating_point():
             images = images.to(self.dtype)
         return self.model(images).float()
 
@@ -237,11 +239,11 @@ def _inputs(
     dtype: torch.dtype,
     say: Callable[[str], None],
 ) -> Tensor:
-    """Inputs to check a file with: test images (B, 3, S, S) or tokens int64 (B, T) of the run.
+    """Inputs to check a file with: test images (B, 3, S, S), or tokens int64 (B, T) of a text.
 
     `classes` is the number of classes of the model, for a text of different tokens. `data` is the
-    path of the data; if they are not there, the inputs are random, which `say` reports. With
-    `dtype` fp16 the batch is small.
+    path of the data; if they cannot be loaded, the inputs are random, and `say` gets a line about
+    it. B is `_INPUTS`, or `_FEW_INPUTS` for a text and with `dtype` fp16.
     """
     is_text = config.dataset in TEXTS
     count = _INPUTS
@@ -307,7 +309,7 @@ def _export_problem(file_format: str, model_name: str, dtype: torch.dtype, error
 
 
 def _to_safetensors(model: _CastModel, inputs: Tensor, model_name: str) -> tuple[bytes, Tensor]:
-    """See `_convert`."""
+    """The bytes of a safetensors file, and the outputs with its weights: see `_convert`."""
     import safetensors.torch
 
     tensors: dict[str, Tensor] = {}
@@ -334,7 +336,7 @@ def _export(model: _CastModel, inputs: Tensor) -> torch.export.ExportedProgram:
 
 
 def _to_pt2(model: _CastModel, inputs: Tensor, model_name: str) -> tuple[bytes, Tensor]:
-    """See `_convert`."""
+    """The bytes of a pt2 file, and the outputs of the program read from them: see `_convert`."""
     content = io.BytesIO()
     torch.export.save(_export(model, inputs), content)
     content.seek(0)
@@ -343,7 +345,7 @@ def _to_pt2(model: _CastModel, inputs: Tensor, model_name: str) -> tuple[bytes, 
 
 
 def _to_onnx(model: _CastModel, inputs: Tensor, model_name: str) -> tuple[bytes, Tensor]:
-    """See `_convert`."""
+    """The bytes of an ONNX file, and its outputs in ONNX Runtime: see `_convert`."""
     import onnxruntime
     import onnxscript  # noqa: F401  # so that a missing one is reported as other packages are
 

@@ -103,7 +103,8 @@ class Loop:
     # Takes (outputs, targets), and returns the mean loss. None: the loss that the model returns,
     # and if it returns none, `cross_entropy`.
     loss_fn: Callable[[Any, Any], Tensor] | None = None
-    # Takes (outputs, targets), and returns a number for each sample, or their mean.
+    # Takes (outputs, targets), and returns a number for each sample, or their mean. None: the
+    # accuracies in `EpochMetrics` are NaN.
     metric: Callable[[Any, Any], Tensor | float] | None = accuracy
     scaler: torch.amp.GradScaler | None = None  # None: the usual one for the precision
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None  # steps with the optimizer
@@ -129,9 +130,10 @@ class Loop:
     def epoch(
         self, batches: Batches, test_batches: Callable[[], Batches] | None
     ) -> EpochMetrics | None:
-        """Train on the remaining batches of an epoch, then evaluate on those of `test_batches()`.
+        """Train on the remaining `batches` of an epoch, then evaluate on those of `test_batches()`.
 
-        Returns the metrics, which are also added to `progress`; None if `after_step` stopped it.
+        Returns the metrics, which are also added to `progress`; None if `after_step` stopped the
+        epoch. Without `test_batches`, the test loss and accuracy are NaN.
         """
         progress = self.progress
         ranks = self.ranks
@@ -178,7 +180,7 @@ class Loop:
         batches = [split(batch, self.model) for batch in group]
         samples = sum(batch.samples for batch in batches)
         for number, batch in enumerate(batches, 1):
-            is_last = number == len(group)
+            is_last = number == len(group)  # of the step
             # Summing the gradients over the ranks once a step is enough.
             with self.ranks.gradient_sync(self.model, enabled=is_last):
                 loss, score = self._forward(batch)

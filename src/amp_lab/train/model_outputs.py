@@ -67,7 +67,7 @@ def _split_mapping(batch: Mapping, model: nn.Module) -> Batch:
 
 
 def _count_samples(values: Any) -> int:
-    """The number of samples: the first dimension of the first tensor, or the length of a list.
+    """The number of samples: the size N of the first tensor (N, …), or the length of a list.
 
     `values` are a batch, its inputs or its targets. Raises `OptionError` if it begins otherwise.
     """
@@ -102,6 +102,7 @@ def _values(outputs: Any) -> list[Any]:
 
 
 def _tensors(values: list[Any]) -> list[Tensor]:
+    """Those of `values` that are tensors, in the same order."""
     return [value for value in values if isinstance(value, Tensor)]
 
 
@@ -168,8 +169,8 @@ def _class_dimensions(logits: torch.Size, targets: torch.Size) -> list[int]:
 def cross_entropy(outputs: Any, targets: Any) -> Tensor:
     """Mean cross-entropy of logits (N, C, …) or (N, T, C) and classes (N, …), computed in fp32.
 
-    Raises `OptionError` without logits or targets, and for logits (N,), as of one output for two
-    classes.
+    Floating-point targets are probabilities of the classes, of the shape of the logits. Raises
+    `OptionError` without logits or targets, and for logits (N,), as of one output for two classes.
     """
     logits, dim = _logits(outputs, targets)
     if logits is None or not isinstance(targets, Tensor):
@@ -189,8 +190,8 @@ def accuracy(outputs: Any, targets: Any) -> Tensor:
     """Whether each sample is classified right, bool (N,).
 
     If a sample has many targets, of pixels or tokens, it is the share of them that is classified
-    right, float (N,). Targets of -100 do not count, as in torch's losses. Returns a scalar NaN if
-    the targets are no classes.
+    right, float (N,), and targets of -100 do not count, as in torch's losses. Returns a scalar NaN
+    if there are no logits, or the targets are no classes.
     """
     logits, dim = _logits(outputs, targets)
     if logits is None or dim is None:

@@ -152,7 +152,10 @@ class Run:
         return config, saved
 
     def _build(self) -> None:
-        """Load the images or the text into `images`, and build `model`; called on every rank."""
+        """Load the images or the text into `images`, seed the generators, and build `model`.
+
+        Called on every rank. Raises `RunError` or `DataError` if data and settings do not fit.
+        """
         config = self.config
         require_match(config)
         self._data = locate_data(config, self.options.data, self._saved, self.out)
@@ -353,6 +356,7 @@ class Run:
         )
 
     def _write_metrics(self) -> None:
+        """Write metrics.csv, on rank 0; all ranks must call this together."""
         self.ranks.first(lambda: run_folder.write_metrics(self.out, self.progress.epochs))
 
     def _after_step(self, own_signal: int) -> bool:
@@ -361,7 +365,7 @@ class Run:
         `own_signal` is the number of the signal that this process got, or 0.
         """
         self._steps += 1
-        # The ranks exchange their signals, so that all stop at the same step, which is one later.
+        # The ranks exchange their signals, so that all stop at the same step, one after the signal.
         self._stopped_by = self.ranks.largest_before(own_signal)
         every = self.options.checkpoint_every
         is_due = every is not None and self._steps % every == 0
@@ -413,7 +417,7 @@ class Run:
             return self.options.workers
         if not images.reads_files:  # they are in memory already
             return 0
-        return min(8, os.cpu_count() or 1)
+        return min(8, os.cpu_count() or 1)  # the count is None if the system does not tell it
 
     def _describe(self) -> None:
         """Report the data, the model, the device, and from where a run resumes."""
@@ -433,10 +437,11 @@ class Run:
             self._say(f"Resuming in {self._position()}.")
 
     def _position(self) -> str:
+        """How far the run has come, as a text: ``epoch 3 after 120 batches``."""
         return f"epoch {len(self.progress.epochs) + 1} after {self.progress.batch} batches"
 
     def _summarise(self, peak_bytes: int) -> None:
-        """Draw the curves, and report time, rate and memory of the whole run."""
+        """Draw the curves, and report time, rate and memory of the whole run; called on rank 0."""
         epochs = self.progress.epochs
         run_folder.draw_curves(self.out, epochs)
         seconds = sum(epoch.seconds for epoch in epochs)  # before and after a resume

@@ -39,7 +39,7 @@ def require_match(config: RunConfig) -> None:
 
 
 def _mismatch(config: RunConfig, data_type: str, models: str) -> str:
-    """The message for a data set of this type whose model is not one of `models`."""
+    """The message for a data set of this type, such as "a text", that needs one of `models`."""
     return f"{config.dataset} is {data_type}, and the model {config.model}: give {models}"
 
 
@@ -51,9 +51,9 @@ def _require_unset(config: RunConfig, names: tuple[str, ...], data_type: str) ->
 
 
 def locate_data(config: RunConfig, data: str | None, saved: SavedRun | None, out: Path) -> str:
-    """The path of the data: the option `data`, else where they were for the `saved` run in `out`.
+    """The path of the data: `data`, else that of the `saved` run in `out`, else the folder "data".
 
-    Raises `RunError` if there is neither and the data set is the user's own, if the data are no
+    Raises `RunError` if there is no path for the user's own data, if the data of `saved` are no
     longer there, and if `data` is given for a data set that comes with a library.
     """
     dataset = config.dataset
@@ -84,7 +84,8 @@ def load_data(
 ) -> ImageData:
     """Load the images of a run from `folder`, or its text from that file or folder.
 
-    `augment` and `download` are those of `load_dataset`. Raises `DataError` as it does.
+    `augment` and `download` are those of `load_dataset`; a text is never downloaded. Raises
+    `DataError` as `load_dataset` does.
     """
     if config.dataset in TEXTS:
         return load_text(

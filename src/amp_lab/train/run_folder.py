@@ -35,7 +35,10 @@ class SavedRun:
 
 
 def lock(out: Path) -> AbstractContextManager:
-    """Create the folder and lock it against other runs, for a `with` block. Raises `RunError`."""
+    """Create the folder and lock it against other runs, for a `with` block.
+
+    Raises `RunError` if another run has locked it, or nothing can be written there.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
         # The system releases this lock when the process ends, even by kill -9.
@@ -50,9 +53,9 @@ def read_saved(out: Path, settings: dict, *, resume: bool) -> SavedRun | None:
     """Read the run in the folder that is to be resumed; None if the folder has no run yet.
 
     `settings` has the fields of `RunConfig` that were given now, by name. The run is resumed with
-    `resume`, or if torchrun has restarted the processes. Otherwise a run in the folder is a
-    `RunError`, as is a damaged config.json, and a setting that the run was not started with, except
-    a larger `epochs`.
+    `resume`, or if torchrun has restarted the processes. Raises `RunError` for a run in the folder
+    otherwise, for a damaged config.json, for a setting that the run was not started with, except a
+    larger `epochs`, and for other files of a run without a config.json.
     """
     path = out / CONFIG
     if not path.exists():

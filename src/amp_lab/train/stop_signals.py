@@ -14,6 +14,7 @@ class StopSignals:
     """A block in which the first SIGINT or SIGTERM is only noted: its number is in `signal`.
 
     A signal more than a second after the first has its usual effect, and ends the program.
+    Outside the main thread no signal is noted.
     """
 
     def __init__(self):

@@ -53,12 +53,14 @@ def _at_least(
 
 
 def _positive(name: str, value: float) -> None:
+    """Raise `RunError` unless `value` is positive and finite."""
     if not (value > 0 and math.isfinite(value)):
         raise RunError(f"{name} must be a positive number, not {value}")
 
 
 def _valid_seed(name: str, value: int) -> None:
-    if not 0 <= value < 2**63:  # what torch's generators take
+    """Raise `RunError` for a seed that torch's generators do not take."""
+    if not 0 <= value < 2**63:
         raise RunError(f"{name} must be from 0 to 2^63 - 1, not {value}")
 
 
@@ -75,6 +77,7 @@ def _known_name(name: str, value: str) -> None:
 
 
 def _require_one_of(names: list[str], description: str, value: str) -> None:
+    """Raise `RunError` unless `value` is one of `names`; `description` says what they name."""
     if value not in names:
         raise RunError(f"no {description} {value!r}; there are {', '.join(names)}")
 

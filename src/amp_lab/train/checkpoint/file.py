@@ -75,7 +75,10 @@ def load_checkpoint(path: str | os.PathLike) -> dict:
 
 
 def is_checkpoint(path: str | os.PathLike) -> bool:
-    """Whether a file ends with the comment of `save_checkpoint`; the checksum is not compared."""
+    """Whether a file ends with the comment of `save_checkpoint`; the checksum is not compared.
+
+    False for a symbolic link, and for a path with no file.
+    """
     path = Path(path)
     if path.is_symlink() or not path.is_file():
         return False
@@ -127,7 +130,7 @@ def _digest(file: BinaryIO, count: int) -> str:
 
 
 def _unpickle(path: Path, file: BinaryIO) -> Any:
-    """Load a file of `torch.save` whose checksum is right; `CheckpointError` if that fails."""
+    """The value in a file of `torch.save`, tensors on the CPU; `CheckpointError` if that fails."""
     file.seek(0)
     try:
         return torch.load(file, map_location="cpu", weights_only=True)

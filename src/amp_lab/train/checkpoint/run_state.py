@@ -70,8 +70,8 @@ def _remove_shards(out: Path, keep: str | None) -> None:
 def load_run(out: Path, config: dict) -> dict | None:
     """Load the checkpoint of the run with these settings; None if there is none yet.
 
-    `config` has the fields of `RunConfig`; the result has the entries that are listed at the top.
-    Raises `CheckpointError` if it is damaged, or has other settings; `epochs` may differ.
+    `config` has the fields of `RunConfig`; for the entries of the result, see the module.
+    Raises `CheckpointError` if it is damaged, or has other settings than these, except `epochs`.
     """
     path = out / CHECKPOINT
     if not path.exists():
@@ -93,7 +93,10 @@ def _is_same_run(saved: Any, config: dict) -> bool:
 
 
 def require_run(path: Path, state: dict) -> None:
-    """Raise `CheckpointError` unless the state has the entries of `save_run` that a model needs."""
+    """Raise `CheckpointError` unless `state` has settings, a possible number of classes, and ranks.
+
+    `path` is the file that it was read from.
+    """
     for name, expected in {"config": dict, "classes": int, "ranks": list}.items():
         if not isinstance(state.get(name), expected):
             raise CheckpointError(f"{path}: not of a run (its {name!r} is no {expected.__name__})")
@@ -107,8 +110,9 @@ def restore_run(
 ) -> _T:
     """Load the state of `load_run` into the parts of a run; return the progress of this rank.
 
-    The state may be that of another number of ranks, sharded or not. `make_progress` makes the
-    progress of its saved state dict. Raises `CheckpointError` for the state of another model.
+    The state may be that of another number of ranks, sharded or not. `make_progress` turns the
+    saved state dict of a `Progress` into the object to return. Raises `CheckpointError` for the
+    state of another model; the error of a lost process stays as it is.
     """
     settings = _settings(parts)  # before restoring, to compare with those after it
     try:
@@ -125,7 +129,7 @@ def restore_run(
 
 
 def _restore_tensors(out: Path, state: dict, ranks: Ranks, model: Any, optimizer: Any) -> None:
-    """Load the state of model and optimizer; both the state and the model may be sharded."""
+    """Load the state of `load_run` into model and optimizer; either may be sharded."""
     # shards is imported where it is needed, since it takes a second to load.
     if "shards" in state:
         from amp_lab.train.checkpoint.shards import load_shards
@@ -229,7 +233,7 @@ def _restore_rank(states: list[dict], ranks: Ranks) -> dict:
     shared_out = {}
     for name in ("loss_sum", "correct"):
         total = sum(progress[name] for progress in progress_of_ranks)
-        shared_out[name] = total * is_first
+        shared_out[name] = total * is_first  # 0 on the other ranks
     samples = sum(progress["samples"] for progress in progress_of_ranks)
-    shared_out["samples"] = samples // ranks.size
+    shared_out["samples"] = samples // ranks.size  # every rank counts as many
     return progress_of_ranks[0] | shared_out  # the other entries are the same on all ranks

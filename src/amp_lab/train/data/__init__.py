@@ -73,6 +73,7 @@ def load_dataset(
     class keeps its share, and which images are kept is always the same. `seed` is for the
     augmentation of the training images, which `augment=False` switches off. `skip_damaged` leaves
     out images of caltech256 and folder that cannot be decoded, and lists them in `skipped`.
+    With `download=False`, missing files are an error.
 
     Raises `DataError` for a wrong value, and for files that are missing, damaged or altered.
     """

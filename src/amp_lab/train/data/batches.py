@@ -27,8 +27,8 @@ _FILES_OF_A_WORKER = 16  # file descriptors: pipes and batches read ahead, with 
 class Batches:
     """One pass over a data set: images float32 (B, 3, S, S) and targets int64 (B,), on `device`.
 
-    It may be iterated over more than once. Raises `DataError` for a wrong value, and when iterated
-    over for a file that cannot be read.
+    For a text both are int64 (B, T). A pass may be iterated over more than once. Raises `DataError`
+    for a wrong value, and when iterated over for a file that cannot be read.
     """
 
     dataset: ImageSet
@@ -63,7 +63,10 @@ class Batches:
         self._keys = self._keys_of_this_rank()
 
     def _keys_of_this_rank(self) -> list[list[int]]:
-        """This rank's share of the keys of each batch. For what a key is, see `ImageSet`."""
+        """This rank's share of the keys of each batch. For what a key is, see `ImageSet`.
+
+        Raises `DataError` if there are fewer images than ranks.
+        """
         length = len(self.dataset)
         rank, ranks = self.share
         order = torch.arange(length)

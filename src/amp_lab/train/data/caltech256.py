@@ -99,8 +99,8 @@ def _readable_images(
 
     The table caltech256.csv beside `root` lists the images that were decoded before, so only the
     others are decoded here. Without a table, all images are decoded and a table is written.
-    Raises `DataError` if an image is damaged, unless `skip_damaged`; and if a table lacks an image
-    that is not damaged, since the table may be an old one.
+    Raises `DataError` if an image is damaged, unless `skip_damaged`; if fewer than 10 images can be
+    decoded; and if a table lacks an image that is not damaged, since the table may be an old one.
     """
     parent = root.parent
     table = parent / "caltech256.csv"

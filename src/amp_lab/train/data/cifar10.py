@@ -128,7 +128,7 @@ def _require_files(root: Path, checksums: dict[str, str]) -> None:
 
 
 def _require_valid(dataset: CIFAR10) -> None:
-    """Raise `ValueError` unless each image has uint8 pixels and a label that names a class."""
+    """Raise `ValueError` unless each image has uint8 pixels and an integer label of a class."""
     pixels = dataset.data
     labels = dataset.targets
     classes = dataset.classes
@@ -148,6 +148,7 @@ class _DataUnpickler(pickle.Unpickler):
     """Unpickles plain data and NumPy arrays, and refuses a pickle that would run other code."""
 
     def find_class(self, module: str, name: str):
+        """The class or function that a pickle refers to, if it is in `_ARRAY_GLOBALS`."""
         module_in_numpy_1 = module.replace("._core", ".core")  # NumPy 2 renamed numpy.core
         if (module_in_numpy_1, name) in _ARRAY_GLOBALS:
             return super().find_class(module, name)

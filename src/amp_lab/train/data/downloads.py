@@ -20,9 +20,10 @@ from amp_lab.core.files import open_regular
 def fetch(name: str, url: str, md5: str, folder: Path, *, may_download: bool) -> None:
     """Download the archive of the data set `name`, and unpack `folder` from it.
 
-    The archive has one folder at its top, of the same name as `folder`. Several processes may call
-    this at once: one downloads, and the others wait for it. Raises `DataError` if it fails or is
-    not allowed; the message says how to do it by hand.
+    The archive, at `url` with this `md5`, has one folder at its top, of the same name as `folder`.
+    An archive that is there already is not downloaded again. Several processes may call this at
+    once: one downloads, and the others wait for it. Raises `DataError` if it fails or is not
+    allowed; the message says how to do it by hand.
     """
     parent = folder.parent
     if parent.exists() and not parent.is_dir():
@@ -88,6 +89,7 @@ def _receive_once(url: str, partial: Path, present_bytes: int) -> None:
     """Append to the file `partial`, which has `present_bytes`, what one connection sends.
 
     A server that cannot resume sends the whole file, which then replaces those bytes.
+    Raises `ConnectionError` if the connection ends too early.
     """
     headers = {"User-Agent": "amp-lab"}
     if present_bytes:

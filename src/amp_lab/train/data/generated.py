@@ -143,6 +143,7 @@ class _Python2Pickler(_Pickler):
     dispatch = dict(_Pickler.dispatch)  # noqa: RUF012 - it is the name that Pickler reads
 
     def _save_text(self, text: str | bytes) -> None:
+        """Write `text` as a byte string of Python 2; a str in UTF-8."""
         if isinstance(text, str):
             content = text.encode()
         else:
@@ -246,11 +247,11 @@ def _colour(hue: float) -> np.ndarray:
 
 
 def _shape(kind: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """The mask, bool (side, side), of a disc (0), a square (1), a diamond (2) or a ring (3).
+    """The mask, bool (side, side), of a shape.
 
-    `kind` is the number of the shape.
-    `x` (1, side) and `y` (side, 1) are coordinates; 0 is the centre, and 1 the edge of a shape,
-    but for the ring, which reaches from a radius of 0.35 to 1.05.
+    `kind` is 0 for a disc, 1 for a square, 2 for a diamond, 3 for a ring. `x` (1, side) and `y`
+    (side, 1) are coordinates; 0 is the centre, and 1 the edge of a shape, but for the ring, which
+    reaches from a radius of 0.35 to 1.05.
     """
     radius = np.hypot(x, y)
     if kind == 0:

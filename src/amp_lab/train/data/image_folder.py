@@ -99,7 +99,10 @@ def _find_layout(root: Path) -> _Layout:
 def _split(
     layout: _Layout, files: list[_File], targets: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of training and test images; raises `DataError` where there are too few."""
+    """Indices in `files` of training and test images; without a test folder, see `_hold_out`.
+
+    Raises `DataError` where there are too few.
+    """
     if layout.test is None:
         _require_enough(layout.train, layout.classes, targets)
         return _hold_out(targets)

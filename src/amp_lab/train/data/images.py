@@ -220,8 +220,10 @@ def fingerprint(*parts: bytes | np.ndarray) -> str:
 
 
 class _Augmented(ImageSet):
-    """Images that are normalised and, if there is a `seed`, augmented. Subclasses read `source`.
+    """Images that are normalised and, if there is a `seed`, augmented.
 
+    `source` has the images in the form that a subclass reads: an array, or a list of paths.
+    `targets` (N,) are their classes, and `size` is the side S of an image, in pixels.
     `mean_std` has the mean and the standard deviation of each channel, for pixels in [0, 1].
     `augment` turns random numbers (B, 4) in [0, 1) into the matrices (B, 2, 3) that `_warp` takes.
     """
@@ -282,7 +284,7 @@ class ImagesInMemory(_Augmented):
 
 @lru_cache(maxsize=2)  # a data set asks image by image, mostly for the same epoch
 def _draws(count: int, seed: int, epoch: int) -> torch.Tensor:
-    """Random numbers in [0, 1) for all images of a data set in one epoch, (count, 4)."""
+    """Four random numbers in [0, 1) for each image of a data set in one epoch, (count, 4)."""
     rng = generator(seed, epoch, AUGMENT)
     return torch.rand(count, 4, generator=rng)
 
@@ -342,7 +344,9 @@ class ImagesOnDisk(_Augmented):
 
 
 def jitter(draws: torch.Tensor) -> torch.Tensor:
-    """Matrices (B, 2, 3) that crop 7/8, mirror half, turn up to 15 degrees, scale up to 10 %.
+    """Matrices (B, 2, 3) for `_warp` that crop 7/8 of an image at a random place.
+
+    They also mirror half of the images, turn by up to 15 degrees, and scale by up to 10 %.
 
     `draws` (B, 4) are random numbers in [0, 1).
     """

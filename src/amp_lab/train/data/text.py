@@ -137,14 +137,17 @@ def _split(pieces: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cut_into_pieces(text: str) -> list[str]:
-    """Cut a text into pieces of equal length; at least ten, so that one of them is for the test."""
+    """Cut a text into pieces of equal length, but for the last, which may be shorter.
+
+    A text of ten characters or more has at least ten, so that one of them is for the test.
+    """
     max_length = len(text) // _TEST_EVERY
     length = max(1, min(_PIECE_LENGTH, max_length))
     return [text[start : start + length] for start in range(0, len(text), length)]
 
 
 def _read_stdlib() -> Iterator[str]:
-    """The source of each module of Python's standard library."""
+    """The source of each module of Python's standard library, without the folders `_SKIPPED`."""
     root = Path(sysconfig.get_path("stdlib"))
     for file in sorted(root.rglob("*.py")):
         parts = file.relative_to(root).parts

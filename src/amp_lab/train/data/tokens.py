@@ -38,7 +38,10 @@ class Characters:
 
     @classmethod
     def of(cls, text: str) -> "Characters":
-        """The tokenizer of a text: its frequent characters, in the order of their code points."""
+        """The tokenizer of a text: its frequent characters, in the order of their code points.
+
+        `UNKNOWN` is one of them if the text has other characters too.
+        """
         counts = Counter(text)
         min_count = min(_MIN_OCCURRENCES, len(text) // 1000)  # a short text has few of each
         tokens = {character for character, count in counts.items() if count >= min_count}
@@ -76,7 +79,8 @@ class Characters:
 class BytePairs:
     """A tokenizer from the content of a ``tokenizer.json``, as `transformers` writes it too.
 
-    Raises `DataError` for any other content; the message names it `source`.
+    `saved` is the entry of a checkpoint that `saved_tokens` reads. Raises `DataError` for any other
+    content; the message calls the content `source`.
     """
 
     def __init__(self, content: str, source: str = "the tokenizer"):
@@ -97,7 +101,7 @@ class BytePairs:
 
     @classmethod
     def of(cls, texts: Sequence[str], vocabulary: int) -> "BytePairs":
-        """Learn `vocabulary` tokens from texts; the same texts always give the same tokens."""
+        """Learn up to `vocabulary` tokens from texts; always the same ones from the same texts."""
         with needed_for("byte pairs"):
             from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
         tokenizer = Tokenizer(models.BPE())
@@ -108,14 +112,17 @@ class BytePairs:
             vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False
         )
         characters = sum(map(len, texts))
-        every = math.ceil(characters / _MAX_CHARACTERS_TO_LEARN_FROM) or 1
-        # Every so many-th text, so that what is learned from is spread over all of them.
+        every = math.ceil(characters / _MAX_CHARACTERS_TO_LEARN_FROM) or 1  # 1: no characters
+        # One text in `every`, so that those to learn from are spread over all.
         tokenizer.train_from_iterator(texts[::every], trainer)
         return cls(tokenizer.to_str())
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The tokens by number, as tokenizer.json writes them: ``Ġthe`` is " the"."""
+        """The tokens by number, as tokenizer.json writes them: ``Ġthe`` is " the".
+
+        A number without a token has the empty name.
+        """
         count = self._tokenizer.get_vocab_size()
         return tuple(self._tokenizer.id_to_token(number) or "" for number in range(count))
 

@@ -54,6 +54,7 @@ def join(
     except RuntimeError as error:
         if not is_lost(error):
             raise
+        # Without the guess at the cause that may follow.
         reason = first_line(error).partition(". This is typically")[0]
         problem = f"rank {os.environ['RANK']}: no answer from another process ({reason})"
         raise ParallelError(problem) from error
@@ -113,8 +114,9 @@ def _require_parallel_possible(kind: str) -> None:
 def _select_device(device: torch.device) -> torch.device:
     """Make the accelerator with this process's local rank the current device, and return it.
 
-    If `device` has an index, it is that one; all processes share the CPU. Raises `ParallelError` if
-    there are too few accelerators, or several processes would use the same one.
+    A `device` with an index is taken itself, and the CPU is returned as it is: all processes share
+    it. Raises `ParallelError` if there are too few accelerators, torch.distributed has no backend
+    for them, or several processes would use the same one.
     """
     if backend(device).is_host:
         return device
@@ -135,7 +137,10 @@ def _select_device(device: torch.device) -> torch.device:
 
 
 def _connect(device: torch.device, timeout_s: float) -> None:
-    """Join the default process group; waits until all processes have joined."""
+    """Join the default process group, and wait until all processes have joined.
+
+    Raises `ParallelError` if that fails or takes longer than `timeout_s`.
+    """
     backends = _group_backends(device)
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
@@ -180,7 +185,10 @@ def _fresh_store(store: dist.Store, rank: int, size: int, timeout_s: float) -> d
 
 
 def _offer_prefix(store: dist.Store, size: int, timeout_s: float) -> str:
-    """Draw a new prefix on rank 0, and return it once every other rank has received it."""
+    """Draw a new prefix on rank 0, and return it once every other rank has received it.
+
+    Raises `ParallelError` if that takes longer than `timeout_s`.
+    """
     deadline = time.monotonic() + timeout_s
     prefix = uuid.uuid4().hex
     missing = set(range(1, size))  # ranks that have not confirmed the prefix
@@ -200,7 +208,10 @@ def _offer_prefix(store: dist.Store, size: int, timeout_s: float) -> str:
 
 
 def _receive_prefix(store: dist.Store, rank: int, timeout_s: float) -> str:
-    """Wait for the prefix that rank 0 offers to this rank, confirm it, and return it."""
+    """Wait for the prefix that rank 0 offers to this rank, confirm it, and return it.
+
+    Raises `ParallelError` if that takes longer than `timeout_s`.
+    """
     deadline = time.monotonic() + timeout_s
     own_token = uuid.uuid4().hex
     store.set(f"amp_lab/{rank}", own_token)
