@@ -90,9 +90,11 @@ class Learning:
     def _run(
         self, candidate: Candidate, *, scale: float = 2.0**16, noisy: bool = False
     ) -> tuple[Step, list[Tensor]]:
-        """Train for some steps, and record losses and time in the candidate.
+        """Train for `_steps` steps, and record losses and time in the candidate.
 
-        Returns the step, and the gradients of its first call that the scaler did not skip.
+        A loss that is not finite is the last. Steps that the scaler skips are not counted, up to
+        `_MOST_SKIPPED`. Returns the step, and the gradients of the first call that was not skipped;
+        no gradients and no losses if all were.
         """
         torch.manual_seed(int(noisy))
         step = Step(self._case, candidate.recipe, scale, _RATE)
@@ -283,7 +285,10 @@ fp32 has 24 bits, and sums of many values lose some of them."""
 
 
 def fp16_remarks(case: Case) -> tuple[float | None, list[str]]:
-    """A first loss scale for fp16, or None if none keeps the gradients, and remarks on losses."""
+    """A first loss scale for fp16, or None if none keeps the gradients; and remarks for the user.
+
+    The scale is `GradScaler`'s default if what fp16 would lose cannot be counted.
+    """
     step = Step(case, Recipe(TRAINING))
     loss, large = _loss_and_large_outputs(case, step)
     remarks = []

@@ -22,7 +22,7 @@ _RESERVE = 0.1  # share of the memory that is left to the driver and to fragment
 class Outlook:
     """The X-rays and the memory forecasts of a case."""
 
-    memory_bytes: int | None = None
+    memory_bytes: int | None = None  # the budget; None if it is not known
     raises: dict[tuple[str, Precision], str] = field(default_factory=dict)
     """By use and precision: the error that autocast raises."""
     xrays: dict[Precision, Xray] = field(default_factory=dict)
@@ -44,7 +44,10 @@ class Outlook:
         return self.memory.get((recipe.use, recipe.autocasts, recipe.cast), (None, None))
 
     def rejection(self, recipe: Recipe) -> tuple[str, str]:
-        """A verdict and its reason if a recipe need not be tried; empty texts if it may run."""
+        """A verdict, such as ``raises``, and its reason for a recipe that need not be tried.
+
+        Two empty texts for one that may run.
+        """
         raised = self.raises.get((recipe.use, recipe.precision))
         if raised and recipe.autocasts:
             return "raises", raised

@@ -270,12 +270,12 @@ class Step:
             return self.names["step"]()
 
     def output(self) -> Any:
-        """The model's output in fp32."""
+        """The model's output without autocast and TF32: in the dtype of its weights."""
         with Precision.FP32.autocast(self._type):
             return self.call_model()
 
     def call_model(self) -> Any:
-        """The model's output, in the precision of the caller."""
+        """The model's output, under the autocast that the caller has set, if any."""
         return self.model(*self.names["args"], **self.names["kwargs"])
 
 
@@ -292,7 +292,7 @@ class Candidate:
     losses: tuple[float, ...] = ()  # of its first steps
     time_s: Estimate | None = None  # of a step
     speedup: Ratio | None = None  # time of the baseline over its own, measured in turns
-    seconds: float = 0.0  # of the fastest of its first steps
+    seconds: float = 0.0  # of a step, from the check: fastest in training, median in inference
 
     @property
     def name(self) -> str:

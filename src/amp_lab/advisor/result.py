@@ -93,7 +93,7 @@ class Advice(Printed):
         return super().to_markdown() + self._with_programs("\n\n{}\n\n```python\n{}```")
 
     def _with_programs(self, form: str, escape: Any = str) -> str:
-        """Each program below its heading, which fill the two ``{}`` of a template `form`."""
+        """For each program the template `form`, filled with its heading and, escaped, its code."""
         text = ""
         for use, program in self.programs.items():
             head = f"The lines to write for {use} ({self.chosen[use].name}), which ran here:"

@@ -208,7 +208,7 @@ def _require_memory(case: Case, look: Outlook, memory_bytes: int | None) -> None
 
 
 def _setup_code(beginning: str, use: str, loss: str | None) -> str:
-    """The code before the step, with the definition of `loss` if that was chosen for training."""
+    """The code before the step: `beginning`, or `YOURS`; for training with `loss`, if given."""
     if not beginning:
         return YOURS
     if not loss or use != TRAINING:
@@ -217,7 +217,7 @@ def _setup_code(beginning: str, use: str, loss: str | None) -> str:
 
 
 def _error_of(text: str, timeout: float) -> str:
-    """Run a program in another process; return its error, or an empty text if there is none."""
+    """Run a program in another process; return the last line of its error, empty if it succeeds."""
     command = [sys.executable, "-c", text]
     try:
         done = subprocess.run(command, timeout=timeout, capture_output=True, text=True)
@@ -235,10 +235,11 @@ _Check = Callable[[Candidate, float], Step]  # `Learning.check` or `Fp32Outputs.
 def _fp32_checks(
     case: Case, seconds: float, watch: list[str]
 ) -> tuple[Case, str | None, dict[str, _Check], float]:
-    """Run fp32 as the baseline of each use.
+    """Run fp32 as the baseline of each use; all runs that train may take `seconds`, later ones too.
 
     Returns the case with a loss, that loss as code if it was chosen here, a check of candidates
-    for each use, and a loss scale for fp16. Remarks are added to `watch`.
+    for each use, and a loss scale for fp16. Adds remarks to `watch`. Without a loss that can be
+    differentiated there is no check for training.
     """
     checks: dict[str, _Check] = {INFERENCE: Fp32Outputs(case).check}
     loss = None
@@ -386,7 +387,7 @@ class _Ranking:
     def _compare_times(self) -> Comparison:
         """Time `_steps` in turns, for `_ROUNDS` rounds or the time left, whichever is shorter.
 
-        Even if little time is left, a comparison gets a second, and its share of the whole time.
+        Even if less is left, it gets a second or its share of the whole time, whichever is longer.
         """
         enough_s = _ROUNDS * self._round_s()
         budget_s = max(
@@ -418,7 +419,8 @@ class _Ranking:
     def _rescale_earlier(self, change: float, baseline_time: Estimate, timed: Comparison) -> None:
         """Rescale results from before the comparison `timed`: the machine's speed may change.
 
-        The recipe that was the best was timed then and now, and its speed-up changed by `change`.
+        By `change`, the factor by which the speed-up of the earlier best recipe, which was timed
+        then and in `timed`, has changed. `baseline_time` is the baseline's time in `timed`.
         """
         for c in self.candidates:
             if c.speedup and c.name not in timed.samples_s:

@@ -96,8 +96,9 @@ def _did_you_mean(given: str, parser: argparse.ArgumentParser) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run `amp-lab` with these arguments; return its exit code.
 
-    It is 0, or 2 for a user's mistake, or 128 plus the number of the signal that ended it; `migrate
-    --check` returns 1 if something is to be done.
+    The exit code is 0 (also if the program that reads the output ended first), or 2 for an error
+    that the user can put right, or 128 plus the number of the signal that ended the command;
+    `migrate --check` returns 1 if something is to be done.
     """
     open_closed_streams()
     replace_unencodable()

@@ -52,7 +52,11 @@ def run(options: argparse.Namespace) -> None:
         device = torch.device(checked_backend(options.absent))
 
     def look(loaded: LoadedModel) -> tuple[Any, ...]:
-        """X-ray the model and forecast its memory; the advice too, if nothing will be measured."""
+        """X-ray the model and forecast its memory.
+
+        Returns `loaded`, its `Case`, the `Outlook`, and the `Advice` for a device that is not here;
+        None in its place if the device is here, where it will be measured.
+        """
         case = Case(loaded.model, loaded.args, loaded.kwargs, loaded.loss_fn, device)
         outlook = first_look(case, options.memory)
         advice = None
@@ -116,7 +120,7 @@ def _input_lines(options: argparse.Namespace, loaded: LoadedModel) -> tuple[list
 def _loss_lines(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     """Lines that import what ``loss_fn`` needs, and a line that makes it; none without --loss.
 
-    It finds the loss as `_find_loss` in `model_argument` does.
+    The line finds the loss as `_find_loss` in `model_argument` does.
     """
     if not options.loss:
         return [], []
@@ -131,7 +135,10 @@ def _loss_lines(options: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 
 def _model_call(options: argparse.Namespace) -> tuple[list[str], str]:
-    """Lines that import what the model needs, and the expression that makes it or the tuple."""
+    """Lines that import what the target needs, and an expression for what it is or returns.
+
+    That is a model, or a tuple that begins with one.
+    """
     from torch import nn
 
     arguments = parse_arguments(options.arguments or ())
@@ -145,7 +152,7 @@ def _model_call(options: argparse.Namespace) -> tuple[list[str], str]:
 
 
 def _import_target(target: str) -> tuple[list[str], str]:
-    """Lines that import a target, and the name that it then has."""
+    """Lines that import a target such as ``FILE.py:CALLABLE``, and the name that it then has."""
     module, _, name = target.rpartition(":")
     first = name.partition(".")[0]  # of `Class.method` the class is imported
     if not module.endswith(".py"):
@@ -178,7 +185,7 @@ def _code_for(value: Any) -> str:
 
 
 def _code_for_tensor(tensor: Any) -> str:
-    """Code for a random tensor of the same shape and dtype; integers have the same range."""
+    """Code for a random tensor of this shape and dtype; integers and bools in the same range."""
     import torch
 
     shape = str(tuple(tensor.shape))

@@ -39,7 +39,10 @@ def add(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure or read results, print them, and draw them."""
+    """Measure or read results, print them, and draw them; return the exit code.
+
+    It is 130 if the user interrupted the measuring, after something was timed.
+    """
     from amp_lab import bench
 
     if options.list:

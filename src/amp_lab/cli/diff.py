@@ -69,7 +69,11 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check_options(options: argparse.Namespace) -> tuple[int, ...] | None:
-    """The batch sizes, if given. Raises `OptionError` unless there are two runs to compare."""
+    """The two batch sizes of --batch-sizes; None if they are not given.
+
+    Raises `OptionError` unless there are two runs to compare, and for options that do not go
+    together.
+    """
     variants = (options.compile, options.batch_sizes, options.precision, options.device)
     if not options.other and not any(variants):
         raise OptionError(f"there is one run alone: give a second model B, or {_VARIANTS}")
@@ -111,9 +115,10 @@ def _compare(
 ) -> Any:
     """Compare two runs, and return the `RunComparison`.
 
-    If the options give a second model, `other` is that one, and both run as the options say. Else
-    it is a copy of the first, and only its run is as the options say. `sizes` are the batch sizes
-    of the two runs, if given.
+    If the options give a second model, `other` is that model, and both run as the options say. Else
+    `other` is a copy of the first model, and only its run is as the options say: the first model
+    runs on the CPU, in what `_first_precision` returns. `sizes` are the batch sizes of the two runs, or
+    None.
     """
     from amp_lab.difference import compare_runs
 
@@ -167,7 +172,7 @@ def _input_dtype(model: Any, precision: str | None) -> Any:
 
 
 def _is_cast(tensor: Any, dtype: Any) -> bool:
-    """Whether `_cast_tensors` changes this tensor."""
+    """Whether `_cast_tensors` casts this tensor to `dtype`; never if `dtype` is None."""
     import torch
 
     from amp_lab.tracing.ops_seen import LOWER_DTYPES
@@ -177,7 +182,10 @@ def _is_cast(tensor: Any, dtype: Any) -> bool:
 
 
 def _cast_tensors(structure: Any, dtype: Any) -> Any:
-    """The structure with its tensors in fp32, fp16 and bf16 cast to `dtype`, if that is one too."""
+    """The structure with its tensors in fp32, fp16 and bf16 cast to `dtype`, if it is one of these.
+
+    Unchanged for any other `dtype`, and for None.
+    """
     from amp_lab.tracing.structures import map_tensors
 
     def cast(tensor: Any) -> Any:

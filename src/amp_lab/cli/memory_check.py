@@ -16,9 +16,9 @@ def require_memory(
 ) -> None:
     """Raise `OptionError` if a step is forecast to need more memory than the device has.
 
-    Linux would kill the process. `name` is the device, None for the default one. `what` begins the
-    message, and says what wants to run the step. With `inference` it is a forward pass; `size`
-    replaces the batch size of the inputs.
+    Linux would kill the process in such a step. `name` is the device, None for the default one.
+    `what` begins the message, and says what wants to run the step. With `inference` the step is a
+    forward pass; `size` replaces the batch size. Without a forecast nothing is raised.
     """
     from amp_lab.core.device import memory_bytes, pick_device
     from amp_lab.core.report import bytes_text

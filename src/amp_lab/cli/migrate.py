@@ -41,8 +41,11 @@ def add(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what is to be done, or do it; return the exit code."""
-    # it needs libcst, which the other commands do not
+    """Print what is to be done, or do it; return the exit code.
+
+    It is 2 after an error in a file, and 1 with --check if something is to be done.
+    """
+    # Imported here, since it needs libcst, which the other commands do not.
     from amp_lab.migrate import SELECTIONS, Wanted, migrate_paths, needed_torch, older_torch
 
     if options.diff and options.format != "text":

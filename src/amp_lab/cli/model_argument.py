@@ -338,7 +338,7 @@ def _check_there_are_inputs(loaded: LoadedModel) -> None:
 
 
 def _ids_option(model: "nn.Module") -> str:
-    """The ``--input`` that gives this model token ids."""
+    """The value of an ``--input`` that gives this model token ids, below its first vocabulary."""
     from torch import nn
 
     for module in model.modules():
@@ -348,9 +348,10 @@ def _ids_option(model: "nn.Module") -> str:
 
 
 def _hint(loaded: LoadedModel, error: str) -> str:
-    """What to change in the inputs, or else which inputs were given, as the end of a sentence.
+    """What the model takes, or else which inputs were given, as the end of a sentence.
 
-    `error` is the message of the failed trace.
+    `error` is the message of the failed trace. If it says that arguments are missing or too many,
+    that is what the model takes; else the inputs, if there are several; else nothing.
     """
     from amp_lab.cli.model_checks import named_inputs, parameters_of
     from amp_lab.core.report import dtype_name

@@ -157,4 +157,4 @@ class Observer:
         for name, tensor in named_tensors(output):
             if tensor.is_floating_point():
                 self._outputs.append((name[1:], tensor.shape))  # "logits" of the path ".logits"
-        self._by_storage = {}
+        self._by_storage = {}  # after the run the same memory may hold another tensor

@@ -83,7 +83,8 @@ def _check(options: argparse.Namespace) -> None:
 def _encode(prompt: str | None, tokens: "Tokens") -> "np.ndarray":
     """The numbers of a prompt's tokens, (T,).
 
-    Without a prompt it is that of a line's end, or 0 if the run's tokens have no line's end.
+    Without a prompt: the number of a line's end, or 0 if the run's tokens have no line's end.
+    Raises `OptionError` for a prompt without a token.
     """
     import numpy as np
 

@@ -37,6 +37,7 @@ def find_target(target: str) -> Any:
     Modules in the current folder are found too. Raises `OptionError` if there is none, and if the
     import fails.
     """
+    # `module_name` is the path of a file for FILE.py:NAME, and `path` is NAME, which may have dots.
     module_name, colon, path = target.rpartition(":")
     is_file = module_name.endswith(".py")
     names = path if is_file else f"{module_name}.{path}"
@@ -286,7 +287,10 @@ def _is_definition(file: Path, line: int) -> bool:
 
 
 def _near_name_hint(module_name: str, module: ModuleType, path: str) -> str:
-    """A name in the module that is like `path`, or else its model, as the end of a sentence."""
+    """A name in the module that is like `path`, or else its last model, as the end of a sentence.
+
+    Empty if there is neither. `module_name` is the module or file as the target names it.
+    """
     names = [name for name in vars(module) if not name.startswith("_")]
     near = difflib.get_close_matches(path, names, 1) or _models_defined_in(module)
     if not near:
@@ -325,7 +329,8 @@ def _model_hint(target: str) -> str:
 def _models_in_path(target: str, path: str) -> tuple[str, list[str]]:
     """The module or file that a path without a colon names, and the models in it.
 
-    Raises `OptionError` if there is no such module.
+    For a path such as ``PACKAGE.MODULE.NAME``: the module, and that name alone. Raises
+    `OptionError` if there is no such module.
     """
     if path.endswith(".py"):
         return path, _models_defined_in(_import_file(target, path))

@@ -109,7 +109,10 @@ def _sides(options: argparse.Namespace) -> list[tuple[str, str | None]]:
 
 
 def _run_sharded(options: argparse.Namespace) -> None:
-    """Print the dtypes of each parameter, and what was found of them."""
+    """Print the dtypes of each parameter under DDP or FSDP2, and what is to be said of them.
+
+    Raises `OptionError` with an option that is for autocast alone.
+    """
     if options.dtype or options.against or options.real or options.depth:
         others = "--dtype, --against, --real or --depth"
         raise OptionError(f"--parallel goes with --precision, not with {others}")

@@ -30,6 +30,7 @@ def keep_memory() -> bool:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
         return False
+    # mallopt returns 1, or 0 for a setting that it refuses.
     return all(libc.mallopt(name, value) for name, value in _SETTINGS_THAT_KEEP.items())
 
 

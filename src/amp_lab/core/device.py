@@ -144,7 +144,8 @@ def _devices_here() -> str:
 def _describe(device: torch.device, backend_text: str) -> DeviceReport:
     """The report of `describe_device`, measured once for each device and `backend_text`.
 
-    That is the text of `backend_name`. It has the CPU's number of threads, which changes the rates.
+    `backend_text` is what `backend_name` returns. For a CPU it has the number of threads, which
+    changes the rates, so the report is measured again after that number was changed.
     """
     try:  # any kernel shows whether torch can use the device
         torch.ones(2, device=device).sum().item()

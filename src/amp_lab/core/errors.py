@@ -60,9 +60,10 @@ class RequirementError(AmpLabError, ImportError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, with the second if the first ends with a colon.
+    """The first line of an error's message, without a full stop at its end.
 
-    The name of its type, if the message is empty.
+    The second line comes with it if the first ends with a colon. If the message is empty, it is
+    the name of the error's type.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
@@ -74,7 +75,7 @@ def first_line(error: BaseException) -> str:
 
 
 def with_type(error: BaseException) -> str:
-    """`first_line` after the type of the error, as at the end of a traceback."""
+    """The error's type and its `first_line`; the type alone if there is no message."""
     kind = type(error).__name__
     line = first_line(error)
     if line == kind:

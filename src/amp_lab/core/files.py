@@ -70,8 +70,8 @@ def read_json(path: Path) -> Any:
 def _number(text: str) -> int | float:
     """The number that JSON text such as ``1.5`` or ``NaN`` stands for.
 
-    Raises `ValueError` for NaN, infinity and what a float of 64 bits cannot hold; Python's parser
-    would take them.
+    A whole number that fits into 64 bits is an int, any other number a float. Raises `ValueError`
+    for NaN, infinity and what a float of 64 bits cannot hold; Python's parser would take them.
     """
     value = float(text)
     if not math.isfinite(value):
@@ -150,9 +150,9 @@ def write_whole(
 
 
 def _remove_old_partials(path: Path) -> None:
-    """Remove the partial files of `path` that are older than an hour, which no write takes.
+    """Remove the partial files of `path` that are older than an hour; no write takes that long.
 
-    They were left by processes that were killed.
+    Processes that were killed have left them.
     """
     for partial in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
         with contextlib.suppress(OSError):  # another process may have removed it
@@ -191,7 +191,7 @@ def try_to_write(path: Path) -> None:
     """
     require_writable(path)
     with tempfile.TemporaryFile(dir=path.parent):
-        return
+        return  # the file is removed when the block ends
 
 
 def _copy_owner_and_mode(path: Path, like: os.stat_result) -> None:

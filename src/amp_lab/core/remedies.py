@@ -26,7 +26,7 @@ REMEDIES: dict[str, Remedy] = {}
 
 
 def remedy(code: str, when: str, text: str) -> Remedy:
-    """Define a remedy; raises `ValueError` if there is one of that code."""
+    """Define a remedy and return it; raises `ValueError` if there is one of that code."""
     if code in REMEDIES:
         raise ValueError(f"there is a remedy {code!r} already")
     REMEDIES[code] = Remedy(code, when, text)

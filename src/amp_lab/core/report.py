@@ -83,9 +83,10 @@ class Table:
         return widths
 
     def _minimum_width(self, number: int, column: Sequence[str]) -> int:
-        """The width below which a column is not shrunk: the cells in `column`, its head first.
+        """The width below which a column is not shrunk, in characters.
 
-        `number` is the column's index. Columns of numbers, on the right, are never wrapped.
+        `number` is the column's index, and `column` has its cells, the head first. A cell that is
+        aligned to the right, such as a number, is never wrapped.
         """
         head, *body = column
         longest_word = max(map(len, head.split()), default=0)
@@ -287,7 +288,7 @@ def percent(part: float, whole: float) -> str:
 
 
 def share_text(part: float, whole: float) -> str:
-    """A share in percent with one decimal, such as ``12.5 %``; ``-`` for 0."""
+    """A share in percent with one decimal, such as ``12.5 %`` or ``<0.1 %``; ``-`` for 0."""
     if not part:
         return "-"
     if part >= 0.0005 * whole:  # less would be rounded to 0.0 %

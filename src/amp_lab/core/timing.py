@@ -104,7 +104,7 @@ def measure(
 
 def allocated_bytes(device: torch.device) -> int:
     """Bytes in tensors on a device now; 0 where the backend keeps no count, as on a CPU."""
-    if not _reset_peak(device):  # every measurement resets the peak too
+    if not _reset_peak(device):  # shows whether a count is kept; `measure` resets it in any case
         return 0
     return torch.accelerator.memory_allocated(device)
 
@@ -224,9 +224,9 @@ def compare(
     A round runs all functions once, every other round in reverse (A B, B A), so that a drift of the
     machine meets all of them alike. A turn waits for the threads of the last one to rest, lies
     between two synchronisations, and repeats a short function until it is long enough for the
-    clock. After at least twelve rounds it ends when every ratio to the first function is known to
-    within `precision` (0.03: 3 % to either side), or when `budget_s` seconds are spent, whichever
-    comes first; the functions' own warm-up, `warmup` calls of each, is not counted. The environment
+    clock. Measuring ends when, after at least twelve rounds, every ratio to the first function is
+    known to within `precision` (0.03: 3 % to either side), or when `budget_s` seconds are spent;
+    the warm-up, `warmup` calls of each function, is not counted in them. The environment
     variable AMP_LAB_TIMING_S is an upper limit to every budget: tests set it, since they run side
     by side and find the machine busy.
 
@@ -337,7 +337,7 @@ def _calls_for_a_turn(fn: Callable[[], object], device: torch.device) -> int:
     """How many calls make a turn that is long enough for the clock."""
     calls = 1
     seconds = _turn(fn, calls, device)
-    while seconds < _TURN_S and calls < 2**20:
+    while seconds < _TURN_S and calls < 2**20:  # a limit for a function that does nothing
         # At most tenfold at a time, since one short reading may be far off.
         growth = _AIM_S / max(seconds, 1e-9)  # a clock may return the same time twice
         calls = math.ceil(calls * min(10.0, growth))
@@ -415,6 +415,7 @@ class _Watch:
         return min(_turn(fn, calls, self.device), _turn(fn, calls, self.device))
 
     def multiply(self) -> torch.Tensor:
+        """The calibration product, which is timed."""
         return self.factor @ self.factor
 
     def exchange(self) -> None:
@@ -439,7 +440,7 @@ class _Watch:
         return _stolen_s() - self.stolen_before_s > max(allowed_s, 0.02)
 
     def was_moved(self) -> bool:
-        """Whether an exchange took much longer, or shorter, in this round than in most."""
+        """Whether an exchange of this round was far slower or faster than usual; False on GPUs."""
         usual_s = self._usual_exchange_s()
         round_s = self.exchanges_s[self.first_of_round :] or [usual_s]  # none on a GPU
         is_farther = max(round_s) > _APART * usual_s
@@ -447,7 +448,7 @@ class _Watch:
         return is_farther or is_nearer
 
     def lay_apart(self) -> bool:
-        """Whether exchanges mostly took much longer than the fastest one of this process."""
+        """Whether exchanges usually took much longer than this process's fastest; False on GPUs."""
         nearest_s = self.nearest_s.get(torch.get_num_threads(), math.inf)
         return self._usual_exchange_s() > _APART * nearest_s
 

@@ -15,6 +15,8 @@ require_torch()  # an older one would fail below without saying why
 
 
 class _Identity(torch.autograd.Function):
+    """A custom function that returns its input, to try out what its backward node does."""
+
     @staticmethod
     def forward(ctx, x):
         return x.view_as(x)
@@ -65,9 +67,10 @@ def no_buffer_broadcast() -> dict[str, bool]:
 
 
 def fsdp_groups(state: Any) -> list[Any]:
-    """The parameter groups of an FSDP2 unit, each of which is gathered at once.
+    """The parameter groups (`FSDPParamGroup`) of an FSDP2 unit; each is gathered as a whole.
 
-    Delete when torch >= 2.15 is required: it is `_fsdp_param_groups`.
+    `state` is the unit's `FSDPState`. Delete when torch >= 2.15 is required: it is
+    `_fsdp_param_groups`.
     """
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
@@ -77,7 +80,7 @@ def fsdp_groups(state: Any) -> list[Any]:
 
 
 def fsdp_reduced_dtype(parameter: Any) -> torch.dtype:
-    """The dtype in which FSDP2 sums the gradient of one of a group's parameters.
+    """The dtype in which FSDP2 sums the gradient of a parameter, an `FSDPParam` of a group.
 
     Delete when torch >= 2.15 is required: older versions, without a `reduce_dtype`, sum it in the
     dtype of the computation.
@@ -89,7 +92,9 @@ def fsdp_reduced_dtype(parameter: Any) -> torch.dtype:
 
 
 def dimension_by_name(kind: str) -> str | list[str]:
-    """An argument for an overload that takes a dimension's name, as ``str`` or ``List[str]``.
+    """An argument for an overload that takes a dimension's name: of the type that `kind` names.
+
+    A text for a `kind` of ``str``, else a list with that text, for ``List[str]``.
 
     Delete when torch >= 2.15 is required, which has no such overloads.
     """

@@ -18,7 +18,10 @@ def runs_in_fp32(op: str, device_type: str) -> bool:
 
 
 def what_autocast_does(op: str, device_type: str) -> str:
-    """A clause on what autocast to fp16 does with an op that it does not run in fp32."""
+    """A clause on what autocast to fp16 does with an op that it does not run in fp32.
+
+    Such as ``on 'cuda' it runs bmm in fp16 as well``.
+    """
     if device_type not in BACKENDS:
         return f"amp_lab has no table of autocast on {device_type!r}"
     found = _policies(op, device_type)

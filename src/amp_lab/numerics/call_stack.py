@@ -33,7 +33,7 @@ def user_line() -> str | None:
 
 
 def applied_loss_scale(args: tuple) -> float | None:
-    """The loss scale, if the product with these arguments is the one in `GradScaler.scale`.
+    """The loss scale, if a product, `args[0] * args[1]`, is the one in `GradScaler.scale`.
 
     None for any other product.
     """

@@ -41,7 +41,7 @@ _TO_INFINITY = _TO_ZERO + (_SUMS % 3 > 1)
 
 
 def _count_by_key(values: Tensor) -> Tensor:
-    """Number of values by key, (765 + 2,) in int64 on the CPU.
+    """Number of values by key, (_KEYS,) in int64 on the CPU.
 
     A float64 beyond fp32 becomes inf in it, and counts as a value that overflows at every scale.
     """
@@ -180,7 +180,7 @@ class GradientCount:
 
 
 def together(what: str, rows: Sequence[GradientCount]) -> GradientCount:
-    """The sum of several counts, as a row whose `layer` is ``all``, labelled `what`."""
+    """The sum of several counts, with ``all`` as its `layer` and with this `what`."""
     total = GradientCount("all", what, half=any(row.half for row in rows))
     for row in rows:
         total.values += row.values

@@ -39,7 +39,7 @@ def largest_values(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str, f
 
 
 class _Maxima(TorchDispatchMode):
-    """Follows the ops of a model and the calls of its modules."""
+    """Follows the ops and module calls of a model; `by_module` has the largest value of each."""
 
     def __init__(self, model: nn.Module):
         super().__init__()

@@ -292,7 +292,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         return None
 
     def _site_of(self, node: Any) -> Site:
-        """Where an op runs, which is noted: the module being called, or its backward node's."""
+        """The site of an op, noted for its node: the module called, else where `node` was made."""
         if self._stack:
             site = self._stack[-1][1]
         elif node is not None:

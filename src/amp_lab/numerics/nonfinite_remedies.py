@@ -482,9 +482,9 @@ def _overflows_fp16(report: NonfiniteReport) -> bool:
 
 def _is_at_a_pole(report: NonfiniteReport) -> bool:
     """Whether an input is zero where that alone makes the result infinite, in any precision."""
-    if _begins(report, "div"):
+    if _begins(report, "div"):  # whose divisor is called `other`
         return any(x.name == "other" and x.low <= 0 <= x.high for x in report.inputs)
     at_zero = any(x.name == "self" and x.low <= 0 for x in report.inputs)
     if _begins(report, "pow"):
-        return at_zero and (report.exponent or 0) < 0
+        return at_zero and (report.exponent or 0) < 0  # None: the exponent is a tensor
     return at_zero and _begins(report, "log", "reciprocal", "rsqrt")

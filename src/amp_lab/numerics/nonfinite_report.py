@@ -121,10 +121,11 @@ class NonfiniteReport:
 
 
 def left_by_error(error: Exception, origins: list[NonfiniteReport]) -> NonfiniteReport | None:
-    """The first inf or NaN that was still there when an error ended the block.
+    """The report of the first inf or NaN that was still there when `error` ended the block.
 
-    It need not have spread: a matrix of costs that SciPy refuses reaches no loss. Masks, and -inf
-    alone, which may be one, are left out.
+    `origins` are those of the tensors that still exist. An inf need not have spread: a matrix of
+    costs that SciPy refuses reaches no loss. Left out are masks, -inf alone, which may be a
+    mask, and what no forward pass made; None if nothing remains.
     """
     made = []
     for origin in origins:

@@ -47,7 +47,7 @@ def constant_beyond(call: Call, dtype: torch.dtype) -> float | None:
 
 
 def exponent(call: Call) -> float | None:
-    """The exponent of a power, if it is a constant."""
+    """The exponent of a power, if it is a constant; None if it is a tensor, and for other ops."""
     if _name(call.func) != "pow" or not isinstance(call.args[1], (int, float)):
         return None
     return float(call.args[1])

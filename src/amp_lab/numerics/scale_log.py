@@ -125,7 +125,10 @@ class ScaleLog:
         return skipped
 
     def plot(self):
-        """The scale at each step, with the skipped steps marked; `NumericsError` without steps."""
+        """A figure of matplotlib: the scale at each step, with the skipped steps marked.
+
+        Raises `NumericsError` without steps.
+        """
         from amp_lab import plots  # matplotlib only where a figure is drawn
 
         if not self._steps:
@@ -174,7 +177,7 @@ class ScaleLog:
 class _Values:
     """Numbers that stay on their device until they are read, joined into few tensors."""
 
-    PIECE = 1024  # numbers are joined from so many on: each tensor takes 512 bytes on a GPU
+    PIECE = 1024  # tensors that are joined into one: each takes 512 bytes or more on a GPU
 
     def __init__(self):
         self._pieces: list[Tensor] = []

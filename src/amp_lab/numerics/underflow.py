@@ -145,9 +145,9 @@ class UnderflowReport(Printed):
         return cells
 
     def plot(self):
-        """The exponents of all gradient values against fp16's range, one panel for each scale.
+        """A figure: the exponents of all gradient values against fp16's range, a panel for a scale.
 
-        What fp16 has flushed already is not among them, if `half`.
+        If `half`, the values that fp16 has flushed to zero are not among them.
         """
         from amp_lab import plots  # matplotlib only where a figure is drawn
 
@@ -307,8 +307,8 @@ def _check_loss(loss: object) -> None:
 def _factors(model: nn.Module, parameters: _Names) -> _Names:
     """The parameters, with the names of the layers that multiply by them.
 
-    A weight that embedding and head share is named after the head, whose name comes second in
-    `named_parameters`.
+    A weight that embedding and head share is named after the head, which multiplies by it;
+    `named_parameters` gives such a weight once, named after the embedding.
     """
     factors = dict(parameters)
     # Reversed, so that of several layers with one weight the first gives the name.
@@ -354,9 +354,10 @@ def _backward(
 def _low_precision_nodes(
     loss: Tensor, parameters: _Names, factors: _Names
 ) -> dict[Node, GradientCount]:
-    """The nodes at which fp16 gradients arrive, in forward order, each with a count, still empty.
+    """The nodes at which gradients are fp16 under autocast, in forward order, with empty counts.
 
     `parameters` and `factors` name the parameters; `factors` is as `_factors` returns it.
+    The nodes of a layer that is called several times share one count.
     """
     nodes = nodes_below([loss.grad_fn])
     low = [node for node in nodes if node.name().startswith(_LOW_PRECISION_NODES)]
