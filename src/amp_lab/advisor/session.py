@@ -309,7 +309,7 @@ class _Ranking:
         self.candidates.append(Candidate(Recipe(self.use, precision), verdict, reason))
 
     def _recipes_to_compile(self, best: Recipe, channels_last: bool) -> list[Recipe]:
-        """The best recipe as it is, then it and fp32 in the given layout: each compiled, once."""
+        """What to compile: `best`, then `best` and fp32 with `channels_last`, each once."""
         fp32 = Recipe(self.use, fused=best.fused)
         recipes = [best]
         for recipe in (best, fp32):

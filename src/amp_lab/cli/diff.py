@@ -117,8 +117,8 @@ def _compare(
 
     If the options give a second model, `other` is that model, and both run as the options say. Else
     `other` is a copy of the first model, and only its run is as the options say: the first model
-    runs on the CPU, in what `_first_precision` returns. `sizes` are the batch sizes of the two runs, or
-    None.
+    runs on the CPU, in what `_first_precision` returns. `sizes` are the batch sizes of the two
+    runs, or None.
     """
     from amp_lab.difference import compare_runs
 

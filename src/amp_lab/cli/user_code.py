@@ -114,7 +114,10 @@ def _call_problem(function: Any, arguments: dict[str, Any], error: BaseException
 
 
 def _missing_arguments_hint(function: Any, arguments: dict[str, Any]) -> str:
-    """How to give the arguments that a function still needs, as the end of a sentence."""
+    """How to give the arguments that a function still needs, as the end of a sentence.
+
+    Empty if it needs no more.
+    """
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some functions in C have no signature
@@ -209,7 +212,7 @@ def _import_module(target: str, module_name: str) -> ModuleType:
 
 
 def _near_file_hint(target: str, module_name: str) -> str:
-    """A file in this folder with a similar name, as the end of a sentence."""
+    """A file in this folder with a similar name, as the end of a sentence; empty if none has."""
     files = [path.stem for path in Path().glob("*.py")]
     near = difflib.get_close_matches(module_name, files, 1)
     if not near:

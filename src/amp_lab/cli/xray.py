@@ -92,9 +92,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _sides(options: argparse.Namespace) -> list[tuple[str, str | None]]:
-    """The device and dtype to X-ray in, and those to compare with, if any.
+    """The device and dtype to X-ray in, then those to compare with, if any.
 
-    Raises `OptionError` for options that do not go together.
+    A dtype is a name such as ``bf16``, or None for the backend's own. Raises `OptionError` for
+    options that do not go together.
     """
     if options.precision or options.reduce_dtype:
         raise OptionError(

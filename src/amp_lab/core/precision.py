@@ -139,7 +139,7 @@ class _Modes(NamedTuple):
 
 
 class _Float32Mode(AbstractContextManager):
-    """Autocast off, and one float32 mode everywhere, until the block ends."""
+    """Autocast off, and one float32 mode, "ieee" or "tf32", everywhere until the block ends."""
 
     def __init__(self, device_type: str, mode: str):
         self._device_type = device_type

@@ -481,7 +481,7 @@ def _stolen_s() -> float:
 
 
 def time_text(seconds: float) -> str:
-    """Seconds with three digits, in s or ms."""
+    """Seconds with three digits, in s from 1 s on, else in ms: ``1.5 s``, ``0.25 ms``."""
     if seconds >= 1:
         return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms"

@@ -15,7 +15,7 @@ require_torch()  # an older one would fail below without saying why
 
 
 class _Identity(torch.autograd.Function):
-    """A custom function that returns its input, to try out what its backward node does."""
+    """A custom function that returns a view of its input, to try out its backward node."""
 
     @staticmethod
     def forward(ctx, x):

@@ -202,7 +202,10 @@ def _sampling_stride(count: int) -> int:
 
 
 def _flattened(tensor: Tensor) -> Tensor:
-    """The values in one dimension; no copy if the memory is dense, in any order of dimensions."""
+    """The values in one dimension; no copy if the memory is dense, in any order of dimensions.
+
+    Of a sparse tensor the stored values; of a complex one the real and imaginary parts.
+    """
     if tensor.is_sparse:
         tensor = tensor.coalesce()
     if tensor.layout is not torch.strided:

@@ -125,7 +125,7 @@ class ScaleLog:
         return skipped
 
     def plot(self):
-        """A figure of matplotlib: the scale at each step, with the skipped steps marked.
+        """Draw the scale at each step, with the skipped steps marked; return matplotlib's axes.
 
         Raises `NumericsError` without steps.
         """

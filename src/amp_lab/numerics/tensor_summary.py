@@ -22,7 +22,7 @@ class TensorSummary:
     shape: tuple[int, ...]
     low: float  # smallest finite value, or real or imaginary part; NaN if there is none
     high: float  # largest finite value, likewise
-    values: int  # number of values
+    values: int  # number of values; a complex one counts as two, its parts
     nan: int  # how many of them are NaN
     inf: int  # … are inf
     neg_inf: int  # … are -inf

@@ -145,9 +145,10 @@ class UnderflowReport(Printed):
         return cells
 
     def plot(self):
-        """A figure: the exponents of all gradient values against fp16's range, a panel for a scale.
+        """Draw the exponents of all gradient values against fp16's range, a panel for each scale.
 
-        If `half`, the values that fp16 has flushed to zero are not among them.
+        If `half`, the values that fp16 has flushed to zero are not among them. Returns the axes of
+        matplotlib, in a list.
         """
         from amp_lab import plots  # matplotlib only where a figure is drawn
 
