@@ -43,7 +43,10 @@ class _Bracket:
     """Whether there was a ``for``: commas separate its target names."""
 
     def count(self, token: tokenize.TokenInfo) -> None:
-        """Count a token that neither opens nor closes a bracket."""
+        """Follow a token that is no bracket, after `_count` has added it to `tokens`.
+
+        A comma or ``;`` starts the count anew; an f-string adds the levels of its fields.
+        """
         if token.type == tokenize.STRING:
             self.tokens += _f_string_levels(token.string)
         elif token.string in (",", ";"):
@@ -58,11 +61,11 @@ class _Bracket:
 
 
 def check_nesting(text: str) -> None:
-    """Raise `OptionError` with the line of code that is nested too deeply, if there is any.
+    """Raise `OptionError` with the line of the first code that is nested too deeply, if any.
 
     Each token of a statement counts as a level, up to the next comma. This is an upper bound,
     because only some tokens are a level of libcst's tree: each operator of a sum, each name of a
-    chain.
+    chain. A text that is not Python passes, up to its error.
     """
     brackets = [_Bracket(is_open=False)]
     blocks = _Blocks()
@@ -77,7 +80,7 @@ def check_nesting(text: str) -> None:
                     f"line {token.start[0]} is nested too deeply: over {MAX_LEVELS:,} levels, or "
                     f"{MAX_BRACKETS} brackets or blocks; split it"
                 )
-    except (tokenize.TokenError, SyntaxError):  # the parser reports it, with its line
+    except (tokenize.TokenError, SyntaxError):  # no Python: the parser reports it
         return
 
 
@@ -113,7 +116,7 @@ def _count(brackets: list[_Bracket], token: tokenize.TokenInfo) -> None:
     innermost = brackets[-1]
     innermost.tokens += 1
     if token.type == tokenize.NEWLINE:
-        brackets[:] = [_Bracket(is_open=False)]
+        brackets[:] = [_Bracket(is_open=False)]  # a new statement
     elif token.string in ("(", "[", "{"):
         brackets.append(_Bracket())
     elif token.string in (")", "]", "}"):
@@ -124,7 +127,7 @@ def _count(brackets: list[_Bracket], token: tokenize.TokenInfo) -> None:
 
 
 def _f_string_levels(string: str) -> int:
-    """The most levels in one ``{field}`` of an f-string; 0 for any other string.
+    """The most words and symbols in one ``{field}`` of an f-string; 0 for any other string.
 
     Python before 3.12 gives the whole f-string as one token.
     """
@@ -146,8 +149,8 @@ def _f_string_levels(string: str) -> int:
 def with_room_to_recurse(function: Callable[..., _Result], *arguments: object) -> _Result:
     """Call a function that recurses over code up to `MAX_LEVELS` deep, and return its result.
 
-    It runs in a thread of its own: the size of that stack can be chosen, and the caller's frames
-    take no room there.
+    The function runs in a thread of its own, for which the size of the stack can be chosen, and in
+    which the frames of the caller take no room.
     """
     old_recursion_limit = sys.getrecursionlimit()
     old_stack_bytes = threading.stack_size(_STACK_BYTES)  # sets it, and returns the old one

@@ -86,9 +86,10 @@ def is_argument(call: cst.Call, name: str) -> bool:
 
 
 def arguments(args: Sequence[cst.Arg], names: Sequence[str] = ()) -> dict[str, cst.BaseExpression]:
-    """The values of a call's arguments by name; `*args` and `**kwargs` are left out.
+    """The values of a call's arguments by name.
 
-    Positional arguments take their names from `names`, in order.
+    Positional arguments take their names from `names`, in order. Left out are ``*args`` with the
+    positions after it, ``**kwargs``, and positional arguments beyond `names`.
     """
     values = {}
     for position, arg in enumerate(args):
@@ -137,7 +138,7 @@ def is_false(node: cst.CSTNode | None) -> bool:
 def assignments(node: cst.CSTNode) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression]]:
     """Yield each (target, value) of an assignment: ``a, b = 1, 2`` gives ``a, 1`` and ``b, 2``.
 
-    Yields nothing for other nodes.
+    Also of ``a: int = 1`` and ``a := 1``. Yields nothing for ``a, *b = 1, 2, 3`` and other nodes.
     """
     if isinstance(node, cst.AnnAssign | cst.NamedExpr) and node.value is not None:
         yield node.target, node.value
@@ -153,7 +154,10 @@ def assignments(node: cst.CSTNode) -> Iterator[tuple[cst.BaseExpression, cst.Bas
 
 
 def loss_of(backward: cst.Call) -> cst.BaseExpression | None:
-    """``loss`` for ``loss.backward()`` and ``torch.autograd.backward(loss)``; None without one."""
+    """``loss`` for ``loss.backward()`` and ``torch.autograd.backward(loss)``.
+
+    None for a call of the function without an argument.
+    """
     func = backward.func
     autograd = (("torch", "autograd"), ("autograd",))
     if isinstance(func, cst.Attribute) and name_parts(func.value) not in autograd:
@@ -197,7 +201,7 @@ def never_passes(block: cst.BaseSuite) -> bool:
 def running_parts(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
     """The children of a node that run when the node does.
 
-    None of a lambda, which runs later; the cases of a `match`; the body of a class, handler or
+    No child of a lambda, which runs later; the cases of a `match`; the body of a class, handler or
     case; all children of any other node.
     """
     if isinstance(node, cst.Lambda):

@@ -19,7 +19,10 @@ _TORCH_REQUIREMENT = re.compile(
 
 
 def needed_torch(results: Iterable[Result]) -> tuple[int, int] | None:
-    """The oldest torch that has all names in the rewritten code; None if nothing was rewritten."""
+    """The oldest torch, as (major, minor), that has all names in the rewritten code.
+
+    None if nothing was rewritten.
+    """
     messages = _rewritten_messages(results)
     needs = []
     for name, version in FIRST_TORCH.items():
@@ -42,13 +45,13 @@ def for_older_torch(results: Iterable[Result]) -> list[str]:
 
 
 def _rewritten_messages(results: Iterable[Result]) -> list[str]:
-    """The messages of all findings that were rewritten, such as ``… is torch.amp.autocast …``."""
+    """The messages of all findings of the kind ``rewritten``: ``… is torch.amp.autocast …``."""
     lines = [line for result in results for line in result.lines]
     return [line.message for line in lines if line.kind == "rewritten"]
 
 
 def older_torch(paths: Iterable[str | Path], needed: tuple[int, int]) -> Iterator[Result]:
-    """Yield a result with one finding for each line of the project's files with an older torch.
+    """Yield a result for each line of the project's files that asks for a torch before `needed`.
 
     Parameters
     ----------
@@ -74,14 +77,15 @@ def older_torch(paths: Iterable[str | Path], needed: tuple[int, int]) -> Iterato
 
 
 def _relative_to_here(file: Path) -> Path:
+    """The path from the working directory; `file` itself if it is not below that."""
     here = Path.cwd()
     return file.relative_to(here) if file.is_relative_to(here) else file
 
 
 def _requirement_files(path: Path) -> list[Path]:
-    """The requirement files in the nearest folder, up from `path`, that has any.
+    """The requirement files in the nearest folder, up from `path`, that has any; else empty.
 
-    The search ends at the top of a git repository.
+    The search ends at the top of a git repository, or after `_MAX_PARENTS` folders.
     """
     folder = path if path.is_dir() else path.parent
     for candidate in (folder, *folder.parents[:_MAX_PARENTS]):

@@ -67,6 +67,7 @@ class Tree:
     # Each `_visit_…` is for the types of nodes that `_VISITORS` gives it.
 
     def _visit(self, node: cst.CSTNode, scope: Scope) -> None:
+        """Add what `node` and its descendants bind and use in `scope`, or in new scopes below."""
         visit = _VISITORS.get(type(node))
         if visit is not None:
             visit(self, node, scope)
@@ -74,18 +75,23 @@ class Tree:
             self._visit_parts(nodes.children(node), scope)
 
     def _visit_parts(self, parts: Iterable[_Node], scope: Scope, skip: _Node = None) -> None:
+        """Visit each of `parts`, but not `skip`, and not what is None."""
         for part in parts:
             if part is not None and part is not skip:
                 self._visit(part, scope)
 
     def _new_scope(self, kind: str, node: cst.CSTNode, scope: Scope) -> Scope:
+        """Add a scope inside `scope` for the names that `node` binds; `Scope` lists the kinds."""
         self.scopes.append(Scope(kind, node, scope))
         return self.scopes[-1]
 
     def _bind_target(
         self, target: cst.CSTNode, scope: Scope, source: _Node = None, is_part: bool = False
     ) -> None:
-        """Bind the names of a target to `source`, or to an unknown part of it if `is_part`."""
+        """Bind the names of a target to `source`, or to an unknown part of it if `is_part`.
+
+        A `source` of None is an unknown value.
+        """
         if isinstance(target, cst.Name):
             value = None if is_part else source
             origin = None
@@ -99,6 +105,7 @@ class Tree:
             self._visit(target, scope)  # x.a or x[i] binds no name, but uses x
 
     def _visit_dotted(self, node: cst.Name | cst.Attribute, scope: Scope) -> None:
+        """Add the use of a dotted name; of ``f().b``, which is none, visit ``f()``."""
         parts = nodes.name_parts(node)
         if parts is not None:  # one use of a.b.c, not also of a.b and of a
             self.uses.append(Use(node, parts, scope))
@@ -110,6 +117,7 @@ class Tree:
         self._visit_parts(nodes.children(node), scope)
 
     def _visit_function(self, node: cst.FunctionDef | cst.Lambda, scope: Scope) -> None:
+        """Bind a function in `scope`, and its parameters in a new scope, then visit its body."""
         if isinstance(node, cst.FunctionDef):
             scope.bind(node.name.value, Binding(node))
             self._visit_parts((*node.decorators, node.returns), scope)
@@ -165,6 +173,7 @@ class Tree:
         self._visit_parts(nodes.children(node), scope, skip=node.name)
 
     def _visit_global_or_nonlocal(self, node: cst.Global | cst.Nonlocal, scope: Scope) -> None:
+        """Note to which outer scope the names belong, so that `Scope.bind` binds them there."""
         for item in node.names:
             name = item.name.value
             owner = self.scopes[0]
@@ -175,7 +184,7 @@ class Tree:
     def _scope_of_nonlocal(self, name: str, scope: Scope) -> Scope:
         """The innermost function around `scope` that has bound a name so far.
 
-        The innermost function of all if none has, and the module if there is no function.
+        If none has, the innermost function around `scope`; the module if there is no function.
         """
         outer = [s for s in scope.enclosing_scopes() if s.kind == "function" and s is not scope]
         for function in outer:
@@ -198,7 +207,8 @@ class Tree:
     ) -> str | None:
         """The full name of an import: ``a.b`` for ``from a import b``; None for a relative one.
 
-        `name` is the variable that the import binds: ``a`` for ``import a.b``, which stands for a.
+        `name` is the variable that the import binds. For ``import a.b`` it is ``a``, and so is the
+        full name.
         """
         if isinstance(node, cst.Import):
             return name if alias.asname is None else alias.evaluated_name
@@ -366,7 +376,7 @@ class Tree:
 
     @functools.cached_property
     def newline(self) -> str:
-        """The characters that end the first line."""
+        """The characters that end the first line; a line feed if the text has only one line."""
         line_end = re.search(r"\r\n?|\n", self.text)
         return line_end.group() if line_end else "\n"
 

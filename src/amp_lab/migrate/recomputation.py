@@ -20,7 +20,7 @@ def restored_without_dtype(code: CodeReader) -> Mistakes:
     """Yield each autocast in a backward with ``enabled=ctx.…`` and without a dtype.
 
     A recomputed block then runs in float16 on a GPU and in bfloat16 on a CPU, whatever it ran in.
-    The old names have a dtype of their own.
+    Left out are the old names, which have a dtype of their own, and calls with ``*args``.
     """
     for call, scope in code.tree.calls.items():
         origin = code.origin(call.func, scope)
@@ -54,7 +54,7 @@ def _context_around(code: CodeReader, call: cst.Call) -> str | None:
 
 
 def _context_of(function: cst.FunctionDef | None) -> str | None:
-    """The first parameter of a backward; None of any other function."""
+    """The first parameter of a backward; None if it has none, or for any other function."""
     if function is None or function.name.value != "backward":
         return None
     parameters = function.params.params

@@ -27,7 +27,10 @@ _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
 def format_github(results: Iterable["Result"]) -> str:
-    """GitHub workflow commands, one a line: it shows each as an annotation of the file."""
+    """GitHub workflow commands, one a line, for each finding and each error of a file.
+
+    GitHub shows each as an annotation of the file.
+    """
     lines = []
     for result in results:
         file = f"file={_escape(_relative(result.path), ',:')}"
@@ -53,7 +56,7 @@ def _escape(text: str, also: str = "") -> str:
 
 
 def format_sarif(results: Iterable["Result"]) -> str:
-    """A log in SARIF 2.1.0, for code scanning and editors."""
+    """A log in SARIF 2.1.0 of all findings and errors, for code scanning and editors."""
     sarif_results = []
     errors = []
     for result in results:
@@ -101,7 +104,7 @@ def _relative(path: Path) -> str:
 def patch(path: Path, old: bytes, new: bytes) -> bytes:
     """The patch, for `git apply` in the working directory, from a file's old content to its new.
 
-    Raises `OptionError` for a file outside of that directory, or whose name git would quote.
+    Raises `OptionError` for a file outside of that directory, or with a name that git would quote.
     """
     name = os.path.relpath(path)
     if name.startswith("..") or re.search(r"[\r\n\t\"\\]", name.replace(os.sep, "/")):

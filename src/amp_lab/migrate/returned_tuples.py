@@ -14,9 +14,10 @@ from amp_lab.migrate.scopes import Scope
 
 
 def stays_in_tuple(code: CodeReader, use: cst.CSTNode, name: str) -> bool:
-    """Whether a use of a scaler puts it into a returned tuple that no code of another file gets.
+    """Whether `use` puts the scaler called `name` into a returned tuple that stays in this file.
 
-    Where the tuple is unpacked, the scaler gets the same name again.
+    The tuple stays if it is only unpacked, with `name` for the scaler again, read by number for
+    its other elements, or passed to functions of this file.
     """
     element = code.tree.parents[use]
     if not isinstance(element, cst.Element):
@@ -45,7 +46,10 @@ def stays_in_tuple(code: CodeReader, use: cst.CSTNode, name: str) -> bool:
 
 
 def _function_returning(code: CodeReader, returned: cst.Tuple) -> cst.FunctionDef | None:
-    """The function that returns this tuple; None if a later one in the file has its name."""
+    """The function that returns this tuple; None if a later one in the file has its name.
+
+    Also None if the tuple is not the whole value of a ``return``.
+    """
     if not isinstance(code.tree.parents[returned], cst.Return):
         return None
     for parent, _ in code.tree.ancestors(returned):
@@ -56,6 +60,7 @@ def _function_returning(code: CodeReader, returned: cst.Tuple) -> cst.FunctionDe
 
 
 def _calls_of(code: CodeReader, function: cst.FunctionDef) -> Iterator[cst.Call]:
+    """Yield the calls in the file of a function, or of any method, with this name."""
     for call in code.tree.calls:
         if nodes.called_name(call) == function.name.value:
             yield call
@@ -64,7 +69,7 @@ def _calls_of(code: CodeReader, function: cst.FunctionDef) -> Iterator[cst.Call]
 def _stays_in_file(
     code: CodeReader, node: cst.CSTNode, name: str, index: int, holders: list[str]
 ) -> bool:
-    """Whether the code around `node`, whose value is the tuple, keeps the scaler in this file.
+    """Whether the code around `node`, an expression for the tuple, keeps the scaler in this file.
 
     Parameters
     ----------
@@ -88,7 +93,7 @@ def _stays_in_file(
             holders.append(target.value)
         elif not _unpacks_as(target, name, index):
             return False
-    return isinstance(parent, cst.Assign)
+    return isinstance(parent, cst.Assign)  # any other code may hand it on
 
 
 def _unpacks_as(target: cst.BaseExpression, name: str, index: int) -> bool:
@@ -128,9 +133,10 @@ def _number_in(subscript: cst.Subscript) -> int | None:
 
 
 def name_in_tuple(code: CodeReader, node: cst.CSTNode, scope: Scope) -> str | None:
-    """The name that the value of ``state[1]`` has in the function that returned it.
+    """The name that the value of ``state[1]`` has in the function that returned ``state``.
 
-    None for any other expression, and unless that function has one ``return``, of a tuple.
+    None for any other expression, and unless that function has one ``return``, of a tuple that has
+    this element. An element that is no name is given as its code: see `CodeReader.key`.
     """
     if not isinstance(node, cst.Subscript):
         return None

@@ -47,7 +47,7 @@ class Rewriter:
         self.findings: list[Finding] = []
 
     def run(self) -> None:
-        """Add the edits and findings of the file; each rule has its own."""
+        """Add the edits and findings of the file; each rule has a `run` of its own."""
         raise NotImplementedError
 
     def say(self, node: cst.CSTNode, kind: str, message: str) -> None:
@@ -66,7 +66,7 @@ class Rewriter:
     def remove_names(
         self, node: cst.Import | cst.ImportFrom, removed: list[cst.ImportAlias]
     ) -> None:
-        """Remove names from an import, each with its comma; the whole line if they are all."""
+        """Remove names from an import, each with its comma; the whole import if none remains."""
         text = self.tree.text
         aliases = nodes.aliases_of(node)
         if len(removed) == len(aliases):
@@ -92,7 +92,7 @@ class Rewriter:
     def _remove_statement(self, node: cst.CSTNode) -> None:
         """Remove a statement with its line and comment; put `pass` where a line has to stay.
 
-        It has to if the statement is alone in its block, or shares its line with others.
+        A line has to stay if the statement is alone in its block, or on a line with others.
         """
         tree = self.tree
         line = tree.parents[node]

@@ -19,7 +19,7 @@ SELECTIONS = ("torch", "apex", "mistakes")
 
 
 def is_triggered(data: bytes) -> bool:
-    """Whether the bytes of a file have all words of a trigger; other files are not parsed."""
+    """Whether the bytes of a file have all words of a rule's trigger; else it is not parsed."""
     for rule in RULES:
         for trigger in rule.TRIGGERS:
             if all(word in data for word in trigger.encode().split()):
@@ -38,16 +38,17 @@ class Wanted(NamedTuple):
     """Whether each result gets a patch."""
 
     def includes(self, rule: ModuleType) -> bool:
-        """Whether a rule is selected; one that is not listed here belongs to ``torch``."""
+        """Whether a rule is selected; a rule that is not in `names` belongs to ``torch``."""
         names: dict[ModuleType, str] = {apex: "apex", mistakes: "mistakes"}
         return names.get(rule, "torch") in self.select
 
 
+# All rules, without comments and patches.
 EVERYTHING = Wanted()
 
 
 def edits_and_findings(text: str, wanted: Wanted = EVERYTHING) -> tuple[list[Edit], list[Finding]]:
-    """The edits of a Python text, and the findings about its lines, in their order.
+    """The edits of a Python text, and the findings about its lines, in the order of the lines.
 
     Raises `libcst.ParserSyntaxError` if the text is not Python, `OptionError` if it is nested too
     deeply (see `nesting`), `ValueError` if the edits do not fit together.
@@ -57,6 +58,7 @@ def edits_and_findings(text: str, wanted: Wanted = EVERYTHING) -> tuple[list[Edi
 
 
 def _edits_and_findings(text: str, wanted: Wanted) -> tuple[list[Edit], list[Finding]]:
+    """As `edits_and_findings`, without the check of the nesting."""
     tree = Tree(text)
     # Also for a text, not only for files: so the tests of a rule show that its triggers suffice.
     if not is_triggered(text.encode(errors="replace")):

@@ -31,7 +31,7 @@ class Binding:
 
 
 class Scope:
-    """The names bound in a module, class, function or comprehension."""
+    """The names bound in a module, class, function or comprehension: `kind` is that word."""
 
     def __init__(self, kind: str, node: cst.CSTNode, parent: "Scope | None" = None):
         self.kind = kind
@@ -54,7 +54,10 @@ class Scope:
             scope = scope.parent
 
     def find_scope(self, name: str) -> "Scope | None":
-        """The innermost scope that binds `name`, as Python would look it up from this one."""
+        """The innermost scope that binds `name`, as Python would look it up from this one.
+
+        None if no scope binds it.
+        """
         for scope in self.enclosing_scopes():
             # Functions inside a class do not see the names of its body.
             is_visible = scope is self or scope.kind != "class"
@@ -85,7 +88,7 @@ class Scope:
         """The imported names that ``a.b.c``, given as its `parts`, may stand for.
 
         After ``from torch.cuda import amp``, ``amp.autocast`` is ``torch.cuda.amp.autocast``. The
-        set has None for each binding that is no import.
+        set has None for each binding that is no import, and is {None} if nothing binds ``a``.
         """
         name, *attributes = parts
         owner = self.find_scope(name)
@@ -102,9 +105,9 @@ class Scope:
         return full_names
 
     def _origins_of(self, name: str, has_attribute: bool) -> set[str | None]:
-        """The origins of all bindings of `name` in this scope; cached until it gets another.
+        """The origins of all bindings of `name` in this scope; cached until `name` gets another.
 
-        `has_attribute` says that the name is used as ``name.attribute``: not where it is None.
+        `has_attribute` says that the name is used as ``name.attribute``, so it is not None there.
         """
         bindings = self.bindings[name]
         key = (name, has_attribute, len(bindings))
@@ -135,5 +138,5 @@ class Use(NamedTuple):
 
     @property
     def origins(self) -> set[str | None]:
-        """The imported names that it may stand for; see `Scope.origins`."""
+        """The imported names that the use may stand for; see `Scope.origins`."""
         return self.scope.origins(self.parts)

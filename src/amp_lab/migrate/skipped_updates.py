@@ -39,6 +39,7 @@ _ASKS_FOR_FAULTS = re.compile(
 )
 # optimizer.zero_grad(), p.grad = None
 _DROPS_GRADIENTS = re.compile(r"zero_grad|\.grad\s*=")
+# Code that makes the scaler anew, or clears its notes, needs no update.
 _MAKES_SCALER_NEW = re.compile(r"GradScaler|_per_optimizer_states")
 
 
@@ -51,7 +52,10 @@ class _Path:
 
 
 def path_without_update(code: CodeReader) -> Mistakes:
-    """Yield each ``unscale_`` or ``step`` from which a path to the next batch has no ``update``."""
+    """Yield each ``unscale_`` or ``step`` from which a path to the next batch has no ``update``.
+
+    A scaler that code outside of this file may get, and update there, is left out.
+    """
     for event in code.events:
         if not _starts_each_batch(code, event):
             continue
@@ -103,7 +107,8 @@ def _zeroes_each_time(call: Event, event: Event) -> bool:
 def _starts_each_batch(code: CodeReader, event: Event) -> bool:
     """Whether an event is the first call on its scaler in a training step that runs repeatedly.
 
-    Only then does the next batch fail if the update is skipped.
+    Such a step scales its loss in the same loop. Only then does the next batch fail if the update
+    is skipped.
     """
     is_disabled = last_part(event.owner) in code.disabled_scalers
     if event.kind not in ("unscale", "scaler step") or is_disabled:
@@ -150,14 +155,17 @@ def _is_called_in_loop(code: CodeReader, event: Event) -> bool:
     if not isinstance(function, cst.FunctionDef):
         return False
     name = function.name.value
-    if code.functions[name] is not function:
+    if code.functions[name] is not function:  # a later one has its name
         return False
     updates_alone = code.units_with_update[last_part(event.owner)] == {event.unit}
     return updates_alone and any(call.place.loops for call in code.calls_of[name])
 
 
 def _skips_update(code: CodeReader, event: Event, exit_: Exit, updates: list[Event]) -> bool:
-    """Whether the branch of an exit has no update of the scaler, while the path past it has one."""
+    """Whether an exit skips the update by mistake, while the path past the exit has one.
+
+    It is no mistake if the branch of the exit makes a new scaler, or only accumulates batches.
+    """
     before = [update for update in updates if event.order < update.order < exit_.order]
     if any(not update.place.excludes(exit_.place) for update in before):
         return False
@@ -182,14 +190,14 @@ def _drops_batch(code: CodeReader, event: Event, arms: list[Arm]) -> bool:
     """
     conditions = [(node, number) for node, number in arms if isinstance(node, cst.If)]
     if not conditions:
-        return True
+        return True  # branches of a `try` or `match` alone, which do not accumulate
     if any(_COUNTS_BATCHES.search(code.tree.code(node.test)) for node, _ in conditions):
         return False
     return any(is_dropped(code, event, node, number) for node, number in conditions)
 
 
 def _steps_between(event: Event, exit_: Exit) -> list[Event]:
-    """The `_steps` before an exit and not before an event, which may be the first of them."""
+    """The `_steps` from an event on, itself included, and before an exit."""
     return [step for step in _steps(event) if event.order <= step.order < exit_.order]
 
 
@@ -202,7 +210,8 @@ def _steps(event: Event) -> list[Event]:
 def _paths_around_update(code: CodeReader, event: Event, updates: list[Event]) -> Iterator[_Path]:
     """Yield a path for each `if` around the only update whose other branch goes on to a next batch.
 
-    Nothing if there are several updates, or if the event does not lead to the update.
+    `updates` are those of the event's scaler in the same loop. Yields nothing if there is none, or
+    several, or if the event does not lead to the only one.
     """
     if len(updates) != 1 or not event.place.loops:
         return
@@ -225,7 +234,10 @@ def _paths_around_update(code: CodeReader, event: Event, updates: list[Event]) -
 
 
 def leaves_loop(node: cst.If, number: int) -> bool:
-    """Whether the branch `number` of an `if` ends with return, raise or break."""
+    """Whether the branch `number` of an `if` ends with return, raise or break.
+
+    0 is the body; 1 the else, or the body of an ``elif``. False for an else that is not written.
+    """
     branch = node.body if number == 0 else getattr(node.orelse, "body", None)
     if not isinstance(branch, cst.BaseSuite):
         return False

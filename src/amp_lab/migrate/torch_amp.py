@@ -52,7 +52,7 @@ class Rule(Rewriter):
         # By import statement: the names that come from torch.amp now.
         self.moved_aliases: defaultdict[cst.CSTNode, list[cst.ImportAlias]] = defaultdict(list)
         self.torch = TorchName(tree)
-        self.replaced_at = self._find_replaced()
+        self.replaced_at = self._find_replaced()  # each node with the old name
         self.use_edits = UseEdits(tree, self.replaced_at, self.torch, self._insert_before)
 
     def run(self) -> None:
@@ -77,7 +77,8 @@ class Rule(Rewriter):
     def _group_uses(self) -> tuple[list[_OldUse], defaultdict[tuple[Scope, str], list[_OldUse]]]:
         """The uses such as ``torch.cuda.amp.autocast``, and those of imported names.
 
-        The second are by (scope, name) of the import. Uses of ambiguous names are reported.
+        The second are by (scope, name) of the import. Uses of ambiguous names are reported. Uses in
+        code that replaces an old name are left out.
         """
         dotted_uses: list[_OldUse] = []
         groups: defaultdict[tuple[Scope, str], list[_OldUse]] = defaultdict(list)
@@ -172,7 +173,10 @@ class Rule(Rewriter):
     # Uses such as torch.cuda.amp.autocast, each by itself.
 
     def _rewrite_dotted(self, use: Use, old: str, edits: list[Edit]) -> None:
-        """Rewrite a use to ``torch.amp.autocast``, with the name that torch has in this place."""
+        """Rewrite a use to ``torch.amp.autocast``, with the name that torch has in this place.
+
+        Reports the use if torch has no name there, or if a comment stands inside the old name.
+        """
         name = OLD_NAMES[old].name
         torch = self.torch.at(use)
         start, end = self.tree.span(use.node)
@@ -228,7 +232,7 @@ class Rule(Rewriter):
             return
         statement = self.tree.parents[aliases[0]]
         assert isinstance(statement, cst.Import | cst.ImportFrom)
-        if self.tree.imports[statement] is scope:
+        if self.tree.imports[statement] is scope:  # else `global` takes the name elsewhere
             self.torch.allow_import(scope, statement)
         planned = self._plan_uses(uses)
         has_other_uses = len(self.tree.uses_of(name, scope)) > len(uses)
@@ -247,7 +251,10 @@ class Rule(Rewriter):
     def _advice_on_import(
         self, scope: Scope, name: str, bindings: list[Binding], uses: list[_OldUse]
     ) -> str:
-        """What to do by hand about an import that cannot be moved; empty if it can be."""
+        """What to do by hand about an import that cannot be moved; empty if it can be.
+
+        A name in a class may also be read as an attribute, such as ``self.amp``, so it stays.
+        """
         origin = bindings[0].origin
         if not _is_old(origin) or any(binding.origin != origin for binding in bindings):
             return remedies.TWO_THINGS.sentence(name=name)
@@ -262,7 +269,7 @@ class Rule(Rewriter):
         return remedies.MODULE_IMPORTED.sentence(name=name, device=OLD_MODULES[origin])
 
     def _insert_before(self, statement: cst.CSTNode, line: str) -> None:
-        """Put a line before a statement, or ``line;`` if that is not the first of its line."""
+        """Put a line before a statement, or ``line;`` if other code is before it on its line."""
         start = self.tree.span(statement)[0]
         indent = self.tree.indent(start)
         separator = "; "

@@ -22,7 +22,10 @@ class ByHand(Exception):
 
 
 def _is_device(arg: cst.Arg) -> bool:
-    """Whether an argument is a device by position, such as ``"cuda"`` or ``args.device``."""
+    """Whether an argument without a keyword is a device, by its text.
+
+    It is a string, or a name such as ``args.device``, ``device_type`` or ``x.device.type``.
+    """
     if arg.keyword is not None or arg.star:
         return False
     if isinstance(arg.value, cst.SimpleString):
@@ -90,9 +93,10 @@ class UseEdits:
         return self._plan_value(use, old)
 
     def _check_place(self, node: cst.BaseExpression, old: str) -> None:
-        """Raise `ByHand` where an edit of the name would break the code around it.
+        """Raise `ByHand` if an edit of the name at `node` would break code.
 
-        Or other code of the file: that replaces this name, or compares scalers with their class.
+        That is an f-string or a ``del`` around the name, or other code of the file that replaces
+        this name, or compares scalers with the old class.
         """
         name, device = OLD_NAMES[old]
         if self.tree.is_in(node, cst.FormattedString):
@@ -113,7 +117,7 @@ class UseEdits:
 
     @functools.cached_property
     def _scaler_comparisons(self) -> list[cst.CSTNode]:
-        """The uses of an old GradScaler as a type, which scalers have to match: ``isinstance``."""
+        """The uses of an old GradScaler in an ``isinstance``, comparison or case of the file."""
         scalers = {old for old, today in OLD_NAMES.items() if today.name == "GradScaler"}
         comparisons: list[cst.CSTNode] = []
         for use in self.tree.uses:
@@ -162,7 +166,7 @@ class UseEdits:
     def _plan_alias(self, use: Use, old: str) -> list[Edit] | None:
         """The edits of ``cast = autocast`` to a partial with the device; None if they are not safe.
 
-        They are safe if the file only calls ``cast``.
+        They are safe if the file only calls ``cast``, and can import functools, which this may do.
         """
         name, device = OLD_NAMES[old]
         value = use.node
@@ -188,7 +192,7 @@ class UseEdits:
         return [Edit(start, start, "functools.partial("), Edit(end, end, after), *edits]
 
     def _single_target(self, statement: cst.CSTNode) -> cst.BaseExpression | None:
-        """The target of an assignment; None if it has several, or a node is no assignment."""
+        """The target of an assignment; None if there are several, or none in `statement`."""
         targets = [target for target, _ in nodes.assignments(statement)]
         if len(targets) != 1:
             return None
@@ -238,7 +242,7 @@ class UseEdits:
         )
 
     def _is_called_by_keyword(self, name: str) -> bool:
-        """Whether each use of a name is a call with keyword arguments only."""
+        """Whether each use of a name, but its assignment, is a call with keyword arguments only."""
         for use in self.tree.uses:
             if use.parts[-1] != name:
                 continue
@@ -284,7 +288,7 @@ class UseEdits:
     ) -> tuple[str, list[Edit]]:
         """The text to put after the device, ``, dtype=torch.float16`` or empty, and other edits.
 
-        Raises `ByHand`.
+        The text is also empty for a ``**kwargs``, which may hold a dtype. Raises `ByHand`.
         """
         edits = self._name_arguments(device, args)
         dtype = self._autocast_dtype(device, nodes.arguments(args, _AUTOCAST_ARGUMENTS), use)
@@ -317,7 +321,9 @@ class UseEdits:
     def _autocast_dtype(
         self, device: str, arguments: dict[str, cst.BaseExpression], use: Use
     ) -> str:
-        """``, dtype=torch.float16``; empty if `arguments` have a dtype or ``enabled=False``.
+        """The text ``, dtype=torch.float16``, with the old default of the device.
+
+        Empty if `arguments`, by name, have a dtype or ``enabled=False``.
 
         Raises `ByHand` if torch has no name at this use.
         """

@@ -29,6 +29,7 @@ class TorchName:
             if self._is_torch(name, use):
                 return name
         owner = use.scope.find_scope("torch")
+        # If a scope binds `torch` already, the use sees no import in another scope.
         for scope in use.scope.enclosing_scopes() if owner is None else (owner,):
             if scope in self.import_before:
                 self.scopes_to_import.add(scope)
@@ -58,7 +59,7 @@ class TorchName:
         return self._is_only_torch(owner, name, use)
 
     def _is_only_torch(self, owner: Scope, name: str, use: Use) -> bool:
-        """Whether a scope binds a name to torch and nothing else, before a use of it runs."""
+        """Whether a scope binds a name to torch, or None, alone, before a use of the name runs."""
         bindings = [binding for binding in owner.bindings[name] if not binding.is_none]
         if self._is_deleted(name) or any(binding.origin != "torch" for binding in bindings):
             return False
@@ -85,6 +86,7 @@ class TorchName:
         return tree.is_in(use.node, block) and tree.span(node) < tree.span(use.node)
 
     def _is_deleted(self, name: str) -> bool:
+        """Whether there is a ``del`` of this name anywhere in the file."""
         return name in self._deleted_names
 
     @functools.cached_property

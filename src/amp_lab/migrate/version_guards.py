@@ -61,15 +61,20 @@ def forget_fallbacks(tree: Tree) -> None:
 
 
 def _is_in_any(tree: Tree, node: cst.CSTNode, handlers: list[cst.ExceptHandler]) -> bool:
+    """Whether a node is inside one of the handlers."""
     return any(tree.is_in(node, handler) for handler in handlers)
 
 
 def _is_of_old_module(origin: str | None) -> bool:
+    """Whether a dotted name is an old module, or a name in one."""
     return origin is not None and origin.startswith((*OLD_MODULES,))
 
 
 def _handlers_for_old_names(tree: Tree, try_: cst.Try) -> list[cst.ExceptHandler]:
-    """The handlers that run if an old name is missing; empty if the `try` imports anything else."""
+    """The handlers without new names that run if an old name is missing.
+
+    Empty if the `try` imports anything else.
+    """
     for part in nodes.walk(try_.body):
         if part in tree.alias_origins and not _is_of_old_module(tree.alias_origins[part]):
             return []
@@ -90,7 +95,10 @@ def is_guarded(tree: Tree, node: cst.CSTNode) -> bool:
 
 @functools.singledispatch
 def _decides(parent: cst.CSTNode, child: cst.CSTNode, node: cst.CSTNode, tree: Tree) -> bool:
-    """Whether `parent` decides by torch's version if `node` runs, which is inside its `child`."""
+    """Whether `parent` decides by torch's version if `node` runs.
+
+    `child` is the child of `parent` that `node` is, or is inside of.
+    """
     return False
 
 
@@ -210,7 +218,10 @@ def _may_end_block(tree: Tree, statement: _Compound) -> bool:
 
 
 def _ends_by_version(tree: Tree, statement: _Compound, node: cst.CSTNode) -> bool:
-    """Whether a statement leaves its block for some versions, so the rest of it is for others."""
+    """Whether a statement leaves its block for some versions: the rest is then for the others.
+
+    Also if its body uses the new name for `node`.
+    """
     if isinstance(statement, cst.If) and _asks_version(tree, statement.test, is_taken=False):
         return True
     return _does_same_with_new_name(tree, statement.body, node)
@@ -331,7 +342,7 @@ def _walk_without_dicts(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 
 def _comes_from_version(tree: Tree, use: Use, depth: int) -> bool:
-    """Whether the value of a name or attribute depends on the version of torch."""
+    """Whether the value of a name or attribute depends on torch's version; see `_is_of_version`."""
     sources = []
     for count in range(2, len(use.parts) + 1):  # of a.b.c: a.b, then a.b.c
         attribute = use.parts[:count]
@@ -364,7 +375,10 @@ def _is_made_by_new_name(tree: Tree, value: cst.CSTNode | None) -> bool:
 
 
 def _chooses_version(tree: Tree, node: cst.CSTNode, is_flag: bool) -> bool:
-    """Whether a node is a `try` of new names, or an `if` on the version of torch."""
+    """Whether a node is a `try` of new names, or an `if` on the version of torch.
+
+    For an object of a new class, not a flag, an `if` with a constant answer does not count.
+    """
     if isinstance(node, cst.Try):
         is_caught = any(_CATCHES_FAILURE.search(tree.code(handler)) for handler in node.handlers)
         return is_caught and bool(_new_uses(tree, node.body))
@@ -394,7 +408,10 @@ def _is_lookup(tree: Tree, call: cst.Call) -> bool:
 
 
 def _is_about_amp(uses: list[Use], attribute: str | None) -> bool:
-    """Whether `attribute` of a part of torch is for mixed precision; without one, that part."""
+    """Whether `attribute` of what `uses` name, a part of torch, is for mixed precision.
+
+    Without an attribute, whether that part itself is. False for what is no part of torch.
+    """
     names: list[str] = []
     for use in uses:
         names += [origin for origin in use.origins if origin and origin.startswith("torch")]
@@ -405,7 +422,7 @@ def _is_about_amp(uses: list[Use], attribute: str | None) -> bool:
 
 @cached_in_tree
 def _new_uses(tree: Tree, node: cst.CSTNode) -> list[tuple[Use | None, str]]:
-    """Each (use, name) of a new name below a node, such as ``"GradScaler"``.
+    """Each (use, name) of a new name in a node; the name is its last part, ``"GradScaler"``.
 
     The use is None for an import.
     """
@@ -418,10 +435,11 @@ def _new_uses(tree: Tree, node: cst.CSTNode) -> list[tuple[Use | None, str]]:
 
 
 def _does_same_with_new_name(tree: Tree, arm: cst.CSTNode, node: cst.CSTNode) -> bool:
-    """Whether another branch, `arm`, uses the new name for the old one that a node is.
+    """Whether another branch, `arm`, uses the new name for the old one that `node` is.
 
     A new name for another device does not count, nor does a use of ``torch.autocast``: it is older
-    than the other new names, and may be there for another dtype.
+    than the other new names, and may be there for another dtype. If `node` is no name, the new names
+    of all others count.
     """
     old_names = _last_parts(tree, node)
     for use, name in _new_uses(tree, arm):
@@ -433,7 +451,10 @@ def _does_same_with_new_name(tree: Tree, arm: cst.CSTNode, node: cst.CSTNode) ->
 
 
 def _last_parts(tree: Tree, node: cst.CSTNode) -> set | None:
-    """``{"autocast"}`` for ``torch.cuda.amp.autocast``; None if a node is no use and no import."""
+    """The last parts, as text, of the names that `node` may stand for; None if it is no name.
+
+    ``{"autocast"}`` for ``torch.cuda.amp.autocast``, or for its import.
+    """
     use = tree.use_by_node.get(node)
     if use is not None:
         return {origin.rpartition(".")[2] for origin in use.origins if origin}

@@ -75,7 +75,10 @@ def scaled_without_autocast(code: CodeReader) -> Mistakes:
 
 
 def trained_without_scaler(code: CodeReader) -> Mistakes:
-    """Yield the first backward of a float16 loss, in a whole program without a scaler."""
+    """Yield the first backward of a float16 loss that an optimizer's step follows.
+
+    Yields nothing for a file that is no whole program, or that may scale its loss.
+    """
     backwards = of_kind("backward", code.events)
     if not backwards or not _is_whole_program(code) or _may_scale(code):
         return
@@ -160,7 +163,10 @@ def _is_whole_program(code: CodeReader) -> bool:
 
 
 def _makes_model(code: CodeReader, call: cst.Call) -> bool:
-    """Whether a call makes a model of torchvision or timm, or of a class of this file."""
+    """Whether a call, outside of a class, makes a model of torchvision, timm or this file.
+
+    A model of this file is of a subclass of ``nn.Module``, an ``nn.Sequential`` or ``nn.Linear``.
+    """
     scope = code.tree.calls[call]
     if any(outer.kind == "class" for outer in scope.enclosing_scopes()):
         return False  # a layer of a larger model

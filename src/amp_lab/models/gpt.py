@@ -32,7 +32,10 @@ _MIN_TEMPERATURE = 1e-20
 
 
 class Rotation(nn.Module):
-    """Rotary position embeddings of (B, heads, T, size), in fp32; Su et al., arXiv 2104.09864."""
+    """Rotary position embeddings of (B, heads, T, size), in fp32; Su et al., arXiv 2104.09864.
+
+    `size` is the width of a head, which must be even.
+    """
 
     def __init__(self, size: int):
         super().__init__()
@@ -124,7 +127,8 @@ def write(
     """Generate text: `tokens` int64 (T,), then `count` tokens that are sampled from the model.
 
     Returns both together, int64 (T + count,), or None if a logit is not finite. The model sees the
-    last `context` tokens. At temperature 0, or very close to it, each new token is the likeliest.
+    last `context` tokens; `seed` is that of the sampling. At temperature 0, or very close to it,
+    each new token is the likeliest.
     """
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):

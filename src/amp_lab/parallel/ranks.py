@@ -32,7 +32,10 @@ class Parallel(enum.StrEnum):
 
 
 class Ranks:
-    """The processes that train a model together, as this one sees them; one alone without `kind`.
+    """The processes that train a model together, as this one sees them.
+
+    Without a `kind`, it is this process alone. `device` is where this rank computes, and
+    `reduce_dtype`, a key of `REDUCE_DTYPES`, is the dtype in which gradients are summed.
 
     Methods that communicate (`each`, `first`, `gather`, `total`, …) must be called on every rank.
     """
@@ -166,7 +169,10 @@ class Ranks:
         return wrapped
 
     def _gradient_hook(self) -> Callable | None:
-        """DDP's communication hook, for shared memory or a 16-bit `reduce_dtype`; else None."""
+        """DDP's communication hook, for shared memory or a 16-bit `reduce_dtype`; else None.
+
+        DDP calls it as ``hook(state, bucket)``, with the state None, and gets a future.
+        """
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         memory = share_memory(self.device)
@@ -181,7 +187,7 @@ class Ranks:
 
     @functools.cached_property
     def mesh(self) -> Any:
-        """The device mesh of all ranks, from the process group that `join` made.
+        """The `DeviceMesh` of all ranks, from the process group that `join` made.
 
         A mesh that makes a group itself would not have our timeout.
         """
@@ -227,7 +233,7 @@ class Ranks:
                 unit.set_custom_reduce_scatter(FsdpCollective(memory.reduce_scatter))
 
     def set_memory_format(self, model: nn.Module, memory_format: torch.memory_format) -> None:
-        """Put the weights into a memory format, except with FSDP2, whose shards have none."""
+        """Put the weights into a memory format; with FSDP2 do nothing, since shards have none."""
         if self.kind is not Parallel.FSDP:
             model.to(memory_format=memory_format)
 
@@ -247,7 +253,10 @@ class Ranks:
 
     @contextlib.contextmanager
     def gradient_sync(self, model: nn.Module, *, enabled: bool) -> Iterator[None]:
-        """A block with a forward and backward pass; sums gradients over the ranks if `enabled`."""
+        """A context for a forward and backward pass; averages gradients over ranks if `enabled`.
+
+        `model` is what `wrap` returned. For a process alone, the context does nothing.
+        """
         wrapped: Any = model  # by DDP or FSDP2, which add the methods below
         if self.kind is Parallel.FSDP:
             wrapped.set_requires_gradient_sync(enabled)
@@ -268,7 +277,10 @@ ALONE = Ranks()
 
 
 def require_same(settings: list[dict]) -> None:
-    """Raise `ParallelError` if a rank's dict of settings differs from that of rank 0."""
+    """Raise `ParallelError` if the settings of a rank differ from those of rank 0, as text.
+
+    `settings` has {name: value} of each rank, in their order. A missing value is as None.
+    """
     first_settings = settings[0]
     for rank, rank_settings in enumerate(settings):
         for name in sorted(first_settings.keys() | rank_settings.keys()):

@@ -109,7 +109,7 @@ class SharedMemory:
     def average(self, bucket: dist.GradBucket, dtype: torch.dtype) -> torch.futures.Future[Tensor]:
         """A communication hook for DDP: replaces the gradients by their mean, summed in `dtype`.
 
-        Returns the gradients of the bucket (elements,), which are written in place.
+        Returns a future that is done, of the bucket's gradients (elements,), written in place.
         """
         gradients = bucket.buffer()
         note_shared("all_reduce", dtype, gradients.numel(), self.size)
@@ -136,7 +136,8 @@ class SharedMemory:
     ) -> None:
         """FSDP2's reduce-scatter: write this rank's shard of the sum, or mean, over the ranks.
 
-        `input_tensor` has the gradients of this rank for the shards of all, in rank order.
+        `input_tensor` has the gradients of this rank for the shards of all, in rank order. `op` is
+        `dist.ReduceOp.AVG` for the mean; any other gives the sum.
         """
         note_shared("reduce_scatter", input_tensor.dtype, input_tensor.numel(), self.size)
         rows = self.exchange(input_tensor, input_tensor.dtype)

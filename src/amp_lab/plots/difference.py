@@ -15,8 +15,8 @@ def error_growth(steps: Sequence[Any], parts_at: str | None = None) -> Figure:
     """Relative errors of runs A and B after each op, and the difference of their exact results.
 
     A step has ``module``, the errors ``a`` and ``b``, and ``apart``, the difference in fp64. The
-    first step in the module `parts_at`, in which the runs diverge, is marked; "" is the model
-    itself. Errors of 0 are left out, since the axis is logarithmic.
+    first step in the module `parts_at`, where the runs diverge, is marked, if there is one; "" is
+    the model itself. Errors of 0 are left out, since the axis is logarithmic.
     """
     figure, ax = style.subplots(size=(9.0, 3.8))
     errors_a = [step.a for step in steps]

@@ -73,7 +73,7 @@ def exponents_against_fp16(kinds: Mapping[str, Histogram], scales: Values) -> li
 def _percentages(histogram: Histogram) -> list[float]:
     """Each count in percent of all values, to compare groups of different sizes."""
     counts = list(histogram.values())
-    total = max(1, sum(counts))
+    total = max(1, sum(counts))  # at least 1, since it is divided by
     return [100 * count / total for count in counts]
 
 

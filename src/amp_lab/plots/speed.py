@@ -13,7 +13,10 @@ _TICK: Look = {"color": "black", "linewidth": 2}  # marks the device's limit on 
 _ROOF_DASHES = ["-", "--", ":", "-."]
 _POINT_MARKS = "osD^vP*X"
 Bar = tuple[str, str, Estimate | None, float | None, str]
-"""(precision, rung, milliseconds, milliseconds at the device's limit, text beside the bar)."""
+"""(precision, rung, milliseconds, milliseconds at the device's limit, text beside the bar).
+
+Both numbers may be None, where they are not known.
+"""
 Point = tuple[str, str, float, Estimate]
 """(label, precision, FLOPs per byte, FLOP/s)."""
 

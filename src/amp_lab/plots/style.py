@@ -112,7 +112,7 @@ _new_figure: ContextVar[Callable[..., Figure]] = ContextVar("_new_figure", defau
 
 
 def use_style() -> None:
-    """Set our matplotlib style for this process; call it once, at the top of a notebook."""
+    """Set our matplotlib style for this process; in a notebook, also sharper figures."""
     if "ipykernel" in sys.modules:
         from matplotlib_inline.backend_inline import set_matplotlib_formats
 
@@ -139,7 +139,9 @@ def image(draw: Callable[..., Figure], *arguments: object, form: str = "png") ->
 
 
 def save(path: str | PathLike[str], draw: Callable[..., Figure], *arguments: object) -> None:
-    """Draw a figure as `image` does, and write it to a file; its suffix gives the format.
+    """Draw a figure as `image` does, and write it to a file.
+
+    The suffix of the file is the format, ``.png`` or ``.svg``; without a suffix, it is a PNG.
 
     Raises `OptionError` if the file cannot be written.
     """
@@ -152,7 +154,10 @@ def save(path: str | PathLike[str], draw: Callable[..., Figure], *arguments: obj
 def subplots(
     rows: int = 1, columns: int = 1, size: Size | None = None, **options: Any
 ) -> tuple[Figure, Any]:
-    """As `pyplot.subplots`, with a size in inches; the figure can also be drawn by `image`."""
+    """As `pyplot.subplots`, with a size in inches, or of the style; `image` can use it too.
+
+    Returns the figure, and its axes: one, or an array of several, as matplotlib gives them.
+    """
     figure = _new_figure.get()(figsize=size)
     return figure, figure.subplots(rows, columns, **options)
 
@@ -165,7 +170,7 @@ def columns(count: int, size: Size, **options: Any) -> tuple[Figure, Sequence[Ax
 
 
 def rows(count: int, size: Size, **options: Any) -> tuple[Figure, Sequence[Axes]]:
-    """A figure with `count` panels one below the other, and the axes in a sequence."""
+    """A figure with `count` panels one below the other; the axes in a sequence, from the top."""
     figure, grid = subplots(count, size=size, squeeze=False, **options)
     return figure, grid[:, 0]
 
