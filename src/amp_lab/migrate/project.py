@@ -32,7 +32,10 @@ def needed_torch(results: Iterable[Result]) -> tuple[int, int] | None:
 
 
 def for_older_torch(results: Iterable[Result]) -> list[str]:
-    """The texts on how to write what was rewritten so that it runs with older torch too."""
+    """The texts on how to write what was rewritten so that it runs with older torch too.
+
+    The text on autocast is only given if there is no other.
+    """
     messages = _rewritten_messages(results)
     advice = []
     for names, remedy in FOR_BOTH.items():

@@ -27,7 +27,7 @@ class Finding(NamedTuple):
 
 
 class Edit(NamedTuple):
-    """Replaces the characters from `start` to before `end` by `text`."""
+    """Replaces the characters of a file from index `start` to before `end` by `text`."""
 
     start: int
     end: int
@@ -108,7 +108,10 @@ class Rewriter:
 
 
 def apply(text: str, edits: list[Edit]) -> str:
-    """The text with all edits made. Raises `ValueError` if two overlap; they may touch."""
+    """The text with all edits made, equal ones once.
+
+    Raises `ValueError` if two overlap; they may touch.
+    """
     parts: list[str] = []
     copied = 0  # how many characters of the old text are done with
     # Two uses may add the same edit, such as an import that both need.

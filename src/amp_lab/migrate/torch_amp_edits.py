@@ -62,7 +62,10 @@ class UseEdits:
         self.put_before = put_before
 
     def plan(self, use: Use, old: str) -> list[Edit]:
-        """The edits of the code around the name of a use, but not of the name. Raises `ByHand`."""
+        """The edits of the code around the name of a use, but not of the name. Raises `ByHand`.
+
+        `old` is what the name stands for: an old name, an attribute of one, or an old module.
+        """
         # A bare name as a statement: `magics` leaves it in the place of a magic that uses it.
         if isinstance(self.tree.parents[use.node], cst.Expr):
             raise ByHand(remedies.IN_MAGIC.sentence(old=old))

@@ -37,7 +37,7 @@ class TorchName:
         return None
 
     def _candidates(self, use: Use) -> Iterator[str]:
-        """Yield ``torch``, and each name that a scope around a use binds to it; may repeat."""
+        """Yield ``torch``, then each name that a scope around a use binds to torch; may repeat."""
         yield "torch"
         for scope in use.scope.enclosing_scopes():
             if scope not in self._names_in:

@@ -438,8 +438,8 @@ def _does_same_with_new_name(tree: Tree, arm: cst.CSTNode, node: cst.CSTNode) ->
     """Whether another branch, `arm`, uses the new name for the old one that `node` is.
 
     A new name for another device does not count, nor does a use of ``torch.autocast``: it is older
-    than the other new names, and may be there for another dtype. If `node` is no name, the new names
-    of all others count.
+    than the other new names, and may be there for another dtype. If `node` is no name, any of the
+    other new names counts.
     """
     old_names = _last_parts(tree, node)
     for use, name in _new_uses(tree, arm):

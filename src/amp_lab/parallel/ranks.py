@@ -93,7 +93,7 @@ class Ranks:
         return objects[0]
 
     def gather(self, value: _T) -> list[_T]:
-        """The values of all ranks, in their order. They must be picklable."""
+        """The values that all ranks pass, in the order of the ranks. They must be picklable."""
         values = [value] * self.size
         if self.kind is not None:
             dist.all_gather_object(values, value)
@@ -238,7 +238,7 @@ class Ranks:
             model.to(memory_format=memory_format)
 
     def autocast(self, precision: Precision, device_type: str) -> torch.autocast:
-        """Autocast for a forward pass; disabled in fp32 and tf32, and with FSDP2."""
+        """Autocast, not entered, for a forward pass; disabled in fp32 and tf32, and with FSDP2."""
         is_sharded = self.kind is Parallel.FSDP  # then FSDP2's policy casts
         enabled = _is_16_bit(precision) and not is_sharded
         return torch.autocast(device_type, dtype=precision.dtype, enabled=enabled)

@@ -176,7 +176,7 @@ def rows(count: int, size: Size, **options: Any) -> tuple[Figure, Sequence[Axes]
 
 
 def by_panel(axes: Iterable[Axes], panels: Panels) -> Iterator[tuple[Axes, str, Any]]:
-    """Iterate over (axes, title, content) of each panel."""
+    """Yield (axes, title, content) of each panel; there must be as many axes as panels."""
     for ax, (title, contents) in zip(axes, panels.items(), strict=True):
         yield ax, title, contents
 
@@ -203,7 +203,7 @@ def part_looks(parts: Iterable[str], greys: Sequence[Grey]) -> dict[str, Look]:
 
 
 def bar(ax: Axes, at: Any, length: float, text: str, size: int = 9, **look: Any) -> None:
-    """Draw a bar at position `at`, with a text beyond its end.
+    """Draw a bar at position `at`, a number or a name, with a text beyond its end; "" for none.
 
     The bar is horizontal, or vertical if its look has a ``width`` in place of a ``height``. `size`
     is the font size of a horizontal bar's text; that of a vertical one has the usual size.
