@@ -476,3 +476,21 @@ def test_a_gradient_that_is_rounding_errors_alone_drives_no_advice():
     scale, said = fp16_remarks(Case(model, (x,), loss_fn=lambda output: output.square().mean()))
     assert not any("key (bias)" in line or "of key" in line for line in said)
     assert scale == 2.0**16
+
+
+class WithoutGradient(nn.Module):
+    """A model whose output no gradient leads to, as that of an index."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x).argmax(-1)
+
+
+def test_a_model_without_a_differentiable_output_is_advised_for_inference(planted):
+    advice = planted(WithoutGradient(), torch.randn(2, 4))
+    assert advice.chosen.keys() == {"inference"}
+    assert "training is left out" in str(advice)
+    assert "None is used" not in str(advice)

@@ -248,7 +248,9 @@ def _fp32_checks(
         loss = loss_of(Step(case, Recipe(TRAINING)).output())
         if loss:
             case = replace(case, loss_fn=eval(f"lambda output: {loss}"))
-        watch.append(OWN_LOSS.sentence(loss=loss))
+            watch.append(OWN_LOSS.sentence(loss=loss))
+        else:
+            watch.append("No output has a gradient to make a loss of: training is left out.")
     if TRAINING in case.uses and case.loss_fn is not None:
         scale, remarks = fp16_remarks(case)
         learning = Learning(case, seconds)
