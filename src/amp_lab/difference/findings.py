@@ -355,7 +355,8 @@ def _function_reason(
     """
     if record_a is None or record_b is None:
         run = "B" if record_a is None else "A"
-        return f"Only {run} has this op, and its result in fp64 is none of the other's."
+        other = "A" if run == "B" else "B"
+        return f"Only {run} has this op, and no op of {other} has its result in fp64."
     start = "In fp64, without rounding, the two ops differ"
     leaves_a = alignment.a.leaves
     leaves_b = alignment.b.leaves

@@ -107,7 +107,10 @@ class Use(ABC):
 
     @abstractmethod
     def measure(self, product_of: ProductOf) -> None:
-        """Run the model in fp32, the reference; `product_of` returns exact matmuls."""
+        """Run the model in fp32, and keep the results, with which `report` compares.
+
+        `product_of` returns a layer's matmul in fp32, which also measures its rounding errors.
+        """
 
     @abstractmethod
     def report(self, form: str, layers: int, left_out: int, product_of: ProductOf) -> FormatReport:

@@ -128,11 +128,12 @@ def image(draw: Callable[..., Figure], *arguments: object, form: str = "png") ->
     """
     use_style()
     picture = io.BytesIO()
-    maker = "Software" if form == "png" else "Creator"  # the name of this entry in the format
+    # The key under which each file format says which program made the file.
+    metadata_key = "Software" if form == "png" else "Creator"
     token = _new_figure.set(Figure)
     try:
         figure = draw(*arguments)
-        figure.savefig(picture, format=form, dpi=160, metadata={maker: files.MADE_BY})
+        figure.savefig(picture, format=form, dpi=160, metadata={metadata_key: files.MADE_BY})
     finally:
         _new_figure.reset(token)
     return picture.getvalue()

@@ -363,13 +363,13 @@ class InferenceStep:
         returns the context manager in which the pass runs, such as `torch.no_grad`.
         """
 
-        def trace() -> TracedInference:
+        def trace_once() -> TracedInference:
             with self.run.told(decisions) as replay:
                 traced = self._trace(inputs, kwargs, under)
                 replay.require_done()
             return dataclasses.replace(traced, decisions=replay.remark)
 
-        return traced_on_either(trace)  # a second time on the CPU, if the ops mix devices
+        return traced_on_either(trace_once)  # a second time on the CPU, if the ops mix devices
 
     def _trace(self, inputs: tuple, kwargs: dict[str, Any], under: Callable) -> "TracedInference":
         """Run the pass inside a ledger of storages, with casts and autocast as the way says."""

@@ -80,7 +80,7 @@ class Cast:
 
     @property
     def is_of_parameter(self) -> bool:
-        """Whether a whole parameter was cast, or a view of one."""
+        """Whether a parameter was cast, or any view of one, such as a slice."""
         return self.what.startswith("parameter ")
 
 

@@ -174,8 +174,8 @@ def _fresh_store(store: dist.Store, rank: int, size: int, timeout_s: float) -> d
 
     - each rank > 0 draws a token, and writes it to amp_lab/RANK (`_receive_prefix`);
     - rank 0 draws the prefix, and answers in amp_lab/to/RANK with that token and the prefix;
-    - the rank takes an answer only if it has its own token, since others are of an earlier start,
-      and confirms it by writing to amp_lab/PREFIX/RANK.
+    - a rank ignores an answer with another token than its own, which is left from an earlier
+      start, and confirms the right one by writing to amp_lab/PREFIX/RANK.
     """
     if rank == 0:
         prefix = _offer_prefix(store, size, timeout_s)
