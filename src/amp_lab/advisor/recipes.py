@@ -1,5 +1,7 @@
 """Recipes for a step, and their code: the same lines are timed, checked and printed."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -249,6 +251,28 @@ def program(case: Case, recipe: Recipe, scale: float, beginning: str = YOURS) ->
     if recipe.use == TRAINING:
         end = "for i in range(3):  # your own loop\n    print(i, step().item())"
     return f"import torch\n\n{beginning.strip()}\n\n{step_code(case, recipe, scale)}\n\n\n{end}\n"
+
+
+def setup_code(beginning: str, use: str, loss: str | None) -> str:
+    """The code before the step: `beginning`, or `YOURS`; for training with `loss`, if given."""
+    if not beginning:
+        return YOURS
+    if not loss or use != TRAINING:
+        return beginning
+    return f"{beginning}\n\n\ndef loss_fn(output):  # yours\n    return {loss}\n"
+
+
+def error_of(text: str, timeout: float) -> str:
+    """Run a program in another process; return the last line of its error, empty if it succeeds."""
+    command = [sys.executable, "-c", text]
+    try:
+        done = subprocess.run(command, timeout=timeout, capture_output=True, text=True)
+    except subprocess.TimeoutExpired:
+        return f"it did not end in {timeout:.0f} s"
+    if not done.returncode:
+        return ""
+    lines = done.stderr.strip().splitlines() or ["it failed"]
+    return lines[-1]
 
 
 class Step:

@@ -1,8 +1,6 @@
 """`advise`: forecast, check against fp32, time and rank the recipes for a model."""
 
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -18,13 +16,14 @@ from amp_lab.advisor.recipes import (
     INFERENCE,
     OWN_LOSS,
     TRAINING,
-    YOURS,
     Candidate,
     Case,
     Recipe,
     Step,
+    error_of,
     loss_of,
     program,
+    setup_code,
 )
 from amp_lab.advisor.recipes import recipes as first_recipes
 from amp_lab.advisor.result import Advice
@@ -173,10 +172,10 @@ def measured(case: Case, look: Outlook, seconds: float, beginning: str = "") -> 
         stages.set_description("programs")
         programs = {}
         for use, best in chosen.items():
-            text = program(case, best.recipe, scale, _setup_code(beginning, use, loss))
+            text = program(case, best.recipe, scale, setup_code(beginning, use, loss))
             # Without a beginning there is nothing to run but the step, which has been timed. The
             # program gets two minutes more than all steps above, to load and to compile.
-            failure = _error_of(text, 120 + seconds) if beginning else ""
+            failure = error_of(text, 120 + seconds) if beginning else ""
             if failure:
                 watch.append(f"The program for {use} is left out, since it fails: {failure}.")
             else:
@@ -205,28 +204,6 @@ def _require_memory(case: Case, look: Outlook, memory_bytes: int | None) -> None
     if memory_bytes and needed > memory_bytes:
         sizes = f"{bytes_text(needed)}, and {case.device} has {bytes_text(memory_bytes)}"
         raise TraceError(_SMALLER_BATCH.sentence(sizes=sizes))
-
-
-def _setup_code(beginning: str, use: str, loss: str | None) -> str:
-    """The code before the step: `beginning`, or `YOURS`; for training with `loss`, if given."""
-    if not beginning:
-        return YOURS
-    if not loss or use != TRAINING:
-        return beginning
-    return f"{beginning}\n\n\ndef loss_fn(output):  # yours\n    return {loss}\n"
-
-
-def _error_of(text: str, timeout: float) -> str:
-    """Run a program in another process; return the last line of its error, empty if it succeeds."""
-    command = [sys.executable, "-c", text]
-    try:
-        done = subprocess.run(command, timeout=timeout, capture_output=True, text=True)
-    except subprocess.TimeoutExpired:
-        return f"it did not end in {timeout:.0f} s"
-    if not done.returncode:
-        return ""
-    lines = done.stderr.strip().splitlines() or ["it failed"]
-    return lines[-1]
 
 
 _Check = Callable[[Candidate, float], Step]  # `Learning.check` or `Fp32Outputs.check`
