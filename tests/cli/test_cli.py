@@ -6,7 +6,7 @@ import sys
 import pytest
 from cases import some_of
 
-from amp_lab.cli import doctor, main
+from amp_lab.cli import COMMANDS, doctor, main
 
 pytestmark = pytest.mark.slow
 
@@ -129,6 +129,23 @@ def test_help_and_version_need_no_torch(argument):
     done = run_python(NO_TORCH + f"from amp_lab.cli import main; main(['{argument}'])")
     assert done.returncode == 0, done.stderr
     assert "amp-lab" in done.stdout
+
+
+def test_help_lists_each_command_once_under_its_question(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed: dict[str, list[str]] = {}
+    for line in capsys.readouterr().out.splitlines():
+        if line.endswith(":") and not line.startswith(" "):
+            listed[line.removesuffix(":")] = []
+        elif re.match(r"  [a-z]", line):
+            listed[list(listed)[-1]].append(line.split()[0])
+    names = {
+        title: [command.__name__.rpartition(".")[2] for command in group]
+        for title, group in COMMANDS.items()
+    }
+    assert listed == names | {"options": []}
+    assert names["your machine"] == ["doctor", "bench"]
 
 
 def test_the_package_alone_loads_nothing():

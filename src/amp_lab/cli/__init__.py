@@ -36,38 +36,61 @@ from amp_lab.cli.printing import (
 from amp_lab.core.errors import AmpLabError, AmpLabWarning, OptionError, OtherRankError
 from amp_lab.core.requirements import needed_for, require_torch
 
-COMMANDS = [
-    doctor,
-    train,
-    sample,
-    export,
-    bench,
-    ops,
-    advise,
-    xray,
-    memory,
-    diff,
-    rehearse,
-    migrate,
-]
-"""The modules of the commands, in the order in which --help lists them."""
+COMMANDS = {
+    "your machine": [doctor, bench],
+    "your model": [advise, xray, memory, rehearse, diff],
+    "your code": [migrate],
+    "train": [train, sample, export],
+    "reference": [ops],
+}
+"""The modules of the commands by the question that they answer, in the order of --help."""
 
 
 class _Parser(argparse.ArgumentParser):
-    commands: "dict[str, _Parser]"
-    """The parser of each command, by its name; only the parser of `amp-lab` itself has them."""
+    """A parser whose errors are one line."""
+
+    def error(self, message: str):  # the usage above it would bury the one line that matters
+        tell(f"{self.prog}: {message} (see {self.prog} --help)")
+        self.exit(2)
+
+
+class _MainParser(_Parser):
+    """The parser of `amp-lab` itself, which lists the commands by the question they answer."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.commands = self.add_subparsers(
+            dest="command", required=True, metavar="COMMAND", parser_class=_Parser
+        )
+        for group in COMMANDS.values():
+            for command in group:
+                command.add(self.commands)
 
     def parse_args(self, args=None, namespace=None):
         """Parse as argparse does; an unknown option is reported with a similar one."""
         options, rest = self.parse_known_args(args, namespace)
         if rest:
-            hint = _did_you_mean(rest[0], self.commands[options.command])
+            hint = _did_you_mean(rest[0], self.commands.choices[options.command])
             self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
         return options
 
-    def error(self, message: str):  # the usage above it would bury the one line that matters
-        tell(f"{self.prog}: {message} (see {self.prog} --help)")
-        self.exit(2)
+    def format_help(self) -> str:
+        """The usage, the commands in their groups, and the options."""
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        # argparse keeps an entry with the name and the help of each command.
+        entry_of = {entry.dest: entry for entry in self.commands._choices_actions}
+        for title, group in COMMANDS.items():
+            formatter.start_section(title)
+            names = [command.__name__.rpartition(".")[2] for command in group]
+            formatter.add_arguments([entry_of[name] for name in names])
+            formatter.end_section()
+        formatter.start_section("options")
+        formatter.add_arguments(self._optionals._group_actions)
+        formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
 
 
 def _did_you_mean(given: str, parser: argparse.ArgumentParser) -> str:
@@ -148,15 +171,13 @@ def _refuse_empty(options: argparse.Namespace) -> None:
             raise OptionError(f"an empty text was given for {name.replace('_', ' ')}")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> _MainParser:
     """The parser of `amp-lab`, with a subparser for each command."""
-    parser = _Parser(
-        prog="amp-lab", description="Automatic mixed precision, on your own hardware and model."
+    parser = _MainParser(
+        prog="amp-lab",
+        description="Automatic mixed precision, on your own hardware and model.",
+        epilog="`amp-lab COMMAND --help` explains the options of a command.",
     )
     parser.add_argument("--version", action="version", version=f"amp-lab {__version__}")
     parser.set_defaults(needs_torch=True)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add(commands)
-    parser.commands = commands.choices
     return parser

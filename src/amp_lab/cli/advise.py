@@ -18,7 +18,7 @@ def add(commands) -> None:
     """Add the command to the parser's `commands`."""
     advise = commands.add_parser(
         "advise",
-        help="which precision to use for a model on this machine, and the lines to write",
+        help="which precision to use for your model on this machine, and the code for it",
         description="X-ray a model, forecast its memory, train it for some steps in each precision "
         "against fp32, time training and inference in turns, and print a ranking with a program.",
     )

@@ -16,7 +16,7 @@ def add(commands) -> None:
     """Add the command to the parser's `commands`."""
     bench = commands.add_parser(
         "bench",
-        help="time training and inference in each precision, up to the limit of the device",
+        help="time training and inference in each precision, next to the peak of this device",
         description="Time workloads in each precision, from the plain recipe up to the limit of "
         "the device; print a table, and write it as JSON with a picture beside it.",
     )

@@ -32,7 +32,7 @@ def add(commands) -> None:
     """Add the command to the parser's `commands`."""
     diff = commands.add_parser(
         "diff",
-        help="find the first op where two runs of a model part by more than rounding explains",
+        help="find the first op where two runs of a model diverge by more than rounding",
         description="Run two models, or one in two ways, on the same inputs, and find the first op "
         "where they part by more than rounding explains. Each op is repeated in fp64. Only the "
         "forward pass runs: gradients are not compared.",

@@ -13,7 +13,7 @@ def add(commands) -> None:
     """Add the command to the parser's `commands`."""
     doctor = commands.add_parser(
         "doctor",
-        help="the machine, its precisions, what to use",
+        help="what this machine has, and which precision to use on it",
         description="Describe a device, measure which precisions it accelerates, say which to use.",
     )
     names = "cpu, cuda, cuda:1, xpu, mps (default: AMP_LAB_DEVICE, else accelerator)"

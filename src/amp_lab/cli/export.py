@@ -11,7 +11,7 @@ def add(commands) -> None:
     """Add the command to the parser's `commands`."""
     export = commands.add_parser(
         "export",
-        help="write a run as one file, or its model as safetensors, ONNX or pt2",
+        help="write a trained model as one checkpoint, safetensors, ONNX or pt2",
         description="Write the checkpoint of a run as one file, which plain torch.load reads: what "
         "FSDP has written in shards is put together. Or write the model, for use elsewhere: as "
         "weights (.safetensors), for ONNX Runtime (.onnx) or as a program of torch.export (.pt2). "

@@ -14,8 +14,7 @@ def add(commands) -> None:
     """Add the command to the parser's `commands`."""
     memory = commands.add_parser(
         "memory",
-        help="forecast the memory of a training step or of inference, on a device that need not "
-        "be here",
+        help="forecast the memory that training or inference needs, on any device",
         description="Print what a training step needs in each precision, whether it fits into a "
         "GPU's memory, and the largest batch that does. With --eval it is a forward pass under "
         "inference_mode: by autocast, with cast weights, and with weights in int8 and int4; and "

@@ -16,7 +16,7 @@ def add(commands) -> None:
     """Add the command to the parser's `commands`."""
     migrate = commands.add_parser(
         "migrate",
-        help="bring old mixed-precision code to today's names, and find its mistakes",
+        help="update old AMP and Apex code to today's names, and find its mistakes",
         description="Print a diff from torch.cuda.amp, torch.cpu.amp and NVIDIA Apex to torch.amp, "
         "and what is to be done by hand, with line numbers. Files and notebooks are left as they "
         "are without --write.",

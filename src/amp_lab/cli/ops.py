@@ -10,7 +10,7 @@ def add(commands) -> None:
     """Add the command to the parser's `commands`."""
     ops = commands.add_parser(
         "ops",
-        help="what autocast does to each op, on a device that need not be here",
+        help="autocast's rule for each op, on any device",
         description="Print the autocast rule of every op on a backend, each checked by a call.",
     )
     add_absent_device(ops)

@@ -12,7 +12,7 @@ def add(commands) -> None:
     """Add the command to the parser's `commands`."""
     rehearse = commands.add_parser(
         "rehearse",
-        help="what becomes of a model in FP8, MXFP8, MXFP4 and NVFP4, on any machine",
+        help="how accurate your model is in FP8, MXFP8, MXFP4 and NVFP4, on any machine",
         description="Take a step of a model with operands rounded to formats below 16 bits: the "
         "error of each layer, which layers to leave in bf16, and torchao's lines for the rest. "
         "With --eval it is a forward pass, and the lines are for inference.",

@@ -16,7 +16,7 @@ def add(commands) -> None:
     """Add the command to the parser's `commands`."""
     sample = commands.add_parser(
         "sample",
-        help="let a language model of a run write",
+        help="generate text with a language model that `train` made",
         description="Write text with the model of a run that `amp-lab train` trained on text.",
     )
     option = sample.add_argument

@@ -16,7 +16,7 @@ def add(commands) -> None:
     """Add the command to the parser's `commands`."""
     parser = commands.add_parser(
         "train",
-        help="train an image classifier or a language model, in a folder, resumably",
+        help="train an image classifier or a language model; an interrupted run resumes",
         description="Train a classifier of torchvision, or a GPT on text, in any precision. The "
         "folder given by --out gets config.json, metrics.csv, loss.png, accuracy.png and "
         "checkpoint.pt; a run that was stopped or killed goes on with --resume, and ends as if "

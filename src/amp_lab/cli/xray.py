@@ -25,7 +25,7 @@ def add(commands) -> None:
     """Add the command to the parser's `commands`."""
     xray = commands.add_parser(
         "xray",
-        help="what autocast does to a model, on a device that need not be here",
+        help="which dtype each op of your model gets under autocast, on any device",
         description="Print the dtypes that a model runs in under autocast, and what is to be said "
         "of them. Nothing is computed, so no such device is needed.",
     )
