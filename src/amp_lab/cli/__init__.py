@@ -176,7 +176,7 @@ def _parser() -> _MainParser:
     parser = _MainParser(
         prog="amp-lab",
         description="Automatic mixed precision, on your own hardware and model.",
-        epilog="`amp-lab COMMAND --help` explains the options of a command.",
+        epilog="Add --help to a command to see its options.",
     )
     parser.add_argument("--version", action="version", version=f"amp-lab {__version__}")
     parser.set_defaults(needs_torch=True)
