@@ -12,8 +12,8 @@ from torch import nn
 
 from amp_lab import xray
 from amp_lab.core.remedies import REMEDIES
+from amp_lab.core.tensors import named_tensors
 from amp_lab.tracing.records import LOSS, is_of_loss
-from amp_lab.tracing.structures import named_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32

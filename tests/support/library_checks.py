@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from memory_models import cpu_autocast, loss_of
 
-from amp_lab.tracing.structures import named_tensors
+from amp_lab.core.tensors import named_tensors
 
 LARGE = 1e38  # once it multiplies a usual value in fp32 or bf16 without an overflow, twice never
 

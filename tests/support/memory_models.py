@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from amp_lab.core.tensors import named_tensors
 from amp_lab.tracing.fake_device import is_composite
-from amp_lab.tracing.structures import named_tensors
 
 
 def images(size):

@@ -13,7 +13,7 @@ from small_models import CellRnn, Cnn, Head, Rnn, Transformer, hooks_of, images,
 from torch import nn
 
 from amp_lab.core.errors import OptionError
-from amp_lab.tracing.structures import named_tensors
+from amp_lab.core.tensors import named_tensors
 from amp_lab.tracing.xray import xray
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")

@@ -7,13 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from amp_lab.tracing.ops_seen import (
-    FLOP_FORMULAS,
-    computes_nothing,
-    flops,
-    storage_key,
-    stored_values,
-)
+from amp_lab.core.tensors import storage_key, stored_values
+from amp_lab.tracing.ops_seen import FLOP_FORMULAS, computes_nothing, flops
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")

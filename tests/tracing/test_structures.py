@@ -13,8 +13,8 @@ from torch import nn
 
 from amp_lab import forecast_inference, forecast_memory, xray
 from amp_lab.core.errors import TraceError
+from amp_lab.core.tensors import map_tensors, named_tensors
 from amp_lab.tracing.memory import BatchedInputs, memory_table
-from amp_lab.tracing.structures import map_tensors, named_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
 

@@ -12,10 +12,10 @@ from amp_lab.advisor.recipes import INFERENCE, TRAINING, Candidate, Case, Recipe
 from amp_lab.core.errors import NumericsError
 from amp_lab.core.precision import Precision
 from amp_lab.core.remedies import remedy
+from amp_lab.core.tensors import named_tensors
 from amp_lab.core.timing import measure
 from amp_lab.numerics import gradient_underflow
 from amp_lab.numerics.gradient_histogram import GradientCount, together
-from amp_lab.tracing.structures import named_tensors
 
 _STEPS = 10  # of a run at most
 _RATE = 1e-3  # learning rate of the runs

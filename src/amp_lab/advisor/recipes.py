@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_map_only
 
 from amp_lab.core.precision import Precision
 from amp_lab.core.remedies import remedy
+from amp_lab.core.tensors import LOWER_DTYPES
 from amp_lab.core.timing import Estimate, Ratio
 from amp_lab.tracing.copies import copied
-from amp_lab.tracing.ops_seen import LOWER_DTYPES
 
 TRAINING = "training"
 INFERENCE = "inference"

@@ -12,8 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from amp_lab.core.backends import backend
 from amp_lab.core.device import describe_device, filling_size, matrix_product
 from amp_lab.core.precision import Precision
+from amp_lab.core.tensors import tensors_in
 from amp_lab.core.timing import compare
-from amp_lab.tracing.ops_seen import FLOP_FORMULAS, computes_nothing, tensors_in
+from amp_lab.tracing.ops_seen import FLOP_FORMULAS, computes_nothing
 
 # The largest edge of the matrices, and the largest size of a copy in bytes. A slow device, such as
 # the GPU of a laptop, gets smaller ones: sizes grow until a matmul or copy takes `_LONG_S` seconds.

@@ -153,7 +153,7 @@ def _first_precision(second: str | None, model: Any) -> str | None:
 
 def _has_low_weights(model: Any) -> bool:
     """Whether a parameter is fp16 or bf16."""
-    from amp_lab.tracing.ops_seen import LOWER_DTYPES
+    from amp_lab.core.tensors import LOWER_DTYPES
 
     return any(parameter.dtype in LOWER_DTYPES for parameter in model.parameters())
 
@@ -175,7 +175,7 @@ def _is_cast(tensor: Any, dtype: Any) -> bool:
     """Whether `_cast_tensors` casts this tensor to `dtype`; never if `dtype` is None."""
     import torch
 
-    from amp_lab.tracing.ops_seen import LOWER_DTYPES
+    from amp_lab.core.tensors import LOWER_DTYPES
 
     known = (torch.float32, *LOWER_DTYPES)
     return dtype in known and tensor.dtype in known and tensor.dtype is not dtype
@@ -186,7 +186,7 @@ def _cast_tensors(structure: Any, dtype: Any) -> Any:
 
     Unchanged for any other `dtype`, and for None.
     """
-    from amp_lab.tracing.structures import map_tensors
+    from amp_lab.core.tensors import map_tensors
 
     def cast(tensor: Any) -> Any:
         if _is_cast(tensor, dtype):
@@ -204,7 +204,7 @@ def _input_remarks(
     `run` is its name in the sentence: A, B or both.
     """
     from amp_lab.core.report import short_name
-    from amp_lab.tracing.ops_seen import tensors_in
+    from amp_lab.core.tensors import tensors_in
 
     dtype = _input_dtype(model, precision)
     tensors = tensors_in((loaded.args, loaded.kwargs))

@@ -10,8 +10,7 @@ from torch import nn
 
 from amp_lab.core.errors import OptionError, with_type
 from amp_lab.core.report import dtype_name
-from amp_lab.tracing.ops_seen import storage_key
-from amp_lab.tracing.structures import named_tensors
+from amp_lab.core.tensors import named_tensors, storage_key
 
 
 def parameters_of(model: nn.Module) -> list[inspect.Parameter]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from amp_lab.core.errors import NumericsError
 from amp_lab.core.remedies import remedy
 from amp_lab.core.report import dtype_name, short_name
+from amp_lab.core.tensors import tensors_in
 from amp_lab.difference.alignment import Pair, align
 from amp_lab.difference.compiled import compare_modules, is_compiled
 from amp_lab.difference.findings import first_finding, largest_jump
@@ -18,7 +19,6 @@ from amp_lab.difference.raised import RunRaised
 from amp_lab.difference.records import RunLog
 from amp_lab.difference.result import Difference, Growth, RunComparison
 from amp_lab.difference.run_log import record_run
-from amp_lab.tracing.ops_seen import tensors_in
 
 __all__ = ["Difference", "RunComparison", "compare_runs", "first_difference"]
 

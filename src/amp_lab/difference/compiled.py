@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from amp_lab.core.errors import NumericsError, with_type
+from amp_lab.core.tensors import tensors_in
 from amp_lab.difference import rounding
 from amp_lab.difference.records import RunLog
 from amp_lab.difference.result import Difference, Growth, RunComparison
 from amp_lab.difference.run_log import record_run
-from amp_lab.tracing.ops_seen import tensors_in
 
 # A compiled module fuses and reorders ops, so it rounds at other places than the eager one. Its
 # error may be larger than the eager error, but only by this factor.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_lab.core.report import short_name
-from amp_lab.tracing.ops_seen import LOWER_DTYPES, largest_whole_number
+from amp_lab.core.tensors import LOWER_DTYPES, largest_whole_number
 
 _SPACING_TOLERANCE = 2.0**-21  # relative to the largest value: rounding of even steps in fp32
 _LARGEST_WHOLE_IN_FP32 = 2.0**24  # fp32 has all whole numbers up to this one

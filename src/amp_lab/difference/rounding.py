@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
 from amp_lab.core.report import short_name
-from amp_lab.tracing.ops_seen import tensors_in
+from amp_lab.core.tensors import tensors_in
 
 EXACT = 1e-10  # relative error of the fp64 results themselves, after many ops
 FLOAT32_ROUNDOFF = 2.0**-24

@@ -17,14 +17,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_lab.core.backends import BACKENDS
 from amp_lab.core.errors import AmpLabError
+from amp_lab.core.tensors import LOWER_DTYPES, named_tensors, storage_key, tensors_in
 from amp_lab.difference import rounding
 from amp_lab.difference.merged_values import MergedValues, find_merged_values
 from amp_lab.difference.raised import Failure, RunRaised, failure_above_ops
 from amp_lab.difference.records import OpRecord, Place, RunLog
 from amp_lab.difference.result import location_text
 from amp_lab.tracing.operands import Operand, Source, SourceKind
-from amp_lab.tracing.ops_seen import LOWER_DTYPES, computes_nothing, storage_key, tensors_in
-from amp_lab.tracing.structures import named_tensors
+from amp_lab.tracing.ops_seen import computes_nothing
 
 # Casts and copies: without rounding they leave values as they are. Logs are aligned without them.
 _NEUTRAL = frozenset(("_to_copy", "clone", "copy_", "lift_fresh", "lift_fresh_copy", "detach"))

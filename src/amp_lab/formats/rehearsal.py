@@ -14,6 +14,7 @@ from amp_lab.advisor.recipes import INFERENCE, TRAINING, Case
 from amp_lab.core.errors import AmpLabError, NumericsError, OptionError, TraceError, with_type
 from amp_lab.core.remedies import remedy
 from amp_lab.core.report import listed
+from amp_lab.core.tensors import named_tensors
 from amp_lab.formats.cards import Card
 from amp_lab.formats.cards import card as card_of
 from amp_lab.formats.interception import Layer, Product
@@ -28,7 +29,6 @@ from amp_lab.formats.products import (
 from amp_lab.formats.rehearsal_result import FormatReport, LayerReport, Rehearsal
 from amp_lab.formats.scaling import Counts, Format, format_of
 from amp_lab.formats.uses import Inference, ProductOf, Training, Use
-from amp_lab.tracing.structures import named_tensors
 
 DEFAULT = ("fp8", "fp8-rowwise", "mxfp8", "mxfp4", "nvfp4")
 # In order of preference: the formats that libraries hold safest come first.

@@ -15,6 +15,7 @@ from amp_lab.advisor.recipes import INFERENCE, OWN_LOSS, TRAINING, Case, Recipe,
 from amp_lab.core.errors import NumericsError
 from amp_lab.core.precision import Precision
 from amp_lab.core.remedies import remedy
+from amp_lab.core.tensors import named_tensors
 from amp_lab.formats import torchao_code, torchao_inference
 from amp_lab.formats.cards import Card
 from amp_lab.formats.interception import Layer, Product, intercepted
@@ -35,7 +36,6 @@ from amp_lab.formats.rehearsal_result import (
     TrainingReport,
 )
 from amp_lab.formats.scaling import Format
-from amp_lab.tracing.structures import named_tensors
 
 ProductOf = Callable[[Layer], Product | None]
 """A function that returns the matmul of a layer, or None to let torch compute it."""

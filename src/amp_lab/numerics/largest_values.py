@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from amp_lab.core.tensors import tensors_in
 from amp_lab.numerics.tensor_summary import readable
 from amp_lab.numerics.watched_ops import outputs
-from amp_lab.tracing.ops_seen import tensors_in
 
 
 def largest_values(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str, float]:

@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_lab.core.errors import NumericsError
+from amp_lab.core.tensors import storage_key, stored_values, tensors_in
 from amp_lab.numerics.call_stack import applied_loss_scale, is_in_scaler, user_line
 from amp_lab.numerics.error_notes import add_note
 from amp_lab.numerics.nonfinite_report import NonfiniteReport, left_by_error
@@ -27,7 +28,6 @@ from amp_lab.numerics.op_constants import (
 )
 from amp_lab.numerics.tensor_summary import TensorSummary, is_finite, summarise
 from amp_lab.numerics.watched_ops import REDUCTIONS, Call, Site, among, argument_summaries, outputs
-from amp_lab.tracing.ops_seen import storage_key, stored_values, tensors_in
 
 _OUTSIDE = Site()  # of an op that runs outside of all modules
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from amp_lab.core.report import dtype_name, percent
+from amp_lab.core.tensors import stored_values
 from amp_lab.numerics.stored_parts import parts_of
-from amp_lab.tracing.ops_seen import stored_values
 
 
 @dataclass(frozen=True)

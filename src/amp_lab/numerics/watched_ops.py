@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from amp_lab.core.tensors import tensors_in
 from amp_lab.numerics.tensor_summary import TensorSummary, summarise
-from amp_lab.tracing.ops_seen import tensors_in
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from amp_lab.core.backends import backend
 from amp_lab.core.cpu import NO_PRIMITIVE_REMEDY, lstm_error
 from amp_lab.core.remedies import remedy
 from amp_lab.core.report import bytes_text, dtype_name, listed, percent, short_name
-from amp_lab.tracing.ops_seen import LOWER_DTYPES, largest_whole_number
+from amp_lab.core.tensors import LOWER_DTYPES, largest_whole_number
 from amp_lab.tracing.records import LOSS, Cast, OpRecord, is_of_loss, place_of, places_of, work_of
 from amp_lab.tracing.running_module import Outputs
 from amp_lab.tracing.tracer import NORMS, Tracer

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from amp_lab.core.backends import Backend
+from amp_lab.core.tensors import LOWER_DTYPES
 from amp_lab.tracing.kernel_limits import require_same_dtype
-from amp_lab.tracing.ops_seen import LOWER_DTYPES
 
 ATTENTION = "scaled_dot_product_attention"
 

@@ -15,8 +15,8 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from amp_lab.core.errors import TraceError
+from amp_lab.core.tensors import tensors_in
 from amp_lab.core.torch_versions import function_nodes_need_their_parents, one_backward_pass
-from amp_lab.tracing.ops_seen import tensors_in
 
 # Computed at import, since a trace would record the ops of this test.
 _NEED_THEIR_PARENTS = function_nodes_need_their_parents()

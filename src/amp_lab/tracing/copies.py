@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from amp_lab.tracing.structures import named_tensors
+from amp_lab.core.tensors import named_tensors
 
 
 def copied(model: nn.Module, *others: Any) -> Any:

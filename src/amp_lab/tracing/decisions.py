@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map_only
 
 from amp_lab.core.errors import TraceError
 from amp_lab.core.report import plural
+from amp_lab.core.tensors import tensors_in
 from amp_lab.tracing.finite_checks import found_in_finite_values
-from amp_lab.tracing.ops_seen import tensors_in
 from amp_lab.tracing.records import LOSS, place_of
 from amp_lab.tracing.running_module import RunningModule
 

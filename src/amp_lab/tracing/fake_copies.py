@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wra
 
 from amp_lab.core.errors import TraceError, first_line
 from amp_lab.core.remedies import remedy
-from amp_lab.tracing.ops_seen import storage_key
+from amp_lab.core.tensors import storage_key
 
 QUANTISED = remedy(
     "trace.quantised",

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wra
 from amp_lab.core.backends import BACKENDS, backend
 from amp_lab.core.errors import DeviceError, TraceError
 from amp_lab.core.remedies import remedy
+from amp_lab.core.tensors import LOWER_DTYPES, map_tensors
 from amp_lab.core.torch_versions import fused_gru_on_fakes
 from amp_lab.tracing.attention import attention_of
 from amp_lab.tracing.decisions import Decisions, Replay
@@ -29,8 +30,6 @@ from amp_lab.tracing.device_guard import idle_guard
 from amp_lab.tracing.dtype_checks import StrictFakeMode
 from amp_lab.tracing.error_tips import tips_for
 from amp_lab.tracing.fake_copies import QUANTISED, REAL_ALONE, FakeCopies
-from amp_lab.tracing.ops_seen import LOWER_DTYPES
-from amp_lab.tracing.structures import map_tensors
 
 _DETECTOR = remedy(
     "trace.detector",

@@ -17,6 +17,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from amp_lab.core.errors import TraceError, first_line
 from amp_lab.core.precision import Precision
+from amp_lab.core.tensors import map_tensors, named_tensors
 from amp_lab.tracing.answered import answered
 from amp_lab.tracing.decisions import Decisions, ValuesNeeded
 from amp_lab.tracing.fake_device import ModelRun, autocast_on
@@ -37,7 +38,6 @@ from amp_lab.tracing.memory import (
 )
 from amp_lab.tracing.real_run import ModelCall, Passes
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
-from amp_lab.tracing.structures import map_tensors, named_tensors
 from amp_lab.tracing.training_step import one_line_errors, steps_on, traced_on_either
 
 _LOW_PRECISIONS = (Precision.FP16, Precision.BF16)

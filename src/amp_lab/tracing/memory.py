@@ -15,13 +15,13 @@ from torch import nn
 from amp_lab.core.errors import AmpLabError, TraceError, first_line, with_type
 from amp_lab.core.precision import Precision
 from amp_lab.core.remedies import remedy
+from amp_lab.core.tensors import map_tensors, named_tensors
 from amp_lab.tracing.answered import answered
 from amp_lab.tracing.decisions import Decisions, NoValues, ValuesNeeded
 from amp_lab.tracing.fake_device import ModelRun
 from amp_lab.tracing.memory_advice import EIGHT_BIT, needs_eight_bit, ways_out
 from amp_lab.tracing.memory_result import MemoryForecast, MemoryTable
 from amp_lab.tracing.real_run import ModelCall, Passes
-from amp_lab.tracing.structures import map_tensors, named_tensors
 from amp_lab.tracing.training_step import LossFunction, TrainingStep, training_steps
 
 _FORECAST_EACH_BATCH = remedy(

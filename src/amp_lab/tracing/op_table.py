@@ -25,6 +25,7 @@ from amp_lab.core.backends import backend
 from amp_lab.core.cpu import lstm_remarks, matrix_instructions
 from amp_lab.core.errors import AmpLabWarning, first_line
 from amp_lab.core.report import Printed, Table, short_name
+from amp_lab.core.tensors import tensors_in
 from amp_lab.tracing.dtype_checks import StrictFakeMode
 from amp_lab.tracing.fake_device import (
     absent_device,
@@ -34,7 +35,6 @@ from amp_lab.tracing.fake_device import (
     errors_not_logged,
 )
 from amp_lab.tracing.op_samples import Sample, Sizes, sizes_to_try
-from amp_lab.tracing.ops_seen import tensors_in
 
 POLICIES = {  # what autocast does to an op
     "lower_precision": "casts floating-point inputs to autocast's dtype",

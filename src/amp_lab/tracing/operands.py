@@ -14,7 +14,8 @@ from torch._ops import OpOverload
 
 from amp_lab.core.remedies import remedy
 from amp_lab.core.report import dtype_name
-from amp_lab.tracing.ops_seen import LOWER_DTYPES, has_autocast_rule, tensor_key, tensors_in
+from amp_lab.core.tensors import LOWER_DTYPES, tensor_key, tensors_in
+from amp_lab.tracing.ops_seen import has_autocast_rule
 
 _INPUT = remedy(
     "dtype.inputs_of_a_cast_model",

@@ -1,4 +1,4 @@
-"""What tracers ask of an op: its tensors, their storages, its autocast rule and its FLOPs."""
+"""What tracers ask of an op: whether it computes anything, its autocast rule and its FLOPs."""
 
 import math
 from collections.abc import Callable
@@ -6,59 +6,12 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from amp_lab.core.backends import backend
 
-LOWER_DTYPES = (torch.float16, torch.bfloat16)  # autocast can compute in them, on every backend
-
 # Ops that return memory without computing anything, and that torch does not mark as views.
 _MEMORY_ONLY = {"_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided"}
-_COMPRESSED_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-
-
-def largest_whole_number(dtype: torch.dtype) -> int:
-    """The number up to which a dtype has all whole numbers: 256 for bf16, 2048 for fp16."""
-    # `eps` is the step between numbers from 1 to 2, so 2 / eps is where the step becomes 2.
-    return int(2 / torch.finfo(dtype).eps)
-
-
-def tensors_in(structure: Any) -> list[torch.Tensor]:
-    """The tensors among the leaves of tuples, lists and dicts."""
-    if isinstance(structure, torch.Tensor):
-        return [structure]
-    return [leaf for leaf in tree_leaves(structure) if isinstance(leaf, torch.Tensor)]
-
-
-def stored_values(tensor: torch.Tensor) -> torch.Tensor:
-    """The stored values of a sparse tensor; any other tensor as it is."""
-    layout = tensor.layout
-    if layout is torch.sparse_coo:
-        return tensor._values()
-    if layout in _COMPRESSED_LAYOUTS:
-        return tensor.values()
-    return tensor
-
-
-def storage_key(tensor: torch.Tensor) -> int | None:
-    """A number that identifies a tensor's storage; None for oneDNN's tensors, which have none.
-
-    It is the address of the storage object: fake tensors, and those on ``meta``, have no data. Once
-    a storage is freed, another may get the same number: keep the storage, or a weak reference.
-    """
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        values = stored_values(tensor)
-        if values is tensor:  # not sparse
-            return None
-        return storage_key(values)
-
-
-def tensor_key(tensor: torch.Tensor) -> int:
-    """The `storage_key` of a tensor; for oneDNN's tensors, which have none, the tensor's id."""
-    return storage_key(tensor) or id(tensor)
 
 
 def computes_nothing(func: OpOverload) -> bool:

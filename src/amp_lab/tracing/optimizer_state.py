@@ -11,8 +11,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from amp_lab.core.backends import Backend, backend
+from amp_lab.core.tensors import tensors_in
 from amp_lab.core.torch_versions import step_counters_on_host
-from amp_lab.tracing.ops_seen import tensors_in
 from amp_lab.tracing.storage_ledger import StorageLedger
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -20,6 +20,14 @@ from torch.overrides import TorchFunctionMode
 from amp_lab.core.device import free_bytes
 from amp_lab.core.errors import TraceError, with_type
 from amp_lab.core.report import bytes_text
+from amp_lab.core.tensors import (
+    LOWER_DTYPES,
+    map_tensors,
+    named_tensors,
+    storage_key,
+    stored_values,
+    tensors_in,
+)
 from amp_lab.tracing.backward import (
     Seeds,
     functions_of_the_model,
@@ -41,9 +49,7 @@ from amp_lab.tracing.fake_device import (
     autocast_on,
 )
 from amp_lab.tracing.finite_checks import remember_check
-from amp_lab.tracing.ops_seen import LOWER_DTYPES, storage_key, stored_values, tensors_in
 from amp_lab.tracing.running_module import RunningModule
-from amp_lab.tracing.structures import map_tensors, named_tensors
 
 SHARE_OF_MEMORY = 0.5
 """The share of the free memory that the run may take, its copy of the weights included."""

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from amp_lab.tracing.structures import named_tensors
+from amp_lab.core.tensors import named_tensors
 
 Outputs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of each tensor in an output, by its path, as ``0`` or ``logits``.

@@ -12,11 +12,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from amp_lab.core.errors import TraceError
 from amp_lab.core.precision import Precision
+from amp_lab.core.tensors import named_tensors, tensors_in
 from amp_lab.parallel.ranks import Parallel, Ranks
 from amp_lab.tracing.decisions import Replay
-from amp_lab.tracing.ops_seen import tensors_in
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
-from amp_lab.tracing.structures import named_tensors
 
 if TYPE_CHECKING:
     from amp_lab.tracing.training_step import TrainingStep

@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amp_lab.core.errors import TraceError
 from amp_lab.core.precision import Precision
+from amp_lab.core.tensors import LOWER_DTYPES, named_tensors
 from amp_lab.core.torch_versions import fsdp_groups, fsdp_reduced_dtype
 from amp_lab.parallel.ranks import REDUCE_DTYPES, Parallel
 from amp_lab.tracing.fake_device import checked_backend, on_fake_device, require_model
-from amp_lab.tracing.ops_seen import LOWER_DTYPES
 from amp_lab.tracing.sharded_step import group_of, sharded
 from amp_lab.tracing.sharding_result import (
     ShardedBuffer,
@@ -24,7 +24,6 @@ from amp_lab.tracing.sharding_result import (
     Unit,
     unit_named,
 )
-from amp_lab.tracing.structures import named_tensors
 from amp_lab.tracing.xray import xray
 
 # torch's communication hooks for DDP, with the dtype in which they sum gradients.

@@ -13,7 +13,7 @@ import torch
 
 from amp_lab.core.remedies import Remedy, remedy
 from amp_lab.core.report import listed, short_name
-from amp_lab.tracing.ops_seen import LOWER_DTYPES
+from amp_lab.core.tensors import LOWER_DTYPES
 
 if TYPE_CHECKING:
     from amp_lab.tracing.sharding_result import ShardedBuffer, ShardedParameter, ShardingXray

@@ -17,9 +17,9 @@ from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_lab.core.report import short_name
+from amp_lab.core.tensors import LOWER_DTYPES, storage_key, stored_values, tensors_in
 from amp_lab.tracing.fake_device import is_composite, takes_wrappers
 from amp_lab.tracing.memory_result import amount
-from amp_lab.tracing.ops_seen import LOWER_DTYPES, storage_key, stored_values, tensors_in
 from amp_lab.tracing.records import LOSS, place_of
 
 KINDS = (

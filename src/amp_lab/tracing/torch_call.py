@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from amp_lab.core.tensors import tensor_key
 from amp_lab.tracing.attention import ATTENTION
-from amp_lab.tracing.ops_seen import tensor_key
 from amp_lab.tracing.records import RNN_LAYERS
 
 NORMS = {"layer_norm", "group_norm", "rms_norm", "instance_norm"}

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from amp_lab.core.backends import backend
 from amp_lab.core.errors import TraceError, first_line
 from amp_lab.core.report import listed
+from amp_lab.core.tensors import LOWER_DTYPES, named_tensors, tensor_key, tensors_in
 from amp_lab.tracing.attention import ATTENTION, Attention
 from amp_lab.tracing.backward import (
     functions_of_the_model,
@@ -38,17 +39,9 @@ from amp_lab.tracing.fake_device import (
     remedy_for,
 )
 from amp_lab.tracing.operands import MixedCall, Operand, SourceKind, Sources, mixed_call
-from amp_lab.tracing.ops_seen import (
-    LOWER_DTYPES,
-    computes_nothing,
-    flops,
-    has_autocast_rule,
-    tensor_key,
-    tensors_in,
-)
+from amp_lab.tracing.ops_seen import computes_nothing, flops, has_autocast_rule
 from amp_lab.tracing.records import LOSS, RNN_LAYERS, Cast, OpRecord, place_of, widest
 from amp_lab.tracing.running_module import ModuleCalls, Outputs, RunningModule, outputs_of
-from amp_lab.tracing.structures import named_tensors
 from amp_lab.tracing.torch_call import NORMS, TorchCall
 
 _CALLED_INSIDE = {"instance_norm": ("batch_norm",)}  # autocast's rule may be that of this op

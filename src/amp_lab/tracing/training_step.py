@@ -19,6 +19,7 @@ from amp_lab.core.backends import Backend, backend
 from amp_lab.core.errors import AmpLabError, TraceError, first_line
 from amp_lab.core.precision import Precision
 from amp_lab.core.report import listed, short_name
+from amp_lab.core.tensors import LOWER_DTYPES, named_tensors
 from amp_lab.tracing.backward import Seeds, run_backward, seeds_of
 from amp_lab.tracing.decisions import Decisions, MemoryNeeded, Replay, ValuesNeeded
 from amp_lab.tracing.fake_device import (
@@ -34,11 +35,9 @@ from amp_lab.tracing.fake_device import (
     tip_for,
 )
 from amp_lab.tracing.memory_result import MemoryForecast
-from amp_lab.tracing.ops_seen import LOWER_DTYPES
 from amp_lab.tracing.optimizer_state import OPTIMIZERS, QUANTIZED, Parameter, optimizer_bytes
 from amp_lab.tracing.records import RNN_LAYERS
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
-from amp_lab.tracing.structures import named_tensors
 
 _MOST_RANKS = 1024
 _RNN_CAVEAT = ": forecast with torch's own kernels; cuDNN or oneDNN may keep twice as much."

@@ -14,6 +14,7 @@ from amp_lab.core.errors import TraceError, first_line, with_type
 from amp_lab.core.precision import require_backend
 from amp_lab.core.remedies import remedy
 from amp_lab.core.report import dtype_name, short_name
+from amp_lab.core.tensors import LOWER_DTYPES, map_tensors, named_leaves, named_tensors
 from amp_lab.tracing.advice import advise
 from amp_lab.tracing.answered import answered
 from amp_lab.tracing.compiled import is_compiled, without_wrapper
@@ -31,10 +32,8 @@ from amp_lab.tracing.fake_device import (
 )
 from amp_lab.tracing.module_table import module_rows
 from amp_lab.tracing.operands import low_operand, remedy_for_mixed
-from amp_lab.tracing.ops_seen import LOWER_DTYPES
 from amp_lab.tracing.real_run import ModelCall
 from amp_lab.tracing.records import place_of
-from amp_lab.tracing.structures import map_tensors, named_leaves, named_tensors
 from amp_lab.tracing.tracer import Tracer
 from amp_lab.tracing.xray_result import Xray
 

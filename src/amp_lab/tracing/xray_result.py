@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from amp_lab.core.report import Printed, Table, bytes_text, listed, plural, share_text, short_name
+from amp_lab.core.tensors import LOWER_DTYPES
 from amp_lab.tracing.module_table import ModuleRow, ModuleTable, named_outputs
-from amp_lab.tracing.ops_seen import LOWER_DTYPES
 from amp_lab.tracing.records import LOSS, Cast, OpRecord, is_of_loss, work_of
 from amp_lab.tracing.running_module import Outputs
 

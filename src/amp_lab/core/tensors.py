@@ -1,4 +1,4 @@
-"""Tensors in the structures that models take and return: tuples, mappings, dataclasses, objects."""
+"""Tensors in the structures that models take and return, and what identifies their storages."""
 
 import copy
 import dataclasses
@@ -20,6 +20,52 @@ _GIVE_TENSORS = remedy(
     "an input is an object that cannot be copied, or whose attributes are out of sight",
     "give the model its tensors in a dict or a dataclass",
 )
+
+LOWER_DTYPES = (torch.float16, torch.bfloat16)  # autocast can compute in them, on every backend
+_COMPRESSED_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def largest_whole_number(dtype: torch.dtype) -> int:
+    """The number up to which a dtype has all whole numbers: 256 for bf16, 2048 for fp16."""
+    # `eps` is the step between numbers from 1 to 2, so 2 / eps is where the step becomes 2.
+    return int(2 / torch.finfo(dtype).eps)
+
+
+def tensors_in(structure: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves of tuples, lists and dicts."""
+    if isinstance(structure, torch.Tensor):
+        return [structure]
+    return [leaf for leaf in pytree.tree_leaves(structure) if isinstance(leaf, torch.Tensor)]
+
+
+def stored_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The stored values of a sparse tensor; any other tensor as it is."""
+    layout = tensor.layout
+    if layout is torch.sparse_coo:
+        return tensor._values()
+    if layout in _COMPRESSED_LAYOUTS:
+        return tensor.values()
+    return tensor
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """A number that identifies a tensor's storage; None for oneDNN's tensors, which have none.
+
+    It is the address of the storage object: fake tensors, and those on ``meta``, have no data. Once
+    a storage is freed, another may get the same number: keep the storage, or a weak reference.
+    """
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        values = stored_values(tensor)
+        if values is tensor:  # not sparse
+            return None
+        return storage_key(values)
+
+
+def tensor_key(tensor: torch.Tensor) -> int:
+    """The `storage_key` of a tensor; for oneDNN's tensors, which have none, the tensor's id."""
+    return storage_key(tensor) or id(tensor)
 
 
 def named_leaves(
