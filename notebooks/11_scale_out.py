@@ -268,7 +268,7 @@ def join(device_type):
 # the sum of their tensors on every rank. `all_gather` leaves all of their tensors, one after another,
 # on every rank. `reduce_scatter` leaves an n-th of the sum on each. So an `all_reduce` gives the same as a
 # `reduce_scatter` followed by an `all_gather`.
-# <!-- tests/parallel/test_shared_memory.py -->
+# <!-- tests/parallel/test_collectives.py -->
 #
 # ## DDP
 #

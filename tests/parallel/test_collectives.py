@@ -199,6 +199,17 @@ def train_step(model, x):
     model(x).float().square().mean().backward()
 
 
+def require_equal_sums():
+    """An all_reduce gives the same as a reduce_scatter and an all_gather of its parts."""
+    size = dist.get_world_size()
+    summed = torch.arange(8.0 * size) + dist.get_rank()
+    part, gathered = torch.empty(8), torch.empty(8 * size)
+    dist.reduce_scatter_tensor(part, summed.clone())
+    dist.all_gather_into_tensor(gathered, part)
+    dist.all_reduce(summed)
+    assert torch.equal(gathered, summed)  # whole numbers, so exact in any order
+
+
 def experiments():
     """`counted_and_written` of single collectives, and of steps of DDP and FSDP2."""
     dist.init_process_group("gloo")
@@ -209,6 +220,7 @@ def experiments():
         "all_gather": counted_and_written(lambda: dist.all_gather_into_tensor(whole, part)),
         "reduce_scatter": counted_and_written(lambda: dist.reduce_scatter_tensor(part, whole)),
     }
+    require_equal_sums()
 
     def count_steps(name, wrap):
         model = wrap(nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)))

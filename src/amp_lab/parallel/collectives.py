@@ -149,9 +149,6 @@ class Communication(Printed):
         return [f"{number:,}" for number in numbers]
 
 
-_open_counts: list[Communication] = []  # of the blocks of `count_communication` that are running
-
-
 @contextmanager
 def count_communication() -> Iterator[Communication]:
     """Note every collective that this thread issues in the block, backward passes included.
@@ -161,27 +158,13 @@ def count_communication() -> Iterator[Communication]:
         print(sent)
 
     It counts collectives of DDP's reducer, its communication hooks, FSDP2, DTensor and calls of
-    `torch.distributed`, on any backend, and also the exchanges through shared memory that replace a
-    collective (`amp_lab.parallel.shared_memory`). It does not count what another thread issues,
-    such as a callback of a hook's future; barriers, which have no payload; and the sizes of Python
-    objects, which are sent through a store.
+    `torch.distributed`, on any backend. It does not count what another thread issues, such as a
+    callback of a hook's future; barriers, which have no payload; and the sizes of Python objects,
+    which are sent through a store.
     Raises `ParallelError` in the block for a collective whose payload is not known.
     """
     with _Counter() as counter:
-        _open_counts.append(counter.communication)
-        try:
-            yield counter.communication
-        finally:
-            _open_counts.pop()
-
-
-def note_shared(kind: str, dtype: torch.dtype, elements: int, ranks: int) -> None:
-    """Count an exchange through shared memory as a `Collective` with these fields.
-
-    It is added to every block of `count_communication` that is running.
-    """
-    for communication in _open_counts:
-        communication.calls.append(Collective(kind, dtype, elements, ranks))
+        yield counter.communication
 
 
 class _Counter(TorchDispatchMode):

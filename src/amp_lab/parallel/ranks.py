@@ -16,7 +16,6 @@ from amp_lab.core.backends import backend
 from amp_lab.core.errors import AmpLabError, OtherRankError, ParallelError
 from amp_lab.core.precision import Precision
 from amp_lab.core.torch_versions import no_buffer_broadcast
-from amp_lab.parallel.shared_memory import FsdpCollective, share_memory
 
 # The dtypes in which gradients can be summed over the processes.
 REDUCE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -163,27 +162,9 @@ class Ranks:
         options["device_ids"] = None if backend(self.device).is_host else [self.device]
         options["gradient_as_bucket_view"] = True  # without it, gradients are kept twice
         wrapped = nn.parallel.DistributedDataParallel(model, **options)
-        hook = self._gradient_hook()
-        if hook is not None:
-            wrapped.register_comm_hook(None, hook)
-        return wrapped
-
-    def _gradient_hook(self) -> Callable | None:
-        """DDP's communication hook, for shared memory or a 16-bit `reduce_dtype`; else None.
-
-        DDP calls it as ``hook(state, bucket)``, with the state None, and gets a future.
-        """
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-        memory = share_memory(self.device)
-        if memory is not None:
-            dtype = REDUCE_DTYPES[self.reduce_dtype]
-            return lambda group, bucket: memory.average(bucket, dtype)
         if self.reduce_dtype != "fp32":
-            compress = getattr(default_hooks, f"{self.reduce_dtype}_compress_hook")
-            # In a lambda, since a torch without CUDA refuses the hook for bf16 by its name.
-            return lambda group, bucket: compress(group, bucket)
-        return None
+            _sum_gradients_in(wrapped, self.reduce_dtype)
+        return wrapped
 
     @functools.cached_property
     def mesh(self) -> Any:
@@ -224,13 +205,6 @@ class Ranks:
         for block in list(_blocks(model)):
             shard(block, block_policy)
         shard(model, model_policy)  # last, since it takes the parameters outside of the blocks
-        memory = share_memory(self.device)
-        if memory is not None:
-            # `Any`, since the types of these methods ask for torch's own collective classes.
-            units: Any = [m for m in model.modules() if isinstance(m, FSDPModule)]
-            for unit in units:
-                unit.set_custom_all_gather(FsdpCollective(memory.all_gather))
-                unit.set_custom_reduce_scatter(FsdpCollective(memory.reduce_scatter))
 
     def set_memory_format(self, model: nn.Module, memory_format: torch.memory_format) -> None:
         """Put the weights into a memory format; with FSDP2 do nothing, since shards have none."""
@@ -289,6 +263,15 @@ def require_same(settings: list[dict]) -> None:
             if value != first_value:
                 difference = f"{name.replace('_', ' ')} {value}, rank 0 with {first_value}"
                 raise ParallelError(f"rank {rank} was started with {difference}: give all the same")
+
+
+def _sum_gradients_in(wrapped: nn.parallel.DistributedDataParallel, reduce_dtype: str) -> None:
+    """Make DDP sum the gradients in "fp16" or "bf16", in place of fp32."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    compress = getattr(default_hooks, f"{reduce_dtype}_compress_hook")
+    # In a lambda, since a torch without CUDA refuses the hook for bf16 by its name.
+    wrapped.register_comm_hook(None, lambda group, bucket: compress(group, bucket))
 
 
 def _is_16_bit(precision: Precision) -> bool:
