@@ -35,7 +35,6 @@ BEGIN = "<!-- {}: made by tools/record.py --write -->"
 END = "<!-- end of the {} -->"
 NONFINITE = "numerics/nonfinite/{}/times as long as plain/{}"
 COUNTED = "numerics/underflow/{}/times as long as step/step with counting"
-SCALE = "scale/speed/precision=bf16;way=2 processes{}/times_1_process"
 READ = "loading/as generated/times as fast as torchvision/{}"
 SMALL = "resnet18 64x32x32"
 LARGE = "resnet18 8x224x224"
@@ -61,11 +60,6 @@ COSTS = {  # what our own code costs or gains: the files, and where in them (in 
             ("MobileNetV2, 8x224", "mobilenet_v2 8x3x224x224"),
             ("gpt-nano, 8x256", "gpt-nano 8x256"),
         )
-    },
-    "two processes of a core each, times as fast as one, in bf16": {
-        "DDP": SCALE.format(", ddp"),
-        "FSDP2": SCALE.format(", fsdp"),
-        "two that exchange nothing, the limit": SCALE.format(" apart"),
     },
     "a step with `gradient_underflow`, times one without": {
         "ResNet-18, 8x224": COUNTED.format(LARGE),
