@@ -15,7 +15,6 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULES = (
     "amp_lab.core.cpu",
     "amp_lab.advisor.learning",
-    "amp_lab.advisor.recipes",
     "amp_lab.advisor.session",
     "amp_lab.cli.user_code",
     "amp_lab.difference",
@@ -28,6 +27,7 @@ MODULES = (
     "amp_lab.numerics.nonfinite_remedies",
     "amp_lab.numerics.scale_log",
     "amp_lab.numerics.underflow",
+    "amp_lab.recipes.loss",
     "amp_lab.tracing.advice",
     "amp_lab.tracing.answered",
     "amp_lab.tracing.fake_device",

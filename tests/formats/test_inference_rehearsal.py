@@ -14,11 +14,11 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from amp_lab import rehearse
-from amp_lab.advisor.recipes import Case
 from amp_lab.core.errors import NumericsError, OptionError, TraceError
 from amp_lab.formats import quantize, torchao_inference
 from amp_lab.formats.cards import card
 from amp_lab.formats.rehearsal_result import InferenceReport
+from amp_lab.recipes import Case
 from amp_lab.tracing.fake_device import errors_not_logged
 
 FORMATS = ("fp8", "fp8-rowwise", "mxfp8", "mxfp4", "nvfp4")

@@ -14,11 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from amp_lab import rehearse
-from amp_lab.advisor.recipes import TRAINING, Case, Recipe, Step
 from amp_lab.core.errors import NumericsError, OptionError, TraceError
 from amp_lab.formats import quantized_linear, torchao_code, torchao_inference
 from amp_lab.formats.interception import intercepted
 from amp_lab.formats.rehearsal_result import TrainingReport
+from amp_lab.recipes import TRAINING, Case, Recipe, Step
 from amp_lab.tracing.fake_device import errors_not_logged
 
 FORMATS = ("fp8", "fp8-rowwise", "mxfp8", "mxfp4", "nvfp4")

@@ -16,13 +16,14 @@ from torch import nn
 
 from amp_lab import advise, rehearse, xray
 from amp_lab.advisor import session
+from amp_lab.advisor.candidates import Candidate
 from amp_lab.advisor.learning import fp16_remarks
 from amp_lab.advisor.outlook import Outlook
-from amp_lab.advisor.recipes import INFERENCE, TRAINING, Candidate, Case, Recipe, Step
 from amp_lab.core.device import describe_device
 from amp_lab.core.errors import NumericsError, TraceError
 from amp_lab.core.precision import Precision
 from amp_lab.core.remedies import REMEDIES
+from amp_lab.recipes import INFERENCE, TRAINING, Case, Recipe, Step
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from amp_lab import rehearse, xray
-from amp_lab.advisor.recipes import TRAINING, Case, Recipe
+from amp_lab.recipes import TRAINING, Case, Recipe
 from amp_lab.tracing.copies import copied
 
 VALUES = torch.randn(16, 16)

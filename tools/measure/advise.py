@@ -23,9 +23,9 @@ from torch import nn
 
 import gpt
 from amp_lab.advisor import Advice, Candidate, Case, advise
-from amp_lab.advisor.recipes import INFERENCE, TRAINING, Recipe, Step, loss_of
 from amp_lab.core.device import pick_device
 from amp_lab.core.timing import compare, measure
+from amp_lab.recipes import INFERENCE, TRAINING, Recipe, Step, loss_of
 from recording import parser, plain, record
 
 ENOUGH = 1.05  # of the time of the fastest
@@ -181,7 +181,7 @@ def proof(minutes: float, budget_s: float, names: list[str]) -> Iterator[dict[st
                 continue
             case = Case(model, inputs, {}, None, device)
             loss = loss_of(model(*inputs))
-            case = replace(case, loss_fn=eval(f"lambda output: {loss}"))
+            case = replace(case, loss_fn=loss)
             row[use] = at_length(case, advice.chosen[use], advice, budget_s, exchanges)
         yield row
 

@@ -18,8 +18,8 @@ import torchvision
 from torch import Tensor, nn
 
 from amp_lab import advise, compare
-from amp_lab.advisor.recipes import INFERENCE, Case, Step
 from amp_lab.core.device import pick_device
+from amp_lab.recipes import INFERENCE, Case, Step
 from recording import parser, plain, record, times_as_fast
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

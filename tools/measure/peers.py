@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from amp_lab import advise
-from amp_lab.advisor.recipes import TRAINING, Case, Step
 from amp_lab.core.device import describe_device, pick_device
 from amp_lab.core.errors import OptionError, first_line
 from amp_lab.core.precision import Precision
 from amp_lab.core.timing import Rounds, allocated_bytes, is_out_of_memory, measure
 from amp_lab.models.build import build_model
+from amp_lab.recipes import TRAINING, Case, Step
 from amp_lab.train.loop import cross_entropy, fit
 from recording import parser, record
 from training import adamw, make_step

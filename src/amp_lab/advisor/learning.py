@@ -8,21 +8,20 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from amp_lab.advisor.recipes import INFERENCE, TRAINING, Candidate, Case, Recipe, Step
+from amp_lab.advisor.candidates import Candidate
 from amp_lab.core.errors import NumericsError
 from amp_lab.core.precision import Precision
 from amp_lab.core.remedies import remedy
-from amp_lab.core.tensors import named_tensors
 from amp_lab.core.timing import measure
 from amp_lab.numerics import gradient_underflow
 from amp_lab.numerics.gradient_histogram import GradientCount, together
+from amp_lab.recipes import INFERENCE, TRAINING, Case, Recipe, Step, distance, floats, norm
 
 _STEPS = 10  # of a run at most
 _RATE = 1e-3  # learning rate of the runs
 _LOW_RATE = 1e-4  # learning rate of the step that shows which updates rounding loses
 _LEARNS = 0.05  # fall of the loss, as a share of the first one, from which on fp32 learns
-_NOISE = 2.0**-9  # relative noise in the weights, as large as bf16's rounding error
-CHAOTIC = 0.7  # relative change of fp32's gradients by this noise: their direction tells nothing
+CHAOTIC = 0.7  # relative change of fp32's gradients by `Step.add_noise`: no direction is right
 _SLOWEST = 3  # time of a step, as a multiple of fp32's, after which it is given up
 _MOST_SKIPPED = 8  # steps in which a loss scale that begins too high may be halved
 _MOST_UNCHANGED = 0.02  # share of the weights that a step may leave unchanged by rounding
@@ -99,7 +98,7 @@ class Learning:
         torch.manual_seed(int(noisy))
         step = Step(self._case, candidate.recipe, scale, _RATE)
         if noisy:
-            _add_noise(step)
+            step.add_noise()
         scaler = step.names.get("scaler")
         limit_s = math.inf if candidate.recipe.compiled else self._step_limit_s
         losses: list[float] = []
@@ -152,7 +151,7 @@ class Learning:
             return
         run.against_fp32 += f" (fp32's own, with noise: {self.noise:.0%})"
         # Their direction tells nothing, so only their size is compared.
-        size = _norm(gradients) / (_norm(self._gradients) or 1.0)
+        size = norm(gradients) / (norm(self._gradients) or 1.0)
         if not 0.5 <= size <= 2:
             run.reason = f"its gradients are {size:.2g} times as large as fp32's"
 
@@ -180,7 +179,7 @@ class Fp32Outputs:
     def __init__(self, case: Case):
         self._case = case
         step = Step(case, Recipe(INFERENCE))
-        self._output = _floats(step())
+        self._output = floats(step())
 
     def check(self, candidate: Candidate, scale: float) -> Step:
         """Infer with a recipe, record in the candidate how far its output is off; return the step.
@@ -188,7 +187,7 @@ class Fp32Outputs:
         An output that is too far off is its `reason`. `scale` is not used: `Learning.check` has it.
         """
         step = Step(self._case, candidate.recipe)
-        off = distance(_floats(step()), self._output)
+        off = distance(floats(step()), self._output)
         candidate.against_fp32 = "output not finite"
         if off < math.inf:
             candidate.against_fp32 = f"output {off:.2%} off"
@@ -218,13 +217,6 @@ def _time_limit(seconds: float, step: Step) -> Iterator[None]:
         yield
 
 
-@torch.no_grad()
-def _add_noise(step: Step) -> None:
-    """Change each weight by a small random factor."""
-    for weight in step.trained:
-        weight.mul_(1 + _NOISE * torch.randn_like(weight))
-
-
 def _share_unchanged(step: Step) -> float:
     """Run one more step; return the share of the weights that it leaves unchanged."""
     before = [weight.detach().clone() for weight in step.trained]
@@ -240,28 +232,6 @@ def _fall(run: Candidate) -> float:
     return run.losses[0] - run.losses[-1]
 
 
-def _floats(output: object) -> list[Tensor]:
-    """The floating-point tensors in an output of any structure."""
-    return [tensor for _, tensor in named_tensors(output) if tensor.is_floating_point()]
-
-
-def _norm(tensors: Sequence[Tensor]) -> float:
-    """The Euclidean norm of all tensors together."""
-    squares = [float(tensor.double().square().sum()) for tensor in tensors]
-    return math.sqrt(sum(squares))
-
-
-def distance(tensors: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
-    """The relative distance of tensors from a reference, in the Euclidean norm of all together.
-
-    It is the absolute distance if the reference is all zeros.
-    """
-    errors = []
-    for tensor, exact in zip(tensors, reference, strict=True):
-        errors.append(tensor.double() - exact.double())
-    return _norm(errors) / (_norm(reference) or 1.0)
-
-
 def _loss_and_large_outputs(case: Case, step: Step) -> tuple[Tensor, dict[str, float]]:
     """The loss in fp32, and by module name the largest output, where it exceeds fp16's 65504."""
     assert case.loss_fn is not None
@@ -269,7 +239,7 @@ def _loss_and_large_outputs(case: Case, step: Step) -> tuple[Tensor, dict[str, f
     large: dict[str, float] = {}
 
     def note(module: torch.nn.Module, args: object, output: object) -> None:
-        magnitudes = [float(tensor.detach().abs().max()) for tensor in _floats(output)]
+        magnitudes = [float(tensor.detach().abs().max()) for tensor in floats(output)]
         largest = max(magnitudes, default=0.0)
         if largest > torch.finfo(torch.float16).max and module in names:
             large[names[module]] = largest

@@ -4,12 +4,12 @@ import contextlib
 import math
 from dataclasses import dataclass, field, replace
 
-from amp_lab.advisor.recipes import INFERENCE, TRAINING, Case, Recipe
 from amp_lab.core.backends import backend
 from amp_lab.core.device import describe_device
 from amp_lab.core.errors import TraceError
 from amp_lab.core.precision import Precision
 from amp_lab.core.report import bytes_text
+from amp_lab.recipes import INFERENCE, TRAINING, Case, Recipe
 from amp_lab.tracing.copies import copied
 from amp_lab.tracing.memory import BatchedInputs, memory_table, parse_bytes
 from amp_lab.tracing.xray import xray

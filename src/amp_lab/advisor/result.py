@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from amp_lab.advisor.recipes import Candidate
+from amp_lab.advisor.candidates import Candidate
 from amp_lab.core.files import MADE_BY, save
 from amp_lab.core.report import Printed, Table, bytes_text, listed
 

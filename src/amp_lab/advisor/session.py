@@ -10,22 +10,9 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from amp_lab.advisor.candidates import Candidate, first_recipes
 from amp_lab.advisor.learning import CHAOTIC, Fp32Outputs, Learning, TooSlow, fp16_remarks
 from amp_lab.advisor.outlook import Outlook, first_look
-from amp_lab.advisor.recipes import (
-    INFERENCE,
-    OWN_LOSS,
-    TRAINING,
-    Candidate,
-    Case,
-    Recipe,
-    Step,
-    error_of,
-    loss_of,
-    program,
-    setup_code,
-)
-from amp_lab.advisor.recipes import recipes as first_recipes
 from amp_lab.advisor.result import Advice
 from amp_lab.core.allocator import ENVIRONMENT, memory_taken
 from amp_lab.core.backends import BACKENDS, backend
@@ -35,6 +22,17 @@ from amp_lab.core.precision import Precision
 from amp_lab.core.remedies import remedy
 from amp_lab.core.report import bytes_text, dtype_name
 from amp_lab.core.timing import Comparison, Estimate, compare, turn_s
+from amp_lab.recipes import (
+    INFERENCE,
+    OWN_LOSS,
+    TRAINING,
+    Case,
+    Recipe,
+    Step,
+    error_of,
+    loss_of,
+    program,
+)
 from amp_lab.tracing.fake_device import tip_for
 
 _FROM_SIMPLE = (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16)  # simplest first
@@ -152,7 +150,7 @@ def measured(case: Case, look: Outlook, seconds: float, beginning: str = "") -> 
     rankings: dict[str, _Ranking] = {}
     with stages, case.random_numbers_kept(), torch.enable_grad():
         try:
-            case, loss, checks, scale = _fp32_checks(case, _SHARE_OF_CHECKS * seconds, watch)
+            case, checks, scale = _fp32_checks(case, _SHARE_OF_CHECKS * seconds, watch)
         except Exception as error:  # the user's model and loss may raise anything
             name = type(case.model).__name__
             failed = TraceError(f"{name} fails in an fp32 step: {with_type(error)}")
@@ -172,7 +170,7 @@ def measured(case: Case, look: Outlook, seconds: float, beginning: str = "") -> 
         stages.set_description("programs")
         programs = {}
         for use, best in chosen.items():
-            text = program(case, best.recipe, scale, setup_code(beginning, use, loss))
+            text = program(case, best.recipe, scale, beginning)
             # Without a beginning there is nothing to run but the step, which has been timed. The
             # program gets two minutes more than all steps above, to load and to compile.
             failure = error_of(text, 120 + seconds) if beginning else ""
@@ -211,20 +209,19 @@ _Check = Callable[[Candidate, float], Step]  # `Learning.check` or `Fp32Outputs.
 
 def _fp32_checks(
     case: Case, seconds: float, watch: list[str]
-) -> tuple[Case, str | None, dict[str, _Check], float]:
+) -> tuple[Case, dict[str, _Check], float]:
     """Run fp32 as the baseline of each use; all runs that train may take `seconds`, later ones too.
 
-    Returns the case with a loss, that loss as code if it was chosen here, a check of candidates
-    for each use, and a loss scale for fp16. Adds remarks to `watch`. Without a loss that can be
-    differentiated there is no check for training.
+    Returns the case with a loss, a check of candidates for each use, and a loss scale for fp16.
+    Adds remarks to `watch`. Without a loss that can be differentiated there is no check for
+    training.
     """
     checks: dict[str, _Check] = {INFERENCE: Fp32Outputs(case).check}
-    loss = None
     scale = None
     if TRAINING in case.uses and case.loss_fn is None:
         loss = loss_of(Step(case, Recipe(TRAINING)).output())
         if loss:
-            case = replace(case, loss_fn=eval(f"lambda output: {loss}"))
+            case = replace(case, loss_fn=loss)
             watch.append(OWN_LOSS.sentence(loss=loss))
         else:
             watch.append("No output has a gradient to make a loss of: training is left out.")
@@ -240,7 +237,7 @@ def _fp32_checks(
                 f"A little noise in the weights puts fp32's own gradients {learning.noise:.0%} off,"
                 " so only their size is compared."
             )
-    return case, loss, checks, scale or 2.0**16  # GradScaler's default
+    return case, checks, scale or 2.0**16  # GradScaler's default
 
 
 @dataclass

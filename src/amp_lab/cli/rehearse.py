@@ -30,10 +30,10 @@ def add(commands) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Rehearse, draw it if asked, and print what was found."""
-    from amp_lab.advisor.recipes import INFERENCE, TRAINING
     from amp_lab.formats.cards import card
     from amp_lab.formats.rehearsal import DEFAULT, rehearse
     from amp_lab.formats.scaling import format_of
+    from amp_lab.recipes import INFERENCE, TRAINING
 
     names = options.formats.split(",") if options.formats else DEFAULT
     for name in names:  # raises for an unknown format, before anything slow

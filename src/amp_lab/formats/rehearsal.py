@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_lab.advisor.recipes import INFERENCE, TRAINING, Case
 from amp_lab.core.errors import AmpLabError, NumericsError, OptionError, TraceError, with_type
 from amp_lab.core.remedies import remedy
 from amp_lab.core.report import listed
@@ -29,6 +28,7 @@ from amp_lab.formats.products import (
 from amp_lab.formats.rehearsal_result import FormatReport, LayerReport, Rehearsal
 from amp_lab.formats.scaling import Counts, Format, format_of
 from amp_lab.formats.uses import Inference, ProductOf, Training, Use
+from amp_lab.recipes import INFERENCE, TRAINING, Case
 
 DEFAULT = ("fp8", "fp8-rowwise", "mxfp8", "mxfp4", "nvfp4")
 # In order of preference: the formats that libraries hold safest come first.

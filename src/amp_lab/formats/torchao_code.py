@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from amp_lab.advisor.recipes import TRAINING, Case, Recipe, Step
 from amp_lab.core.errors import with_type
 from amp_lab.core.requirements import nothing_logged
+from amp_lab.recipes import TRAINING, Case, Recipe, Step
 
 _FLOAT8 = """\
 import dataclasses

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from amp_lab.advisor.recipes import INFERENCE, Case, Recipe
 from amp_lab.formats.torchao_code import error_of, set_of
+from amp_lab.recipes import INFERENCE, Case, Recipe
 
 _FLOAT8 = """\
 import torch

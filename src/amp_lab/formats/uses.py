@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from amp_lab.advisor.learning import distance
-from amp_lab.advisor.recipes import INFERENCE, OWN_LOSS, TRAINING, Case, Recipe, Step, loss_of
 from amp_lab.core.errors import NumericsError
 from amp_lab.core.precision import Precision
 from amp_lab.core.remedies import remedy
-from amp_lab.core.tensors import named_tensors
 from amp_lab.formats import torchao_code, torchao_inference
 from amp_lab.formats.cards import Card
 from amp_lab.formats.interception import Layer, Product, intercepted
@@ -36,6 +33,17 @@ from amp_lab.formats.rehearsal_result import (
     TrainingReport,
 )
 from amp_lab.formats.scaling import Format
+from amp_lab.recipes import (
+    INFERENCE,
+    OWN_LOSS,
+    TRAINING,
+    Case,
+    Recipe,
+    Step,
+    distance,
+    floats,
+    loss_of,
+)
 
 ProductOf = Callable[[Layer], Product | None]
 """A function that returns the matmul of a layer, or None to let torch compute it."""
@@ -51,7 +59,6 @@ _TRAIN = remedy(
     "bf16 gradients differ {off:.0%} from fp32's: train instead (steps=20, or --steps 20).",
 )
 _LR = 1e-3
-_JITTER = 2.0**-9  # relative noise in the weights, as large as bf16's rounding error
 _MULTIPLE = 16  # kernels of FP8 and of four bits need multiples of this in a weight's sizes
 
 
@@ -154,8 +161,7 @@ class Training(Use):
             if loss is None:
                 raise NumericsError("no gradient leads from its output to a weight: give a loss")
             remarks.append(OWN_LOSS.sentence(loss=loss))
-            # `loss` is code, such as "output.float().square().mean()".
-            case = replace(case, loss_fn=eval(f"lambda output: {loss}"))
+            case = replace(case, loss_fn=loss)
         super().__init__(case, Recipe(TRAINING))
         assert case.loss_fn is not None
         self.remarks = remarks
@@ -245,9 +251,7 @@ class Training(Use):
             product_of = _no_product
         torch.manual_seed(seed)
         step = Step(self.case, Recipe(TRAINING, precision), lr=_LR)
-        with torch.no_grad():  # noise in the weights, since not every model draws random numbers
-            for p in step.trained:
-                p.mul_(1 + _JITTER * torch.randn_like(p))
+        step.add_noise()  # since not every model draws random numbers
         with torch.enable_grad(), intercepted(step.model, product_of):
             losses = [float(step()) for _ in range(self._steps)]
         report.losses.append(losses[-1])
@@ -355,7 +359,7 @@ class Inference(Use):
         with torch.no_grad(), fp32, intercepted(self._copy.model, product_of) as unreplaced:
             output = self._copy.call_model()
         self.unreplaced |= unreplaced
-        return [x.clone() for _, x in named_tensors(output) if x.is_floating_point()]
+        return [tensor.clone() for tensor in floats(output)]
 
     def judge(self) -> None:
         """Set the verdicts by comparing with bf16."""

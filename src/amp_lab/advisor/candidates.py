@@ -1,0 +1,41 @@
+"""The recipes that `advise` tries, each with what it found out about it."""
+
+from dataclasses import dataclass
+
+from amp_lab.core.precision import Precision
+from amp_lab.core.timing import Estimate, Ratio
+from amp_lab.recipes import INFERENCE, Recipe
+
+
+@dataclass(eq=False)
+class Candidate:
+    """A recipe with its forecast, its measurements and its verdict."""
+
+    recipe: Recipe
+    verdict: str = ""  # such as "recommended", "slower", "unlike fp32", "raises", "does not fit"
+    reason: str = ""
+    peak_bytes: int | None = None  # forecast
+    largest_batch: int | None = None  # forecast
+    against_fp32: str = ""  # difference of its gradients and learning, or of its output
+    losses: tuple[float, ...] = ()  # of its first steps
+    time_s: Estimate | None = None  # of a step
+    speedup: Ratio | None = None  # time of the baseline over its own, measured in turns
+    seconds: float = 0.0  # of a step, from the check: fastest in training, median in inference
+
+    @property
+    def name(self) -> str:
+        """The name of the recipe."""
+        return str(self.recipe)
+
+
+def first_recipes(use: str, precisions: list[Precision]) -> list[Recipe]:
+    """The recipes to try first: each precision under autocast and, where it can be, cast."""
+    castable = {Precision.BF16}
+    if use == INFERENCE:  # fp16 weights cannot be trained: GradScaler refuses their gradients
+        castable.add(Precision.FP16)
+    first = []
+    for precision in precisions:
+        first.append(Recipe(use, precision))
+        if precision in castable:
+            first.append(Recipe(use, precision, cast=True))
+    return first

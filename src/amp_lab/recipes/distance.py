@@ -1,0 +1,31 @@
+"""How far a step's tensors are from those of the same step in fp32."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from amp_lab.core.tensors import named_tensors
+
+
+def floats(output: Any) -> list[Tensor]:
+    """The floating-point tensors in an output of any structure."""
+    return [tensor for _, tensor in named_tensors(output) if tensor.is_floating_point()]
+
+
+def norm(tensors: Sequence[Tensor]) -> float:
+    """The Euclidean norm of all tensors together."""
+    squares = [float(tensor.double().square().sum()) for tensor in tensors]
+    return math.sqrt(sum(squares))
+
+
+def distance(tensors: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
+    """The relative distance of tensors from a reference, in the Euclidean norm of all together.
+
+    It is the absolute distance if the reference is all zeros.
+    """
+    errors = []
+    for tensor, exact in zip(tensors, reference, strict=True):
+        errors.append(tensor.double() - exact.double())
+    return norm(errors) / (norm(reference) or 1.0)

@@ -1,0 +1,39 @@
+"""Whole programs with the lines of a step, as `advise` prints them."""
+
+import subprocess
+import sys
+
+from amp_lab.recipes.case import Case
+from amp_lab.recipes.loss import OutputLoss
+from amp_lab.recipes.recipe import TRAINING, Recipe
+from amp_lab.recipes.step import step_code
+
+YOURS = "# model, args, kwargs and loss_fn are yours: loss_fn(model(*args, **kwargs)) is the loss"
+
+
+def program(case: Case, recipe: Recipe, scale: float, beginning: str = "") -> str:
+    """A program that makes what `YOURS` names, defines the step of a recipe, and calls it.
+
+    `beginning` is the code that makes them, but for a loss that was chosen here; by default, a
+    comment names them.
+    """
+    setup = beginning.strip() or YOURS
+    end = "step()"
+    if recipe.use == TRAINING:
+        end = "for i in range(3):  # your own loop\n    print(i, step().item())"
+        if beginning and isinstance(case.loss_fn, OutputLoss):
+            setup += f"\n\n\ndef loss_fn(output):  # yours\n    return {case.loss_fn}"
+    return f"import torch\n\n{setup}\n\n{step_code(case, recipe, scale)}\n\n\n{end}\n"
+
+
+def error_of(text: str, timeout: float) -> str:
+    """Run a program in another process; return the last line of its error, empty if it succeeds."""
+    command = [sys.executable, "-c", text]
+    try:
+        done = subprocess.run(command, timeout=timeout, capture_output=True, text=True)
+    except subprocess.TimeoutExpired:
+        return f"it did not end in {timeout:.0f} s"
+    if not done.returncode:
+        return ""
+    lines = done.stderr.strip().splitlines() or ["it failed"]
+    return lines[-1]

@@ -1,0 +1,41 @@
+"""How a step runs: in which precision, layout and compilation."""
+
+from dataclasses import dataclass
+
+import torch
+
+from amp_lab.core.precision import Precision
+
+TRAINING = "training"
+INFERENCE = "inference"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a step runs. `str(recipe)` is its name, which begins with the precision."""
+
+    use: str  # TRAINING or INFERENCE
+    precision: Precision = Precision.FP32
+    cast: bool = False  # whether weights and inputs are cast, in place of autocast
+    channels_last: bool = False
+    fused: bool = False
+    compiled: bool = False
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether the forward pass runs under `torch.autocast`."""
+        return self.precision.dtype is not torch.float32 and not self.cast
+
+    def __str__(self) -> str:
+        name = str(self.precision)
+        if self.cast:
+            name += " weights"
+        if self.autocasts:
+            name += " autocast"
+        if self.channels_last:
+            name += ", channels-last"
+        if self.fused:
+            name += ", fused AdamW"
+        if self.compiled:
+            name += ", torch.compile"
+        return name

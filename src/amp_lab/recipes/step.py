@@ -1,0 +1,139 @@
+"""A step by a recipe: the same lines are run here and printed."""
+
+from typing import Any
+
+import torch
+
+from amp_lab.core.precision import Precision
+from amp_lab.recipes.case import Case
+from amp_lab.recipes.recipe import INFERENCE, TRAINING, Recipe
+
+_NOISE = 2.0**-9  # relative, as large as bf16's rounding error
+_CHANNELS_LAST = "memory_format=torch.channels_last"
+_MOVE_FUNCTION = """
+
+def moved(x):  # for your own batches too
+    if isinstance(x, dict):
+        return {k: moved(v) for k, v in x.items()}
+    if isinstance(x, (list, tuple)):
+        return type(x)(map(moved, x))
+    if not torch.is_tensor(x):
+        return x"""
+_MOVE_CALL = """\
+    return x.to(device)
+
+
+args, kwargs = moved(args), moved(kwargs)"""
+_FP16_BACKWARD = """\
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()"""
+
+
+def step_code(case: Case, recipe: Recipe, scale: float, lr: float = 1e-4) -> str:
+    """The lines that move model and inputs to the device, and define ``step``.
+
+    `scale` is the first loss scale, which only training in fp16 has; `lr` is the learning rate.
+    """
+    code = []
+    if recipe.precision is Precision.TF32:
+        code.append('torch.set_float32_matmul_precision("high")')
+    code += _moving_lines(case, recipe)
+    if recipe.use == TRAINING:
+        code += _optimizer_lines(recipe, scale, lr)
+    if recipe.compiled:
+        code.append("model = torch.compile(model)")
+    if recipe.use == TRAINING:
+        code += _training_step_lines(recipe)
+    else:
+        code += _inference_step_lines(recipe)
+    return "\n".join(code)
+
+
+def _moving_lines(case: Case, recipe: Recipe) -> list[str]:
+    """Lines that move model, ``args`` and ``kwargs`` to the device and the dtype."""
+    dtype = case.dtype_of(recipe)
+    arguments = "device"
+    if dtype is not None:
+        arguments += f", dtype={dtype}"
+    if recipe.channels_last:
+        arguments += f", {_CHANNELS_LAST}"
+    model_line = f"model = model.to({arguments})"
+    if recipe.use == INFERENCE:
+        model_line += ".eval()"
+    code = [f'device = torch.device("{case.device}")', model_line, _MOVE_FUNCTION]
+    # Lines inside the function `moved`, which `_MOVE_CALL` ends.
+    if dtype is not None:
+        code.append(f"    x = x.to({dtype}) if x.is_floating_point() else x")
+    if recipe.channels_last:
+        code.append(f"    x = x.contiguous({_CHANNELS_LAST}) if x.dim() == 4 else x")
+    return [*code, _MOVE_CALL]
+
+
+def _optimizer_lines(recipe: Recipe, scale: float, lr: float) -> list[str]:
+    """Lines that make the optimizer, and the scaler in fp16."""
+    options = f"lr={lr}"
+    if recipe.fused:
+        options += ", fused=True"
+    code = [f"optimizer = torch.optim.AdamW(model.parameters(), {options})"]
+    if recipe.precision is Precision.FP16:
+        code.append(f"scaler = torch.amp.GradScaler(device.type, init_scale={scale})")
+    return code
+
+
+def _training_step_lines(recipe: Recipe) -> list[str]:
+    """Lines that define ``step``, which trains once and returns the loss."""
+    forward = _under_autocast(recipe, "loss = loss_fn(model(*args, **kwargs))")
+    backward = "    loss.backward()\n    optimizer.step()"
+    if recipe.precision is Precision.FP16:
+        backward = _FP16_BACKWARD
+    begin = "\n\ndef step():\n    optimizer.zero_grad()"
+    return [begin, forward, backward, "    return loss.detach()"]
+
+
+def _inference_step_lines(recipe: Recipe) -> list[str]:
+    """Lines that define ``step``, which returns the output of the model."""
+    forward = _under_autocast(recipe, "return model(*args, **kwargs)")
+    return ["\n\n@torch.inference_mode()\ndef step():", forward]
+
+
+def _under_autocast(recipe: Recipe, line: str) -> str:
+    """A line of ``step``, indented, in a block of autocast if the recipe has one."""
+    if not recipe.autocasts:
+        return f"    {line}"
+    dtype = recipe.precision.dtype
+    return f"    with torch.autocast(device.type, dtype={dtype}):\n        {line}"
+
+
+class Step:
+    """The code of a recipe on a copy of a model: each call is one step, or one inference."""
+
+    def __init__(self, case: Case, recipe: Recipe, scale: float = 2.0**16, lr: float = 1e-4):
+        self._recipe = recipe
+        self._type = case.device.type
+        # The globals of the code, with model, args, kwargs and loss_fn, which it reads.
+        self.names: dict[str, Any] = vars(case.copied(recipe)) | {"torch": torch}
+        self.model = self.names["model"]  # before the code compiles it
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        with Precision.FP32.autocast(self._type):  # at its end TF32 is set as before
+            exec(step_code(case, recipe, scale, lr), self.names)
+
+    def __call__(self) -> Any:
+        """Run one step; return the loss in training, else the output. tf32 recipes use TF32."""
+        with self._recipe.precision.float32_mode(self._type):
+            return self.names["step"]()
+
+    def output(self) -> Any:
+        """The model's output without autocast and TF32: in the dtype of its weights."""
+        with Precision.FP32.autocast(self._type):
+            return self.call_model()
+
+    @torch.no_grad()
+    def add_noise(self) -> None:
+        """Change each weight by a random factor, as far from 1 as bf16's rounding error."""
+        for weight in self.trained:
+            weight.mul_(1 + _NOISE * torch.randn_like(weight))
+
+    def call_model(self) -> Any:
+        """The model's output, under the autocast that the caller has set, if any."""
+        return self.model(*self.names["args"], **self.names["kwargs"])
