@@ -20,9 +20,9 @@ from torch import nn
 
 from amp_lab import Precision, forecast_inference, forecast_memory, largest_batch
 from amp_lab.core.errors import DeviceError, TraceError
+from amp_lab.core.optimizers import OPTIMIZERS
 from amp_lab.core.torch_versions import function_nodes_need_their_parents
 from amp_lab.tracing.memory import compare_memory, parse_bytes
-from amp_lab.tracing.training_step import OPTIMIZERS
 from gpt import Gpt
 
 pytestmark = pytest.mark.slow
@@ -390,21 +390,20 @@ def test_sparse_gradients_whose_size_fakes_do_not_have_are_told(model, device):
         forecast_memory(model(), torch.randint(0, 999, (4, 6)), **options)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", [row for row in OPTIMIZERS.values() if not row.quantized])
 def test_an_optimizer_that_refuses_sparse_gradients_is_told_with_their_names(optimizer):
     model, tokens = Sparse(), torch.randint(0, 1000, (4, 6))
     model(tokens).sum().backward()
-    weights = [model.each.weight] if optimizer == "muon" else model.parameters()
-    if optimizer == "sgd":
-        OPTIMIZERS[optimizer](weights).step()
+    weights = [model.each.weight] if optimizer.rest else model.parameters()
+    if optimizer.takes_sparse:
+        optimizer.make(weights).step()
         return
     with pytest.raises(RuntimeError):
-        OPTIMIZERS[optimizer](weights).step()
-    said = (
-        rf"gradients of each\.weight, bag\.weight are sparse, and {optimizer} \(not sgd\) refuses"
-    )
+        optimizer.make(weights).step()
+    name = optimizer.name
+    said = rf"gradients of each\.weight, bag\.weight are sparse, and {name} \(not sgd\) refuses"
     with pytest.raises(TraceError, match=said):
-        forecast_memory(model, tokens, precision="fp16", optimizer=optimizer)
+        forecast_memory(model, tokens, precision="fp16", optimizer=name)
 
 
 # -------------------------------------------------------------------------------------- bad input

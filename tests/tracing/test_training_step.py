@@ -1,6 +1,8 @@
 """The forecast of what an optimizer needs, held against real optimizers."""
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,22 +11,25 @@ from torch import nn
 from torch.profiler import ProfilerActivity
 from torch.utils import _pytree as pytree
 
-from amp_lab.tracing.training_step import OPTIMIZERS, QUANTIZED, optimizer_bytes
+from amp_lab import forecast_memory
+from amp_lab.cli import main
+from amp_lab.core.errors import TraceError
+from amp_lab.core.optimizers import OPTIMIZERS
+from amp_lab.tracing.optimizer_state import optimizer_bytes
 
-OF_TORCHAO = {"adamw-8bit": "AdamW8bit", "adamw-4bit": "AdamW4bit", "adamw-fp8": "AdamWFp8"}
+DOCS = Path(__file__).parents[2] / "docs"
+QUANTIZED = [row.name for row in OPTIMIZERS.values() if row.quantized is not None]
+OF_TORCH = [row for row in OPTIMIZERS.values() if row.quantized is None and not row.rest]
 
 
 @pytest.mark.parametrize(
     ("name", "foreach"),
-    [
-        *((name, each) for name in ("sgd", "sgd-momentum", "adam", "adamw") for each in (0, 1)),
-        ("adafactor", False),
-    ],
+    [(row.name, each) for row in OF_TORCH for each in ([False] if row.loops else [False, True])],
 )
 def test_optimizer_state_and_temporaries_are_those_of_torch(name, foreach):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(100, 300), nn.Linear(300, 50))
-    optimizer = OPTIMIZERS[name](model.parameters(), foreach=foreach)
+    optimizer = OPTIMIZERS[name].make(model.parameters(), foreach=foreach)
     for _ in range(2):  # the first step makes the state
         for parameter in model.parameters():
             parameter.grad = torch.rand_like(parameter)
@@ -78,7 +83,7 @@ def test_quantised_state_is_that_of_torchao(name, shape, dtype):
     optim = pytest.importorskip("torchao.optim")
     parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
     parameter.grad = torch.zeros_like(parameter)
-    optimizer = getattr(optim, OF_TORCHAO[name])([parameter])
+    optimizer = getattr(optim, OPTIMIZERS[name].class_name)([parameter])
     with torch.compiler.set_stance("force_eager"):
         optimizer.step()
     tensors = [part for state in optimizer.state[parameter].values() for part in parts(state)]
@@ -92,7 +97,7 @@ def test_a_step_with_quantised_state_takes_what_inductor_allocates(name):
     optim = pytest.importorskip("torchao.optim")
     parameter = nn.Parameter(torch.rand(512, 256))
     parameter.grad = torch.rand_like(parameter)
-    optimizer = getattr(optim, OF_TORCHAO[name])([parameter])
+    optimizer = getattr(optim, OPTIMIZERS[name].class_name)([parameter])
     optimizer.step()
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         optimizer.step()
@@ -100,6 +105,18 @@ def test_a_step_with_quantised_state_takes_what_inductor_allocates(name):
     changes = [event.nbytes() for event in events if event.name() == "[memory]"]
     _, work = optimizer_bytes(name, [((512, 256), torch.float32)], "cpu")
     assert work == pytest.approx(max(itertools.accumulate(changes)), rel=0.05)
+
+
+def test_the_help_the_page_and_the_error_name_every_optimizer(capsys):
+    with pytest.raises(SystemExit):
+        main(["memory", "--help"])
+    help_text = " ".join(capsys.readouterr().out.split())
+    assert f"one of {', '.join(OPTIMIZERS)} (default" in help_text
+    with pytest.raises(TraceError, match=f"give one of {', '.join(OPTIMIZERS)}$"):
+        forecast_memory(nn.Linear(2, 2), torch.rand(2, 2), precision="fp32", optimizer="lion")
+    page = (DOCS / "your_model.md").read_text(encoding="utf-8")
+    sentence = page.partition("`--optimizer` takes ")[2].partition(". ")[0]
+    assert re.findall("`(.+?)`", sentence) == list(OPTIMIZERS)
 
 
 def parts(tensor):

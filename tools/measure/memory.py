@@ -17,9 +17,9 @@ from torch import nn
 
 from amp_lab.bench import Block
 from amp_lab.core.device import pick_device
+from amp_lab.core.optimizers import OPTIMIZERS
 from amp_lab.core.precision import Precision
 from amp_lab.tracing.memory import forecast_memory, largest_batch, parse_bytes
-from amp_lab.tracing.training_step import OPTIMIZERS
 from recording import parser, record
 
 PRECISIONS = (Precision.FP32, Precision.FP16, Precision.BF16)
@@ -73,7 +73,7 @@ def real_peak(build, shape, batch, precision, device, optimizer_name):
     torch._C._cuda_clearCublasWorkspaces()
     before = torch.cuda.memory_allocated()
     model = build().to(device)
-    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    optimizer = OPTIMIZERS[optimizer_name].make(model.parameters())
     scaler = precision.grad_scaler(device.type)
     inputs = torch.rand(batch, *shape, device=device)
     for _ in range(3):
@@ -192,7 +192,8 @@ def main():
     device = pick_device()
     parts = ("peaks", "largest") if device.type == "cuda" else ("activations",)
     options_of = parser(__doc__, parts)
-    options_of.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
+    in_torch = [row.name for row in OPTIMIZERS.values() if row.quantized is None]
+    options_of.add_argument("--optimizer", choices=in_torch, default="adam")
     options_of.add_argument("--cap", default="16GiB", help="memory for the largest batch")
     options_of.add_argument("--model", choices=WORKLOADS, action="append", help="default: all")
     options = options_of.parse_args()

@@ -6,6 +6,7 @@ import dataclasses
 from amp_lab.cli.model_argument import LoadedModel, add_absent_device, add_model, trace_model
 from amp_lab.cli.printing import show
 from amp_lab.core.errors import OptionError
+from amp_lab.core.optimizers import OPTIMIZERS
 
 _MOST_TOKENS = 10**9
 
@@ -30,7 +31,7 @@ def add(commands) -> None:
     option("--memory", metavar="SIZE", help="the budget: that of the card, such as 24GiB")
     option("--reserve", type=_share, default=0.1, metavar="PERCENT", help=reserve)
     option("--precision", action="append", metavar="NAME", help=precisions)
-    optimizers = "default: adam; also sgd, adamw, muon, adafactor, adamw-8bit, …"
+    optimizers = f"one of {', '.join(OPTIMIZERS)} (default: adam)"
     option("--optimizer", metavar="NAME", help=optimizers)
     ranks = "of FSDP2 among which weights, gradients and state are divided (default: 1)"
     option("--fsdp-ranks", type=int, metavar="N", help=ranks)

@@ -19,7 +19,7 @@ from amp_lab.core.tensors import map_tensors, named_tensors
 from amp_lab.tracing.answered import answered
 from amp_lab.tracing.decisions import Decisions, NoValues, ValuesNeeded
 from amp_lab.tracing.fake_device import ModelRun
-from amp_lab.tracing.memory_advice import EIGHT_BIT, needs_eight_bit, ways_out
+from amp_lab.tracing.memory_advice import eight_bit_optimizer, ways_out
 from amp_lab.tracing.memory_result import MemoryForecast, MemoryTable
 from amp_lab.tracing.real_run import ModelCall, Passes
 from amp_lab.tracing.training_step import LossFunction, TrainingStep, training_steps
@@ -98,11 +98,10 @@ def forecast_memory(
     `inputs` and `kwargs` are tensors, or structures of them, on any device, also ``meta``. Without
     `loss_fn` every floating-point output gets a gradient of its own size; give one, from the output
     to one number, if the loss is large, as a language model's is. `optimizer` is a key of
-    `OPTIMIZERS` or `QUANTIZED` in `amp_lab.tracing.optimizer_state`. With `fsdp_ranks` it is the
-    memory of each of that many ranks of FSDP2, whose blocks are gathered as `amp-lab train` has
-    them: torch's own code runs, on fake tensors of the CPU. Not counted: the workspaces of cuBLAS
-    and cuDNN, the memory that the driver takes, and what the allocator loses by rounding and
-    fragmentation.
+    `OPTIMIZERS` in `amp_lab.core.optimizers`. With `fsdp_ranks` it is the memory of each of that
+    many ranks of FSDP2, whose blocks are gathered as `amp-lab train` has them: torch's own code
+    runs, on fake tensors of the CPU. Not counted: the workspaces of cuBLAS and cuDNN, the memory
+    that the driver takes, and what the allocator loses by rounding and fragmentation.
 
     If the course of the model depends on values, it runs once for real on the CPU in fp32, on
     copies, and the step takes the decisions of that run; a caveat of the forecast says so.
@@ -225,10 +224,11 @@ def memory_table(
     )
     # The table has to be there before its advice, which depends on whether a step fits.
     eight_bit = None
-    if needs_eight_bit(table) and by_precision:
+    optimizer = eight_bit_optimizer(table)
+    if optimizer and by_precision:
         batch = inputs.batch
         smallest = min(by_precision.values(), key=lambda by_batch: by_batch.forecast(batch).peak)
-        eight_bit = smallest.forecast(batch, optimizer=EIGHT_BIT)
+        eight_bit = smallest.forecast(batch, optimizer=optimizer)
     return dataclasses.replace(table, ways_out=tuple(ways_out(table, eight_bit)))
 
 

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 
+from amp_lab.core.optimizers import OPTIMIZERS
 from amp_lab.core.remedies import Remedy, remedy
 from amp_lab.tracing.memory_result import MemoryForecast, MemoryTable, amount
 
-EIGHT_BIT = "adamw-8bit"  # a key of `optimizer_state.QUANTIZED`
-_ADAM = ("adam", "adamw")
 _RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 _EIGHT_BIT_STATE = remedy(
@@ -65,14 +64,14 @@ def ways_out(table: MemoryTable, eight_bit: MemoryForecast | None) -> Iterator[s
         yield _CHECKPOINT.sentence(activations=amount(smallest.activations))
 
 
-def needs_eight_bit(table: MemoryTable) -> bool:
-    """Whether `ways_out` needs a forecast with Adam's state in 8 bits.
+def eight_bit_optimizer(table: MemoryTable) -> str:
+    """The optimizer with the state in 8 bits, if `ways_out` needs a forecast with it; else "".
 
-    It does if the step runs Adam, and does not fit in any precision into the memory that was given.
+    It does if there is one, and the step does not fit in any precision into the memory given.
     """
     if table.memory_bytes is None or max(table.spare.values()) >= 0:
-        return False
-    return table.forecasts[0].optimizer_name in _ADAM
+        return ""
+    return OPTIMIZERS[table.forecasts[0].optimizer_name].in_eight_bits
 
 
 def _advise_sharding(forecast: MemoryForecast, limit: int) -> str:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from amp_lab.core.backends import Backend, backend
 from amp_lab.core.errors import AmpLabError, TraceError, first_line
+from amp_lab.core.optimizers import OPTIMIZERS
 from amp_lab.core.precision import Precision
 from amp_lab.core.report import listed, short_name
 from amp_lab.core.tensors import LOWER_DTYPES, named_tensors
@@ -35,7 +36,7 @@ from amp_lab.tracing.fake_device import (
     tip_for,
 )
 from amp_lab.tracing.memory_result import MemoryForecast
-from amp_lab.tracing.optimizer_state import OPTIMIZERS, QUANTIZED, Parameter, optimizer_bytes
+from amp_lab.tracing.optimizer_state import Parameter, optimizer_bytes
 from amp_lab.tracing.records import RNN_LAYERS
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
 
@@ -86,9 +87,8 @@ def training_steps(
     as half a trace. Raises `TraceError` for an unknown optimizer or precision, too many ranks and
     what is no model; `DeviceError` for an unknown device type.
     """
-    names = (*OPTIMIZERS, *QUANTIZED)
-    if optimizer not in names:
-        raise TraceError(f"optimizer {optimizer!r}: give one of {', '.join(names)}")
+    if optimizer not in OPTIMIZERS:
+        raise TraceError(f"optimizer {optimizer!r}: give one of {', '.join(OPTIMIZERS)}")
     if not 1 <= fsdp_ranks <= _MOST_RANKS:
         raise TraceError(f"ranks {fsdp_ranks}: give 1 to {_MOST_RANKS}")
     checked_backend(device_type)
@@ -206,7 +206,7 @@ class TrainingStep:
         """
         sparse = {key: gradient for key, gradient in gradients.items() if gradient.is_sparse}
         reason = f"{self.optimizer} (not sgd) refuses them"
-        if self.optimizer == "sgd":
+        if OPTIMIZERS[self.optimizer].takes_sparse:
             reason = "values decide their size"
             # Some fake gradients have no values in them and so do not show their size: a sum of
             # sparse gradients, or the gradient of an `nn.EmbeddingBag` on a CPU.
