@@ -1,0 +1,164 @@
+"""`ModelCall`: a model with its inputs and its loss; how they are copied, moved and resized."""
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_lab.core.tensors import map_tensors, named_tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelCall:
+    """A call of a model, and a loss of what it returns: ``loss_fn(model(*args, **kwargs))``.
+
+    Each method returns another call, and leaves the inputs of this one as they are. Tensors are
+    found in tuples, lists, dicts, dataclasses and the attributes of objects.
+    """
+
+    model: nn.Module
+    args: tuple = ()
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    loss_fn: Callable[[Any], Any] | None = None  # takes the output
+
+    def output(self) -> Any:
+        """What the model returns."""
+        return self.model(*self.args, **self.kwargs)
+
+    def result(self) -> Any:
+        """The loss; the output if there is no loss."""
+        output = self.output()
+        if self.loss_fn is None:
+            return output
+        return self.loss_fn(output)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model's first weight; the CPU for a model without any."""
+        for weight in self.model.parameters():
+            return weight.device
+        return torch.device("cpu")
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among the inputs."""
+        named = named_tensors((self.args, self.kwargs), open_objects=True)
+        return [tensor for _, tensor in named]
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of each tensor among the inputs."""
+        return tuple(tuple(tensor.shape) for tensor in self.tensors)
+
+    @property
+    def batch(self) -> int:
+        """The first size of the first tensor that has one; 1 if there is none."""
+        for shape in self.shapes:
+            if shape:
+                return shape[0]
+        return 1
+
+    @property
+    def fixed_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the tensors that do not grow with the batch: of another first size."""
+        batch = self.batch
+        return tuple(shape for shape in self.shapes if shape[:1] != (batch,))
+
+    def named_inputs(self) -> list[tuple[str, torch.Tensor]]:
+        """The tensors in tuples, dicts and dataclasses, each with the name of its argument."""
+        names = [parameter.name for parameter in arguments_of(self.model)]
+        names += [f"input {i}" for i in range(len(names), len(self.args))]
+        inputs = [*zip(names, self.args, strict=False), *self.kwargs.items()]
+        found = []
+        for name, value in inputs:
+            found += [(name, tensor) for _, tensor in named_tensors(value)]
+        return found
+
+    def copy(self) -> "ModelCall":
+        """A call of a copy of the model on copies of the tensors.
+
+        A tensor that the model and the inputs share is shared by the copies, too. A module may keep
+        a computed tensor as an attribute: torchvision's RAFT keeps features,
+        `torch.nn.utils.weight_norm` a weight. torch refuses to copy a tensor with a `grad_fn`, so
+        the copy gets a detached one. Raises what `copy.deepcopy` raises.
+        """
+        copies: dict[int, Any] = {}  # deepcopy's memo: for the `id` of an object, its copy
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in copies:
+                found = tensor.detach().clone()
+                copies[id(tensor)] = found.requires_grad_(tensor.is_leaf and tensor.requires_grad)
+            return copies[id(tensor)]
+
+        for module in self.model.modules():
+            for _, tensor in named_tensors(vars(module)):
+                if tensor.grad_fn is not None:
+                    copied(tensor)
+        model = copy.deepcopy(self.model, memo=copies)
+        return dataclasses.replace(self, model=model).map_inputs(copied)
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "ModelCall":
+        """The call on a device, and in a dtype: that of weights, buffers and floating-point inputs.
+
+        The model itself is moved and cast, as `nn.Module.to` does: make a copy first to keep it.
+        """
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.is_floating_point():
+                return tensor.to(device, dtype)
+            return tensor.to(device)
+
+        self.model.to(device, dtype)
+        return self.map_inputs(moved)
+
+    def with_batch(self, batch: int) -> "ModelCall":
+        """The call with another batch: rows of the inputs are repeated, or the last ones left out.
+
+        Every tensor whose first size is the batch has rows. Others stay as they are, such as
+        positions that all items share.
+        """
+        old_batch = self.batch
+
+        def resized(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.shape[:1] != (old_batch,):
+                return tensor
+            return tensor[torch.arange(batch, device=tensor.device) % old_batch]
+
+        return self.map_inputs(resized)
+
+    def without_values(self, batch: int, device: torch.device | str) -> "ModelCall":
+        """The call with empty tensors on a device, in the shapes of another batch.
+
+        The model stays where it is. See `with_batch` for the tensors that grow with the batch.
+        """
+        old_batch = self.batch
+
+        def empty(tensor: torch.Tensor) -> torch.Tensor:
+            shape = tensor.shape
+            if shape[:1] == (old_batch,):
+                shape = torch.Size((batch, *shape[1:]))
+            values = torch.empty(shape, dtype=tensor.dtype, device=device)
+            return values.requires_grad_(tensor.requires_grad)
+
+        return self.map_inputs(empty)
+
+    def map_inputs(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "ModelCall":
+        """The call in which `function` has replaced every tensor among the inputs.
+
+        Raises `TraceError` for an object that cannot be copied (see `map_tensors`).
+        """
+        args, kwargs = map_tensors(function, (self.args, self.kwargs))
+        return dataclasses.replace(self, args=args, kwargs=kwargs)
+
+
+def arguments_of(model: nn.Module) -> list[inspect.Parameter]:
+    """The arguments that a model takes by position."""
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    found = inspect.signature(model.forward).parameters.values()
+    return [parameter for parameter in found if parameter.kind in by_position]
