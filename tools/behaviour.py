@@ -86,7 +86,7 @@ ALONE = [
     ["diff", f"{SMALL}:Cnn", f"{SMALL}:Head", "--input", "2,3,6,6"],
     ["migrate", "migrate"],
     ["migrate", "migrate", "--diff"],
-    ["migrate", "migrate", "--check", "--format", "sarif"],
+    ["migrate", "migrate", "--check", "--format", "github"],
     ["migrate", "migrate", "--format", "github", "--select", "mistakes"],
     ["migrate", "nowhere.py"],
 ]  # fmt: skip

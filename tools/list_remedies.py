@@ -22,6 +22,7 @@ MODULES = (
     "amp_lab.migrate.apex_names",
     "amp_lab.migrate.lifetime",
     "amp_lab.migrate.mistakes",
+    "amp_lab.migrate.project",
     "amp_lab.migrate.skipped_updates",
     "amp_lab.migrate.torch_amp_remedies",
     "amp_lab.numerics.nonfinite_remedies",

@@ -1,4 +1,4 @@
-"""What other tools take: a patch, annotations of GitHub, SARIF, hooks of pre-commit."""
+"""What other tools take: a patch, annotations of GitHub, hooks of pre-commit."""
 
 import json
 import re
@@ -74,8 +74,8 @@ def test_what_lies_elsewhere_cannot_be_named_in_a_patch(project, capfd, monkeypa
 
 
 def test_a_patch_is_no_report(capfd):
-    assert main(["migrate", "--diff", "--format", "sarif", "."]) == 2
-    assert "--diff prints a patch, not sarif" in capfd.readouterr().err
+    assert main(["migrate", "--diff", "--format", "github", "."]) == 2
+    assert "--diff prints a patch, not github" in capfd.readouterr().err
 
 
 CODE = OLD + "for x in y:\n    scaler.scale(f(x)).backward()\n    scaler.step(opt)\n"
@@ -106,37 +106,6 @@ def test_github_gets_an_annotation_for_each_line(wrong, capsys):
     assert "---" not in lines
 
 
-def test_sarif_has_each_line_with_its_place(wrong, capsys):
-    assert main(["migrate", "--format", "sarif", "."]) == 2
-    log = json.loads(capsys.readouterr().out)
-    assert log["version"] == "2.1.0"
-    (run,) = log["runs"]
-    known = {rule["id"] for rule in run["tool"]["driver"]["rules"]}
-    found = [
-        (result["ruleId"], result["level"], place["artifactLocation"]["uri"], place.get("region"))
-        for result in run["results"]
-        for place in (result["locations"][0]["physicalLocation"],)
-    ]
-    assert found == [
-        ("rewritten", "warning", "a%2Cb%25.py", {"startLine": 2}),
-        ("mistake", "error", "a%2Cb%25.py", {"startLine": 5}),
-        ("rewritten", "warning", "note.ipynb", None),
-        ("mistake", "error", "note.ipynb", None),
-    ]
-    assert {rule for rule, *_ in found} <= known
-    (ran,) = run["invocations"]
-    assert not ran["executionSuccessful"]
-    assert "broken.py" in ran["toolExecutionNotifications"][0]["message"]["text"]
-
-
-def test_sarif_without_anything_is_whole_too(tmp_path, capsys):
-    (tmp_path / "a.py").write_text("x = 1\n")
-    assert main(["migrate", "--format", "sarif", str(tmp_path)]) == 0
-    (run,) = json.loads(capsys.readouterr().out)["runs"]
-    assert run["results"] == []
-    assert run["invocations"][0]["executionSuccessful"]
-
-
 @pytest.mark.parametrize(
     ("select", "kinds"),
     [
@@ -150,9 +119,8 @@ def test_only_what_is_selected_is_looked_at(tmp_path, capsys, select, kinds):
     path = tmp_path / "a.py"
     path.write_text(CODE + "from apex import amp\namp.initialize(m, o)\n")
     chosen = [word for name in select for word in ("--select", name)]
-    assert main(["migrate", *chosen, "--format", "sarif", str(path)]) == 0
-    (run,) = json.loads(capsys.readouterr().out)["runs"]
-    assert {result["ruleId"].replace("-", " ") for result in run["results"]} == kinds
+    assert main(["migrate", *chosen, "--format", "github", str(path)]) == 0
+    assert set(re.findall(r"amp-lab migrate::([\w ]+):", capsys.readouterr().out)) == kinds
 
 
 def test_the_hooks_of_pre_commit_are_commands_that_there_are(tmp_path):

@@ -82,21 +82,3 @@ def test_a_magic_that_was_changed_is_found_no_more(tmp_path, capsys):
         assert main(["migrate", "--check", str(file)]) == code
         assert says("migrate.in_magic", capsys.readouterr().out) is bool(code)
     assert torch.amp.GradScaler("cpu").get_scale() == 65536.0
-
-
-@does("migrate.older_torch")
-@pytest.mark.parametrize(("asked", "found"), [("1.8", True), ("2.3", False)])
-def test_a_project_that_asks_for_the_torch_it_needs_is_left_alone(tmp_path, capsys, asked, found):
-    (tmp_path / "requirements.txt").write_text(f"torch>={asked}\n")
-    code = "import torch\nscaler = torch.cuda.amp.GradScaler()\n"
-    (tmp_path / "train.py").write_text(code)
-    main(["migrate", str(tmp_path)])
-    assert says("migrate.older_torch", capsys.readouterr().out) is found
-
-
-@does("migrate.older_torch")
-def test_a_project_that_keeps_the_old_names_is_left_alone(tmp_path, capsys):
-    (tmp_path / "requirements.txt").write_text("torch>=1.8\n")
-    (tmp_path / "train.py").write_text("import torch\nscaler = None\n")
-    assert main(["migrate", "--check", str(tmp_path)]) == 0
-    assert not says("migrate.older_torch", capsys.readouterr().out)

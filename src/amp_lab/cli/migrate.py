@@ -1,6 +1,7 @@
 """`amp-lab migrate`: old mixed-precision code to today's names."""
 
 import argparse
+import itertools
 import sys
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -27,12 +28,8 @@ def add(commands) -> None:
     look = "what to look at, instead of all three; may be given twice"
     option("--select", action="append", choices=parts, help=look)
     option("--mark", action="store_true", help="put a comment above what is left of Apex")
-    forms = ["text", "github", "sarif"]
-    say = (
-        "how to say what was found: as text, with a diff (default), as annotations of GitHub, or "
-        "in SARIF"
-    )
-    option("--format", choices=forms, default="text", help=say)
+    say = "how to say what was found: as text, with a diff (default), or as annotations of GitHub"
+    option("--format", choices=["text", "github"], default="text", help=say)
     one_of = migrate.add_mutually_exclusive_group().add_argument
     one_of("--write", action="store_true", help="change the files")
     one_of("--check", action="store_true", help="exit 1 if something is to be done")
@@ -46,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     It is 2 after an error in a file, and 1 with --check if something is to be done.
     """
     # Imported here, since it needs libcst, which the other commands do not.
-    from amp_lab.migrate import SELECTIONS, Wanted, migrate_paths, needed_torch, older_torch
+    from amp_lab.migrate import SELECTIONS, Wanted, migrate_paths
 
     if options.diff and options.format != "text":
         raise OptionError(f"--diff prints a patch, not {options.format}: leave one of them out")
@@ -63,10 +60,7 @@ def run(options: argparse.Namespace) -> int:
             tell(f"amp-lab migrate: {problem}")
         _print_diff(result, options)
     if not options.diff:
-        needed = needed_torch(results)
-        if needed:
-            results += older_torch(options.paths, needed)
-        _report(results, needed, options)
+        _report(results, options)
     if any(result.error for result in results):
         return 2
     if options.check and any(result.to_do for result in results):
@@ -83,26 +77,17 @@ def _print_diff(result: "Result", options: argparse.Namespace) -> None:
         print(result.diff, end="")
 
 
-def _report(
-    results: "list[Result]", needed: tuple[int, int] | None, options: argparse.Namespace
-) -> None:
-    """Print what was found, in the format asked for.
+def _report(results: "list[Result]", options: argparse.Namespace) -> None:
+    """Print what was found, in the format asked for."""
+    from amp_lab.migrate import format_github, notes_on_versions
 
-    `needed` is the oldest torch, such as (2, 4), that runs what is rewritten; None if any does.
-    """
-    from amp_lab.migrate import for_older_torch, format_github, format_sarif
-
-    if options.format == "sarif":
-        print(format_sarif(results), end="")
-        return
     if options.format == "github":
         print(format_github(results), end="")
     else:
         print(_format_lines(results), end="")
-    if needed:
-        print(f"what is rewritten needs torch {needed[0]}.{needed[1]} or later")
-        for advice in for_older_torch(results):
-            print(advice)
+    findings = itertools.chain.from_iterable(result.lines for result in results)
+    for note in notes_on_versions(findings):
+        print(note)
     print(_format_summary(results, options.write), end="")
 
 

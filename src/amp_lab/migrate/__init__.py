@@ -26,10 +26,10 @@ from amp_lab.core.requirements import needed_for
 
 with needed_for("migrate"):
     from amp_lab.migrate.files import Result, migrate_paths
-    from amp_lab.migrate.project import for_older_torch, needed_torch, older_torch
-    from amp_lab.migrate.reports import format_github, format_sarif
+    from amp_lab.migrate.project import notes_on_versions
+    from amp_lab.migrate.reports import format_github
     from amp_lab.migrate.rewriter import Finding
     from amp_lab.migrate.rules import SELECTIONS, Wanted, migrate_source
 
-__all__ = ["SELECTIONS", "Finding", "Result", "Wanted", "format_github", "format_sarif"]
-__all__ += ["for_older_torch", "migrate_paths", "migrate_source", "needed_torch", "older_torch"]
+__all__ = ["SELECTIONS", "Finding", "Result", "Wanted", "format_github"]
+__all__ += ["migrate_paths", "migrate_source", "notes_on_versions"]

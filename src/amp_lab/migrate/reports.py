@@ -1,29 +1,26 @@
-"""The results in formats for other tools: annotations of GitHub, SARIF, and a patch for git."""
+"""The results in formats for other tools: annotations of GitHub, and a patch for git."""
 
 import difflib
-import json
 import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import quote
 
-import amp_lab
 from amp_lab.core.errors import OptionError
 
 if TYPE_CHECKING:
     from amp_lab.migrate.files import Result
     from amp_lab.migrate.rewriter import Finding
 
-_LEVELS = {  # the level of each kind of finding, for (GitHub, SARIF)
-    "mistake": ("error", "error"),
-    "rewritten": ("warning", "warning"),
-    "by hand": ("warning", "warning"),
-    "left": ("notice", "none"),
-    "note": ("notice", "note"),
+_LEVELS = {
+    "mistake": "error",
+    "rewritten": "warning",
+    "by hand": "warning",
+    "left": "notice",
+    "note": "notice",
 }
-_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+"""The level that GitHub gives to each kind of finding."""
 
 
 def format_github(results: Iterable["Result"]) -> str:
@@ -39,7 +36,7 @@ def format_github(results: Iterable["Result"]) -> str:
             location = file
             if finding.cell is None:
                 location = f"{file},line={finding.line}"
-            level, _ = _LEVELS[finding.kind]
+            level = _LEVELS[finding.kind]
             text = _escape(_text(finding))
             lines.append(f"::{level} {location},title=amp-lab migrate::{text}\n")
         if result.error is not None:
@@ -53,36 +50,6 @@ def _escape(text: str, also: str = "") -> str:
     A newline becomes ``%0A``.
     """
     return re.sub(f"[%\r\n{also}]", lambda match: f"%{ord(match[0]):02X}", text)
-
-
-def format_sarif(results: Iterable["Result"]) -> str:
-    """A log in SARIF 2.1.0 of all findings and errors, for code scanning and editors."""
-    sarif_results = []
-    errors = []
-    for result in results:
-        sarif_results += [_sarif_result(result.path, finding) for finding in result.lines]
-        if result.error is not None:
-            errors.append({"level": "error", "message": {"text": result.error}})
-    rules = [{"id": kind.replace(" ", "-")} for kind in _LEVELS]
-    driver = {"name": "amp-lab migrate", "version": amp_lab.__version__, "rules": rules}
-    invocation = {"executionSuccessful": not errors, "toolExecutionNotifications": errors}
-    run = {"tool": {"driver": driver}, "invocations": [invocation], "results": sarif_results}
-    return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1) + "\n"
-
-
-def _sarif_result(path: Path, finding: "Finding") -> dict:
-    """One finding in a file as a `result` object of SARIF."""
-    uri = quote(os.fsencode(_relative(path)))
-    location: dict = {"artifactLocation": {"uri": uri}}
-    if finding.cell is None:
-        location["region"] = {"startLine": finding.line}
-    _, level = _LEVELS[finding.kind]
-    return {
-        "ruleId": finding.kind.replace(" ", "-"),
-        "level": level,
-        "message": {"text": _text(finding)},
-        "locations": [{"physicalLocation": location}],
-    }
 
 
 def _text(finding: "Finding") -> str:

@@ -133,48 +133,6 @@ STAR = remedy(
     "from {module} import *: import the names that are used from torch.amp, and give each call its "
     "device",
 )
-OLDER_TORCH = remedy(
-    "migrate.older_torch",
-    "the project asks for a torch that has not all of today's names",
-    "torch {asked} is asked for, and what is rewritten needs {needed}: raise it, or keep the old "
-    "names",
-)
-FOR_OLDER_AUTOCAST = remedy(
-    "migrate.for_older_autocast",
-    "only autocast is rewritten, and torch 1.10 or 1.11 is to be supported too",
-    "to support torch 1.10 and 1.11 too, write torch.autocast for torch.amp.autocast",
-)
-FOR_BOTH = {  # by the names that each is about
-    ("GradScaler",): remedy(
-        "migrate.for_both.scaler",
-        "GradScaler is rewritten, and an older torch is to be supported too",
-        """\
-to support older versions too, leave GradScaler() as it was, without a device, and import it so:
-
-    try:
-        from torch.amp import GradScaler
-    except ImportError:
-        from torch.cuda.amp import GradScaler
-""",
-    ),
-    ("custom_fwd", "custom_bwd"): remedy(
-        "migrate.for_both.custom",
-        "custom_fwd or custom_bwd is rewritten, and an older torch is to be supported too",
-        """\
-to support older versions too, leave @custom_fwd and @custom_bwd as they were, and import them so:
-
-    import functools
-
-    try:
-        from torch.amp import custom_bwd, custom_fwd
-    except ImportError:
-        from torch.cuda.amp import custom_bwd, custom_fwd
-    else:
-        custom_bwd = functools.partial(custom_bwd, device_type="cuda")
-        custom_fwd = functools.partial(custom_fwd, device_type="cuda")
-""",
-    ),
-}
 DEVICE_AS_SCALE = remedy(
     "migrate.device_as_scale",
     "an old GradScaler is given a device, and takes it for the scale",
