@@ -43,11 +43,11 @@ def test_it_prints_a_table_and_the_lines_and_draws_a_picture(capsys, tmp_path):
     assert (tmp_path / "errors.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_formats_and_a_card_can_be_named(capsys):
+def test_formats_and_a_gpu_can_be_named(capsys):
     more = ("--formats", "fp8-rowwise,mxfp4", "--for", "b200", "--format", "json")
     found = json.loads(printed(capsys, "my_net.py:net", *INPUT, *more))
     assert [report["name"] for report in found["formats"]] == ["bf16", "fp8-rowwise", "mxfp4"]
-    assert found["card"] == "b200"
+    assert found["gpu"] == "B200"
 
 
 def test_a_layer_of_no_multiple_stays_in_16_bits(capsys):
@@ -61,7 +61,8 @@ def test_a_layer_of_no_multiple_stays_in_16_bits(capsys):
     [
         (("--formats", "fp9"), "format: 'fp9' .*bf16"),
         (("--formats", "fp8,"), "format: '' is none of bf16"),
-        (("--for", "h2000"), "card: 'h2000' is none of h100"),
+        (("--for", "h2000"), "'h2000' is not in the table of GPUs; the closest are .*h200"),
+        (("--for", "cuda"), "'cuda' is not in the table of GPUs"),
         (("--steps", "-1"), "--steps -1: give a number from 0"),
         (("--seeds", "0"), "--seeds 0: give a number from 1"),
         (("--eval", "--steps", "5"), "--steps .*training: .*--eval"),

@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from amp_lab import rehearse
 from amp_lab.core.errors import NumericsError, OptionError, TraceError
-from amp_lab.formats import quantize, torchao_inference
-from amp_lab.formats.cards import card
+from amp_lab.core.gpus import gpu_of
+from amp_lab.formats import format_of, quantize, torchao_inference
 from amp_lab.formats.rehearsal_result import InferenceReport
+from amp_lab.formats.roofline import forward_s
 from amp_lab.recipes import Case
 from amp_lab.tracing.fake_device import errors_not_logged
 
@@ -176,19 +177,24 @@ def test_the_usual_noise_is_that_of_the_forward_matmul():
     assert re.match(r"forward: \d+ dB where 2[89] are usual", report.left_out)
 
 
+def gain_of(form: str, *size: int) -> float:
+    """The forecast for an H100."""
+    bf16_s, form_s = (forward_s(gpu_of("h100"), format_of(name), *size) for name in ("bf16", form))
+    return bf16_s / form_s
+
+
 def test_a_forecast_is_that_of_inference():
     model, rows = chain(64, 64), 8
-    found = rehearse(model, torch.randn(rows, 64), formats=("fp8",), card="h100")
-    forward_s = card("h100").forward_s
-    gain = forward_s("bf16", rows, 64, 64) / forward_s("fp8", rows, 64, 64)
+    found = rehearse(model, torch.randn(rows, 64), formats=("fp8",), gpu="h100")
+    gain = gain_of("fp8", rows, 64, 64)
     assert re.match(f"too small .* {gain:.2f}x$", found.of("0", "fp8").left_out)
     (row,) = (line for line in str(found).splitlines() if line.startswith("error of the output"))
     assert row.split()[-1] == "-"  # no layer is left that could have an error
     values = torch.randn(16, 2048)
-    on_card = rehearse(chain(2048, 4096), values, formats=("fp8-rowwise",), card="h100")
-    expected = forward_s("bf16", 16, 2048, 4096) / forward_s("fp8-rowwise", 16, 2048, 4096)
-    assert on_card.formats[1].gain == pytest.approx(expected)
-    assert f"{expected:.2f}x" in str(on_card)
+    on_gpu = rehearse(chain(2048, 4096), values, formats=("fp8-rowwise",), gpu="h100")
+    expected = gain_of("fp8-rowwise", 16, 2048, 4096)
+    assert on_gpu.formats[1].gain == pytest.approx(expected)
+    assert f"{expected:.2f}x" in str(on_gpu)
 
 
 def test_a_frozen_model_is_rehearsed_and_nothing_of_it_changes():

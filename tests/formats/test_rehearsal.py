@@ -15,7 +15,14 @@ from torch.nn import functional as F
 
 from amp_lab import rehearse
 from amp_lab.core.errors import NumericsError, OptionError, TraceError
-from amp_lab.formats import quantized_linear, torchao_code, torchao_inference
+from amp_lab.formats import (
+    ELEMENTS,
+    Format,
+    quantized_linear,
+    scaling,
+    torchao_code,
+    torchao_inference,
+)
 from amp_lab.formats.interception import intercepted
 from amp_lab.formats.rehearsal_result import TrainingReport
 from amp_lab.recipes import TRAINING, Case, Recipe, Step
@@ -192,14 +199,34 @@ def test_layers_are_left_out_by_shape_place_and_size_and_the_others_are_converte
     assert "reads the inputs" in found.of("0", "fp8").left_out
     assert found.of("6", "mxfp8").left_out == "128 to 80: no multiple of 32"
     assert [r.layers for r in found.formats] == [4, 2, 2]
-    on_card = rehearse(model, torch.randn(32, 64), formats=("fp8", "mxfp8"), card="h100")
-    assert on_card.of("2", "fp8").left_out.startswith("too small")
-    assert verdicts(on_card) == {
+    on_gpu = rehearse(model, torch.randn(32, 64), formats=("fp8", "mxfp8"), gpu="h100")
+    assert on_gpu.of("2", "fp8").left_out.startswith("too small")
+    assert verdicts(on_gpu) == {
         "bf16": "holds in one step",
         "fp8": "no layer is left",
-        "mxfp8": "h100 does not multiply it",
+        "mxfp8": "H100 does not multiply it",
     }
-    assert on_card.recommended is None
+    assert on_gpu.recommended is None
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_format_without_a_library_is_rehearsed_and_the_report_says_what_is_missing(training):
+    model = chain(64, 64, 64, 64, 64).train(training)
+    found = rehearse(model, torch.randn(32, 64), formats=("mxfp6-e2m3",), gpu="b200")
+    assert (found.recommended, found.program) == ("mxfp6-e2m3", "")
+    assert "There are no lines for mxfp6-e2m3: torchao 0.18 has no such conversion." in found.watch
+    assert "mxfp6-e2m3: no forecast, since its rate on B200 is not known." in found.watch
+    assert found.formats[1].gain is None
+
+
+def test_a_format_is_one_row(monkeypatch):
+    """What CONTRIBUTING says of adding one: here FP8 in blocks of 64."""
+    form = Format("mxfp8-64", ELEMENTS["e4m3"], (1, 64), "e8m0")
+    monkeypatch.setitem(scaling.FORMATS, form.name, form)
+    for model in (chain(64, 64, 64, 64, 64), chain(64, 64, 64, 64, 64).eval()):
+        found = rehearse(model, torch.randn(64, 64), formats=("mxfp8-64", "fp8"), gpu="h100")
+        assert verdicts(found)["mxfp8-64"].startswith(("holds", "passes"))
+        assert "mxfp8-64" in str(found)
 
 
 def test_training_beside_bf16_and_all_that_is_printed():
@@ -324,8 +351,8 @@ def test_what_cannot_be_rehearsed_is_told_in_a_line():
     values = torch.randn(4, 64)
     with pytest.raises(NumericsError, match="'fp9' is none of"):
         rehearse(chain(64, 64), values, formats=("fp9",))
-    with pytest.raises(OptionError, match="'a100' is none of h100"):
-        rehearse(chain(64, 64), values, card="a100")
+    with pytest.raises(OptionError, match=r"'a1000' is not in the table .* a100"):
+        rehearse(chain(64, 64), values, gpu="a1000")
     with pytest.raises(NumericsError, match="LayerNorm multiplies by no parameter"):
         rehearse(nn.LayerNorm(64), values)
     with pytest.raises(NumericsError, match="ReLU has no weight"):

@@ -28,7 +28,7 @@ def add(commands) -> None:
     )
     reserve = "percent of it left to the driver and to fragmentation (default: 10)"
     add_absent_device(memory)
-    option("--memory", metavar="SIZE", help="the budget: that of the card, such as 24GiB")
+    option("--memory", metavar="SIZE", help="the budget: the memory of the GPU, such as 24GiB")
     option("--reserve", type=_share, default=0.1, metavar="PERCENT", help=reserve)
     option("--precision", action="append", metavar="NAME", help=precisions)
     optimizers = f"one of {', '.join(OPTIMIZERS)} (default: adam)"

@@ -23,14 +23,14 @@ def add(commands) -> None:
     option("--formats", metavar="NAMES", help=several)
     option("--steps", type=int, default=0, metavar="N", help="train so long in each (default: 0)")
     option("--seeds", type=int, default=3, metavar="N", help="of each training (default: 3)")
-    option("--for", dest="card", metavar="CARD", help="forecast what gains there, such as h100")
+    option("--for", dest="gpu", metavar="GPU", help="forecast what gains there, such as h100")
     option("--figure", metavar="FILE", help="draw the error of each layer, as PNG or SVG")
     rehearse.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     """Rehearse, draw it if asked, and print what was found."""
-    from amp_lab.formats.cards import card
+    from amp_lab.core.gpus import gpu_of
     from amp_lab.formats.rehearsal import DEFAULT, rehearse
     from amp_lab.formats.scaling import format_of
     from amp_lab.recipes import INFERENCE, TRAINING
@@ -38,8 +38,8 @@ def run(options: argparse.Namespace) -> None:
     names = options.formats.split(",") if options.formats else DEFAULT
     for name in names:  # raises for an unknown format, before anything slow
         format_of(name)
-    if options.card:
-        card(options.card)  # raises for an unknown card
+    if options.gpu:
+        gpu_of(options.gpu)  # raises for an unknown GPU
     _require_count("--steps", options.steps, least=0)
     _require_count("--seeds", options.seeds, least=1)
     if options.eval and options.steps:
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
             loss_fn=loaded.loss_fn,
             steps=options.steps,
             seeds=options.seeds,
-            card=options.card,
+            gpu=options.gpu,
             use=INFERENCE if options.eval else TRAINING,
         )
     if options.figure:

@@ -12,7 +12,7 @@ class Backend:
     type: str  # its name in torch: "cuda" stands for AMD's GPUs too
     key: str = "PrivateUse1"  # its name in the dispatcher's keys: "CUDA" in AutocastCUDA
     made_by: str = ""  # for messages
-    also_called: tuple[str, ...] = ()  # by people who know their card, but not torch's name for it
+    also_called: tuple[str, ...] = ()  # by people who know their GPU, but not torch's name for it
     is_host: bool = False  # whether it is the CPU: always there, and done when a call returns
     keeps_peak: bool = True  # whether its allocator counts the most bytes that were in use
     rng_takes_index: bool = True  # whether its random state is asked for by the device's number

@@ -106,13 +106,10 @@ def operands(
     return grad.T, rows.T
 
 
-TORCHAO = {"fp8": ProductFormats("fp8", gradient="fp8-e5m2")}
-"""Recipes of torchao, by format, that round gradients to another format than values."""
-
-
 def recipe(form: str | Format) -> ProductFormats:
     """The formats of all operands when torchao trains in a format; gradients may have another."""
-    return TORCHAO.get(format_of(form).name) or ProductFormats(form)
+    form = format_of(form)
+    return ProductFormats(form, gradient=form.gradient or None)
 
 
 def inference_recipe(form: str | Format) -> ProductFormats:

@@ -1,7 +1,5 @@
 """`rehearse`: the errors of a model whose matmuls are computed in formats below 16 bits."""
 
-import functools
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from amp_lab.core.errors import AmpLabError, NumericsError, OptionError, TraceError, with_type
+from amp_lab.core.gpus import Gpu, gpu_of
 from amp_lab.core.remedies import remedy
 from amp_lab.core.report import listed
 from amp_lab.core.tensors import named_tensors
-from amp_lab.formats.cards import Card
-from amp_lab.formats.cards import card as card_of
 from amp_lab.formats.interception import Layer, Product
+from amp_lab.formats.noise import peak_of, squares, to_decibels, usual_noise
 from amp_lab.formats.products import (
     FORWARD,
     GRAD_INPUT,
@@ -26,13 +24,12 @@ from amp_lab.formats.products import (
     quantized_linear,
 )
 from amp_lab.formats.rehearsal_result import FormatReport, LayerReport, Rehearsal
-from amp_lab.formats.scaling import Counts, Format, format_of
+from amp_lab.formats.roofline import has_forecast
+from amp_lab.formats.scaling import FORMATS, Counts, Format, format_of
 from amp_lab.formats.uses import Inference, ProductOf, Training, Use
 from amp_lab.recipes import INFERENCE, TRAINING, Case
 
-DEFAULT = ("fp8", "fp8-rowwise", "mxfp8", "mxfp4", "nvfp4")
-# In order of preference: the formats that libraries hold safest come first.
-_PREFERRED = ("fp8-rowwise", "mxfp8", "fp8", "nvfp4", "mxfp4")
+DEFAULT = tuple(form.name for form in FORMATS.values() if form.torchao)
 # A layer is left out where it is so much worse than normally distributed values in the same format.
 _WORSE_DB = 6.0  # lower SQNR: twice the error
 _MORE_FLUSHED = 0.25  # higher share of values that become 0
@@ -59,7 +56,7 @@ def rehearse(
     loss_fn: Callable[[Any], Any] | None = None,
     steps: int = 0,
     seeds: int = 3,
-    card: str | None = None,
+    gpu: str | None = None,
     use: str | None = None,
     **kwargs: Any,
 ) -> Rehearsal:
@@ -78,32 +75,32 @@ def rehearse(
     autocast, with each of `seeds` seeds.
 
     For inference, only the forward matmul is repeated, and the model's output is compared with
-    fp32's. `card` is a GPU of `cards.CARDS`: layers that a forecast finds slower there are left in
-    bf16.
+    fp32's. `gpu` is a name of `core.gpus.GPUS`: layers that a forecast finds slower there are left
+    in bf16.
 
     The result does not tell how fast a format is, whether a long training converges, or how
     accurate the model is on other data. Copies of the model run on its device.
 
     Raises `NumericsError` for a format that does not exist, for a model without such matmuls, and
-    for one that cannot be trained or returns nothing to compare; `OptionError` for an unknown card
+    for one that cannot be trained or returns nothing to compare; `OptionError` for an unknown GPU
     or use, and for steps of inference; `TraceError` if the model's step fails.
     """
     names = dict.fromkeys(("bf16", *formats))  # each once
     forms = [format_of(name) for name in names]
-    gpu = card_of(card) if card else None
+    row = gpu_of(gpu) if gpu else None
     use_class = _use_class(model, use)
     _check_steps(use_class, steps, seeds)
     case = Case(model, inputs, kwargs, loss_fn, _device_of(model))
     with case.random_numbers_kept(), torch.enable_grad():
         try:
             runner = Training(case, steps, seeds) if use_class is Training else Inference(case)
-            layers, reports = _rehearse_step(runner, forms, gpu)
+            layers, reports = _rehearse_step(runner, forms, row)
         except AmpLabError:
             raise
         except Exception as error:  # the user's model and loss may raise any exception
             problem = f"{type(model).__name__} fails in {use_class.step}"
             raise TraceError(f"{problem}: {with_type(error)}") from error
-        return _result(runner, layers, reports, card)
+        return _result(runner, layers, reports, row)
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -114,23 +111,38 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _result(
-    use: Use, layers: list[LayerReport], reports: list[FormatReport], card: str | None
+    use: Use, layers: list[LayerReport], reports: list[FormatReport], gpu: Gpu | None
 ) -> Rehearsal:
     """Give the formats their verdicts, recommend one, and return the result."""
     use.judge()
-    if card:
-        for report in reports[1:]:  # without bf16
-            if report.name not in card_of(card).formats:
-                report.verdict = f"{card} does not multiply it"
-    passing = {report.name for report in reports if report.passes}
-    candidates = [form for form in _PREFERRED if form in passing]
     watch = [*use.remarks, *_unreplaced_remarks(use)]
+    if gpu:
+        watch += _judge_for_gpu(reports, gpu)
+    passing = [format_of(report.name) for report in reports if report.passes]
+    below_16_bits = [form for form in passing if form.scale != "none"]
+    candidates = [form.name for form in sorted(below_16_bits, key=lambda form: form.rank)]
     best, program = _recommend(use, candidates, layers, watch)
     watch.append(use.limits)
-    name = type(use.case.model).__name__
     return use.result(
-        name, layers=layers, recommended=best, program=program, card=card, watch=watch
+        type(use.case.model).__name__,
+        layers=layers,
+        recommended=best,
+        program=program,
+        gpu=gpu.name if gpu else None,
+        watch=watch,
     )
+
+
+def _judge_for_gpu(reports: list[FormatReport], gpu: Gpu) -> list[str]:
+    """Change the verdict on formats that the GPU does not have; remarks on missing forecasts."""
+    remarks = []
+    for report in reports[1:]:  # without bf16
+        form = format_of(report.name)
+        if form.matmul and form.matmul not in gpu.architecture.matmuls:
+            report.verdict = f"{gpu.name} does not multiply it"
+        elif report.layers and report.gain is None:
+            remarks.append(f"{form.name}: no forecast, since its rate on {gpu.name} is not known.")
+    return remarks
 
 
 def _use_class(model: nn.Module, use: str | None) -> type[Use]:
@@ -155,7 +167,7 @@ def _check_steps(use_class: type[Use], steps: int, seeds: int) -> None:
 
 
 def _rehearse_step(
-    use: Use, forms: list[Format], gpu: Card | None
+    use: Use, forms: list[Format], gpu: Gpu | None
 ) -> tuple[list[LayerReport], list[FormatReport]]:
     """Return the reports of all layers, and those of the whole model, in each format.
 
@@ -215,24 +227,24 @@ class _LayerErrors:
     noise: dict[tuple[str, str], float] = field(default_factory=_sums)  # by format and matmul
     loss_change: dict[str, float] = field(default_factory=_sums)  # by format
     counts: dict[str, dict[str, Counts]] = field(default_factory=dict)  # by format and operand
-    peaks: dict[str, float] = field(default_factory=dict)  # by operand, see `_peak`
+    peaks: dict[str, float] = field(default_factory=dict)  # by operand, see `peak_of`
 
     def add_matmul(self, which: str, left: Tensor, right: Tensor, exact: Tensor) -> None:
         """Repeat one of the layer's matmuls in each format, and add its errors.
 
         `which` is one of `PRODUCTS`, and `exact` is ``left @ right.T`` in fp32.
         """
-        self.signal[which] += _squares(exact)
+        self.signal[which] += squares(exact)
         if which == GRAD_WEIGHT:
             self.wgrad_rows.add(left.shape[1])
         for operand, values in zip(_OPERANDS[which], (left, right), strict=True):
-            self.peaks[operand] = max(self.peaks.get(operand, 0.0), _peak(values))
+            self.peaks[operand] = max(self.peaks.get(operand, 0.0), peak_of(values))
         for form in self.forms:
             by_operand = self.counts.setdefault(form.name, {})
             counts = [by_operand.setdefault(operand, Counts()) for operand in _OPERANDS[which]]
             # Also adds to the counts.
             rounded = self.use.formats(form).product(which, left, right, counts)
-            self.noise[form.name, which] += _squares(rounded - exact)
+            self.noise[form.name, which] += squares(rounded - exact)
 
     def add_loss_change(self, values: Tensor, weight: Tensor, grad: Tensor) -> None:
         """Add the change of the loss by the output's error, to first order: grad · error.
@@ -256,7 +268,7 @@ class _LayerErrors:
         if report.left_out:
             return report
         for which, signal in self.signal.items():
-            report.decibels[which] = _decibels(signal, self.noise[form.name, which])
+            report.decibels[which] = to_decibels(signal, self.noise[form.name, which])
         report.loss_change = self.loss_change.get(form.name)
         for operand, counts in self.counts[form.name].items():
             report.shares[operand] = counts.shares()
@@ -272,7 +284,7 @@ class _LayerErrors:
         for operand, shares in report.shares.items():
             if shares["nonfinite"]:
                 return f"{shares['nonfinite']:.2g} of its {operand} are not finite"
-        usual_decibels, usual_flushed = _usual_noise(formats, self.use.reference_matmul)
+        usual_decibels, usual_flushed = usual_noise(formats, self.use.reference_matmul)
         flushed_shares = [(shares["flushed"], name) for name, shares in report.shares.items()]
         flushed, operand = max(flushed_shares)
         if flushed > usual_flushed + _MORE_FLUSHED:
@@ -356,7 +368,7 @@ def _roles_in_bf16(layers: list[Layer], *, reads_ids: bool) -> dict[Layer, str]:
     return roles
 
 
-def _leave_out(use: Use, layers: list[LayerReport], gpu: Card | None, *, reads_ids: bool) -> None:
+def _leave_out(use: Use, layers: list[LayerReport], gpu: Gpu | None, *, reads_ids: bool) -> None:
     """Set `left_out` where a layer stays in bf16 by custom, or where it is too small to gain."""
     in_order = dict.fromkeys(report.layer for report in layers)
     roles = _roles_in_bf16(list(in_order), reads_ids=reads_ids)
@@ -370,14 +382,12 @@ def _leave_out(use: Use, layers: list[LayerReport], gpu: Card | None, *, reads_i
             report.left_out = f"too small to gain: a forecast of {gain:.2f}x"
 
 
-def _forecast_gain(
-    use: Use, form: str, layers: list[LayerReport], gpu: Card | None
-) -> float | None:
+def _forecast_gain(use: Use, form: str, layers: list[LayerReport], gpu: Gpu | None) -> float | None:
     """Forecast of the layers' speed-up over bf16; None without a GPU that has the format."""
-    if gpu is None or form not in gpu.formats:
+    if gpu is None or not has_forecast(gpu, format_of(form)):
         return None
     sizes = [(r.rows, r.layer.inner, r.layer.outer) for r in layers]
-    return use.gain(gpu, form, sizes)
+    return use.gain(gpu, format_of(form), sizes)
 
 
 def _converted(form: str, layers: Iterable[LayerReport]) -> list[LayerReport]:
@@ -395,7 +405,7 @@ def _products(formats: ProductFormats, converted: Iterable[LayerReport]) -> Prod
     return lambda layer: product if layer in layers else None
 
 
-def _report_model(use: Use, form: str, layers: list[LayerReport], gpu: Card | None) -> FormatReport:
+def _report_model(use: Use, form: str, layers: list[LayerReport], gpu: Gpu | None) -> FormatReport:
     """Run the model with its converted layers in a format, and compare it with fp32."""
     converted = _converted(form, layers)
     left_out = len({report.layer for report in layers}) - len(converted)
@@ -416,6 +426,9 @@ def _recommend(
     format the result is ``(None, "")``. Remarks on the code are added to `watch`.
     """
     for form in candidates:
+        if not use.torchao.lines(form, ()):
+            watch.append(f"There are no lines for {form}: torchao 0.18 has no such conversion.")
+            return form, ""
         code = _program(use, form, layers, watch)
         if not code:
             return form, ""
@@ -453,40 +466,3 @@ def _program(use: Use, form: str, layers: list[LayerReport], watch: list[str]) -
         if isinstance(module, nn.Linear) and name not in converted:
             left_out.append(name)
     return use.torchao.lines(form, left_out)
-
-
-@functools.cache
-def _usual_noise(formats: ProductFormats, which: str) -> tuple[float, float]:
-    """SQNR in dB of a matmul of normally distributed values, and the share of them that become 0.
-
-    `which` is one of `PRODUCTS`.
-    """
-    draws = torch.Generator().manual_seed(0)
-    left = torch.randn(256, 256, generator=draws)
-    right = torch.randn(256, 256, generator=draws)
-    exact = left @ right.T
-    counts = Counts()
-    rounded = formats.product(which, left, right, (counts, None))
-    decibels = _decibels(_squares(exact), _squares(rounded - exact))
-    return decibels, counts.shares()["flushed"]
-
-
-def _peak(values: Tensor) -> float:
-    """The largest magnitude over the root mean square; 0 if all values are 0."""
-    largest = float(values.abs().max())
-    mean_square = _squares(values) / values.numel()
-    return largest / math.sqrt(mean_square or 1.0)
-
-
-def _squares(values: Tensor) -> float:
-    """The sum of the squares."""
-    return float(torch.linalg.vector_norm(values)) ** 2
-
-
-def _decibels(signal: float, noise: float) -> float:
-    """The ratio of two sums of squares in dB: inf without noise, else -inf without signal."""
-    if not noise:
-        return math.inf
-    if not signal:
-        return -math.inf
-    return 10 * math.log10(signal / noise)

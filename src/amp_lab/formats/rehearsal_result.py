@@ -141,7 +141,7 @@ class Rehearsal(Printed):
     formats: Sequence[FormatReport]  # bf16 first
     recommended: str | None  # the format that `program` converts to, if one passes
     program: str  # Python code that converts the model with torchao; may be empty
-    card: str | None  # the GPU that gains are forecast for
+    gpu: str | None  # the GPU that gains are forecast for
     watch: list[str]  # sentences for the reader: limits of the result, and advice
 
     def of(self, layer: str, form: str) -> LayerReport:
@@ -165,8 +165,8 @@ class Rehearsal(Printed):
             by_layer.setdefault(report.layer, []).append(report)
         rows = [_row(layer, reports) for layer, reports in by_layer.items()]
         foot = self._model_rows()
-        if self.card:
-            foot[f"forecast for {self.card}"] = [_gain_text(report) for report in self.formats]
+        if self.gpu:
+            foot[f"forecast for {self.gpu}"] = [_gain_text(report) for report in self.formats]
         foot["layers"] = [f"{r.layers} of {r.layers + r.left_out}" for r in self.formats]
         numbers, checks = self._facts()
         verdicts = [f"{report.name}: {report.verdict}." for report in self.formats[1:]]  # not bf16

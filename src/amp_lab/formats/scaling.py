@@ -35,6 +35,14 @@ class Format:
 
     `power` is the rounding of an E8M0 scale to a power of two, from the largest magnitude of its
     block: ``rceil`` (Blackwell's, which clips nothing), ``floor`` (OCP's), ``ceil`` or ``even``.
+
+    The other fields are for a format that GPUs or libraries have:
+
+    - `matmul` is the name that GPUs' `matmuls` have for it (see `core.gpus`).
+    - `torchao` is torchao's name for its recipe. A forecast of times and torchao's lines need it.
+    - `gradient` names the format to which that recipe rounds gradients, if it is another one.
+    - `rank` is its place in the order in which `rehearse` recommends formats that pass: those that
+      libraries have held safe for longest come first.
     """
 
     name: str
@@ -42,6 +50,10 @@ class Format:
     block: tuple[int, int]
     scale: str = "fp32"
     power: str = "rceil"
+    matmul: str = ""
+    torchao: str = ""
+    gradient: str = ""
+    rank: int = 9
 
     def __post_init__(self) -> None:
         if self.power not in _POWERS:
@@ -73,10 +85,18 @@ class Format:
 FORMATS = {
     form.name: form
     for form in (
-        Format("bf16", ELEMENTS["bf16"], (0, 0), "none"),
-        Format("fp16", ELEMENTS["fp16"], (0, 0), "none"),
-        Format("fp8", _E4M3, (0, 0)),
-        Format("fp8-rowwise", _E4M3, (1, 0), "power2"),
+        Format("bf16", ELEMENTS["bf16"], (0, 0), "none", matmul="bf16"),
+        Format("fp16", ELEMENTS["fp16"], (0, 0), "none", matmul="fp16"),
+        Format(
+            "fp8",
+            _E4M3,
+            (0, 0),
+            matmul="fp8",
+            torchao="tensorwise",
+            gradient="fp8-e5m2",
+            rank=3,
+        ),
+        Format("fp8-rowwise", _E4M3, (1, 0), "power2", matmul="fp8", torchao="rowwise", rank=1),
         Format("fp8-1x128", _E4M3, (1, 128)),
         Format("fp8-128x128", _E4M3, (128, 128)),
         Format("fp8-e5m2", ELEMENTS["e5m2"], (0, 0)),
@@ -84,15 +104,15 @@ FORMATS = {
         Format("fp8-e5m2fnuz", ELEMENTS["e5m2fnuz"], (0, 0)),
         Format("int8", ELEMENTS["int8"], (0, 0)),
         Format("int8-rowwise", ELEMENTS["int8"], (1, 0)),
-        Format("mxfp8", _E4M3, (1, 32), "e8m0"),
-        Format("mxfp8-e5m2", ELEMENTS["e5m2"], (1, 32), "e8m0"),
+        Format("mxfp8", _E4M3, (1, 32), "e8m0", matmul="mxfp8", torchao="mxfp8", rank=2),
+        Format("mxfp8-e5m2", ELEMENTS["e5m2"], (1, 32), "e8m0", matmul="mxfp8"),
         Format("mxfp6-e2m3", ELEMENTS["e2m3"], (1, 32), "e8m0"),
         Format("mxfp6-e3m2", ELEMENTS["e3m2"], (1, 32), "e8m0"),
-        Format("mxfp4", _E2M1, (1, 32), "e8m0"),
-        Format("nvfp4", _E2M1, (1, 16), "e4m3"),
+        Format("mxfp4", _E2M1, (1, 32), "e8m0", matmul="mxfp4", torchao="mxfp4", rank=5),
+        Format("nvfp4", _E2M1, (1, 16), "e4m3", matmul="nvfp4", torchao="nvfp4", rank=4),
     )
 }
-"""The formats by name."""
+"""The formats by name. To add one, add its row: all else that has to know a format reads it."""
 
 
 @dataclass

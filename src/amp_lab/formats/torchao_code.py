@@ -10,6 +10,7 @@ from torch import nn
 
 from amp_lab.core.errors import with_type
 from amp_lab.core.requirements import nothing_logged
+from amp_lab.formats.scaling import format_of
 from amp_lab.recipes import TRAINING, Case, Recipe, Step
 
 _FLOAT8 = """\
@@ -66,8 +67,8 @@ quantize_(
     lambda module, name: isinstance(module, torch.nn.Linear) and name not in LEFT_OUT,
 )
 """
-_CODE = {"fp8": _FLOAT8, "fp8-rowwise": _FLOAT8, "mxfp8": _MXFP8, "nvfp4": _NVFP4}
-_RECIPE = {"fp8": "tensorwise", "fp8-rowwise": "rowwise"}  # torchao's names for its float8 recipes
+# By the format's name in torchao.
+_CODE = {"tensorwise": _FLOAT8, "rowwise": _FLOAT8, "mxfp8": _MXFP8, "nvfp4": _NVFP4}
 _WIDTH = 88  # the longest line that ruff leaves by default
 
 
@@ -76,9 +77,8 @@ def lines(form: str, left_out: Sequence[str]) -> str:
 
     `left_out` are the names of the linear layers that stay as they are.
     """
-    names = set_of(left_out)
-    recipe = _RECIPE.get(form)  # None for code that does not use it
-    return _CODE.get(form, "").format(left_out=names, recipe=recipe)
+    recipe = format_of(form).torchao
+    return _CODE.get(recipe, "").format(left_out=set_of(left_out), recipe=recipe)
 
 
 def set_of(names: Sequence[str]) -> str:

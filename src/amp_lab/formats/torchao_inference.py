@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from amp_lab.formats.scaling import format_of
 from amp_lab.formats.torchao_code import error_of, set_of
 from amp_lab.recipes import INFERENCE, Case, Recipe
 
@@ -69,8 +70,9 @@ def cast(x):  # for your own inputs too: the model takes them in bf16
 with torch.inference_mode():
     output = model(*cast(args), **cast(kwargs))
 """
-_CONFIG = {"fp8": _FLOAT8, "fp8-rowwise": _FLOAT8, "mxfp8": _MX, "mxfp4": _MX, "nvfp4": _NVFP4}
-_GRANULARITY = {"fp8": "PerTensor", "fp8-rowwise": "PerRow"}  # torchao's classes
+# By the format's name in torchao.
+_CONFIG = {"tensorwise": _FLOAT8, "rowwise": _FLOAT8, "mxfp8": _MX, "mxfp4": _MX, "nvfp4": _NVFP4}
+_GRANULARITY = {"tensorwise": "PerTensor", "rowwise": "PerRow"}  # torchao's classes
 _DTYPE = {"mxfp8": "float8_e4m3fn", "mxfp4": "float4_e2m1fn_x2"}  # of the elements
 _FP8_AMD = ("gfx940", "gfx941", "gfx942", "gfx950")  # MI300 and MI350, as torchao checks
 
@@ -82,10 +84,11 @@ def lines(form: str, left_out: Sequence[str]) -> str:
     layers that stay as they are. The code converts the model to bf16, since torchao requires that,
     and uses emulated MX kernels where the GPU has none.
     """
-    if form not in _CONFIG:
+    recipe = format_of(form).torchao
+    if recipe not in _CONFIG:
         return ""
-    conversion = _CONFIG[form].format(
-        left_out=set_of(left_out), granularity=_GRANULARITY.get(form), dtype=_DTYPE.get(form)
+    conversion = _CONFIG[recipe].format(
+        left_out=set_of(left_out), granularity=_GRANULARITY.get(recipe), dtype=_DTYPE.get(recipe)
     )
     return conversion + _REST
 
@@ -106,7 +109,7 @@ def untried_reason(form: str, device: torch.device) -> str:
         return "torchao is not installed"
     if form == "nvfp4":
         return "torchao has kernels for NVFP4 inference only for Blackwell"
-    if form in _GRANULARITY and not _torchao_takes_fp8(device):
+    if format_of(form).torchao in _GRANULARITY and not _torchao_takes_fp8(device):
         gpus = "an NVIDIA GPU of compute capability 8.9 or later, an AMD MI300 or MI350, or an XPU"
         return f"torchao converts for FP8 inference only on {gpus}; this model is on {device}"
     return ""

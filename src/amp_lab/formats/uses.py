@@ -11,10 +11,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from amp_lab.core.errors import NumericsError
+from amp_lab.core.gpus import Gpu
 from amp_lab.core.precision import Precision
 from amp_lab.core.remedies import remedy
-from amp_lab.formats import torchao_code, torchao_inference
-from amp_lab.formats.cards import Card
+from amp_lab.formats import roofline, torchao_code, torchao_inference
 from amp_lab.formats.interception import Layer, Product, intercepted
 from amp_lab.formats.products import (
     FORWARD,
@@ -32,7 +32,7 @@ from amp_lab.formats.rehearsal_result import (
     TrainingRehearsal,
     TrainingReport,
 )
-from amp_lab.formats.scaling import Format
+from amp_lab.formats.scaling import FORMATS, Format
 from amp_lab.recipes import (
     INFERENCE,
     OWN_LOSS,
@@ -103,13 +103,13 @@ class Use(ABC):
         return ""
 
     @abstractmethod
-    def seconds(self, card: Card, form: str, rows: int, inner: int, outer: int) -> float:
+    def seconds(self, gpu: Gpu, form: Format, rows: int, inner: int, outer: int) -> float:
         """Forecast of the seconds that a layer takes on a GPU, for an input of `rows` rows."""
 
-    def gain(self, card: Card, form: str, sizes: Sequence[tuple[int, int, int]]) -> float:
+    def gain(self, gpu: Gpu, form: Format, sizes: Sequence[tuple[int, int, int]]) -> float:
         """Forecast of the speed-up over bf16 of layers of ``(rows, inner, outer)``, together."""
-        bf16_s = sum(self.seconds(card, "bf16", *size) for size in sizes)
-        form_s = sum(self.seconds(card, form, *size) for size in sizes)
+        bf16_s = sum(self.seconds(gpu, FORMATS["bf16"], *size) for size in sizes)
+        form_s = sum(self.seconds(gpu, form, *size) for size in sizes)
         return bf16_s / form_s
 
     @abstractmethod
@@ -187,9 +187,9 @@ class Training(Use):
             return ""
         return _PAD_ROWS.sentence(rows=misfits[0], multiple=form.multiple)
 
-    def seconds(self, card: Card, form: str, rows: int, inner: int, outer: int) -> float:
+    def seconds(self, gpu: Gpu, form: Format, rows: int, inner: int, outer: int) -> float:
         """Forecast of the three matmuls and the casts."""
-        return card.step_s(form, rows, inner, outer)
+        return roofline.step_s(gpu, form, rows, inner, outer)
 
     def measure(self, product_of: ProductOf) -> None:
         """Take a step in fp32, and keep its loss and gradients."""
@@ -293,9 +293,9 @@ class Inference(Use):
         outer_multiple = min(form.multiple, max(_MULTIPLE, form.block[0]))
         return layer.misfit(form.multiple, outer_multiple)
 
-    def seconds(self, card: Card, form: str, rows: int, inner: int, outer: int) -> float:
+    def seconds(self, gpu: Gpu, form: Format, rows: int, inner: int, outer: int) -> float:
         """Forecast of the matmul and of the input's cast."""
-        return card.forward_s(form, rows, inner, outer)
+        return roofline.forward_s(gpu, form, rows, inner, outer)
 
     def measure(self, product_of: ProductOf) -> None:
         """Run the model in fp32, and keep its output.

@@ -24,7 +24,7 @@ class OpRecord:
     """One op that computed something, with the tensors that it got below autograd and autocast.
 
     Views have no record. The casts that autocast inserted are in `Xray.casts`. Attention, norms and
-    recurrent layers are one record each, since their kernels depend on the card.
+    recurrent layers are one record each, since their kernels depend on the GPU.
     """
 
     module: str  # qualified name of the module whose code ran; "": the model itself
