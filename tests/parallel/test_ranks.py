@@ -12,7 +12,7 @@ from amp_lab.core.errors import DataError, OtherRankError, ParallelError, RunErr
 from amp_lab.core.precision import Precision
 from amp_lab.models.build import build_model
 from amp_lab.parallel.ranks import ALONE, require_same
-from amp_lab.train.data import ImageSet, batches, load_dataset
+from amp_lab.train.data import SampleSet, batches, load_dataset
 from amp_lab.train.distributed.process_group import join
 from amp_lab.train.loop import fit
 
@@ -116,7 +116,7 @@ def test_each_rank_gets_what_distributed_sampler_gives(ranks):
         assert all(map(torch.equal, found, expected))
 
 
-class Numbers(ImageSet):
+class Numbers(SampleSet):
     """A data set whose images are their own numbers."""
 
     def __init__(self, count: int):

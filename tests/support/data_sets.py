@@ -10,7 +10,7 @@ import torch
 
 from amp_lab import load_dataset, make_stand_in
 from amp_lab.core.errors import DataError
-from amp_lab.train.data import batches
+from amp_lab.train.data import DataSplits, LoadOptions, batches, load
 
 CIFAR10_FOLDER, CALTECH256_FOLDER = "cifar-10-batches-py", "256_ObjectCategories"
 
@@ -54,6 +54,11 @@ def any_data(request, cifar10_folder, caltech256_folder):
     size = 24 if request.param == "caltech256" else None
     limit = 100 if request.param == "digits" else None
     return load_dataset(request.param, folder, image_size=size, limit=limit, download=False)
+
+
+def load_text(path, **options) -> DataSplits:
+    """The text of a file or a folder; `options` are those of `LoadOptions`."""
+    return load("text", LoadOptions(path, **options))
 
 
 def all_of(dataset, batch_size=16, **options):

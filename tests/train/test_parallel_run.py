@@ -129,7 +129,7 @@ def restored(kind: str | None, out: Path) -> dict:
         run = runs.Run({}, RunOptions(out, resume=True, workers=0), ranks, stack)
         loss, accuracy = evaluate(
             run.wrapped_model,
-            batches(run.images.test, 8, share=(ranks.rank, ranks.size)),
+            batches(run.data.test, 8, share=(ranks.rank, ranks.size)),
             precision="fp32",
             device="cpu",
             ranks=ranks,

@@ -12,7 +12,7 @@ from run_folders import arguments, refused
 from amp_lab import Precision
 from amp_lab.cli import main, train
 from amp_lab.core.errors import RunError
-from amp_lab.train.data import DATASETS
+from amp_lab.train.registry import DATASETS
 from amp_lab.train.train_options import RunConfig, RunOptions, setting
 
 

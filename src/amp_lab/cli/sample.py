@@ -38,7 +38,6 @@ def run(options: argparse.Namespace) -> None:
     from amp_lab.core.device import pick_device
     from amp_lab.core.precision import Precision
     from amp_lab.models.gpt import write
-    from amp_lab.train.data.text import CONTEXT
     from amp_lab.train.data.tokens import saved_tokens
     from amp_lab.train.export import load_model
     from amp_lab.train.train_options import RunConfig
@@ -54,10 +53,10 @@ def run(options: argparse.Namespace) -> None:
     if tokens is None:
         raise OptionError(f"{options.run_folder}: a run on images, which cannot write")
     prompt = torch.from_numpy(_encode(options.prompt, tokens)).long().to(device)  # (T,)
-    context = RunConfig(**state["config"]).context or CONTEXT
+    length = RunConfig(**state["config"]).passage_length
     model = model.to(device).eval()
     with precision.autocast(device.type):
-        numbers = write(model, prompt, options.tokens, context, options.temperature, options.seed)
+        numbers = write(model, prompt, options.tokens, length, options.temperature, options.seed)
     if numbers is None:
         outputs = f"the outputs of the model in {precision}"
         raise OptionError(

@@ -22,9 +22,8 @@ from amp_lab.models.build import build_model
 from amp_lab.parallel.ranks import ALONE
 from amp_lab.train import run_folder
 from amp_lab.train.checkpoint import is_checkpoint, load_checkpoint, run_state, save_checkpoint
-from amp_lab.train.data import TEXTS, batches
-from amp_lab.train.data.images import PHOTOGRAPH_SIZE
-from amp_lab.train.data.text import CONTEXT
+from amp_lab.train.data import batches
+from amp_lab.train.registry import DATASETS
 from amp_lab.train.run import make_optimizer
 from amp_lab.train.run_data import load_data
 from amp_lab.train.train_options import RunConfig
@@ -245,7 +244,7 @@ def _inputs(
     path of the data; if they cannot be loaded, the inputs are random, and `say` gets a line about
     it. B is `_INPUTS`, or `_FEW_INPUTS` for a text and with `dtype` fp16.
     """
-    is_text = config.dataset in TEXTS
+    is_text = DATASETS[config.dataset].is_text
     count = _INPUTS
     if is_text or dtype == torch.float16:
         count = _FEW_INPUTS
@@ -258,12 +257,8 @@ def _inputs(
         say(f"Checked with random {description}, since {error}")
     generator = torch.Generator().manual_seed(0)
     if is_text:
-        length = config.context or CONTEXT
-        return torch.randint(classes, (count, length), generator=generator)
-    default_size = 32
-    if config.dataset in ("caltech256", "folder"):
-        default_size = PHOTOGRAPH_SIZE
-    size = config.image_size or default_size
+        return torch.randint(classes, (count, config.passage_length), generator=generator)
+    size = config.image_side
     return torch.randn(count, 3, size, size, generator=generator)
 
 

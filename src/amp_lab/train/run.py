@@ -26,10 +26,11 @@ from amp_lab.models.build import build_model, require_images_that_fit
 from amp_lab.parallel.ranks import Ranks, require_same
 from amp_lab.train import run_folder
 from amp_lab.train.checkpoint import run_state
-from amp_lab.train.data import COME_WITH_LIBRARIES, ImageSet, batches
+from amp_lab.train.data import SampleSet, batches
 from amp_lab.train.data.tokens import BPE
 from amp_lab.train.distributed.process_group import join
 from amp_lab.train.loop import Batches, EpochMetrics, Progress, fit
+from amp_lab.train.registry import DATASETS, Source
 from amp_lab.train.run_data import load_data, locate_data, require_match
 from amp_lab.train.stop_signals import StopSignals
 from amp_lab.train.train_options import RunConfig, RunOptions
@@ -101,9 +102,9 @@ class Run:
         commands = ranks.gather(self._command(settings))
         # `_saved` is the run in the folder that is resumed; None for a new one.
         self.config, self._saved = ranks.first(lambda: self._plan(settings, commands, until_end))
-        ranks.each(self._build)  # sets `images` and `model`
+        ranks.each(self._build)  # sets `data` and `model`
         self._wrap()  # sets `wrapped_model` and `parts`
-        fingerprints = ranks.gather({"images": self.images.fingerprint})
+        fingerprints = ranks.gather({"data": self.data.fingerprint})
         state = ranks.first(lambda: self._start(fingerprints))
         if state is not None:
             self._restore(state)
@@ -152,46 +153,47 @@ class Run:
         return config, saved
 
     def _build(self) -> None:
-        """Load the images or the text into `images`, seed the generators, and build `model`.
+        """Load the data set into `data`, seed the generators, and build `model`.
 
         Called on every rank. Raises `RunError` or `DataError` if data and settings do not fit.
         """
         config = self.config
         require_match(config)
-        self._data = locate_data(config, self.options.data, self._saved, self.out)
-        self.images = load_data(config, self._data)
-        self._check_images()
+        self._data_path = locate_data(config, self.options.data, self._saved, self.out)
+        self.data = load_data(config, self._data_path)
+        self._check_data()
         random.seed(config.seed)
         np.random.seed(config.seed % 2**32)  # NumPy takes no larger seed
         torch.manual_seed(config.seed)
         self.model = build_model(
             config.model,
-            len(self.images.classes),
+            self.data.num_classes,
             pretrained=config.pretrained,
             freeze=config.freeze,
         )
-        if not self.images.is_text:
+        if not self.data.is_text:
             # Batch norm refuses a batch of one image, but takes any larger one.
             count = min(2, config.batch_size // self.ranks.size)
-            require_images_that_fit(self.model, count, self.images.image_size)
+            require_images_that_fit(self.model, count, self.data.image_size)
         if config.precision == Precision.FP16 and backend(self.ranks.device).is_host:
             _warn_of_slow_fp16(self.ranks.device)
 
-    def _check_images(self) -> None:
-        """Raise `RunError` if the run was started with other data, or there are too few images."""
-        images = self.images
-        if self._saved is not None and self._saved.images != images.fingerprint:
+    def _check_data(self) -> None:
+        """Raise `RunError` if the run was started with other data, or there are too few samples."""
+        data = self.data
+        if self._saved is not None and self._saved.images != data.fingerprint:
             # A text may be the same and cut into other tokens, as by a changed tokenizer.
-            kind = "text, or other tokens than" if images.is_text else "images"
+            kind = "text, or other tokens than" if data.is_text else "images"
             raise RunError(
-                f"{self._data}: not the {kind} that the run in {self.out} was started with"
+                f"{self._data_path}: not the {kind} that the run in {self.out} was started with"
             )
         size = self.config.batch_size
-        if size > len(images.train):
-            raise RunError(f"batch size {size} is larger than the {len(images.train)} images")
-        if self.ranks.size > len(images.test):
+        if size > len(data.train):
+            counts = f"{len(data.train)} {data.unit}"
+            raise RunError(f"batch size {size} is larger than the {counts}")
+        if self.ranks.size > len(data.test):
             raise RunError(
-                f"{len(images.test)} test images are too few for {self.ranks.size} processes"
+                f"{len(data.test)} test {data.unit} are too few for {self.ranks.size} processes"
             )
 
     def _wrap(self) -> None:
@@ -222,7 +224,7 @@ class Run:
 
     @property
     def _batches_per_epoch(self) -> int:
-        return len(self.images.train) // self.config.batch_size  # a smaller last one is dropped
+        return len(self.data.train) // self.config.batch_size  # a smaller last one is dropped
 
     def _steps_for(self, batches: int) -> int:
         """Optimizer steps for the first `batches` batches of an epoch."""
@@ -231,7 +233,7 @@ class Run:
     def _start(self, fingerprints: list[dict]) -> dict | None:
         """Write config.json, and load the checkpoint; None if the run starts from the beginning.
 
-        `fingerprints` has {"images": fingerprint of the data} of each rank. Called on rank 0.
+        `fingerprints` has {"data": its fingerprint} of each rank. Called on rank 0.
         """
         require_same(fingerprints)
         environment = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {self.ranks}"
@@ -285,10 +287,10 @@ class Run:
     def _write_config(self, environment: str) -> None:
         """Write config.json for a new run, or if `epochs` or the path of the data has changed."""
         data = None
-        if self.config.dataset not in COME_WITH_LIBRARIES:
-            data = os.path.abspath(self._data)
+        if DATASETS[self.config.dataset].source is not Source.LIBRARY:
+            data = os.path.abspath(self._data_path)
         if self._saved is None:
-            run = run_folder.SavedRun(self.config, self.images.fingerprint, environment, data)
+            run = run_folder.SavedRun(self.config, self.data.fingerprint, environment, data)
         else:
             run = replace(self._saved, config=self.config, data=data)
         if run != self._saved:
@@ -298,10 +300,10 @@ class Run:
         """Write the checkpoint; all ranks must call this together."""
         description = {
             "config": asdict(self.config),
-            "classes": len(self.images.classes),
+            "classes": self.data.num_classes,
         }
-        if self.images.tokens is not None:
-            description |= self.images.tokens.saved  # for `saved_tokens` to read
+        if self.data.tokens is not None:
+            description |= self.data.tokens.saved  # for `saved_tokens` to read
         progress = self.progress.state_dict()
         run_state.save_run(self.out, self.ranks, self.parts, progress, description)
 
@@ -327,11 +329,11 @@ class Run:
 
         def train_batches(epoch: int, batch: int) -> Batches:
             return self._batches(
-                self.images.train, epoch=epoch, seed=config.seed, start=batch, drop_last=True
+                self.data.train, epoch=epoch, seed=config.seed, start=batch, drop_last=True
             )
 
         def test_batches() -> Batches:
-            return self._batches(self.images.test)
+            return self._batches(self.data.test)
 
         def after_step(_: Progress) -> bool:
             return self._after_step(stop.signal)
@@ -392,42 +394,43 @@ class Run:
         For a text it has the perplexity of the last test as well, and the rate in tokens:
         ``perplexity 9.2  1536 tokens/s``.
         """
-        if not self.images.is_text:
+        if not self.data.is_text:
             return f"{per_second:.0f} images/s"
         test_loss = self.progress.epochs[-1].test_loss
         perplexity = math.exp(min(test_loss, _MAX_EXPONENT))
-        tokens = per_second * self.images.image_size  # of a text: the tokens of a passage
+        tokens = per_second * self.data.sample_shape[0]
         return f"perplexity {perplexity:.4g}  {tokens:.0f} tokens/s"
 
-    def _batches(self, images: ImageSet, **order: Any) -> Batches:
+    def _batches(self, samples: SampleSet, **order: Any) -> Batches:
         """This rank's share of the batches; `order` are arguments of `batches`, such as `seed`."""
         ranks = self.ranks
         return batches(
-            images,
+            samples,
             self.config.batch_size,
             share=(ranks.rank, ranks.size),
-            workers=self._workers_for(images),
+            workers=self._workers_for(samples),
             device=ranks.device,
             **order,
         )
 
-    def _workers_for(self, images: ImageSet) -> int:
+    def _workers_for(self, samples: SampleSet) -> int:
         """The number of processes that load images: the option, or as many as help."""
         if self.options.workers is not None:
             return self.options.workers
-        if not images.reads_files:  # they are in memory already
+        if not samples.reads_files:  # they are in memory already
             return 0
         return min(8, os.cpu_count() or 1)  # the count is None if the system does not tell it
 
     def _describe(self) -> None:
         """Report the data, the model, the device, and from where a run resumes."""
         config = self.config
-        images = self.images
-        self._say(images.summary)
-        if images.name == "stdlib":
-            self._say("The text is Python's standard library, under the PSF licence.")
-        if images.skipped:
-            self._say(f"left out as damaged: {len(images.skipped)} ({', '.join(images.skipped)})")
+        data = self.data
+        self._say(data.summary)
+        notice = DATASETS[config.dataset].notice
+        if notice:
+            self._say(notice)
+        if data.skipped:
+            self._say(f"left out as damaged: {len(data.skipped)} ({', '.join(data.skipped)})")
         counts = _describe_parameters(self.model)
         where = str(self.ranks.device)
         if self.ranks.kind is not None:

@@ -5,14 +5,8 @@ from pathlib import Path
 
 from amp_lab.core.errors import RunError
 from amp_lab.models.gpt import SIZES
-from amp_lab.train.data import (
-    COME_WITH_LIBRARIES,
-    TEXTS,
-    USERS_OWN,
-    ImageData,
-    load_dataset,
-    load_text,
-)
+from amp_lab.train.data import DataSplits, LoadOptions, load
+from amp_lab.train.registry import DATASETS, Source
 from amp_lab.train.run_folder import SavedRun
 from amp_lab.train.train_options import RunConfig
 
@@ -26,7 +20,7 @@ def require_match(config: RunConfig) -> None:
 
     Text needs a GPT, images a classifier, and some settings are for one of the two alone.
     """
-    is_text = config.dataset in TEXTS
+    is_text = DATASETS[config.dataset].is_text
     is_gpt = config.model in SIZES
     if is_text and not is_gpt:
         raise RunError(_mismatch(config, "a text", models=", ".join(SIZES)))
@@ -57,8 +51,9 @@ def locate_data(config: RunConfig, data: str | None, saved: SavedRun | None, out
     longer there, and if `data` is given for a data set that comes with a library.
     """
     dataset = config.dataset
+    row = DATASETS[dataset]
     if data is not None:
-        if dataset in COME_WITH_LIBRARIES:
+        if row.source is Source.LIBRARY:
             raise RunError(
                 f"--data {data}: {dataset} comes with a library and takes none; your own images "
                 "are --dataset folder, and your own text is --dataset text"
@@ -73,37 +68,28 @@ def locate_data(config: RunConfig, data: str | None, saved: SavedRun | None, out
         return saved.data
     # Older versions did not save the path, and took the default for the user's own data too.
     may_be_older_run = saved is not None and os.path.exists(_DOWNLOAD_FOLDER)
-    if dataset in USERS_OWN and not may_be_older_run:
-        description = "text" if dataset in TEXTS else "folder of images"
+    if row.source is Source.USER and not may_be_older_run:
+        description = "text" if row.is_text else "folder of images"
         raise RunError(f"--dataset {dataset}: give your {description} with --data")
     return _DOWNLOAD_FOLDER
 
 
 def load_data(
     config: RunConfig, folder: str | os.PathLike, *, augment: bool = True, download: bool = True
-) -> ImageData:
-    """Load the images of a run from `folder`, or its text from that file or folder.
+) -> DataSplits:
+    """Load the data of a run from `folder`, which may be the file of a text.
 
-    `augment` and `download` are those of `load_dataset`; a text is never downloaded. Raises
-    `DataError` as `load_dataset` does.
+    `augment` and `download` are those of `load_dataset`, and so are the errors.
     """
-    if config.dataset in TEXTS:
-        return load_text(
-            config.dataset,
-            Path(folder),
-            context=config.context,
-            tokenizer=config.tokenizer,
-            vocabulary=config.vocabulary,
-            limit=config.limit,
-            seed=config.seed if augment else None,  # a text is augmented by random offsets
-        )
-    return load_dataset(
-        config.dataset,
-        Path(folder),
-        image_size=config.image_size,
+    options = LoadOptions(
+        folder=Path(folder),
         limit=config.limit,
-        seed=config.seed,
+        seed=config.seed if augment else None,
+        image_size=config.image_side,
         skip_damaged=config.skip_damaged,
-        augment=augment,
         download=download,
+        context=config.passage_length,
+        tokenizer=config.tokenizer,
+        vocabulary=config.vocabulary,
     )
+    return load(config.dataset, options)

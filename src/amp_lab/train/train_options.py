@@ -12,6 +12,7 @@ from typing import Any
 
 from amp_lab.core.errors import RunError
 from amp_lab.core.files import require_types
+from amp_lab.train.registry import CONTEXT, DATASETS
 
 _Check = Callable[[str, Any], None]
 """Takes the name of a setting and its value, and raises `RunError` if the value is wrong."""
@@ -64,22 +65,29 @@ def _valid_seed(name: str, value: int) -> None:
         raise RunError(f"{name} must be from 0 to 2^63 - 1, not {value}")
 
 
-def _known_name(name: str, value: str) -> None:
-    """Raise `RunError` for a `value` that is no data set, or no precision, as `name` says."""
-    # Imported here, since they load torch, and the command's help need not wait for it.
-    from amp_lab.core.precision import Precision
-    from amp_lab.train.data import DATASETS
+def _known_dataset(name: str, value: str) -> None:
+    """Raise `RunError` for a `value` that is not a data set."""
+    _require_one_of(list(DATASETS), "data set", value)
 
-    if name == "dataset":
-        _require_one_of(list(DATASETS), "data set", value)
-    else:
-        _require_one_of(list(Precision), name, value)
+
+def _known_precision(name: str, value: str) -> None:
+    """Raise `RunError` for a `value` that is not a precision."""
+    # Imported here, since it loads torch, and the command's help need not wait for it.
+    from amp_lab.core.precision import Precision
+
+    _require_one_of(list(Precision), name, value)
 
 
 def _require_one_of(names: list[str], description: str, value: str) -> None:
     """Raise `RunError` unless `value` is one of `names`; `description` says what they name."""
     if value not in names:
         raise RunError(f"no {description} {value!r}; there are {', '.join(names)}")
+
+
+def _names_of_datasets(default: str) -> str:
+    """The help's list of all data sets, the default first."""
+    others = [name for name in DATASETS if name != default]
+    return ", ".join([f"{default} (default)", *others])
 
 
 _count = _at_least(1)  # a check, called with name and value as `_positive` is
@@ -113,11 +121,9 @@ class RunConfig(_Checked):
     without the field is resumed with its default.
     """
 
-    dataset: str = setting(
-        "digits", "{} (default), cifar10, caltech256, folder, stdlib, text", "NAME", _known_name
-    )
+    dataset: str = setting("digits", _names_of_datasets("digits"), "NAME", _known_dataset)
     model: str = setting("mobilenet_v2", "of torchvision, or gpt-nano … (default: {})", "NAME")
-    precision: str = setting("fp32", "{} (default), tf32, fp16, bf16", "NAME", _known_name)
+    precision: str = setting("fp32", "{} (default), tf32, fp16, bf16", "NAME", _known_precision)
     # Of all processes together. A smaller last batch of an epoch is left out: batch norm and the
     # mean over the ranks need batches of equal size.
     batch_size: int = setting(64, "images or passages in a batch (default: {})", "N", _count)
@@ -127,7 +133,7 @@ class RunConfig(_Checked):
     # For the initial weights, the order of the images, the augmentation and dropout.
     seed: int = setting(0, "default: {}", "N", _valid_seed)
     image_size: int | None = setting(None, "in pixels (default: the data set's own)", "N", _side)
-    context: int | None = setting(None, "tokens in a passage of text (256)", "N", _count)
+    context: int | None = setting(None, f"tokens in a passage of text ({CONTEXT})", "N", _count)
     tokenizer: str | None = setting(
         None, "bpe, or a tokenizer.json (default: a character is a token)", "bpe|FILE"
     )
@@ -145,6 +151,16 @@ class RunConfig(_Checked):
         super().__post_init__()
         # A caller from Python may give a `Precision`, which checkpoints cannot hold.
         object.__setattr__(self, "precision", str(self.precision))
+
+    @property
+    def image_side(self) -> int:
+        """Height and width of the images, in pixels."""
+        return self.image_size or DATASETS[self.dataset].image_size
+
+    @property
+    def passage_length(self) -> int:
+        """The number of tokens in a passage of text."""
+        return self.context or CONTEXT
 
 
 TOGETHER = "several processes"

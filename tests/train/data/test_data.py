@@ -2,13 +2,24 @@
 
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 from data_sets import CALTECH256_FOLDER, CIFAR10_FOLDER, refusal
 
 from amp_lab import load_dataset, make_stand_in
+from amp_lab.train.data import DATASETS
 
 pytest_plugins = ("data_sets",)
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("page", ["data/README.md", "docs/train.md"])
+def test_the_pages_list_all_data_sets_and_no_others(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    table = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    assert table == list(DATASETS)
 
 
 def test_fingerprints_tell_data_apart_and_nothing_else(cifar10_folder, caltech256_folder, tmp_path):

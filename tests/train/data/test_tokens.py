@@ -5,10 +5,10 @@ import json
 import types
 
 import pytest
+from data_sets import load_text
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from amp_lab.core.errors import DataError
-from amp_lab.train.data import load_text
 from amp_lab.train.data.tokens import UNKNOWN, BytePairs, Characters, make_tokens, saved_tokens
 
 TEXT = "".join(f"{i} times {i} is {i * i}.\n" for i in range(300))
@@ -73,7 +73,7 @@ def test_a_tokenizer_of_ones_own_is_taken(tmp_path):
     file = tmp_path / "mine.json"
     given.save(str(file))
     (tmp_path / "text.txt").write_text(TEXT)
-    data = load_text("text", tmp_path / "text.txt", context=4, tokenizer=str(file), seed=None)
+    data = load_text(tmp_path / "text.txt", context=4, tokenizer=str(file), seed=None)
     assert data.classes == tuple(words)
     assert data.train.batch([0])[0].tolist() == [[3, 1, 3, 2]]  # "0 times 0 is"
 

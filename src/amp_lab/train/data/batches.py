@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from amp_lab.core.backends import backend
 from amp_lab.core.errors import AmpLabError, DataError, first_line
-from amp_lab.train.data.images import SHUFFLE, ImageSet, generator
+from amp_lab.train.data.samples import SHUFFLE, SampleSet, generator
 
 # Forked workers start at once, and end when this process dies; those of a fork server, the default
 # of newer Pythons, would wait for ever. Only on Linux is forking safe.
@@ -25,13 +25,14 @@ _FILES_OF_A_WORKER = 16  # file descriptors: pipes and batches read ahead, with 
 
 @dataclass
 class Batches:
-    """One pass over a data set: images float32 (B, 3, S, S) and targets int64 (B,), on `device`.
+    """One pass over a data set: samples and targets, on `device`.
 
-    For a text both are int64 (B, T). A pass may be iterated over more than once. Raises `DataError`
+    Images are float32 (B, 3, S, S), and their targets int64 (B,). For a text both are int64 (B, T).
+    A pass may be iterated over more than once. Raises `DataError`
     for a wrong value, and when iterated over for a file that cannot be read.
     """
 
-    dataset: ImageSet
+    dataset: SampleSet
     batch_size: int
     _: KW_ONLY
     epoch: int = 0
@@ -44,8 +45,8 @@ class Batches:
     """Whether to leave out a last batch that is smaller than the others."""
     share: tuple[int, int] = (0, 1)
     """(rank of this process, number of processes n). Of each batch the process gets every n-th
-    image, as `torch.utils.data.DistributedSampler` would give it. All processes get the same number
-    of batches: a last batch with fewer than n images is added to the one before it."""
+    sample, as `torch.utils.data.DistributedSampler` would give it. All processes get as many
+    batches: a last batch with fewer than n samples is added to the one before it."""
     workers: int = 0
     """Processes that read ahead. Starting them takes a tenth of a second each pass on Linux and
     seconds elsewhere, so it pays for files that must be decoded, not for images in memory."""
@@ -63,9 +64,9 @@ class Batches:
         self._keys = self._keys_of_this_rank()
 
     def _keys_of_this_rank(self) -> list[list[int]]:
-        """This rank's share of the keys of each batch. For what a key is, see `ImageSet`.
+        """This rank's share of the keys of each batch. For what a key is, see `SampleSet`.
 
-        Raises `DataError` if there are fewer images than ranks.
+        Raises `DataError` if there are fewer samples than ranks.
         """
         length = len(self.dataset)
         rank, ranks = self.share
@@ -76,7 +77,7 @@ class Batches:
             full_batches = length // self.batch_size
             order = order[: full_batches * self.batch_size]
         if len(order) < ranks and ranks > 1:
-            raise DataError(f"{len(order)} images are too few for {ranks} processes")
+            raise DataError(f"{len(order)} samples are too few for {ranks} processes")
         remaining = order[self.start * self.batch_size :]
         keys = self.epoch * length + remaining
         # A batch has at least one key for each rank.
@@ -91,7 +92,7 @@ class Batches:
         return len(self._keys)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (images, targets) of each batch on `device`; the workers end with the iterator."""
+        """Yield (inputs, targets) of each batch on `device`; the workers end with the iterator."""
         keys: Any = self._keys
         # The loader's data set is the list of batches of keys: one item is a batch, which
         # `collate_fn` reads in a worker.
@@ -116,11 +117,11 @@ class Batches:
                 cleanup.callback(atexit.unregister, iterator._shutdown_workers)
                 atexit.register(iterator._shutdown_workers)
             while (batch := _next_batch(iterator)) is not None:
-                images, targets = (tensor.to(self.device, non_blocking=True) for tensor in batch)
-                yield self.dataset.finish(images), targets
+                inputs, targets = (tensor.to(self.device, non_blocking=True) for tensor in batch)
+                yield self.dataset.finish(inputs), targets
 
     def _read(self, keys: list[int]) -> tuple[torch.Tensor, torch.Tensor] | AmpLabError:
-        """Read the images and targets of these keys, before `ImageSet.finish`.
+        """Read the samples and targets of these keys, before `SampleSet.finish`.
 
         An error is returned, for `_next_batch` to raise in the main process.
         """
@@ -134,7 +135,7 @@ batches = Batches  # a class that is called like a function, as `range` is
 
 
 def _next_batch(iterator: Iterator) -> Any:
-    """The next batch (images, targets) of a loader; None at the end.
+    """The next batch (inputs, targets) of a loader; None at the end.
 
     Raises the error that a worker returned in place of a batch, and `DataError` if one was killed.
     """

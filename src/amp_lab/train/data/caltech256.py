@@ -12,6 +12,7 @@ from amp_lab.core.files import open_regular
 from amp_lab.core.report import listed
 from amp_lab.train.data import images
 from amp_lab.train.data.downloads import fetch
+from amp_lab.train.data.samples import DataSplits, LoadOptions, fingerprint
 
 URL = "https://data.caltech.edu/records/nyy15-4j048/files/256_ObjectCategories.tar"
 MD5 = "67b4f42ca05d46448c6bb8ecd2220f6d"
@@ -19,7 +20,7 @@ FOLDER = "256_ObjectCategories"
 _SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
-def load(options: images.LoadOptions) -> images.ImageData:
+def load(options: LoadOptions) -> DataSplits:
     """Load the photographs, or a stand-in for them; every tenth is a test image.
 
     Downloads them if they are missing. See `load_dataset`.
@@ -36,20 +37,20 @@ def load(options: images.LoadOptions) -> images.ImageData:
     files = np.array([root.parent / path for path in paths])
     train_files = files[train].tolist()
     test_files = files[test].tolist()
-    size = options.image_size or images.PHOTOGRAPH_SIZE
+    size = options.image_size
     mean_std = images.IMAGENET_MEAN_STD
     marker = root / images.MARKER
     content = "\n".join(paths)  # the fingerprint has the paths, since hashing all files takes long
-    return images.ImageData(
+    return DataSplits(
         name="caltech256",
         train=images.ImagesOnDisk(
             train_files, targets[train], size, mean_std, seed=options.seed, augment=images.jitter
         ),
         test=images.ImagesOnDisk(test_files, targets[test], size, mean_std),
         classes=tuple(name.partition(".")[2] for name in class_folders),  # ak47 of 001.ak47
-        image_size=size,
+        sample_shape=(3, size, size),
         stand_in=marker.exists(),
-        fingerprint=images.fingerprint(content.encode(), targets, train, test),
+        fingerprint=fingerprint(content.encode(), targets, train, test),
         skipped=tuple(damaged),
     )
 

@@ -12,6 +12,7 @@ from amp_lab.core.errors import DataError, first_line, with_type
 from amp_lab.core.files import read_json
 from amp_lab.train.data import images
 from amp_lab.train.data.downloads import fetch, md5_of
+from amp_lab.train.data.samples import DataSplits, LoadOptions, fingerprint
 
 FOLDER = CIFAR10.base_folder  # cifar-10-batches-py
 _META = CIFAR10.meta["filename"]
@@ -27,7 +28,7 @@ _ARRAY_GLOBALS = {  # (module, name) that a pickled NumPy array refers to; none 
 MEAN_STD = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))  # of each channel, in [0, 1]
 
 
-def load(options: images.LoadOptions) -> images.ImageData:
+def load(options: LoadOptions) -> DataSplits:
     """Load the photographs, or a stand-in for them, with their own split into training and test.
 
     Downloads them if they are missing. See `load_dataset`.
@@ -51,10 +52,10 @@ def load(options: images.LoadOptions) -> images.ImageData:
     test_indices = test_indices - len(train)  # counted from the first test image
     train_pixels, train_targets = _select(train, train_indices)
     test_pixels, test_targets = _select(test, test_indices)
-    size = options.image_size or 32
+    size = options.image_size
     # The fingerprint takes the checksums in place of the pixels: both change together.
     content = json.dumps(checksums)
-    return images.ImageData(
+    return DataSplits(
         name="cifar10",
         train=images.ImagesInMemory(
             train_pixels,
@@ -66,9 +67,9 @@ def load(options: images.LoadOptions) -> images.ImageData:
         ),
         test=images.ImagesInMemory(test_pixels, test_targets, size, MEAN_STD),
         classes=tuple(train.classes),
-        image_size=size,
+        sample_shape=(3, size, size),
         stand_in=is_stand_in,
-        fingerprint=images.fingerprint(content.encode(), train_indices, test_indices),
+        fingerprint=fingerprint(content.encode(), train_indices, test_indices),
     )
 
 

@@ -6,19 +6,13 @@ import numpy as np
 import torch
 
 from amp_lab.core.requirements import needed_for
-from amp_lab.train.data.images import (
-    ImageData,
-    ImagesInMemory,
-    LoadOptions,
-    fingerprint,
-    shorten,
-    split,
-)
+from amp_lab.train.data.images import ImagesInMemory, shorten, split
+from amp_lab.train.data.samples import DataSplits, LoadOptions, fingerprint
 
 MEAN_STD = ((0.305,) * 3, (0.376,) * 3)  # of the pixels in [0, 1], of each channel
 
 
-def load(options: LoadOptions) -> ImageData:
+def load(options: LoadOptions) -> DataSplits:
     """Load the 1,797 digits; one in five is a test image. See `load_dataset`."""
     with needed_for("the data set digits"):
         from sklearn.datasets import load_digits  # here, since it takes a second to load
@@ -30,15 +24,15 @@ def load(options: LoadOptions) -> ImageData:
     images = pixels[:, None]  # (1797, 1, 8, 8)
     all_train, all_test = split(targets, every=5)
     train, test = shorten(all_train, all_test, targets, options.limit)
-    size = options.image_size or 32
-    return ImageData(
+    size = options.image_size
+    return DataSplits(
         name="digits",
         train=ImagesInMemory(
             images[train], targets[train], size, MEAN_STD, seed=options.seed, augment=jitter
         ),
         test=ImagesInMemory(images[test], targets[test], size, MEAN_STD),
         classes=tuple(map(str, digits.target_names)),
-        image_size=size,
+        sample_shape=(3, size, size),
         fingerprint=fingerprint(images, targets, train, test),
     )
 

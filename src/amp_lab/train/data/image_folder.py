@@ -9,6 +9,7 @@ import numpy as np
 
 from amp_lab.core.errors import DataError
 from amp_lab.train.data import images
+from amp_lab.train.data.samples import DataSplits, LoadOptions, fingerprint
 
 _TRAIN = "train"
 _TEST_NAMES = ("val", "test")  # in order of preference
@@ -37,7 +38,7 @@ class _Layout:
     classes: list[str]  # the names of the folders in `train`
 
 
-def load(options: images.LoadOptions) -> images.ImageData:
+def load(options: LoadOptions) -> DataSplits:
     """Load the images in `options.folder`. See `load_dataset`."""
     layout = _find_layout(options.folder.absolute())
     files = _list_images(layout, layout.train)
@@ -56,20 +57,20 @@ def load(options: images.LoadOptions) -> images.ImageData:
     paths = np.array([layout.root / file.path for file in files])
     train_paths = paths[train].tolist()
     test_paths = paths[test].tolist()
-    size = options.image_size or images.PHOTOGRAPH_SIZE
+    size = options.image_size
     mean_std = images.IMAGENET_MEAN_STD
     # The fingerprint has the paths, since hashing all files takes long.
     names = "\n".join(Path(file.path).as_posix() for file in files)
     content = os.fsencode(names)
-    return images.ImageData(
+    return DataSplits(
         name="folder",
         train=images.ImagesOnDisk(
             train_paths, targets[train], size, mean_std, seed=options.seed, augment=images.jitter
         ),
         test=images.ImagesOnDisk(test_paths, targets[test], size, mean_std),
         classes=tuple(layout.classes),
-        image_size=size,
-        fingerprint=images.fingerprint(content, targets, train, test),
+        sample_shape=(3, size, size),
+        fingerprint=fingerprint(content, targets, train, test),
         skipped=tuple(sorted(damaged)),
     )
 

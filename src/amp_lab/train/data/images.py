@@ -1,12 +1,10 @@
-"""Shared by all data sets: images with targets, their split, augmentation and decoding."""
+"""Shared by the data sets of images: their split, augmentation and decoding."""
 
-import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.nn import functional
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms.v2.functional import center_crop
 from tqdm import tqdm
@@ -23,136 +21,15 @@ from tqdm import tqdm
 from amp_lab.core.errors import DataError, first_line
 from amp_lab.core.files import open_regular
 from amp_lab.core.report import listed
-from amp_lab.train.data.tokens import Characters, Tokens
+from amp_lab.train.data.samples import AUGMENT, SampleSet, generator
 
 MARKER = "STAND_IN.json"  # a file in the folder of generated pictures, which marks them as such
 # Mean and standard deviation of each channel. torchvision's pretrained weights expect ImageNet's.
 IMAGENET_MEAN_STD = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-PHOTOGRAPH_SIZE = 224  # pixels
 # The formats of torchvision's ImageFolder. Pillow would open more, by the content and not by the
 # name: for an EPS it would start Ghostscript.
 _FORMATS = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP")
 _MAX_FILE_BYTES = 2**30  # a picture with as many pixels as Pillow opens has at most 0.5 GiB
-# Purposes of random numbers. Each is part of the seed, so that no two purposes draw the same.
-SHUFFLE = 1
-AUGMENT = 2
-
-
-class ImageSet(Dataset):
-    """Images of one size with their targets: a map-style data set whose keys also name the epoch.
-
-    `dataset[epoch * len(dataset) + index]` is an image, float32 (3, S, S) and normalised, and its
-    target, an int. The augmentation depends only on the seed, the epoch and the index, so every
-    process reads bitwise the same image, in any order. The global random state is neither used nor
-    changed.
-    """
-
-    targets: torch.Tensor
-    """The targets of all images, int64 (N,)."""
-    reads_files = False
-    """Whether an image is read from its file when it is asked for. Only then do workers help."""
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        images, targets = self.batch([index])  # a key, which may also name the epoch
-        return images[0], int(targets[0])
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
-        # Python would otherwise call `__getitem__` without end: any key names some epoch.
-        return (self[index] for index in range(len(self)))
-
-    def batch(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images float32 (B, 3, S, S) and targets int64 (B,) of these keys.
-
-        Raises `DataError` if a file cannot be read, and `IndexError` for a negative key.
-        """
-        images, targets = self.read(keys)
-        return self.finish(images), targets
-
-    def read(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The images (B, 3, S, S) and targets (B,) of these keys, before `finish`.
-
-        The images may be uint8, which are 4 times as small to send from a worker.
-        """
-        raise NotImplementedError
-
-    def finish(self, images: torch.Tensor) -> torch.Tensor:
-        """Turn the images of `read` into those of `batch`, on the device that they are on.
-
-        The result is bitwise the same on every device.
-        """
-        return images
-
-    def _epochs_and_indices(self, keys: Sequence[int]) -> list[tuple[int, int]]:
-        """The (epoch, index) of each key. Raises `IndexError` for a negative key."""
-        smallest = min(keys)
-        if smallest < 0:
-            raise IndexError(f"key {smallest} is negative")
-        count = len(self)
-        return [divmod(key, count) for key in keys]
-
-
-@dataclass(frozen=True)
-class ImageData:
-    """A data set, split into training and test images."""
-
-    name: str
-    train: ImageSet
-    test: ImageSet
-    classes: tuple[str, ...]  # their names; a target is an index into them
-    image_size: int  # height and width of the images as the model sees them, in pixels
-    fingerprint: str
-    """Hash of the images, their split and their order, but not of the augmentation. A run that is
-    resumed compares it, to notice that its data have changed."""
-    stand_in: bool = False  # generated pictures in the layout of the real ones
-    skipped: tuple[str, ...] = ()  # the damaged images that were left out
-    tokens: Tokens | None = None
-    """The tokens of a text; None for images. The passages of a text take the place of images: then
-    `image_size` is their length, and `classes` are the tokens."""
-
-    @property
-    def is_text(self) -> bool:
-        """Whether the data set is a text, and not images."""
-        return self.tokens is not None
-
-    @property
-    def summary(self) -> str:
-        """One line: ``digits: 1438 training and 359 test images of 32x32, 10 classes``."""
-        size = self.image_size
-        name = self.name
-        if self.stand_in:
-            name += " (generated stand-in)"
-        counts = f"{len(self.train)} training and {len(self.test)} test"
-        if not self.is_text:
-            return f"{name}: {counts} images of {size}x{size}, {len(self.classes)} classes"
-        unit = "byte pairs"
-        if isinstance(self.tokens, Characters):
-            unit = "characters"
-        return f"{name}: {counts} passages of {size} {unit}, {len(self.classes):,} different ones"
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """The arguments of `load_dataset`, already checked, for the `load` of a data set."""
-
-    folder: Path
-    image_size: int | None  # None: the size that is usual for the data set
-    limit: int | None
-    seed: int | None  # of the augmentation; None: no augmentation
-    skip_damaged: bool
-    download: bool
-
-
-def generator(*parts: int) -> torch.Generator:
-    """A random generator on the CPU, seeded with several numbers, such as (seed, epoch, SHUFFLE).
-
-    Adding them up would not do: seed 1 in epoch 2 would then draw the same as seed 2 in epoch 1.
-    """
-    sequence = np.random.SeedSequence(parts)
-    (seed,) = sequence.generate_state(1, np.uint64)
-    return torch.Generator().manual_seed(int(seed))
 
 
 def _shuffled_classes(targets: np.ndarray) -> np.ndarray:
@@ -205,21 +82,7 @@ def shorten(
     return train[kept_train], test[kept_test]
 
 
-def fingerprint(*parts: bytes | np.ndarray) -> str:
-    """The BLAKE2 hash of all parts together, 16 hexadecimal digits."""
-    digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        if isinstance(part, np.ndarray):
-            content = part.tobytes()
-        else:
-            content = part
-        # The length is hashed too, so that moving bytes from one part to the next changes the hash.
-        length = len(content).to_bytes(8, "little")
-        digest.update(length + content)
-    return digest.hexdigest()
-
-
-class _Augmented(ImageSet):
+class _Augmented(SampleSet):
     """Images that are normalised and, if there is a `seed`, augmented.
 
     `source` has the images in the form that a subclass reads: an array, or a list of paths.
@@ -249,6 +112,9 @@ class _Augmented(ImageSet):
         self._seed = seed
         self._augment = augment
 
+    def __len__(self) -> int:
+        return len(self.targets)
+
     def _indices_and_matrices(self, keys: Sequence[int]) -> tuple[list[int], torch.Tensor | None]:
         """The indices of these keys, and the matrices (B, 2, 3) that augment their images.
 
@@ -268,7 +134,7 @@ class ImagesInMemory(_Augmented):
     """Images from an array uint8 (N, C, H, W), C being 1 or 3, augmented a batch at a time."""
 
     def read(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `ImageSet.read`."""
+        """See `SampleSet.read`."""
         indices, matrices = self._indices_and_matrices(keys)
         source = torch.from_numpy(self._source)
         images = source[indices].float()  # (B, C, H, W), 0 to 255
@@ -311,7 +177,7 @@ class ImagesOnDisk(_Augmented):
     reads_files = True
 
     def read(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `ImageSet.read`."""
+        """See `SampleSet.read`."""
         indices, matrices = self._indices_and_matrices(keys)
         if matrices is None:
             images = [self._image(index, None) for index in indices]
@@ -332,8 +198,9 @@ class ImagesOnDisk(_Augmented):
         (warped,) = _warp(resized.float(), matrix, self._size)
         return warped.round_().byte()
 
-    def finish(self, images: torch.Tensor) -> torch.Tensor:
-        """See `ImageSet.finish`."""
+    def finish(self, inputs: torch.Tensor) -> torch.Tensor:
+        """See `SampleSet.finish`."""
+        images = inputs
         if images.device.type == "cpu":
             # NumPy allocates large arrays in huge pages, which cost far fewer page faults.
             buffer = torch.from_numpy(np.empty(images.shape, np.float32))

@@ -1,31 +1,29 @@
-"""Text for language models: the sources of Python's standard library, or your own files."""
+"""Shared by the texts: cut into tokens, and into passages for a language model."""
 
 import math
-import sysconfig
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
-from amp_lab.core.errors import DataError, first_line
-from amp_lab.core.files import read_regular
-from amp_lab.train.data.images import ImageData, ImageSet, fingerprint, generator
+from amp_lab.core.errors import DataError
+from amp_lab.train.data.samples import (
+    OFFSET,
+    DataSplits,
+    LoadOptions,
+    SampleSet,
+    fingerprint,
+    generator,
+)
 from amp_lab.train.data.tokens import make_tokens
 
-OFFSET = 3  # a purpose of random numbers, as `SHUFFLE` and `AUGMENT`
-TEXTS = ("stdlib", "text")
-CONTEXT = 256  # tokens in a passage, by default
 _MAX_CONTEXT = 2**16
 _PIECE_LENGTH = 10_000  # characters
 _TEST_EVERY = 10  # one piece of text in so many is for the test
-_MAX_TEXT_BYTES = 2**30
 _NO_TOKENS = np.zeros(0, np.int32)  # since `np.concatenate` refuses an empty list
-# Folders of the standard library with programs or tests, or that not every Python has.
-_SKIPPED = {"__pycache__", "ensurepip", "idlelib", "lib2to3", "site-packages", "test", "turtledemo"}
 
 
-class Passages(ImageSet):
+class Passages(SampleSet):
     """Passages of T = `context` tokens, cut from one long text: inputs and targets, int64 (T,).
 
     The targets are the inputs shifted by one token. `tokens` are those of the text, int32 (L,), and
@@ -39,10 +37,13 @@ class Passages(ImageSet):
         self._seed = seed
         usable = len(tokens) - context  # the rest leaves room for the offset of an epoch
         count = usable // context
-        kept = min(count, limit or count)
+        self._count = min(count, limit or count)
         # A limit keeps passages that are spread evenly over the text, and not those at its start.
-        self._step = count // kept * context  # tokens from the start of a passage to the next one's
-        self.targets = torch.zeros(kept, dtype=torch.int64)  # for `len`; `read` makes them
+        passages_per_step = count // self._count
+        self._step = passages_per_step * context  # tokens from one start of a passage to the next
+
+    def __len__(self) -> int:
+        return self._count
 
     def read(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets, each (B, T), of these keys. `IndexError` for a negative key."""
@@ -63,43 +64,24 @@ class Passages(ImageSet):
         return int(offset)
 
 
-def load_text(
-    name: str,
-    folder: str | Path = "data",
-    *,
-    context: int | None = None,
-    limit: int | None = None,
-    seed: int | None = 0,
-    tokenizer: str | None = None,
-    vocabulary: int | None = None,
-) -> ImageData:
-    """Load the text `name`, one of `TEXTS`, and cut it into tokens and passages.
+def load_text(name: str, sources: Iterable[str], options: LoadOptions) -> DataSplits:
+    """Cut the text `name`, whose parts are `sources`, into tokens and passages.
 
-    - ``stdlib``: the sources of Python's standard library, under the licence of the PSF.
-    - ``text``: your own; `folder` is a file, or a folder whose .txt and .md files are read.
-
-    A sample is a passage of T = `context` tokens (default: 256), int64 (T,), and the token that
-    follows each of them, (T,). Every tenth piece of 10,000 characters is for the test. Where the
-    passages begin depends on the `seed` and the epoch; with None it is always the same. `limit`
+    A sample is a passage of T = `options.context` tokens, int64 (T,), and the token that follows
+    each of them, (T,). Every tenth piece of 10,000 characters is for the test. Where the passages
+    begin depends on `options.seed` and the epoch; with None it is always the same. `options.limit`
     keeps at most so many training passages. A token is a character, and rare characters share one
-    token; for a `tokenizer` and its `vocabulary`, see `make_tokens`.
+    token; for a tokenizer and its vocabulary, see `make_tokens`.
 
-    Raises `DataError` for a wrong value or a file that is no tokenizer, and for a text that is
-    missing, empty, too short, not UTF-8, larger than 1 GiB, or has bytes of zero.
+    Raises `DataError` for a wrong option or a file that is no tokenizer, and for a text that is
+    too short.
     """
-    if context is not None and not 1 <= context <= _MAX_CONTEXT:
+    context = options.context
+    if not 1 <= context <= _MAX_CONTEXT:
         raise DataError(f"context={context} must be between 1 and {_MAX_CONTEXT} tokens")
-    try:
-        if name == "stdlib":
-            sources = _read_stdlib()
-        else:
-            sources = _read_files(Path(folder))
-        text = "\n".join(sources)  # this reads the files, since `sources` is a generator
-        pieces = _cut_into_pieces(text)
-        tokens = make_tokens(pieces, tokenizer, vocabulary)
-    except OSError as error:
-        raise DataError(f"{name} cannot be read: {first_line(error)}") from error
-    context = context or CONTEXT
+    text = "\n".join(sources)
+    pieces = _cut_into_pieces(text)
+    tokens = make_tokens(pieces, options.tokenizer, options.vocabulary)
     train, test = _split(tokens.encode(pieces))
     min_test_tokens = 2 * context  # one passage, and room for an offset
     if len(test) < min_test_tokens:
@@ -109,16 +91,17 @@ def load_text(
             f"{name}: {total:,} tokens are too few for passages of {context}: it takes "
             f"{min_total:,}; give more text or a smaller --context"
         )
+    limit = options.limit
     test_limit = None
     if limit is not None:  # the same share of the test, which has one piece in ten
         train_for_each_test = _TEST_EVERY - 1
         test_limit = math.ceil(limit / train_for_each_test)
-    return ImageData(
+    return DataSplits(
         name=name,
-        train=Passages(train, context, limit, seed),
+        train=Passages(train, context, limit, options.seed),
         test=Passages(test, context, test_limit, seed=None),
         classes=tokens.names,
-        image_size=context,
+        sample_shape=(context,),
         fingerprint=fingerprint(train, test, np.array([context])),
         tokens=tokens,
     )
@@ -144,40 +127,3 @@ def _cut_into_pieces(text: str) -> list[str]:
     max_length = len(text) // _TEST_EVERY
     length = max(1, min(_PIECE_LENGTH, max_length))
     return [text[start : start + length] for start in range(0, len(text), length)]
-
-
-def _read_stdlib() -> Iterator[str]:
-    """The source of each module of Python's standard library, without the folders `_SKIPPED`."""
-    root = Path(sysconfig.get_path("stdlib"))
-    for file in sorted(root.rglob("*.py")):
-        parts = file.relative_to(root).parts
-        if _SKIPPED.isdisjoint(parts):
-            yield file.read_text(encoding="utf-8", errors="replace")
-
-
-def _read_files(path: Path) -> Iterator[str]:
-    """The text of a file, or of each .txt and .md file in a folder.
-
-    Raises `DataError` as `load_text` says, and `OSError` if a file cannot be read.
-    """
-    if not path.exists():
-        raise DataError(f"{path}: no such file or folder")
-    if path.is_file():
-        files = [path]
-    else:
-        files = [*sorted(path.rglob("*.txt")), *sorted(path.rglob("*.md"))]
-    if not files:
-        raise DataError(f"{path}: no file there ends in .txt or .md")
-    size = sum(file.stat().st_size for file in files)
-    if size > _MAX_TEXT_BYTES:
-        gib = size / 2**30
-        raise DataError(f"{path}: {gib:.1f} GiB of text, and at most 1 GiB is taken")
-    for file in files:
-        # It refuses pipes and devices, which may never end.
-        content = read_regular(file, _MAX_TEXT_BYTES)
-        if b"\0" in content:
-            raise DataError(f"{file}: not a text, for it has bytes of zero")
-        try:
-            yield content.decode("utf-8-sig")  # without a byte order mark
-        except UnicodeDecodeError as error:
-            raise DataError(f"{file}: not UTF-8 (at byte {error.start:,})") from None
