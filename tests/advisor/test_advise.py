@@ -18,11 +18,12 @@ from amp_lab import Precision, advise, gradient_underflow
 from amp_lab.advisor import session
 from amp_lab.advisor.candidates import Candidate, first_recipes
 from amp_lab.advisor.learning import Learning, fp16_remarks
-from amp_lab.advisor.outlook import first_look
+from amp_lab.advisor.outlook import Outlook, first_look
 from amp_lab.core.device import DeviceReport
 from amp_lab.core.errors import DeviceError, OptionError, TraceError
 from amp_lab.core.timing import Comparison
-from amp_lab.recipes import INFERENCE, TRAINING, Case, Recipe, Step, program
+from amp_lab.model_call import ModelCall
+from amp_lab.recipes import INFERENCE, TRAINING, Recipe, Step, program
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
 
@@ -169,7 +170,7 @@ def test_gradients_that_noise_turns_are_held_against_the_size_of_fp32s(planted):
     assert off > 90
     assert "fp32's own, with noise" in best.against_fp32
     assert any("only their size is compared" in line for line in advice.watch)
-    learning = Learning(Case(model, batch, loss_fn=lambda y: y.square().mean()), 4.0)
+    learning = Learning(ModelCall(model, batch, loss_fn=lambda y: y.square().mean()), CPU, 4.0)
     for size, passes in [(0.0, False), (0.4, False), (0.6, True), (1.8, True), (3.0, False)]:
         run = dataclasses.replace(learning._plain, reason="")
         learning._judge(run, [size * gradient for gradient in learning._gradients])
@@ -247,9 +248,9 @@ def test_a_precision_that_is_emulated_is_not_run(planted):
 
 
 def test_of_slow_steps_the_fastest_are_compared_as_there_is_time():
-    case = Case(mlp(), (torch.randn(8, 16),))
+    call = ModelCall(mlp(), (torch.randn(8, 16),))
     end = time.perf_counter() + 14 * 10 / 0.8  # ten seconds a round, if it takes fourteen
-    contest = session._Ranking(TRAINING, case, None, None, 1.0, end, 120.0)
+    contest = session._Ranking(TRAINING, call, Outlook(CPU), None, 1.0, end, 120.0)
     names = {"fp32": 5.5, "tf32": 4.5, "fp16": 3.5, "bf16": 3.0}
     new = [Candidate(Recipe(TRAINING, Precision(p)), seconds=s) for p, s in names.items()]
     contest.candidates, contest._baseline = [*new], new[0]
@@ -358,9 +359,9 @@ EVERY = [
 @pytest.mark.parametrize("recipe", EVERY, ids=lambda recipe: f"{recipe.use} {recipe}")
 def test_every_program_runs(recipe):
     inputs = (torch.randn(2, 3, 12, 12),)
-    case = Case(Cnn(), inputs, loss_fn=lambda output: output.float().square().mean())
-    text = program(case, recipe, 1024.0)
-    names = {"model": case.model, "args": inputs, "kwargs": {}, "loss_fn": case.loss_fn}
+    call = ModelCall(Cnn(), inputs, loss_fn=lambda output: output.float().square().mean())
+    text = program(call, recipe, CPU, 1024.0)
+    names = {"model": call.model, "args": inputs, "kwargs": {}, "loss_fn": call.loss_fn}
     with contextlib.redirect_stdout(io.StringIO()) as said:
         exec(text, names)
     assert (len(said.getvalue().splitlines()) == 3) == (recipe.use == TRAINING)
@@ -412,7 +413,8 @@ class Custom(nn.Module):
 
 
 def test_inference_is_not_ruled_out_by_the_backward_pass():
-    look = first_look(Case(Custom(), (torch.randn(4, 8),), loss_fn=lambda out: out.float().mean()))
+    call = ModelCall(Custom(), (torch.randn(4, 8),), loss_fn=lambda out: out.float().mean())
+    look = first_look(call, CPU)
     for precision in (Precision.BF16, Precision.FP16):
         assert look.rejection(Recipe(TRAINING, precision))[0] == "raises"
         assert look.rejection(Recipe(INFERENCE, precision)) == ("", "")
@@ -424,16 +426,14 @@ def test_the_lines_move_dicts_within_inputs():
             return super().forward(parts["x"]) + super().forward(more["deep"][0]["y"])
 
     x, y = torch.randn(2, 8), torch.randn(2, 8)
-    case = Case(
-        Nested(8, 8), ({"x": x},), {"more": {"deep": [{"y": y}]}}, device=torch.device("cpu")
-    )
-    step = Step(case, Recipe(INFERENCE, Precision.BF16, cast=True))
+    call = ModelCall(Nested(8, 8), ({"x": x},), {"more": {"deep": [{"y": y}]}})
+    step = Step(call, Recipe(INFERENCE, Precision.BF16, cast=True))
     assert step().dtype is torch.bfloat16
 
 
 def test_an_error_stands_below_the_table_and_once():
-    case = Case(Custom(), (torch.randn(4, 8),), loss_fn=lambda out: out.float().mean())
-    said = str(session.forecast(case, first_look(case)))
+    call = ModelCall(Custom(), (torch.randn(4, 8),), loss_fn=lambda out: out.float().mean())
+    said = str(session.forecast(call, first_look(call, CPU)))
     assert max(map(len, said.partition("Look at:")[0].splitlines())) < 120
     assert said.count("backward pass of Inverse") == 2  # in X-ray's words, in each precision
 
@@ -456,7 +456,8 @@ def test_a_gradient_that_is_rounding_errors_alone_drives_no_advice():
     rows = gradient_underflow(model, model(x).square().mean()).rows
     (keys,) = (row for row in rows if (row.layer, row.what) == ("key", "bias"))
     assert keys.lost(1.0) > 0.5
-    scale, said = fp16_remarks(Case(model, (x,), loss_fn=lambda output: output.square().mean()))
+    call = ModelCall(model, (x,), loss_fn=lambda output: output.square().mean())
+    scale, said = fp16_remarks(call, CPU)
     assert not any("key (bias)" in line or "of key" in line for line in said)
     assert scale == 2.0**16
 

@@ -19,7 +19,7 @@ from amp_lab.core.gpus import gpu_of
 from amp_lab.formats import format_of, quantize, torchao_inference
 from amp_lab.formats.rehearsal_result import InferenceReport
 from amp_lab.formats.roofline import forward_s
-from amp_lab.recipes import Case
+from amp_lab.model_call import ModelCall
 from amp_lab.tracing.fake_device import errors_not_logged
 
 FORMATS = ("fp8", "fp8-rowwise", "mxfp8", "mxfp4", "nvfp4")
@@ -366,7 +366,7 @@ def is_linear(module):
 def test_lines_that_need_a_gpu_are_printed_with_the_reason_why_they_were_not_run(monkeypatch):
     pytest.importorskip("torchao")
     ran = []
-    monkeypatch.setattr(torchao_inference, "failure", lambda case, code: ran.append(code) or "")
+    monkeypatch.setattr(torchao_inference, "failure", lambda call, code: ran.append(code) or "")
     model, args, kwargs = captioned()
     reasons = {
         "fp8": "only on an NVIDIA GPU of compute capability 8.9 or later, an AMD MI300 or MI350, "
@@ -409,7 +409,7 @@ def test_lines_for_fp8_are_tried_on_the_gpus_that_torchao_takes(name, monkeypatc
 
 def test_lines_that_fail_are_not_recommended(monkeypatch):
     pytest.importorskip("torchao")
-    monkeypatch.setattr(torchao_inference, "failure", lambda case, code: "AssertionError: of it")
+    monkeypatch.setattr(torchao_inference, "failure", lambda call, code: "AssertionError: of it")
     found = rehearse(chain(64, 64, 64), torch.randn(8, 64), formats=("mxfp8", "nvfp4"))
     assert found.recommended == "nvfp4"
     assert any(line.startswith("mxfp8 is not recommended: ") for line in found.watch)
@@ -418,10 +418,10 @@ def test_lines_that_fail_are_not_recommended(monkeypatch):
 @of_torchao
 def test_an_error_of_the_lines_is_told():
     pytest.importorskip("torchao")
-    case = Case(chain(64, 64, 64), (torch.randn(8, 64),))
-    assert torchao_inference.failure(case, torchao_inference.lines("mxfp8", [])) == ""
+    call = ModelCall(chain(64, 64, 64), (torch.randn(8, 64),))
+    assert torchao_inference.failure(call, torchao_inference.lines("mxfp8", [])) == ""
     failing = torchao_inference.lines("mxfp8", []).replace("model(*cast", "model(1, *cast")
-    assert torchao_inference.failure(case, failing).startswith("TypeError: ")
+    assert torchao_inference.failure(call, failing).startswith("TypeError: ")
 
 
 @of_torchao

@@ -25,7 +25,8 @@ from amp_lab.formats import (
 )
 from amp_lab.formats.interception import intercepted
 from amp_lab.formats.rehearsal_result import TrainingReport
-from amp_lab.recipes import TRAINING, Case, Recipe, Step
+from amp_lab.model_call import ModelCall
+from amp_lab.recipes import TRAINING, Recipe, Step
 from amp_lab.tracing.fake_device import errors_not_logged
 
 FORMATS = ("fp8", "fp8-rowwise", "mxfp8", "mxfp4", "nvfp4")
@@ -92,8 +93,8 @@ def test_a_model_learns_as_under_torchaos_own_emulation(name, form):
     for module in model.modules():
         if form == "mxfp8" and isinstance(module, nn.Linear):
             module.bias = None  # torchao 0.18 drops it (pytorch/ao 4846)
-    case = Case(model, inputs(), {}, loss_fn or (lambda loss: loss))
-    ours, theirs = (Step(case, Recipe(TRAINING), lr=1e-3) for _ in range(2))
+    call = ModelCall(model, inputs(), {}, loss_fn or (lambda loss: loss))
+    ours, theirs = (Step(call, Recipe(TRAINING), lr=1e-3) for _ in range(2))
     exec(torchao_code.lines(form, []), {"model": theirs.model})
     theirs.names["optimizer"] = torch.optim.AdamW(theirs.model.parameters(), lr=1e-3)
 
@@ -393,14 +394,14 @@ def test_a_gradient_that_sums_over_rows_of_no_multiple_is_left_out_with_the_reme
 def test_a_recipe_whose_lines_fail_is_not_recommended(monkeypatch):
     """The next one is, and where none runs no lines are printed."""
 
-    def failure(case, code, fails):
+    def failure(call, code, fails):
         return "AssertionError: of torchao" if any(name in code for name in fails) else ""
 
     model, values = chain(64, 64, 64, 64, 64), torch.randn(64, 64)
     expected = {(): "fp8-rowwise", ("rowwise",): "fp8", ("rowwise", "tensorwise"): None}
     for fails, best in expected.items():
         monkeypatch.setattr(
-            torchao_code, "failure", lambda case, code, fails=fails: failure(case, code, fails)
+            torchao_code, "failure", lambda call, code, fails=fails: failure(call, code, fails)
         )
         found = rehearse(model, values, formats=("fp8", "fp8-rowwise"), loss_fn=mean_square)
         assert found.recommended == best

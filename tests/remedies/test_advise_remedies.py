@@ -23,9 +23,12 @@ from amp_lab.core.device import describe_device
 from amp_lab.core.errors import NumericsError, TraceError
 from amp_lab.core.precision import Precision
 from amp_lab.core.remedies import REMEDIES
-from amp_lab.recipes import INFERENCE, TRAINING, Case, Recipe, Step
+from amp_lab.model_call import ModelCall
+from amp_lab.recipes import INFERENCE, TRAINING, Recipe, Step
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
+
+CPU = torch.device("cpu")
 
 
 def mlp() -> nn.Module:
@@ -77,8 +80,8 @@ class Weights(nn.Module):
 
 
 def remarks_of(*gradients: float) -> tuple[float | None, str]:
-    case = Case(Weights(*gradients), (torch.ones(1),), loss_fn=torch.sum)
-    scale, said = fp16_remarks(case)
+    call = ModelCall(Weights(*gradients), (torch.ones(1),), loss_fn=torch.sum)
+    scale, said = fp16_remarks(call, CPU)
     return scale, "\n".join(said)
 
 
@@ -109,8 +112,8 @@ def test_of_a_model_that_is_fp16_by_itself_no_share_and_no_range_is_told():
         def forward(self, x):
             return super().forward(x).half().float()
 
-    case = Case(Halved(*[1e-9] * 500, *[1.0] * 500), (torch.ones(1),), loss_fn=torch.sum)
-    scale, said = fp16_remarks(case)
+    call = ModelCall(Halved(*[1e-9] * 500, *[1.0] * 500), (torch.ones(1),), loss_fn=torch.sum)
+    scale, said = fp16_remarks(call, CPU)
     assert scale == 2.0**16  # GradScaler's own
     (remark,) = said
     assert "computes in fp16 by itself" in remark
@@ -135,8 +138,8 @@ def test_with_more_minutes_more_is_tried(monkeypatch):
     recipe = Recipe(TRAINING, compiled=True)
 
     def contest(seconds: float) -> session._Ranking:
-        case, end = Case(mlp(), (torch.randn(8, 16),)), time.perf_counter() + seconds
-        made = session._Ranking(TRAINING, case, Outlook(), None, 1.0, end, 120.0)
+        call, end = ModelCall(mlp(), (torch.randn(8, 16),)), time.perf_counter() + seconds
+        made = session._Ranking(TRAINING, call, Outlook(CPU), None, 1.0, end, 120.0)
         monkeypatch.setattr(made, "_try_recipes", lambda recipes: tried.extend(recipes))
         return made
 
@@ -180,12 +183,12 @@ def test_what_a_cast_model_makes_inside_is_cast(layer, precision):
     recipe = Recipe(INFERENCE, precision, cast=True)
 
     def checked(model: nn.Module) -> Candidate:
-        case, end = Case(model, (torch.randn(2, 4, 4),)), time.perf_counter() + 100
+        call, end = ModelCall(model, (torch.randn(2, 4, 4),)), time.perf_counter() + 100
 
         def run(candidate: Candidate, scale: float) -> None:
-            Step(case, candidate.recipe, scale)()
+            Step(call, candidate.recipe, CPU, scale)()
 
-        ranking = session._Ranking(INFERENCE, case, Outlook(), run, 1.0, end, 120.0)
+        ranking = session._Ranking(INFERENCE, call, Outlook(CPU), run, 1.0, end, 120.0)
         return ranking._check_recipe(recipe)
 
     candidate = checked(Sampler(layer))

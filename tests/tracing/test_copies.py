@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from amp_lab import rehearse, xray
-from amp_lab.recipes import TRAINING, Case, Recipe
+from amp_lab.model_call import ModelCall
 from amp_lab.tracing.copies import copied
 
 VALUES = torch.randn(16, 16)
@@ -67,8 +67,7 @@ def test_what_is_copied_together_shares_what_it_did():
 def test_tools_that_work_on_copies_take_such_models(build):
     model = build()
     assert xray(model, VALUES, device_type="cpu", dtype=torch.float32, real=True).rows
-    case = Case(model, (VALUES,)).copied(Recipe(TRAINING))
-    assert torch.equal(case.model(VALUES), model(VALUES))
+    assert torch.equal(ModelCall(model, (VALUES,)).copy().output(), model(VALUES))
 
 
 def test_a_model_that_has_run_is_rehearsed():

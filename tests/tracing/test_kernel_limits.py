@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from amp_lab import forecast_memory, xray
-from amp_lab.advisor import Case, first_look, forecast
+from amp_lab.advisor import first_look, forecast
 from amp_lab.core.precision import Precision
+from amp_lab.model_call import ModelCall
 from amp_lab.tracing.attention import KERNELS
 from amp_lab.tracing.dtype_checks import StrictFakeMode
 from amp_lab.tracing.fake_device import absent_device, attribute_set
@@ -252,8 +253,8 @@ def test_xray_memory_and_advise_say_that_an_fft_fails():
         with pytest.raises(RuntimeError, match=said):
             forecast_memory(model, x, precision=precision)
     assert forecast_memory(model, x, precision="fp32").peak
-    case = Case(model, (x,), {}, None, torch.device("cuda"))
-    found = forecast(case, first_look(case)).candidates
+    call = ModelCall(model, (x,))
+    found = forecast(call, first_look(call, torch.device("cuda"))).candidates
     raising = [c for c in found if c.verdict == "raises"]
     assert {c.recipe.precision for c in raising} == {Precision.FP16, Precision.BF16}
     assert all(said in c.reason for c in raising)

@@ -22,9 +22,10 @@ import torchvision
 from torch import nn
 
 import gpt
-from amp_lab.advisor import Advice, Candidate, Case, advise
+from amp_lab.advisor import Advice, Candidate, advise
 from amp_lab.core.device import pick_device
 from amp_lab.core.timing import compare, measure
+from amp_lab.model_call import ModelCall
 from amp_lab.recipes import INFERENCE, TRAINING, Recipe, Step, loss_of
 from recording import parser, plain, record
 
@@ -129,24 +130,29 @@ def all_recipes(use: str, advice: Advice, recommended: Recipe, has_images: bool)
 
 
 def at_length(
-    case: Case, chosen: Candidate, advice: Advice, budget_s: float, exchanges: list[float]
+    call: ModelCall,
+    device: torch.device,
+    chosen: Candidate,
+    advice: Advice,
+    budget_s: float,
+    exchanges: list[float],
 ) -> dict[str, Any]:
     """The recommended recipe in turns with all the others; `exchanges` is of when it was chosen."""
-    exchanges = [*exchanges, exchange_ms(case.device)]
-    has_images = any(isinstance(module, nn.Conv2d) for module in case.model.modules())
+    exchanges = [*exchanges, exchange_ms(device)]
+    has_images = any(isinstance(module, nn.Conv2d) for module in call.model.modules())
     use, found = chosen.recipe.use, {}
     for recipe in all_recipes(use, advice, chosen.recipe, has_images):
         torch.compiler.reset()
-        step = Step(case, recipe)
+        step = Step(call, recipe, device)
         for _ in range(3):  # compiles
             step()
         found[str(recipe)] = step
-    timed = compare(found, device=case.device, budget_s=budget_s, warmup=1)
+    timed = compare(found, device=device, budget_s=budget_s, warmup=1)
     fastest = min(found, key=timed.median_s)
     ratio = timed.ratio(chosen.name, fastest)
     low, high = ratio.interval
     within = "yes" if high <= ENOUGH else "no" if low > ENOUGH else "cannot tell"
-    exchanges.append(exchange_ms(case.device))
+    exchanges.append(exchange_ms(device))
     if max(exchanges) > MOVED * min(exchanges):
         within = "the cores were moved"
     return {
@@ -179,10 +185,10 @@ def proof(minutes: float, budget_s: float, names: list[str]) -> Iterator[dict[st
             if use not in advice.chosen:
                 row[use] = "nothing recommended"
                 continue
-            case = Case(model, inputs, {}, None, device)
+            call = ModelCall(model, inputs)
             loss = loss_of(model(*inputs))
-            case = replace(case, loss_fn=loss)
-            row[use] = at_length(case, advice.chosen[use], advice, budget_s, exchanges)
+            call = replace(call, loss_fn=loss)
+            row[use] = at_length(call, device, advice.chosen[use], advice, budget_s, exchanges)
         yield row
 
 

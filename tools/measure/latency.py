@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from amp_lab import advise, compare
 from amp_lab.core.device import pick_device
-from amp_lab.recipes import INFERENCE, Case, Step
+from amp_lab.model_call import ModelCall
+from amp_lab.recipes import INFERENCE, Step
 from recording import parser, plain, record, times_as_fast
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -82,7 +83,7 @@ def latency(
         chosen = advise(model, image, device=device, minutes=minutes).chosen[INFERENCE]
         torch.compiler.reset()
         found = ways(model, image)
-        found["recommended"] = Step(Case(model, (image,), device=device), chosen.recipe)
+        found["recommended"] = Step(ModelCall(model, (image,)), chosen.recipe)
         with torch.inference_mode():
             for way in found.values():
                 way()  # compiles

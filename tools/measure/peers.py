@@ -30,8 +30,9 @@ from amp_lab.core.device import describe_device, pick_device
 from amp_lab.core.errors import OptionError, first_line
 from amp_lab.core.precision import Precision
 from amp_lab.core.timing import Rounds, allocated_bytes, is_out_of_memory, measure
+from amp_lab.model_call import ModelCall
 from amp_lab.models.build import build_model
-from amp_lab.recipes import TRAINING, Case, Step
+from amp_lab.recipes import TRAINING, Step
 from amp_lab.train.loop import cross_entropy, fit
 from recording import parser, record
 from training import adamw, make_step
@@ -151,7 +152,7 @@ def recommended(model: nn.Module, batch: Batch, precision: Precision, device: to
 
     inputs, how = (batch[0],), {"loss_fn": loss_fn, "device": device}
     chosen = advise(copy.deepcopy(model), *inputs, minutes=2, **how).chosen[TRAINING]
-    return _repeat(Step(Case(model, inputs, **how), chosen.recipe))
+    return _repeat(Step(ModelCall(model, inputs, loss_fn=loss_fn), chosen.recipe, device))
 
 
 def _loop(model: nn.Module, batch: Batch, optimizer, backward: Callable[[Tensor], object]) -> Run:

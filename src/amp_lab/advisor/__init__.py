@@ -4,6 +4,5 @@ from amp_lab.advisor.candidates import Candidate
 from amp_lab.advisor.outlook import first_look
 from amp_lab.advisor.result import Advice
 from amp_lab.advisor.session import advise, forecast, measured
-from amp_lab.recipes import Case
 
-__all__ = ["Advice", "Candidate", "Case", "advise", "first_look", "forecast", "measured"]
+__all__ = ["Advice", "Candidate", "advise", "first_look", "forecast", "measured"]

@@ -13,9 +13,10 @@ from amp_lab.core.errors import NumericsError
 from amp_lab.core.precision import Precision
 from amp_lab.core.remedies import remedy
 from amp_lab.core.timing import measure
+from amp_lab.model_call import ModelCall
 from amp_lab.numerics import gradient_underflow
 from amp_lab.numerics.gradient_histogram import GradientCount, together
-from amp_lab.recipes import INFERENCE, TRAINING, Case, Recipe, Step, distance, floats, norm
+from amp_lab.recipes import INFERENCE, TRAINING, Recipe, Step, distance, floats, norm
 
 _STEPS = 10  # of a run at most
 _RATE = 1e-3  # learning rate of the runs
@@ -51,8 +52,9 @@ class Learning:
     how far two correct runs may differ. All runs together may take `seconds`.
     """
 
-    def __init__(self, case: Case, seconds: float):
-        self._case = case
+    def __init__(self, call: ModelCall, device: torch.device, seconds: float):
+        self._call = call
+        self._device = device
         self._steps = 2  # of the first run; a longer one follows
         self._plain = Candidate(Recipe(TRAINING))
         self._noisy = Candidate(Recipe(TRAINING))
@@ -96,7 +98,7 @@ class Learning:
         no gradients and no losses if all were.
         """
         torch.manual_seed(int(noisy))
-        step = Step(self._case, candidate.recipe, scale, _RATE)
+        step = Step(self._call, candidate.recipe, self._device, scale, _RATE)
         if noisy:
             step.add_noise()
         scaler = step.names.get("scaler")
@@ -176,9 +178,10 @@ class Learning:
 class Fp32Outputs:
     """The output of inference in fp32, as the baseline for other recipes."""
 
-    def __init__(self, case: Case):
-        self._case = case
-        step = Step(case, Recipe(INFERENCE))
+    def __init__(self, call: ModelCall, device: torch.device):
+        self._call = call
+        self._device = device
+        step = Step(call, Recipe(INFERENCE), device)
         self._output = floats(step())
 
     def check(self, candidate: Candidate, scale: float) -> Step:
@@ -186,7 +189,7 @@ class Fp32Outputs:
 
         An output that is too far off is its `reason`. `scale` is not used: `Learning.check` has it.
         """
-        step = Step(self._case, candidate.recipe)
+        step = Step(self._call, candidate.recipe, self._device)
         off = distance(floats(step()), self._output)
         candidate.against_fp32 = "output not finite"
         if off < math.inf:
@@ -195,7 +198,7 @@ class Fp32Outputs:
         candidate.reason = ""
         if not off <= allowed:  # also for NaN
             candidate.reason = f"its output may be {allowed:.1%} off at most"
-        timing = measure(step, device=self._case.device, warmup=0, repeats=3)
+        timing = measure(step, device=self._device, warmup=0, repeats=3)
         candidate.seconds = timing.median_s
         return step
 
@@ -232,9 +235,9 @@ def _fall(run: Candidate) -> float:
     return run.losses[0] - run.losses[-1]
 
 
-def _loss_and_large_outputs(case: Case, step: Step) -> tuple[Tensor, dict[str, float]]:
+def _loss_and_large_outputs(call: ModelCall, step: Step) -> tuple[Tensor, dict[str, float]]:
     """The loss in fp32, and by module name the largest output, where it exceeds fp16's 65504."""
-    assert case.loss_fn is not None
+    assert call.loss_fn is not None
     names = {module: name or "the model" for name, module in step.model.named_modules()}
     large: dict[str, float] = {}
 
@@ -245,7 +248,7 @@ def _loss_and_large_outputs(case: Case, step: Step) -> tuple[Tensor, dict[str, f
             large[names[module]] = largest
 
     with torch.nn.modules.module.register_module_forward_hook(note):
-        loss = case.loss_fn(step.output())
+        loss = call.loss_fn(step.output())
     return loss, large
 
 
@@ -254,13 +257,13 @@ _ROUNDED = 20
 fp32 has 24 bits, and sums of many values lose some of them."""
 
 
-def fp16_remarks(case: Case) -> tuple[float | None, list[str]]:
+def fp16_remarks(call: ModelCall, device: torch.device) -> tuple[float | None, list[str]]:
     """A first loss scale for fp16, or None if none keeps the gradients; and remarks for the user.
 
     The scale is `GradScaler`'s default if what fp16 would lose cannot be counted.
     """
-    step = Step(case, Recipe(TRAINING))
-    loss, large = _loss_and_large_outputs(case, step)
+    step = Step(call, Recipe(TRAINING), device)
+    loss, large = _loss_and_large_outputs(call, step)
     remarks = []
     for name, largest in list(large.items())[:3]:
         remarks.append(f"fp16 overflows: the output of {name} reaches {largest:.3g}.")

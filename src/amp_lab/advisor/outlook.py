@@ -1,16 +1,18 @@
-"""X-rays and memory forecasts of a case, before anything runs, for any device."""
+"""X-rays and memory forecasts of a model, before anything runs, for any device."""
 
 import contextlib
 import math
 from dataclasses import dataclass, field, replace
+
+import torch
 
 from amp_lab.core.backends import backend
 from amp_lab.core.device import describe_device
 from amp_lab.core.errors import TraceError
 from amp_lab.core.precision import Precision
 from amp_lab.core.report import bytes_text
-from amp_lab.recipes import INFERENCE, TRAINING, Case, Recipe
-from amp_lab.tracing.copies import copied
+from amp_lab.model_call import ModelCall
+from amp_lab.recipes import INFERENCE, TRAINING, Recipe, uses_of
 from amp_lab.tracing.memory import BatchedInputs, memory_table, parse_bytes
 from amp_lab.tracing.xray import xray
 from amp_lab.tracing.xray_result import Xray
@@ -20,8 +22,9 @@ _RESERVE = 0.1  # share of the memory that is left to the driver and to fragment
 
 @dataclass
 class Outlook:
-    """The X-rays and the memory forecasts of a case."""
+    """The X-rays and the memory forecasts of a model on a device."""
 
+    device: torch.device
     memory_bytes: int | None = None  # the budget; None if it is not known
     raises: dict[tuple[str, Precision], str] = field(default_factory=dict)
     """By use and precision: the error that autocast raises."""
@@ -59,24 +62,24 @@ class Outlook:
         return "", ""
 
 
-def first_look(case: Case, memory: int | str | None = None) -> Outlook:
-    """X-ray a case in bf16 and fp16, and forecast its memory.
+def first_look(call: ModelCall, device: torch.device, memory: int | str | None = None) -> Outlook:
+    """X-ray a model in bf16 and fp16, and forecast its memory.
 
     `memory`, such as ``"24GiB"``, is the budget; by default it is the memory of the device, if
     that is here. A model that cannot be traced raises `TraceError` for an absent device; if the
     device is here the model may still run, and the error is kept as `problem`.
     """
-    is_here = backend(case.device).is_available()
-    look = Outlook()
+    is_here = backend(device).is_available()
+    look = Outlook(device)
     if is_here:
-        look.memory_bytes = describe_device(case.device).memory_bytes
+        look.memory_bytes = describe_device(device).memory_bytes
     if memory is not None:
         look.memory_bytes = parse_bytes(memory)
     try:
         for precision in (Precision.BF16, Precision.FP16):
-            _take_xrays(case, precision, look)
-        for use in case.uses:
-            _forecast(case, use, look)
+            _take_xrays(call, precision, look)
+        for use in uses_of(call.model):
+            _forecast(call, use, look)
     except TraceError as error:
         if not is_here:
             raise
@@ -84,48 +87,49 @@ def first_look(case: Case, memory: int | str | None = None) -> Outlook:
     return look
 
 
-def _take_xrays(case: Case, precision: Precision, look: Outlook) -> None:
+def _take_xrays(call: ModelCall, precision: Precision, look: Outlook) -> None:
     """X-ray a step, and a forward pass alone if the step raises; write the results to `look`."""
-    report = _xray(case, precision)
+    report = _xray(call, look.device, precision)
     look.xrays[precision] = report
     if not report.raised:
         return
     # The loss or the backward pass may have raised, which inference does not have.
-    model = copied(case.model).requires_grad_(False).eval()
-    alone = _xray(replace(case, model=model, loss_fn=None), precision)
+    forward = replace(call.copy(), loss_fn=None)
+    forward.model.requires_grad_(False).eval()
+    alone = _xray(forward, look.device, precision)
     look.raises[TRAINING, precision] = report.raised
     if alone.raised:
         look.raises[INFERENCE, precision] = alone.raised
 
 
-def _xray(case: Case, precision: Precision) -> Xray:
-    """The X-ray of a case under autocast to a precision; of a backward pass too with a loss."""
+def _xray(call: ModelCall, device: torch.device, precision: Precision) -> Xray:
+    """The X-ray of a model under autocast to a precision; of a backward pass too with a loss."""
     return xray(
-        case.model,
-        *case.args,
+        call.model,
+        *call.args,
         dtype=precision.dtype,
-        device_type=case.device.type,
-        loss_fn=case.loss_fn,
-        **case.kwargs,
+        device_type=device.type,
+        loss_fn=call.loss_fn,
+        **call.kwargs,
     )
 
 
-def _forecast(case: Case, use: str, look: Outlook) -> None:
+def _forecast(call: ModelCall, use: str, look: Outlook) -> None:
     """Forecast in `look` the memory of a step in fp32, under autocast, and with cast weights."""
-    _forecast_recipe(case, Recipe(use), look)
+    _forecast_recipe(call, Recipe(use), look)
     for precision in look.xrays:  # the first that does not raise: both need the same memory
         if (use, precision) not in look.raises:
-            _forecast_recipe(case, Recipe(use, precision), look)
+            _forecast_recipe(call, Recipe(use, precision), look)
             break
     # A model that cannot be traced with cast weights may still run, and is tried later.
     with contextlib.suppress(TraceError):
-        _forecast_recipe(case, Recipe(use, Precision.BF16, cast=True), look)
+        _forecast_recipe(call, Recipe(use, Precision.BF16, cast=True), look)
 
 
-def _forecast_recipe(case: Case, recipe: Recipe, look: Outlook) -> None:
+def _forecast_recipe(call: ModelCall, recipe: Recipe, look: Outlook) -> None:
     """Write peak bytes and largest batch of a recipe to `look.memory`."""
-    copies = case.copied(recipe)
-    loss_fn = case.loss_fn
+    copies = call.copy().to(dtype=recipe.dtype_for(call.model))
+    loss_fn = call.loss_fn
     if recipe.use == INFERENCE:  # without gradients a step is a forward pass
         copies.model.requires_grad_(False).eval()
         loss_fn = None
@@ -136,7 +140,7 @@ def _forecast_recipe(case: Case, recipe: Recipe, look: Outlook) -> None:
         reserve=_RESERVE,
         # Cast weights run without autocast, as fp32 does.
         precisions=[Precision.FP32 if recipe.cast else recipe.precision],
-        device_type=case.device.type,
+        device_type=look.device.type,
         optimizer="adamw",
         loss_fn=loss_fn,
     )

@@ -16,22 +16,23 @@ from amp_lab.advisor.outlook import Outlook, first_look
 from amp_lab.advisor.result import Advice
 from amp_lab.core.allocator import ENVIRONMENT, memory_taken
 from amp_lab.core.backends import BACKENDS, backend
-from amp_lab.core.device import describe_device, pick_device
+from amp_lab.core.device import describe_device, pick_device, random_numbers_kept
 from amp_lab.core.errors import TraceError, with_type
 from amp_lab.core.precision import Precision
 from amp_lab.core.remedies import remedy
 from amp_lab.core.report import bytes_text, dtype_name
 from amp_lab.core.timing import Comparison, Estimate, compare, turn_s
+from amp_lab.model_call import ModelCall
 from amp_lab.recipes import (
     INFERENCE,
     OWN_LOSS,
     TRAINING,
-    Case,
     Recipe,
     Step,
     error_of,
     loss_of,
     program,
+    uses_of,
 )
 from amp_lab.tracing.fake_device import tip_for
 
@@ -96,21 +97,21 @@ def advise(
     # `pick_device` handles None, and names that are no backend's.
     is_here = device_type not in BACKENDS or backend(device_type).is_available()
     if is_here:
-        case_device = pick_device(str(device) if device else None)
+        known_device = pick_device(str(device) if device else None)
     else:
-        case_device = torch.device(device_type)
-    case = Case(model, inputs, kwargs, loss_fn, case_device)
-    look = first_look(case, memory)
+        known_device = torch.device(device_type)
+    call = ModelCall(model, inputs, kwargs, loss_fn)
+    look = first_look(call, known_device, memory)
     if not is_here:
-        return forecast(case, look)
-    return measured(case, look, end - time.perf_counter())
+        return forecast(call, look)
+    return measured(call, look, end - time.perf_counter())
 
 
-def forecast(case: Case, look: Outlook) -> Advice:
+def forecast(call: ModelCall, look: Outlook) -> Advice:
     """Advice for a device that is not here: X-rays and forecasts, without times."""
-    device_type = case.device.type
+    device_type = look.device.type
     candidates = []
-    for use in case.uses:
+    for use in uses_of(call.model):
         for recipe in first_recipes(use, [Precision.FP32, *look.xrays]):  # X-rays are by precision
             candidate = _candidate(recipe, look)
             candidate.verdict = candidate.verdict or "not timed"
@@ -122,7 +123,7 @@ def forecast(case: Case, look: Outlook) -> Advice:
     watch += look.decisions
     for precision, report in look.xrays.items():
         watch += [f"{precision}: {line}" for line in report.advice]
-    title = f"{type(case.model).__name__} on {device_type}, which is not here: a forecast"
+    title = f"{type(call.model).__name__} on {device_type}, which is not here: a forecast"
     return Advice(title, candidates, {}, {}, watch)
 
 
@@ -133,26 +134,26 @@ def _candidate(recipe: Recipe, look: Outlook) -> Candidate:
     return Candidate(recipe, verdict, reason, peak_bytes, largest_batch)
 
 
-def measured(case: Case, look: Outlook, seconds: float, beginning: str = "") -> Advice:
-    """Check, time and rank the recipes on the device of the case, in about `seconds`.
+def measured(call: ModelCall, look: Outlook, seconds: float, beginning: str = "") -> Advice:
+    """Check, time and rank the recipes on the device of `look`, in about `seconds`.
 
     `beginning` is code that makes model and inputs. With it, each program is run as a whole before
     it is printed.
     """
     end = time.perf_counter() + seconds
-    report = describe_device(case.device)
-    _require_memory(case, look, report.memory_bytes)
+    report = describe_device(look.device)
+    _require_memory(look, report.memory_bytes)
     stages = tqdm(total=4, unit="stage", leave=False, disable=None)  # shown on a terminal alone
     watch: list[str] = []
     if look.problem:
         watch.append(f"No forecast: {look.problem}.")
     watch += [f"The forecast: {line}" for line in look.decisions]
     rankings: dict[str, _Ranking] = {}
-    with stages, case.random_numbers_kept(), torch.enable_grad():
+    with stages, random_numbers_kept(look.device.type), torch.enable_grad():
         try:
-            case, checks, scale = _fp32_checks(case, _SHARE_OF_CHECKS * seconds, watch)
+            call, checks, scale = _fp32_checks(call, look.device, _SHARE_OF_CHECKS * seconds, watch)
         except Exception as error:  # the user's model and loss may raise anything
-            name = type(case.model).__name__
+            name = type(call.model).__name__
             failed = TraceError(f"{name} fails in an fp32 step: {with_type(error)}")
             raise (look.problem or failed) from error
         *_, last_use = checks  # the keys: inference, then training if there is a loss
@@ -162,7 +163,7 @@ def measured(case: Case, look: Outlook, seconds: float, beginning: str = "") -> 
             until = end
             if use != last_use:  # half of the time that is left
                 until = (time.perf_counter() + end) / 2
-            rankings[use] = _Ranking(use, case, look, check, scale, until, seconds)
+            rankings[use] = _Ranking(use, call, look, check, scale, until, seconds)
             rankings[use].run()
             watch += rankings[use].memory_remarks()
         # Reversed, since training comes first in the advice.
@@ -170,7 +171,7 @@ def measured(case: Case, look: Outlook, seconds: float, beginning: str = "") -> 
         stages.set_description("programs")
         programs = {}
         for use, best in chosen.items():
-            text = program(case, best.recipe, scale, beginning)
+            text = program(call, best.recipe, look.device, scale, beginning)
             # Without a beginning there is nothing to run but the step, which has been timed. The
             # program gets two minutes more than all steps above, to load and to compile.
             failure = error_of(text, 120 + seconds) if beginning else ""
@@ -183,14 +184,14 @@ def measured(case: Case, look: Outlook, seconds: float, beginning: str = "") -> 
     for precision in dict.fromkeys(recipe.precision for recipe in recipes if recipe.autocasts):
         if precision in look.xrays:
             watch += look.xrays[precision].advice
-    title = f"{type(case.model).__name__} on {report.name}, {case.device}"
+    title = f"{type(call.model).__name__} on {report.name}, {look.device}"
     ranked = []
     for ranking in reversed(rankings.values()):
         ranked += ranking.ranked()
     return Advice(title, ranked, chosen, programs, watch)
 
 
-def _require_memory(case: Case, look: Outlook, memory_bytes: int | None) -> None:
+def _require_memory(look: Outlook, memory_bytes: int | None) -> None:
     """Raise `TraceError` if a step in fp32 needs more memory than the device has.
 
     Otherwise Linux would kill the process.
@@ -200,7 +201,7 @@ def _require_memory(case: Case, look: Outlook, memory_bytes: int | None) -> None
         peak, _ = look.memory_of(Recipe(use))
         needed = max(needed, peak or 0)
     if memory_bytes and needed > memory_bytes:
-        sizes = f"{bytes_text(needed)}, and {case.device} has {bytes_text(memory_bytes)}"
+        sizes = f"{bytes_text(needed)}, and {look.device} has {bytes_text(memory_bytes)}"
         raise TraceError(_SMALLER_BATCH.sentence(sizes=sizes))
 
 
@@ -208,26 +209,26 @@ _Check = Callable[[Candidate, float], Step]  # `Learning.check` or `Fp32Outputs.
 
 
 def _fp32_checks(
-    case: Case, seconds: float, watch: list[str]
-) -> tuple[Case, dict[str, _Check], float]:
+    call: ModelCall, device: torch.device, seconds: float, watch: list[str]
+) -> tuple[ModelCall, dict[str, _Check], float]:
     """Run fp32 as the baseline of each use; all runs that train may take `seconds`, later ones too.
 
-    Returns the case with a loss, a check of candidates for each use, and a loss scale for fp16.
+    Returns the call with a loss, a check of candidates for each use, and a loss scale for fp16.
     Adds remarks to `watch`. Without a loss that can be differentiated there is no check for
     training.
     """
-    checks: dict[str, _Check] = {INFERENCE: Fp32Outputs(case).check}
+    checks: dict[str, _Check] = {INFERENCE: Fp32Outputs(call, device).check}
     scale = None
-    if TRAINING in case.uses and case.loss_fn is None:
-        loss = loss_of(Step(case, Recipe(TRAINING)).output())
+    if TRAINING in uses_of(call.model) and call.loss_fn is None:
+        loss = loss_of(Step(call, Recipe(TRAINING), device).output())
         if loss:
-            case = replace(case, loss_fn=loss)
+            call = replace(call, loss_fn=loss)
             watch.append(OWN_LOSS.sentence(loss=loss))
         else:
             watch.append("No output has a gradient to make a loss of: training is left out.")
-    if TRAINING in case.uses and case.loss_fn is not None:
-        scale, remarks = fp16_remarks(case)
-        learning = Learning(case, seconds)
+    if TRAINING in uses_of(call.model) and call.loss_fn is not None:
+        scale, remarks = fp16_remarks(call, device)
+        learning = Learning(call, device, seconds)
         checks[TRAINING] = learning.check
         watch += remarks
         if not learning.learns:
@@ -237,7 +238,7 @@ def _fp32_checks(
                 f"A little noise in the weights puts fp32's own gradients {learning.noise:.0%} off,"
                 " so only their size is compared."
             )
-    return case, checks, scale or 2.0**16  # GradScaler's default
+    return call, checks, scale or 2.0**16  # GradScaler's default
 
 
 @dataclass
@@ -245,7 +246,7 @@ class _Ranking:
     """Checks, times and ranks the recipes of one use."""
 
     use: str
-    case: Case
+    call: ModelCall
     look: Outlook
     check: _Check
     scale: float
@@ -259,12 +260,12 @@ class _Ranking:
 
     def run(self) -> None:
         """Check and time the precisions, then fusion, and then compilation."""
-        report = describe_device(self.case.device)
+        report = describe_device(self.look.device)
         rates = {p: report.speedup(p) for p in _FROM_SIMPLE if report.rates.get(p)}
         # Rates that are not trusted may be several times too low.
         least = _EMULATED if report.trusted else _EMULATED / 5
         fast = [p for p, rate in rates.items() if rate >= least]
-        convolves = any(isinstance(module, nn.Conv2d) for module in self.case.model.modules())
+        convolves = any(isinstance(module, nn.Conv2d) for module in self.call.model.modules())
         self._try_recipes(first_recipes(self.use, fast), layouts=convolves)
         for precision, rate in rates.items():
             if rate < least:
@@ -303,7 +304,7 @@ class _Ranking:
 
     def memory_remarks(self) -> list[str]:
         """A remark if the baseline spends a tenth of its time on new memory from the system."""
-        if self._baseline is None or self.case.device.type != "cpu":
+        if self._baseline is None or self.look.device.type != "cpu":
             return []
         name = self._baseline.name
         taken = memory_taken(self._steps[name])  # bytes, of one more step
@@ -369,7 +370,7 @@ class _Ranking:
         budget_s = max(
             _SHARE_OF_COMPARISON * self.seconds, 1.0, min(enough_s, self._time_to_compare())
         )
-        return compare(self._steps, device=self.case.device, budget_s=budget_s, warmup=0)
+        return compare(self._steps, device=self.look.device, budget_s=budget_s, warmup=0)
 
     def _record_times(self, timed: Comparison, first: Candidate, best: Candidate) -> None:
         """Record times, speed-ups over `first` (the baseline) and verdicts in the candidates.
@@ -419,7 +420,7 @@ class _Ranking:
             candidate.reason = _SUCH_STEPS
             return candidate
         except Exception as error:  # the model may raise anything in this precision
-            tip = tip_for(error, self.case.model, verb="try", device_type=self.case.device.type)
+            tip = tip_for(error, self.call.model, verb="try", device_type=self.look.device.type)
             candidate.verdict = "raises"
             candidate.reason = f"{with_type(error)}{tip}"
             if recipe.cast and _SAYS_DTYPES.search(str(error)):

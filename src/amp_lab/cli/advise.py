@@ -37,8 +37,9 @@ def run(options: argparse.Namespace) -> None:
     """Forecast, measure, and print the advice."""
     import torch
 
-    from amp_lab.advisor import Case, first_look, forecast, measured
+    from amp_lab.advisor import first_look, forecast, measured
     from amp_lab.core.device import pick_device
+    from amp_lab.model_call import ModelCall
     from amp_lab.tracing.fake_device import checked_backend
 
     _check_options(options)
@@ -54,22 +55,22 @@ def run(options: argparse.Namespace) -> None:
     def look(loaded: LoadedModel) -> tuple[Any, ...]:
         """X-ray the model and forecast its memory.
 
-        Returns `loaded`, its `Case`, the `Outlook`, and the `Advice` for a device that is not here;
+        Returns `loaded`, its call, the `Outlook`, and the `Advice` for a device that is not here;
         None in its place if the device is here, where it will be measured.
         """
-        case = Case(loaded.model, loaded.args, loaded.kwargs, loaded.loss_fn, device)
-        outlook = first_look(case, options.memory)
+        call = ModelCall(loaded.model, loaded.args, loaded.kwargs, loaded.loss_fn)
+        outlook = first_look(call, device, options.memory)
         advice = None
         if not is_here:
-            advice = forecast(case, outlook)
-        return loaded, case, outlook, advice
+            advice = forecast(call, outlook)
+        return loaded, call, outlook, advice
 
-    loaded, case, outlook, advice = trace_model(options, look, with_values=is_here)
+    loaded, call, outlook, advice = trace_model(options, look, with_values=is_here)
     if advice is None:  # measured here, since the hooks in the block would be timed and compiled
         seconds = end - time.perf_counter()
         timeout = max(options.timeout, 180 * options.minutes)  # three times --minutes, in seconds
         with user_code_guard(repr(options.target), timeout):
-            advice = measured(case, outlook, seconds, _setup_lines(options, loaded))
+            advice = measured(call, outlook, seconds, _setup_lines(options, loaded))
     if options.html:
         advice.to_html(options.html)
     show(advice, options.format)

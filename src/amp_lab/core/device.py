@@ -6,6 +6,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,6 +98,16 @@ def pick_device(name: str | None = None) -> torch.device:
     if name:
         return _checked_device(name, asked=f"AMP_LAB_DEVICE={name!r}")
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def random_numbers_kept(device_type: str) -> AbstractContextManager:
+    """The block after which torch draws the same random numbers as before it, on CPU and device."""
+    # `fork_rng` always restores the CPU's generator, and those of the devices that it gets: none
+    # for the CPU, for which the device type does not matter.
+    if backend(device_type).is_host:
+        return torch.random.fork_rng([], device_type="cuda")
+    index = torch.accelerator.current_device_index()
+    return torch.random.fork_rng([index], device_type=device_type)
 
 
 def _checked_device(name: str, asked: str) -> torch.device:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_lab.core.device import random_numbers_kept
 from amp_lab.core.errors import AmpLabError, NumericsError, OptionError, TraceError, with_type
 from amp_lab.core.gpus import Gpu, gpu_of
 from amp_lab.core.remedies import remedy
@@ -27,7 +28,8 @@ from amp_lab.formats.rehearsal_result import FormatReport, LayerReport, Rehearsa
 from amp_lab.formats.roofline import has_forecast
 from amp_lab.formats.scaling import FORMATS, Counts, Format, format_of
 from amp_lab.formats.uses import Inference, ProductOf, Training, Use
-from amp_lab.recipes import INFERENCE, TRAINING, Case
+from amp_lab.model_call import ModelCall
+from amp_lab.recipes import INFERENCE, TRAINING
 
 DEFAULT = tuple(form.name for form in FORMATS.values() if form.torchao)
 # A layer is left out where it is so much worse than normally distributed values in the same format.
@@ -90,10 +92,10 @@ def rehearse(
     row = gpu_of(gpu) if gpu else None
     use_class = _use_class(model, use)
     _check_steps(use_class, steps, seeds)
-    case = Case(model, inputs, kwargs, loss_fn, _device_of(model))
-    with case.random_numbers_kept(), torch.enable_grad():
+    call = ModelCall(model, inputs, kwargs, loss_fn)
+    with random_numbers_kept(call.device.type), torch.enable_grad():
         try:
-            runner = Training(case, steps, seeds) if use_class is Training else Inference(case)
+            runner = Training(call, steps, seeds) if use_class is Training else Inference(call)
             layers, reports = _rehearse_step(runner, forms, row)
         except AmpLabError:
             raise
@@ -101,13 +103,6 @@ def rehearse(
             problem = f"{type(model).__name__} fails in {use_class.step}"
             raise TraceError(f"{problem}: {with_type(error)}") from error
         return _result(runner, layers, reports, row)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    """The device of the first parameter; the CPU for a model without any."""
-    for parameter in model.parameters():
-        return parameter.device
-    return torch.device("cpu")
 
 
 def _result(
@@ -124,7 +119,7 @@ def _result(
     best, program = _recommend(use, candidates, layers, watch)
     watch.append(use.limits)
     return use.result(
-        type(use.case.model).__name__,
+        type(use.call.model).__name__,
         layers=layers,
         recommended=best,
         program=program,
@@ -179,7 +174,7 @@ def _rehearse_step(
     layers = []
     for errors in layer_errors:
         layers += [errors.report(form) for form in forms]
-    inputs = named_tensors((use.case.args, use.case.kwargs))
+    inputs = named_tensors((use.call.args, use.call.kwargs))
     reads_ids = not any(tensor.is_floating_point() for _, tensor in inputs)
     _leave_out(use, layers, gpu, reads_ids=reads_ids)
     return layers, [_report_model(use, form.name, layers, gpu) for form in forms]
@@ -187,7 +182,7 @@ def _rehearse_step(
 
 def _no_matmul_message(use: Use) -> str:
     """The error for a model without a matmul that can be replaced, with advice if it has others."""
-    problem = f"{type(use.case.model).__name__} multiplies by no parameter that can be rounded"
+    problem = f"{type(use.call.model).__name__} multiplies by no parameter that can be rounded"
     unreplaced = _unreplaced_ops(use)
     if not unreplaced:
         return problem
@@ -432,11 +427,11 @@ def _recommend(
         code = _program(use, form, layers, watch)
         if not code:
             return form, ""
-        untried = use.torchao.untried_reason(form, use.case.device)
+        untried = use.torchao.untried_reason(form, use.call.device)
         if untried:
             watch.append(f"The lines below were not run here: {untried}.")
             return form, code
-        failure = use.torchao.failure(use.case, code)
+        failure = use.torchao.failure(use.call, code)
         if not failure:
             return form, code
         watch.append(f"{form} is not recommended: torchao's lines for it fail here ({failure}).")
@@ -448,7 +443,7 @@ def _program(use: Use, form: str, layers: list[LayerReport], watch: list[str]) -
 
     If torchao cannot convert some layers that were rehearsed, a remark is added to `watch`.
     """
-    modules = dict(use.case.model.named_modules())
+    modules = dict(use.call.model.named_modules())
     rehearsed = [report.layer.name for report in _converted(form, layers)]
     converted = []
     for name in rehearsed:

@@ -11,7 +11,8 @@ from torch import nn
 from amp_lab.core.errors import with_type
 from amp_lab.core.requirements import nothing_logged
 from amp_lab.formats.scaling import format_of
-from amp_lab.recipes import TRAINING, Case, Recipe, Step
+from amp_lab.model_call import ModelCall
+from amp_lab.recipes import TRAINING, Recipe, Step
 
 _FLOAT8 = """\
 import dataclasses
@@ -121,14 +122,14 @@ def untried_reason(form: str, device: torch.device) -> str:
     return ""
 
 
-def failure(case: Case, code: str) -> str:
+def failure(call: ModelCall, code: str) -> str:
     """Try the code: convert a copy of the model and compute its gradients.
 
     Returns the error, such as ``TypeError: …``; empty if there was none.
     """
-    step = Step(case, Recipe(TRAINING))
-    loss_fn = case.loss_fn
-    assert loss_fn is not None  # `Training` gives each case one
+    step = Step(call, Recipe(TRAINING))
+    loss_fn = call.loss_fn
+    assert loss_fn is not None  # `Training` gives each call one
 
     def run() -> None:
         exec(code, {"model": step.model})

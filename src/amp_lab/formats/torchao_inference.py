@@ -8,7 +8,8 @@ from torch import nn
 
 from amp_lab.formats.scaling import format_of
 from amp_lab.formats.torchao_code import error_of, set_of
-from amp_lab.recipes import INFERENCE, Case, Recipe
+from amp_lab.model_call import ModelCall
+from amp_lab.recipes import INFERENCE, Recipe
 
 _FLOAT8 = """\
 import torch
@@ -128,13 +129,12 @@ def _torchao_takes_fp8(device: torch.device) -> bool:
     return (gpu.major, gpu.minor) >= (8, 9)
 
 
-def failure(case: Case, code: str) -> str:
+def failure(call: ModelCall, code: str) -> str:
     """Try the code: convert a copy of the model and run it.
 
     Returns the error, such as ``TypeError: …``; empty if there was none.
     """
-    copied = case.copied(Recipe(INFERENCE))
-    names = {"model": copied.model, "args": copied.args, "kwargs": copied.kwargs}
+    names = vars(call.copy().to(dtype=Recipe(INFERENCE).dtype_for(call.model)))
     is_fastpath_enabled = torch.backends.mha.get_fastpath_enabled()  # the code may disable it
     try:
         return error_of(lambda: exec(code, names))

@@ -33,16 +33,17 @@ from amp_lab.formats.rehearsal_result import (
     TrainingReport,
 )
 from amp_lab.formats.scaling import FORMATS, Format
+from amp_lab.model_call import ModelCall
 from amp_lab.recipes import (
     INFERENCE,
     OWN_LOSS,
     TRAINING,
-    Case,
     Recipe,
     Step,
     distance,
     floats,
     loss_of,
+    uses_of,
 )
 
 ProductOf = Callable[[Layer], Product | None]
@@ -80,11 +81,11 @@ class Use(ABC):
     limits: ClassVar[str]  # a sentence on what the result does not tell
     torchao: ClassVar[ModuleType]  # `torchao_code` or `torchao_inference`, the code that converts
 
-    def __init__(self, case: Case, recipe: Recipe):
-        self.case = case
+    def __init__(self, call: ModelCall, recipe: Recipe):
+        self.call = call
         self.remarks: list[str] = []
         self.unreplaced: dict[str, dict[str, None]] = {}
-        self._copy = Step(case, recipe)
+        self._copy = Step(call, recipe)
         self._buffers = [buffer.clone() for buffer in self._copy.model.buffers()]
 
     @abstractmethod
@@ -152,20 +153,20 @@ class Training(Use):
     limits = "Neither its speed nor the convergence of a long training can be known from this."
     torchao = torchao_code
 
-    def __init__(self, case: Case, steps: int, seeds: int):
-        if TRAINING not in case.uses:
-            raise NumericsError(f"{type(case.model).__name__} has no weight to be trained")
+    def __init__(self, call: ModelCall, steps: int, seeds: int):
+        if TRAINING not in uses_of(call.model):
+            raise NumericsError(f"{type(call.model).__name__} has no weight to be trained")
         remarks = []
-        if case.loss_fn is None:
-            loss = loss_of(Step(case, Recipe(TRAINING)).output())
+        if call.loss_fn is None:
+            loss = loss_of(Step(call, Recipe(TRAINING)).output())
             if loss is None:
                 raise NumericsError("no gradient leads from its output to a weight: give a loss")
             remarks.append(OWN_LOSS.sentence(loss=loss))
-            case = replace(case, loss_fn=loss)
-        super().__init__(case, Recipe(TRAINING))
-        assert case.loss_fn is not None
+            call = replace(call, loss_fn=loss)
+        super().__init__(call, Recipe(TRAINING))
+        assert call.loss_fn is not None
         self.remarks = remarks
-        self._loss_fn = case.loss_fn
+        self._loss_fn = call.loss_fn
         self._steps = steps
         self._seeds = seeds
         self._loss = 0.0
@@ -218,7 +219,7 @@ class Training(Use):
         self._reset()
         model = self._copy.model
         model.zero_grad()
-        with torch.enable_grad(), Precision.FP32.autocast(self.case.device.type):
+        with torch.enable_grad(), Precision.FP32.autocast(self.call.device.type):
             with intercepted(model, product_of) as unreplaced:
                 loss = self._loss_fn(self._copy.call_model())
             loss.backward()
@@ -250,7 +251,7 @@ class Training(Use):
             precision = Precision.BF16
             product_of = _no_product
         torch.manual_seed(seed)
-        step = Step(self.case, Recipe(TRAINING, precision), lr=_LR)
+        step = Step(self.call, Recipe(TRAINING, precision), lr=_LR)
         step.add_noise()  # since not every model draws random numbers
         with torch.enable_grad(), intercepted(step.model, product_of):
             losses = [float(step()) for _ in range(self._steps)]
@@ -259,7 +260,7 @@ class Training(Use):
 
     def result(self, name: str, **fields: Any) -> TrainingRehearsal:
         """The result, with the errors of loss and gradients, and the losses after the steps."""
-        title = f"{name}, rehearsed on {self.case.device}"
+        title = f"{name}, rehearsed on {self.call.device}"
         reports = [report for report, _ in self._reports]
         return TrainingRehearsal(title=title, formats=reports, steps=self._steps, **fields)
 
@@ -272,11 +273,11 @@ class Inference(Use):
     limits = "This cannot tell how fast a format is, or how accurate the model is on your data."
     torchao = torchao_inference
 
-    def __init__(self, case: Case):
-        super().__init__(case, Recipe(INFERENCE))
+    def __init__(self, call: ModelCall):
+        super().__init__(call, Recipe(INFERENCE))
         self._output: list[Tensor] = []  # floating-point tensors of the output in fp32
         self._reports: list[InferenceReport] = []  # bf16 first
-        if case.loss_fn is not None:
+        if call.loss_fn is not None:
             self.remarks.append("The loss is not used: for inference the output is compared.")
 
     def formats(self, form: Format | str) -> ProductFormats:
@@ -309,7 +310,7 @@ class Inference(Use):
             total += tensor.numel()
             finite += int(tensor.isfinite().sum())
         if not finite:
-            name = type(self.case.model).__name__
+            name = type(self.call.model).__name__
             raise NumericsError(f"{name} returns no finite floating-point number to be compared")
         if finite < total:
             share = 1 - finite / total
@@ -355,7 +356,7 @@ class Inference(Use):
         Weights whose matmuls cannot be replaced are added to `unreplaced`.
         """
         self._reset()
-        fp32 = Precision.FP32.autocast(self.case.device.type)
+        fp32 = Precision.FP32.autocast(self.call.device.type)
         with torch.no_grad(), fp32, intercepted(self._copy.model, product_of) as unreplaced:
             output = self._copy.call_model()
         self.unreplaced |= unreplaced
@@ -369,5 +370,5 @@ class Inference(Use):
 
     def result(self, name: str, **fields: Any) -> InferenceRehearsal:
         """The result, with the error of the output in each format."""
-        title = f"{name}, rehearsed for inference on {self.case.device}"
+        title = f"{name}, rehearsed for inference on {self.call.device}"
         return InferenceRehearsal(title=title, formats=self._reports, **fields)

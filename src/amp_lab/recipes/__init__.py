@@ -1,17 +1,15 @@
 """How does a step run? Recipes, steps that follow them, and the programs with the same lines."""
 
-from amp_lab.recipes.case import Case
 from amp_lab.recipes.distance import distance, floats, norm
 from amp_lab.recipes.loss import OWN_LOSS, OutputLoss, loss_of
 from amp_lab.recipes.program import error_of, program
-from amp_lab.recipes.recipe import INFERENCE, TRAINING, Recipe
+from amp_lab.recipes.recipe import INFERENCE, TRAINING, Recipe, uses_of
 from amp_lab.recipes.step import Step
 
 __all__ = [
     "INFERENCE",
     "OWN_LOSS",
     "TRAINING",
-    "Case",
     "OutputLoss",
     "Recipe",
     "Step",
@@ -21,4 +19,5 @@ __all__ = [
     "loss_of",
     "norm",
     "program",
+    "uses_of",
 ]

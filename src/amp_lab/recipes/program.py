@@ -3,7 +3,9 @@
 import subprocess
 import sys
 
-from amp_lab.recipes.case import Case
+import torch
+
+from amp_lab.model_call import ModelCall
 from amp_lab.recipes.loss import OutputLoss
 from amp_lab.recipes.recipe import TRAINING, Recipe
 from amp_lab.recipes.step import step_code
@@ -11,7 +13,9 @@ from amp_lab.recipes.step import step_code
 YOURS = "# model, args, kwargs and loss_fn are yours: loss_fn(model(*args, **kwargs)) is the loss"
 
 
-def program(case: Case, recipe: Recipe, scale: float, beginning: str = "") -> str:
+def program(
+    call: ModelCall, recipe: Recipe, device: torch.device, scale: float, beginning: str = ""
+) -> str:
     """A program that makes what `YOURS` names, defines the step of a recipe, and calls it.
 
     `beginning` is the code that makes them, but for a loss that was chosen here; by default, a
@@ -21,9 +25,9 @@ def program(case: Case, recipe: Recipe, scale: float, beginning: str = "") -> st
     end = "step()"
     if recipe.use == TRAINING:
         end = "for i in range(3):  # your own loop\n    print(i, step().item())"
-        if beginning and isinstance(case.loss_fn, OutputLoss):
-            setup += f"\n\n\ndef loss_fn(output):  # yours\n    return {case.loss_fn}"
-    return f"import torch\n\n{setup}\n\n{step_code(case, recipe, scale)}\n\n\n{end}\n"
+        if beginning and isinstance(call.loss_fn, OutputLoss):
+            setup += f"\n\n\ndef loss_fn(output):  # yours\n    return {call.loss_fn}"
+    return f"import torch\n\n{setup}\n\n{step_code(call.model, recipe, device, scale)}\n\n\n{end}\n"
 
 
 def error_of(text: str, timeout: float) -> str:

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from amp_lab.core.precision import Precision
+from amp_lab.core.tensors import LOWER_DTYPES
 
 TRAINING = "training"
 INFERENCE = "inference"
@@ -26,6 +28,14 @@ class Recipe:
         """Whether the forward pass runs under `torch.autocast`."""
         return self.precision.dtype is not torch.float32 and not self.cast
 
+    def dtype_for(self, model: nn.Module) -> torch.dtype | None:
+        """The dtype to which weights and inputs of a model are cast; None if they need no cast."""
+        if self.cast:
+            return self.precision.dtype
+        if any(parameter.dtype in LOWER_DTYPES for parameter in model.parameters()):
+            return torch.float32
+        return None
+
     def __str__(self) -> str:
         name = str(self.precision)
         if self.cast:
@@ -39,3 +49,10 @@ class Recipe:
         if self.compiled:
             name += ", torch.compile"
         return name
+
+
+def uses_of(model: nn.Module) -> tuple[str, ...]:
+    """TRAINING and INFERENCE; INFERENCE alone if no weight requires a gradient."""
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return TRAINING, INFERENCE
+    return (INFERENCE,)

@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
+from torch import nn
 
 from amp_lab.core.precision import Precision
-from amp_lab.recipes.case import Case
+from amp_lab.model_call import ModelCall
 from amp_lab.recipes.recipe import INFERENCE, TRAINING, Recipe
 
 _NOISE = 2.0**-9  # relative, as large as bf16's rounding error
@@ -30,7 +31,9 @@ _FP16_BACKWARD = """\
     scaler.update()"""
 
 
-def step_code(case: Case, recipe: Recipe, scale: float, lr: float = 1e-4) -> str:
+def step_code(
+    model: nn.Module, recipe: Recipe, device: torch.device, scale: float, lr: float = 1e-4
+) -> str:
     """The lines that move model and inputs to the device, and define ``step``.
 
     `scale` is the first loss scale, which only training in fp16 has; `lr` is the learning rate.
@@ -38,7 +41,7 @@ def step_code(case: Case, recipe: Recipe, scale: float, lr: float = 1e-4) -> str
     code = []
     if recipe.precision is Precision.TF32:
         code.append('torch.set_float32_matmul_precision("high")')
-    code += _moving_lines(case, recipe)
+    code += _moving_lines(recipe, device, recipe.dtype_for(model))
     if recipe.use == TRAINING:
         code += _optimizer_lines(recipe, scale, lr)
     if recipe.compiled:
@@ -50,9 +53,8 @@ def step_code(case: Case, recipe: Recipe, scale: float, lr: float = 1e-4) -> str
     return "\n".join(code)
 
 
-def _moving_lines(case: Case, recipe: Recipe) -> list[str]:
-    """Lines that move model, ``args`` and ``kwargs`` to the device and the dtype."""
-    dtype = case.dtype_of(recipe)
+def _moving_lines(recipe: Recipe, device: torch.device, dtype: torch.dtype | None) -> list[str]:
+    """Lines that move model, ``args`` and ``kwargs`` to the device and, if given, the dtype."""
     arguments = "device"
     if dtype is not None:
         arguments += f", dtype={dtype}"
@@ -61,7 +63,7 @@ def _moving_lines(case: Case, recipe: Recipe) -> list[str]:
     model_line = f"model = model.to({arguments})"
     if recipe.use == INFERENCE:
         model_line += ".eval()"
-    code = [f'device = torch.device("{case.device}")', model_line, _MOVE_FUNCTION]
+    code = [f'device = torch.device("{device}")', model_line, _MOVE_FUNCTION]
     # Lines inside the function `moved`, which `_MOVE_CALL` ends.
     if dtype is not None:
         code.append(f"    x = x.to({dtype}) if x.is_floating_point() else x")
@@ -106,26 +108,36 @@ def _under_autocast(recipe: Recipe, line: str) -> str:
 
 
 class Step:
-    """The code of a recipe on a copy of a model: each call is one step, or one inference."""
+    """The code of a recipe on a copy of a model: each call is one step, or one inference.
 
-    def __init__(self, case: Case, recipe: Recipe, scale: float = 2.0**16, lr: float = 1e-4):
+    It runs on `device`; by default where the model is.
+    """
+
+    def __init__(
+        self,
+        call: ModelCall,
+        recipe: Recipe,
+        device: torch.device | None = None,
+        scale: float = 2.0**16,
+        lr: float = 1e-4,
+    ):
+        self.device = device or call.device
         self._recipe = recipe
-        self._type = case.device.type
         # The globals of the code, with model, args, kwargs and loss_fn, which it reads.
-        self.names: dict[str, Any] = vars(case.copied(recipe)) | {"torch": torch}
+        self.names: dict[str, Any] = vars(call.copy()) | {"torch": torch}
         self.model = self.names["model"]  # before the code compiles it
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
-        with Precision.FP32.autocast(self._type):  # at its end TF32 is set as before
-            exec(step_code(case, recipe, scale, lr), self.names)
+        with Precision.FP32.autocast(self.device.type):  # at its end TF32 is set as before
+            exec(step_code(self.model, recipe, self.device, scale, lr), self.names)
 
     def __call__(self) -> Any:
         """Run one step; return the loss in training, else the output. tf32 recipes use TF32."""
-        with self._recipe.precision.float32_mode(self._type):
+        with self._recipe.precision.float32_mode(self.device.type):
             return self.names["step"]()
 
     def output(self) -> Any:
         """The model's output without autocast and TF32: in the dtype of its weights."""
-        with Precision.FP32.autocast(self._type):
+        with Precision.FP32.autocast(self.device.type):
             return self.call_model()
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_lab.core.backends import backend
+from amp_lab.core.device import random_numbers_kept
 from amp_lab.core.errors import TraceError, first_line, with_type
 from amp_lab.core.precision import require_backend
 from amp_lab.core.remedies import remedy
@@ -271,18 +271,8 @@ def _trace_for_real(call: ModelCall, device_type: str, dtype: torch.dtype) -> Tr
         kwargs=kwargs,
         fake=lambda structure: structure,  # the real tensors take the place of fakes
     )
-    with _generators_restored(device_type):
+    with random_numbers_kept(device_type):
         return Tracer(device_type, dtype, run).follow(call.loss_fn)
-
-
-def _generators_restored(device_type: str) -> contextlib.AbstractContextManager:
-    """The block after which torch's generators are as before, whatever dropout has drawn in it."""
-    # `fork_rng` always restores the CPU's generator, and those of the devices that it gets: none
-    # here, so that the device type does not matter.
-    if backend(device_type).is_host:
-        return torch.random.fork_rng([], device_type="cuda")
-    device = torch.accelerator.current_device_index()
-    return torch.random.fork_rng([device], device_type=device_type)
 
 
 def _explain_error(error: Exception, tracer: Tracer, call: ModelCall) -> str:
