@@ -36,7 +36,7 @@ MODULES = (
     "amp_lab.tracing.memory",
     "amp_lab.tracing.memory_advice",
     "amp_lab.tracing.operands",
-    "amp_lab.tracing.sharding_advice",
+    "amp_lab.tracing.sharding_result",
     "amp_lab.tracing.xray",
 )
 """The modules that define remedies."""

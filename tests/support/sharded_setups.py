@@ -226,28 +226,6 @@ def bf16_without_param_dtype():
     return shard(model, mp=MixedPrecisionPolicy())
 
 
-def upcast_norm_by_override():
-    if not HAS_OVERRIDE:
-        return upcast_norm_in_a_unit_of_its_own()
-    model = Net().to(BF16)
-    model.norm.float()
-    norms = set(model.norm.parameters())
-    mp = policy(param_dtype_override_fn=lambda p: p.dtype if p in norms else None)
-    return shard(model, model.norm, mp=mp)
-
-
-def upcast_norm_in_a_unit_of_its_own():
-    model = Net().to(BF16)
-    model.norm.float()
-    return shard(model, model.norm, of_parts=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-
-
-def frozen_in_bf16():
-    model = Net(norm=False)
-    model.first.requires_grad_(False).to(BF16)
-    return shard(model, model.first)
-
-
 class CastingNet(Net):
     def forward(self, x):
         x = self.first(x)
@@ -274,17 +252,6 @@ class Normed(nn.Sequential):
 
     def __init__(self):
         super().__init__(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
-
-
-def statistics_in_bf16():
-    model = Normed()
-    model[1].running_mean = model[1].running_mean.to(BF16)
-    model[1].running_var = model[1].running_var.to(BF16)
-    return DistributedDataParallel(model)
-
-
-def statistics_in_fp32():
-    return DistributedDataParallel(Normed())
 
 
 # ------------------------------------------------------------------ what a step really does

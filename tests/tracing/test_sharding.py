@@ -14,30 +14,26 @@ from amp_lab import xray_sharding
 from amp_lab.core.errors import TraceError
 from amp_lab.tracing.sharded_step import group_of
 
-# Where `reduce_dtype` is left out, gradients of fp32 weights are summed in fp32 from 2.15 on.
-SUMS_IN_FP32 = torch.torch_version.TorchVersion(torch.__version__) >= (2, 15)
 RIGHT = (
     s.plain_fp32, s.norm_in_a_unit_of_its_own, s.norm_by_override, s.fp16_without_norms,
     s.trained_part_beside_a_frozen_one_in_bf16, s.inputs_that_stay_fp32, s.plain_ddp,
+    s.frozen_in_fp32,
 )  # fmt: skip
+OTHERS = (s.reduce_dtype_left_out, s.ddp_that_ignores_a_weight)  # the table alone says it
 AUTOCAST = {"ddp_under_autocast": s.plain_ddp}
 MISTAKES = {  # and what is said of them
     s.policy_on_top_of_bf16: "there are no fp32 master weights",
     s.upcast_of_bf16: "cast to fp32 from bf16, which adds traffic",
-    s.upcast_that_is_undone: "norm.weight, norm.bias: kept in fp32 in a bf16 model, but",
+    s.upcast_that_is_undone: "norm.weight, norm.bias: weights of norms, stored in fp32 and",
     s.norm_in_bf16: "norm.weight, norm.bias: weights of norms, stored in fp32 and computed in bf16",
     s.summed_in_bf16: "gradients are summed in bf16",
-    s.reduce_dtype_left_out: "reduce_dtype is left out"
-    if SUMS_IN_FP32
-    else "gradients are summed in bf16",
     s.two_stored_dtypes_in_a_unit: "fails at the first step: FSDP2 needs one stored dtype",
     s.root_left_out: "last.weight, last.bias: not managed by FSDP2",
-    s.frozen_in_fp32: "first.weight, first.bias: frozen, stored in fp32 and computed in bf16",
     s.buffer_in_fp32: "scale: buffers stay in fp32",
     s.inputs_not_cast: "Inputs 0 reach the bf16 model in fp32",
     s.ddp_that_compresses: "gradients are summed in fp16",
 }
-SETUPS = {make.__name__: make for make in (*RIGHT, *MISTAKES)} | AUTOCAST
+SETUPS = {make.__name__: make for make in (*RIGHT, *MISTAKES, *OTHERS)} | AUTOCAST
 RAISING = {"two_stored_dtypes_in_a_unit": "AssertionError", "inputs_not_cast": "RuntimeError"}
 
 

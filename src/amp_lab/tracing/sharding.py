@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,28 +14,16 @@ from amp_lab.core.errors import TraceError
 from amp_lab.core.precision import Precision
 from amp_lab.core.tensors import LOWER_DTYPES, named_tensors
 from amp_lab.core.torch_versions import fsdp_groups, fsdp_reduced_dtype
+from amp_lab.model_call import ModelCall
 from amp_lab.parallel.ranks import REDUCE_DTYPES, Parallel
 from amp_lab.tracing.fake_device import checked_backend, on_fake_device, require_model
 from amp_lab.tracing.sharded_step import group_of, sharded
-from amp_lab.tracing.sharding_result import (
-    ShardedBuffer,
-    ShardedParameter,
-    ShardingXray,
-    Unit,
-    unit_named,
-)
+from amp_lab.tracing.sharding_result import ShardedBuffer, ShardedParameter, ShardingXray, Unit
 from amp_lab.tracing.xray import xray
 
 # torch's communication hooks for DDP, with the dtype in which they sum gradients.
 _COMPRESS_HOOKS = {"bf16_compress_hook": torch.bfloat16, "fp16_compress_hook": torch.float16}
 _RANKS = 2  # more ranks do not change any dtype
-
-
-class _Call(NamedTuple):
-    """The arguments of a call of the model."""
-
-    inputs: tuple
-    kwargs: dict[str, Any]
 
 
 def xray_sharding(
@@ -64,21 +52,23 @@ def xray_sharding(
     `DeviceError` for a device type that torch lacks.
     """
     checked_backend(device_type)
-    call = _Call(inputs, kwargs)
+    call = ModelCall(model, inputs, kwargs)
+    own_parallel = parallel_of(model)
     # A model that is sharded or in DDP already has these settings. Only the precision of autocast
     # around DDP is not part of the model.
-    own_parallel = parallel_of(model)
     settings = {"parallel": parallel, "reduce_dtype": reduce_dtype}
     if own_parallel is Parallel.FSDP:
         settings["precision"] = precision
-    if own_parallel is not None and any(settings.values()):
-        raise _superfluous_setting(settings, own_parallel)
+    given = [name for name, value in settings.items() if value is not None]
+    if own_parallel is not None and given:
+        state = "sharded" if own_parallel is Parallel.FSDP else "in DDP"
+        raise TraceError(f"the model is {state} already: leave out {given[0]}")
     # First models that are sharded or in DDP already, then those to be treated as `train` would.
     if own_parallel is Parallel.FSDP:
-        return _read_fsdp(model, call)
+        return _read_fsdp(call)
     if isinstance(model, DistributedDataParallel):
-        return _read_ddp(model, call, _or_default(precision, Precision.FP32), device_type)
-    train_precision = _or_default(precision, Precision.BF16)
+        return _read_ddp(model, call, Precision(precision or Precision.FP32), device_type)
+    train_precision = Precision(precision or Precision.BF16)
     require_model(model)
     reduce_dtype = reduce_dtype or "fp32"
     if reduce_dtype not in REDUCE_DTYPES:
@@ -86,33 +76,15 @@ def xray_sharding(
     if parallel == Parallel.DDP:
         # DDP sums gradients in their own dtype, for which None stands, unless a hook casts them.
         reduced = None if reduce_dtype == "fp32" else REDUCE_DTYPES[reduce_dtype]
-        autocast_dtypes = _autocast_dtypes(model, call, train_precision, device_type)
-        return _ddp_table(model, call, autocast_dtypes, reduced)
+        return _ddp_xray(call, train_precision, device_type, reduced)
     if parallel != Parallel.FSDP:
         name = type(model).__name__
         raise TraceError(f"{name} is neither sharded nor in DDP: give parallel='fsdp' or 'ddp'")
     # If this process is in a group already, the model is sharded over that one.
     group = nullcontext() if dist.is_initialized() else group_of(_RANKS)
     with group, on_fake_device(model, (), {}, "cpu") as run:
-        tensors = run.parameters | run.buffers
-        return _read_fsdp(sharded(model, tensors, train_precision, reduce_dtype), call)
-
-
-def _superfluous_setting(settings: dict[str, str | None], own_parallel: Parallel) -> TraceError:
-    """The error for the first of the settings that is not None: the model has it already.
-
-    `settings` are the arguments of `xray_sharding` by their names.
-    """
-    names = [name for name, value in settings.items() if value is not None]
-    state = "sharded" if own_parallel is Parallel.FSDP else "in DDP"
-    return TraceError(f"the model is {state} already: leave out {names[0]}")
-
-
-def _or_default(precision: str | None, default: Precision) -> Precision:
-    """The precision of this name; the default for None."""
-    if precision is None:
-        return default
-    return Precision(precision)
+        model = sharded(model, run.parameters | run.buffers, train_precision, reduce_dtype)
+        return _read_fsdp(ModelCall(model, inputs, kwargs))
 
 
 def parallel_of(model: nn.Module) -> Parallel | None:
@@ -134,8 +106,9 @@ def parallel_of(model: nn.Module) -> Parallel | None:
     return None
 
 
-def _read_fsdp(model: nn.Module, call: _Call) -> ShardingXray:
+def _read_fsdp(call: ModelCall) -> ShardingXray:
     """The X-ray of a model that `fully_shard` has sharded."""
+    model = call.model
     names = {module: name for name, module in model.named_modules()}
     units: list[Unit] = []
     unit_of: dict[str, str] = {}  # by the name of a module
@@ -143,35 +116,22 @@ def _read_fsdp(model: nn.Module, call: _Call) -> ShardingXray:
     managed_ids: set[int] = set()
     for state, modules in _states(model).items():
         module_names = [names[module] for module in modules]
-        unit = _unit(", ".join(module_names), state)
+        groups = fsdp_groups(state)
+        unit = _unit(", ".join(module_names), state._mp_policy, groups)
         units.append(unit)
         unit_of |= dict.fromkeys(module_names, unit.name)
-        for group in fsdp_groups(state):
+        for group in groups:
             parameters += _parameters_of_group(group, unit.name, names)
-            managed_ids |= _parameter_ids(group)
+            for fsdp_param in group.fsdp_params:  # a module has either of the two
+                managed_ids.add(id(fsdp_param.sharded_param))
+                managed_ids.add(id(getattr(fsdp_param, "_unsharded_param", None)))
     # Parameters that are in no unit, so that each rank has all of them.
     for name, parameter in model.named_parameters():
         if id(parameter) not in managed_ids:
-            row = _whole_parameter(model, name, parameter, computed=parameter.dtype, unit=None)
-            parameters.append(row)
-    root = unit_named("", units)  # the model's own unit casts the inputs
-    return ShardingXray(
-        model=_class_of(model),
-        kind="FSDP2",
-        units=units,
-        parameters=parameters,
-        buffers=_buffers(model, unit_of),
-        inputs=_inputs(call, root.inputs if root else None),
-    )
-
-
-def _parameter_ids(group: Any) -> set[int]:
-    """The ids of a group's parameters, sharded and gathered: a module has either of the two."""
-    ids = set()
-    for fsdp_param in group.fsdp_params:
-        ids.add(id(fsdp_param.sharded_param))
-        ids.add(id(getattr(fsdp_param, "_unsharded_param", None)))
-    return ids
+            module = model.get_submodule(name.rpartition(".")[0])
+            parameters.append(_row(name, parameter, module, None, parameter.dtype))
+    root = next((unit for unit in units if not unit.name), None)  # it casts the inputs
+    return _result(call, "FSDP2", units, parameters, unit_of, root.inputs if root else None)
 
 
 def _states(model: nn.Module) -> dict[Any, list[nn.Module]]:
@@ -185,15 +145,14 @@ def _states(model: nn.Module) -> dict[Any, list[nn.Module]]:
     return modules_of
 
 
-def _unit(name: str, state: Any) -> Unit:
-    """The unit of a state of FSDP2, with its policy and the error that its first step raises."""
+def _unit(name: str, policy: Any, groups: list[Any]) -> Unit:
+    """The unit of some groups of FSDP2, with its policy and the error of its first step."""
     refusal = None
-    for group in fsdp_groups(state):
+    for group in groups:
         try:
             group._init_mp_dtypes()  # sets and checks the dtypes, as the first step does
         except AssertionError as error:
             refusal = str(error)
-    policy = state._mp_policy
     return Unit(
         name,
         param_dtype=policy.param_dtype,
@@ -211,37 +170,23 @@ def _parameters_of_group(
 
     `unit` is the name of its unit, and `names` has the names of all modules of the model.
     """
-    reduced = _reduce_dtype(group)
+    trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+    reduced = None
+    if trained:
+        # Newer versions of torch take several dtypes in a group; the widest holds all the sums.
+        reduced = functools.reduce(torch.promote_types, map(fsdp_reduced_dtype, trained))
     for fsdp_param in group.fsdp_params:
-        info = fsdp_param._module_info
+        module = fsdp_param._module_info.module
+        name = f"{names[module]}.{fsdp_param._module_info.param_name}".removeprefix(".")
         computed = fsdp_param.param_dtype or fsdp_param.orig_dtype
         # A weight of torchao in FP8 or MX gathers itself, in a dtype of its own.
         gathers_itself = hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather")
-        is_trained = fsdp_param.sharded_param.requires_grad
-        yield ShardedParameter(
-            name=f"{names[info.module]}.{info.param_name}".removeprefix("."),
-            unit=unit,
-            stored=fsdp_param.orig_dtype,
-            gathered=None if gathers_itself else computed,
-            computed=computed,
-            reduced=reduced if is_trained else None,
-            trained=is_trained,
-            elements=fsdp_param.sharded_param.numel(),
-            of_norm=_is_norm(info.module),
-        )
-
-
-def _reduce_dtype(group: Any) -> torch.dtype | None:
-    """The dtype in which a group's gradients are summed; None if nothing in it is trained."""
-    trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-    if not trained:
-        return None
-    # Newer versions of torch take several dtypes in a group; the widest holds all the sums.
-    return functools.reduce(torch.promote_types, map(fsdp_reduced_dtype, trained))
+        gathered = None if gathers_itself else computed
+        yield _row(name, fsdp_param.sharded_param, module, unit, computed, gathered, reduced)
 
 
 def _read_ddp(
-    ddp: DistributedDataParallel, call: _Call, precision: Precision, device_type: str
+    ddp: DistributedDataParallel, call: ModelCall, precision: Precision, device_type: str
 ) -> ShardingXray:
     """The X-ray of a model in DDP, as its communication hook and its ignored parameters say.
 
@@ -249,57 +194,48 @@ def _read_ddp(
     """
     if ddp.mixed_precision is not None:
         raise TraceError("DDP's own mixed_precision is not read: use autocast instead")
-    hooks = [getattr(hook, "__name__", type(hook).__name__) for hook, _ in ddp._comm_hooks]
-    # A hook that is not torch's may do anything with gradients, so its dtype is not known.
-    reduced = _COMPRESS_HOOKS.get(hooks[0]) if hooks else None
-    unknown_hooks = [name for name in hooks if name not in _COMPRESS_HOOKS]
-    return _ddp_table(
-        ddp.module,
-        call,
-        _autocast_dtypes(ddp.module, call, precision, device_type),
-        reduced,
-        unknown_hook=unknown_hooks[0] if unknown_hooks else None,
-        ignored=ddp.parameters_to_ignore,
-    )
+    reduced = None
+    unknown_hook = None
+    for hook, _ in ddp._comm_hooks:  # one at most
+        name = getattr(hook, "__name__", type(hook).__name__)
+        reduced = _COMPRESS_HOOKS.get(name)
+        # A hook that is not torch's may do anything with gradients, so its dtype is not known.
+        unknown_hook = None if reduced else name
+    inner = ModelCall(ddp.module, call.args, call.kwargs)
+    ignored = ddp.parameters_to_ignore
+    return _ddp_xray(inner, precision, device_type, reduced, unknown_hook, ignored)
 
 
-def _ddp_table(
-    model: nn.Module,
-    call: _Call,
-    autocast_dtypes: dict[str, torch.dtype],
+def _ddp_xray(
+    call: ModelCall,
+    precision: Precision,
+    device_type: str,
     reduced: torch.dtype | None,
     unknown_hook: str | None = None,
     ignored: frozenset[str] | set[str] = frozenset(),
 ) -> ShardingXray:
-    """The X-ray of a model in DDP; `model` is the model itself, without DDP's wrapper.
+    """The X-ray of a model in DDP under autocast; that of `call` has no wrapper.
 
-    `autocast_dtypes` has the parameters that autocast casts, by name, with the dtype after the
-    cast. Gradients are summed in `reduced`, or in their own dtype if it is None; how an
-    `unknown_hook` sums them is not known. `ignored` has the names of the parameters whose gradients
-    DDP does not sum.
+    Gradients are summed in `reduced`, or in their own dtype if it is None; how an `unknown_hook`
+    sums them is not known. `ignored` has the names of the parameters whose gradients DDP does not
+    sum.
     """
+    autocast_dtypes = _autocast_dtypes(call, precision, device_type)
     parameters = []
-    for name, parameter in model.named_parameters():
+    for name, parameter in call.model.named_parameters():
+        module = call.model.get_submodule(name.rpartition(".")[0])
         computed = autocast_dtypes.get(name, parameter.dtype)
         unit = None if name in ignored else ""  # the whole model is one unit
         own_reduced = reduced or parameter.dtype
         if unit is None or unknown_hook is not None:
             own_reduced = None
-        row = _whole_parameter(model, name, parameter, computed, unit, own_reduced)
-        parameters.append(row)
-    return ShardingXray(
-        model=_class_of(model),
-        kind="DDP",
-        units=[Unit("")],
-        parameters=parameters,
-        buffers=_buffers(model, {"": ""}),  # all in the one unit, which is the model itself
-        inputs=_inputs(call, cast_to=None),
-        hook=unknown_hook,
-    )
+        parameters.append(_row(name, parameter, module, unit, computed, reduced=own_reduced))
+    # All buffers are in the one unit, which is the model itself.
+    return _result(call, "DDP", [Unit("")], parameters, {"": ""}, cast_to=None, hook=unknown_hook)
 
 
 def _autocast_dtypes(
-    model: nn.Module, call: _Call, precision: Precision, device_type: str
+    call: ModelCall, precision: Precision, device_type: str
 ) -> dict[str, torch.dtype]:
     """The dtype after the cast of each parameter that autocast casts, by the parameter's name.
 
@@ -309,33 +245,30 @@ def _autocast_dtypes(
     dtype = precision.dtype
     if dtype not in LOWER_DTYPES:
         return {}
-    if not call.inputs and not call.kwargs:
+    if not call.args and not call.kwargs:
         raise TraceError("what autocast casts depends on the ops: give the inputs of a call")
-    result = xray(model, *call.inputs, device_type=device_type, dtype=dtype, **call.kwargs)
+    result = xray(call.model, *call.args, device_type=device_type, dtype=dtype, **call.kwargs)
     if result.raised is not None:
         raise TraceError(result.raised)
     casts = [cast for cast in result.casts if cast.is_of_parameter]
     return {cast.what.removeprefix("parameter "): cast.to_dtype for cast in casts}
 
 
-def _whole_parameter(
-    model: nn.Module,
+def _row(
     name: str,
-    parameter: nn.Parameter,
-    computed: torch.dtype,
+    parameter: torch.Tensor,
+    module: nn.Module,
     unit: str | None,
+    computed: torch.dtype,
+    gathered: torch.dtype | None = None,
     reduced: torch.dtype | None = None,
 ) -> ShardedParameter:
-    """The row of a parameter that is not sharded, so that it is never gathered.
-
-    `computed` and `reduced` are dtypes and `unit` is a name, as in `ShardedParameter`.
-    """
-    module = model.get_submodule(name.rpartition(".")[0])
+    """The row of a parameter of `module`; the other arguments are as in `ShardedParameter`."""
     return ShardedParameter(
         name=name,
         unit=unit,
         stored=parameter.dtype,
-        gathered=None,
+        gathered=gathered,
         computed=computed,
         reduced=reduced if parameter.requires_grad else None,
         trained=parameter.requires_grad,
@@ -344,42 +277,48 @@ def _whole_parameter(
     )
 
 
-def _buffers(model: nn.Module, unit_of: dict[str, str]) -> list[ShardedBuffer]:
-    """The buffers, each with its unit: that of its module, or of the next module around it.
+def _result(
+    call: ModelCall,
+    kind: str,
+    units: list[Unit],
+    parameters: list[ShardedParameter],
+    unit_of: dict[str, str],
+    cast_to: torch.dtype | None,
+    hook: str | None = None,
+) -> ShardingXray:
+    """The X-ray, with the buffers and inputs besides the parameters.
 
-    `unit_of` has the name of the unit of each module that `fully_shard` got, by the module's name.
+    A buffer is in the unit of its module, or of the next module around it: `unit_of` has the name
+    of the unit by the name of a module that `fully_shard` got. `cast_to` is what floating-point
+    inputs are cast to.
     """
+    model = call.model
     buffers = []
     for name, buffer in model.named_buffers():
         owner = name.rpartition(".")[0]
-        # From the buffer's module outwards to the first one that is in a unit.
         unit_module = owner
         while unit_module and unit_module not in unit_of:
             unit_module = unit_module.rpartition(".")[0]
         is_of_norm = _is_norm(model.get_submodule(owner))
         buffers.append(ShardedBuffer(name, unit_of.get(unit_module), buffer.dtype, is_of_norm))
-    return buffers
-
-
-def _inputs(call: _Call, cast_to: torch.dtype | None) -> dict[str, tuple[torch.dtype, torch.dtype]]:
-    """For each input its dtype, and the dtype in which the model gets it, by the input's name.
-
-    The name is a number for an input without one: ``0``, or ``0.image`` inside a dict.
-    """
-    dtypes = {}
-    for path, tensor in named_tensors([*call.inputs]) + named_tensors(call.kwargs):
+    inputs = {}
+    # An input without a name has a number: ``0``, or ``0.image`` inside a dict.
+    for path, tensor in named_tensors([*call.args]) + named_tensors(call.kwargs):
         arrives = tensor.dtype
         if cast_to and tensor.is_floating_point():
             arrives = cast_to
-        dtypes[path.lstrip(".")] = tensor.dtype, arrives
-    return dtypes
+        inputs[path.lstrip(".")] = tensor.dtype, arrives
+    return ShardingXray(
+        model=type(model).__name__.removeprefix("FSDP"),  # which `fully_shard` puts before it
+        kind=kind,
+        units=units,
+        parameters=parameters,
+        buffers=buffers,
+        inputs=inputs,
+        hook=hook,
+    )
 
 
 def _is_norm(module: nn.Module) -> bool:
     """Whether a module is a norm, by the name of its class."""
     return "norm" in type(module).__name__.lower()
-
-
-def _class_of(model: nn.Module) -> str:
-    # `fully_shard` puts FSDP before the name of a class.
-    return type(model).__name__.removeprefix("FSDP")

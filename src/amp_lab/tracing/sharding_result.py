@@ -1,16 +1,80 @@
-"""The result of `xray_sharding`, as text, Markdown, HTML and JSON."""
+"""The result of `xray_sharding`: a table of dtypes, and what to look at.
 
+A rule is a function that yields sentences on what it finds, or none: to add a rule, write it and
+add it to `RULES`. Its docstring says which parameters, buffers or units it looks for.
+"""
+
+import posixpath
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
+from amp_lab.core.remedies import remedy
 from amp_lab.core.report import Printed, Table, listed, short_name
-from amp_lab.tracing.sharding_advice import RULES
+from amp_lab.core.tensors import LOWER_DTYPES
 
 _SEPARATOR = ", "  # between the names of several modules that are one unit
+
+_TWO_DTYPES = remedy(
+    "sharding.two_dtypes",
+    "a unit of FSDP2 has trained parameters of two dtypes",
+    "{place} fails at the first step: FSDP2 needs one stored dtype for the trained parameters of "
+    "a fully_shard call, and finds {dtypes}: give each dtype a call of its own.",
+)
+_IN_NO_UNIT = remedy(
+    "sharding.in_no_unit",
+    "a trained parameter is in no unit of FSDP2",
+    "{names}: not managed by FSDP2, so their gradients are not reduced and the ranks drift apart: "
+    "call fully_shard on the model itself, last.",
+)
+_NO_MASTER_WEIGHTS = remedy(
+    "sharding.no_master_weights",
+    "trained parameters are stored in 16 bits",
+    "{names}: trained and stored in {dtype}, so there are no fp32 master weights, and small steps "
+    "of the optimizer are rounded away: keep the model in fp32, and leave {dtype} to {to}.",
+)
+_UPCAST = remedy(
+    "sharding.upcast",
+    "param_dtype is wider than what the parameters are stored in",
+    "{names}: cast to {wide} from {stored}, which adds traffic but no precision: store them in "
+    "{wide}, or leave param_dtype out and give inputs in {stored}.",
+)
+_LOW_NORMS = remedy(
+    "sharding.low_norms",
+    "a policy computes norms in 16 bits",
+    "{names}: weights of norms, stored in fp32 and computed in {low}; if they were meant to stay "
+    "in fp32, {keep}.",
+)
+_LOW_SUM_FSDP = remedy(
+    "sharding.low_sum.fsdp",
+    "FSDP2 sums gradients in 16 bits",
+    "{names}: gradients are summed in {low}, which rounds at every rank: "
+    "reduce_dtype=torch.float32 sums them in fp32.",
+)
+_LOW_SUM_DDP = remedy(
+    "sharding.low_sum.ddp",
+    "DDP sums gradients in 16 bits",
+    "{names}: gradients are summed in {low}, which rounds at every rank: fp32 weights without a "
+    "communication hook sum them in fp32.",
+)
+_BUFFERS = remedy(
+    "sharding.buffers",
+    "buffers in fp32 meet activations in 16 bits",
+    "{names}: buffers stay in fp32, since a policy casts only parameters and inputs. Mixing dtypes "
+    "gives fp32 or, in convolutions, an error, unless forward casts: buffer.to(x.dtype). A buffer "
+    "that forward hands to another unit is cast there: where it has to stay in fp32, as angles of "
+    "positions do, give that unit's policy cast_forward_inputs=False.",
+)
+_INPUTS = remedy(
+    "sharding.inputs_not_cast",
+    "cast_forward_inputs is off",
+    "Inputs {names} reach the {low} model in fp32, since cast_forward_inputs is off: cast them in "
+    "forward, except those that should stay fp32.",
+)
 
 
 @dataclass(frozen=True)
@@ -79,6 +143,15 @@ class ShardingXray(Printed):
             advice += rule(self)
         object.__setattr__(self, "advice", advice)
 
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether FSDP2 shares the model; else DDP does."""
+        return self.kind == "FSDP2"
+
+    def unit(self, name: str | None) -> Unit | None:
+        """The unit of this name; None if there is none."""
+        return next((unit for unit in self.units if unit.name == name), None)
+
     def parameters_in(self, unit: str | None) -> list[ShardedParameter]:
         """The parameters in the unit of this name; for None, those that are in no unit."""
         return [p for p in self.parameters if p.unit == unit]
@@ -96,28 +169,20 @@ class ShardingXray(Printed):
     def _rows(self) -> Iterator[list[str]]:
         """The table's rows: one for each unit and combination of dtypes.
 
-        Units that are alike, such as numbered blocks, share their rows.
+        Units whose names differ only in numbers share their rows, if these are equal.
         """
-        for names in self._groups_of_alike_units():
+        groups: dict[tuple[str | None, str], list[str | None]] = {}
+        for name in [*[unit.name for unit in self.units], None]:  # None: parameters in no unit
+            pattern = None if name is None else _without_numbers(name)
+            key = (pattern, str(self._rows_of_unit(name)))
+            groups.setdefault(key, []).append(name)
+        for names in groups.values():
             label = _label(names)
             # The rows of the first unit stand for all, whose rows are equal.
             for parameters, values, *cells in self._rows_of_unit(names[0]):
                 total = len(names) * int(values)
                 yield [label, parameters, f"{total:,}", *cells]
                 label = ""  # for the other rows of the unit
-
-    def _groups_of_alike_units(self) -> Iterable[list[str | None]]:
-        """Lists of names of units: in one list are units whose names differ only in numbers.
-
-        Their rows are equal too. The last name is None, for parameters that are in no unit.
-        """
-        groups: dict[tuple[str | None, str], list[str | None]] = {}
-        for name in [*[unit.name for unit in self.units], None]:
-            rows = self._rows_of_unit(name)
-            if rows:
-                pattern = None if name is None else _without_numbers(name)
-                groups.setdefault((pattern, str(rows)), []).append(name)
-        return groups.values()
 
     def _rows_of_unit(self, name: str | None) -> list[list[str]]:
         """The rows of a unit without the first cell, its name; one for each combination of dtypes.
@@ -129,7 +194,7 @@ class ShardingXray(Printed):
         groups: dict[tuple, list[ShardedParameter]] = {}
         for parameter in self.parameters_in(name):
             groups.setdefault((parameter.dtypes, parameter.trained), []).append(parameter)
-        unit = unit_named(name, self.units)
+        unit = self.unit(name)
         inputs = "as they come"
         if unit is not None and unit.inputs is not None:
             inputs = short_name(unit.inputs)
@@ -138,7 +203,7 @@ class ShardingXray(Printed):
         prefix = _common_prefix(name or "")  # left out of the parameters' names
         rows = []
         for (dtypes, trained), members in groups.items():
-            local_names = [parameter.name[len(prefix) :] for parameter in members]
+            local_names = [parameter.name.removeprefix(prefix) for parameter in members]
             values = sum(parameter.elements for parameter in members)
             stored, gathered, computed, reduced = map(short_name, dtypes)
             if not trained:
@@ -156,19 +221,11 @@ class ShardingXray(Printed):
         if counts:
             buffers = ", ".join(f"{count:,} {dtype}" for dtype, count in counts.items())
             yield f"Buffers, which stay as they are: {buffers}."
-        root = unit_named("", self.units)
+        root = self.unit("")
         if root is not None and root.output_dtype is not None:
             yield f"Output: cast to {short_name(root.output_dtype)}."
         if self.hook is not None:
             yield f"Gradients are summed by {self.hook!r}, in a dtype that only a step shows."
-
-
-def unit_named(name: str | None, units: Iterable[Unit]) -> Unit | None:
-    """The unit of this name; None if there is none."""
-    for unit in units:
-        if unit.name == name:
-            return unit
-    return None
 
 
 def _input_text(name: str, dtype: torch.dtype, cast_dtype: torch.dtype) -> str:
@@ -195,26 +252,127 @@ def _label(names: list[str | None]) -> str:
 
 def _without_numbers(name: str) -> str:
     """A unit's name with ``*`` for numbers: ``blocks.*.norm`` for ``blocks.3.norm``."""
-    modules = name.split(_SEPARATOR)
-    return _SEPARATOR.join(_module_without_numbers(module) for module in modules)
-
-
-def _module_without_numbers(module: str) -> str:
-    return ".".join("*" if step.isdigit() else step for step in module.split("."))
+    return re.sub(r"\b\d+\b", "*", name)
 
 
 def _common_prefix(unit: str) -> str:
     """The module that contains all modules of a unit, as a prefix of parameters' names.
 
-    ``blocks.3.`` for the unit ``blocks.3.a, blocks.3.b``; ``head.`` for the unit ``head``; "" for
-    the model itself.
+    ``blocks.3.`` for the unit ``blocks.3.a, blocks.3.b``; ``head.`` for the unit ``head``.
     """
-    if not unit:
-        return ""
-    paths = [module.split(".") for module in unit.split(_SEPARATOR)]
-    prefix = ""
-    for steps in zip(*paths, strict=False):
-        if len(set(steps)) > 1:
-            break
-        prefix += f"{steps[0]}."
-    return prefix
+    modules = unit.replace(".", "/").split(_SEPARATOR)
+    return posixpath.commonpath(modules).replace("/", ".") + "."
+
+
+def _refused_units(xray: ShardingXray) -> Iterator[str]:
+    """Units of FSDP2 that fail at the first step, mostly because of parameters of two dtypes."""
+    for unit in xray.units:
+        if unit.refusal is None:
+            continue
+        place = f"Unit {unit.name!r}" if unit.name else "The model's own unit"
+        trained = [p for p in xray.parameters_in(unit.name) if p.trained]
+        dtypes = []
+        for dtype, names in _names_by_dtype(trained, "stored").items():
+            dtypes.append(f"{dtype} ({names})")
+        if len(dtypes) > 1:
+            yield _TWO_DTYPES.sentence(place=place, dtypes=" and ".join(dtypes))
+        else:
+            yield f"{place} fails at the first step: {unit.refusal}."
+
+
+def _trained_in_no_unit(xray: ShardingXray) -> Iterator[str]:
+    """Trained parameters that are in no unit of FSDP2."""
+    trained = [p for p in xray.parameters_in(None) if p.trained]
+    if trained and xray.is_fsdp:
+        yield _IN_NO_UNIT.sentence(names=_names(trained))
+
+
+def _no_master_weights(xray: ShardingXray) -> Iterator[str]:
+    """Trained parameters in 16 bits, a sentence for each dtype."""
+    low = [p for p in xray.parameters if p.trained and p.stored in LOWER_DTYPES]
+    cast_by = "param_dtype" if xray.is_fsdp else "autocast"
+    for dtype, names in _names_by_dtype(low, "stored").items():
+        yield _NO_MASTER_WEIGHTS.sentence(names=names, dtype=dtype, to=cast_by)
+
+
+def _upcasts(xray: ShardingXray) -> Iterator[str]:
+    """Parameters that are computed in a wider dtype than they are stored in."""
+    wider = [p for p in xray.parameters if p.computed.itemsize > p.stored.itemsize]
+    for dtype, names in _names_by_dtype(wider, "computed").items():
+        stored = short_name(wider[0].stored)  # of the first alone: mostly all have the same
+        yield _UPCAST.sentence(names=names, wide=dtype, stored=stored)
+
+
+def _norms_in_low_precision(xray: ShardingXray) -> Iterator[str]:
+    """Weights of norms that FSDP2 casts to 16 bits."""
+    if not xray.is_fsdp:
+        return
+    norms = [p for p in xray.parameters if p.of_norm and p.stored is torch.float32]
+    low = [p for p in norms if p.computed in LOWER_DTYPES]
+    for dtype, names in _names_by_dtype(low, "computed").items():
+        yield _LOW_NORMS.sentence(names=names, low=dtype, keep=_keep_in_fp32())
+
+
+def _keep_in_fp32() -> str:
+    """How to keep parameters in fp32, with what this version of torch has."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # takes a second to load
+
+    policy = "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+    own_unit = f"give them a fully_shard of their own, with {policy}"
+    if not hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"):
+        return own_unit
+    return f"name them in param_dtype_override_fn, or {own_unit}"
+
+
+def _summed_in_low_precision(xray: ShardingXray) -> Iterator[str]:
+    """Parameters whose gradients are summed in 16 bits, by that dtype."""
+    cure = _LOW_SUM_FSDP if xray.is_fsdp else _LOW_SUM_DDP
+    low = [p for p in xray.parameters if p.reduced in LOWER_DTYPES]
+    for dtype, names in _names_by_dtype(low, "reduced").items():
+        yield cure.sentence(names=names, low=dtype)
+
+
+def _buffers_in_fp32(xray: ShardingXray) -> Iterator[str]:
+    """Buffers in fp32 in a unit whose parameters, and so activations, are in 16 bits."""
+    low_units = {unit.name for unit in xray.units if unit.param_dtype in LOWER_DTYPES}
+    in_low_units = [buffer for buffer in xray.buffers if buffer.unit in low_units]
+    wide = [b for b in in_low_units if b.dtype is torch.float32 and not b.of_norm]
+    if wide:
+        yield _BUFFERS.sentence(names=_names(wide))
+
+
+def _inputs_not_cast(xray: ShardingXray) -> Iterator[str]:
+    """Inputs that reach a model in 16 bits in fp32, since its policy does not cast them."""
+    root = xray.unit("")  # it gets the inputs
+    if root is None or root.cast_forward_inputs or root.param_dtype not in LOWER_DTYPES:
+        return
+    wide = [name for name, (_, arrives) in xray.inputs.items() if arrives is torch.float32]
+    if wide:
+        yield _INPUTS.sentence(names=listed(wide, 3), low=short_name(root.param_dtype))
+
+
+# The advice is in this order, the most serious first.
+RULES: tuple[Callable[[ShardingXray], Iterator[str]], ...] = (
+    _refused_units,
+    _trained_in_no_unit,
+    _no_master_weights,
+    _upcasts,
+    _norms_in_low_precision,
+    _summed_in_low_precision,
+    _buffers_in_fp32,
+    _inputs_not_cast,
+)
+
+
+def _names_by_dtype(parameters: list[ShardedParameter], attribute: str) -> dict[str, str]:
+    """The names of parameters by their dtype in an attribute, such as "stored"."""
+    groups: dict[str, list[ShardedParameter]] = {}
+    for parameter in parameters:
+        dtype = short_name(getattr(parameter, attribute))
+        groups.setdefault(dtype, []).append(parameter)
+    return {dtype: _names(members) for dtype, members in groups.items()}
+
+
+def _names(tensors: Iterable[ShardedParameter | ShardedBuffer]) -> str:
+    """The names of the first three tensors, and how many more there are."""
+    return listed([tensor.name for tensor in tensors], 3)
