@@ -324,21 +324,23 @@ def _models(settings: Settings) -> Iterator[tuple[str, Any, Any]]:
     import torch
     import torchvision
 
-    from gpt import Gpt
+    from amp_lab.models.gpt import SIZES, Gpt, Size
 
     device = settings.device
     if settings.tiny:
         yield "resnet18", torchvision.models.resnet18(), torch.rand(2, 3, 64, 64, device=device)
-        sizes, tokens, series = (97, 32, 2, 2), (2, 16), (2, 8, 16)
+        size, vocabulary = Size(32, heads=2, depth=2), 97
+        tokens, series = (2, 16), (2, 8, 16)
     else:
         yield "resnet50", torchvision.models.resnet50(), torch.rand(32, 3, 224, 224, device=device)
-        sizes, tokens, series = (50257, 768, 12, 12), (4, 1024), (64, 256, 512)
+        size, vocabulary = SIZES["gpt-small"], 50257
+        tokens, series = (4, 1024), (64, 256, 512)
     yield (
         "lstm",
         torch.nn.LSTM(series[-1], series[-1], batch_first=True),
         torch.rand(series, device=device),
     )
-    yield "gpt", Gpt(*sizes), torch.randint(sizes[0], tokens, device=device)
+    yield "gpt", Gpt(size, vocabulary), torch.randint(vocabulary, tokens, device=device)
 
 
 def _xray(settings: Settings) -> Figures:

@@ -112,7 +112,7 @@ def test_linear_layers_in_fp8_learn_the_same(monkeypatch):
         problem.model.extra = nn.Linear(15, 16)
         if fp8:
             use_fp8(problem.model, emulate=True)
-            assert type(problem.model.head) is not nn.Linear
+            assert type(problem.model.blocks[0].up) is not nn.Linear
             assert type(problem.model.extra) is nn.Linear  # 15 is no multiple of 16
         optimizer = torch.optim.Adam(problem.model.parameters(), lr=1e-3)
         losses.append([])

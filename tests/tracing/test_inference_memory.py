@@ -12,16 +12,16 @@ from torch import nn
 from amp_lab import forecast_inference
 from amp_lab.core.backends import backend
 from amp_lab.core.errors import TraceError
+from amp_lab.models.gpt import Gpt, Size
 from amp_lab.tracing.inference_memory import QUANTIZED_WEIGHTS, InferenceTable, inference_table
 from amp_lab.tracing.inference_result import InferenceForecast
 from amp_lab.tracing.memory import BatchedInputs
-from gpt import Gpt
 
 TOKENS = torch.randint(0, 500, (4, 32))
 MODELS = {
     "vit": (lambda: tv.VisionTransformer(32, 8, 2, 4, 64, 128), images(32)),
     "resnet18": (tv.resnet18, images(64)),
-    "gpt": (lambda: Gpt(500, 64, 4, 3), TOKENS),
+    "gpt": (lambda: Gpt(Size(64, heads=4, depth=3), 500), TOKENS),
 }
 
 

@@ -22,16 +22,30 @@ from amp_lab import Precision, forecast_inference, forecast_memory, largest_batc
 from amp_lab.core.errors import DeviceError, TraceError
 from amp_lab.core.optimizers import OPTIMIZERS
 from amp_lab.core.torch_versions import function_nodes_need_their_parents
+from amp_lab.models.gpt import Gpt, Size
 from amp_lab.tracing.memory import compare_memory, parse_bytes
-from gpt import Gpt
 
 pytestmark = pytest.mark.slow
 
 MIB = 2**20
 
 
-def small_gpt(width=64, vocabulary=500, depth=3, heads=4, **options):
-    return Gpt(vocabulary, width, heads, depth, **options)
+class Checkpointed(nn.Module):
+    """A block that the backward pass computes again."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False)
+
+
+def small_gpt(checkpoint=False):
+    model = Gpt(Size(64, heads=4, depth=3), 500)
+    if checkpoint:
+        model.blocks = nn.Sequential(*map(Checkpointed, model.blocks))
+    return model
 
 
 class Autoencoder(nn.Sequential):
@@ -298,7 +312,7 @@ def test_the_model_is_left_as_it_was():
 
 def test_a_transformer_of_billions_of_parameters_on_meta_needs_no_memory():
     with torch.device("meta"):
-        model = small_gpt(4096, 32000, depth=8, heads=32)
+        model = Gpt(Size(4096, heads=32, depth=8), 32000)
     parameters = sum(p.numel() for p in model.parameters())
     assert parameters > 1.7e9
     tokens = torch.empty(1, 2048, dtype=torch.int64, device="meta")

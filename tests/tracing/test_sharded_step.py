@@ -18,13 +18,14 @@ from torch.utils import _pytree as pytree
 from amp_lab import forecast_memory
 from amp_lab.core.errors import TraceError
 from amp_lab.core.precision import Precision
+from amp_lab.models.gpt import Gpt, Size
 from amp_lab.parallel.ranks import Parallel, Ranks
 from amp_lab.tracing import compare_memory
-from gpt import Gpt
 
 pytestmark = pytest.mark.slow
 
 PRECISIONS = ("fp32", "bf16")
+SIZE = Size(128, heads=4, depth=3)
 STEPS = [f"step {n}" for n in range(1, 8)]
 
 
@@ -35,7 +36,7 @@ def peak_of_a_rank(precision):
     see: what a step adds is counted from its beginning, and the least of the steps counts.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        model = Ranks(Parallel.FSDP).wrap(Gpt(512, 128, 4, 3), Precision(precision))
+        model = Ranks(Parallel.FSDP).wrap(Gpt(SIZE, 512), Precision(precision))
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         tokens = torch.randint(0, 512, (8, 32))
         for step in range(8):
@@ -69,7 +70,7 @@ def test_it_is_what_a_rank_of_two_allocates():
     tokens = torch.empty(8, 32, dtype=torch.int64, device="meta")
     options = {"device_type": "cpu", "optimizer": "adamw", "loss_fn": loss_of, "fsdp_ranks": 2}
     for precision, real in zip(PRECISIONS, printed.split(), strict=True):
-        forecast = forecast_memory(Gpt(512, 128, 4, 3), tokens, precision=precision, **options)
+        forecast = forecast_memory(Gpt(SIZE, 512), tokens, precision=precision, **options)
         assert forecast.peak == pytest.approx(int(real), rel=0.05)
 
 

@@ -21,11 +21,11 @@ import torch
 import torchvision
 from torch import nn
 
-import gpt
 from amp_lab.advisor import Advice, Candidate, advise
 from amp_lab.core.device import pick_device
 from amp_lab.core.timing import compare, measure
 from amp_lab.model_call import ModelCall
+from amp_lab.models.gpt import Gpt, Size
 from amp_lab.recipes import INFERENCE, TRAINING, Recipe, Step, loss_of
 from recording import parser, plain, record
 
@@ -89,7 +89,10 @@ def images(batch: int, size: int) -> Inputs:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
     "resnet18": (torchvision.models.resnet18, lambda: images(8, 64)),
-    "gpt": (lambda: gpt.Gpt(1000, 256, 4, 4), lambda: (torch.randint(1000, (4, 128)),)),
+    "gpt": (
+        lambda: Gpt(Size(256, heads=4, depth=4), 1000),
+        lambda: (torch.randint(1000, (4, 128)),),
+    ),
     "convolutions": (lambda: convolutions(32, 64, 64), lambda: images(16, 32)),
     "mobilenet_v3_small": (torchvision.models.mobilenet_v3_small, lambda: images(8, 64)),
     "vision transformer": (vision_transformer, lambda: images(8, 64)),

@@ -15,10 +15,10 @@ import torch
 import torchvision
 from torch import nn
 
-from amp_lab.bench import Block
 from amp_lab.core.device import pick_device
 from amp_lab.core.optimizers import OPTIMIZERS
 from amp_lab.core.precision import Precision
+from amp_lab.models.gpt import SIZES, Block
 from amp_lab.tracing.memory import forecast_memory, largest_batch, parse_bytes
 from recording import parser, record
 
@@ -26,8 +26,9 @@ PRECISIONS = (Precision.FP32, Precision.FP16, Precision.BF16)
 
 
 def gpt_blocks():
-    """The blocks of GPT-2's smallest model."""
-    return nn.Sequential(*[Block(768, 12) for _ in range(12)])
+    """The blocks of the GPT that is as large as GPT-2's smallest."""
+    size = SIZES["gpt-small"]
+    return nn.Sequential(*[Block(size) for _ in range(size.depth)])
 
 
 class Lstm(nn.Module):
@@ -46,7 +47,7 @@ WORKLOADS = {  # name: model, shape of one item, batches on a GPU, batches on a 
     "resnet50": (torchvision.models.resnet50, (3, 224, 224), (16, 64, 256), (2,)),
     "mobilenet_v2": (torchvision.models.mobilenet_v2, (3, 224, 224), (16, 64, 256), (2,)),
     "vit_b_16": (torchvision.models.vit_b_16, (3, 224, 224), (16, 64, 256), (2,)),
-    "gpt": (gpt_blocks, (1024, 768), (2, 8, 32), (1,)),
+    "gpt-small": (gpt_blocks, (1024, 768), (2, 8, 32), (1,)),
     "lstm": (Lstm, (128, 512), (16, 64, 256), (2,)),
 }
 

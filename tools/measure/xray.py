@@ -9,7 +9,7 @@ only slow one down. Beside them stand limits, which a machine of two cores shoul
 - ops: the op table of each;
 - memory: for ResNet-50 the forecast in three precisions with the largest batch, and that batch
   alone;
-- transformer: the same for a transformer of 6.7 billion parameters, built on `meta`, and its X-ray.
+- transformer: the same for a transformer of 6.6 billion parameters, built on `meta`, and its X-ray.
 """
 
 import functools
@@ -24,9 +24,9 @@ from typing import Required, TypedDict
 import torch
 import torchvision
 
-import gpt
 from amp_lab.core.backends import BACKENDS
 from amp_lab.core.device import pick_device
+from amp_lab.models.gpt import Gpt, Size
 from amp_lab.tracing.memory import compare_memory, largest_batch
 from amp_lab.tracing.op_table import op_table
 from amp_lab.tracing.xray import xray
@@ -57,9 +57,9 @@ def resnet50():
 
 
 def transformer():
-    """A language model of 6.7 billion parameters, without memory for them."""
+    """A language model of 6.6 billion parameters, without memory for them."""
     with torch.device("meta"):
-        return gpt.Gpt(32000, 4096, 32, 32, tied=False)
+        return Gpt(Size(4096, heads=32, depth=32), 32000)
 
 
 def work(part, what):

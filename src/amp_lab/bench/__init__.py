@@ -8,12 +8,11 @@ from amp_lab.bench.results_file import load_results
 from amp_lab.bench.rungs import RUNGS
 from amp_lab.bench.runner import run_bench
 from amp_lab.bench.tiled_convmodel import TiledStep, why_not_tiled
-from amp_lab.bench.workloads import WORKLOADS, Block
+from amp_lab.bench.workloads import WORKLOADS
 
 __all__ = [
     "RUNGS",
     "WORKLOADS",
-    "Block",
     "Compared",
     "ConvModel",
     "FusedStep",

@@ -15,6 +15,7 @@ from amp_lab.bench.fused_convmodel import FusedStep
 from amp_lab.bench.tiled_convmodel import TiledStep
 from amp_lab.core.backends import backend
 from amp_lab.models.build import build_model
+from amp_lab.models.gpt import Gpt, Size
 
 
 @dataclass
@@ -67,59 +68,6 @@ class _Product(nn.Module):
 
     def forward(self, left: Tensor) -> Tensor:  # (M, K)
         return left @ self.right
-
-
-class Block(nn.Module):
-    """A pre-norm transformer block with causal attention, (B, T, width) to the same shape."""
-
-    def __init__(self, width: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
-        self.norm2 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        hidden = 4 * width
-        widen = nn.Linear(width, hidden)
-        narrow = nn.Linear(hidden, width)
-        self.mlp = nn.Sequential(widen, nn.GELU(), narrow)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Attention and MLP, each with a residual connection."""
-        qkv = self.qkv(self.norm1(x))
-        q, k, v = map(self._split_heads, qkv.chunk(3, -1))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        merged = attended.transpose(1, 2).flatten(-2)  # (B, T, width)
-        x = x + self.out(merged)
-        return x + self.mlp(self.norm2(x))
-
-    def _split_heads(self, x: Tensor) -> Tensor:
-        """Reshape (B, T, width) to (B, heads, T, width / heads)."""
-        split = x.unflatten(-1, (self.heads, -1))
-        return split.transpose(1, 2)
-
-
-class Gpt(nn.Module):
-    """A GPT with learned positions: embeddings, transformer blocks, norm and head.
-
-    `blocks` is the number of transformer blocks, `tokens` the length of the longest text.
-    """
-
-    def __init__(self, vocabulary: int, width: int, heads: int, blocks: int, tokens: int):
-        super().__init__()
-        self.token_embedding = nn.Embedding(vocabulary, width)
-        self.position_embedding = nn.Embedding(tokens, width)
-        layers = [Block(width, heads) for _ in range(blocks)]
-        self.blocks = nn.Sequential(*layers)
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens (B, T) to logits (B, T, vocabulary)."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.token_embedding(tokens) + self.position_embedding(positions)
-        x = self.blocks(x)
-        return self.head(self.norm(x))
 
 
 def convmodel_workload(size: int, *, hidden: int = 256, kind: str = "training") -> Workload:
@@ -185,7 +133,7 @@ def gpt_workload(batch: int, tokens: int, width: int, blocks: int, vocabulary: i
 
     def build(device: torch.device) -> Problem:
         heads = max(1, width // 64)  # 64 channels each, as in GPT-2
-        model = Gpt(vocabulary, width, heads, blocks, tokens).to(device)
+        model = Gpt(Size(width, heads, blocks), vocabulary).to(device)
         shape = (batch, tokens + 1)  # one more, since the target is the next token
         text = torch.randint(vocabulary, shape).to(device)
 
@@ -202,7 +150,8 @@ def gpt_workload(batch: int, tokens: int, width: int, blocks: int, vocabulary: i
         layers = {"large linear"}
     return Workload(
         name="gpt",
-        size=f"{batch}x{tokens}, width {width}, {blocks} blocks",
+        # Results of earlier versions, of a GPT with learned positions, have no "rotary".
+        size=f"{batch}x{tokens}, width {width}, {blocks} rotary blocks",
         kind="training",
         unit="tokens",
         items=batch * tokens,
