@@ -10,8 +10,8 @@ from remedy_tests import says
 import build_pairs
 from amp_lab.cli import main
 from amp_lab.migrate import migrate_source
-from amp_lab.migrate.apex import MARK
-from amp_lab.migrate.apex_names import SECTIONS
+from amp_lab.migrate.rules.apex import MARK
+from amp_lab.migrate.rules.apex.names import SECTIONS
 
 SCRIPT = """\
 import torch

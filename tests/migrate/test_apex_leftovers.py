@@ -7,7 +7,7 @@ import pytest
 
 from amp_lab.cli import main
 from amp_lab.migrate import migrate_source
-from amp_lab.migrate.apex import MARK
+from amp_lab.migrate.rules.apex import MARK
 
 DELETE = "delete the import, unless another file imports "
 LEFT_OVER = [  # the lines that are reported end in a comment `# !`

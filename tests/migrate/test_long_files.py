@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from amp_lab.migrate.rewriter import apply
 from amp_lab.migrate.rules import edits_and_findings
+from amp_lab.migrate.tree.rewriter import apply
 
 IMPORTS = "import torch\nfrom torch.cuda.amp import autocast, GradScaler\n"
 STEP = "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()\n"

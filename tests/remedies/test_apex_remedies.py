@@ -13,7 +13,7 @@ from remedy_tests import does, says
 from torch import nn
 
 from amp_lab.migrate import migrate_source
-from amp_lab.migrate.apex_names import ADVICE
+from amp_lab.migrate.rules.apex.names import ADVICE
 
 HEAD = """
 import torch

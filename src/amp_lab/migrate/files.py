@@ -23,10 +23,10 @@ import libcst as cst
 from amp_lab.core import files
 from amp_lab.core.errors import OptionError, first_line
 from amp_lab.migrate.magics import without_magics
-from amp_lab.migrate.nesting import with_room_to_recurse
 from amp_lab.migrate.reports import patch
-from amp_lab.migrate.rewriter import Edit, Finding, apply
-from amp_lab.migrate.rules import EVERYTHING, Wanted, edits_and_findings, is_triggered
+from amp_lab.migrate.rules import EVERYTHING, Wanted, edits_and_findings, triggered_rules
+from amp_lab.migrate.tree.nesting import with_room_to_recurse
+from amp_lab.migrate.tree.rewriter import Edit, Finding, apply
 
 MAX_BYTES = 1 << 19
 """The most Python code in one file: for twice as much, the tree and its positions took 620 MB."""
@@ -164,7 +164,7 @@ def has_names(path: Path) -> bool:
     """
     if path.is_fifo():  # to open one would wait for its other end
         return False
-    return is_triggered(files.read_regular(path, _MAX_FILE_BYTES))
+    return bool(triggered_rules(files.read_regular(path, _MAX_FILE_BYTES)))
 
 
 def migrate_file(path: Path, write: bool = False, wanted: Wanted = EVERYTHING) -> Result:
@@ -304,7 +304,7 @@ def _migrate_notebook(data: bytes, wanted: Wanted) -> _Migration:
             raise OptionError(f"cell {cell.number} has a null byte, so it is no Python")
     # All cells are one program: a name that one imports is used in another.
     code = "".join(without_magics(cell.text) + "\n" for cell in cells)
-    if not is_triggered(code.encode()):
+    if not triggered_rules(code.encode()):
         return _Migration(data, [], [])
     _check_size(len(code))
     try:

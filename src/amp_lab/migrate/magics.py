@@ -5,7 +5,7 @@ Each character becomes a blank, so that all others keep their positions.
 
 import re
 
-from amp_lab.migrate.amp_names import SUBMODULES
+from amp_lab.migrate.tree.amp_names import SUBMODULES
 
 # What may look like a magic, and what may contain something that only looks like one. In turn:
 # - line: %time f(), !ls, ?f, "cd folder" without a sign, or f?, at the start of a line

@@ -11,7 +11,7 @@ from amp_lab.core.errors import OptionError
 
 if TYPE_CHECKING:
     from amp_lab.migrate.files import Result
-    from amp_lab.migrate.rewriter import Finding
+    from amp_lab.migrate.tree.rewriter import Finding
 
 _LEVELS = {
     "mistake": "error",

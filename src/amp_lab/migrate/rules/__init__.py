@@ -1,50 +1,49 @@
-"""The registry of the rules, and their joint edits and findings for a Python text.
+"""The rules of `migrate`, and their joint edits and findings for a Python text.
 
-A rule is a module beside this one with a `Rule` and its `TRIGGERS`. To add one, write it as the
-docstring of `amp_lab.migrate` shows, and add it to `RULES`.
+Each module in this folder is a rule, and so is each folder in it. To add one, write a file as the
+docstring of `amp_lab.migrate` shows: no other file has to name it.
 """
 
+import importlib
+import pkgutil
 from types import ModuleType
 from typing import NamedTuple
 
 import libcst as cst
 
-from amp_lab.migrate import apex, mistakes, torch_amp
-from amp_lab.migrate.nesting import check_nesting, with_room_to_recurse
-from amp_lab.migrate.python_tree import Tree
-from amp_lab.migrate.rewriter import Edit, Finding, apply
+from amp_lab.migrate.tree.nesting import check_nesting, with_room_to_recurse
+from amp_lab.migrate.tree.python_tree import Tree
+from amp_lab.migrate.tree.rewriter import Edit, Finding, Rewriter, apply
 
-RULES = (torch_amp, apex, mistakes)
+RULES = [
+    importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)
+]
 SELECTIONS = ("torch", "apex", "mistakes")
-
-
-def is_triggered(data: bytes) -> bool:
-    """Whether the bytes of a file have all words of a rule's trigger; else it is not parsed."""
-    for rule in RULES:
-        for trigger in rule.TRIGGERS:
-            if all(word in data for word in trigger.encode().split()):
-                return True
-    return False
 
 
 class Wanted(NamedTuple):
     """Options of a migration."""
 
     select: tuple[str, ...] = SELECTIONS
-    """The rules to run: ``torch`` and ``apex`` for old names, ``mistakes``."""
+    """The parts to run, by the `PART` of a rule: ``torch``, ``apex`` and ``mistakes``."""
     mark: bool = False
     """Whether code of Apex that is to be changed by hand gets a comment above it."""
     patch: bool = False
     """Whether each result gets a patch."""
 
-    def includes(self, rule: ModuleType) -> bool:
-        """Whether a rule is selected; a rule that is not in `names` belongs to ``torch``."""
-        names: dict[ModuleType, str] = {apex: "apex", mistakes: "mistakes"}
-        return names.get(rule, "torch") in self.select
-
 
 # All rules, without comments and patches.
 EVERYTHING = Wanted()
+
+
+def triggered_rules(data: bytes) -> list[ModuleType]:
+    """The rules of which a file, given as bytes, has a trigger; without any, it is not parsed."""
+    return [rule for rule in RULES if any(_has_all(data, words) for words in rule.TRIGGERS)]
+
+
+def _has_all(data: bytes, words: str) -> bool:
+    """Whether a file has all words of a trigger."""
+    return all(word in data for word in words.encode().split())
 
 
 def edits_and_findings(text: str, wanted: Wanted = EVERYTHING) -> tuple[list[Edit], list[Finding]]:
@@ -59,20 +58,14 @@ def edits_and_findings(text: str, wanted: Wanted = EVERYTHING) -> tuple[list[Edi
 
 def _edits_and_findings(text: str, wanted: Wanted) -> tuple[list[Edit], list[Finding]]:
     """As `edits_and_findings`, without the check of the nesting."""
-    tree = Tree(text)
-    # Also for a text, not only for files: so the tests of a rule show that its triggers suffice.
-    if not is_triggered(text.encode(errors="replace")):
-        return [], []
-    edits: list[Edit] = []
-    findings: list[Finding] = []
-    for rule in filter(wanted.includes, RULES):
-        rewriter = rule.Rule(tree, wanted.mark)
-        rewriter.run()
-        edits += rewriter.edits
-        findings += rewriter.findings
-    if edits:
-        _check_python(apply(text, edits))
-    return edits, sorted(dict.fromkeys(findings))  # two rules may have the same finding
+    file = Rewriter(Tree(text), wanted.mark)
+    # Triggers count for a text too: so the tests of a rule show that its triggers suffice.
+    for rule in triggered_rules(text.encode(errors="replace")):
+        if rule.PART in wanted.select:
+            rule.run(file)
+    if file.edits:
+        _check_python(apply(text, file.edits))
+    return file.edits, sorted(dict.fromkeys(file.findings))  # two rules may find the same
 
 
 def migrate_source(text: str, mark: bool = False) -> tuple[str, list[Finding]]:

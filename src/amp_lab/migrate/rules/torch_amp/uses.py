@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 
 import libcst as cst
 
-from amp_lab.migrate import nodes
-from amp_lab.migrate import torch_amp_remedies as remedies
-from amp_lab.migrate.amp_names import NEW_NAMES, OLD_MODULES, OLD_NAMES
-from amp_lab.migrate.python_tree import Tree
-from amp_lab.migrate.rewriter import Edit
-from amp_lab.migrate.scopes import Scope, Use
-from amp_lab.migrate.torch_name import TorchName
+from amp_lab.migrate.rules.torch_amp import remedies
+from amp_lab.migrate.rules.torch_amp.torch_name import TorchName
+from amp_lab.migrate.tree import nodes
+from amp_lab.migrate.tree.amp_names import NEW_NAMES, OLD_MODULES, OLD_NAMES
+from amp_lab.migrate.tree.python_tree import Tree
+from amp_lab.migrate.tree.rewriter import Edit
+from amp_lab.migrate.tree.scopes import Scope, Use
 
 _DEFAULT_DTYPES = {"cuda": "float16", "cpu": "bfloat16"}
 _AUTOCAST_ARGUMENTS = ("enabled", "dtype", "cache_enabled")

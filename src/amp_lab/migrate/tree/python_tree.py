@@ -15,8 +15,8 @@ from typing import Any, TypeVar, cast
 import libcst as cst
 from libcst.metadata import ByteSpanPositionProvider, CodeSpan, MetadataWrapper
 
-from amp_lab.migrate import nodes
-from amp_lab.migrate.scopes import Binding, Scope, Use
+from amp_lab.migrate.tree import nodes
+from amp_lab.migrate.tree.scopes import Binding, Scope, Use
 
 _Answer = TypeVar("_Answer")
 _Node = cst.CSTNode | None

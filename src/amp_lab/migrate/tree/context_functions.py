@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from amp_lab.migrate import nodes
+from amp_lab.migrate.tree import nodes
 
 
 def contexts_of(function: cst.FunctionDef) -> list[cst.BaseExpression]:

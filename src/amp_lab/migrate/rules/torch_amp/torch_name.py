@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from amp_lab.migrate.python_tree import Tree
-from amp_lab.migrate.scopes import Scope, Use
+from amp_lab.migrate.tree.python_tree import Tree
+from amp_lab.migrate.tree.scopes import Scope, Use
 
 
 class TorchName:

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import libcst as cst
 
-from amp_lab.migrate import nodes
-from amp_lab.migrate.amp_names import OLD_NAMES
-from amp_lab.migrate.code_reader import AUTOCASTS, CodeReader
-from amp_lab.migrate.events import Event, Unit, last_part
-from amp_lab.migrate.scopes import Scope
+from amp_lab.migrate.tree import nodes
+from amp_lab.migrate.tree.amp_names import OLD_NAMES
+from amp_lab.migrate.tree.code_reader import AUTOCASTS, CodeReader
+from amp_lab.migrate.tree.events import Event, Unit, last_part
+from amp_lab.migrate.tree.scopes import Scope
 
 _Name = tuple[str, ...]
 """The parts of a dotted name: ``("out", "loss")`` for ``out.loss``."""

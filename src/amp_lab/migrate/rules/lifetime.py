@@ -5,17 +5,25 @@ from collections.abc import Iterator
 import libcst as cst
 
 from amp_lab.core.remedies import remedy
-from amp_lab.migrate import nodes
-from amp_lab.migrate.code_reader import SCALERS, CodeReader, Mistakes
-from amp_lab.migrate.events import Event, last_part, of_kind
-from amp_lab.migrate.python_tree import Tree, cached_in_tree
+from amp_lab.migrate.tree import nodes
+from amp_lab.migrate.tree.code_reader import MISTAKE_TRIGGERS, SCALERS, CodeReader, Mistakes
+from amp_lab.migrate.tree.events import Event, last_part, of_kind
+from amp_lab.migrate.tree.python_tree import Tree, cached_in_tree
+from amp_lab.migrate.tree.rewriter import Rewriter
 
+PART = "mistakes"
+TRIGGERS = MISTAKE_TRIGGERS
 _MADE_EACH_EPOCH = remedy(
     "migrate.made_each_epoch",
     "a scaler is made anew in each epoch",
     "{scaler} is made anew in each epoch, so its scale starts over: make it once, before the loop "
     "over epochs",
 )
+
+
+def run(file: Rewriter) -> None:
+    """Report scalers that are made anew in each epoch."""
+    file.report("mistake", made_each_epoch(file.code))
 
 
 def made_each_epoch(code: CodeReader) -> Mistakes:

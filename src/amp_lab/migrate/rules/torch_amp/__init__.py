@@ -15,16 +15,16 @@ from typing import TypeGuard
 
 import libcst as cst
 
-from amp_lab.migrate import nodes
-from amp_lab.migrate import torch_amp_remedies as remedies
-from amp_lab.migrate.amp_names import OLD_MODULES, OLD_NAMES, SUBMODULES, TRIGGER_TEXTS
-from amp_lab.migrate.python_tree import Tree
-from amp_lab.migrate.rewriter import Edit, Rewriter
-from amp_lab.migrate.scopes import Binding, Scope, Use
-from amp_lab.migrate.torch_amp_edits import ByHand, UseEdits
-from amp_lab.migrate.torch_name import TorchName
-from amp_lab.migrate.version_guards import forget_fallbacks, is_guarded
+from amp_lab.migrate.rules.torch_amp import remedies
+from amp_lab.migrate.rules.torch_amp.torch_name import TorchName
+from amp_lab.migrate.rules.torch_amp.uses import ByHand, UseEdits
+from amp_lab.migrate.tree import nodes
+from amp_lab.migrate.tree.amp_names import OLD_MODULES, OLD_NAMES, SUBMODULES, TRIGGER_TEXTS
+from amp_lab.migrate.tree.rewriter import Edit, Rewriter
+from amp_lab.migrate.tree.scopes import Binding, Scope, Use
+from amp_lab.migrate.tree.version_guards import forget_fallbacks, is_guarded
 
+PART = "torch"
 TRIGGERS = (*TRIGGER_TEXTS, "torch cuda.amp", "torch cpu.amp")
 _ATTRIBUTES_OF_OLD = tuple(f"{name}." for name in OLD_NAMES)  # as in autocast.__init__
 _OldUse = tuple[Use, str]
@@ -38,11 +38,17 @@ def _is_old(origin: str | None) -> TypeGuard[str]:
     return origin in OLD_NAMES or origin in OLD_MODULES or origin.startswith(_ATTRIBUTES_OF_OLD)
 
 
-class Rule(Rewriter):
+def run(file: Rewriter) -> None:
+    """Rewrite the old names of torch in a file, or say what to do about them."""
+    _OldNames(file).run()
+
+
+class _OldNames:
     """The old names of torch in one file."""
 
-    def __init__(self, tree: Tree, mark: bool = False):
-        super().__init__(tree, mark)
+    def __init__(self, file: Rewriter):
+        self.file = file
+        self.tree = tree = file.tree
         forget_fallbacks(tree)
         self.handled_bindings: set[cst.CSTNode] = set()  # of ambiguous names: left as they are
         # Names with several meanings, by (scope, name): the result of `_guard_and_lines`.
@@ -59,7 +65,7 @@ class Rule(Rewriter):
         """Rewrite the names that an import binds with all their uses, then the other uses."""
         for node, old in self.replaced_at.items():
             name = OLD_NAMES[old].name
-            self.say(node, "by hand", remedies.REPLACED.sentence(old=old, name=name))
+            self.file.say(node, "by hand", remedies.REPLACED.sentence(old=old, name=name))
         dotted_uses, groups = self._group_uses()
         for name, bindings in self._versioned_names.values():  # filled by `_group_uses`
             self._report_versioned(name, bindings)
@@ -151,7 +157,7 @@ class Rule(Rewriter):
         if has_guard or is_guarded(self.tree, use.node):
             self._versioned_names[owner, name] = (name, bindings)
             return
-        self.say(use.node, "by hand", remedies.AMBIGUOUS.sentence(name=name, lines=lines))
+        self.file.say(use.node, "by hand", remedies.AMBIGUOUS.sentence(name=name, lines=lines))
 
     def _guard_and_lines(self, bindings: list[Binding]) -> tuple[bool, str]:
         """Whether torch's version decides which binding of a name runs; and their lines, "3, 5".
@@ -168,7 +174,7 @@ class Rule(Rewriter):
         """Report, at the first binding to an old name, that a name depends on the version."""
         old_bindings = [binding for binding in bindings if _is_old(binding.origin)]
         first = (old_bindings or bindings)[0]
-        self.say(first.node, "left", f"{name} depends on the version of torch: left alone")
+        self.file.say(first.node, "left", f"{name} depends on the version of torch: left alone")
 
     # Uses such as torch.cuda.amp.autocast, each by itself.
 
@@ -182,19 +188,21 @@ class Rule(Rewriter):
         start, end = self.tree.span(use.node)
         if torch is None:
             written = ".".join(use.parts)
-            self.say(use.node, "by hand", remedies.NO_TORCH.sentence(name=name, written=written))
+            self.file.say(
+                use.node, "by hand", remedies.NO_TORCH.sentence(name=name, written=written)
+            )
         elif "#" in self.tree.text[start:end]:
-            self.say(use.node, "by hand", remedies.COMMENT_INSIDE.sentence(name=name))
+            self.file.say(use.node, "by hand", remedies.COMMENT_INSIDE.sentence(name=name))
         else:
-            self.replace(use.node, f"{torch}.amp.{name}")
+            self.file.replace(use.node, f"{torch}.amp.{name}")
             self._apply_edits(use, old, edits)
 
     def _apply_edits(self, use: Use, old: str, edits: list[Edit]) -> None:
         """Make the edits beside a name, such as those of its arguments, and report the use."""
         name, device = OLD_NAMES[old]
-        self.edits += edits
+        self.file.edits += edits
         message = f"torch.{device}.amp.{name} is torch.amp.{name} for {device!r}"
-        self.say(use.node, "rewritten", message)
+        self.file.say(use.node, "rewritten", message)
 
     def _plan_uses(self, uses: list[_OldUse]) -> list[tuple[Use, str, list[Edit]]]:
         """Each (use, old name, edits) that can be rewritten; the other uses are reported."""
@@ -202,12 +210,12 @@ class Rule(Rewriter):
         for use, old in uses:
             if is_guarded(self.tree, use.node):
                 written = ".".join(use.parts)
-                self.say(use.node, "left", f"{written} depends on a version: left alone")
+                self.file.say(use.node, "left", f"{written} depends on a version: left alone")
                 continue
             try:
                 planned.append((use, old, self.use_edits.plan(use, old)))
             except ByHand as error:
-                self.say(use.node, "by hand", str(error))
+                self.file.say(use.node, "by hand", str(error))
         return planned
 
     # Names that an import binds, each with all its uses.
@@ -228,7 +236,7 @@ class Rule(Rewriter):
             return
         advice = self._advice_on_import(scope, name, bindings, uses)
         if advice:
-            self.say(binding_nodes[0], "by hand", advice)
+            self.file.say(binding_nodes[0], "by hand", advice)
             return
         statement = self.tree.parents[aliases[0]]
         assert isinstance(statement, cst.Import | cst.ImportFrom)
@@ -246,7 +254,7 @@ class Rule(Rewriter):
             return
         for alias in aliases:
             self.moved_aliases[self.tree.parents[alias]].append(alias)
-            self.say(alias, "rewritten", f"{name} is imported from torch.amp")
+            self.file.say(alias, "rewritten", f"{name} is imported from torch.amp")
 
     def _advice_on_import(
         self, scope: Scope, name: str, bindings: list[Binding], uses: list[_OldUse]
@@ -275,13 +283,13 @@ class Rule(Rewriter):
         separator = "; "
         if indent is not None:
             separator = self.tree.newline + indent
-        self.insert(start, line + separator)
+        self.file.insert(start, line + separator)
 
     def _rewrite_imports(self) -> None:
         """Rewrite the imports themselves, now that it is known which names are moved."""
         for star, module in self.tree.star_imports.items():
             if module.startswith(tuple(OLD_MODULES)) and not is_guarded(self.tree, star):
-                self.say(star, "by hand", remedies.STAR.sentence(module=module))
+                self.file.say(star, "by hand", remedies.STAR.sentence(module=module))
         for node in self.tree.imports:
             if isinstance(node, cst.Import):
                 self._rewrite_import(node)
@@ -293,10 +301,10 @@ class Rule(Rewriter):
         for alias in node.names:
             is_old = alias.evaluated_name in OLD_MODULES
             if is_old and alias.asname is None and not is_guarded(self.tree, alias):
-                self.say(alias, "rewritten", "torch.amp is imported")
-                self.replace(alias.name, "torch.amp")
+                self.file.say(alias, "rewritten", "torch.amp is imported")
+                self.file.replace(alias.name, "torch.amp")
             elif alias in self.moved_aliases[node]:
-                self.replace(alias.name, "torch.amp")
+                self.file.replace(alias.name, "torch.amp")
 
     def _rewrite_import_from(self, node: cst.ImportFrom, moved: list[cst.ImportAlias]) -> None:
         """Import the moved names from torch.amp; the others stay, in an import of their own."""
@@ -305,11 +313,11 @@ class Rule(Rewriter):
         imports_module = nodes.module_of(node) in ("torch.cuda", "torch.cpu")  # import amp
         new_module = "torch" if imports_module else "torch.amp"
         if len(moved) == len(aliases):
-            self.replace(node.module, new_module)
+            self.file.replace(node.module, new_module)
             return
         names = []
         for alias in moved:
             start, end = self.tree.span(alias)
             names.append(self.tree.text[start:end])
         self._insert_before(node, f"from {new_module} import {', '.join(names)}")
-        self.remove_names(node, moved)
+        self.file.remove_names(node, moved)

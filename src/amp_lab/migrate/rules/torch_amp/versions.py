@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable
 
 from amp_lab.core.remedies import remedy
-from amp_lab.migrate.amp_names import FIRST_TORCH
-from amp_lab.migrate.rewriter import Finding
+from amp_lab.migrate.tree.amp_names import FIRST_TORCH
+from amp_lab.migrate.tree.rewriter import Finding
 
 _FOR_OLDER_AUTOCAST = remedy(
     "migrate.for_older_autocast",

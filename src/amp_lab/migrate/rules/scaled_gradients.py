@@ -1,9 +1,7 @@
-"""Mistakes with autocast and a loss scaler that the source of a file proves.
+"""Mistakes with gradients that are still scaled: they are clipped, or an optimizer steps with them.
 
 A mistake is reported only if no path through the function makes the code right. Nothing is
 reported where a helper may do what seems to be missing, or where conditions may exclude each other.
-Each rule of `_RULES` yields the wrong nodes with what to do. The rules of `_NOTES` report code that
-may do no harm.
 """
 
 import re
@@ -11,22 +9,13 @@ import re
 import libcst as cst
 
 from amp_lab.core.remedies import remedy
-from amp_lab.migrate import (
-    accumulation,
-    checkpoints,
-    lifetime,
-    nodes,
-    recomputation,
-    skipped_updates,
-    whole_programs,
-)
-from amp_lab.migrate.code_reader import CodeReader, Mistakes
-from amp_lab.migrate.events import Event, of_kind
-from amp_lab.migrate.python_tree import Tree
-from amp_lab.migrate.rewriter import Rewriter
+from amp_lab.migrate.tree import nodes
+from amp_lab.migrate.tree.code_reader import MISTAKE_TRIGGERS, CodeReader, Mistakes
+from amp_lab.migrate.tree.events import Event, of_kind
+from amp_lab.migrate.tree.rewriter import Rewriter
 
-# Without a backward there is no mistake. The third is for a scaler that comes as a parameter.
-TRIGGERS = ("autocast backward", "GradScaler backward", "torch .scale( backward")
+PART = "mistakes"
+TRIGGERS = MISTAKE_TRIGGERS
 # Methods of nn.Module and of Lightning's modules: none of them unscales gradients.
 _MODULE_METHODS = {"parameters", "named_parameters", "modules", "named_modules", "children"}
 _MODULE_METHODS |= {"named_children", "buffers", "state_dict", "train", "eval", "zero_grad", "log"}
@@ -71,22 +60,6 @@ _STEPPED_PAST_IN_BOTH = remedy(
     "{scaler}.step({optimizer}) in the branch that scales the loss, and move {optimizer}.step() "
     "into the other one",
 )
-_BACKWARD_INSIDE = remedy(
-    "migrate.backward_inside",
-    "backward runs inside the autocast block",
-    "backward runs inside autocast: end the block after the loss",
-)
-_LOOP_IN_ONE_BLOCK = remedy(
-    "migrate.loop_in_one_block",
-    "one autocast block is around a loop of training steps",
-    "all steps run in this autocast block, which keeps the casts of the weights from the first: "
-    "open a block for each forward pass, inside the loop",
-)
-_NEVER_UPDATED = remedy(
-    "migrate.never_updated",
-    "a scaler steps, and its scale is never updated",
-    "{scaler} is never updated, so its next step raises: call {scaler}.update() after the step",
-)
 
 _STEPPED_IN_PASSES = remedy(
     "migrate.stepped_in_passes",
@@ -99,37 +72,11 @@ _STEPPED_IN_PASSES = remedy(
 _TWO_PASS_METHODS = {"first_step", "second_step", "ascent_step", "descent_step"}
 
 
-class Rule(Rewriter):
-    """The mistakes in one file."""
-
-    def run(self) -> None:
-        """Report what each rule yields, if the file has mixed precision and a backward."""
-        names = ("autocast", "GradScaler", "scale")
-        has_any = any(use.parts[-1] in names for use in self.tree.uses)
-        if not has_any or "backward" not in self.tree.text:
-            return
-        # A CodeReader takes as long as parsing, so it is made only now.
-        code = CodeReader(self.tree)
-        for rule in _RULES:
-            kind = "note" if rule in _NOTES else "mistake"
-            for node, message in rule(code):
-                if not _is_expected_to_fail(self.tree, node):
-                    self.say(node, kind, message)
-
-
-def _is_expected_to_fail(tree: Tree, node: cst.CSTNode) -> bool:
-    """Whether a node is inside ``with pytest.raises(…)``: a test wants to see it fail."""
-    return any(_expects_error(parent) for parent, _ in tree.ancestors(node))
-
-
-def _expects_error(block: cst.CSTNode) -> bool:
-    """Whether a node is ``with pytest.raises(…)`` or ``with self.assertRaises(…)``."""
-    if not isinstance(block, cst.With):
-        return False
-    for item in block.items:
-        if isinstance(item.item, cst.Call) and "raises" in nodes.called_name(item.item).lower():
-            return True
-    return False
+def run(file: Rewriter) -> None:
+    """Report clips and steps that work on gradients which are still scaled."""
+    file.report("mistake", _clipped_scaled(file.code))
+    file.report("mistake", _stepped_beside(file.code))
+    file.report("mistake", _stepped_in_passes(file.code))
 
 
 # Clipping.
@@ -237,7 +184,7 @@ def _order_of_step_before(scaled: Event) -> int:
 def _stepped_beside(code: CodeReader) -> Mistakes:
     """Yield each ``optimizer.step()`` beside a scaler, which steps it too or should do so."""
     for step in of_kind("step", code.events):
-        if not _is_optimizer_step(code, step):
+        if not code.is_optimizer_step(step):
             continue
         scaled = code.scaled_before(step)
         if scaled is None:
@@ -245,13 +192,6 @@ def _stepped_beside(code: CodeReader) -> Mistakes:
         message = _advice_on_step(code, scaled, step)
         if message is not None:
             yield step.node, message
-
-
-def _is_optimizer_step(code: CodeReader, event: Event) -> bool:
-    """Whether an event is a plain step of an optimizer, and not of a learning rate scheduler."""
-    if event.kind != "step" or "sched" in event.owner.lower():
-        return False
-    return code.is_optimizer(event.owner)
 
 
 def _advice_on_step(code: CodeReader, scaled: Event, step: Event) -> str | None:
@@ -349,80 +289,3 @@ def _may_unscale_between(code: CodeReader, scaled: Event, step: Event) -> bool:
     """Whether a call between a backward and a step may unscale the gradients."""
     between = of_kind("call", step.unit.events[scaled.order + 1 : step.order])
     return any(_may_unscale(code, event.node, scaled.owner) for event in between)
-
-
-# Where autocast ends.
-
-
-def _backward_in_autocast(code: CodeReader) -> Mistakes:
-    """Yield each backward inside autocast, unless `_loop_in_one_block` reports that block."""
-    around_steps = _autocasts_around_steps(code)
-    for event in code.events:
-        if event.kind not in ("scaled", "backward"):
-            continue
-        if event.place.autocast not in (None, *around_steps):
-            yield event.node, _BACKWARD_INSIDE.text
-
-
-def _loop_in_one_block(code: CodeReader) -> Mistakes:
-    """Yield each autocast around a whole training loop."""
-    for call in _autocasts_around_steps(code):
-        yield call, _LOOP_IN_ONE_BLOCK.text
-
-
-def _autocasts_around_steps(code: CodeReader) -> list[cst.Call]:
-    """The autocasts around a loop with a backward and a step.
-
-    Without those with ``cache_enabled=False``, which keep no casts of weights that have changed.
-    """
-    with_backward: set[cst.Call] = set()
-    with_step: set[cst.Call] = set()
-    for event in code.events:
-        call = event.place.autocast
-        if call is None or not event.place.repeats_in_autocast:
-            continue
-        if event.kind in ("scaled", "backward"):
-            with_backward.add(call)
-        elif event.kind == "scaler step" or _is_optimizer_step(code, event):
-            with_step.add(call)
-    around = with_backward & with_step
-    return [call for call in around if not _is_without_cache(code.autocast_of(call))]
-
-
-def _is_without_cache(call: cst.Call) -> bool:
-    """Whether a call of autocast has ``cache_enabled=False``."""
-    return nodes.is_false(nodes.arguments(call.args).get("cache_enabled"))
-
-
-# Updates.
-
-
-def _never_updated(code: CodeReader) -> Mistakes:
-    """Yield the last step of each scaler that scales and steps, and has no update."""
-    for name in code.scaler_keys.keys() - code.disabled_scalers:
-        last_of_kind = code.last_by_kind[name]
-        step = last_of_kind.get("scaler step")
-        if step is None or "scaled" not in last_of_kind or "update" in last_of_kind:
-            continue
-        if code.scaler_escapes(name):
-            continue
-        # An update inside a lambda is no event.
-        uses = code.tree.uses_by_last_part["update"]
-        if not any(use.parts[-2:] == (name, "update") for use in uses):
-            yield step.node, _NEVER_UPDATED.sentence(scaler=step.owner)
-
-
-_NOTES = (_backward_in_autocast, recomputation.restored_without_dtype)
-_RULES = (
-    _clipped_scaled,
-    _stepped_beside,
-    _never_updated,
-    checkpoints.saved_without_scaler,
-    *_NOTES,
-    _stepped_in_passes,
-    _loop_in_one_block,
-    lifetime.made_each_epoch,
-    *accumulation.RULES,
-    *skipped_updates.RULES,
-    *whole_programs.RULES,
-)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import libcst as cst
 
-from amp_lab.migrate import nodes
+from amp_lab.migrate.tree import nodes
 
 _Node = cst.CSTNode | None
 

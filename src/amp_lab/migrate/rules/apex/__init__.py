@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from amp_lab.migrate import nodes
-from amp_lab.migrate.apex_names import (
+from amp_lab.migrate.rules.apex.names import (
     EQUALS,
     UNUSED,
     Equal,
@@ -23,11 +22,12 @@ from amp_lab.migrate.apex_names import (
     public_name,
     section_of,
 )
-from amp_lab.migrate.python_tree import Tree
-from amp_lab.migrate.rewriter import Rewriter
-from amp_lab.migrate.scopes import Binding, Scope, Use
-from amp_lab.migrate.version_guards import is_guarded
+from amp_lab.migrate.tree import nodes
+from amp_lab.migrate.tree.rewriter import Rewriter
+from amp_lab.migrate.tree.scopes import Binding, Scope, Use
+from amp_lab.migrate.tree.version_guards import is_guarded
 
+PART = "apex"
 TRIGGERS = ("apex",)
 MARK = "# amp-lab migrate: "
 # has_apex, APEX_AVAILABLE, is_apex_installed
@@ -37,11 +37,17 @@ _AVAILABILITY_NAME = re.compile(
 _LOOKUP_NAME = re.compile(r"(?i)find|avail|install|import|exist|has_")  # find_spec("apex")
 
 
-class Rule(Rewriter):
+def run(file: Rewriter) -> None:
+    """Rewrite the names of Apex in a file, or say what to do about them."""
+    _ApexNames(file).run()
+
+
+class _ApexNames:
     """The names of Apex in one file."""
 
-    def __init__(self, tree: Tree, mark: bool = False):
-        super().__init__(tree, mark)
+    def __init__(self, file: Rewriter):
+        self.file = file
+        self.tree = file.tree
         self.advice: defaultdict[cst.CSTNode, list[str]] = defaultdict(list)  # by statement
         # By import alias: uses such as FusedAdam, which change together with their import.
         self.bare_uses: defaultdict[cst.CSTNode, list[Use]] = defaultdict(list)
@@ -59,7 +65,7 @@ class Rule(Rewriter):
                 self._advise(star, module)
         for node, scope in self.tree.imports.items():
             self._rewrite_import(node, scope)
-        if self.mark:
+        if self.file.mark:
             self._put_marks()  # last: one statement may have several
 
     def _handle_use(self, use: Use, old: str) -> None:
@@ -67,9 +73,9 @@ class Rule(Rewriter):
         name = public_name(old)
         deciding_node = self._deciding_node(use)
         if deciding_node is not None:
-            self.say(deciding_node, "left", "a choice for where Apex is installed: left alone")
+            self.file.say(deciding_node, "left", "a choice for where Apex is installed: left alone")
         elif self._is_torch_in_other_arm(use, EQUALS.get(name)):
-            self.say(use.node, "left", "the other arm is torch's own already: left alone")
+            self.file.say(use.node, "left", "the other arm is torch's own already: left alone")
         elif not self._rewrite(use, name):
             self._advise(use.node, old)
 
@@ -209,10 +215,10 @@ class Rule(Rewriter):
         """Write `name`, which is torch's equal of `old` at this place, and its arguments."""
         call = self.tree.call_of(use.node)
         equal = EQUALS[old]
-        self.replace(use.node, name)
+        self.file.replace(use.node, name)
         if call is not None:
             self._add_arguments(call, equal)
-        self.say(use.node, "rewritten", f"{old} is {equal.dotted_name}")
+        self.file.say(use.node, "rewritten", f"{old} is {equal.dotted_name}")
 
     def _add_arguments(self, call: cst.Call, equal: Equal) -> None:
         """Add the arguments of `equal.added` that a call lacks: they are Apex's defaults."""
@@ -223,7 +229,7 @@ class Rule(Rewriter):
             if keyword not in arguments:
                 added += f", {argument}"
         _, end = self.tree.span(call.args[-1])
-        self.insert(end, added)
+        self.file.insert(end, added)
 
     def _rewrite_dotted(self, use: Use, old: str) -> bool:
         """Rewrite a use to a dotted name of torch; False if it stays.
@@ -262,7 +268,7 @@ class Rule(Rewriter):
             alias for alias in old_names if self.dotted_rewrites[alias] == counts[alias] > 0
         ]
         if removable and not self.tree.is_in(node, cst.Try):  # it may be a test for Apex
-            self.remove_names(node, removable)
+            self.file.remove_names(node, removable)
         for alias, old in old_names.items():
             if counts[alias] == 0 and is_apex(old):
                 self._advise_unused(alias, old, scope)
@@ -317,11 +323,11 @@ class Rule(Rewriter):
         """Replace the module, the names and the uses of an import that `_can_be_torch`."""
         assert node.module is not None  # it is an absolute import
         (module,) = {EQUALS[old].module for old in old_names.values()}
-        self.replace(node.module, module)
+        self.file.replace(node.module, module)
         for alias, old in old_names.items():
             # a function of a class, SyncBatchNorm.convert_sync_batchnorm, comes with its class
             imported_name, dot, attribute = EQUALS[old].name.partition(".")
-            self.replace(alias.name, imported_name)
+            self.file.replace(alias.name, imported_name)
             for use in self.bare_uses[alias]:
                 local_name = imported_name if alias.asname is None else use.parts[0]
                 self._rewrite_to(use, old, local_name + dot + attribute)
@@ -334,7 +340,7 @@ class Rule(Rewriter):
 
     def _report(self, node: cst.CSTNode, advice: str, reference: str = "") -> None:
         """Report what is to be done by hand; `reference` is left out of the comment."""
-        self.say(node, "by hand", f"{advice}{reference}")
+        self.file.say(node, "by hand", f"{advice}{reference}")
         self.advice[self.tree.statement_of(node)].append(advice)  # for `_put_marks`
 
     def _advise_unused(self, alias: cst.ImportAlias, old: str, scope: Scope) -> None:
@@ -367,7 +373,7 @@ class Rule(Rewriter):
             marks_above = _marks_above(lines, self.tree.line(statement))
             for sentence in dict.fromkeys(advice):  # each once, in order
                 if sentence not in marks_above:
-                    self.insert(start, f"{MARK}{sentence}{self.tree.newline}{indent}")
+                    self.file.insert(start, f"{MARK}{sentence}{self.tree.newline}{indent}")
 
 
 def _marks_above(lines: list[str], number: int) -> set[str]:

@@ -5,11 +5,14 @@ import itertools
 import libcst as cst
 
 from amp_lab.core.remedies import remedy
-from amp_lab.migrate import nodes
-from amp_lab.migrate.code_reader import CodeReader, Mistakes
-from amp_lab.migrate.returned_tuples import name_in_tuple, stays_in_tuple
-from amp_lab.migrate.scopes import Scope
+from amp_lab.migrate.tree import nodes
+from amp_lab.migrate.tree.code_reader import MISTAKE_TRIGGERS, CodeReader, Mistakes
+from amp_lab.migrate.tree.returned_tuples import name_in_tuple, stays_in_tuple
+from amp_lab.migrate.tree.rewriter import Rewriter
+from amp_lab.migrate.tree.scopes import Scope
 
+PART = "mistakes"
+TRIGGERS = MISTAKE_TRIGGERS
 _NOT_SAVED = remedy(
     "migrate.not_saved",
     "a checkpoint that training goes on from lacks the scaler",
@@ -33,6 +36,11 @@ _NEVER_SAVED = remedy(
     "a scaler's state is loaded, and not saved where the optimizer's is",
     "{scaler} loads a state that is never saved: save {scaler}.state_dict() with the optimizer's",
 )
+
+
+def run(file: Rewriter) -> None:
+    """Report checkpoints that lack the state of the scaler."""
+    file.report("mistake", saved_without_scaler(file.code))
 
 
 def saved_without_scaler(code: CodeReader) -> Mistakes:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from amp_lab.migrate import nodes
-from amp_lab.migrate.code_reader import CodeReader
-from amp_lab.migrate.scopes import Scope
+from amp_lab.migrate.tree import nodes
+from amp_lab.migrate.tree.code_reader import CodeReader
+from amp_lab.migrate.tree.scopes import Scope
 
 
 def stays_in_tuple(code: CodeReader, use: cst.CSTNode, name: str) -> bool:

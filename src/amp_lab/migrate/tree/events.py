@@ -12,7 +12,7 @@ from operator import attrgetter
 
 import libcst as cst
 
-from amp_lab.migrate.scopes import Scope
+from amp_lab.migrate.tree.scopes import Scope
 
 Loops = tuple[cst.CSTNode, ...]
 """The loops around a statement, the outermost first."""

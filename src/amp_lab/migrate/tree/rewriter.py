@@ -1,12 +1,14 @@
-"""The base of all rules: a rule reads one file and collects edits and findings."""
+"""What the rules find in one file: edits of its text, and findings about its lines."""
 
+import functools
 import re
 from typing import NamedTuple
 
 import libcst as cst
 
-from amp_lab.migrate import nodes
-from amp_lab.migrate.python_tree import Tree
+from amp_lab.migrate.tree import nodes
+from amp_lab.migrate.tree.code_reader import CodeReader, Mistakes
+from amp_lab.migrate.tree.python_tree import Tree
 
 
 class Finding(NamedTuple):
@@ -35,9 +37,9 @@ class Edit(NamedTuple):
 
 
 class Rewriter:
-    """A rule for one file: `run` fills `edits` and `findings`.
+    """One file, with the edits and findings that the rules add.
 
-    With `mark`, it puts comments above the code that is to be changed by hand.
+    With `mark`, rules put comments above the code that is to be changed by hand.
     """
 
     def __init__(self, tree: Tree, mark: bool = False):
@@ -46,13 +48,20 @@ class Rewriter:
         self.edits: list[Edit] = []
         self.findings: list[Finding] = []
 
-    def run(self) -> None:
-        """Add the edits and findings of the file; each rule has a `run` of its own."""
-        raise NotImplementedError
+    @functools.cached_property
+    def code(self) -> CodeReader:
+        """The steps of training in the file; to read them takes as long as parsing."""
+        return CodeReader(self.tree)
 
     def say(self, node: cst.CSTNode, kind: str, message: str) -> None:
         """Add a finding for the line on which a node starts; `Finding` lists the kinds."""
         self.findings.append(Finding(self.tree.line(node), kind, message))
+
+    def report(self, kind: str, found: Mistakes) -> None:
+        """Add a finding for each mistake, but not in code that is expected to fail."""
+        for node, message in found:
+            if not any(_expects_error(parent) for parent, _ in self.tree.ancestors(node)):
+                self.say(node, kind, message)
 
     def replace(self, node: cst.CSTNode, text: str) -> None:
         """Replace the code of a node by a text."""
@@ -105,6 +114,16 @@ class Rewriter:
             self.replace(node, "pass")
         else:
             self.edits.append(Edit(start - len(indent), rest_of_line.end(), ""))
+
+
+def _expects_error(block: cst.CSTNode) -> bool:
+    """Whether a node is ``with pytest.raises(…)`` or ``with self.assertRaises(…)``."""
+    if not isinstance(block, cst.With):
+        return False
+    for item in block.items:
+        if isinstance(item.item, cst.Call) and "raises" in nodes.called_name(item.item).lower():
+            return True
+    return False
 
 
 def apply(text: str, edits: list[Edit]) -> str:

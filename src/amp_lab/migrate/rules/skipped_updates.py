@@ -12,10 +12,18 @@ from dataclasses import dataclass
 import libcst as cst
 
 from amp_lab.core.remedies import remedy
-from amp_lab.migrate import nodes
-from amp_lab.migrate.code_reader import CodeReader, Mistakes
-from amp_lab.migrate.events import Arm, Event, Exit, last_part
+from amp_lab.migrate.tree import nodes
+from amp_lab.migrate.tree.code_reader import MISTAKE_TRIGGERS, CodeReader, Mistakes
+from amp_lab.migrate.tree.events import Arm, Event, Exit, last_part
+from amp_lab.migrate.tree.rewriter import Rewriter
 
+PART = "mistakes"
+TRIGGERS = MISTAKE_TRIGGERS
+_NEVER_UPDATED = remedy(
+    "migrate.never_updated",
+    "a scaler steps, and its scale is never updated",
+    "{scaler} is never updated, so its next step raises: call {scaler}.update() after the step",
+)
 _PATH_WITHOUT_UPDATE = remedy(
     "migrate.path_without_update",
     "unscale_ or step of a scaler has run, and a path to the next batch skips its update",
@@ -43,12 +51,33 @@ _DROPS_GRADIENTS = re.compile(r"zero_grad|\.grad\s*=")
 _MAKES_SCALER_NEW = re.compile(r"GradScaler|_per_optimizer_states")
 
 
+def run(file: Rewriter) -> None:
+    """Report scalers without an update, or with a path around it."""
+    file.report("mistake", _never_updated(file.code))
+    file.report("mistake", path_without_update(file.code))
+
+
 @dataclass(frozen=True)
 class _Path:
     """A path from an event to the next batch without an update."""
 
     node: cst.CSTNode  # the exit, or the `if` around the update: its line is in the message
     is_stepped: bool  # whether scaler.step(optimizer) runs on the path
+
+
+def _never_updated(code: CodeReader) -> Mistakes:
+    """Yield the last step of each scaler that scales and steps, and has no update."""
+    for name in code.scaler_keys.keys() - code.disabled_scalers:
+        last_of_kind = code.last_by_kind[name]
+        step = last_of_kind.get("scaler step")
+        if step is None or "scaled" not in last_of_kind or "update" in last_of_kind:
+            continue
+        if code.scaler_escapes(name):
+            continue
+        # An update inside a lambda is no event.
+        uses = code.tree.uses_by_last_part["update"]
+        if not any(use.parts[-2:] == (name, "update") for use in uses):
+            yield step.node, _NEVER_UPDATED.sentence(scaler=step.owner)
 
 
 def path_without_update(code: CodeReader) -> Mistakes:
@@ -242,6 +271,3 @@ def leaves_loop(node: cst.If, number: int) -> bool:
     if not isinstance(branch, cst.BaseSuite):
         return False
     return isinstance(nodes.last_statement(branch), cst.Return | cst.Raise | cst.Break)
-
-
-RULES = (path_without_update,)

@@ -3,10 +3,13 @@
 import libcst as cst
 
 from amp_lab.core.remedies import remedy
-from amp_lab.migrate import nodes
-from amp_lab.migrate.amp_names import OLD_NAMES
-from amp_lab.migrate.code_reader import AUTOCASTS, CodeReader, Mistakes
+from amp_lab.migrate.tree import nodes
+from amp_lab.migrate.tree.amp_names import OLD_NAMES
+from amp_lab.migrate.tree.code_reader import AUTOCASTS, MISTAKE_TRIGGERS, CodeReader, Mistakes
+from amp_lab.migrate.tree.rewriter import Rewriter
 
+PART = "mistakes"
+TRIGGERS = MISTAKE_TRIGGERS
 _RESTORED_WITHOUT_DTYPE = remedy(
     "migrate.restored_without_dtype",
     "the backward of an autograd.Function turns autocast on as forward had it, without its dtype",
@@ -14,6 +17,11 @@ _RESTORED_WITHOUT_DTYPE = remedy(
     "default one: in forward keep torch.get_autocast_dtype(device_type) too, and give it as dtype=",
 )
 _AUTOCAST_ARGUMENTS = ("device_type", "dtype", "enabled")  # today's, by position
+
+
+def run(file: Rewriter) -> None:
+    """Note where a backward restores autocast without its dtype."""
+    file.report("note", restored_without_dtype(file.code))
 
 
 def restored_without_dtype(code: CodeReader) -> Mistakes:

@@ -10,11 +10,14 @@ from collections.abc import Iterator
 import libcst as cst
 
 from amp_lab.core.remedies import remedy
-from amp_lab.migrate import nodes
-from amp_lab.migrate.code_reader import AUTOCASTS, CodeReader, Mistakes
-from amp_lab.migrate.events import Event, of_kind
-from amp_lab.migrate.float16_values import FLOAT16, Float16Values
+from amp_lab.migrate.tree import nodes
+from amp_lab.migrate.tree.code_reader import AUTOCASTS, MISTAKE_TRIGGERS, CodeReader, Mistakes
+from amp_lab.migrate.tree.events import Event, of_kind
+from amp_lab.migrate.tree.float16_values import FLOAT16, Float16Values
+from amp_lab.migrate.tree.rewriter import Rewriter
 
+PART = "mistakes"
+TRIGGERS = MISTAKE_TRIGGERS
 # Packages whose models do not call autocast. A file that imports only these can be a whole program;
 # a model of another package, or of another file, may have autocast in its forward pass.
 _PACKAGES_WITHOUT_AUTOCAST = {
@@ -58,6 +61,12 @@ _WITHOUT_SCALER = remedy(
     "scaler = torch.amp.GradScaler({device}) once, and write scaler.scale(loss).backward(), "
     "scaler.step({optimizer}) and scaler.update(); or give autocast dtype=torch.bfloat16",
 )
+
+
+def run(file: Rewriter) -> None:
+    """Report a scaler without autocast, and float16 autocast without a scaler."""
+    file.report("mistake", scaled_without_autocast(file.code))
+    file.report("mistake", trained_without_scaler(file.code))
 
 
 def scaled_without_autocast(code: CodeReader) -> Mistakes:
@@ -188,6 +197,3 @@ def _packages(node: cst.Import | cst.ImportFrom) -> set[str]:
     if isinstance(node, cst.ImportFrom):
         return {nodes.module_of(node).partition(".")[0]}
     return {alias.evaluated_name.partition(".")[0] for alias in node.names}
-
-
-RULES = (scaled_without_autocast, trained_without_scaler)

@@ -13,12 +13,16 @@ from typing import NamedTuple, TypeGuard
 
 import libcst as cst
 
-from amp_lab.migrate import nodes
-from amp_lab.migrate.amp_names import OLD_MODULES, OLD_NAMES
-from amp_lab.migrate.context_functions import contexts_of
-from amp_lab.migrate.events import Event, Exit, Place, Unit, last_part, of_kind, place_of_part
-from amp_lab.migrate.python_tree import Tree
-from amp_lab.migrate.scopes import Scope
+from amp_lab.migrate.tree import nodes
+from amp_lab.migrate.tree.amp_names import OLD_MODULES, OLD_NAMES
+from amp_lab.migrate.tree.context_functions import contexts_of
+from amp_lab.migrate.tree.events import Event, Exit, Place, Unit, last_part, of_kind, place_of_part
+from amp_lab.migrate.tree.python_tree import Tree
+from amp_lab.migrate.tree.scopes import Scope
+
+# Without a backward there is no mistake. The third is for a scaler that comes as a parameter.
+MISTAKE_TRIGGERS = ("autocast backward", "GradScaler backward", "torch .scale( backward")
+"""The triggers of a rule about training: a file with such a mistake has one of these texts."""
 
 
 def _old_names_of(name: str) -> list[str]:
@@ -341,6 +345,12 @@ class CodeReader:
             return True
         sounds_like_one = _OPTIMIZER_NAME.search(last_part(key)) is not None
         return sounds_like_one and "sched" not in key.lower()  # lr_scheduler_opt.step()
+
+    def is_optimizer_step(self, event: Event) -> bool:
+        """Whether an event is a plain step of an optimizer, not of a learning rate scheduler."""
+        if event.kind != "step" or "sched" in event.owner.lower():
+            return False
+        return self.is_optimizer(event.owner)
 
     def is_made_by_torch(self, parts: tuple[str, ...]) -> bool:
         """Whether each value of a name is made by torch, such as a loss function."""

@@ -9,11 +9,14 @@ from itertools import combinations
 import libcst as cst
 
 from amp_lab.core.remedies import remedy
-from amp_lab.migrate import nodes
-from amp_lab.migrate.code_reader import CodeReader, Mistakes
-from amp_lab.migrate.events import Event, last_part, of_kind
-from amp_lab.migrate.skipped_updates import is_dropped, leaves_loop
+from amp_lab.migrate.rules.skipped_updates import is_dropped, leaves_loop
+from amp_lab.migrate.tree import nodes
+from amp_lab.migrate.tree.code_reader import MISTAKE_TRIGGERS, CodeReader, Mistakes
+from amp_lab.migrate.tree.events import Event, last_part, of_kind
+from amp_lab.migrate.tree.rewriter import Rewriter
 
+PART = "mistakes"
+TRIGGERS = MISTAKE_TRIGGERS
 _UNSCALED_EACH_BATCH = remedy(
     "migrate.unscaled_each_batch",
     "unscale_ runs for each of several batches that one step sums",
@@ -26,6 +29,12 @@ _UNSCALED_BY_ANOTHER = remedy(
     "{scaler} unscales, and {other}.step({optimizer}) unscales again: use only {other}, and scale "
     "the loss with it too",
 )
+
+
+def run(file: Rewriter) -> None:
+    """Report ``unscale_`` for each batch, or by another scaler than the one that steps."""
+    file.report("mistake", unscaled_in_each_batch(file.code))
+    file.report("mistake", unscaled_by_another(file.code))
 
 
 def unscaled_in_each_batch(code: CodeReader) -> Mistakes:
@@ -151,6 +160,3 @@ def _step_by_another(unscale: Event) -> Event | None:
         if first is None and step.order > unscale.order:
             first = step
     return first
-
-
-RULES = (unscaled_in_each_batch, unscaled_by_another)

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from amp_lab.migrate import nodes
-from amp_lab.migrate.amp_names import NEW_NAMES, OLD_MODULES, SUBMODULES
-from amp_lab.migrate.python_tree import Tree, cached_in_tree
-from amp_lab.migrate.scopes import Binding, Use
+from amp_lab.migrate.tree import nodes
+from amp_lab.migrate.tree.amp_names import NEW_NAMES, OLD_MODULES, SUBMODULES
+from amp_lab.migrate.tree.python_tree import Tree, cached_in_tree
+from amp_lab.migrate.tree.scopes import Binding, Use
 
 _NAMED_AFTER_TORCH = re.compile(  # TORCH_GE_2_4, is_torch_version, torch_at_least, PT24
     r"(?i)(?<![a-z])(?:py)?torch_?(?:v?\d+(?:_\d+)*(?![a-z\d])|greater|less|at_least|newer|older"
