@@ -124,11 +124,18 @@ def _may_be_unscaled(code: CodeReader, scaled: Event, clip: Event) -> bool:
         is_elsewhere = plain.place.excludes(clip.place) or plain.place.excludes(scaled.place)
         if not is_elsewhere:
             return True
-    text = code.text_between(scaled, clip)
+    text = _text_between(code, scaled, clip)
     if _is_passed_on(scaled.owner, text) or _MAY_UNSCALE.search(text):
         return True
     words = re.findall(r"\w+", text)
     return not code.scale_names.isdisjoint(words)  # divided by hand
+
+
+def _text_between(code: CodeReader, first: Event, second: Event) -> str:
+    """The source from the end of one call to the end of another, without comments."""
+    _, start = code.tree.span(first.node)
+    _, end = code.tree.span(second.node)
+    return re.sub(r"#.*", "", code.tree.text[start:end])
 
 
 def _is_passed_on(scaler: str, text: str) -> bool:
@@ -251,7 +258,7 @@ def _steps_past_scaler(code: CodeReader, scaled: Event, step: Event, is_unscaled
             return False  # `if use_amp: scaler.step(o) else: o.step()`: scaling may be off too
     if is_unscaled and not set(step.place.arms) <= set(scaled.place.arms):
         return False  # the step has a condition, such as that all gradients are finite
-    text = code.text_between(scaled, step)
+    text = _text_between(code, scaled, step)
     return not _may_unscale_by_hand(scaled.owner, text)
 
 
@@ -271,7 +278,7 @@ def _stepped_in_passes(code: CodeReader) -> Mistakes:
         scaled = code.scaled_before(event)
         if scaled is None or (event.unit, optimizer) in reported:
             continue
-        text = code.text_between(scaled, event)
+        text = _text_between(code, scaled, event)
         is_unscaled = "unscale" in text
         if is_unscaled and _ASKS_FOR_FINITE.search(text):  # it may skip an overflow by hand
             continue

@@ -501,10 +501,3 @@ class CodeReader:
             if not backward.place.excludes(scaled.place):
                 return None
         return scaled
-
-    def text_between(self, first: Event, second: Event) -> str:
-        """The source from the end of one call to the end of another, without comments."""
-        _, start = self.tree.span(first.node)
-        _, end = self.tree.span(second.node)
-        text = self.tree.text[start:end]
-        return re.sub(r"#.*", "", text)  # rules search it for calls such as unscale_
