@@ -158,7 +158,14 @@ def _may_unscale(code: CodeReader, call: cst.Call, scaler: str) -> bool:
         return False
     if owner == "self" and parts not in code.tree.assigned_values:
         return code.may_inherit(call)  # self.method(), which this file does not define
-    return not code.is_made_by_torch(parts)  # self.loss(), with self.loss = torch.nn.MSELoss()
+    return not _is_made_by_torch(code, parts)  # self.loss(), with self.loss = torch.nn.MSELoss()
+
+
+def _is_made_by_torch(code: CodeReader, parts: tuple[str, ...]) -> bool:
+    """Whether each value of a name is made by torch, such as a loss function."""
+    values = code.tree.assigned_values.get(parts, [])
+    origins = [code.called_origin(value) or "" for value in values]
+    return bool(origins) and all(origin.startswith("torch.") for origin in origins)
 
 
 def _has_plain_branch(code: CodeReader, scaled: Event, event: Event) -> bool:

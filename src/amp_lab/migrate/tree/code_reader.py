@@ -113,7 +113,7 @@ class CodeReader:
             self.disabled_scalers.add(name)
 
     def _is_new_scaler(self, value: cst.CSTNode) -> TypeGuard[cst.Call]:
-        return isinstance(value, cst.Call) and self._called_origin(value) in SCALERS
+        return self.called_origin(value) in SCALERS
 
     # Names.
 
@@ -139,8 +139,10 @@ class CodeReader:
             return ".".join((self.star_module, *parts)) if self.star_module else None
         return scope.origin(node)
 
-    def _called_origin(self, call: cst.Call) -> str | None:
-        """The `origin` of the function or class that a call calls."""
+    def called_origin(self, call: cst.CSTNode) -> str | None:
+        """The `origin` of the function or class that a call calls; None for other nodes."""
+        if not isinstance(call, cst.Call):
+            return None
         return self.origin(call.func, self.tree.calls[call])
 
     def key(self, node: cst.CSTNode) -> str:
@@ -255,7 +257,7 @@ class CodeReader:
     def _is_disabled(self, call: cst.Call) -> bool:
         """Whether a call of a scaler or autocast has ``enabled=False``, by keyword or position."""
         call = self.autocast_of(call)
-        origin = self._called_origin(call) or ""
+        origin = self.called_origin(call) or ""
         position = SCALERS.get(origin, AUTOCASTS.get(origin, 0))
         names = [""] * position  # the arguments before it need no name
         names.append("enabled")
@@ -351,15 +353,6 @@ class CodeReader:
         if event.kind != "step" or "sched" in event.owner.lower():
             return False
         return self.is_optimizer(event.owner)
-
-    def is_made_by_torch(self, parts: tuple[str, ...]) -> bool:
-        """Whether each value of a name is made by torch, such as a loss function."""
-        values = self.tree.assigned_values.get(parts, [])
-        return bool(values) and all(map(self._is_call_of_torch, values))
-
-    def _is_call_of_torch(self, value: cst.CSTNode) -> bool:
-        origin = self._called_origin(value) if isinstance(value, cst.Call) else None
-        return origin is not None and origin.startswith("torch.")
 
     def may_inherit(self, node: cst.CSTNode) -> bool:
         """Whether the class around a node may inherit methods from a class of another file."""
