@@ -375,6 +375,6 @@ def test_the_statistics_of_batch_norm_are_each_ranks_own_until_they_are_shared()
     assert torch.equal(shared[1], own[0])
 
 
-def test_more_ranks_than_images_are_refused():
-    with pytest.raises(DataError, match=r"3 images .* 4 processes"):
+def test_more_ranks_than_samples_are_refused():
+    with pytest.raises(DataError, match=r"3 samples .* 4 processes"):
         batches(Numbers(3), 8, share=(0, 4))
