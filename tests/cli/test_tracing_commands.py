@@ -222,9 +222,8 @@ def test_a_batch_that_is_not_linear_is_forecast_and_not_extrapolated(capsys):
     for model, inputs in (("pairs", "6,4"), ("only_of_eight", "8,4")):
         asked = ("memory", f"my_inputs:{model}", "--input", inputs, "--memory", "1MiB")
         out = printed(capsys, *asked)
-        assert re.search(r"^largest batch .*1 MiB( +cannot tell){3}$", out, re.M)
+        assert "The largest batch in 1 MiB for fp32, fp16, bf16: cannot tell: " in out
         assert "fp32: fits, about" in out
-        assert "cannot be extrapolated: " in out
     assert "tried with a batch of 3" in out
     refused(capsys, ("memory", "my_inputs:only_of_eight", "--input", "7,4"), r"shape \(7, 4\)")
 

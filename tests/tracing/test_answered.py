@@ -110,7 +110,7 @@ def test_it_is_answered_on_every_device_and_in_a_forecast(made):
     assert "may differ for other inputs" in str(found)
     table = memory_table(model, BatchedInputs(inputs), memory_bytes="1GiB", loss_fn=loss_fn)
     assert len(table.forecasts) == 3
-    assert "depends on values" in table.not_extrapolated
+    assert "depends on values" in table.no_largest["fp32"]
 
 
 def test_the_model_and_all_generators_are_as_they_were():

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from amp_lab import forecast_inference
 from amp_lab.tracing.inference_memory import InferenceTable, inference_table
+from amp_lab.tracing.inference_result import CacheForecast
 from amp_lab.tracing.kv_cache import token_count, with_tokens
-from amp_lab.tracing.kv_cache_result import CacheForecast
 from amp_lab.tracing.memory import BatchedInputs
 
 WIDTH, HEADS, VOCABULARY = 16, 2, 50

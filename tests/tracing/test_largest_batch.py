@@ -65,7 +65,7 @@ def test_a_memory_that_is_not_affine_in_the_batch_is_refused():
     one = forecast_memory(Pairs(4, 4), torch.empty(64, 4), precision="fp32")
     assert table["fp32"].peak == one.peak
     assert table.largest == {}
-    assert "not a constant plus a multiple" in table.not_extrapolated
+    assert "not a constant plus a multiple" in table.no_largest["fp32"]
 
 
 def test_what_a_model_raises_at_another_batch_is_named_with_it():
@@ -74,7 +74,7 @@ def test_what_a_model_raises_at_another_batch_is_named_with_it():
             return {2: 1.0}[len(x)] * super().forward(x)
 
     table = compare_memory(KnowsItsBatch(4, 4), (2, 4), memory_bytes="1 GiB", precisions=["fp32"])
-    assert re.match(r"KnowsItsBatch: KeyError: 3 .*batch of 3", table.not_extrapolated)
+    assert re.match(r"KnowsItsBatch: KeyError: 3 .*batch of 3", table.no_largest["fp32"])
 
 
 def test_largest_batch_of_several_inputs():

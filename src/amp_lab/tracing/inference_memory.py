@@ -137,10 +137,10 @@ def inference_table(
     by_way = answered(trace, call, "forecast")
     return InferenceTable(
         tuple(by_way.forecasts),
-        total,
-        by_way.largest,
-        reserve,
-        by_way.failed,
+        memory_bytes=total,
+        largest=by_way.largest,
+        reserve=reserve,
+        failed=by_way.failed,
         no_largest=by_way.no_largest,
         tokens=tokens,
         places=_max_positions(model),

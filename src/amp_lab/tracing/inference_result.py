@@ -1,29 +1,44 @@
 """The results of memory forecasts for inference: as text, as a table and as JSON."""
 
-import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from amp_lab.core.report import Printed, Table
-from amp_lab.tracing.kv_cache_result import CacheForecast, cache_rows
-from amp_lab.tracing.memory_result import (
-    amount,
-    in_unit,
-    largest_line,
-    memory_text,
-    reserve_line,
-    shapes_text,
-    unit_for_all,
-)
+from amp_lab.core.report import Printed, Table, plural
+from amp_lab.tracing.memory_result import ForecastTable, amount, bytes_row, columns_by_text
 
-_ATTRIBUTES_BY_LABEL = {
-    "weights": "weights",
-    "buffers": "buffers",
-    "inputs": "inputs",
-    "weight casts at the peak": "weight_casts",
-    "temporaries at the peak": "temporaries",
-}
+
+@dataclass(frozen=True)
+class CacheForecast:
+    """The KV cache in the output of one forward pass, in bytes; made by `forecast_cache`."""
+
+    place: str  # its path in the output: "output.past_key_values.layers"
+    tensors: int  # how many
+    dtype: str  # "bf16"; "bf16 + fp32" if some are in one and some in the other
+    nbytes: int
+    sequences: int  # the batch
+    tokens: int | None  # of each sequence; None: no input has tokens
+    per_token: int | None = None  # bytes, of one sequence; None: not known, or it does not grow
+    tokens_asked: int | None = None  # the number of tokens that the user asked for
+    nbytes_asked: int | None = None  # bytes if each sequence has `tokens_asked` tokens
+    remarks: tuple[str, ...] = ()  # sentences on how it grows
+
+    @property
+    def per_sequence(self) -> int:
+        """Bytes of the cache for one sequence of the input."""
+        return self.nbytes // self.sequences
+
+    @property
+    def sentences(self) -> str:
+        """Sentences on where the cache is in the output, and how it grows."""
+        where = f"KV cache: {plural(self.tensors, 'tensor')} in {self.place}."
+        return " ".join([where, *self.remarks])
+
+    def label(self, tokens: int | None) -> str:
+        """The label of the row with the size for `tokens` in each sequence; None: not known."""
+        if tokens is None:
+            return "cache"
+        return f"cache, {self.sequences} x {tokens:,} tokens"
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,15 +64,36 @@ class InferenceForecast(Printed):
     """The largest activation or temporary at the peak, if it is large."""
 
     @property
+    def column(self) -> str:
+        """The heading in a table: the way."""
+        return self.way
+
+    @property
+    def run(self) -> str:
+        """What this is a forecast of."""
+        return f"one forward pass under inference_mode on {self.device_type}"
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The bytes in each row of the table, by its label."""
+        return {
+            "weights": self.weights,
+            "buffers": self.buffers,
+            "inputs": self.inputs,
+            "weight casts at the peak": self.weight_casts,
+            "temporaries at the peak": self.temporaries,
+        }
+
+    @property
     def peak(self) -> int:
         """The most bytes that are in use at one time."""
-        return self.weights + self.buffers + self.inputs + self.weight_casts + self.temporaries
+        return sum(self.parts.values())
 
     def with_smaller_weights(self, way: str, saved: int) -> "InferenceForecast":
         """The forecast of a way that differs only in weights that take `saved` bytes less."""
         weights = self.weights - saved
         # The text on the largest tensor has its share of the peak, which is another one here.
-        return dataclasses.replace(self, way=way, weights=weights, largest_at_peak="")
+        return replace(self, way=way, weights=weights, largest_at_peak="")
 
     def _contents(self) -> dict[str, Any]:
         """The values for JSON."""
@@ -78,99 +114,47 @@ class InferenceForecast(Printed):
 
 
 @dataclass(frozen=True, repr=False)
-class InferenceTable(Printed):
-    """Forecasts for one model side by side; made by `inference_table`."""
+class InferenceTable(ForecastTable):
+    """Forecasts of a forward pass for each way to run a model; made by `inference_table`."""
 
     forecasts: tuple[InferenceForecast, ...]
-    memory_bytes: int | None = None
-    largest: dict[str, int] = field(default_factory=dict)  # batch that fits, by way
-    reserve: float = 0.0  # share of the memory that is left to the driver and to fragmentation
-    failed: dict[str, str] = field(default_factory=dict)  # why there is no forecast, by way
-    no_largest: dict[str, str] = field(default_factory=dict)  # why there is no batch, by way
     tokens: int | None = None  # for each sequence; the user asked for the KV cache of so many
     places: int | None = None  # the most positions, so tokens, that the model's config allows
 
-    def __getitem__(self, way: str) -> InferenceForecast:
-        """The forecast of a way, such as "bf16 cast"."""
-        return next(forecast for forecast in self.forecasts if forecast.way == way)
-
-    @property
-    def spare(self) -> dict[str, int]:
-        """By way, the bytes of usable memory that a pass leaves free; negative if it needs more.
-
-        Without `memory_bytes` the values have no meaning.
-        """
-        return {forecast.way: self._usable - forecast.peak for forecast in self.forecasts}
-
-    @property
-    def _usable(self) -> int:
-        """The memory in bytes without its reserve; 0 if no memory was given."""
-        return int((self.memory_bytes or 0) * (1 - self.reserve))
-
-    def _contents(self) -> dict[str, Any]:
-        """The values for JSON; those of a memory size only if one was given."""
-        contents: dict[str, Any] = {}
-        contents["forecasts"] = [forecast._contents() for forecast in self.forecasts]
-        if self.memory_bytes is not None:
-            contents["memory_bytes"] = self.memory_bytes
-            contents["reserve"] = self.reserve
-            contents["spare_bytes"] = self.spare
-            contents["largest_batch"] = self.largest
-            contents["no_largest_batch"] = self.no_largest
-        contents["failed"] = self.failed
-        return contents
-
-    def _table(self) -> Table:
-        first = self.forecasts[0]
-        shapes = shapes_text(first.input_shapes)
-        forward = f"one forward pass under inference_mode on {first.device_type}"
-        ways = [forecast.way for forecast in self.forecasts]
-        peaks = [forecast.peak for forecast in self.forecasts]
-        # One unit for all cells, so that they can be compared at a glance.
+    def _largest_cells(self) -> list[int]:
         # A forecast without a cache counts as 0, which is never the largest.
         with_cache = [forecast.weights_and_cache or 0 for forecast in self.forecasts]
-        unit, unit_name = unit_for_all([*peaks, *with_cache])
-        return Table(
-            [f"in {unit_name}", *ways],
-            self._rows(unit),
-            caption=f"{first.model}, input {shapes}, {forward}",
-            facts=list(self._facts()),
-            foot=list(self._foot(unit)),
-            right=range(1, 1 + len(ways)),
-        )
-
-    def _rows(self, unit: int) -> list[list[str]]:
-        """A row for each part of the peak, with a cell for each way; sizes are in `unit` bytes."""
-        rows = []
-        for label, attribute in _ATTRIBUTES_BY_LABEL.items():
-            cells = [in_unit(getattr(forecast, attribute), unit) for forecast in self.forecasts]
-            rows.append([label, *cells])
-        return rows
+        return [*super()._largest_cells(), *with_cache]
 
     def _foot(self, unit: int) -> Iterator[list[str]]:
-        """The rows below the parts: peak, largest batch and KV cache; sizes are in `unit` bytes."""
-        peaks = [in_unit(forecast.peak, unit) for forecast in self.forecasts]
-        yield ["peak", *peaks]
-        if self.memory_bytes is not None and self.largest:
-            batches = [self._largest_text(forecast.way) for forecast in self.forecasts]
-            yield [f"largest batch in {memory_text(self.memory_bytes)}", *batches]
-        weights = [forecast.weights for forecast in self.forecasts]
-        caches = [forecast.cache for forecast in self.forecasts]
-        yield from cache_rows(caches, weights, unit)
+        """The rows below the parts: peak, largest batch and KV cache; sizes are in `unit` bytes.
 
-    def _largest_text(self, way: str) -> str:
-        """The cell with the largest batch of a way; "-" if there is none for it."""
-        if way not in self.largest:
-            return "-"
-        return f"{self.largest[way]:,}"
+        Only the size of a token is in KiB.
+        """
+        yield from super()._foot(unit)
+        caches = [forecast.cache for forecast in self.forecasts]
+        existing = [cache for cache in caches if cache is not None]
+        if not existing:
+            return
+        first = existing[0]  # all have the same `sequences`, `tokens` and `tokens_asked`
+        yield self._cache_row(first.label(first.tokens), "nbytes", unit)
+        yield self._cache_row("cache per sequence", "per_sequence", unit)
+        if any(cache.per_token for cache in existing):
+            yield self._cache_row("cache, KiB per token", "per_token", 2**10)
+        yield ["dtype of the cache", *(getattr(cache, "dtype", "-") for cache in caches)]
+        if any(cache.nbytes_asked is not None for cache in existing):
+            yield self._cache_row(first.label(first.tokens_asked), "nbytes_asked", unit)
+            totals = [forecast.weights_and_cache for forecast in self.forecasts]
+            yield bytes_row("weights + that cache", totals, unit)
+
+    def _cache_row(self, label: str, attribute: str, unit: int) -> list[str]:
+        """A row with an attribute of each cache, such as "nbytes", in `unit` bytes."""
+        counts = [getattr(forecast.cache, attribute, None) for forecast in self.forecasts]
+        return bytes_row(label, counts, unit)
 
     def _facts(self) -> Iterator[str]:
         """The sentences below the table."""
-        for way, error in self.failed.items():
-            yield f"No forecast for {way}: {error}."
-        yield from self._fit_facts()
-        for forecast in self.forecasts:
-            yield from largest_line(forecast.way, forecast.largest_at_peak)
+        yield from super()._facts()
         for forecast in self.forecasts:
             if forecast.kept_under_no_grad:
                 extra = amount(forecast.kept_under_no_grad)
@@ -187,24 +171,15 @@ class InferenceTable(Printed):
             yield self.forecasts[0].decisions
         yield from self._cache_facts()
 
-    def _fit_facts(self) -> Iterator[str]:
-        """Sentences on what does not fit, and on why there is no largest batch."""
-        if self.memory_bytes is None:
-            return
-        for way, spare in self.spare.items():
-            if spare < 0:
-                yield f"{way}: does not fit, {amount(-spare)} too much."
+    def _fit_facts(self, memory: str) -> Iterator[str]:
+        """Sentences on what fits into the memory, with the KV cache of `tokens` too."""
+        yield from super()._fit_facts(memory)
         for forecast in self.forecasts:
             # Without a KV cache for `tokens` this is negative, and nothing is said.
             excess = (forecast.weights_and_cache or 0) - self._usable
             if excess > 0:
                 parts = f"weights and the KV cache of {self.tokens:,} tokens"
                 yield f"{forecast.way}: {parts} do not fit, {amount(excess)} too much."
-        for reason, ways in _ways_by_text(self.no_largest).items():
-            batch = f"The largest batch in {memory_text(self.memory_bytes)}"
-            yield f"{batch} for {ways}: cannot tell: {reason}."
-        if self.reserve:
-            yield reserve_line(self.memory_bytes, self.reserve)
 
     def _cache_facts(self) -> Iterator[str]:
         """Sentences on the KV cache, equal ones once for their ways, and on what is left out."""
@@ -217,7 +192,7 @@ class InferenceTable(Printed):
                 yield f"The output holds no KV cache: nothing is said of {self.tokens:,} tokens."
             yield "Not counted: a cache of keys and values, and what the driver takes for itself."
             return
-        ways_by_sentences = _ways_by_text(sentences_by_way)
+        ways_by_sentences = columns_by_text(sentences_by_way)
         for sentences, ways in ways_by_sentences.items():
             if len(ways_by_sentences) == 1:  # true of all ways, so none is named
                 yield sentences
@@ -228,14 +203,3 @@ class InferenceTable(Printed):
             yield f"{self.tokens:,} tokens are more than {limit}."
         yield "The KV cache of the input is counted among the temporaries."
         yield "Not counted: what the driver takes for itself."
-
-
-def _ways_by_text(texts: dict[str, str]) -> dict[str, str]:
-    """For each different text, the ways that have it, joined: ``fp32, bf16 cast``.
-
-    `texts` has the text of each way.
-    """
-    ways: dict[str, list[str]] = {}
-    for way, text in texts.items():
-        ways.setdefault(text, []).append(way)
-    return {text: ", ".join(names) for text, names in ways.items()}

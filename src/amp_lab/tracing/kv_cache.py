@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from amp_lab.core.errors import TraceError
 from amp_lab.core.report import short_name
 from amp_lab.core.tensors import is_cache, parts_of, storage_key, tensors_in
-from amp_lab.tracing.kv_cache_result import CacheForecast
+from amp_lab.tracing.inference_result import CacheForecast
 
 # Names of caches, such as "past_key_values", "kv_cache" and "presents"; and names of other outputs
 # that grow with the tokens, such as "hidden_states" and "attentions".

@@ -218,7 +218,7 @@ def memory_table(
         largest=largest,
         curves=_curves(by_precision, inputs.batch, largest),
         reserve=reserve,
-        not_extrapolated=results.not_extrapolated,
+        no_largest=results.no_largest,
         fixed_shapes=inputs.fixed_shapes,
         failed={precision: str(error) for precision, error in results.errors.items()},
     )
@@ -272,7 +272,7 @@ class _PrecisionForecasts:
     by_precision: dict[str, "MemoryByBatch"] = dataclasses.field(default_factory=dict)
     forecasts: list[MemoryForecast] = dataclasses.field(default_factory=list)  # for the batch given
     errors: dict[str, TraceError] = dataclasses.field(default_factory=dict)  # of those without one
-    not_extrapolated: str = ""  # why there is no forecast for other batches
+    no_largest: dict[str, str] = dataclasses.field(default_factory=dict)  # of those not linear
 
 
 def _forecast_each_precision(
@@ -299,7 +299,7 @@ def _forecast_each_precision(
                 results.errors[precision] = failure
                 continue
             results.forecasts.append(trace.forecast())
-            results.not_extrapolated = first_line(error)
+            results.no_largest[precision] = first_line(error)
             continue
         results.by_precision[precision] = by_batch
         results.forecasts.append(by_batch.forecast(inputs.batch))

@@ -1,24 +1,122 @@
 """What the memory forecasts return: one or several, as text, as a table, as JSON, as a figure."""
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from amp_lab.core.precision import Precision
 from amp_lab.core.report import Printed, Table
 
-# The label of each row of the table, and the bytes of a forecast that it shows.
-_ROWS: dict[str, Callable[["MemoryForecast"], int]] = {
-    "weights": lambda f: f.weights,
-    "buffers": lambda f: f.buffers,
-    "gradients": lambda f: f.gradients,
-    "optimizer state": lambda f: f.optimizer,
-    "activations kept for backward": lambda f: f.activations,
-    "weights cast by autocast": lambda f: f.cast_cache,
-    "weight casts alive at the peak": lambda f: f.at_peak["cast_cache"],
-    "temporaries at the peak": lambda f: f.at_peak["temporaries"],
-    "peak of the step": lambda f: f.peak,  # the first row below the table's rule
-}
+
+@dataclass(frozen=True, repr=False)
+class ForecastTable(Printed):
+    """Forecasts for one model side by side, a column each.
+
+    A forecast has `column`, its heading, such as "bf16"; `parts`, the bytes in each row; `peak` in
+    bytes; and `run`, what it is a forecast of.
+    """
+
+    forecasts: tuple[Any, ...]
+    memory_bytes: int | None = None
+    largest: dict[str, int] = field(default_factory=dict)  # batch that fits, by column
+    reserve: float = 0.0  # share of the memory that is left to the driver and to fragmentation
+    failed: dict[str, str] = field(default_factory=dict)  # why there is no forecast, by column
+    no_largest: dict[str, str] = field(default_factory=dict)  # why there is no batch, by column
+
+    def __getitem__(self, column: str) -> Any:
+        """The forecast of a column, such as "bf16" or "bf16 cast"; `KeyError` if there is none."""
+        return {forecast.column: forecast for forecast in self.forecasts}[column]
+
+    @property
+    def spare(self) -> dict[str, int]:
+        """By column, the bytes of usable memory that are left free; negative if it needs more.
+
+        The reserve is not usable. Without `memory_bytes` the values have no meaning.
+        """
+        return {forecast.column: self._usable - forecast.peak for forecast in self.forecasts}
+
+    @property
+    def _usable(self) -> int:
+        """The memory in bytes without its reserve; 0 if no memory was given."""
+        return int((self.memory_bytes or 0) * (1 - self.reserve))
+
+    def _contents(self) -> dict[str, Any]:
+        """The values for JSON; those of a memory size only if one was given."""
+        contents: dict[str, Any] = {}
+        contents["forecasts"] = [forecast._contents() for forecast in self.forecasts]
+        if self.memory_bytes is not None:
+            spare = self.spare
+            contents["memory_bytes"] = self.memory_bytes
+            contents["reserve"] = self.reserve
+            contents["spare_bytes"] = spare
+            contents["fits"] = {column: count >= 0 for column, count in spare.items()}
+            contents["largest_batch"] = self.largest
+            contents["no_largest_batch"] = self.no_largest
+        contents["failed"] = self.failed
+        return contents
+
+    def _table(self) -> Table:
+        first = self.forecasts[0]
+        shapes = ", ".join("x".join(map(str, shape)) for shape in first.input_shapes)
+        columns = [forecast.column for forecast in self.forecasts]
+        unit, unit_name = self._unit()
+        rows = []
+        for label in first.parts:
+            counts = [forecast.parts[label] for forecast in self.forecasts]
+            rows.append(bytes_row(label, counts, unit))
+        return Table(
+            [f"in {unit_name}", *columns],
+            rows,
+            caption=f"{first.model}, input {shapes}, {first.run}",
+            facts=list(self._facts()),
+            foot=list(self._foot(unit)),
+            right=range(1, 1 + len(columns)),
+        )
+
+    def _unit(self) -> tuple[int, str]:
+        """The bytes and the name of one unit for all cells, so that they can be compared."""
+        if max(self._largest_cells()) >= 10 * 2**30:  # in MiB it would have five digits
+            return 2**30, "GiB"
+        return 2**20, "MiB"
+
+    def _largest_cells(self) -> list[int]:
+        """Numbers of bytes, among them the largest one in the table."""
+        return [forecast.peak for forecast in self.forecasts]
+
+    def _foot(self, unit: int) -> Iterator[list[str]]:
+        """The rows below the parts: the peak in `unit` bytes, and the largest batch."""
+        yield bytes_row("peak", [forecast.peak for forecast in self.forecasts], unit)
+        if self.memory_bytes is None or not self.largest:
+            return
+        row = [f"largest batch in {memory_text(self.memory_bytes)}"]
+        for forecast in self.forecasts:
+            batch = self.largest.get(forecast.column)
+            row.append("-" if batch is None else f"{batch:,}")
+        yield row
+
+    def _facts(self) -> Iterator[str]:
+        """The sentences below the table."""
+        for column, error in self.failed.items():
+            yield f"No forecast in {column}: {error}."
+        if self.memory_bytes is not None:
+            yield from self._fit_facts(memory_text(self.memory_bytes))
+        for forecast in self.forecasts:
+            largest = forecast.largest_at_peak
+            if largest:
+                yield f"{forecast.column}: the largest tensor at the peak is {largest}."
+
+    def _fit_facts(self, memory: str) -> Iterator[str]:
+        """Sentences on what fits into the memory, and on why there is no largest batch."""
+        for column, spare in self.spare.items():
+            if spare >= 0:
+                yield f"{column}: fits, about {amount(spare)} to spare."
+            else:
+                yield f"{column}: does not fit, {amount(-spare)} too much."
+        for reason, columns in columns_by_text(self.no_largest).items():
+            yield f"The largest batch in {memory} for {columns}: cannot tell: {reason}."
+        if self.reserve:
+            share = f"Of the {memory}, {100 * self.reserve:.3g} %"
+            yield f"{share} are held in reserve for the driver and for fragmentation."
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,6 +158,30 @@ class MemoryForecast(Printed):
         """The phase in which the peak is reached: "forward", "backward" or "optimizer"."""
         return max(self.phases, key=self.phases.__getitem__)
 
+    @property
+    def column(self) -> str:
+        """The heading in a table: the precision, such as "bf16"."""
+        return str(self.precision)
+
+    @property
+    def run(self) -> str:
+        """What this is a forecast of."""
+        return f"one training step with {self.optimizer_name} on {self.device_type}"
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The bytes in each row of the table, by its label."""
+        return {
+            "weights": self.weights,
+            "buffers": self.buffers,
+            "gradients": self.gradients,
+            "optimizer state": self.optimizer,
+            "activations kept for backward": self.activations,
+            "weights cast by autocast": self.cast_cache,
+            "weight casts alive at the peak": self.at_peak["cast_cache"],
+            "temporaries at the peak": self.at_peak["temporaries"],
+        }
+
     def _contents(self) -> dict[str, Any]:
         return {**vars(self), "peak": self.peak, "peak_phase": self.peak_phase}
 
@@ -68,33 +190,15 @@ class MemoryForecast(Printed):
 
 
 @dataclass(frozen=True, repr=False)
-class MemoryTable(Printed):
-    """Forecasts for one model side by side; made by `compare_memory`."""
+class MemoryTable(ForecastTable):
+    """Forecasts of a training step in several precisions; made by `compare_memory`."""
 
     forecasts: tuple[MemoryForecast, ...]
-    memory_bytes: int | None = None
-    largest: dict[str, int] = field(default_factory=dict)  # the largest batch, by precision
     # Batches and the peak at each, by precision, for the plot.
     curves: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    reserve: float = 0.0  # share of the memory that is left to the driver and to fragmentation
-    not_extrapolated: str = ""  # why there is no largest batch
     fixed_shapes: tuple[tuple[int, ...], ...] = ()  # of inputs that do not grow with the batch
-    failed: dict[str, str] = field(default_factory=dict)  # why a precision has no forecast
     loss_left_out: str | None = None  # why the forecast, made without a loss, is too low
     ways_out: tuple[str, ...] = ()  # how to make the step smaller, if no precision fits
-
-    @property
-    def spare(self) -> dict[str, int]:
-        """By precision, the bytes that the step leaves free; below 0 if it does not fit.
-
-        The reserve does not count as free. Without `memory_bytes` the values have no meaning.
-        """
-        usable = int((self.memory_bytes or 0) * (1 - self.reserve))
-        return {str(forecast.precision): usable - forecast.peak for forecast in self.forecasts}
-
-    def __getitem__(self, precision: str) -> MemoryForecast:
-        """The forecast in a precision, such as "bf16"."""
-        return next(forecast for forecast in self.forecasts if forecast.precision == precision)
 
     def plot(self) -> Any:
         """Axes of matplotlib: memory against batch for each precision, and `memory_bytes`."""
@@ -103,73 +207,26 @@ class MemoryTable(Printed):
         return plots.memory_against_batch(self.curves, self.memory_bytes)
 
     def _contents(self) -> dict[str, Any]:
-        contents: dict[str, Any] = {}
-        contents["forecasts"] = [forecast._contents() for forecast in self.forecasts]
-        if self.memory_bytes is not None:
-            spare = self.spare
-            contents["memory_bytes"] = self.memory_bytes
-            contents["reserve"] = self.reserve
-            contents["spare_bytes"] = spare
-            contents["fits"] = {precision: count >= 0 for precision, count in spare.items()}
-            contents["largest_batch"] = self.largest
-            contents["not_extrapolated"] = self.not_extrapolated
-        contents["failed"] = self.failed
-        contents["loss_left_out"] = self.loss_left_out
-        contents["ways_out"] = list(self.ways_out)
-        return contents
+        more = {"loss_left_out": self.loss_left_out, "ways_out": list(self.ways_out)}
+        return super()._contents() | more
 
     def _table(self) -> Table:
-        first = self.forecasts[0]
-        shapes = shapes_text(first.input_shapes)
-        step = f"one training step with {first.optimizer_name} on {first.device_type}"
-        precisions = [str(forecast.precision) for forecast in self.forecasts]
-        unit, unit_name = self._unit()
-        *rows, peaks = self._rows(unit)
-        return Table(
-            [f"in {unit_name}", *precisions],
-            rows,
-            caption=f"{first.model}, input {shapes}, {step}",
-            facts=list(self._facts()),
-            advice=self.ways_out,
-            foot=[peaks, *self._foot()],
-            right=range(1, 1 + len(precisions)),
-        )
+        return replace(super()._table(), advice=self.ways_out)
 
-    def _unit(self) -> tuple[int, str]:
-        """The bytes and the name of the unit of the table's cells."""
-        return unit_for_all(forecast.peak for forecast in self.forecasts)
-
-    def _rows(self, unit: int) -> list[list[str]]:
-        """A row for each of `_ROWS`, in `unit` bytes; the last one is the peak."""
-        rows = []
-        for label, bytes_of in _ROWS.items():
-            cells = [in_unit(bytes_of(forecast), unit) for forecast in self.forecasts]
-            rows.append([label, *cells])
-        return rows
-
-    def _foot(self) -> Iterator[list[str]]:
-        """The rows below the peak: the phase that reaches it, and the largest batch."""
+    def _foot(self, unit: int) -> Iterator[list[str]]:
+        """The peak, the phase that reaches it, and the largest batch."""
+        _, *others = super()._foot(unit)
+        peaks = [forecast.peak for forecast in self.forecasts]
+        yield bytes_row("peak of the step", peaks, unit)
         yield ["reached in", *(forecast.peak_phase for forecast in self.forecasts)]
-        if self.memory_bytes is None:
-            return
-        batches = [self._largest_batch_text(forecast.precision) for forecast in self.forecasts]
-        yield [f"largest batch in {memory_text(self.memory_bytes)}", *batches]
-
-    def _largest_batch_text(self, precision: str) -> str:
-        if precision not in self.largest:
-            return "cannot tell"
-        return f"{self.largest[precision]:,}"
+        yield from others
 
     def _facts(self) -> Iterator[str]:
         """The sentences below the table."""
         first = self.forecasts[0]
-        for precision, error in self.failed.items():
-            yield f"No forecast in {precision}: {error}."
         if self.loss_left_out:
             yield f"Too low: {self.loss_left_out}."
-        yield from self._fit_facts()
-        for forecast in self.forecasts:
-            yield from largest_line(str(forecast.precision), forecast.largest_at_peak)
+        yield from super()._facts()
         yield "The parts are not all there at one time, so they do not add up to the peak."
         if first.gradients:
             yield self._data_parallel_fact()
@@ -187,52 +244,31 @@ class MemoryTable(Printed):
         buckets = f"buckets as large as the gradients, {gradients}"
         return f"DDP adds {buckets}; none with gradient_as_bucket_view=True."
 
-    def _fit_facts(self) -> Iterator[str]:
-        """Sentences on whether the given batch fits, and on what limits the largest batch."""
-        if self.memory_bytes is not None:
-            for precision, spare in self.spare.items():
-                if spare >= 0:
-                    yield f"{precision}: fits, about {amount(spare)} to spare."
-                else:
-                    yield f"{precision}: does not fit, {amount(-spare)} too much."
-            if self.reserve:
-                yield reserve_line(self.memory_bytes, self.reserve)
-        if self.not_extrapolated:
-            reason = f"The largest batch cannot be extrapolated: {self.not_extrapolated}."
-            yield f"{reason} The forecast is for the batch that was given."
-        elif self.fixed_shapes and self.memory_bytes is not None:
+    def _fit_facts(self, memory: str) -> Iterator[str]:
+        """Sentences on what fits into the memory, and on the inputs of the largest batch."""
+        yield from super()._fit_facts(memory)
+        if self.fixed_shapes and self.largest:
             shapes = ", ".join(map(str, self.fixed_shapes))
             yield f"Held as they are for every batch: inputs of shape {shapes}."
 
 
-def shapes_text(shapes: Iterable[tuple[int, ...]]) -> str:
-    """The shapes of inputs in a caption: ``2x3x64x64, 2x10``."""
-    texts = []
-    for shape in shapes:
-        texts.append("x".join(map(str, shape)))
-    return ", ".join(texts)
+def bytes_row(label: str, counts: Iterable[int | None], unit: int) -> list[str]:
+    """A row of a table: its label, and numbers of bytes in `unit` bytes; "-" for None."""
+    row = [label]
+    for count in counts:
+        row.append("-" if count is None else in_unit(count, unit))
+    return row
 
 
-def reserve_line(memory_bytes: int, reserve: float) -> str:
-    """A line on `reserve`, the share of the memory, from 0 to 1, that is held in reserve."""
-    share = f"Of the {memory_text(memory_bytes)}, {100 * reserve:.3g} %"
-    return f"{share} are held in reserve for the driver and for fragmentation."
+def columns_by_text(texts: dict[str, str]) -> dict[str, str]:
+    """For each different text, the columns that have it, joined: ``fp32, bf16 cast``.
 
-
-def largest_line(name: str, largest: str) -> Iterator[str]:
-    """A line on the largest tensor at the peak, if there is one.
-
-    `name` is the precision or way of the forecast, and `largest` its text on the tensor, or "".
+    `texts` has the text of each column.
     """
-    if largest:
-        yield f"{name}: the largest tensor at the peak is {largest}."
-
-
-def unit_for_all(counts: Iterable[int]) -> tuple[int, str]:
-    """The bytes and the name of one unit for all cells, for these numbers of bytes: MiB or GiB."""
-    if max(counts) >= 10 * 2**30:  # in MiB it would have five digits
-        return 2**30, "GiB"
-    return 2**20, "MiB"
+    columns: dict[str, list[str]] = {}
+    for column, text in texts.items():
+        columns.setdefault(text, []).append(column)
+    return {text: ", ".join(names) for text, names in columns.items()}
 
 
 def amount(count: int) -> str:
