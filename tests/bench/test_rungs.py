@@ -11,7 +11,7 @@ from torch import nn
 
 from amp_lab.bench import rungs, runner
 from amp_lab.bench.results import Row
-from amp_lab.bench.rungs import RUNGS, Case, make_step, rungs_of, use_fp8
+from amp_lab.bench.rungs import RUNGS, Ladder, make_step, rungs_of, use_fp8
 from amp_lab.bench.workloads import gpt_workload
 from amp_lab.core.errors import OptionError
 from amp_lab.core.precision import Precision
@@ -22,7 +22,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def names_of(workload, precision, device) -> list[str]:
-    return [rung.name for rung in rungs_of(Case(workload, precision, device))]
+    return [rung.name for rung in rungs_of(Ladder(workload, precision, device))]
 
 
 def test_rungs_are_those_of_device_and_workload():
@@ -44,15 +44,15 @@ def test_rungs_are_those_of_device_and_workload():
 def test_every_rung_computes_what_fp32_eager_does(workload):
     baseline = None
     for precision in (Precision.FP32, Precision.BF16):
-        case = Case(workload, precision, CPU)
-        for rung in rungs_of(case):
+        ladder = Ladder(workload, precision, CPU)
+        for rung in rungs_of(ladder):
             if rung.name in SLOW:
                 continue
-            step = make_step(case, rung)
+            step = make_step(ladder, rung)
             calls = runner.CHECKED_STEPS if workload.trains else 1
             check = torch.stack([step.call().double() for _ in range(calls)])
             row = Row("w", "s", str(precision), rung.name, "ok")
-            made = runner._Configuration(row, case, step, check)
+            made = runner._Configuration(row, ladder, step, check)
             baseline = baseline or made
             runner._judge(made, baseline)
             assert row.status == "ok", row.reason
@@ -62,14 +62,14 @@ def test_every_rung_computes_what_fp32_eager_does(workload):
 
 def test_a_quick_run_leaves_out_what_takes_long_to_compile():
     long = [
-        (case.workload.name, str(case.precision), rung.name)
-        for case in (
-            Case(TRAINING, Precision.FP32, CPU),
-            Case(TRAINING, Precision.BF16, CPU),
-            Case(CLASSIFIER, Precision.BF16, CPU),
+        (ladder.workload.name, str(ladder.precision), rung.name)
+        for ladder in (
+            Ladder(TRAINING, Precision.FP32, CPU),
+            Ladder(TRAINING, Precision.BF16, CPU),
+            Ladder(CLASSIFIER, Precision.BF16, CPU),
         )
-        for rung in rungs_of(case)
-        if rung.takes_long(case)
+        for rung in rungs_of(ladder)
+        if rung.takes_long(ladder)
     ]
     assert long == [
         ("convmodel", "fp32", "compile"), ("convmodel", "fp32", "max-autotune"),

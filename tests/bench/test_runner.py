@@ -13,7 +13,7 @@ from amp_lab.bench import runner
 from amp_lab.bench.limits import Ceilings
 from amp_lab.bench.results import Results, Row
 from amp_lab.bench.results_file import load_results
-from amp_lab.bench.rungs import Case
+from amp_lab.bench.rungs import Ladder
 from amp_lab.bench.workloads import Problem, Workload, convmodel_workload
 from amp_lab.core import timing
 from amp_lab.core.errors import OptionError
@@ -110,9 +110,9 @@ def spoil(monkeypatch, change):
     """Change the step of the rung ``fused-adam`` in bf16."""
     make = runner.make_step
 
-    def spoiled(case, rung):
-        step = make(case, rung)
-        if (case.precision, rung.name) == (Precision.BF16, "fused-adam"):
+    def spoiled(ladder, rung):
+        step = make(ladder, rung)
+        if (ladder.precision, rung.name) == (Precision.BF16, "fused-adam"):
             change(step)
         return step
 
@@ -192,9 +192,9 @@ def test_a_precision_that_the_hardware_lacks_is_told_and_left_alone(toy, monkeyp
     ],
 )
 def test_judgement(check, precision, reason):
-    row, case = Row("w", "s", precision, "r", "ok"), Case(TRAINING, Precision(precision), CPU)
+    row, ladder = Row("w", "s", precision, "r", "ok"), Ladder(TRAINING, Precision(precision), CPU)
     baseline = runner._Configuration(None, None, None, torch.tensor([4.0, 3.0]))
-    runner._judge(runner._Configuration(row, case, None, torch.tensor(check)), baseline)
+    runner._judge(runner._Configuration(row, ladder, None, torch.tensor(check)), baseline)
     assert row.status == ("failed" if reason else "ok")
     assert reason in row.reason
 
@@ -273,10 +273,10 @@ def test_out_of_memory_is_reported_and_the_run_goes_on(toy, by):
 def test_without_fp32_eager_nothing_is_judged(toy, monkeypatch):
     make = runner.make_step
 
-    def no_room(case, rung):
-        if (case.precision, rung.name) == (Precision.FP32, "eager"):
+    def no_room(ladder, rung):
+        if (ladder.precision, rung.name) == (Precision.FP32, "eager"):
             raise torch.OutOfMemoryError("out of memory")
-        return make(case, rung)
+        return make(ladder, rung)
 
     monkeypatch.setattr(runner, "make_step", no_room)
     rows = toy(names=["convmodel"]).rows

@@ -78,12 +78,12 @@ def test_tiles_are_the_same_in_any_number_of_threads():
 def test_the_rung_learns_what_fp32_does():
     workload, checks = convmodel_workload(32, hidden=64), []
     for precision, name in ((Precision.FP32, "eager"), (Precision.BF16, "tiles")):
-        case = rungs.Case(workload, precision, CPU)
-        rung = next(rung for rung in rungs.rungs_of(case) if rung.name == name)
-        step = rungs.make_step(case, rung)
+        ladder = rungs.Ladder(workload, precision, CPU)
+        rung = next(rung for rung in rungs.rungs_of(ladder) if rung.name == name)
+        step = rungs.make_step(ladder, rung)
         check = torch.stack([step.call().double() for _ in range(runner.CHECKED_STEPS)])
         row = Row("w", "s", str(precision), name, "ok")
-        checks.append(runner._Configuration(row, case, step, check))
+        checks.append(runner._Configuration(row, ladder, step, check))
     runner._judge(checks[1], checks[0])
     assert checks[1].row.status == "ok", checks[1].row.reason
 
@@ -98,16 +98,16 @@ def test_sizes_that_do_not_fit_are_refused():
 
 
 def test_without_the_instructions_tiles_say_so(monkeypatch):
-    case = rungs.Case(convmodel_workload(8, hidden=32), Precision.BF16, CPU)
-    rung = rungs.rungs_of(case)[-1]
+    ladder = rungs.Ladder(convmodel_workload(8, hidden=32), Precision.BF16, CPU)
+    rung = rungs.rungs_of(ladder)[-1]
     assert rung.name == "tiles"
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     with pytest.raises(OptionError, match=r"AVX-512 .*bf16 instructions"):
-        rungs.make_step(case, rung)  # which a run tells in the row of the rung, as "not run"
+        rungs.make_step(ladder, rung)  # which a run tells in the row of the rung, as "not run"
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setattr(cpp_tiles, "has_bf16_instructions", lambda: False)
     with pytest.raises(OptionError, match=r"oneDNN .*products in bf16"):
-        rungs.make_step(case, rung)
+        rungs.make_step(ladder, rung)
 
 
 def test_without_a_compiler_tiles_say_so(monkeypatch, tmp_path):

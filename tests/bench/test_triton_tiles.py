@@ -139,8 +139,8 @@ def test_sizes_that_do_not_fit_are_refused():
 
 def test_the_rung_is_there_where_triton_is():
     for kind, name in (("cuda", "tiles"), ("xpu", "tiles"), ("mps", "by-hand")):
-        case = rungs.Case(convmodel_workload(8), Precision.BF16, torch.device(kind))
-        assert rungs.rungs_of(case)[-1].name == name
+        ladder = rungs.Ladder(convmodel_workload(8), Precision.BF16, torch.device(kind))
+        assert rungs.rungs_of(ladder)[-1].name == name
 
 
 def test_without_triton_tiles_say_so(monkeypatch):

@@ -145,8 +145,16 @@ class _BytesMoved(TorchDispatchMode):
     nbytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run the op, and count its tensors, both operands and results."""
-        out = func(*args, **(kwargs or {}))
+        """Run the op, and count its tensors, both operands and results.
+
+        Inference mode leaves ops whole that autograd would take apart; they are taken apart here.
+        """
+        kwargs = kwargs or {}
+        with self:
+            out = func.decompose(*args, **kwargs)
+        if out is not NotImplemented:
+            return out
+        out = func(*args, **kwargs)
         if not computes_nothing(func):  # such as a view
             self.nbytes += sum(tensor.nbytes for tensor in tensors_in((args, kwargs, out)))
         return out

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from amp_lab.bench.workloads import Problem, Workload
+from amp_lab.bench.workloads import Problem, StepByHand, Workload
 from amp_lab.core.backends import backend
 from amp_lab.core.errors import OptionError
 from amp_lab.core.precision import Precision
+from amp_lab.model_call import ModelCall
+from amp_lab.recipes import INFERENCE, TRAINING, Recipe, Step
 
 # The loss scale of fp16. It is small enough that no step of these workloads overflows: GradScaler
 # would skip that step, and its losses could not be compared with those of fp32.
@@ -24,8 +26,8 @@ _INITIAL_SCALE = 2.0**12
 
 
 @dataclass(frozen=True)
-class Case:
-    """A workload in one precision on one device."""
+class Ladder:
+    """A workload in one precision on one device, which has some of the rungs."""
 
     workload: Workload
     precision: Precision
@@ -38,8 +40,8 @@ class Case:
 
 
 @dataclass
-class Step:
-    """The step of a case on a rung, ready to run."""
+class RungStep:
+    """The step of a rung, ready to run."""
 
     call: Callable[[], Tensor]  # returns the loss if the workload trains, else the output
     model: nn.Module
@@ -48,128 +50,66 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """The settings of a step. Each rung up to the requested one returns a changed recipe."""
-
-    case: Case
-    problem: Problem
-    make: Callable[["Recipe"], Callable[[], Tensor]]  # makes the function `Step.call`
-    autocast: bool
-    fused_adam: bool = False
-    reads_loss: bool = True  # whether the host waits for the loss of every step
-    compile_mode: str | None = None  # of torch.compile; None: eager mode
-    step_class: Callable[..., Callable] | None = None  # of the step by hand, such as `FusedStep`
-
-    @property
-    def records_graph(self) -> bool:
-        """Whether torch.compile records CUDA graphs in this mode on this device."""
-        is_graph_mode = self.compile_mode in ("reduce-overhead", "max-autotune")
-        return is_graph_mode and backend(self.case.device).has_graphs
-
-    def compiled(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """The function through torch.compile, or itself if the recipe has no compile mode."""
-        if self.compile_mode is None:
-            return function
-        # Shapes never change here, so torch.compile need not prepare for other ones.
-        return torch.compile(function, mode=self.compile_mode, dynamic=False)
-
-
-@dataclass(frozen=True)
 class Rung:
-    """An optimization of a step, the cases that have it, and how the benchmark treats it."""
+    """An optimization of a step, the ladders that have it, and how the benchmark treats it."""
 
     name: str
     description: str  # in one line, for the command line
-    exists: Callable[[Case], bool] = lambda case: True
-    apply: Callable[[Recipe], Recipe] = lambda recipe: recipe
+    exists: Callable[[Ladder], bool] = lambda ladder: True
+    change: Callable[[Recipe], Recipe] = lambda recipe: recipe
+    convert: Callable[[nn.Module], nn.Module] = lambda model: model  # before the recipe moves it
+    reads_loss: bool = True  # whether the host still waits for the loss of every step
+    # For a step by hand, which of a workload's it is.
+    by_hand: Callable[[Workload], StepByHand | None] = lambda workload: None
     # Whether it compiles for so long that a quick run leaves it out.
-    takes_long: Callable[[Case], bool] = lambda case: False
+    takes_long: Callable[[Ladder], bool] = lambda ladder: False
     needs_graph: bool = False  # fails if torch records no CUDA graph, the only gain of the rung
     has_limit: bool = True  # whether the rates of `measure_ceilings` are an upper limit for it
 
 
-# --- Changes that a rung makes: each takes a recipe and returns it changed. Some change the model
-# or the inputs of its problem in place.
-
-
-def _to_channels_last(recipe: Recipe) -> Recipe:
-    """Store images and weights of convolutions as N, H, W, C."""
-    problem = recipe.problem
-    problem.model.to(memory_format=torch.channels_last)
-    problem.inputs = problem.inputs.to(memory_format=torch.channels_last)
-    return recipe
-
-
-def _fold_norm(recipe: Recipe) -> Recipe:
+def _fold_norm(model: nn.Module) -> nn.Module:
     """Fold each batch normalisation, linear in evaluation mode, into the convolution before it."""
     layers: list[nn.Module] = []
-    for layer in recipe.problem.model.children():
+    for layer in model.children():
         if isinstance(layer, nn.BatchNorm2d) and isinstance(layers[-1], nn.Conv2d):
             layers[-1] = fuse_conv_bn_eval(layers[-1], layer)
         else:
             layers.append(layer)
-    recipe.problem.model = nn.Sequential(*layers)
-    return recipe
+    return nn.Sequential(*layers)
 
 
-def _cast_once(recipe: Recipe) -> Recipe:
-    """Cast model and inputs to the precision, in place of autocast."""
-    dtype = recipe.case.precision.dtype
-    problem = recipe.problem
-    problem.model = problem.model.to(dtype)
-    problem.inputs = problem.inputs.to(dtype)
-    return replace(recipe, autocast=False)
+# --- Conditions on a ladder: whether a rung exists in it, and whether it takes long to compile.
 
 
-def _to_fp8(recipe: Recipe) -> Recipe:
-    """Convert large linear layers to float8, see `use_fp8`."""
-    use_fp8(recipe.problem.model)
-    return recipe
-
-
-def _use_fused_step(recipe: Recipe) -> Recipe:
-    """Replace the whole step by the one written by hand, see fused_convmodel.py."""
-    step_class = recipe.case.workload.fused_step
-    return replace(recipe, make=_step_by_hand, step_class=step_class, compile_mode=None)
-
-
-def _use_tiled_step(recipe: Recipe) -> Recipe:
-    """Replace the step by hand by the one with a kernel for each pass, see tiled_convmodel.py."""
-    return replace(recipe, step_class=recipe.case.workload.tiled_step)
-
-
-# --- Conditions on a case: whether a rung exists in it, and whether it takes long to compile.
-
-
-def _compiles_long(case: Case) -> bool:
+def _compiles_long(ladder: Ladder) -> bool:
     """Whether compiled rungs take too long for a quick run: many layers, or fp32 or tf32."""
-    return case.workload.many_layers or not case.is_low
+    return ladder.workload.many_layers or not ladder.is_low
 
 
-def _can_use_fp8(case: Case) -> bool:
-    """Whether the case is in bf16, with large linear layers, on a device with float8."""
-    if case.precision is not Precision.BF16 or "large linear" not in case.workload.layers:
+def _can_use_fp8(ladder: Ladder) -> bool:
+    """Whether the ladder is in bf16, with large linear layers, on a device with float8."""
+    if ladder.precision is not Precision.BF16 or "large linear" not in ladder.workload.layers:
         return False
-    return has_fp8(case.device)
+    return has_fp8(ladder.device)
 
 
-def _has_fused_step(case: Case) -> bool:
+def _has_fused_step(ladder: Ladder) -> bool:
     """Whether the workload has a step by hand, and the precision is not fp16."""
     # The step by hand has no loss scale, so fp16 would lose small gradients.
-    return bool(case.workload.fused_step) and case.precision is not Precision.FP16
+    return bool(ladder.workload.fused_step) and ladder.precision is not Precision.FP16
 
 
-def _has_tiled_step(case: Case) -> bool:
-    """Whether the case is in bf16, and the workload has kernels for the device."""
-    if case.precision is not Precision.BF16 or not case.workload.tiled_step:
+def _has_tiled_step(ladder: Ladder) -> bool:
+    """Whether the ladder is in bf16, and the workload has kernels for the device."""
+    if ladder.precision is not Precision.BF16 or not ladder.workload.tiled_step:
         return False
-    device_backend = backend(case.device)
+    device_backend = backend(ladder.device)
     return device_backend.is_host or device_backend.has_triton
 
 
-def _has_several_ops(case: Case) -> bool:
+def _has_several_ops(ladder: Ladder) -> bool:
     """Whether torch.compile can fuse ops: a matmul alone has none to fuse."""
-    return case.workload.kind != "product"
+    return ladder.workload.kind != "product"
 
 
 RUNGS = (
@@ -177,46 +117,48 @@ RUNGS = (
     Rung(
         "channels-last",
         "images as N, H, W, C in memory",
-        exists=lambda case: "convolution" in case.workload.layers,
-        apply=_to_channels_last,
+        exists=lambda ladder: "convolution" in ladder.workload.layers,
+        change=lambda recipe: replace(recipe, channels_last=True),
     ),
     Rung(
         "fused-adam",
         "Adam in one kernel; it unscales, and skips a step that the scaler's check fails",
-        exists=lambda case: case.workload.trains,
-        apply=lambda recipe: replace(recipe, fused_adam=True),
+        exists=lambda ladder: ladder.workload.trains,
+        change=lambda recipe: replace(recipe, fused=True),
     ),
     Rung(
         "no-sync",
         "the host never waits: the loss is not read",
         # On a CPU the host computes the loss itself, so there is nothing to wait for.
-        exists=lambda case: case.workload.trains and not backend(case.device).is_host,
-        apply=lambda recipe: replace(recipe, reads_loss=False),
+        exists=lambda ladder: ladder.workload.trains and not backend(ladder.device).is_host,
+        reads_loss=False,
     ),
     Rung(
         "fold-norm",
         "batch normalisation folded into the convolution before it",
-        exists=lambda case: case.workload.kind == "inference" and "norm" in case.workload.layers,
-        apply=_fold_norm,
+        exists=lambda ladder: (
+            ladder.workload.kind == "inference" and "norm" in ladder.workload.layers
+        ),
+        convert=_fold_norm,
     ),
     Rung(
         "cast-once",
         "weights and input kept in the low precision, without autocast",
-        exists=lambda case: case.workload.kind == "inference" and case.is_low,
-        apply=_cast_once,
+        exists=lambda ladder: ladder.workload.kind == "inference" and ladder.is_low,
+        change=lambda recipe: replace(recipe, cast=True),
     ),
     Rung(
         "compile",
         "torch.compile: elementwise ops in one kernel, fewer calls",
         exists=_has_several_ops,
-        apply=lambda recipe: replace(recipe, compile_mode="default"),
+        change=lambda recipe: replace(recipe, compiled=True),
         takes_long=_compiles_long,
     ),
     Rung(
         "cuda-graphs",
         "forward and backward recorded once and replayed, without the host",
-        exists=lambda case: _has_several_ops(case) and backend(case.device).has_graphs,
-        apply=lambda recipe: replace(recipe, compile_mode="reduce-overhead"),
+        exists=lambda ladder: _has_several_ops(ladder) and backend(ladder.device).has_graphs,
+        change=lambda recipe: replace(recipe, compile_mode="reduce-overhead"),
         takes_long=_compiles_long,
         needs_graph=True,
     ),
@@ -224,14 +166,14 @@ RUNGS = (
         "max-autotune",
         "torch.compile tries several kernels for each matrix product",
         exists=_has_several_ops,
-        apply=lambda recipe: replace(recipe, compile_mode="max-autotune"),
-        takes_long=lambda case: True,
+        change=lambda recipe: replace(recipe, compile_mode="max-autotune"),
+        takes_long=lambda ladder: True,
     ),
     Rung(
         "fp8",
         "linear layers in float8, through torchao",
         exists=_can_use_fp8,
-        apply=_to_fp8,
+        convert=lambda model: use_fp8(model),
         takes_long=_compiles_long,
         has_limit=False,  # `measure_ceilings` times no matmul in float8
     ),
@@ -239,23 +181,24 @@ RUNGS = (
         "by-hand",
         "the step written anew, see fused_convmodel.py",
         exists=_has_fused_step,
-        apply=_use_fused_step,
+        change=lambda recipe: replace(recipe, compiled=False),
+        by_hand=lambda workload: workload.fused_step,
         takes_long=_compiles_long,
     ),
     Rung(
         "tiles",
         "the step by hand, a kernel for each pass over the pixels, see tiled_convmodel.py",
         exists=_has_tiled_step,
-        apply=_use_tiled_step,
+        by_hand=lambda workload: workload.tiled_step,
     ),
 )
 """Every rung, from the lowest."""
 EAGER = RUNGS[0]
 
 
-def rungs_of(case: Case) -> list[Rung]:
-    """The rungs that exist in a case, from the lowest."""
-    return [rung for rung in RUNGS if rung.exists(case)]
+def rungs_of(ladder: Ladder) -> list[Rung]:
+    """The rungs that exist in a ladder, from the lowest."""
+    return [rung for rung in RUNGS if rung.exists(ladder)]
 
 
 def has_fp8(device: torch.device) -> bool:
@@ -271,13 +214,13 @@ def has_fp8(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)  # Ada
 
 
-def use_fp8(model: nn.Module, *, emulate: bool = False) -> None:
-    """Convert large linear layers to float8, scaled for each row; weights stay float32.
+def use_fp8(model: nn.Module, *, emulate: bool = False) -> nn.Module:
+    """Convert a model's large linear layers to float8, scaled for each row; return the model.
 
-    This is torchao's recipe ``rowwise`` with its filter: only layers that become faster, and whose
-    sizes are multiples of 16 as the kernels need, are converted. With `emulate`, operands are
-    rounded to float8 and multiplied in the precision around, which runs on any device. Raises
-    `OptionError` without torchao.
+    Weights stay float32. This is torchao's recipe ``rowwise`` with its filter: only layers that
+    become faster, and whose sizes are multiples of 16 as the kernels need, are converted. With
+    `emulate`, operands are rounded to float8 and multiplied in the precision around, which runs on
+    any device. Raises `OptionError` without torchao.
     """
     try:
         float8 = importlib.import_module("torchao.float8")
@@ -285,7 +228,7 @@ def use_fp8(model: nn.Module, *, emulate: bool = False) -> None:
         message = "float8 needs torchao, of the dependency group bench: pdm sync"
         raise OptionError(message) from error
     config = float8.Float8LinearConfig.from_recipe_name("rowwise")
-    float8.convert_to_float8_training(
+    return float8.convert_to_float8_training(
         model,
         # torchao calls it for linear layers alone. A weight is (out, in).
         module_filter_fn=lambda layer, name: gains_from_fp8(*layer.weight.shape),
@@ -305,85 +248,78 @@ def gains_from_fp8(outer: int, inner: int) -> bool:
     return is_large and (outer > 4096 or inner > 2048)
 
 
-def make_step(case: Case, rung: Rung) -> Step:
+class _WithLoss(nn.Module):
+    """A model whose output is its loss, so that torch.compile gets both."""
+
+    def __init__(self, problem: Problem):
+        super().__init__()
+        self.model = problem.model
+        self.loss_fn = problem.loss_fn
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.loss_fn(self.model(inputs))
+
+
+def make_step(ladder: Ladder, rung: Rung) -> RungStep:
     """Make the step with all rungs up to `rung`, with a new model and new data from one seed.
 
     Raises `OptionError` where a rung needs a package, a compiler or instructions that are not here.
     """
     torch.manual_seed(0)
-    problem = case.workload.build(case.device)
-    problem.model.train(case.workload.trains)
-    make = _training_step if case.workload.trains else _inference_step
-    recipe = Recipe(case, problem, make, autocast=case.is_low)
-    if case.workload.kind == "product":  # operands are in the precision, so no cast is timed
-        recipe = _cast_once(recipe)
-    ladder = rungs_of(case)
-    top = ladder.index(rung)
-    for applied in ladder[: top + 1]:
-        recipe = applied.apply(recipe)  # may replace `recipe.make`, and the problem's model
-    return Step(recipe.make(recipe), problem.model, problem.inputs, recipe.records_graph)
+    workload = ladder.workload
+    problem = workload.build(ladder.device)
+    problem.model.train(workload.trains)
+    use = TRAINING if workload.trains else INFERENCE
+    # The operands of a matmul are in the precision, so that no cast is timed.
+    recipe = Recipe(use, ladder.precision, cast=workload.kind == "product")
+    reads_loss = workload.trains
+    for lower in rungs_of(ladder):
+        recipe = lower.change(recipe)
+        problem.model = lower.convert(problem.model)
+        reads_loss = reads_loss and lower.reads_loss
+        if lower is rung:
+            break
+    model = _WithLoss(problem) if workload.trains else problem.model
+    call = ModelCall(model, (problem.inputs,), loss_fn=lambda loss: loss)
+    step = Step(call, recipe, ladder.device, _INITIAL_SCALE, problem.lr, "Adam")
+    by_hand = rung.by_hand(workload)
+    if by_hand:
+        return _step_by_hand(step, by_hand, problem, ladder.precision)
+    return _step_by_recipe(step, recipe, reads_loss=reads_loss)
 
 
-def _training_step(recipe: Recipe) -> Callable[[], Tensor]:
-    """Return a function that takes a training step as the recipe says and returns its loss."""
-    problem = recipe.problem
-    precision = recipe.case.precision
-    device_type = recipe.case.device.type
-    model = problem.model
-    inputs = problem.inputs
-    fused = True if recipe.fused_adam else None  # None lets torch choose, as in most recipes
-    optimizer = torch.optim.Adam(model.parameters(), lr=problem.lr, fused=fused)
-    scaler = precision.grad_scaler(device_type, init_scale=_INITIAL_SCALE)
-    forward = recipe.compiled(lambda inputs: problem.loss_fn(model(inputs)))  # returns the loss
+def _step_by_recipe(step: Step, recipe: Recipe, *, reads_loss: bool) -> RungStep:
+    """A step that follows its recipe; with `reads_loss`, the host waits for the loss."""
+    (inputs,) = step.names["args"]
+    is_graph_mode = recipe.compiled and recipe.compile_mode in ("reduce-overhead", "max-autotune")
+    records_graph = is_graph_mode and backend(inputs.device).has_graphs
+    is_overwritten = recipe.use == TRAINING or records_graph  # by the next call
 
-    def step() -> Tensor:
+    def call() -> Tensor:
         # Tells the graphs that the last step's outputs are no longer needed.
-        if recipe.records_graph:
+        if records_graph:
             torch.compiler.cudagraph_mark_step_begin()
-        optimizer.zero_grad()
-        with torch.autocast(device_type, dtype=precision.dtype, enabled=recipe.autocast):
-            loss = forward(inputs)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        loss = loss.detach().clone()  # the next replay of a graph overwrites its outputs
-        if recipe.reads_loss:
-            loss.item()  # makes the host wait for the device
-        return loss
-
-    return step
-
-
-def _inference_step(recipe: Recipe) -> Callable[[], Tensor]:
-    """Return a function that runs the model once without gradients and returns its output."""
-    inputs = recipe.problem.inputs
-    forward = recipe.compiled(recipe.problem.model)
-    dtype = recipe.case.precision.dtype
-    device_type = recipe.case.device.type
-
-    @torch.no_grad()
-    def step() -> Tensor:
-        if recipe.records_graph:
-            torch.compiler.cudagraph_mark_step_begin()
-        with torch.autocast(device_type, dtype=dtype, enabled=recipe.autocast):
-            out = forward(inputs)
-        if recipe.records_graph:
-            return out.clone()  # the next replay overwrites it
+        out = step.run()
+        if is_overwritten:
+            out = out.clone()
+        if reads_loss:
+            out.item()  # makes the host wait for the device
         return out
 
-    return step
+    return RungStep(call, step.model, inputs, records_graph)
 
 
-def _step_by_hand(recipe: Recipe) -> Callable[[], Tensor]:
-    """Return a function that takes a training step by `recipe.step_class` and returns its loss."""
-    problem = recipe.problem
-    optimizer = torch.optim.Adam(problem.model.parameters(), lr=problem.lr, fused=True)
-    assert recipe.step_class is not None  # the rung exists only for workloads that have one
-    forward_backward = recipe.step_class(problem.model, recipe.case.precision.dtype)
+def _step_by_hand(
+    step: Step, by_hand: StepByHand, problem: Problem, precision: Precision
+) -> RungStep:
+    """A training step by hand, with the model, the inputs and the optimizer of another step."""
+    optimizer = step.names["optimizer"]
+    (inputs,) = step.names["args"]
+    forward_backward = by_hand(step.model.model, precision.dtype)
 
-    def step() -> Tensor:
-        loss = forward_backward(problem.inputs, problem.target)
+    def call() -> Tensor:
+        loss = forward_backward(inputs, problem.target)
         optimizer.step()  # without `zero_grad`, since `forward_backward` replaces the gradients
         return loss
 
-    return step
+    return RungStep(call, step.model, inputs)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from amp_lab.bench.limits import Ceilings, Count, count_step, measure_ceilings
 from amp_lab.bench.results import BASELINE, Results, Row, quotient
-from amp_lab.bench.rungs import EAGER, RUNGS, Case, Rung, Step, make_step, rungs_of
+from amp_lab.bench.rungs import EAGER, RUNGS, Ladder, Rung, RungStep, make_step, rungs_of
 from amp_lab.bench.workloads import WORKLOADS, workloads
 from amp_lab.core.allocator import keep_memory
 from amp_lab.core.backends import backend
@@ -50,10 +50,10 @@ _QUICK_S = 150  # the rounds of a quick run end before, since it promises to end
 _HOPELESS = 20
 
 
-class _Ladder(NamedTuple):
-    """A case, and the rungs that are tried for it."""
+class _Chosen(NamedTuple):
+    """A ladder, and those of its rungs that are tried."""
 
-    case: Case
+    ladder: Ladder
     rungs: list[Rung]
 
 
@@ -62,8 +62,8 @@ class _Configuration:
     """A rung after its first steps, ready to be timed, and the row for its results."""
 
     row: Row
-    case: Case
-    step: Step
+    ladder: Ladder
+    step: RungStep
     check: Tensor  # losses of the first steps (steps,), or the output; fp64 on the CPU
     seconds: float = 0.0  # of the latest step
 
@@ -137,7 +137,7 @@ def run_bench(
     results.environment["memory_kept"] = memory_kept
     try:
         for ladders in plan:
-            say(ladders[0].case.workload.title)
+            say(ladders[0].ladder.workload.title)
             _run_workload(ladders, results, pace, after_round)
         results.complete = True
     except KeyboardInterrupt:  # rows that were not timed yet are no results
@@ -172,7 +172,7 @@ def _plan(
     rungs: Sequence[str],
     *,
     quick: bool,
-) -> list[list[_Ladder]]:
+) -> list[list[_Chosen]]:
     """The ladders of each workload, one for each precision, fp32 first.
 
     Raises `OptionError` for the name of a workload or a rung that this device or a quick run lacks.
@@ -184,16 +184,16 @@ def _plan(
     for name in names:
         if all(workload.name != name for workload in available):
             raise OptionError(f"workload {name!r} is not {where}")
-    plan: list[list[_Ladder]] = []
+    plan: list[list[_Chosen]] = []
     planned_rungs: set[str] = set()
     for workload in available:
         if names and workload.name not in names:
             continue
-        ladders: list[_Ladder] = []
+        ladders: list[_Chosen] = []
         for precision in precisions:
-            case = Case(workload, precision, device)
-            chosen = _choose_rungs(case, rungs, quick=quick)
-            ladders.append(_Ladder(case, chosen))
+            ladder = Ladder(workload, precision, device)
+            chosen = _choose_rungs(ladder, rungs, quick=quick)
+            ladders.append(_Chosen(ladder, chosen))
             planned_rungs.update(rung.name for rung in chosen)
         plan.append(ladders)
     for name in rungs:
@@ -202,15 +202,15 @@ def _plan(
     return plan
 
 
-def _choose_rungs(case: Case, names: Sequence[str], *, quick: bool) -> list[Rung]:
+def _choose_rungs(ladder: Ladder, names: Sequence[str], *, quick: bool) -> list[Rung]:
     """The rungs with these names, or all without names, except slow ones in a quick run.
 
     Eager is always one of them: its step is counted, and in fp32 the others are compared with it.
     """
     chosen = []
-    for rung in rungs_of(case):
+    for rung in rungs_of(ladder):
         is_asked = not names or rung is EAGER or rung.name in names
-        is_too_slow = quick and rung.takes_long(case)
+        is_too_slow = quick and rung.takes_long(ladder)
         if is_asked and not is_too_slow:
             chosen.append(rung)
     return chosen
@@ -241,15 +241,16 @@ def _new_results(report: DeviceReport, ceilings: Ceilings, *, quick: bool, round
 
 
 def _run_workload(
-    ladders: list[_Ladder], results: Results, pace: _Pace, after_round: Callable[[Results], None]
+    ladders: list[_Chosen], results: Results, pace: _Pace, after_round: Callable[[Results], None]
 ) -> None:
     """Try and time the rungs of one workload, and add their rows to the results."""
     # Each rung compiles the same source again; by default torch stops after 8 times and runs the
     # function eagerly, which would be timed as if it were compiled.
-    limits = {"recompile_limit": 1000, "fail_on_recompile_limit_hit": True}
-    with torch._dynamo.config.patch(limits):
+    settings = {"recompile_limit": 1000, "fail_on_recompile_limit_hit": True}
+    settings["automatic_dynamic_shapes"] = False  # since shapes never change within a workload
+    with torch._dynamo.config.patch(settings):
         ready = _prepare(ladders, results)
-        timed = Rounds(ladders[0].case.device)
+        timed = Rounds(ladders[0].ladder.device)
         round_s = 0.0
         while pace.needs_round(timed, round_s):
             started = time.perf_counter()
@@ -272,11 +273,11 @@ def _time_round(ready: list[_Configuration], timed: Rounds, turn_s: float) -> No
             row = configuration.row
             if row.status != "ok":
                 continue
-            with _failure_recorded(row, configuration.case.device):
+            with _failure_recorded(row, configuration.ladder.device):
                 seconds[row.setting] = _time(configuration, turn_s)
 
 
-def _prepare(ladders: list[_Ladder], results: Results) -> list[_Configuration]:
+def _prepare(ladders: list[_Chosen], results: Results) -> list[_Configuration]:
     """Try the rungs of one workload in each precision, and return those that can be timed.
 
     Each rung that is tried gets a row in the results, whose status says why it cannot be timed. If
@@ -284,16 +285,16 @@ def _prepare(ladders: list[_Ladder], results: Results) -> list[_Configuration]:
     """
     ready: list[_Configuration] = []
     baseline = None  # fp32 eager, the first of all
-    for case, ladder in ladders:
+    for ladder, rungs in ladders:
         count = None  # FLOPs and bytes of the eager step, the first of each precision
-        for rung in ladder:
-            row = _new_row(case, rung)
+        for rung in rungs:
+            row = _new_row(ladder, rung)
             results.rows.append(row)
-            with _failure_recorded(row, case.device):
-                configuration = _run_first_steps(row, case, rung, baseline)
+            with _failure_recorded(row, ladder.device):
+                configuration = _run_first_steps(row, ladder, rung, baseline)
                 if rung is EAGER:
                     count = _count(configuration)
-                    if case.precision is Precision.FP32:
+                    if ladder.precision is Precision.FP32:
                         baseline = configuration
                 _judge(configuration, baseline)  # may set the status of the row to "failed"
                 if count is not None and rung.has_limit:
@@ -305,10 +306,10 @@ def _prepare(ladders: list[_Ladder], results: Results) -> list[_Configuration]:
     return ready
 
 
-def _new_row(case: Case, rung: Rung) -> Row:
+def _new_row(ladder: Ladder, rung: Rung) -> Row:
     """A row without results, whose status is ``ok`` until something fails."""
-    workload = case.workload
-    row = Row(workload.name, workload.size, str(case.precision), rung.name, "ok")
+    workload = ladder.workload
+    row = Row(workload.name, workload.size, str(ladder.precision), rung.name, "ok")
     row.unit = workload.unit
     row.items = workload.items
     return row
@@ -317,9 +318,9 @@ def _new_row(case: Case, rung: Rung) -> Row:
 def _count(configuration: _Configuration) -> Count:
     """Count FLOPs and bytes of a configuration's step, which is called twice for that."""
     step = configuration.step
-    case = configuration.case
-    with case.precision.float32_mode(case.device.type):
-        return count_step(step.call, step.model, step.inputs, training=case.workload.trains)
+    ladder = configuration.ladder
+    with ladder.precision.float32_mode(ladder.device.type):
+        return count_step(step.call, step.model, step.inputs, training=ladder.workload.trains)
 
 
 def _write_count(row: Row, count: Count, results: Results) -> None:
@@ -362,34 +363,34 @@ def _out_of_memory_reason(error: RuntimeError, device: torch.device) -> str:
 
 
 def _run_first_steps(
-    row: Row, case: Case, rung: Rung, baseline: _Configuration | None
+    row: Row, ladder: Ladder, rung: Rung, baseline: _Configuration | None
 ) -> _Configuration:
     """Make a rung's step, call it `CHECKED_STEPS` times, and write its peak memory into the row.
 
     Raises `OptionError` for a precision whose eager step takes `_HOPELESS` times as long as in
     fp32, and `RuntimeError` where a rung needs a CUDA graph and torch recorded none.
     """
-    bytes_before = allocated_bytes(case.device)
+    bytes_before = allocated_bytes(ladder.device)
     counters = torch._dynamo.utils.counters["inductor"]
     skips_before = counters["cudagraph_skips"]
-    step = make_step(case, rung)
+    step = make_step(ladder, rung)
     seconds = 0.0
     outputs: list[Tensor] = []
     peaks: list[int | None] = []
 
     def call() -> None:
-        if not case.workload.trains:
+        if not ladder.workload.trains:
             outputs.clear()  # so that the peak memory of a call has only one output in it
         outputs.append(step.call())
 
-    with case.precision.float32_mode(case.device.type):
+    with ladder.precision.float32_mode(ladder.device.type):
         # The first call alone: if it is hopeless on a CPU, the others are not waited for.
         for calls in (1, CHECKED_STEPS - 1):
-            measured = measure(call, device=case.device, warmup=0, repeats=calls)
+            measured = measure(call, device=ladder.device, warmup=0, repeats=calls)
             seconds = measured.samples_s[-1]
             peaks.append(measured.peak_bytes)
             # An accelerator's first call loads kernels, so its time is not that of a step.
-            is_step_time = calls > 1 or backend(case.device).is_host
+            is_step_time = calls > 1 or backend(ladder.device).is_host
             if rung is EAGER and baseline and is_step_time:
                 _refuse_hopeless(seconds, baseline.seconds)
     if rung.needs_graph and counters["cudagraph_skips"] > skips_before:
@@ -400,8 +401,8 @@ def _run_first_steps(
         peak = max(known_peaks) if step.records_graph else known_peaks[-1]
         row.peak_bytes = peak - bytes_before  # without what earlier rungs hold
     # All losses of a workload that trains, else one output: `_judge` compares it with fp32's.
-    check = torch.stack(outputs) if case.workload.trains else outputs[-1]
-    return _Configuration(row, case, step, check.cpu().double(), seconds)
+    check = torch.stack(outputs) if ladder.workload.trains else outputs[-1]
+    return _Configuration(row, ladder, step, check.cpu().double(), seconds)
 
 
 def _refuse_hopeless(seconds: float, baseline_s: float) -> None:
@@ -423,8 +424,8 @@ def _judge(configuration: _Configuration, baseline: _Configuration | None) -> No
     check = configuration.check
     reference = baseline.check
     reasons = []
-    tolerance, fall_tolerance = TOLERANCES[configuration.case.precision]
-    if configuration.case.workload.trains:
+    tolerance, fall_tolerance = TOLERANCES[configuration.ladder.precision]
+    if configuration.ladder.workload.trains:
         row.progress = _finite((check[0] - check[-1]) / (reference[0] - reference[-1]))
         if row.progress is None or abs(row.progress - 1) > fall_tolerance:
             fall = "not a number" if row.progress is None else f"{row.progress:.0%}"
@@ -455,7 +456,7 @@ def _time(configuration: _Configuration, turn_s: float) -> float:
     one step to the next. The mean is kept in `configuration.seconds` for the next turn.
     """
     step = configuration.step
-    case = configuration.case
+    ladder = configuration.ladder
     calls_that_fit = round(turn_s / configuration.seconds)
     calls = max(1, min(20, calls_that_fit))
 
@@ -463,10 +464,10 @@ def _time(configuration: _Configuration, turn_s: float) -> float:
         for _ in range(calls):
             step.call()
 
-    with case.precision.float32_mode(case.device.type):
+    with ladder.precision.float32_mode(ladder.device.type):
         # `measure` empties the memory cache of an accelerator, which the warm-up fills again.
-        warmup = 0 if backend(case.device).is_host else 1
-        measured = measure(run, device=case.device, warmup=warmup, repeats=1)
+        warmup = 0 if backend(ladder.device).is_host else 1
+        measured = measure(run, device=ladder.device, warmup=warmup, repeats=1)
     configuration.seconds = measured.samples_s[0] / calls
     return configuration.seconds
 

@@ -17,6 +17,10 @@ from amp_lab.core.backends import backend
 from amp_lab.models.build import build_model
 from amp_lab.models.gpt import Gpt, Size
 
+StepByHand = Callable[..., Callable]
+"""Makes a step of a model and a dtype. Called with inputs and target, the step returns the loss and
+sets all gradients."""
+
 
 @dataclass
 class Problem:
@@ -42,10 +46,8 @@ class Workload:
     # Kinds of layers that some rungs need: ``convolution``, ``norm``, ``large linear``.
     layers: Set[str] = frozenset()
     many_layers: bool = False  # whether torch.compile takes minutes for it on a CPU
-    # Two steps by hand. Each is made from model and dtype; called with inputs and target, it
-    # returns the loss and sets all gradients. The second one runs on kernels written for it.
-    fused_step: Callable[..., Callable] | None = field(default=None, repr=False)
-    tiled_step: Callable[..., Callable] | None = field(default=None, repr=False)
+    fused_step: StepByHand | None = field(default=None, repr=False)
+    tiled_step: StepByHand | None = field(default=None, repr=False)  # with kernels written for it
 
     @property
     def title(self) -> str:

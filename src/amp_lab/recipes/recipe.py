@@ -20,8 +20,9 @@ class Recipe:
     precision: Precision = Precision.FP32
     cast: bool = False  # whether weights and inputs are cast, in place of autocast
     channels_last: bool = False
-    fused: bool = False
+    fused: bool = False  # whether the optimizer's update is one kernel
     compiled: bool = False
+    compile_mode: str = "default"  # of torch.compile
 
     @property
     def autocasts(self) -> bool:
@@ -48,6 +49,8 @@ class Recipe:
             name += ", fused AdamW"
         if self.compiled:
             name += ", torch.compile"
+            if self.compile_mode != "default":
+                name += f" ({self.compile_mode})"
         return name
 
 

@@ -1,5 +1,6 @@
 """A step by a recipe: the same lines are run here and printed."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,20 +33,29 @@ _FP16_BACKWARD = """\
 
 
 def step_code(
-    model: nn.Module, recipe: Recipe, device: torch.device, scale: float, lr: float = 1e-4
+    model: nn.Module,
+    recipe: Recipe,
+    device: torch.device,
+    scale: float,
+    lr: float = 1e-4,
+    optimizer: str = "AdamW",
 ) -> str:
     """The lines that move model and inputs to the device, and define ``step``.
 
-    `scale` is the first loss scale, which only training in fp16 has; `lr` is the learning rate.
+    For training, `optimizer` is the name of a class in `torch.optim`, `lr` its learning rate, and
+    `scale` the first loss scale, which only fp16 has.
     """
     code = []
     if recipe.precision is Precision.TF32:
         code.append('torch.set_float32_matmul_precision("high")')
     code += _moving_lines(recipe, device, recipe.dtype_for(model))
     if recipe.use == TRAINING:
-        code += _optimizer_lines(recipe, scale, lr)
+        code += _optimizer_lines(recipe, scale, lr, optimizer)
     if recipe.compiled:
-        code.append("model = torch.compile(model)")
+        mode = ""
+        if recipe.compile_mode != "default":
+            mode = f', mode="{recipe.compile_mode}"'
+        code.append(f"model = torch.compile(model{mode})")
     if recipe.use == TRAINING:
         code += _training_step_lines(recipe)
     else:
@@ -72,12 +82,12 @@ def _moving_lines(recipe: Recipe, device: torch.device, dtype: torch.dtype | Non
     return [*code, _MOVE_CALL]
 
 
-def _optimizer_lines(recipe: Recipe, scale: float, lr: float) -> list[str]:
+def _optimizer_lines(recipe: Recipe, scale: float, lr: float, optimizer: str) -> list[str]:
     """Lines that make the optimizer, and the scaler in fp16."""
     options = f"lr={lr}"
     if recipe.fused:
         options += ", fused=True"
-    code = [f"optimizer = torch.optim.AdamW(model.parameters(), {options})"]
+    code = [f"optimizer = torch.optim.{optimizer}(model.parameters(), {options})"]
     if recipe.precision is Precision.FP16:
         code.append(f"scaler = torch.amp.GradScaler(device.type, init_scale={scale})")
     return code
@@ -120,6 +130,7 @@ class Step:
         device: torch.device | None = None,
         scale: float = 2.0**16,
         lr: float = 1e-4,
+        optimizer: str = "AdamW",
     ):
         self.device = device or call.device
         self._recipe = recipe
@@ -128,12 +139,13 @@ class Step:
         self.model = self.names["model"]  # before the code compiles it
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         with Precision.FP32.autocast(self.device.type):  # at its end TF32 is set as before
-            exec(step_code(self.model, recipe, self.device, scale, lr), self.names)
+            exec(step_code(self.model, recipe, self.device, scale, lr, optimizer), self.names)
+        self.run: Callable[[], Any] = self.names["step"]  # in the float32 mode around it
 
     def __call__(self) -> Any:
         """Run one step; return the loss in training, else the output. tf32 recipes use TF32."""
         with self._recipe.precision.float32_mode(self.device.type):
-            return self.names["step"]()
+            return self.run()
 
     def output(self) -> Any:
         """The model's output without autocast and TF32: in the dtype of its weights."""
