@@ -95,8 +95,8 @@ def parsed(*arguments: str) -> argparse.Namespace:
 
 
 def load(*arguments: str, with_values: bool = False):
-    with load_model(parsed(*arguments), with_values=with_values) as given:
-        return given
+    with load_model(parsed(*arguments), with_values=with_values) as loaded:
+        return loaded.call
 
 
 def test_a_model_of_a_package_by_function_and_by_class(here):

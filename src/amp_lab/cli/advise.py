@@ -39,7 +39,6 @@ def run(options: argparse.Namespace) -> None:
 
     from amp_lab.advisor import first_look, forecast, measured
     from amp_lab.core.device import pick_device
-    from amp_lab.model_call import ModelCall
     from amp_lab.tracing.fake_device import checked_backend
 
     _check_options(options)
@@ -55,22 +54,21 @@ def run(options: argparse.Namespace) -> None:
     def look(loaded: LoadedModel) -> tuple[Any, ...]:
         """X-ray the model and forecast its memory.
 
-        Returns `loaded`, its call, the `Outlook`, and the `Advice` for a device that is not here;
+        Returns `loaded`, the `Outlook`, and the `Advice` for a device that is not here;
         None in its place if the device is here, where it will be measured.
         """
-        call = ModelCall(loaded.model, loaded.args, loaded.kwargs, loaded.loss_fn)
-        outlook = first_look(call, device, options.memory)
+        outlook = first_look(loaded.call, device, options.memory)
         advice = None
         if not is_here:
-            advice = forecast(call, outlook)
-        return loaded, call, outlook, advice
+            advice = forecast(loaded.call, outlook)
+        return loaded, outlook, advice
 
-    loaded, call, outlook, advice = trace_model(options, look, with_values=is_here)
+    loaded, outlook, advice = trace_model(options, look, with_values=is_here)
     if advice is None:  # measured here, since the hooks in the block would be timed and compiled
         seconds = end - time.perf_counter()
         timeout = max(options.timeout, 180 * options.minutes)  # three times --minutes, in seconds
         with user_code_guard(repr(options.target), timeout):
-            advice = measured(call, outlook, seconds, _setup_lines(options, loaded))
+            advice = measured(loaded.call, outlook, seconds, _setup_lines(options, loaded))
     if options.html:
         advice.to_html(options.html)
     show(advice, options.format)
@@ -103,7 +101,7 @@ def _returned_names(options: argparse.Namespace, loaded: LoadedModel) -> str:
     """The left side of the assignment: names for the model, or for the tuple with the model."""
     if not loaded.returned:  # the target is a model alone, not a tuple
         return "model"
-    if loaded.loss_fn is not None and not options.loss:
+    if loaded.call.loss_fn is not None and not options.loss:
         return "model, *_, loss_fn"
     return "model, *_"
 
@@ -111,7 +109,8 @@ def _returned_names(options: argparse.Namespace, loaded: LoadedModel) -> str:
 def _input_lines(options: argparse.Namespace, loaded: LoadedModel) -> tuple[list[str], list[str]]:
     """Lines that import what ``args`` and ``kwargs`` need, and lines that make them."""
     if not options.batch:
-        return [], [f"args = {_code_for(loaded.args)}", f"kwargs = {_code_for(loaded.kwargs)}"]
+        call = loaded.call
+        return [], [f"args = {_code_for(call.args)}", f"kwargs = {_code_for(call.kwargs)}"]
     imports, batch = _import_target(options.batch)  # `batch` is the code for the batch
     if callable(find_target(options.batch)):
         batch = f"{batch}()"

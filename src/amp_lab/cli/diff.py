@@ -2,18 +2,20 @@
 
 import argparse
 import contextlib
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from amp_lab.cli.input_argument import parse_shape
 from amp_lab.cli.memory_check import require_memory
-from amp_lab.cli.model_argument import LoadedModel, add_model, load_model
+from amp_lab.cli.model_argument import add_model, load_model
 from amp_lab.cli.printing import require_figure, show
 from amp_lab.cli.user_code import FORM, user_code_guard
 from amp_lab.core.errors import OptionError
+
+if TYPE_CHECKING:
+    from amp_lab.model_call import ModelCall
 
 _FP32_MODES = ("fp32", "tf32")
 _VARIANTS = "--precision, --compile, --batch-sizes or --device"
@@ -95,23 +97,21 @@ def _check_options(options: argparse.Namespace) -> tuple[int, ...] | None:
 
 def _difference(options: argparse.Namespace, sizes: tuple[int, ...] | None) -> Any:
     """Load what the options name, run it twice, and return the `RunComparison`."""
-    from amp_lab.tracing.copies import copied
-
     with load_model(options, with_values=True) as loaded:
         if options.other:
             with load_model(options, with_values=True, target=options.other) as other:
                 if options.same_weights:
-                    _share_weights(loaded.model, other.model)
-                return _compare(options, loaded, other.model, sizes)
+                    _share_weights(loaded.call.model, other.call.model)
+                return _compare(options, loaded.call, other.call.model, sizes)
         if not options.compile:
-            return _compare(options, loaded, copied(loaded.model), sizes)
+            return _compare(options, loaded.call, loaded.call.copy().model, sizes)
     # Outside of the block above, since the compiler would trace its hooks too.
     with user_code_guard(repr(options.target), options.timeout):
-        return _compare_compiled(options, loaded)
+        return _compare_compiled(options, loaded.call)
 
 
 def _compare(
-    options: argparse.Namespace, loaded: LoadedModel, other: Any, sizes: tuple[int, ...] | None
+    options: argparse.Namespace, call: "ModelCall", other: Any, sizes: tuple[int, ...] | None
 ) -> Any:
     """Compare two runs, and return the `RunComparison`.
 
@@ -127,17 +127,16 @@ def _compare(
     if options.other:
         a = dataclasses.replace(b, size=size_a)
     else:
-        a = _Setting("cpu", _first_precision(options.precision, loaded.model), size_a)
+        a = _Setting("cpu", _first_precision(options.precision, call.model), size_a)
+    other_call = dataclasses.replace(call, model=other)
     remarks = [
-        *_input_remarks("A", loaded, loaded.model, a.precision),
-        *_input_remarks("B", loaded, other, b.precision),
+        *_input_remarks("A", call, a.precision),
+        *_input_remarks("B", other_call, b.precision),
     ]
     # If the first run casts the inputs to 16 bits, the second gets the same rounded values.
-    shared = copy.copy(loaded)
-    dtype = _input_dtype(loaded.model, a.precision)
-    shared.args, shared.kwargs = _cast_tensors((loaded.args, loaded.kwargs), dtype)
-    run_a = _make_run(loaded.model, shared, a)
-    run_b = _make_run(other, shared, b)
+    call = _cast_inputs(call, _input_dtype(call.model, a.precision))
+    run_a = _make_run(call, a)
+    run_b = _make_run(dataclasses.replace(call, model=other), b)
     difference = compare_runs(run_a, run_b)
     return dataclasses.replace(difference, remarks=(*difference.remarks, *remarks))
 
@@ -172,7 +171,7 @@ def _input_dtype(model: Any, precision: str | None) -> Any:
 
 
 def _is_cast(tensor: Any, dtype: Any) -> bool:
-    """Whether `_cast_tensors` casts this tensor to `dtype`; never if `dtype` is None."""
+    """Whether `_cast_inputs` casts this tensor to `dtype`; never if `dtype` is None."""
     import torch
 
     from amp_lab.core.tensors import LOWER_DTYPES
@@ -181,100 +180,69 @@ def _is_cast(tensor: Any, dtype: Any) -> bool:
     return dtype in known and tensor.dtype in known and tensor.dtype is not dtype
 
 
-def _cast_tensors(structure: Any, dtype: Any) -> Any:
-    """The structure with its tensors in fp32, fp16 and bf16 cast to `dtype`, if it is one of these.
+def _cast_inputs(call: "ModelCall", dtype: Any) -> "ModelCall":
+    """The call with its inputs in fp32, fp16 and bf16 cast to `dtype`, if it is one of these.
 
     Unchanged for any other `dtype`, and for None.
     """
-    from amp_lab.core.tensors import map_tensors
 
     def cast(tensor: Any) -> Any:
         if _is_cast(tensor, dtype):
             return tensor.to(dtype)
         return tensor
 
-    return map_tensors(cast, structure)
+    return call.map_inputs(cast)
 
 
-def _input_remarks(
-    run: str, loaded: LoadedModel, model: Any, precision: str | None
-) -> Iterator[str]:
+def _input_remarks(run: str, call: "ModelCall", precision: str | None) -> Iterator[str]:
     """A remark if the inputs of a run are cast to the dtype of the model's weights, else nothing.
 
     `run` is its name in the sentence: A, B or both.
     """
     from amp_lab.core.report import short_name
-    from amp_lab.core.tensors import tensors_in
 
-    dtype = _input_dtype(model, precision)
-    tensors = tensors_in((loaded.args, loaded.kwargs))
-    if any(_is_cast(tensor, dtype) for tensor in tensors):
+    dtype = _input_dtype(call.model, precision)
+    if any(_is_cast(tensor, dtype) for tensor in call.tensors):
         yield f"The inputs of {run} were cast to {short_name(dtype)}, the dtype of its weights."
 
 
-def _make_run(model: Any, loaded: LoadedModel, setting: _Setting) -> Callable[[], Any]:
-    """A function that runs a model on the loaded inputs, with the loss if there is one.
+def _make_run(call: "ModelCall", setting: _Setting) -> Callable[[], Any]:
+    """A function that runs the model, with the loss if there is one.
 
     The model itself is moved to the device of `setting`, cast if it has to be, and put into
     evaluation mode if a batch size is set.
     """
     import torch
 
-    inputs = _move_inputs((loaded.args, loaded.kwargs), setting.device, setting.size)
-    model = model.to(setting.device)
-    if setting.precision in _FP32_MODES and _has_low_weights(model):
-        model = model.float()
-        dtype = torch.float32
-    else:
-        dtype = _input_dtype(model, setting.precision)
-    args, kwargs = _cast_tensors(inputs, dtype)
     if setting.size is not None:
-        model.eval()
+        call = call.with_batch(setting.size)
+        call.model.eval()
+    call = call.to(setting.device)
+    dtype = _input_dtype(call.model, setting.precision)
+    if setting.precision in _FP32_MODES and _has_low_weights(call.model):
+        dtype = torch.float32
+        call.model.to(dtype)
+    call = _cast_inputs(call, dtype)
 
-    def call():
+    def run() -> Any:
         with _autocast(setting.precision, setting.device):
-            output = model(*args, **kwargs)
-            if loaded.loss_fn is None:
-                return output
-            return loaded.loss_fn(output)
+            return call.result()
 
-    return call
+    return run
 
 
-def _compare_compiled(options: argparse.Namespace, loaded: LoadedModel) -> Any:
+def _compare_compiled(options: argparse.Namespace, call: "ModelCall") -> Any:
     """Compare the model with itself compiled, and return the `RunComparison`."""
     import torch
 
     from amp_lab.difference import compare_runs
 
     device = _device(options)
-    inputs = _move_inputs((loaded.args, loaded.kwargs), device, None)
-    args, kwargs = _cast_tensors(inputs, _input_dtype(loaded.model, options.precision))
-    model = loaded.model.to(device)
+    remarks = _input_remarks("both", call, options.precision)
+    call = _cast_inputs(call.to(device), _input_dtype(call.model, options.precision))
     with _autocast(options.precision, device):
-        found = compare_runs(model, torch.compile(model), *args, **kwargs)
-    remarks = _input_remarks("both", loaded, model, options.precision)
+        found = compare_runs(call.model, torch.compile(call.model), *call.args, **call.kwargs)
     return dataclasses.replace(found, remarks=(*found.remarks, *remarks))
-
-
-def _move_inputs(inputs: tuple[tuple, dict], device: str, size: int | None) -> Any:
-    """The inputs on a device, `(args, kwargs)`; with `size`, their rows are repeated or cut to it.
-
-    Rows are those of the tensors whose first dimension is the batch.
-    """
-    import torch
-    from torch.utils._pytree import tree_map_only
-
-    from amp_lab.tracing.memory import BatchedInputs
-
-    batch = BatchedInputs(*inputs).batch
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        if size is not None and tensor.dim() and len(tensor) == batch:
-            tensor = tensor[torch.arange(size) % batch]
-        return tensor.to(device)
-
-    return tree_map_only(torch.Tensor, move, inputs)
 
 
 def _device(options: argparse.Namespace) -> str:

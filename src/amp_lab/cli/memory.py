@@ -60,8 +60,8 @@ def _run_inference(options: argparse.Namespace) -> None:
 
     def trace(loaded: LoadedModel) -> InferenceTable:
         return inference_table(
-            loaded.model,
-            BatchedInputs(loaded.args, loaded.kwargs),
+            loaded.call.model,
+            BatchedInputs(loaded.call.args, loaded.call.kwargs),
             memory_bytes=options.memory,
             reserve=options.reserve,
             device_type=options.device,
@@ -81,9 +81,9 @@ def _run_training(options: argparse.Namespace) -> None:
 
     def trace(loaded: LoadedModel) -> MemoryTable:
         table = memory_table(
-            loaded.model,
-            BatchedInputs(loaded.args, loaded.kwargs),
-            loss_fn=loaded.loss_fn,
+            loaded.call.model,
+            BatchedInputs(loaded.call.args, loaded.call.kwargs),
+            loss_fn=loaded.call.loss_fn,
             memory_bytes=options.memory,
             reserve=options.reserve,
             device_type=options.device,
@@ -91,7 +91,7 @@ def _run_training(options: argparse.Namespace) -> None:
             fsdp_ranks=1 if options.fsdp_ranks is None else options.fsdp_ranks,
             **_precisions(options),
         )
-        if loaded.loss_fn is not None:
+        if loaded.call.loss_fn is not None:
             return table
         return dataclasses.replace(table, loss_left_out=loaded.observer.loss_left_out)
 

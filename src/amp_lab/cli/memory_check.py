@@ -2,9 +2,13 @@
 
 import argparse
 import contextlib
+from typing import TYPE_CHECKING
 
-from amp_lab.cli.model_argument import LoadedModel, load_model
+from amp_lab.cli.model_argument import load_model
 from amp_lab.core.errors import OptionError, TraceError
+
+if TYPE_CHECKING:
+    from amp_lab.model_call import ModelCall
 
 
 def require_memory(
@@ -22,7 +26,6 @@ def require_memory(
     """
     from amp_lab.core.device import memory_bytes, pick_device
     from amp_lab.core.report import bytes_text
-    from amp_lab.tracing.memory import BatchedInputs
 
     device = pick_device(name)
     available = memory_bytes(device)
@@ -31,9 +34,9 @@ def require_memory(
         contextlib.suppress(TraceError),  # a model that cannot be traced is run without a check
         load_model(options, with_values=False) as loaded,
     ):
-        needed = _peak_bytes(loaded, device.type, inference)
+        needed = _peak_bytes(loaded.call, device.type, inference)
         if size is not None:  # memory grows with the batch, roughly
-            needed = needed * size // BatchedInputs(loaded.args, loaded.kwargs).batch
+            needed = needed * size // loaded.call.batch
     if available is None or needed <= available:
         return
     sizes = f"{bytes_text(needed)}, and {device} has {bytes_text(available)}"
@@ -41,19 +44,21 @@ def require_memory(
     raise OptionError(f"{what}: a {run} needs about {sizes}")
 
 
-def _peak_bytes(loaded: LoadedModel, device_type: str, inference: bool) -> int:
+def _peak_bytes(call: "ModelCall", device_type: str, inference: bool) -> int:
     """The forecast peak in bytes, in fp32: of a step with SGD, or of a forward pass."""
     from amp_lab.tracing.inference_memory import forecast_inference
     from amp_lab.tracing.memory import forecast_memory
 
     if inference:
-        forecast = loaded.pass_to(forecast_inference, device_type=device_type, precision="fp32")
-        return forecast.peak
-    forecast = loaded.pass_to(
-        forecast_memory,
-        loss_fn=loaded.loss_fn,
+        return forecast_inference(
+            call.model, *call.args, device_type=device_type, precision="fp32", **call.kwargs
+        ).peak
+    return forecast_memory(
+        call.model,
+        *call.args,
+        loss_fn=call.loss_fn,
         device_type=device_type,
         precision="fp32",
         optimizer="sgd",
-    )
-    return forecast.peak
+        **call.kwargs,
+    ).peak

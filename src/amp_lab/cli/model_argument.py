@@ -6,6 +6,7 @@
 import argparse
 import ast
 import contextlib
+import dataclasses
 import functools
 import re
 import threading
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from amp_lab.cli.model_checks import Observer
+    from amp_lab.model_call import ModelCall
 
 
 _TIMEOUT_S = 600
@@ -36,20 +38,13 @@ _TIMEOUT_S = 600
 
 @dataclass
 class LoadedModel:
-    """A model with its inputs and its loss: ``loss_fn(model(*args, **kwargs))``."""
+    """The model that the options name, and what a command wants to know of it besides."""
 
-    model: "nn.Module"
-    args: tuple = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    loss_fn: Callable[[Any], Any] | None = None  # takes the output
+    call: "ModelCall"
     returned: int = 0  # length of the tuple that the callable returned; 0 for a model alone
     form: str = ""  # the `python_form` of what --batch returns
     observer: "Observer" = field(init=False)
     """It notes mistakes in the inputs and the loss when the model runs."""
-
-    def pass_to(self, tool: Callable[..., Any], **options: Any) -> Any:
-        """Call ``tool(model, *args, **options, **kwargs)`` and return its result."""
-        return tool(self.model, *self.args, **options, **self.kwargs)
 
 
 def add_model(command: argparse.ArgumentParser) -> None:
@@ -106,8 +101,8 @@ def load_model(
                 raise OptionError(f"{target!r}: {observer.problem}") from error
             if _lacks_values(error):
                 raise  # for `trace_model`, which builds it with values
-            if isinstance(error, TraceError) and type(loaded.model).__name__ in str(error):
-                raise TraceError(f"{error}{_hint(loaded, str(error))}") from error
+            if isinstance(error, TraceError) and type(loaded.call.model).__name__ in str(error):
+                raise TraceError(f"{error}{_hint(loaded.call, str(error))}") from error
             raise
         if observer.problem:
             raise OptionError(f"{target!r}: {observer.problem}")
@@ -157,24 +152,30 @@ def _load(options: argparse.Namespace, target: str, with_values: bool) -> Loaded
     # Read first, so that a mistake is reported before the model is built.
     specs = [parse_input(text) for text in options.input or ()]
     loaded = _build(target, parse_arguments(options.arguments or ()), with_values)
+    call = loaded.call
     if specs:
-        loaded.args, loaded.kwargs = draw_inputs(specs, with_values)
+        args, kwargs = draw_inputs(specs, with_values)
+        call = dataclasses.replace(call, args=args, kwargs=kwargs)
     elif options.batch:
-        loaded.args, loaded.kwargs, loaded.form = load_batch(options.batch)
-    _check_there_are_inputs(loaded)
-    observer = Observer(loaded.model, loaded.args, loaded.kwargs, _upper_bounds(specs))
-    loaded.observer = observer
+        args, kwargs, loaded.form = load_batch(options.batch)
+        call = dataclasses.replace(call, args=args, kwargs=kwargs)
+    _check_there_are_inputs(call)
+    loaded.observer = Observer(call, _upper_bounds(specs))
+    loss_fn = call.loss_fn
+    loss_name = f"the loss of {target}"
     if options.loss:
-        loaded.loss_fn = observer.watch_loss(_find_loss(options.loss), f"--loss {options.loss}")
-    elif loaded.loss_fn is not None:
-        loaded.loss_fn = observer.watch_loss(loaded.loss_fn, f"the loss of {target}")
+        loss_fn = _find_loss(options.loss)
+        loss_name = f"--loss {options.loss}"
+    if loss_fn is not None:
+        loss_fn = loaded.observer.watch_loss(loss_fn, loss_name)
+    loaded.call = dataclasses.replace(call, loss_fn=loss_fn)
     if options.eval:
-        loaded.model.eval()
+        call.model.eval()
     return loaded
 
 
 def _upper_bounds(specs: list[InputSpec]) -> list[int | None]:
-    """The `below` of each input; those passed by position come first, as in `named_inputs`."""
+    """The `below` of each input, in the order of `ModelCall.named_inputs`."""
     by_position = [spec.below for spec in specs if spec.name is None]
     by_name = [spec.below for spec in specs if spec.name is not None]
     return [*by_position, *by_name]
@@ -215,6 +216,8 @@ def _build(target: str, arguments: dict[str, Any], with_values: bool) -> LoadedM
     """The model that a target is, or the model, inputs and loss that it returns."""
     from torch import nn
 
+    from amp_lab.model_call import ModelCall
+
     if is_config(target):
         built = _call_builder(
             target, functools.partial(build_from_config, target, arguments), {}, with_values
@@ -224,7 +227,7 @@ def _build(target: str, arguments: dict[str, Any], with_values: bool) -> LoadedM
     if isinstance(found, nn.Module):  # a model that exists already, which must not be called
         if arguments:
             raise OptionError(f"{target!r} is a finished model: --with is for what builds one")
-        return LoadedModel(found)
+        return LoadedModel(ModelCall(found))
     if not callable(found):
         kind = f"{target!r} is of type {type(found).__name__}"
         raise OptionError(f"{kind}: give a callable that returns an nn.Module")
@@ -251,6 +254,8 @@ def _unpack(target: str, built: Any) -> LoadedModel:
     """The model, inputs and loss in what a callable returned. Raises `OptionError`."""
     from torch import nn
 
+    from amp_lab.model_call import ModelCall
+
     model, inputs, loss_fn = _split_tuple(built)
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
@@ -260,7 +265,7 @@ def _unpack(target: str, built: Any) -> LoadedModel:
         raise OptionError(f"{target!r} returns a {kind} as the loss: give a callable")
     args, kwargs = split_arguments(inputs, repr(target))
     returned = len(built) if isinstance(built, tuple) else 0
-    return LoadedModel(model, args, kwargs, loss_fn, returned)
+    return LoadedModel(ModelCall(model, args, kwargs, loss_fn), returned)
 
 
 def _model_and_inputs(built: Any) -> tuple[Any, Any]:
@@ -324,16 +329,16 @@ def _loss_of_output(output: Any, text: str) -> Any:
     raise OptionError(f"--loss {text}: {has}; some have it only if labels are given")
 
 
-def _check_there_are_inputs(loaded: LoadedModel) -> None:
+def _check_there_are_inputs(call: "ModelCall") -> None:
     """Raise `OptionError` if the model needs arguments and none are given."""
-    from amp_lab.cli.model_checks import parameters_of
+    from amp_lab.model_call import arguments_of
 
-    needed = [p.name for p in parameters_of(loaded.model) if p.default is p.empty]
-    if loaded.args or loaded.kwargs or not needed:
+    needed = [p.name for p in arguments_of(call.model) if p.default is p.empty]
+    if call.args or call.kwargs or not needed:
         return
     raise OptionError(
-        f"{type(loaded.model).__name__} takes {', '.join(needed)}: add --input for each, such as "
-        f"--input 8,3,224,224, or --input {_ids_option(loaded.model)} for token ids, or --batch"
+        f"{type(call.model).__name__} takes {', '.join(needed)}: add --input for each, such as "
+        f"--input 8,3,224,224, or --input {_ids_option(call.model)} for token ids, or --batch"
     )
 
 
@@ -347,25 +352,25 @@ def _ids_option(model: "nn.Module") -> str:
     return "'int64:2,128<32000'"
 
 
-def _hint(loaded: LoadedModel, error: str) -> str:
+def _hint(call: "ModelCall", error: str) -> str:
     """What the model takes, or else which inputs were given, as the end of a sentence.
 
     `error` is the message of the failed trace. If it says that arguments are missing or too many,
     that is what the model takes; else the inputs, if there are several; else nothing.
     """
-    from amp_lab.cli.model_checks import named_inputs, parameters_of
     from amp_lab.core.report import dtype_name
+    from amp_lab.model_call import arguments_of
 
-    takes = ", ".join(parameter.name for parameter in parameters_of(loaded.model))
+    takes = ", ".join(argument.name for argument in arguments_of(call.model))
     # Python's "forward() missing 2 required positional arguments: 'x' and 'mask'"
     missing = re.search(r"missing \d+ required .*arguments?: (.*)", error)
     if missing:
         names = re.findall(r"'(\w+)'", missing[1])
         wanted = " ".join(f"--input {name}=SIZES" for name in names)
-        return f"; it takes {takes}: add {wanted} ({_ids_option(loaded.model)} for token ids)"
+        return f"; it takes {takes}: add {wanted} ({_ids_option(call.model)} for token ids)"
     if "unexpected keyword argument" in error or "positional argument" in error:
         return f"; it takes {takes}"
-    inputs = named_inputs(loaded.model, loaded.args, loaded.kwargs)
+    inputs = call.named_inputs()
     if len(inputs) < 2:
         return ""
     shown = [f"{name} {dtype_name(t.dtype)} {tuple(t.shape)}" for name, t in inputs]

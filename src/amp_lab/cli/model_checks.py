@@ -1,7 +1,6 @@
 """Mistakes that only a run of the model shows: ids beyond a vocabulary, a missing loss."""
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,24 +10,7 @@ from torch import nn
 from amp_lab.core.errors import OptionError, with_type
 from amp_lab.core.report import dtype_name
 from amp_lab.core.tensors import named_tensors, storage_key
-
-
-def parameters_of(model: nn.Module) -> list[inspect.Parameter]:
-    """The arguments that the model takes by position."""
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    found = inspect.signature(model.forward).parameters.values()
-    return [parameter for parameter in found if parameter.kind in by_position]
-
-
-def named_inputs(model: nn.Module, args: tuple, kwargs: dict) -> list[tuple[str, torch.Tensor]]:
-    """Every tensor among the inputs, with the name of the argument that it is in."""
-    names = [parameter.name for parameter in parameters_of(model)]
-    names += [f"input {i}" for i in range(len(names), len(args))]
-    inputs = [*zip(names, args, strict=False), *kwargs.items()]
-    found = []
-    for name, value in inputs:
-        found += [(name, tensor) for _, tensor in named_tensors(value)]
-    return found
+from amp_lab.model_call import ModelCall
 
 
 def _upper_bound(ids: torch.Tensor) -> int | None:
@@ -41,13 +23,13 @@ def _upper_bound(ids: torch.Tensor) -> int | None:
 class Observer:
     """Watches a model run and notes mistakes in its inputs, which fake tensors do not show."""
 
-    def __init__(self, model: nn.Module, args: tuple, kwargs: dict, below: Sequence[int | None]):
+    def __init__(self, call: ModelCall, below: Sequence[int | None]):
         """`below` has a number for each input that its values are below, or None if unknown.
 
         If it is empty, the bounds are found from the values.
         """
-        self._model = model
-        self._inputs = named_inputs(model, args, kwargs)
+        self._model = call.model
+        self._inputs = call.named_inputs()
         self._below = list(below)
         if not self._below:
             self._below = [_upper_bound(tensor) for _, tensor in self._inputs]
@@ -114,7 +96,7 @@ class Observer:
         """A hook before the model that notes the storages of its inputs."""
         self.problem = None  # a problem of an earlier run, such as one with another batch
         self._by_storage = {}
-        for index, (_, tensor) in enumerate(named_inputs(model, args, kwargs)):
+        for index, (_, tensor) in enumerate(ModelCall(model, args, kwargs).named_inputs()):
             self._by_storage[storage_key(tensor)] = index
 
     def _embedding_check(self, name: str, rows: int) -> Callable[[nn.Module, tuple], None]:

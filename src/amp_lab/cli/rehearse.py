@@ -48,14 +48,17 @@ def run(options: argparse.Namespace) -> None:
         require_figure(options.figure, "rehearse --figure")
     require_memory(options, "cpu", "rehearse", inference=options.eval)
     with load_model(options, with_values=True) as loaded:
-        found = loaded.pass_to(
-            rehearse,
+        call = loaded.call
+        found = rehearse(
+            call.model,
+            *call.args,
             formats=names,
-            loss_fn=loaded.loss_fn,
+            loss_fn=call.loss_fn,
             steps=options.steps,
             seeds=options.seeds,
             gpu=options.gpu,
             use=INFERENCE if options.eval else TRAINING,
+            **call.kwargs,
         )
     if options.figure:
         from amp_lab import plots

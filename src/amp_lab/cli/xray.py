@@ -67,13 +67,16 @@ def run(options: argparse.Namespace) -> None:
         require_memory(options, options.device, "--real")
 
     def trace(loaded: LoadedModel) -> "list[Xray]":
+        call = loaded.call
         return [
-            loaded.pass_to(
-                xray,
+            xray(
+                call.model,
+                *call.args,
                 device_type=device,
                 dtype=dtype_of(name),
-                loss_fn=loaded.loss_fn,
+                loss_fn=call.loss_fn,
                 real=options.real,
+                **call.kwargs,
             )
             for device, name in sides
         ]
@@ -122,15 +125,18 @@ def _run_sharded(options: argparse.Namespace) -> None:
 
     # A group for a TARGET that calls fully_shard itself; no other process is needed.
     with group_of(ranks=2), load_model(options, with_values=False) as loaded:
+        call = loaded.call
         parallel = options.parallel
-        if parallel_of(loaded.model) == parallel:  # the target has sharded the model itself
+        if parallel_of(call.model) == parallel:  # the target has sharded the model itself
             parallel = None
-        found = loaded.pass_to(
-            xray_sharding,
+        found = xray_sharding(
+            call.model,
+            *call.args,
             parallel=parallel,
             device_type=options.device,
             precision=options.precision,
             reduce_dtype=options.reduce_dtype,
+            **call.kwargs,
         )
     show(found, options.format)
 
