@@ -388,7 +388,7 @@ def _checked_shapes(input_shape: Any) -> list[tuple[int, ...]]:
     return shapes
 
 
-class Step(Protocol):
+class Traceable(Protocol):
     """A training step or a forward pass, which `MemoryByBatch` traces for some batches."""
 
     @property
@@ -437,7 +437,7 @@ class MemoryByBatch:
 
     def __init__(
         self,
-        step: Step,
+        step: Traceable,
         inputs: BatchedInputs,
         limit: int | None,
         earlier: Iterable["MemoryByBatch"] = (),
@@ -466,7 +466,7 @@ class MemoryByBatch:
         self._require_linear(self.forecast(third) == self._trace(third).forecast())
 
     def _trace(self, batch: int) -> Any:
-        """The trace of the step for a batch, as `Step.trace` returns it."""
+        """The trace of the step for a batch, as `Traceable.trace` returns it."""
         with errors_naming_inputs(self._step.run.model, f"a batch of {batch}"):
             return self._step.trace(*self._inputs.for_batch(batch, self._step.traced_on))
 

@@ -30,7 +30,7 @@ from amp_lab.train.train_options import RunConfig
 
 _State = dict[str, Any]
 """The content of a checkpoint: see `amp_lab.train.checkpoint.run_state`."""
-FORMATS = ("safetensors", "onnx", "pt2")
+FILE_FORMATS = ("safetensors", "onnx", "pt2")
 _INPUTS = 256  # images to check a file with
 _FEW_INPUTS = 8  # for fp16, which may be hundreds of times as slow on a CPU, and for long texts
 # Largest difference between the outputs of the file and of the model, relative to the largest
@@ -69,7 +69,7 @@ def export_model(
     force: bool = False,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Write the model of the run in the folder `out`, in one of `FORMATS`.
+    """Write the model of the run in the folder `out`, in one of `FILE_FORMATS`.
 
     All floating-point parameters and buffers are cast to the dtype of `precision`. A model in
     ``onnx`` or ``pt2`` takes fp32 images (B, 3, S, S) for any B, casts them, and returns fp32
@@ -85,8 +85,8 @@ def export_model(
     """
     path = Path(file)
     dtype = Precision(precision).dtype
-    if file_format not in FORMATS:
-        raise CheckpointError(f"no format {file_format!r}; there are {', '.join(FORMATS)}")
+    if file_format not in FILE_FORMATS:
+        raise CheckpointError(f"no format {file_format!r}; there are {', '.join(FILE_FORMATS)}")
     _require_free(path, force=force)
     model, state = load_model(out)
     model.eval()
