@@ -1,7 +1,7 @@
 """The remarks of an X-ray: softmax and norms in 16 bits, casts, sizes that waste tiles, …
 
 A rule is a function that takes the trace and yields sentences; it yields none if it does not apply.
-To add one, write it and append it to `RULES`.
+To add one, write it here with `_rule` above it, at the place of its remarks among the others.
 "Low" means fp16 or bf16; "wide" any other dtype.
 """
 
@@ -17,7 +17,16 @@ from amp_lab.core.cpu import NO_PRIMITIVE_REMEDY, lstm_error
 from amp_lab.core.remedies import remedy
 from amp_lab.core.report import bytes_text, dtype_name, listed, percent, short_name
 from amp_lab.core.tensors import LOWER_DTYPES, largest_whole_number
-from amp_lab.tracing.records import LOSS, Cast, OpRecord, is_of_loss, place_of, places_of, work_of
+from amp_lab.tracing.records import (
+    LOSS,
+    Cast,
+    OpRecord,
+    bytes_of,
+    is_of_loss,
+    place_of,
+    places_of,
+    work_of,
+)
 from amp_lab.tracing.running_module import Outputs
 from amp_lab.tracing.tracer import NORMS, Tracer
 
@@ -93,22 +102,40 @@ _MIXED_OP = remedy(
 )
 
 
+Rule = Callable[[Tracer], Iterator[str]]
+RULES: list[Rule] = []
+"""All rules, in the order of their remarks."""
+_WITHOUT_AUTOCAST: list[Rule] = []  # those that apply to a trace without autocast too
+
+
+def _rule(rule: Rule) -> Rule:
+    """Add a rule to those that apply under autocast."""
+    RULES.append(rule)
+    return rule
+
+
+def _rule_without_autocast(rule: Rule) -> Rule:
+    """Add a rule to those that apply to any trace."""
+    _WITHOUT_AUTOCAST.append(rule)
+    return _rule(rule)
+
+
 def advise(trace: Tracer, raised: str | None) -> list[str]:
     """Return the remarks on a trace as sentences.
 
-    `raised` describes an error that only occurs under autocast; None if there is none. Without
-    autocast only the rules in `_RULES_WITHOUT_AUTOCAST` apply.
+    `raised` describes an error that only occurs under autocast; None if there is none.
     """
     lines = []
     if raised is not None:
         lines.append(f"Only under autocast: {raised}. The table ends there.")
     # A trace without autocast has the dtype float32.
-    rules = RULES if trace.dtype in LOWER_DTYPES else _RULES_WITHOUT_AUTOCAST
+    rules = RULES if trace.dtype in LOWER_DTYPES else _WITHOUT_AUTOCAST
     for rule in rules:
         lines += rule(trace)
     return lines
 
 
+@_rule
 def _verdict(trace: Tracer) -> Iterator[str]:
     """Summarize what autocast saves: the share of work in 16 bits, and the bytes written.
 
@@ -116,16 +143,12 @@ def _verdict(trace: Tracer) -> Iterator[str]:
     """
     if trace.error is not None or not trace.rows:
         return
-    yield f"{_share_of_work(trace)}{_change_in_bytes(trace)}."
-
-
-def _share_of_work(trace: Tracer) -> str:
-    """Say which share of the FLOPs is computed in 16 bits, without a full stop."""
     low = short_name(trace.dtype)
+    work = f"Autocast does not speed this model up: none of its work is done in {low}"
     low_work = work_of(filter(_is_low, trace.rows))
-    if not low_work:
-        return f"Autocast does not speed this model up: none of its work is done in {low}"
-    return f"{percent(low_work, work_of(trace.rows))} % of the work is done in {low}"
+    if low_work:
+        work = f"{percent(low_work, work_of(trace.rows))} % of the work is done in {low}"
+    yield f"{work}{_change_in_bytes(trace)}."
 
 
 def _change_in_bytes(trace: Tracer) -> str:
@@ -135,15 +158,15 @@ def _change_in_bytes(trace: Tracer) -> str:
     """
     # Casts write bytes that fp32 would not, and may outweigh what smaller results save.
     saved_bytes = sum(map(_saved_bytes, trace.rows))
-    cast_bytes = sum(cast.nbytes for cast in trace.casts)
+    cast_bytes = bytes_of(trace.casts)
     if saved_bytes > cast_bytes:
-        bytes_in_fp32 = saved_bytes + sum(row.nbytes for row in trace.rows)
+        bytes_in_fp32 = saved_bytes + bytes_of(trace.rows)
         share = percent(saved_bytes - cast_bytes, bytes_in_fp32)
         return f"; the forward pass writes {share} % less than in fp32, the casts included"
     if not cast_bytes:
         return ""
     low = short_name(trace.dtype)
-    weight_bytes = sum(cast.nbytes for cast in _weight_casts(trace))
+    weight_bytes = bytes_of(_weight_casts(trace))
     return (
         f"; in bytes {low} saves nothing in this forward pass: casts write "
         f"{bytes_text(cast_bytes)} ({bytes_text(weight_bytes)} for weights, with any batch), and "
@@ -157,15 +180,14 @@ def _saved_bytes(row: OpRecord) -> int:
     return sum(2 * math.prod(shape) for shape, dtype in results if dtype in LOWER_DTYPES)
 
 
+@_rule
 def _lstm_that_fails_on_this_cpu(trace: Tracer) -> Iterator[str]:
     """Report LSTMs for which this CPU has no kernel in 16 bits; fake tensors do not show that."""
     if trace.device_type != "cpu":
         return
-    facts = []
-    for row in trace.rows:
-        if row.op == "lstm" and _is_low(row) and not _is_projected(row):
-            # torch chooses the kernel by the dtype of the input before autocast casts it.
-            facts.append((row, (row.dtype, row.given_dtype)))
+    lstms = [row for row in trace.rows if row.op == "lstm" and _is_low(row)]
+    # torch chooses the kernel by the dtype of the input before autocast casts it.
+    facts = [(row, (row.dtype, row.given_dtype)) for row in lstms if not _is_projected(row)]
     for subject, _, (dtype, given_dtype) in _group_by_fact(facts):
         error = lstm_error(dtype, with_gradients=True, input_dtype=given_dtype)
         if error is None:
@@ -184,6 +206,7 @@ def _is_projected(row: OpRecord) -> bool:
     return len({shape[0] for shape in weights}) > 1
 
 
+@_rule_without_autocast
 def _loss_in_low_precision(trace: Tracer) -> Iterator[str]:
     """Report ops of the loss that run in 16 bits, in the loss function or inside the model."""
     loss_rows = [row for row in trace.rows if is_of_loss(row)]
@@ -215,24 +238,20 @@ def _place_of_logits(outputs: Outputs, row: OpRecord) -> str | None:
     and as long in the last dimension as the input of the op. Paths with "logits" come first.
     """
     classes = row.in_shapes[0][-1:]  # (number of classes,), or () for a single number
-    candidates = []
-    for place, (dtype, shape) in outputs.items():
-        if classes and shape[-1:] == classes and dtype in LOWER_DTYPES:
-            candidates.append(place)
-    for place in candidates:
-        if "logits" in place:
-            return place
-    if candidates:
-        return candidates[0]
-    return None
+    candidates = [
+        place
+        for place, (dtype, shape) in outputs.items()
+        if classes and shape[-1:] == classes and dtype in LOWER_DTYPES
+    ]
+    candidates.sort(key=lambda place: "logits" not in place)
+    return next(iter(candidates), None)
 
 
+@_rule
 def _work_not_in_low_precision(trace: Tracer) -> Iterator[str]:
     """Report ops with FLOPs that autocast leaves in a wide dtype, and why; not those with few."""
-    facts = []
-    for row in trace.rows:
-        if row.flops and not _is_low(row):
-            facts.append((row, (row.dtype, _why_not_low(row, trace))))
+    wide = [row for row in trace.rows if row.flops and not _is_low(row)]
+    facts = [(row, (row.dtype, _why_not_low(row, trace))) for row in wide]
     for subject, rows, (dtype, reason) in _group_by_fact(facts):
         share = work_of(rows) / work_of(trace.rows)
         is_untouched = _autocast_does_nothing_near(rows, trace.rows)
@@ -246,17 +265,16 @@ def _work_not_in_low_precision(trace: Tracer) -> Iterator[str]:
         yield f"{subject}:{untouched} {stays}, because {reason}."
 
 
+@_rule
 def _large_ops_in_fp32(trace: Tracer) -> Iterator[str]:
     """Report functions besides matmuls that autocast runs in fp32, if they write many bytes."""
-    written = sum(row.nbytes for row in trace.rows)
-    facts = []
-    for row in trace.rows:
-        if row.widened and row.dtype is torch.float32 and not row.flops:
-            facts.append((row, None))  # no fact: grouped by the function alone
+    written = bytes_of(trace.rows)
+    widened = [row for row in trace.rows if row.widened and not row.flops]
+    # Grouped by the function alone.
+    facts = [(row, None) for row in widened if row.dtype is torch.float32]
     for subject, rows, _ in _group_by_fact(facts):
-        size = sum(row.nbytes for row in rows)
-        is_empty_batch = size == 0
-        if is_empty_batch or size < LARGE_SHARE * written:
+        size = bytes_of(rows)
+        if size == 0 or size < LARGE_SHARE * written:  # 0: an empty batch
             continue
         yield (
             f"{subject} stays in fp32, because autocast on {trace.device_type} runs it so: it "
@@ -264,22 +282,23 @@ def _large_ops_in_fp32(trace: Tracer) -> Iterator[str]:
         )
 
 
+@_rule
 def _rounded_softmax_and_norms(trace: Tracer) -> Iterator[str]:
     """Report softmax and norms that round their input and output to 16 bits."""
     facts = []
     for row in trace.rows:
-        if row.op not in _SOFTMAX | NORMS or not _is_low(row):
-            continue
-        if is_of_loss(row):  # the loss has a remark of its own
+        # The loss has a remark of its own.
+        if row.op not in _SOFTMAX | NORMS or not _is_low(row) or is_of_loss(row):
             continue
         # On CUDA a softmax may take low precision and return fp32, which rounds nothing.
-        if all(dtype in LOWER_DTYPES for dtype in row.out_dtypes):
+        if set(row.out_dtypes).issubset(LOWER_DTYPES):
             facts.append((row, row.dtype))
     for subject, _, dtype in _group_by_fact(facts):
         runs = f"{subject} runs in {short_name(dtype)} on {trace.device_type}"
         yield f"{runs}: its input and its output are rounded to it."
 
 
+@_rule
 def _casts_to_fp32_and_back(trace: Tracer) -> Iterator[str]:
     """Report ops between two casts: to fp32 for the op, back to 16 bits for the next function."""
     low = short_name(trace.dtype)
@@ -290,6 +309,7 @@ def _casts_to_fp32_and_back(trace: Tracer) -> Iterator[str]:
         )
 
 
+@_rule
 def _sizes_that_do_not_fill_tiles(trace: Tracer) -> Iterator[str]:
     """Report 16-bit matmuls and convolutions with sizes not multiples of 8, but no small ones."""
     work = work_of(trace.rows)
@@ -300,18 +320,18 @@ def _sizes_that_do_not_fill_tiles(trace: Tracer) -> Iterator[str]:
         return
     facts = [(row, _sizes_not_multiples_of_8(row)) for row in rows]
     texts = [f"{subject}: {sizes}" for subject, _, sizes in _group_by_fact(facts)]
-    shown = texts[:3]  # those with the most FLOPs; `share` is that of all `rows`
-    more = ""
+    shown = "; ".join(texts[:3])  # those with the most FLOPs; `share` is that of all `rows`
     if len(texts) > 3:
         more = f"; and {len(texts) - 3} more"
-    advice = ""
-    if any(" rows" in text for text in shown):
-        advice = f" {_ROWS_OF_THE_INPUT.text}"
+    else:
+        more = ""
     beginning = "Matrix units take multiples of 8, but not so the sizes of"
     share = percent(work_of(rows), work)
-    yield f"{beginning} {share} % of the work: {'; '.join(shown)}{more}.{advice}"
+    advice = f" {_ROWS_OF_THE_INPUT.text}" if " rows" in shown else ""
+    yield f"{beginning} {share} % of the work: {shown}{more}.{advice}"
 
 
+@_rule
 def _parameters_cast_at_each_use(trace: Tracer) -> Iterator[str]:
     """Report parameters that autocast casts several times, because it does not cache the cast."""
     uses: Counter[tuple[str, torch.dtype]] = Counter()
@@ -331,19 +351,19 @@ def _weight_casts(trace: Tracer) -> list[Cast]:
     return [cast for cast in trace.casts if cast.is_of_parameter]
 
 
+@_rule
 def _frozen_model(trace: Tracer) -> Iterator[str]:
     """Report a model without trainable parameters, whose weights autocast casts at each use."""
     casts = _weight_casts(trace)
     if trace.is_frozen and casts:
-        size = bytes_text(sum(cast.nbytes for cast in casts))
-        yield _FROZEN.sentence(size=size, dtype=dtype_name(trace.dtype))
+        yield _FROZEN.sentence(size=bytes_text(bytes_of(casts)), dtype=dtype_name(trace.dtype))
 
 
+@_rule
 def _weights_in_the_other_16_bit_format(trace: Tracer) -> Iterator[str]:
     """Report weights in bf16 that autocast casts to fp16, or the other way round."""
     weight_dtypes = {cast.from_dtype for cast in _weight_casts(trace)}
-    other_dtypes = weight_dtypes & (set(LOWER_DTYPES) - {trace.dtype})
-    for dtype in other_dtypes:  # at most one
+    for dtype in weight_dtypes.intersection(LOWER_DTYPES) - {trace.dtype}:  # at most one
         yield _OTHER_HALF.sentence(
             own=short_name(dtype),
             low=short_name(trace.dtype),
@@ -352,25 +372,24 @@ def _weights_in_the_other_16_bit_format(trace: Tracer) -> Iterator[str]:
         )
 
 
+@_rule
 def _casts_of_integers(trace: Tracer) -> Iterator[str]:
     """Report functions for which autocast casts whole numbers, such as positions, to 16 bits."""
-    modules_by_function: dict[str, list[str]] = defaultdict(list)  # each module once, in order
+    casts_by_function: dict[str, list[Cast]] = defaultdict(list)
     for cast in trace.casts:
-        if not cast.of_integers or cast.to_dtype is not trace.dtype:
-            continue
-        modules = modules_by_function[cast.called]
-        if cast.module not in modules:
-            modules.append(cast.module)
-    for called, modules in modules_by_function.items():
+        if cast.of_integers and cast.to_dtype is trace.dtype:
+            casts_by_function[cast.called].append(cast)
+    for called, casts in casts_by_function.items():
         yield _INTEGERS.sentence(
             called=called,
-            where=_modules_text(modules),
+            where=places_of(casts),
             low=short_name(trace.dtype),
             most=largest_whole_number(trace.dtype),
             device=trace.device_type,
         )
 
 
+@_rule
 def _ops_with_mixed_dtypes(trace: Tracer) -> Iterator[str]:
     """Report custom ops that get fp32 and 16-bit tensors, since autocast has no rule for them."""
     dtype = dtype_name(trace.dtype)
@@ -383,7 +402,7 @@ def _ops_with_mixed_dtypes(trace: Tracer) -> Iterator[str]:
                 casts += [f"{name}.to(torch.{dtype})" for name in names]
         yield _MIXED_OP.sentence(
             op=call.op,
-            where=_modules_text(modules),
+            where=listed([place_of(module) for module in modules], 3),
             mixed=" and ".join(mixed),
             casts=", ".join(casts),
             device=trace.device_type,
@@ -391,42 +410,19 @@ def _ops_with_mixed_dtypes(trace: Tracer) -> Iterator[str]:
         )
 
 
-def _modules_text(modules: Iterable[str]) -> str:
-    """The names of at most three modules, quoted as in other remarks."""
-    return listed([place_of(module) for module in modules], 3)
-
-
+@_rule
 def _no_gradient(trace: Tracer) -> Iterator[str]:
     """Report a model that cannot be trained, because its output or loss has no gradient."""
     if trace.without_gradient:
         yield f"The model cannot be trained: {trace.without_gradient}."
 
 
+@_rule_without_autocast
 def _backward_not_followed(trace: Tracer) -> Iterator[str]:
     """Report that the backward pass was not followed, and the reason."""
     reason = trace.backward_not_followed
     if reason:
         yield f"Only the forward pass was followed: {reason}. Mixed dtypes there raise in training."
-
-
-RULES: tuple[Callable[[Tracer], Iterator[str]], ...] = (
-    _verdict,
-    _lstm_that_fails_on_this_cpu,
-    _loss_in_low_precision,
-    _work_not_in_low_precision,
-    _large_ops_in_fp32,
-    _rounded_softmax_and_norms,
-    _casts_to_fp32_and_back,
-    _sizes_that_do_not_fill_tiles,
-    _parameters_cast_at_each_use,
-    _frozen_model,
-    _weights_in_the_other_16_bit_format,
-    _casts_of_integers,
-    _ops_with_mixed_dtypes,
-    _no_gradient,
-    _backward_not_followed,
-)
-_RULES_WITHOUT_AUTOCAST = (_loss_in_low_precision, _backward_not_followed)
 
 
 def _is_low(row: OpRecord) -> bool:
@@ -469,11 +465,9 @@ def _autocast_does_nothing_near(wide_rows: list[OpRecord], rows: list[OpRecord])
     """Whether no op in the modules of the wide ops has 16 bits; False if they are in no module."""
     # The model itself and the loss are no modules that autocast could miss as a whole.
     modules = {row.module for row in wide_rows} - {"", LOSS}
-    dtypes: set[torch.dtype] = set()
-    for row in rows:
-        if row.module in modules:
-            dtypes.update(row.in_dtypes, row.out_dtypes)
-    return bool(modules) and dtypes.isdisjoint(LOWER_DTYPES)
+    near = [row for row in rows if row.module in modules]
+    has_low = any(not set(LOWER_DTYPES).isdisjoint(row.in_dtypes + row.out_dtypes) for row in near)
+    return bool(modules) and not has_low
 
 
 def _sizes_not_multiples_of_8(row: OpRecord) -> str:

@@ -120,7 +120,12 @@ def work_of(rows: Iterable[OpRecord]) -> int:
     return sum(row.flops for row in rows)
 
 
-def places_of(rows: Iterable[OpRecord]) -> str:
-    """The modules of some ops for a sentence, each once, and at most the first three."""
-    modules = dict.fromkeys(row.module for row in rows)
+def bytes_of(records: Iterable[OpRecord | Cast]) -> int:
+    """The bytes that some ops or casts write together."""
+    return sum(record.nbytes for record in records)
+
+
+def places_of(records: Iterable[OpRecord | Cast]) -> str:
+    """The modules of some ops or casts for a sentence, each once, and at most the first three."""
+    modules = dict.fromkeys(record.module for record in records)
     return listed([place_of(module) for module in modules], 3)
