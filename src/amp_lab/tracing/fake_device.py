@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import itertools
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -92,11 +91,9 @@ def checked_backend(device_type: str) -> str:
     """Return `device_type` if its autocast can be traced here; else raise `DeviceError`."""
     if device_type in BACKENDS:
         return device_type
-    names = []
-    for row in BACKENDS.values():
-        maker = f" ({row.made_by})" if row.made_by else ""
-        names.append(f"{row.type!r}{maker}")
-    *others, last = names
+    *others, last = [
+        f"{row.type!r} ({row.made_by})".removesuffix(" ()") for row in BACKENDS.values()
+    ]
     raise DeviceError(f"device type {device_type!r}: give {', '.join(others)} or {last}")
 
 
@@ -124,12 +121,16 @@ def dtype_for(model: nn.Module, device_type: str) -> torch.dtype:
     - Others, such as a bf16 base with fp32 adapters: their 16-bit dtype, fp16 before bf16.
     """
     dtypes = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
-    low_dtypes = [dtype for dtype in LOWER_DTYPES if dtype in dtypes]
+    low_dtypes = low_weight_dtypes(model)
     if not low_dtypes:
         return checked_dtype(device_type, None)
-    if len(dtypes) == 1:
-        return torch.float32
-    return low_dtypes[0]
+    return torch.float32 if len(dtypes) == 1 else low_dtypes[0]
+
+
+def low_weight_dtypes(model: nn.Module) -> list[torch.dtype]:
+    """The 16-bit dtypes among the weights of a model, fp16 before bf16."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    return [dtype for dtype in LOWER_DTYPES if dtype in dtypes]
 
 
 @contextmanager
@@ -278,9 +279,7 @@ def remedy_for(error: Exception, model: nn.Module, verb: str) -> str:
 
 def own_reason(error: Exception) -> str:
     """Say why a trace fails, for errors in flex_attention, whose messages do not tell; else ""."""
-    if not _is_flex(error):
-        return ""
-    return "no trace can follow flex_attention"
+    return "no trace can follow flex_attention" if _is_flex(error) else ""
 
 
 def _is_flex(error: Exception) -> bool:
@@ -341,18 +340,7 @@ def _require_python_and_shapes(model: nn.Module) -> None:
 
 def _module_text(name: str) -> str:
     """A module for the beginning of an error message: ``module 'head'``, or ``the model``."""
-    if not name:
-        return "the model"
-    return f"module {name!r}"
-
-
-def _require_not_quantised(model: nn.Module) -> None:
-    """Raise `TraceError` for torch's quantised modules, whose kernels take no fake tensors."""
-    for name, module in model.named_modules():
-        module_type = type(module)
-        if module_type.__module__.startswith(_QUANTISED_MODULES):
-            description = f"{_module_text(name)} is a quantised {module_type.__name__}"
-            raise TraceError(f"{description}, {REAL_ALONE}: {QUANTISED.text}")
+    return f"module {name!r}" if name else "the model"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -410,7 +398,11 @@ def on_fake_device(
     """
     device = torch.device(checked_backend(device_type))
     _require_python_and_shapes(model)
-    _require_not_quantised(model)
+    for name, module in model.named_modules():
+        kind = type(module)
+        if kind.__module__.startswith(_QUANTISED_MODULES):  # their kernels take no fake tensors
+            description = f"{_module_text(name)} is a quantised {kind.__name__}"
+            raise TraceError(f"{description}, {REAL_ALONE}: {QUANTISED.text}")
     # `with device` is a function mode, which disables torch's fast path for attention. So it is not
     # entered if tensors are made on that device anyway.
     is_default = torch.get_default_device().type == device.type
@@ -458,9 +450,10 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
     for module in model.modules():
         attributes = vars(module)
         for value in (attributes, *attributes.values()):
-            container_type = _container_type(value)
-            if container_type is not None:
-                saved.append((container_type, value, container_type(value)))
+            for container_type in _CONTAINERS:
+                if isinstance(value, container_type):
+                    saved.append((container_type, value, container_type(value)))
+                    break
     try:
         yield
     finally:
@@ -475,16 +468,7 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
                 container_type.update(container, content)
 
 
-def _container_type(value: object) -> Any:
-    """The first of `_CONTAINERS` that a value is an instance of; None if it is no container."""
-    for container_type in _CONTAINERS:
-        if isinstance(value, container_type):
-            return container_type
-    return None
-
-
 def _ids_of_contents(container: list | dict | set) -> list[int]:
-    """The `id` of each element, or of each key and value, in order."""
-    if not isinstance(container, dict):
-        return [id(element) for element in container]
-    return [id(element) for element in itertools.chain.from_iterable(container.items())]
+    """The `id` of each element, or of each key and then of each value, in order."""
+    values = container.values() if isinstance(container, dict) else ()
+    return [*map(id, container), *map(id, values)]

@@ -14,6 +14,11 @@ from amp_lab.core.backends import backend
 _MEMORY_ONLY = {"_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided"}
 
 
+def op_name(func: OpOverload) -> str:
+    """The name of an op without its namespace and overload: ``mm`` for ``aten::mm.out``."""
+    return func._schema.name.rpartition("::")[2]
+
+
 def computes_nothing(func: OpOverload) -> bool:
     """Whether an op only returns a view, or memory that is not written yet."""
     return func.is_view or func._schema.name.removeprefix("aten::") in _MEMORY_ONLY

@@ -39,7 +39,7 @@ from amp_lab.tracing.fake_device import (
     remedy_for,
 )
 from amp_lab.tracing.operands import MixedCall, Operand, SourceKind, Sources, mixed_call
-from amp_lab.tracing.ops_seen import computes_nothing, flops, has_autocast_rule
+from amp_lab.tracing.ops_seen import computes_nothing, flops, has_autocast_rule, op_name
 from amp_lab.tracing.records import LOSS, RNN_LAYERS, Cast, OpRecord, place_of, widest
 from amp_lab.tracing.running_module import ModuleCalls, Outputs, RunningModule, outputs_of
 from amp_lab.tracing.torch_call import NORMS, TorchCall
@@ -75,7 +75,6 @@ class Tracer(TorchFunctionMode):
         self.mixed: dict[MixedCall, list[str]] = {}
         self.outputs: Outputs = {}
         self.loss_dtype: torch.dtype | None = None
-        self.classes = {name: type(module).__name__ for name, module in run.model.named_modules()}
         self.error: Exception | None = None  # of the model or the loss: the rows end there
         self.decisions = ""  # a sentence on the decisions that it took from a real run
         self.without_gradient = ""  # torch's error for an op that has no backward pass
@@ -365,7 +364,7 @@ class Tracer(TorchFunctionMode):
         if not outs or computes_nothing(func):
             return
         ins = tensors_in((args, kwargs))
-        name = _name(func)
+        name = op_name(func)
         call = self._calls[-1] if self._calls else TorchCall()
         output_text = f"output of {call.name or name} in {place_of(self._module)}"
         self._sources.note_op(ins, outs, output_text)
@@ -469,11 +468,6 @@ def _gives_integers(row: OpRecord) -> bool:
     return row.op == "_to_copy" and row.in_dtypes[0] in _INTEGERS
 
 
-def _name(func: OpOverload) -> str:
-    """The name of an op without its namespace and overload: ``mm`` for ``aten::mm.out``."""
-    return func._schema.name.rpartition("::")[2]
-
-
 class _Ops(PlainOpsMode):
     """The mode that shows a tracer each op: before it runs, if it fails, and with its result."""
 
@@ -486,7 +480,7 @@ class _Ops(PlainOpsMode):
         try:
             out = func(*args, **kwargs)
         except Exception:
-            self._tracer.note_failure(_name(func), (args, kwargs))
+            self._tracer.note_failure(op_name(func), (args, kwargs))
             raise
         self._tracer.note_op(func, args, kwargs, out)
         return out

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from amp_lab.core.errors import TraceError, first_line, with_type
 from amp_lab.core.precision import require_backend
 from amp_lab.core.remedies import remedy
 from amp_lab.core.report import dtype_name, short_name
-from amp_lab.core.tensors import LOWER_DTYPES, map_tensors, named_leaves, named_tensors
+from amp_lab.core.tensors import map_tensors, named_leaves, named_tensors
 from amp_lab.tracing.advice import advise
 from amp_lab.tracing.answered import answered
 from amp_lab.tracing.compiled import is_compiled, without_wrapper
@@ -25,6 +26,7 @@ from amp_lab.tracing.fake_device import (
     checked_backend,
     checked_dtype,
     dtype_for,
+    low_weight_dtypes,
     on_fake_device,
     own_reason,
     require_model,
@@ -100,19 +102,14 @@ def xray(
     _check_inputs(model, inputs, kwargs, real)
     # Without the wrapper of torch.compile the model runs in eager mode.
     call = ModelCall(without_wrapper(model), inputs, kwargs, loss_fn)
-    if real:
-        result = _xray_for_real(call, device_type, dtype)
-    else:
-        result = _xray_on_fakes(call, device_type, dtype)
+    run = _xray_for_real if real else _xray_on_fakes
+    result = run(call, device_type, dtype)
     return dataclasses.replace(result, autocast_off=autocast_off, compiled=is_compiled(model))
 
 
 def _xray_for_real(call: ModelCall, device_type: str, dtype: torch.dtype) -> Xray:
     """The X-ray of a copy of the model that runs on the device itself."""
-
-    def trace_to(dtype: torch.dtype) -> Tracer:
-        return _trace_for_real(call, device_type, dtype)
-
+    trace_to = functools.partial(_trace_for_real, call, device_type)
     return _build_xray(call, trace_to, dtype, real=True)
 
 
@@ -120,18 +117,14 @@ def _xray_on_fakes(call: ModelCall, device_type: str, dtype: torch.dtype) -> Xra
     """The X-ray of the model on fake tensors.
 
     If the model asks for values, `answered` runs it on the CPU, and traces it again with the
-    decisions of that run. If this does not help, it tries `for_real` to name a remedy.
+    decisions of that run. If this does not help, it tries the model for real to name a remedy.
     """
 
     def trace(call: ModelCall, decisions: Decisions | None) -> Xray:
-        def trace_to(dtype: torch.dtype) -> Tracer:
-            return _trace_on_fakes(call, device_type, decisions, dtype)
-
+        trace_to = functools.partial(_trace_on_fakes, call, device_type, decisions)
         return _build_xray(call, trace_to, dtype, real=False)
 
-    def for_real() -> Xray:
-        return _xray_for_real(call, "cpu", dtype)
-
+    for_real = functools.partial(_xray_for_real, call, "cpu", dtype)
     return answered(trace, call, "X-ray", for_real)
 
 
@@ -139,19 +132,13 @@ def _autocast_off(model: nn.Module) -> str:
     """A remark if the weights of a model make the default leave autocast off; else ""."""
     if dtype_for(model, "cpu") is not torch.float32:  # float32 stands for no autocast
         return ""
-    dtype = _low_weight_dtypes(model)[0]
+    dtype = low_weight_dtypes(model)[0]
     short = short_name(dtype)
     remark = _AUTOCAST_OFF.sentence(dtype=dtype_name(dtype), short=short)
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
     if model.training and is_trained:
         remark = f"{remark} {_TRAINED_CAST.sentence(short=short)}"
     return remark
-
-
-def _low_weight_dtypes(model: nn.Module) -> list[torch.dtype]:
-    """The 16-bit dtypes among the weights of a model."""
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    return [dtype for dtype in LOWER_DTYPES if dtype in dtypes]
 
 
 def _build_xray(
@@ -166,9 +153,7 @@ def _build_xray(
     it runs on the device itself. Raises `TraceError` if the model fails without autocast too.
     """
     tracer = trace_to(dtype)
-    raised = None
-    if tracer.error is not None:
-        raised = _raised_under_autocast(tracer.error, tracer, trace_to, call)
+    raised = _raised_under_autocast(tracer, trace_to, call)
     return Xray(
         model=type(call.model).__name__,
         device_type=tracer.device_type,
@@ -181,7 +166,6 @@ def _build_xray(
         loss_dtype=tracer.loss_dtype,
         raised=raised,
         advice=advise(tracer, raised),
-        classes=tracer.classes,
         modules=module_rows(call.model, tracer.module_calls),
         decisions=tracer.decisions,
         training=call.model.training,
@@ -189,40 +173,35 @@ def _build_xray(
 
 
 def _raised_under_autocast(
-    error: Exception, tracer: Tracer, trace_to: Callable[[torch.dtype], Tracer], call: ModelCall
-) -> str:
+    tracer: Tracer, trace_to: Callable[[torch.dtype], Tracer], call: ModelCall
+) -> str | None:
     """Explain the error of `tracer`, a trace under autocast, if the model runs without autocast.
 
-    Raises `TraceError` if the model fails without autocast too: then the model or its inputs are
-    wrong, and a table is of no use. A run without autocast that gets beyond the failed op, and then
-    to code that no trace can follow, counts as one that does not fail.
+    None if there is no error. Raises `TraceError` if the model fails without autocast too: then the
+    model or its inputs are wrong, and a table is of no use. A run without autocast that gets beyond
+    the failed op, and then to code that no trace can follow, counts as one that does not fail.
     """
+    if tracer.error is None:
+        return None
+    explained = _explain_error(tracer, call)
     has_no_autocast = tracer.dtype is torch.float32  # then `tracer` is itself the plain trace
     try:
         plain = tracer if has_no_autocast else trace_to(torch.float32)
     except (MemoryNeeded, NotAnswered) as stop:
-        explained = _explain_error(error, tracer, call)
         return f"{explained}; the pass without autocast ends later: {stop}"
     if plain.error is None:
-        return _explain_error(error, tracer, call)
-    low_dtypes = _low_weight_dtypes(call.model)
+        return explained
+    low_dtypes = low_weight_dtypes(call.model)
     if not low_dtypes:
-        raise TraceError(_explain_error(plain.error, plain, call)) from plain.error
+        raise TraceError(_explain_error(plain, call)) from plain.error
     # A model with some weights in 16 bits may need autocast to run, so the first error counts.
-    explained = _explain_error(error, tracer, call)
-    dtype = low_dtypes[0]
-    if has_no_autocast and low_operand(tracer.failed_on) and _runs_under(dtype, trace_to):
+    if has_no_autocast and low_operand(tracer.failed_on):
+        dtype = low_dtypes[0]
         cure = _UNDER_AUTOCAST.sentence(dtype=dtype_name(dtype), short=short_name(dtype))
-        explained = f"{explained}; {cure}"
-    raise TraceError(explained) from error
-
-
-def _runs_under(dtype: torch.dtype, trace_to: Callable[[torch.dtype], Tracer]) -> bool:
-    """Whether the model runs under autocast to a dtype; `trace_to` is as in `_build_xray`."""
-    try:
-        return trace_to(dtype).error is None
-    except TraceError:  # for this question it does not matter why the trace ends
-        return False
+        with contextlib.suppress(TraceError):  # it does not matter why that trace ends
+            if trace_to(dtype).error is None:
+                explained = f"{explained}; {cure}"
+    raise TraceError(explained) from tracer.error
 
 
 def _trace_on_fakes(
@@ -275,8 +254,10 @@ def _trace_for_real(call: ModelCall, device_type: str, dtype: torch.dtype) -> Tr
         return Tracer(device_type, dtype, run).follow(call.loss_fn)
 
 
-def _explain_error(error: Exception, tracer: Tracer, call: ModelCall) -> str:
-    """The error of a model in a line, with its inputs, the op that failed, and what to do."""
+def _explain_error(tracer: Tracer, call: ModelCall) -> str:
+    """The error of a trace in a line, with the model's inputs, the op that failed, and a remedy."""
+    error = tracer.error
+    assert error is not None
     model = call.model
     tensors = [tensor for _, tensor in named_tensors([call.args, call.kwargs], open_objects=True)]
     shapes = [f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}" for tensor in tensors]
@@ -287,8 +268,7 @@ def _explain_error(error: Exception, tracer: Tracer, call: ModelCall) -> str:
         module, op = tracer.failed_at
         where = f" in {place_of(module)} ({op})"
     reason = own_reason(error) or with_type(error)
-    has_low_weights = bool(_low_weight_dtypes(model))
-    mixed = remedy_for_mixed(error, op, tracer.failed_on, has_low_weights)
+    mixed = remedy_for_mixed(error, op, tracer.failed_on, bool(low_weight_dtypes(model)))
     if mixed:
         reason = f"{reason}; {mixed}"
     tip = tip_for(error, model, "X-ray", tracer.device_type, op)  # with "; " before it, or ""
@@ -301,44 +281,33 @@ def _check_inputs(model: nn.Module, inputs: tuple, kwargs: dict[str, Any], real:
     for misspelt, option in (("device", "device_type="), ("precision", "dtype=")):
         if misspelt in kwargs and misspelt not in inspect.signature(model.forward).parameters:
             raise TraceError(f"xray has no {misspelt}=, and the model neither: give {option}")
-    arguments = [*enumerate(inputs), *kwargs.items()]
-    tensor_count = 0
-    for position_or_name, value in arguments:
+    arguments: dict[Any, Any] = dict(enumerate(inputs)) | kwargs
+    has_tensor = False
+    for position_or_name, value in arguments.items():
         text = f"input {position_or_name!r}"
-        tensor_count += _count_tensors(value, text, real)
-        if not tensor_count:  # after a tensor, a tuple of integers may be an argument of the model
-            _refuse_shape(value, text)
-    if arguments and not tensor_count:
-        _, first_value = arguments[0]
-        class_name = type(first_value).__name__
-        raise TraceError(f"there is no tensor among the inputs, but a {class_name}: give a tensor")
+        if isinstance(value, nn.utils.rnn.PackedSequence) and not real:
+            raise TraceError(f"{text} is a PackedSequence, which has no fake copy: give it padded")
+        leaves = [leaf for _, leaf in named_leaves(value, open_objects=True)]
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                has_tensor = True
+                _check_values(leaf, text, real)
+            elif hasattr(leaf, "__array__"):  # NumPy's, pandas'
+                kind = type(leaf).__name__
+                raise TraceError(f"{text} is no tensor but a {kind}: give torch.as_tensor of it")
+        # torchinfo takes a shape. After a tensor, it may be an argument of the model.
+        if not has_tensor and _is_shape(value):
+            raise TraceError(f"{text} is no tensor but {value!r}: give torch.empty{tuple(value)}")
+    if arguments and not has_tensor:
+        kind = type(next(iter(arguments.values()))).__name__
+        raise TraceError(f"there is no tensor among the inputs, but a {kind}: give a tensor")
 
 
-def _count_tensors(value: object, name: str, real: bool) -> int:
-    """Check the values in an input, and return how many tensors it has.
-
-    `name` is the input in messages. Raises `TraceError` for a value that cannot be traced, and with
-    `real` for a tensor without values.
-    """
-    if isinstance(value, nn.utils.rnn.PackedSequence) and not real:
-        raise TraceError(f"{name} is a PackedSequence, which has no fake copy: give it padded")
-    tensors = 0
-    for _, leaf in named_leaves(value, open_objects=True):
-        if isinstance(leaf, torch.Tensor):
-            tensors += 1
-            _check_values(leaf, name, real)
-        elif hasattr(leaf, "__array__"):  # NumPy's, pandas'
-            class_name = type(leaf).__name__
-            raise TraceError(f"{name} is no tensor but a {class_name}: give torch.as_tensor of it")
-    return tensors
-
-
-def _refuse_shape(value: object, name: str) -> None:
-    """Raise `TraceError` for a tuple or list of integers: a shape, which torchinfo takes."""
+def _is_shape(value: object) -> bool:
+    """Whether a value is a tuple or a list of integers."""
     if not isinstance(value, (tuple, list)) or not value:
-        return
-    if all(isinstance(size, int) for size in value):
-        raise TraceError(f"{name} is no tensor but {value!r}: give torch.empty{tuple(value)}")
+        return False
+    return all(isinstance(size, int) for size in value)
 
 
 def _check_values(tensor: torch.Tensor, name: str, real: bool) -> None:

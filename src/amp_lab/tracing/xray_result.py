@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from amp_lab.core.report import Printed, Table, bytes_text, listed, plural, share_text, short_name
 from amp_lab.core.tensors import LOWER_DTYPES
 from amp_lab.tracing.module_table import ModuleRow, ModuleTable, named_outputs
-from amp_lab.tracing.records import LOSS, Cast, OpRecord, is_of_loss, work_of
+from amp_lab.tracing.records import LOSS, Cast, OpRecord, bytes_of, is_of_loss, work_of
 from amp_lab.tracing.running_module import Outputs
 
 _MAX_LINES = 28  # of the table; deeper modules are summed up
@@ -36,8 +36,7 @@ class Xray(Printed):
     loss_dtype: torch.dtype | None
     raised: str | None  # an error that occurs only under autocast: the rows end at that op
     advice: list[str]  # sentences on what to look at; the rows and casts show why
-    classes: dict[str, str] = field(repr=False)  # the class of each module, by its name
-    modules: list[ModuleRow] = field(repr=False)  # all of them, in the model's order
+    modules: list[ModuleRow]  # all of them, in the model's order
     decisions: str = ""  # a sentence, if the trace took the decisions of a run on the CPU
     autocast_off: str = ""  # a sentence, if the model's weights were why autocast was left off
     compiled: bool = False  # whether the model, or a module in it, is; it was run in eager mode
@@ -46,21 +45,15 @@ class Xray(Printed):
     @property
     def title(self) -> str:
         """The model, the device, the dtype of autocast and how it was run, in a line."""
-        autocast = "off" if self._has_autocast_off else short_name(self.dtype)
+        autocast = "off" if self.dtype is torch.float32 else short_name(self.dtype)
         run = "a real run" if self.real else "fake tensors, no such device needed"
         return f"{self.model} on {self.device_type}, autocast {autocast} ({run})"
-
-    @property
-    def _has_autocast_off(self) -> bool:
-        return self.dtype is torch.float32
 
     @property
     def low_share(self) -> float:
         """Share of the FLOPs of matrix products and convolutions in low precision, 0 to 1."""
         low = work_of(row for row in self.rows if row.dtype in LOWER_DTYPES)
-        if not low:
-            return 0.0
-        return low / work_of(self.rows)
+        return low / max(1, work_of(self.rows))
 
     def by_module(self, depth: int | None = None) -> ModuleTable:
         """A table of what each module returns and of its parameters, as torchinfo shows a model.
@@ -74,11 +67,9 @@ class Xray(Printed):
         return ModuleTable.of(self.modules, depth, self.title, work_of(self.rows), facts)
 
     def _contents(self) -> dict[str, Any]:
-        """The fields for JSON: outputs by name, and without `classes` and `modules`."""
-        contents = dict(vars(self))
-        contents["outputs"] = named_outputs(self.outputs)
-        del contents["classes"]
-        del contents["modules"]  # `by_module` has them
+        """The fields for JSON: outputs by name, and without `modules`, which `by_module` has."""
+        contents = vars(self) | {"outputs": named_outputs(self.outputs)}
+        del contents["modules"]
         return contents
 
     def _table(self) -> Table:
@@ -95,12 +86,12 @@ class Xray(Printed):
 
     def _facts(self) -> Iterator[str]:
         yield from self._remarks()
-        if not self._has_autocast_off:
+        if self.dtype is not torch.float32:
             yield from self._autocast_facts()
-        outputs = []
-        for path, (dtype, shape) in self.outputs.items():
-            output = f"{path} {short_name(dtype)} {shape}"
-            outputs.append(output.lstrip())  # a tensor alone has no path
+        outputs = [
+            f"{path} {short_name(dtype)} {shape}".lstrip()  # a tensor alone has no path
+            for path, (dtype, shape) in self.outputs.items()
+        ]
         if outputs:
             yield f"Output: {listed(outputs, 6)}."
         if self.loss_dtype is not None:
@@ -117,13 +108,14 @@ class Xray(Printed):
         yield (
             f"Autocast inserted {plural(len(self.casts), 'cast')}: {len(of_parameters):,} of "
             f"parameters ({len(cached):,} kept in its cache), {others:,} of other values; they "
-            f"write {_bytes_of(self.casts)}."
+            f"write {bytes_text(bytes_of(self.casts))}."
         )
         if cached and not self.training:
+            size = bytes_text(bytes_of(cached))
             yield (
-                f"In evaluation mode: under no_grad the cache keeps {_bytes_of(cached)} of casts "
-                "until the autocast block ends; under inference_mode it keeps none, and each use "
-                "of a weight casts it anew."
+                f"In evaluation mode: under no_grad the cache keeps {size} of casts until the "
+                "autocast block ends; under inference_mode it keeps none, and each use of a weight "
+                "casts it anew."
             )
 
     def _remarks(self) -> Iterator[str]:
@@ -138,19 +130,11 @@ class Xray(Printed):
     def _loss_fact(self, dtype: torch.dtype) -> str:
         """A sentence on the loss: its dtype and, if that is wide, its first op in low precision."""
         fact = f"Loss: {short_name(dtype)}"
-        if dtype in LOWER_DTYPES:
-            return f"{fact}."
         low = [row for row in self.rows if is_of_loss(row) and row.dtype in LOWER_DTYPES]
-        if not low:
+        if dtype in LOWER_DTYPES or not low:
             return f"{fact}."
-        first = low[0]
-        op = first.op.strip("_")
-        return f"{fact}, computed from the {op} in {short_name(first.dtype)}."
-
-
-def _bytes_of(casts: list[Cast]) -> str:
-    """The bytes that some casts write together, as text."""
-    return bytes_text(sum(cast.nbytes for cast in casts))
+        op = low[0].op.strip("_")
+        return f"{fact}, computed from the {op} in {short_name(low[0].dtype)}."
 
 
 @dataclass(frozen=True)
@@ -168,6 +152,7 @@ class _Line:
         work_dtypes = [row.dtype for row in self.rows if row.flops]
         other_dtypes = [row.dtype for row in self.rows if not row.flops]
         casts = self.times * len(self.casts)
+        last_dtypes = self.rows[-1].out_dtypes if self.rows else ()
         return [
             self.label,
             self.class_name,
@@ -176,61 +161,39 @@ class _Line:
             self._count_text(work_dtypes),
             self._count_text(other_dtypes),
             f"{casts:,}" if casts else "-",
-            short_name(self._output_dtype()),
+            short_name(last_dtypes[0]) if last_dtypes else "-",
         ]
-
-    def _output_dtype(self) -> torch.dtype | None:
-        """The dtype of the first output of the last op; None if there is none."""
-        if not self.rows or not self.rows[-1].out_dtypes:
-            return None
-        return self.rows[-1].out_dtypes[0]
 
     def _count_text(self, dtypes: list[torch.dtype | None]) -> str:
         """``bf16``, or if there are several ``bf16 24, fp32 2``, with how many ops have each."""
         counts = Counter(short_name(dtype) for dtype in dtypes if dtype)
-        if not counts:
-            return "-"
-        if len(counts) == 1:
-            (name,) = counts
-            return name
+        if len(counts) < 2:
+            return next(iter(counts), "-")
         texts = [f"{name} {self.times * count:,}" for name, count in counts.most_common()]
         return ", ".join(texts)
-
-
-@dataclass
-class _OwnRecords:
-    """The ops and casts in a module's own code, without those in its submodules."""
-
-    rows: list[OpRecord] = field(default_factory=list)
-    casts: list[Cast] = field(default_factory=list)
 
 
 class _Outline:
     """The modules that ran as a tree, from which the table takes as many levels as fit."""
 
     def __init__(self, result: Xray):
-        self._classes = result.classes
-        self._records: dict[str, _OwnRecords] = defaultdict(_OwnRecords)  # by module
+        self._classes = {module.name: module.kind for module in result.modules}
+        # Of each module, those of its submodules included; a model has "" for a name.
+        self._rows: dict[str, list[OpRecord]] = defaultdict(list)
+        self._casts: dict[str, list[Cast]] = defaultdict(list)
         for row in result.rows:
-            self._records[row.module].rows.append(row)
+            for module in _with_parents(row.module):
+                self._rows[module].append(row)
         for cast in result.casts:
-            self._records[cast.module].casts.append(cast)
-        self._submodules = self._submodules_that_ran()
+            for module in _with_parents(cast.module):
+                self._casts[module].append(cast)
+        # Of each module the direct submodules that ran, in the model's order.
+        self._submodules: dict[str, list[str]] = defaultdict(list)
+        for module in self._classes:
+            if module and (module in self._rows or module in self._casts):
+                self._submodules[module.rpartition(".")[0]].append(module)
         # Cached, since `_pattern` asks for the lines of the same modules again and again.
         self._cached_lines = functools.cache(self._lines_of_module)
-
-    def _submodules_that_ran(self) -> dict[str, list[str]]:
-        """For each module the names of its direct submodules that ran, in the model's order."""
-        submodules: dict[str, set[str]] = defaultdict(set)
-        for module in self._records:
-            while module and module != LOSS:
-                parent = module.rpartition(".")[0]
-                submodules[parent].add(module)
-                module = parent
-        ordered = {}
-        for module, names in submodules.items():
-            ordered[module] = [name for name in self._classes if name in names]
-        return ordered
 
     def fitting_lines(self) -> list[_Line]:
         """The lines down to the deepest level at which there are at most `_MAX_LINES`.
@@ -240,8 +203,7 @@ class _Outline:
         fitting = self._lines(depth=1)
         for depth in range(2, _MAX_DEPTH):
             deeper = self._lines(depth)
-            # Equal lines: there are no deeper modules.
-            if len(deeper) > _MAX_LINES or deeper == fitting:
+            if len(deeper) > _MAX_LINES:
                 break
             fitting = deeper
         return fitting
@@ -254,9 +216,8 @@ class _Outline:
             if line.label in ("", " itself"):
                 line = dataclasses.replace(line, label=f"the model{line.label}")
             lines.append(line)
-        if LOSS in self._records:
-            records = self._records[LOSS]
-            lines.append(_Line(LOSS, "loss_fn", records.rows, records.casts))
+        if LOSS in self._rows or LOSS in self._casts:
+            lines.append(_Line(LOSS, "loss_fn", self._rows[LOSS], self._casts[LOSS]))
         return lines
 
     def _lines_of_module(self, module: str, depth: int) -> tuple[_Line, ...]:
@@ -265,13 +226,17 @@ class _Outline:
         Labels are without the module's name: "" for all of it, " itself" for its own code, and
         ``.conv1`` for a submodule.
         """
-        submodules = self._submodules.get(module, [])
+        class_name = self._classes.get(module, "")
+        rows = self._rows[module]
+        casts = self._casts[module]
+        submodules = self._submodules[module]
         if not depth or not submodules:
-            return (self._sum_of(module),)
+            return (_Line("", class_name, rows, casts),)
         lines = []
-        if module in self._records:
-            records = self._records[module]
-            lines.append(_Line(" itself", self._class_of(module), records.rows, records.casts))
+        own_rows = [row for row in rows if row.module == module]
+        own_casts = [cast for cast in casts if cast.module == module]
+        if own_rows or own_casts:
+            lines.append(_Line(" itself", class_name, own_rows, own_casts))
         # Numbered neighbours that did the same, such as the blocks of a transformer, are one line.
         for _, group in itertools.groupby(submodules, self._pattern):
             alike = list(group)
@@ -284,24 +249,19 @@ class _Outline:
                 lines.append(dataclasses.replace(line, label=name + line.label, times=times))
         return tuple(lines)
 
-    def _sum_of(self, module: str) -> _Line:
-        """One line for a module together with all of its submodules."""
-        rows: list[OpRecord] = []
-        casts: list[Cast] = []
-        for name, records in self._records.items():
-            if name == module or name.startswith(f"{module}."):
-                rows += records.rows
-                casts += records.casts
-        return _Line("", self._class_of(module), rows, casts)
-
-    def _class_of(self, module: str) -> str:
-        return self._classes.get(module, "")
-
     def _pattern(self, module: str) -> tuple[str, list[list[str]]]:
         """The name without its number, and the cells of all lines: equal for modules alike."""
         # `total` only scales the share of the work, and equal work has equal shares.
         cells = [line.cells(total=1) for line in self._cached_lines(module, _MAX_DEPTH)]
         return _without_number(module), cells
+
+
+def _with_parents(module: str) -> Iterator[str]:
+    """The name of a module, and those of all modules around it; the last one is the model, ""."""
+    yield module
+    while module and module != LOSS:
+        module = module.rpartition(".")[0]
+        yield module
 
 
 def _without_number(module: str) -> str:
@@ -310,7 +270,7 @@ def _without_number(module: str) -> str:
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison(Printed):
+class XrayComparison(Printed):
     """Two X-rays side by side; `str` of it is a table to read."""
 
     a: Xray
@@ -321,8 +281,8 @@ class Comparison(Printed):
     @property
     def names(self) -> tuple[str, str]:
         """A short name for each, such as ``cuda bf16``, with (a) and (b) if they are equal."""
-        a = _short_title(self.a)
-        b = _short_title(self.b)
+        a = f"{self.a.device_type} {short_name(self.a.dtype)}"
+        b = f"{self.b.device_type} {short_name(self.b.dtype)}"
         if a == b:
             return f"{a} (a)", f"{b} (b)"
         return a, b
@@ -363,11 +323,6 @@ class Comparison(Printed):
             yield f"{name}: {low}, {plural(len(result.casts), 'cast')}, output {outputs}."
 
 
-def _short_title(result: Xray) -> str:
-    """The device type and the dtype of autocast, such as ``cuda bf16``."""
-    return f"{result.device_type} {short_name(result.dtype)}"
-
-
 def _flow(row: OpRecord | None) -> str:
     """``bf16``, or ``bf16 → fp32`` for an op that computes in bf16 and returns fp32.
 
@@ -381,7 +336,7 @@ def _flow(row: OpRecord | None) -> str:
     return " → ".join(names) or "-"
 
 
-def compare(a: Xray, b: Xray) -> Comparison:
+def compare(a: Xray, b: Xray) -> XrayComparison:
     """Align the ops of two X-rays by module and name, and keep those that differ in a dtype.
 
     An op that only one of them has counts as different.
@@ -401,7 +356,7 @@ def compare(a: Xray, b: Xray) -> Comparison:
         for row_a, row_b in zip(rows_a, rows_b, strict=True):
             if _dtypes(row_a) != _dtypes(row_b):
                 different.append((row_a, row_b))
-    return Comparison(a, b, different)
+    return XrayComparison(a, b, different)
 
 
 def _modules_and_ops(result: Xray) -> list[tuple[str, str]]:
