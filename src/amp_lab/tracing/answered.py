@@ -3,13 +3,13 @@
 If that is impossible, the trace is refused, with a remedy that has been tried.
 """
 
+import contextlib
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TypeVar
 
-from torch import nn
 from torch._ops import OpOverload
 
 from amp_lab.core.errors import TraceError
@@ -59,7 +59,7 @@ def answered(
         return _with_decisions(trace, call, verb, for_real)
     except MemoryNeeded as error:
         # A recorded run cannot help: what a model reads from memory is not recorded.
-        advice = _working_remedy(_attempts(trace, call, for_real), error, call.model, verb)
+        advice = _working_remedy(trace, call, verb, for_real, error)
         raise TraceError(f"{error}, which fake tensors do not have: {advice}") from error
 
 
@@ -86,18 +86,17 @@ def _with_decisions(
         except ValuesNeeded as error:
             refusal = error
         except NotAnswered as error:
-            # An `OtherCourse` comes from a run on the CPU that did not fail: a real run may help.
-            run_for_real = for_real if isinstance(error, OtherCourse) else None
-            attempts = _attempts(trace, call, run_for_real)
-            advice = _working_remedy(attempts, refusal, call.model, verb)
+            if not isinstance(error, OtherCourse):  # the run on the CPU failed, so would another
+                for_real = None
+            advice = _working_remedy(trace, call, verb, for_real, refusal)
             if isinstance(error, NoValues):
                 advice = f"{_BUILD_ON_CPU.text}; or {advice}"
             raise type(error)(f"{refusal}, and {error}: {advice}") from error
-    advice = _working_remedy(_attempts(trace, call, for_real), refusal, call.model, verb)
+    advice = _working_remedy(trace, call, verb, for_real, refusal)
     raise TraceError(f"{refusal}, which fake tensors have not: {advice}") from refusal
 
 
-@contextmanager
+@contextlib.contextmanager
 def _transformers_reads_masks() -> Iterator[None]:
     """The block in which transformers asks for the values of a fake mask, as for a real one's.
 
@@ -112,57 +111,42 @@ def _transformers_reads_masks() -> Iterator[None]:
         yield
 
 
-Attempt = tuple[str, Callable[[], object]]
-"""The text of a remedy, and a function that tries it, and raises if the remedy does not work."""
-
-
-def _attempts(
-    trace: Trace[_Result], call: ModelCall, for_real: Callable[[], object] | None
-) -> Iterator[Attempt]:
-    """Yield the remedies that may help, beginning with the one that changes least.
-
-    `for_real` is as in `answered`; no attempt has decisions of a run on the CPU.
-    """
-    if call.model.training:
-
-        def in_evaluation_mode() -> object:
-            with _evaluation_mode(call.model):
-                return trace(call, None)
-
-        yield _EVAL.text, in_evaluation_mode
-    if call.loss_fn is not None:
-        without_loss = dataclasses.replace(call, loss_fn=None)
-        yield _WITHOUT_LOSS.text, lambda: trace(without_loss, None)
-    if for_real is not None:
-        yield FOR_REAL.text, for_real
-
-
 def _working_remedy(
-    attempts: Iterator[Attempt], refusal: TraceError, model: nn.Module, verb: str
+    trace: Trace[_Result],
+    call: ModelCall,
+    verb: str,
+    for_real: Callable[[], object] | None,
+    refusal: TraceError,
 ) -> str:
     """The text of the first remedy that works; else the advice to trace a part of the model.
 
-    `refusal` is the error for which a remedy is sought. It has the error of an op as its cause.
-    `verb` names what the trace does to a model, such as "forecast".
+    `refusal` is the error for which a remedy is sought. It has the error of an op as its cause. The
+    other arguments are those of `answered`. No remedy has decisions of a run on the CPU.
     """
-    for text, attempt in attempts:
-        try:
+    # The one that changes least comes first.
+    attempts: dict[str, Callable[[], object]] = {}
+    if call.model.training:
+        attempts[_EVAL.text] = functools.partial(_trace_in_evaluation_mode, trace, call)
+    if call.loss_fn is not None:
+        without_loss = dataclasses.replace(call, loss_fn=None)
+        attempts[_WITHOUT_LOSS.text] = functools.partial(trace, without_loss, None)
+    if for_real is not None:
+        attempts[FOR_REAL.text] = for_real
+    for text, attempt in attempts.items():
+        with contextlib.suppress(Exception):  # the user's model may raise anything
             attempt()
-        except Exception:  # this remedy does not work; the user's model may raise anything
-            continue
-        return text
+            return text
     # The cause is the error of the op; its traceback tells in which modules it was raised.
     assert isinstance(refusal.__cause__, Exception)
-    return remedy_for(refusal.__cause__, model, verb)
+    return remedy_for(refusal.__cause__, call.model, verb)
 
 
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """The block in which all modules are in evaluation mode; each then gets its old mode back."""
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
+def _trace_in_evaluation_mode(trace: Trace[_Result], call: ModelCall) -> _Result:
+    """The trace with all modules in evaluation mode; each then gets its old mode back."""
+    before = [(module, module.training) for module in call.model.modules()]
+    call.model.eval()
     try:
-        yield
+        return trace(call, None)
     finally:
         for module, training in before:
             module.training = training

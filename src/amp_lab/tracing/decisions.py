@@ -18,6 +18,7 @@ from amp_lab.core.errors import TraceError
 from amp_lab.core.report import plural
 from amp_lab.core.tensors import tensors_in
 from amp_lab.tracing.finite_checks import found_in_finite_values
+from amp_lab.tracing.ops_seen import op_name
 from amp_lab.tracing.records import LOSS, place_of
 from amp_lab.tracing.running_module import RunningModule
 
@@ -118,14 +119,7 @@ def record_decision(running: RunningModule, op: OpOverload, inputs: tuple, resul
 
     result_on_meta = tree_map_only(torch.Tensor, on_meta, result)
     if_finite = found_in_finite_values(op, inputs[0])
-    return Decision(_module_of(running), op, _shapes_of(inputs), result_on_meta, if_finite)
-
-
-def _module_of(running: RunningModule) -> str:
-    """The name of the running module; LOSS if none runs."""
-    if running.is_none:
-        return LOSS
-    return running.name
+    return Decision(running.name_or_loss, op, _shapes_of(inputs), result_on_meta, if_finite)
 
 
 def _shapes_of(inputs: tuple) -> tuple[tuple[int, ...], ...]:
@@ -143,10 +137,14 @@ class Replay:
 
     def __init__(self, decisions: Decisions):
         self._decisions = decisions
+        self.running = RunningModule()
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin with the first decision again, as for a second training step."""
         self._position = 0  # of the next decision in the real run's sequence
         self._taken = 0  # decisions of the real run that the trace has taken
         self._assumed = 0  # checks for inf or NaN that the real run did not make
-        self.running = RunningModule()
 
     @property
     def remark(self) -> str:
@@ -166,12 +164,6 @@ class Replay:
             )
         return " ".join(sentences)
 
-    def restart(self) -> None:
-        """Begin with the first decision again, as for a second training step."""
-        self._position = 0
-        self._taken = 0
-        self._assumed = 0
-
     def answers(self, op: OpOverload, args: tuple) -> bool:
         """Whether an op depends on values, so that `answer` has to be called in place of it."""
         return depends_on_values(op, args, self._decisions.unmarked)
@@ -186,13 +178,16 @@ class Replay:
         """
         inputs = (args, kwargs)
         if_finite = found_in_finite_values(op, args)
-        module = _module_of(self.running)
-        is_check = if_finite is not None
-        position = self._find_position(module, op, _shapes_of(inputs), is_check)
+        module = self.running.name_or_loss
+        position = self._find_position(module, op, _shapes_of(inputs), if_finite is not None)
         if position is None:
-            if not is_check:
-                raise self._other_course(module, op)
-            self._require_finite(module)
+            if if_finite is None:
+                raise _other_course(module, op)
+            if not self._decisions.is_finite:
+                raise OtherCourse(
+                    f"the check for inf or NaN in {_decision_place(module)} is not made by the run "
+                    "on the CPU, whose outputs are not finite"
+                )
             self._assumed += 1
             return if_finite
         self._position = position + 1
@@ -217,17 +212,14 @@ class Replay:
         """
         for decision in self._decisions.sequence[self._position :]:
             if not decision.says_finite:
-                raise self._other_course(decision.module, decision.op)
+                raise _other_course(decision.module, decision.op)
 
-    def _find_position(
-        self, module: str, op: OpOverload, shapes: tuple[tuple[int, ...], ...], is_check: bool
-    ) -> int | None:
+    def _find_position(self, *expected: Any) -> int | None:
         """The position in the sequence of the next decision, if it is the one described; else None.
 
         It is described by its module, op and input shapes, and by whether it is a check for inf or
         NaN. Such checks that found none are skipped.
         """
-        expected = (module, op, shapes, is_check)
         decisions = self._decisions.sequence[self._position :]
         for position, decision in enumerate(decisions, start=self._position):
             was_check = decision.if_finite is not None
@@ -237,20 +229,11 @@ class Replay:
                 return None
         return None
 
-    def _require_finite(self, module: str) -> None:
-        """Raise `OtherCourse` unless the outputs of the real run are finite."""
-        if not self._decisions.is_finite:
-            raise OtherCourse(
-                f"the check for inf or NaN in {_decision_place(module)} is not made by the run on "
-                "the CPU, whose outputs are not finite"
-            )
 
-    @staticmethod
-    def _other_course(module: str, op: OpOverload) -> OtherCourse:
-        """The error for an op at which the trace and the real run differ."""
-        name = op._schema.name.rpartition("::")[2]
-        where = f"op {name} in {_decision_place(module)}"
-        return OtherCourse(f"the run on the CPU took another course at {where}")
+def _other_course(module: str, op: OpOverload) -> OtherCourse:
+    """The error for an op at which the trace and the real run differ."""
+    where = f"op {op_name(op)} in {_decision_place(module)}"
+    return OtherCourse(f"the run on the CPU took another course at {where}")
 
 
 def _were(count: int) -> str:

@@ -7,7 +7,6 @@ result is known: isinf returns False everywhere, and any() of that is False.
 
 import math
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,17 +16,9 @@ from torch._ops import OpOverload
 _ELEMENT = "found_in_finite_values"
 
 _CHECKS = {"isinf": False, "isposinf": False, "isneginf": False, "isnan": False, "isfinite": True}
-_COMPARISONS: dict[str, Callable[..., Any]] = {
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-}
+_COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 # Elementwise ops: if all elements of each argument are equal, so are those of the result.
-_ELEMENTWISE: dict[str, Callable[..., Any]] = {
-    **_COMPARISONS,
+_ELEMENTWISE = _COMPARISONS | {
     "logical_not": operator.not_,
     "bitwise_not": operator.not_,
     "logical_and": operator.and_,
@@ -45,6 +36,7 @@ _KEEPS_ELEMENTS = {
     "_to_copy", "alias", "clone", "detach", "expand", "select", "slice", "squeeze", "unsqueeze",
     "view", "_unsafe_view",
 }  # fmt: skip
+_FOLLOWED = {*_CHECKS, *_ELEMENTWISE, *_SUMS, *_KEEPS_ELEMENTS}
 
 
 def remember_check(op: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
@@ -55,8 +47,8 @@ def remember_check(op: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any
     if not isinstance(out, torch.Tensor):
         return
     element = None
-    if "alpha" not in kwargs:  # `add` would multiply its second argument by it
-        name = op._schema.name.removeprefix("aten::").rstrip("_")
+    name = op._schema.name.removeprefix("aten::").rstrip("_")
+    if name in _FOLLOWED and "alpha" not in kwargs:  # by which `add` multiplies an argument
         element = _evaluate(name, args, out)
     if element is None:
         if hasattr(out, _ELEMENT):  # of an in-place op, whose result is no check any more
@@ -74,7 +66,7 @@ def found_in_finite_values(op: OpOverload, args: tuple) -> bool | int | float | 
     """
     if op is not torch.ops.aten._local_scalar_dense.default:
         return None
-    return getattr(args[0], _ELEMENT, None)
+    return _element_of(args[0])
 
 
 def _evaluate(name: str, args: tuple, out: torch.Tensor) -> bool | int | float | None:
@@ -87,55 +79,25 @@ def _evaluate(name: str, args: tuple, out: torch.Tensor) -> bool | int | float |
             right = 0.0
         return _COMPARISONS[name](0.0, right)  # 0.0 stands for any finite value
     if name in _ELEMENTWISE:
-        return _evaluate_elementwise(name, args)
-    if name in _KEEPS_ELEMENTS:
-        return _evaluate_elements(args[0], out)
+        operands = [_element_of(operand) for operand in args[:2]]
+        if None in operands:
+            return None
+        if name in _OF_BOOLS:
+            operands = [bool(value) for value in operands]
+        return _ELEMENTWISE[name](*operands)
+    element = _element_of(args[0])
+    if element is None or args[0].numel() == 0 or out.numel() == 0:
+        return None
     if name in _SUMS:
-        return _evaluate_sum(args[0], out)
-    return None
-
-
-def _evaluate_elementwise(name: str, args: tuple) -> bool | int | float | None:
-    """The value of each element of an elementwise op; None if an operand is not known."""
-    operands = [_element_of(operand) for operand in args[:2]]
-    if None in operands:
-        return None
-    if name in _OF_BOOLS:
-        operands = [bool(value) for value in operands]
-    return _ELEMENTWISE[name](*operands)
-
-
-def _evaluate_elements(operand: Any, out: torch.Tensor) -> bool | int | float | None:
-    """The value of each element of a result with only elements of `operand`, or means of them.
-
-    None if the value is not known, or if `operand` or `out` has no elements.
-    """
-    if not isinstance(operand, torch.Tensor):
-        return None
-    if operand.numel() == 0 or out.numel() == 0:
-        return None
-    return _element_of(operand)
-
-
-def _evaluate_sum(operand: Any, out: torch.Tensor) -> int | float | None:
-    """The value of each element of `out`, the sums of equal elements of `operand`.
-
-    None if the value is not known.
-    """
-    element = _evaluate_elements(operand, out)
-    if element is None:
-        return None
-    terms = operand.numel() // out.numel()
-    return element * terms
+        element *= args[0].numel() // out.numel()
+    return element
 
 
 def _is_check(left: Any, right: Any) -> bool:
     """Whether a comparison is a check: of a tensor with an infinity, or with itself (x != x)."""
     if not isinstance(left, torch.Tensor) or not left.is_floating_point():
         return False
-    if right is left:
-        return True
-    return isinstance(right, float) and math.isinf(right)
+    return right is left or (isinstance(right, float) and math.isinf(right))
 
 
 def _element_of(operand: Any) -> bool | int | float | None:

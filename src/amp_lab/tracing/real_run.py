@@ -1,6 +1,7 @@
 """Run a model once for real on the CPU, and record each decision that it takes on values."""
 
 import enum
+import functools
 import random
 import time
 import warnings
@@ -29,7 +30,6 @@ from amp_lab.core.tensors import (
     tensors_in,
 )
 from amp_lab.tracing.backward import (
-    Seeds,
     functions_of_the_model,
     lacks_formula,
     run_backward,
@@ -119,15 +119,11 @@ def decisions_of(call: ModelCall, unmarked: frozenset[OpOverload] = frozenset())
 
 def _require_values(call: ModelCall) -> None:
     """Raise `NoValues` if a weight, a buffer or an input is on ``meta``."""
-    for tensor in [*call.model.parameters(), *call.model.buffers()]:
-        _require_value(tensor, "the model")
-    for _, tensor in named_tensors([call.args, dict(call.kwargs)], open_objects=True):
-        _require_value(tensor, "an input")
-
-
-def _require_value(tensor: torch.Tensor, name: str) -> None:
-    if tensor.is_meta:
-        raise NoValues(f"{name} is on 'meta' and has no values")
+    if any(tensor.is_meta for tensor in [*call.model.parameters(), *call.model.buffers()]):
+        raise NoValues("the model is on 'meta' and has no values")
+    inputs = named_tensors([call.args, dict(call.kwargs)], open_objects=True)
+    if any(tensor.is_meta for _, tensor in inputs):
+        raise NoValues("an input is on 'meta' and has no values")
 
 
 def _run_on_copies(call: ModelCall, recorder: "_Recorder") -> None:
@@ -135,12 +131,12 @@ def _run_on_copies(call: ModelCall, recorder: "_Recorder") -> None:
 
     Sets `recorder.is_finite` from the output and the loss.
     """
-    copies = _Copies(recorder)
+    copy_of = functools.cache(recorder.copy)  # each tensor once, so that tied weights stay tied
     model = call.model
     originals = dict(model.named_parameters(remove_duplicate=False))
     originals |= dict(model.named_buffers(remove_duplicate=False))
-    copies_by_name = {name: copies.copy_of(tensor) for name, tensor in originals.items()}
-    args, kwargs = map_tensors(copies.copy_of, (tuple(call.args), dict(call.kwargs)))
+    copies_by_name = {name: copy_of(tensor) for name, tensor in originals.items()}
+    args, kwargs = map_tensors(copy_of, (tuple(call.args), dict(call.kwargs)))
     with (
         _reparametrize_module(model, copies_by_name),
         recorder.running.watched(model),
@@ -159,7 +155,11 @@ def _run_on_copies(call: ModelCall, recorder: "_Recorder") -> None:
         if call.passes is Passes.BACKWARD:
             run_backward(seeds)
         elif functions_of_the_model(seeds):
-            _run_backward_if_it_has_one(seeds)
+            try:
+                run_backward(seeds)
+            except RuntimeError as error:  # at an op without a formula an X-ray ends too
+                if not lacks_formula(error):
+                    raise
     recorder.is_finite = all(map(_is_finite, results))
 
 
@@ -167,39 +167,6 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     """Whether a tensor has neither infinities nor NaNs; integers have none."""
     values = stored_values(tensor)
     return not values.is_floating_point() or bool(values.float().isfinite().all())
-
-
-def _run_backward_if_it_has_one(seeds: Seeds) -> None:
-    """Run a backward pass, and end it at an op that has none: an X-ray ends there too."""
-    try:
-        run_backward(seeds)
-    except RuntimeError as error:
-        if not lacks_formula(error):
-            raise
-
-
-class _Copies:
-    """Copies tensors to the CPU, each one once, and has a recorder count their memory."""
-
-    def __init__(self, recorder: "_Recorder"):
-        self._recorder = recorder
-        self._copies: dict[int, torch.Tensor] = {}  # by the id of the original
-
-    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The copy of a tensor, always the same one: tied weights stay tied."""
-        if id(tensor) not in self._copies:
-            self._copies[id(tensor)] = self._copy(tensor)
-        return self._copies[id(tensor)]
-
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the CPU, in fp32 if the tensor is in 16 bits; a parameter stays a parameter."""
-        dtype = torch.float32 if tensor.dtype in LOWER_DTYPES else tensor.dtype
-        self._recorder.require_room(tensor.numel() * dtype.itemsize)  # before it is allocated
-        copied = tensor.detach().to("cpu", dtype, copy=True)
-        self._recorder.count([copied])
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(copied, tensor.requires_grad)
-        return copied.requires_grad_(tensor.requires_grad)
 
 
 class _ListsByItems(TorchFunctionMode):
@@ -239,7 +206,7 @@ class _Recorder(PlainOpsMode):
         # Of a check for inf or NaN: stores on the result what the check returns for finite values,
         # which `record_decision` reads.
         remember_check(func, args, kwargs, result)
-        self.count(tensors_in(result))
+        self._count(tensors_in(result))
         self.require_room(0)  # an op shows how much memory it takes only when it has run
         if time.monotonic() - self._started_at > LIMIT_S:
             self._stop(f"the run on the CPU that has them takes longer than {LIMIT_S:g} s")
@@ -247,7 +214,17 @@ class _Recorder(PlainOpsMode):
             self.decisions.append(record_decision(self.running, func, (args, kwargs), result))
         return result
 
-    def count(self, tensors: list[torch.Tensor]) -> None:
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the CPU, in fp32 if the tensor is in 16 bits; a parameter stays a parameter."""
+        dtype = torch.float32 if tensor.dtype in LOWER_DTYPES else tensor.dtype
+        self.require_room(tensor.numel() * dtype.itemsize)  # before it is allocated
+        copied = tensor.detach().to("cpu", dtype, copy=True)
+        self._count([copied])
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(copied, tensor.requires_grad)
+        return copied.requires_grad_(tensor.requires_grad)
+
+    def _count(self, tensors: list[torch.Tensor]) -> None:
         """Count the memory of tensors as in use until it is freed; each storage counts once."""
         for tensor in tensors:
             key = storage_key(tensor)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from amp_lab.core.tensors import named_tensors
+from amp_lab.tracing.records import LOSS
 
 Outputs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of each tensor in an output, by its path, as ``0`` or ``logits``.
@@ -81,9 +82,9 @@ class RunningModule:
         return self._names[-1]
 
     @property
-    def is_none(self) -> bool:
-        """Whether no module is running, as in the loss."""
-        return len(self._names) == 1
+    def name_or_loss(self) -> str:
+        """The same, but `LOSS` if no module is running."""
+        return self.name if len(self._names) > 1 else LOSS
 
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:
