@@ -33,7 +33,8 @@ def idle_guard(row: Backend) -> Iterator[None]:
     meta_index = int(device_types.Meta)
     table_type = ctypes.c_void_p * (1 + max(index, meta_index))  # a pointer for each device type
     try:
-        libc10 = ctypes.CDLL(str(_path_of_libc10()))
+        suffix = ".dylib" if sys.platform == "darwin" else ".so"
+        libc10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"libc10{suffix}"))
         guards = table_type.in_dll(libc10, _REGISTRY)
     except (OSError, ValueError):  # no libc10, or no such symbol in it, as on Windows
         raise DeviceError(
@@ -46,8 +47,3 @@ def idle_guard(row: Backend) -> Iterator[None]:
         yield
     finally:
         guards[index] = before
-
-
-def _path_of_libc10() -> Path:
-    suffix = ".dylib" if sys.platform == "darwin" else ".so"
-    return Path(torch.__file__).parent / "lib" / f"libc10{suffix}"

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import (
 from amp_lab.core.remedies import remedy
 from amp_lab.tracing.decisions import Replay, is_unmarked
 from amp_lab.tracing.finite_checks import remember_check
-from amp_lab.tracing.kernel_limits import OpCall, refusal_of
+from amp_lab.tracing.kernel_limits import check_limits
 
 _WIDE_LOGITS = remedy(
     "dtype.rnnt_loss",
@@ -41,19 +41,6 @@ _TAKE_NUMBER_FROM_TENSOR = {"masked_fill", "index_fill"}
 _KEEP_NUMBER = {"lift_fresh", "_to_copy", "detach", "clone", "alias", "view", "expand"}
 
 
-def _never_use_cudnn(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Answer `_use_cudnn_ctc_loss`, and that of MIOpen, with False, so that torch's kernel runs.
-
-    Both libraries take only int32 targets on the CPU.
-    """
-    return False
-
-
-def _ctc_loss_backward(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The gradient of a CTC loss for log_probs, `args[1]`, in their shape."""
-    return torch.empty_like(args[1])
-
-
 def _rnnt_loss(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The costs (B,), and the gradient of the logits, `args[0]`, in their shape (B, T, U, V).
 
@@ -67,21 +54,16 @@ def _rnnt_loss(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
     return logits.new_empty(len(logits)), torch.empty_like(logits)
 
 
-def _decompose(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run the ops that ``to`` is made of, in its place.
-
-    Under inference_mode ``to`` arrives undecomposed, and torch would really move a constant to the
-    device. The ops that ``to`` is made of do not.
-    """
-    return func.decompose(*args, **kwargs)
-
-
 # Ops that torch's own fake tensors cannot run, or would run for real, and what runs instead.
 _RULES: dict[str, Callable[[OpOverload, Sequence[Any], Mapping[str, Any]], Any]] = {
-    "aten::_use_cudnn_ctc_loss": _never_use_cudnn,
-    "aten::_use_miopen_ctc_loss": _never_use_cudnn,
-    "aten::_ctc_loss_backward": _ctc_loss_backward,
-    "aten::to": _decompose,
+    # torch's own kernel runs: cuDNN and MIOpen take only int32 targets on the CPU.
+    "aten::_use_cudnn_ctc_loss": lambda func, args, kwargs: False,
+    "aten::_use_miopen_ctc_loss": lambda func, args, kwargs: False,
+    # The gradient of log_probs, in their shape.
+    "aten::_ctc_loss_backward": lambda func, args, kwargs: torch.empty_like(args[1]),
+    # Under inference_mode ``to`` arrives undecomposed, and torch would really move a constant to
+    # the device. The ops that ``to`` is made of do not.
+    "aten::to": lambda func, args, kwargs: func.decompose(*args, **kwargs),
     "torchaudio::rnnt_loss_forward": _rnnt_loss,
 }
 
@@ -113,8 +95,10 @@ class StrictFakeMode(FakeTensorMode):
         # torch's fake tensors ignore a number that is too large for the dtype; kernels raise.
         name = func._schema.name.removeprefix("aten::").rstrip("_")
         checks_number = _CHECKS_BY_OP.get(name)
-        if checks_number is not None and _is_floating(out) and checks_number(args, out):
-            _require_representable(_numbers(name, args), out.dtype)
+        if checks_number is not None and out.dtype.is_floating_point and checks_number(args, out):
+            # A tensor of two values, since a CPU does not check the number for a tensor of one.
+            for number in _numbers(name, args):
+                torch.empty(2, dtype=out.dtype, device="cpu").fill_(number)
         _set_known_number(name, args, out)
         remember_check(func, args, kwargs, out)
         return out
@@ -122,25 +106,6 @@ class StrictFakeMode(FakeTensorMode):
     def _empty(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Any:
         with self:  # else the tensor would be real
             return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-
-def check_limits(func: OpOverload, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """Raise `RuntimeError` if the kernels of the device refuse the arguments of an op."""
-    name = func._schema.name.removeprefix("aten::")
-    refused = refusal_of(OpCall(name, args, kwargs.get("out")))
-    if refused is not None:
-        raise RuntimeError(refused)
-
-
-def _is_floating(out: Any) -> bool:
-    return isinstance(out, torch.Tensor) and out.dtype.is_floating_point
-
-
-def _require_representable(numbers: list[float], dtype: torch.dtype) -> None:
-    """Raise torch's own `RuntimeError` for a number that is too large for a dtype."""
-    # A tensor of two values, since a CPU does not check the number for a tensor of one.
-    for number in numbers:
-        torch.empty(2, dtype=dtype, device="cpu").fill_(number)
 
 
 def _numbers(name: str, args: tuple) -> list[float]:

@@ -10,13 +10,15 @@ Checked elsewhere: sizes of `_scaled_mm` (FP8), which fake tensors check
 mask, each with its source, in `amp_lab.tracing.attention`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch._ops import OpOverload
 
 from amp_lab.core.remedies import remedy
+from amp_lab.core.tensors import tensors_in
 
 _FFT = remedy(
     "dtype.fft",
@@ -49,8 +51,6 @@ REMEDIES_BY_MESSAGE = {
 }
 """Remedy by a phrase of the error's message, of errors from this table and from torch."""
 
-WITH_OUT = "with out="  # after an op's name in an error: ``mm with out=``
-
 
 class OpCall(NamedTuple):
     """An op with its arguments, after autograd and autocast."""
@@ -60,16 +60,9 @@ class OpCall(NamedTuple):
     out: torch.Tensor | None = None  # the keyword argument ``out=``
 
     @property
-    def plain_name(self) -> str:
-        """The name without the underscore of an in-place op."""
-        return self.name.rstrip("_")
-
-    @property
     def title(self) -> str:
         """The name for error messages: ``mm``, or ``mm with out=``."""
-        if self.out is None:
-            return self.name
-        return f"{self.name} {WITH_OUT}"
+        return self.name if self.out is None else f"{self.name} with out="
 
     @property
     def first(self) -> torch.Tensor | None:
@@ -78,12 +71,12 @@ class OpCall(NamedTuple):
             return self.args[0]
         return None
 
-    def is_on_nvidia(self) -> bool:
-        """Whether the call runs on CUDA, and not on ROCm."""
+    def is_on(self, device_type: str) -> bool:
+        """Whether the call runs on a device type; "cuda" does not stand for ROCm."""
         first = self.first
-        if first is None or first.device.type != "cuda":
+        if first is None or first.device.type != device_type:
             return False
-        return torch.version.hip is None
+        return device_type != "cuda" or torch.version.hip is None
 
 
 @dataclass(frozen=True)
@@ -95,13 +88,13 @@ class KernelLimit:
     source: str  # where the limit is documented or tested
 
 
-def refusal_of(call: OpCall) -> str | None:
-    """The message of the error that the kernel of a call would raise; None if no limit is known."""
-    for limit in _BY_OP.get(call.name, ()):
-        error = limit.refusal(call)
+def check_limits(func: OpOverload, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    """Raise `RuntimeError` if the kernels of the device refuse the arguments of an op."""
+    name = func._schema.name.removeprefix("aten::")
+    for limit in _BY_OP.get(name, ()):
+        error = limit.refusal(OpCall(name, args, kwargs.get("out")))
         if error is not None:
-            return error
-    return None
+            raise RuntimeError(error)
 
 
 def require_same_dtype(name: str, arguments: list[Any]) -> None:
@@ -116,7 +109,7 @@ def _mixed_dtypes_error(name: str, arguments: Iterable[Any]) -> str | None:
 
     `name` is that of the op for the message; arguments that are no tensors do not count.
     """
-    dtypes = [tensor.dtype for tensor in arguments if isinstance(tensor, torch.Tensor)]
+    dtypes = [tensor.dtype for tensor in tensors_in(list(arguments))]
     for dtype in dtypes:
         if dtype is not dtypes[0]:
             return f"{name} takes tensors of one dtype, and got {dtypes[0]} and {dtype}"
@@ -148,12 +141,9 @@ def _refuse_wide_norm_data_on_cpu(*positions: int) -> Callable[[OpCall], str | N
     """
 
     def refusal(call: OpCall) -> str | None:
-        arguments = [call.args[position] for position in positions]
-        data, *weights = [tensor for tensor in arguments if isinstance(tensor, torch.Tensor)]
-        if data.device.type != "cpu":
-            return None
+        data, *weights = tensors_in([call.args[position] for position in positions])
         # Weights that are wider than the data are accepted: bf16 data with fp32 weights.
-        if all(weight.itemsize >= data.itemsize for weight in weights):
+        if not call.is_on("cpu") or all(weight.itemsize >= data.itemsize for weight in weights):
             return None
         return _mixed_dtypes_error(call.name, [data, *weights])
 
@@ -165,7 +155,7 @@ def _refuse_non_floats(call: OpCall) -> str | None:
     first = call.first
     if first is None or first.is_floating_point() or first.is_complex():
         return None
-    if first.dtype is torch.uint8 and call.plain_name.startswith("upsample"):
+    if first.dtype is torch.uint8 and call.name.startswith("upsample"):
         return None
     return f"{call.name} takes no tensor of {first.dtype}"
 
@@ -178,12 +168,6 @@ def _refuse_bools(call: OpCall) -> str | None:
     return f"{call.name} takes no tensor of {first.dtype}"
 
 
-_PRECISION_NAMES = {
-    torch.float16: "half",
-    torch.complex32: "half",
-    torch.bfloat16: "bfloat16",
-}
-"""The name of the precision in cuFFT's errors, for dtypes in 16 bits."""
 _TORCH_NAMES = {
     torch.float16: "Half",
     torch.complex32: "ComplexHalf",
@@ -198,15 +182,15 @@ def _refuse_fft_sizes(call: OpCall) -> str | None:
     Those in bf16 are refused for all sizes on GPUs before compute capability 8.0.
     """
     signal = call.args[0]
-    if not call.is_on_nvidia() or signal.dtype not in _PRECISION_NAMES:
+    if not call.is_on("cuda") or signal.dtype not in _TORCH_NAMES:
         return None
-    precision = _PRECISION_NAMES[signal.dtype]
+    precision = "bfloat16" if signal.dtype is torch.bfloat16 else "half"
     if precision == "bfloat16" and torch.cuda.get_device_capability() < (8, 0):
         return "cuFFT doesn't support bfloat16 with compute capability less than SM_80"
     sizes = [signal.shape[dim] for dim in call.args[1]]  # of the dimensions to transform
     if call.name == "_fft_c2r":  # the last size of its result, of which its input has about half
         sizes[-1] = call.args[3]
-    if all(_is_power_of_two(size) for size in sizes):
+    if all(size & (size - 1) == 0 for size in sizes):  # a power of two has a single bit
         return None
     return (
         "cuFFT only supports dimensions whose sizes are powers of two when computing in "
@@ -217,37 +201,29 @@ def _refuse_fft_sizes(call: OpCall) -> str | None:
 def _refuse_fft_in_16_bits_on_cpu(call: OpCall) -> str | None:
     """Refuse FFTs in 16 bits on a CPU, with torch's own error for builds with MKL."""
     signal = call.args[0]
-    if signal.device.type != "cpu" or signal.dtype not in _TORCH_NAMES:
+    if not call.is_on("cpu") or signal.dtype not in _TORCH_NAMES:
         return None
     return f"MKL FFT doesn't support tensors of type: {_TORCH_NAMES[signal.dtype]}"
 
 
-def _is_power_of_two(size: int) -> bool:
-    # A power of two has a single bit, which size - 1 clears.
-    return size & (size - 1) == 0
-
-
 def _refuse_complex_half(call: OpCall) -> str | None:
     """Refuse complex32 tensors on CUDA, where cuBLAS does not take them."""
-    if not call.is_on_nvidia():
-        return None
     dtypes = {tensor.dtype for tensor in call.args if isinstance(tensor, torch.Tensor)}
-    if torch.complex32 not in dtypes:
+    if torch.complex32 not in dtypes or not call.is_on("cuda"):
         return None
     return f"{call.name} takes no tensor of torch.complex32 on CUDA"
 
 
 def _refuse_all_but_fp32_on_cpu(call: OpCall) -> str | None:
     """Refuse any dtype but fp32 on a CPU."""
-    first = call.first
-    if first is None or first.device.type != "cpu" or first.dtype is torch.float32:
+    if not call.is_on("cpu") or call.args[0].dtype is torch.float32:
         return None
-    return f"{call.name} takes torch.float32 alone, and got {first.dtype}"
+    return f"{call.name} takes torch.float32 alone, and got {call.args[0].dtype}"
 
 
 def _refuse_fp8_before_ada(call: OpCall) -> str | None:
     """Refuse FP8 on GPUs without it, before compute capability 8.9, with torch's own error."""
-    if not call.is_on_nvidia() or torch.cuda.get_device_capability() >= (8, 9):
+    if not call.is_on("cuda") or torch.cuda.get_device_capability() >= (8, 9):
         return None
     return (
         "torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0 or 8.9"
@@ -329,7 +305,7 @@ LIMITS: tuple[KernelLimit, ...] = (
         "ATen/native/cuda/ScaledBlas.cpp, _scaled_mm_allowed_device and its error",
     ),
 )
-"""All limits; `refusal_of` looks up the op of a call in them."""
+"""All limits; `check_limits` looks up the op of a call in them."""
 
 _BY_OP: dict[str, list[KernelLimit]] = {}
 for _limit in LIMITS:

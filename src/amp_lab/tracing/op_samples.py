@@ -12,10 +12,6 @@ from amp_lab.core.torch_versions import dimension_by_name
 _N = 4  # the size of every dimension, unless the op needs another
 
 
-class _Shape(tuple):
-    """The shape of a floating-point tensor."""
-
-
 class _Index(tuple):
     """The shape of a tensor of indices, which are all 0."""
 
@@ -24,7 +20,8 @@ class _Pivots(tuple):
     """The shape of a tensor of LAPACK's indices, which start at 1."""
 
 
-# Values for arguments of these names, in any op; the classes above stand for a tensor.
+# Values for arguments of these names, in any op. A tuple is the shape of a tensor, which is of
+# floating-point numbers unless the tuple is of one of the classes above.
 _BY_NAME = {
     "dim": [0],
     "dims_self": [0],
@@ -45,25 +42,28 @@ _BY_TYPE = {"bool": False, "str": "nuc"}  # a name of a matrix norm
 _MAYBE_INDICES = ("index", "target", "targets")
 
 # Arguments of ops whose tensors differ in size. For all other ops `sizes_to_try` finds the sizes.
-_VECTOR = _Shape((_N,))
-_CUBE = _Shape((_N, _N, _N))
-_IMAGE = _Shape((_N, _N, _N, _N))
-_VOLUME = _Shape((_N, _N, _N, _N, _N))
+_VECTOR = (_N,)
+_CUBE = (_N, _N, _N)
+_IMAGE = (_N, _N, _N, _N)
+_VOLUME = (_N, _N, _N, _N, _N)
 # The gates of a recurrent layer lie side by side in one tensor: three in a GRU, four in an LSTM. So
 # do queries, keys and values.
-_GATES_3 = _Shape((_N, 3 * _N))
-_GATES_4 = _Shape((_N, 4 * _N))
-_WEIGHT_3 = _Shape((3 * _N, _N))
-_WEIGHT_4 = _Shape((4 * _N, _N))
-_BIAS_3 = _Shape((3 * _N,))
-_BIAS_4 = _Shape((4 * _N,))
-_STATE = _Shape((1, _N, _N))
-_HEADS = _Shape((1, 1, 8, 8))  # (B, H, T, D)
+_GATES_3 = (_N, 3 * _N)
+_GATES_4 = (_N, 4 * _N)
+_WEIGHT_3 = (3 * _N, _N)
+_WEIGHT_4 = (4 * _N, _N)
+_BIAS_3 = (3 * _N,)
+_BIAS_4 = (4 * _N,)
+_STATE = (1, _N, _N)
+_HEADS = (1, 1, 8, 8)  # (B, H, T, D)
+_CONVOLUTION = {"input": _IMAGE, "self": _IMAGE, "weight": _IMAGE}
 _LSTM = {"input": _CUBE, "batch_sizes": [], "mode": 2, "hidden_size": _N}
-# The key names one op or several.
-_BY_OPS: dict[str, dict[str, Any]] = {
-    "_convolution _mps_convolution convolution cudnn_convolution cudnn_convolution_transpose":
-        {"input": _IMAGE, "self": _IMAGE, "weight": _IMAGE},
+_BY_OP: dict[str, dict[str, Any]] = {
+    "_convolution": _CONVOLUTION,
+    "_mps_convolution": _CONVOLUTION,
+    "convolution": _CONVOLUTION,
+    "cudnn_convolution": _CONVOLUTION,
+    "cudnn_convolution_transpose": _CONVOLUTION,
     "_cudnn_rnn": _LSTM | {
         "weight": [_WEIGHT_4, _WEIGHT_4, _BIAS_4, _BIAS_4], "weight_stride0": 4,
         "hx": _STATE, "cx": _STATE, "proj_size": 0,
@@ -75,13 +75,14 @@ _BY_OPS: dict[str, dict[str, Any]] = {
         dict.fromkeys(("query", "key", "value"), _HEADS),
     "_thnn_fused_gru_cell": {"input_gates": _GATES_3, "hidden_gates": _GATES_3},
     "_thnn_fused_lstm_cell": {"input_gates": _GATES_4, "hidden_gates": _GATES_4},
-    "cross": dict.fromkeys(("self", "other"), _Shape((_N, 3))),
+    "cross": dict.fromkeys(("self", "other"), (_N, 3)),
     "ctc_loss": {"input_lengths": [_N] * _N, "target_lengths": [0] * _N},
-    "fractional_max_pool2d": {"random_samples": _Shape((_N, _N, 2))},
-    "fractional_max_pool3d": {"random_samples": _Shape((_N, _N, 3))},
-    "grid_sampler grid_sampler_2d _grid_sampler_2d_cpu_fallback":
-        {"grid": _Shape((_N, _N, _N, 2))},
-    "grid_sampler_3d": {"grid": _Shape((_N, _N, _N, _N, 3))},
+    "fractional_max_pool2d": {"random_samples": (_N, _N, 2)},
+    "fractional_max_pool3d": {"random_samples": (_N, _N, 3)},
+    "grid_sampler": {"grid": (_N, _N, _N, 2)},
+    "grid_sampler_2d": {"grid": (_N, _N, _N, 2)},
+    "_grid_sampler_2d_cpu_fallback": {"grid": (_N, _N, _N, 2)},
+    "grid_sampler_3d": {"grid": (_N, _N, _N, _N, 3)},
     "index_copy": {"index": _Index(_VECTOR)},
     "gru_cell": {"w_ih": _WEIGHT_3, "w_hh": _WEIGHT_3},
     "lstm_cell": {"w_ih": _WEIGHT_4, "w_hh": _WEIGHT_4},
@@ -92,19 +93,8 @@ _BY_OPS: dict[str, dict[str, Any]] = {
     "nll_loss2d": {"target": _Index(_CUBE)},
     "linalg_tensorinv": {"ind": 1},
     "stft": {"return_complex": True},
-    "view_as_complex": {"self": _Shape((_N, 2))},
+    "view_as_complex": {"self": (_N, 2)},
 }  # fmt: skip
-
-
-def _row_for_each_op() -> dict[str, dict[str, Any]]:
-    """`_BY_OPS` with one op in each key: the name of an op, then the names of its arguments."""
-    rows = {}
-    for ops, arguments in _BY_OPS.items():
-        rows |= dict.fromkeys(ops.split(), arguments)
-    return rows
-
-
-_BY_OP = _row_for_each_op()
 
 
 class Sizes(NamedTuple):
@@ -223,7 +213,7 @@ class Sample:
 
 
 def _own_values(op: OpOverload) -> dict[str, Any]:
-    """The values of `_BY_OPS` for this op, by the names of its arguments; else empty."""
+    """The values of `_BY_OP` for this op, by the names of its arguments; else empty."""
     name = op._schema.name.removeprefix("aten::")
     return _BY_OP.get(name, {})
 

@@ -228,14 +228,6 @@ def _policy_of_each_overload(table: OpTable) -> dict[str, str]:
     return policy_of
 
 
-class _Observation(NamedTuple):
-    """What a call under autocast returned."""
-
-    dtype: torch.dtype | None = None  # None: the op could not be called
-    given: tuple[torch.dtype, ...] = ()  # dtypes of the inputs
-    reason: str = ""  # why it could not be called
-
-
 class _CaughtError(Exception):
     """Raised in place of the op, once its call has passed autocast."""
 
@@ -312,35 +304,21 @@ class _Autocast:
         return None, "its kernel does not call it"
 
     def rule(self, op: OpOverload, policy: str, reason: str) -> OpRule:
-        """The rule of one overload, with what a call returned; a banned op is not called.
+        """The rule of one overload, with what a call with the first sizes that work returned.
 
-        `policy` and `reason` are what the method `policy` returned.
+        `policy` and `reason` are what the method `policy` returned. A banned op is not called.
         """
-        observation = _Observation(reason=reason)
-        if policy != "banned":
-            observation = self._observe(op, policy)
-        return OpRule(
+        rule = OpRule(
             op=op._schema.name.removeprefix("aten::"),
             overloads=(op._overloadname,),
             policy=policy,
-            given=observation.given,
-            observed=observation.dtype,
-            reason=observation.reason,
-            agrees=self._agrees(observation.dtype, policy),
+            given=(),
+            observed=None,
+            reason=reason,
+            agrees=None,
         )
-
-    def _agrees(self, observed: torch.dtype | None, policy: str) -> bool | None:
-        """Whether the returned dtype, or that of its complex parts, is what the policy promises.
-
-        None if it is an integer dtype, or if `observed` is None, as of an op that was not called.
-        """
-        if observed is None or not _is_float(observed):
-            return None
-        promised = self.dtype if policy == "lower_precision" else torch.float32
-        return observed in (promised, promised.to_complex())
-
-    def _observe(self, op: OpOverload, policy: str) -> _Observation:
-        """Call the op under autocast with the first sizes that work; say why if none do."""
+        if policy == "banned":
+            return rule
         # Dtypes of the first input and of the others, such that the policy has to change one: all
         # fp32 under "lower_precision", all low under "fp32", and one low and fp32 under "promote".
         first = torch.float32 if policy == "lower_precision" else self.dtype
@@ -360,10 +338,17 @@ class _Autocast:
             except Exception as error:  # kernels, and their fakes in Python, raise what they like
                 reason = _reason(error)
                 continue
-            floats = [dtype for dtype in dtypes if _is_float(dtype)]
-            # An op may return integers, such as indices, before its values or alone.
-            return _Observation(dtype=(floats or dtypes)[0], given=tuple(sample.float_dtypes))
-        return _Observation(reason=reason)
+            floats = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+            promised = self.dtype if policy == "lower_precision" else torch.float32
+            return dataclasses.replace(
+                rule,
+                given=tuple(sample.float_dtypes),
+                # An op may return integers, such as indices, before its values or alone.
+                observed=(floats or dtypes)[0],
+                reason="",
+                agrees=floats[0] in (promised, promised.to_complex()) if floats else None,
+            )
+        return dataclasses.replace(rule, reason=reason)
 
     @contextmanager
     def _fakes(self) -> Iterator[None]:
@@ -394,11 +379,6 @@ def _policy_of(from_low: list[Any], from_mixed: list[Any], dtype: torch.dtype) -
     if len(mixed_dtypes) > 1:  # a single input cannot show which dtype is the widest
         return "promote"
     return None
-
-
-def _is_float(dtype: torch.dtype) -> bool:
-    """Whether a dtype is floating-point, or complex with floating-point parts."""
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def _float_dtypes(arguments: list[Any]) -> list[torch.dtype]:
