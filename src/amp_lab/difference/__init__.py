@@ -115,7 +115,7 @@ def _growth(pair: Pair) -> Growth:
     """The public form of a matched pair: the errors of both ops, and how far apart they are."""
     record_a, record_b = pair.records
     return Growth(
-        record_b.place.module,
+        record_b.caller.module,
         record_b.op,
         a=record_a.error,
         b=record_b.error,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from amp_lab.difference.records import OpRecord, RunLog
+from amp_lab.difference.records import CheckedOp, RunLog
 from amp_lab.difference.rounding import relative_error
 
 
@@ -15,13 +15,13 @@ from amp_lab.difference.rounding import relative_error
 class Pair:
     """The same op in both runs; or one op that only one run has."""
 
-    records: tuple[OpRecord, ...]  # (of A, of B), or the only one
+    records: tuple[CheckedOp, ...]  # (of A, of B), or the only one
     exact_difference: float = math.nan  # relative, of the two results in fp64; NaN for one op
     has_same_result: bool = False
     """Matched: the two results are equal in fp64. Unmatched: the other run has it somewhere."""
 
     @property
-    def b_or_a(self) -> OpRecord:
+    def b_or_a(self) -> CheckedOp:
         """The op of B; that of A if B does not have it."""
         return self.records[-1]
 
@@ -83,17 +83,17 @@ def align(a: RunLog, b: RunLog) -> Alignment:
     return alignment
 
 
-def _without_casts(log: RunLog) -> list[OpRecord]:
+def _without_casts(log: RunLog) -> list[CheckedOp]:
     """The ops of a run without its casts and copies."""
     return [record for record in log.records if not record.is_neutral]
 
 
-def _alignment_key(record: OpRecord) -> tuple[str, int, str]:
+def _alignment_key(record: CheckedOp) -> tuple[str, int, str]:
     """The module, which call of it, and the op's name: equal for ops that match."""
-    return record.place.module, record.place.call, record.op
+    return record.caller.module, record.caller.call, record.op
 
 
-def _matched_pair(record_a: OpRecord, record_b: OpRecord) -> Pair:
+def _matched_pair(record_a: CheckedOp, record_b: CheckedOp) -> Pair:
     """The pair of two matching ops, with the difference of their exact results."""
     records = (record_a, record_b)
     common_rows = _common_rows(record_a, record_b)
@@ -107,7 +107,7 @@ def _matched_pair(record_a: OpRecord, record_b: OpRecord) -> Pair:
     return Pair(records, difference, has_same_result=difference <= noise)
 
 
-def _common_rows(record_a: OpRecord, record_b: OpRecord) -> tuple[Tensor, Tensor] | None:
+def _common_rows(record_a: CheckedOp, record_b: CheckedOp) -> tuple[Tensor, Tensor] | None:
     """The exact results of two ops, cut to the rows that both have; None if shapes disagree.
 
     Results that differ in the number of dimensions, but not of values, are returned flattened.
@@ -139,12 +139,12 @@ def _common_rows(record_a: OpRecord, record_b: OpRecord) -> tuple[Tensor, Tensor
     return exact_a, exact_b
 
 
-def _unmatched_pair(record: OpRecord, other_log: RunLog) -> Pair:
+def _unmatched_pair(record: CheckedOp, other_log: RunLog) -> Pair:
     """The pair of an op that only one run has; `other_log` is the log of the other run."""
     return Pair((record,), has_same_result=_has_result(other_log, record))
 
 
-def _has_result(log: RunLog, record: OpRecord) -> bool:
+def _has_result(log: RunLog, record: CheckedOp) -> bool:
     """Whether an op of the run returned the same numbers as `record`, perhaps in another order.
 
     Compares their count, their sum and their root mean square.

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 
 from amp_lab.core.remedies import remedy
-from amp_lab.difference.alignment import Alignment, Pair
-from amp_lab.difference.records import OpRecord, Place, RunLog
+from amp_lab.difference.alignment import Alignment
+from amp_lab.difference.records import CheckedOp, RunLog
 from amp_lab.difference.result import Difference, Jump
 from amp_lab.difference.rounding import unit_roundoff
 from amp_lab.difference.run_log import same_values
@@ -60,7 +60,7 @@ _REASONS = {
 class _Finding(NamedTuple):
     """An op that rounding does not explain. The templates in `_REASONS` use these names."""
 
-    op: OpRecord
+    op: CheckedOp
     kind: str  # "function" and so on, as above
     size: float  # of the difference or error, relative to the result
     predicted: float  # the largest that rounding explains
@@ -76,7 +76,9 @@ def first_finding(alignment: Alignment) -> Difference | None:
         finding = next(search(alignment), None)
         if finding is not None:
             findings.append(finding)
-    positions = _pair_positions(alignment)
+    positions = {}  # of each op, the index of its pair
+    for position, pair in enumerate(alignment.pairs):
+        positions.update(dict.fromkeys(pair.records, position))
     if findings:
         first = min(findings, key=lambda finding: positions[finding.op])
     else:
@@ -84,14 +86,6 @@ def first_finding(alignment: Alignment) -> Difference | None:
     if first is None:
         return None
     return _difference(alignment, first, positions[first.op])
-
-
-def _pair_positions(alignment: Alignment) -> dict[OpRecord, int]:
-    """For each op, the index of its pair in `alignment.pairs`."""
-    positions = {}
-    for position, pair in enumerate(alignment.pairs):
-        positions.update(dict.fromkeys(pair.records, position))
-    return positions
 
 
 def _find_function(alignment: Alignment) -> Iterator[_Finding]:
@@ -109,7 +103,7 @@ def _find_function(alignment: Alignment) -> Iterator[_Finding]:
             yield _Finding(op, "function", size=pair.exact_difference, predicted=noise)
 
 
-def _used_by_results(alignment: Alignment, stops: Set[OpRecord] = frozenset()) -> set[OpRecord]:
+def _used_by_results(alignment: Alignment, stops: Set[CheckedOp] = frozenset()) -> set[CheckedOp]:
     """The ops that a run's results depend on, by at least one path without any of the `stops`."""
     used = set()
     to_visit = [*alignment.a.sinks, *alignment.b.sinks]
@@ -126,39 +120,24 @@ def _find_precision(alignment: Alignment) -> Iterator[_Finding]:
     # An inaccurate op whose result is not used does no harm.
     relevant = _used_by_results(alignment)
     for pair in alignment.pairs:
+        smaller = 0.0  # the roundoff of the op that rounds less, if both runs have it
+        if pair.is_matched:
+            smaller = min(record.roundoff for record in pair.records)
         for record in pair.records:
             if record not in relevant:
                 continue
-            predicted = _expected_roundoff(alignment, pair, record) + record.allowed
-            limit = max(predicted, _TIMES_THE_SMALLER_ROUNDOFF * _smaller_roundoff(pair))
-            if record.roundoff > limit:
-                yield _precision_finding(record, predicted)
+            expected = unit_roundoff(record.log.format)
+            if pair.is_matched and alignment.same_precision:
+                # If one run computes this op in fp32, the other is expected to do so, too.
+                expected = min(unit_roundoff(paired.dtype) for paired in pair.records)
+            predicted = expected + record.allowed
+            if record.roundoff > max(predicted, _TIMES_THE_SMALLER_ROUNDOFF * smaller):
+                op = _op_to_blame(record)
+                kind = "nonfinite" if op.nonfinite else "precision"
+                yield _Finding(op, kind, max(record.roundoff, op.roundoff), predicted)
 
 
-def _precision_finding(record: OpRecord, predicted: float) -> _Finding:
-    """The finding for an op that rounds too much, or whose result is not finite."""
-    op = _op_to_blame(record)
-    size = max(record.roundoff, op.roundoff)
-    kind = "nonfinite" if op.nonfinite else "precision"
-    return _Finding(op, kind, size, predicted)
-
-
-def _expected_roundoff(alignment: Alignment, pair: Pair, record: OpRecord) -> float:
-    """The unit roundoff of the format that an op is expected to compute in."""
-    if pair.is_matched and alignment.same_precision:
-        # If one run computes this op in fp32, the other is expected to do so, too.
-        return min(unit_roundoff(paired.dtype) for paired in pair.records)
-    return unit_roundoff(record.log.format)
-
-
-def _smaller_roundoff(pair: Pair) -> float:
-    """The roundoff of the op that rounds less; 0 for an op that only one run has."""
-    if not pair.is_matched:
-        return 0.0
-    return min(record.roundoff for record in pair.records)
-
-
-def _op_to_blame(record: OpRecord) -> OpRecord:
+def _op_to_blame(record: CheckedOp) -> CheckedOp:
     """The op itself; for a cast with a finite result, the op that computes in that format.
 
     The cast is only the consequence: some op was set to compute in the narrower format.
@@ -179,9 +158,16 @@ def _find_order(alignment: Alignment) -> Iterator[_Finding]:
     In one call of a module, only sums and ops that reorder terms differ between the runs; after
     them the exact results agree again, and only the rounding errors do not.
     """
-    for positions in _disagreeing_by_place(alignment).values():
+    if not alignment.same_batch or not alignment.same_precision:  # their ops need not agree
+        return
+    disagreeing = defaultdict(list)  # positions of pairs, by call of a module
+    for position, pair in enumerate(alignment.pairs):
+        if not pair.agrees and not pair.b_or_a.is_neutral:
+            disagreeing[pair.b_or_a.caller].append(position)
+    for positions in disagreeing.values():
         records = [alignment.pairs[position].b_or_a for position in positions]
-        agreeing = _next_agreeing(alignment, start=positions[-1])
+        later = alignment.pairs[positions[-1] :]
+        agreeing = next((pair for pair in later if pair.agrees), None)
         if agreeing is None or not _SUMS_AND_ORDERS.issuperset(record.op for record in records):
             continue
         record_a, record_b = agreeing.records
@@ -192,28 +178,6 @@ def _find_order(alignment: Alignment) -> Iterator[_Finding]:
             yield _Finding(op, "order", size, predicted=record_a.allowed)
 
 
-def _disagreeing_by_place(alignment: Alignment) -> dict[Place, list[int]]:
-    """By call of a module, the positions of pairs that do not agree, without casts and copies.
-
-    Empty if the runs have different formats or batch sizes: their ops need not agree then.
-    """
-    positions = defaultdict(list)
-    if not alignment.same_batch or not alignment.same_precision:
-        return positions
-    for position, pair in enumerate(alignment.pairs):
-        if not pair.agrees and not pair.b_or_a.is_neutral:
-            positions[pair.b_or_a.place].append(position)
-    return positions
-
-
-def _next_agreeing(alignment: Alignment, start: int) -> Pair | None:
-    """The first pair from `start` on that agrees; None if there is none."""
-    for pair in alignment.pairs[start:]:
-        if pair.agrees:
-            return pair
-    return None
-
-
 def _find_stability(alignment: Alignment) -> Iterator[_Finding]:
     """Find ops that agree in exact arithmetic, but one run has lost far more digits by then."""
     # Of A's format. If B has another, `u` only counts in the `predicted` of `nonfinite`.
@@ -222,7 +186,7 @@ def _find_stability(alignment: Alignment) -> Iterator[_Finding]:
         if not pair.agrees or pair.b_or_a.is_neutral:
             continue
         floor = u + pair.records[0].allowed  # the error of one op that rounds as its format says
-        better, worse = _ordered_by_error(pair)
+        better, worse = sorted(pair.records, key=lambda record: record.error)
         if worse.nonfinite and better.error < worse.error:
             yield _Finding(worse, "nonfinite", worse.error, predicted=floor)
             continue
@@ -232,14 +196,6 @@ def _find_stability(alignment: Alignment) -> Iterator[_Finding]:
             # An op that itself rounds more than that is a finding of `_find_precision`.
             if origin.roundoff <= u + origin.allowed:
                 yield _Finding(origin, "stability", origin.error, predicted=floor)
-
-
-def _ordered_by_error(pair: Pair) -> tuple[OpRecord, OpRecord]:
-    """The two ops of a matched pair: that with the smaller error, then that with the larger."""
-    record_a, record_b = pair.records
-    if record_a.error > record_b.error:
-        return record_b, record_a
-    return record_a, record_b
 
 
 def _find_merged(alignment: Alignment) -> Iterator[_Finding]:
@@ -255,7 +211,7 @@ def _find_merged(alignment: Alignment) -> Iterator[_Finding]:
                 yield _Finding(record, "merged", record.error, predicted)
 
 
-def _origin_of_error(record: OpRecord, limit: float) -> OpRecord:
+def _origin_of_error(record: CheckedOp, limit: float) -> CheckedOp:
     """Follow the producers back to the first op whose error exceeds the limit, and return it."""
     while True:
         sources = [producer for producer in record.producers if producer.error > limit]
@@ -288,15 +244,15 @@ def largest_jump(log: RunLog) -> Jump | None:
         return None
     return Jump(
         log.name,
-        op.place.module,
-        op.place.module_type,
+        op.caller.module,
+        op.caller.module_type,
         op.op,
         before=_input_error(op),
         after=op.error,
     )
 
 
-def _input_error(record: OpRecord) -> float:
+def _input_error(record: CheckedOp) -> float:
     """The largest error among the inputs of an op; 0 if no op produced them."""
     return max((producer.error for producer in record.producers), default=0.0)
 
@@ -307,12 +263,16 @@ def _difference(alignment: Alignment, finding: _Finding, position: int) -> Diffe
     records = _records_by_run(alignment, position)
     record_a = records.get("A")
     record_b = records.get("B")
+    if finding.kind == "function":
+        reason = _function_reason(alignment, record_a, record_b)
+    else:
+        reason = _REASONS[finding.kind].format(run=finding.op.log.name, **finding._asdict())
     # A run without such an op has the record None, and so None for the op and its dtype.
     return Difference(
         kind=finding.kind,
-        module=op.place.module,
-        module_type=op.place.module_type,
-        call=op.place.call,
+        module=op.caller.module,
+        module_type=op.caller.module_type,
+        call=op.caller.call,
         op=(record_b or op).op,
         op_a=getattr(record_a, "op", None),
         op_b=getattr(record_b, "op", None),
@@ -320,11 +280,11 @@ def _difference(alignment: Alignment, finding: _Finding, position: int) -> Diffe
         dtype_b=getattr(record_b, "dtype", None),
         size=finding.size,
         predicted=finding.predicted,
-        reason=_reason(alignment, finding, record_a, record_b),
+        reason=reason,
     )
 
 
-def _records_by_run(alignment: Alignment, position: int) -> dict[str, OpRecord]:
+def _records_by_run(alignment: Alignment, position: int) -> dict[str, CheckedOp]:
     """The ops of a pair by the name of their run, "A" or "B".
 
     If only one run has the op, the next unmatched op counts as its replacement in the other run.
@@ -337,17 +297,8 @@ def _records_by_run(alignment: Alignment, position: int) -> dict[str, OpRecord]:
     return {record.log.name: record for record in records}
 
 
-def _reason(
-    alignment: Alignment, finding: _Finding, record_a: OpRecord | None, record_b: OpRecord | None
-) -> str:
-    """The sentence that says why this is a finding."""
-    if finding.kind == "function":
-        return _function_reason(alignment, record_a, record_b)
-    return _REASONS[finding.kind].format(run=finding.op.log.name, **finding._asdict())
-
-
 def _function_reason(
-    alignment: Alignment, record_a: OpRecord | None, record_b: OpRecord | None
+    alignment: Alignment, record_a: CheckedOp | None, record_b: CheckedOp | None
 ) -> str:
     """Say why two ops return other results in fp64: weights, ops, settings or, if none, inputs.
 

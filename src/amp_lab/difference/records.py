@@ -10,7 +10,7 @@ from amp_lab.difference.merged_values import MergedValues
 
 
 @dataclass(frozen=True)
-class Place:
+class Caller:
     """The module whose code runs an op, and which call of it in this run, from 1."""
 
     module: str = ""
@@ -19,11 +19,11 @@ class Place:
 
 
 @dataclass(eq=False)  # compared and hashed by identity, as members of sets
-class OpRecord:
+class CheckedOp:
     """One call of an op that computes floating-point values; views are not recorded."""
 
     log: "RunLog" = field(repr=False)
-    place: Place
+    caller: Caller
     op: str  # without namespace and overload: ``addmm``
     is_neutral: bool  # a cast or a copy
     dtype: torch.dtype  # of its output
@@ -35,7 +35,7 @@ class OpRecord:
     nonfinite: str  # text on an inf or NaN in the output where `exact` is finite, or ""
     roundoff: float  # of this op alone, see `rounding.effective_roundoff`
     allowed: float  # the roundoff that fp32 arithmetic may add, see `rounding.allowance`
-    producers: tuple["OpRecord", ...] = field(repr=False)  # the ops that computed its inputs
+    producers: tuple["CheckedOp", ...] = field(repr=False)  # the ops that computed its inputs
     leaves: tuple[str, ...]  # names of parameters and buffers among its inputs
     settings: tuple  # its arguments that are numbers, names or dtypes: an eps, a dimension
     merged: MergedValues | None = None  # in one of its inputs
@@ -46,8 +46,8 @@ class RunLog:
     """All ops of a run, and what the run is set to compute in."""
 
     name: str  # "A" or "B"
-    records: list[OpRecord] = field(default_factory=list)
-    sinks: set[OpRecord] = field(default_factory=set)  # the ops that computed the run's results
+    records: list[CheckedOp] = field(default_factory=list)
+    sinks: set[CheckedOp] = field(default_factory=set)  # the ops that computed the run's results
     leaves: dict[str, Tensor] = field(default_factory=dict)  # parameters and buffers, by name
     unnamed: list[Tensor] = field(default_factory=list)  # inputs, and constants in the code
     format: torch.dtype = torch.float32  # the dtype of autocast, or else of most weights

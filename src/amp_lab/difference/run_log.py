@@ -21,10 +21,10 @@ from amp_lab.core.tensors import LOWER_DTYPES, named_tensors, storage_key, tenso
 from amp_lab.difference import rounding
 from amp_lab.difference.merged_values import MergedValues, find_merged_values
 from amp_lab.difference.raised import Failure, RunRaised, failure_above_ops
-from amp_lab.difference.records import OpRecord, Place, RunLog
+from amp_lab.difference.records import Caller, CheckedOp, RunLog
 from amp_lab.difference.result import location_text
 from amp_lab.tracing.operands import Operand, Source, SourceKind
-from amp_lab.tracing.ops_seen import computes_nothing
+from amp_lab.tracing.ops_seen import computes_nothing, op_name
 
 # Casts and copies: without rounding they leave values as they are. Logs are aligned without them.
 _NEUTRAL = frozenset(("_to_copy", "clone", "copy_", "lift_fresh", "lift_fresh_copy", "detach"))
@@ -70,13 +70,13 @@ class _Recorder(TorchDispatchMode):
         self._autocast_dtype: torch.dtype | None = None
         self._names: dict[nn.Module, str] = {}
         self._by_storage: dict[int | None, str] = {}  # names of parameters and buffers
-        self._stack: list[tuple[nn.Module | None, Place]] = [(None, Place())]
+        self._stack: list[tuple[nn.Module | None, Caller]] = [(None, Caller())]
         self._calls: Counter[nn.Module] = Counter()
         # Reference to a storage, and the ops that wrote into it last, by address of the storage.
-        self._writers: dict[int | None, tuple[StorageWeakRef, tuple[OpRecord, ...]]] = {}
+        self._writers: dict[int | None, tuple[StorageWeakRef, tuple[CheckedOp, ...]]] = {}
         # (module, name in the module, buffer, copy of its first value)
         self._initial_buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
-        self._random_op_calls: Counter[tuple] = Counter()  # by place and op
+        self._random_op_calls: Counter[tuple] = Counter()  # by caller and op
         # Names of the inputs of the first module that is called, such as "input 0", by storage.
         self._inputs: dict[int | None, str] = {}
         self._failure: Failure | None = None  # of the last op that raised
@@ -97,7 +97,7 @@ class _Recorder(TorchDispatchMode):
                     module._buffers[name] = buffer  # the run may have put another in its place
 
     @property
-    def _place(self) -> Place:
+    def _caller(self) -> Caller:
         """The innermost module whose forward is running, and which call of it."""
         return self._stack[-1][1]
 
@@ -111,8 +111,8 @@ class _Recorder(TorchDispatchMode):
             for path, tensor in named_tensors(args):
                 self._inputs[storage_key(tensor)] = f"input {path[1:]}"
         self._calls[module] += 1
-        place = Place(self._names[module], type(module).__name__, self._calls[module])
-        self._stack.append((module, place))
+        caller = Caller(self._names[module], type(module).__name__, self._calls[module])
+        self._stack.append((module, caller))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Note that a module returns; of an outermost one, also note what computed its output."""
@@ -131,16 +131,14 @@ class _Recorder(TorchDispatchMode):
             name = name.replace("_orig_mod.", "")  # a module inside that torch.compile has wrapped
             self._names.setdefault(module, name)
             for key, tensor in {**module._parameters, **module._buffers}.items():
-                if tensor is not None:
-                    self._register_tensor(module, key, f"{name}.{key}".lstrip("."), tensor)
-
-    def _register_tensor(self, module: nn.Module, key: str, name: str, tensor: Tensor) -> None:
-        """Register a parameter or buffer by its name in the module, `key`, and in the model."""
-        self.log.leaves[name] = tensor
-        self._by_storage.setdefault(storage_key(tensor), name)
-        if key in module._buffers:
-            with _disable_current_modes():  # the copy is no op of the run
-                self._initial_buffers.append((module, key, tensor, tensor.clone()))
+                if tensor is None:
+                    continue
+                leaf = f"{name}.{key}".lstrip(".")
+                self.log.leaves[leaf] = tensor
+                self._by_storage.setdefault(storage_key(tensor), leaf)
+                if key in module._buffers:
+                    with _disable_current_modes():  # the copy is no op of the run
+                        self._initial_buffers.append((module, key, tensor, tensor.clone()))
 
     def _note_autocast(self) -> None:
         """Note the dtype of autocast if it is on now; if it is off, keep what was noted before.
@@ -200,11 +198,14 @@ class _Recorder(TorchDispatchMode):
 
     def _run_op(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an op on its arguments and on their shadows, record it, and return its result."""
-        name = _op_name(func)
+        name = op_name(func)
         inputs = (args, kwargs)
-        merged_input = None
+        merged = None  # values that 16 bits make equal, in the first input that has any
         if name not in _NEUTRAL and not computes_nothing(func):
-            merged_input = self._merged_input(inputs)  # now, since the op may write into its inputs
+            # Looked for now, since the op may write into its inputs.
+            low = [tensor for tensor in tensors_in(inputs) if tensor.dtype in LOWER_DTYPES]
+            found = (find_merged_values(tensor, self._shadow_of(tensor)) for tensor in low)
+            merged = next(filter(None, found), None)
         # Attention runs on the shadows like other ops: it is random only with dropout.
         if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in name:
             out, exact, wide_inputs = self._run_random_op(func, name, args, kwargs)
@@ -213,24 +214,17 @@ class _Recorder(TorchDispatchMode):
         if name == "_local_scalar_dense":
             return exact  # so that a branch on this number is the same in both runs
         self._set_shadows(func, tensors_in(out), tensors_in(exact))
-        self._add_record(func, name, inputs, out, wide_inputs, merged_input)
+        self._add_record(func, name, inputs, out, wide_inputs, merged)
         return out
-
-    def _merged_input(self, inputs: tuple) -> MergedValues | None:
-        """The merged values of the first input of an op that has any; else None."""
-        for tensor in tensors_in(inputs):
-            if tensor.dtype not in LOWER_DTYPES:
-                continue
-            merged = find_merged_values(tensor, self._shadow_of(tensor))
-            if merged is not None:
-                return merged
-        return None
 
     def _set_shadows(self, func: Any, outs: list[Tensor], exact: list[Tensor]) -> None:
         """Make `exact`, the results of an op in fp64, the shadows of its real results `outs`.
 
         A result without a match in `exact` starts anew: its shadow is a copy of itself in fp64.
+        Results that are integers or bools, such as an argmax, are set to those of fp64. Rounding
+        could break a tie otherwise in each run, and the runs would then take different branches.
         """
+        computes = not computes_nothing(func)
         if len(exact) not in (1, len(outs)):  # unclear which result belongs to which
             exact = []
         for tensor, shadow in itertools.zip_longest(outs, exact[: len(outs)]):
@@ -243,22 +237,13 @@ class _Recorder(TorchDispatchMode):
                 # matter, since no other op uses them.
                 if tensor is outs[0]:
                     self._noise = max(self._noise, 64 * self._largest_roundoff)
-            self._set_shadow(func, tensor, shadow)
-
-    def _set_shadow(self, func: Any, tensor: Tensor, shadow: Tensor) -> None:
-        """Set the shadow of one result; after an in-place op, write into the shadow that exists.
-
-        Results that are integers or bools, such as an argmax, are set to those of fp64. Rounding
-        could break a tie otherwise in each run, and the runs would then take different branches.
-        """
-        computes = not computes_nothing(func)
-        if tensor in self._shadows:
-            shadow = self._shadows[tensor].copy_(shadow)
-        elif computes and _is_inexact(tensor):
-            shadow = rounding.with_strides_of(tensor, shadow)
-        if computes and not _is_inexact(tensor):
-            tensor.copy_(shadow)
-        self._shadows[tensor] = shadow
+            if tensor in self._shadows:  # of an in-place op
+                shadow = self._shadows[tensor].copy_(shadow)
+            elif computes and _is_inexact(tensor):
+                shadow = rounding.with_strides_of(tensor, shadow)
+            if computes and not _is_inexact(tensor):
+                tensor.copy_(shadow)
+            self._shadows[tensor] = shadow
 
     def _run_with_shadows(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
         """Run an op: return its result, its result on the shadows, and copies of its inputs.
@@ -288,17 +273,20 @@ class _Recorder(TorchDispatchMode):
         dropout, the shadow of the input with the same mask. In place of copies of the inputs it
         returns None, since the roundoff of these ops is not measured.
         """
-        place = self._place
-        self._random_op_calls[place, name] += 1
-        key = (place, name, self._random_op_calls[place, name])
+        caller = self._caller
+        self._random_op_calls[caller, name] += 1
+        key = (caller, name, self._random_op_calls[caller, name])
         torch.manual_seed(zlib.crc32(repr(key).encode()))
         out = func(*args, **kwargs)
         if name != "native_dropout":
             exact = [rounding.widen(tensor) for tensor in tensors_in(out)]
             return out, exact, None
         inputs, probability, is_training = args
+        keep_probability = 1 - probability
+        scale = float(keep_probability != 0)
+        if is_training is not False and keep_probability:
+            scale = 1 / keep_probability
         mask = out[1]
-        scale = _dropout_scale(probability, is_training)
         exact = self._shadow_of(inputs) * mask.to(torch.float64) * scale
         return out, (exact, mask), None
 
@@ -317,19 +305,14 @@ class _Recorder(TorchDispatchMode):
         name = self._by_storage.get(storage_key(tensor))
         if name is None:
             self.log.unnamed.append(tensor)
-        if tensor.is_floating_point():
-            for candidate in self._counterparts(name):
+        if self._other is not None and tensor.is_floating_point():
+            candidates = self._other.unnamed
+            if name in self._other.leaves:
+                candidates = [self._other.leaves[name]]
+            for candidate in candidates:
                 if candidate.dtype != tensor.dtype and same_values(candidate, tensor):
                     return rounding.widen(candidate).to(tensor.device)
         return rounding.widen(tensor)
-
-    def _counterparts(self, name: str | None) -> list[Tensor]:
-        """Tensors of the other run that may have the same values: of that name, or all unnamed."""
-        if self._other is None:
-            return []
-        if name is not None and name in self._other.leaves:
-            return [self._other.leaves[name]]
-        return self._other.unnamed
 
     # Errors
 
@@ -345,17 +328,11 @@ class _Recorder(TorchDispatchMode):
 
     def _describe_failure(self, error: Exception, func: Any, inputs: tuple) -> Failure:
         """Describe an error that an op raised; `inputs` are its (args, kwargs)."""
-        place = self._place
-        operands = []
-        for tensor in tensors_in(inputs):
-            if tensor.is_floating_point():
-                operands.append(Operand(tensor.dtype, self._describe_source(tensor)))
+        floats = [tensor for tensor in tensors_in(inputs) if tensor.is_floating_point()]
+        operands = [Operand(tensor.dtype, self._describe_source(tensor)) for tensor in floats]
+        caller = self._caller
         return Failure(
-            error,
-            _op_name(func),
-            module=place.module,
-            module_type=place.module_type,
-            operands=tuple(operands),
+            error, op_name(func), caller.module, caller.module_type, operands=tuple(operands)
         )
 
     def _describe_source(self, tensor: Tensor) -> Source:
@@ -369,15 +346,15 @@ class _Recorder(TorchDispatchMode):
         producers = self._producers_of(tensor)
         if not producers:
             return Source(SourceKind.COMPUTED, "a tensor that the model makes")
-        place = producers[-1].place
-        op = location_text(producers[-1].op, place.module, place.module_type)
+        caller = producers[-1].caller
+        op = location_text(producers[-1].op, caller.module, caller.module_type)
         return Source(SourceKind.COMPUTED, f"the output of {op}")
 
     # Records
 
-    def _producers_of(self, structure: Any) -> tuple[OpRecord, ...]:
+    def _producers_of(self, structure: Any) -> tuple[CheckedOp, ...]:
         """The ops that computed the tensors in a structure, each once."""
-        producers: list[OpRecord] = []
+        producers: list[CheckedOp] = []
         for tensor in tensors_in(structure):
             storage, records = self._writers.get(storage_key(tensor), (None, ()))
             # A storage that has been freed has left its address to the storage of this tensor.
@@ -392,7 +369,7 @@ class _Recorder(TorchDispatchMode):
         inputs: tuple,
         out: Any,
         wide_inputs: tuple | None,
-        merged_input: MergedValues | None,
+        merged: MergedValues | None,
     ) -> None:
         """Record an op unless it only makes a view, and note that it wrote into its outputs.
 
@@ -401,11 +378,33 @@ class _Recorder(TorchDispatchMode):
         outs = tensors_in(out)
         producers = self._producers_of(inputs)
         if outs and _is_inexact(outs[0]) and not computes_nothing(func):
+            result = outs[0]
             roundoff = 0.0
             if wide_inputs:
-                roundoff = rounding.effective_roundoff(func, wide_inputs, outs[0])
-            record = self._make_record(name, inputs, outs[0], roundoff, producers)
-            record.merged = merged_input
+                roundoff = rounding.effective_roundoff(func, wide_inputs, result)
+            exact = self._shadow_of(result)
+            values, _ = rounding.without_masks(exact, exact)
+            leaves = [self._by_storage.get(storage_key(tensor)) for tensor in tensors_in(inputs)]
+            settings = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, _SETTINGS)]
+            record = CheckedOp(
+                log=self.log,
+                caller=self._caller,
+                op=name,
+                is_neutral=name in _NEUTRAL,
+                dtype=result.dtype,
+                exact=exact.clone(),
+                noise=self._noise,
+                total=float(values.sum()),
+                rms=rounding.rms(values),
+                error=rounding.relative_error(result, exact),
+                nonfinite=rounding.nonfinite(result, exact),
+                roundoff=roundoff,
+                allowed=rounding.allowance(name, inputs, result),
+                producers=producers,
+                leaves=tuple(filter(None, leaves)),
+                settings=tuple(settings),
+                merged=merged,
+            )
             self.log.records.append(record)
             producers = (record,)
         if func.is_view:
@@ -415,42 +414,6 @@ class _Recorder(TorchDispatchMode):
             if key is not None:
                 # The key is an address. The weak reference keeps it from being reused.
                 self._writers[key] = (StorageWeakRef(tensor.untyped_storage()), producers)
-
-    def _make_record(
-        self,
-        name: str,
-        inputs: tuple,
-        result: Tensor,
-        roundoff: float,
-        producers: tuple,
-    ) -> OpRecord:
-        """The record of an op, whose first result is `result`.
-
-        `inputs` are its (args, kwargs), `producers` the ops that computed them, and `roundoff` is
-        that of `rounding.effective_roundoff`, or 0 if it was not measured.
-        """
-        exact = self._shadow_of(result)
-        values, _ = rounding.without_masks(exact, exact)
-        leaves = [self._by_storage.get(storage_key(tensor)) for tensor in tensors_in(inputs)]
-        settings = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, _SETTINGS)]
-        return OpRecord(
-            log=self.log,
-            place=self._place,
-            op=name,
-            is_neutral=name in _NEUTRAL,
-            dtype=result.dtype,
-            exact=exact.clone(),
-            noise=self._noise,
-            total=float(values.sum()),
-            rms=rounding.rms(values),
-            error=rounding.relative_error(result, exact),
-            nonfinite=rounding.nonfinite(result, exact),
-            roundoff=roundoff,
-            allowed=rounding.allowance(name, inputs, result),
-            producers=producers,
-            leaves=tuple(filter(None, leaves)),
-            settings=tuple(settings),
-        )
 
 
 def same_values(one: Tensor | None, other: Tensor | None) -> bool:
@@ -466,29 +429,11 @@ def same_values(one: Tensor | None, other: Tensor | None) -> bool:
     return torch.equal(other.to(one.dtype), one)
 
 
-def _op_name(func: Any) -> str:
-    """The op's name without namespace and overload: ``addmm`` for ``aten::addmm``."""
-    return func._schema.name.rpartition("::")[2]
-
-
-def _dropout_scale(probability: float, is_training: bool | None) -> float:
-    """The factor by which dropout multiplies the values that it keeps: 1/(1 - p) in training."""
-    keep_probability = 1 - probability
-    if is_training is not False and keep_probability:
-        return 1 / keep_probability
-    return float(keep_probability != 0)
-
-
 def _batch_size(structure: Any) -> int | None:
     """The first size of the first tensor in a structure that has dimensions; None without one."""
-    for tensor in tensors_in(structure):
-        if tensor.dim():
-            return len(tensor)
-    return None
+    return next((len(tensor) for tensor in tensors_in(structure) if tensor.dim()), None)
 
 
 def _is_inexact(value: Any) -> bool:
     """Whether a value is a tensor of floating-point or complex numbers: NumPy's `inexact`."""
-    if not isinstance(value, Tensor):
-        return False
-    return value.is_floating_point() or value.is_complex()
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
