@@ -21,6 +21,7 @@ from amp_lab.advisor.learning import Learning, fp16_remarks
 from amp_lab.advisor.outlook import Outlook, first_look
 from amp_lab.core.device import DeviceReport
 from amp_lab.core.errors import DeviceError, OptionError, TraceError
+from amp_lab.core.gpus import GPUS, unknown_gpu
 from amp_lab.core.timing import Comparison
 from amp_lab.model_call import ModelCall
 from amp_lab.recipes import INFERENCE, TRAINING, Recipe, Step, program
@@ -431,9 +432,47 @@ def test_the_lines_move_dicts_within_inputs():
     assert step().dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    ("gpu", "training"),
+    [
+        ("t4", ["fp32", "fp16", "bf16", "bf16"]),
+        ("h100", ["fp32", "tf32", "bf16", "bf16", "fp16"]),
+        ("mi250x", ["fp32", "bf16", "bf16", "fp16"]),
+        ("gtx-1660", ["fp32", "bf16", "bf16", "fp16"]),
+    ],
+)
+def test_for_a_gpu_that_is_not_here_its_own_formats_come_first(gpu, training):
+    advice = advise(nn.Linear(8, 8), torch.randn(4, 8), gpu=gpu)
+    recipes = [c.recipe for c in advice.candidates if c.recipe.use == TRAINING]
+    assert [recipe.precision for recipe in recipes] == training
+    row = GPUS[gpu]
+    for candidate in advice.candidates:
+        precision = candidate.recipe.precision
+        is_fast = precision in ("fp32", *row.architecture.matmuls)
+        assert candidate.verdict == ("not timed" if is_fast else "not faster")
+    assert advice.title.startswith(f"Linear on {row.name}, which is not here")
+    assert advice.recommended is None
+
+
+def test_the_memory_of_an_absent_gpu_is_the_budget():
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    in_row = advise(model, x, gpu="rtx-4090")
+    given = advise(model, x, gpu="h100", memory="24GiB")
+    for one, other in zip(in_row.candidates, given.candidates, strict=True):
+        assert one.largest_batch == other.largest_batch
+    large = nn.Linear(2**17, 2**17, device="meta")
+    verdicts = {c.verdict for c in advise(large, torch.empty(1, 2**17), gpu="t4").candidates}
+    assert verdicts == {"does not fit"}
+    with pytest.raises(OptionError, match="give one of them"):
+        advise(model, x, device="cpu", gpu="t4")
+    with pytest.raises(OptionError, match="rtx-4090"):
+        advise(model, x, gpu="rtx-4080")
+
+
 def test_an_error_stands_below_the_table_and_once():
     call = ModelCall(Custom(), (torch.randn(4, 8),), loss_fn=lambda out: out.float().mean())
-    said = str(session.forecast(call, first_look(call, CPU)))
+    gpu = unknown_gpu("cpu")
+    said = str(session.forecast(call, first_look(call, CPU, gpu=gpu), gpu))
     assert max(map(len, said.partition("Look at:")[0].splitlines())) < 120
     assert said.count("backward pass of Inverse") == 2  # in X-ray's words, in each precision
 

@@ -78,6 +78,15 @@ def test_for_a_device_that_is_not_here_it_forecasts(models, capsys):
     assert "recommended" not in out
 
 
+def test_for_a_gpu_its_memory_is_the_budget(models, capsys):
+    assert main(["advise", "my_nets:mlp", *INPUT, "--for", "rtx-4090"]) == 0
+    out = capsys.readouterr().out
+    assert "on RTX 4090, which is not here" in out
+    assert "faster than fp32's on RTX 4090: tf32, bf16, fp16, fp8." in out
+    assert main(["advise", "my_nets:mlp", *INPUT, "--for", "rtx-4090", "--memory", "24GiB"]) == 0
+    assert capsys.readouterr().out == out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -89,7 +98,8 @@ def test_for_a_device_that_is_not_here_it_forecasts(models, capsys):
         (("my_nets:mlp", *INPUT, "--html", "thesis.tex"), "not made by amp-lab"),
         (("my_nets:mlp", "--input", "9999999999,16", "--device", "cpu"), "a step needs about"),
         (("my_nets:mlp", *INPUT, "--device", "cpu", "--for", "cuda"), "give one of them"),
-        (("my_nets:mlp", *INPUT, "--for", "banana"), "banana"),
+        (("my_nets:mlp", *INPUT, "--for", "banana"), "the table of GPUs, which has gtx-1080-ti"),
+        (("my_nets:mlp", *INPUT, "--for", "h2000"), "the closest are"),
         (("my_nets:mlp", *INPUT, "--device", "xpu"), "is not there"),
         (("my_nets:Language", "--input", "int64:2,5<99", "--input", "labels=int64:2,5"), "rows"),
     ],

@@ -208,8 +208,8 @@ def test_whether_it_fits_is_said_with_a_reserve(capsys):
     assert re.search("1 GiB, 10 % .*reserve", in_1_gib)
     peak = json.loads(printed(capsys, *asked, "--format", "json"))["forecasts"][0]["peak"]
     for reserve, fits in (("0", True), ("1", False)):  # exactly as much memory as it needs
-        card = ("--memory", str(peak), "--reserve", reserve, "--format", "json")
-        found = json.loads(printed(capsys, *asked, *card))
+        budget = ("--memory", str(peak), "--reserve", reserve, "--format", "json")
+        found = json.loads(printed(capsys, *asked, *budget))
         assert found["fits"] == {"fp32": fits}
         assert (found["largest_batch"]["fp32"] >= 2) == fits
         assert found["spare_bytes"]["fp32"] == int(peak * (1 - int(reserve) / 100)) - peak
@@ -218,6 +218,22 @@ def test_whether_it_fits_is_said_with_a_reserve(capsys):
 
 
 @pytest.mark.usefixtures("my_inputs")
+@pytest.mark.parametrize("use", [(), ("--eval",)])
+def test_the_memory_of_a_named_gpu_is_the_budget(capsys, use):
+    command = ("memory", NET, *INPUT, *use)
+    named = printed(capsys, *command, "--for", "rtx-4090")
+    assert named == printed(capsys, *command, "--device", "cuda", "--memory", "24GiB")
+    less = ("--memory", "1GiB")
+    assert printed(capsys, *command, "--for", "h100", *less) == printed(capsys, *command, *less)
+
+
+@pytest.mark.parametrize(("gpu", "device"), [("h100", "cuda"), ("arc-a770", "xpu"), ("mps", "mps")])
+def test_a_named_gpu_is_one_of_its_type(capsys, gpu, device):
+    for command in (("xray", NET, *INPUT), ("ops",)):
+        named = printed(capsys, *command, "--for", gpu)
+        assert named == printed(capsys, *command, "--device", device)
+
+
 def test_a_batch_that_is_not_linear_is_forecast_and_not_extrapolated(capsys):
     for model, inputs in (("pairs", "6,4"), ("only_of_eight", "8,4")):
         asked = ("memory", f"my_inputs:{model}", "--input", inputs, "--memory", "1MiB")
@@ -293,6 +309,9 @@ def test_a_language_models_loss_is_missed_loudly(capsys):
         (("memory", NET, "--input", "1,4,64,64"), r"with input of shape \(1, 4, 64, 64\)"),
         (("memory", NET, *INPUT, "--reserve", "100"), "'100': give a percentage from 0 to below"),
         (("ops", "--device", "tpu"), "device type 'tpu'"),
+        (("memory", NET, *INPUT, "--for", "rtx-6090"), "'rtx-6090' is not .*rtx-5090"),
+        (("xray", NET, *INPUT, "--for", "banana"), "'banana' is not .*which has gtx-1080-ti"),
+        (("xray", NET, *INPUT, "--for", "t4", "--device", "cuda"), "--for .*leave out --device"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_2(capsys, arguments, said):

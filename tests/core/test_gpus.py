@@ -53,6 +53,7 @@ def test_a_type_of_device_is_a_gpu_of_which_no_more_is_known():
     assert gpu.architecture.device_type == "cuda"
     assert gpu.memory_bytes is None
     assert not gpu.rates
+    assert absent_gpu("rocm") == gpu
     with pytest.raises(OptionError):
         gpu_of("cuda")
 

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from amp_lab import forecast_memory, xray
 from amp_lab.advisor import first_look, forecast
+from amp_lab.core.gpus import unknown_gpu
 from amp_lab.core.precision import Precision
 from amp_lab.model_call import ModelCall
 from amp_lab.tracing.attention import KERNELS
@@ -254,7 +255,8 @@ def test_xray_memory_and_advise_say_that_an_fft_fails():
             forecast_memory(model, x, precision=precision)
     assert forecast_memory(model, x, precision="fp32").peak
     call = ModelCall(model, (x,))
-    found = forecast(call, first_look(call, torch.device("cuda"))).candidates
+    gpu = unknown_gpu("cuda")
+    found = forecast(call, first_look(call, torch.device("cuda"), gpu=gpu), gpu).candidates
     raising = [c for c in found if c.verdict == "raises"]
     assert {c.recipe.precision for c in raising} == {Precision.FP16, Precision.BF16}
     assert all(said in c.reason for c in raising)

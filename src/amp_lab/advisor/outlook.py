@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from amp_lab.core.backends import backend
 from amp_lab.core.device import describe_device
 from amp_lab.core.errors import TraceError
+from amp_lab.core.gpus import Gpu
 from amp_lab.core.precision import Precision
 from amp_lab.core.report import bytes_text
 from amp_lab.model_call import ModelCall
@@ -62,26 +62,33 @@ class Outlook:
         return "", ""
 
 
-def first_look(call: ModelCall, device: torch.device, memory: int | str | None = None) -> Outlook:
+def first_look(
+    call: ModelCall,
+    device: torch.device,
+    memory: int | str | None = None,
+    gpu: Gpu | None = None,
+) -> Outlook:
     """X-ray a model in bf16 and fp16, and forecast its memory.
 
-    `memory`, such as ``"24GiB"``, is the budget; by default it is the memory of the device, if
-    that is here. A model that cannot be traced raises `TraceError` for an absent device; if the
-    device is here the model may still run, and the error is kept as `problem`.
+    `gpu` is given if the device is not here. `memory`, such as ``"24GiB"``, is the budget; by
+    default it is the memory of the device. A model that cannot be traced raises `TraceError` for
+    an absent device; if the device is here the model may still run, and the error is kept as
+    `problem`.
     """
-    is_here = backend(device).is_available()
     look = Outlook(device)
-    if is_here:
-        look.memory_bytes = describe_device(device).memory_bytes
     if memory is not None:
         look.memory_bytes = parse_bytes(memory)
+    elif gpu is not None:
+        look.memory_bytes = gpu.memory_bytes
+    else:
+        look.memory_bytes = describe_device(device).memory_bytes
     try:
         for precision in (Precision.BF16, Precision.FP16):
             _take_xrays(call, precision, look)
         for use in uses_of(call.model):
             _forecast(call, use, look)
     except TraceError as error:
-        if not is_here:
+        if gpu is not None:
             raise
         look.problem = error
     return look

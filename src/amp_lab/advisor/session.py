@@ -17,7 +17,8 @@ from amp_lab.advisor.result import Advice
 from amp_lab.core.allocator import ENVIRONMENT, memory_taken
 from amp_lab.core.backends import BACKENDS, backend
 from amp_lab.core.device import describe_device, pick_device, random_numbers_kept
-from amp_lab.core.errors import TraceError, with_type
+from amp_lab.core.errors import OptionError, TraceError, with_type
+from amp_lab.core.gpus import Gpu, gpu_of, unknown_gpu
 from amp_lab.core.precision import Precision
 from amp_lab.core.remedies import remedy
 from amp_lab.core.report import bytes_text, dtype_name
@@ -82,48 +83,66 @@ def advise(
     loss_fn: Callable[[Any], Any] | None = None,
     minutes: float = 2.0,
     memory: int | str | None = None,
+    gpu: str | None = None,
     **kwargs: Any,
 ) -> Advice:
     """Which precision to use for this model on this device, and the lines to write for it.
 
     `inputs` and `kwargs` are a batch as the model takes it. `loss_fn` makes a loss of the output;
     by default it is the output's own loss, or its mean square. Steps run on copies, for about
-    `minutes`. For a `device` that is not here dtypes and memory are forecast, and nothing is timed.
-    `memory`, such as ``"24GiB"``, is the budget; by default it is the device's memory. Raises an
-    `AmpLabError`.
+    `minutes`. For a `device` that is not here, or a `gpu` such as ``"rtx-4090"`` (a name of
+    `core.gpus.GPUS`), dtypes and memory are forecast, and nothing is timed. `memory`, such as
+    ``"24GiB"``, is the budget; by default it is the device's memory. Raises an `AmpLabError`.
     """
     end = time.perf_counter() + 60 * minutes
-    device_type = str(device).partition(":")[0]  # "cuda" of "cuda:0"
-    # `pick_device` handles None, and names that are no backend's.
-    is_here = device_type not in BACKENDS or backend(device_type).is_available()
-    if is_here:
-        known_device = pick_device(str(device) if device else None)
-    else:
-        known_device = torch.device(device_type)
+    if gpu is not None and device is not None:
+        raise OptionError("advise: device is measured and gpu is forecast: give one of them")
+    absent = _absent_gpu(device, gpu)
     call = ModelCall(model, inputs, kwargs, loss_fn)
-    look = first_look(call, known_device, memory)
-    if not is_here:
-        return forecast(call, look)
+    if absent is not None:
+        absent_device = torch.device(absent.architecture.device_type)
+        return forecast(call, first_look(call, absent_device, memory, absent), absent)
+    look = first_look(call, pick_device(str(device) if device else None), memory)
     return measured(call, look, end - time.perf_counter())
 
 
-def forecast(call: ModelCall, look: Outlook) -> Advice:
-    """Advice for a device that is not here: X-rays and forecasts, without times."""
-    device_type = look.device.type
+def _absent_gpu(device: torch.device | str | None, gpu: str | None) -> Gpu | None:
+    """The GPU to forecast for; None for a device that is here, and for a name that is no device."""
+    if gpu is not None:
+        return gpu_of(gpu)
+    device_type = str(device).partition(":")[0]  # "cuda" of "cuda:0"
+    if device_type not in BACKENDS or backend(device_type).is_available():
+        return None
+    return unknown_gpu(device_type)
+
+
+def forecast(call: ModelCall, look: Outlook, gpu: Gpu) -> Advice:
+    """Advice for a GPU that is not here: X-rays and forecasts, without times."""
+    matmuls = gpu.architecture.matmuls
+    precisions = [Precision.FP32]
+    if Precision.TF32 in matmuls:
+        precisions.append(Precision.TF32)
+    # Those that it has come first. X-rays are by precision.
+    precisions += sorted(look.xrays, key=lambda precision: precision not in matmuls)
     candidates = []
     for use in uses_of(call.model):
-        for recipe in first_recipes(use, [Precision.FP32, *look.xrays]):  # X-rays are by precision
+        for recipe in first_recipes(use, precisions):
             candidate = _candidate(recipe, look)
+            if not candidate.verdict and recipe.precision not in (Precision.FP32, *matmuls):
+                candidate.verdict = "not faster"
+                candidate.reason = f"matmuls in {recipe.precision} are no faster on {gpu.name}"
             candidate.verdict = candidate.verdict or "not timed"
             candidates.append(candidate)
     watch = [
-        "Nothing was timed: which is the fastest cannot be known without a "
-        f"{device_type} to run on."
+        f"Nothing was timed: which is the fastest cannot be known without a run on {gpu.name}."
     ]
+    if gpu.source:
+        faster = ", ".join(matmuls) or "none"
+        watch.append(f"Formats whose matmuls are faster than fp32's on {gpu.name}: {faster}.")
     watch += look.decisions
     for precision, report in look.xrays.items():
         watch += [f"{precision}: {line}" for line in report.advice]
-    title = f"{type(call.model).__name__} on {device_type}, which is not here: a forecast"
+    title = f"{type(call.model).__name__} on {gpu.name}, which is not here: a forecast"
     return Advice(title, candidates, {}, {}, watch)
 
 

@@ -25,8 +25,8 @@ def add(commands) -> None:
     add_model(advise)
     option = advise.add_argument
     option("--device", metavar="NAME", help="default: AMP_LAB_DEVICE, else accelerator, else cpu")
-    absent = "cuda (also for ROCm), xpu, mps: forecast for a device that is not here"
-    option("--for", dest="absent", metavar="NAME", help=absent)
+    absent = "forecast for a GPU that is not here: h100, rtx-4090, t4, …; or cuda, xpu, mps"
+    option("--for", dest="gpu", metavar="GPU", help=absent)
     option("--minutes", type=float, default=2.0, metavar="N", help="to take (default: 2)")
     option("--memory", metavar="SIZE", help="the budget that has to be enough, such as 24GiB")
     option("--html", metavar="FILE", help="write it all as a page too")
@@ -39,17 +39,17 @@ def run(options: argparse.Namespace) -> None:
 
     from amp_lab.advisor import first_look, forecast, measured
     from amp_lab.core.device import pick_device
-    from amp_lab.tracing.fake_device import checked_backend
+    from amp_lab.core.gpus import absent_gpu
 
     _check_options(options)
     end = time.perf_counter() + 60 * options.minutes
-    is_here = not options.absent
-    if is_here:
+    gpu = absent_gpu(options.gpu) if options.gpu else None
+    if gpu is None:
         device = pick_device(options.device)
         # Checked before inputs get values; `measured` checks again, for a step with AdamW.
         require_memory(options, options.device, "fp32, which all is held against")
     else:
-        device = torch.device(checked_backend(options.absent))
+        device = torch.device(gpu.architecture.device_type)
 
     def look(loaded: LoadedModel) -> tuple[Any, ...]:
         """X-ray the model and forecast its memory.
@@ -57,13 +57,13 @@ def run(options: argparse.Namespace) -> None:
         Returns `loaded`, the `Outlook`, and the `Advice` for a device that is not here;
         None in its place if the device is here, where it will be measured.
         """
-        outlook = first_look(loaded.call, device, options.memory)
+        outlook = first_look(loaded.call, device, options.memory, gpu)
         advice = None
-        if not is_here:
-            advice = forecast(loaded.call, outlook)
+        if gpu is not None:
+            advice = forecast(loaded.call, outlook, gpu)
         return loaded, outlook, advice
 
-    loaded, outlook, advice = trace_model(options, look, with_values=is_here)
+    loaded, outlook, advice = trace_model(options, look, with_values=gpu is None)
     if advice is None:  # measured here, since the hooks in the block would be timed and compiled
         seconds = end - time.perf_counter()
         timeout = max(options.timeout, 180 * options.minutes)  # three times --minutes, in seconds
@@ -81,7 +81,7 @@ def _check_options(options: argparse.Namespace) -> None:
     if options.html:  # fail now, and not after minutes
         require_matplotlib("advise --html")
         require_output(options.html)
-    if options.absent and options.device:
+    if options.gpu and options.device:
         raise OptionError("--device is measured and --for is forecast: give one of them")
 
 

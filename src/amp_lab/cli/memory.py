@@ -3,7 +3,13 @@
 import argparse
 import dataclasses
 
-from amp_lab.cli.model_argument import LoadedModel, add_absent_device, add_model, trace_model
+from amp_lab.cli.model_argument import (
+    LoadedModel,
+    add_absent_device,
+    add_model,
+    trace_model,
+    use_absent_device,
+)
 from amp_lab.cli.printing import show
 from amp_lab.core.errors import OptionError
 from amp_lab.core.optimizers import OPTIMIZERS
@@ -28,7 +34,7 @@ def add(commands) -> None:
     )
     reserve = "percent of it left to the driver and to fragmentation (default: 10)"
     add_absent_device(memory)
-    option("--memory", metavar="SIZE", help="the budget: the memory of the GPU, such as 24GiB")
+    option("--memory", metavar="SIZE", help="the budget, such as 24GiB; --for knows it")
     option("--reserve", type=_share, default=0.1, metavar="PERCENT", help=reserve)
     option("--precision", action="append", metavar="NAME", help=precisions)
     optimizers = f"one of {', '.join(OPTIMIZERS)} (default: adam)"
@@ -42,6 +48,7 @@ def add(commands) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Forecast, and print the table."""
+    use_absent_device(options)
     if options.eval:
         _run_inference(options)
     else:

@@ -72,9 +72,29 @@ def add_model(command: argparse.ArgumentParser) -> None:
 
 
 def add_absent_device(command: argparse.ArgumentParser) -> None:
-    """Add the option ``--device``, for a device that need not be in this machine."""
+    """Add ``--device`` and ``--for``, for a device that need not be in this machine."""
     names = "cuda (also for ROCm; the default), xpu, mps, cpu"
-    command.add_argument("--device", default="cuda", metavar="NAME", help=names)
+    command.add_argument("--device", metavar="NAME", help=names)
+    gpus = "a GPU that need not be here: h100, rtx-4090, t4, …"
+    command.add_argument("--for", dest="gpu", metavar="GPU", help=gpus)
+
+
+def use_absent_device(options: argparse.Namespace) -> None:
+    """Set the device, and the memory if none is given, to those of the GPU that ``--for`` names.
+
+    Raises `OptionError` for an unknown GPU, and if ``--device`` is given too.
+    """
+    from amp_lab.core.gpus import absent_gpu
+
+    if not options.gpu:
+        options.device = options.device or "cuda"
+        return
+    if options.device:
+        raise OptionError("--for names the device too: leave out --device")
+    gpu = absent_gpu(options.gpu)
+    options.device = gpu.architecture.device_type
+    if "memory" in options and options.memory is None:
+        options.memory = gpu.memory_bytes
 
 
 @contextlib.contextmanager

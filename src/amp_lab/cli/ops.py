@@ -2,7 +2,7 @@
 
 import argparse
 
-from amp_lab.cli.model_argument import add_absent_device, dtype_of
+from amp_lab.cli.model_argument import add_absent_device, dtype_of, use_absent_device
 from amp_lab.cli.printing import add_format, show
 
 
@@ -24,6 +24,7 @@ def run(options: argparse.Namespace) -> None:
     """Print the table of rules."""
     from amp_lab.tracing.op_table import differences, op_table
 
+    use_absent_device(options)
     dtype = dtype_of(options.dtype)  # one for both sides, or the dtype would be a difference
     table = op_table(options.device, dtype)
     if options.against:

@@ -11,6 +11,7 @@ from amp_lab.cli.model_argument import (
     dtype_of,
     load_model,
     trace_model,
+    use_absent_device,
 )
 from amp_lab.cli.printing import show
 from amp_lab.core.errors import OptionError
@@ -59,6 +60,7 @@ def run(options: argparse.Namespace) -> None:
     from amp_lab.tracing import compare
     from amp_lab.tracing.xray import xray
 
+    use_absent_device(options)
     if options.parallel is not None:
         _run_sharded(options)
         return

@@ -164,15 +164,23 @@ def gpu_of(name: str) -> Gpu:
     key = "-".join(word for word in words if word not in _MAKERS)
     if key in GPUS:
         return GPUS[key]
-    close = difflib.get_close_matches(key, GPUS, n=5, cutoff=0.4) or list(GPUS)
+    close = difflib.get_close_matches(key, GPUS, n=5, cutoff=0.4)
+    if not close:
+        raise OptionError(f"{name!r} is not in the table of GPUs, which has {', '.join(GPUS)}")
     raise OptionError(f"{name!r} is not in the table of GPUs; the closest are {', '.join(close)}")
 
 
 def absent_gpu(name: str) -> Gpu:
-    """The GPU with a name; for a type of device such as ``cuda``, a row that has only its type.
+    """The GPU with a name; for a type of device such as ``cuda`` or ``rocm``, `unknown_gpu`.
 
     Raises `OptionError` for another name.
     """
-    if name in BACKENDS:
-        return Gpu(name, Architecture(name, _16_BITS, device_type=name), None, "")
+    for row in BACKENDS.values():
+        if name in (row.type, *row.also_called):
+            return unknown_gpu(row.type)
     return gpu_of(name)
+
+
+def unknown_gpu(device_type: str) -> Gpu:
+    """A row for a GPU of which only the type is known, such as ``cuda``."""
+    return Gpu(device_type, Architecture(device_type, _16_BITS, device_type=device_type), None, "")
