@@ -7,7 +7,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,10 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from amp_lab.core.errors import TraceError, first_line
 from amp_lab.core.precision import Precision
-from amp_lab.core.tensors import map_tensors, named_tensors
+from amp_lab.core.tensors import map_tensors
 from amp_lab.tracing.answered import answered
-from amp_lab.tracing.decisions import Decisions, ValuesNeeded
-from amp_lab.tracing.fake_device import ModelRun, autocast_on
+from amp_lab.tracing.decisions import Decisions, Replay
+from amp_lab.tracing.fake_device import autocast_on
 from amp_lab.tracing.inference_result import InferenceForecast, InferenceTable
 from amp_lab.tracing.kv_cache import (
     Arguments,
@@ -32,13 +32,15 @@ from amp_lab.tracing.kv_cache import (
 )
 from amp_lab.tracing.memory import (
     BatchedInputs,
+    Forecasts,
     MemoryByBatch,
     errors_naming_inputs,
+    forecast_each,
     memory_and_limit,
 )
 from amp_lab.tracing.real_run import ModelCall, Passes
-from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
-from amp_lab.tracing.training_step import one_line_errors, steps_on, traced_on_either
+from amp_lab.tracing.steps import TraceableStep, TracedStep, steps_on
+from amp_lab.tracing.storage_ledger import StorageLedger
 
 _LOW_PRECISIONS = (Precision.FP16, Precision.BF16)
 
@@ -129,19 +131,16 @@ def inference_table(
     total, limit = memory_and_limit(memory_bytes, reserve)
     precisions = list(precisions)  # `trace` may run twice, and an iterator can be read only once
 
-    def trace(call: ModelCall, decisions: Decisions | None) -> _ResultsByWay:
+    def trace(call: ModelCall, decisions: Decisions | None) -> Forecasts:
         with _steps(call.model, device_type, precisions, autocast_or_not=[True, False]) as steps:
             return _forecast_each_way(steps, inputs, limit, tokens, decisions)
 
     call = ModelCall(model, inputs.args, inputs.kwargs, passes=Passes.FORWARD)
-    by_way = answered(trace, call, "forecast")
+    found = answered(trace, call, "forecast")
     return InferenceTable(
-        tuple(by_way.forecasts),
+        **found.fields(),
         memory_bytes=total,
-        largest=by_way.largest,
         reserve=reserve,
-        failed=by_way.failed,
-        no_largest=by_way.no_largest,
         tokens=tokens,
         places=_max_positions(model),
     )
@@ -159,55 +158,42 @@ def _max_positions(model: nn.Module) -> int | None:
     return count
 
 
-@dataclass
-class _ResultsByWay:
-    """What `inference_table` has found so far. The keys of dicts are ways, such as "bf16 cast"."""
-
-    forecasts: list[InferenceForecast] = field(default_factory=list)
-    largest: dict[str, int] = field(default_factory=dict)  # largest batch
-    failed: dict[str, str] = field(default_factory=dict)  # error of the forecast
-    no_largest: dict[str, str] = field(default_factory=dict)  # why there is no largest batch
-
-
 def _forecast_each_way(
     steps: "list[InferenceStep]",
     inputs: BatchedInputs,
     limit: int | None,
     tokens: int | None,
     decisions: Decisions | None,
-) -> _ResultsByWay:
-    """Forecast each way; errors in low precision are collected, those in fp32 are raised.
+) -> Forecasts:
+    """Forecast each way. Raises what `forecast_each` raises.
 
     `limit` is the memory in bytes for the largest batch; None: none is asked for. `tokens` is how
-    many tokens in each sequence to forecast the KV cache for, or None. If every way fails, the
-    first error is raised.
+    many tokens in each sequence to forecast the KV cache for, or None.
     """
-    by_way = _ResultsByWay()
     weight_shapes = _linear_weight_shapes(steps[0].run.model)
-    for step in steps:
+
+    def add(found: Forecasts, step: InferenceStep) -> None:
         arguments = inputs.for_batch(inputs.batch, step.traced_on)
-        try:
-            forecast = _forecast_with_cache(step, arguments, decisions, tokens)
-        except ValuesNeeded:  # `answered` repeats the trace with the decisions of a real run
-            raise
-        except TraceError as error:
-            if step.precision is Precision.FP32:  # so the model or its inputs are at fault
-                raise
-            by_way.failed[step.way] = str(error)
-            continue
-        saved: dict[str, int] = {}  # bytes, by format of quantized weights
+        forecast = _forecast_with_cache(step, arguments, decisions, tokens)
+        found.forecasts.append(forecast)
+        saved = {step.column: 0}  # by way, the bytes by which the weights are smaller
         # The forecasts for int8 and int4 follow from the last cast one: only weights are smaller.
         if step.is_cast and step.precision is steps[-1].precision:
-            saved = _saved_by_quantization(weight_shapes, step.precision)
-        by_way.forecasts.append(forecast)
-        for name, nbytes in saved.items():
-            by_way.forecasts.append(forecast.with_smaller_weights(name, nbytes))
-        if limit is not None:  # the user gave the memory of the device
-            _add_largest_batch(by_way, step, inputs, limit, {step.way: 0, **saved})
-    if not by_way.forecasts:
-        first_error = next(iter(by_way.failed.values()))
-        raise TraceError(first_error)
-    return by_way
+            for way, nbytes in _saved_by_quantization(weight_shapes, step.precision).items():
+                found.forecasts.append(forecast.with_smaller_weights(way, nbytes))
+                saved[way] = nbytes
+        if limit is None:
+            return
+        try:
+            by_batch = MemoryByBatch(step, inputs, limit)
+        except TraceError as error:  # the decisions of a model may differ for another batch
+            found.no_largest |= dict.fromkeys(saved, first_line(error))
+            return
+        # Weights that are smaller by `nbytes` leave as many more bytes for a larger batch.
+        for way, nbytes in saved.items():
+            found.largest[way] = by_batch.largest_within(limit + nbytes)
+
+    return forecast_each(steps, add)
 
 
 def _forecast_with_cache(
@@ -224,7 +210,8 @@ def _forecast_with_cache(
     traced = step.trace(*arguments, decisions)
     forecast = traced.forecast()
     if step.by_autocast:
-        no_grad = step.trace(*arguments, decisions, under=torch.no_grad).forecast()
+        under_no_grad = dataclasses.replace(step, under=torch.no_grad)
+        no_grad = under_no_grad.trace(*arguments, decisions).forecast()
         extra_bytes = no_grad.peak - forecast.peak
         forecast = dataclasses.replace(forecast, kept_under_no_grad=extra_bytes)
 
@@ -241,29 +228,6 @@ def _forecast_with_cache(
         tokens_asked=tokens,
     )
     return dataclasses.replace(forecast, cache=cache)
-
-
-def _add_largest_batch(
-    by_way: _ResultsByWay,
-    step: "InferenceStep",
-    inputs: BatchedInputs,
-    limit: int,
-    saved: dict[str, int],
-) -> None:
-    """Add to `by_way` the largest batch of each way in `saved`, or why it cannot be determined.
-
-    `saved` has the way of `step` with 0, and the ways that differ from it only in the weights, with
-    the bytes by which these are smaller. `limit` is the memory in bytes.
-    """
-    try:
-        by_batch = MemoryByBatch(step, inputs, limit)
-    except TraceError as error:  # the decisions of a model may differ for another batch
-        for way in saved:
-            by_way.no_largest[way] = first_line(error)
-        return
-    # Weights that are smaller by `nbytes` leave as many more bytes for a larger batch.
-    for way, nbytes in saved.items():
-        by_way.largest[way] = by_batch.largest_within(limit + nbytes)
 
 
 def _linear_weight_shapes(model: nn.Module) -> list[torch.Size]:
@@ -322,18 +286,11 @@ def _steps(
 
 
 @dataclass(frozen=True)
-class InferenceStep:
+class InferenceStep(TraceableStep):
     """A forward pass without its inputs; made by `_steps`."""
 
-    run: ModelRun  # the model on its fake device; the inputs in it are not used
-    device_type: str
-    precision: Precision
     by_autocast: bool  # whether autocast casts to the precision; else weights and inputs are cast
-
-    @property
-    def traced_on(self) -> str:
-        """The type of device that the inputs have to be on."""
-        return self.device_type
+    under: Callable = torch.inference_mode  # makes the block in which the pass runs
 
     @property
     def is_cast(self) -> bool:
@@ -341,7 +298,7 @@ class InferenceStep:
         return self.precision in _LOW_PRECISIONS and not self.by_autocast
 
     @property
-    def way(self) -> str:
+    def column(self) -> str:
         """The name of the way in a table: "fp32", "bf16 autocast" or "bf16 cast"."""
         if self.precision not in _LOW_PRECISIONS:
             return str(self.precision)
@@ -349,69 +306,45 @@ class InferenceStep:
             return f"{self.precision} autocast"
         return f"{self.precision} cast"
 
-    def trace(
-        self,
-        inputs: tuple,
-        kwargs: dict[str, Any],
-        decisions: Decisions | None = None,
-        *,
-        under: Callable = torch.inference_mode,
-    ) -> "TracedInference":
-        """Run the pass once on fake inputs, and record when each storage is allocated and freed.
-
-        `decisions` are those of a real run on such inputs, if the pass depends on values. `under`
-        returns the context manager in which the pass runs, such as `torch.no_grad`.
-        """
-
-        def trace_once() -> TracedInference:
-            with self.run.told(decisions) as replay:
-                traced = self._trace(inputs, kwargs, under)
-                replay.require_done()
-            return dataclasses.replace(traced, decisions=replay.remark)
-
-        return traced_on_either(trace_once)  # a second time on the CPU, if the ops mix devices
-
-    def _trace(self, inputs: tuple, kwargs: dict[str, Any], under: Callable) -> "TracedInference":
+    def _trace(self, inputs: tuple, kwargs: dict[str, Any], replay: Replay) -> "TracedInference":
         """Run the pass inside a ledger of storages, with casts and autocast as the way says."""
         model = self.run.model
-        parameters = self.run.parameters
-        buffers = self.run.buffers
-        if not self.by_autocast:  # in fp32 too, since the weights may have been loaded in 16 bits
-            parameters = self._cast(parameters)
-            buffers = self._cast(buffers)
-            inputs, kwargs = self._cast((inputs, kwargs))
-        named = named_tensors((inputs, kwargs), open_objects=True)
-        shapes = tuple(tuple(tensor.shape) for _, tensor in named)
-        input_tensors: list[torch.Tensor] = []
+        parameters = self._cast(self.run.parameters)
+        buffers = self._cast(self.run.buffers)
+        inputs, kwargs = self._cast((inputs, kwargs))
+        # Those of a KV cache among the inputs too, which `input_tensors` leaves out.
+        tensors: list[torch.Tensor] = []
 
         def note_input(tensor: torch.Tensor) -> torch.Tensor:
-            input_tensors.append(tensor)
+            tensors.append(tensor)
             return tensor
 
         inputs, kwargs = map_tensors(note_input, (inputs, kwargs))
-        with one_line_errors(model, shapes, self.device_type), under():
-            ledger = StorageLedger(self.device_type)
-            ledger.set_kind("weights", parameters.values())
-            ledger.set_kind("buffers", buffers.values())
-            ledger.set_kind("inputs", input_tensors)
+        autocast_dtype = self.precision.dtype if self.by_autocast else None
+        with self.under():
+            ledger = StorageLedger(
+                self.device_type,
+                weights=parameters.values(),
+                buffers=buffers.values(),
+                inputs=tensors,
+            )
             fakes_in_place = _reparametrize_module(model, parameters | buffers)
             with ledger.naming_modules(model), ledger, fakes_in_place:
-                with autocast_on(self.device_type, self._autocast_dtype, enabled=self.by_autocast):
+                with autocast_on(self.device_type, autocast_dtype, enabled=self.by_autocast):
                     output = model(*inputs, **kwargs)
                 ledger.mark("forward")
             cached = cached_tensors(output)  # sizes only: the tensors themselves are freed next
             del output
-        return TracedInference(self, shapes, ledger.trace(), cached)
-
-    @property
-    def _autocast_dtype(self) -> torch.dtype | None:
-        """The dtype that autocast casts to; None if it is off."""
-        if not self.by_autocast:
-            return None
-        return self.precision.dtype
+        return TracedInference(self, ledger.trace(), cached=cached)
 
     def _cast(self, structure: Any) -> Any:
-        """The structure with floating-point tensors cast; one that occurs twice is cast once."""
+        """The structure with floating-point tensors cast; one that occurs twice is cast once.
+
+        They are cast to fp32 too, since the weights may have been loaded in 16 bits. Under autocast
+        the structure stays as it is.
+        """
+        if self.by_autocast:
+            return structure
         casts: dict[int, torch.Tensor] = {}
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -425,31 +358,26 @@ class InferenceStep:
 
 
 @dataclass(frozen=True)
-class TracedInference:
-    """What a forward pass on inputs of these shapes allocated."""
+class TracedInference(TracedStep):
+    """What a forward pass allocated, and the tensors in its output that may be a KV cache."""
 
-    step: InferenceStep
-    input_shapes: tuple[tuple[int, ...], ...]
-    storages: StorageTrace
-    cached: tuple[CachedTensor, ...] = ()  # tensors in the output that may be a KV cache
-    decisions: str = ""  # remark on decisions that were taken from a run on the CPU
+    cached: tuple[CachedTensor, ...] = ()
 
     def forecast(self) -> InferenceForecast:
         """The forecast for this pass."""
         in_use = self.storages.in_use()  # (events,) bytes
         events = int(np.argmax(in_use)) + 1  # how many there are up to the peak
         at_peak = self.storages.by_kind(events)
-        largest = self.storages.largest(events, int(in_use.max()))  # None if it is small
         return InferenceForecast(
             model=type(self.step.run.model).__name__,
             input_shapes=self.input_shapes,
             device_type=self.step.device_type,
-            way=self.step.way,
+            way=self.step.column,
             weights=at_peak["weights"],
             buffers=at_peak["buffers"],
             inputs=at_peak["inputs"],
             weight_casts=at_peak["cast_cache"],
             temporaries=at_peak["temporaries"],
             decisions=self.decisions,
-            largest_at_peak=str(largest or ""),
+            largest_at_peak=self.storages.largest(events, int(in_use.max())),
         )

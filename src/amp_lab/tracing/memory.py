@@ -3,10 +3,10 @@
 import dataclasses
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,10 +18,10 @@ from amp_lab.core.remedies import remedy
 from amp_lab.core.tensors import map_tensors, named_tensors
 from amp_lab.tracing.answered import answered
 from amp_lab.tracing.decisions import Decisions, NoValues, ValuesNeeded
-from amp_lab.tracing.fake_device import ModelRun
 from amp_lab.tracing.memory_advice import eight_bit_optimizer, ways_out
 from amp_lab.tracing.memory_result import MemoryForecast, MemoryTable
 from amp_lab.tracing.real_run import ModelCall, Passes
+from amp_lab.tracing.steps import TraceableStep
 from amp_lab.tracing.training_step import LossFunction, TrainingStep, training_steps
 
 _FORECAST_EACH_BATCH = remedy(
@@ -32,6 +32,7 @@ _FORECAST_EACH_BATCH = remedy(
 
 Shapes = Sequence[int] | Sequence[Sequence[int]]
 Dtypes = torch.dtype | Sequence[torch.dtype]
+StepT = TypeVar("StepT", bound=TraceableStep)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +200,7 @@ def memory_table(
     total, limit = memory_and_limit(memory_bytes, reserve)
     precisions = list(precisions)  # an iterator could be read only once
 
-    def trace(call: ModelCall, decisions: Decisions | None) -> _PrecisionForecasts:
+    def trace(call: ModelCall, decisions: Decisions | None) -> Forecasts:
         # `answered` may call this without the loss, to see whether only the loss asks for values.
         step_options: dict[str, Any] = {**options, "loss_fn": call.loss_fn}
         with training_steps(call.model, device_type, precisions, **step_options) as steps:
@@ -207,27 +208,20 @@ def memory_table(
 
     loss_fn = options.get("loss_fn")
     call = ModelCall(model, inputs.args, inputs.kwargs, loss_fn, Passes.BACKWARD)
-    results = answered(trace, call, "forecast")
-    by_precision = results.by_precision
-    largest = {}
-    if limit is not None:
-        largest = {precision: by_batch.largest for precision, by_batch in by_precision.items()}
+    found = answered(trace, call, "forecast")
     table = MemoryTable(
-        tuple(results.forecasts),
+        **found.fields(),
         memory_bytes=total,
-        largest=largest,
-        curves=_curves(by_precision, inputs.batch, largest),
         reserve=reserve,
-        no_largest=results.no_largest,
+        curves=_curves(found, inputs.batch),
         fixed_shapes=inputs.fixed_shapes,
-        failed={precision: str(error) for precision, error in results.errors.items()},
     )
     # The table has to be there before its advice, which depends on whether a step fits.
     eight_bit = None
     optimizer = eight_bit_optimizer(table)
-    if optimizer and by_precision:
+    if optimizer and found.by_batch:
         batch = inputs.batch
-        smallest = min(by_precision.values(), key=lambda by_batch: by_batch.forecast(batch).peak)
+        smallest = min(found.by_batch.values(), key=lambda by_batch: by_batch.forecast(batch).peak)
         eight_bit = smallest.forecast(batch, optimizer=optimizer)
     return dataclasses.replace(table, ways_out=tuple(ways_out(table, eight_bit)))
 
@@ -245,34 +239,46 @@ def memory_and_limit(
     return total, int(total * (1 - reserve))
 
 
-def _curves(
-    by_precision: dict[str, "MemoryByBatch"], given_batch: int, largest: dict[str, int]
-) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """For each precision some batches, in order, and the peak in bytes at each.
-
-    `largest` is the largest batch that fits, by precision.
-    """
-    # A quarter beyond the largest batch, so that the figure shows where the curves cross the limit.
-    beyond_largest = [5 * batch // 4 for batch in largest.values()]
-    end = max([2 * given_batch, 16, *beyond_largest])
-    # From 1 to `end` in sixteenths, each batch once if `end` is small.
-    batches = tuple(sorted({max(1, end * i // 16) for i in range(17)}))
-    curves = {}
-    for precision, by_batch in by_precision.items():
-        peaks = tuple(by_batch.forecast(batch).peak for batch in batches)
-        curves[precision] = (batches, peaks)
-    return curves
-
-
 @dataclasses.dataclass
-class _PrecisionForecasts:
-    """Forecasts of one step in several precisions."""
+class Forecasts:
+    """The forecasts of several steps, and what is known besides, by the column of the step."""
 
-    # By precision, such as "bf16"; only those whose memory is linear in the batch.
-    by_precision: dict[str, "MemoryByBatch"] = dataclasses.field(default_factory=dict)
-    forecasts: list[MemoryForecast] = dataclasses.field(default_factory=list)  # for the batch given
+    forecasts: list[Any] = dataclasses.field(default_factory=list)  # for the batch that was given
     errors: dict[str, TraceError] = dataclasses.field(default_factory=dict)  # of those without one
-    no_largest: dict[str, str] = dataclasses.field(default_factory=dict)  # of those not linear
+    largest: dict[str, int] = dataclasses.field(default_factory=dict)  # batch that fits
+    no_largest: dict[str, str] = dataclasses.field(default_factory=dict)  # why there is none
+    by_batch: dict[str, "MemoryByBatch"] = dataclasses.field(default_factory=dict)
+
+    def fields(self) -> dict[str, Any]:
+        """The values of a `ForecastTable`, by the names of its fields."""
+        return {
+            "forecasts": tuple(self.forecasts),
+            "largest": self.largest,
+            "failed": {column: str(error) for column, error in self.errors.items()},
+            "no_largest": self.no_largest,
+        }
+
+
+def forecast_each(steps: Iterable[StepT], add: Callable[[Forecasts, StepT], None]) -> Forecasts:
+    """Call `add` for each step, which adds a forecast; collect the errors of those that fail.
+
+    Raises the first error if all steps fail, or the one in fp32, which is one of the model or its
+    inputs. If a step needs values, `answered` repeats all of them with those of a real run.
+    """
+    found = Forecasts()
+    for step in steps:
+        try:
+            add(found, step)
+        except ValuesNeeded:
+            raise
+        except TraceError as error:
+            if step.precision is Precision.FP32:
+                raise
+            found.errors[step.column] = error
+    if not found.forecasts:
+        first_error = next(iter(found.errors.values()))
+        raise first_error
+    return found
 
 
 def _forecast_each_precision(
@@ -280,35 +286,43 @@ def _forecast_each_precision(
     inputs: BatchedInputs,
     limit: int | None,
     decisions: Decisions | None,
-) -> _PrecisionForecasts:
+) -> Forecasts:
     """Forecast each step for every batch, or, where that fails, for the batch of `inputs` alone.
 
     `limit` is the memory in bytes for the largest batch, or None; `decisions` are of a real run on
-    `inputs`. Raises the first `TraceError` if all steps fail with `inputs`, or the one in fp32.
+    `inputs`. Raises what `forecast_each` raises.
     """
-    results = _PrecisionForecasts()
-    for step in steps:
-        precision = str(step.precision)
-        earlier = tuple(results.by_precision.values())
+
+    def add(found: Forecasts, step: TrainingStep) -> None:
         try:
-            by_batch = MemoryByBatch(step, inputs, limit, earlier)
+            by_batch = MemoryByBatch(step, inputs, limit, found.by_batch.values())
         except Exception as error:  # a batch that was not given may make the model raise anything
-            try:
-                trace = step.trace(*inputs.for_batch(inputs.batch, step.traced_on), decisions)
-            except TraceError as failure:  # the batch that was given fails too
-                results.errors[precision] = failure
-                continue
-            results.forecasts.append(trace.forecast())
-            results.no_largest[precision] = first_line(error)
-            continue
-        results.by_precision[precision] = by_batch
-        results.forecasts.append(by_batch.forecast(inputs.batch))
-    errors = results.errors
-    # A failure in every precision, or in fp32, is one of the model or its inputs.
-    if not results.forecasts or "fp32" in errors:
-        first_error = next(iter(errors.values()))
-        raise first_error
-    return results
+            traced = step.trace(*inputs.for_batch(inputs.batch, step.traced_on), decisions)
+            found.forecasts.append(traced.forecast())
+            found.no_largest[step.column] = first_line(error)
+            return
+        found.forecasts.append(by_batch.forecast(inputs.batch))
+        found.by_batch[step.column] = by_batch
+        if limit is not None:
+            found.largest[step.column] = by_batch.largest
+
+    return forecast_each(steps, add)
+
+
+def _curves(
+    found: Forecasts, given_batch: int
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """For each precision some batches, in order, and the peak in bytes at each."""
+    # A quarter beyond the largest batch, so that the figure shows where the curves cross the limit.
+    beyond_largest = [5 * batch // 4 for batch in found.largest.values()]
+    end = max([2 * given_batch, 16, *beyond_largest])
+    # From 1 to `end` in sixteenths, each batch once if `end` is small.
+    batches = tuple(sorted({max(1, end * i // 16) for i in range(17)}))
+    curves = {}
+    for precision, by_batch in found.by_batch.items():
+        peaks = tuple(by_batch.forecast(batch).peak for batch in batches)
+        curves[precision] = (batches, peaks)
+    return curves
 
 
 _UNITS = {"": 1, "b": 1}  # bytes of each unit: kb, kib, mb, mib, …
@@ -388,21 +402,6 @@ def _checked_shapes(input_shape: Any) -> list[tuple[int, ...]]:
     return shapes
 
 
-class Traceable(Protocol):
-    """A training step or a forward pass, which `MemoryByBatch` traces for some batches."""
-
-    @property
-    def run(self) -> ModelRun:
-        """The model, on its fake device."""
-
-    @property
-    def traced_on(self) -> str:
-        """The type of device on which the inputs have to be."""
-
-    def trace(self, inputs: tuple, kwargs: dict[str, Any], /) -> Any:
-        """Run the step once; return a dataclass such as `TracedStep`, with a method `forecast`."""
-
-
 @contextmanager
 def errors_naming_inputs(model: nn.Module, inputs: str) -> Iterator[None]:
     """The block in which a model gets inputs that the user did not give, as ``a batch of 7``.
@@ -437,7 +436,7 @@ class MemoryByBatch:
 
     def __init__(
         self,
-        step: Traceable,
+        step: TraceableStep,
         inputs: BatchedInputs,
         limit: int | None,
         earlier: Iterable["MemoryByBatch"] = (),
@@ -466,7 +465,7 @@ class MemoryByBatch:
         self._require_linear(self.forecast(third) == self._trace(third).forecast())
 
     def _trace(self, batch: int) -> Any:
-        """The trace of the step for a batch, as `Traceable.trace` returns it."""
+        """The trace of the step for a batch, a `TracedStep`."""
         with errors_naming_inputs(self._step.run.model, f"a batch of {batch}"):
             return self._step.trace(*self._inputs.for_batch(batch, self._step.traced_on))
 

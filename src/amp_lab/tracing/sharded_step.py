@@ -12,9 +12,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from amp_lab.core.errors import TraceError
 from amp_lab.core.precision import Precision
-from amp_lab.core.tensors import named_tensors, tensors_in
+from amp_lab.core.tensors import tensors_in
 from amp_lab.parallel.ranks import Parallel, Ranks
 from amp_lab.tracing.decisions import Replay
+from amp_lab.tracing.steps import input_tensors
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
 
 if TYPE_CHECKING:
@@ -29,17 +30,19 @@ def trace_sharded(
     The shards are this rank's, of each parameter that got a gradient. The first step makes buffers
     that FSDP2 uses again. Both steps take the decisions that `replay` has from a real run.
     """
-    input_tensors = [tensor for _, tensor in named_tensors((inputs, kwargs), open_objects=True)]
     with group_of(step.ranks):
         model = sharded(step.run.model, step.run.parameters | step.run.buffers, step.precision)
         weights = [_local(parameter) for parameter in model.parameters()]
         for _ in range(2):
             model.zero_grad()
             replay.restart()
-            ledger = StorageLedger("cpu")  # a new one for each step; the second one is returned
-            ledger.set_kind("weights", weights)
-            ledger.set_kind("buffers", model.buffers())
-            ledger.set_kind("inputs", input_tensors)
+            # A new one for each step; the second one is returned.
+            ledger = StorageLedger(
+                "cpu",
+                weights=weights,
+                buffers=model.buffers(),
+                inputs=input_tensors(inputs, kwargs),
+            )
             with ledger, ledger.seeing_resizes():
                 _run_passes(step, model, inputs, kwargs, ledger)
                 trained = [p for p in model.parameters() if p.grad is not None]
@@ -59,10 +62,7 @@ def _run_passes(
 
     Marks the end of the forward pass in the ledger, as "cached" and "forward".
     """
-    hooks = torch.autograd.graph.saved_tensors_hooks(
-        pack_hook=ledger.note_saved, unpack_hook=lambda tensor: tensor
-    )
-    with hooks:
+    with ledger.noting_saved():
         output = step.output(model, inputs, kwargs)
     ledger.mark("cached")  # at the same moment as "forward": without autocast there is no cache
     ledger.mark("forward")

@@ -4,7 +4,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -106,27 +106,13 @@ class Maker(NamedTuple):
     values: str  # ``fp32 values``; for both fp16 and bf16 ``16-bit values``
 
 
-class LargestTensor(NamedTuple):
-    """The largest activation or temporary that is alive at a peak."""
-
-    maker: Maker
-    nbytes: int
-    share: float  # of the peak
-
-    def __str__(self) -> str:
-        """``the result of addmm in 'head', fp32 values, 96 MiB, 20 % of the peak``."""
-        op, place, values = self.maker
-        if op == "_to_copy":
-            op = "a cast"
-        where = f" in {place}" if place else ""
-        size = f"{amount(self.nbytes)}, {100 * self.share:.0f} % of the peak"
-        return f"the result of {op}{where}, {values}, {size}"
-
-
 class StorageLedger(TorchDispatchMode):
-    """The mode in which each storage on a device is noted when it is made and when it ends."""
+    """The mode in which each storage on a device is noted when it is made and when it ends.
 
-    def __init__(self, device_type: str):
+    `kinds` has tensors that are there from the beginning, by their kind, such as "weights".
+    """
+
+    def __init__(self, device_type: str, **kinds: Iterable[torch.Tensor]):
         super().__init__()
         self._device_type = device_type
         self._sizes: list[int] = []  # of each storage, in bytes
@@ -140,6 +126,8 @@ class StorageLedger(TorchDispatchMode):
         self._makers: list[Maker] = []  # of each storage
         self._op = ""  # the op that is running
         self._running: list[str] | None = None  # names of running modules, the innermost last
+        for kind, tensors in kinds.items():
+            self.set_kind(kind, tensors)
 
     @contextmanager
     def naming_modules(self, model: nn.Module) -> Iterator[None]:
@@ -279,16 +267,20 @@ class StorageLedger(TorchDispatchMode):
             for number in self._numbers_of(tensor):
                 self._kinds.setdefault(number, kind)
 
-    def note_saved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Note a tensor that autograd saves, and return what autograd is to keep in its place.
+    def noting_saved(self) -> AbstractContextManager:
+        """The block in which tensors that autograd saves are noted, as candidates for activations.
 
-        Used as the hook `pack_hook`. Returns the same tensor, or a detached view if it has a graph.
+        Autograd keeps the same tensor, or a detached view if it has a graph.
         """
-        self._saved.update(self._numbers_of(tensor))
-        if tensor.grad_fn is None:
-            return tensor
-        # Detached, since a node that saves its own output would hold itself and never be freed.
-        return tensor.detach()
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            self._saved.update(self._numbers_of(tensor))
+            if tensor.grad_fn is None:
+                return tensor
+            # Detached: a node that saves its own output would hold itself and never be freed.
+            return tensor.detach()
+
+        return torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
 
     def mark(self, name: str) -> None:
         """Give the present moment a name, which the trace will have in `marks`."""
@@ -386,18 +378,23 @@ class StorageTrace:
         """Bytes of each storage that lives after the first `events` of the log, else 0."""
         return _alive(self.log[:events], len(self.sizes)) * self.sizes
 
-    def largest(self, events: int, peak: int) -> LargestTensor | None:
+    def largest(self, events: int, peak: int) -> str:
         """The largest activation or temporary in use after the first `events` of the log.
 
-        None if it is small next to the `peak`, in bytes, or if it is not known which op made it.
+        Such as ``the result of addmm in 'head', fp32 values, 96 MiB, 20 % of the peak``. It is ""
+        if the tensor is small next to the `peak`, in bytes, or if no op is known to have made it.
         """
         is_transient = np.isin(self.kinds, [KINDS.index(kind) for kind in _TRANSIENT_KINDS])
         in_use = self._in_use_after(events) * is_transient
         if not len(in_use):
-            return None
+            return ""
         number = int(np.argmax(in_use))
         nbytes = int(in_use[number])
-        maker = self.makers[number]
-        if not maker.op or nbytes < _LARGE_SHARE * peak:
-            return None
-        return LargestTensor(maker, nbytes, nbytes / peak)
+        op, place, values = self.makers[number]
+        if not op or nbytes < _LARGE_SHARE * peak:
+            return ""
+        if op == "_to_copy":
+            op = "a cast"
+        where = f" in {place}" if place else ""
+        size = f"{amount(nbytes)}, {100 * nbytes / peak:.0f} % of the peak"
+        return f"the result of {op}{where}, {values}, {size}"

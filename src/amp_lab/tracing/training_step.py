@@ -1,75 +1,36 @@
 """Trace one training step on fake tensors, and forecast its memory from the trace."""
 
-import dataclasses
-import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses import fake_tensor
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from amp_lab.core.backends import Backend, backend
-from amp_lab.core.errors import AmpLabError, TraceError, first_line
+from amp_lab.core.errors import TraceError
 from amp_lab.core.optimizers import OPTIMIZERS
 from amp_lab.core.precision import Precision
 from amp_lab.core.report import listed, short_name
-from amp_lab.core.tensors import LOWER_DTYPES, named_tensors
+from amp_lab.core.tensors import LOWER_DTYPES
 from amp_lab.tracing.backward import Seeds, run_backward, seeds_of
-from amp_lab.tracing.decisions import Decisions, MemoryNeeded, Replay, ValuesNeeded
-from amp_lab.tracing.fake_device import (
-    NEEDS_VALUES,
-    ModelRun,
-    autocast_on,
-    checked_backend,
-    needs_memory,
-    on_fake_device,
-    own_reason,
-    remedy_for,
-    require_model,
-    tip_for,
-)
+from amp_lab.tracing.decisions import Replay
+from amp_lab.tracing.fake_device import autocast_on, checked_backend
 from amp_lab.tracing.memory_result import MemoryForecast
 from amp_lab.tracing.optimizer_state import Parameter, optimizer_bytes
 from amp_lab.tracing.records import RNN_LAYERS
+from amp_lab.tracing.steps import TraceableStep, TracedStep, input_tensors, steps_on
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
 
 _MOST_RANKS = 1024
 _RNN_CAVEAT = ": forecast with torch's own kernels; cuDNN or oneDNN may keep twice as much."
 
-# In the error of fake tensors for an op that gets tensors of two devices.
-_MIXED_DEVICES = "to be on the same device"
-
-_Result = TypeVar("_Result")
 LossFunction = Callable[[Any], torch.Tensor]
-
-
-def traced_on_either(trace: Callable[[], _Result]) -> _Result:
-    """Call `trace`; if its ops mix devices, call it again with the CPU as the default device.
-
-    Some models need tensors that are made without a device to be on the CPU. One is torchvision's
-    SSD, which computes boxes from such tensors and from sizes that it holds. If both calls mix
-    devices, the first error is raised.
-    """
-    try:
-        return trace()
-    except TraceError as error:
-        if _MIXED_DEVICES not in str(error):
-            raise
-        first_error = error
-    try:
-        with torch.device("cpu"):
-            return trace()
-    except TraceError as error:
-        if _MIXED_DEVICES in str(error):
-            raise first_error from first_error.__cause__
-        raise
 
 
 @contextmanager
@@ -100,34 +61,10 @@ def training_steps(
         ]
 
 
-@contextmanager
-def steps_on(
-    model: nn.Module, device_type: str, precisions: Iterable[Precision | str]
-) -> Iterator[tuple[ModelRun, list[Precision]]]:
-    """The block in which a model can be traced; it gives the model and the checked precisions.
-
-    Raises `TraceError` for what is no model, and for no precision or an unknown one; `DeviceError`
-    for an unknown device type.
-    """
-    names = list(precisions)
-    if not names:
-        raise TraceError("precisions is empty; give at least one")
-    require_model(model)
-    for precision in names:
-        if precision not in list(Precision):
-            raise TraceError(f"precision {precision!r}: give one of {', '.join(Precision)}")
-    checked_backend(device_type)
-    with _comparable_traces(), on_fake_device(model, (), {}, device_type) as run:
-        yield run, [Precision(precision) for precision in names]
-
-
 @dataclass(frozen=True)
-class TrainingStep:
+class TrainingStep(TraceableStep):
     """A training step without its inputs; made by `training_steps`."""
 
-    run: ModelRun  # the model on its fake device; the inputs in it are not used
-    device_type: str
-    precision: Precision
     optimizer: str
     loss_fn: LossFunction | None
     ranks: int = 1  # of FSDP2; 1: the model is not sharded
@@ -137,53 +74,28 @@ class TrainingStep:
         """The type of device whose kernels run, and on which its inputs have to be."""
         return "cpu" if self.ranks > 1 else self.device_type
 
-    def trace(
-        self, inputs: tuple, kwargs: dict[str, Any], decisions: Decisions | None = None
-    ) -> "TracedStep":
-        """Run the step once on fake inputs, and note when each storage is made and freed.
+    def _trace(self, inputs: tuple, kwargs: dict[str, Any], replay: Replay) -> "TracedTraining":
+        """Run the step; a sharded one runs twice, each time with the decisions of `replay`."""
+        if self.ranks > 1:
+            from amp_lab.tracing.sharded_step import trace_sharded  # FSDP2 is slow to load
 
-        `decisions` are those of a real run on such inputs, if the course of the model depends on
-        values. Raises `TraceError` for a step that fails or that no trace can follow.
-        """
-
-        def trace() -> TracedStep:
-            with self.run.told(decisions) as replay:
-                traced = self._trace(inputs, kwargs, replay)
-                replay.require_done()  # the trace has to take all decisions of the real run
-            return dataclasses.replace(traced, decisions=replay.remark)
-
-        return traced_on_either(trace)
-
-    def _trace(self, inputs: tuple, kwargs: dict[str, Any], replay: Replay) -> "TracedStep":
-        """Run the step; the model's decisions are those of `replay`, which may be empty.
-
-        Only a sharded step uses `replay` itself: it runs twice, with the same decisions.
-        """
-        named = named_tensors((inputs, kwargs), open_objects=True)
-        input_tensors = [tensor for _, tensor in named]
-        shapes = tuple(tuple(tensor.shape) for tensor in input_tensors)
-        with one_line_errors(self.run.model, shapes, self.device_type):
-            if self.ranks > 1:
-                from amp_lab.tracing.sharded_step import trace_sharded  # FSDP2 is slow to load
-
-                trained, storages = trace_sharded(self, inputs, kwargs, replay)
-            else:
-                trained, storages = self._trace_unsharded(input_tensors, inputs, kwargs)
+            trained, storages = trace_sharded(self, inputs, kwargs, replay)
+        else:
+            trained, storages = self._trace_unsharded(inputs, kwargs)
         parameters = tuple((tuple(tensor.shape), tensor.dtype) for tensor in trained)
-        return TracedStep(self, shapes, parameters, storages)
+        return TracedTraining(self, storages, trained=parameters)
 
     def _trace_unsharded(
-        self, input_tensors: list[torch.Tensor], inputs: tuple, kwargs: dict[str, Any]
+        self, inputs: tuple, kwargs: dict[str, Any]
     ) -> tuple[list[torch.Tensor], StorageTrace]:
-        """Run the step; return the parameters that got a gradient, and what was allocated.
-
-        `input_tensors` are the tensors in `inputs` and `kwargs`.
-        """
+        """Run the step; return the parameters that got a gradient, and what was allocated."""
         run = self.run
-        ledger = StorageLedger(self.device_type)
-        ledger.set_kind("weights", run.parameters.values())
-        ledger.set_kind("buffers", run.buffers.values())
-        ledger.set_kind("inputs", input_tensors)
+        ledger = StorageLedger(
+            self.device_type,
+            weights=run.parameters.values(),
+            buffers=run.buffers.values(),
+            inputs=input_tensors(inputs, kwargs),
+        )
         with (
             ledger.naming_modules(run.model),
             ledger,
@@ -240,16 +152,13 @@ class TrainingStep:
         Raises `TraceError` if no gradient can reach the parameters.
         """
         model = self.run.model
-        hooks = torch.autograd.graph.saved_tensors_hooks(
-            pack_hook=ledger.note_saved, unpack_hook=lambda tensor: tensor
-        )
         device = backend(self.device_type)
         # Where a library runs recurrent layers, its casts take the place of autocast's.
         rnn_casts = _CastOnce(device) if device.fused_rnn_dtype else nullcontext()
         dtype = self.precision.dtype
         autocast_dtype = None if dtype is torch.float32 else dtype
         with autocast_on(self.device_type, autocast_dtype, enabled=autocast_dtype is not None):
-            with hooks, rnn_casts:
+            with ledger.noting_saved(), rnn_casts:
                 output = self.output(model, inputs, kwargs)
             ledger.mark("cached")  # before the end of the block, which clears autocast's cache
         ledger.mark("forward")
@@ -264,14 +173,10 @@ class TrainingStep:
 
 
 @dataclass(frozen=True)
-class TracedStep:
-    """A step that ran on inputs of some shapes, with the storages that it allocated."""
+class TracedTraining(TracedStep):
+    """What a training step allocated, and the parameters that got a gradient."""
 
-    step: TrainingStep
-    input_shapes: tuple[tuple[int, ...], ...]
-    trained: tuple[Parameter, ...]  # shape and dtype of each that got a gradient
-    storages: StorageTrace
-    decisions: str = ""  # a sentence, if the step took the decisions of a run on the CPU
+    trained: tuple[Parameter, ...] = ()  # shape and dtype of each
 
     def forecast(self) -> MemoryForecast:
         """The forecast for this step, with an optimizer, whose memory is computed separately."""
@@ -288,7 +193,6 @@ class TracedStep:
         at_peak["optimizer"] += state
         if peak_phase == "optimizer":
             at_peak["temporaries"] += temporaries
-        largest = storages.largest(events_to_peak, phases[peak_phase])
         in_autocast = storages.by_kind(storages.marks["cached"])
         after_forward = storages.by_kind(storages.marks["forward"])
         after_backward = storages.by_kind(storages.marks["backward"])
@@ -309,7 +213,7 @@ class TracedStep:
             at_peak=at_peak,
             caveats=tuple(self._caveats()),
             fsdp_ranks=step.ranks,
-            largest_at_peak=str(largest or ""),
+            largest_at_peak=storages.largest(events_to_peak, phases[peak_phase]),
         )
 
     def _peak_events(self, in_use: np.ndarray) -> dict[str, int]:
@@ -371,58 +275,3 @@ class _CastOnce(TorchFunctionMode):
         if tensor.dtype is not torch.float32:
             return tensor
         return tensor.to(self._dtype)
-
-
-@contextmanager
-def one_line_errors(model: nn.Module, shapes: tuple, device_type: str) -> Iterator[None]:
-    """The block in which an error of a model becomes a `TraceError` of one line.
-
-    `shapes` are those of its input tensors, a tuple each. Errors of this package stay as they are,
-    and so do those of a class that is not named below, such as `KeyError`.
-    """
-    try:
-        yield
-    except AmpLabError:
-        raise
-    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-        raise _one_line_error(error, model, shapes, device_type) from error
-
-
-def _one_line_error(
-    error: Exception, model: nn.Module, shapes: tuple, device_type: str
-) -> TraceError:
-    """The error of a model in one line, and what to do about it."""
-    name = type(model).__name__
-    if isinstance(error, NEEDS_VALUES):
-        return ValuesNeeded(f"{name}: the result of {error.func} depends on values", error.func)
-    if needs_memory(error):
-        return MemoryNeeded(f"{name}: it reads the memory of a tensor")
-    if isinstance(error, fake_tensor.UnsupportedOperatorException):
-        cure = remedy_for(error, model, "forecast")
-        return TraceError(f"{name}: torch cannot run {error.func} without values: {cure}")
-    inputs = "no tensor as input"
-    if shapes:
-        inputs = f"input of shape {', '.join(map(str, shapes))}"
-    reason = own_reason(error) or first_line(error)
-    tip = tip_for(error, model, "forecast", device_type)  # with "; " before it, or ""
-    return TraceError(f"{name} with {inputs}: {reason}{tip}")
-
-
-@contextmanager
-def _comparable_traces() -> Iterator[None]:
-    """The block without garbage collection and oneDNN, which make traces differ.
-
-    Traces of two batches are compared event by event.
-    """
-    collects_garbage = gc.isenabled()
-    uses_onednn = torch._C._get_mkldnn_enabled()
-    gc.disable()  # a collection would free storages at different moments in different traces
-    # oneDNN's recurrent layers have no workspace on fake tensors. For all other ops autograd keeps
-    # the same tensors with oneDNN and without it.
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(uses_onednn)
-        if collects_garbage:
-            gc.enable()

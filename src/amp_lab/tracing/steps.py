@@ -1,0 +1,193 @@
+"""What a training step and a forward pass share: a model on a fake device, and how it is traced."""
+
+import dataclasses
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._subclasses import fake_tensor
+
+from amp_lab.core.errors import AmpLabError, TraceError, first_line
+from amp_lab.core.precision import Precision
+from amp_lab.core.tensors import named_tensors
+from amp_lab.tracing.decisions import Decisions, MemoryNeeded, Replay, ValuesNeeded
+from amp_lab.tracing.fake_device import (
+    NEEDS_VALUES,
+    ModelRun,
+    checked_backend,
+    needs_memory,
+    on_fake_device,
+    own_reason,
+    remedy_for,
+    require_model,
+    tip_for,
+)
+from amp_lab.tracing.storage_ledger import StorageTrace
+
+# In the error of fake tensors for an op that gets tensors of two devices.
+_MIXED_DEVICES = "to be on the same device"
+
+_Result = TypeVar("_Result")
+
+
+@contextmanager
+def steps_on(
+    model: nn.Module, device_type: str, precisions: Iterable[Precision | str]
+) -> Iterator[tuple[ModelRun, list[Precision]]]:
+    """The block in which a model can be traced; it gives the model and the checked precisions.
+
+    Raises `TraceError` for what is no model, and for no precision or an unknown one; `DeviceError`
+    for an unknown device type.
+    """
+    names = list(precisions)
+    if not names:
+        raise TraceError("precisions is empty; give at least one")
+    require_model(model)
+    for precision in names:
+        if precision not in list(Precision):
+            raise TraceError(f"precision {precision!r}: give one of {', '.join(Precision)}")
+    checked_backend(device_type)
+    with _comparable_traces(), on_fake_device(model, (), {}, device_type) as run:
+        yield run, [Precision(precision) for precision in names]
+
+
+@dataclass(frozen=True)
+class TraceableStep:
+    """A training step or a forward pass without its inputs; its subclasses say what runs."""
+
+    run: ModelRun  # the model on its fake device; the inputs in it are not used
+    device_type: str
+    precision: Precision
+
+    @property
+    def column(self) -> str:
+        """The heading of its forecast in a table."""
+        return str(self.precision)
+
+    @property
+    def traced_on(self) -> str:
+        """The type of device whose kernels run, and on which its inputs have to be."""
+        return self.device_type
+
+    def trace(
+        self, inputs: tuple, kwargs: dict[str, Any], decisions: Decisions | None = None
+    ) -> Any:
+        """Run the step once on fake inputs; return its `TracedStep`.
+
+        `decisions` are those of a real run on such inputs, if the course of the model depends on
+        values. Raises `TraceError` for a step that fails or that no trace can follow.
+        """
+        shapes = tuple(tuple(tensor.shape) for tensor in input_tensors(inputs, kwargs))
+
+        def trace() -> TracedStep:
+            with self.run.told(decisions) as replay:
+                with _one_line_errors(self.run.model, shapes, self.device_type):
+                    traced = self._trace(inputs, kwargs, replay)
+                replay.require_done()  # the trace has to take all decisions of the real run
+            return dataclasses.replace(traced, input_shapes=shapes, decisions=replay.remark)
+
+        return _traced_on_either(trace)
+
+    def _trace(self, inputs: tuple, kwargs: dict[str, Any], replay: Replay) -> "TracedStep":
+        """Run the step; the model's decisions are those of `replay`, which may be empty."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A step that ran on inputs of some shapes, with the storages that it allocated."""
+
+    step: Any  # of the subclass of `TraceableStep`
+    storages: StorageTrace
+    input_shapes: tuple[tuple[int, ...], ...] = ()
+    decisions: str = ""  # a sentence, if the step took the decisions of a run on the CPU
+
+    def forecast(self) -> Any:
+        """The forecast for this step; each subclass returns its own kind."""
+        raise NotImplementedError
+
+
+def input_tensors(inputs: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments of a model."""
+    return [tensor for _, tensor in named_tensors((inputs, kwargs), open_objects=True)]
+
+
+def _traced_on_either(trace: Callable[[], _Result]) -> _Result:
+    """Call `trace`; if its ops mix devices, call it again with the CPU as the default device.
+
+    Some models need tensors that are made without a device to be on the CPU. One is torchvision's
+    SSD, which computes boxes from such tensors and from sizes that it holds. If both calls mix
+    devices, the first error is raised.
+    """
+    try:
+        return trace()
+    except TraceError as error:
+        if _MIXED_DEVICES not in str(error):
+            raise
+        first_error = error
+    try:
+        with torch.device("cpu"):
+            return trace()
+    except TraceError as error:
+        if _MIXED_DEVICES in str(error):
+            raise first_error from first_error.__cause__
+        raise
+
+
+@contextmanager
+def _one_line_errors(model: nn.Module, shapes: tuple, device_type: str) -> Iterator[None]:
+    """The block in which an error of a model becomes a `TraceError` of one line.
+
+    `shapes` are those of its input tensors, a tuple each. Errors of this package stay as they are,
+    and so do those of a class that is not named below, such as `KeyError`.
+    """
+    try:
+        yield
+    except AmpLabError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+        raise _one_line_error(error, model, shapes, device_type) from error
+
+
+def _one_line_error(
+    error: Exception, model: nn.Module, shapes: tuple, device_type: str
+) -> TraceError:
+    """The error of a model in one line, and what to do about it."""
+    name = type(model).__name__
+    if isinstance(error, NEEDS_VALUES):
+        return ValuesNeeded(f"{name}: the result of {error.func} depends on values", error.func)
+    if needs_memory(error):
+        return MemoryNeeded(f"{name}: it reads the memory of a tensor")
+    if isinstance(error, fake_tensor.UnsupportedOperatorException):
+        cure = remedy_for(error, model, "forecast")
+        return TraceError(f"{name}: torch cannot run {error.func} without values: {cure}")
+    inputs = "no tensor as input"
+    if shapes:
+        inputs = f"input of shape {', '.join(map(str, shapes))}"
+    reason = own_reason(error) or first_line(error)
+    tip = tip_for(error, model, "forecast", device_type)  # with "; " before it, or ""
+    return TraceError(f"{name} with {inputs}: {reason}{tip}")
+
+
+@contextmanager
+def _comparable_traces() -> Iterator[None]:
+    """The block without garbage collection and oneDNN, which make traces differ.
+
+    Traces of two batches are compared event by event.
+    """
+    collects_garbage = gc.isenabled()
+    uses_onednn = torch._C._get_mkldnn_enabled()
+    gc.disable()  # a collection would free storages at different moments in different traces
+    # oneDNN's recurrent layers have no workspace on fake tensors. For all other ops autograd keeps
+    # the same tensors with oneDNN and without it.
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(uses_onednn)
+        if collects_garbage:
+            gc.enable()
