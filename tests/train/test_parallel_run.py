@@ -33,7 +33,7 @@ from amp_lab.train.data import batches
 from amp_lab.train.distributed.process_group import join
 from amp_lab.train.export import export_checkpoint
 from amp_lab.train.loop import evaluate
-from amp_lab.train.train_options import RunOptions
+from amp_lab.train.train_options import RunConfig, RunOptions
 
 pytestmark = pytest.mark.slow
 
@@ -126,7 +126,8 @@ def test_a_ddp_checkpoint_is_that_of_one_process(finished, tmp_path):
 def restored(kind: str | None, out: Path) -> dict:
     """What a run is once it is restored: its evaluation, its whole weights and optimizer state."""
     with join(kind, torch.device("cpu"), timeout_s=60) as ranks, contextlib.ExitStack() as stack:
-        run = runs.Run({}, RunOptions(out, resume=True, workers=0), ranks, stack)
+        options = RunOptions(out, resume=True, workers=0)
+        run = runs.Run(RunConfig(), (), options, ranks, stack)
         loss, accuracy = evaluate(
             run.wrapped_model,
             batches(run.data.test, 8, share=(ranks.rank, ranks.size)),

@@ -25,9 +25,9 @@ from tiny_classifier import NAME
 from amp_lab import Precision, describe_device, load_checkpoint, make_stand_in, save_checkpoint
 from amp_lab.cli import main
 from amp_lab.cli import train as train_command
-from amp_lab.train import run, run_folder
+from amp_lab.train import run, run_folder, run_state
 from amp_lab.train.checkpoint import is_checkpoint
-from amp_lab.train.train_options import RunConfig, setting
+from amp_lab.train.train_options import RunConfig, RunOptions, setting
 
 SQUEEZENET = "squeezenet1_1"  # whose numbers of parameters are known
 
@@ -110,7 +110,7 @@ def test_from_python_it_takes_the_enum_and_tells_what_stopped_it(tmp_path):
     config = RunConfig(
         model=NAME, limit=8, batch_size=8, image_size=24, epochs=1, precision=Precision.BF16
     )  # fmt: skip
-    assert run.train(config, tmp_path / "x", say=said.append) is None
+    assert run.train(config, RunOptions(tmp_path / "x"), say=said.append) is None
     assert any("bf16 on cpu" in line for line in said)
     assert load_checkpoint(tmp_path / "x" / "checkpoint.pt")["config"]["precision"] == "bf16"
 
@@ -243,7 +243,7 @@ def test_a_run_cannot_go_on_as_another(copy, capsys, changed, said):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda state: state.update(config=[1]), "of another run"),
+        (lambda state: state.update(config=[1]), "not of a run"),
         (lambda state: state.pop("ranks"), "'ranks' is no list"),
         (lambda state: state.update(scheduler=3), "does not fit this run"),
         (lambda state: state["ranks"][0]["progress"].update(batch="3"), "'batch' is '3'"),
@@ -514,7 +514,7 @@ def test_an_older_run_is_no_other_run_when_a_setting_is_added(tmp_path, capsys, 
     class Extended(RunConfig):
         weight_decay: float = setting(0.0, "pull towards zero (default: {})", "X")
 
-    for module in (train_command, run, run_folder):
+    for module in (train_command, run, run_folder, run_state):
         monkeypatch.setattr(module, "RunConfig", Extended)
     out = Path(shutil.copytree(OLD_RUN, tmp_path / "x"))
     other = ["train", "--out", str(out), "--resume", "--weight-decay", "0.1"]

@@ -88,10 +88,15 @@ def test_a_setting_takes_one_field(capsys, monkeypatch):
     text = help_of_train(capsys)
     assert "--weight-decay X      pull towards zero (default: 0.5)" in text
     assert "--nesterov            look ahead" in text
-    given = []
-    monkeypatch.setattr("amp_lab.train.run.train", lambda *a, **options: given.append(a))
+    calls = []
+
+    def train_nothing(config, options, *, given: tuple[str, ...], say):
+        calls.append((config, given))
+
+    monkeypatch.setattr("amp_lab.train.run.train", train_nothing)
     assert main(["train", "--out", "x", "--weight-decay", "0.25", "--nesterov"]) == 0
-    assert given == [({"weight_decay": 0.25, "nesterov": True},)]
+    names = ("weight_decay", "nesterov")
+    assert calls == [(Extended(weight_decay=0.25, nesterov=True), names)]
 
 
 def test_the_settings_load_no_torch():

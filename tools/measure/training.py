@@ -30,7 +30,7 @@ from amp_lab.train.checkpoint import save_checkpoint
 from amp_lab.train.data import batches, load_dataset
 from amp_lab.train.loop import fit
 from amp_lab.train.run import train
-from amp_lab.train.train_options import RunConfig
+from amp_lab.train.train_options import RunConfig, RunOptions
 from recording import parser, plain, record, times_as_fast, times_as_long
 
 PARTS = ("speed", "loop", "added", "checkpoint", "accuracy")
@@ -211,8 +211,7 @@ def measure_accuracy(device, model, precisions):
                 out = Path(folder, f"{precision}-{seed}")
                 train(
                     RunConfig(model=model, precision=precision, seed=seed),
-                    out,
-                    device=device.type,
+                    RunOptions(str(out), device=device.type),
                     say=lambda line: None,
                 )
                 last = (out / "metrics.csv").read_text().splitlines()[-1]

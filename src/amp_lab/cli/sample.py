@@ -40,12 +40,11 @@ def run(options: argparse.Namespace) -> None:
     from amp_lab.models.gpt import write
     from amp_lab.train.data.tokens import saved_tokens
     from amp_lab.train.export import load_model
-    from amp_lab.train.train_options import RunConfig
 
     _check(options)
     device = pick_device(options.device)
     precision = Precision(options.precision)
-    model, state = load_model(options.run_folder)
+    model, state, config = load_model(options.run_folder)
     try:
         tokens = saved_tokens(state)
     except DataError as error:
@@ -53,10 +52,16 @@ def run(options: argparse.Namespace) -> None:
     if tokens is None:
         raise OptionError(f"{options.run_folder}: a run on images, which cannot write")
     prompt = torch.from_numpy(_encode(options.prompt, tokens)).long().to(device)  # (T,)
-    length = RunConfig(**state["config"]).passage_length
     model = model.to(device).eval()
     with precision.autocast(device.type):
-        numbers = write(model, prompt, options.tokens, length, options.temperature, options.seed)
+        numbers = write(
+            model,
+            prompt,
+            options.tokens,
+            config.passage_length,
+            options.temperature,
+            options.seed,
+        )
     if numbers is None:
         outputs = f"the outputs of the model in {precision}"
         raise OptionError(

@@ -69,7 +69,9 @@ def run(options: argparse.Namespace) -> int:
             drop_unwritten()
 
     settings = _values(options, RunConfig)
-    stopped_by = runs.train(settings, say=say, **_values(options, RunOptions))
+    config = RunConfig(**settings)
+    run_options = RunOptions(**_values(options, RunOptions))
+    stopped_by = runs.train(config, run_options, given=tuple(settings), say=say)
     if stopped_by is None:
         return 0
     return 128 + stopped_by  # as a shell does for a program that this signal ended

@@ -20,16 +20,15 @@ from amp_lab.core.report import bytes_text, dtype_name, plural
 from amp_lab.core.requirements import needed_for, nothing_logged
 from amp_lab.models.build import build_model
 from amp_lab.parallel.ranks import ALONE
-from amp_lab.train import run_folder
-from amp_lab.train.checkpoint import is_checkpoint, load_checkpoint, run_state, save_checkpoint
+from amp_lab.train import run_folder, run_state
+from amp_lab.train.checkpoint import is_checkpoint, load_checkpoint, save_checkpoint
 from amp_lab.train.data import batches
 from amp_lab.train.registry import DATASETS
-from amp_lab.train.run import make_optimizer
 from amp_lab.train.run_data import load_data
 from amp_lab.train.train_options import RunConfig
 
 _State = dict[str, Any]
-"""The content of a checkpoint: see `amp_lab.train.checkpoint.run_state`."""
+"""The content of a checkpoint: see `amp_lab.train.run_state`."""
 FILE_FORMATS = ("safetensors", "onnx", "pt2")
 _INPUTS = 256  # images to check a file with
 _FEW_INPUTS = 8  # for fp16, which may be hundreds of times as slow on a CPU, and for long texts
@@ -49,9 +48,9 @@ def export_checkpoint(
     """
     if os.path.lexists(file) and not force and not is_checkpoint(file):
         raise CheckpointError(f"{file}: is there, and no checkpoint; --force replaces a file")
-    state = _load_state(Path(out))
+    state, config = _load_state(Path(out))
     if "shards" in state:
-        model, optimizer = _build_and_restore(Path(out), state)
+        model, optimizer = _build_and_restore(Path(out), state, config)
         # `save_checkpoint` writes the whole state dict of each in place of the shards.
         del state["shards"]
         state["model"] = model
@@ -88,12 +87,11 @@ def export_model(
     if file_format not in FILE_FORMATS:
         raise CheckpointError(f"no format {file_format!r}; there are {', '.join(FILE_FORMATS)}")
     _require_free(path, force=force)
-    model, state = load_model(out)
+    model, state, config = load_model(out)
     model.eval()
     data_path = data or run_folder.saved_data_path(Path(out)) or "data"
     cast_model = _CastModel(copy.deepcopy(model), dtype)  # a copy, since it casts in place
     say(_describe_cast(model, cast_model.model, dtype))
-    config = RunConfig(**state["config"])
     inputs = _inputs(config, state["classes"], data_path, dtype, say)
     with torch.no_grad(), _quiet_exporters():
         expected = cast_model(inputs)
@@ -143,24 +141,24 @@ def _require_free(path: Path, *, force: bool) -> None:
         raise CheckpointError(f"{path}: cannot be written ({error.strerror})") from error
 
 
-def _load_state(out: Path) -> _State:
-    """Load the checkpoint of the run in `out`; raises `CheckpointError` if it is not of a run."""
+def _load_state(out: Path) -> tuple[_State, RunConfig]:
+    """The checkpoint of the run in `out` and its settings; `CheckpointError` if it is of no run."""
     path = out / run_state.CHECKPOINT
     state = load_checkpoint(path)
-    run_state.require_run(path, state)
-    return state
+    return state, run_state.require_run(path, state)
 
 
-def _build_and_restore(out: Path, state: _State) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _build_and_restore(
+    out: Path, state: _State, config: RunConfig
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Build the model of a checkpoint and its optimizer, and load their state.
 
     Without shards only the model's state is loaded: callers then use the optimizer's state dict,
     which is in `state`. Raises `CheckpointError` if `state` is not that of a run.
     """
     try:
-        config = RunConfig(**state["config"])
         model = build_model(config.model, state["classes"], freeze=config.freeze)
-        optimizer = make_optimizer(model, config)
+        optimizer = run_state.make_optimizer(model, config)
         if "shards" in state:
             _restore_shards(out, state, model, optimizer, config.lr)
         else:
@@ -188,14 +186,14 @@ def _restore_shards(
     load_shards(out, state["shards"], model, optimizer, ALONE)
 
 
-def load_model(out: str | os.PathLike) -> tuple[nn.Module, _State]:
-    """Load the model of the run in the folder `out`, on the CPU, and the content of its checkpoint.
+def load_model(out: str | os.PathLike) -> tuple[nn.Module, _State, RunConfig]:
+    """Load the model of the run in the folder `out`, on the CPU, its checkpoint and its settings.
 
     Raises `CheckpointError` if there is no checkpoint, or it is damaged.
     """
-    state = _load_state(Path(out))
-    model, _ = _build_and_restore(Path(out), state)
-    return model, state
+    state, config = _load_state(Path(out))
+    model, _ = _build_and_restore(Path(out), state, config)
+    return model, state, config
 
 
 def _describe_cast(model: nn.Module, cast_model: nn.Module, dtype: torch.dtype) -> str:

@@ -6,7 +6,7 @@ import random
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,8 +24,7 @@ from amp_lab.core.precision import Precision
 from amp_lab.core.report import plural
 from amp_lab.models.build import build_model, require_images_that_fit
 from amp_lab.parallel.ranks import Ranks, require_same
-from amp_lab.train import run_folder
-from amp_lab.train.checkpoint import run_state
+from amp_lab.train import run_folder, run_state
 from amp_lab.train.data import SampleSet, batches
 from amp_lab.train.data.tokens import BPE
 from amp_lab.train.distributed.process_group import join
@@ -33,23 +32,23 @@ from amp_lab.train.loop import Batches, EpochMetrics, Progress, fit
 from amp_lab.train.registry import DATASETS, Source
 from amp_lab.train.run_data import load_data, locate_data, require_match
 from amp_lab.train.stop_signals import StopSignals
-from amp_lab.train.train_options import RunConfig, RunOptions
+from amp_lab.train.train_options import ALL_SETTINGS, RunConfig, RunOptions
 
 
 def train(
-    config: RunConfig | dict,
-    out: str | os.PathLike,
+    config: RunConfig,
+    options: RunOptions,
     *,
+    given: Collection[str] = ALL_SETTINGS,
     say: Callable[[str], None] = print,
-    **options: Any,
 ) -> signal.Signals | None:
-    """Train as `config` says, in the folder `out`; the options are those of `RunOptions`.
+    """Train as `config` says, in the folder `options.out`.
 
     Returns None if the run was finished, else the signal that stopped it, after saving its state.
-    `config` may be a dict of some settings; a run that is resumed takes the rest from its folder.
-    On a CPU, a run that was killed at any moment and resumed ends bitwise equal to one that was
-    not, for the same torch and number of threads. `say` is called with each line to report. The
-    folder gets config.json, metrics.csv, checkpoint.pt, loss.png and accuracy.png.
+    `given` has the names of the settings that the user gave. A run that is resumed takes the others
+    from its folder. On a CPU, a run that was killed at any moment and resumed ends bitwise equal to
+    one that was not, for the same torch and number of threads. `say` is called with each line to
+    report. The folder gets config.json, metrics.csv, checkpoint.pt, loss.png and accuracy.png.
 
     With `parallel`, "ddp" or "fsdp", this process is one of those that torchrun started, and trains
     on its share of every batch. A run may be resumed with another number of processes or another
@@ -59,20 +58,17 @@ def train(
     Raises `RunError`, `DataError`, `DeviceError`, `CheckpointError` or `ParallelError` with one
     line that says why the run cannot start or go on.
     """
-    run_options = RunOptions(os.fspath(out), **options)
-    settings = config if isinstance(config, dict) else asdict(config)
     group = join(
-        run_options.parallel,
-        pick_device(run_options.device),
-        reduce_dtype=run_options.reduce_dtype,
-        timeout_s=run_options.timeout,
+        options.parallel,
+        pick_device(options.device),
+        reduce_dtype=options.reduce_dtype,
+        timeout_s=options.timeout,
     )
     with group as ranks, ExitStack() as until_end:
-        return Run(settings, run_options, ranks, until_end, say).train()
+        return Run(config, given, options, ranks, until_end, say).train()
 
 
 _SAME_ON_ALL_RANKS = ("parallel", "reduce_dtype", "resume", "checkpoint_every")  # of the options
-_SCHEDULE_LENGTH = ("total_steps", "_schedule_phases")  # attributes of a `OneCycleLR`
 _MAX_EXPONENT = 700  # e^700 is a float, and e^710 is not
 
 
@@ -80,13 +76,14 @@ class Run:
     """A run on this rank. `Run(…)` loads data and model, and the saved state if there is one.
 
     The ranks agree three times: on the settings, that each could load data and model, and on the
-    state to begin with. `settings` has the fields of `RunConfig` that were given, by name. Rank 0
-    locks the folder, and releases the lock when `until_end` is closed.
+    state to begin with. `given` has the names of the settings that the user gave. Rank 0 locks the
+    folder, and releases the lock when `until_end` is closed.
     """
 
     def __init__(
         self,
-        settings: dict,
+        config: RunConfig,
+        given: Collection[str],
         options: RunOptions,
         ranks: Ranks,
         until_end: ExitStack,
@@ -99,9 +96,11 @@ class Run:
         self._print = say
         self._steps = 0  # of the optimizer, in this process
         self._stopped_by = 0  # number of the signal that any rank got
-        commands = ranks.gather(self._command(settings))
+        commands = ranks.gather(self._command(config, given))
         # `_saved` is the run in the folder that is resumed; None for a new one.
-        self.config, self._saved = ranks.first(lambda: self._plan(settings, commands, until_end))
+        self.config, self._saved = ranks.first(
+            lambda: self._plan(config, given, commands, until_end)
+        )
         ranks.each(self._build)  # sets `data` and `model`
         self._wrap()  # sets `wrapped_model` and `parts`
         fingerprints = ranks.gather({"data": self.data.fingerprint})
@@ -114,9 +113,9 @@ class Run:
         if self.ranks.rank == 0:
             self._print(line)
 
-    def _command(self, settings: dict) -> dict:
+    def _command(self, config: RunConfig, given: Collection[str]) -> dict:
         """The settings, options and versions that must be the same on all ranks, by name."""
-        command = dict(settings)
+        command: dict[str, object] = {name: getattr(config, name) for name in given}
         for name in _SAME_ON_ALL_RANKS:
             command[name] = getattr(self.options, name)
         command["device"] = self.ranks.device.type
@@ -124,7 +123,11 @@ class Run:
         return command
 
     def _plan(
-        self, settings: dict, commands: list[dict], until_end: ExitStack
+        self,
+        config: RunConfig,
+        given: Collection[str],
+        commands: list[dict],
+        until_end: ExitStack,
     ) -> tuple[RunConfig, run_folder.SavedRun | None]:
         """Lock the folder, and check all that can be checked before data and model are loaded.
 
@@ -133,19 +136,18 @@ class Run:
         """
         require_same(commands)
         config_file = self.out / run_folder.CONFIG
-        if self.options.resume and not settings and not config_file.exists():
+        if self.options.resume and not given and not config_file.exists():
             raise RunError(f"{self.out}: no run to resume; to start one, give settings as well")
-        tokenizer = settings.get("tokenizer")
-        if tokenizer not in (None, BPE):
+        if config.tokenizer not in (None, BPE):
             # A file: an absolute path is found when the run is resumed from another folder too.
-            settings = settings | {"tokenizer": os.path.abspath(str(tokenizer))}
-        config = RunConfig(**settings)
-        processes = len(commands)
+            config = replace(config, tokenizer=os.path.abspath(config.tokenizer))
         until_end.enter_context(run_folder.lock(self.out))  # released when `until_end` is closed
-        saved = run_folder.read_saved(self.out, settings, resume=self.options.resume)
+        saved = run_folder.read_saved(self.out, config, given, resume=self.options.resume)
         if saved is not None:
             # `epochs` is the only setting that may change.
-            config = replace(saved.config, epochs=settings.get("epochs", saved.config.epochs))
+            epochs = config.epochs if "epochs" in given else saved.config.epochs
+            config = replace(saved.config, epochs=epochs)
+        processes = len(commands)
         if config.batch_size % processes:
             shares = f"shared out to {processes} processes"
             problem = f"batch size {config.batch_size} cannot be {shares}"
@@ -181,7 +183,7 @@ class Run:
     def _check_data(self) -> None:
         """Raise `RunError` if the run was started with other data, or there are too few samples."""
         data = self.data
-        if self._saved is not None and self._saved.images != data.fingerprint:
+        if self._saved is not None and self._saved.fingerprint != data.fingerprint:
             # A text may be the same and cut into other tokens, as by a changed tokenizer.
             kind = "text, or other tokens than" if data.is_text else "images"
             raise RunError(
@@ -213,7 +215,7 @@ class Run:
         self.wrapped_model = ranks.wrap(self.model, precision)
         if config.compile:
             self.wrapped_model.compile()
-        optimizer = make_optimizer(self.model, config)
+        optimizer = run_state.make_optimizer(self.model, config)
         steps = config.epochs * self._steps_for(self._batches_per_epoch)
         self.parts: dict[str, Any] = {  # the objects whose state is saved
             "model": self.model,
@@ -244,7 +246,7 @@ class Run:
             self._say("the result may differ.")
         if saved is not None and saved.config != self.config:
             self._say(f"More epochs, {self.config.epochs} now: the learning rates are theirs.")
-        state = run_state.load_run(self.out, asdict(self.config))
+        state = run_state.load_run(self.out, self.config)
         has_begun = self.options.resume or saved is not None
         if state is None and has_begun:
             self._say(f"Nothing was saved in {self.out} yet: starting from the beginning.")
@@ -252,18 +254,18 @@ class Run:
 
     def _restore(self, state: dict) -> None:
         """Restore `parts` and `progress` from the content of a checkpoint, on every rank."""
-
-        def restore() -> Progress:
-            return run_state.restore_run(
-                self.out, state, self.ranks, self.parts, self._restore_progress
-            )
-
         # Restoring the scheduler sets the length of its schedule to the saved one. Put the new
         # length back, since `epochs` may have been increased.
-        attributes = vars(self.parts["scheduler"])
-        length = {name: attributes[name] for name in _SCHEDULE_LENGTH}
-        self.progress = self.ranks.each(restore)
-        attributes.update(length)
+        scheduler = self.parts["scheduler"]
+        total_steps = scheduler.total_steps
+        phases = scheduler._schedule_phases
+        self.progress = self.ranks.each(
+            lambda: run_state.restore_run(
+                self.out, state, self.ranks, self.parts, self._restore_progress
+            )
+        )
+        scheduler.total_steps = total_steps
+        scheduler._schedule_phases = phases
 
     def _restore_progress(self, saved: dict) -> Progress:
         """The progress from its state dict, `saved`.
@@ -298,10 +300,7 @@ class Run:
 
     def save(self) -> None:
         """Write the checkpoint; all ranks must call this together."""
-        description = {
-            "config": asdict(self.config),
-            "classes": self.data.num_classes,
-        }
+        description = {"config": asdict(self.config), "classes": self.data.num_classes}
         if self.data.tokens is not None:
             description |= self.data.tokens.saved  # for `saved_tokens` to read
         progress = self.progress.state_dict()
@@ -455,13 +454,6 @@ class Run:
             memory += " of a process"
         trained = f"Trained {plural(len(epochs), 'epoch')} in {seconds:.1f} s"
         self._say(f"{trained}, {self._rate(rate)}, {memory}")
-
-
-def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
-    """The optimizer of a run, for the parameters of the model that require gradients."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    # A fused optimizer skips a step on the device; the others make `GradScaler` wait for it.
-    return torch.optim.AdamW(trained, lr=config.lr, fused=True)
 
 
 def _describe_parameters(model: nn.Module) -> str:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import socket
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,8 @@ import filelock
 
 from amp_lab.core.errors import RunError
 from amp_lab.core.files import read_json, require_types, save
-from amp_lab.train.checkpoint.run_state import CHECKPOINT
 from amp_lab.train.loop import EpochMetrics
+from amp_lab.train.run_state import CHECKPOINT
 from amp_lab.train.train_options import RunConfig
 
 CONFIG = "config.json"
@@ -27,7 +28,7 @@ class SavedRun:
     """The content of config.json."""
 
     config: RunConfig
-    images: str  # fingerprint of the data that the run was started with
+    fingerprint: str  # of the data that the run was started with; "images" in the file
     environment: str  # versions, threads and processes, which change the last bits of the result
     data: str | None = None
     """Absolute path of the data; None if they come with a library, and for runs of older versions,
@@ -49,13 +50,15 @@ def lock(out: Path) -> AbstractContextManager:
         raise RunError(f"{out}: nothing can be written there ({error.strerror})") from error
 
 
-def read_saved(out: Path, settings: dict, *, resume: bool) -> SavedRun | None:
+def read_saved(
+    out: Path, config: RunConfig, given: Collection[str], *, resume: bool
+) -> SavedRun | None:
     """Read the run in the folder that is to be resumed; None if the folder has no run yet.
 
-    `settings` has the fields of `RunConfig` that were given now, by name. The run is resumed with
-    `resume`, or if torchrun has restarted the processes. Raises `RunError` for a run in the folder
-    otherwise, for a damaged config.json, for a setting that the run was not started with, except a
-    larger `epochs`, and for other files of a run without a config.json.
+    `given` has the names of the settings in `config` that the user gave now. The run is resumed
+    with `resume`, or if torchrun has restarted the processes. Raises `RunError` for a run in the
+    folder otherwise, for a damaged config.json, for a setting that the run was not started with,
+    except a larger `epochs`, and for other files of a run without a config.json.
     """
     path = out / CONFIG
     if not path.exists():
@@ -70,7 +73,7 @@ def read_saved(out: Path, settings: dict, *, resume: bool) -> SavedRun | None:
     is_restarted = starter is not None and starter_before == starter
     if not resume and not is_restarted:
         raise RunError(f"{out}: holds a run already; --resume goes on with it, or choose another")
-    _require_same_settings(out, settings, saved.config)
+    _require_same_settings(out, config, given, saved.config)
     return saved
 
 
@@ -80,7 +83,7 @@ def _read_config(path: Path) -> tuple[SavedRun, object]:
         content = read_json(path)
         saved = SavedRun(
             config=RunConfig(**content["config"]),  # settings added since then get their defaults
-            images=content["images"],
+            fingerprint=content["images"],
             environment=content["environment"],
             data=content.get("data"),
         )
@@ -90,22 +93,25 @@ def _read_config(path: Path) -> tuple[SavedRun, object]:
         raise RunError(f"{path}: not the settings of a run ({error})") from error
 
 
-def _require_same_settings(out: Path, settings: dict, config: RunConfig) -> None:
-    """Raise `RunError` for a setting that differs from those of the run, its `config`."""
-    for name, value in settings.items():
-        saved_value = getattr(config, name)
-        is_more_epochs = name == "epochs" and value > config.epochs
-        is_same = value == saved_value or _is_same_tokenizer(name, value, config)
+def _require_same_settings(
+    out: Path, config: RunConfig, given: Collection[str], saved: RunConfig
+) -> None:
+    """Raise `RunError` for a given setting that differs from the `saved` one of the run."""
+    for name in given:
+        value = getattr(config, name)
+        saved_value = getattr(saved, name)
+        is_more_epochs = name == "epochs" and value > saved_value
+        is_same = value == saved_value or _is_same_tokenizer(name, value, saved)
         if not is_same and not is_more_epochs:
             problem = f"the run was started with {name.replace('_', ' ')} {saved_value}"
             raise RunError(f"{out}: {problem}, and cannot go on with {value}")
 
 
-def _is_same_tokenizer(name: str, value: object, config: RunConfig) -> bool:
+def _is_same_tokenizer(name: str, value: object, saved: RunConfig) -> bool:
     """Whether the setting is the path of the run's tokenizer; older runs saved a relative path."""
-    if name != "tokenizer" or config.tokenizer is None:
+    if name != "tokenizer" or saved.tokenizer is None:
         return False
-    return os.path.abspath(config.tokenizer) == value
+    return os.path.abspath(saved.tokenizer) == value
 
 
 def saved_data_path(out: Path) -> str | None:
@@ -119,8 +125,13 @@ def saved_data_path(out: Path) -> str | None:
 
 def write_config(out: Path, run: SavedRun) -> None:
     """Write `run` into config.json, with the `_torchrun_id` of now; `RunError` if that fails."""
-    content = dataclasses.asdict(run)
-    content["started_by"] = _torchrun_id()
+    content = {
+        "config": dataclasses.asdict(run.config),
+        "images": run.fingerprint,
+        "environment": run.environment,
+        "data": run.data,
+        "started_by": _torchrun_id(),
+    }
     text = json.dumps(content, indent=2) + "\n"
     save(out / CONFIG, [text.encode()], RunError)
 

@@ -163,6 +163,7 @@ class RunConfig(_Checked):
         return self.context or CONTEXT
 
 
+ALL_SETTINGS = tuple(field.name for field in dataclasses.fields(RunConfig))
 TOGETHER = "several processes"
 
 

@@ -10,16 +10,19 @@ shards               the name of the folder beside the file, and the SHA-256 of 
 import reprlib
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
-from amp_lab.core.errors import CheckpointError, first_line
+from amp_lab.core.errors import CheckpointError, RunError, first_line
 from amp_lab.parallel.ranks import Parallel, Ranks
 from amp_lab.train.checkpoint.file import load_checkpoint, save_checkpoint
 from amp_lab.train.checkpoint.random_state import random_states, restore_random_states
 from amp_lab.train.distributed.process_group import is_lost
+from amp_lab.train.train_options import RunConfig
 
 CHECKPOINT = "checkpoint.pt"
 SHARDS = "shards"
@@ -67,35 +70,33 @@ def _remove_shards(out: Path, keep: str | None) -> None:
             shutil.rmtree(folder, ignore_errors=True)  # a folder that remains does no harm
 
 
-def load_run(out: Path, config: dict) -> dict | None:
+def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
+    """The optimizer of a run, for the parameters of the model that require gradients."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    # A fused optimizer skips a step on the device; the others make `GradScaler` wait for it.
+    return torch.optim.AdamW(trained, lr=config.lr, fused=True)
+
+
+def load_run(out: Path, config: RunConfig) -> dict | None:
     """Load the checkpoint of the run with these settings; None if there is none yet.
 
-    `config` has the fields of `RunConfig`; for the entries of the result, see the module.
-    Raises `CheckpointError` if it is damaged, or has other settings than these, except `epochs`.
+    For the entries of the result, see the module. Raises `CheckpointError` if it is damaged, or has
+    other settings than these, except `epochs`.
     """
     path = out / CHECKPOINT
     if not path.exists():
         return None
     state = load_checkpoint(path)
-    if not _is_same_run(state.get("config"), config):
+    saved_config = require_run(path, state)
+    if replace(saved_config, epochs=config.epochs) != config:
         raise CheckpointError(f"{path}: of another run than config.json beside it describes")
-    require_run(path, state)
     return state
 
 
-def _is_same_run(saved: Any, config: dict) -> bool:
-    """Whether the settings in a checkpoint are those of `config`, except `epochs`."""
-    if not isinstance(saved, dict) or not saved:
-        return False
-    expected = config | {"epochs": saved.get("epochs")}
-    # A subset, since an older version saved fewer settings.
-    return saved.items() <= expected.items()
+def require_run(path: Path, state: dict) -> RunConfig:
+    """The settings of the run in `state`, which was read from the file `path`.
 
-
-def require_run(path: Path, state: dict) -> None:
-    """Raise `CheckpointError` unless `state` has settings, a possible number of classes, and ranks.
-
-    `path` is the file that it was read from.
+    Raises `CheckpointError` unless it has settings, a possible number of classes, and ranks.
     """
     for name, expected in {"config": dict, "classes": int, "ranks": list}.items():
         if not isinstance(state.get(name), expected):
@@ -103,6 +104,10 @@ def require_run(path: Path, state: dict) -> None:
     classes = state["classes"]
     if not 1 <= classes <= _MAX_CLASSES:
         raise CheckpointError(f"{path}: not of a run (it has {classes} classes)")
+    try:
+        return RunConfig(**state["config"])  # settings added since then get their defaults
+    except (TypeError, RunError) as error:
+        raise CheckpointError(f"{path}: not of a run ({error})") from error
 
 
 def restore_run(

@@ -10,8 +10,8 @@ import torch
 from amp_lab import load_checkpoint
 from amp_lab.core.errors import CheckpointError
 from amp_lab.parallel.ranks import ALONE
-from amp_lab.train.checkpoint.run_state import CHECKPOINT, restore_run, save_run
 from amp_lab.train.loop import Progress
+from amp_lab.train.run_state import CHECKPOINT, restore_run, save_run
 
 STEPS = 4
 STRANGE = [

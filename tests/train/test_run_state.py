@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from run_folders import arguments, refused
 from amp_lab import load_checkpoint, save_checkpoint
 from amp_lab.cli import main
 from amp_lab.core.errors import CheckpointError
-from amp_lab.train.checkpoint.run_state import load_run
+from amp_lab.train.run_state import load_run
+from amp_lab.train.train_options import RunConfig
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +45,9 @@ def damage_by(action):
         (damage_by(lambda c: b"hello"), "not a checkpoint"),
         (damage_by(lambda c: c.replace(b"checkpoint 1", b"checkpoint 0")), "an older amp_lab"),
         (lambda path: torch.save({"model": {}}, path), "not a checkpoint of amp_lab"),
-        (lambda path: save_checkpoint(path, model={}), "of another run than"),
+        (lambda path: save_checkpoint(path, model={}), "not of a run"),
     ],
-    ids=["truncated", "altered", "empty", "text", "older", "foreign", "another"],
+    ids=["truncated", "altered", "empty", "text", "older", "foreign", "no run"],
 )
 def test_a_damaged_checkpoint_is_named(copy, capsys, damage, said):
     damage(copy / "checkpoint.pt")
@@ -62,16 +64,27 @@ def test_a_checkpoint_of_another_model_is_named(copy, capsys):
     assert "checkpoint.pt: does not fit" in said
 
 
-def test_a_setting_that_was_added_since_is_not_compared(finished):
-    config = load_checkpoint(finished / "checkpoint.pt")["config"]
-    assert load_run(finished, config | {"weight_decay": 0.0})["config"] == config
-    for other in (config | {"seed": 1}, {name: config[name] for name in config if name != "seed"}):
-        with pytest.raises(CheckpointError, match="of another run than"):
-            load_run(finished, other)
+def test_a_setting_that_was_added_since_has_its_default(copy):
+    state = load_checkpoint(copy / "checkpoint.pt")
+    config = RunConfig(**state["config"])
+    del state["config"]["seed"]
+    save_checkpoint(copy / "checkpoint.pt", **state)
+    assert load_run(copy, replace(config, epochs=9))["config"] == state["config"]
+    with pytest.raises(CheckpointError, match="of another run than"):
+        load_run(copy, replace(config, seed=1))
+
+
+def test_settings_that_no_run_has_are_named(copy):
+    state = load_checkpoint(copy / "checkpoint.pt")
+    config = RunConfig(**state["config"])
+    for wrong in ({"wings": 2}, {"epochs": 0}):
+        save_checkpoint(copy / "checkpoint.pt", **state | {"config": state["config"] | wrong})
+        with pytest.raises(CheckpointError, match="not of a run"):
+            load_run(copy, config)
 
 
 def test_a_folder_without_one_has_no_state(tmp_path):
-    assert load_run(tmp_path, {}) is None
+    assert load_run(tmp_path, RunConfig()) is None
 
 
 @pytest.fixture
