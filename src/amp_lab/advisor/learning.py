@@ -14,9 +14,18 @@ from amp_lab.core.precision import Precision
 from amp_lab.core.remedies import remedy
 from amp_lab.core.timing import measure
 from amp_lab.model_call import ModelCall
-from amp_lab.numerics import gradient_underflow
+from amp_lab.numerics import gradient_underflow, largest_values
 from amp_lab.numerics.gradient_histogram import GradientCount, together
-from amp_lab.recipes import INFERENCE, TRAINING, Recipe, Step, distance, floats, norm
+from amp_lab.recipes import (
+    DEFAULT_SCALE,
+    INFERENCE,
+    TRAINING,
+    Recipe,
+    Step,
+    distance,
+    floats,
+    norm,
+)
 
 _STEPS = 10  # of a run at most
 _RATE = 1e-3  # learning rate of the runs
@@ -49,12 +58,14 @@ class Learning:
     """How fp32 learns from these inputs, as the baseline for other recipes.
 
     A second run in fp32, with a little noise in the weights and another seed for dropout, shows
-    how far two correct runs may differ. All runs together may take `seconds`.
+    how far two correct runs may differ. All runs together may take `seconds`. `scale` is the first
+    loss scale, for fp16.
     """
 
-    def __init__(self, call: ModelCall, device: torch.device, seconds: float):
+    def __init__(self, call: ModelCall, device: torch.device, seconds: float, scale: float):
         self._call = call
         self._device = device
+        self._scale = scale
         self._steps = 2  # of the first run; a longer one follows
         self._plain = Candidate(Recipe(TRAINING))
         self._noisy = Candidate(Recipe(TRAINING))
@@ -71,13 +82,13 @@ class Learning:
         least = _LEARNS * first
         self.learns = math.isfinite(first) and _fall(self._plain) > least
 
-    def check(self, candidate: Candidate, scale: float) -> Step:
+    def check(self, candidate: Candidate) -> Step:
         """Train with a recipe, record in the candidate how it differs from fp32; return the step.
 
-        A difference that is too large is its `reason`. `scale` is the first loss scale, for fp16.
-        Raises `TooSlow` in a step that takes much longer than fp32's.
+        A difference that is too large is its `reason`. Raises `TooSlow` in a step that takes much
+        longer than fp32's.
         """
-        step, gradients = self._run(candidate, scale=scale)
+        step, gradients = self._run(candidate)
         self._judge(candidate, gradients)
         if candidate.recipe.cast and not candidate.reason:
             # Rounding loses small updates, which the few steps above, at a high rate, do not show.
@@ -88,9 +99,7 @@ class Learning:
                 candidate.reason = f"rounding keeps {kept} at a learning rate of {_LOW_RATE}"
         return step
 
-    def _run(
-        self, candidate: Candidate, *, scale: float = 2.0**16, noisy: bool = False
-    ) -> tuple[Step, list[Tensor]]:
+    def _run(self, candidate: Candidate, *, noisy: bool = False) -> tuple[Step, list[Tensor]]:
         """Train for `_steps` steps, and record losses and time in the candidate.
 
         A loss that is not finite is the last. Steps that the scaler skips are not counted, up to
@@ -98,7 +107,7 @@ class Learning:
         no gradients and no losses if all were.
         """
         torch.manual_seed(int(noisy))
-        step = Step(self._call, candidate.recipe, self._device, scale, _RATE)
+        step = Step(self._call, candidate.recipe, self._device, self._scale, _RATE)
         if noisy:
             step.add_noise()
         scaler = step.names.get("scaler")
@@ -184,10 +193,10 @@ class Fp32Outputs:
         step = Step(call, Recipe(INFERENCE), device)
         self._output = floats(step())
 
-    def check(self, candidate: Candidate, scale: float) -> Step:
+    def check(self, candidate: Candidate) -> Step:
         """Infer with a recipe, record in the candidate how far its output is off; return the step.
 
-        An output that is too far off is its `reason`. `scale` is not used: `Learning.check` has it.
+        An output that is too far off is its `reason`.
         """
         step = Step(self._call, candidate.recipe, self._device)
         off = distance(floats(step()), self._output)
@@ -222,12 +231,10 @@ def _time_limit(seconds: float, step: Step) -> Iterator[None]:
 
 def _share_unchanged(step: Step) -> float:
     """Run one more step; return the share of the weights that it leaves unchanged."""
-    before = [weight.detach().clone() for weight in step.trained]
+    before = torch.cat([weight.detach().flatten() for weight in step.trained])  # copied
     step()
-    same = []
-    for old, new in zip(before, step.trained, strict=True):
-        same.append((old == new).flatten())
-    return torch.cat(same).float().mean().item()
+    after = torch.cat([weight.detach().flatten() for weight in step.trained])
+    return (before == after).float().mean().item()
 
 
 def _fall(run: Candidate) -> float:
@@ -235,54 +242,49 @@ def _fall(run: Candidate) -> float:
     return run.losses[0] - run.losses[-1]
 
 
-def _loss_and_large_outputs(call: ModelCall, step: Step) -> tuple[Tensor, dict[str, float]]:
-    """The loss in fp32, and by module name the largest output, where it exceeds fp16's 65504."""
-    assert call.loss_fn is not None
-    names = {module: name or "the model" for name, module in step.model.named_modules()}
-    large: dict[str, float] = {}
-
-    def note(module: torch.nn.Module, args: object, output: object) -> None:
-        magnitudes = [float(tensor.detach().abs().max()) for tensor in floats(output)]
-        largest = max(magnitudes, default=0.0)
-        if largest > torch.finfo(torch.float16).max and module in names:
-            large[names[module]] = largest
-
-    with torch.nn.modules.module.register_module_forward_hook(note):
-        loss = call.loss_fn(step.output())
-    return loss, large
-
-
 _ROUNDED = 20
 """Powers of two below the largest gradient from which on a gradient may be rounding error alone:
 fp32 has 24 bits, and sums of many values lose some of them."""
 
 
-def fp16_remarks(call: ModelCall, device: torch.device) -> tuple[float | None, list[str]]:
-    """A first loss scale for fp16, or None if none keeps the gradients; and remarks for the user.
+def fp16_remarks(call: ModelCall, device: torch.device) -> tuple[float, list[str]]:
+    """A first loss scale for fp16, and remarks for the user.
 
-    The scale is `GradScaler`'s default if what fp16 would lose cannot be counted.
+    The scale is `GradScaler`'s default if none keeps the gradients, or if what fp16 would lose
+    cannot be counted.
     """
+    assert call.loss_fn is not None
     step = Step(call, Recipe(TRAINING), device)
-    loss, large = _loss_and_large_outputs(call, step)
-    remarks = []
-    for name, largest in list(large.items())[:3]:
-        remarks.append(f"fp16 overflows: the output of {name} reaches {largest:.3g}.")
+    with Precision.FP32.autocast(device.type):
+        remarks = _overflow_remarks(step)
+        loss = call.loss_fn(step.call_model())
     try:
         report = gradient_underflow(step.model, loss)
     except NumericsError:  # the graph cannot be followed, but steps may still run
-        return 2.0**16, remarks  # GradScaler's default
+        return DEFAULT_SCALE, remarks
     if report.half:  # some gradients are fp16 in fp32's step already
         unknown = "Part of the model computes in fp16 by itself: what that loses is not known."
-        return 2.0**16, [*remarks, unknown]
+        return DEFAULT_SCALE, [*remarks, unknown]
     rows = _above_rounding(report.rows)
     remarks += _underflow_remarks(rows)
     total = together("", rows)
     low = total.smallest_scale
     high = total.largest_scale
     if low is None or high is None or low > high:
-        return None, [*remarks, _NO_LOSS_SCALE.text]
-    scale = max(low, min(2.0**16, high / 8))  # the gradients may grow eightfold
+        return DEFAULT_SCALE, [*remarks, _NO_LOSS_SCALE.text]
+    scale = max(low, min(DEFAULT_SCALE, high / 8))  # the gradients may grow eightfold
     return scale, [*remarks, _FIRST_LOSS_SCALE.sentence(scale=scale)]
+
+
+def _overflow_remarks(step: Step) -> list[str]:
+    """Remarks on the first three modules that compute larger values than fp16's 65504."""
+    largest = largest_values(step.model, *step.names["args"], **step.names["kwargs"])
+    limit = torch.finfo(torch.float16).max
+    remarks = []
+    for name, value in largest.items():
+        if value > limit:
+            remarks.append(f"fp16 overflows: {name or 'the model'} reaches {value:.3g}.")
+    return remarks[:3]
 
 
 def _underflow_remarks(rows: Sequence[GradientCount]) -> list[str]:

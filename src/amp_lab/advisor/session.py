@@ -25,6 +25,7 @@ from amp_lab.core.report import bytes_text, dtype_name
 from amp_lab.core.timing import Comparison, Estimate, compare, turn_s
 from amp_lab.model_call import ModelCall
 from amp_lab.recipes import (
+    DEFAULT_SCALE,
     INFERENCE,
     OWN_LOSS,
     TRAINING,
@@ -182,7 +183,7 @@ def measured(call: ModelCall, look: Outlook, seconds: float, beginning: str = ""
             until = end
             if use != last_use:  # half of the time that is left
                 until = (time.perf_counter() + end) / 2
-            rankings[use] = _Ranking(use, call, look, check, scale, until, seconds)
+            rankings[use] = _Ranking(use, call, look, check, until, seconds)
             rankings[use].run()
             watch += rankings[use].memory_remarks()
         # Reversed, since training comes first in the advice.
@@ -224,7 +225,7 @@ def _require_memory(look: Outlook, memory_bytes: int | None) -> None:
         raise TraceError(_SMALLER_BATCH.sentence(sizes=sizes))
 
 
-_Check = Callable[[Candidate, float], Step]  # `Learning.check` or `Fp32Outputs.check`
+_Check = Callable[[Candidate], Step]  # `Learning.check` or `Fp32Outputs.check`
 
 
 def _fp32_checks(
@@ -237,27 +238,27 @@ def _fp32_checks(
     training.
     """
     checks: dict[str, _Check] = {INFERENCE: Fp32Outputs(call, device).check}
-    scale = None
-    if TRAINING in uses_of(call.model) and call.loss_fn is None:
+    if TRAINING not in uses_of(call.model):
+        return call, checks, DEFAULT_SCALE
+    if call.loss_fn is None:
         loss = loss_of(Step(call, Recipe(TRAINING), device).output())
-        if loss:
-            call = replace(call, loss_fn=loss)
-            watch.append(OWN_LOSS.sentence(loss=loss))
-        else:
+        if loss is None:
             watch.append("No output has a gradient to make a loss of: training is left out.")
-    if TRAINING in uses_of(call.model) and call.loss_fn is not None:
-        scale, remarks = fp16_remarks(call, device)
-        learning = Learning(call, device, seconds)
-        checks[TRAINING] = learning.check
-        watch += remarks
-        if not learning.learns:
-            watch.append("fp32 does not learn here in a few steps: only first losses are compared.")
-        if learning.noise > CHAOTIC:
-            watch.append(
-                f"A little noise in the weights puts fp32's own gradients {learning.noise:.0%} off,"
-                " so only their size is compared."
-            )
-    return call, checks, scale or 2.0**16  # GradScaler's default
+            return call, checks, DEFAULT_SCALE
+        call = replace(call, loss_fn=loss)
+        watch.append(OWN_LOSS.sentence(loss=loss))
+    scale, remarks = fp16_remarks(call, device)
+    watch += remarks
+    learning = Learning(call, device, seconds, scale)
+    checks[TRAINING] = learning.check
+    if not learning.learns:
+        watch.append("fp32 does not learn here in a few steps: only first losses are compared.")
+    if learning.noise > CHAOTIC:
+        watch.append(
+            f"A little noise in the weights puts fp32's own gradients {learning.noise:.0%} off, so "
+            "only their size is compared."
+        )
+    return call, checks, scale
 
 
 @dataclass
@@ -268,14 +269,13 @@ class _Ranking:
     call: ModelCall
     look: Outlook
     check: _Check
-    scale: float
     end: float  # when its time ends, on the clock of `time.perf_counter`
     seconds: float  # the whole time of `measured`, of which comparisons get a share
     candidates: list[Candidate] = field(default_factory=list)
     best: Candidate | None = None  # so far
     _baseline: Candidate | None = None  # the first recipe that ran
-    # By name of the candidate: of `_baseline`, of `best`, and of those to be timed next.
-    _steps: dict[str, Step] = field(default_factory=dict)
+    # Of `_baseline`, of `best`, and of the candidates that are timed next.
+    _steps: dict[Candidate, Step] = field(default_factory=dict)
 
     def run(self) -> None:
         """Check and time the precisions, then fusion, and then compilation."""
@@ -285,15 +285,18 @@ class _Ranking:
         least = _EMULATED if report.trusted else _EMULATED / 5
         fast = [p for p, rate in rates.items() if rate >= least]
         convolves = any(isinstance(module, nn.Conv2d) for module in self.call.model.modules())
-        self._try_recipes(first_recipes(self.use, fast), layouts=convolves)
+        new = self._check_recipes(first_recipes(self.use, fast))
+        if convolves:
+            new += self._check_recipes([replace(c.recipe, channels_last=True) for c in new])
+        self._time_candidates(new)
         for precision, rate in rates.items():
             if rate < least:
                 self._skip_emulated(precision, rate, report.trusted)
         if self.use == TRAINING and self.best:
-            self._try_if_time_is_left([replace(self.best.recipe, fused=True)], share=0.1)
+            self._try_if_time_is_left(replace(self.best.recipe, fused=True), share=0.1)
         if self.best:
             for recipe in self._recipes_to_compile(self.best.recipe, channels_last=convolves):
-                self._try_if_time_is_left([recipe], share=_SHARE_TO_COMPILE[self.use])
+                self._try_if_time_is_left(recipe, share=_SHARE_TO_COMPILE[self.use])
 
     def _skip_emulated(self, precision: Precision, rate: float, trusted: bool) -> None:
         """Record a precision that is not tried, since `rate` times fp32's is too slow."""
@@ -312,23 +315,23 @@ class _Ranking:
             recipes.append(replace(recipe, channels_last=channels_last))
         return [replace(recipe, compiled=True) for recipe in dict.fromkeys(recipes)]
 
-    def _try_if_time_is_left(self, recipes: list[Recipe], share: float) -> None:
-        """Try recipes if that share of the whole time is left; else record why not."""
+    def _try_if_time_is_left(self, recipe: Recipe, share: float) -> None:
+        """Check and time a recipe if that share of the whole time is left; else record why not."""
         left = self.end - time.perf_counter()
         if left > share * self.seconds:
-            self._try_recipes(recipes)
+            self._time_candidates(self._check_recipes([recipe]))
             return
         reason = f"{max(0, left):.0f} s were left: {_MORE_MINUTES.text}"
-        self.candidates += [Candidate(recipe, "not tried", reason) for recipe in recipes]
+        self.candidates.append(Candidate(recipe, "not tried", reason))
 
     def memory_remarks(self) -> list[str]:
         """A remark if the baseline spends a tenth of its time on new memory from the system."""
         if self._baseline is None or self.look.device.type != "cpu":
             return []
-        name = self._baseline.name
-        taken = memory_taken(self._steps[name])  # bytes, of one more step
+        taken = memory_taken(self._steps[self._baseline])  # bytes, of one more step
         if taken < 0.1 * _NEW_BYTES_PER_S * self._baseline.seconds:
             return []
+        name = self._baseline.name
         size = bytes_text(taken)
         return [_KEEP_MEMORY.sentence(use=self.use, name=name, size=size, settings=ENVIRONMENT)]
 
@@ -343,15 +346,46 @@ class _Ranking:
 
         return sorted(self.candidates, key=rank)
 
-    def _try_recipes(self, recipes: list[Recipe], layouts: bool = False) -> None:
-        """Check recipes, the simplest first, and time them in turns with baseline and best.
+    def _check_recipes(self, recipes: list[Recipe]) -> list[Candidate]:
+        """Check recipes, and add them to the candidates; return those that are to be timed."""
+        candidates = [self._check_recipe(recipe) for recipe in recipes]
+        return [candidate for candidate in candidates if not candidate.verdict]
 
-        With `layouts`, those that pass are tried in channels-last too. A recipe becomes the best
-        if it is surely faster, and by so much that its changes are worth it.
+    def _check_recipe(self, recipe: Recipe) -> Candidate:
+        """Check a recipe as a new candidate, which has a verdict if it is not to be timed.
+
+        Otherwise its step is kept in `_steps`.
         """
-        new = self._check_recipes(recipes)
-        if layouts:
-            new += self._check_recipes([replace(c.recipe, channels_last=True) for c in new])
+        candidate = _candidate(recipe, self.look)
+        self.candidates.append(candidate)
+        if candidate.verdict:
+            return candidate
+        try:
+            step = self.check(candidate)
+        except TooSlow:
+            candidate.verdict = _TOO_SLOW
+            candidate.reason = _SUCH_STEPS
+            return candidate
+        except Exception as error:  # the model may raise anything in this precision
+            tip = tip_for(error, self.call.model, verb="try", device_type=self.look.device.type)
+            candidate.verdict = "raises"
+            candidate.reason = f"{with_type(error)}{tip}"
+            if recipe.cast and _SAYS_DTYPES.search(str(error)):
+                made_inside = _MADE_INSIDE.sentence(dtype=dtype_name(recipe.precision.dtype))
+                candidate.reason += f"; {made_inside}"
+            return candidate
+        if candidate.reason:
+            candidate.verdict = "unlike fp32"
+        else:
+            self._steps[candidate] = step
+        return candidate
+
+    def _time_candidates(self, new: list[Candidate]) -> None:
+        """Time new candidates, the simplest first, in turns with baseline and best.
+
+        A recipe becomes the best if it is surely faster, and by so much that its changes are worth
+        it.
+        """
         if not new:
             return
         self._baseline = self._baseline or new[0]
@@ -375,102 +409,13 @@ class _Ranking:
         if not timed.trusted and best is self._baseline:
             best.reason = f"the simplest; {_busy_reason(timed)}"
 
-    def _check_recipes(self, recipes: list[Recipe]) -> list[Candidate]:
-        """Check recipes, and add them to the candidates; return those that are to be timed."""
-        candidates = [self._check_recipe(recipe) for recipe in recipes]
-        return [candidate for candidate in candidates if not candidate.verdict]
-
-    def _compare_times(self) -> Comparison:
-        """Time `_steps` in turns, for `_ROUNDS` rounds or the time left, whichever is shorter.
-
-        Even if less is left, it gets a second or its share of the whole time, whichever is longer.
-        """
-        enough_s = _ROUNDS * self._round_s()
-        budget_s = max(
-            _SHARE_OF_COMPARISON * self.seconds, 1.0, min(enough_s, self._time_to_compare())
-        )
-        return compare(self._steps, device=self.look.device, budget_s=budget_s, warmup=0)
-
-    def _record_times(self, timed: Comparison, first: Candidate, best: Candidate) -> None:
-        """Record times, speed-ups over `first` (the baseline) and verdicts in the candidates.
-
-        Only the steps of `first` and `best` are kept for the next comparison.
-        """
-        for candidate in self.candidates:
-            name = candidate.name
-            if name not in timed.samples_s:
-                continue
-            if timed.trusted or candidate.speedup is None:  # keep an earlier trusted result
-                candidate.time_s = timed.time_s(name)
-                candidate.speedup = timed.ratio(first.name, name)
-                candidate.verdict = "not worth its changes"
-                if timed.ratio(name, best.name).is_above(1.0):
-                    candidate.verdict = "slower"
-                if not timed.trusted:
-                    candidate.verdict = _TOO_BUSY
-                    candidate.reason = _busy_reason(timed)
-            if candidate not in (first, best):
-                del self._steps[name]  # frees its copy of the model
-
-    def _rescale_earlier(self, change: float, baseline_time: Estimate, timed: Comparison) -> None:
-        """Rescale results from before the comparison `timed`: the machine's speed may change.
-
-        By `change`, the factor by which the speed-up of the earlier best recipe, which was timed
-        then and in `timed`, has changed. `baseline_time` is the baseline's time in `timed`.
-        """
-        for c in self.candidates:
-            if c.speedup and c.name not in timed.samples_s:
-                c.speedup = c.speedup.times(change)
-                c.time_s = baseline_time.times(1 / c.speedup.median)
-
-    def _check_recipe(self, recipe: Recipe) -> Candidate:
-        """Check a recipe as a new candidate, which has a verdict if it is not to be timed.
-
-        Otherwise its step is kept in `_steps`.
-        """
-        candidate = _candidate(recipe, self.look)
-        self.candidates.append(candidate)
-        if candidate.verdict:
-            return candidate
-        try:
-            step = self.check(candidate, self.scale)
-        except TooSlow:
-            candidate.verdict = _TOO_SLOW
-            candidate.reason = _SUCH_STEPS
-            return candidate
-        except Exception as error:  # the model may raise anything in this precision
-            tip = tip_for(error, self.call.model, verb="try", device_type=self.look.device.type)
-            candidate.verdict = "raises"
-            candidate.reason = f"{with_type(error)}{tip}"
-            if recipe.cast and _SAYS_DTYPES.search(str(error)):
-                made_inside = _MADE_INSIDE.sentence(dtype=dtype_name(recipe.precision.dtype))
-                candidate.reason += f"; {made_inside}"
-            return candidate
-        if candidate.reason:
-            candidate.verdict = "unlike fp32"
-        else:
-            self._steps[candidate.name] = step
-        return candidate
-
-    def _candidates_to_time(self) -> list[Candidate]:
-        """The candidates of the next comparison: those with a step."""
-        return [candidate for candidate in self.candidates if candidate.name in self._steps]
-
-    def _round_s(self) -> float:
-        """Estimated seconds of a round: one turn of each candidate."""
-        return sum(turn_s(candidate.seconds) for candidate in self._candidates_to_time())
-
-    def _time_to_compare(self) -> float:
-        """Seconds for the next comparison: a fifth of the time left is for what follows it."""
-        return 0.8 * (self.end - time.perf_counter())
-
     def _drop_slow(self, new: list[Candidate]) -> list[Candidate]:
         """Drop new candidates that are hopelessly slow, or too slow for the time that is left.
 
         The baseline is always kept, and the fastest of the others unless it is hopelessly slow.
         Returns the candidates that are left.
         """
-        fastest_s = min(candidate.seconds for candidate in self._candidates_to_time())
+        fastest_s = min(candidate.seconds for candidate in self._steps)
         allowed_s = max(_HOPELESS * fastest_s, _SHARE_OF_COMPARISON * self.seconds / _ROUNDS)
         # Seconds of a round that are left; below 0, there are too many candidates.
         left_s = self._time_to_compare() / _FEWEST_ROUNDS - self._round_s()
@@ -486,8 +431,57 @@ class _Ranking:
             candidate.verdict = _TOO_SLOW
             candidate.reason = reason
             left_s += turn_s(candidate.seconds)
-            del self._steps[candidate.name]
+            del self._steps[candidate]
         return [candidate for candidate in new if not candidate.verdict]
+
+    def _time_to_compare(self) -> float:
+        """Seconds for the next comparison: a fifth of the time left is for what follows it."""
+        return 0.8 * (self.end - time.perf_counter())
+
+    def _round_s(self) -> float:
+        """Estimated seconds of a round: one turn of each candidate."""
+        return sum(turn_s(candidate.seconds) for candidate in self._steps)
+
+    def _compare_times(self) -> Comparison:
+        """Time `_steps` in turns, for `_ROUNDS` rounds or the time left, whichever is shorter.
+
+        Even if less is left, it gets a second or its share of the whole time, whichever is longer.
+        """
+        wanted_s = min(_ROUNDS * self._round_s(), self._time_to_compare())
+        budget_s = max(_SHARE_OF_COMPARISON * self.seconds, 1.0, wanted_s)
+        steps = {candidate.name: step for candidate, step in self._steps.items()}
+        return compare(steps, device=self.look.device, budget_s=budget_s, warmup=0)
+
+    def _record_times(self, timed: Comparison, first: Candidate, best: Candidate) -> None:
+        """Record times, speed-ups over `first` (the baseline) and verdicts in the candidates.
+
+        Only the steps of `first` and `best` are kept for the next comparison.
+        """
+        for candidate in self._steps:
+            if not timed.trusted and candidate.speedup:  # keep an earlier trusted result
+                continue
+            name = candidate.name
+            candidate.time_s = timed.time_s(name)
+            candidate.speedup = timed.ratio(first.name, name)
+            candidate.verdict = "not worth its changes"
+            if timed.ratio(name, best.name).is_above(1.0):
+                candidate.verdict = "slower"
+            if not timed.trusted:
+                candidate.verdict = _TOO_BUSY
+                candidate.reason = _busy_reason(timed)
+        # Frees the copies of the model that the other steps have.
+        self._steps = {candidate: self._steps[candidate] for candidate in (first, best)}
+
+    def _rescale_earlier(self, change: float, baseline_time: Estimate, timed: Comparison) -> None:
+        """Rescale results from before the comparison `timed`: the machine's speed may change.
+
+        By `change`, the factor by which the speed-up of the earlier best recipe, which was timed
+        then and in `timed`, has changed. `baseline_time` is the baseline's time in `timed`.
+        """
+        for c in self.candidates:
+            if c.speedup and c.name not in timed.samples_s:
+                c.speedup = c.speedup.times(change)
+                c.time_s = baseline_time.times(1 / c.speedup.median)
 
 
 def _busy_reason(timed: Comparison) -> str:

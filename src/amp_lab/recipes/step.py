@@ -10,6 +10,7 @@ from amp_lab.core.precision import Precision
 from amp_lab.model_call import ModelCall
 from amp_lab.recipes.recipe import INFERENCE, TRAINING, Recipe
 
+DEFAULT_SCALE = 2.0**16  # of `GradScaler`
 _NOISE = 2.0**-9  # relative, as large as bf16's rounding error
 _CHANNELS_LAST = "memory_format=torch.channels_last"
 _MOVE_FUNCTION = """
@@ -128,7 +129,7 @@ class Step:
         call: ModelCall,
         recipe: Recipe,
         device: torch.device | None = None,
-        scale: float = 2.0**16,
+        scale: float = DEFAULT_SCALE,
         lr: float = 1e-4,
         optimizer: str = "AdamW",
     ):
