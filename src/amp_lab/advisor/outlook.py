@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from amp_lab.advisor.candidates import Candidate, first_recipes
+from amp_lab.advisor.result import Advice
 from amp_lab.core.device import describe_device
 from amp_lab.core.errors import TraceError
 from amp_lab.core.gpus import Gpu
@@ -61,6 +63,12 @@ class Outlook:
             return "does not fit", f"{bytes_text(too_much)} too much"
         return "", ""
 
+    def candidate(self, recipe: Recipe) -> Candidate:
+        """The candidate of a recipe, with its forecast, and a verdict if it need not be tried."""
+        verdict, reason = self.rejection(recipe)
+        peak_bytes, largest_batch = self.memory_of(recipe)
+        return Candidate(recipe, verdict, reason, peak_bytes, largest_batch)
+
 
 def first_look(
     call: ModelCall,
@@ -92,6 +100,36 @@ def first_look(
             raise
         look.problem = error
     return look
+
+
+def forecast(call: ModelCall, look: Outlook, gpu: Gpu) -> Advice:
+    """Advice for a GPU that is not here: X-rays and forecasts, without times."""
+    matmuls = gpu.architecture.matmuls
+    precisions = [Precision.FP32]
+    if Precision.TF32 in matmuls:
+        precisions.append(Precision.TF32)
+    # Those that it has come first. X-rays are by precision.
+    precisions += sorted(look.xrays, key=lambda precision: precision not in matmuls)
+    candidates = []
+    for use in uses_of(call.model):
+        for recipe in first_recipes(use, precisions):
+            candidate = look.candidate(recipe)
+            if not candidate.verdict and recipe.precision not in (Precision.FP32, *matmuls):
+                candidate.verdict = "not faster"
+                candidate.reason = f"matmuls in {recipe.precision} are no faster on {gpu.name}"
+            candidate.verdict = candidate.verdict or "not timed"
+            candidates.append(candidate)
+    watch = [
+        f"Nothing was timed: which is the fastest cannot be known without a run on {gpu.name}."
+    ]
+    if gpu.source:
+        faster = ", ".join(matmuls) or "none"
+        watch.append(f"Formats whose matmuls are faster than fp32's on {gpu.name}: {faster}.")
+    watch += look.decisions
+    for precision, report in look.xrays.items():
+        watch += [f"{precision}: {line}" for line in report.advice]
+    title = f"{type(call.model).__name__} on {gpu.name}, which is not here: a forecast"
+    return Advice(title, candidates, {}, {}, watch)
 
 
 def _take_xrays(call: ModelCall, precision: Precision, look: Outlook) -> None:

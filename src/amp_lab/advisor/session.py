@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from amp_lab.advisor.candidates import Candidate, first_recipes
 from amp_lab.advisor.learning import CHAOTIC, Fp32Outputs, Learning, TooSlow, fp16_remarks
-from amp_lab.advisor.outlook import Outlook, first_look
+from amp_lab.advisor.outlook import Outlook, first_look, forecast
 from amp_lab.advisor.result import Advice
 from amp_lab.core.allocator import ENVIRONMENT, memory_taken
 from amp_lab.core.backends import BACKENDS, backend
@@ -115,43 +115,6 @@ def _absent_gpu(device: torch.device | str | None, gpu: str | None) -> Gpu | Non
     if device_type not in BACKENDS or backend(device_type).is_available():
         return None
     return unknown_gpu(device_type)
-
-
-def forecast(call: ModelCall, look: Outlook, gpu: Gpu) -> Advice:
-    """Advice for a GPU that is not here: X-rays and forecasts, without times."""
-    matmuls = gpu.architecture.matmuls
-    precisions = [Precision.FP32]
-    if Precision.TF32 in matmuls:
-        precisions.append(Precision.TF32)
-    # Those that it has come first. X-rays are by precision.
-    precisions += sorted(look.xrays, key=lambda precision: precision not in matmuls)
-    candidates = []
-    for use in uses_of(call.model):
-        for recipe in first_recipes(use, precisions):
-            candidate = _candidate(recipe, look)
-            if not candidate.verdict and recipe.precision not in (Precision.FP32, *matmuls):
-                candidate.verdict = "not faster"
-                candidate.reason = f"matmuls in {recipe.precision} are no faster on {gpu.name}"
-            candidate.verdict = candidate.verdict or "not timed"
-            candidates.append(candidate)
-    watch = [
-        f"Nothing was timed: which is the fastest cannot be known without a run on {gpu.name}."
-    ]
-    if gpu.source:
-        faster = ", ".join(matmuls) or "none"
-        watch.append(f"Formats whose matmuls are faster than fp32's on {gpu.name}: {faster}.")
-    watch += look.decisions
-    for precision, report in look.xrays.items():
-        watch += [f"{precision}: {line}" for line in report.advice]
-    title = f"{type(call.model).__name__} on {gpu.name}, which is not here: a forecast"
-    return Advice(title, candidates, {}, {}, watch)
-
-
-def _candidate(recipe: Recipe, look: Outlook) -> Candidate:
-    """The candidate of a recipe, with its forecast, and a verdict if it need not be tried."""
-    verdict, reason = look.rejection(recipe)
-    peak_bytes, largest_batch = look.memory_of(recipe)
-    return Candidate(recipe, verdict, reason, peak_bytes, largest_batch)
 
 
 def measured(call: ModelCall, look: Outlook, seconds: float, beginning: str = "") -> Advice:
@@ -356,7 +319,7 @@ class _Ranking:
 
         Otherwise its step is kept in `_steps`.
         """
-        candidate = _candidate(recipe, self.look)
+        candidate = self.look.candidate(recipe)
         self.candidates.append(candidate)
         if candidate.verdict:
             return candidate
