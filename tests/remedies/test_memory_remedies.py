@@ -15,7 +15,8 @@ from torch.utils.checkpoint import (
 
 from amp_lab import forecast_memory
 from amp_lab.core.errors import TraceError
-from amp_lab.tracing.memory import BatchedInputs, memory_table, parse_bytes
+from amp_lab.model_call import ModelCall
+from amp_lab.tracing.memory import memory_table, parse_bytes
 from amp_lab.tracing.memory_result import MemoryTable
 
 WIDTH, DEPTH = 512, 6
@@ -34,7 +35,7 @@ def new_model() -> nn.Module:
 
 def table(memory: str, **options) -> MemoryTable:
     options = {"precisions": ["fp32", "bf16"], "optimizer": "adamw"} | options
-    return memory_table(new_model(), BatchedInputs((INPUTS,)), memory_bytes=memory, **options)
+    return memory_table(ModelCall(new_model(), (INPUTS,)), memory_bytes=memory, **options)
 
 
 def advised(code: str, found: MemoryTable) -> str:
@@ -115,7 +116,7 @@ def test_checkpointed_blocks():
 
     inputs = torch.empty(20_000, WIDTH, device="meta")
     found = memory_table(
-        new_model(), BatchedInputs((inputs,)), memory_bytes="300MiB", precisions=["bf16"]
+        ModelCall(new_model(), (inputs,)), memory_bytes="300MiB", precisions=["bf16"]
     )
     line = advised("memory.checkpoint", found)
     assert "torch.utils.checkpoint" in line
@@ -130,13 +131,13 @@ def test_checkpointed_blocks():
 
 def test_nothing_is_advised_where_the_step_fits_or_nobody_asks():
     assert table("24GiB").ways_out == ()
-    without = memory_table(new_model(), BatchedInputs((INPUTS,)), precisions=["bf16"])
+    without = memory_table(ModelCall(new_model(), (INPUTS,)), precisions=["bf16"])
     assert without.ways_out == ()
 
 
 def test_a_way_that_is_not_open_is_not_named(too_large):
     frozen = new_model().requires_grad_(False)
-    found = memory_table(frozen, BatchedInputs((INPUTS,)), memory_bytes="1MiB")
+    found = memory_table(ModelCall(frozen, (INPUTS,)), memory_bytes="1MiB")
     assert not [line for line in found.ways_out if says("memory.adapters", line)]
     sgd = table("1MiB", optimizer="sgd")
     assert not [line for line in sgd.ways_out if says("memory.eight_bit_state", line)]

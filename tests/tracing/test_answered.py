@@ -18,9 +18,10 @@ from amp_lab import forecast_inference, forecast_memory, largest_batch, xray
 from amp_lab.cli import main
 from amp_lab.core.backends import BACKENDS
 from amp_lab.core.errors import TraceError
+from amp_lab.model_call import ModelCall
 from amp_lab.tracing import real_run
-from amp_lab.tracing.memory import BatchedInputs, compare_memory, memory_table
-from amp_lab.tracing.real_run import ModelCall, decisions_of
+from amp_lab.tracing.memory import compare_memory, memory_table
+from amp_lab.tracing.real_run import decisions_of
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
 
@@ -108,7 +109,7 @@ def test_it_is_answered_on_every_device_and_in_a_forecast(made):
         assert xray(model, *inputs, device_type=device_type, loss_fn=loss_fn).decisions
     found = forecast_memory(model, *inputs, precision="fp16", loss_fn=loss_fn)
     assert "may differ for other inputs" in str(found)
-    table = memory_table(model, BatchedInputs(inputs), memory_bytes="1GiB", loss_fn=loss_fn)
+    table = memory_table(ModelCall(model, inputs, loss_fn=loss_fn), memory_bytes="1GiB")
     assert len(table.forecasts) == 3
     assert "depends on values" in table.no_largest["fp32"]
 
@@ -119,7 +120,7 @@ def test_the_model_and_all_generators_are_as_they_were():
     state, given = copy.deepcopy(model.state_dict()), copy.deepcopy(inputs)
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].tolist()
     python_state = random.getstate()
-    decisions_of(ModelCall(model, inputs, {}))
+    decisions_of(ModelCall(model, inputs))
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(map(torch.equal, inputs, given))
     assert model.seen == []
@@ -133,12 +134,12 @@ def test_the_model_and_all_generators_are_as_they_were():
 def test_an_embedding_that_renorms_itself_keeps_its_weights():
     model = nn.Embedding(4, 8, max_norm=0.1)
     before = model.weight.detach().clone()
-    decisions_of(ModelCall(model, (torch.tensor([1, 2]),), {}))
+    decisions_of(ModelCall(model, (torch.tensor([1, 2]),)))
     assert torch.equal(model.weight, before)
 
 
 def test_weights_in_16_bits_decide_as_in_fp32():
-    found = decisions_of(ModelCall(Detector().bfloat16(), (torch.randn(9, 8).bfloat16(),), {}))
+    found = decisions_of(ModelCall(Detector().bfloat16(), (torch.randn(9, 8).bfloat16(),)))
     (decision,) = found.sequence
     assert decision.result.dtype is torch.float32
     assert decision.module == ""
@@ -166,7 +167,7 @@ def test_another_course_is_refused_with_the_module():
 
 
 def test_a_run_that_takes_too_much_is_stopped(monkeypatch):
-    call = ModelCall(Detector(), (torch.randn(9, 8),), {})
+    call = ModelCall(Detector(), (torch.randn(9, 8),))
     monkeypatch.setattr(real_run, "free_bytes", lambda: 1000)
     with pytest.raises(TraceError, match="50 % of the free memory"):
         decisions_of(call)
@@ -185,7 +186,7 @@ def test_memory_counts_as_long_as_it_lives(monkeypatch):
             return x
 
     monkeypatch.setattr(real_run, "free_bytes", lambda: 40_000)  # the loop takes 800,000 in all
-    decisions_of(ModelCall(Passing(), (torch.ones(1),), {}))
+    decisions_of(ModelCall(Passing(), (torch.ones(1),)))
 
 
 def test_a_run_that_fails_says_why():

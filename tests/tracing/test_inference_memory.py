@@ -12,10 +12,10 @@ from torch import nn
 from amp_lab import forecast_inference
 from amp_lab.core.backends import backend
 from amp_lab.core.errors import TraceError
+from amp_lab.model_call import ModelCall
 from amp_lab.models.gpt import Gpt, Size
 from amp_lab.tracing.inference_memory import QUANTIZED_WEIGHTS, InferenceTable, inference_table
 from amp_lab.tracing.inference_result import InferenceForecast
-from amp_lab.tracing.memory import BatchedInputs
 
 TOKENS = torch.randint(0, 500, (4, 32))
 MODELS = {
@@ -63,7 +63,7 @@ def test_the_peak_is_that_of_a_real_pass(name, way):
 
 
 def table(model: nn.Module, inputs: torch.Tensor, **options) -> InferenceTable:
-    return inference_table(model, BatchedInputs((inputs,)), **options)
+    return inference_table(ModelCall(model, (inputs,)), **options)
 
 
 def by_table(model: nn.Module, inputs: torch.Tensor) -> InferenceForecast:

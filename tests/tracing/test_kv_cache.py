@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from amp_lab import forecast_inference
+from amp_lab.model_call import ModelCall
 from amp_lab.tracing.inference_memory import InferenceTable, inference_table
 from amp_lab.tracing.inference_result import CacheForecast
 from amp_lab.tracing.kv_cache import token_count, with_tokens
-from amp_lab.tracing.memory import BatchedInputs
 
 WIDTH, HEADS, VOCABULARY = 16, 2, 50
 BATCH, TOKENS = 2, 8
@@ -83,7 +83,7 @@ def cache_of(model: nn.Module, inputs: torch.Tensor = IDS, **options) -> CacheFo
 
 
 def table(model: nn.Module, inputs: torch.Tensor = IDS, **options) -> InferenceTable:
-    return inference_table(model.eval(), BatchedInputs((inputs,)), device_type="cpu", **options)
+    return inference_table(ModelCall(model.eval(), (inputs,)), device_type="cpu", **options)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -280,10 +280,11 @@ def test_embeddings_masks_positions_and_labels_grow_with_the_ids():
         "one": torch.tensor(1.0),
         "flag": True,
     }
-    given = (ids,), named
-    assert token_count(given) == 8
-    (longer,), kwargs = with_tokens(given, 100)
-    assert longer.shape == (2, 100)
+    call = ModelCall(nn.Identity(), (ids,), named)
+    assert token_count(call) == 8
+    longer = with_tokens(call, 100)
+    kwargs = longer.kwargs
+    assert longer.args[0].shape == (2, 100)
     shapes = {name: tuple(t.shape) for name, t in kwargs.items() if name != "flag"}
     assert shapes == {
         "embeddings": (2, 100, 8),
@@ -299,9 +300,10 @@ def test_embeddings_masks_positions_and_labels_grow_with_the_ids():
 
 
 def test_of_an_encoder_and_a_decoder_the_tokens_are_those_of_the_decoder():
-    given = (), {"input_ids": IDS, "decoder_input_ids": IDS, "decoder_attention_mask": IDS}
-    assert token_count(given) == TOKENS
-    _, kwargs = with_tokens(given, 100)
+    kwargs = {"input_ids": IDS, "decoder_input_ids": IDS, "decoder_attention_mask": IDS}
+    call = ModelCall(nn.Identity(), (), kwargs)
+    assert token_count(call) == TOKENS
+    kwargs = with_tokens(call, 100).kwargs
     assert kwargs["input_ids"].shape == (BATCH, TOKENS)
     assert kwargs["decoder_input_ids"].shape == (BATCH, 100)
     assert kwargs["decoder_attention_mask"].shape == (BATCH, 100)

@@ -10,8 +10,8 @@ from torch import nn
 
 from amp_lab import forecast_inference
 from amp_lab.core.report import short_name
+from amp_lab.model_call import ModelCall
 from amp_lab.tracing.inference_memory import inference_table
-from amp_lab.tracing.memory import BatchedInputs
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.slow
@@ -77,8 +77,8 @@ def real_bytes(model: nn.Module, way: str, **inputs) -> int:
 @pytest.mark.parametrize("name", some_of(*MODELS))
 def test_the_cache_is_the_real_one(name, way):
     model = MODELS[name]()
-    inputs = BatchedInputs((), {"input_ids": ids()})
-    cache = inference_table(model, inputs, device_type="cpu", tokens=MORE)[way].cache
+    call = ModelCall(model, (), {"input_ids": ids()})
+    cache = inference_table(call, device_type="cpu", tokens=MORE)[way].cache
     real = real_tensors(model, way, input_ids=ids())
     assert cache.nbytes == sum(tensor.nbytes for tensor in real)
     assert cache.tensors == len(real)
@@ -96,9 +96,9 @@ def test_under_autocast_the_cache_of_llama_is_in_fp32_and_that_of_gpt2_in_16_bit
     for model, dtype in ((llama(2), torch.float32), (gpt2(), torch.bfloat16)):
         real = real_tensors(model, "bf16 autocast", input_ids=ids())
         assert {tensor.dtype for tensor in real} == {dtype}
-        inputs = BatchedInputs((), {"input_ids": ids()})
+        call = ModelCall(model, (), {"input_ids": ids()})
         for device_type in ("cpu", "cuda"):
-            found = inference_table(model, inputs, device_type=device_type)
+            found = inference_table(call, device_type=device_type)
             assert found["bf16 autocast"].cache.dtype == short_name(dtype)
 
 
@@ -113,8 +113,8 @@ def test_one_forecast_has_the_cache_of_the_table(way):
 @pytest.mark.parametrize("name", some_of(*MODELS))
 def test_the_cache_is_told_of_a_device_that_is_not_here(name):
     model = MODELS[name]()
-    inputs = BatchedInputs((), {"input_ids": ids()})
-    found = inference_table(model, inputs, device_type="cuda", tokens=MORE)
+    call = ModelCall(model, (), {"input_ids": ids()})
+    found = inference_table(call, device_type="cuda", tokens=MORE)
     for way in ("fp32", "bf16 cast"):
         assert found[way].cache.nbytes == real_bytes(model, way, input_ids=ids())
         assert found[way].cache.nbytes_asked == real_bytes(model, way, input_ids=ids(MORE))
@@ -155,8 +155,8 @@ def static_cache(model: nn.Module):
 def test_a_static_cache_that_is_given_is_told_and_not_extrapolated():
     model = llama(2)
     given = static_cache(model)
-    inputs = BatchedInputs((), {"input_ids": ids(), "past_key_values": given})
-    found = inference_table(model, inputs, device_type="cpu", tokens=MORE)
+    call = ModelCall(model, (), {"input_ids": ids(), "past_key_values": given})
+    found = inference_table(call, device_type="cpu", tokens=MORE)
     for way in ("fp32", "bf16 cast"):
         real = real_bytes(model, way, input_ids=ids(), past_key_values=static_cache(model))
         assert found[way].cache.nbytes == real, way

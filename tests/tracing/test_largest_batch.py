@@ -10,7 +10,6 @@ from torch import nn
 from amp_lab import forecast_memory, largest_batch
 from amp_lab.core.errors import TraceError
 from amp_lab.tracing import compare_memory, parse_bytes
-from amp_lab.tracing.memory import BatchedInputs
 
 MIB = 2**20
 
@@ -96,19 +95,6 @@ def test_largest_batch_of_several_inputs():
     assert table["fp32"].peak == peaks[0]
     assert table["fp32"].input_shapes == ((4, 8), (4, 8, 64))
     assert peaks[1] <= 16 * MIB < peaks[2]
-
-
-def test_inputs_of_any_structure_grow_where_they_have_the_batch():
-    x, position, step = torch.empty(4, 8), torch.empty(1, 8), torch.tensor(1)
-    inputs = BatchedInputs(({"x": x},), {"rest": [position, step], "flag": True})
-    assert inputs.batch == 4
-    assert inputs.fixed_shapes == ((1, 8), ())
-    args, kwargs = inputs.for_batch(7, "meta")
-    assert args[0]["x"].shape == (7, 8)
-    assert [tuple(t.shape) for t in kwargs["rest"]] == [(1, 8), ()]
-    assert kwargs["rest"][1].dtype is torch.int64
-    assert kwargs["flag"] is True
-    assert inputs.shapes(7) == ((7, 8), (1, 8), ())
 
 
 def test_inputs_that_do_not_go_together_are_refused():

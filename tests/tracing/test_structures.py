@@ -14,7 +14,8 @@ from torch import nn
 from amp_lab import forecast_inference, forecast_memory, xray
 from amp_lab.core.errors import TraceError
 from amp_lab.core.tensors import map_tensors, named_tensors
-from amp_lab.tracing.memory import BatchedInputs, memory_table
+from amp_lab.model_call import ModelCall
+from amp_lab.tracing.memory import memory_table
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
 
@@ -137,9 +138,9 @@ def test_values_in_it_decide(graph):
 
 
 def test_a_batch_of_graphs_grows_with_its_nodes():
-    inputs = BatchedInputs((Graph(**tensors()),))
-    assert (inputs.batch, inputs.fixed_shapes) == (5, ((2, 4),))
-    table = memory_table(Layer(), inputs, precisions=["fp32"], memory_bytes="1MiB")
+    call = ModelCall(Layer(), (Graph(**tensors()),))
+    assert (call.batch, call.fixed_shapes) == (5, ((2, 4),))
+    table = memory_table(call, precisions=["fp32"], memory_bytes="1MiB")
     assert table.largest["fp32"] > 5
 
 

@@ -15,7 +15,7 @@ from amp_lab.core.precision import Precision
 from amp_lab.core.report import bytes_text
 from amp_lab.model_call import ModelCall
 from amp_lab.recipes import INFERENCE, TRAINING, Recipe, uses_of
-from amp_lab.tracing.memory import BatchedInputs, memory_table, parse_bytes
+from amp_lab.tracing.memory import memory_table, parse_bytes
 from amp_lab.tracing.xray import xray
 from amp_lab.tracing.xray_result import Xray
 
@@ -174,20 +174,17 @@ def _forecast(call: ModelCall, use: str, look: Outlook) -> None:
 def _forecast_recipe(call: ModelCall, recipe: Recipe, look: Outlook) -> None:
     """Write peak bytes and largest batch of a recipe to `look.memory`."""
     copies = call.copy().to(dtype=recipe.dtype_for(call.model))
-    loss_fn = call.loss_fn
     if recipe.use == INFERENCE:  # without gradients a step is a forward pass
         copies.model.requires_grad_(False).eval()
-        loss_fn = None
+        copies = replace(copies, loss_fn=None)
     table = memory_table(
-        copies.model,
-        BatchedInputs(copies.args, copies.kwargs),
+        copies,
         memory_bytes=look.memory_bytes,
         reserve=_RESERVE,
         # Cast weights run without autocast, as fp32 does.
         precisions=[Precision.FP32 if recipe.cast else recipe.precision],
         device_type=look.device.type,
         optimizer="adamw",
-        loss_fn=loss_fn,
     )
     peak = table.forecasts[0].peak
     # Of the only precision; without a known memory there is none.

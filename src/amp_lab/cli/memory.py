@@ -58,7 +58,6 @@ def run(options: argparse.Namespace) -> None:
 def _run_inference(options: argparse.Namespace) -> None:
     """Print the forecast of a forward pass. Raises `OptionError` with an option of training."""
     from amp_lab.tracing.inference_memory import InferenceTable, inference_table
-    from amp_lab.tracing.memory import BatchedInputs
 
     for name in ("optimizer", "fsdp_ranks"):
         if getattr(options, name) is not None:
@@ -67,8 +66,7 @@ def _run_inference(options: argparse.Namespace) -> None:
 
     def trace(loaded: LoadedModel) -> InferenceTable:
         return inference_table(
-            loaded.call.model,
-            BatchedInputs(loaded.call.args, loaded.call.kwargs),
+            loaded.call,
             memory_bytes=options.memory,
             reserve=options.reserve,
             device_type=options.device,
@@ -81,16 +79,14 @@ def _run_inference(options: argparse.Namespace) -> None:
 
 def _run_training(options: argparse.Namespace) -> None:
     """Print the forecast of a training step. Raises `OptionError` with an option of inference."""
-    from amp_lab.tracing.memory import BatchedInputs, MemoryTable, memory_table
+    from amp_lab.tracing.memory import MemoryTable, memory_table
 
     if options.tokens is not None:
         raise OptionError("--tokens is for the KV cache of inference: add --eval, or leave it out")
 
     def trace(loaded: LoadedModel) -> MemoryTable:
         table = memory_table(
-            loaded.call.model,
-            BatchedInputs(loaded.call.args, loaded.call.kwargs),
-            loss_fn=loaded.call.loss_fn,
+            loaded.call,
             memory_bytes=options.memory,
             reserve=options.reserve,
             device_type=options.device,

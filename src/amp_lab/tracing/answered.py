@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 
 from amp_lab.core.errors import TraceError
 from amp_lab.core.remedies import remedy
+from amp_lab.model_call import ModelCall
 from amp_lab.tracing.decisions import (
     Decisions,
     MemoryNeeded,
@@ -23,7 +24,7 @@ from amp_lab.tracing.decisions import (
     ValuesNeeded,
 )
 from amp_lab.tracing.fake_device import FOR_REAL, attribute_set, remedy_for
-from amp_lab.tracing.real_run import ModelCall, decisions_of
+from amp_lab.tracing.real_run import Passes, decisions_of
 
 _BUILD_ON_CPU = remedy(
     "trace.values",
@@ -46,17 +47,23 @@ Trace = Callable[[ModelCall, Decisions | None], _Result]
 
 
 def answered(
-    trace: Trace[_Result], call: ModelCall, verb: str, for_real: Callable[[], object] | None = None
+    trace: Trace[_Result],
+    call: ModelCall,
+    verb: str,
+    passes: Passes = Passes.OWN_BACKWARD,
+    for_real: Callable[[], object] | None = None,
 ) -> _Result:
     """Return the result of `trace`; if it needs values, run the model on the CPU to get them.
 
-    `verb` names in messages what the trace does to a model, such as "forecast". `for_real`, if
-    given, runs the model on the CPU instead of the trace: one more remedy to try, after the others.
+    `verb` names in messages what the trace does to a model, such as "forecast"; `passes` are
+    those that it follows. `for_real`, if given, runs the model on the CPU instead of the trace: one
+    more remedy to try, after the others.
+
     Raises `TraceError` if the run on the CPU does not have the values, or if the model reads the
     memory of a tensor. The message names the first remedy that works on this model.
     """
     try:
-        return _with_decisions(trace, call, verb, for_real)
+        return _with_decisions(trace, call, verb, passes, for_real)
     except MemoryNeeded as error:
         # A recorded run cannot help: what a model reads from memory is not recorded.
         advice = _working_remedy(trace, call, verb, for_real, error)
@@ -64,7 +71,11 @@ def answered(
 
 
 def _with_decisions(
-    trace: Trace[_Result], call: ModelCall, verb: str, for_real: Callable[[], object] | None
+    trace: Trace[_Result],
+    call: ModelCall,
+    verb: str,
+    passes: Passes,
+    for_real: Callable[[], object] | None,
 ) -> _Result:
     """Trace the model without decisions; if it needs values, with those of a run on the CPU.
 
@@ -80,7 +91,7 @@ def _with_decisions(
     while refusal.op not in unmarked:
         unmarked |= {refusal.op}
         try:
-            decisions = decisions_of(call, unmarked)
+            decisions = decisions_of(call, passes, unmarked)
             with _transformers_reads_masks():
                 return trace(call, decisions)
         except ValuesNeeded as error:

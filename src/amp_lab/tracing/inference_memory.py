@@ -4,6 +4,7 @@ A way is a precision and how the model gets there: "fp32", "bf16 autocast", "bf1
 """
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,12 +19,12 @@ from torch.nn.utils.stateless import _reparametrize_module
 from amp_lab.core.errors import TraceError, first_line
 from amp_lab.core.precision import Precision
 from amp_lab.core.tensors import map_tensors
+from amp_lab.model_call import ModelCall
 from amp_lab.tracing.answered import answered
 from amp_lab.tracing.decisions import Decisions, Replay
 from amp_lab.tracing.fake_device import autocast_on
 from amp_lab.tracing.inference_result import InferenceForecast, InferenceTable
 from amp_lab.tracing.kv_cache import (
-    Arguments,
     CachedTensor,
     cached_tensors,
     forecast_cache,
@@ -31,14 +32,13 @@ from amp_lab.tracing.kv_cache import (
     with_tokens,
 )
 from amp_lab.tracing.memory import (
-    BatchedInputs,
     Forecasts,
     MemoryByBatch,
     errors_naming_inputs,
     forecast_each,
     memory_and_limit,
 )
-from amp_lab.tracing.real_run import ModelCall, Passes
+from amp_lab.tracing.real_run import Passes
 from amp_lab.tracing.steps import TraceableStep, TracedStep, steps_on
 from amp_lab.tracing.storage_ledger import StorageLedger
 
@@ -99,17 +99,13 @@ def forecast_inference(
 
     def trace(call: ModelCall, decisions: Decisions | None) -> InferenceForecast:
         with _steps(call.model, device_type, [precision], autocast_or_not=[autocast]) as (step,):
-            args = step.run.fake(call.args)
-            kwargs = step.run.fake(call.kwargs)
-            return _forecast_with_cache(step, (args, kwargs), decisions)
+            return _forecast_with_cache(step, call.map_inputs(step.run.fake), decisions)
 
-    call = ModelCall(model, inputs, kwargs, passes=Passes.FORWARD)
-    return answered(trace, call, "forecast")
+    return answered(trace, ModelCall(model, inputs, kwargs), "forecast", Passes.FORWARD)
 
 
 def inference_table(
-    model: nn.Module,
-    inputs: BatchedInputs,
+    call: ModelCall,
     *,
     memory_bytes: int | str | None = None,
     reserve: float = 0.0,
@@ -133,16 +129,15 @@ def inference_table(
 
     def trace(call: ModelCall, decisions: Decisions | None) -> Forecasts:
         with _steps(call.model, device_type, precisions, autocast_or_not=[True, False]) as steps:
-            return _forecast_each_way(steps, inputs, limit, tokens, decisions)
+            return _forecast_each_way(steps, call, limit, tokens, decisions)
 
-    call = ModelCall(model, inputs.args, inputs.kwargs, passes=Passes.FORWARD)
-    found = answered(trace, call, "forecast")
+    found = answered(trace, call, "forecast", Passes.FORWARD)
     return InferenceTable(
         **found.fields(),
         memory_bytes=total,
         reserve=reserve,
         tokens=tokens,
-        places=_max_positions(model),
+        places=_max_positions(call.model),
     )
 
 
@@ -160,7 +155,7 @@ def _max_positions(model: nn.Module) -> int | None:
 
 def _forecast_each_way(
     steps: "list[InferenceStep]",
-    inputs: BatchedInputs,
+    call: ModelCall,
     limit: int | None,
     tokens: int | None,
     decisions: Decisions | None,
@@ -170,11 +165,11 @@ def _forecast_each_way(
     `limit` is the memory in bytes for the largest batch; None: none is asked for. `tokens` is how
     many tokens in each sequence to forecast the KV cache for, or None.
     """
-    weight_shapes = _linear_weight_shapes(steps[0].run.model)
+    weight_shapes = _linear_weight_shapes(call.model)
 
     def add(found: Forecasts, step: InferenceStep) -> None:
-        arguments = inputs.for_batch(inputs.batch, step.traced_on)
-        forecast = _forecast_with_cache(step, arguments, decisions, tokens)
+        given = call.without_values(call.batch, step.traced_on)
+        forecast = _forecast_with_cache(step, given, decisions, tokens)
         found.forecasts.append(forecast)
         saved = {step.column: 0}  # by way, the bytes by which the weights are smaller
         # The forecasts for int8 and int4 follow from the last cast one: only weights are smaller.
@@ -185,7 +180,7 @@ def _forecast_each_way(
         if limit is None:
             return
         try:
-            by_batch = MemoryByBatch(step, inputs, limit)
+            by_batch = MemoryByBatch(step, call, limit)
         except TraceError as error:  # the decisions of a model may differ for another batch
             found.no_largest |= dict.fromkeys(saved, first_line(error))
             return
@@ -198,33 +193,33 @@ def _forecast_each_way(
 
 def _forecast_with_cache(
     step: "InferenceStep",
-    arguments: Arguments,
+    call: ModelCall,
     decisions: Decisions | None,
     tokens: int | None = None,
 ) -> InferenceForecast:
-    """Forecast a pass on `arguments`, including what needs further passes.
+    """Forecast a pass, including what needs further passes.
 
     These are the peak under `torch.no_grad`, if autocast is on, and the growth of the KV cache with
     the tokens. With `tokens`, the cache is also forecast for that many in each sequence.
     """
-    traced = step.trace(*arguments, decisions)
+    traced = step.trace(call, decisions)
     forecast = traced.forecast()
     if step.by_autocast:
         under_no_grad = dataclasses.replace(step, under=torch.no_grad)
-        no_grad = under_no_grad.trace(*arguments, decisions).forecast()
+        no_grad = under_no_grad.trace(call, decisions).forecast()
         extra_bytes = no_grad.peak - forecast.peak
         forecast = dataclasses.replace(forecast, kept_under_no_grad=extra_bytes)
 
     def trace_with_tokens(count: int) -> tuple[CachedTensor, ...]:
         # Without the decisions, which may differ for another number of tokens.
-        with errors_naming_inputs(step.run.model, f"{count:,} tokens"):
-            return step.trace(*with_tokens(arguments, count)).cached
+        with errors_naming_inputs(call.model, f"{count:,} tokens"):
+            return step.trace(with_tokens(call, count)).cached
 
     cache = forecast_cache(
         traced.cached,
         trace_with_tokens,
-        sequences=BatchedInputs(*arguments).batch,
-        tokens=token_count(arguments),
+        sequences=call.batch,
+        tokens=token_count(call),
         tokens_asked=tokens,
     )
     return dataclasses.replace(forecast, cache=cache)
@@ -306,55 +301,44 @@ class InferenceStep(TraceableStep):
             return f"{self.precision} autocast"
         return f"{self.precision} cast"
 
-    def _trace(self, inputs: tuple, kwargs: dict[str, Any], replay: Replay) -> "TracedInference":
+    def _trace(self, call: ModelCall, replay: Replay) -> "TracedInference":
         """Run the pass inside a ledger of storages, with casts and autocast as the way says."""
-        model = self.run.model
-        parameters = self._cast(self.run.parameters)
-        buffers = self._cast(self.run.buffers)
-        inputs, kwargs = self._cast((inputs, kwargs))
-        # Those of a KV cache among the inputs too, which `input_tensors` leaves out.
-        tensors: list[torch.Tensor] = []
+        cast = functools.cache(self._cast)  # a tensor that occurs twice is cast once
+        parameters = map_tensors(cast, self.run.parameters)
+        buffers = map_tensors(cast, self.run.buffers)
+        # Those of a KV cache among the inputs too, which `ModelCall.tensors` leaves out.
+        inputs: list[torch.Tensor] = []
 
-        def note_input(tensor: torch.Tensor) -> torch.Tensor:
-            tensors.append(tensor)
-            return tensor
+        def cast_input(tensor: torch.Tensor) -> torch.Tensor:
+            inputs.append(cast(tensor))
+            return inputs[-1]
 
-        inputs, kwargs = map_tensors(note_input, (inputs, kwargs))
+        call = call.map_inputs(cast_input)
         autocast_dtype = self.precision.dtype if self.by_autocast else None
         with self.under():
             ledger = StorageLedger(
                 self.device_type,
                 weights=parameters.values(),
                 buffers=buffers.values(),
-                inputs=tensors,
+                inputs=inputs,
             )
-            fakes_in_place = _reparametrize_module(model, parameters | buffers)
-            with ledger.naming_modules(model), ledger, fakes_in_place:
+            fakes_in_place = _reparametrize_module(call.model, parameters | buffers)
+            with ledger.naming_modules(call.model), ledger, fakes_in_place:
                 with autocast_on(self.device_type, autocast_dtype, enabled=self.by_autocast):
-                    output = model(*inputs, **kwargs)
+                    output = call.output()
                 ledger.mark("forward")
             cached = cached_tensors(output)  # sizes only: the tensors themselves are freed next
             del output
         return TracedInference(self, ledger.trace(), cached=cached)
 
-    def _cast(self, structure: Any) -> Any:
-        """The structure with floating-point tensors cast; one that occurs twice is cast once.
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A floating-point tensor in the precision of the pass; under autocast as it is.
 
-        They are cast to fp32 too, since the weights may have been loaded in 16 bits. Under autocast
-        the structure stays as it is.
+        It is cast to fp32 too, since the weights may have been loaded in 16 bits.
         """
-        if self.by_autocast:
-            return structure
-        casts: dict[int, torch.Tensor] = {}
-
-        def cast(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.is_floating_point():
-                return tensor
-            if id(tensor) not in casts:
-                casts[id(tensor)] = tensor.detach().to(self.precision.dtype)
-            return casts[id(tensor)]
-
-        return map_tensors(cast, structure)
+        if self.by_autocast or not tensor.is_floating_point():
+            return tensor
+        return tensor.detach().to(self.precision.dtype)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from amp_lab.core.errors import TraceError
 from amp_lab.core.report import short_name
 from amp_lab.core.tensors import is_cache, parts_of, storage_key, tensors_in
+from amp_lab.model_call import ModelCall
 from amp_lab.tracing.inference_result import CacheForecast
 
 # Names of caches, such as "past_key_values", "kv_cache" and "presents"; and names of other outputs
@@ -130,16 +131,13 @@ def _bytes_of(tensor: torch.Tensor) -> int:
     return math.prod(size for size, stride in dimensions if stride) * tensor.itemsize
 
 
-Arguments = tuple[tuple, dict[str, Any]]  # (args, kwargs) of a model
-
-
-def token_count(arguments: Arguments) -> int | None:
+def token_count(call: ModelCall) -> int | None:
     """How many tokens each sequence has: T of ids (B, T), or else of embeddings (B, T, C).
 
     In an encoder-decoder model these are the tokens of the decoder. None if no input has such a
     shape.
     """
-    tensors = tensors_in(_decoder_arguments(arguments))
+    tensors = tensors_in(_decoder_arguments(call))
     for tensor in tensors:
         if tensor.ndim == 2 and not tensor.is_floating_point():
             return tensor.shape[1]
@@ -149,29 +147,26 @@ def token_count(arguments: Arguments) -> int | None:
     return None
 
 
-def with_tokens(arguments: Arguments, count: int) -> Arguments:
-    """The arguments with `count` tokens in each sequence; all stay as they are if none has tokens.
+def with_tokens(call: ModelCall, count: int) -> ModelCall:
+    """The call with `count` tokens in each sequence; as it is if no input has tokens.
 
     Resized are ids, embeddings, masks, positions and labels; their values are lost.
     """
-    current_count = token_count(arguments)
+    current_count = token_count(call)
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
         return _resize(tensor, current_count, count)
 
-    args, kwargs = arguments
-    args_of_decoder, kwargs_of_decoder = tree_map_only(
-        torch.Tensor, resized, _decoder_arguments(arguments)
-    )
+    args, kwargs = tree_map_only(torch.Tensor, resized, _decoder_arguments(call))
     # The decoder's arguments are all keywords, if there is a decoder: the others stay as they are.
-    return args_of_decoder or args, kwargs | kwargs_of_decoder
+    return dataclasses.replace(call, args=args or call.args, kwargs=call.kwargs | kwargs)
 
 
-def _decoder_arguments(arguments: Arguments) -> Arguments:
-    """The arguments of the decoder in an encoder-decoder model, which are keywords; else all."""
-    _, kwargs = arguments
+def _decoder_arguments(call: ModelCall) -> tuple[tuple, dict[str, Any]]:
+    """The (args, kwargs) of the decoder in an encoder-decoder model, all keywords; else all."""
+    kwargs = call.kwargs
     if kwargs.get("decoder_input_ids") is None:
-        return arguments
+        return call.args, kwargs
     names = [name for name in kwargs if name.startswith("decoder_") or name == "labels"]
     return (), {name: kwargs[name] for name in names}
 

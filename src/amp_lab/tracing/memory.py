@@ -15,12 +15,12 @@ from torch import nn
 from amp_lab.core.errors import AmpLabError, TraceError, first_line, with_type
 from amp_lab.core.precision import Precision
 from amp_lab.core.remedies import remedy
-from amp_lab.core.tensors import map_tensors, named_tensors
+from amp_lab.model_call import ModelCall
 from amp_lab.tracing.answered import answered
 from amp_lab.tracing.decisions import Decisions, NoValues, ValuesNeeded
 from amp_lab.tracing.memory_advice import eight_bit_optimizer, ways_out
 from amp_lab.tracing.memory_result import MemoryForecast, MemoryTable
-from amp_lab.tracing.real_run import ModelCall, Passes
+from amp_lab.tracing.real_run import Passes
 from amp_lab.tracing.steps import TraceableStep
 from amp_lab.tracing.training_step import LossFunction, TrainingStep, training_steps
 
@@ -33,50 +33,6 @@ _FORECAST_EACH_BATCH = remedy(
 Shapes = Sequence[int] | Sequence[Sequence[int]]
 Dtypes = torch.dtype | Sequence[torch.dtype]
 StepT = TypeVar("StepT", bound=TraceableStep)
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchedInputs:
-    """Inputs of a model that can be made for any batch; their values do not matter.
-
-    The batch is the first size of the first tensor, and every tensor with the same first size grows
-    with it. Others keep their shape, such as positions that all items share.
-    """
-
-    args: tuple
-    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def batch(self) -> int:
-        """The first size of the first tensor that has one; 1 if there is none."""
-        for _, tensor in named_tensors((self.args, self.kwargs), open_objects=True):
-            if tensor.ndim:
-                return tensor.shape[0]
-        return 1
-
-    @property
-    def fixed_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the tensors that do not grow with the batch."""
-        batch = self.batch
-        return tuple(shape for shape in self.shapes(batch) if shape[:1] != (batch,))
-
-    def for_batch(self, batch: int, device: torch.device | str) -> tuple[tuple, dict[str, Any]]:
-        """`args` and `kwargs` with empty tensors on a device, in the shapes of another batch."""
-        old_batch = self.batch
-
-        def resized(tensor: torch.Tensor) -> torch.Tensor:
-            shape: Sequence[int] = tensor.shape
-            if shape[:1] == (old_batch,):
-                shape = (batch, *shape[1:])
-            empty = torch.empty(shape, dtype=tensor.dtype, device=device)
-            return empty.requires_grad_(tensor.requires_grad)
-
-        return map_tensors(resized, (self.args, self.kwargs))
-
-    def shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
-        """The shape of each tensor for a batch."""
-        inputs = self.for_batch(batch, "meta")
-        return tuple(tuple(tensor.shape) for _, tensor in named_tensors(inputs, open_objects=True))
 
 
 def forecast_memory(
@@ -113,16 +69,11 @@ def forecast_memory(
     """
 
     def trace(call: ModelCall, decisions: Decisions | None) -> MemoryForecast:
-        steps = training_steps(
-            call.model, device_type, [precision], optimizer, call.loss_fn, fsdp_ranks
-        )
+        steps = training_steps(call.model, device_type, [precision], optimizer, fsdp_ranks)
         with steps as (step,):
-            args = step.run.fake(call.args)
-            kwargs = step.run.fake(call.kwargs)
-            return step.trace(args, kwargs, decisions).forecast()
+            return step.trace(call.map_inputs(step.run.fake), decisions).forecast()
 
-    call = ModelCall(model, inputs, kwargs, loss_fn, Passes.BACKWARD)
-    return answered(trace, call, "forecast")
+    return answered(trace, ModelCall(model, inputs, kwargs, loss_fn), "forecast", Passes.BACKWARD)
 
 
 def largest_batch(
@@ -150,15 +101,20 @@ def largest_batch(
     """
     limit = parse_bytes(memory_bytes)
     inputs = inputs_of_shapes(input_shape, input_dtype, batched=False)
-    with training_steps(model, device_type, [precision], optimizer, loss_fn) as (step,):
+    with training_steps(model, device_type, [precision], optimizer) as (step,):
         try:
-            return MemoryByBatch(step, inputs, limit).largest
+            return MemoryByBatch(step, ModelCall(model, inputs, loss_fn=loss_fn), limit).largest
         except ValuesNeeded as error:
             raise _values_needed(model) from error
 
 
 def compare_memory(
-    model: nn.Module, input_shape: Shapes, *, input_dtype: Dtypes = torch.float32, **options: Any
+    model: nn.Module,
+    input_shape: Shapes,
+    *,
+    input_dtype: Dtypes = torch.float32,
+    loss_fn: LossFunction | None = None,
+    **options: Any,
 ) -> MemoryTable:
     """Forecast a step in several precisions, side by side, with the largest batch that fits.
 
@@ -168,7 +124,7 @@ def compare_memory(
     """
     inputs = inputs_of_shapes(input_shape, input_dtype, batched=True)
     try:
-        return memory_table(model, inputs, **options)
+        return memory_table(ModelCall(model, inputs, loss_fn=loss_fn), **options)
     except NoValues as error:
         raise _values_needed(model) from error
 
@@ -181,8 +137,7 @@ def _values_needed(model: nn.Module) -> TraceError:
 
 
 def memory_table(
-    model: nn.Module,
-    inputs: BatchedInputs,
+    call: ModelCall,
     *,
     memory_bytes: int | str | None = None,
     reserve: float = 0.0,
@@ -192,35 +147,31 @@ def memory_table(
 ) -> MemoryTable:
     """`compare_memory` for inputs of any structure, with a share of the memory held in reserve.
 
-    `options` are the optimizer, loss_fn and fsdp_ranks of `forecast_memory`.
-    The largest batch is computed only if `memory_bytes` is given. tf32 needs as much as fp32. Where
-    the memory is not a constant plus a multiple of the batch, the table has the forecast of the
-    batch of `inputs`, and no largest batch. The rest is as for `forecast_memory`.
+    `options` are the optimizer and fsdp_ranks of `forecast_memory`. The largest batch is computed
+    only if `memory_bytes` is given. tf32 needs as much as fp32. Where the memory is not a constant
+    plus a multiple of the batch, the table has the forecast of the batch of `call`, and no largest
+    batch. The rest is as for `forecast_memory`.
     """
     total, limit = memory_and_limit(memory_bytes, reserve)
     precisions = list(precisions)  # an iterator could be read only once
 
     def trace(call: ModelCall, decisions: Decisions | None) -> Forecasts:
-        # `answered` may call this without the loss, to see whether only the loss asks for values.
-        step_options: dict[str, Any] = {**options, "loss_fn": call.loss_fn}
-        with training_steps(call.model, device_type, precisions, **step_options) as steps:
-            return _forecast_each_precision(steps, inputs, limit, decisions)
+        with training_steps(call.model, device_type, precisions, **options) as steps:
+            return _forecast_each_precision(steps, call, limit, decisions)
 
-    loss_fn = options.get("loss_fn")
-    call = ModelCall(model, inputs.args, inputs.kwargs, loss_fn, Passes.BACKWARD)
-    found = answered(trace, call, "forecast")
+    found = answered(trace, call, "forecast", Passes.BACKWARD)
     table = MemoryTable(
         **found.fields(),
         memory_bytes=total,
         reserve=reserve,
-        curves=_curves(found, inputs.batch),
-        fixed_shapes=inputs.fixed_shapes,
+        curves=_curves(found, call.batch),
+        fixed_shapes=call.fixed_shapes,
     )
     # The table has to be there before its advice, which depends on whether a step fits.
     eight_bit = None
     optimizer = eight_bit_optimizer(table)
     if optimizer and found.by_batch:
-        batch = inputs.batch
+        batch = call.batch
         smallest = min(found.by_batch.values(), key=lambda by_batch: by_batch.forecast(batch).peak)
         eight_bit = smallest.forecast(batch, optimizer=optimizer)
     return dataclasses.replace(table, ways_out=tuple(ways_out(table, eight_bit)))
@@ -283,25 +234,25 @@ def forecast_each(steps: Iterable[StepT], add: Callable[[Forecasts, StepT], None
 
 def _forecast_each_precision(
     steps: list[TrainingStep],
-    inputs: BatchedInputs,
+    call: ModelCall,
     limit: int | None,
     decisions: Decisions | None,
 ) -> Forecasts:
-    """Forecast each step for every batch, or, where that fails, for the batch of `inputs` alone.
+    """Forecast each step for every batch, or, where that fails, for the batch of `call` alone.
 
-    `limit` is the memory in bytes for the largest batch, or None; `decisions` are of a real run on
-    `inputs`. Raises what `forecast_each` raises.
+    `limit` is the memory in bytes for the largest batch, or None; `decisions` are those of a real
+    run. Raises what `forecast_each` raises.
     """
 
     def add(found: Forecasts, step: TrainingStep) -> None:
         try:
-            by_batch = MemoryByBatch(step, inputs, limit, found.by_batch.values())
+            by_batch = MemoryByBatch(step, call, limit, found.by_batch.values())
         except Exception as error:  # a batch that was not given may make the model raise anything
-            traced = step.trace(*inputs.for_batch(inputs.batch, step.traced_on), decisions)
-            found.forecasts.append(traced.forecast())
+            given = call.without_values(call.batch, step.traced_on)
+            found.forecasts.append(step.trace(given, decisions).forecast())
             found.no_largest[step.column] = first_line(error)
             return
-        found.forecasts.append(by_batch.forecast(inputs.batch))
+        found.forecasts.append(by_batch.forecast(call.batch))
         found.by_batch[step.column] = by_batch
         if limit is not None:
             found.largest[step.column] = by_batch.largest
@@ -362,7 +313,7 @@ def _count_of_bytes(text: str) -> Fraction | None:
     return number * unit
 
 
-def inputs_of_shapes(input_shape: Shapes, input_dtype: Dtypes, *, batched: bool) -> BatchedInputs:
+def inputs_of_shapes(input_shape: Shapes, input_dtype: Dtypes, *, batched: bool) -> tuple:
     """Inputs of these shapes and dtypes, on ``meta``.
 
     If `batched`, the first size of each shape is the batch. Else every shape gets a batch of 1 in
@@ -387,7 +338,7 @@ def inputs_of_shapes(input_shape: Shapes, input_dtype: Dtypes, *, batched: bool)
     inputs = []
     for shape, dtype in zip(shapes, dtypes, strict=True):
         inputs.append(torch.empty(shape, dtype=dtype, device="meta"))
-    return BatchedInputs(tuple(inputs))
+    return tuple(inputs)
 
 
 def _checked_shapes(input_shape: Any) -> list[tuple[int, ...]]:
@@ -437,12 +388,12 @@ class MemoryByBatch:
     def __init__(
         self,
         step: TraceableStep,
-        inputs: BatchedInputs,
+        call: ModelCall,
         limit: int | None,
         earlier: Iterable["MemoryByBatch"] = (),
     ):
         self._step = step
-        self._inputs = inputs
+        self._call = call
         self._second_storages = self._trace(self._SECOND).storages
         for other in earlier:  # bf16 mostly needs just what fp16 does
             if self._second_storages.equals(other._second_storages):
@@ -466,8 +417,8 @@ class MemoryByBatch:
 
     def _trace(self, batch: int) -> Any:
         """The trace of the step for a batch, a `TracedStep`."""
-        with errors_naming_inputs(self._step.run.model, f"a batch of {batch}"):
-            return self._step.trace(*self._inputs.for_batch(batch, self._step.traced_on))
+        with errors_naming_inputs(self._call.model, f"a batch of {batch}"):
+            return self._step.trace(self._call.without_values(batch, self._step.traced_on))
 
     def _require_linear(self, is_linear: bool) -> None:
         """Raise `TraceError` unless what was compared shows that the memory is linear."""
@@ -485,7 +436,7 @@ class MemoryByBatch:
             traced = dataclasses.replace(traced, step=step)
         sizes = traced.storages.sizes + self._slope * (batch - self._FIRST)  # linear in batch
         storages = dataclasses.replace(traced.storages, sizes=sizes)
-        input_shapes = self._inputs.shapes(batch)
+        input_shapes = self._call.without_values(batch, "meta").shapes
         resized = dataclasses.replace(traced, input_shapes=input_shapes, storages=storages)
         return resized.forecast()
 

@@ -6,9 +6,8 @@ import random
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,12 @@ from amp_lab.core.errors import TraceError, with_type
 from amp_lab.core.report import bytes_text
 from amp_lab.core.tensors import (
     LOWER_DTYPES,
-    map_tensors,
     named_tensors,
     storage_key,
     stored_values,
     tensors_in,
 )
+from amp_lab.model_call import ModelCall
 from amp_lab.tracing.backward import (
     functions_of_the_model,
     lacks_formula,
@@ -72,21 +71,14 @@ class Passes(enum.Enum):
         return torch.set_grad_enabled(self is Passes.BACKWARD)
 
 
-@dataclass(frozen=True)
-class ModelCall:
-    """A model with the arguments of a call, a loss of its output, and the passes to make."""
-
-    model: nn.Module
-    args: tuple
-    kwargs: Mapping[str, Any]
-    loss_fn: Callable[[Any], Any] | None = None
-    passes: Passes = Passes.OWN_BACKWARD
-
-
-def decisions_of(call: ModelCall, unmarked: frozenset[OpOverload] = frozenset()) -> Decisions:
+def decisions_of(
+    call: ModelCall,
+    passes: Passes = Passes.OWN_BACKWARD,
+    unmarked: frozenset[OpOverload] = frozenset(),
+) -> Decisions:
     """Run a model and its loss on the CPU in fp32, and return the decisions taken on values.
 
-    It makes the passes of the call, without autocast: a backward pass may ask for values too. No
+    It makes these passes, without autocast: a backward pass may ask for values too. No
     optimizer runs, since a forecast takes its bytes from the shapes of the parameters alone.
 
     The model runs on copies of its weights, buffers and inputs, those in 16 bits widened to fp32.
@@ -107,7 +99,7 @@ def decisions_of(call: ModelCall, unmarked: frozenset[OpOverload] = frozenset())
     ):
         warnings.simplefilter("ignore")  # the trace shows the same warnings
         try:
-            _run_on_copies(call, recorder)
+            _run_on_copies(call, passes, recorder)
         except TraceError:  # such as `NotAnswered`: it has its own advice
             raise
         except Exception as error:  # the user's model and loss may raise anything
@@ -121,13 +113,12 @@ def _require_values(call: ModelCall) -> None:
     """Raise `NoValues` if a weight, a buffer or an input is on ``meta``."""
     if any(tensor.is_meta for tensor in [*call.model.parameters(), *call.model.buffers()]):
         raise NoValues("the model is on 'meta' and has no values")
-    inputs = named_tensors([call.args, dict(call.kwargs)], open_objects=True)
-    if any(tensor.is_meta for _, tensor in inputs):
+    if any(tensor.is_meta for tensor in call.tensors):
         raise NoValues("an input is on 'meta' and has no values")
 
 
-def _run_on_copies(call: ModelCall, recorder: "_Recorder") -> None:
-    """Make the passes of a call with copies of all tensors, under a recorder.
+def _run_on_copies(call: ModelCall, passes: Passes, recorder: "_Recorder") -> None:
+    """Make the passes with copies of all tensors, under a recorder.
 
     Sets `recorder.is_finite` from the output and the loss.
     """
@@ -136,15 +127,15 @@ def _run_on_copies(call: ModelCall, recorder: "_Recorder") -> None:
     originals = dict(model.named_parameters(remove_duplicate=False))
     originals |= dict(model.named_buffers(remove_duplicate=False))
     copies_by_name = {name: copy_of(tensor) for name, tensor in originals.items()}
-    args, kwargs = map_tensors(copy_of, (tuple(call.args), dict(call.kwargs)))
+    on_copies = call.map_inputs(copy_of)
     with (
         _reparametrize_module(model, copies_by_name),
         recorder.running.watched(model),
         _ListsByItems(),
-        call.passes.gradients(),
+        passes.gradients(),
         recorder,
     ):
-        output = model(*args, **kwargs)
+        output = on_copies.output()
         result = output  # what the backward pass begins with
         if call.loss_fn is not None:
             result = call.loss_fn(output)
@@ -152,7 +143,7 @@ def _run_on_copies(call: ModelCall, recorder: "_Recorder") -> None:
         results = [tensor.detach() for _, tensor in named_tensors([output, result])]
         # Now the backward pass can free the tensors that only the graphs of these two hold.
         del output, result
-        if call.passes is Passes.BACKWARD:
+        if passes is Passes.BACKWARD:
             run_backward(seeds)
         elif functions_of_the_model(seeds):
             try:

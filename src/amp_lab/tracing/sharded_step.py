@@ -1,9 +1,10 @@
 """A training step on one of the ranks of FSDP2: torch's own code, on fake tensors."""
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,17 +14,15 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from amp_lab.core.errors import TraceError
 from amp_lab.core.precision import Precision
 from amp_lab.core.tensors import tensors_in
+from amp_lab.model_call import ModelCall
 from amp_lab.parallel.ranks import Parallel, Ranks
 from amp_lab.tracing.decisions import Replay
-from amp_lab.tracing.steps import input_tensors
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
-
-if TYPE_CHECKING:
-    from amp_lab.tracing.training_step import TrainingStep
+from amp_lab.tracing.training_step import TrainingStep, checked_result
 
 
 def trace_sharded(
-    step: "TrainingStep", inputs: tuple, kwargs: dict[str, Any], replay: Replay
+    step: TrainingStep, call: ModelCall, replay: Replay
 ) -> tuple[list[torch.Tensor], StorageTrace]:
     """Run two steps; return the shards with a gradient, and what the second step allocates.
 
@@ -41,32 +40,26 @@ def trace_sharded(
                 "cpu",
                 weights=weights,
                 buffers=model.buffers(),
-                inputs=input_tensors(inputs, kwargs),
+                inputs=call.tensors,
             )
             with ledger, ledger.seeing_resizes():
-                _run_passes(step, model, inputs, kwargs, ledger)
+                _run_passes(dataclasses.replace(call, model=model), ledger)
                 trained = [p for p in model.parameters() if p.grad is not None]
                 ledger.set_kind("gradients", [_local(parameter.grad) for parameter in trained])
                 ledger.mark("backward")
         return [_local(parameter) for parameter in trained], ledger.trace(activations_at="forward")
 
 
-def _run_passes(
-    step: "TrainingStep",
-    model: nn.Module,
-    inputs: tuple,
-    kwargs: dict[str, Any],
-    ledger: StorageLedger,
-) -> None:
+def _run_passes(call: ModelCall, ledger: StorageLedger) -> None:
     """Run the forward and the backward pass; the autograd graph is freed when this returns.
 
     Marks the end of the forward pass in the ledger, as "cached" and "forward".
     """
     with ledger.noting_saved():
-        output = step.output(model, inputs, kwargs)
+        result = checked_result(call)
     ledger.mark("cached")  # at the same moment as "forward": without autocast there is no cache
     ledger.mark("forward")
-    roots = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+    roots = [tensor for tensor in tensors_in(result) if tensor.grad_fn is not None]
     if roots:  # the outputs of a frozen model have no graph
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 

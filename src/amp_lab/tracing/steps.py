@@ -13,7 +13,7 @@ from torch._subclasses import fake_tensor
 
 from amp_lab.core.errors import AmpLabError, TraceError, first_line
 from amp_lab.core.precision import Precision
-from amp_lab.core.tensors import named_tensors
+from amp_lab.model_call import ModelCall
 from amp_lab.tracing.decisions import Decisions, MemoryNeeded, Replay, ValuesNeeded
 from amp_lab.tracing.fake_device import (
     NEEDS_VALUES,
@@ -73,26 +73,24 @@ class TraceableStep:
         """The type of device whose kernels run, and on which its inputs have to be."""
         return self.device_type
 
-    def trace(
-        self, inputs: tuple, kwargs: dict[str, Any], decisions: Decisions | None = None
-    ) -> Any:
-        """Run the step once on fake inputs; return its `TracedStep`.
+    def trace(self, call: ModelCall, decisions: Decisions | None = None) -> Any:
+        """Run the step once, with the fake inputs of `call`; return its `TracedStep`.
 
         `decisions` are those of a real run on such inputs, if the course of the model depends on
         values. Raises `TraceError` for a step that fails or that no trace can follow.
         """
-        shapes = tuple(tuple(tensor.shape) for tensor in input_tensors(inputs, kwargs))
+        shapes = call.shapes
 
         def trace() -> TracedStep:
             with self.run.told(decisions) as replay:
-                with _one_line_errors(self.run.model, shapes, self.device_type):
-                    traced = self._trace(inputs, kwargs, replay)
+                with _one_line_errors(call.model, shapes, self.device_type):
+                    traced = self._trace(call, replay)
                 replay.require_done()  # the trace has to take all decisions of the real run
             return dataclasses.replace(traced, input_shapes=shapes, decisions=replay.remark)
 
         return _traced_on_either(trace)
 
-    def _trace(self, inputs: tuple, kwargs: dict[str, Any], replay: Replay) -> "TracedStep":
+    def _trace(self, call: ModelCall, replay: Replay) -> "TracedStep":
         """Run the step; the model's decisions are those of `replay`, which may be empty."""
         raise NotImplementedError
 
@@ -109,11 +107,6 @@ class TracedStep:
     def forecast(self) -> Any:
         """The forecast for this step; each subclass returns its own kind."""
         raise NotImplementedError
-
-
-def input_tensors(inputs: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments of a model."""
-    return [tensor for _, tensor in named_tensors((inputs, kwargs), open_objects=True)]
 
 
 def _traced_on_either(trace: Callable[[], _Result]) -> _Result:

@@ -18,13 +18,14 @@ from amp_lab.core.optimizers import OPTIMIZERS
 from amp_lab.core.precision import Precision
 from amp_lab.core.report import listed, short_name
 from amp_lab.core.tensors import LOWER_DTYPES
+from amp_lab.model_call import ModelCall
 from amp_lab.tracing.backward import Seeds, run_backward, seeds_of
 from amp_lab.tracing.decisions import Replay
 from amp_lab.tracing.fake_device import autocast_on, checked_backend
 from amp_lab.tracing.memory_result import MemoryForecast
 from amp_lab.tracing.optimizer_state import Parameter, optimizer_bytes
 from amp_lab.tracing.records import RNN_LAYERS
-from amp_lab.tracing.steps import TraceableStep, TracedStep, input_tensors, steps_on
+from amp_lab.tracing.steps import TraceableStep, TracedStep, steps_on
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
 
 _MOST_RANKS = 1024
@@ -39,7 +40,6 @@ def training_steps(
     device_type: str,
     precisions: Iterable[Precision | str],
     optimizer: str = "adam",
-    loss_fn: LossFunction | None = None,
     fsdp_ranks: int = 1,
 ) -> Iterator[list["TrainingStep"]]:
     """The block in which training steps can be traced, one for each precision.
@@ -56,7 +56,7 @@ def training_steps(
     traced_on = "cpu" if fsdp_ranks > 1 else device_type  # FSDP2 runs on fake tensors of the CPU
     with steps_on(model, traced_on, precisions) as (run, checked), torch.enable_grad():
         yield [
-            TrainingStep(run, device_type, precision, optimizer, loss_fn, fsdp_ranks)
+            TrainingStep(run, device_type, precision, optimizer, fsdp_ranks)
             for precision in checked
         ]
 
@@ -66,7 +66,6 @@ class TrainingStep(TraceableStep):
     """A training step without its inputs; made by `training_steps`."""
 
     optimizer: str
-    loss_fn: LossFunction | None
     ranks: int = 1  # of FSDP2; 1: the model is not sharded
 
     @property
@@ -74,27 +73,25 @@ class TrainingStep(TraceableStep):
         """The type of device whose kernels run, and on which its inputs have to be."""
         return "cpu" if self.ranks > 1 else self.device_type
 
-    def _trace(self, inputs: tuple, kwargs: dict[str, Any], replay: Replay) -> "TracedTraining":
+    def _trace(self, call: ModelCall, replay: Replay) -> "TracedTraining":
         """Run the step; a sharded one runs twice, each time with the decisions of `replay`."""
         if self.ranks > 1:
             from amp_lab.tracing.sharded_step import trace_sharded  # FSDP2 is slow to load
 
-            trained, storages = trace_sharded(self, inputs, kwargs, replay)
+            trained, storages = trace_sharded(self, call, replay)
         else:
-            trained, storages = self._trace_unsharded(inputs, kwargs)
+            trained, storages = self._trace_unsharded(call)
         parameters = tuple((tuple(tensor.shape), tensor.dtype) for tensor in trained)
         return TracedTraining(self, storages, trained=parameters)
 
-    def _trace_unsharded(
-        self, inputs: tuple, kwargs: dict[str, Any]
-    ) -> tuple[list[torch.Tensor], StorageTrace]:
+    def _trace_unsharded(self, call: ModelCall) -> tuple[list[torch.Tensor], StorageTrace]:
         """Run the step; return the parameters that got a gradient, and what was allocated."""
         run = self.run
         ledger = StorageLedger(
             self.device_type,
             weights=run.parameters.values(),
             buffers=run.buffers.values(),
-            inputs=input_tensors(inputs, kwargs),
+            inputs=call.tensors,
         )
         with (
             ledger.naming_modules(run.model),
@@ -102,7 +99,7 @@ class TrainingStep(TraceableStep):
             # Around the backward pass too, in which activation checkpointing calls modules again.
             _reparametrize_module(run.model, run.parameters | run.buffers),
         ):
-            gradients = run_backward(self._forward(ledger, inputs, kwargs))
+            gradients = run_backward(self._forward(ledger, call))
             # `gradients` are by the id of a leaf. So are these parameters: one with two names
             # counts once.
             trained = {id(p): p for p in run.parameters.values() if id(p) in gradients}
@@ -130,28 +127,12 @@ class TrainingStep(TraceableStep):
                 "make the embedding with sparse=False"
             )
 
-    def output(self, model: nn.Module, inputs: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run the model; return the loss, or the output if there is no loss function.
-
-        Raises `TraceError` if the loss is not a tensor of one number.
-        """
-        output = model(*inputs, **kwargs)
-        if self.loss_fn is None:
-            return output
-        loss = self.loss_fn(output)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            # The shape of a tensor with dimensions; the class of anything else.
-            returned = tuple(getattr(loss, "shape", ())) or type(loss).__name__
-            raise TraceError(f"loss_fn must return one number, not {returned}")
-        return loss
-
-    def _forward(self, ledger: StorageLedger, inputs: tuple, kwargs: dict[str, Any]) -> Seeds:
+    def _forward(self, ledger: StorageLedger, call: ModelCall) -> Seeds:
         """Run the forward pass; return the tensors that the backward pass begins with.
 
         Marks two moments in the ledger: "cached" in the autocast block and "forward" after it.
         Raises `TraceError` if no gradient can reach the parameters.
         """
-        model = self.run.model
         device = backend(self.device_type)
         # Where a library runs recurrent layers, its casts take the place of autocast's.
         rnn_casts = _CastOnce(device) if device.fused_rnn_dtype else nullcontext()
@@ -159,17 +140,30 @@ class TrainingStep(TraceableStep):
         autocast_dtype = None if dtype is torch.float32 else dtype
         with autocast_on(self.device_type, autocast_dtype, enabled=autocast_dtype is not None):
             with ledger.noting_saved(), rnn_casts:
-                output = self.output(model, inputs, kwargs)
+                result = checked_result(call)
             ledger.mark("cached")  # before the end of the block, which clears autocast's cache
         ledger.mark("forward")
-        seeds = seeds_of(output)
-        if not seeds and any(p.requires_grad for p in model.parameters()):
+        seeds = seeds_of(result)
+        if not seeds and any(p.requires_grad for p in call.model.parameters()):
             raise TraceError(
-                f"no gradient leads from what {type(model).__name__} returns "
-                f"({type(output).__name__}) to its parameters: give a loss_fn that makes a loss of "
+                f"no gradient leads from what {type(call.model).__name__} returns "
+                f"({type(result).__name__}) to its parameters: give a loss_fn that makes a loss of "
                 "it, and let the forward pass record gradients"
             )
         return seeds
+
+
+def checked_result(call: ModelCall) -> Any:
+    """Run a model; return the loss, or the output if there is no loss function.
+
+    Raises `TraceError` if the loss is not a tensor of one number.
+    """
+    result = call.result()
+    if call.loss_fn is None or (isinstance(result, torch.Tensor) and result.numel() == 1):
+        return result
+    # The shape of a tensor with dimensions; the class of anything else.
+    returned = tuple(getattr(result, "shape", ())) or type(result).__name__
+    raise TraceError(f"loss_fn must return one number, not {returned}")
 
 
 @dataclass(frozen=True)

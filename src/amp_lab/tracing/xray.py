@@ -16,6 +16,7 @@ from amp_lab.core.precision import require_backend
 from amp_lab.core.remedies import remedy
 from amp_lab.core.report import dtype_name, short_name
 from amp_lab.core.tensors import map_tensors, named_leaves, named_tensors
+from amp_lab.model_call import ModelCall
 from amp_lab.tracing.advice import advise
 from amp_lab.tracing.answered import answered
 from amp_lab.tracing.compiled import is_compiled, without_wrapper
@@ -34,7 +35,6 @@ from amp_lab.tracing.fake_device import (
 )
 from amp_lab.tracing.module_table import module_rows
 from amp_lab.tracing.operands import low_operand, remedy_for_mixed
-from amp_lab.tracing.real_run import ModelCall
 from amp_lab.tracing.records import place_of
 from amp_lab.tracing.tracer import Tracer
 from amp_lab.tracing.xray_result import Xray
@@ -125,7 +125,7 @@ def _xray_on_fakes(call: ModelCall, device_type: str, dtype: torch.dtype) -> Xra
         return _build_xray(call, trace_to, dtype, real=False)
 
     for_real = functools.partial(_xray_for_real, call, "cpu", dtype)
-    return answered(trace, call, "X-ray", for_real)
+    return answered(trace, call, "X-ray", for_real=for_real)
 
 
 def _autocast_off(model: nn.Module) -> str:
