@@ -35,6 +35,7 @@ from torch import nn
 from course import start
 
 from amp_lab import describe_device
+from amp_lab.core.gpus import GPUS
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 
@@ -67,27 +68,21 @@ assert report.values["bf16"].input_bits == 8
 #
 # ## The decision
 #
-# For machines that are not here, this is what each multiplies *fast*
+# `GPUS` has a row for each GPU that `amp-lab advise --for` knows, with the formats that its
+# architecture multiplies *fast*
 # ([NVIDIA](https://nvidia.github.io/TransformerEngine/support_matrix.html),
 # [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html)), with tensor cores or
-# their like. What is missing from a set is usually not faster than fp32, emulated or not there, or
-# gives NaN in some models, as [fp16 on a GTX 16](#What-to-know-of-each-kind):
+# their like. What is missing there is usually not faster than fp32, emulated or not there, or
+# gives NaN in some models, as [fp16 on a GTX 16](#What-to-know-of-each-kind). A GPU without a row
+# has the formats of its architecture: RTX 30 is Ampere, as an RTX 3090 is:
 
 # %%
-CARDS = {
-    "GTX 10, GTX 16": set(),
-    "V100, T4, RTX 20": {"fp16"},
-    "A100, A10, RTX 30": {"fp16", "bf16", "tf32"},
-    "L4, L40S, RTX 40, H100, H200": {"fp16", "bf16", "tf32", "fp8"},
-    "B200, RTX 50": {"fp16", "bf16", "tf32", "fp8", "mxfp8", "mxfp4", "nvfp4"},
-    "MI210, MI250": {"fp16", "bf16"},
-    "MI300": {"fp16", "bf16", "tf32", "fp8"},
-    "MI350": {"fp16", "bf16", "fp8", "mxfp8", "mxfp4"},
-    "Arc": {"fp16", "bf16"},
-    "Apple M1 to M4": set(),  # 16 bits are hardly faster there
-    "CPU with AMX or BF16": {"bf16"},  # AVX-512 BF16, or Arm's
-    "another CPU": set(),
-}
+kinds = {}
+for gpu in GPUS.values():
+    kinds.setdefault(gpu.architecture, []).append(gpu.name)
+for kind, names in kinds.items():
+    print(f"{', '.join(names):<22} {kind.name:<28} {', '.join(kind.matmuls) or 'fp32 alone'}")
+assert GPUS["t4"].architecture.matmuls == ("fp16",)
 
 
 # %%
@@ -105,15 +100,18 @@ def choose(fast, task, trained_in="fp32"):
 
 # %%
 print(f"{'':<29} {'train':<35} infer")
-for name, fast in CARDS.items():
+multiplies = {", ".join(names): kind.matmuls for kind, names in kinds.items()}
+multiplies["CPU with AMX or BF16"] = ("bf16",)  # AVX-512 BF16, or Arm's
+multiplies["another CPU"] = ()
+for name, fast in multiplies.items():
     print(f"{name:<29} {choose(fast, 'train'):<35} {choose(fast, 'infer')}")
-turing = CARDS["V100, T4, RTX 20"]
+turing = GPUS["t4"].architecture.matmuls
 assert choose(turing, "train") == "fp16 under autocast with GradScaler"
 print("V100, a model trained in bf16:", choose(turing, "infer", trained_in="bf16"))
 
 # %% [markdown]
 # So the rule is: **bf16 wherever it is fast**, because it has the range of fp32 and needs no
-# scaler; **fp16** on the cards that have nothing else, with a scaler for training; **fp32** where
+# scaler; **fp16** on the GPUs that have nothing else, with a scaler for training; **fp32** where
 # nothing is faster, and where digits matter more than time (solvers, statistics, small differences
 # of large numbers; if fp32 is not enough there, float64). Training keeps fp32 weights and casts
 # under autocast. For inference you can cast the weights once, to half their size. If you know that
@@ -542,7 +540,7 @@ answers = {
     "train a U-Net on a GTX 1660": ...,
     "solve an ill-conditioned system on an H100": ...,
     "fine-tune on an Arc A770": ...,
-    "train on an MI250": ...,
+    "train on an MI250X": ...,
     "serve on a CPU with AMX": ...,
     "train on a laptop's CPU with AVX2 alone": ...,
 }
@@ -551,7 +549,7 @@ exercises.check_cases(answers)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Find the card in `CARDS`, and read the table of surprises too.
+# Find the GPU in `GPUS`, and read the table of surprises too.
 #
 # </details>
 #
@@ -566,7 +564,7 @@ exercises.check_cases(answers)
 #     "train a U-Net on a GTX 1660": "fp32",
 #     "solve an ill-conditioned system on an H100": "fp32 with TF32 off",
 #     "fine-tune on an Arc A770": "bf16 under autocast",
-#     "train on an MI250": "bf16 under autocast",
+#     "train on an MI250X": "bf16 under autocast",
 #     "serve on a CPU with AMX": "bf16",
 #     "train on a laptop's CPU with AVX2 alone": "fp32",
 # }

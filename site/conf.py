@@ -49,7 +49,7 @@ _SCRIPTS = {
     "number_formats": ["formats.js", "draw_formats.js"],
     "loss_scale": ["formats.js", "scaler.js", "draw_scaler.js"],
     "block_scaling": ["formats.js", "blocks.js", "draw_blocks.js"],
-    "memory": ["memory.js", "draw_memory.js"],
+    "memory": ["memory.js", "gpus.js", "draw_memory.js"],
 }
 
 

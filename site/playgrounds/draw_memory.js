@@ -4,7 +4,7 @@
 AmpPlayground.register("memory", (box) => {
   const M = AmpMemory;
   const { el, svg } = AmpPlayground;
-  const CARDS = [8, 16, 24, 32, 48, 80, 96, 141, 192]; // GB, as cards are sold: about as many GiB are there
+  const FREE = 0.1; // the share of the memory that is left to the driver and to fragmentation
   const PARTS = ["weights", "casts", "gradients", "optimizer", "activations"];
   const NAMES = ["weights", "weights cast by autocast", "gradients", "optimizer state", "activations"];
   const SHADES = [0.95, 0.35, 0.7, 0.5, 0.2];
@@ -67,8 +67,10 @@ AmpPlayground.register("memory", (box) => {
     const heads = ["each process keeps", ...found.map(({ name }) => name)];
     results.replaceChildren(AmpPlayground.table("Memory by precision; the bars stack these parts from dark to light", heads, rows));
     status.textContent = found.map(({ name, bytes }) => {
-      const card = CARDS.find((size) => size * 2 ** 30 * 0.9 >= bytes.total);
-      return `${name}: ${gib(bytes.total)}, ${card ? `which a card sold as ${card} GB holds` : "more than one card holds"}`;
+      // A GPU has about as many GiB as it is sold with GB.
+      const fitting = AmpGpus.find(({ gb }) => gb * 2 ** 30 * (1 - FREE) >= bytes.total);
+      if (!fitting) return `${name}: ${gib(bytes.total)}, more than one GPU holds`;
+      return `${name}: ${gib(bytes.total)}, which fits into ${fitting.gb} GB (${fitting.names.join(", ")})`;
     }).join("; ") + ".";
   }
 

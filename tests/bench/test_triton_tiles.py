@@ -1,4 +1,4 @@
-"""The step in tiles for a GPU, without one: its values in Triton's interpreter, its code for cards.
+"""The step in tiles for a GPU, without one: its values in Triton's interpreter, its code for GPUs.
 
 The interpreter multiplies no bf16, so that values are those of float32 and float16: the kernels
 compute in whatever their matrices have.
@@ -77,15 +77,16 @@ def test_the_kernels_have_the_gradients_of_autograd():
 
 KERNELS = [("_layer", True), ("_layer", False), ("_head", False), ("_input_grad", True)]
 KERNELS += [("_input_grad", False), ("_weight_grad", True), ("_weight_grad", False)]
-CARDS = {  # an architecture: its instruction for products, and the shared memory of a block in KiB
+# Of each its instruction for products, and the shared memory of a block in KiB.
+ARCHITECTURES = {
     "sm_80": ("mma.sync", 163),
     "sm_90": ("wgmma", 227),
     "gfx942": ("mfma", 64),
 }
 
 
-def built(name: str, first: bool, card: str):
-    """A kernel for 256 channels in bf16, as code of a card that is not here."""
+def built(name: str, first: bool, architecture: str):
+    """A kernel for 256 channels in bf16, as code for a GPU that is not here."""
     from amp_lab.bench import triton_tiles
 
     kernel = getattr(triton_tiles, name)
@@ -103,23 +104,23 @@ def built(name: str, first: bool, card: str):
             aligned += [(i, j) for j in range(5)] if isinstance(kind, tuple) else [(i,)]
     attributes = {place: [["tt.divisibility", 16]] for place in aligned}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    if card.startswith("sm_"):
-        target = GPUTarget("cuda", int(card.removeprefix("sm_")), 32)
+    if architecture.startswith("sm_"):
+        target = GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
     else:
-        target = GPUTarget("hip", card, 64)
+        target = GPUTarget("hip", architecture, 64)
     return triton.compile(source, target=target, options=dict(triton_tiles.OPTIONS))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("card", some_of("sm_90", "gfx942", "sm_80"))
-def test_the_kernels_are_code_for_a_card(card, tmp_path):
-    instruction, shared = CARDS[card]
+@pytest.mark.parametrize("architecture", some_of("sm_90", "gfx942", "sm_80"))
+def test_the_kernels_are_code_for_a_gpu(architecture, tmp_path):
+    instruction, shared = ARCHITECTURES[architecture]
     for name, first in KERNELS:
-        kernel = built(name, first, card)
+        kernel = built(name, first, architecture)
         assert kernel.metadata.shared <= 1024 * shared, name
-        text = kernel.asm["ptx" if card.startswith("sm_") else "amdgcn"]
+        text = kernel.asm["ptx" if architecture.startswith("sm_") else "amdgcn"]
         assert (instruction in text) == (name != "_head"), name  # which has no product
-        if card.startswith("sm_"):
+        if architecture.startswith("sm_"):
             code = tmp_path / "kernel.cubin"
             code.write_bytes(kernel.kernel)
             tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

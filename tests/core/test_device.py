@@ -249,7 +249,14 @@ def test_on_a_busy_machine_facts_decide_and_not_rates(monkeypatch, has_bf16):
 
 @pytest.mark.parametrize(
     ("capability", "recommended"),
-    [((6, 1), "fp32"), ((7, 0), "fp16"), ((7, 5), "fp16"), ((8, 0), "bf16"), ((12, 0), "bf16")],
+    [
+        ((5, 2), "fp32"),
+        ((6, 1), "fp32"),
+        ((7, 0), "fp16"),
+        ((7, 5), "fp16"),
+        ((8, 6), "bf16"),
+        ((13, 0), "bf16"),  # newer than all in the table
+    ],
 )
 def test_on_a_busy_gpu_its_compute_capability_decides(monkeypatch, capability, recommended):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: capability)

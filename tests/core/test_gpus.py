@@ -1,11 +1,25 @@
 """The table of GPUs: what its rows need, and how a GPU is found by name."""
 
-import pytest
+import re
+from pathlib import Path
 
+import pytest
+import torch
+from torch import nn
+
+import write_gpus
+from amp_lab import advise, rehearse
+from amp_lab.cli import main
 from amp_lab.core.errors import OptionError
-from amp_lab.core.gpus import GPUS, absent_gpu, gpu_of
+from amp_lab.core.gpus import BLACKWELL_RTX, GPUS, Gpu, absent_gpu, gpu_of, matmuls_of
 from amp_lab.formats import FORMATS
 
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CHEATSHEET.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOTEBOOKS = ROOT / "notebooks"
+NAME = re.compile(
+    r"\b(?:(?:GTX|RTX|Arc) [AB]?\d+\w*(?: Ti)?|(?:A|B|H|L|P|V|GB|MI)\d{2,3}[A-Z]?|[LT]4)\b"
+)
 MATMULS = {form.matmul for form in FORMATS.values()} - {""} | {"tf32"}
 
 
@@ -60,3 +74,72 @@ def test_a_type_of_device_is_a_gpu_of_which_no_more_is_known():
 
 def test_memory_is_counted_in_gib():
     assert GPUS["rtx-4090"].memory_bytes == 24 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("capability", "matmuls"),
+    [
+        ((5, 2), ()),
+        ((7, 5), GPUS["t4"].architecture.matmuls),
+        ((8, 6), GPUS["a10"].architecture.matmuls),
+        ((8, 9), GPUS["l4"].architecture.matmuls),
+        ((12, 1), GPUS["rtx-5090"].architecture.matmuls),
+    ],
+)
+def test_a_compute_capability_has_the_formats_of_its_architecture(capability, matmuls):
+    assert matmuls_of(capability) == matmuls
+
+
+def named_in(text: str) -> list[str]:
+    """The GPUs and, such as RTX 20, the series of them that a text names."""
+    return NAME.findall(text)
+
+
+def rows_of(name: str) -> list[Gpu]:
+    """The rows that a name such as RTX 20 or MI300 stands for."""
+    return [gpu for gpu in GPUS.values() if gpu.name.startswith(name)]
+
+
+def test_each_gpu_that_a_page_names_has_a_row():
+    notebooks = [NOTEBOOKS / "15_below_16_bits.py", NOTEBOOKS / "19_choose_your_precision.py"]
+    found = []
+    for page in [*PAGES, *notebooks]:
+        for name in named_in(page.read_text(encoding="utf-8")):
+            found.append(name)
+            assert rows_of(name), f"{page.name} names {name}: add it to core/gpus.py"
+    assert {"V100", "T4", "RTX 20", "GTX 10", "MI300", "P100", "Arc A770"} <= set(found)
+
+
+def test_notebook_15_has_the_formats_of_the_table():
+    text = (NOTEBOOKS / "15_below_16_bits.py").read_text(encoding="utf-8")
+    table = text.partition("| FP8 | MXFP8, MXFP4, NVFP4 |")[2].partition("# Sources")[0]
+    found = 0
+    for line in table.splitlines():
+        for name in named_in(line):
+            _, fp8, blocks, _ = line[line.index("|") + 1 :].split("|")
+            matmuls = rows_of(name)[0].architecture.matmuls
+            assert ("fp8" in matmuls) == fp8.strip().startswith("yes"), line
+            assert ("mxfp8" in matmuls) == (blocks.strip() != "no"), line
+            found += 1
+    assert found >= 8
+
+
+def test_the_memory_playground_has_the_table():
+    assert write_gpus.FILE.read_text(encoding="utf-8") == write_gpus.script()
+
+
+@pytest.mark.usefixtures("one_thread_and_seed")
+def test_a_row_is_enough(monkeypatch, tmp_path, capsys):
+    rates = {16: 250e12, 8: 500e12, 4: 2000e12}
+    new = Gpu("RTX 6090", BLACKWELL_RTX, 48, "https://example.org", rates, 2e12)
+    monkeypatch.setitem(GPUS, new.key, new)
+    assert '{ gb: 48, names: ["L40S", "RTX 6090"] }' in write_gpus.script()
+    model, x = nn.Linear(64, 64), torch.randn(32, 64)
+    assert "Linear on RTX 6090" in str(advise(model, x, gpu="rtx-6090"))
+    said = str(rehearse(model, x, formats=("mxfp8",), gpu="rtx-6090"))
+    assert "RTX 6090" in said
+    assert "no forecast" not in said
+    nets = tmp_path / "nets.py"
+    nets.write_text("from torch import nn\n\n\ndef net():\n    return nn.Linear(64, 64)\n")
+    assert main(["memory", f"{nets}:net", "--input", "32,64", "--for", "rtx-6090"]) == 0
+    assert "largest batch in 48 GiB" in capsys.readouterr().out

@@ -49,7 +49,7 @@ def page():
     with chromium() as browser:
         page = browser.new_page()
         page.set_content("<!doctype html><title>Arithmetic</title>")
-        for name in ("formats.js", "scaler.js", "blocks.js", "memory.js"):
+        for name in ("formats.js", "scaler.js", "blocks.js", "memory.js", "gpus.js"):
             page.add_script_tag(path=PLAYGROUNDS / name)
         yield page
 

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from course.exercises import call, exercise, need
 
+from amp_lab.core.gpus import GPUS
+
 _CHOICES = (
     "fp32",
     "fp16 with a scaler",
@@ -17,24 +19,55 @@ _CHOICES = (
     "bf16",
     "fp32 with TF32 off",
 )
-_CASES = {
+_FORMATS = {key: gpu.architecture.matmuls for key, gpu in GPUS.items()}
+_FORMATS |= {"amx": ("bf16",), "avx2": ()}
+_CASES = {  # the row of `_FORMATS`, the task, and why
     "train a ResNet on a T4": (
-        "fp16 with a scaler",
+        "t4",
+        "train",
         "a T4 multiplies fp16 alone fast, and small gradients vanish in it without a scaler",
     ),
-    "train a GPT on an A100": ("bf16 under autocast", "an A100 has bf16, and training needs range"),
-    "serve a BERT, trained in fp32, on a V100": ("fp16", "a V100 has no bf16, only emulates it"),
-    "serve a language model on an RTX 4090": ("bf16", "it has bf16, and serving casts once"),
-    "train a U-Net on a GTX 1660": ("fp32", "it has no tensor cores, and fp16 gives NaN there"),
+    "train a GPT on an A100": ("a100", "train", "an A100 has bf16, and training needs range"),
+    "serve a BERT, trained in fp32, on a V100": (
+        "v100",
+        "infer",
+        "a V100 has no bf16, only emulates it",
+    ),
+    "serve a language model on an RTX 4090": (
+        "rtx-4090",
+        "infer",
+        "it has bf16, and serving casts once",
+    ),
+    "train a U-Net on a GTX 1660": (
+        "gtx-1660",
+        "train",
+        "it has no tensor cores, and fp16 gives NaN there",
+    ),
     "solve an ill-conditioned system on an H100": (
-        "fp32 with TF32 off",
+        "h100",
+        "exact",
         "every digit counts, and TF32 keeps 11 bits",
     ),
-    "fine-tune on an Arc A770": ("bf16 under autocast", "it lacks the float64 of a scaler"),
-    "train on an MI250": ("bf16 under autocast", "it makes fp16's subnormals 0"),
-    "serve on a CPU with AMX": ("bf16", "AMX multiplies bf16"),
-    "train on a laptop's CPU with AVX2 alone": ("fp32", "nothing else is faster there"),
+    "fine-tune on an Arc A770": ("arc-a770", "train", "it lacks the float64 of a scaler"),
+    "train on an MI250X": ("mi250x", "train", "it makes fp16's subnormals 0"),
+    "serve on a CPU with AMX": ("amx", "infer", "AMX multiplies bf16"),
+    "train on a laptop's CPU with AVX2 alone": (
+        "avx2",
+        "train",
+        "nothing else is faster there",
+    ),
 }
+_IN_TRAINING = {"bf16": "bf16 under autocast", "fp16": "fp16 with a scaler", "fp32": "fp32"}
+
+
+def _right(case: str) -> str:
+    hardware, task, _ = _CASES[case]
+    if task == "exact":
+        return "fp32 with TF32 off"
+    form = next((form for form in ("bf16", "fp16") if form in _FORMATS[hardware]), "fp32")
+    if task == "infer":
+        return form
+    return _IN_TRAINING[form]
 
 
 def _need_all(answers: Mapping[str, str], wanted: Mapping[str, Any]) -> None:
@@ -49,9 +82,10 @@ def check_cases(answers: dict[str, str]) -> str:
     _need_all(answers, _CASES)
     strange = [answer for answer in answers.values() if answer not in _CHOICES]
     need(not strange, f"{strange[:1]} is none of {', '.join(_CHOICES)}.")
-    wrong = [case for case, (right, _) in _CASES.items() if answers[case] != right]
+    wrong = [case for case in _CASES if answers[case] != _right(case)]
     if wrong:
-        need(False, f"Look again at “{wrong[0]}” ({len(wrong)} of 10): {_CASES[wrong[0]][1]}.")
+        _, _, why = _CASES[wrong[0]]
+        need(False, f"Look again at “{wrong[0]}” ({len(wrong)} of 10): {why}.")
     return "All ten. Now measure: it is where to begin, and not where to end."
 
 
@@ -73,7 +107,7 @@ def check_bits(bits_left: Callable[[Any], Any]) -> str:
             f"For {name} it returns {found}: the leading 1 is a bit of the significand too.",
         )
         need(found == bits, f"A product in {name} keeps {bits} bits, and it returns {found}.")
-    return "This is how `amp-lab doctor` tells TF32 from fp32 on a card."
+    return "This is how `amp-lab doctor` tells TF32 from fp32 on a GPU."
 
 
 @exercise

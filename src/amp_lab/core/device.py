@@ -15,6 +15,7 @@ import torch
 from amp_lab.core.backends import BACKENDS, backend
 from amp_lab.core.cpu import has_bf16_instructions, matrix_instructions
 from amp_lab.core.errors import DeviceError
+from amp_lab.core.gpus import matmuls_of
 from amp_lab.core.precision import Precision, has_tf32, require_backend
 from amp_lab.core.timing import compare, measure
 
@@ -358,9 +359,10 @@ def _recommend_unmeasured(device: torch.device) -> tuple[Precision, str]:
     if device.type == "cuda" and not torch.version.hip:
         capability = torch.cuda.get_device_capability(device)
         has = f"{busy}, and compute capability {capability[0]}.{capability[1]} has"
-        if capability >= (8, 0):  # Ampere and later
+        matmuls = matmuls_of(capability)
+        if Precision.BF16 in matmuls:
             return Precision.BF16, f"{has} tensor cores for bf16"
-        if capability >= (7, 0):  # Volta and Turing
+        if Precision.FP16 in matmuls:
             return Precision.FP16, f"{has} tensor cores for fp16 alone; use a gradient scaler"
         return Precision.FP32, f"{has} no tensor cores"
     return Precision.FP32, f"{busy}: measure again when it is idle"

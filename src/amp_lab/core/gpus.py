@@ -170,6 +170,18 @@ def gpu_of(name: str) -> Gpu:
     raise OptionError(f"{name!r} is not in the table of GPUs; the closest are {', '.join(close)}")
 
 
+def matmuls_of(capability: tuple[int, int]) -> tuple[str, ...]:
+    """The formats in which an NVIDIA GPU of a compute capability multiplies faster than in fp32."""
+    newest = (0, 0)
+    matmuls: tuple[str, ...] = ()
+    for gpu in GPUS.values():
+        first = gpu.architecture.capability
+        if first is not None and newest < first <= capability:
+            newest = first
+            matmuls = gpu.architecture.matmuls
+    return matmuls
+
+
 def absent_gpu(name: str) -> Gpu:
     """The GPU with a name; for a type of device such as ``cuda`` or ``rocm``, `unknown_gpu`.
 

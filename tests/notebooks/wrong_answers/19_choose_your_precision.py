@@ -8,7 +8,7 @@ RIGHT = {
     "train a U-Net on a GTX 1660": "fp32",
     "solve an ill-conditioned system on an H100": "fp32 with TF32 off",
     "fine-tune on an Arc A770": "bf16 under autocast",
-    "train on an MI250": "bf16 under autocast",
+    "train on an MI250X": "bf16 under autocast",
     "serve on a CPU with AMX": "bf16",
     "train on a laptop's CPU with AVX2 alone": "fp32",
 }
