@@ -75,9 +75,13 @@ def sharded(
     `tensors` has a fake tensor for each parameter and buffer, by name. `reduce_dtype` is the short
     name of the dtype in which gradients are summed. Needs a process group, as `group_of` makes.
     """
-    named = (*model.named_parameters(), *model.named_buffers())
     # New fakes for each trace: FSDP2 frees a parameter once it is cut into shards.
-    fakes = {id(original): torch.empty_like(tensors[name]) for name, original in named}
+    fakes = {}
+    for name, buffer in model.named_buffers():
+        fakes[id(buffer)] = torch.empty_like(tensors[name])
+    for name, parameter in model.named_parameters():
+        fake = torch.empty_like(tensors[name])
+        fakes[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
     ranks = Ranks(Parallel.FSDP, reduce_dtype=reduce_dtype)
     with unset_fake_temporarily():
         # The first access makes the mesh. It reads ranks from a tensor, which must not be fake.
@@ -100,30 +104,16 @@ def _copy_with_fakes(
     copies[module] = copied
     for name, attribute in vars(module).items():
         if isinstance(attribute, dict):  # _parameters, _buffers, …, which are changed below
-            vars(copied)[name] = copy.copy(attribute)
-        else:
-            vars(copied)[name] = attribute
-    for name, original in module._parameters.items():
-        if original is not None:
-            fake = _fake_parameter(original, fakes)
-            copied._parameters[name] = fake  # pyrefly: ignore[unsupported-operation]
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            copied._buffers[name] = fakes[id(buffer)]
+            attribute = copy.copy(attribute)
+        vars(copied)[name] = attribute
+    for own_tensors in (copied._parameters, copied._buffers):
+        for name, original in own_tensors.items():
+            if original is not None:
+                own_tensors[name] = fakes[id(original)]  # pyrefly: ignore[unsupported-operation]
     for name, submodule in module._modules.items():
         if submodule is not None:
             copied._modules[name] = _copy_with_fakes(submodule, fakes, copies)
     return copied
-
-
-def _fake_parameter(original: nn.Parameter, fakes: dict[int, torch.Tensor]) -> nn.Parameter:
-    """The fake of a parameter as a parameter; `fakes` keeps it, so tied parameters stay tied."""
-    fake = fakes[id(original)]
-    if isinstance(fake, nn.Parameter):
-        return fake
-    parameter = nn.Parameter(fake, original.requires_grad)
-    fakes[id(original)] = parameter
-    return parameter
 
 
 @contextmanager
