@@ -220,93 +220,91 @@ def forecast_cache(
     """
     if not candidates:
         return None
-    growth = _measure_growth(candidates, trace_with_tokens, tokens)
-    tensors = growth.tensors
-    if not tensors:
+    growth, remarks = _measure_growth(candidates, trace_with_tokens, tokens)
+    if not growth:
         return None
-    dtypes = {short_name(tensor.dtype) for tensor in tensors}
-    forecast = CacheForecast(
-        place=_common_path(tensors),
-        tensors=len(tensors),
-        dtype=" + ".join(sorted(dtypes)),
-        nbytes=sum(tensor.nbytes for tensor in tensors),
+    nbytes = sum(tensor.nbytes for tensor in growth)
+    counts = [count for count in growth.values() if count is not None]
+    per_token = 0  # bytes for all sequences together; 0: it does not grow, or it is not known
+    if len(counts) == len(growth):
+        per_token = sum(counts)
+    nbytes_asked = None
+    if tokens_asked is not None and not per_token:
+        remarks.append(f"Nothing is extrapolated to {tokens_asked:,} tokens.")
+    elif tokens_asked is not None:
+        try:
+            asked = trace_with_tokens(tokens_asked)
+        except TraceError as error:
+            remarks.append(f"For {tokens_asked:,} tokens it cannot be told: {error}.")
+        else:
+            paths = {tensor.path for tensor in growth}
+            nbytes_asked = sum(tensor.nbytes for tensor in asked if tensor.path in paths)
+            more_tokens = tokens_asked - (tokens or 0)  # never None: the growth was measured
+            if nbytes_asked < nbytes + per_token * more_tokens:
+                stopped = "part of it has stopped growing, as a sliding window does"
+                remarks.append(f"With {tokens_asked:,} tokens {stopped}.")
+    return CacheForecast(
+        place=_common_path(list(growth)),
+        tensors=len(growth),
+        dtype=" + ".join(sorted({short_name(tensor.dtype) for tensor in growth})),
+        nbytes=nbytes,
         sequences=sequences,
         tokens=tokens,
+        per_token=per_token // sequences or None,
         tokens_asked=tokens_asked,
-        remarks=growth.remarks,
+        nbytes_asked=nbytes_asked,
+        remarks=tuple(remarks),
     )
-    if growth.per_token:
-        forecast = dataclasses.replace(forecast, per_token=growth.per_token // sequences)
-    if tokens_asked is None:
-        return forecast
-    if not growth.per_token:
-        return _with_remark(forecast, f"Nothing is extrapolated to {tokens_asked:,} tokens.")
-    return _with_tokens_asked(forecast, growth, trace_with_tokens, tokens_asked)
-
-
-def _with_remark(forecast: CacheForecast, remark: str) -> CacheForecast:
-    return dataclasses.replace(forecast, remarks=(*forecast.remarks, remark))
-
-
-@dataclass(frozen=True)
-class _Growth:
-    """How a cache grows with the number of tokens."""
-
-    tensors: tuple[CachedTensor, ...]  # all tensors of the cache
-    per_token: int = 0  # bytes for all sequences together; 0: it does not grow, or it is not known
-    remarks: tuple[str, ...] = ()  # sentences
 
 
 def _measure_growth(
     candidates: tuple[CachedTensor, ...],
     trace_with_tokens: Callable[[int], tuple[CachedTensor, ...]],
     tokens: int | None,
-) -> _Growth:
+) -> tuple[dict[CachedTensor, int | None], list[str]]:
     """Compare the pass of the candidates with one that has another number of tokens.
 
-    The cache is the candidates with the name of a cache, and those that grow with the tokens. If
-    there is no second pass, names and shapes decide, and a remark says so. For the arguments see
-    `forecast_cache`.
+    Returns how many bytes each tensor of the cache grows with a token, and remarks. The cache is
+    the candidates with the name of a cache, and those that grow. 0 means that a tensor does not
+    grow, or that it is not known; None, that it changes, but not in proportion to the tokens. If
+    there is no second pass, names and shapes decide, and a remark says so.
     """
     if tokens is None:
-        named = tuple(tensor for tensor in candidates if tensor.is_named)
-        return _Growth(named, remarks=("No input has tokens (B, T) that it could grow with.",))
+        named = [tensor for tensor in candidates if tensor.is_named]
+        return dict.fromkeys(named, 0), ["No input has tokens (B, T) that it could grow with."]
     # Fewer if possible: the model may have no positions for more tokens than in its input.
     other_tokens = tokens // 2 if tokens > 1 else 2
     try:
         other_tensors = {tensor.path: tensor for tensor in trace_with_tokens(other_tokens)}
     except TraceError as error:
         # Without a second pass, tensors with a size that is the number of tokens are taken to grow.
-        likely = tuple(tensor for tensor in candidates if tensor.is_named or tokens in tensor.shape)
-        return _Growth(likely, remarks=(f"How it grows cannot be told: {error}.",))
-    bytes_per_token = {}
+        likely = [tensor for tensor in candidates if tensor.is_named or tokens in tensor.shape]
+        return dict.fromkeys(likely, 0), [f"How it grows cannot be told: {error}."]
+    growth = {}
     for tensor in candidates:
         other = other_tensors.get(tensor.path)
         count = _bytes_per_token(tensor, other, more_tokens=tokens - other_tokens)
         if count or tensor.is_named:
-            bytes_per_token[tensor] = count
+            growth[tensor] = count
     fewer, more = sorted([other_tokens, tokens])
-    return _describe_growth(bytes_per_token, f"{fewer:,} and {more:,} tokens")
+    return growth, _growth_remarks(list(growth.values()), f"{fewer:,} and {more:,} tokens")
 
 
-def _describe_growth(bytes_per_token: dict[CachedTensor, int | None], passes: str) -> _Growth:
-    """Sum up the growth of all tensors; `passes` are the two compared: "8 and 16 tokens".
+def _growth_remarks(counts: list[int | None], passes: str) -> list[str]:
+    """Sentences on the growth of the tensors; `passes` are the two compared: "8 and 16 tokens".
 
-    In `bytes_per_token`, 0 means that a tensor does not grow; None, that it changes, but does not
-    grow in proportion to the tokens.
+    `counts` are as in `_measure_growth`.
     """
-    tensors = tuple(bytes_per_token)
-    counts = [count for count in bytes_per_token.values() if count is not None]
-    if len(counts) < len(tensors):
-        return _Growth(tensors, remarks=(f"It is not a multiple of the tokens ({passes}).",))
+    if None in counts:
+        return [f"It is not a multiple of the tokens ({passes})."]
     if not any(counts):
         kinds = "a static cache, a full sliding window or a state"
-        return _Growth(tensors, remarks=(f"It is as large with {passes}: {kinds}.",))
+        return [f"It is as large with {passes}: {kinds}."]
     remarks = [f"Per token: the difference between passes with {passes}."]
     fixed_count = counts.count(0)
     if fixed_count:
         remarks.append(f"{fixed_count} of its {len(counts)} tensors do not grow.")
-    return _Growth(tensors, sum(counts), tuple(remarks))
+    return remarks
 
 
 def _bytes_per_token(
@@ -334,33 +332,7 @@ def _bytes_per_token(
     return (tensor.nbytes - other.nbytes) // more_tokens
 
 
-def _with_tokens_asked(
-    forecast: CacheForecast,
-    growth: _Growth,
-    trace_with_tokens: Callable[[int], tuple[CachedTensor, ...]],
-    tokens_asked: int,
-) -> CacheForecast:
-    """The forecast with the bytes for `tokens_asked` tokens, from a pass with that many.
-
-    If that pass fails, there are no such bytes, and a remark says why; another one says if part of
-    the cache has stopped growing.
-    """
-    paths = {tensor.path for tensor in growth.tensors}
-    try:
-        candidates = trace_with_tokens(tokens_asked)
-    except TraceError as error:
-        return _with_remark(forecast, f"For {tokens_asked:,} tokens it cannot be told: {error}.")
-    nbytes = sum(tensor.nbytes for tensor in candidates if tensor.path in paths)
-    # `tokens` is not None here, since the growth with them was measured.
-    more_tokens = tokens_asked - (forecast.tokens or 0)
-    proportional_bytes = forecast.nbytes + growth.per_token * more_tokens
-    if nbytes < proportional_bytes:
-        stopped = "part of it has stopped growing, as a sliding window does"
-        forecast = _with_remark(forecast, f"With {tokens_asked:,} tokens {stopped}.")
-    return dataclasses.replace(forecast, nbytes_asked=nbytes)
-
-
-def _common_path(tensors: tuple[CachedTensor, ...]) -> str:
+def _common_path(tensors: list[CachedTensor]) -> str:
     """The longest common beginning of the paths: "output.past_key_values.layers"."""
     common = tensors[0].path
     for tensor in tensors:
