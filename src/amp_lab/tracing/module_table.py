@@ -160,12 +160,12 @@ class ModuleTable(Printed):
         `flops` are those of the forward pass and the loss; `facts` are sentences to print below the
         table, besides its own.
         """
-        if depth is None:
-            return cls(title, depth, rows, flops, facts)
-        if not isinstance(depth, int) or depth < 1:
-            raise OptionError(f"depth {depth!r}: give a whole number of 1 or more, or None for all")
-        shown = [row for row in rows if row.depth <= depth]
-        return cls(title, depth, shown, flops, facts)
+        if depth is not None:
+            if not isinstance(depth, int) or depth < 1:
+                given = f"depth {depth!r}"
+                raise OptionError(f"{given}: give a whole number of 1 or more, or None for all")
+            rows = [row for row in rows if row.depth <= depth]
+        return cls(title, depth, rows, flops, facts)
 
     @property
     def parameters(self) -> int:

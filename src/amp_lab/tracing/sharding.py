@@ -121,15 +121,14 @@ def _read_fsdp(call: ModelCall) -> ShardingXray:
         units.append(unit)
         unit_of |= dict.fromkeys(module_names, unit.name)
         for group in groups:
-            parameters += _parameters_of_group(group, unit.name, names)
+            parameters += _parameters_of_group(model, group, unit.name, names)
             for fsdp_param in group.fsdp_params:  # a module has either of the two
                 managed_ids.add(id(fsdp_param.sharded_param))
                 managed_ids.add(id(getattr(fsdp_param, "_unsharded_param", None)))
     # Parameters that are in no unit, so that each rank has all of them.
     for name, parameter in model.named_parameters():
         if id(parameter) not in managed_ids:
-            module = model.get_submodule(name.rpartition(".")[0])
-            parameters.append(_row(name, parameter, module, None, parameter.dtype))
+            parameters.append(_row(model, name, parameter, None, parameter.dtype))
     root = next((unit for unit in units if not unit.name), None)  # it casts the inputs
     return _result(call, "FSDP2", units, parameters, unit_of, root.inputs if root else None)
 
@@ -164,7 +163,7 @@ def _unit(name: str, policy: Any, groups: list[Any]) -> Unit:
 
 
 def _parameters_of_group(
-    group: Any, unit: str, names: dict[nn.Module, str]
+    model: nn.Module, group: Any, unit: str, names: dict[nn.Module, str]
 ) -> Iterator[ShardedParameter]:
     """The rows of the parameters in `group`, a group of FSDP2 that is gathered together.
 
@@ -176,13 +175,13 @@ def _parameters_of_group(
         # Newer versions of torch take several dtypes in a group; the widest holds all the sums.
         reduced = functools.reduce(torch.promote_types, map(fsdp_reduced_dtype, trained))
     for fsdp_param in group.fsdp_params:
-        module = fsdp_param._module_info.module
-        name = f"{names[module]}.{fsdp_param._module_info.param_name}".removeprefix(".")
+        info = fsdp_param._module_info
+        name = f"{names[info.module]}.{info.param_name}".removeprefix(".")
         computed = fsdp_param.param_dtype or fsdp_param.orig_dtype
         # A weight of torchao in FP8 or MX gathers itself, in a dtype of its own.
         gathers_itself = hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather")
         gathered = None if gathers_itself else computed
-        yield _row(name, fsdp_param.sharded_param, module, unit, computed, gathered, reduced)
+        yield _row(model, name, fsdp_param.sharded_param, unit, computed, gathered, reduced)
 
 
 def _read_ddp(
@@ -223,13 +222,13 @@ def _ddp_xray(
     autocast_dtypes = _autocast_dtypes(call, precision, device_type)
     parameters = []
     for name, parameter in call.model.named_parameters():
-        module = call.model.get_submodule(name.rpartition(".")[0])
         computed = autocast_dtypes.get(name, parameter.dtype)
         unit = None if name in ignored else ""  # the whole model is one unit
         own_reduced = reduced or parameter.dtype
         if unit is None or unknown_hook is not None:
             own_reduced = None
-        parameters.append(_row(name, parameter, module, unit, computed, reduced=own_reduced))
+        row = _row(call.model, name, parameter, unit, computed, reduced=own_reduced)
+        parameters.append(row)
     # All buffers are in the one unit, which is the model itself.
     return _result(call, "DDP", [Unit("")], parameters, {"": ""}, cast_to=None, hook=unknown_hook)
 
@@ -255,15 +254,15 @@ def _autocast_dtypes(
 
 
 def _row(
+    model: nn.Module,
     name: str,
     parameter: torch.Tensor,
-    module: nn.Module,
     unit: str | None,
     computed: torch.dtype,
     gathered: torch.dtype | None = None,
     reduced: torch.dtype | None = None,
 ) -> ShardedParameter:
-    """The row of a parameter of `module`; the other arguments are as in `ShardedParameter`."""
+    """The row of a parameter of `model`; the other arguments are as in `ShardedParameter`."""
     return ShardedParameter(
         name=name,
         unit=unit,
@@ -273,7 +272,7 @@ def _row(
         reduced=reduced if parameter.requires_grad else None,
         trained=parameter.requires_grad,
         elements=parameter.numel(),
-        of_norm=_is_norm(module),
+        of_norm=_is_of_norm(model, name),
     )
 
 
@@ -295,12 +294,11 @@ def _result(
     model = call.model
     buffers = []
     for name, buffer in model.named_buffers():
-        owner = name.rpartition(".")[0]
-        unit_module = owner
-        while unit_module and unit_module not in unit_of:
-            unit_module = unit_module.rpartition(".")[0]
-        is_of_norm = _is_norm(model.get_submodule(owner))
-        buffers.append(ShardedBuffer(name, unit_of.get(unit_module), buffer.dtype, is_of_norm))
+        module = name.rpartition(".")[0]
+        while module and module not in unit_of:
+            module = module.rpartition(".")[0]
+        of_norm = _is_of_norm(model, name)
+        buffers.append(ShardedBuffer(name, unit_of.get(module), buffer.dtype, of_norm))
     inputs = {}
     # An input without a name has a number: ``0``, or ``0.image`` inside a dict.
     for path, tensor in named_tensors([*call.args]) + named_tensors(call.kwargs):
@@ -319,6 +317,7 @@ def _result(
     )
 
 
-def _is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm, by the name of its class."""
+def _is_of_norm(model: nn.Module, name: str) -> bool:
+    """Whether the module of a parameter or buffer is a norm, by the name of its class."""
+    module = model.get_submodule(name.rpartition(".")[0])
     return "norm" in type(module).__name__.lower()
