@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from amp_lab import find_nonfinite, forecast_memory, xray
 from amp_lab.core.backends import BACKENDS
 from amp_lab.core.errors import DeviceError, TraceError
+from amp_lab.model_call import ModelCall
 from amp_lab.tracing.dtype_checks import StrictFakeMode
 from amp_lab.tracing.fake_device import absent_device, autocast_on, on_fake_device
 
@@ -136,7 +137,7 @@ def test_unknown_device_is_refused_in_a_line(name):
         assert "\n" not in str(told.value)
     with (
         pytest.raises(DeviceError),
-        on_fake_device(model, (torch.ones(1),), {}, name),
+        on_fake_device(ModelCall(model, (torch.ones(1),)), name),
     ):
         pass
     assert state() == before
@@ -175,9 +176,9 @@ def test_model_runs_on_every_backend_and_nothing_is_left(device_type, model, dat
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with (
         autocast_on(device_type, enabled=enabled),
-        on_fake_device(model, args, {}, device_type) as run,
+        on_fake_device(ModelCall(model, args), device_type) as run,
     ):
-        output = run.call()
+        output = run.output()
         outputs = output if isinstance(output, tuple) else (output,)
         assert all(o.device.type == device_type and isinstance(o, FakeTensor) for o in outputs)
         assert outputs[0].requires_grad
@@ -255,9 +256,9 @@ def test_nothing_is_left_after_an_exception():
         with (
             pytest.raises(RuntimeError, match=r"2, 3"),
             autocast_on(device_type),
-            on_fake_device(model, (x,), {}, device_type) as run,
+            on_fake_device(ModelCall(model, (x,)), device_type) as run,
         ):
-            run.call()
+            run.output()
         assert (state(), contents(model)) == (before, inside)
         assert torch.equal(model.features[1].running_mean, mean)
 
@@ -277,8 +278,8 @@ def test_what_forward_keeps_is_taken_back():
 
     model = Keeps()
     log = model.log
-    with on_fake_device(model, (torch.ones(1, 2),), {}, "cuda") as run:
-        run.call()
+    with on_fake_device(ModelCall(model, (torch.ones(1, 2),)), "cuda") as run:
+        run.output()
         assert model.last is not None
     assert model.last is None
     assert model.log is log
@@ -293,9 +294,9 @@ def test_fake_errors_are_raised_but_not_logged(caplog):
 
     with (
         pytest.raises(RuntimeError),
-        on_fake_device(Wrong(), (torch.ones(2, 2),), {}, "cuda") as run,
+        on_fake_device(ModelCall(Wrong(), (torch.ones(2, 2),)), "cuda") as run,
     ):
-        run.call()
+        run.output()
     assert not caplog.records
 
 
@@ -312,7 +313,7 @@ def test_tied_parameters_and_shared_storage_stay_so():
             return self.again(self.embed(x)) + self.head(self.row)
 
     model = Tied()
-    with on_fake_device(model, (torch.tensor([1]),), {}, "cuda") as run:
+    with on_fake_device(ModelCall(model, (torch.tensor([1]),)), "cuda") as run:
         names = {"embed.weight", "head.weight", "again.weight"}
         assert set(run.parameters) == names
         assert len({id(run.parameters[name]) for name in names}) == 1
@@ -321,18 +322,18 @@ def test_tied_parameters_and_shared_storage_stay_so():
         assert (row.shape, row.storage_offset()) == ((4,), 4)
         assert isinstance(weight, nn.Parameter)
         assert weight.is_leaf
-        assert run.call().shape == (1, 5)
+        assert run.output().shape == (1, 5)
 
 
 def test_requires_grad_and_strides_are_kept():
     model = nn.Linear(3, 2)
     model.bias.requires_grad_(False)
     x = torch.randn(3, 4).T.requires_grad_()
-    with on_fake_device(model, (x,), {}, "mps") as run:
+    with on_fake_device(ModelCall(model, (x,)), "mps") as run:
         assert run.parameters["weight"].requires_grad
         assert not run.parameters["bias"].requires_grad
-        assert run.args[0].requires_grad
-        assert run.args[0].stride() == x.stride()
+        assert run.call.args[0].requires_grad
+        assert run.call.args[0].stride() == x.stride()
 
 
 @pytest.mark.parametrize("device_type", BACKENDS)
@@ -340,8 +341,8 @@ def test_model_on_meta_is_welcome(device_type):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2**17, 2**17), nn.BatchNorm1d(2**17))  # 64 GiB
     x = torch.empty(4, 2**17, device="meta")
-    with autocast_on(device_type), on_fake_device(model, (x,), {}, device_type) as run:
-        assert run.call().shape == (4, 2**17)
+    with autocast_on(device_type), on_fake_device(ModelCall(model, (x,)), device_type) as run:
+        assert run.output().shape == (4, 2**17)
     assert all(p.is_meta for p in model.parameters())
 
 
@@ -352,8 +353,8 @@ def test_tensors_made_without_a_device_are_on_it(device_type):
             shifted = x + torch.arange(3) + torch.tensor([1.0, 2.0, 3.0]) + torch.zeros(3)
             return shifted, torch.ones(1, device="cpu")
 
-    with on_fake_device(Positions(), (torch.ones(3),), {}, device_type) as run:
-        shifted, on_cpu = run.call()
+    with on_fake_device(ModelCall(Positions(), (torch.ones(3),)), device_type) as run:
+        shifted, on_cpu = run.output()
         assert (shifted.device.type, on_cpu.device.type) == (device_type, "cpu")
 
 
@@ -364,9 +365,9 @@ def test_mismatch_of_the_models_own_making_is_told():
 
     with (
         pytest.raises(RuntimeError, match=r"cuda:0.* cpu"),
-        on_fake_device(Mixed(), (torch.ones(3),), {}, "cuda") as run,
+        on_fake_device(ModelCall(Mixed(), (torch.ones(3),)), "cuda") as run,
     ):
-        run.call()
+        run.output()
 
 
 @pytest.mark.parametrize("device_type", BACKENDS)
@@ -385,10 +386,10 @@ def test_weight_is_cast_once(device_type):
     counter = Casts()
     with (
         autocast_on(device_type),
-        on_fake_device(Five(), (torch.ones(2, 4, dtype=low),), {}, device_type) as run,
+        on_fake_device(ModelCall(Five(), (torch.ones(2, 4, dtype=low),)), device_type) as run,
         counter,
     ):
-        assert run.call().dtype is low
+        assert run.output().dtype is low
     assert counter.count == 1
 
 
@@ -406,11 +407,11 @@ def test_inputs_in_structures_are_faked_and_kept():
     x = torch.ones(2, 3)
     batch = Batch(x, {"mask": [x, "text"]})
     kwargs = {"scale": {"x": torch.tensor(2.0)}, "names": ["a"]}
-    with on_fake_device(Takes(), (batch,), kwargs, "xpu") as run:
-        output, names = run.call()
+    with on_fake_device(ModelCall(Takes(), (batch,), kwargs), "xpu") as run:
+        output, names = run.output()
         assert (output.device.type, output.shape, names) == ("xpu", (2, 3), ["a"])
-        assert run.args[0].image is run.args[0].extra["mask"][0]
-        assert run.fake((x, torch.ones(1)))[0] is run.args[0].image
+        assert run.call.args[0].image is run.call.args[0].extra["mask"][0]
+        assert run.fake(x) is run.call.args[0].image
     assert batch.image is x
     assert batch.extra["mask"] == [x, "text"]
 
@@ -426,7 +427,7 @@ def test_models_without_a_fake_copy_are_refused():
         before = state()
         with (
             pytest.raises(TraceError, match=words) as told,
-            on_fake_device(model, (torch.ones(1, 2),), {}, "cuda"),
+            on_fake_device(ModelCall(model, (torch.ones(1, 2),)), "cuda"),
         ):
             pass
         assert "\n" not in str(told.value)

@@ -16,7 +16,7 @@ from amp_lab.core.report import bytes_text
 from amp_lab.model_call import ModelCall
 from amp_lab.recipes import INFERENCE, TRAINING, Recipe, uses_of
 from amp_lab.tracing.memory import memory_table, parse_bytes
-from amp_lab.tracing.xray import xray
+from amp_lab.tracing.xray import xray_call
 from amp_lab.tracing.xray_result import Xray
 
 _RESERVE = 0.1  # share of the memory that is left to the driver and to fragmentation
@@ -134,29 +134,17 @@ def forecast(call: ModelCall, look: Outlook, gpu: Gpu) -> Advice:
 
 def _take_xrays(call: ModelCall, precision: Precision, look: Outlook) -> None:
     """X-ray a step, and a forward pass alone if the step raises; write the results to `look`."""
-    report = _xray(call, look.device, precision)
+    report = xray_call(call, look.device.type, precision.dtype)
     look.xrays[precision] = report
     if not report.raised:
         return
     # The loss or the backward pass may have raised, which inference does not have.
     forward = replace(call.copy(), loss_fn=None)
     forward.model.requires_grad_(False).eval()
-    alone = _xray(forward, look.device, precision)
+    alone = xray_call(forward, look.device.type, precision.dtype)
     look.raises[TRAINING, precision] = report.raised
     if alone.raised:
         look.raises[INFERENCE, precision] = alone.raised
-
-
-def _xray(call: ModelCall, device: torch.device, precision: Precision) -> Xray:
-    """The X-ray of a model under autocast to a precision; of a backward pass too with a loss."""
-    return xray(
-        call.model,
-        *call.args,
-        dtype=precision.dtype,
-        device_type=device.type,
-        loss_fn=call.loss_fn,
-        **call.kwargs,
-    )
 
 
 def _forecast(call: ModelCall, use: str, look: Outlook) -> None:

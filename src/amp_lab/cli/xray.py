@@ -58,7 +58,7 @@ def _depth(text: str) -> int:
 def run(options: argparse.Namespace) -> None:
     """X-ray the model, and print what was found."""
     from amp_lab.tracing import compare
-    from amp_lab.tracing.xray import xray
+    from amp_lab.tracing.xray import xray_call
 
     use_absent_device(options)
     if options.parallel is not None:
@@ -69,18 +69,8 @@ def run(options: argparse.Namespace) -> None:
         require_memory(options, options.device, "--real")
 
     def trace(loaded: LoadedModel) -> "list[Xray]":
-        call = loaded.call
         return [
-            xray(
-                call.model,
-                *call.args,
-                device_type=device,
-                dtype=dtype_of(name),
-                loss_fn=call.loss_fn,
-                real=options.real,
-                **call.kwargs,
-            )
-            for device, name in sides
+            xray_call(loaded.call, device, dtype_of(name), options.real) for device, name in sides
         ]
 
     found, *others = trace_model(options, trace, with_values=options.real)

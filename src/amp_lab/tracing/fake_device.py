@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wra
 from amp_lab.core.backends import BACKENDS, backend
 from amp_lab.core.errors import DeviceError, TraceError
 from amp_lab.core.remedies import remedy
-from amp_lab.core.tensors import LOWER_DTYPES, map_tensors
+from amp_lab.core.tensors import LOWER_DTYPES
 from amp_lab.core.torch_versions import fused_gru_on_fakes
+from amp_lab.model_call import ModelCall
 from amp_lab.tracing.attention import attention_of
 from amp_lab.tracing.decisions import Decisions, Replay
 from amp_lab.tracing.device_guard import idle_guard
@@ -345,27 +346,32 @@ def _module_text(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ModelRun:
-    """A model and its inputs on one device, which is fake if `on_fake_device` made it."""
+    """A call of a model on one device, which is fake if `on_fake_device` made it."""
 
-    model: nn.Module
+    call: ModelCall  # its inputs are on the device; the model is the user's own
     parameters: dict[str, torch.Tensor]  # by name; a tied one is the same tensor under each name
     buffers: dict[str, torch.Tensor]
-    args: tuple
-    kwargs: dict[str, Any]
-    fake: Callable[[Any], Any]  # returns a structure, such as a target, with fake copies in it
+    fake: Callable[[torch.Tensor], torch.Tensor]  # the fake copy of a tensor, such as a target
     mode: StrictFakeMode | None = None  # None: the tensors are real
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        return self.call.model
 
     @property
     def is_fake(self) -> bool:
         """Whether the tensors have no values."""
         return self.mode is not None
 
-    def call(self) -> Any:
-        """Run the model on `args` and `kwargs`, with fake weights if it is fake."""
+    def output(self) -> Any:
+        """What the model returns, with fake weights if it is fake."""
+        call = self.call
         if not self.is_fake:
-            return self.model(*self.args, **self.kwargs)
+            return call.output()
+        tensors = self.parameters | self.buffers
         return torch.func.functional_call(
-            self.model, self.parameters | self.buffers, self.args, self.kwargs, tie_weights=False
+            call.model, tensors, call.args, call.kwargs, tie_weights=False
         )
 
     @contextmanager
@@ -384,10 +390,8 @@ class ModelRun:
 
 
 @contextmanager
-def on_fake_device(
-    model: nn.Module, args: tuple, kwargs: Mapping[str, Any], device_type: str
-) -> Iterator[ModelRun]:
-    """The block in which `model` runs on fake tensors of `device_type`; yields a `ModelRun`.
+def on_fake_device(call: ModelCall, device_type: str) -> Iterator[ModelRun]:
+    """The block in which a model runs on fake tensors of `device_type`; yields a `ModelRun`.
 
     New tensors in the block are fake, and on `device_type` by default. The model's own tensors are
     neither moved nor changed; those that share memory share it as fake copies too. Use the fake
@@ -397,6 +401,7 @@ def on_fake_device(
     copy: one with lazy, sparse or sharded tensors, some quantised ones, or one of TorchScript.
     """
     device = torch.device(checked_backend(device_type))
+    model = call.model
     _require_python_and_shapes(model)
     for name, module in model.named_modules():
         kind = type(module)
@@ -416,18 +421,13 @@ def on_fake_device(
     ):
         copies = FakeCopies(device)
 
-        def fake_input(tensor: torch.Tensor) -> torch.Tensor:
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
             return copies.of(tensor, "an input")
 
-        def fake(structure: Any) -> Any:
-            return map_tensors(fake_input, structure)
-
         yield ModelRun(
-            model,
+            call.map_inputs(fake),
             parameters=copies.of_each(model.named_parameters(remove_duplicate=False)),
             buffers=copies.of_each(model.named_buffers(remove_duplicate=False)),
-            args=fake(tuple(args)),
-            kwargs=fake(dict(kwargs)),
             fake=fake,
             mode=mode,
         )

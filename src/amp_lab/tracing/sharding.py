@@ -19,7 +19,7 @@ from amp_lab.parallel.ranks import REDUCE_DTYPES, Parallel
 from amp_lab.tracing.fake_device import checked_backend, on_fake_device, require_model
 from amp_lab.tracing.sharded_step import group_of, sharded
 from amp_lab.tracing.sharding_result import ShardedBuffer, ShardedParameter, ShardingXray, Unit
-from amp_lab.tracing.xray import xray
+from amp_lab.tracing.xray import xray_call
 
 # torch's communication hooks for DDP, with the dtype in which they sum gradients.
 _COMPRESS_HOOKS = {"bf16_compress_hook": torch.bfloat16, "fp16_compress_hook": torch.float16}
@@ -82,7 +82,7 @@ def xray_sharding(
         raise TraceError(f"{name} is neither sharded nor in DDP: give parallel='fsdp' or 'ddp'")
     # If this process is in a group already, the model is sharded over that one.
     group = nullcontext() if dist.is_initialized() else group_of(_RANKS)
-    with group, on_fake_device(model, (), {}, "cpu") as run:
+    with group, on_fake_device(ModelCall(model), "cpu") as run:
         model = sharded(model, run.parameters | run.buffers, train_precision, reduce_dtype)
         return _read_fsdp(ModelCall(model, inputs, kwargs))
 
@@ -246,7 +246,7 @@ def _autocast_dtypes(
         return {}
     if not call.args and not call.kwargs:
         raise TraceError("what autocast casts depends on the ops: give the inputs of a call")
-    result = xray(call.model, *call.args, device_type=device_type, dtype=dtype, **call.kwargs)
+    result = xray_call(call, device_type, dtype)
     if result.raised is not None:
         raise TraceError(result.raised)
     casts = [cast for cast in result.casts if cast.is_of_parameter]

@@ -51,7 +51,7 @@ def steps_on(
         if precision not in list(Precision):
             raise TraceError(f"precision {precision!r}: give one of {', '.join(Precision)}")
     checked_backend(device_type)
-    with _comparable_traces(), on_fake_device(model, (), {}, device_type) as run:
+    with _comparable_traces(), on_fake_device(ModelCall(model), device_type) as run:
         yield run, [Precision(precision) for precision in names]
 
 

@@ -92,7 +92,7 @@ class Tracer(TorchFunctionMode):
         self._written_by: dict[int, OpRecord] = {}  # the op that wrote it last
         self._pending: list[Cast] = []  # casts of the inputs of the op that comes next
 
-    def follow(self, loss_fn: Callable | None) -> "Tracer":
+    def follow(self) -> "Tracer":
         """Run the model and the loss, keep the error if one of them fails, and return this tracer.
 
         On fake tensors the backward pass is tried too, see `_try_backward`. Raises `TraceError` for
@@ -109,7 +109,7 @@ class Tracer(TorchFunctionMode):
             _Ops(self),
         ):
             try:
-                result = self._run_model(loss_fn)
+                result = self._run_model()
             except NotAnswered:
                 raise
             except Exception as error:  # a model may raise anything: `xray` reports or raises it
@@ -128,7 +128,7 @@ class Tracer(TorchFunctionMode):
         for name, tensor in (run.parameters | run.buffers).items():
             noun = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             self._name_tensor(tensor, SourceKind.OWN, f"{noun} {name}")
-        inputs = dict(enumerate(run.args)) | run.kwargs
+        inputs = dict(enumerate(run.call.args)) | run.call.kwargs
         for path, tensor in named_tensors(inputs, open_objects=True):
             self._name_tensor(tensor, SourceKind.INPUT, f"input {path[1:]}")
         self._sources.name_attributes(run.model)
@@ -137,10 +137,11 @@ class Tracer(TorchFunctionMode):
         self._names.setdefault(tensor_key(tensor), text)
         self._sources.name(tensor, kind, text)
 
-    def _run_model(self, loss_fn: Callable | None) -> object:
+    def _run_model(self) -> object:
         """Run the model; return the loss, or the output if there is no loss."""
-        output = self._run.call()
+        output = self._run.output()
         self.outputs = outputs_of(output)
+        loss_fn = self._run.call.loss_fn
         if loss_fn is None:
             return output
         self._in_loss = True

@@ -15,12 +15,11 @@ from amp_lab.core.errors import TraceError, first_line, with_type
 from amp_lab.core.precision import require_backend
 from amp_lab.core.remedies import remedy
 from amp_lab.core.report import dtype_name, short_name
-from amp_lab.core.tensors import map_tensors, named_leaves, named_tensors
+from amp_lab.core.tensors import named_leaves
 from amp_lab.model_call import ModelCall
 from amp_lab.tracing.advice import advise
 from amp_lab.tracing.answered import answered
 from amp_lab.tracing.compiled import is_compiled, without_wrapper
-from amp_lab.tracing.copies import copied
 from amp_lab.tracing.decisions import Decisions, MemoryNeeded, NotAnswered
 from amp_lab.tracing.fake_device import (
     ModelRun,
@@ -87,6 +86,14 @@ def xray(
     dtype that autocast does not take, and a device type that does not exist or, with `real`, is not
     here.
     """
+    return xray_call(ModelCall(model, inputs, kwargs, loss_fn), device_type, dtype, real)
+
+
+def xray_call(
+    call: ModelCall, device_type: str, dtype: torch.dtype | None = None, real: bool = False
+) -> Xray:
+    """The X-ray of a call of a model; for the other arguments see `xray`."""
+    model = call.model
     checked_backend(device_type)
     if real:
         require_backend(device_type)
@@ -99,9 +106,9 @@ def xray(
         dtype = dtype_for(model, device_type)
     if dtype is not torch.float32:
         checked_dtype(device_type, dtype)
-    _check_inputs(model, inputs, kwargs, real)
+    _check_inputs(call, real)
     # Without the wrapper of torch.compile the model runs in eager mode.
-    call = ModelCall(without_wrapper(model), inputs, kwargs, loss_fn)
+    call = dataclasses.replace(call, model=without_wrapper(model))
     run = _xray_for_real if real else _xray_on_fakes
     result = run(call, device_type, dtype)
     return dataclasses.replace(result, autocast_off=autocast_off, compiled=is_compiled(model))
@@ -214,11 +221,11 @@ def _trace_on_fakes(
 
     def trace(default_device: contextlib.AbstractContextManager) -> Tracer:
         with (
-            on_fake_device(call.model, call.args, call.kwargs, device_type) as run,
+            on_fake_device(call, device_type) as run,
             default_device,
             run.told(decisions) as replay,
         ):
-            tracer = Tracer(device_type, dtype, run).follow(call.loss_fn)
+            tracer = Tracer(device_type, dtype, run).follow()
             if tracer.error is None:  # a run that fails takes fewer decisions than the real one
                 replay.require_done()
             tracer.decisions = replay.remark
@@ -237,21 +244,18 @@ def _trace_on_fakes(
 def _trace_for_real(call: ModelCall, device_type: str, dtype: torch.dtype) -> Tracer:
     """Trace a forward pass of a copy of the model on the device itself."""
     try:
-        model, args, kwargs = copied(call.model, call.args, call.kwargs)
+        call = call.copy()
     except (RuntimeError, TypeError) as error:  # tensors of a graph, locks, open files
         raise TraceError(f"real=True runs a copy of the model: {first_line(error)}") from error
-    model.to(device_type)  # the copy: the user's own model stays where it is
-    args, kwargs = map_tensors(lambda tensor: tensor.to(device_type), [args, kwargs])
+    call = call.to(device_type)  # the copy: the user's own model stays where it is
     run = ModelRun(
-        model,
-        parameters=dict(model.named_parameters()),
-        buffers=dict(model.named_buffers()),
-        args=args,
-        kwargs=kwargs,
-        fake=lambda structure: structure,  # the real tensors take the place of fakes
+        call,
+        parameters=dict(call.model.named_parameters()),
+        buffers=dict(call.model.named_buffers()),
+        fake=lambda tensor: tensor,  # the real tensors take the place of fakes
     )
     with random_numbers_kept(device_type):
-        return Tracer(device_type, dtype, run).follow(call.loss_fn)
+        return Tracer(device_type, dtype, run).follow()
 
 
 def _explain_error(tracer: Tracer, call: ModelCall) -> str:
@@ -259,8 +263,7 @@ def _explain_error(tracer: Tracer, call: ModelCall) -> str:
     error = tracer.error
     assert error is not None
     model = call.model
-    tensors = [tensor for _, tensor in named_tensors([call.args, call.kwargs], open_objects=True)]
-    shapes = [f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}" for tensor in tensors]
+    shapes = [f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}" for tensor in call.tensors]
     inputs = ", ".join(shapes) or "of no tensor"
     op = "an op"
     where = ""
@@ -275,13 +278,14 @@ def _explain_error(tracer: Tracer, call: ModelCall) -> str:
     return f"{type(model).__name__} fails on input {inputs}{where}: {reason}{tip}"
 
 
-def _check_inputs(model: nn.Module, inputs: tuple, kwargs: dict[str, Any], real: bool) -> None:
+def _check_inputs(call: ModelCall, real: bool) -> None:
     """Raise `TraceError` for inputs that cannot be traced, and for misspelt options of `xray`."""
     # A model may have an argument of this name itself.
+    forward = call.model.forward
     for misspelt, option in (("device", "device_type="), ("precision", "dtype=")):
-        if misspelt in kwargs and misspelt not in inspect.signature(model.forward).parameters:
+        if misspelt in call.kwargs and misspelt not in inspect.signature(forward).parameters:
             raise TraceError(f"xray has no {misspelt}=, and the model neither: give {option}")
-    arguments: dict[Any, Any] = dict(enumerate(inputs)) | kwargs
+    arguments: dict[Any, Any] = dict(enumerate(call.args)) | call.kwargs
     has_tensor = False
     for position_or_name, value in arguments.items():
         text = f"input {position_or_name!r}"
