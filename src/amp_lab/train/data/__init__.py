@@ -33,28 +33,16 @@ def load_dataset(
 ) -> DataSplits:
     """Load the data set `name`, one of `DATASETS`, from `folder`; download it there if missing.
 
-    - ``digits``: scikit-learn's 1,797 handwritten digits, which need no folder and no network. One
-      in five is a test image.
-    - ``cifar10``: 50,000 and 10,000 photographs in `folder`/cifar-10-batches-py.
-    - ``caltech256``: 29,780 photographs in `folder`/256_ObjectCategories or
-      `folder`/caltech256/256_ObjectCategories; `folder` may also be that folder itself. Every tenth
-      is a test image. The first use decodes every file and writes caltech256.csv, a list of those
-      that are not damaged, so that later uses need not.
+    Each data set is a file in `train/data/`, whose `load` says what `folder` must hold and which
+    samples are for the test. A text is cut into passages of 256 characters; for passages of another
+    length and other tokens, see `load`.
 
-    - ``folder``: your own images; `folder` has a folder for each class, or two called train and val
-      (or test) that have these. Without a val or test, a tenth of each class is held out for the
-      test, always the same. All images are decoded once, before anything else.
-
-    - ``stdlib``: the sources of Python's standard library, cut into passages of 256 characters.
-    - ``text``: your own, cut likewise; `folder` is a file, or a folder whose .txt and .md files are
-      read. For passages of another length and other tokens, see `load`.
-
-    Images have `image_size` pixels a side (default: 32; for caltech256 and folder, 224). `limit`
-    keeps at most so many training samples, and the same share of the test samples, rounded up. Each
-    class keeps its share, and which images are kept is always the same. `seed` is for the
-    augmentation of the training images, and for where the passages begin; `augment=False` switches
-    both off. `skip_damaged` leaves out images of caltech256 and folder that cannot be decoded, and
-    lists them in `skipped`. With `download=False`, missing files are an error.
+    Images have `image_size` pixels a side (default: the data set's own). `limit` keeps at most so
+    many training samples, and the same share of the test samples, rounded up. Each class keeps its
+    share, and which images are kept is always the same. `seed` is for the augmentation of the
+    training images, and for where the passages begin; `augment=False` switches both off.
+    `skip_damaged` leaves out image files that cannot be decoded, and lists them in `skipped`. With
+    `download=False`, missing files are an error.
 
     Raises `DataError` for a wrong value, and for files that are missing, damaged or altered.
     """

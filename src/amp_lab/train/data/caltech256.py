@@ -3,6 +3,7 @@
 import csv
 import io
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from amp_lab.core.files import open_regular
 from amp_lab.core.report import listed
 from amp_lab.train.data import images
 from amp_lab.train.data.downloads import fetch
-from amp_lab.train.data.samples import DataSplits, LoadOptions, fingerprint
+from amp_lab.train.data.samples import DataSplits, LoadOptions
 
 URL = "https://data.caltech.edu/records/nyy15-4j048/files/256_ObjectCategories.tar"
 MD5 = "67b4f42ca05d46448c6bb8ecd2220f6d"
@@ -23,7 +24,9 @@ _SUFFIXES = (".jpg", ".jpeg", ".png")
 def load(options: LoadOptions) -> DataSplits:
     """Load the photographs, or a stand-in for them; every tenth is a test image.
 
-    Downloads them if they are missing. See `load_dataset`.
+    They are in `options.folder`, as `find_folder` says, and are downloaded if they are missing. The
+    first use decodes every file and writes caltech256.csv, a list of those that are not damaged, so
+    that later uses need not.
     """
     root = find_folder(options.folder)
     if root is None:
@@ -34,25 +37,12 @@ def load(options: LoadOptions) -> DataSplits:
     targets = np.array([targets_of[path] for path in paths])
     all_train, all_test = images.split(targets, every=10)
     train, test = images.shorten(all_train, all_test, targets, options.limit)
-    files = np.array([root.parent / path for path in paths])
-    train_files = files[train].tolist()
-    test_files = files[test].tolist()
-    size = options.image_size
-    mean_std = images.IMAGENET_MEAN_STD
+    classes = [name.partition(".")[2] for name in class_folders]  # ak47 of 001.ak47
     marker = root / images.MARKER
-    content = "\n".join(paths)  # the fingerprint has the paths, since hashing all files takes long
-    return DataSplits(
-        name="caltech256",
-        train=images.ImagesOnDisk(
-            train_files, targets[train], size, mean_std, seed=options.seed, augment=images.jitter
-        ),
-        test=images.ImagesOnDisk(test_files, targets[test], size, mean_std),
-        classes=tuple(name.partition(".")[2] for name in class_folders),  # ak47 of 001.ak47
-        sample_shape=(3, size, size),
-        stand_in=marker.exists(),
-        fingerprint=fingerprint(content.encode(), targets, train, test),
-        skipped=tuple(damaged),
+    splits = images.photographs(
+        "caltech256", root.parent, paths, targets, classes, (train, test), options
     )
+    return replace(splits, stand_in=marker.exists(), skipped=tuple(damaged))
 
 
 def find_folder(folder: Path) -> Path | None:

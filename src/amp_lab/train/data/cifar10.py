@@ -31,7 +31,7 @@ MEAN_STD = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))  # of each chann
 def load(options: LoadOptions) -> DataSplits:
     """Load the photographs, or a stand-in for them, with their own split into training and test.
 
-    Downloads them if they are missing. See `load_dataset`.
+    They are in `options.folder`/cifar-10-batches-py, and are downloaded if they are missing.
     """
     root = options.folder / FOLDER
     if find_folder(options.folder) is None:

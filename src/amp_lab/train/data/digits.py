@@ -13,7 +13,7 @@ MEAN_STD = ((0.305,) * 3, (0.376,) * 3)  # of the pixels in [0, 1], of each chan
 
 
 def load(options: LoadOptions) -> DataSplits:
-    """Load the 1,797 digits; one in five is a test image. See `load_dataset`."""
+    """Load the 1,797 digits, which need no folder; one in five is a test image."""
     with needed_for("the data set digits"):
         from sklearn.datasets import load_digits  # here, since it takes a second to load
 

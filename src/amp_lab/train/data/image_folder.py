@@ -2,14 +2,14 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from amp_lab.core.errors import DataError
 from amp_lab.train.data import images
-from amp_lab.train.data.samples import DataSplits, LoadOptions, fingerprint
+from amp_lab.train.data.samples import DataSplits, LoadOptions
 
 _TRAIN = "train"
 _TEST_NAMES = ("val", "test")  # in order of preference
@@ -39,7 +39,12 @@ class _Layout:
 
 
 def load(options: LoadOptions) -> DataSplits:
-    """Load the images in `options.folder`. See `load_dataset`."""
+    """Load the images in `options.folder`.
+
+    It has a folder for each class, or two called train and val (or test) that have these. Without a
+    val or test, a tenth of each class is held out for the test, always the same. All images are
+    decoded once, before anything else.
+    """
     layout = _find_layout(options.folder.absolute())
     files = _list_images(layout, layout.train)
     if layout.test is not None:
@@ -54,29 +59,15 @@ def load(options: LoadOptions) -> DataSplits:
     if not options.skip_damaged:
         # Only now, so that images beyond the limit need not be decoded.
         _require_undamaged(layout, [files[i] for i in (*train, *test)])
-    paths = np.array([layout.root / file.path for file in files])
-    train_paths = paths[train].tolist()
-    test_paths = paths[test].tolist()
-    size = options.image_size
-    mean_std = images.IMAGENET_MEAN_STD
-    # The fingerprint has the paths, since hashing all files takes long.
-    names = "\n".join(Path(file.path).as_posix() for file in files)
-    content = os.fsencode(names)
-    return DataSplits(
-        name="folder",
-        train=images.ImagesOnDisk(
-            train_paths, targets[train], size, mean_std, seed=options.seed, augment=images.jitter
-        ),
-        test=images.ImagesOnDisk(test_paths, targets[test], size, mean_std),
-        classes=tuple(layout.classes),
-        sample_shape=(3, size, size),
-        fingerprint=fingerprint(content, targets, train, test),
-        skipped=tuple(sorted(damaged)),
+    paths = [file.path for file in files]
+    splits = images.photographs(
+        "folder", layout.root, paths, targets, layout.classes, (train, test), options
     )
+    return replace(splits, skipped=tuple(sorted(damaged)))
 
 
 def _find_layout(root: Path) -> _Layout:
-    """Find the folders of a data set; raises `DataError` if they are not as `load_dataset` says."""
+    """Find the folders of a data set; raises `DataError` if they are not as `load` says."""
     if not root.exists():
         raise DataError(f"{root}: no such folder")
     if not root.is_dir():

@@ -21,7 +21,14 @@ from tqdm import tqdm
 from amp_lab.core.errors import DataError, first_line
 from amp_lab.core.files import open_regular
 from amp_lab.core.report import listed
-from amp_lab.train.data.samples import AUGMENT, SampleSet, generator
+from amp_lab.train.data.samples import (
+    AUGMENT,
+    DataSplits,
+    LoadOptions,
+    SampleSet,
+    fingerprint,
+    generator,
+)
 
 MARKER = "STAND_IN.json"  # a file in the folder of generated pictures, which marks them as such
 # Mean and standard deviation of each channel. torchvision's pretrained weights expect ImageNet's.
@@ -232,6 +239,42 @@ def jitter(draws: torch.Tensor) -> torch.Tensor:
     sin = scale * angle.sin()
     rows = torch.stack([flip * cos, -sin, x, flip * sin, cos, y], dim=1)
     return rows.view(-1, 2, 3)
+
+
+def photographs(
+    name: str,
+    root: Path,
+    paths: list[str],
+    targets: np.ndarray,
+    classes: list[str],
+    indices: tuple[np.ndarray, np.ndarray],
+    options: LoadOptions,
+) -> DataSplits:
+    """The data set `name` of image files: normalised as ImageNet's, and augmented by `jitter`.
+
+    `paths` are relative to `root`, and `targets` (N,) are their classes. `indices` are those of the
+    training images and of the test images.
+    """
+    train, test = indices
+    size = options.image_size
+    files = np.array([root / path for path in paths])
+    # The fingerprint has the paths, since hashing all files takes long.
+    names = "\n".join(Path(path).as_posix() for path in paths)
+    return DataSplits(
+        name=name,
+        train=ImagesOnDisk(
+            files[train].tolist(),
+            targets[train],
+            size,
+            IMAGENET_MEAN_STD,
+            seed=options.seed,
+            augment=jitter,
+        ),
+        test=ImagesOnDisk(files[test].tolist(), targets[test], size, IMAGENET_MEAN_STD),
+        classes=tuple(classes),
+        sample_shape=(3, size, size),
+        fingerprint=fingerprint(os.fsencode(names), targets, train, test),
+    )
 
 
 def find_damaged(folder: Path, paths: list[str]) -> list[str]:
