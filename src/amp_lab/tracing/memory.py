@@ -18,7 +18,7 @@ from amp_lab.core.remedies import remedy
 from amp_lab.model_call import ModelCall
 from amp_lab.tracing.answered import answered
 from amp_lab.tracing.decisions import Decisions, NoValues, ValuesNeeded
-from amp_lab.tracing.memory_advice import eight_bit_optimizer, ways_out
+from amp_lab.tracing.memory_advice import ways_out
 from amp_lab.tracing.memory_result import MemoryForecast, MemoryTable
 from amp_lab.tracing.real_run import Passes
 from amp_lab.tracing.steps import TraceableStep
@@ -167,14 +167,13 @@ def memory_table(
         curves=_curves(found, call.batch),
         fixed_shapes=call.fixed_shapes,
     )
-    # The table has to be there before its advice, which depends on whether a step fits.
-    eight_bit = None
-    optimizer = eight_bit_optimizer(table)
-    if optimizer and found.by_batch:
-        batch = call.batch
-        smallest = min(found.by_batch.values(), key=lambda by_batch: by_batch.forecast(batch).peak)
-        eight_bit = smallest.forecast(batch, optimizer=optimizer)
-    return dataclasses.replace(table, ways_out=tuple(ways_out(table, eight_bit)))
+
+    def with_optimizer(precision: str, optimizer: str) -> MemoryForecast | None:
+        if precision not in found.by_batch:
+            return None
+        return found.by_batch[precision].forecast(call.batch, optimizer=optimizer)
+
+    return dataclasses.replace(table, ways_out=tuple(ways_out(table, with_optimizer)))
 
 
 def memory_and_limit(

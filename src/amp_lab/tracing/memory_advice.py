@@ -1,6 +1,6 @@
 """Advice for a training step that does not fit into memory, with the bytes that each one saves."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from amp_lab.core.optimizers import OPTIMIZERS
 from amp_lab.core.remedies import Remedy, remedy
@@ -37,20 +37,25 @@ _CHECKPOINT = remedy(
 )
 
 
-def ways_out(table: MemoryTable, eight_bit: MemoryForecast | None) -> Iterator[str]:
+def ways_out(
+    table: MemoryTable, with_optimizer: Callable[[str, str], MemoryForecast | None]
+) -> Iterator[str]:
     """Sentences on how to make a step smaller, if it does not fit in any precision of the table.
 
-    `eight_bit` is the forecast with Adam's state in 8 bits, in the precision of the smallest peak;
-    None if there is no such forecast. Yields nothing if the step fits, or no memory was given.
+    `with_optimizer` returns the forecast in a precision of the table with another optimizer; None
+    if there is none. Yields nothing if the step fits, or no memory was given.
     """
     spare = table.spare
-    if table.memory_bytes is None or not spare or max(spare.values()) >= 0:
+    if table.memory_bytes is None or max(spare.values()) >= 0:
         return
     # Each saving is counted from the forecast that is nearest to fitting.
     smallest = min(table.forecasts, key=lambda forecast: forecast.peak)
-    limit = smallest.peak + spare[str(smallest.precision)]  # the usable memory in bytes
-    if eight_bit is not None and eight_bit.peak < smallest.peak:
-        yield _with_saving(_EIGHT_BIT_STATE, smallest, eight_bit.peak, limit)
+    limit = smallest.peak + spare[smallest.column]  # the usable memory in bytes
+    in_eight_bits = OPTIMIZERS[smallest.optimizer_name].in_eight_bits
+    if in_eight_bits:
+        eight_bit = with_optimizer(smallest.column, in_eight_bits)
+        if eight_bit is not None and eight_bit.peak < smallest.peak:
+            yield _with_saving(_EIGHT_BIT_STATE, smallest, eight_bit.peak, limit)
     if smallest.fsdp_ranks == 1:
         yield _advise_sharding(smallest, limit)
     if smallest.gradients:  # else no weight is trained
@@ -62,16 +67,6 @@ def ways_out(table: MemoryTable, eight_bit: MemoryForecast | None) -> Iterator[s
         yield _with_saving(_ADAPTERS, smallest, frozen, limit)
     if smallest.activations > smallest.peak // 4:  # they take much of the peak
         yield _CHECKPOINT.sentence(activations=amount(smallest.activations))
-
-
-def eight_bit_optimizer(table: MemoryTable) -> str:
-    """The optimizer with the state in 8 bits, if `ways_out` needs a forecast with it; else "".
-
-    It does if there is one, and the step does not fit in any precision into the memory given.
-    """
-    if table.memory_bytes is None or max(table.spare.values()) >= 0:
-        return ""
-    return OPTIMIZERS[table.forecasts[0].optimizer_name].in_eight_bits
 
 
 def _advise_sharding(forecast: MemoryForecast, limit: int) -> str:
