@@ -10,7 +10,7 @@ Checked elsewhere: sizes of `_scaled_mm` (FP8), which fake tensors check
 mask, each with its source, in `amp_lab.tracing.attention`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -84,7 +84,7 @@ class KernelLimit:
     """A limit of the kernels of some ops."""
 
     ops: str  # names, separated by spaces
-    refusal: Callable[[OpCall], str | None]  # returns the message of the error; None if a call runs
+    refuse: Callable[[OpCall], None]  # raises torch's error, or one like it, unless a call runs
     source: str  # where the limit is documented or tested
 
 
@@ -92,80 +92,64 @@ def check_limits(func: OpOverload, args: tuple, kwargs: Mapping[str, Any]) -> No
     """Raise `RuntimeError` if the kernels of the device refuse the arguments of an op."""
     name = func._schema.name.removeprefix("aten::")
     for limit in _BY_OP.get(name, ()):
-        error = limit.refusal(OpCall(name, args, kwargs.get("out")))
-        if error is not None:
-            raise RuntimeError(error)
+        limit.refuse(OpCall(name, args, kwargs.get("out")))
 
 
 def require_same_dtype(name: str, arguments: list[Any]) -> None:
     """Raise `RuntimeError` unless all tensors among the arguments of an op have one dtype."""
-    error = _mixed_dtypes_error(name, arguments)
-    if error is not None:
-        raise RuntimeError(error)
-
-
-def _mixed_dtypes_error(name: str, arguments: Iterable[Any]) -> str | None:
-    """The message for an op whose tensors must have one dtype; None if they have.
-
-    `name` is that of the op for the message; arguments that are no tensors do not count.
-    """
-    dtypes = [tensor.dtype for tensor in tensors_in(list(arguments))]
+    dtypes = [tensor.dtype for tensor in tensors_in(arguments)]
     for dtype in dtypes:
         if dtype is not dtypes[0]:
-            return f"{name} takes tensors of one dtype, and got {dtypes[0]} and {dtype}"
-    return None
+            raise RuntimeError(
+                f"{name} takes tensors of one dtype, and got {dtypes[0]} and {dtype}"
+            )
 
 
-def _refuse_mixed_dtypes(*positions: int) -> Callable[[OpCall], str | None]:
-    """Make a `KernelLimit.refusal`: tensors among the arguments at `positions` need one dtype."""
+def _refuse_mixed_dtypes(*positions: int) -> Callable[[OpCall], None]:
+    """Make a `KernelLimit.refuse`: tensors among the arguments at `positions` need one dtype."""
 
-    def refusal(call: OpCall) -> str | None:
+    def refuse(call: OpCall) -> None:
         # Optional arguments, such as a weight, may be left out at the end.
         arguments = [call.args[position] for position in positions if position < len(call.args)]
-        return _mixed_dtypes_error(call.title, arguments)
+        require_same_dtype(call.title, arguments)
 
-    return refusal
+    return refuse
 
 
-def _refuse_mixed_linear_with_out(call: OpCall) -> str | None:
+def _refuse_mixed_linear_with_out(call: OpCall) -> None:
     """Refuse ``linear`` with ``out=`` unless its arguments and ``out=`` have one dtype."""
-    if call.out is None:  # the ops that ``linear`` calls, such as addmm, are checked instead
-        return None
-    return _mixed_dtypes_error(call.title, [*call.args, call.out])
+    if call.out is not None:  # else the ops that ``linear`` calls, such as addmm, are checked
+        require_same_dtype(call.title, [*call.args, call.out])
 
 
-def _refuse_wide_norm_data_on_cpu(*positions: int) -> Callable[[OpCall], str | None]:
-    """Make a `KernelLimit.refusal`: on a CPU no data wider than weights, as fp32 with bf16.
+def _refuse_wide_norm_data_on_cpu(*positions: int) -> Callable[[OpCall], None]:
+    """Make a `KernelLimit.refuse`: on a CPU no data wider than weights, as fp32 with bf16.
 
     `positions` are those of the data, which comes first, and of the weights among the arguments.
     """
 
-    def refusal(call: OpCall) -> str | None:
+    def refuse(call: OpCall) -> None:
         data, *weights = tensors_in([call.args[position] for position in positions])
         # Weights that are wider than the data are accepted: bf16 data with fp32 weights.
-        if not call.is_on("cpu") or all(weight.itemsize >= data.itemsize for weight in weights):
-            return None
-        return _mixed_dtypes_error(call.name, [data, *weights])
+        if call.is_on("cpu") and any(weight.itemsize < data.itemsize for weight in weights):
+            require_same_dtype(call.name, [data, *weights])
 
-    return refusal
+    return refuse
 
 
-def _refuse_non_floats(call: OpCall) -> str | None:
+def _refuse_non_floats(call: OpCall) -> None:
     """Refuse a first argument of integers or bools; only upsampling takes images in uint8."""
     first = call.first
     if first is None or first.is_floating_point() or first.is_complex():
-        return None
-    if first.dtype is torch.uint8 and call.name.startswith("upsample"):
-        return None
-    return f"{call.name} takes no tensor of {first.dtype}"
+        return
+    if first.dtype is not torch.uint8 or not call.name.startswith("upsample"):
+        raise RuntimeError(f"{call.name} takes no tensor of {first.dtype}")
 
 
-def _refuse_bools(call: OpCall) -> str | None:
+def _refuse_bools(call: OpCall) -> None:
     """Refuse a first argument of bools; integers are accepted."""
-    first = call.first
-    if first is None or first.dtype is not torch.bool:
-        return None
-    return f"{call.name} takes no tensor of {first.dtype}"
+    if call.first is not None and call.first.dtype is torch.bool:
+        raise RuntimeError(f"{call.name} takes no tensor of torch.bool")
 
 
 _TORCH_NAMES = {
@@ -176,58 +160,55 @@ _TORCH_NAMES = {
 """The name of each 16-bit dtype in torch's errors."""
 
 
-def _refuse_fft_sizes(call: OpCall) -> str | None:
+def _refuse_fft_sizes(call: OpCall) -> None:
     """Refuse FFTs in 16 bits on CUDA unless all sizes are powers of two, with torch's own error.
 
     Those in bf16 are refused for all sizes on GPUs before compute capability 8.0.
     """
     signal = call.args[0]
     if not call.is_on("cuda") or signal.dtype not in _TORCH_NAMES:
-        return None
+        return
     precision = "bfloat16" if signal.dtype is torch.bfloat16 else "half"
     if precision == "bfloat16" and torch.cuda.get_device_capability() < (8, 0):
-        return "cuFFT doesn't support bfloat16 with compute capability less than SM_80"
+        raise RuntimeError("cuFFT doesn't support bfloat16 with compute capability less than SM_80")
     sizes = [signal.shape[dim] for dim in call.args[1]]  # of the dimensions to transform
     if call.name == "_fft_c2r":  # the last size of its result, of which its input has about half
         sizes[-1] = call.args[3]
-    if all(size & (size - 1) == 0 for size in sizes):  # a power of two has a single bit
-        return None
-    return (
-        "cuFFT only supports dimensions whose sizes are powers of two when computing in "
-        f"{precision} precision, but got a signal size of {sizes}"
-    )
+    if any(size & (size - 1) for size in sizes):  # a power of two has a single bit
+        raise RuntimeError(
+            "cuFFT only supports dimensions whose sizes are powers of two when computing in "
+            f"{precision} precision, but got a signal size of {sizes}"
+        )
 
 
-def _refuse_fft_in_16_bits_on_cpu(call: OpCall) -> str | None:
+def _refuse_fft_in_16_bits_on_cpu(call: OpCall) -> None:
     """Refuse FFTs in 16 bits on a CPU, with torch's own error for builds with MKL."""
-    signal = call.args[0]
-    if not call.is_on("cpu") or signal.dtype not in _TORCH_NAMES:
-        return None
-    return f"MKL FFT doesn't support tensors of type: {_TORCH_NAMES[signal.dtype]}"
+    name = _TORCH_NAMES.get(call.args[0].dtype)
+    if call.is_on("cpu") and name is not None:
+        raise RuntimeError(f"MKL FFT doesn't support tensors of type: {name}")
 
 
-def _refuse_complex_half(call: OpCall) -> str | None:
+def _refuse_complex_half(call: OpCall) -> None:
     """Refuse complex32 tensors on CUDA, where cuBLAS does not take them."""
     dtypes = {tensor.dtype for tensor in call.args if isinstance(tensor, torch.Tensor)}
-    if torch.complex32 not in dtypes or not call.is_on("cuda"):
-        return None
-    return f"{call.name} takes no tensor of torch.complex32 on CUDA"
+    if torch.complex32 in dtypes and call.is_on("cuda"):
+        raise RuntimeError(f"{call.name} takes no tensor of torch.complex32 on CUDA")
 
 
-def _refuse_all_but_fp32_on_cpu(call: OpCall) -> str | None:
+def _refuse_all_but_fp32_on_cpu(call: OpCall) -> None:
     """Refuse any dtype but fp32 on a CPU."""
-    if not call.is_on("cpu") or call.args[0].dtype is torch.float32:
-        return None
-    return f"{call.name} takes torch.float32 alone, and got {call.args[0].dtype}"
+    dtype = call.args[0].dtype
+    if call.is_on("cpu") and dtype is not torch.float32:
+        raise RuntimeError(f"{call.name} takes torch.float32 alone, and got {dtype}")
 
 
-def _refuse_fp8_before_ada(call: OpCall) -> str | None:
+def _refuse_fp8_before_ada(call: OpCall) -> None:
     """Refuse FP8 on GPUs without it, before compute capability 8.9, with torch's own error."""
-    if not call.is_on("cuda") or torch.cuda.get_device_capability() >= (8, 9):
-        return None
-    return (
-        "torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0 or 8.9"
-    )
+    if call.is_on("cuda") and torch.cuda.get_device_capability() < (8, 9):
+        raise RuntimeError(
+            "torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0 "
+            "or 8.9"
+        )
 
 
 _CPU_RUN = "run for real on a CPU by tests/tracing/test_dtype_checks.py"
