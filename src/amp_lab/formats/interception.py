@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from amp_lab.core.tensors import tensors_in
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class _Interception(TorchFunctionMode):
             out = _HANDLERS[op](self, *args, **kwargs)
         if out is None:
             out = func(*args, **kwargs)
-        self._track(op, _tensors(args, kwargs), out)
+        self._track(op, tensors_in((args, kwargs)), out)
         return out
 
     def _track(self, op: str, tensors: list[Tensor], out: Any) -> None:
@@ -94,7 +95,7 @@ class _Interception(TorchFunctionMode):
         # Computed from parameters and constants alone: the results are weights or constants.
         if None not in names and op not in _ACTIVATION_OPS:
             parameter_names = [name for name in names if name]
-            for result in _tensors(out):
+            for result in tensors_in(out):
                 self._sources[result] = parameter_names[0] if parameter_names else ""
         elif names[:1] == [""]:
             # A constant into which an activation is written depends on the input from now on.
@@ -267,11 +268,6 @@ def _positions(size: int, window: int, stride: int, dilation: int, padding: int)
     """The number of positions of a window along one dimension of an image: the output's size."""
     dilated_window = dilation * (window - 1) + 1
     return (size + 2 * padding - dilated_window) // stride + 1
-
-
-def _tensors(*values: Any) -> list[Tensor]:
-    """All tensors in nested lists, tuples and dicts, in order."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _height_and_width(value: int | Sequence[int], dimensions: int, height: int) -> tuple[int, ...]:

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from amp_lab.core.errors import ParallelError
 from amp_lab.core.report import Printed, Table, plural, short_name
+from amp_lab.core.tensors import tensors_in
 
 # Rows of (kind of collective, position of the argument with the whole payload, names of its ops).
 # _RESULT: the payload is what the op returns. The names are those of torch without underscores at
@@ -200,18 +200,13 @@ class _Counter(TorchDispatchMode):
             op = f"{namespace}::{name}"
             raise ParallelError(f"{op}: it is not known what it sends; count without it")
         kind, position = _OPS[namespace][name]
-        payload = _tensors(result if position == _RESULT else args[position])
+        payload = tensors_in(result if position == _RESULT else args[position])
         # A rank that does not send has no payload, such as one that receives from a scatter. Its
         # call is counted with 0 elements, in the dtype of the other tensors.
-        dtypes = {tensor.dtype for tensor in payload or _tensors([args, result])}
+        dtypes = {tensor.dtype for tensor in payload or tensors_in([args, result])}
         for dtype in dtypes:  # mostly one, since FSDP2 and DDP send one dtype at a time
             elements = sum(tensor.numel() for tensor in payload if tensor.dtype is dtype)
             self.communication.calls.append(Collective(kind, dtype, elements, group.size()))
-
-
-def _tensors(nested: object) -> list[torch.Tensor]:
-    """The tensors in nested lists, tuples and dicts."""
-    return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, torch.Tensor)]
 
 
 def _group_of(args: list) -> dist.ProcessGroup | None:
