@@ -12,7 +12,7 @@ from amp_lab.core.errors import NumericsError
 from amp_lab.core.remedies import remedy
 from amp_lab.core.report import dtype_name, short_name
 from amp_lab.core.tensors import tensors_in
-from amp_lab.difference.alignment import Pair, align
+from amp_lab.difference.alignment import align
 from amp_lab.difference.compiled import compare_modules, is_compiled
 from amp_lab.difference.findings import first_finding, largest_jump
 from amp_lab.difference.raised import RunRaised
@@ -87,10 +87,11 @@ def compare_runs(
         record = pair.b_or_a
         if record.is_neutral:  # a cast or a copy
             continue
-        if pair.is_matched:
-            growth.append(_growth(pair))
-        else:
+        if not pair.is_matched:
             unmatched[record.log.name] += 1
+            continue
+        errors = [matched.error for matched in pair.records]
+        growth.append(Growth(record.caller.module, record.op, *errors, apart=pair.exact_difference))
     if not growth:
         raise NumericsError("the two runs have nothing in common: no op of the one runs in a "
                             "module of the same name in the other")  # fmt: skip
@@ -108,18 +109,6 @@ def compare_runs(
         end_a=end_a,
         end_b=end_b,
         jump=largest_jump(a if end_a > end_b else b),
-    )
-
-
-def _growth(pair: Pair) -> Growth:
-    """The public form of a matched pair: the errors of both ops, and how far apart they are."""
-    record_a, record_b = pair.records
-    return Growth(
-        record_b.caller.module,
-        record_b.op,
-        a=record_a.error,
-        b=record_b.error,
-        apart=pair.exact_difference,
     )
 
 

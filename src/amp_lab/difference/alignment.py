@@ -77,9 +77,9 @@ def align(a: RunLog, b: RunLog) -> Alignment:
                 alignment.pairs.append(_matched_pair(record_a, record_b))
                 continue
             if record_a is not None:
-                alignment.pairs.append(_unmatched_pair(record_a, other_log=b))
+                alignment.pairs.append(Pair((record_a,), has_same_result=_has_result(b, record_a)))
             if record_b is not None:
-                alignment.pairs.append(_unmatched_pair(record_b, other_log=a))
+                alignment.pairs.append(Pair((record_b,), has_same_result=_has_result(a, record_b)))
     return alignment
 
 
@@ -137,11 +137,6 @@ def _common_rows(record_a: CheckedOp, record_b: CheckedOp) -> tuple[Tensor, Tens
         exact_a = exact_a.narrow(dim, 0, rows)
         exact_b = exact_b.narrow(dim, 0, rows)
     return exact_a, exact_b
-
-
-def _unmatched_pair(record: CheckedOp, other_log: RunLog) -> Pair:
-    """The pair of an op that only one run has; `other_log` is the log of the other run."""
-    return Pair((record,), has_same_result=_has_result(other_log, record))
 
 
 def _has_result(log: RunLog, record: CheckedOp) -> bool:

@@ -28,7 +28,7 @@ _NO_GRADIENTS = (
 
 
 class _ModuleErrors(NamedTuple):
-    """Errors of one result of a module, relative to the result in fp64."""
+    """Errors of one result of a module, relative to the result in fp64, by the name of a run."""
 
     eager: float
     compiled: float
@@ -70,11 +70,9 @@ def _compare(eager: Any, compiled: Any, names: tuple[str, str], inputs: Any) -> 
             continue
         module_type = type(modules[name]).__name__
         errors = _measure(name, modules[name], compiled, module_inputs)
-        error_of = {"eager": errors.eager, "compiled": errors.compiled}
-        error_a = error_of[name_a]
-        error_b = error_of[name_b]
+        errors_of_runs = [getattr(errors, run) for run in names]
         # The class of the module stands in place of an op.
-        growth.append(Growth(name, module_type, a=error_a, b=error_b, apart=math.nan))
+        growth.append(Growth(name, module_type, *errors_of_runs, apart=math.nan))
         if errors.compiled <= errors.predicted:
             agreeing.add(name)
             continue
@@ -166,7 +164,12 @@ def _measure(name: str, module: nn.Module, compiled: Any, inputs: Any) -> _Modul
         raise NumericsError(f"{subject} returns other tensors than without")
     errors = []
     for (eager, exact), result in zip(log.results, results, strict=True):
-        errors.append(_measure_errors(eager, result, exact))
+        eager_error = rounding.relative_error(eager, exact)
+        compiled_error = rounding.relative_error(result, exact)
+        # Two roundings more, since the eager result may be exact.
+        rounding_error = 2 * rounding.unit_roundoff(result.dtype)
+        predicted = _TIMES_THE_EAGER_ERROR * eager_error + rounding_error
+        errors.append(_ModuleErrors(eager_error, compiled_error, predicted, result.dtype))
     # For a module without floating-point results: it counts as one that does not diverge.
     no_errors = _ModuleErrors(eager=0.0, compiled=0.0, predicted=1.0, dtype=torch.float32)
     return max(errors, key=lambda error: error.compiled / error.predicted, default=no_errors)
@@ -187,16 +190,6 @@ def _run_compiled(compiled: Any, inputs: Any) -> list[Tensor]:
         for buffer, value in buffers:  # such as running statistics
             buffer.copy_(value)
     return [tensor for tensor in results if tensor.is_floating_point()]
-
-
-def _measure_errors(eager: Tensor, compiled: Tensor, exact: Tensor) -> _ModuleErrors:
-    """Compare one result, eager and compiled, with its exact value in fp64."""
-    eager_error = rounding.relative_error(eager, exact)
-    compiled_error = rounding.relative_error(compiled, exact)
-    # Two roundings more, since the eager result may be exact.
-    rounding_error = 2 * rounding.unit_roundoff(compiled.dtype)
-    predicted = _TIMES_THE_EAGER_ERROR * eager_error + rounding_error
-    return _ModuleErrors(eager_error, compiled_error, predicted, compiled.dtype)
 
 
 def _difference(

@@ -51,7 +51,11 @@ def find_merged_values(tensor: Tensor, exact: Tensor) -> MergedValues | None:
         return None
     rounded = tensor.detach().to(exact.device)
     if _is_whole(exact):
-        return _merged_whole_numbers(rounded, exact)
+        before = len(exact.unique())
+        after = len(rounded.unique())
+        if after >= before:
+            return None
+        return MergedValues(is_whole=True, dtype=rounded.dtype, before=before, after=after)
     for dim, size in enumerate(exact.shape):
         merged = _count_merged_neighbours(rounded, exact, dim)
         if merged:
@@ -67,15 +71,6 @@ def _is_whole(exact: Tensor) -> bool:
     if not bool((exact.abs() <= _LARGEST_WHOLE_IN_FP32).all()):
         return False
     return bool((exact == exact.round()).all())
-
-
-def _merged_whole_numbers(rounded: Tensor, exact: Tensor) -> MergedValues | None:
-    """Compare how many different numbers there are before and after rounding; None if as many."""
-    before = len(exact.unique())
-    after = len(rounded.unique())
-    if after >= before:
-        return None
-    return MergedValues(is_whole=True, dtype=rounded.dtype, before=before, after=after)
 
 
 def _count_merged_neighbours(rounded: Tensor, exact: Tensor, dim: int) -> int:

@@ -100,12 +100,12 @@ def _terms_per_value(inputs: list[Tensor], result: Tensor) -> float:
 
 
 def without_masks(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both in fp64, with 0 wherever both have the same mask, infinity or NaN.
+    """Return both in fp64 on the device of `right`, with 0 where both have one mask, inf or NaN.
 
     Complex tensors become pairs of real numbers, in a last dimension of 2.
     """
-    left = _view_as_real(left).double()
-    right = _view_as_real(right).to(left.device, torch.float64)
+    left = _view_as_real(left.to(right.device)).double()
+    right = _view_as_real(right).double()
     # One may be a mask in fp16, -65504 or -inf, and the other the same mask in fp64, such as -1e38.
     is_far_below = (left < -_LARGEST_VALUE) | (right < -_LARGEST_VALUE)
     is_masked = (left < _LARGEST_MASK) & (right < _LARGEST_MASK) & is_far_below
@@ -126,7 +126,7 @@ def _view_as_real(tensor: Tensor) -> Tensor:
 
 def relative_error(result: Tensor, exact: Tensor) -> float:
     """Root mean square of the error, divided by that of the exact result; inf for a NaN."""
-    left, right = without_masks(result.to(exact.device), exact)
+    left, right = without_masks(result, exact)
     error = rms(left - right)
     if math.isnan(error):
         return math.inf
@@ -135,7 +135,7 @@ def relative_error(result: Tensor, exact: Tensor) -> float:
 
 def nonfinite(result: Tensor, exact: Tensor) -> str:
     """Describe an inf or NaN in a result that is finite in fp64; "" if there is none."""
-    left, right = without_masks(result.to(exact.device), exact)
+    left, right = without_masks(result, exact)
     if bool(left.isfinite().all()) or not bool(right.isfinite().all()):
         return ""
     kind = "inf"
@@ -257,7 +257,7 @@ def effective_roundoff(func: Any, inputs: tuple, result: Tensor) -> float:
     exact = _first_result(func, inputs)
     if exact is None or exact.shape != result.shape:
         return 0.0
-    left, right = without_masks(result.to(exact.device), exact)
+    left, right = without_masks(result, exact)
     error = rms(left - right)
     size = rms(right)
     if not math.isfinite(error):

@@ -70,15 +70,15 @@ class _Recorder(TorchDispatchMode):
         self._autocast_dtype: torch.dtype | None = None
         self._names: dict[nn.Module, str] = {}
         self._by_storage: dict[int | None, str] = {}  # names of parameters and buffers
-        self._stack: list[tuple[nn.Module | None, Caller]] = [(None, Caller())]
+        self._callers = [Caller()]  # the calls that are running, the innermost last
         self._calls: Counter[nn.Module] = Counter()
         # Reference to a storage, and the ops that wrote into it last, by address of the storage.
         self._writers: dict[int | None, tuple[StorageWeakRef, tuple[CheckedOp, ...]]] = {}
         # (module, name in the module, buffer, copy of its first value)
         self._initial_buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         self._random_op_calls: Counter[tuple] = Counter()  # by caller and op
-        # Names of the inputs of the first module that is called, such as "input 0", by storage.
-        self._inputs: dict[int | None, str] = {}
+        # Of parameters, buffers and the inputs of the first module that is called, by storage.
+        self._sources: dict[int | None, Source] = {}
         self._failure: Failure | None = None  # of the last op that raised
 
     # Modules
@@ -96,11 +96,6 @@ class _Recorder(TorchDispatchMode):
                     buffer.copy_(value)
                     module._buffers[name] = buffer  # the run may have put another in its place
 
-    @property
-    def _caller(self) -> Caller:
-        """The innermost module whose forward is running, and which call of it."""
-        return self._stack[-1][1]
-
     def _enter(self, module: nn.Module, args: Any) -> None:
         """Note that a module is called; of the first one, also note its inputs and autocast."""
         if module not in self._names:
@@ -109,16 +104,18 @@ class _Recorder(TorchDispatchMode):
             self._note_autocast()
             self.log.batch = _batch_size(args)
             for path, tensor in named_tensors(args):
-                self._inputs[storage_key(tensor)] = f"input {path[1:]}"
+                source = Source(SourceKind.INPUT, f"input {path[1:]}")
+                self._sources.setdefault(storage_key(tensor), source)
         self._calls[module] += 1
         caller = Caller(self._names[module], type(module).__name__, self._calls[module])
-        self._stack.append((module, caller))
+        self._callers.append(caller)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Note that a module returns; of an outermost one, also note what computed its output."""
-        while len(self._stack) > 1 and self._stack.pop()[0] is not module:
+        name = self._names[module]
+        while len(self._callers) > 1 and self._callers.pop().module != name:
             pass  # a module inside that ended without a call of its hooks
-        if len(self._stack) == 1:
+        if len(self._callers) == 1:
             self.log.sinks.update(self._producers_of(output))
 
     def _register_names(self, root: nn.Module) -> None:
@@ -136,6 +133,9 @@ class _Recorder(TorchDispatchMode):
                 leaf = f"{name}.{key}".lstrip(".")
                 self.log.leaves[leaf] = tensor
                 self._by_storage.setdefault(storage_key(tensor), leaf)
+                noun = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                source = Source(SourceKind.OWN, f"{noun} {leaf}")
+                self._sources.setdefault(storage_key(tensor), source)
                 if key in module._buffers:
                     with _disable_current_modes():  # the copy is no op of the run
                         self._initial_buffers.append((module, key, tensor, tensor.clone()))
@@ -273,7 +273,7 @@ class _Recorder(TorchDispatchMode):
         dropout, the shadow of the input with the same mask. In place of copies of the inputs it
         returns None, since the roundoff of these ops is not measured.
         """
-        caller = self._caller
+        caller = self._callers[-1]
         self._random_op_calls[caller, name] += 1
         key = (caller, name, self._random_op_calls[caller, name])
         torch.manual_seed(zlib.crc32(repr(key).encode()))
@@ -330,7 +330,7 @@ class _Recorder(TorchDispatchMode):
         """Describe an error that an op raised; `inputs` are its (args, kwargs)."""
         floats = [tensor for tensor in tensors_in(inputs) if tensor.is_floating_point()]
         operands = [Operand(tensor.dtype, self._describe_source(tensor)) for tensor in floats]
-        caller = self._caller
+        caller = self._callers[-1]
         return Failure(
             error, op_name(func), caller.module, caller.module_type, operands=tuple(operands)
         )
@@ -338,11 +338,8 @@ class _Recorder(TorchDispatchMode):
     def _describe_source(self, tensor: Tensor) -> Source:
         """Describe the origin of an op's argument: "parameter head.weight", "input 0", or an op."""
         key = storage_key(tensor)
-        if key in self._by_storage:
-            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-            return Source(SourceKind.OWN, f"{kind} {self._by_storage[key]}")
-        if key in self._inputs:
-            return Source(SourceKind.INPUT, self._inputs[key])
+        if key in self._sources:
+            return self._sources[key]
         producers = self._producers_of(tensor)
         if not producers:
             return Source(SourceKind.COMPUTED, "a tensor that the model makes")
@@ -388,7 +385,7 @@ class _Recorder(TorchDispatchMode):
             settings = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, _SETTINGS)]
             record = CheckedOp(
                 log=self.log,
-                caller=self._caller,
+                caller=self._callers[-1],
                 op=name,
                 is_neutral=name in _NEUTRAL,
                 dtype=result.dtype,
