@@ -321,14 +321,14 @@ def _sizes_that_do_not_fill_tiles(trace: Tracer) -> Iterator[str]:
     facts = [(row, _sizes_not_multiples_of_8(row)) for row in rows]
     texts = [f"{subject}: {sizes}" for subject, _, sizes in _group_by_fact(facts)]
     shown = "; ".join(texts[:3])  # those with the most FLOPs; `share` is that of all `rows`
+    advice = f". {_ROWS_OF_THE_INPUT.text}" if " rows" in shown else "."
     if len(texts) > 3:
-        more = f"; and {len(texts) - 3} more"
-    else:
-        more = ""
-    beginning = "Matrix units take multiples of 8, but not so the sizes of"
+        shown += f"; and {len(texts) - 3} more"
     share = percent(work_of(rows), work)
-    advice = f" {_ROWS_OF_THE_INPUT.text}" if " rows" in shown else ""
-    yield f"{beginning} {share} % of the work: {shown}{more}.{advice}"
+    yield (
+        f"Matrix units take multiples of 8, but not so the sizes of {share} % of the work: "
+        f"{shown}{advice}"
+    )
 
 
 @_rule

@@ -60,8 +60,10 @@ def attention_of(device: Backend) -> Iterator[None]:
         require_same_dtype(ATTENTION, list(call[:3]))
         if not device.fused_attention:
             return call.in_plain_ops()
-        kernel = _choose_kernel(call)
-        return kernel(call)
+        for kernel in KERNELS:
+            if kernel.is_allowed() and kernel.takes(call):
+                return kernel.run(call)
+        raise RuntimeError("No available kernel. Aborting execution.")  # torch's own error
 
     if device.is_host:  # a CPU is always there, with torch's own choice of kernel
         yield
@@ -99,17 +101,6 @@ class AttentionKernel:
     takes: Callable[[Attention], bool]
     run: Callable[[Attention], torch.Tensor]  # returns the output
     source: str  # the file and the function of torch that decide which calls it takes
-
-
-def _choose_kernel(call: Attention) -> Callable[[Attention], torch.Tensor]:
-    """The function that runs a call, of the first of `KERNELS` that is allowed and takes it.
-
-    Raises torch's own `RuntimeError` if there is none.
-    """
-    for kernel in KERNELS:
-        if kernel.is_allowed() and kernel.takes(call):
-            return kernel.run
-    raise RuntimeError("No available kernel. Aborting execution.")
 
 
 def _has_4d_16_bit_query(call: Attention) -> bool:
@@ -168,10 +159,6 @@ def _fits_cudnn(call: Attention) -> bool:
     if not _has_4d_16_bit_query(call) or not _is_ampere_or_later() or not _heads_fit(call):
         return False
     return all(tensor.size(-1) % 8 == 0 and tensor.size(-1) <= 256 for tensor in call[:3])
-
-
-def _fits_plain_ops(call: Attention) -> bool:
-    return True
 
 
 def _is_ampere_or_later() -> bool:
@@ -247,7 +234,7 @@ KERNELS: tuple[AttentionKernel, ...] = (
     ),
     AttentionKernel(
         torch.backends.cuda.math_sdp_enabled,
-        _fits_plain_ops,
+        lambda call: True,
         Attention.in_plain_ops,
         f"{_SDP_UTILS}, select_sdp_backend",
     ),

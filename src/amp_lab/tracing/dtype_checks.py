@@ -142,4 +142,4 @@ def _known_number(name: str, args: tuple, out: FakeTensor) -> float | None:
     if name not in ("full", "scalar_tensor"):
         return None
     # torch.full and torch.tensor get the number itself; a size comes as a list.
-    return next(argument for argument in args if isinstance(argument, (int, float)))
+    return next((argument for argument in args if isinstance(argument, (int, float))), None)

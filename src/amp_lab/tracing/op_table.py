@@ -152,15 +152,10 @@ def op_table(device_type: str, dtype: torch.dtype | None = None) -> OpTable:
     dtype = checked_dtype(device_type, dtype)
     autocast = _Autocast(device_type, dtype, real=backend(device_type).is_available())
     rules: dict[str, list[OpRule]] = {}
-    for name in sorted(_ops_with_kernel(device_type)):
-        namespace, _, qualified = name.partition("::")
-        if namespace != "aten":  # an extension's, such as torchvision's, and only once imported
-            continue
-        base, _, overload = qualified.partition(".")
-        op = _op_overload(base, overload)
+    for base, op in _ops_with_kernel(device_type):
         policy, reason = autocast.policy(op)
         if policy is None:  # `reason` says why
-            left_out = f"{name} is left out: autocast on {device_type!r} follows no policy"
+            left_out = f"{op.name()} is left out: autocast on {device_type!r} follows no policy"
             warnings.warn(f"{left_out} ({reason})", AmpLabWarning, stacklevel=2)
             continue
         rules.setdefault(base, []).append(autocast.rule(op, policy, reason))
@@ -172,15 +167,18 @@ def op_table(device_type: str, dtype: torch.dtype | None = None) -> OpTable:
     return OpTable(table, device_type, dtype, autocast.real)
 
 
-def _ops_with_kernel(device_type: str) -> list[str]:
-    """The ops for which autocast on a backend has a kernel: ``aten::mm``, ``aten::sum.dim``."""
+def _ops_with_kernel(device_type: str) -> Iterator[tuple[str, OpOverload]]:
+    """The name and an overload of each of torch's ops for which autocast on a backend has a kernel.
+
+    They are sorted by name.
+    """
     key = f"Autocast{backend(device_type).key}"
-    return torch._C._dispatch_get_registrations_for_dispatch_key(key)
-
-
-def _op_overload(base: str, overload: str) -> OpOverload:
-    """An overload of one of torch's ops; "" is the default."""
-    return getattr(getattr(torch.ops.aten, base), overload or "default")
+    for name in sorted(torch._C._dispatch_get_registrations_for_dispatch_key(key)):
+        namespace, _, qualified = name.partition("::")  # such as ``aten::sum.dim``
+        if namespace != "aten":  # an extension's, such as torchvision's, and only once imported
+            continue
+        base, _, overload = qualified.partition(".")
+        yield base, getattr(getattr(torch.ops.aten, base), overload or "default")
 
 
 def policies(op: str, device_type: str, dtype: torch.dtype) -> set[str]:
@@ -191,17 +189,10 @@ def policies(op: str, device_type: str, dtype: torch.dtype) -> set[str]:
 
     Raises `DeviceError` for an unknown device type.
     """
-    names = _ops_with_kernel(checked_backend(device_type))
-    autocast = _Autocast(device_type, dtype, real=False)
-    op_policies = set()
-    for name in names:
-        base, _, overload = name.removeprefix("aten::").partition(".")
-        if base != op:
-            continue
-        policy, _ = autocast.policy(_op_overload(base, overload))
-        if policy is not None:
-            op_policies.add(policy)
-    return op_policies
+    autocast = _Autocast(checked_backend(device_type), dtype, real=False)
+    overloads = [overload for base, overload in _ops_with_kernel(device_type) if base == op]
+    policies_found = {autocast.policy(overload)[0] for overload in overloads}
+    return {policy for policy in policies_found if policy is not None}
 
 
 def differences(first: OpTable, second: OpTable) -> OpDifferences:

@@ -158,16 +158,11 @@ class Sources:
         return tuple(Operand(tensor.dtype, self.source_of(tensor)) for tensor in floats)
 
 
-def low_operand(operands: Iterable[Operand]) -> Operand | None:
+def low_operand(operands: tuple[Operand, ...]) -> Operand | None:
     """The first operand in 16 bits, if another one is in fp32; else None."""
-    low = None
-    has_wide = False
-    for operand in operands:
-        if operand.dtype is torch.float32:
-            has_wide = True
-        elif low is None and operand.dtype in LOWER_DTYPES:
-            low = operand
-    return low if has_wide else None
+    if not any(operand.dtype is torch.float32 for operand in operands):
+        return None
+    return next((operand for operand in operands if operand.dtype in LOWER_DTYPES), None)
 
 
 def remedy_for_mixed(

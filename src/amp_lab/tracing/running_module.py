@@ -38,12 +38,10 @@ def _hooks(
     """
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            before = module.register_forward_pre_hook(functools.partial(enter, name))
-            stack.callback(before.remove)
-            after = module.register_forward_hook(
-                functools.partial(leave, name), always_call=leave_on_error
-            )
-            stack.callback(after.remove)
+            before = functools.partial(enter, name)
+            after = functools.partial(leave, name)
+            stack.enter_context(module.register_forward_pre_hook(before))
+            stack.enter_context(module.register_forward_hook(after, always_call=leave_on_error))
         yield
 
 
