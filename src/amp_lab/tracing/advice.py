@@ -334,10 +334,8 @@ def _sizes_that_do_not_fill_tiles(trace: Tracer) -> Iterator[str]:
 @_rule
 def _parameters_cast_at_each_use(trace: Tracer) -> Iterator[str]:
     """Report parameters that autocast casts several times, because it does not cache the cast."""
-    uses: Counter[tuple[str, torch.dtype]] = Counter()
-    for cast in trace.casts:
-        if cast.is_of_parameter and not cast.cached:
-            uses[cast.what, cast.to_dtype] += 1
+    uncached = [cast for cast in _weight_casts(trace) if not cast.cached]
+    uses = Counter((cast.what, cast.to_dtype) for cast in uncached)
     # `cast.what` is "parameter head.weight".
     repeated = [what.removeprefix("parameter ") for (what, _), n in uses.items() if n > 1]
     if repeated:

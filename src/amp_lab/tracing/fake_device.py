@@ -267,11 +267,8 @@ def remedy_for(error: Exception, model: nn.Module, verb: str) -> str:
         return _CAUSAL_MASK.text
     # The modules whose methods are in the traceback; the ids of other objects match no module.
     failing_ids = {id(frame.f_locals.get("self")) for frame in frames}
-    names = []
-    for name, module in model.named_modules():
-        last_name = name.rpartition(".")[2]
-        if last_name in _PARTS_WITHOUT_DECISIONS and id(module) not in failing_ids:
-            names.append(name)
+    others = [name for name, module in model.named_modules() if id(module) not in failing_ids]
+    names = [name for name in others if name.rpartition(".")[2] in _PARTS_WITHOUT_DECISIONS]
     if not names:
         return _PARTS.sentence(verb=verb)
     outermost = min(names, key=lambda name: name.count("."))  # the least nested, so the largest

@@ -147,6 +147,11 @@ class _Line:
     casts: list[Cast]  # of one of the modules
     times: int = 1  # how many modules they are
 
+    @property
+    def has_records(self) -> bool:
+        """Whether any op or cast belongs to it."""
+        return bool(self.rows or self.casts)
+
     def cells(self, total: int) -> list[str]:
         """The cells of this line; `total` is the FLOPs of the whole model."""
         work_dtypes = [row.dtype for row in self.rows if row.flops]
@@ -177,21 +182,20 @@ class _Outline:
     """The modules that ran as a tree, from which the table takes as many levels as fit."""
 
     def __init__(self, result: Xray):
-        self._classes = {module.name: module.kind for module in result.modules}
-        # Of each module, those of its submodules included; a model has "" for a name.
-        self._rows: dict[str, list[OpRecord]] = defaultdict(list)
-        self._casts: dict[str, list[Cast]] = defaultdict(list)
+        # A line for each module, with all of its submodules, and one for the loss.
+        self._sums = {module.name: _Line("", module.kind, [], []) for module in result.modules}
+        self._sums[LOSS] = _Line(LOSS, "loss_fn", [], [])
         for row in result.rows:
             for module in _with_parents(row.module):
-                self._rows[module].append(row)
+                self._sums[module].rows.append(row)
         for cast in result.casts:
             for module in _with_parents(cast.module):
-                self._casts[module].append(cast)
+                self._sums[module].casts.append(cast)
         # Of each module the direct submodules that ran, in the model's order.
         self._submodules: dict[str, list[str]] = defaultdict(list)
-        for module in self._classes:
-            if module and (module in self._rows or module in self._casts):
-                self._submodules[module.rpartition(".")[0]].append(module)
+        for module in result.modules:
+            if module.name and self._sums[module.name].has_records:
+                self._submodules[module.name.rpartition(".")[0]].append(module.name)
         # Cached, since `_pattern` asks for the lines of the same modules again and again.
         self._cached_lines = functools.cache(self._lines_of_module)
 
@@ -216,8 +220,8 @@ class _Outline:
             if line.label in ("", " itself"):
                 line = dataclasses.replace(line, label=f"the model{line.label}")
             lines.append(line)
-        if LOSS in self._rows or LOSS in self._casts:
-            lines.append(_Line(LOSS, "loss_fn", self._rows[LOSS], self._casts[LOSS]))
+        if self._sums[LOSS].has_records:
+            lines.append(self._sums[LOSS])
         return lines
 
     def _lines_of_module(self, module: str, depth: int) -> tuple[_Line, ...]:
@@ -226,17 +230,14 @@ class _Outline:
         Labels are without the module's name: "" for all of it, " itself" for its own code, and
         ``.conv1`` for a submodule.
         """
-        class_name = self._classes.get(module, "")
-        rows = self._rows[module]
-        casts = self._casts[module]
+        total = self._sums[module]
         submodules = self._submodules[module]
         if not depth or not submodules:
-            return (_Line("", class_name, rows, casts),)
-        lines = []
-        own_rows = [row for row in rows if row.module == module]
-        own_casts = [cast for cast in casts if cast.module == module]
-        if own_rows or own_casts:
-            lines.append(_Line(" itself", class_name, own_rows, own_casts))
+            return (total,)
+        own_rows = [row for row in total.rows if row.module == module]
+        own_casts = [cast for cast in total.casts if cast.module == module]
+        itself = _Line(" itself", total.class_name, own_rows, own_casts)
+        lines = [itself] if itself.has_records else []
         # Numbered neighbours that did the same, such as the blocks of a transformer, are one line.
         for _, group in itertools.groupby(submodules, self._pattern):
             alike = list(group)
@@ -257,7 +258,7 @@ class _Outline:
 
 
 def _with_parents(module: str) -> Iterator[str]:
-    """The name of a module, and those of all modules around it; the last one is the model, ""."""
+    """The name of a module, and those of all modules around it, up to the model's, ""."""
     yield module
     while module and module != LOSS:
         module = module.rpartition(".")[0]
