@@ -53,21 +53,17 @@ def xray_sharding(
     """
     checked_backend(device_type)
     call = ModelCall(model, inputs, kwargs)
-    own_parallel = parallel_of(model)
     # A model that is sharded or in DDP already has these settings. Only the precision of autocast
     # around DDP is not part of the model.
-    settings = {"parallel": parallel, "reduce_dtype": reduce_dtype}
+    own_parallel = parallel_of(model)
     if own_parallel is Parallel.FSDP:
-        settings["precision"] = precision
-    given = [name for name, value in settings.items() if value is not None]
-    if own_parallel is not None and given:
-        state = "sharded" if own_parallel is Parallel.FSDP else "in DDP"
-        raise TraceError(f"the model is {state} already: leave out {given[0]}")
-    # First models that are sharded or in DDP already, then those to be treated as `train` would.
-    if own_parallel is Parallel.FSDP:
+        given = {"parallel": parallel, "reduce_dtype": reduce_dtype, "precision": precision}
+        _require_unset("sharded", given)
         return _read_fsdp(call)
     if isinstance(model, DistributedDataParallel):
+        _require_unset("in DDP", {"parallel": parallel, "reduce_dtype": reduce_dtype})
         return _read_ddp(model, call, Precision(precision or Precision.FP32), device_type)
+    # A model that is to be treated as `train` would.
     train_precision = Precision(precision or Precision.BF16)
     require_model(model)
     reduce_dtype = reduce_dtype or "fp32"
@@ -85,6 +81,13 @@ def xray_sharding(
     with group, on_fake_device(ModelCall(model), "cpu") as run:
         model = sharded(model, run.parameters | run.buffers, train_precision, reduce_dtype)
         return _read_fsdp(ModelCall(model, inputs, kwargs))
+
+
+def _require_unset(state: str, settings: dict[str, str | None]) -> None:
+    """Raise `TraceError` for a setting that a model in this `state`, such as "sharded", has."""
+    for name, value in settings.items():
+        if value is not None:
+            raise TraceError(f"the model is {state} already: leave out {name}")
 
 
 def parallel_of(model: nn.Module) -> Parallel | None:

@@ -54,20 +54,16 @@ def _batch_norm(x, weight, bias, mean, variance, training, *_):
     return output, batch_mean, batch_deviation
 
 
-def _norm_with_wide_statistics(op: OpOverload) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """A function that runs a norm on fake tensors, and returns statistics as wide as its weight.
+def _norm(op: OpOverload, x, *arguments):
+    """The results of a layer or group norm, with statistics as wide as its weight.
 
     On a CPU fake tensors have the statistics in the dtype of the input, unlike the kernels.
     """
-
-    def run(x, *arguments):
-        output, mean, deviation = op(x, *arguments)
-        dtype = _widest(mean.dtype, arguments)
-        wide_mean = mean.new_empty(mean.shape, dtype=dtype)
-        wide_deviation = deviation.new_empty(deviation.shape, dtype=dtype)
-        return output, wide_mean, wide_deviation
-
-    return run
+    output, mean, deviation = op(x, *arguments)
+    dtype = _widest(mean.dtype, arguments)
+    wide_mean = mean.new_empty(mean.shape, dtype=dtype)
+    wide_deviation = deviation.new_empty(deviation.shape, dtype=dtype)
+    return output, wide_mean, wide_deviation
 
 
 def _batch_norm_backward(gradient, x, weight, *settings):
@@ -92,7 +88,7 @@ _SHORTCUTS: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.aten.native_batch_norm_backward.default: _batch_norm_backward,
 }
 for _op in (torch.ops.aten.native_layer_norm.default, torch.ops.aten.native_group_norm.default):
-    _SHORTCUTS[_op] = _norm_with_wide_statistics(_op)
+    _SHORTCUTS[_op] = functools.partial(_norm, _op)
 
 _TRANSIENT_KINDS = ("activations", "cast_cache", "temporaries")  # freed within a step
 _LARGE_SHARE = 0.05  # of the peak: a smaller tensor is not worth a line
