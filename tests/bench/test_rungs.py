@@ -108,17 +108,17 @@ def test_linear_layers_in_fp8_learn_the_same(monkeypatch):
     losses = []
     for fp8 in (False, True):
         torch.manual_seed(0)
-        problem = gpt_workload(2, 16, width=32, blocks=1, vocabulary=64).build(CPU)
-        problem.model.extra = nn.Linear(15, 16)
+        call = gpt_workload(2, 16, width=32, blocks=1, vocabulary=64).build(CPU).call
+        call.model.extra = nn.Linear(15, 16)
         if fp8:
-            use_fp8(problem.model, emulate=True)
-            assert type(problem.model.blocks[0].up) is not nn.Linear
-            assert type(problem.model.extra) is nn.Linear  # 15 is no multiple of 16
-        optimizer = torch.optim.Adam(problem.model.parameters(), lr=1e-3)
+            use_fp8(call.model, emulate=True)
+            assert type(call.model.blocks[0].up) is not nn.Linear
+            assert type(call.model.extra) is nn.Linear  # 15 is no multiple of 16
+        optimizer = torch.optim.Adam(call.model.parameters(), lr=1e-3)
         losses.append([])
         for _ in range(runner.CHECKED_STEPS):
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = problem.loss_fn(problem.model(problem.inputs))
+                loss = call.result()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -18,6 +18,7 @@ from amp_lab.bench.workloads import Problem, Workload, convmodel_workload
 from amp_lab.core import timing
 from amp_lab.core.errors import OptionError
 from amp_lab.core.precision import Precision
+from amp_lab.model_call import ModelCall
 
 CPU = torch.device("cpu")
 CHEAP = ["channels-last", "fused-adam"]  # rungs that compile nothing
@@ -261,7 +262,7 @@ def test_out_of_memory_is_reported_and_the_run_goes_on(toy, by):
     def build(device):
         if by == "accelerator":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
-        return Problem(nn.Linear(1, 1), torch.empty(2**60), torch.sum, 1e-3)
+        return Problem(ModelCall(nn.Linear(1, 1), (torch.empty(2**60),), loss_fn=torch.sum), 1e-3)
 
     layers = {"convolution"}
     toy.workloads[0] = Workload("convmodel", "huge", "training", "images", 1, build, layers)

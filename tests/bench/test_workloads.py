@@ -21,4 +21,4 @@ def test_sizes_of_the_article_on_an_accelerator():
 
 def test_dropout_is_off():
     problem = classifier_workload("mobilenet_v2", 1, 32).build(torch.device("cpu"))
-    assert [m.p for m in problem.model.modules() if isinstance(m, nn.Dropout)] == [0.0]
+    assert [m.p for m in problem.call.model.modules() if isinstance(m, nn.Dropout)] == [0.0]

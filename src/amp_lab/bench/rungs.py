@@ -17,7 +17,6 @@ from amp_lab.bench.workloads import Problem, StepByHand, Workload
 from amp_lab.core.backends import backend
 from amp_lab.core.errors import OptionError
 from amp_lab.core.precision import Precision
-from amp_lab.model_call import ModelCall
 from amp_lab.recipes import INFERENCE, TRAINING, Recipe, Step
 
 # The loss scale of fp16. It is small enough that no step of these workloads overflows: GradScaler
@@ -251,10 +250,10 @@ def gains_from_fp8(outer: int, inner: int) -> bool:
 class _WithLoss(nn.Module):
     """A model whose output is its loss, so that torch.compile gets both."""
 
-    def __init__(self, problem: Problem):
+    def __init__(self, model: nn.Module, loss_fn: Callable[[Tensor], Tensor]):
         super().__init__()
-        self.model = problem.model
-        self.loss_fn = problem.loss_fn
+        self.model = model
+        self.loss_fn = loss_fn
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.loss_fn(self.model(inputs))
@@ -268,19 +267,21 @@ def make_step(ladder: Ladder, rung: Rung) -> RungStep:
     torch.manual_seed(0)
     workload = ladder.workload
     problem = workload.build(ladder.device)
-    problem.model.train(workload.trains)
+    call = problem.call
+    model = call.model.train(workload.trains)
     use = TRAINING if workload.trains else INFERENCE
     # The operands of a matmul are in the precision, so that no cast is timed.
     recipe = Recipe(use, ladder.precision, cast=workload.kind == "product")
     reads_loss = workload.trains
     for lower in rungs_of(ladder):
         recipe = lower.change(recipe)
-        problem.model = lower.convert(problem.model)
+        model = lower.convert(model)
         reads_loss = reads_loss and lower.reads_loss
         if lower is rung:
             break
-    model = _WithLoss(problem) if workload.trains else problem.model
-    call = ModelCall(model, (problem.inputs,), loss_fn=lambda loss: loss)
+    if call.loss_fn is not None and workload.trains:
+        model = _WithLoss(model, call.loss_fn)
+    call = replace(call, model=model, loss_fn=lambda loss: loss)
     step = Step(call, recipe, ladder.device, _INITIAL_SCALE, problem.lr, "Adam")
     by_hand = rung.by_hand(workload)
     if by_hand:

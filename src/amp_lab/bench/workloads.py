@@ -14,6 +14,7 @@ from amp_lab.bench.convmodel import ConvModel, quantized_sine
 from amp_lab.bench.fused_convmodel import FusedStep
 from amp_lab.bench.tiled_convmodel import TiledStep
 from amp_lab.core.backends import backend
+from amp_lab.model_call import ModelCall
 from amp_lab.models.build import build_model
 from amp_lab.models.gpt import Gpt, Size
 
@@ -24,11 +25,9 @@ sets all gradients."""
 
 @dataclass
 class Problem:
-    """A model on a device with one batch; `make_step` makes a new problem for each step."""
+    """A call of a model on a device; `make_step` makes a new problem for each step."""
 
-    model: nn.Module
-    inputs: Tensor
-    loss_fn: Callable[[Tensor], Tensor]  # scalar loss of the model's output
+    call: ModelCall
     lr: float  # learning rate of Adam
     target: Tensor | None = None  # for a step by hand, which computes the loss itself
 
@@ -82,7 +81,8 @@ def convmodel_workload(size: int, *, hidden: int = 256, kind: str = "training") 
         def loss_fn(out: Tensor) -> Tensor:
             return F.mse_loss(out, target)
 
-        return Problem(model, inputs, loss_fn, lr=1e-3, target=target)
+        call = ModelCall(model, (inputs,), loss_fn=loss_fn)
+        return Problem(call, lr=1e-3, target=target)
 
     workload = Workload(
         name="convmodel",
@@ -116,7 +116,7 @@ def classifier_workload(model_name: str, batch: int, size: int, *, classes: int 
         def loss_fn(out: Tensor) -> Tensor:
             return F.cross_entropy(out.float(), labels)
 
-        return Problem(model, images.to(device), loss_fn, lr=1e-4)
+        return Problem(ModelCall(model, (images.to(device),), loss_fn=loss_fn), lr=1e-4)
 
     return Workload(
         name=model_name.replace("_", "-"),
@@ -145,7 +145,7 @@ def gpt_workload(batch: int, tokens: int, width: int, blocks: int, vocabulary: i
             return F.cross_entropy(flat_logits.float(), next_tokens)
 
         inputs = text[:, :-1].contiguous()
-        return Problem(model, inputs, loss_fn, lr=1e-4)
+        return Problem(ModelCall(model, (inputs,), loss_fn=loss_fn), lr=1e-4)
 
     layers: Set[str] = frozenset()
     if width > 1024:  # wide enough for `rungs.gains_from_fp8`
@@ -169,11 +169,7 @@ def product_workload(m: int, k: int, n: int) -> Workload:
         model = _Product(m, k, n).to(device)
         left = torch.randn(m, k).to(device)
 
-        def loss_fn(out: Tensor) -> Tensor:  # a problem needs one, though only the matmul is timed
-            squares = out.float().square()
-            return squares.mean()
-
-        return Problem(model, left, loss_fn, lr=1e-3)
+        return Problem(ModelCall(model, (left,)), lr=1e-3)
 
     return Workload(
         name="product",
