@@ -22,7 +22,7 @@ def bench_row(**changed):
 @pytest.fixture
 def results(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "RESULTS", tmp_path)
-    about = {"device": "A card", "backend": "CUDA 13", "threads": 8, "torch": "2.15", "date": "d"}
+    about = {"device": "A GPU", "backend": "CUDA 13", "threads": 8, "torch": "2.15", "date": "d"}
     bench = {
         "environment": about,
         "flops_per_s": {"fp32": 2e12, "tf32": 1e13, "fp16": 3e13, "bf16": None},
@@ -33,24 +33,24 @@ def results(tmp_path, monkeypatch):
             bench_row(speedup=8.0, workload="product"),
         ],
     }
-    (tmp_path / "bench-quick-card.json").write_text(json.dumps(bench))
+    (tmp_path / "bench-quick-gpu.json").write_text(json.dumps(bench))
     return tmp_path
 
 
 def test_a_row_has_what_can_be_trusted(results):
-    row = record.row(results / "bench-quick-card.json")
-    assert row == ["A card", "2.15", "d", "5x", "15x", "–", "2x (bf16, compiled)", "–"]
+    row = record.row(results / "bench-quick-gpu.json")
+    assert row == ["A GPU", "2.15", "d", "5x", "15x", "–", "2x (bf16, compiled)", "–"]
     latency = {
         "model": "resnet18",
         "trusted": True,
         "fastest of the others of torch": "bf16 cast once",
         "times as fast as fp32": {"bf16 cast once": {"median": 1.5}},
     }
-    (results / "latency-card.json").write_text(json.dumps({"latency": [latency]}))
-    assert record.row(results / "bench-quick-card.json")[-1] == "1.5x (bf16 cast once)"
+    (results / "latency-gpu.json").write_text(json.dumps({"latency": [latency]}))
+    assert record.row(results / "bench-quick-gpu.json")[-1] == "1.5x (bf16 cast once)"
     latency["trusted"] = False
-    (results / "latency-card.json").write_text(json.dumps({"latency": [latency]}))
-    assert record.row(results / "bench-quick-card.json")[-1] == "–"
+    (results / "latency-gpu.json").write_text(json.dumps({"latency": [latency]}))
+    assert record.row(results / "bench-quick-gpu.json")[-1] == "–"
 
 
 def test_a_figure_is_found_in_its_file_with_its_interval_and_trust(results):
@@ -60,13 +60,13 @@ def test_a_figure_is_found_in_its_file_with_its_interval_and_trust(results):
     rows = [{"way": "one", "ratio": 1.0, "interval": [1.0, 1.0], "trusted": True}]
     rows += [{"way": "failed", "ratio": None, "interval": None, "trusted": False}]
     rows += [{"way": "two", "ratio": 0.5, "interval": [0.49, 0.51], "trusted": True}]
-    (results / "peers-card.json").write_text(json.dumps({"rows": rows, "step": steps}))
-    assert record.figure("card", "peers/rows/way=two") == "0.50 (0.49 to 0.51)"
-    assert record.figure("card", "peers/step/times/with") == "1.23 (1.20 to 1.30), not trusted"
-    assert record.figure("card", "peers/step/looks alone") == "1.2 % (1.2 to 1.3), not trusted"
+    (results / "peers-gpu.json").write_text(json.dumps({"rows": rows, "step": steps}))
+    assert record.figure("gpu", "peers/rows/way=two") == "0.50 (0.49 to 0.51)"
+    assert record.figure("gpu", "peers/step/times/with") == "1.23 (1.20 to 1.30), not trusted"
+    assert record.figure("gpu", "peers/step/looks alone") == "1.2 % (1.2 to 1.3), not trusted"
     for missing in ("rows/way=three", "rows/way=failed", "step/times/without"):
-        assert record.figure("card", f"peers/{missing}") == "–"
-    assert record.figure("card", "scale/rows") == "–"
+        assert record.figure("gpu", f"peers/{missing}") == "–"
+    assert record.figure("gpu", "scale/rows") == "–"
 
 
 def test_every_figure_of_what_our_code_costs_is_recorded_somewhere():
@@ -80,10 +80,10 @@ def test_a_part_that_fails_is_said_and_the_others_run(results, monkeypatch, caps
     works = "import sys, pathlib; pathlib.Path(sys.argv[2]).write_text('{}')"
     parts = {"broken": ["-c", "raise SystemExit(3)"], "xray": ["-c", works]}
     monkeypatch.setattr(record, "PARTS", parts)
-    assert record.main(["--name", "card"]) == 1
+    assert record.main(["--name", "gpu"]) == 1
     said = capsys.readouterr().out
     assert "broken: failed with 3" in said
-    assert "xray: wrote xray-card.json" in said
-    assert (results / "xray-card.json").exists()
-    assert "| A card | 2.15 |" in said
-    assert record.main(["--name", "card", "--part", "xray"]) == 0
+    assert "xray: wrote xray-gpu.json" in said
+    assert (results / "xray-gpu.json").exists()
+    assert "| A GPU | 2.15 |" in said
+    assert record.main(["--name", "gpu", "--part", "xray"]) == 0

@@ -162,7 +162,7 @@ class Experts(nn.Module):
 
     def forward(self, x):
         if x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) < (8, 0):
-            raise RuntimeError("no grouped products on this card")
+            raise RuntimeError("no grouped products on this GPU")
         ends = torch.tensor([8, 16], dtype=torch.int32, device=x.device)
         return F.grouped_mm(x, self.weight, offs=ends) + self.router(x).sum()
 

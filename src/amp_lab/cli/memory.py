@@ -34,7 +34,8 @@ def add(commands) -> None:
     )
     reserve = "percent of it left to the driver and to fragmentation (default: 10)"
     add_absent_device(memory)
-    option("--memory", metavar="SIZE", help="the budget, such as 24GiB; --for knows it")
+    budget = "the budget, such as 24GiB (default: the memory of the GPU that --for names)"
+    option("--memory", metavar="SIZE", help=budget)
     option("--reserve", type=_share, default=0.1, metavar="PERCENT", help=reserve)
     option("--precision", action="append", metavar="NAME", help=precisions)
     optimizers = f"one of {', '.join(OPTIMIZERS)} (default: adam)"
