@@ -1,21 +1,19 @@
 """Compare a model with its compiled version, module by module, since compiled ops are hidden."""
 
 import contextlib
-import functools
+import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from amp_lab.core.errors import NumericsError, with_type
 from amp_lab.core.tensors import tensors_in
 from amp_lab.difference import rounding
-from amp_lab.difference.records import RunLog
 from amp_lab.difference.result import Difference, Growth, RunComparison
 from amp_lab.difference.run_log import record_run
+from amp_lab.model_call import ModelCall
 
 # A compiled module fuses and reorders ops, so it rounds at other places than the eager one. Its
 # error may be larger than the eager error, but only by this factor.
@@ -41,35 +39,33 @@ def is_compiled(run: object) -> bool:
     return isinstance(run, nn.Module) and hasattr(run, "_orig_mod")
 
 
-def compare_modules(
-    run_a: Callable[..., Any], run_b: Callable[..., Any], inputs: tuple, kwargs: dict[str, Any]
-) -> RunComparison:
+def compare_modules(run_a: Any, run_b: Any, inputs: tuple, kwargs: dict[str, Any]) -> RunComparison:
     """Compare a model with its compiled version, and module by module only if they diverge.
 
     The finding is the earliest of the innermost modules that diverge when compiled by themselves.
     Raises `NumericsError` if the two are not the same model, or if a compiled module raises.
     """
     if is_compiled(run_a):
-        return _compare(run_b, run_a, ("compiled", "eager"), (inputs, kwargs))
-    return _compare(run_a, run_b, ("eager", "compiled"), (inputs, kwargs))
+        return _compare(ModelCall(run_b, inputs, kwargs), run_a, ("compiled", "eager"))
+    return _compare(ModelCall(run_a, inputs, kwargs), run_b, ("eager", "compiled"))
 
 
-def _compare(eager: Any, compiled: Any, names: tuple[str, str], inputs: Any) -> RunComparison:
-    """Compare the two models on `inputs`, a pair of args and kwargs.
+def _compare(eager: ModelCall, compiled: Any, names: tuple[str, str]) -> RunComparison:
+    """Compare the model of a call with a compiled one on the same inputs.
 
     `names` are the words for run A and run B: "eager" and "compiled", or the reverse.
     """
     name_a, name_b = names
-    modules = _matching_modules(eager, compiled)
+    modules = _matching_modules(eager.model, compiled)
     growth = []
     first = None
     diverging = ""  # innermost module so far that diverges; only modules inside it are compared
     agreeing = set()  # modules that do not diverge; modules inside them are skipped
-    for name, module_inputs in _first_inputs(modules, inputs).items():
+    for name, call in _first_calls(modules, eager).items():
         if not _is_inside(name, diverging) or any(_is_inside(name, other) for other in agreeing):
             continue
-        module_type = type(modules[name]).__name__
-        errors = _measure(name, modules[name], compiled, module_inputs)
+        module_type = type(call.model).__name__
+        errors = _measure(name, call, compiled)
         errors_of_runs = [getattr(errors, run) for run in names]
         # The class of the module stands in place of an op.
         growth.append(Growth(name, module_type, *errors_of_runs, apart=math.nan))
@@ -114,50 +110,41 @@ def _is_inside(name: str, outer: str) -> bool:
     return not outer or f"{name}.".startswith(f"{outer}.")
 
 
-def _first_inputs(modules: dict[str, nn.Module], inputs: Any) -> dict[str, Any]:
-    """Run the eager model on `inputs`, a pair of args and kwargs, and note what its modules get.
+def _first_calls(modules: dict[str, nn.Module], eager: ModelCall) -> dict[str, ModelCall]:
+    """The first call of each module that the eager model calls, by name, in the order of the calls.
 
-    Returns the first (args, kwargs) of each module that is called, by name, in call order.
+    The inputs are copies.
     """
     names = {module: name for name, module in modules.items()}
-    first_inputs = {}
+    calls: dict[str, ModelCall] = {}
 
-    def note_inputs(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        first_inputs.setdefault(names[module], _clone_tensors((args, kwargs)))
+    def note_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if names[module] not in calls:
+            calls[names[module]] = ModelCall(module, args, kwargs).map_inputs(torch.clone)
 
     with contextlib.ExitStack() as hooks:
         for module in names:
-            hooks.enter_context(module.register_forward_pre_hook(note_inputs, with_kwargs=True))
-        _record_eager(modules[""], inputs)
-    return first_inputs
+            hooks.enter_context(module.register_forward_pre_hook(note_call, with_kwargs=True))
+        record_run("A", eager.output)
+    return calls
 
 
-def _clone_tensors(inputs: Any) -> Any:
-    """A copy of (args, kwargs) with clones of all tensors."""
-    return tree_map_only(Tensor, torch.clone, inputs)
-
-
-def _record_eager(module: nn.Module, inputs: Any) -> RunLog:
-    """Run a module on its (args, kwargs) in eager mode, and return the log of its ops."""
-    args, kwargs = inputs
-    return record_run("A", functools.partial(module, *args, **kwargs))
-
-
-def _measure(name: str, module: nn.Module, compiled: Any, inputs: Any) -> _ModuleErrors:
+def _measure(name: str, call: ModelCall, compiled: Any) -> _ModuleErrors:
     """Run a module eager and compiled, and return the errors of one of its results.
 
     It is the result whose compiled error is the largest relative to the prediction. `compiled` is
-    the whole compiled model, `inputs` are the module's (args, kwargs). Raises `NumericsError` if
-    the compiled module raises or returns other tensors than the eager one.
+    the whole compiled model. Raises `NumericsError` if the compiled module raises or returns other
+    tensors than the eager one.
     """
-    log = _record_eager(module, _clone_tensors(inputs))  # the module may write into its inputs
+    copies = call.map_inputs(torch.clone)  # the module may write into its inputs
+    log = record_run("A", copies.output)
     subject = f"{name!r}, compiled," if name else "the model, compiled,"
     if name:
         original = compiled._orig_mod.get_submodule(name)
         # Compile this module by itself, with the options of the whole model.
         compiled = type(compiled)(original, compiled.dynamo_ctx)
     try:
-        results = _run_compiled(compiled, inputs)
+        results = _run_compiled(dataclasses.replace(call, model=compiled))
     except Exception as error:  # of the model or of the compiler
         raise NumericsError(f"{subject} raises {with_type(error)}") from error
     if len(results) != len(log.results):
@@ -175,17 +162,16 @@ def _measure(name: str, module: nn.Module, compiled: Any, inputs: Any) -> _Modul
     return max(errors, key=lambda error: error.compiled / error.predicted, default=no_errors)
 
 
-def _run_compiled(compiled: Any, inputs: Any) -> list[Tensor]:
-    """Run a compiled module on its (args, kwargs); return its floating-point results.
+def _run_compiled(call: ModelCall) -> list[Tensor]:
+    """Run a compiled module; return its floating-point results.
 
     Its buffers are restored afterwards.
     """
-    args, kwargs = inputs
-    buffers = [(buffer, buffer.clone()) for buffer in compiled.buffers()]
+    buffers = [(buffer, buffer.clone()) for buffer in call.model.buffers()]
     try:
         with torch.no_grad(), torch.random.fork_rng():
             torch.manual_seed(0)  # as `record_run` does for the eager module
-            results = tensors_in(compiled(*args, **kwargs))
+            results = tensors_in(call.output())
     finally:
         for buffer, value in buffers:  # such as running statistics
             buffer.copy_(value)
@@ -206,7 +192,7 @@ def _difference(
         kind="module",
         module=name,
         module_type=module_type,
-        call=1,  # `_first_inputs` keeps the first call alone
+        call=1,  # `_first_calls` keeps the first call alone
         op=None,
         op_a=name_a,
         op_b=name_b,
