@@ -12,7 +12,7 @@ from amp_lab.core.remedies import remedy
 from amp_lab.migrate.rules.skipped_updates import is_dropped, leaves_loop
 from amp_lab.migrate.tree import nodes
 from amp_lab.migrate.tree.code_reader import MISTAKE_TRIGGERS, CodeReader, Mistakes
-from amp_lab.migrate.tree.events import Event, last_part, of_kind
+from amp_lab.migrate.tree.events import Event, last_part
 from amp_lab.migrate.tree.rewriter import Rewriter
 
 PART = "mistakes"
@@ -42,7 +42,7 @@ def unscaled_in_each_batch(code: CodeReader) -> Mistakes:
 
     torch raises at the second ``unscale_`` that no ``update`` separates from the first.
     """
-    for unscale in of_kind("unscale", code.events):
+    for unscale in code.by_kind["unscale"]:
         if not _is_repeated_before_step(code, unscale):
             continue
         scaler = unscale.owner
@@ -53,10 +53,10 @@ def unscaled_in_each_batch(code: CodeReader) -> Mistakes:
 
 def _is_repeated_before_step(code: CodeReader, unscale: Event) -> bool:
     """Whether ``unscale_`` runs for several batches, and one step uses their summed gradients."""
-    updates = unscale.unit.by_scaler["update", unscale.owner]
+    updates = unscale.unit.by_loop["update", unscale.owner, ()]
     if not _are_less_frequent(updates, unscale) or not _scales_loss_in_loop(unscale):
         return False
-    steps = unscale.unit.by_scaler["scaler step", unscale.owner]
+    steps = unscale.unit.by_loop["scaler step", unscale.owner, ()]
     own_steps = [step for step in steps if step.optimizer == unscale.optimizer]
     if not _are_less_frequent(own_steps, unscale):
         return False
@@ -69,7 +69,7 @@ def _is_repeated_before_step(code: CodeReader, unscale: Event) -> bool:
 
 def _scales_loss_in_loop(unscale: Event) -> bool:
     """Whether the scaler of an unscale also scales a loss directly in the same loop."""
-    scaled = unscale.unit.by_scaler["scaled", unscale.owner]
+    scaled = unscale.unit.by_loop["scaled", unscale.owner, ()]
     return any(event.place.loops == unscale.place.loops for event in scaled)
 
 
@@ -134,7 +134,7 @@ def _drops_without_update(code: CodeReader, update: Event, unscale: Event) -> bo
 
 def unscaled_by_another(code: CodeReader) -> Mistakes:
     """Yield each ``scaler_a.unscale_(o)`` before ``scaler_b.step(o)``, which unscales again."""
-    for unscale in of_kind("unscale", code.events):
+    for unscale in code.by_kind["unscale"]:
         step = _step_by_another(unscale)
         if step is None:
             continue

@@ -60,9 +60,9 @@ def _autocasts_around_steps(code: CodeReader) -> list[cst.Call]:
         elif event.kind == "scaler step" or code.is_optimizer_step(event):
             with_step.add(call)
     around = with_backward & with_step
-    return [call for call in around if not _is_without_cache(code.autocast_of(call))]
+    return [call for call in around if not _is_without_cache(code, call)]
 
 
-def _is_without_cache(call: cst.Call) -> bool:
+def _is_without_cache(code: CodeReader, call: cst.Call) -> bool:
     """Whether a call of autocast has ``cache_enabled=False``."""
-    return nodes.is_false(nodes.arguments(call.args).get("cache_enabled"))
+    return nodes.is_false(code.arguments(call).get("cache_enabled"))

@@ -6,8 +6,9 @@ import libcst as cst
 
 from amp_lab.core.remedies import remedy
 from amp_lab.migrate.tree import nodes
-from amp_lab.migrate.tree.code_reader import MISTAKE_TRIGGERS, SCALERS, CodeReader, Mistakes
-from amp_lab.migrate.tree.events import Event, last_part, of_kind
+from amp_lab.migrate.tree.amp_names import SCALERS
+from amp_lab.migrate.tree.code_reader import MISTAKE_TRIGGERS, CodeReader, Mistakes
+from amp_lab.migrate.tree.events import Event, last_part
 from amp_lab.migrate.tree.python_tree import Tree, cached_in_tree
 from amp_lab.migrate.tree.rewriter import Rewriter
 
@@ -32,12 +33,12 @@ def made_each_epoch(code: CodeReader) -> Mistakes:
     Not if its state is loaded or its first scale is computed, nor if the loop makes a new
     optimizer too, as for each fold of a cross-validation.
     """
-    for event in of_kind("call", code.events):
+    for event in code.by_kind["call"]:
         scaler = _name_of_new_scaler(code, event)
         if scaler is None or _keeps_its_scale(code, event, scaler):
             continue
-        steps = event.unit.by_scaler["scaler step", scaler]
-        if not steps or not event.unit.by_scaler["scaled", scaler]:
+        steps = event.unit.by_loop["scaler step", scaler, ()]
+        if not steps or not event.unit.by_loop["scaled", scaler, ()]:
             continue
         if _runs_each_epoch(code, event, steps[0].optimizer):
             yield event.node, _MADE_EACH_EPOCH.sentence(scaler=scaler)

@@ -4,8 +4,8 @@ import libcst as cst
 
 from amp_lab.core.remedies import remedy
 from amp_lab.migrate.tree import nodes
-from amp_lab.migrate.tree.amp_names import OLD_NAMES
-from amp_lab.migrate.tree.code_reader import AUTOCASTS, MISTAKE_TRIGGERS, CodeReader, Mistakes
+from amp_lab.migrate.tree.amp_names import AUTOCASTS, OLD_NAMES
+from amp_lab.migrate.tree.code_reader import MISTAKE_TRIGGERS, CodeReader, Mistakes
 from amp_lab.migrate.tree.rewriter import Rewriter
 
 PART = "mistakes"
@@ -16,7 +16,6 @@ _RESTORED_WITHOUT_DTYPE = remedy(
     "whether autocast was on is restored here, and its dtype is not, so this computes in the "
     "default one: in forward keep torch.get_autocast_dtype(device_type) too, and give it as dtype=",
 )
-_AUTOCAST_ARGUMENTS = ("device_type", "dtype", "enabled")  # today's, by position
 
 
 def run(file: Rewriter) -> None:
@@ -36,7 +35,7 @@ def restored_without_dtype(code: CodeReader) -> Mistakes:
             continue
         if any(arg.star for arg in call.args):
             continue
-        arguments = nodes.arguments(call.args, _AUTOCAST_ARGUMENTS)
+        arguments = code.arguments(call)
         enabled = nodes.name_parts(arguments.get("enabled"))
         if enabled is None or "dtype" in arguments:
             continue
@@ -73,6 +72,5 @@ def _context_of(function: cst.FunctionDef | None) -> str | None:
 
 def _is_autograd_function(code: CodeReader, node: cst.ClassDef) -> bool:
     """Whether a class derives from ``torch.autograd.Function``."""
-    module = code.tree.scopes[0]
-    bases = {code.origin(base.value, module) for base in node.bases}
-    return not bases.isdisjoint({"torch.autograd.Function", "torch.autograd.function.Function"})
+    names = {"torch.autograd.Function", "torch.autograd.function.Function"}
+    return not names.isdisjoint(code.base_origins(node))

@@ -11,7 +11,7 @@ import libcst as cst
 from amp_lab.core.remedies import remedy
 from amp_lab.migrate.tree import nodes
 from amp_lab.migrate.tree.code_reader import MISTAKE_TRIGGERS, CodeReader, Mistakes
-from amp_lab.migrate.tree.events import Event, of_kind
+from amp_lab.migrate.tree.events import Event
 from amp_lab.migrate.tree.rewriter import Rewriter
 
 PART = "mistakes"
@@ -84,7 +84,7 @@ def run(file: Rewriter) -> None:
 
 def _clipped_scaled(code: CodeReader) -> Mistakes:
     """Yield each clip of gradients that are still scaled."""
-    for clip in of_kind("clip", code.events):
+    for clip in code.by_kind["clip"]:
         scaled = code.scaled_before(clip)
         if scaled is None or _may_be_unscaled(code, scaled, clip):
             continue
@@ -100,8 +100,8 @@ def _clipped_scaled(code: CodeReader) -> Mistakes:
 
 def _next_step(scaled: Event, clip: Event) -> Event | None:
     """The first step that a clip can lead to, by the scaler of `scaled`; None if there is none."""
-    for step in clip.unit.after("scaler step", clip.order):
-        if step.owner == scaled.owner and not step.place.excludes(clip.place):
+    for step in clip.unit.after("scaler step", clip):
+        if step.owner == scaled.owner:
             return step
     return None
 
@@ -173,23 +173,15 @@ def _has_plain_branch(code: CodeReader, scaled: Event, event: Event) -> bool:
 
     The branches are those of one `if`, or of two with opposite conditions.
     """
-    first = _order_of_step_before(scaled)
-    for plain in event.unit.between("backward", first, event.order):
-        if set(plain.place.arms) <= set(event.place.arms):
-            continue  # it runs wherever the event does
-        if plain.place.loops != scaled.place.loops or plain.place.excludes(event.place):
+    step_before = next(scaled.unit.before("scaler step", scaled), None)
+    first = 0 if step_before is None else step_before.order
+    for plain in event.unit.before("backward", event, first):
+        runs_always = set(plain.place.arms) <= set(event.place.arms)  # wherever the event does
+        if runs_always or plain.place.loops != scaled.place.loops:
             continue
         if not code.both_run(plain, scaled):
             return True
     return False
-
-
-def _order_of_step_before(scaled: Event) -> int:
-    """The order of the last ``scaler.step`` that can lead to a backward; 0 if there is none."""
-    for step in scaled.unit.between("scaler step", 0, scaled.order):
-        if not step.place.excludes(scaled.place):
-            return step.order
-    return 0
 
 
 # Steps of the optimizer itself.
@@ -197,7 +189,7 @@ def _order_of_step_before(scaled: Event) -> int:
 
 def _stepped_beside(code: CodeReader) -> Mistakes:
     """Yield each ``optimizer.step()`` beside a scaler, which steps it too or should do so."""
-    for step in of_kind("step", code.events):
+    for step in code.by_kind["step"]:
         if not code.is_optimizer_step(step):
             continue
         scaled = code.scaled_before(step)
@@ -231,7 +223,7 @@ def _advice_on_step(code: CodeReader, scaled: Event, step: Event) -> str | None:
 
 def _steps_twice(code: CodeReader, scaler_step: Event, step: Event) -> bool:
     """Whether a plain step surely works on the gradients that its scaler has stepped with."""
-    calls = of_kind("call", step.unit.events[scaler_step.order : step.order])
+    calls = step.unit.between("call", scaler_step.order, step.order)
     if any("zero_grad" in code.tree.code(call.node.func) for call in calls):
         return False  # new gradients may come in between
     if step.place.loops != scaler_step.place.loops:
@@ -277,7 +269,7 @@ def _may_unscale_by_hand(scaler: str, text: str) -> bool:
 def _stepped_in_passes(code: CodeReader) -> Mistakes:
     """Yield the first pass on scaled gradients of each optimizer such as SAM in each function."""
     reported = set()
-    for event in of_kind("call", code.events):
+    for event in code.by_kind["call"]:
         func = event.node.func
         if not isinstance(func, cst.Attribute) or func.attr.value not in _TWO_PASS_METHODS:
             continue
@@ -301,5 +293,5 @@ def _stepped_in_passes(code: CodeReader) -> Mistakes:
 
 def _may_unscale_between(code: CodeReader, scaled: Event, step: Event) -> bool:
     """Whether a call between a backward and a step may unscale the gradients."""
-    between = of_kind("call", step.unit.events[scaled.order + 1 : step.order])
+    between = step.unit.between("call", scaled.order, step.order)
     return any(_may_unscale(code, event.node, scaled.owner) for event in between)

@@ -67,17 +67,14 @@ class _Path:
 
 def _never_updated(code: CodeReader) -> Mistakes:
     """Yield the last step of each scaler that scales and steps, and has no update."""
-    for name in code.scaler_keys.keys() - code.disabled_scalers:
-        last_of_kind = code.last_by_kind[name]
-        step = last_of_kind.get("scaler step")
-        if step is None or "scaled" not in last_of_kind or "update" in last_of_kind:
-            continue
-        if code.scaler_escapes(name):
+    for name in code.scalers_used():
+        steps = code.by_scaler["scaler step", name]
+        if not steps or code.by_scaler["update", name] or code.scaler_escapes(name):
             continue
         # An update inside a lambda is no event.
         uses = code.tree.uses_by_last_part["update"]
         if not any(use.parts[-2:] == (name, "update") for use in uses):
-            yield step.node, _NEVER_UPDATED.sentence(scaler=step.owner)
+            yield steps[-1].node, _NEVER_UPDATED.sentence(scaler=steps[-1].owner)
 
 
 def path_without_update(code: CodeReader) -> Mistakes:
@@ -186,7 +183,8 @@ def _is_called_in_loop(code: CodeReader, event: Event) -> bool:
     name = function.name.value
     if code.functions[name] is not function:  # a later one has its name
         return False
-    updates_alone = code.units_with_update[last_part(event.owner)] == {event.unit}
+    updates = code.by_scaler["update", last_part(event.owner)]
+    updates_alone = {update.unit for update in updates} == {event.unit}
     return updates_alone and any(call.place.loops for call in code.calls_of[name])
 
 

@@ -5,14 +5,14 @@ In a file that is only a part of a program, the model or the loop of another fil
 
 import re
 import sys
-from collections.abc import Iterator
 
 import libcst as cst
 
 from amp_lab.core.remedies import remedy
 from amp_lab.migrate.tree import nodes
-from amp_lab.migrate.tree.code_reader import AUTOCASTS, MISTAKE_TRIGGERS, CodeReader, Mistakes
-from amp_lab.migrate.tree.events import Event, of_kind
+from amp_lab.migrate.tree.amp_names import AUTOCASTS
+from amp_lab.migrate.tree.code_reader import MISTAKE_TRIGGERS, CodeReader, Mistakes
+from amp_lab.migrate.tree.events import Event
 from amp_lab.migrate.tree.float16_values import FLOAT16, Float16Values
 from amp_lab.migrate.tree.rewriter import Rewriter
 
@@ -88,14 +88,15 @@ def trained_without_scaler(code: CodeReader) -> Mistakes:
 
     Yields nothing for a file that is no whole program, or that may scale its loss.
     """
-    backwards = of_kind("backward", code.events)
+    backwards = code.by_kind["backward"]
     if not backwards or not _is_whole_program(code) or _may_scale(code):
         return
     values = Float16Values(code)
     if not values.has_any:
         return
     for backward in backwards:
-        step = next(_steps_after(code, backward), None)
+        steps = backward.unit.after("step", backward)
+        step = next((step for step in steps if _is_optimizer(code, step)), None)
         if step is None:
             continue
         cast = values.cast_of_loss(backward)
@@ -105,22 +106,14 @@ def trained_without_scaler(code: CodeReader) -> Mistakes:
             return  # the rest of the program lacks the same scaler
 
 
-def _steps_after(code: CodeReader, backward: Event) -> Iterator[Event]:
-    """Yield the plain steps of optimizers after a backward, in a branch that it can lead to."""
-    for step in backward.unit.after("step", backward.order):
-        if not step.place.excludes(backward.place) and _is_optimizer(code, step):
-            yield step
-
-
 def _is_optimizer(code: CodeReader, step: Event) -> bool:
     """Whether the owner of a step is named as an optimizer, or made by ``torch.optim``."""
     if code.is_optimizer(step.owner):
         return True
     for value in code.tree.assigned_values.get(tuple(step.owner.split(".")), ()):
-        if isinstance(value, cst.Call):
-            origin = code.origin(value.func, code.tree.calls[value]) or ""
-            if origin.startswith("torch.optim.") and "sched" not in origin:
-                return True
+        origin = code.called_origin(value) or ""
+        if origin.startswith("torch.optim.") and "sched" not in origin:
+            return True
     return False
 
 
@@ -128,7 +121,7 @@ def _may_scale(code: CodeReader) -> bool:
     """Whether the program may scale its loss or gradients by itself, or have float16 weights."""
     if any(map(_MAY_SCALE.search, _all_names(code))):
         return True
-    for backward in of_kind("backward", code.events):
+    for backward in code.by_kind["backward"]:
         loss = nodes.loss_of(backward.node)
         if isinstance(loss, cst.BinaryOperation) and isinstance(loss.operator, cst.Multiply):
             return True  # (loss * 1024).backward()
@@ -165,7 +158,7 @@ def _is_whole_program(code: CodeReader) -> bool:
     """Whether a file is run as a script, makes its model, and imports no unknown package."""
     if not all(_packages(node) <= _PACKAGES_WITHOUT_AUTOCAST for node in code.tree.imports):
         return False
-    backwards = of_kind("scaled", code.events) + of_kind("backward", code.events)
+    backwards = code.by_kind["scaled"] + code.by_kind["backward"]
     trains_at_import = any(event.unit.scope.kind == "module" for event in backwards)
     is_script = "__main__" in code.tree.text or trains_at_import
     return is_script and any(_makes_model(code, call) for call in code.tree.calls)
@@ -187,9 +180,7 @@ def _makes_model(code: CodeReader, call: cst.Call) -> bool:
     binding = scope.only_binding(call.func.value)
     if binding is None or not isinstance(binding.node, cst.ClassDef):
         return False
-    module = code.tree.scopes[0]
-    bases = [code.origin(base.value, module) for base in binding.node.bases]
-    return "torch.nn.Module" in bases
+    return "torch.nn.Module" in code.base_origins(binding.node)
 
 
 def _packages(node: cst.Import | cst.ImportFrom) -> set[str]:

@@ -37,6 +37,23 @@ NEW_NAMES = {f"torch.amp.{name}": name for name in SUBMODULES} | {"torch.autocas
 """Each of today's dotted names, such as ``torch.amp.autocast``, with its last part."""
 TRIGGER_TEXTS = ("autocast", "GradScaler", "torch custom_fwd", "torch custom_bwd")
 """The triggers of a rule about these names: a file that uses one has one of these texts."""
+_SCALER = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
+_AUTOCAST = ("device_type", "dtype", "enabled", "cache_enabled")
+OLD_AUTOCAST = ("enabled", "dtype", "cache_enabled")
+"""The parameters of the old autocasts, in their order."""
+
+
+def _parameters(name: str, old: tuple[str, ...], new: tuple[str, ...]) -> dict[str, tuple]:
+    """The parameters of a class, by each of its dotted names: old ones, and today's."""
+    today = (f"torch.amp.{name}", f"torch.amp.{SUBMODULES[name]}.{name}")
+    old_names = [dotted for dotted, replacement in OLD_NAMES.items() if replacement.name == name]
+    return dict.fromkeys(old_names, old) | dict.fromkeys(today, new)
+
+
+SCALERS = _parameters("GradScaler", _SCALER, ("device", *_SCALER))
+"""The parameters of each class of scalers, by its dotted name."""
+AUTOCASTS = _parameters("autocast", OLD_AUTOCAST, _AUTOCAST) | {"torch.autocast": _AUTOCAST}
+"""The parameters of each class of autocasts, by its dotted name."""
 FIRST_TORCH = {
     "autocast": (1, 12),
     "GradScaler": (2, 3),

@@ -9,14 +9,15 @@ import functools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import NamedTuple, TypeGuard
 
 import libcst as cst
 
 from amp_lab.migrate.tree import nodes
-from amp_lab.migrate.tree.amp_names import OLD_MODULES, OLD_NAMES
+from amp_lab.migrate.tree.amp_names import AUTOCASTS, OLD_MODULES, SCALERS
 from amp_lab.migrate.tree.context_functions import contexts_of
-from amp_lab.migrate.tree.events import Event, Exit, Place, Unit, last_part, of_kind, place_of_part
+from amp_lab.migrate.tree.events import Event, Exit, Place, Unit, grouped, last_part, place_of_part
 from amp_lab.migrate.tree.python_tree import Tree
 from amp_lab.migrate.tree.scopes import Scope
 
@@ -25,17 +26,6 @@ MISTAKE_TRIGGERS = ("autocast backward", "GradScaler backward", "torch .scale( b
 """The triggers of a rule about training: a file with such a mistake has one of these texts."""
 
 
-def _old_names_of(name: str) -> list[str]:
-    """The deprecated dotted names whose form of today is ``torch.amp.<name>``."""
-    return [old for old, replacement in OLD_NAMES.items() if replacement.name == name]
-
-
-# Each class with the position of its argument `enabled`: in the old ones, no device is before it.
-SCALERS = dict.fromkeys(_old_names_of("GradScaler"), 4)
-SCALERS |= {"torch.amp.GradScaler": 5, "torch.amp.grad_scaler.GradScaler": 5}
-AUTOCASTS = dict.fromkeys(_old_names_of("autocast"), 0)
-AUTOCASTS |= {"torch.amp.autocast": 2, "torch.autocast": 2}
-AUTOCASTS |= {"torch.amp.autocast_mode.autocast": 2}
 _CLIP_NAMES = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
 CLIPS = {f"torch.nn.utils.{name}" for name in _CLIP_NAMES}
 CLIPS |= {f"torch.nn.utils.clip_grad.{name}" for name in _CLIP_NAMES}
@@ -256,13 +246,14 @@ class CodeReader:
 
     def _is_disabled(self, call: cst.Call) -> bool:
         """Whether a call of a scaler or autocast has ``enabled=False``, by keyword or position."""
-        call = self.autocast_of(call)
-        origin = self.called_origin(call) or ""
-        position = SCALERS.get(origin, AUTOCASTS.get(origin, 0))
-        names = [""] * position  # the arguments before it need no name
-        names.append("enabled")
-        arguments = nodes.arguments(call.args, names)
+        arguments = self.arguments(self.autocast_of(call))
         return nodes.is_false(arguments.get("enabled"))
+
+    def arguments(self, call: cst.Call) -> dict[str, cst.BaseExpression]:
+        """The arguments by name of a call that makes a scaler or opens autocast."""
+        origin = self.called_origin(call) or ""
+        parameters = SCALERS.get(origin) or AUTOCASTS.get(origin, ())
+        return nodes.arguments(call.args, parameters)
 
     # Kinds of events.
 
@@ -332,8 +323,8 @@ class CodeReader:
 
     def scalers_used(self) -> list[str]:
         """The last parts of the names of scalers that are made here, enabled, and scale a loss."""
-        scaled = {last_part(event.owner) for event in of_kind("scaled", self.events)}
-        return sorted(scaled & (self.scaler_calls.keys() - self.disabled_scalers))
+        enabled = self.scaler_calls.keys() - self.disabled_scalers
+        return sorted(name for name in enabled if self.by_scaler["scaled", name])
 
     def holds_only_new_scalers(self, key: str) -> bool:
         """Whether each value of a name in this file is a new scaler; also if no value is seen."""
@@ -363,13 +354,13 @@ class CodeReader:
 
     def _has_unseen_base(self, node: cst.ClassDef) -> bool:
         """Whether a class has a base other than ``torch.nn.Module`` and ``object``."""
+        bases = [self.key(base.value) for base in node.bases]
+        return bases != ["object"] and not self.base_origins(node) <= {"torch.nn.Module"}
+
+    def base_origins(self, node: cst.ClassDef) -> set[str | None]:
+        """The `origin` of each class that a class derives from."""
         module = self.tree.scopes[0]
-        bases = [base.value for base in node.bases]
-        origins = {self.origin(base, module) for base in bases}
-        if origins <= {"torch.nn.Module"}:
-            return False
-        names = {nodes.name_parts(base) for base in bases}
-        return names != {("object",)}
+        return {self.origin(base.value, module) for base in node.bases}
 
     @functools.cached_property
     def scale_names(self) -> set[str]:
@@ -424,30 +415,24 @@ class CodeReader:
     # Events.
 
     @functools.cached_property
-    def last_by_kind(self) -> defaultdict[str, dict[str, Event]]:
-        """The last event of each kind and owner: ``last_by_kind[last_part(owner)][kind]``."""
-        last_events: defaultdict[str, dict[str, Event]] = defaultdict(dict)
-        for event in self.events:
-            last_events[last_part(event.owner)][event.kind] = event
-        return last_events
+    def by_kind(self) -> defaultdict[str, list[Event]]:
+        """The events of each kind, in their order."""
+        return grouped(self.events, attrgetter("kind"))
+
+    @functools.cached_property
+    def by_scaler(self) -> defaultdict[tuple[str, str], list[Event]]:
+        """The events of each (kind, scaler): the last part of its name, ``scaler``."""
+        return grouped(self.events, lambda event: (event.kind, last_part(event.owner)))
 
     @functools.cached_property
     def calls_of(self) -> defaultdict[str, list[Event]]:
         """The events of the calls ``name()`` and ``self.name()``, by the name."""
         calls: defaultdict[str, list[Event]] = defaultdict(list)
-        for event in of_kind("call", self.events):
+        for event in self.by_kind["call"]:
             *owner, name = nodes.name_parts(event.node.func) or ("",)
             if owner in ([], ["self"]):
                 calls[name].append(event)
         return calls
-
-    @functools.cached_property
-    def units_with_update(self) -> defaultdict[str, set[Unit]]:
-        """The units in which each scaler is updated, by the last part of its name."""
-        units: defaultdict[str, set[Unit]] = defaultdict(set)
-        for event in of_kind("update", self.events):
-            units[last_part(event.owner)].add(event.unit)
-        return units
 
     # Questions about two events.
 
@@ -482,7 +467,7 @@ class CodeReader:
 
     def scaled_before(self, event: Event) -> Event | None:
         """The scaled backward whose gradients an event works on; None if that is not sure."""
-        scaled = event.unit.last_scaled_before(event)
+        scaled = next(event.unit.before("scaled", event), None)
         if scaled is None or last_part(scaled.owner) in self.disabled_scalers:
             return None
         if not scaled.place.shares_loops(event.place):

@@ -7,8 +7,9 @@ import dataclasses
 import functools
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
+from typing import Any, TypeVar
 
 import libcst as cst
 
@@ -19,6 +20,7 @@ Loops = tuple[cst.CSTNode, ...]
 Arm = tuple[cst.CSTNode, int]
 """A branch: its `if`, `try` or `match`, and its number. 0 is the body of an `if`, 1 its else."""
 _ORDER = attrgetter("order")
+_Item = TypeVar("_Item")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,30 +117,19 @@ class Unit:
     @functools.cached_property
     def by_kind(self) -> defaultdict[str, list[Event]]:
         """The events of each kind, in their order."""
-        events: defaultdict[str, list[Event]] = defaultdict(list)
-        for event in self.events:
-            events[event.kind].append(event)
-        return events
+        return grouped(self.events, attrgetter("kind"))
 
     @functools.cached_property
     def steps_by_optimizer(self) -> defaultdict[str, list[Event]]:
         """The events ``scaler step`` of each optimizer, in their order."""
-        events: defaultdict[str, list[Event]] = defaultdict(list)
-        for event in self.by_kind["scaler step"]:
-            events[event.optimizer].append(event)
-        return events
-
-    @functools.cached_property
-    def by_scaler(self) -> defaultdict[tuple[str, str], list[Event]]:
-        """The events of each (kind, owner), in their order."""
-        events: defaultdict[tuple[str, str], list[Event]] = defaultdict(list)
-        for event in self.events:
-            events[event.kind, event.owner].append(event)
-        return events
+        return grouped(self.by_kind["scaler step"], attrgetter("optimizer"))
 
     @functools.cached_property
     def by_loop(self) -> defaultdict[tuple[str, str, Loops], list[Event]]:
-        """The events of each (kind, owner, loops): all that run inside of these loops."""
+        """The events of each (kind, owner, loops): all that run inside of these loops.
+
+        With no loops, ``()``, all events of the unit.
+        """
         events: defaultdict[tuple[str, str, Loops], list[Event]] = defaultdict(list)
         for event in self.events:
             loops = event.place.loops
@@ -150,17 +141,16 @@ class Unit:
     @functools.cached_property
     def exits_by_loop(self) -> defaultdict[Loops, list[Exit]]:
         """The exits by the loops around each, in their order."""
-        exits: defaultdict[Loops, list[Exit]] = defaultdict(list)
-        for exit_ in self.exits:
-            exits[exit_.place.loops].append(exit_)
-        return exits
+        return grouped(self.exits, attrgetter("place.loops"))
 
-    def after(self, kind: str, first: int) -> Iterator[Event]:
-        """Yield the events of a kind whose order is `first` or more."""
+    def after(self, kind: str, event: Event) -> Iterator[Event]:
+        """Yield the events of a kind that `event` can lead to."""
         events = self.by_kind[kind]
-        start = bisect_left(events, first, key=_ORDER)
+        start = bisect_left(events, event.order, key=_ORDER)
         # by number: a slice would copy the rest of a long file for each event
-        return (events[number] for number in range(start, len(events)))
+        for number in range(start, len(events)):
+            if not events[number].place.excludes(event.place):
+                yield events[number]
 
     def between(self, kind: str, first: int, end: int) -> Iterator[Event]:
         """Yield the events of a kind with `first` <= order < `end`, from the last to the first."""
@@ -170,17 +160,19 @@ class Unit:
         numbers = range(start, stop)
         return (events[number] for number in reversed(numbers))
 
-    def last_scaled_before(self, event: Event) -> Event | None:
-        """The last ``scaled`` event that can lead to `event`; None if there is none before it."""
-        for scaled in self.between("scaled", 0, event.order):
-            if not scaled.place.excludes(event.place):
-                return scaled
-        return None
+    def before(self, kind: str, event: Event, first: int = 0) -> Iterator[Event]:
+        """Yield the events `between` `first` and `event` that can lead to `event`."""
+        for earlier in self.between(kind, first, event.order):
+            if not earlier.place.excludes(event.place):
+                yield earlier
 
 
-def of_kind(kind: str, events: Iterable[Event]) -> list[Event]:
-    """The events of a kind, in their order."""
-    return [event for event in events if event.kind == kind]
+def grouped(items: Iterable[_Item], key: Callable[[_Item], Any]) -> defaultdict[Any, list[_Item]]:
+    """The items by their key, those with the same one in their order."""
+    groups: defaultdict[Any, list[_Item]] = defaultdict(list)
+    for item in items:
+        groups[key(item)].append(item)
+    return groups
 
 
 def last_part(key: str) -> str:

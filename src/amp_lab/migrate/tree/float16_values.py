@@ -11,7 +11,7 @@ import libcst as cst
 
 from amp_lab.migrate.tree import nodes
 from amp_lab.migrate.tree.amp_names import OLD_NAMES
-from amp_lab.migrate.tree.code_reader import AUTOCASTS, CodeReader
+from amp_lab.migrate.tree.code_reader import CodeReader
 from amp_lab.migrate.tree.events import Event, Unit, last_part
 from amp_lab.migrate.tree.scopes import Scope
 
@@ -57,7 +57,7 @@ class Float16Values:
 
     def device(self, cast: cst.Call) -> str:
         """The code of an autocast's device argument; if there is none, ``"cuda"`` with quotes."""
-        device = self._arguments(cast).get("device_type")
+        device = self._code.arguments(cast).get("device_type")
         return '"cuda"' if device is None else self._code.tree.code(device)
 
     def _events_before(self, backward: Event) -> Iterator[Event]:
@@ -194,34 +194,20 @@ class Float16Values:
 
     # The arguments of autocast.
 
-    def _arguments(self, cast: cst.Call) -> dict[str, cst.BaseExpression]:
-        """The arguments of an autocast by name; the old classes have no device."""
-        names = ("device_type", "dtype", "enabled")
-        if self._is_old_class(cast):
-            names = ("enabled", "dtype")
-        return nodes.arguments(cast.args, names)
-
-    def _is_old_class(self, cast: cst.Call) -> bool:
-        """Whether an autocast is of an old class, in which `enabled` is the first argument."""
-        return AUTOCASTS[self._class_name(cast)] == 0
-
-    def _class_name(self, cast: cst.Call) -> str:
-        """The dotted name of an autocast's class, such as ``torch.autocast``."""
-        return self._code.origin(cast.func, self._code.tree.calls[cast]) or ""
-
     def _is_float16(self, cast: cst.Call) -> bool:
         """Whether an autocast is surely enabled and for float16, the default dtype on CUDA."""
         if any(arg.star for arg in cast.args):
             return False
         scope = self._code.tree.calls[cast]
-        arguments = self._arguments(cast)
+        arguments = self._code.arguments(cast)
         if not self._is_enabled(arguments.get("enabled"), scope):
             return False
         if "dtype" in arguments:
             dtype = scope.value_of(arguments["dtype"])
             return self._code.origin(dtype, scope) in FLOAT16
-        if self._is_old_class(cast):
-            return OLD_NAMES[self._class_name(cast)].device == "cuda"
+        old = OLD_NAMES.get(self._code.called_origin(cast) or "")
+        if old is not None:
+            return old.device == "cuda"
         if "device_type" not in arguments:
             return False
         device_type = scope.value_of(arguments["device_type"])

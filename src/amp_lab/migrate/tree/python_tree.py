@@ -5,15 +5,15 @@ keeps only what the rules need: imports, other bindings, and uses of names.
 """
 
 import functools
-import itertools
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import libcst as cst
-from libcst.metadata import ByteSpanPositionProvider, CodeSpan, MetadataWrapper
+from libcst.metadata import ByteSpanPositionProvider, CodeSpan
+from libcst.metadata.span_provider import SpanProvidingCodegenState
 
 from amp_lab.migrate.tree import nodes
 from amp_lab.migrate.tree.scopes import Binding, Scope, Use
@@ -315,41 +315,29 @@ class Tree:
 
     @functools.cached_property
     def _spans(self) -> Mapping[cst.CSTNode, CodeSpan]:
-        """The start and length of each node, in bytes of UTF-8 without some form feeds."""
-        wrapper = MetadataWrapper(self.module, unsafe_skip_copy=True)
-        # `_gen` because resolve() also walks the tree once, for other providers
-        return cast("Mapping[cst.CSTNode, CodeSpan]", ByteSpanPositionProvider()._gen(wrapper))
+        """The start and length of each node, in characters without some form feeds."""
+        # ByteSpanPositionProvider does the same, in bytes; it only holds the result here.
+        holder = ByteSpanPositionProvider()
+        indent = self.module.default_indent
+        state = SpanProvidingCodegenState(
+            indent, self.module.default_newline, provider=holder, get_length=len
+        )
+        self.module._codegen(state)
+        return holder._computed
 
     @functools.cached_property
     def _form_feeds(self) -> list[int]:
-        """The positions, in libcst's bytes, of form feeds at the start of a line.
+        """The positions that libcst gives to form feeds at the start of a line.
 
         libcst does not count them, so they are counted here.
         """
-        matches = re.finditer(rb"(?m)(?:^|(?<=\r))\f", self.text.encode())
+        matches = re.finditer(r"(?m)(?:^|(?<=\r))\f", self.text)
         # each is moved back by the form feeds before it, `number` of them
         return [match.start() - number for number, match in enumerate(matches)]
 
-    def _offset(self, libcst_byte: int) -> int:
-        """The index in `text` of the character at a position that libcst counts in bytes."""
-        byte = libcst_byte + bisect_right(self._form_feeds, libcst_byte)  # with the form feeds
-        wide_before = bisect_left(self._wide_starts, byte)  # how many wide characters
-        return byte - self._surplus_bytes[wide_before]
-
-    @functools.cached_property
-    def _wide_starts(self) -> list[int]:
-        """The byte at which each character of several UTF-8 bytes starts."""
-        if self.text.isascii():
-            return []
-        matches = re.finditer(rb"[\xc0-\xff]", self.text.encode())
-        return [match.start() for match in matches]
-
-    @functools.cached_property
-    def _surplus_bytes(self) -> list[int]:
-        """How many more bytes than characters the text has after its first 0, 1, 2, … wide ones."""
-        wide = re.findall(r"[^\x00-\x7f]", self.text)
-        surplus = (len(character.encode()) - 1 for character in wide)
-        return list(itertools.accumulate(surplus, initial=0))
+    def _offset(self, position: int) -> int:
+        """The index in `text` of the character at a position that libcst counts."""
+        return position + bisect_right(self._form_feeds, position)
 
     @functools.cached_property
     def _line_starts(self) -> list[int]:

@@ -8,13 +8,12 @@ import libcst as cst
 from amp_lab.migrate.rules.torch_amp import remedies
 from amp_lab.migrate.rules.torch_amp.torch_name import TorchName
 from amp_lab.migrate.tree import nodes
-from amp_lab.migrate.tree.amp_names import NEW_NAMES, OLD_MODULES, OLD_NAMES
+from amp_lab.migrate.tree.amp_names import NEW_NAMES, OLD_AUTOCAST, OLD_MODULES, OLD_NAMES
 from amp_lab.migrate.tree.python_tree import Tree
 from amp_lab.migrate.tree.rewriter import Edit
 from amp_lab.migrate.tree.scopes import Scope, Use
 
 _DEFAULT_DTYPES = {"cuda": "float16", "cpu": "bfloat16"}
-_AUTOCAST_ARGUMENTS = ("enabled", "dtype", "cache_enabled")
 
 
 class ByHand(Exception):
@@ -294,7 +293,7 @@ class UseEdits:
         The text is also empty for a ``**kwargs``, which may hold a dtype. Raises `ByHand`.
         """
         edits = self._name_arguments(device, args)
-        dtype = self._autocast_dtype(device, nodes.arguments(args, _AUTOCAST_ARGUMENTS), use)
+        dtype = self._autocast_dtype(device, nodes.arguments(args, OLD_AUTOCAST), use)
         if any(arg.star == "**" for arg in args):  # they may hold a dtype
             if dtype and self._sets_dtype:
                 raise ByHand(
@@ -309,10 +308,10 @@ class UseEdits:
         Raises `ByHand` if there is a ``*args``.
         """
         positional = [arg for arg in args if arg.star != "**" and arg.keyword is None]
-        if len(positional) > len(_AUTOCAST_ARGUMENTS) or any(arg.star for arg in positional):
+        if len(positional) > len(OLD_AUTOCAST) or any(arg.star for arg in positional):
             raise ByHand(remedies.POSITIONAL.sentence(device=device))
         edits = []
-        for keyword, arg in zip(_AUTOCAST_ARGUMENTS, positional, strict=False):
+        for keyword, arg in zip(OLD_AUTOCAST, positional, strict=False):
             start, end = self.tree.span(arg)
             if isinstance(arg.value, cst.NamedExpr) and not arg.value.lpar:  # f(x := 1)
                 edits.append(Edit(start, start, f"{keyword}=("))
