@@ -111,11 +111,9 @@ def _is_less_frequent(event: Event, unscale: Event) -> bool:
 
 def _is_over_optimizers(loop: cst.CSTNode, optimizer: str) -> bool:
     """Whether a loop is ``for optimizer in …``, over several optimizers."""
-    target = getattr(loop, "target", None)
-    if target is None:
+    if not isinstance(loop, cst.For):
         return False
-    names = [part.value for part in nodes.walk(target) if isinstance(part, cst.Name)]
-    return optimizer in names
+    return (optimizer,) in nodes.bound_names(loop.target)
 
 
 def _drops_without_update(code: CodeReader, update: Event, unscale: Event) -> bool:

@@ -80,9 +80,7 @@ def _missing_counterparts(
     """
     for name, methods_used in methods.items():
         if methods_used == {"state_dict"} and loads:
-            func = loads[0].func
-            assert isinstance(func, cst.Attribute)  # optimizer.load_state_dict
-            optimizer = code.key(func.value)
+            optimizer = code.key(loads[0].func).removesuffix(".load_state_dict")
             yield loads[0], _NEVER_LOADED.sentence(scaler=name, optimizer=optimizer)
         if methods_used == {"load_state_dict"} and saves:
             yield saves[0], _NEVER_SAVED.sentence(scaler=name)
@@ -143,14 +141,13 @@ def _saves_optimizer(code: CodeReader, call: cst.Call) -> bool:
 
 def _is_call_of_optimizer(code: CodeReader, call: cst.CSTNode, method: str, scope: Scope) -> bool:
     """Whether a node is ``optimizer.method(…)``, for an optimizer that a scaler may step."""
-    if not isinstance(call, cst.Call) or not isinstance(call.func, cst.Attribute):
+    receiver = nodes.receiver_of(call, method)
+    if receiver is None:
         return False
-    if call.func.attr.value != method:
-        return False
-    returned_name = name_in_tuple(code, call.func.value, scope)  # of state[1].load_state_dict
+    returned_name = name_in_tuple(code, receiver, scope)  # of state[1].load_state_dict
     if returned_name is not None:
         return code.is_optimizer(returned_name)
-    optimizer = code.key(call.func.value)
+    optimizer = code.key(receiver)
     if not code.is_optimizer(optimizer):
         return False
     if _knows_a_scaler(code, scope):

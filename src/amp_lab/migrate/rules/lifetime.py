@@ -131,10 +131,8 @@ def _is_epoch_loop(loop: cst.CSTNode) -> bool:
     """Whether a loop is ``for epoch in …``, or assigns another name with "epoch" in it."""
     if not isinstance(loop, cst.For):
         return False
-    for part in nodes.walk(loop.target):
-        if isinstance(part, cst.Name) and "epoch" in part.value.lower():
-            return True
-    return False
+    names = nodes.bound_names(loop.target)
+    return any("epoch" in parts[-1].lower() for parts in names)
 
 
 @cached_in_tree
@@ -143,13 +141,5 @@ def _assigned_in(tree: Tree, node: cst.CSTNode) -> set[str]:
     names: set[str] = set()
     for part in nodes.walk(node):
         for target, _ in nodes.assignments(part):
-            names.add(_dotted_name(target))
-            if isinstance(target, cst.Tuple | cst.List):
-                names.update(_dotted_name(element.value) for element in target.elements)
+            names.update(map(".".join, nodes.bound_names(target)))
     return names
-
-
-def _dotted_name(node: cst.CSTNode) -> str:
-    """``a.b`` for such an expression; empty for any that is not a dotted name."""
-    parts = nodes.name_parts(node) or ()
-    return ".".join(parts)

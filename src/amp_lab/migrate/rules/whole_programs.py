@@ -134,7 +134,7 @@ def _casts_to_float16(code: CodeReader, call: cst.Call) -> bool:
     The gradients of such weights are float16 too, which a scaler refuses to unscale.
     """
     scope = code.tree.calls[call]
-    if isinstance(call.func, cst.Attribute) and call.func.attr.value == "half":
+    if nodes.receiver_of(call, "half") is not None:
         return True
     arguments = {code.origin(scope.value_of(arg.value), scope) for arg in call.args}
     return bool(arguments & FLOAT16) and code.origin(call.func, scope) not in AUTOCASTS

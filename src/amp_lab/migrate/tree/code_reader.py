@@ -16,7 +16,6 @@ import libcst as cst
 
 from amp_lab.migrate.tree import nodes
 from amp_lab.migrate.tree.amp_names import AUTOCASTS, OLD_MODULES, SCALERS
-from amp_lab.migrate.tree.context_functions import contexts_of
 from amp_lab.migrate.tree.events import Event, Exit, Place, Unit, grouped, last_part, place_of_part
 from amp_lab.migrate.tree.python_tree import Tree
 from amp_lab.migrate.tree.scopes import Scope
@@ -232,7 +231,7 @@ class CodeReader:
             return []
         scope = self._units[function].scope
         autocasts = []
-        for context in contexts_of(function):
+        for context in _contexts_of(function):
             if not isinstance(context, cst.Call):
                 return []
             if self.origin(context.func, scope) not in AUTOCASTS:
@@ -293,11 +292,10 @@ class CodeReader:
 
     def _scaler_in(self, node: cst.CSTNode) -> str | None:
         """``scaler`` for the expression ``scaler.scale(...)``; None for any other."""
-        func = node.func if isinstance(node, cst.Call) else None
-        if not isinstance(func, cst.Attribute) or func.attr.value != "scale":
+        scaler = nodes.receiver_of(node, "scale")
+        if scaler is None or not self._is_scaler(self.key(scaler)):
             return None
-        key = self.key(func.value)
-        return key if self._is_scaler(key) else None
+        return self.key(scaler)
 
     def _is_scaler(self, key: str) -> bool:
         # By its name too: a parameter `grad_scaler` gets its value from another file.
@@ -479,3 +477,20 @@ class CodeReader:
             if not backward.place.excludes(scaled.place):
                 return None
         return scaled
+
+
+def _contexts_of(function: cst.FunctionDef) -> list[cst.BaseExpression]:
+    """The expressions that a function returns, and those of each ``with`` in which it yields.
+
+    The first for ``return autocast()``, the second for a ``@contextmanager``.
+    """
+    functions = (cst.FunctionDef, cst.Lambda)  # what is defined in it runs elsewhere
+    contexts: list[cst.BaseExpression] = []
+    for part in nodes.walk(function.body, skip=functions):
+        if isinstance(part, cst.Return) and part.value is not None:
+            contexts.append(part.value)
+        elif isinstance(part, cst.With):
+            body = nodes.walk(part.body, skip=functions)
+            if any(isinstance(inner, cst.Yield) for inner in body):
+                contexts += [item.item for item in part.items]
+    return contexts

@@ -5,7 +5,8 @@ Here a `cast` is a call of autocast.
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import libcst as cst
 
@@ -22,6 +23,31 @@ _NO_GRADIENTS = re.compile(r"\b(?:no_grad|inference_mode|set_grad_enabled\(\s*Fa
 _DETACHED = re.compile(r"\.(?:detach|item|tolist|numpy|argmax)\(")
 _MODEL_NAME = re.compile(r"(?i)(?:model|net|network)$")
 _AMP_SWITCH_NAME = re.compile(r"(?i)(?<![a-z])amp|fp16|half|mixed|float16")
+
+
+@dataclass
+class _Casts:
+    """The autocasts that computed values in float16: results of calls, and names."""
+
+    by_call: dict[cst.CSTNode, cst.Call] = field(default_factory=dict)
+    by_name: dict[_Name, cst.Call] = field(default_factory=dict)
+
+    def first_in(self, value: cst.CSTNode) -> cst.Call | None:
+        """The autocast of the first name or call in a value that has one, if any does.
+
+        ``out.loss`` also has that of ``out``.
+        """
+        if value in self.by_call:
+            return self.by_call[value]
+        parts = nodes.name_parts(value)
+        if parts is None:
+            casts = map(self.first_in, nodes.children(value))
+            return next((cast for cast in casts if cast is not None), None)
+        for length in range(len(parts), 0, -1):
+            owner = parts[:length]
+            if owner in self.by_name:
+                return self.by_name[owner]
+        return None
 
 
 class Float16Values:
@@ -43,17 +69,20 @@ class Float16Values:
         loss = nodes.loss_of(backward.node)
         if loss is None:
             return None
-        cast = _first_cast(_names_in(loss), self._float16_names(backward))
-        if cast is not None:
-            return cast
-        # The loss may be computed without a name: criterion(model(x), y).backward()
-        calls_in_loss = set(nodes.walk(loss))
+        casts = _Casts()
         for event in self._events_before(backward):
-            if event.node in calls_in_loss:
-                cast = self._cast_of(event)
+            cast = self._cast_of(event)
+            if cast is not None:
+                casts.by_call[event.node] = cast
+        values = self._values(backward.unit)
+        size = -1  # below any size, so that the loop runs at least once
+        while len(casts.by_name) > size:  # until no more name is computed from one of them
+            size = len(casts.by_name)
+            for name, value in values:
+                cast = casts.first_in(value)
                 if cast is not None:
-                    return cast
-        return None
+                    casts.by_name.setdefault(name, cast)
+        return casts.first_in(loss)
 
     def device(self, cast: cst.Call) -> str:
         """The code of an autocast's device argument; if there is none, ``"cuda"`` with quotes."""
@@ -67,50 +96,14 @@ class Float16Values:
             if place.shares_loops(backward.place) and not place.excludes(backward.place):
                 yield event
 
-    def _float16_names(self, backward: Event) -> dict[_Name, cst.Call]:
-        """The autocast of each name that holds a value computed in float16 before a backward."""
-        casts: dict[_Name, cst.Call] = {}
-        for event in self._events_before(backward):
-            cast = self._cast_of(event)
-            if cast is not None:
-                for name in self._names_of_result(event.node):
-                    casts.setdefault(name, cast)
-        size = -1  # below any size, so that the loop runs at least once
-        while len(casts) > size:  # until no more name is computed from one of them
-            size = len(casts)
-            for name, sources in self._sources_by_name(backward.unit):
-                cast = _first_cast(sources, casts)
-                if cast is not None:
-                    casts.setdefault(name, cast)
-        return casts
-
-    def _names_of_result(self, node: cst.CSTNode) -> list[_Name]:
-        """The names that the result of a call is assigned to; none if the value is detached."""
-        for parent, _ in self._code.tree.ancestors(node):
-            names: list[_Name] = []
-            for target, _ in _assignments_in(parent):
-                names += _names_bound_by(target)
-            if names:
-                has_no_gradients = _DETACHED.search(self._code.tree.code(parent))
-                return [] if has_no_gradients else names
-            if isinstance(parent, cst.BaseCompoundStatement | cst.SimpleStatementLine):
-                return []
-        return []
-
-    def _sources_by_name(self, unit: Unit) -> list[tuple[_Name, list[_Name]]]:
-        """Each (assigned name, names in its value) of a function.
-
-        ``loss = a + b.c`` gives ``(("loss",), [("a",), ("b", "c")])``. A value that is detached is
-        left out, because it has no gradients.
-        """
-        pairs = []
+    def _values(self, unit: Unit) -> list[tuple[_Name, cst.CSTNode]]:
+        """Each (assigned name, its value) of a function, without values that have no gradients."""
+        values = []
         for part in nodes.walk(unit.scope.node):
             for target, value in _assignments_in(part):
-                if _DETACHED.search(self._code.tree.code(value)):
-                    continue
-                sources = list(_names_in(value))
-                pairs += [(name, sources) for name in _names_bound_by(target)]
-        return pairs
+                if not _DETACHED.search(self._code.tree.code(value)):
+                    values += [(name, value) for name in nodes.bound_names(target)]
+        return values
 
     # Which autocast a call runs in.
 
@@ -149,8 +142,9 @@ class Float16Values:
             return _MODEL_NAME.search(parts[-1]) is not None
         if binding.value is None:
             return False
-        for part in nodes.walk(binding.value):
-            if isinstance(part, cst.Name) and part.value in self._classes_with_forward:
+        for use in self._code.tree.uses_in(nodes.walk(binding.value)):
+            made = use.scope.only_binding(use.parts[0])
+            if made is not None and isinstance(made.node, cst.ClassDef):
                 return True
         return False
 
@@ -166,18 +160,6 @@ class Float16Values:
             if cast is not None:
                 casts.setdefault(function.name.value, cast)
         return casts
-
-    @functools.cached_property
-    def _classes_with_forward(self) -> set[str]:
-        """The names of the classes of this file that have a method ``forward``."""
-        classes: set[str] = set()
-        for scope in self._code.tree.scopes:
-            outer = scope.parent
-            if outer is None or "forward" not in outer.bindings:
-                continue
-            if isinstance(outer.node, cst.ClassDef):
-                classes.add(outer.node.name.value)
-        return classes
 
     def _is_without_gradients(self, event: Event) -> bool:
         """Whether ``no_grad`` is around a call, as a block or as a decorator of its function."""
@@ -233,39 +215,7 @@ def _assignments_in(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNod
         yield node.target, node.value
     elif isinstance(node, cst.For):
         yield node.target, node.iter
-    elif isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-        is_append = node.func.attr.value == "append"
-        if is_append and node.args:
-            yield node.func.value, node.args[0].value
-
-
-def _names_bound_by(target: cst.CSTNode) -> Iterator[_Name]:
-    """Yield the names that a target stores into: ``losses`` for ``losses[i]``."""
-    parts = nodes.name_parts(target)
-    if parts is not None:
-        yield parts
-    elif isinstance(target, cst.Tuple | cst.List):
-        for element in target.elements:
-            yield from _names_bound_by(element.value)
-    elif isinstance(target, cst.Subscript):
-        yield from _names_bound_by(target.value)
-
-
-def _names_in(node: cst.CSTNode) -> Iterator[_Name]:
-    """Yield the dotted names in an expression: ``out.loss``, not also ``out``."""
-    parts = nodes.name_parts(node)
-    if parts is not None:
-        yield parts
-        return
-    for child in nodes.children(node):
-        yield from _names_in(child)
-
-
-def _first_cast(names: Iterable[_Name], casts: dict[_Name, cst.Call]) -> cst.Call | None:
-    """The autocast of the first name that has one; ``out.loss`` also has that of ``out``."""
-    for name in names:
-        for length in range(len(name), 0, -1):
-            owner = name[:length]
-            if owner in casts:
-                return casts[owner]
-    return None
+    elif isinstance(node, cst.Call) and node.args:
+        appended_to = nodes.receiver_of(node, "append")
+        if appended_to is not None:
+            yield appended_to, node.args[0].value

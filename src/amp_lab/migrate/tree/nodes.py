@@ -41,11 +41,16 @@ def children(node: cst.CSTNode) -> list[cst.CSTNode]:
     return parts
 
 
-def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """Yield a node and all its descendants that are code, in the order of the source."""
+def walk(node: cst.CSTNode, skip: tuple[type, ...] = ()) -> Iterator[cst.CSTNode]:
+    """Yield a node and all its descendants that are code, in the order of the source.
+
+    Nodes of the types in `skip` are left out, and what is in them.
+    """
+    if isinstance(node, skip):
+        return
     yield node
     for child in children(node):
-        yield from walk(child)
+        yield from walk(child, skip)
 
 
 def name_parts(node: cst.CSTNode | None) -> tuple[str, ...] | None:
@@ -74,10 +79,18 @@ def is_call_of(node: cst.CSTNode | None, *names: str) -> TypeGuard[cst.Call]:
     return node.func.value in names
 
 
-def suppresses_errors(block: cst.With) -> bool:
-    """Whether a ``with`` block ignores errors, by ``contextlib.suppress(...)``."""
+def receiver_of(node: cst.CSTNode, method: str) -> cst.BaseExpression | None:
+    """``a.b`` for a call ``a.b.method(...)``; None for any other node."""
+    func = node.func if isinstance(node, cst.Call) else None
+    if not isinstance(func, cst.Attribute) or func.attr.value != method:
+        return None
+    return func.value
+
+
+def context_names(block: cst.With) -> list[str]:
+    """The names of the functions that a ``with`` calls, such as ``suppress``."""
     calls = [item.item for item in block.items if isinstance(item.item, cst.Call)]
-    return any(called_name(call) == "suppress" for call in calls)
+    return [called_name(call) for call in calls]
 
 
 def is_argument(call: cst.Call, name: str) -> bool:
@@ -153,6 +166,18 @@ def assignments(node: cst.CSTNode) -> Iterator[tuple[cst.BaseExpression, cst.Bas
                 yield left_part.value, right_part.value
 
 
+def bound_names(target: cst.CSTNode) -> Iterator[tuple[str, ...]]:
+    """Yield the parts of each name that a target stores into: ``losses`` for ``losses[i]``."""
+    parts = name_parts(target)
+    if parts is not None:
+        yield parts
+    elif isinstance(target, cst.Tuple | cst.List):
+        for element in target.elements:
+            yield from bound_names(element.value)
+    elif isinstance(target, cst.Subscript):
+        yield from bound_names(target.value)
+
+
 def loss_of(backward: cst.Call) -> cst.BaseExpression | None:
     """``loss`` for ``loss.backward()`` and ``torch.autograd.backward(loss)``.
 
@@ -189,8 +214,7 @@ def never_passes(block: cst.BaseSuite) -> bool:
     last = last_statement(block)
     if isinstance(last, cst.With):
         # suppress() goes on after the block, where the error was raised
-        is_suppressed = any(is_call_of(item.item, "suppress") for item in last.items)
-        return never_passes(last.body) and not is_suppressed
+        return never_passes(last.body) and "suppress" not in context_names(last)
     if isinstance(last, cst.If):
         if not isinstance(last.orelse, cst.Else):
             return False

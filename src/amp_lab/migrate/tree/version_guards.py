@@ -6,7 +6,6 @@ names, such as ``>= 1.6``, does not count: it is true wherever they exist.
 
 import functools
 import re
-from collections.abc import Iterator
 
 import libcst as cst
 
@@ -32,6 +31,11 @@ _CATCHES_MISSING_NAME = re.compile(
 )
 _MAX_DEPTH = 3  # how many assignments a name in a condition is followed through
 _FIRST_WITH_SCALER = (2, 3)  # the first torch that has torch.amp.GradScaler
+# Whether a later torch fulfils torch.__version__ <operator> "1.6"
+_FOR_A_LATER_TORCH = {cst.GreaterThanEqual: True, cst.GreaterThan: True}
+_FOR_A_LATER_TORCH |= {cst.LessThanEqual: False, cst.LessThan: False}
+# Whether a version fulfils version <operator> "parrots"
+_FOR_ANOTHER_NAME = {cst.NotEqual: True, cst.Equal: False}
 
 
 _Compound = cst.If | cst.Try | cst.With
@@ -162,7 +166,7 @@ def _(parent: cst.With, child, node, tree) -> bool:
     """Whether the node imports a new name inside ``with contextlib.suppress(…)``."""
     if child is not parent.body or tree.alias_origins.get(node) not in NEW_NAMES:
         return False
-    return nodes.suppresses_errors(parent)
+    return "suppress" in nodes.context_names(parent)
 
 
 @_decides.register
@@ -214,7 +218,7 @@ def _may_end_block(tree: Tree, statement: _Compound) -> bool:
     if isinstance(nodes.last_statement(statement.body), cst.Raise):
         return False  # the file refuses such a torch altogether
     # A `with` always runs its body to the end, except if it suppresses an error.
-    return not isinstance(statement, cst.With) or "suppress" in tree.code(statement.items[0])
+    return not isinstance(statement, cst.With) or "suppress" in nodes.context_names(statement)
 
 
 def _ends_by_version(tree: Tree, statement: _Compound, node: cst.CSTNode) -> bool:
@@ -284,32 +288,14 @@ def _constant_comparison(tree: Tree, test: cst.Comparison) -> bool | None:
     version = tuple(map(int, numbers[:2]))
     if not version and nodes.string_value(target.comparator):
         # TORCH_VERSION != "parrots": a string without numbers is no version
-        answer = _answer_for_another_name(target.operator)
+        answer = _FOR_ANOTHER_NAME.get(type(target.operator))
     elif len(version) < 2 or version >= _FIRST_WITH_SCALER:
         return None
     else:
-        answer = _answer_for_a_later_torch(target.operator)
+        answer = _FOR_A_LATER_TORCH.get(type(target.operator))
     if answer is None or not _depends_on_torch(tree, test.left):
         return None
     return answer
-
-
-def _answer_for_a_later_torch(operator: cst.BaseCompOp) -> bool | None:
-    """Whether a later torch fulfils ``torch.__version__ <operator> "1.6"``; None if it depends."""
-    if isinstance(operator, cst.GreaterThanEqual | cst.GreaterThan):
-        return True
-    if isinstance(operator, cst.LessThanEqual | cst.LessThan):
-        return False
-    return None
-
-
-def _answer_for_another_name(operator: cst.BaseCompOp) -> bool | None:
-    """Whether a version fulfils ``version <operator> "parrots"``; None for other operators."""
-    if isinstance(operator, cst.NotEqual):
-        return True
-    if isinstance(operator, cst.Equal):
-        return False
-    return None
 
 
 @cached_in_tree
@@ -318,7 +304,7 @@ def _depends_on_torch(tree: Tree, test: cst.CSTNode, depth: int = 0) -> bool:
 
     `depth` is the number of assignments that led to it; more than `_MAX_DEPTH` are not followed.
     """
-    parts = list(_walk_without_dicts(test))
+    parts = list(nodes.walk(test, skip=(cst.Dict,)))  # a version in a dict is only logged
     if any(isinstance(node, cst.Call) and _is_lookup(tree, node) for node in parts):
         return True
     return any(_is_of_version(tree, use, depth) for use in tree.uses_in(parts))
@@ -331,14 +317,6 @@ def _is_of_version(tree: Tree, use: Use, depth: int) -> bool:
     if any(origin and _VERSION_ORIGIN.match(origin) for origin in use.origins):
         return True
     return depth < _MAX_DEPTH and _comes_from_version(tree, use, depth + 1)
-
-
-def _walk_without_dicts(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """Yield a node and its descendants, except dicts: a version in a dict is only logged."""
-    if not isinstance(node, cst.Dict):
-        yield node
-        for child in nodes.children(node):
-            yield from _walk_without_dicts(child)
 
 
 def _comes_from_version(tree: Tree, use: Use, depth: int) -> bool:

@@ -96,7 +96,7 @@ class _ApexNames:
         if isinstance(parent, cst.Try):
             return child is parent.body and not _has_only_fatal_handlers(parent)
         if isinstance(parent, cst.With):
-            return child is parent.body and nodes.suppresses_errors(parent)
+            return child is parent.body and "suppress" in nodes.context_names(parent)
         # HAS_APEX and FusedAdam; if HAS_APEX: FusedAdam
         is_operator = isinstance(parent, cst.BooleanOperation)
         test = parent.left if is_operator else getattr(parent, "test", None)
