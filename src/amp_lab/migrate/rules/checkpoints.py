@@ -107,9 +107,7 @@ def _may_be_saved_elsewhere(code: CodeReader, name: str) -> bool:
             continue
         argument = code.tree.parents[use.node]
         call = code.tree.parents[argument]
-        if not isinstance(call, cst.Call):  # such as a list, which may be handed on
-            return True
-        function = code.functions.get(nodes.called_name(call))
+        function = code.called_function(call)
         if function is None or "state_dict" in code.tree.code(function):
             return True
     return False
@@ -168,5 +166,5 @@ def _saves_to_file(code: CodeReader, call: cst.Call) -> bool:
     """Whether a call is ``torch.save(…)``, or of a function of this file that contains it."""
     if code.origin(call.func, code.tree.calls[call]) == "torch.save":
         return True
-    function = code.functions.get(nodes.called_name(call))
+    function = code.called_function(call)
     return function is not None and "torch.save" in code.tree.code(function)

@@ -105,19 +105,9 @@ def _epoch_loops_around_calls(
     for call in code.calls_of[name]:
         if any(arg.star for arg in call.node.args):  # *args may hold another optimizer each time
             continue
-        argument = _argument_of(call.node, function, optimizer)
+        argument = code.passed(call.node).get(optimizer)
         optimizer_there = optimizer if argument is None else code.key(argument)
         yield from _epoch_loops(code, call, optimizer_there)
-
-
-def _argument_of(
-    call: cst.Call, function: cst.FunctionDef, parameter: str
-) -> cst.BaseExpression | None:
-    """The argument that a call passes to `parameter` of its function or method; None if none."""
-    names = [param.name.value for param in function.params.params]
-    if isinstance(call.func, cst.Attribute):
-        names = names[1:]  # a method is called without self
-    return nodes.arguments(call.args, names).get(parameter)
 
 
 def _epoch_loops(code: CodeReader, event: Event, optimizer: str) -> Iterator[cst.CSTNode]:

@@ -49,15 +49,10 @@ def _context_around(code: CodeReader, call: cst.Call) -> str | None:
 
     None unless the innermost function around the call is a backward of an ``autograd.Function``.
     """
-    innermost: cst.FunctionDef | None = None
-    for parent, _ in code.tree.ancestors(call):
-        if isinstance(parent, cst.FunctionDef) and innermost is None:
-            innermost = parent
-        if isinstance(parent, cst.ClassDef):
-            if not _is_autograd_function(code, parent):
-                return None
-            return _context_of(innermost)
-    return None
+    class_ = code.tree.around(call, cst.ClassDef)
+    if class_ is None or not _is_autograd_function(code, class_):
+        return None
+    return _context_of(code.tree.around(call, cst.FunctionDef))
 
 
 def _context_of(function: cst.FunctionDef | None) -> str | None:

@@ -17,9 +17,10 @@ from amp_lab.migrate.tree.rewriter import Rewriter
 PART = "mistakes"
 TRIGGERS = MISTAKE_TRIGGERS
 # Methods of nn.Module and of Lightning's modules: none of them unscales gradients.
-_MODULE_METHODS = {"parameters", "named_parameters", "modules", "named_modules", "children"}
-_MODULE_METHODS |= {"named_children", "buffers", "state_dict", "train", "eval", "zero_grad", "log"}
-_MODULE_METHODS |= {"log_dict"}
+_MODULE_METHODS = re.compile(
+    "(?:named_)?(?:parameters|modules|children)|buffers|state_dict|train|eval|zero_grad"
+    "|log(?:_dict)?"
+)
 _ABOUT_SCALING = re.compile(r"(?i)scaler|amp|fp16|half|mixed|precision")
 _ASKS_FOR_FINITE = re.compile(r"(?i)finite|is_?nan|is_?inf|found_?inf|overflow")
 # p.grad.div_(s), get_scale(), scaler._scale; not "p.grad is None"
@@ -154,7 +155,7 @@ def _may_unscale(code: CodeReader, call: cst.Call, scaler: str) -> bool:
     if len(parts) != 2:
         return False
     owner, method = parts
-    if owner != scaler.partition(".")[0] or method in _MODULE_METHODS:
+    if owner != scaler.partition(".")[0] or _MODULE_METHODS.fullmatch(method):
         return False
     if owner == "self" and parts not in code.tree.assigned_values:
         return code.may_inherit(call)  # self.method(), which this file does not define

@@ -20,26 +20,10 @@ PART = "mistakes"
 TRIGGERS = MISTAKE_TRIGGERS
 # Packages whose models do not call autocast. A file that imports only these can be a whole program;
 # a model of another package, or of another file, may have autocast in its forward pass.
-_PACKAGES_WITHOUT_AUTOCAST = {
-    "torch",
-    "torchvision",
-    "torchaudio",
-    "numpy",
-    "scipy",
-    "sklearn",
-    "matplotlib",
-}
-_PACKAGES_WITHOUT_AUTOCAST |= {
-    "PIL",
-    "cv2",
-    "pandas",
-    "tensorboardX",
-    "wandb",
-    "yaml",
-    "einops",
-    "albumentations",
-}
-_PACKAGES_WITHOUT_AUTOCAST |= {"tqdm", "timm", *sys.stdlib_module_names}
+_WITHOUT_AUTOCAST_IN_MODELS = re.compile(
+    "torch(?:vision|audio)?|numpy|scipy|sklearn|matplotlib|PIL|cv2|pandas|tensorboardX|wandb|yaml"
+    "|einops|albumentations|tqdm|timm"
+)
 _DTYPE_METHODS = {"half", "float16", "bfloat16"}
 _MODEL_ORIGINS = ("torchvision.models.", "timm.", "torch.nn.Sequential", "torch.nn.Linear")
 # Names that may scale a loss or gradients, or set another dtype: loss_scale, register_hook
@@ -156,7 +140,7 @@ def _all_names(code: CodeReader) -> set[str]:
 
 def _is_whole_program(code: CodeReader) -> bool:
     """Whether a file is run as a script, makes its model, and imports no unknown package."""
-    if not all(_packages(node) <= _PACKAGES_WITHOUT_AUTOCAST for node in code.tree.imports):
+    if not all(map(_is_known_package, _packages(code))):
         return False
     backwards = code.by_kind["scaled"] + code.by_kind["backward"]
     trains_at_import = any(event.unit.scope.kind == "module" for event in backwards)
@@ -183,8 +167,17 @@ def _makes_model(code: CodeReader, call: cst.Call) -> bool:
     return "torch.nn.Module" in code.base_origins(binding.node)
 
 
-def _packages(node: cst.Import | cst.ImportFrom) -> set[str]:
-    """The top-level packages of an import; ``{""}``, which is no known one, if it is relative."""
-    if isinstance(node, cst.ImportFrom):
-        return {nodes.module_of(node).partition(".")[0]}
-    return {alias.evaluated_name.partition(".")[0] for alias in node.names}
+def _packages(code: CodeReader) -> set[str]:
+    """The top-level packages of all imports; empty text, which is no known one, if relative."""
+    modules: list[str] = []
+    for node in code.tree.imports:
+        if isinstance(node, cst.ImportFrom):
+            modules.append(nodes.module_of(node))
+        else:
+            modules += [alias.evaluated_name for alias in node.names]
+    return {module.partition(".")[0] for module in modules}
+
+
+def _is_known_package(name: str) -> bool:
+    """Whether no model of a package calls autocast."""
+    return name in sys.stdlib_module_names or bool(_WITHOUT_AUTOCAST_IN_MODELS.fullmatch(name))

@@ -33,8 +33,9 @@ _OPTIMIZER_NAME = re.compile(r"(?:^|_)(?:optimizer|optim|opt)(?:_|[A-Z0-9]|$)")
 # Words in a condition that may turn mixed precision on or off: if args.use_amp
 _ABOUT_AMP = re.compile(r"(?i)amp|scale|fp16|half|mixed|precision|float16|bf16|dtype|enabled")
 _LOSS_NAME = re.compile(r"(?i)loss|err|cost|objective")
-_NEVER_A_LOSS = {"self", "cls", "engine", "model_engine", "accelerator", "fabric", "manager"}
-_NEVER_A_LOSS |= {"trainer", "model", "net", "module", "ctx", "layer"}
+_NEVER_A_LOSS = re.compile(
+    "self|cls|(?:model_)?engine|accelerator|fabric|manager|trainer|model|net|module|ctx|layer"
+)
 # Parents of a name that give its object no second name: scaler.step, if scaler, not scaler
 _KEEPS_NAME = cst.Attribute | cst.AssignTarget | cst.Comparison | cst.ComparisonTarget | cst.If
 _KEEPS_NAME |= cst.UnaryOperation | cst.BooleanOperation
@@ -128,11 +129,11 @@ class CodeReader:
             return ".".join((self.star_module, *parts)) if self.star_module else None
         return scope.origin(node)
 
-    def called_origin(self, call: cst.CSTNode) -> str | None:
+    def called_origin(self, node: cst.CSTNode) -> str | None:
         """The `origin` of the function or class that a call calls; None for other nodes."""
-        if not isinstance(call, cst.Call):
+        if not isinstance(node, cst.Call):
             return None
-        return self.origin(call.func, self.tree.calls[call])
+        return self.origin(node.func, self.tree.calls[node])
 
     def key(self, node: cst.CSTNode) -> str:
         """The text by which objects are compared: ``self.scaler``, or code such as ``opts[0]``."""
@@ -314,8 +315,27 @@ class CodeReader:
         if name[:1].isupper():  # MyFunction.backward(ctx, gradient)
             return False
         if len(parts) == 1:
-            return name not in _NEVER_A_LOSS
+            return _NEVER_A_LOSS.fullmatch(name) is None
         return "loss" in name.lower()
+
+    # Functions of this file.
+
+    def called_function(self, node: cst.CSTNode) -> cst.FunctionDef | None:
+        """The function of this file, or any method, with the name that a call calls, if any."""
+        if not isinstance(node, cst.Call):
+            return None
+        return self.functions.get(nodes.called_name(node))
+
+    def passed(self, call: cst.Call) -> dict[str, cst.BaseExpression]:
+        """The arguments of a call by the parameters of its `called_function`; empty without one."""
+        function = self.called_function(call)
+        if function is None:
+            return {}
+        parameters = (*function.params.posonly_params, *function.params.params)
+        names = [parameter.name.value for parameter in parameters]
+        if isinstance(call.func, cst.Attribute):
+            names = names[1:]  # a method is called without self
+        return nodes.arguments(call.args, names)
 
     # Questions about names.
 
@@ -345,10 +365,8 @@ class CodeReader:
 
     def may_inherit(self, node: cst.CSTNode) -> bool:
         """Whether the class around a node may inherit methods from a class of another file."""
-        for parent, _ in self.tree.ancestors(node):
-            if isinstance(parent, cst.ClassDef):
-                return self._has_unseen_base(parent)
-        return False
+        class_ = self.tree.around(node, cst.ClassDef)
+        return class_ is not None and self._has_unseen_base(class_)
 
     def _has_unseen_base(self, node: cst.ClassDef) -> bool:
         """Whether a class has a base other than ``torch.nn.Module`` and ``object``."""

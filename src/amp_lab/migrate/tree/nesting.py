@@ -127,23 +127,14 @@ def _count(brackets: list[_Bracket], token: tokenize.TokenInfo) -> None:
 
 
 def _f_string_levels(string: str) -> int:
-    """The most words and symbols in one ``{field}`` of an f-string; 0 for any other string.
+    """The most words and symbols after one ``{`` of an f-string; 0 for any other string.
 
     Python before 3.12 gives the whole f-string as one token.
     """
-    prefix = re.match(r"[a-zA-Z]*", string)
-    if prefix is None or "f" not in prefix[0].lower():
+    if not re.match(r"(?i)r?fr?['\"]", string):
         return 0
-    deepest = levels = open_braces = 0
-    for piece in re.findall(r"\{\{|\w+|[^\w\s]", string):
-        if open_braces:
-            levels += len(piece) if piece == "{{" else 1
-            open_braces += piece.count("{") - piece.count("}")
-            deepest = max(deepest, levels)
-        elif piece == "{":  # outside of a field, {{ is a brace of the text
-            levels = 0
-            open_braces = 1
-    return deepest
+    fields = re.findall(r"\{([^{}]*)", string.replace("{{", ""))  # {{ is a brace of the text
+    return max((len(re.findall(r"\w+|[^\w\s]", field)) for field in fields), default=0)
 
 
 def with_room_to_recurse(function: Callable[..., _Result], *arguments: object) -> _Result:

@@ -2,16 +2,17 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator, Sequence
 from typing import TypeGuard
 
 import libcst as cst
 
 # A field whose name starts with one of these holds blanks, brackets or commas: half of all nodes.
-_NOT_CODE = ("whitespace", "lpar", "rpar", "lbracket", "rbracket", "lbrace", "rbrace", "comma")
-_NOT_CODE += ("semicolon", "equal", "dot", "leading_lines", "header", "footer", "trailing")
-_NOT_CODE += ("lines_", "indent", "newline", "operator", "asynchronous", "encoding", "default_")
-_NOT_CODE += ("has_",)
+_NOT_CODE = re.compile(
+    "whitespace|[lr](?:par|bracket|brace)|comma|semicolon|equal|dot|leading_lines|header|footer"
+    "|trailing|lines_|indent|newline|operator|asynchronous|encoding|default_|has_"
+)
 
 _ONLY_BODY_RUNS = cst.ClassDef | cst.ExceptHandler | cst.ExceptStarHandler | cst.MatchCase
 
@@ -21,7 +22,7 @@ def _code_fields(node_type: type) -> tuple[str, ...]:
     """The names of the fields of a type of node that hold code."""
     names = [field.name for field in dataclasses.fields(node_type)]
     # The keyword of an argument is a cst.Name too, but it does not read a variable.
-    return tuple(name for name in names if not name.startswith(_NOT_CODE) and name != "keyword")
+    return tuple(name for name in names if not _NOT_CODE.match(name) and name != "keyword")
 
 
 @functools.cache

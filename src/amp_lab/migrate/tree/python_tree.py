@@ -19,6 +19,7 @@ from amp_lab.migrate.tree import nodes
 from amp_lab.migrate.tree.scopes import Binding, Scope, Use
 
 _Answer = TypeVar("_Answer")
+_Kind = TypeVar("_Kind", bound=cst.CSTNode)
 _Node = cst.CSTNode | None
 
 
@@ -177,20 +178,10 @@ class Tree:
         for item in node.names:
             name = item.name.value
             owner = self.scopes[0]
-            if isinstance(node, cst.Nonlocal):
-                owner = self._scope_of_nonlocal(name, scope)
+            if isinstance(node, cst.Nonlocal) and scope.parent is not None:
+                # if the function around this one binds the name later, it has not done so yet
+                owner = scope.parent.find_scope(name) or scope.parent
             scope.outer_names[name] = owner
-
-    def _scope_of_nonlocal(self, name: str, scope: Scope) -> Scope:
-        """The innermost function around `scope` that has bound a name so far.
-
-        If none has, the innermost function around `scope`; the module if there is no function.
-        """
-        outer = [s for s in scope.enclosing_scopes() if s.kind == "function" and s is not scope]
-        for function in outer:
-            if name in function.bindings:
-                return function
-        return outer[0] if outer else self.scopes[0]
 
     def _visit_import(self, node: cst.Import | cst.ImportFrom, scope: Scope) -> None:
         self.imports[node] = scope
@@ -238,12 +229,16 @@ class Tree:
             node = parent
             parent = self.parents.get(node)
 
+    def around(self, node: cst.CSTNode, kind: type[_Kind]) -> _Kind | None:
+        """The innermost ancestor of a node that is of a type; None if there is none."""
+        ancestors = (parent for parent, _ in self.ancestors(node))
+        return next((parent for parent in ancestors if isinstance(parent, kind)), None)
+
     def is_in(self, node: cst.CSTNode, outer: type | cst.CSTNode) -> bool:
         """Whether `outer` is an ancestor of a node, or if it is a type, the type of an ancestor."""
-        ancestors = (parent for parent, _ in self.ancestors(node))
-        if isinstance(outer, cst.CSTNode):
-            return outer in ancestors
-        return any(isinstance(parent, outer) for parent in ancestors)
+        if isinstance(outer, type):
+            return self.around(node, outer) is not None
+        return any(parent is outer for parent, _ in self.ancestors(node))
 
     def call_of(self, node: cst.CSTNode) -> cst.Call | None:
         """The call ``f(...)`` of a node ``f``; None if the node is not called."""
@@ -387,27 +382,18 @@ def cached_in_tree(function: Callable[..., _Answer]) -> Callable[..., _Answer]:
 
 
 _VISITORS: dict[type[cst.CSTNode], Callable[..., None]] = {
-    cst.Name: Tree._visit_dotted,
-    cst.Attribute: Tree._visit_dotted,
     cst.Call: Tree._visit_call,
-    cst.FunctionDef: Tree._visit_function,
-    cst.Lambda: Tree._visit_function,
     cst.ClassDef: Tree._visit_class,
-    cst.ListComp: Tree._visit_comprehension,
-    cst.SetComp: Tree._visit_comprehension,
-    cst.DictComp: Tree._visit_comprehension,
-    cst.GeneratorExp: Tree._visit_comprehension,
-    cst.For: Tree._visit_for,
-    cst.CompFor: Tree._visit_for,
-    cst.Assign: Tree._visit_assign,
-    cst.AnnAssign: Tree._visit_assign,
-    cst.AugAssign: Tree._visit_assign,
-    cst.NamedExpr: Tree._visit_assign,
     cst.AsName: Tree._visit_as_name,
-    cst.MatchAs: Tree._visit_match_name,
-    cst.MatchStar: Tree._visit_match_name,
-    cst.Global: Tree._visit_global_or_nonlocal,
-    cst.Nonlocal: Tree._visit_global_or_nonlocal,
-    cst.Import: Tree._visit_import,
-    cst.ImportFrom: Tree._visit_import,
 }
+for _types, _visitor in (
+    ((cst.Name, cst.Attribute), Tree._visit_dotted),
+    ((cst.FunctionDef, cst.Lambda), Tree._visit_function),
+    ((cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp), Tree._visit_comprehension),
+    ((cst.For, cst.CompFor), Tree._visit_for),
+    ((cst.Assign, cst.AnnAssign, cst.AugAssign, cst.NamedExpr), Tree._visit_assign),
+    ((cst.MatchAs, cst.MatchStar), Tree._visit_match_name),
+    ((cst.Global, cst.Nonlocal), Tree._visit_global_or_nonlocal),
+    ((cst.Import, cst.ImportFrom), Tree._visit_import),
+):
+    _VISITORS |= dict.fromkeys(_types, _visitor)

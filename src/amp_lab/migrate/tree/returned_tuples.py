@@ -4,8 +4,6 @@ They are followed by name: ``state = build()``, ``state[1]``, ``train(state)``,
 ``model, optimizer, scaler = state``.
 """
 
-from collections.abc import Iterator
-
 import libcst as cst
 
 from amp_lab.migrate.tree import nodes
@@ -20,25 +18,19 @@ def stays_in_tuple(code: CodeReader, use: cst.CSTNode, name: str) -> bool:
     its other elements, or passed to functions of this file.
     """
     element = code.tree.parents[use]
-    if not isinstance(element, cst.Element):
-        return False
     returned = code.tree.parents[element]
-    if not isinstance(returned, cst.Tuple):
+    if not isinstance(element, cst.Element) or not isinstance(returned, cst.Tuple):
         return False
     function = _function_returning(code, returned)
     if function is None:
         return False
     index = returned.elements.index(element)
-    holders: list[str] = []  # names that get the tuple, and are not followed yet
-    for call in _calls_of(code, function):
-        if not _stays_in_file(code, call, name, index, holders):
+    holders: list[str] = []  # names that get the tuple
+    for call in code.tree.calls:
+        is_of_function = nodes.called_name(call) == function.name.value
+        if is_of_function and not _stays_in_file(code, call, name, index, holders):
             return False
-    followed: set[str] = set()
-    while holders:
-        holder = holders.pop()
-        if holder in followed:
-            continue
-        followed.add(holder)
+    for holder in holders:  # more are added meanwhile
         for reading in code.tree.uses_by_last_part[holder]:
             if not _stays_in_file(code, reading.node, name, index, holders):
                 return False
@@ -52,18 +44,10 @@ def _function_returning(code: CodeReader, returned: cst.Tuple) -> cst.FunctionDe
     """
     if not isinstance(code.tree.parents[returned], cst.Return):
         return None
-    for parent, _ in code.tree.ancestors(returned):
-        if isinstance(parent, cst.FunctionDef):
-            is_last_of_name = code.functions.get(parent.name.value) is parent
-            return parent if is_last_of_name else None
-    return None
-
-
-def _calls_of(code: CodeReader, function: cst.FunctionDef) -> Iterator[cst.Call]:
-    """Yield the calls in the file of a function, or of any method, with this name."""
-    for call in code.tree.calls:
-        if nodes.called_name(call) == function.name.value:
-            yield call
+    function = code.tree.around(returned, cst.FunctionDef)
+    if function is None or code.functions.get(function.name.value) is not function:
+        return None
+    return function
 
 
 def _stays_in_file(
@@ -82,46 +66,26 @@ def _stays_in_file(
     """
     parent = code.tree.parents[node]
     if isinstance(parent, cst.Subscript) and parent.value is node:
-        number = _number_in(parent)
-        return number is not None and number != index  # another element
+        return _number_in(parent) not in (None, index)  # another element
+    new_holders = []
     if isinstance(parent, cst.Arg):
-        return _becomes_parameter(code, parent, holders)
+        new_holders = _parameters_for(code, parent)
     for target, value in nodes.assignments(parent):
-        if value is not node:
+        if value is node and isinstance(target, cst.Name):
+            new_holders.append(target.value)
+        elif value is not node or (name,) not in nodes.bound_names(target):
             return False
-        if isinstance(target, cst.Name):
-            holders.append(target.value)
-        elif not _unpacks_as(target, name, index):
-            return False
-    return isinstance(parent, cst.Assign)  # any other code may hand it on
+    holders += [holder for holder in new_holders if holder not in holders]
+    return bool(new_holders) or isinstance(parent, cst.Assign)  # other code may hand it on
 
 
-def _unpacks_as(target: cst.BaseExpression, name: str, index: int) -> bool:
-    """Whether a target such as ``model, scaler`` has `name` as its element `index`."""
-    if not isinstance(target, cst.Tuple) or index >= len(target.elements):
-        return False
-    if any(isinstance(element, cst.StarredElement) for element in target.elements):
-        return False
-    return nodes.name_parts(target.elements[index].value) == (name,)
-
-
-def _becomes_parameter(code: CodeReader, argument: cst.Arg, holders: list[str]) -> bool:
-    """Whether an argument goes to a function of this file; adds the parameter to `holders`."""
+def _parameters_for(code: CodeReader, argument: cst.Arg) -> list[str]:
+    """The parameter of a function of this file that gets an argument; empty if there is none."""
     call = code.tree.parents[argument]
-    if not isinstance(call, cst.Call) or argument.star:
-        return False
-    function = code.functions.get(nodes.called_name(call))
-    if function is None or not isinstance(call.func, cst.Name):
-        return False
-    if argument.keyword is not None:
-        holders.append(argument.keyword.value)
-        return True
-    parameters = (*function.params.posonly_params, *function.params.params)
-    number = call.args.index(argument)
-    if number >= len(parameters):
-        return False
-    holders.append(parameters[number].name.value)
-    return True
+    if not isinstance(call, cst.Call) or not isinstance(call.func, cst.Name):
+        return []
+    passed = code.passed(call).items()
+    return [parameter for parameter, value in passed if value is argument.value]
 
 
 def _number_in(subscript: cst.Subscript) -> int | None:
@@ -141,11 +105,8 @@ def name_in_tuple(code: CodeReader, node: cst.CSTNode, scope: Scope) -> str | No
     if not isinstance(node, cst.Subscript):
         return None
     number = _number_in(node)
-    call = scope.value_of(node.value)
-    if number is None or not isinstance(call, cst.Call):
-        return None
-    function = code.functions.get(nodes.called_name(call))
-    if function is None:
+    function = code.called_function(scope.value_of(node.value))
+    if number is None or function is None:
         return None
     returned = [part.value for part in nodes.walk(function) if isinstance(part, cst.Return)]
     if len(returned) != 1 or not isinstance(returned[0], cst.Tuple):

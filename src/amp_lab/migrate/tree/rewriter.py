@@ -72,6 +72,15 @@ class Rewriter:
         """Insert a text before the character at an offset."""
         self.edits.append(Edit(at, at, text))
 
+    def put_before(self, statement: cst.CSTNode, line: str) -> None:
+        """Put a line before a statement, or ``line;`` if other code is before it on its line."""
+        start = self.tree.span(statement)[0]
+        indent = self.tree.indent(start)
+        separator = "; "
+        if indent is not None:
+            separator = self.tree.newline + indent
+        self.insert(start, line + separator)
+
     def remove_names(
         self, node: cst.Import | cst.ImportFrom, removed: list[cst.ImportAlias]
     ) -> None:

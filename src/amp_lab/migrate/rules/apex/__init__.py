@@ -141,7 +141,9 @@ class _ApexNames:
         if call is None or equal is None or equal.added:
             return False
         for parent, child in self.tree.ancestors(use.node):
-            arm = _other_arm(parent, child)
+            if not isinstance(parent, cst.If | cst.IfExp) or child is parent.test:
+                continue
+            arm = parent.orelse if child is parent.body else parent.body
             if arm is not None and self._calls_same(arm, equal.dotted_name, call.args):
                 return True
         return False
@@ -254,30 +256,24 @@ class _ApexNames:
             old_names[alias] = public_name(self.tree.alias_origins[alias] or "")
         if not any(map(is_apex, old_names.values())):
             return
-        counts: dict[cst.ImportAlias, int] = {}
+        counts: dict[cst.ImportAlias, int] = {}  # of uses in the file, also of those that stay
         for alias in old_names:
-            uses = self.tree.uses_of(nodes.bound_name(alias), scope)
-            counts[alias] = len(uses)
+            counts[alias] = len(self.tree.uses_of(nodes.bound_name(alias), scope))
         if isinstance(node, cst.ImportFrom) and self._can_be_torch(node, old_names, counts):
             self._import_from_torch(node, old_names)
             return
+        removable: list[cst.ImportAlias] = []
         for alias, old in old_names.items():
-            self._rewrite_imported(alias, old)
-        # All uses of these are dotted names of torch now, such as torch.optim.AdamW.
-        removable = [
-            alias for alias in old_names if self.dotted_rewrites[alias] == counts[alias] > 0
-        ]
-        if removable and not self.tree.is_in(node, cst.Try):  # it may be a test for Apex
-            self.file.remove_names(node, removable)
-        for alias, old in old_names.items():
+            self._rewrite_bare_uses(alias, old)
             if counts[alias] == 0 and is_apex(old):
                 self._advise_unused(alias, old, scope)
+            elif self.dotted_rewrites[alias] == counts[alias] > 0:
+                removable.append(alias)  # all its uses are torch.optim.AdamW and the like now
+        if removable and not self.tree.is_in(node, cst.Try):  # it may be a test for Apex
+            self.file.remove_names(node, removable)
 
-    def _rewrite_imported(self, alias: cst.ImportAlias, old: str) -> None:
-        """Rewrite the uses of a name whose import cannot change, or report them.
-
-        Those that are rewritten are counted in `dotted_rewrites`.
-        """
+    def _rewrite_bare_uses(self, alias: cst.ImportAlias, old: str) -> None:
+        """Rewrite the uses of a name whose import cannot change, or report them."""
         for use in self.bare_uses[alias]:
             if self._rewrite_dotted(use, old):
                 self.dotted_rewrites[alias] += 1
@@ -292,12 +288,8 @@ class _ApexNames:
     ) -> bool:
         """Whether an import and all uses of its names can be moved to one module of torch.
 
-        Parameters
-        ----------
-        old_names : dict
-            The public name in Apex of each alias, such as ``apex.optimizers.FusedAdam``.
-        counts : dict
-            How many uses each alias has in the file, including those that have to stay.
+        `old_names` has the public name in Apex of each alias, such as
+        ``apex.optimizers.FusedAdam``, and `counts` how many uses it has in the file.
         """
         if not set(old_names.values()) <= EQUALS.keys() or is_guarded(self.tree, node):
             return False
@@ -384,17 +376,6 @@ def _marks_above(lines: list[str], number: int) -> set[str]:
         marks.add(lines[index].strip().removeprefix(MARK))
         index -= 1
     return marks
-
-
-def _other_arm(parent: cst.CSTNode, child: cst.CSTNode) -> cst.CSTNode | None:
-    """The arm of an `if` or a conditional expression that is not `child`; None elsewhere."""
-    if not isinstance(parent, cst.If | cst.IfExp):
-        return None
-    if child is parent.body:
-        return parent.orelse
-    if child is parent.orelse:
-        return parent.body
-    return None
 
 
 def _has_only_fatal_handlers(try_: cst.Try) -> bool:

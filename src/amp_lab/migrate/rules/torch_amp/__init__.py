@@ -29,6 +29,8 @@ TRIGGERS = (*TRIGGER_TEXTS, "torch cuda.amp", "torch cpu.amp")
 _ATTRIBUTES_OF_OLD = tuple(f"{name}." for name in OLD_NAMES)  # as in autocast.__init__
 _OldUse = tuple[Use, str]
 """A use, with the old name that it stands for: ``torch.cuda.amp.autocast``."""
+_Name = tuple[Scope | None, str]
+"""A name in a scope that binds it."""
 
 
 def _is_old(origin: str | None) -> TypeGuard[str]:
@@ -50,44 +52,41 @@ class _OldNames:
         self.file = file
         self.tree = tree = file.tree
         forget_fallbacks(tree)
-        self.handled_bindings: set[cst.CSTNode] = set()  # of ambiguous names: left as they are
-        # Names with several meanings, by (scope, name): the result of `_guard_and_lines`.
-        self._ambiguous_names: dict[tuple[Scope | None, str], tuple[bool, str]] = {}
-        # Those of them that depend on the version of torch: reported once each, at the end.
-        self._versioned_names: dict[tuple[Scope | None, str], tuple[str, list[Binding]]] = {}
+        # By the (scope, name) of an import: the uses of the name, and of names with other meanings.
+        self.groups: defaultdict[_Name, list[_OldUse]] = defaultdict(list)
+        self.ambiguous: defaultdict[_Name, list[Use]] = defaultdict(list)
         # By import statement: the names that come from torch.amp now.
         self.moved_aliases: defaultdict[cst.CSTNode, list[cst.ImportAlias]] = defaultdict(list)
         self.torch = TorchName(tree)
         self.replaced_at = self._find_replaced()  # each node with the old name
-        self.use_edits = UseEdits(tree, self.replaced_at, self.torch, self._insert_before)
+        self.use_edits = UseEdits(file, self.replaced_at, self.torch)
 
     def run(self) -> None:
         """Rewrite the names that an import binds with all their uses, then the other uses."""
         for node, old in self.replaced_at.items():
             name = OLD_NAMES[old].name
             self.file.say(node, "by hand", remedies.REPLACED.sentence(old=old, name=name))
-        dotted_uses, groups = self._group_uses()
-        for name, bindings in self._versioned_names.values():  # filled by `_group_uses`
-            self._report_versioned(name, bindings)
+        dotted_uses = self._group_uses()
+        for (_, name), uses in self.ambiguous.items():
+            self._report_ambiguous(name, uses)
         for scope in self.tree.scopes:
             for name, bindings in scope.bindings.items():
-                if any(_is_old(binding.origin) for binding in bindings):
-                    self._rewrite_group(scope, name, bindings, groups[scope, name])
+                is_old = any(_is_old(binding.origin) for binding in bindings)
+                if is_old and (scope, name) not in self.ambiguous:
+                    self._rewrite_group(scope, name, bindings)
         # After the groups: these may allow an `import torch` that the other uses need.
         for use, old, edits in self._plan_uses(dotted_uses):
             self._rewrite_dotted(use, old, edits)
         for scope in self.torch.scopes_to_import:
-            self._insert_before(self.torch.import_before[scope], "import torch")
+            self.file.put_before(self.torch.import_before[scope], "import torch")
         self._rewrite_imports()
 
-    def _group_uses(self) -> tuple[list[_OldUse], defaultdict[tuple[Scope, str], list[_OldUse]]]:
-        """The uses such as ``torch.cuda.amp.autocast``, and those of imported names.
+    def _group_uses(self) -> list[_OldUse]:
+        """The uses such as ``torch.cuda.amp.autocast``; others go to `groups` and `ambiguous`.
 
-        The second are by (scope, name) of the import. Uses of ambiguous names are reported. Uses in
-        code that replaces an old name are left out.
+        Uses in code that replaces an old name are left out.
         """
         dotted_uses: list[_OldUse] = []
-        groups: defaultdict[tuple[Scope, str], list[_OldUse]] = defaultdict(list)
         for use in self.tree.uses:
             old_names = [origin for origin in use.origins if _is_old(origin)]
             if not old_names or self._is_replaced_here(use.node):
@@ -96,12 +95,12 @@ class _OldNames:
             owner = use.scope.find_scope(name)
             bindings = use.scope.bindings_of(name)
             if len(use.origins) > 1:  # below, the use has one origin and so one old name
-                self._report_ambiguous(use, bindings)
-            elif owner is not None and any(_is_old(binding.origin) for binding in bindings):
-                groups[owner, name].append((use, old_names[0]))
+                self.ambiguous[owner, name].append(use)
+            elif any(_is_old(binding.origin) for binding in bindings):
+                self.groups[owner, name].append((use, old_names[0]))
             else:
                 dotted_uses.append((use, old_names[0]))
-        return dotted_uses, groups
+        return dotted_uses
 
     def _is_replaced_here(self, node: cst.CSTNode) -> bool:
         """Whether a node is in a statement or call that replaces an old name of torch."""
@@ -144,31 +143,24 @@ class _OldNames:
         first_name = names[:1]  # empty if the call has no arguments
         return *first_name, ".".join(filter(None, names))
 
-    def _report_ambiguous(self, use: Use, bindings: list[Binding]) -> None:
-        """Report a use whose name has several meanings.
+    def _report_ambiguous(self, name: str, uses: list[Use]) -> None:
+        """Report the uses of a name with several meanings.
 
-        If they depend on torch's version, the name goes to `_versioned_names`: `run` reports it.
+        Those that depend on torch's version are reported together, at the import.
         """
-        name = use.parts[0]
-        owner = use.scope.find_scope(name)
-        if (owner, name) not in self._ambiguous_names:
-            self._ambiguous_names[owner, name] = self._guard_and_lines(bindings)
-        has_guard, lines = self._ambiguous_names[owner, name]
-        if has_guard or is_guarded(self.tree, use.node):
-            self._versioned_names[owner, name] = (name, bindings)
-            return
-        self.file.say(use.node, "by hand", remedies.AMBIGUOUS.sentence(name=name, lines=lines))
-
-    def _guard_and_lines(self, bindings: list[Binding]) -> tuple[bool, str]:
-        """Whether torch's version decides which binding of a name runs; and their lines, "3, 5".
-
-        The bindings count as handled then, so that no group rewrites them.
-        """
-        binding_nodes = [binding.node for binding in bindings]
-        self.handled_bindings.update(binding_nodes)
-        lines = sorted({self.tree.line(node) for node in binding_nodes})
-        has_guard = any(is_guarded(self.tree, node) for node in binding_nodes)
-        return has_guard, ", ".join(map(str, lines))
+        bindings = uses[0].scope.bindings_of(name)
+        lines = sorted({self.tree.line(binding.node) for binding in bindings})
+        lines_text = ", ".join(map(str, lines))
+        has_guard = any(is_guarded(self.tree, binding.node) for binding in bindings)
+        is_versioned = False
+        for use in uses:
+            if has_guard or is_guarded(self.tree, use.node):
+                is_versioned = True
+            else:
+                advice = remedies.AMBIGUOUS.sentence(name=name, lines=lines_text)
+                self.file.say(use.node, "by hand", advice)
+        if is_versioned:
+            self._report_versioned(name, bindings)
 
     def _report_versioned(self, name: str, bindings: list[Binding]) -> None:
         """Report, at the first binding to an old name, that a name depends on the version."""
@@ -220,17 +212,14 @@ class _OldNames:
 
     # Names that an import binds, each with all its uses.
 
-    def _rewrite_group(
-        self, scope: Scope, name: str, bindings: list[Binding], uses: list[_OldUse]
-    ) -> None:
+    def _rewrite_group(self, scope: Scope, name: str, bindings: list[Binding]) -> None:
         """Move the import of a name to torch.amp, if all its uses can be rewritten.
 
         If only some can, those are rewritten as dotted names, and the import stays for the others.
         """
+        uses = self.groups[scope, name]
         binding_nodes = [binding.node for binding in bindings]
         aliases = [node for node in binding_nodes if isinstance(node, cst.ImportAlias)]
-        if self.handled_bindings.intersection(binding_nodes):
-            return
         if any(is_guarded(self.tree, node) for node in binding_nodes):
             self._report_versioned(name, bindings)
             return
@@ -276,15 +265,6 @@ class _OldNames:
             return ""
         return remedies.MODULE_IMPORTED.sentence(name=name, device=OLD_MODULES[origin])
 
-    def _insert_before(self, statement: cst.CSTNode, line: str) -> None:
-        """Put a line before a statement, or ``line;`` if other code is before it on its line."""
-        start = self.tree.span(statement)[0]
-        indent = self.tree.indent(start)
-        separator = "; "
-        if indent is not None:
-            separator = self.tree.newline + indent
-        self.file.insert(start, line + separator)
-
     def _rewrite_imports(self) -> None:
         """Rewrite the imports themselves, now that it is known which names are moved."""
         for star, module in self.tree.star_imports.items():
@@ -319,5 +299,5 @@ class _OldNames:
         for alias in moved:
             start, end = self.tree.span(alias)
             names.append(self.tree.text[start:end])
-        self._insert_before(node, f"from {new_module} import {', '.join(names)}")
+        self.file.put_before(node, f"from {new_module} import {', '.join(names)}")
         self.file.remove_names(node, moved)

@@ -1,7 +1,6 @@
 """Finds the name of the module torch at a place in a file, or where ``import torch`` can be put."""
 
 import functools
-from collections.abc import Iterator
 
 import libcst as cst
 
@@ -18,14 +17,13 @@ class TorchName:
         """For each scope that may import torch: the statement before which it would."""
         self.scopes_to_import: set[Scope] = set()
         """Those of them in which `at` relies on that import."""
-        self._names_in: dict[Scope, list[str]] = {}  # a cache of `_candidates`
 
     def at(self, use: Use) -> str | None:
         """The name of torch at a use; None if nothing surely binds one and none can be imported.
 
         If torch has to be imported for it, the scope to do so is added to `scopes_to_import`.
         """
-        for name in dict.fromkeys(self._candidates(use)):
+        for name in self._names:
             if self._is_torch(name, use):
                 return name
         owner = use.scope.find_scope("torch")
@@ -36,17 +34,15 @@ class TorchName:
                 return "torch"
         return None
 
-    def _candidates(self, use: Use) -> Iterator[str]:
-        """Yield ``torch``, then each name that a scope around a use binds to torch; may repeat."""
-        yield "torch"
-        for scope in use.scope.enclosing_scopes():
-            if scope not in self._names_in:
-                self._names_in[scope] = [
-                    name
-                    for name, bindings in scope.bindings.items()
-                    if any(binding.origin == "torch" for binding in bindings)
-                ]
-            yield from self._names_in[scope]
+    @functools.cached_property
+    def _names(self) -> list[str]:
+        """``torch``, and each other name that a scope of the file binds to torch."""
+        names = ["torch"]
+        for scope in self.tree.scopes:
+            for name, bindings in scope.bindings.items():
+                if any(binding.origin == "torch" for binding in bindings):
+                    names.append(name)
+        return list(dict.fromkeys(names))
 
     def _is_torch(self, name: str, use: Use) -> bool:
         """Whether a name surely stands for torch at a use."""
@@ -61,7 +57,7 @@ class TorchName:
     def _is_only_torch(self, owner: Scope, name: str, use: Use) -> bool:
         """Whether a scope binds a name to torch, or None, alone, before a use of the name runs."""
         bindings = [binding for binding in owner.bindings[name] if not binding.is_none]
-        if self._is_deleted(name) or any(binding.origin != "torch" for binding in bindings):
+        if name in self._deleted_names or any(binding.origin != "torch" for binding in bindings):
             return False
         runs_after_module = owner.kind == "module" and use.scope is not owner
         return any(self._runs_before(binding.node, use, runs_after_module) for binding in bindings)
@@ -85,10 +81,6 @@ class TorchName:
         # spans, not lines: several statements may share a line
         return tree.is_in(use.node, block) and tree.span(node) < tree.span(use.node)
 
-    def _is_deleted(self, name: str) -> bool:
-        """Whether there is a ``del`` of this name anywhere in the file."""
-        return name in self._deleted_names
-
     @functools.cached_property
     def _deleted_names(self) -> set[str]:
         """The names in the ``del`` statements of the file."""
@@ -108,11 +100,11 @@ class TorchName:
 
         It is free if it has no other meaning in the scope, in those around it and inside it.
         """
-        related = [
-            s
-            for s in self.tree.scopes
-            if scope in s.enclosing_scopes() or s in scope.enclosing_scopes()
-        ]
-        bindings = [binding for s in related for binding in s.bindings.get("torch", ())]
-        if not self._is_deleted("torch") and all(b.origin == "torch" for b in bindings):
-            self.import_before.setdefault(scope, statement)
+        if "torch" in self._deleted_names:
+            return
+        for other in self.tree.scopes:
+            is_related = scope in other.enclosing_scopes() or other in scope.enclosing_scopes()
+            bindings = other.bindings.get("torch", ())
+            if is_related and any(binding.origin != "torch" for binding in bindings):
+                return
+        self.import_before.setdefault(scope, statement)

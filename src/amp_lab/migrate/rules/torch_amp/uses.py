@@ -1,7 +1,7 @@
 """Plans the edits beside an old name of torch at each use: of its arguments and its context."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import libcst as cst
 
@@ -9,8 +9,7 @@ from amp_lab.migrate.rules.torch_amp import remedies
 from amp_lab.migrate.rules.torch_amp.torch_name import TorchName
 from amp_lab.migrate.tree import nodes
 from amp_lab.migrate.tree.amp_names import NEW_NAMES, OLD_AUTOCAST, OLD_MODULES, OLD_NAMES
-from amp_lab.migrate.tree.python_tree import Tree
-from amp_lab.migrate.tree.rewriter import Edit
+from amp_lab.migrate.tree.rewriter import Edit, Rewriter
 from amp_lab.migrate.tree.scopes import Scope, Use
 
 _DEFAULT_DTYPES = {"cuda": "float16", "cpu": "bfloat16"}
@@ -38,27 +37,19 @@ class UseEdits:
 
     Parameters
     ----------
-    tree : Tree
+    file : Rewriter
         The file.
     replaced : dict
         The nodes that replace an old name, such as ``mock.patch("…")``, each with that name.
     torch : TorchName
         The names of torch in the file.
-    put_before : Callable
-        Puts a line, its second argument, before a statement, its first.
     """
 
-    def __init__(
-        self,
-        tree: Tree,
-        replaced: dict[cst.CSTNode, str],
-        torch: TorchName,
-        put_before: Callable[[cst.CSTNode, str], None],
-    ):
-        self.tree = tree
+    def __init__(self, file: Rewriter, replaced: dict[cst.CSTNode, str], torch: TorchName):
+        self.file = file
+        self.tree = file.tree
         self.replaced_at = replaced
         self.torch = torch
-        self.put_before = put_before
 
     def plan(self, use: Use, old: str) -> list[Edit]:
         """The edits of the code around the name of a use, but not of the name. Raises `ByHand`.
@@ -223,7 +214,7 @@ class UseEdits:
         for node in tree.imports:
             is_at_top_level = tree.statement_of(node) in tree.module.body
             if is_at_top_level and "__future__" not in tree.code(node):
-                self.put_before(node, "import functools")
+                self.file.put_before(node, "import functools")
                 return True
         return False
 
