@@ -88,13 +88,8 @@ def _missing_counterparts(
 
 def _state_methods_called(code: CodeReader, name: str) -> set[str]:
     """The methods that the file uses of a scaler, out of ``state_dict`` and ``load_state_dict``."""
-    methods = set()
-    for method in ("state_dict", "load_state_dict"):
-        uses = code.tree.uses_by_last_part[method]
-        # the part before the last: scaler.state_dict and self.scaler.state_dict
-        if any(use.parts[-2:-1] == (name,) for use in uses):
-            methods.add(method)
-    return methods
+    methods = ("state_dict", "load_state_dict")
+    return {method for method in methods if code.tree.has_attribute(name, method)}
 
 
 def _may_be_saved_elsewhere(code: CodeReader, name: str) -> bool:

@@ -55,20 +55,16 @@ def _name_of_new_scaler(code: CodeReader, event: Event) -> str | None:
     """``scaler`` for the call in ``scaler = GradScaler()``; None for other calls."""
     if code.origin(event.node.func, event.unit.scope) not in SCALERS:
         return None
-    assignment = code.tree.parents[event.node]
-    targets = [target for target, _ in nodes.assignments(assignment)]
-    if len(targets) != 1:
+    target = nodes.single_target(code.tree.parents[event.node])
+    if target is None:
         return None
-    return code.key(targets[0])
+    return code.key(target)
 
 
 def _keeps_its_scale(code: CodeReader, event: Event, scaler: str) -> bool:
     """Whether a new scaler starts with the scale of an earlier one, or is disabled."""
     name = last_part(scaler)
-    if name in code.disabled_scalers:
-        return True
-    loads = code.tree.uses_by_last_part["load_state_dict"]
-    if any(use.parts[-2:-1] == (name,) for use in loads):
+    if name in code.disabled_scalers or code.tree.has_attribute(name, "load_state_dict"):
         return True
     first_scale = nodes.arguments(event.node.args).get("init_scale")
     if first_scale is None:
@@ -95,14 +91,11 @@ def _epoch_loops_around_calls(
 
     Nothing if the function does not always run the event, or assigns the optimizer itself.
     """
-    function = event.unit.scope.node
-    if event.place.loops or event.place.arms or not isinstance(function, cst.FunctionDef):
+    if event.place.loops or event.place.arms:
         return
-    name = function.name.value
-    # `functions` has the last function of each name, and calls are found by the name alone
-    if optimizer in _assigned_in(code.tree, function) or code.functions[name] is not function:
+    if optimizer in _assigned_in(code.tree, event.unit.scope.node):
         return
-    for call in code.calls_of[name]:
+    for call in code.calls_of(event.unit):
         if any(arg.star for arg in call.node.args):  # *args may hold another optimizer each time
             continue
         argument = code.passed(call.node).get(optimizer)

@@ -147,7 +147,7 @@ def _is_passed_on(scaler: str, text: str) -> bool:
 def _may_unscale(code: CodeReader, call: cst.Call, scaler: str) -> bool:
     """Whether a call may run `scaler.unscale_`, though the scaler is not one of its arguments."""
     parts = nodes.name_parts(call.func) or ()
-    function = code.functions.get(parts[-1]) if parts else None
+    function = code.called_function(call)
     if function is not None:
         return "unscale" in code.tree.code(function)
     if nodes.is_argument(call, "self"):

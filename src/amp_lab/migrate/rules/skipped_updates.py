@@ -72,8 +72,7 @@ def _never_updated(code: CodeReader) -> Mistakes:
         if not steps or code.by_scaler["update", name] or code.scaler_escapes(name):
             continue
         # An update inside a lambda is no event.
-        uses = code.tree.uses_by_last_part["update"]
-        if not any(use.parts[-2:] == (name, "update") for use in uses):
+        if not code.tree.has_attribute(name, "update"):
             yield steps[-1].node, _NEVER_UPDATED.sentence(scaler=steps[-1].owner)
 
 
@@ -177,15 +176,9 @@ def _leads_to_next_batch(code: CodeReader, event: Event, exit_: Exit) -> bool:
 
 def _is_called_in_loop(code: CodeReader, event: Event) -> bool:
     """Whether a loop calls the function of an event, the only one that updates the scaler."""
-    function = event.unit.scope.node
-    if not isinstance(function, cst.FunctionDef):
-        return False
-    name = function.name.value
-    if code.functions[name] is not function:  # a later one has its name
-        return False
     updates = code.by_scaler["update", last_part(event.owner)]
     updates_alone = {update.unit for update in updates} == {event.unit}
-    return updates_alone and any(call.place.loops for call in code.calls_of[name])
+    return updates_alone and any(call.place.loops for call in code.calls_of(event.unit))
 
 
 def _skips_update(code: CodeReader, event: Event, exit_: Exit, updates: list[Event]) -> bool:

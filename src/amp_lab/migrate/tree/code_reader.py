@@ -423,9 +423,7 @@ class CodeReader:
         parent = self.tree.parents[node]
         if isinstance(parent, _KEEPS_NAME):
             return True
-        new_names = set()
-        for target, _ in nodes.assignments(parent):
-            new_names.add(last_part(self.key(target)))
+        new_names = {last_part(self.key(target)) for target, _ in nodes.assignments(parent)}
         return new_names == {name}
 
     # Events.
@@ -440,8 +438,21 @@ class CodeReader:
         """The events of each (kind, scaler): the last part of its name, ``scaler``."""
         return grouped(self.events, lambda event: (event.kind, last_part(event.owner)))
 
+    def calls_of(self, unit: Unit) -> list[Event]:
+        """The calls of the function of a unit; none if a later function of the file has its name.
+
+        None also for the module.
+        """
+        function = unit.scope.node
+        if not isinstance(function, cst.FunctionDef):
+            return []
+        name = function.name.value
+        if self.functions[name] is not function:
+            return []
+        return self._calls_by_name[name]
+
     @functools.cached_property
-    def calls_of(self) -> defaultdict[str, list[Event]]:
+    def _calls_by_name(self) -> defaultdict[str, list[Event]]:
         """The events of the calls ``name()`` and ``self.name()``, by the name."""
         calls: defaultdict[str, list[Event]] = defaultdict(list)
         for event in self.by_kind["call"]:

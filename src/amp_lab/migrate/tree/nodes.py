@@ -167,6 +167,14 @@ def assignments(node: cst.CSTNode) -> Iterator[tuple[cst.BaseExpression, cst.Bas
                 yield left_part.value, right_part.value
 
 
+def single_target(statement: cst.CSTNode) -> cst.BaseExpression | None:
+    """The target of an assignment; None if there are several, or none in `statement`."""
+    targets = [target for target, _ in assignments(statement)]
+    if len(targets) != 1:
+        return None
+    return targets[0]
+
+
 def bound_names(target: cst.CSTNode) -> Iterator[tuple[str, ...]]:
     """Yield the parts of each name that a target stores into: ``losses`` for ``losses[i]``."""
     parts = name_parts(target)

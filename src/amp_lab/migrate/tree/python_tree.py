@@ -284,6 +284,11 @@ class Tree:
             uses[use.parts[-1]].append(use)
         return uses
 
+    def has_attribute(self, name: str, attribute: str) -> bool:
+        """Whether the file has ``name.attribute``, also as ``self.name.attribute``."""
+        uses = self.uses_by_last_part[attribute]
+        return any(use.parts[-2:-1] == (name,) for use in uses)
+
     def uses_in(self, parts: Iterable[cst.CSTNode]) -> list[Use]:
         """The uses of names whose nodes are among `parts`."""
         return [self.use_by_node[node] for node in parts if node in self.use_by_node]

@@ -148,11 +148,10 @@ class UseEdits:
 
         Then ``isinstance`` may tell the devices apart, which today's single class cannot.
         """
-        other_classes = set()
+        other_classes = {new for new, today in NEW_NAMES.items() if today == name}
         for old, today in OLD_NAMES.items():
             if today.name == name and today.device != device:
                 other_classes.add(old)
-        other_classes.update(new for new, today in NEW_NAMES.items() if today == name)
         if any(use.origins & other_classes for use in self.tree.uses):
             raise ByHand(remedies.ONE_CLASS.sentence(name=name, device=device))
 
@@ -165,7 +164,7 @@ class UseEdits:
         value = use.node
         while isinstance(self.tree.parents[value], cst.IfExp):  # autocast if fp16 else nullcontext
             value = self.tree.parents[value]
-        target = self._single_target(self.tree.parents[value])
+        target = nodes.single_target(self.tree.parents[value])
         if not isinstance(target, cst.Name):
             return None
         calls = self._calls_of_name(target, use.scope)
@@ -183,13 +182,6 @@ class UseEdits:
         start, end = self.tree.span(use.node)
         after = f', "{device}"{defaults})'
         return [Edit(start, start, "functools.partial("), Edit(end, end, after), *edits]
-
-    def _single_target(self, statement: cst.CSTNode) -> cst.BaseExpression | None:
-        """The target of an assignment; None if there are several, or none in `statement`."""
-        targets = [target for target, _ in nodes.assignments(statement)]
-        if len(targets) != 1:
-            return None
-        return targets[0]
 
     def _calls_of_name(self, target: cst.Name, scope: Scope) -> list[cst.Call]:
         """The calls of a name; empty if it has other uses, here or in files that import it."""
@@ -226,8 +218,7 @@ class UseEdits:
         name, device = OLD_NAMES[old]
         if use.scope.origin(call.func) != "functools.partial" or call.args[0].value is not use.node:
             return False
-        target = self._single_target(self.tree.parents[call])
-        parts = nodes.name_parts(target) if target is not None else None
+        parts = nodes.name_parts(nodes.single_target(self.tree.parents[call]))
         if name != "autocast" or (parts and self._is_called_by_keyword(parts[-1])):
             return True
         raise ByHand(
@@ -236,9 +227,7 @@ class UseEdits:
 
     def _is_called_by_keyword(self, name: str) -> bool:
         """Whether each use of a name, but its assignment, is a call with keyword arguments only."""
-        for use in self.tree.uses:
-            if use.parts[-1] != name:
-                continue
+        for use in self.tree.uses_by_last_part[name]:
             if isinstance(self.tree.parents[use.node], cst.AssignTarget):
                 continue
             call = self.tree.call_of(use.node)
