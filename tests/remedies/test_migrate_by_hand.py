@@ -39,7 +39,8 @@ def test_code_that_was_changed_as_it_says_gives_the_same(as_if_with_cuda, title)
     named = {today for message in said for today in _CALL.findall(message)}
     assert all(today.rpartition(".")[2] in new for today in named)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
+        for category in (FutureWarning, DeprecationWarning):
+            warnings.simplefilter("ignore", category)
         before = run(old)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)

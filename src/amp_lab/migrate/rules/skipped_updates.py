@@ -177,7 +177,7 @@ def _leads_to_next_batch(code: CodeReader, event: Event, exit_: Exit) -> bool:
 def _is_called_in_loop(code: CodeReader, event: Event) -> bool:
     """Whether a loop calls the function of an event, the only one that updates the scaler."""
     updates = code.by_scaler["update", last_part(event.owner)]
-    updates_alone = {update.unit for update in updates} == {event.unit}
+    updates_alone = all(update.unit is event.unit for update in updates)
     return updates_alone and any(call.place.loops for call in code.calls_of(event.unit))
 
 
