@@ -1,7 +1,5 @@
 """The mistake to make a new loss scaler in each epoch, which loses the scale found so far."""
 
-from collections.abc import Iterator
-
 import libcst as cst
 
 from amp_lab.core.remedies import remedy
@@ -45,10 +43,15 @@ def made_each_epoch(code: CodeReader) -> Mistakes:
 
 
 def _runs_each_epoch(code: CodeReader, event: Event, optimizer: str) -> bool:
-    """Whether an event runs in each epoch of training with one optimizer."""
-    loops = _epoch_loops_around(code, event, optimizer)
-    loops_around_calls = _epoch_loops_around_calls(code, event, optimizer)
-    return any(loops) or any(loops_around_calls)
+    """Whether an event runs in each epoch of training with one optimizer.
+
+    Not by a loop in which an `if` or `try` decides whether the event runs.
+    """
+    statements = [node for node, _ in event.place.arms]
+    for loop in _epoch_loops(code, event, optimizer):
+        if not any(code.tree.is_in(statement, loop) for statement in statements):
+            return True
+    return _is_called_each_epoch(code, event, optimizer)
 
 
 def _name_of_new_scaler(code: CodeReader, event: Event) -> str | None:
@@ -73,41 +76,28 @@ def _keeps_its_scale(code: CodeReader, event: Event, scaler: str) -> bool:
     return any(isinstance(part, cst.Name | cst.Call) for part in nodes.walk(first_scale))
 
 
-def _epoch_loops_around(code: CodeReader, event: Event, optimizer: str) -> Iterator[cst.CSTNode]:
-    """Yield the loops over epochs that run an event in each epoch, with the same optimizer.
+def _is_called_each_epoch(code: CodeReader, event: Event, optimizer: str) -> bool:
+    """Whether a loop over epochs calls the function of an event.
 
-    Without the loops in which an `if` or `try` decides whether the event runs.
+    Not if the function does not always run the event, or assigns the optimizer itself.
     """
-    statements = [node for node, _ in event.place.arms]
-    for loop in _epoch_loops(code, event, optimizer):
-        if not any(code.tree.is_in(statement, loop) for statement in statements):
-            yield loop
-
-
-def _epoch_loops_around_calls(
-    code: CodeReader, event: Event, optimizer: str
-) -> Iterator[cst.CSTNode]:
-    """Yield the loops over epochs around the calls of an event's function.
-
-    Nothing if the function does not always run the event, or assigns the optimizer itself.
-    """
-    if event.place.loops or event.place.arms:
-        return
-    if optimizer in _assigned_in(code.tree, event.unit.scope.node):
-        return
+    is_assigned = optimizer in _assigned_in(code.tree, event.unit.scope.node)
+    if event.place.loops or event.place.arms or is_assigned:
+        return False
     for call in code.calls_of(event.unit):
         if any(arg.star for arg in call.node.args):  # *args may hold another optimizer each time
             continue
         argument = code.passed(call.node).get(optimizer)
         optimizer_there = optimizer if argument is None else code.key(argument)
-        yield from _epoch_loops(code, call, optimizer_there)
+        if _epoch_loops(code, call, optimizer_there):
+            return True
+    return False
 
 
-def _epoch_loops(code: CodeReader, event: Event, optimizer: str) -> Iterator[cst.CSTNode]:
-    """Yield the loops over epochs around an event, without those that assign the optimizer."""
-    for loop in event.place.loops:
-        if _is_epoch_loop(loop) and optimizer not in _assigned_in(code.tree, loop):
-            yield loop
+def _epoch_loops(code: CodeReader, event: Event, optimizer: str) -> list[cst.CSTNode]:
+    """The loops over epochs around an event, without those that assign the optimizer."""
+    loops = [loop for loop in event.place.loops if _is_epoch_loop(loop)]
+    return [loop for loop in loops if optimizer not in _assigned_in(code.tree, loop)]
 
 
 def _is_epoch_loop(loop: cst.CSTNode) -> bool:

@@ -5,7 +5,7 @@ Here a `cast` is a call of autocast.
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import libcst as cst
@@ -114,10 +114,10 @@ class Float16Values:
         parts = nodes.name_parts(event.node.func) or ("",)
         if len(parts) > 1 and parts[0] != "self":  # a method of an object that is not known
             return None
-        cast = self._casts_by_function.get(parts[-1])
-        if cast is not None:
-            return cast
-        return self._cast_of_model(parts, event.unit.scope)
+        name = parts[-1]
+        if name not in self._casts_by_function and self._is_model(parts, event.unit.scope):
+            name = "forward"
+        return self._casts_by_function.get(name)
 
     def _cast_around(self, event: Event) -> cst.Call | None:
         """The autocast for float16 around a call; None without one, or under ``no_grad``."""
@@ -125,13 +125,6 @@ class Float16Values:
             return None
         cast = self._code.autocast_of(event.place.autocast)
         if not self._is_float16(cast) or self._is_without_gradients(event):
-            return None
-        return cast
-
-    def _cast_of_model(self, parts: _Name, scope: Scope) -> cst.Call | None:
-        """The autocast in ``forward``, if the name in ``name(x)`` is that of a model."""
-        cast = self._casts_by_function.get("forward")
-        if cast is None or not self._is_model(parts, scope):
             return None
         return cast
 
@@ -163,15 +156,13 @@ class Float16Values:
 
     def _is_without_gradients(self, event: Event) -> bool:
         """Whether ``no_grad`` is around a call, as a block or as a decorator of its function."""
+        parts: list[cst.CSTNode] = []
         for parent, _ in self._code.tree.ancestors(event.node):
-            if isinstance(parent, cst.With) and self._turns_gradients_off(parent.items):
-                return True
+            if isinstance(parent, cst.With):
+                parts += parent.items
             if isinstance(parent, cst.FunctionDef):
-                return self._turns_gradients_off(parent.decorators)
-        return False
-
-    def _turns_gradients_off(self, parts: Sequence[cst.CSTNode]) -> bool:
-        """Whether one of the items of a ``with``, or of the decorators, is ``no_grad()``."""
+                parts += parent.decorators
+                break
         return any(_NO_GRADIENTS.search(self._code.tree.code(part)) for part in parts)
 
     # The arguments of autocast.

@@ -17,7 +17,7 @@ import libcst as cst
 
 from amp_lab.migrate.rules.torch_amp import remedies
 from amp_lab.migrate.rules.torch_amp.torch_name import TorchName
-from amp_lab.migrate.rules.torch_amp.uses import ByHand, UseEdits
+from amp_lab.migrate.rules.torch_amp.uses import ByHand, OldUse, UseEdits
 from amp_lab.migrate.tree import nodes
 from amp_lab.migrate.tree.amp_names import OLD_MODULES, OLD_NAMES, SUBMODULES, TRIGGER_TEXTS
 from amp_lab.migrate.tree.rewriter import Edit, Rewriter
@@ -27,8 +27,6 @@ from amp_lab.migrate.tree.version_guards import forget_fallbacks, is_guarded
 PART = "torch"
 TRIGGERS = (*TRIGGER_TEXTS, "torch cuda.amp", "torch cpu.amp")
 _ATTRIBUTES_OF_OLD = tuple(f"{name}." for name in OLD_NAMES)  # as in autocast.__init__
-_OldUse = tuple[Use, str]
-"""A use, with the old name that it stands for: ``torch.cuda.amp.autocast``."""
 _Name = tuple[Scope | None, str]
 """A name in a scope that binds it."""
 
@@ -53,7 +51,7 @@ class _OldNames:
         self.tree = tree = file.tree
         forget_fallbacks(tree)
         # By the (scope, name) of an import: the uses of the name, and of names with other meanings.
-        self.groups: defaultdict[_Name, list[_OldUse]] = defaultdict(list)
+        self.groups: defaultdict[_Name, list[OldUse]] = defaultdict(list)
         self.ambiguous: defaultdict[_Name, list[Use]] = defaultdict(list)
         # By import statement: the names that come from torch.amp now.
         self.moved_aliases: defaultdict[cst.CSTNode, list[cst.ImportAlias]] = defaultdict(list)
@@ -75,18 +73,18 @@ class _OldNames:
                 if is_old and (scope, name) not in self.ambiguous:
                     self._rewrite_group(scope, name, bindings)
         # After the groups: these may allow an `import torch` that the other uses need.
-        for use, old, edits in self._plan_uses(dotted_uses):
-            self._rewrite_dotted(use, old, edits)
+        for old, edits in self._plan_uses(dotted_uses):
+            self._rewrite_dotted(old, edits)
         for scope in self.torch.scopes_to_import:
             self.file.put_before(self.torch.import_before[scope], "import torch")
         self._rewrite_imports()
 
-    def _group_uses(self) -> list[_OldUse]:
+    def _group_uses(self) -> list[OldUse]:
         """The uses such as ``torch.cuda.amp.autocast``; others go to `groups` and `ambiguous`.
 
         Uses in code that replaces an old name are left out.
         """
-        dotted_uses: list[_OldUse] = []
+        dotted_uses: list[OldUse] = []
         for use in self.tree.uses:
             old_names = [origin for origin in use.origins if _is_old(origin)]
             if not old_names or self._is_replaced_here(use.node):
@@ -97,9 +95,9 @@ class _OldNames:
             if len(use.origins) > 1:  # below, the use has one origin and so one old name
                 self.ambiguous[owner, name].append(use)
             elif any(_is_old(binding.origin) for binding in bindings):
-                self.groups[owner, name].append((use, old_names[0]))
+                self.groups[owner, name].append(OldUse.of(use, old_names[0]))
             else:
-                dotted_uses.append((use, old_names[0]))
+                dotted_uses.append(OldUse.of(use, old_names[0]))
         return dotted_uses
 
     def _is_replaced_here(self, node: cst.CSTNode) -> bool:
@@ -170,44 +168,44 @@ class _OldNames:
 
     # Uses such as torch.cuda.amp.autocast, each by itself.
 
-    def _rewrite_dotted(self, use: Use, old: str, edits: list[Edit]) -> None:
+    def _rewrite_dotted(self, old: OldUse, edits: list[Edit]) -> None:
         """Rewrite a use to ``torch.amp.autocast``, with the name that torch has in this place.
 
         Reports the use if torch has no name there, or if a comment stands inside the old name.
         """
-        name = OLD_NAMES[old].name
+        use = old.use
         torch = self.torch.at(use)
         start, end = self.tree.span(use.node)
         if torch is None:
-            written = ".".join(use.parts)
-            self.file.say(
-                use.node, "by hand", remedies.NO_TORCH.sentence(name=name, written=written)
-            )
+            self._report(old.by_hand(remedies.NO_TORCH, written=".".join(use.parts)), use)
         elif "#" in self.tree.text[start:end]:
-            self.file.say(use.node, "by hand", remedies.COMMENT_INSIDE.sentence(name=name))
+            self._report(old.by_hand(remedies.COMMENT_INSIDE), use)
         else:
-            self.file.replace(use.node, f"{torch}.amp.{name}")
-            self._apply_edits(use, old, edits)
+            self.file.replace(use.node, f"{torch}.amp.{old.name}")
+            self._apply_edits(old, edits)
 
-    def _apply_edits(self, use: Use, old: str, edits: list[Edit]) -> None:
+    def _report(self, error: ByHand, use: Use) -> None:
+        """Report a use that cannot be rewritten."""
+        self.file.say(use.node, "by hand", str(error))
+
+    def _apply_edits(self, old: OldUse, edits: list[Edit]) -> None:
         """Make the edits beside a name, such as those of its arguments, and report the use."""
-        name, device = OLD_NAMES[old]
         self.file.edits += edits
-        message = f"torch.{device}.amp.{name} is torch.amp.{name} for {device!r}"
-        self.file.say(use.node, "rewritten", message)
+        message = f"torch.{old.device}.amp.{old.name} is torch.amp.{old.name} for {old.device!r}"
+        self.file.say(old.use.node, "rewritten", message)
 
-    def _plan_uses(self, uses: list[_OldUse]) -> list[tuple[Use, str, list[Edit]]]:
-        """Each (use, old name, edits) that can be rewritten; the other uses are reported."""
+    def _plan_uses(self, uses: list[OldUse]) -> list[tuple[OldUse, list[Edit]]]:
+        """Each (use, edits) that can be rewritten; the other uses are reported."""
         planned = []
-        for use, old in uses:
-            if is_guarded(self.tree, use.node):
-                written = ".".join(use.parts)
-                self.file.say(use.node, "left", f"{written} depends on a version: left alone")
+        for old in uses:
+            if is_guarded(self.tree, old.use.node):
+                written = ".".join(old.use.parts)
+                self.file.say(old.use.node, "left", f"{written} depends on a version: left alone")
                 continue
             try:
-                planned.append((use, old, self.use_edits.plan(use, old)))
+                planned.append((old, self.use_edits.plan(old)))
             except ByHand as error:
-                self.file.say(use.node, "by hand", str(error))
+                self._report(error, old.use)
         return planned
 
     # Names that an import binds, each with all its uses.
@@ -234,11 +232,11 @@ class _OldNames:
         planned = self._plan_uses(uses)
         has_other_uses = len(self.tree.uses_of(name, scope)) > len(uses)
         if len(planned) < len(uses) or has_other_uses:
-            for use, old, edits in planned:
-                self._rewrite_dotted(use, old, edits)
+            for old, edits in planned:
+                self._rewrite_dotted(old, edits)
             return
-        for use, old, edits in planned:
-            self._apply_edits(use, old, edits)
+        for old, edits in planned:
+            self._apply_edits(old, edits)
         if not uses:  # a module that is imported and not used stays
             return
         for alias in aliases:
@@ -246,7 +244,7 @@ class _OldNames:
             self.file.say(alias, "rewritten", f"{name} is imported from torch.amp")
 
     def _advice_on_import(
-        self, scope: Scope, name: str, bindings: list[Binding], uses: list[_OldUse]
+        self, scope: Scope, name: str, bindings: list[Binding], uses: list[OldUse]
     ) -> str:
         """What to do by hand about an import that cannot be moved; empty if it can be.
 

@@ -2,9 +2,11 @@
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import libcst as cst
 
+from amp_lab.core.remedies import Remedy
 from amp_lab.migrate.rules.torch_amp import remedies
 from amp_lab.migrate.rules.torch_amp.torch_name import TorchName
 from amp_lab.migrate.tree import nodes
@@ -17,6 +19,34 @@ _DEFAULT_DTYPES = {"cuda": "float16", "cpu": "bfloat16"}
 
 class ByHand(Exception):
     """A use cannot be rewritten; the text says what to write by hand."""
+
+
+class OldUse(NamedTuple):
+    """A use of an old name, of an attribute of one, or of a module of old names."""
+
+    use: Use
+    old: str
+    """What the use stands for: ``torch.cuda.amp.autocast``."""
+    name: str
+    """The last part of that name; empty for a module and an attribute."""
+    device: str
+    """The device of the old name; empty for an attribute."""
+
+    @classmethod
+    def of(cls, use: Use, old: str) -> "OldUse":
+        """The use with the parts of what it stands for."""
+        name, device = OLD_NAMES.get(old) or ("", OLD_MODULES.get(old, ""))
+        return cls(use, old, name, device)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that the old autocast of the device has by default."""
+        return _DEFAULT_DTYPES.get(self.device, "")
+
+    def by_hand(self, advice: Remedy, **facts: object) -> ByHand:
+        """The error to raise with a remedy; `facts` are those that the use does not have."""
+        own = {"old": self.old, "name": self.name, "device": self.device, "dtype": self.dtype}
+        return ByHand(advice.sentence(**(own | facts)))
 
 
 def _is_device(arg: cst.Arg) -> bool:
@@ -51,62 +81,56 @@ class UseEdits:
         self.replaced_at = replaced
         self.torch = torch
 
-    def plan(self, use: Use, old: str) -> list[Edit]:
-        """The edits of the code around the name of a use, but not of the name. Raises `ByHand`.
-
-        `old` is what the name stands for: an old name, an attribute of one, or an old module.
-        """
+    def plan(self, old: OldUse) -> list[Edit]:
+        """The edits of the code around the name of a use, but not of the name. Raises `ByHand`."""
+        node = old.use.node
         # A bare name as a statement: `magics` leaves it in the place of a magic that uses it.
-        if isinstance(self.tree.parents[use.node], cst.Expr):
-            raise ByHand(remedies.IN_MAGIC.sentence(old=old))
-        if old in OLD_MODULES:
-            raise ByHand(remedies.MODULE_AS_VALUE.sentence(old=old, device=OLD_MODULES[old]))
-        if old not in OLD_NAMES:
-            # an attribute of a class: torch.cuda.amp.autocast.__init__
-            class_name = next(name for name in OLD_NAMES if old.startswith(f"{name}."))
+        if isinstance(self.tree.parents[node], cst.Expr):
+            raise old.by_hand(remedies.IN_MAGIC)
+        if old.old in OLD_MODULES:
+            raise old.by_hand(remedies.MODULE_AS_VALUE)
+        if not old.name:  # an attribute of a class: torch.cuda.amp.autocast.__init__
+            class_name = next(name for name in OLD_NAMES if old.old.startswith(f"{name}."))
             name = OLD_NAMES[class_name].name
-            raise ByHand(remedies.ATTRIBUTE.sentence(old=class_name, name=name))
-        name, device = OLD_NAMES[old]
-        node = use.node
-        self._check_place(node, old)
+            raise old.by_hand(remedies.ATTRIBUTE, old=class_name, name=name)
+        self._check_place(old)
         call = self.tree.call_of(node)
         if call is not None:
-            return self._plan_call(old, call, use)
-        if name.startswith("custom"):
+            return self._plan_call(old, call)
+        if old.name.startswith("custom"):
             # @custom_fwd becomes @custom_fwd(device_type="cuda")
             _, end = self.tree.span(node)
-            return [Edit(end, end, f'(device_type="{device}")')]
+            return [Edit(end, end, f'(device_type="{old.device}")')]
         context = self.tree.type_context(node)
         if isinstance(context, cst.Comparison) and not nodes.is_call_of(context.left, "type"):
-            raise ByHand(remedies.COMPARED.sentence(name=name))
-        if context is not None:
-            if not isinstance(context, cst.Annotation):
-                self._check_device_by_type(name, device)
-            return []
-        return self._plan_value(use, old)
+            raise old.by_hand(remedies.COMPARED)
+        if context is None:
+            return self._plan_value(old)
+        if not isinstance(context, cst.Annotation):
+            self._check_device_by_type(old)
+        return []
 
-    def _check_place(self, node: cst.BaseExpression, old: str) -> None:
-        """Raise `ByHand` if an edit of the name at `node` would break code.
+    def _check_place(self, old: OldUse) -> None:
+        """Raise `ByHand` if an edit of the name would break code.
 
         That is an f-string or a ``del`` around the name, or other code of the file that replaces
         this name, or compares scalers with the old class.
         """
-        name, device = OLD_NAMES[old]
+        node = old.use.node
         if self.tree.is_in(node, cst.FormattedString):
-            raise ByHand(remedies.IN_F_STRING.sentence(name=name, device=device))
+            raise old.by_hand(remedies.IN_F_STRING)
         replacing_lines = []
         for replacing_node, replaced_name in self.replaced_at.items():
-            if replaced_name == old:
+            if replaced_name == old.old:
                 replacing_lines.append(str(self.tree.line(replacing_node)))
         if replacing_lines:
-            lines = ", ".join(replacing_lines)
-            raise ByHand(remedies.REPLACED_ELSEWHERE.sentence(old=old, lines=lines, name=name))
+            raise old.by_hand(remedies.REPLACED_ELSEWHERE, lines=", ".join(replacing_lines))
         if self.tree.is_in(node, cst.Del):
-            raise ByHand(remedies.DELETED.sentence(name=name))
-        is_scaler = name == "GradScaler"
+            raise old.by_hand(remedies.DELETED)
+        is_scaler = old.name == "GradScaler"
         if is_scaler and self._scaler_comparisons and not self.tree.is_in(node, cst.Annotation):
             line = min(map(self.tree.line, self._scaler_comparisons))
-            raise ByHand(remedies.SCALER_COMPARED.sentence(name=name, line=line))
+            raise old.by_hand(remedies.SCALER_COMPARED, line=line)
 
     @functools.cached_property
     def _scaler_comparisons(self) -> list[cst.CSTNode]:
@@ -120,47 +144,43 @@ class UseEdits:
                     comparisons.append(use.node)
         return comparisons
 
-    def _plan_value(self, use: Use, old: str) -> list[Edit]:
+    def _plan_value(self, old: OldUse) -> list[Edit]:
         """The edits of a class that is a value, as in ``partial(autocast)``. Raises `ByHand`."""
-        name, device = OLD_NAMES[old]
-        parent = self.tree.parents[use.node]
+        parent = self.tree.parents[old.use.node]
         if isinstance(parent, cst.Arg):
             call = self.tree.parents[parent]
-            if isinstance(call, cst.Call) and self._is_partial(call, old, use):
-                return self._plan_call(old, call, use, first=1)  # argument 0 is the class itself
+            if isinstance(call, cst.Call) and self._is_partial(call, old):
+                return self._plan_call(old, call, first=1)  # argument 0 is the class itself
             if isinstance(call, cst.ClassDef):
-                raise ByHand(remedies.SUBCLASS.sentence(name=name, device=device))
+                raise old.by_hand(remedies.SUBCLASS)
         if isinstance(parent, cst.Decorator):
-            raise ByHand(remedies.BARE_DECORATOR.sentence(name=name))
-        edits = self._plan_alias(use, old)
+            raise old.by_hand(remedies.BARE_DECORATOR)
+        edits = self._plan_alias(old)
         if edits is not None:
             return edits
         defaults = ""
-        if name == "autocast":
-            defaults = f", dtype=torch.{_DEFAULT_DTYPES[device]}"
-        advice = remedies.CLASS_AS_VALUE.sentence(
-            old=old, name=name, device=device, defaults=defaults
-        )
-        raise ByHand(advice)
+        if old.name == "autocast":
+            defaults = f", dtype=torch.{old.dtype}"
+        raise old.by_hand(remedies.CLASS_AS_VALUE, defaults=defaults)
 
-    def _check_device_by_type(self, name: str, device: str) -> None:
+    def _check_device_by_type(self, old: OldUse) -> None:
         """Raise `ByHand` if the file also uses this class for another device.
 
         Then ``isinstance`` may tell the devices apart, which today's single class cannot.
         """
-        other_classes = {new for new, today in NEW_NAMES.items() if today == name}
-        for old, today in OLD_NAMES.items():
-            if today.name == name and today.device != device:
-                other_classes.add(old)
+        other_classes = {new for new, today in NEW_NAMES.items() if today == old.name}
+        for other, today in OLD_NAMES.items():
+            if today.name == old.name and today.device != old.device:
+                other_classes.add(other)
         if any(use.origins & other_classes for use in self.tree.uses):
-            raise ByHand(remedies.ONE_CLASS.sentence(name=name, device=device))
+            raise old.by_hand(remedies.ONE_CLASS)
 
-    def _plan_alias(self, use: Use, old: str) -> list[Edit] | None:
+    def _plan_alias(self, old: OldUse) -> list[Edit] | None:
         """The edits of ``cast = autocast`` to a partial with the device; None if they are not safe.
 
         They are safe if the file only calls ``cast``, and can import functools, which this may do.
         """
-        name, device = OLD_NAMES[old]
+        use = old.use
         value = use.node
         while isinstance(self.tree.parents[value], cst.IfExp):  # autocast if fp16 else nullcontext
             value = self.tree.parents[value]
@@ -172,15 +192,15 @@ class UseEdits:
             return None
         edits: list[Edit] = []
         defaults = ""
-        if name == "autocast":
+        if old.name == "autocast":
             for call in calls:
-                edits += self._name_arguments(device, call.args)
+                edits += self._name_arguments(old, call.args)
             may_be_another = value is not use.node or use.scope.only_binding(target.value) is None
             if edits and may_be_another:
                 return None  # nullcontext has no argument `enabled`
-            defaults = self._autocast_dtype(device, {}, use)
+            defaults = self._autocast_dtype(old, {})
         start, end = self.tree.span(use.node)
-        after = f', "{device}"{defaults})'
+        after = f', "{old.device}"{defaults})'
         return [Edit(start, start, "functools.partial("), Edit(end, end, after), *edits]
 
     def _calls_of_name(self, target: cst.Name, scope: Scope) -> list[cst.Call]:
@@ -210,20 +230,18 @@ class UseEdits:
                 return True
         return False
 
-    def _is_partial(self, call: cst.Call, old: str, use: Use) -> bool:
+    def _is_partial(self, call: cst.Call, old: OldUse) -> bool:
         """Whether a call is ``functools.partial(use, …)``.
 
         Raises `ByHand` for an autocast whose partial may be called with positional arguments.
         """
-        name, device = OLD_NAMES[old]
+        use = old.use
         if use.scope.origin(call.func) != "functools.partial" or call.args[0].value is not use.node:
             return False
         parts = nodes.name_parts(nodes.single_target(self.tree.parents[call]))
-        if name != "autocast" or (parts and self._is_called_by_keyword(parts[-1])):
+        if old.name != "autocast" or (parts and self._is_called_by_keyword(parts[-1])):
             return True
-        raise ByHand(
-            remedies.CALLED_BY_POSITION.sentence(device=device, dtype=_DEFAULT_DTYPES[device])
-        )
+        raise old.by_hand(remedies.CALLED_BY_POSITION)
 
     def _is_called_by_keyword(self, name: str) -> bool:
         """Whether each use of a name, but its assignment, is a call with keyword arguments only."""
@@ -235,28 +253,27 @@ class UseEdits:
                 return False
         return True
 
-    def _plan_call(self, old: str, call: cst.Call, use: Use, first: int = 0) -> list[Edit]:
+    def _plan_call(self, old: OldUse, call: cst.Call, first: int = 0) -> list[Edit]:
         """The edits that give a call its device. Raises `ByHand`.
 
         The arguments of the old class begin at number `first`: 1 in ``partial(autocast, …)``.
         """
-        name, device = OLD_NAMES[old]
         args = call.args[first:]
         _, call_end = self.tree.span(call)
         at = call_end - 1  # before the closing bracket
-        if name.startswith("custom"):
-            argument = f'device_type="{device}"'
+        if old.name.startswith("custom"):
+            argument = f'device_type="{old.device}"'
             if args:
                 _, at = self.tree.span(args[-1])
                 argument = f",{self._blanks_before(args[-1])}{argument}"
             return [Edit(at, at, argument)]
-        if name == "GradScaler" and args and _is_device(args[0]):
-            raise ByHand(remedies.DEVICE_AS_SCALE.sentence(written=self.tree.code(args[0].value)))
-        new = f'"{device}"'  # the text to insert at `at`
+        if old.name == "GradScaler" and args and _is_device(args[0]):
+            raise old.by_hand(remedies.DEVICE_AS_SCALE, written=self.tree.code(args[0].value))
+        new = f'"{old.device}"'  # the text to insert at `at`
         edits: list[Edit] = []
-        if name == "autocast":  # GradScaler kept the order and defaults of its arguments
-            defaults, edits = self._plan_autocast(device, args, use)
-            new += defaults
+        if old.name == "autocast":  # GradScaler kept the order and defaults of its arguments
+            edits = self._name_arguments(old, args)
+            new += self._dtype_of_call(old, args)
         if first:
             _, at = self.tree.span(call.args[first - 1])
             new = f", {new}"
@@ -265,31 +282,26 @@ class UseEdits:
             new = f"{new},{self._blanks_before(args[0])}"
         return [Edit(at, at, new), *edits]
 
-    def _plan_autocast(
-        self, device: str, args: Sequence[cst.Arg], use: Use
-    ) -> tuple[str, list[Edit]]:
-        """The text to put after the device, ``, dtype=torch.float16`` or empty, and other edits.
+    def _dtype_of_call(self, old: OldUse, args: Sequence[cst.Arg]) -> str:
+        """The text to put after the device, ``, dtype=torch.float16`` or empty. Raises `ByHand`.
 
-        The text is also empty for a ``**kwargs``, which may hold a dtype. Raises `ByHand`.
+        It is also empty for a ``**kwargs``, which may hold a dtype.
         """
-        edits = self._name_arguments(device, args)
-        dtype = self._autocast_dtype(device, nodes.arguments(args, OLD_AUTOCAST), use)
-        if any(arg.star == "**" for arg in args):  # they may hold a dtype
-            if dtype and self._sets_dtype:
-                raise ByHand(
-                    remedies.DOUBLE_STAR.sentence(device=device, dtype=_DEFAULT_DTYPES[device])
-                )
-            return "", edits
-        return dtype, edits
+        dtype = self._autocast_dtype(old, nodes.arguments(args, OLD_AUTOCAST))
+        if not any(arg.star == "**" for arg in args):
+            return dtype
+        if dtype and self._sets_dtype:
+            raise old.by_hand(remedies.DOUBLE_STAR)
+        return ""
 
-    def _name_arguments(self, device: str, args: Sequence[cst.Arg]) -> list[Edit]:
+    def _name_arguments(self, old: OldUse, args: Sequence[cst.Arg]) -> list[Edit]:
         """The edits that turn positional arguments into keywords: their order is another today.
 
         Raises `ByHand` if there is a ``*args``.
         """
         positional = [arg for arg in args if arg.star != "**" and arg.keyword is None]
         if len(positional) > len(OLD_AUTOCAST) or any(arg.star for arg in positional):
-            raise ByHand(remedies.POSITIONAL.sentence(device=device))
+            raise old.by_hand(remedies.POSITIONAL)
         edits = []
         for keyword, arg in zip(OLD_AUTOCAST, positional, strict=False):
             start, end = self.tree.span(arg)
@@ -300,9 +312,7 @@ class UseEdits:
                 edits.append(Edit(start, start, f"{keyword}="))
         return edits
 
-    def _autocast_dtype(
-        self, device: str, arguments: dict[str, cst.BaseExpression], use: Use
-    ) -> str:
+    def _autocast_dtype(self, old: OldUse, arguments: dict[str, cst.BaseExpression]) -> str:
         """The text ``, dtype=torch.float16``, with the old default of the device.
 
         Empty if `arguments`, by name, have a dtype or ``enabled=False``.
@@ -311,10 +321,10 @@ class UseEdits:
         """
         if "dtype" in arguments or nodes.is_false(arguments.get("enabled")):
             return ""
-        torch = self.torch.at(use)
+        torch = self.torch.at(old.use)
         if torch is None:
-            raise ByHand(remedies.GIVE_DTYPE.sentence(dtype=_DEFAULT_DTYPES[device]))
-        return f", dtype={torch}.{_DEFAULT_DTYPES[device]}"
+            raise old.by_hand(remedies.GIVE_DTYPE)
+        return f", dtype={torch}.{old.dtype}"
 
     @functools.cached_property
     def _sets_dtype(self) -> bool:
