@@ -9,7 +9,7 @@ import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import libcst as cst
 from libcst.metadata import ByteSpanPositionProvider, CodeSpan
@@ -323,7 +323,7 @@ class Tree:
             indent, self.module.default_newline, provider=holder, get_length=len
         )
         self.module._codegen(state)
-        return holder._computed
+        return cast("Mapping[cst.CSTNode, CodeSpan]", holder._computed)
 
     @functools.cached_property
     def _form_feeds(self) -> list[int]:
@@ -387,18 +387,27 @@ def cached_in_tree(function: Callable[..., _Answer]) -> Callable[..., _Answer]:
 
 
 _VISITORS: dict[type[cst.CSTNode], Callable[..., None]] = {
+    cst.Name: Tree._visit_dotted,
+    cst.Attribute: Tree._visit_dotted,
     cst.Call: Tree._visit_call,
+    cst.FunctionDef: Tree._visit_function,
+    cst.Lambda: Tree._visit_function,
     cst.ClassDef: Tree._visit_class,
+    cst.ListComp: Tree._visit_comprehension,
+    cst.SetComp: Tree._visit_comprehension,
+    cst.DictComp: Tree._visit_comprehension,
+    cst.GeneratorExp: Tree._visit_comprehension,
+    cst.For: Tree._visit_for,
+    cst.CompFor: Tree._visit_for,
+    cst.Assign: Tree._visit_assign,
+    cst.AnnAssign: Tree._visit_assign,
+    cst.AugAssign: Tree._visit_assign,
+    cst.NamedExpr: Tree._visit_assign,
     cst.AsName: Tree._visit_as_name,
+    cst.MatchAs: Tree._visit_match_name,
+    cst.MatchStar: Tree._visit_match_name,
+    cst.Global: Tree._visit_global_or_nonlocal,
+    cst.Nonlocal: Tree._visit_global_or_nonlocal,
+    cst.Import: Tree._visit_import,
+    cst.ImportFrom: Tree._visit_import,
 }
-for _types, _visitor in (
-    ((cst.Name, cst.Attribute), Tree._visit_dotted),
-    ((cst.FunctionDef, cst.Lambda), Tree._visit_function),
-    ((cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp), Tree._visit_comprehension),
-    ((cst.For, cst.CompFor), Tree._visit_for),
-    ((cst.Assign, cst.AnnAssign, cst.AugAssign, cst.NamedExpr), Tree._visit_assign),
-    ((cst.MatchAs, cst.MatchStar), Tree._visit_match_name),
-    ((cst.Global, cst.Nonlocal), Tree._visit_global_or_nonlocal),
-    ((cst.Import, cst.ImportFrom), Tree._visit_import),
-):
-    _VISITORS |= dict.fromkeys(_types, _visitor)

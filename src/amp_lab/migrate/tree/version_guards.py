@@ -32,10 +32,10 @@ _CATCHES_MISSING_NAME = re.compile(
 _MAX_DEPTH = 3  # how many assignments a name in a condition is followed through
 _FIRST_WITH_SCALER = (2, 3)  # the first torch that has torch.amp.GradScaler
 # Whether a later torch fulfils torch.__version__ <operator> "1.6"
-_FOR_A_LATER_TORCH = {cst.GreaterThanEqual: True, cst.GreaterThan: True}
+_FOR_A_LATER_TORCH: dict[type, bool] = {cst.GreaterThanEqual: True, cst.GreaterThan: True}
 _FOR_A_LATER_TORCH |= {cst.LessThanEqual: False, cst.LessThan: False}
 # Whether a version fulfils version <operator> "parrots"
-_FOR_ANOTHER_NAME = {cst.NotEqual: True, cst.Equal: False}
+_FOR_ANOTHER_NAME: dict[type, bool] = {cst.NotEqual: True, cst.Equal: False}
 
 
 _Compound = cst.If | cst.Try | cst.With
