@@ -232,7 +232,7 @@ class CodeReader:
             return []
         scope = self._units[function].scope
         autocasts = []
-        for context in _contexts_of(function):
+        for context in nodes.contexts_of(function):
             if not isinstance(context, cst.Call):
                 return []
             if self.origin(context.func, scope) not in AUTOCASTS:
@@ -506,20 +506,3 @@ class CodeReader:
             if not backward.place.excludes(scaled.place):
                 return None
         return scaled
-
-
-def _contexts_of(function: cst.FunctionDef) -> list[cst.BaseExpression]:
-    """The expressions that a function returns, and those of each ``with`` in which it yields.
-
-    The first for ``return autocast()``, the second for a ``@contextmanager``.
-    """
-    functions = (cst.FunctionDef, cst.Lambda)  # what is defined in it runs elsewhere
-    contexts: list[cst.BaseExpression] = []
-    for part in nodes.walk(function.body, skip=functions):
-        if isinstance(part, cst.Return) and part.value is not None:
-            contexts.append(part.value)
-        elif isinstance(part, cst.With):
-            body = nodes.walk(part.body, skip=functions)
-            if any(isinstance(inner, cst.Yield) for inner in body):
-                contexts += [item.item for item in part.items]
-    return contexts

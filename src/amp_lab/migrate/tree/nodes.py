@@ -244,3 +244,20 @@ def running_parts(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
     if isinstance(node, _ONLY_BODY_RUNS):
         return (node.body,)
     return children(node)
+
+
+def contexts_of(function: cst.FunctionDef) -> list[cst.BaseExpression]:
+    """The expressions that a function returns, and those of each ``with`` in which it yields.
+
+    The first for ``return autocast()``, the second for a ``@contextmanager``.
+    """
+    functions = (cst.FunctionDef, cst.Lambda)  # what is defined in it runs elsewhere
+    contexts: list[cst.BaseExpression] = []
+    for part in walk(function.body, skip=functions):
+        if isinstance(part, cst.Return) and part.value is not None:
+            contexts.append(part.value)
+        elif isinstance(part, cst.With):
+            body = walk(part.body, skip=functions)
+            if any(isinstance(inner, cst.Yield) for inner in body):
+                contexts += [item.item for item in part.items]
+    return contexts
