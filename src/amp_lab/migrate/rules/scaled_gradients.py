@@ -5,6 +5,7 @@ reported where a helper may do what seems to be missing, or where conditions may
 """
 
 import re
+from collections import defaultdict
 
 import libcst as cst
 
@@ -12,6 +13,7 @@ from amp_lab.core.remedies import remedy
 from amp_lab.migrate.tree import nodes
 from amp_lab.migrate.tree.code_reader import MISTAKE_TRIGGERS, CodeReader, Mistakes
 from amp_lab.migrate.tree.events import Event
+from amp_lab.migrate.tree.python_tree import Tree, cached_in_tree
 from amp_lab.migrate.tree.rewriter import Rewriter
 
 PART = "mistakes"
@@ -129,7 +131,23 @@ def _may_be_unscaled(code: CodeReader, scaled: Event, clip: Event) -> bool:
     if _is_passed_on(scaled.owner, text) or _MAY_UNSCALE.search(text):
         return True
     words = re.findall(r"\w+", text)
-    return not code.scale_names.isdisjoint(words)  # divided by hand
+    return not _scale_names(code.tree).isdisjoint(words)  # divided by hand
+
+
+@cached_in_tree
+def _scale_names(tree: Tree) -> set[str]:
+    """``get_scale``, and the names of values that are computed from its result."""
+    words_in_values: defaultdict[str, set[str]] = defaultdict(set)
+    for parts, values in tree.assigned_values.items():
+        for value in values:
+            code = tree.code(value)
+            words_in_values[parts[-1]].update(re.findall(r"[A-Za-z_]\w*", code))
+    names = {"get_scale"}
+    size = 0
+    while len(names) > size:  # until no more name is computed from one of them
+        size = len(names)
+        names |= {name for name, words in words_in_values.items() if words & names}
+    return names
 
 
 def _text_between(code: CodeReader, first: Event, second: Event) -> str:

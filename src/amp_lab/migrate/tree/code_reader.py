@@ -378,21 +378,6 @@ class CodeReader:
         module = self.tree.scopes[0]
         return {self.origin(base.value, module) for base in node.bases}
 
-    @functools.cached_property
-    def scale_names(self) -> set[str]:
-        """``get_scale``, and the names of values that are computed from its result."""
-        words_in_values: defaultdict[str, set[str]] = defaultdict(set)
-        for parts, values in self.tree.assigned_values.items():
-            for value in values:
-                code = self.tree.code(value)
-                words_in_values[parts[-1]].update(_WORDS.findall(code))
-        names = {"get_scale"}
-        size = 0
-        while len(names) > size:  # until no more name is computed from one of them
-            size = len(names)
-            names |= {name for name, words in words_in_values.items() if words & names}
-        return names
-
     # Does a scaler leave the file?
 
     def scaler_escapes(self, name: str) -> bool:
