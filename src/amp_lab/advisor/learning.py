@@ -253,11 +253,10 @@ def fp16_remarks(call: ModelCall, device: torch.device) -> tuple[float, list[str
     The scale is `GradScaler`'s default if none keeps the gradients, or if what fp16 would lose
     cannot be counted.
     """
-    assert call.loss_fn is not None
     step = Step(call, Recipe(TRAINING), device)
     with Precision.FP32.autocast(device.type):
         remarks = _overflow_remarks(step)
-        loss = call.loss_fn(step.call_model())
+        loss = step.call.result()
     try:
         report = gradient_underflow(step.model, loss)
     except NumericsError:  # the graph cannot be followed, but steps may still run
@@ -278,7 +277,7 @@ def fp16_remarks(call: ModelCall, device: torch.device) -> tuple[float, list[str
 
 def _overflow_remarks(step: Step) -> list[str]:
     """Remarks on the first three modules that compute larger values than fp16's 65504."""
-    largest = largest_values(step.model, *step.names["args"], **step.names["kwargs"])
+    largest = largest_values(step.model, *step.call.args, **step.call.kwargs)
     limit = torch.finfo(torch.float16).max
     remarks = []
     for name, value in largest.items():

@@ -291,7 +291,7 @@ def make_step(ladder: Ladder, rung: Rung) -> RungStep:
 
 def _step_by_recipe(step: Step, recipe: Recipe, *, reads_loss: bool) -> RungStep:
     """A step that follows its recipe; with `reads_loss`, the host waits for the loss."""
-    (inputs,) = step.names["args"]
+    (inputs,) = step.call.args
     is_graph_mode = recipe.compiled and recipe.compile_mode in ("reduce-overhead", "max-autotune")
     records_graph = is_graph_mode and backend(inputs.device).has_graphs
     is_overwritten = recipe.use == TRAINING or records_graph  # by the next call
@@ -315,7 +315,7 @@ def _step_by_hand(
 ) -> RungStep:
     """A training step by hand, with the model, the inputs and the optimizer of another step."""
     optimizer = step.names["optimizer"]
-    (inputs,) = step.names["args"]
+    (inputs,) = step.call.args
     forward_backward = by_hand(step.model.model, precision.dtype)
 
     def call() -> Tensor:

@@ -128,12 +128,10 @@ def failure(call: ModelCall, code: str) -> str:
     Returns the error, such as ``TypeError: …``; empty if there was none.
     """
     step = Step(call, Recipe(TRAINING))
-    loss_fn = call.loss_fn
-    assert loss_fn is not None  # `Training` gives each call one
 
     def run() -> None:
         exec(code, {"model": step.model})
-        loss_fn(step.call_model()).backward()
+        step.call.result().backward()  # `Training` gives each call a loss
 
     return error_of(run)
 

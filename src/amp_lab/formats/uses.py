@@ -164,9 +164,7 @@ class Training(Use):
             remarks.append(OWN_LOSS.sentence(loss=loss))
             call = replace(call, loss_fn=loss)
         super().__init__(call, Recipe(TRAINING))
-        assert call.loss_fn is not None
         self.remarks = remarks
-        self._loss_fn = call.loss_fn
         self._steps = steps
         self._seeds = seeds
         self._loss = 0.0
@@ -221,7 +219,7 @@ class Training(Use):
         model.zero_grad()
         with torch.enable_grad(), Precision.FP32.autocast(self.call.device.type):
             with intercepted(model, product_of) as unreplaced:
-                loss = self._loss_fn(self._copy.call_model())
+                loss = self._copy.call.result()
             loss.backward()
         self.unreplaced |= unreplaced
         gradients = [p.grad for p in self._copy.trained if p.grad is not None]
@@ -358,7 +356,7 @@ class Inference(Use):
         self._reset()
         fp32 = Precision.FP32.autocast(self.call.device.type)
         with torch.no_grad(), fp32, intercepted(self._copy.model, product_of) as unreplaced:
-            output = self._copy.call_model()
+            output = self._copy.call.output()
         self.unreplaced |= unreplaced
         return [tensor.clone() for tensor in floats(output)]
 

@@ -136,12 +136,16 @@ class Step:
         self.device = device or call.device
         self._recipe = recipe
         # The globals of the code, with model, args, kwargs and loss_fn, which it reads.
-        self.names: dict[str, Any] = vars(call.copy()) | {"torch": torch}
-        self.model = self.names["model"]  # before the code compiles it
+        copies = call.copy()
+        self.names: dict[str, Any] = vars(copies) | {"torch": torch}
+        self.model = copies.model  # before the code compiles it
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         with Precision.FP32.autocast(self.device.type):  # at its end TF32 is set as before
             exec(step_code(self.model, recipe, self.device, scale, lr, optimizer), self.names)
         self.run: Callable[[], Any] = self.names["step"]  # in the float32 mode around it
+        args = self.names["args"]
+        self.call = ModelCall(self.model, args, self.names["kwargs"], call.loss_fn)
+        """The call of the model that the step runs, for the autocast that its user sets."""
 
     def __call__(self) -> Any:
         """Run one step; return the loss in training, else the output. tf32 recipes use TF32."""
@@ -151,14 +155,10 @@ class Step:
     def output(self) -> Any:
         """The model's output without autocast and TF32: in the dtype of its weights."""
         with Precision.FP32.autocast(self.device.type):
-            return self.call_model()
+            return self.call.output()
 
     @torch.no_grad()
     def add_noise(self) -> None:
         """Change each weight by a random factor, as far from 1 as bf16's rounding error."""
         for weight in self.trained:
             weight.mul_(1 + _NOISE * torch.randn_like(weight))
-
-    def call_model(self) -> Any:
-        """The model's output, under the autocast that the caller has set, if any."""
-        return self.model(*self.names["args"], **self.names["kwargs"])
