@@ -1,4 +1,4 @@
-"""`amp-lab sample`: let a language model that was trained here write."""
+"""`amp-lab sample`: generate text with a language model that was trained here."""
 
 import argparse
 import math

@@ -325,14 +325,31 @@ class Run:
     def _fit(self, stop: StopSignals) -> None:
         """Call `fit` with the settings of the run; it returns early if any rank gets a signal."""
         config = self.config
+        data = self.data
+        ranks = self.ranks
+        share = (ranks.rank, ranks.size)
 
         def train_batches(epoch: int, batch: int) -> Batches:
-            return self._batches(
-                self.data.train, epoch=epoch, seed=config.seed, start=batch, drop_last=True
+            return batches(
+                data.train,
+                config.batch_size,
+                epoch=epoch,
+                seed=config.seed,
+                start=batch,
+                drop_last=True,
+                share=share,
+                workers=self._workers_for(data.train),
+                device=ranks.device,
             )
 
         def test_batches() -> Batches:
-            return self._batches(self.data.test)
+            return batches(
+                data.test,
+                config.batch_size,
+                share=share,
+                workers=self._workers_for(data.test),
+                device=ranks.device,
+            )
 
         def after_step(_: Progress) -> bool:
             return self._after_step(stop.signal)
@@ -343,14 +360,14 @@ class Run:
             epochs=config.epochs,
             test_batches=test_batches,
             precision=config.precision,
-            device=self.ranks.device,
+            device=ranks.device,
             optimizer=self.parts["optimizer"],
             scheduler=self.parts["scheduler"],
             scaler=self.parts["scaler"],
             accumulate=config.accumulate,
             clip_norm=config.clip_norm,
             channels_last=config.channels_last,
-            ranks=self.ranks,
+            ranks=ranks,
             progress=self.progress,
             after_step=after_step,
             after_epoch=self._after_epoch,
@@ -399,18 +416,6 @@ class Run:
         perplexity = math.exp(min(test_loss, _MAX_EXPONENT))
         tokens = per_second * self.data.sample_shape[0]
         return f"perplexity {perplexity:.4g}  {tokens:.0f} tokens/s"
-
-    def _batches(self, samples: SampleSet, **order: Any) -> Batches:
-        """This rank's share of the batches; `order` are arguments of `batches`, such as `seed`."""
-        ranks = self.ranks
-        return batches(
-            samples,
-            self.config.batch_size,
-            share=(ranks.rank, ranks.size),
-            workers=self._workers_for(samples),
-            device=ranks.device,
-            **order,
-        )
 
     def _workers_for(self, samples: SampleSet) -> int:
         """The number of processes that load images: the option, or as many as help."""

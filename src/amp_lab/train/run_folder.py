@@ -33,6 +33,7 @@ class SavedRun:
     data: str | None = None
     """Absolute path of the data; None if they come with a library, and for runs of older versions,
     which did not save it."""
+    started_by: str | None = None  # the `_torchrun_id` of the process that wrote the file
 
 
 def lock(out: Path) -> AbstractContextManager:
@@ -67,18 +68,18 @@ def read_saved(
             if (out / name).exists():
                 raise RunError(f"{out}: has {name} but no {CONFIG}; choose another folder")
         return None
-    saved, starter_before = _read_config(path)
+    saved = _read_config(path)
     # A torchrun that has lost a process runs the same command again, without `resume`.
     starter = _torchrun_id()
-    is_restarted = starter is not None and starter_before == starter
+    is_restarted = starter is not None and saved.started_by == starter
     if not resume and not is_restarted:
         raise RunError(f"{out}: holds a run already; --resume goes on with it, or choose another")
     _require_same_settings(out, config, given, saved.config)
     return saved
 
 
-def _read_config(path: Path) -> tuple[SavedRun, object]:
-    """Read config.json: the run, and the `_torchrun_id` that it was started by."""
+def _read_config(path: Path) -> SavedRun:
+    """Read config.json. Raises `RunError` if it is damaged."""
     try:
         content = read_json(path)
         saved = SavedRun(
@@ -86,9 +87,10 @@ def _read_config(path: Path) -> tuple[SavedRun, object]:
             fingerprint=content["images"],
             environment=content["environment"],
             data=content.get("data"),
+            started_by=content.get("started_by"),
         )
         require_types(saved)
-        return saved, content.get("started_by")
+        return saved
     except (OSError, ValueError, TypeError, KeyError) as error:  # a RunError is a ValueError
         raise RunError(f"{path}: not the settings of a run ({error})") from error
 
@@ -119,8 +121,7 @@ def saved_data_path(out: Path) -> str | None:
     path = out / CONFIG
     if not path.exists():
         return None
-    saved, _ = _read_config(path)
-    return saved.data
+    return _read_config(path).data
 
 
 def write_config(out: Path, run: SavedRun) -> None:
