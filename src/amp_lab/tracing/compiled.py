@@ -7,8 +7,8 @@ compile code that runs under one.
 from torch import nn
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile wraps a module of the model, or compiles it in place."""
+def has_compiled_modules(model: nn.Module) -> bool:
+    """Whether torch.compile wraps the model or a module in it, or compiles one in place."""
     for module in model.modules():
         # The wrapper has the original module in `_orig_mod`; `module.compile()` sets the other.
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:

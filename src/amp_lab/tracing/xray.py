@@ -19,7 +19,7 @@ from amp_lab.core.tensors import named_leaves
 from amp_lab.model_call import ModelCall
 from amp_lab.tracing.advice import advise
 from amp_lab.tracing.answered import answered
-from amp_lab.tracing.compiled import is_compiled, without_wrapper
+from amp_lab.tracing.compiled import has_compiled_modules, without_wrapper
 from amp_lab.tracing.decisions import Decisions, MemoryNeeded, NotAnswered
 from amp_lab.tracing.fake_device import (
     ModelRun,
@@ -111,7 +111,9 @@ def xray_call(
     call = dataclasses.replace(call, model=without_wrapper(model))
     run = _xray_for_real if real else _xray_on_fakes
     result = run(call, device_type, dtype)
-    return dataclasses.replace(result, autocast_off=autocast_off, compiled=is_compiled(model))
+    return dataclasses.replace(
+        result, autocast_off=autocast_off, compiled=has_compiled_modules(model)
+    )
 
 
 def _xray_for_real(call: ModelCall, device_type: str, dtype: torch.dtype) -> Xray:
