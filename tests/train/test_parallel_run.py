@@ -136,7 +136,7 @@ def restored(kind: str | None, out: Path) -> dict:
             ranks=ranks,
         )
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        model, optimizer = get_state_dict(run.model, run.parts["optimizer"], options=whole)
+        model, optimizer = get_state_dict(run.model, run.parts.optimizer, options=whole)
         return {"loss": loss, "accuracy": accuracy, "model": model, "optimizer": optimizer}
 
 

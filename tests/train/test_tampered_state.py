@@ -11,7 +11,7 @@ from amp_lab import load_checkpoint
 from amp_lab.core.errors import CheckpointError
 from amp_lab.parallel.ranks import ALONE
 from amp_lab.train.loop import Progress
-from amp_lab.train.run_state import CHECKPOINT, restore_run, save_run
+from amp_lab.train.run_state import CHECKPOINT, Parts, restore_run, save_run
 
 STEPS = 4
 STRANGE = [
@@ -21,23 +21,22 @@ STRANGE = [
 progress_of = Progress.from_state_dict
 
 
-def made() -> dict[str, Any]:
+def made() -> Parts:
     """The parts of a run of a few numbers, after one step."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
-    parts["scheduler"] = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, STEPS)
-    parts["scaler"] = torch.amp.GradScaler("cpu", init_scale=8)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, STEPS)
+    parts = Parts(model, optimizer, scheduler, torch.amp.GradScaler("cpu", init_scale=8))
     step(parts)
     return parts
 
 
-def step(parts: dict[str, Any]) -> None:
-    loss = parts["model"](torch.ones(1, 3)).sum()
-    parts["scaler"].scale(loss).backward()
-    parts["scaler"].step(parts["optimizer"])
-    parts["scaler"].update()
-    parts["scheduler"].step()
+def step(parts: Parts) -> None:
+    loss = parts.model(torch.ones(1, 3)).sum()
+    parts.scaler.scale(loss).backward()
+    parts.scaler.step(parts.optimizer)
+    parts.scaler.update()
+    parts.scheduler.step()
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -217,12 +216,12 @@ class Run:
             self.wrapped_model.compile()
         optimizer = run_state.make_optimizer(self.model, config)
         steps = config.epochs * self._steps_for(self._batches_per_epoch)
-        self.parts: dict[str, Any] = {  # the objects whose state is saved
-            "model": self.model,
-            "optimizer": optimizer,
-            "scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, config.lr, steps),
-            "scaler": precision.grad_scaler(ranks.device.type),
-        }
+        self.parts = run_state.Parts(
+            model=self.model,
+            optimizer=optimizer,
+            scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, config.lr, steps),
+            scaler=precision.grad_scaler(ranks.device.type),
+        )
 
     @property
     def _batches_per_epoch(self) -> int:
@@ -256,7 +255,7 @@ class Run:
         """Restore `parts` and `progress` from the content of a checkpoint, on every rank."""
         # Restoring the scheduler sets the length of its schedule to the saved one. Put the new
         # length back, since `epochs` may have been increased.
-        scheduler = self.parts["scheduler"]
+        scheduler = self.parts.scheduler
         total_steps = scheduler.total_steps
         phases = scheduler._schedule_phases
         self.progress = self.ranks.each(
@@ -282,7 +281,7 @@ class Run:
         if (progress.samples > 0) != (progress.batch > 0):
             raise ValueError(f"{progress.samples} samples in {progress.batch} batches")
         steps = epochs * self._steps_for(batches) + self._steps_for(progress.batch)
-        if steps != self.parts["scheduler"].last_epoch:  # which counts steps, despite its name
+        if steps != self.parts.scheduler.last_epoch:  # which counts steps, despite its name
             raise ValueError(f"{description}, and another number of steps")
         return progress
 
@@ -361,9 +360,9 @@ class Run:
             test_batches=test_batches,
             precision=config.precision,
             device=ranks.device,
-            optimizer=self.parts["optimizer"],
-            scheduler=self.parts["scheduler"],
-            scaler=self.parts["scaler"],
+            optimizer=self.parts.optimizer,
+            scheduler=self.parts.scheduler,
+            scaler=self.parts.scaler,
             accumulate=config.accumulate,
             clip_norm=config.clip_norm,
             channels_last=config.channels_last,

@@ -10,9 +10,9 @@ shards               the name of the folder beside the file, and the SHA-256 of 
 import reprlib
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,13 +22,11 @@ from amp_lab.parallel.ranks import Parallel, Ranks
 from amp_lab.train.checkpoint.file import load_checkpoint, save_checkpoint
 from amp_lab.train.checkpoint.random_state import random_states, restore_random_states
 from amp_lab.train.distributed.process_group import is_lost
+from amp_lab.train.loop import Progress
 from amp_lab.train.train_options import RunConfig
 
 CHECKPOINT = "checkpoint.pt"
 SHARDS = "shards"
-_T = TypeVar("_T")
-_Parts = dict[str, Any]
-"""The objects of a run with a state: "model", "optimizer", "scheduler" and "scaler"."""
 WRONG_CONTENT = (
     ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
@@ -36,7 +34,17 @@ WRONG_CONTENT = (
 _MAX_CLASSES = 2**18  # the largest vocabulary of a tokenizer
 
 
-def save_run(out: Path, ranks: Ranks, parts: _Parts, progress: dict, description: dict) -> None:
+@dataclass(frozen=True)
+class Parts:
+    """The objects of a run with a state; each has an entry of its name in the checkpoint."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.OneCycleLR
+    scaler: torch.amp.GradScaler
+
+
+def save_run(out: Path, ranks: Ranks, parts: Parts, progress: dict, description: dict) -> None:
     """Save the state of a run into its folder; at any moment the old or the new one is complete.
 
     `progress` is the state dict of this rank's `Progress`; `description` has the entries ``config``
@@ -44,9 +52,9 @@ def save_run(out: Path, ranks: Ranks, parts: _Parts, progress: dict, description
     `CheckpointError` on every rank if one cannot write.
     """
     # The checkpoint has the buffers of rank 0. All ranks continue with them, as after a resume.
-    ranks.share_buffers(parts["model"])
+    ranks.share_buffers(parts.model)
     own_state = {"progress": progress, "random": random_states(ranks.device)}
-    state = description | parts
+    state = description | vars(parts)
     state["ranks"] = ranks.gather(own_state)
     folder_name = None
     if ranks.kind is Parallel.FSDP:
@@ -111,8 +119,12 @@ def require_run(path: Path, state: dict) -> RunConfig:
 
 
 def restore_run(
-    out: Path, state: dict, ranks: Ranks, parts: _Parts, make_progress: Callable[[dict], _T]
-) -> _T:
+    out: Path,
+    state: dict,
+    ranks: Ranks,
+    parts: Parts,
+    make_progress: Callable[[dict], Progress],
+) -> Progress:
     """Load the state of `load_run` into the parts of a run; return the progress of this rank.
 
     The state may be that of another number of ranks, sharded or not. `make_progress` turns the
@@ -121,9 +133,9 @@ def restore_run(
     """
     settings = _settings(parts)  # before restoring, to compare with those after it
     try:
-        _restore_tensors(out, state, ranks, parts["model"], parts["optimizer"])
-        for name in ("scheduler", "scaler"):
-            parts[name].load_state_dict(state[name])
+        _restore_tensors(out, state, ranks, parts)
+        parts.scheduler.load_state_dict(state["scheduler"])
+        parts.scaler.load_state_dict(state["scaler"])
         _require_usable(parts, settings)
         return make_progress(_restore_rank(state["ranks"], ranks))
     except WRONG_CONTENT as error:
@@ -133,32 +145,32 @@ def restore_run(
         raise CheckpointError(f"{out / CHECKPOINT}: {problem}") from error
 
 
-def _restore_tensors(out: Path, state: dict, ranks: Ranks, model: Any, optimizer: Any) -> None:
+def _restore_tensors(out: Path, state: dict, ranks: Ranks, parts: Parts) -> None:
     """Load the state of `load_run` into model and optimizer; either may be sharded."""
     # shards is imported where it is needed, since it takes a second to load.
     if "shards" in state:
         from amp_lab.train.checkpoint.shards import load_shards
 
-        load_shards(out, state["shards"], model, optimizer, ranks)
+        load_shards(out, state["shards"], parts.model, parts.optimizer, ranks)
     elif ranks.kind is Parallel.FSDP:
         from amp_lab.train.checkpoint.shards import load_unsharded
 
-        load_unsharded(state["model"], state["optimizer"], model, optimizer)
+        load_unsharded(state["model"], state["optimizer"], parts.model, parts.optimizer)
     else:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        parts.model.load_state_dict(state["model"])
+        parts.optimizer.load_state_dict(state["optimizer"])
 
 
-def _settings(parts: _Parts) -> dict:
+def _settings(parts: Parts) -> dict:
     """The state of scheduler and scaler, and the parameter groups of the optimizer, by name."""
     return {
-        "scheduler": parts["scheduler"].state_dict(),
-        "scaler": parts["scaler"].state_dict(),
-        "optimizer": parts["optimizer"].state_dict()["param_groups"],
+        "scheduler": parts.scheduler.state_dict(),
+        "scaler": parts.scaler.state_dict(),
+        "optimizer": parts.optimizer.state_dict()["param_groups"],
     }
 
 
-def _require_usable(parts: _Parts, new_settings: dict) -> None:
+def _require_usable(parts: Parts, new_settings: dict) -> None:
     """Raise `ValueError` for restored parts with which the next step would fail.
 
     `new_settings` are the `_settings` of the parts before they were restored.
@@ -174,7 +186,7 @@ def _require_usable(parts: _Parts, new_settings: dict) -> None:
         betas = group["betas"]
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"the optimizer's betas are {betas}")
-    for parameter, values in parts["optimizer"].state.items():
+    for parameter, values in parts.optimizer.state.items():
         if values != {}:  # a parameter that has had no gradient has no state
             _require_adam_state(values, parameter.shape)
 
