@@ -78,16 +78,10 @@ def _are_less_frequent(events: list[Event], unscale: Event) -> bool:
 
     False also if the unscale can lead to none of them, or is in no loop.
     """
-    if not unscale.place.loops:
+    reachable = [event for event in events if not event.place.excludes(unscale.place)]
+    if not unscale.place.loops or not reachable:
         return False
-    has_any = False
-    for event in events:
-        if event.place.excludes(unscale.place):
-            continue
-        if not _is_less_frequent(event, unscale):
-            return False
-        has_any = True
-    return has_any
+    return all(_is_less_frequent(event, unscale) for event in reachable)
 
 
 def _is_less_frequent(event: Event, unscale: Event) -> bool:

@@ -39,7 +39,7 @@ class Scope:
         self.parent = parent
         self.bindings: dict[str, list[Binding]] = {}
         self.outer_names: dict[str, Scope] = {}  # declared global or nonlocal, with their scope
-        self._origins: dict[tuple[str, bool, int], set[str | None]] = {}  # cache of _origins_of
+        self._origins: dict[tuple, set[str | None]] = {}  # cache of `origins`
 
     def bind(self, name: str, binding: Binding) -> None:
         """Add a binding of a name, to an outer scope if it is declared global or nonlocal here."""
@@ -96,27 +96,16 @@ class Scope:
             # Nothing binds the name, but `from other import *` may bring the module.
             is_from_star = name in ("torch", "apex")
             return {".".join(parts)} if is_from_star else {None}
-        full_names: set[str | None] = set()
-        for origin in owner._origins_of(name, has_attribute=bool(attributes)):
-            if origin is None:
-                full_names.add(None)
-            else:
-                full_names.add(".".join((origin, *attributes)))
-        return full_names
-
-    def _origins_of(self, name: str, has_attribute: bool) -> set[str | None]:
-        """The origins of all bindings of `name` in this scope; cached until `name` gets another.
-
-        `has_attribute` says that the name is used as ``name.attribute``, so it is not None there.
-        """
-        bindings = self.bindings[name]
-        key = (name, has_attribute, len(bindings))
-        if key not in self._origins:
-            if has_attribute and any(binding.origin == "torch" for binding in bindings):
+        bindings = owner.bindings[name]
+        key = (parts, len(bindings))  # it may be bound again
+        if key not in owner._origins:
+            if attributes and any(binding.origin == "torch" for binding in bindings):
                 # `torch = None` after a failed import: torch.cuda can only mean the module.
                 bindings = [binding for binding in bindings if not binding.is_none]
-            self._origins[key] = {binding.origin for binding in bindings}
-        return self._origins[key]
+            origins = owner._origins[key] = set()
+            for origin in {binding.origin for binding in bindings}:
+                origins.add(None if origin is None else ".".join((origin, *attributes)))
+        return owner._origins[key]
 
     def origin(self, node: cst.CSTNode | None) -> str | None:
         """The imported name that an expression stands for; None if there is none, or several."""
@@ -126,7 +115,7 @@ class Scope:
         origins = self.origins(parts)
         if len(origins) != 1:
             return None
-        return origins.pop()
+        return next(iter(origins))
 
 
 class Use(NamedTuple):

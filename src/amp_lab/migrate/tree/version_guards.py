@@ -349,7 +349,7 @@ def _is_made_by_new_name(tree: Tree, value: cst.CSTNode | None) -> bool:
     """Whether a value is a call of one of today's names."""
     if not isinstance(value, cst.Call):
         return False
-    return any(use is not None and use.node is value.func for use, _ in _new_uses(tree, value))
+    return tree.calls[value].origin(value.func) in NEW_NAMES
 
 
 def _chooses_version(tree: Tree, node: cst.CSTNode, is_flag: bool) -> bool:
@@ -378,24 +378,12 @@ def _is_lookup(tree: Tree, call: cst.Call) -> bool:
     if name not in ("hasattr", "getattr", "signature", "getfullargspec", "dir", "vars"):
         return False
     # hasattr(torch.amp, "GradScaler"), signature(torch.amp.autocast), dir(torch.amp)
-    attribute = None
+    asked = tree.calls[call].origin(call.args[0].value) or ""
+    if not asked.startswith("torch"):
+        return False
     if name in ("hasattr", "getattr") and rest:
-        attribute = rest[0]
-    module = call.args[0].value
-    return _is_about_amp(tree.uses_in(nodes.walk(module)), attribute)
-
-
-def _is_about_amp(uses: list[Use], attribute: str | None) -> bool:
-    """Whether `attribute` of what `uses` name, a part of torch, is for mixed precision.
-
-    Without an attribute, whether that part itself is. False for what is no part of torch.
-    """
-    names: list[str] = []
-    for use in uses:
-        names += [origin for origin in use.origins if origin and origin.startswith("torch")]
-    if names and attribute is not None:
-        names = [attribute]
-    return any(_AMP_NAME.search(name) for name in names)
+        asked = rest[0] or asked
+    return _AMP_NAME.search(asked) is not None
 
 
 @cached_in_tree
