@@ -68,13 +68,13 @@ def check_nesting(text: str) -> None:
     chain. A text that is not Python passes, up to its error.
     """
     brackets = [_Bracket(is_open=False)]
-    blocks = _Blocks()
+    elifs = [0]
     try:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             _count(brackets, token)
-            blocks.count(token)
-            levels = sum(bracket.tokens for bracket in brackets) + sum(blocks.elifs)
-            deepest = max(len(brackets), len(blocks.elifs))
+            _count_block(elifs, token)
+            levels = sum(bracket.tokens for bracket in brackets) + sum(elifs)
+            deepest = max(len(brackets), len(elifs))
             if levels > MAX_LEVELS or deepest > MAX_BRACKETS:
                 raise OptionError(
                     f"line {token.start[0]} is nested too deeply: over {MAX_LEVELS:,} levels, or "
@@ -84,28 +84,20 @@ def check_nesting(text: str) -> None:
         return
 
 
-class _Blocks:
-    """The blocks that are open, by indentation."""
+def _count_block(elifs: list[int], token: tokenize.TokenInfo) -> None:
+    """Follow the open blocks and their chains of ``elif`` over one token.
 
-    def __init__(self) -> None:
-        # For each open block, how many elif its last `if` has: each is nested in the one before.
-        self.elifs = [0]
-        self._starts_statement = True
-
-    def count(self, token: tokenize.TokenInfo) -> None:
-        """Follow the blocks and chains of ``elif`` over one token."""
-        if token.type == tokenize.NEWLINE:
-            self._starts_statement = True
-        elif token.type == tokenize.INDENT:
-            self.elifs.append(0)
-        elif token.type == tokenize.DEDENT:
-            self.elifs.pop()
-        elif self._starts_statement and token.type not in (tokenize.NL, tokenize.COMMENT):
-            self._starts_statement = False
-            if token.string == "elif":
-                self.elifs[-1] += 1
-            else:
-                self.elifs[-1] = 0
+    Changes `elifs`, which has for each open block how many ``elif`` its last `if` has: each is
+    nested in the one before.
+    """
+    if token.type == tokenize.INDENT:
+        elifs.append(0)
+    elif token.type == tokenize.DEDENT:
+        elifs.pop()
+    elif token.string == "elif":
+        elifs[-1] += 1
+    elif token.string == "if" and not token.line[: token.start[1]].strip():
+        elifs[-1] = 0  # it starts a line, so it is no part of an expression
 
 
 def _count(brackets: list[_Bracket], token: tokenize.TokenInfo) -> None:
