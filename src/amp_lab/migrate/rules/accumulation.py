@@ -54,7 +54,7 @@ def unscaled_in_each_batch(code: CodeReader) -> Mistakes:
 def _is_repeated_before_step(code: CodeReader, unscale: Event) -> bool:
     """Whether ``unscale_`` runs for several batches, and one step uses their summed gradients."""
     updates = unscale.unit.by_loop["update", unscale.owner, ()]
-    if not _are_less_frequent(updates, unscale) or not _scales_loss_in_loop(unscale):
+    if not _are_less_frequent(updates, unscale) or not unscale.unit.scales_in_loop_of(unscale):
         return False
     steps = unscale.unit.by_loop["scaler step", unscale.owner, ()]
     own_steps = [step for step in steps if step.optimizer == unscale.optimizer]
@@ -65,12 +65,6 @@ def _is_repeated_before_step(code: CodeReader, unscale: Event) -> bool:
         return False  # each of two branches has an update, so every batch may have one
     # `skipped_updates` reports the batches that are dropped
     return not any(_drops_without_update(code, update, unscale) for update in reachable)
-
-
-def _scales_loss_in_loop(unscale: Event) -> bool:
-    """Whether the scaler of an unscale also scales a loss directly in the same loop."""
-    scaled = unscale.unit.by_loop["scaled", unscale.owner, ()]
-    return any(event.place.loops == unscale.place.loops for event in scaled)
 
 
 def _are_less_frequent(events: list[Event], unscale: Event) -> bool:

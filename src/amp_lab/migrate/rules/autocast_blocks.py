@@ -52,9 +52,10 @@ def _autocasts_around_steps(code: CodeReader) -> list[cst.Call]:
     with_backward: set[cst.Call] = set()
     with_step: set[cst.Call] = set()
     for event in code.events:
-        call = event.place.autocast
-        if call is None or not event.place.repeats_in_autocast:
-            continue
+        place = event.place
+        call = place.autocast
+        if call is None or len(place.loops) <= place.autocast_loops:
+            continue  # no loop is inside of the block
         if event.kind in ("scaled", "backward"):
             with_backward.add(call)
         elif event.kind == "scaler step" or code.is_optimizer_step(event):

@@ -16,6 +16,7 @@ _RESTORED_WITHOUT_DTYPE = remedy(
     "whether autocast was on is restored here, and its dtype is not, so this computes in the "
     "default one: in forward keep torch.get_autocast_dtype(device_type) too, and give it as dtype=",
 )
+_FUNCTIONS = {"torch.autograd.Function", "torch.autograd.function.Function"}
 
 
 def run(file: Rewriter) -> None:
@@ -50,7 +51,7 @@ def _context_around(code: CodeReader, call: cst.Call) -> str | None:
     None unless the innermost function around the call is a backward of an ``autograd.Function``.
     """
     class_ = code.tree.around(call, cst.ClassDef)
-    if class_ is None or not _is_autograd_function(code, class_):
+    if class_ is None or _FUNCTIONS.isdisjoint(code.base_origins(class_)):
         return None
     return _context_of(code.tree.around(call, cst.FunctionDef))
 
@@ -63,9 +64,3 @@ def _context_of(function: cst.FunctionDef | None) -> str | None:
     if not parameters:
         return None
     return parameters[0].name.value
-
-
-def _is_autograd_function(code: CodeReader, node: cst.ClassDef) -> bool:
-    """Whether a class derives from ``torch.autograd.Function``."""
-    names = {"torch.autograd.Function", "torch.autograd.function.Function"}
-    return not names.isdisjoint(code.base_origins(node))

@@ -143,15 +143,10 @@ def _starts_each_batch(code: CodeReader, event: Event) -> bool:
     if not loops and not isinstance(unit.scope.node, cst.FunctionDef):
         return False  # it runs once
     unscaled = unit.by_loop["unscale", event.owner, loops]
-    if event.kind == "scaler step" and any(_same_optimizer(unscale, event) for unscale in unscaled):
+    is_unscaled = any(unscale.optimizer == event.optimizer for unscale in unscaled)
+    if event.kind == "scaler step" and is_unscaled:
         return False  # the unscale_ is the first call
-    scaled = unit.by_loop["scaled", event.owner, loops]
-    return any(each.place.loops == loops for each in scaled)
-
-
-def _same_optimizer(first: Event, second: Event) -> bool:
-    """Whether two events have the same scaler and the same optimizer."""
-    return (first.owner, first.optimizer) == (second.owner, second.optimizer)
+    return unit.scales_in_loop_of(event)
 
 
 def _paths(code: CodeReader, event: Event) -> Iterator[_Path]:

@@ -151,8 +151,8 @@ class CodeReader:
             if scaler is not None:
                 unit.scaled_names[self.key(target)] = scaler
         for part in nodes.running_parts(node):
-            if isinstance(part, cst.FunctionDef):
-                self._read_function(part, unit.scope)
+            if isinstance(part, cst.FunctionDef):  # a unit of its own: it runs where it is called
+                self._read(part.body, self._start_of(part, unit.scope), self._units[part])
             else:
                 self._read(part, place_of_part(part, node, place), unit)
             place = self._place_after(part, place, unit.scope)
@@ -160,11 +160,6 @@ class CodeReader:
             unit.exits.append(Exit(node, place, len(unit.events)))
         if isinstance(node, cst.Call):  # after its arguments, which run first
             self._add_event(node, place, unit)
-
-    def _read_function(self, function: cst.FunctionDef, scope: Scope) -> None:
-        """Read a function as a unit of its own: it runs where it is called."""
-        start = self._start_of(function, scope)
-        self._read(function.body, start, self._units[function])
 
     def _start_of(self, function: cst.FunctionDef, scope: Scope) -> Place:
         """The place in which a function starts: inside ``@autocast()``, if it has that."""
@@ -364,14 +359,15 @@ class CodeReader:
         return self.is_optimizer(event.owner)
 
     def may_inherit(self, node: cst.CSTNode) -> bool:
-        """Whether the class around a node may inherit methods from a class of another file."""
-        class_ = self.tree.around(node, cst.ClassDef)
-        return class_ is not None and self._has_unseen_base(class_)
+        """Whether the class around a node may inherit methods from a class of another file.
 
-    def _has_unseen_base(self, node: cst.ClassDef) -> bool:
-        """Whether a class has a base other than ``torch.nn.Module`` and ``object``."""
-        bases = [self.key(base.value) for base in node.bases]
-        return bases != ["object"] and not self.base_origins(node) <= {"torch.nn.Module"}
+        That is from any but ``torch.nn.Module`` and ``object``.
+        """
+        class_ = self.tree.around(node, cst.ClassDef)
+        if class_ is None:
+            return False
+        bases = [self.key(base.value) for base in class_.bases]
+        return bases != ["object"] and not self.base_origins(class_) <= {"torch.nn.Module"}
 
     def base_origins(self, node: cst.ClassDef) -> set[str | None]:
         """The `origin` of each class that a class derives from."""

@@ -50,13 +50,6 @@ class Place:
         pairs = zip(self.loops, other.loops, strict=False)
         return all(own_loop is other_loop for own_loop, other_loop in pairs)
 
-    @property
-    def repeats_in_autocast(self) -> bool:
-        """Whether one block of autocast contains a loop that contains this place."""
-        if self.autocast is None:
-            return False
-        return len(self.loops) > self.autocast_loops
-
     def in_arm(self, node: cst.CSTNode, number: int) -> "Place":
         """A copy of this place that is also in branch `number` of the statement `node`."""
         arm = (node, number)
@@ -142,6 +135,11 @@ class Unit:
     def exits_by_loop(self) -> defaultdict[Loops, list[Exit]]:
         """The exits by the loops around each, in their order."""
         return grouped(self.exits, attrgetter("place.loops"))
+
+    def scales_in_loop_of(self, event: Event) -> bool:
+        """Whether the scaler of an event also scales a loss directly in the same loop."""
+        loops = event.place.loops
+        return any(each.place.loops == loops for each in self.by_loop["scaled", event.owner, loops])
 
     def after(self, kind: str, event: Event) -> Iterator[Event]:
         """Yield the events of a kind that `event` can lead to."""
