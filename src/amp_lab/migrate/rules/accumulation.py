@@ -72,10 +72,16 @@ def _are_less_frequent(events: list[Event], unscale: Event) -> bool:
 
     False also if the unscale can lead to none of them, or is in no loop.
     """
-    reachable = [event for event in events if not event.place.excludes(unscale.place)]
-    if not unscale.place.loops or not reachable:
+    if not unscale.place.loops:
         return False
-    return all(_is_less_frequent(event, unscale) for event in reachable)
+    has_any = False
+    for event in events:
+        if event.place.excludes(unscale.place):
+            continue
+        if not _is_less_frequent(event, unscale):
+            return False  # at once: a long file has many events
+        has_any = True
+    return has_any
 
 
 def _is_less_frequent(event: Event, unscale: Event) -> bool:
