@@ -195,10 +195,7 @@ def _flip_and_shift(draws: torch.Tensor) -> torch.Tensor:
     flip = 1 - 2 * is_mirrored.float()  # the sign of x: -1 mirrors
     x = _whole_pixels(x) / 16  # 32 pixels are 2 units of `grid_sample`
     y = _whole_pixels(y) / 16
-    zero = torch.zeros_like(x)
-    one = torch.ones_like(x)
-    rows = torch.stack([flip, zero, x, zero, one, y], dim=1)
-    return rows.view(-1, 2, 3)
+    return images.affine(flip, torch.zeros_like(x), torch.ones_like(x), x, y)
 
 
 def _whole_pixels(draws: torch.Tensor) -> torch.Tensor:

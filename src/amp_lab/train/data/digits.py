@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from amp_lab.core.requirements import needed_for
-from amp_lab.train.data.images import ImagesInMemory, shorten, split
+from amp_lab.train.data.images import ImagesInMemory, affine, shorten, split
 from amp_lab.train.data.samples import DataSplits, LoadOptions, fingerprint
 
 MEAN_STD = ((0.305,) * 3, (0.376,) * 3)  # of the pixels in [0, 1], of each channel
@@ -48,8 +48,5 @@ def jitter(draws: torch.Tensor) -> torch.Tensor:
     scale = 1 + zoom / 10
     x = x / 8  # up to 1/16 of a side, which has 2 units of `grid_sample`
     y = y / 8
-    cos = scale * angle.cos()
-    sin = scale * angle.sin()
     # No mirroring, unlike for photographs: a mirrored digit is no digit.
-    rows = torch.stack([cos, -sin, x, sin, cos, y], dim=1)
-    return rows.view(-1, 2, 3)
+    return affine(torch.ones_like(x), angle, scale, x, y)

@@ -235,6 +235,21 @@ def jitter(draws: torch.Tensor) -> torch.Tensor:
     scale = 7 / 8 / zoom_factor
     x = x / 8  # the crop reaches from -7/8 to 7/8, so this moves it up to the edge
     y = y / 8
+    return affine(flip, angle, scale, x, y)
+
+
+def affine(
+    flip: torch.Tensor,
+    angle: torch.Tensor,
+    scale: torch.Tensor,
+    x: torch.Tensor,
+    y: torch.Tensor,
+) -> torch.Tensor:
+    """Matrices (B, 2, 3) for `_warp` from one number for each image, (B,), of each kind.
+
+    They mirror an image if `flip` is -1 and not 1, turn by `angle`, take `scale` times its size
+    from it, and shift by (`x`, `y`), in the coordinates of `grid_sample`.
+    """
     cos = scale * angle.cos()
     sin = scale * angle.sin()
     rows = torch.stack([flip * cos, -sin, x, flip * sin, cos, y], dim=1)
