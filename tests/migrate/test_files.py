@@ -6,7 +6,6 @@ import inspect
 import json
 import os
 import stat
-import subprocess
 import sys
 from pathlib import Path
 
@@ -298,18 +297,6 @@ def test_a_file_without_triggers_is_not_parsed(tmp_path, monkeypatch):
     path.write_bytes(Path(argparse.__file__).read_bytes())
     assert not files.has_names(path)
     assert list(files.migrate_paths([path])) == []
-
-
-def test_many_files_are_done_by_several_processes_with_the_same_result(tmp_path):
-    for i in range(files._MIN_FILES_FOR_PROCESSES + 3):
-        (tmp_path / f"a{i:03}.py").write_text(OLD)
-    (tmp_path / "a001.py").write_text("import torch.cuda.amp (\n")
-    command = [sys.executable, "-W", "error", "-m", "amp_lab", "migrate", "--write", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    contents = [path.read_text() for path in sorted(tmp_path.iterdir())]
-    assert contents.count(NEW) == len(contents) - 1
 
 
 # Notebooks.

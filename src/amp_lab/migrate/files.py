@@ -1,14 +1,11 @@
 """Migrates Python files and notebooks on the disk: reads them, makes diffs, and writes them."""
 
 import bisect
-import concurrent.futures
 import dataclasses
 import difflib
-import functools
 import io
 import itertools
 import json
-import multiprocessing
 import os
 import re
 import stat
@@ -34,7 +31,6 @@ _MAX_FILE_BYTES = 1 << 26
 """The largest file that is read: a notebook may be large because of its pictures."""
 _SUFFIXES = (".py", ".pyi", ".pyw", ".ipynb")
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages")
-_MIN_FILES_FOR_PROCESSES = 60  # files; below it, starting a process takes longer than it saves
 
 
 class _Change(NamedTuple):
@@ -97,33 +93,20 @@ def migrate_paths(
     for path, files_below in files_by_path.items():
         if not files_below:
             yield Result(path, error=f"{path}: has no Python file and no notebook in it")
-    to_migrate: list[Path] = []
     for path in dict.fromkeys(itertools.chain.from_iterable(files_by_path.values())):
         # a link in a folder; one that is named itself is an error of `migrate_file`
         if path not in named_paths and path.is_symlink():
             yield Result(path, skipped=f"{path}: is a link: passed over")
             continue
         try:
-            if has_names(path):
-                to_migrate.append(path)
+            if not has_names(path):
+                continue
         except OSError as error:
             yield Result(path, error=f"{path}: cannot be read: {error.strerror}")
-    for result in _migrate_all(to_migrate, write, wanted):
+            continue
+        result = migrate_file(path, write, wanted)
         if result:  # a result with nothing to report is false
             yield result
-
-
-def _migrate_all(paths: list[Path], write: bool, wanted: Wanted) -> Iterator[Result]:
-    """Migrate files and yield their results; many files in several processes."""
-    # a partial, because a function defined in here could not be sent to other processes
-    migrate = functools.partial(migrate_file, write=write, wanted=wanted)
-    processes = min(os.cpu_count() or 1, 4)  # more would wait for the disk
-    if len(paths) < _MIN_FILES_FOR_PROCESSES or processes == 1:
-        yield from map(migrate, paths)
-        return
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
-        yield from pool.map(migrate, paths, chunksize=8)
 
 
 def find(path: Path) -> Iterator[Path]:
