@@ -217,7 +217,6 @@ def test_whether_it_fits_is_said_with_a_reserve(capsys):
     assert re.search(r"^fp32: does not fit, \d+ MiB", short, re.M)
 
 
-@pytest.mark.usefixtures("my_inputs")
 @pytest.mark.parametrize("use", [(), ("--eval",)])
 def test_the_memory_of_a_named_gpu_is_the_budget(capsys, use):
     command = ("memory", NET, *INPUT, *use)
@@ -234,6 +233,7 @@ def test_a_named_gpu_is_one_of_its_type(capsys, gpu, device):
         assert named == printed(capsys, *command, "--device", device)
 
 
+@pytest.mark.usefixtures("my_inputs")
 def test_a_batch_that_is_not_linear_is_forecast_and_not_extrapolated(capsys):
     for model, inputs in (("pairs", "6,4"), ("only_of_eight", "8,4")):
         asked = ("memory", f"my_inputs:{model}", "--input", inputs, "--memory", "1MiB")
