@@ -349,7 +349,8 @@ def _is_made_by_new_name(tree: Tree, value: cst.CSTNode | None) -> bool:
     """Whether a value is a call of one of today's names."""
     if not isinstance(value, cst.Call):
         return False
-    return tree.calls[value].origin(value.func) in NEW_NAMES
+    use = tree.use_by_node.get(value.func)
+    return use is not None and not use.origins.isdisjoint(NEW_NAMES)
 
 
 def _chooses_version(tree: Tree, node: cst.CSTNode, is_flag: bool) -> bool:
@@ -378,12 +379,12 @@ def _is_lookup(tree: Tree, call: cst.Call) -> bool:
     if name not in ("hasattr", "getattr", "signature", "getfullargspec", "dir", "vars"):
         return False
     # hasattr(torch.amp, "GradScaler"), signature(torch.amp.autocast), dir(torch.amp)
-    asked = tree.calls[call].origin(call.args[0].value) or ""
-    if not asked.startswith("torch"):
-        return False
-    if name in ("hasattr", "getattr") and rest:
-        asked = rest[0] or asked
-    return _AMP_NAME.search(asked) is not None
+    use = tree.use_by_node.get(call.args[0].value)
+    origins = set() if use is None else use.origins
+    asked = [origin for origin in origins if origin and origin.startswith("torch")]
+    if asked and rest and rest[0] and name in ("hasattr", "getattr"):
+        asked = [rest[0]]
+    return any(map(_AMP_NAME.search, asked))
 
 
 @cached_in_tree
