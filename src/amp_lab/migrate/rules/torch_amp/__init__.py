@@ -10,7 +10,6 @@ The behaviour stays the same. Each old class calls the class of ``torch.amp`` wi
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import TypeGuard
 
 import libcst as cst
@@ -112,21 +111,18 @@ class _OldNames:
 
         ``torch.cuda.amp.autocast = fake`` and ``mock.patch("torch.cuda.amp.autocast")``.
         """
-        candidates: list[tuple[cst.CSTNode, Iterable[str | None]]] = []
+        replaced: dict[cst.CSTNode, str] = {}
         for use in self.tree.uses:
             # The last part is asked first: most files then need no table of all parents.
             if len(use.parts) > 1 and use.parts[-1] in SUBMODULES:
                 parent = self.tree.parents[use.node]
                 if isinstance(parent, cst.AssignTarget | cst.Del):
-                    candidates.append((use.node, use.origins))
+                    for old in OLD_NAMES.keys() & use.origins:
+                        replaced[use.node] = old
         for call in self.tree.calls:
             if nodes.called_name(call) in ("patch", "object", "setattr", "delattr"):
-                candidates.append((call, self._patched_names(call)))
-        replaced: dict[cst.CSTNode, str] = {}
-        for node, names in candidates:
-            for name in names:
-                if name in OLD_NAMES:
-                    replaced[node] = name
+                for old in OLD_NAMES.keys() & self._patched_names(call):
+                    replaced[call] = old
         return replaced
 
     def _patched_names(self, call: cst.Call) -> tuple[str, ...]:
