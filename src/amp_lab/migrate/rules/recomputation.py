@@ -50,17 +50,11 @@ def _context_around(code: CodeReader, call: cst.Call) -> str | None:
 
     None unless the innermost function around the call is a backward of an ``autograd.Function``.
     """
+    function = code.tree.around(call, cst.FunctionDef)
     class_ = code.tree.around(call, cst.ClassDef)
-    if class_ is None or _FUNCTIONS.isdisjoint(code.base_origins(class_)):
-        return None
-    return _context_of(code.tree.around(call, cst.FunctionDef))
-
-
-def _context_of(function: cst.FunctionDef | None) -> str | None:
-    """The first parameter of a backward; None if it has none, or for any other function."""
-    if function is None or function.name.value != "backward":
+    if function is None or class_ is None or function.name.value != "backward":
         return None
     parameters = function.params.params
-    if not parameters:
+    if not parameters or _FUNCTIONS.isdisjoint(code.base_origins(class_)):
         return None
     return parameters[0].name.value

@@ -241,11 +241,11 @@ class CodeReader:
 
     def _is_disabled(self, call: cst.Call) -> bool:
         """Whether a call of a scaler or autocast has ``enabled=False``, by keyword or position."""
-        arguments = self.arguments(self.autocast_of(call))
-        return nodes.is_false(arguments.get("enabled"))
+        return nodes.is_false(self.arguments(call).get("enabled"))
 
     def arguments(self, call: cst.Call) -> dict[str, cst.BaseExpression]:
-        """The arguments by name of a call that makes a scaler or opens autocast."""
+        """The arguments by name of a call that makes a scaler, or of an `autocast_of` a call."""
+        call = self.autocast_of(call)
         origin = self.called_origin(call) or ""
         parameters = SCALERS.get(origin) or AUTOCASTS.get(origin, ())
         return nodes.arguments(call.args, parameters)
