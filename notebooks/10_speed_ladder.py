@@ -39,7 +39,7 @@ from amp_lab import Precision, advise, compare, forecast_memory, xray
 from amp_lab.bench import ConvModel, FusedStep, count_step, measure_ceilings, quantized_sine
 from amp_lab.cli import main as amp_lab_command
 from amp_lab.core.allocator import keep_memory, memory_taken
-from amp_lab.core.device import describe_device, matrix_product, recommend_precision
+from amp_lab.core.device import describe_device, make_matmul, recommend_precision
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 figures.use_style()
@@ -621,7 +621,7 @@ assert is_possible(speedup)
 # fp32.
 
 # %% tags=["nbval-ignore-output"]
-products = {p: matrix_product(device, Precision(p), 128) for p in ("fp32", "fp16", "bf16")}
+products = {p: make_matmul(device, Precision(p), 128) for p in ("fp32", "fp16", "bf16")}
 products = compare(products, device=device, budget_s=2)
 print(products)
 assert all(is_possible(products.ratio("fp32", name)) for name in products.samples_s)

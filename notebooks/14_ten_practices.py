@@ -47,7 +47,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models import resnet50
 
 from amp_lab import describe_device, gradient_underflow, largest_batch, load_dataset
-from amp_lab.core.device import matrix_product
+from amp_lab.core.device import make_matmul
 from amp_lab.numerics import ScaleLog
 
 figures.use_style()
@@ -149,7 +149,7 @@ def weighted_step(model, optimizer, scaler, dtype, weight, step):
 # %% tags=["nbval-ignore-output"]
 print(f"{report.name}: use {report.recommended}, since {report.why}")
 size, both = config["size"], ("fp32", names[low])
-products = {p: matrix_product(device, Precision(p), size) for p in both}
+products = {p: make_matmul(device, Precision(p), size) for p in both}
 ratio = compare(products, device=device, budget_s=3).ratio(*both)
 found = report.speedup(names[low])
 print(f"{names[low]} against fp32, {size} x {size}: {ratio}; the doctor says {found:.2f}x")

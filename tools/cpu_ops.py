@@ -50,7 +50,7 @@ def cases() -> dict[str, tuple[nn.Module, torch.Tensor]]:
         "layer_norm": (nn.LayerNorm(256), torch.randn(256, 256)),
         "softmax": (nn.Softmax(-1), torch.randn(256, 256)),
         "linear, int8 weights": (_Int8Weights(256, 256), torch.randn(256, 256)),
-        "linear, dynamic int8": (_Int8Products(256, 256), torch.randn(256, 256)),
+        "linear, dynamic int8": (_Int8Matmuls(256, 256), torch.randn(256, 256)),
     }
 
 
@@ -76,7 +76,7 @@ class _Int8Weights(nn.Module):
         return torch._weight_int8pack_mm(x.to(dtype), self.weight, self.scales.to(dtype))
 
 
-class _Int8Products(nn.Module):
+class _Int8Matmuls(nn.Module):
     """Weights and inputs in int8, multiplied as such, behind a layer in low precision."""
 
     def __init__(self, inner: int, outer: int):
@@ -91,7 +91,7 @@ class _Int8Products(nn.Module):
         return self.layer(x.to(torch.get_autocast_dtype("cpu")))
 
 
-INFERENCE = _Int8Weights | _Int8Products
+INFERENCE = _Int8Weights | _Int8Matmuls
 
 
 def step(layer: nn.Module, data: torch.Tensor, dtype: torch.dtype | None) -> Callable[[], None]:

@@ -134,7 +134,7 @@ def row(bench: Path) -> list[str]:
 
 
 def _speedups_of_matmul(flops_per_s: dict[str, float | None]) -> list[str]:
-    """The speed-ups over fp32 of a matrix product, in TF32, fp16 and bf16."""
+    """The speed-ups over fp32 of a matmul, in TF32, fp16 and bf16."""
     fp32 = flops_per_s["fp32"]
     assert fp32 is not None, "every device has fp32"
     cells = []

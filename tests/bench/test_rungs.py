@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_workloads import CLASSIFIER, GPT, INFERENCE, PRODUCT, TRAINING
+from tiny_workloads import CLASSIFIER, GPT, INFERENCE, MATMUL, TRAINING
 from torch import nn
 
 from amp_lab.bench import rungs, runner
@@ -17,7 +17,7 @@ from amp_lab.core.errors import OptionError
 from amp_lab.core.precision import Precision
 
 SLOW = ("compile", "max-autotune", "by-hand", "tiles")  # to compile; the last have their own tests
-QUICK = (TRAINING, INFERENCE, GPT, PRODUCT, pytest.param(CLASSIFIER, marks=pytest.mark.weekly))
+QUICK = (TRAINING, INFERENCE, GPT, MATMUL, pytest.param(CLASSIFIER, marks=pytest.mark.weekly))
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -37,7 +37,7 @@ def test_rungs_are_those_of_device_and_workload():
     ]  # fmt: skip
     assert "cast-once" not in names_of(INFERENCE, Precision.FP32, CPU)
     assert "by-hand" not in names_of(TRAINING, Precision.FP16, CUDA)  # its gradients vanish
-    assert names_of(PRODUCT, Precision.FP16, CUDA) == ["eager"]
+    assert names_of(MATMUL, Precision.FP16, CUDA) == ["eager"]
 
 
 @pytest.mark.parametrize("workload", QUICK, ids=lambda w: w.name)

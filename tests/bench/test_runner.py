@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from cases import some_of
-from tiny_workloads import PRODUCT, TRAINING
+from tiny_workloads import MATMUL, TRAINING
 from torch import nn
 
 from amp_lab.bench import runner
@@ -33,7 +33,7 @@ def toy(monkeypatch):
         rates = dict.fromkeys(Precision, 100.0) | {Precision.TF32: None}
         accelerated = (Precision.BF16,)
 
-    chosen = [TRAINING, PRODUCT]
+    chosen = [TRAINING, MATMUL]
     flops_per_s = {"fp32": 1e15, "tf32": None, "fp16": 1e15, "bf16": 4e15}
     high = Ceilings(flops_per_s, {64: 1e18}, trusted=True)  # nothing here is as fast
     monkeypatch.setattr(runner, "workloads", lambda device, quick: chosen)
@@ -71,10 +71,10 @@ def test_run_times_each_configuration_against_fp32_eager(toy, undisturbed):
         assert row.flops == base.flops
         assert row.share_of_limit == row.floor_s / row.median_s
         assert row.items_per_s == 1 / row.median_s
-    training, product = results.rows[0], results.rows[-2]
+    training, matmul = results.rows[0], results.rows[-2]
     assert training.floor_s == training.flops / 1e15  # the work takes longer than the bytes
     assert results.rows[3].floor_s == training.flops / 4e15
-    assert product.flops == 2 * 16**3
+    assert matmul.flops == 2 * 16**3
     assert "1.00x" in str(results)
 
 

@@ -9,7 +9,7 @@ import pytest
 from amp_lab import bench, plots
 from amp_lab.bench import limits, load_results, runner
 from amp_lab.bench.results import Results
-from amp_lab.bench.workloads import convmodel_workload, product_workload
+from amp_lab.bench.workloads import convmodel_workload, matmul_workload
 from amp_lab.cli import main
 
 draw = plots.save
@@ -18,7 +18,7 @@ draw = plots.save
 @pytest.fixture(autouse=True)
 def toy(monkeypatch, tmp_path):
     """Tiny workloads, and pictures only where a test asks for them: each takes seconds."""
-    tiny = [convmodel_workload(8, hidden=8), product_workload(16, 16, 16)]
+    tiny = [convmodel_workload(8, hidden=8), matmul_workload(16, 16, 16)]
     monkeypatch.setattr(runner, "workloads", lambda device, quick: tiny)
     monkeypatch.setattr(plots, "save", lambda path, *drawing: path.touch())
     monkeypatch.setattr(runner.gc, "collect", int)

@@ -197,7 +197,7 @@ def timed(monkeypatch, seconds, disturbed=0):
     """Rates, trust and calls when a product takes `seconds(precision, n)`."""
     asked = []
 
-    def matrix_product(device, precision, n):
+    def make_matmul(device, precision, n):
         asked.append((precision, n))
         return lambda: (precision, n)
 
@@ -209,7 +209,7 @@ def timed(monkeypatch, seconds, disturbed=0):
         return Comparison(samples, disturbed, "the machine was busy" if disturbed else "")
 
     for name, stand_in in (
-        ("matrix_product", matrix_product),
+        ("make_matmul", make_matmul),
         ("measure", measure),
         ("compare", compare),
         ("has_tf32", lambda device_type: False),
@@ -230,7 +230,7 @@ def test_rates_are_of_one_size_and_a_slow_precision_of_the_small_one_alone(monke
 
 def test_a_fast_device_gets_larger_matrices_until_they_fill_it(monkeypatch):
     monkeypatch.setattr(device_module, "measure", lambda fn, **_: Measurement((fn(),), None, None))
-    monkeypatch.setattr(device_module, "matrix_product", lambda device, p, n: lambda: n / 1e5)
+    monkeypatch.setattr(device_module, "make_matmul", lambda device, p, n: lambda: n / 1e5)
     assert device_module.filling_size(CPU, 8192, seconds=10e-3) == 1024  # the first of 10 ms
     assert device_module.filling_size(CPU, 8192, seconds=1) == 8192
 
@@ -271,10 +271,8 @@ def test_rates_of_a_busy_machine_are_not_trusted(monkeypatch):
 
 
 def test_a_product_is_one_in_its_precision():
-    found = {
-        p: device_module.matrix_product(CPU, Precision(p), 8)() for p in ("fp32", "fp16", "bf16")
-    }
-    assert {name: product.dtype for name, product in found.items()} == {
+    found = {p: device_module.make_matmul(CPU, Precision(p), 8)() for p in ("fp32", "fp16", "bf16")}
+    assert {name: matmul.dtype for name, matmul in found.items()} == {
         "fp32": torch.float32,
         "fp16": torch.float16,
         "bf16": torch.bfloat16,
@@ -284,7 +282,7 @@ def test_a_product_is_one_in_its_precision():
 
 def test_values_of_products_on_this_cpu():
     for precision, bits in {"fp32": 24, "fp16": 11, "bf16": 8}.items():
-        found = device_module.product_values(torch.device("cpu"), Precision(precision))
+        found = device_module.measure_matmul_numerics(torch.device("cpu"), Precision(precision))
         assert found.input_bits == bits
         if precision == "fp32":  # units for bf16 take subnormals as 0, on some CPUs too
             assert found.subnormals
@@ -314,7 +312,7 @@ def test_sums_in_a_narrow_format_are_found(monkeypatch):
         return sums
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", narrow)
-    found = device_module.product_values(torch.device("cpu"), Precision.FP16)
+    found = device_module.measure_matmul_numerics(torch.device("cpu"), Precision.FP16)
     assert found.error > 8
 
 

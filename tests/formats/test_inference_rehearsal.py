@@ -310,7 +310,7 @@ CONVERTED = {
 }
 
 
-def scaled_product(left, right, scale_a, scale_b, bias=None, out_dtype=None, **options):
+def scaled_matmul(left, right, scale_a, scale_b, bias=None, out_dtype=None, **options):
     out = (left.float() * scale_a) @ (right.float() * scale_b)
     return (out if bias is None else out + bias).to(out_dtype)
 
@@ -323,13 +323,13 @@ def hardware(monkeypatch):
     nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
     monkeypatch.setattr(quant_api, "_check_hardware_support", lambda granularity: None)
     monkeypatch.setattr(mx, "is_sm_at_least_100", lambda: True)
-    monkeypatch.setattr(torch, "_scaled_mm", scaled_product)
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_matmul)
 
-    def product(a, b, op, bias=None):
+    def matmul(a, b, op, bias=None):
         out = a.dequantize(torch.float32) @ b.dequantize(torch.float32)
         return (out if bias is None else out + bias).to(a.orig_dtype)
 
-    monkeypatch.setattr(nvfp4, "_addmm_nvfp4_dispatch", product)
+    monkeypatch.setattr(nvfp4, "_addmm_nvfp4_dispatch", matmul)
     enabled = torch.backends.mha.get_fastpath_enabled()
     yield
     torch.backends.mha.set_fastpath_enabled(enabled)

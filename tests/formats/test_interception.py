@@ -1,4 +1,4 @@
-"""Products that are taken out of a running model: with an exact one nothing changes."""
+"""Matmuls that are taken out of a running model: with an exact one nothing changes."""
 
 import pytest
 import torch
@@ -102,7 +102,7 @@ CASES = {
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")  # with an even window
 @pytest.mark.parametrize("name", CASES)
-def test_with_an_exact_product_output_and_gradients_are_the_same(name):
+def test_with_an_exact_matmul_output_and_gradients_are_the_same(name):
     model, shape, kind = CASES[name]
     dtype = next(model.parameters()).dtype
     values = torch.randn(shape, dtype=dtype)
@@ -110,11 +110,11 @@ def test_with_an_exact_product_output_and_gradients_are_the_same(name):
     grads = torch.autograd.grad(expected.float().square().sum(), [*model.parameters()])
     seen = []
 
-    def product_of(layer):
+    def choose_matmul(layer):
         seen.append(layer)
         return lambda rows, weight: rows @ weight.T
 
-    with intercepted(model, product_of) as others:
+    with intercepted(model, choose_matmul) as others:
         found = model(values)
     assert {layer.kind for layer in seen} == {kind}
     assert not others
@@ -126,7 +126,7 @@ def test_with_an_exact_product_output_and_gradients_are_the_same(name):
     torch.testing.assert_close(again, grads, **close)
 
 
-def test_layers_have_the_names_of_their_modules_and_sizes_of_a_product():
+def test_layers_have_the_names_of_their_modules_and_sizes_of_a_matmul():
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8 * 49, 10))
     seen = {}
     with intercepted(model, lambda layer: seen.setdefault(layer.name, layer) and None):

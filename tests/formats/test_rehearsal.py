@@ -98,12 +98,12 @@ def test_a_model_learns_as_under_torchaos_own_emulation(name, form):
     exec(torchao_code.lines(form, []), {"model": theirs.model})
     theirs.names["optimizer"] = torch.optim.AdamW(theirs.model.parameters(), lr=1e-3)
 
-    def product(values, weight):
+    def matmul(values, weight):
         return quantized_linear(values, weight, form)
 
     losses = []
     for _ in range(10):
-        with intercepted(ours.model, lambda layer: product):
+        with intercepted(ours.model, lambda layer: matmul):
             losses.append((float(ours()), float(theirs())))
     assert losses[-1][0] < losses[0][0]
     for found, expected in losses:
@@ -365,7 +365,7 @@ def test_what_cannot_be_rehearsed_is_told_in_a_line():
 
 
 def torch_takes(rows: int) -> bool:
-    """Whether the matrix product in FP8 of a GPU sums over so many rows, by torch's own check."""
+    """Whether the matmul in FP8 of a GPU sums over so many rows, by torch's own check."""
     with FakeTensorMode(), errors_not_logged():
         left, right = (
             torch.empty(64, rows, device="cuda", dtype=torch.float8_e4m3fn) for _ in range(2)

@@ -128,7 +128,7 @@ def test_a_loader_that_shuffles_draws_from_the_random_state():
     assert not torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_pointwise_convolution_is_a_matrix_product_over_the_channels():
+def test_a_pointwise_convolution_is_a_matmul_over_the_channels():
     layer = nn.Conv2d(3, 5, 1, bias=False, dtype=torch.float64)
     images = torch.rand(2, 3, 4, 4, dtype=torch.float64)
     product = torch.einsum("oc,bchw->bohw", layer.weight[:, :, 0, 0], images)

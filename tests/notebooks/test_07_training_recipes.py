@@ -294,9 +294,9 @@ def test_links_within_the_notebook_lead_to_headings_and_every_recipe_is_linked()
     assert links == anchors[: main + 1] + anchors[:main] + anchors[main + 1 :]
 
 
-def keep_products(context, op, *args, **kwargs):
-    is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+def keep_matmuls(context, op, *args, **kwargs):
+    is_matmul = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_matmul else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @pytest.mark.parametrize("shares_a_weight", [True, False])
@@ -305,7 +305,7 @@ def test_selective_checkpointing_of_a_shared_weight_needs_the_cache_off(
     one_thread, shares_a_weight, cache_enabled
 ):
     """As the recipe on checkpointing says."""
-    select = functools.partial(create_selective_checkpoint_contexts, keep_products)
+    select = functools.partial(create_selective_checkpoint_contexts, keep_matmuls)
     layer, x = nn.Linear(8, 8), torch.randn(4, 8)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache_enabled):
         for region in (layer, layer if shares_a_weight else nn.Linear(8, 8)):
@@ -329,7 +329,7 @@ def test_the_second_region_of_a_shared_weight_finds_its_cast_in_the_cache(
     def policy(context, op, *args, **kwargs):
         if op is torch.ops.aten._to_copy.default:
             seen.append(context.is_recompute)
-        return keep_products(context, op)
+        return keep_matmuls(context, op)
 
     select = functools.partial(create_selective_checkpoint_contexts, policy)
     layer, x = nn.Linear(8, 8, bias=False), torch.randn(4, 8)

@@ -48,7 +48,7 @@ with torch.autocast("cpu", torch.bfloat16):
     assert model(x).dtype is torch.bfloat16
     assert in_float(model(x)).dtype is torch.float32
 """
-PRODUCTS_ARE_CAST = """
+MATMULS_ARE_CAST = """
 with torch.autocast("cpu", torch.float16):
     assert (x @ x.T).dtype is torch.float16
 """
@@ -121,8 +121,8 @@ assert scaler.state_dict()["_growth_tracker"] == 7
     "apex.amp.disable_casts": Case(('torch.autocast("cuda", enabled=False)',), FLOAT_REGION),
     "apex.amp.float_function": Case(("x.float()",), FLOAT_REGION),
     "apex.amp.register_float_function": Case(("x.float()",), FLOAT_REGION),
-    "apex.amp.half_function": Case(("float16",), PRODUCTS_ARE_CAST),
-    "apex.amp.register_half_function": Case(("float16",), PRODUCTS_ARE_CAST),
+    "apex.amp.half_function": Case(("float16",), MATMULS_ARE_CAST),
+    "apex.amp.register_half_function": Case(("float16",), MATMULS_ARE_CAST),
     "apex.amp.promote_function": Case((), PROMOTES),
     "apex.amp.register_promote_function": Case((), PROMOTES),
     "apex.optimizers.FusedAdam": Case(

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from own_product import OwnProduct, WithOwnProduct
+from custom_matmul import CustomMatmul, CustomMatmulModel
 from remedy_tests import does, says
 from rnnt_loss import rnnt_loss
 from torch import nn
@@ -98,18 +98,18 @@ def test_binary_cross_entropy_of_logits(kind):
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_a_function_of_ones_own_that_follows_autocast(device):
     x = torch.randn(8, 8)
-    said = complaint(WithOwnProduct(), x, device_type=device)
+    said = complaint(CustomMatmulModel(), x, device_type=device)
     assert says("dtype.custom_function", said)
     forward, backward = (
         eval(code, {"torch": torch}) for code in re.findall(r"@(torch\.amp\.\w+\(.*?\))", said)
     )
 
-    class Whole(OwnProduct):
+    class Decorated(CustomMatmul):
         pass
 
-    Whole.forward = staticmethod(forward(OwnProduct.forward))
-    Whole.backward = staticmethod(backward(OwnProduct.backward))
-    assert complaint(WithOwnProduct(Whole), x, device_type=device) == ""
+    Decorated.forward = staticmethod(forward(CustomMatmul.forward))
+    Decorated.backward = staticmethod(backward(CustomMatmul.backward))
+    assert complaint(CustomMatmulModel(Decorated), x, device_type=device) == ""
 
 
 @does("dtype.inputs_of_a_cast_model")

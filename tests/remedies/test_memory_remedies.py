@@ -148,9 +148,9 @@ def test_a_way_that_is_not_open_is_not_named(too_large):
 # Selective checkpointing
 
 
-def keep_products(context, op, *args, **kwargs):
-    is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+def keep_matmuls(context, op, *args, **kwargs):
+    is_matmul = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_matmul else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class SharedLayer(nn.Module):
@@ -168,7 +168,7 @@ class SharedLayer(nn.Module):
             return self.regions(x)
 
     def regions(self, x):
-        select = functools.partial(create_selective_checkpoint_contexts, keep_products)
+        select = functools.partial(create_selective_checkpoint_contexts, keep_matmuls)
         for _ in range(2):
             x = checkpoint(self.layer, x, use_reentrant=False, context_fn=select)
         return x

@@ -104,7 +104,7 @@ def test_cufft_takes_bf16_from_compute_capability_8_on():
     assert on_capability(8, 0, run) == ""
 
 
-PRODUCTS = {
+MATMULS = {
     "mm": lambda a: a @ a,
     "mv": lambda a: a @ a[0],
     "bmm": lambda a: a[None] @ a[None],
@@ -115,9 +115,9 @@ PRODUCTS = {
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", MATMULS)
 def test_cublas_has_no_matmul_of_complex_half(name):
-    run = PRODUCTS[name]
+    run = MATMULS[name]
     assert "complex32" in error_on_fakes(lambda: run(torch.empty(4, 4, dtype=C32)))
     assert error_on_fakes(lambda: run(torch.empty(4, 4, dtype=torch.complex64))) == ""
     assert error_on_fakes(lambda: torch.empty(4, dtype=C32) * 2) == ""

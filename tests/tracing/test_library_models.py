@@ -25,7 +25,7 @@ ON_CUDA = sorted(MODELS.keys() - REFUSED)
 OTHER_MASKS = ("BartForConditionalGeneration",)
 
 
-def products(found):
+def matmuls(found):
     return [(row.module, row.op, row.flops, row.out_dtypes) for row in found.rows if row.flops]
 
 
@@ -59,7 +59,7 @@ def test_a_fake_trace_agrees_with_a_real_run(built):
             continue
         if type(model).__name__ not in OTHER_MASKS:
             assert fake.rows == real.rows
-        assert products(fake) == products(real)
+        assert matmuls(fake) == matmuls(real)
         assert fake.outputs == real.outputs
 
 
@@ -84,9 +84,9 @@ def test_flops_of_grouped_products_are_those_counted_by_hand():
     model, args, kwargs = built_for_test("mixtral")
     rows = xray(model, *args, device_type="cpu", **kwargs).rows
     layers, tokens, experts_a_token, width, hidden = 2, 2 * 16, 2, 64, 128
-    products = width * 2 * hidden + hidden * width  # gate and up in one, then down
+    matmuls = width * 2 * hidden + hidden * width  # gate and up in one, then down
     found = sum(row.flops for row in rows if row.op == "_grouped_mm")
-    assert found == layers * 2 * tokens * experts_a_token * products
+    assert found == layers * 2 * tokens * experts_a_token * matmuls
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from own_product import OwnProduct, WithOwnProduct
+from custom_matmul import CustomMatmul, CustomMatmulModel
 from remedy_tests import says
 from torch import nn
 from torch.utils._pytree import tree_map_only
@@ -77,15 +77,15 @@ def test_wide_inputs_for_low_weights_fail_as_they_do_for_real():
 
 
 def test_a_function_whose_backward_pass_fails_under_autocast_is_told():
-    model, x = WithOwnProduct(), torch.ones(4, 8)
+    model, x = CustomMatmulModel(), torch.ones(4, 8)
     with torch.autocast("cpu", dtype=BF16):
         out = model(x)
     with pytest.raises(RuntimeError):
         out.sum().backward()
-    remedy = "under autocast the forward of OwnProduct needs @torch.amp.custom_fwd"
+    remedy = "under autocast the forward of CustomMatmul needs @torch.amp.custom_fwd"
     for device in ("cuda", "cpu"):
         found = xray(model, x, device_type=device)
-        assert "(backward pass of OwnProduct)" in found.raised
+        assert "(backward pass of CustomMatmul)" in found.raised
         assert remedy in found.advice[0]
         with pytest.raises(TraceError, match=remedy):
             forecast_memory(model, x, device_type=device, precision="bf16")
@@ -93,21 +93,21 @@ def test_a_function_whose_backward_pass_fails_under_autocast_is_told():
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_the_remedy_for_such_a_function_helps_and_is_told_to_no_other(device):
-    class Whole(OwnProduct):
-        forward = staticmethod(torch.amp.custom_fwd(OwnProduct.forward, device_type=device))
-        backward = staticmethod(torch.amp.custom_bwd(OwnProduct.backward, device_type=device))
+    class Decorated(CustomMatmul):
+        forward = staticmethod(torch.amp.custom_fwd(CustomMatmul.forward, device_type=device))
+        backward = staticmethod(torch.amp.custom_bwd(CustomMatmul.backward, device_type=device))
 
-    class StillMixed(Whole):
+    class StillMixed(Decorated):
         @staticmethod
         @functools.partial(torch.amp.custom_bwd, device_type=device)
         def backward(ctx, gradient):
             with torch.autocast(device, enabled=False):
-                return OwnProduct.backward(ctx, gradient)
+                return CustomMatmul.backward(ctx, gradient)
 
     x = torch.ones(4, 8)
-    assert xray(WithOwnProduct(Whole), x, device_type=device).raised is None
-    assert forecast_memory(WithOwnProduct(Whole), x, device_type=device, precision="bf16")
-    raised = xray(WithOwnProduct(StillMixed), x, device_type=device).raised
+    assert xray(CustomMatmulModel(Decorated), x, device_type=device).raised is None
+    assert forecast_memory(CustomMatmulModel(Decorated), x, device_type=device, precision="bf16")
+    raised = xray(CustomMatmulModel(StillMixed), x, device_type=device).raised
     assert "dtype" in raised
     assert "custom_fwd" not in raised
 
@@ -115,11 +115,11 @@ def test_the_remedy_for_such_a_function_helps_and_is_told_to_no_other(device):
 def test_a_function_with_custom_fwd_is_sound():
     class Sound(torch.autograd.Function):
         forward = staticmethod(
-            torch.amp.custom_fwd(OwnProduct.forward, device_type="cpu", cast_inputs=BF16)
+            torch.amp.custom_fwd(CustomMatmul.forward, device_type="cpu", cast_inputs=BF16)
         )
-        backward = staticmethod(torch.amp.custom_bwd(OwnProduct.backward, device_type="cpu"))
+        backward = staticmethod(torch.amp.custom_bwd(CustomMatmul.backward, device_type="cpu"))
 
-    assert xray(WithOwnProduct(Sound), torch.ones(4, 8), device_type="cpu").raised is None
+    assert xray(CustomMatmulModel(Sound), torch.ones(4, 8), device_type="cpu").raised is None
 
 
 class Frozen(collections.OrderedDict):

@@ -39,7 +39,7 @@ from amp_lab.recipes import (
 from amp_lab.tracing.fake_device import tip_for
 
 _FROM_SIMPLE = (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16)  # simplest first
-_EMULATED = 0.25  # share of fp32's rate in a matrix product below which a precision is not tried
+_EMULATED = 0.25  # share of fp32's rate in a matmul below which a precision is not tried
 _HOPELESS = 2  # time of a step, as a multiple of the fastest, from which it is not compared
 _FEWEST_ROUNDS = 14  # of a comparison: 12 are needed to trust it, and some are disturbed
 _ROUNDS = 24  # of a comparison, which are enough

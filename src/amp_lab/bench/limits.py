@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from amp_lab.core.backends import backend
-from amp_lab.core.device import describe_device, filling_size, matrix_product
+from amp_lab.core.device import describe_device, filling_size, make_matmul
 from amp_lab.core.precision import Precision
 from amp_lab.core.tensors import tensors_in
 from amp_lab.core.timing import compare
@@ -94,7 +94,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     native = [precision for precision, rate in rates.items() if rate > least_rate]
     matmuls: dict[str, Callable[[], object]] = {}
     for precision in native:
-        matmuls[precision] = matrix_product(device, precision, n)
+        matmuls[precision] = make_matmul(device, precision, n)
     # Medians within 10 % are enough, since only the fastest call counts.
     compared = compare(matmuls, device=device, budget_s=4, precision=0.1)
     flops = 2 * n**3  # of a matmul: n multiplications and additions for each of n x n values

@@ -234,9 +234,9 @@ class Results(Printed, Ceilings):
         self.distrust_impossible()
         # A row with a floor has counts and a time, so `or 0` below is only for the type checker.
         counted = [row for row in self.rows if row.status == "ok" and row.floor_s is not None]
-        products = [row for row in counted if row.workload == "product"]
+        matmuls = [row for row in counted if row.workload == "product"]
         # The list is made first: a limit that one row raises must not make another row possible.
-        for row in [row for row in products if not self.why_impossible(row)]:
+        for row in [row for row in matmuls if not self.why_impossible(row)]:
             highest = max(self.flops_per_s[row.precision] or 0.0, row.flops_per_s or 0.0)
             self.flops_per_s[row.precision] = highest
             least_bytes = row.least_bytes or 0

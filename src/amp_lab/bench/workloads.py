@@ -59,7 +59,7 @@ class Workload:
         return self.kind == "training"
 
 
-class _Product(nn.Module):
+class _Matmul(nn.Module):
     """The matmul (M, K) @ (K, N), whose right operand is a parameter."""
 
     def __init__(self, m: int, k: int, n: int):
@@ -162,11 +162,11 @@ def gpt_workload(batch: int, tokens: int, width: int, blocks: int, vocabulary: i
     )
 
 
-def product_workload(m: int, k: int, n: int) -> Workload:
+def matmul_workload(m: int, k: int, n: int) -> Workload:
     """The matmul (M, K) @ (K, N)."""
 
     def build(device: torch.device) -> Problem:
-        model = _Product(m, k, n).to(device)
+        model = _Matmul(m, k, n).to(device)
         left = torch.randn(m, k).to(device)
 
         return Problem(ModelCall(model, (left,)), lr=1e-3)
@@ -181,7 +181,7 @@ def product_workload(m: int, k: int, n: int) -> Workload:
     )
 
 
-def _products(n: int, *, quick: bool = False) -> list[Workload]:
+def _matmuls(n: int, *, quick: bool = False) -> list[Workload]:
     """Matmuls of size n with and without aligned sizes; a quick run has three of the five."""
     odd = n - 1  # not aligned: fast kernels need multiples of 8
     shapes = [
@@ -193,7 +193,7 @@ def _products(n: int, *, quick: bool = False) -> list[Workload]:
     ]
     if quick:
         shapes = shapes[::2]
-    return [product_workload(*shape) for shape in shapes]
+    return [matmul_workload(*shape) for shape in shapes]
 
 
 # The four sizes of each workload, in the order of `_COLUMNS`.
@@ -225,7 +225,7 @@ WORKLOADS = {
     ],
     "gpt": [[gpt_workload(*size)] for size in _TEXTS],
     "product": [
-        _products(512, quick=True), _products(2048), _products(2048, quick=True), _products(8192)
+        _matmuls(512, quick=True), _matmuls(2048), _matmuls(2048, quick=True), _matmuls(8192)
     ],
 }  # fmt: skip
 """By name, lists of workloads in four columns: quick on a CPU, CPU, quick on a GPU, GPU."""

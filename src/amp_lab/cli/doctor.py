@@ -77,8 +77,8 @@ def _print_values(report: "DeviceReport") -> None:
         subnormals = "kept" if values.subnormals else "become 0"
         error = f"{values.error:.1f} ulp"
         print(f"{precision:<11}{values.input_bits:>16}{error:>18}{subnormals:>12}")
-    product, convolution = report.fp32_bits_as_set
-    print(f"As torch is set, fp32 keeps {product} bits in products, {convolution} in convolutions.")
+    matmul, convolution = report.fp32_bits_as_set
+    print(f"As torch is set, fp32 keeps {matmul} bits in products, {convolution} in convolutions.")
 
 
 def _recipe(precision: str, device_type: str) -> list[str]:

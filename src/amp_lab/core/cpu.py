@@ -43,7 +43,7 @@ def check_limits() -> None:
 
 
 def matrix_instructions() -> str:
-    """The instructions that matter to a matrix product, such as ``AVX-512 BF16, AMX``.
+    """The instructions that matter to a matmul, such as ``AVX-512 BF16, AMX``.
 
     A limit that is set in the environment is named behind them. Raises what `check_limits` raises.
     """

@@ -19,7 +19,7 @@ from amp_lab.core.gpus import matmuls_of
 from amp_lab.core.precision import Precision, has_tf32, require_backend
 from amp_lab.core.timing import compare, measure
 
-# A precision counts as accelerated when its matrix product is at least this many times as fast as
+# A precision counts as accelerated when its matmul is at least this many times as fast as
 # fp32's. Less drowns in the casts that autocast inserts, and in the noise of a shared machine.
 ACCELERATED = 1.25
 _SMALL = 256  # the edge of the matrices that are tried first
@@ -31,8 +31,8 @@ for _row in BACKENDS.values():
 
 
 @dataclass(frozen=True)
-class ProductValues:
-    """What a device's matrix product does to values, found by products whose result is known."""
+class MatmulNumerics:
+    """What a device's matmul does to values, found by products whose result is known."""
 
     error: float
     """Largest error of a sum of 4,096 products in units in the last place of the result: 0.5 where
@@ -55,8 +55,8 @@ class DeviceReport:
     memory_bytes: int | None
     """Its memory in bytes (for a CPU: what this process may use); None if it does not say."""
     rates: dict[Precision, float | None]
-    """Measured rate of a matrix product in FLOP/s; None for a precision that it does not have."""
-    values: dict[Precision, ProductValues | None]
+    """Measured rate of a matmul in FLOP/s; None for a precision that it does not have."""
+    values: dict[Precision, MatmulNumerics | None]
     """What the same product does to values; None as in `rates`."""
     fp32_bits_as_set: tuple[int, int]
     """Bits of significand that an fp32 input keeps in a product and in a convolution, by the modes
@@ -70,7 +70,7 @@ class DeviceReport:
 
     @property
     def accelerated(self) -> tuple[Precision, ...]:
-        """The precisions whose matrix product is measurably faster than fp32's, fastest first.
+        """The precisions whose matmul is measurably faster than fp32's, fastest first.
 
         Where the rates are not `trusted`, what is `recommended` by what is known of the device.
         """
@@ -171,7 +171,7 @@ def _describe(device: torch.device, backend_text: str) -> DeviceReport:
         recommended, why = _recommend_unmeasured(device)
     values = dict.fromkeys(Precision)  # None for a precision that the device does not have
     for precision in _precisions_here(device):
-        values[precision] = product_values(device, precision)
+        values[precision] = measure_matmul_numerics(device, precision)
     return DeviceReport(
         device=device,
         name=device_name(device),
@@ -190,7 +190,7 @@ def _describe(device: torch.device, backend_text: str) -> DeviceReport:
 
 
 def describe_device(device: torch.device | str) -> DeviceReport:
-    """Name, memory and measured matrix-product rates of a device, and which precision to use there.
+    """Name, memory and measured matmul rates of a device, and which precision to use there.
 
     Takes up to a few seconds the first time, for the measurement; later calls for the same device
     and number of threads return the same report. Raises `DeviceError` if the device is not there.
@@ -205,7 +205,7 @@ def recommend_precision(device: torch.device | str) -> Precision:
 
 
 def _matmul_rates(device: torch.device) -> tuple[dict[Precision, float | None], bool]:
-    """FLOP/s of a square matrix product in each precision, and whether the figures can be trusted.
+    """FLOP/s of a square matmul in each precision, and whether the figures can be trusted.
 
     None stands for a precision that the device does not have. The size is the same for all: it
     doubles until the product takes 10 ms in fp32, enough to fill the device. On a CPU it stops at
@@ -215,15 +215,15 @@ def _matmul_rates(device: torch.device) -> tuple[dict[Precision, float | None], 
     precisions = _precisions_here(device)
     small_s = {}
     for precision in precisions:
-        product = matrix_product(device, precision, _SMALL)
-        small_s[precision] = measure(product, device=device, repeats=2).median_s
+        matmul = make_matmul(device, precision, _SMALL)
+        small_s[precision] = measure(matmul, device=device, repeats=2).median_s
     longest_s = 10 * small_s[Precision.FP32]
     # The precisions that the device does not emulate.
     native = [precision for precision in precisions if small_s[precision] <= longest_s]
     largest = 1024 if backend(device).is_host else 8192
     n = filling_size(device, largest, seconds=10e-3)
-    products: dict[str, Callable] = {p: matrix_product(device, p, n) for p in native}
-    compared = compare(products, device=device, budget_s=3)
+    matmuls: dict[str, Callable] = {p: make_matmul(device, p, n) for p in native}
+    compared = compare(matmuls, device=device, budget_s=3)
     rates = dict.fromkeys(Precision)
     for precision in precisions:  # FLOPs of the product, over its seconds
         if precision in native:
@@ -245,16 +245,14 @@ def filling_size(device: torch.device, largest: int, *, seconds: float) -> int:
     """
     n = _SMALL
     while n < largest:
-        product = matrix_product(device, Precision.FP32, n)
-        if measure(product, device=device, warmup=1, repeats=2).median_s >= seconds:
+        matmul = make_matmul(device, Precision.FP32, n)
+        if measure(matmul, device=device, warmup=1, repeats=2).median_s >= seconds:
             break
         n *= 2
     return n
 
 
-def matrix_product(
-    device: torch.device, precision: Precision, n: int
-) -> Callable[[], torch.Tensor]:
+def make_matmul(device: torch.device, precision: Precision, n: int) -> Callable[[], torch.Tensor]:
     """A function that multiplies two n x n matrices in a precision, (n, n) @ (n, n).
 
     It takes 2 n^3 FLOPs: n^3 multiplications and about as many additions.
@@ -278,8 +276,8 @@ def _without_autocast(precision: Precision) -> Precision:
     return Precision.FP32
 
 
-def product_values(device: torch.device, precision: Precision) -> ProductValues:
-    """What a matrix product in a precision does to values on a device."""
+def measure_matmul_numerics(device: torch.device, precision: Precision) -> MatmulNumerics:
+    """What a matmul in a precision does to values on a device."""
     dtype = precision.dtype
     eps = torch.finfo(dtype).eps
     generator = torch.Generator().manual_seed(0)
@@ -299,7 +297,7 @@ def product_values(device: torch.device, precision: Precision) -> ProductValues:
     last_place = torch.exp2(exponents) * eps
     error = ((sums - exact).abs() / last_place).max().item()
     keeps_subnormals = bool((times_one == subnormals).all())
-    return ProductValues(error=error, input_bits=bits, subnormals=keeps_subnormals)
+    return MatmulNumerics(error=error, input_bits=bits, subnormals=keeps_subnormals)
 
 
 def _input_bits(device: torch.device, dtype: torch.dtype, multiply: Callable) -> int:
@@ -311,8 +309,8 @@ def _input_bits(device: torch.device, dtype: torch.dtype, multiply: Callable) ->
     size = 32
     inputs = (1 + torch.exp2(-torch.arange(1.0, 1 + size))).to(dtype)
     identity = torch.eye(size, dtype=dtype, device=device)
-    product = multiply(torch.diag(inputs).to(device), identity)
-    is_kept = product.cpu().diagonal() > 1
+    out = multiply(torch.diag(inputs).to(device), identity)
+    is_kept = out.cpu().diagonal() > 1
     return 1 + int(is_kept.sum())
 
 

@@ -25,7 +25,7 @@ class Precision(enum.StrEnum):
     """How to compute: in which number format, and with which help.
 
     - ``fp32``: IEEE single precision, with TF32 switched off where it would be on by default.
-    - ``tf32``: fp32 tensors, whose matrix products and convolutions may round their inputs to TF32.
+    - ``tf32``: fp32 tensors, whose matmuls and convolutions may round their inputs to TF32.
     - ``fp16``: autocast to float16, with a gradient scaler.
     - ``bf16``: autocast to bfloat16, without one.
     """
@@ -37,7 +37,7 @@ class Precision(enum.StrEnum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the tensors that enter a matrix product in this precision."""
+        """The dtype of the tensors that enter a matmul in this precision."""
         if self is Precision.FP16:
             return torch.float16
         if self is Precision.BF16:
@@ -100,7 +100,7 @@ def require_backend(device_type: str) -> None:
 
 @functools.cache
 def has_tf32(device_type: str) -> bool:
-    """Whether a float32 matrix product on this device rounds its inputs to TF32 when it may.
+    """Whether a float32 matmul on this device rounds its inputs to TF32 when it may.
 
     Found by trying: 1 + 2^-12 times the identity is unchanged in IEEE arithmetic, and loses its
     last bit with TF32's 10 bits of mantissa. The device must be there.

@@ -230,7 +230,7 @@ def compare(
     variable AMP_LAB_TIMING_S is an upper limit to every budget: tests set it, since they run side
     by side and find the machine busy.
 
-    Between the turns a fixed matrix product is timed, on a CPU also how fast threads read what
+    Between the turns a fixed matmul is timed, on a CPU also how fast threads read what
     others wrote, and the operating system is asked how long threads of this process waited for a
     core and how much of it the host took away (Linux). A round in which another program took part
     of the machine is left out, as is one in which the host moved the cores if twelve others remain.

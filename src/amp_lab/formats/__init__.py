@@ -1,14 +1,14 @@
 """Numbers below 16 bits on any machine: FP8, MX, NVFP4 and INT8, with the scales that values share.
 
 Only the numbers are those of the hardware, not its speed: what a tensor becomes there (`quantize`),
-and what a matrix product of such tensors becomes (`quantized_linear`).
+and what a matmul of such tensors becomes (`quantized_linear`).
 """
 
 from amp_lab.formats.elements import ELEMENTS, Element
-from amp_lab.formats.products import ProductFormats, hadamard, quantized_linear
+from amp_lab.formats.matmul import MatmulFormats, hadamard, quantized_linear
 from amp_lab.formats.scaling import FORMATS, Counts, Format, format_of, quantize
 
 __all__ = [
-    "ELEMENTS", "FORMATS", "Counts", "Element", "Format", "ProductFormats", "format_of",
+    "ELEMENTS", "FORMATS", "Counts", "Element", "Format", "MatmulFormats", "format_of",
     "hadamard", "quantize", "quantized_linear",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from amp_lab.core.tensors import tensors_in
 
 @dataclass(frozen=True)
 class Layer:
-    """A product of ``(rows, inner)`` values with an ``(outer, inner)`` parameter."""
+    """A matmul of ``(rows, inner)`` values with an ``(outer, inner)`` parameter."""
 
     name: str  # of the layer, such as "blocks.0.up"; of the parameter if it is in no nn.Linear etc.
     kind: str  # "linear", "convolution" or "grouped"
@@ -32,17 +32,17 @@ class Layer:
         return ""
 
 
-Product = Callable[[Tensor, Tensor], Tensor]
+Matmul = Callable[[Tensor, Tensor], Tensor]
 """A function that multiplies ``(rows, inner)`` and ``(outer, inner)`` to ``(rows, outer)``."""
 
 
 @contextlib.contextmanager
 def intercepted(
-    model: nn.Module, product_of: Callable[[Layer], Product | None]
+    model: nn.Module, choose_matmul: Callable[[Layer], Matmul | None]
 ) -> Iterator[dict[str, dict[str, None]]]:
-    """In the block, multiply by the model's parameters with the functions of `product_of`.
+    """In the block, multiply by the model's parameters with the functions of `choose_matmul`.
 
-    `product_of` returns the function for a layer, or None to let torch multiply. Matmuls with a
+    `choose_matmul` returns the function for a layer, or None to let torch multiply. Matmuls with a
     parameter or with a view of it, such as a transposed one or a single expert, are replaced, and
     convolutions of one and two dimensions, as matmuls of their patches.
 
@@ -50,16 +50,16 @@ def intercepted(
     the inner dict is an ordered set. Among them are recurrent layers, ``einsum``, and weights that
     are computed from parameters first.
     """
-    with _Interception(model, product_of) as mode:
+    with _Interception(model, choose_matmul) as mode:
         yield mode.unreplaced
 
 
 class _Interception(TorchFunctionMode):
     """The mode of `intercepted`: it sees each call of a torch function by the model."""
 
-    def __init__(self, model: nn.Module, product_of: Callable[[Layer], Product | None]):
+    def __init__(self, model: nn.Module, choose_matmul: Callable[[Layer], Matmul | None]):
         super().__init__()
-        self._product_of = product_of
+        self._choose_matmul = choose_matmul
         self.unreplaced: dict[str, dict[str, None]] = {}
         self._is_replaceable = False  # whether the current op multiplies by a parameter's view
         # The name of the parameter that a tensor is computed from; "" if from buffers and constants
@@ -102,17 +102,17 @@ class _Interception(TorchFunctionMode):
             is_written = op == "setitem" or out is tensors[0]
             if is_written:
                 del self._sources[_root(tensors[0])]
-        if op not in _PRODUCTS or self._is_replaceable:
+        if op not in _MATMULS or self._is_replaceable:
             return
         for tensor, name in zip(operands, names, strict=True):
             if name and tensor.dim() > 1:
                 self.unreplaced.setdefault(op, {})[name] = None  # adds it to an ordered set
                 return  # only the first weight of a call is named
 
-    def _product_for(
+    def _matmul_for(
         self, values: Tensor, weight: Tensor, kind: str, inner: int, outer: int
-    ) -> Product | None:
-        """Return the function of `product_of` for a weight, or None to let torch multiply.
+    ) -> Matmul | None:
+        """Return the function of `choose_matmul` for a weight, or None to let torch multiply.
 
         torch multiplies if the weight is neither a parameter nor a view of one, or if there are no
         values. For a parameter or a view of one, sets `_is_replaceable`. `kind`, `inner` and
@@ -125,7 +125,7 @@ class _Interception(TorchFunctionMode):
         if not values.numel():
             return None
         name = self._layer_names.get(weight) or self._sources[root]
-        return self._product_of(Layer(name, kind, inner, outer))
+        return self._choose_matmul(Layer(name, kind, inner, outer))
 
     # --- The handlers of ops, with the arguments of the torch function. They return the result, or
     # None to let torch compute it.
@@ -135,20 +135,20 @@ class _Interception(TorchFunctionMode):
         if weight.dim() != 2:
             return None
         outer, inner = weight.shape
-        product = self._product_for(values, weight, "linear", inner, outer)
-        if product is None:
+        matmul = self._matmul_for(values, weight, "linear", inner, outer)
+        if matmul is None:
             return None
-        return _on_rows(product, values, weight, bias)
+        return _on_rows(matmul, values, weight, bias)
 
     def matmul(self, values: Any, weight: Any, bias: Any = None, **options: Any) -> Tensor | None:
         """Compute ``values @ weight + bias``, where the weight is ``(in, out)`` as in GPT-2."""
         if options or not isinstance(weight, Tensor) or weight.dim() != 2:
             return None
         inner, outer = weight.shape
-        product = self._product_for(values, weight, "linear", inner, outer)
-        if product is None:
+        matmul = self._matmul_for(values, weight, "linear", inner, outer)
+        if matmul is None:
             return None
-        return _on_rows(product, values, weight.T, bias)
+        return _on_rows(matmul, values, weight.T, bias)
 
     def addmm(self, bias: Tensor, values: Any, weight: Any = None, **scales: Any) -> Tensor | None:
         """Compute ``values @ weight + bias``; None with `scales` (``alpha``, ``beta``)."""
@@ -161,8 +161,8 @@ class _Interception(TorchFunctionMode):
         """Compute a convolution of one or two dimensions as matmuls of its patches."""
         inner = weight[0].numel()  # channels of a group, times the size of the window
         outer = len(weight) // groups
-        product = self._product_for(values, weight, "convolution", inner, outer)
-        if product is None:
+        matmul = self._matmul_for(values, weight, "convolution", inner, outer)
+        if matmul is None:
             return None
         image = values
         kernel = weight
@@ -180,7 +180,7 @@ class _Interception(TorchFunctionMode):
         if isinstance(padding, str):  # "same" has been applied, and "valid" means no padding
             padding = 0
         paddings = _height_and_width(padding, dimensions, height=0)
-        out = _multiply_patches(product, image, kernel, groups, strides, dilations, paddings)
+        out = _multiply_patches(matmul, image, kernel, groups, strides, dilations, paddings)
         if dimensions == 1:
             out = out[:, :, 0]
         if bias is not None:
@@ -198,13 +198,13 @@ class _Interception(TorchFunctionMode):
         if offs is None or has_options or values.dim() != 2 or weights.dim() != 3:
             return None
         _, inner, outer = weights.shape
-        product = self._product_for(values, weights, "grouped", inner, outer)
-        if product is None:
+        matmul = self._matmul_for(values, weights, "grouped", inner, outer)
+        if matmul is None:
             return None
         # The last piece has the rows behind all groups, which have no weight and become zeros.
         groups = torch.tensor_split(values, offs.tolist())
         pairs = zip(groups, weights, strict=False)
-        out = [product(rows, weight.T) for rows, weight in pairs if len(rows)]
+        out = [matmul(rows, weight.T) for rows, weight in pairs if len(rows)]
         out.append(values.new_zeros(len(groups[-1]), outer))
         return torch.cat(out).to(values)
 
@@ -215,14 +215,14 @@ _HANDLERS: dict[str, Callable[..., Tensor | None]] = {
     "conv1d": _Interception.convolution, "conv2d": _Interception.convolution,
 }  # fmt: skip
 """The handler of each op that can be replaced."""
-_PRODUCTS = {
+_MATMULS = {
     *_HANDLERS, "rmatmul", "bmm", "baddbmm", "addbmm", "einsum", "inner", "tensordot", "bilinear",
     "multi_dot", "chain_matmul", "conv3d", "conv_transpose1d", "conv_transpose2d",
     "conv_transpose3d", "multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu",
     "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
 }  # fmt: skip
 """Ops that multiply: those with a weight that no handler replaces are `unreplaced`."""
-_ACTIVATION_OPS = {*_PRODUCTS, "embedding"} - {"matmul", "mm", "bmm", "einsum"}
+_ACTIVATION_OPS = {*_MATMULS, "embedding"} - {"matmul", "mm", "bmm", "einsum"}
 """Ops whose result is an activation even if all operands are parameters or constants. The others,
 such as ``matmul``, may compute a weight from parameters."""
 
@@ -234,18 +234,18 @@ def _root(tensor: Tensor) -> Tensor:
     return tensor._base
 
 
-def _on_rows(product: Product, values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _on_rows(matmul: Matmul, values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply values ``(…, inner)`` by a weight ``(outer, inner)``, and add the bias."""
     *batch, inner = values.shape
     rows = values.reshape(-1, inner)
-    out = product(rows, weight).view(*batch, len(weight))
+    out = matmul(rows, weight).view(*batch, len(weight))
     if bias is None:
         return out
     return out + bias
 
 
 def _multiply_patches(
-    product: Product, image: Tensor, kernel: Tensor, groups: int,
+    matmul: Matmul, image: Tensor, kernel: Tensor, groups: int,
     stride: tuple[int, ...], dilation: tuple[int, ...], padding: tuple[int, ...],
 ) -> Tensor:  # fmt: skip
     """A convolution of two dimensions as matmuls of patches ``(positions, in·height·width)``.
@@ -258,7 +258,7 @@ def _multiply_patches(
     rows = patches.transpose(1, 2).flatten(0, 1)  # (batch * positions, channels * window)
     weights = kernel.flatten(1).chunk(groups)
     pairs = zip(rows.chunk(groups, 1), weights, strict=True)
-    out = torch.cat([product(group_rows, weight) for group_rows, weight in pairs], 1)
+    out = torch.cat([matmul(group_rows, weight) for group_rows, weight in pairs], 1)
     channels_last = out.view(len(image), -1, len(kernel))  # (batch, positions, out)
     height, width = map(_positions, image.shape[2:], window, stride, dilation, padding)
     return channels_last.transpose(1, 2).unflatten(2, (height, width))

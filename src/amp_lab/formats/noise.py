@@ -6,22 +6,22 @@ import math
 import torch
 from torch import Tensor
 
-from amp_lab.formats.products import ProductFormats
+from amp_lab.formats.matmul import MatmulFormats
 from amp_lab.formats.scaling import Counts
 
 
 @functools.cache
-def usual_noise(formats: ProductFormats, which: str) -> tuple[float, float]:
+def usual_noise(formats: MatmulFormats, which: str) -> tuple[float, float]:
     """SQNR in dB of a matmul of normally distributed values, and the share of them that become 0.
 
-    `which` is one of `PRODUCTS`.
+    `which` is one of `MATMULS`.
     """
     draws = torch.Generator().manual_seed(0)
     left = torch.randn(256, 256, generator=draws)
     right = torch.randn(256, 256, generator=draws)
     exact = left @ right.T
     counts = Counts()
-    rounded = formats.product(which, left, right, (counts, None))
+    rounded = formats.matmul(which, left, right, (counts, None))
     sqnr = to_decibels(squares(exact), squares(rounded - exact))
     return sqnr, counts.shares()["flushed"]
 

@@ -14,20 +14,20 @@ from amp_lab.core.gpus import Gpu, gpu_of
 from amp_lab.core.remedies import remedy
 from amp_lab.core.report import listed
 from amp_lab.core.tensors import named_tensors
-from amp_lab.formats.interception import Layer, Product
-from amp_lab.formats.noise import peak_of, squares, to_decibels, usual_noise
-from amp_lab.formats.products import (
+from amp_lab.formats.interception import Layer, Matmul
+from amp_lab.formats.matmul import (
     FORWARD,
     GRAD_INPUT,
     GRAD_WEIGHT,
-    ProductFormats,
+    MatmulFormats,
     operands,
     quantized_linear,
 )
+from amp_lab.formats.noise import peak_of, squares, to_decibels, usual_noise
 from amp_lab.formats.rehearsal_result import FormatReport, LayerReport, Rehearsal
 from amp_lab.formats.roofline import has_forecast
 from amp_lab.formats.scaling import FORMATS, Counts, Format, format_of
-from amp_lab.formats.uses import Inference, ProductOf, Training, Use
+from amp_lab.formats.uses import Inference, MatmulChoice, Training, Use
 from amp_lab.model_call import ModelCall
 from amp_lab.recipes import INFERENCE, TRAINING
 
@@ -210,7 +210,7 @@ def _sums() -> defaultdict[Any, float]:
 class _LayerErrors:
     """The errors of a layer's matmuls in one step, in each format; several calls add up.
 
-    Formats and matmuls are keys by name: "mxfp8", "grad_weight" (see `PRODUCTS`).
+    Formats and matmuls are keys by name: "mxfp8", "grad_weight" (see `MATMULS`).
     """
 
     use: Use
@@ -227,7 +227,7 @@ class _LayerErrors:
     def add_matmul(self, which: str, left: Tensor, right: Tensor, exact: Tensor) -> None:
         """Repeat one of the layer's matmuls in each format, and add its errors.
 
-        `which` is one of `PRODUCTS`, and `exact` is ``left @ right.T`` in fp32.
+        `which` is one of `MATMULS`, and `exact` is ``left @ right.T`` in fp32.
         """
         self.signal[which] += squares(exact)
         if which == GRAD_WEIGHT:
@@ -238,7 +238,7 @@ class _LayerErrors:
             by_operand = self.counts.setdefault(form.name, {})
             counts = [by_operand.setdefault(operand, Counts()) for operand in _OPERANDS[which]]
             # Also adds to the counts.
-            rounded = self.use.formats(form).product(which, left, right, counts)
+            rounded = self.use.formats(form).matmul(which, left, right, counts)
             self.noise[form.name, which] += squares(rounded - exact)
 
     def add_loss_change(self, values: Tensor, weight: Tensor, grad: Tensor) -> None:
@@ -250,7 +250,7 @@ class _LayerErrors:
         output = values @ weight.T
         exact = torch.linalg.vecdot(output.flatten(), grad)
         for form in self.forms:
-            output = self.use.formats(form).product(FORWARD, values, weight)
+            output = self.use.formats(form).matmul(FORWARD, values, weight)
             rounded = torch.linalg.vecdot(output.flatten(), grad)
             self.loss_change[form.name] += float(rounded - exact)
 
@@ -271,7 +271,7 @@ class _LayerErrors:
             report.left_out = self._noise_reason(report, self.use.formats(form))
         return report
 
-    def _noise_reason(self, report: LayerReport, formats: ProductFormats) -> str:
+    def _noise_reason(self, report: LayerReport, formats: MatmulFormats) -> str:
         """The reason why a layer is much worse than normally distributed values; empty if not.
 
         `report` has the layer's errors and shares in a format, `formats` those of its operands.
@@ -295,7 +295,7 @@ class _LayerErrors:
         return f"{noise}: its sums cancel"
 
 
-class _MeasuredProduct(torch.autograd.Function):
+class _MeasuredMatmul(torch.autograd.Function):
     """``values @ weight.T`` in fp32, which repeats its three matmuls in the formats.
 
     Its result and its gradients are fp32's; the errors are added to `errors`.
@@ -328,14 +328,14 @@ def _measure_layers(use: Use, forms: list[Format]) -> list[_LayerErrors]:
     """The errors of each layer in the formats that fit it, in the order of the layers' calls."""
     by_layer: dict[Layer, _LayerErrors] = {}
 
-    def product_of(layer: Layer) -> Product:
+    def choose_matmul(layer: Layer) -> Matmul:
         if layer not in by_layer:
             fitting = [form for form in forms if not use.misfit(layer, form)]
             by_layer[layer] = _LayerErrors(use, layer, fitting)
         errors = by_layer[layer]
-        return lambda values, weight: _MeasuredProduct.apply(values, weight, errors)
+        return lambda values, weight: _MeasuredMatmul.apply(values, weight, errors)
 
-    use.measure(product_of)
+    use.measure(choose_matmul)
     return list(by_layer.values())
 
 
@@ -390,23 +390,23 @@ def _converted(form: str, layers: Iterable[LayerReport]) -> list[LayerReport]:
     return [report for report in layers if report.format == form and not report.left_out]
 
 
-def _products(formats: ProductFormats, converted: Iterable[LayerReport]) -> ProductOf:
+def _rounded_matmuls(formats: MatmulFormats, converted: Iterable[LayerReport]) -> MatmulChoice:
     """A function of a layer: its matmul with rounded operands if it is converted, else None."""
     layers = {report.layer for report in converted}
 
-    def product(values: Tensor, weight: Tensor) -> Tensor:
+    def matmul(values: Tensor, weight: Tensor) -> Tensor:
         return quantized_linear(values, weight, formats).to(values.dtype)
 
-    return lambda layer: product if layer in layers else None
+    return lambda layer: matmul if layer in layers else None
 
 
 def _report_model(use: Use, form: str, layers: list[LayerReport], gpu: Gpu | None) -> FormatReport:
     """Run the model with its converted layers in a format, and compare it with fp32."""
     converted = _converted(form, layers)
     left_out = len({report.layer for report in layers}) - len(converted)
-    products = _products(use.formats(form), converted)
+    choose_matmul = _rounded_matmuls(use.formats(form), converted)
     # `use` keeps the report too, for its verdict.
-    report = use.report(form, layers=len(converted), left_out=left_out, product_of=products)
+    report = use.report(form, layers=len(converted), left_out=left_out, choose_matmul=choose_matmul)
     if converted:
         report.gain = _forecast_gain(use, form, converted, gpu)
     return report

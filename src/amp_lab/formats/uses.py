@@ -15,11 +15,11 @@ from amp_lab.core.gpus import Gpu
 from amp_lab.core.precision import Precision
 from amp_lab.core.remedies import remedy
 from amp_lab.formats import roofline, torchao_code, torchao_inference
-from amp_lab.formats.interception import Layer, Product, intercepted
-from amp_lab.formats.products import (
+from amp_lab.formats.interception import Layer, Matmul, intercepted
+from amp_lab.formats.matmul import (
     FORWARD,
     GRAD_INPUT,
-    ProductFormats,
+    MatmulFormats,
     inference_recipe,
     recipe,
 )
@@ -46,7 +46,7 @@ from amp_lab.recipes import (
     uses_of,
 )
 
-ProductOf = Callable[[Layer], Product | None]
+MatmulChoice = Callable[[Layer], Matmul | None]
 """A function that returns the matmul of a layer, or None to let torch compute it."""
 
 _PAD_ROWS = remedy(
@@ -63,8 +63,8 @@ _LR = 1e-3
 _MULTIPLE = 16  # kernels of FP8 and of four bits need multiples of this in a weight's sizes
 
 
-def _no_product(layer: Layer) -> Product | None:
-    """A `ProductOf` that leaves every matmul to torch."""
+def _leave_to_torch(layer: Layer) -> Matmul | None:
+    """A `MatmulChoice` that leaves every matmul to torch."""
     return None
 
 
@@ -77,7 +77,7 @@ class Use(ABC):
     """
 
     step: ClassVar[str]  # names the run in an error, such as "an fp32 step"
-    reference_matmul: ClassVar[str]  # one of `PRODUCTS`: a layer's noise is compared with its noise
+    reference_matmul: ClassVar[str]  # one of `MATMULS`: a layer's noise is compared with its noise
     limits: ClassVar[str]  # a sentence on what the result does not tell
     torchao: ClassVar[ModuleType]  # `torchao_code` or `torchao_inference`, the code that converts
 
@@ -89,7 +89,7 @@ class Use(ABC):
         self._buffers = [buffer.clone() for buffer in self._copy.model.buffers()]
 
     @abstractmethod
-    def formats(self, form: Format | str) -> ProductFormats:
+    def formats(self, form: Format | str) -> MatmulFormats:
         """The formats of all operands when torchao uses a format."""
 
     @abstractmethod
@@ -114,14 +114,16 @@ class Use(ABC):
         return bf16_s / form_s
 
     @abstractmethod
-    def measure(self, product_of: ProductOf) -> None:
+    def measure(self, choose_matmul: MatmulChoice) -> None:
         """Run the model in fp32, and keep the results, with which `report` compares.
 
-        `product_of` returns a layer's matmul in fp32, which also measures its rounding errors.
+        `choose_matmul` returns a layer's matmul in fp32, which also measures its rounding errors.
         """
 
     @abstractmethod
-    def report(self, form: str, layers: int, left_out: int, product_of: ProductOf) -> FormatReport:
+    def report(
+        self, form: str, layers: int, left_out: int, choose_matmul: MatmulChoice
+    ) -> FormatReport:
         """Run the model with the matmuls of a format, unless `layers` is 0; compare with fp32.
 
         `layers` and `left_out` count the layers that are converted and those that stay in bf16.
@@ -169,9 +171,9 @@ class Training(Use):
         self._seeds = seeds
         self._loss = 0.0
         self._gradients: list[Tensor] = []
-        self._reports: list[tuple[TrainingReport, ProductOf]] = []  # bf16 first
+        self._reports: list[tuple[TrainingReport, MatmulChoice]] = []  # bf16 first
 
-    def formats(self, form: Format | str) -> ProductFormats:
+    def formats(self, form: Format | str) -> MatmulFormats:
         """The formats of torchao's training recipe; some round gradients to another format."""
         return recipe(form)
 
@@ -190,26 +192,26 @@ class Training(Use):
         """Forecast of the three matmuls and the casts."""
         return roofline.step_s(gpu, form, rows, inner, outer)
 
-    def measure(self, product_of: ProductOf) -> None:
+    def measure(self, choose_matmul: MatmulChoice) -> None:
         """Take a step in fp32, and keep its loss and gradients."""
-        self._loss, self._gradients = self._run(product_of)
+        self._loss, self._gradients = self._run(choose_matmul)
 
     def report(
-        self, form: str, layers: int, left_out: int, product_of: ProductOf
+        self, form: str, layers: int, left_out: int, choose_matmul: MatmulChoice
     ) -> TrainingReport:
         """Take the same step in a format, unless `layers` is 0, and compare it with fp32's."""
         report = TrainingReport(form, layers, left_out)
         if layers:
-            loss, gradients = self._run(product_of)
+            loss, gradients = self._run(choose_matmul)
             report.loss_off = (loss - self._loss) / (abs(self._loss) or 1.0)  # no division by 0
             report.gradients_off = distance(gradients, self._gradients)
         # If even bf16 is 50 % off, the step is too sensitive to judge the other formats by.
         if form == "bf16" and report.gradients_off > 0.5:
             self.remarks.append(_TRAIN.sentence(off=report.gradients_off))
-        self._reports.append((report, product_of))
+        self._reports.append((report, choose_matmul))
         return report
 
-    def _run(self, product_of: ProductOf) -> tuple[float, list[Tensor]]:
+    def _run(self, choose_matmul: MatmulChoice) -> tuple[float, list[Tensor]]:
         """Return the loss and the gradients of one step with these matmuls, without an update.
 
         Weights whose matmuls cannot be replaced are added to `unreplaced`.
@@ -218,7 +220,7 @@ class Training(Use):
         model = self._copy.model
         model.zero_grad()
         with torch.enable_grad(), Precision.FP32.autocast(self.call.device.type):
-            with intercepted(model, product_of) as unreplaced:
+            with intercepted(model, choose_matmul) as unreplaced:
                 loss = self._copy.call.result()
             loss.backward()
         self.unreplaced |= unreplaced
@@ -236,22 +238,22 @@ class Training(Use):
     def _train_in_all_formats(self) -> None:
         """Train a copy of the model in each format with each seed, behind one progress bar."""
         runs = []
-        for report, product_of in self._reports:
+        for report, choose_matmul in self._reports:
             if report.layers:
-                runs += [(report, product_of, seed) for seed in range(self._seeds)]
-        for report, product_of, seed in tqdm(runs, unit="run", leave=False, disable=None):
-            self._train(report, product_of, seed)
+                runs += [(report, choose_matmul, seed) for seed in range(self._seeds)]
+        for report, choose_matmul, seed in tqdm(runs, unit="run", leave=False, disable=None):
+            self._train(report, choose_matmul, seed)
 
-    def _train(self, report: TrainingReport, product_of: ProductOf, seed: int) -> None:
+    def _train(self, report: TrainingReport, choose_matmul: MatmulChoice, seed: int) -> None:
         """Train a copy of the model; add its last loss to the report, and set `report.learned`."""
         precision = Precision.FP32
         if report.name == "bf16":  # real autocast, which needs no other matmuls
             precision = Precision.BF16
-            product_of = _no_product
+            choose_matmul = _leave_to_torch
         torch.manual_seed(seed)
         step = Step(self.call, Recipe(TRAINING, precision), lr=_LR)
         step.add_noise()  # since not every model draws random numbers
-        with torch.enable_grad(), intercepted(step.model, product_of):
+        with torch.enable_grad(), intercepted(step.model, choose_matmul):
             losses = [float(step()) for _ in range(self._steps)]
         report.losses.append(losses[-1])
         report.learned = losses[0] - losses[-1]
@@ -278,7 +280,7 @@ class Inference(Use):
         if call.loss_fn is not None:
             self.remarks.append("The loss is not used: for inference the output is compared.")
 
-    def formats(self, form: Format | str) -> ProductFormats:
+    def formats(self, form: Format | str) -> MatmulFormats:
         """The formats of torchao's forward matmul in inference."""
         return inference_recipe(form)
 
@@ -296,12 +298,12 @@ class Inference(Use):
         """Forecast of the matmul and of the input's cast."""
         return roofline.forward_s(gpu, form, rows, inner, outer)
 
-    def measure(self, product_of: ProductOf) -> None:
+    def measure(self, choose_matmul: MatmulChoice) -> None:
         """Run the model in fp32, and keep its output.
 
         Raises `NumericsError` if no number of the output is finite.
         """
-        self._output = self._run(product_of)
+        self._output = self._run(choose_matmul)
         total = 0
         finite = 0
         for tensor in self._output:
@@ -317,13 +319,13 @@ class Inference(Use):
             )
 
     def report(
-        self, form: str, layers: int, left_out: int, product_of: ProductOf
+        self, form: str, layers: int, left_out: int, choose_matmul: MatmulChoice
     ) -> InferenceReport:
         """Run the model in a format, unless `layers` is 0, and compare its output with fp32's."""
         report = InferenceReport(form, layers, left_out)
         self._reports.append(report)
         if layers:
-            report.output_off = self._error(self._run(product_of))
+            report.output_off = self._error(self._run(choose_matmul))
         off = report.output_off
         # A format may be 1.5 times as far off as bf16, which allows much if bf16 is far off.
         if form == "bf16" and off is not None and off > OUTPUT_OFF:
@@ -348,14 +350,14 @@ class Inference(Use):
             exact.append(fp32_values[is_finite])
         return distance(compared, exact)
 
-    def _run(self, product_of: ProductOf) -> list[Tensor]:
+    def _run(self, choose_matmul: MatmulChoice) -> list[Tensor]:
         """Run with these matmuls; return the floating-point tensors of the output.
 
         Weights whose matmuls cannot be replaced are added to `unreplaced`.
         """
         self._reset()
         fp32 = Precision.FP32.autocast(self.call.device.type)
-        with torch.no_grad(), fp32, intercepted(self._copy.model, product_of) as unreplaced:
+        with torch.no_grad(), fp32, intercepted(self._copy.model, choose_matmul) as unreplaced:
             output = self._copy.call.output()
         self.unreplaced |= unreplaced
         return [tensor.clone() for tensor in floats(output)]

@@ -229,7 +229,7 @@ def gradient_underflow(
     works after it. No `.grad` is written.
 
     It counts the gradients that are fp16 under autocast: those of the parameters, and those of the
-    outputs of matrix products, convolutions and recurrent layers. The latter are named after the
+    outputs of matmuls, convolutions and recurrent layers. The latter are named after the
     module whose parameters the op uses; a product of activations, as in attention, is named after
     the module of the nearest parameters before it. Each value is treated as
     ``(gradient * scale).to(torch.float16)``; of a sparse gradient the stored values count, of a

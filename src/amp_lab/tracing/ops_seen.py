@@ -31,7 +31,7 @@ def has_autocast_rule(name: str, device_type: str) -> bool:
 
 
 def flops(func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
-    """Multiplications plus additions of a call, if of a matrix product, convolution or attention.
+    """Multiplications plus additions of a call, if of a matmul, convolution or attention.
 
     0 for any other op. `out` is what the call returned. Attention counts in full, although a causal
     kernel may leave out up to half of it.
@@ -51,7 +51,7 @@ def flops(func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> in
 # `out_shape` is the shape of the result; `more`, `settings` and `scales` take the other arguments.
 
 
-def _product_flops(*shapes, out_shape=None, **scales) -> int:
+def _matmul_flops(*shapes, out_shape=None, **scales) -> int:
     """FLOPs of (K,) or (M, K) times (K,), and of (B, M, K) times (B, K, N)."""
     left, right = shapes[-2:]  # addmv and addbmm have the tensor that they add to before them
     columns = math.prod(right[2:])  # N, or 1 for a vector
@@ -71,8 +71,8 @@ def _convolution_backward_flops(gradient, inputs, weight, *more, out_shape=None,
     return forward * (needs_input + needs_weight)
 
 
-def _grouped_product_flops(left, right, offsets=None, *more, out_shape=None, **settings) -> int:
-    """FLOPs of a matrix product for each group, as of (G, M, K) times (G, K, N).
+def _grouped_matmul_flops(left, right, offsets=None, *more, out_shape=None, **settings) -> int:
+    """FLOPs of a matmul for each group, as of (G, M, K) times (G, K, N).
 
     With a 2-D argument the groups split one of M, K and N, at the `offsets`. Where they split it
     does not change the FLOPs.
@@ -100,12 +100,12 @@ def _deform_convolution_flops(image, weight, *more, out_shape: Any = None, **set
 # Formulas for ops that torch's `flop_registry` lacks or counts wrongly. They also fit
 # `FlopCounterMode(custom_mapping=…)`.
 FLOP_FORMULAS: dict[Any, Callable[..., int]] = {
-    torch.ops.aten.mv: _product_flops,
-    torch.ops.aten.dot: _product_flops,
-    torch.ops.aten.addmv: _product_flops,
-    torch.ops.aten.addbmm: _product_flops,
+    torch.ops.aten.mv: _matmul_flops,
+    torch.ops.aten.dot: _matmul_flops,
+    torch.ops.aten.addmv: _matmul_flops,
+    torch.ops.aten.addbmm: _matmul_flops,
     torch.ops.aten.convolution_backward: _convolution_backward_flops,
-    torch.ops.aten._grouped_mm: _grouped_product_flops,
+    torch.ops.aten._grouped_mm: _grouped_matmul_flops,
     torch.ops.aten._trilinear: _bilinear_flops,
 }
 # Ops of packages that may not be installed.

@@ -27,7 +27,7 @@ class TorchCall:
     dtypes: dict[int, torch.dtype] = field(default_factory=dict)
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     given_dtype: torch.dtype | None = None  # of a recurrent layer's input, before casts
-    product_dtypes: set[torch.dtype] = field(default_factory=set)  # of matrix products inside
+    matmul_dtypes: set[torch.dtype] = field(default_factory=set)  # of matmuls inside
     copy_sources: dict[int, int] = field(default_factory=dict)  # storage of a copy: the original's
 
     def __post_init__(self) -> None:
@@ -58,13 +58,13 @@ class TorchCall:
         self.dtypes[key] = result.dtype
         return is_first or not self.is_rnn
 
-    def note_inside(self, name: str, args: tuple, out: torch.Tensor, is_product: bool) -> None:
-        """Note an op inside a recurrent layer: a matrix product's dtype, or an argument's copy.
+    def note_inside(self, name: str, args: tuple, out: torch.Tensor, is_matmul: bool) -> None:
+        """Note an op inside a recurrent layer: a matmul's dtype, or an argument's copy.
 
-        `is_product` says whether the op is a matrix product.
+        `is_matmul` says whether the op is a matmul.
         """
-        if is_product or name in _RNN_KERNELS:
-            self.product_dtypes.add(out.dtype)
+        if is_matmul or name in _RNN_KERNELS:
+            self.matmul_dtypes.add(out.dtype)
         elif name == "clone" and self.key(args[0]) in self.dtypes:
             # An argument that is copied into another memory layout is still that argument.
             self.copy_sources[tensor_key(out)] = self.key(args[0])

@@ -377,7 +377,7 @@ class Tracer(TorchFunctionMode):
         if not call.is_one_row:
             self._add_row(call, name, ins, outs, flop_count)
         elif call.is_rnn:
-            call.note_inside(name, args, outs[0], is_product=flop_count > 0)
+            call.note_inside(name, args, outs[0], is_matmul=flop_count > 0)
 
     def _add_row(self, call: TorchCall, name: str, ins: list, outs: list, flop_count: int) -> None:
         """Add a row for an op, or for a call that is one row as a whole.
@@ -396,7 +396,7 @@ class Tracer(TorchFunctionMode):
             flops=flop_count,
             autocast=call.autocast_dtype is not None,
             widened=self._is_widened(call, name, ins, outs),
-            product_dtype=widest(call.product_dtypes),
+            matmul_dtype=widest(call.matmul_dtypes),
             given_dtype=call.given_dtype,
         )
         self.rows.append(row)

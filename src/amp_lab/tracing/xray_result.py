@@ -51,7 +51,7 @@ class Xray(Printed):
 
     @property
     def low_share(self) -> float:
-        """Share of the FLOPs of matrix products and convolutions in low precision, 0 to 1."""
+        """Share of the FLOPs of matmuls and convolutions in low precision, 0 to 1."""
         low = work_of(row for row in self.rows if row.dtype in LOWER_DTYPES)
         return low / max(1, work_of(self.rows))
 
@@ -367,4 +367,4 @@ def _modules_and_ops(result: Xray) -> list[tuple[str, str]]:
 
 def _dtypes(row: OpRecord) -> tuple:
     """What a comparison looks at: the dtypes of the inputs, of the outputs, and of products."""
-    return row.in_dtypes, row.out_dtypes, row.product_dtype
+    return row.in_dtypes, row.out_dtypes, row.matmul_dtype

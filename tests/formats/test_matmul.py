@@ -1,10 +1,10 @@
-"""A product with rounded operands: forward, dgrad and wgrad, each in its own format."""
+"""A matmul with rounded operands: forward, dgrad and wgrad, each in its own format."""
 
 import pytest
 import torch
 
 from amp_lab.core.errors import NumericsError
-from amp_lab.formats import ProductFormats, hadamard, quantize, quantized_linear
+from amp_lab.formats import MatmulFormats, hadamard, quantize, quantized_linear
 
 
 def operands(dtype=torch.float32):
@@ -14,9 +14,9 @@ def operands(dtype=torch.float32):
     return values, weight, torch.randn(4, 8, 96, generator=draws)
 
 
-def test_each_of_the_three_products_rounds_along_what_it_sums_over():
+def test_each_of_the_three_matmuls_rounds_along_what_it_sums_over():
     values, weight, grad = operands()
-    found = quantized_linear(values, weight, ProductFormats("nvfp4", "mxfp8", "fp8-rowwise"))
+    found = quantized_linear(values, weight, MatmulFormats("nvfp4", "mxfp8", "fp8-rowwise"))
     found.backward(grad)
     rows, grads = values.detach().flatten(0, 1), grad.flatten(0, 1)
     w = weight.detach()
@@ -60,7 +60,7 @@ def test_a_batch_of_no_multiple_is_filled_with_zeros_for_the_gradient_of_the_wei
     torch.testing.assert_close(weight.grad, expected)
 
 
-def test_a_hadamard_transform_keeps_products_and_spreads_an_outlier():
+def test_a_hadamard_transform_keeps_matmuls_and_spreads_an_outlier():
     left, right = torch.randn(8, 64), torch.randn(4, 64)
     torch.testing.assert_close(hadamard(left) @ hadamard(right).T, left @ right.T)
     torch.testing.assert_close(hadamard(left).norm(), left.norm())
@@ -81,13 +81,13 @@ def test_hadamard_and_stochastic_rounding_help_the_gradient_of_the_weight():
     exact, off = grad.T @ values, {}
     for mixed in (False, True):
         weight.grad = None
-        quantized_linear(values, weight, ProductFormats("mxfp4", hadamard=mixed)).backward(grad)
+        quantized_linear(values, weight, MatmulFormats("mxfp4", hadamard=mixed)).backward(grad)
         off[mixed] = (weight.grad - exact).norm() / exact.norm()
     assert off[True] < off[False] / 1.2
     found = torch.zeros(64, 32)
     for _ in range(64):
         weight.grad = None
-        formats = ProductFormats("mxfp4", generator=draws)
+        formats = MatmulFormats("mxfp4", generator=draws)
         quantized_linear(values, weight, formats).backward(grad)
         found += weight.grad / 64
     unbiased = grad.T @ quantize(values.T, "mxfp4").T  # the values are rounded to nearest

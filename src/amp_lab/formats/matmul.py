@@ -14,12 +14,12 @@ from amp_lab.formats.scaling import Counts, Format, format_of, quantize
 FORWARD = "forward"
 GRAD_INPUT = "grad_input"
 GRAD_WEIGHT = "grad_weight"
-PRODUCTS = (FORWARD, GRAD_INPUT, GRAD_WEIGHT)
+MATMULS = (FORWARD, GRAD_INPUT, GRAD_WEIGHT)
 HADAMARD = 16  # size of the Hadamard transform, as in NVIDIA's recipe for NVFP4
 
 
 @dataclass(frozen=True)
-class ProductFormats:
+class MatmulFormats:
     """The formats of the operands in the three matmuls of a linear layer's training step.
 
     - `values` is the format of the input and the weight.
@@ -38,7 +38,7 @@ class ProductFormats:
     generator: torch.Generator | None = None
 
     def of(self, which: str) -> tuple[Format, Format]:
-        """The formats ``(left, right)`` of the operands of one of `PRODUCTS`, see `product`."""
+        """The formats ``(left, right)`` of the operands of one of `MATMULS`, see `matmul`."""
         if which == GRAD_WEIGHT and self.grad_weight:
             both = format_of(self.grad_weight)
             return both, both
@@ -47,17 +47,17 @@ class ProductFormats:
             return values, values
         return format_of(self.gradient or self.values), values
 
-    def product(
+    def matmul(
         self,
         which: str,
         left: Tensor,
         right: Tensor,
         counts: Sequence[Counts | None] = (None, None),
     ) -> Tensor:
-        """``left @ right.T`` for one of `PRODUCTS`, with both operands rounded to their formats.
+        """``left @ right.T`` for one of `MATMULS`, with both operands rounded to their formats.
 
         The last dimension, which is summed over, is the one that blocks and rows lie along. In the
-        two products of the backward pass `left` is the gradient. `counts`, one for each operand,
+        two matmuls of the backward pass `left` is the gradient. `counts`, one for each operand,
         count the values that were clipped, flushed and so on. The result is in fp32.
         """
         left_format, right_format = self.of(which)
@@ -91,10 +91,10 @@ class ProductFormats:
 def operands(
     which: str, values: Tensor, weight: Tensor, grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The operands ``(left, right)`` of one of `PRODUCTS`, which is ``left @ right.T``.
+    """The operands ``(left, right)`` of one of `MATMULS`, which is ``left @ right.T``.
 
     They are those of the linear layer ``values @ weight.T``, of shapes ``(…, in)`` and
-    ``(out, in)``. The two products of the backward pass need `grad`, the gradient ``(…, out)`` of
+    ``(out, in)``. The two matmuls of the backward pass need `grad`, the gradient ``(…, out)`` of
     the output; without it, `which` has to be `FORWARD`.
     """
     rows = values.reshape(-1, values.shape[-1])
@@ -106,13 +106,13 @@ def operands(
     return grad.T, rows.T
 
 
-def recipe(form: str | Format) -> ProductFormats:
+def recipe(form: str | Format) -> MatmulFormats:
     """The formats of all operands when torchao trains in a format; gradients may have another."""
     form = format_of(form)
-    return ProductFormats(form, gradient=form.gradient or None)
+    return MatmulFormats(form, gradient=form.gradient or None)
 
 
-def inference_recipe(form: str | Format) -> ProductFormats:
+def inference_recipe(form: str | Format) -> MatmulFormats:
     """The formats of the operands when torchao runs inference in a format.
 
     Scales that are powers of two in training may be any fp32 numbers in inference.
@@ -120,11 +120,11 @@ def inference_recipe(form: str | Format) -> ProductFormats:
     form = format_of(form)
     if form.scale == "power2":
         form = replace(form, scale="fp32")
-    return ProductFormats(form)
+    return MatmulFormats(form)
 
 
 def quantized_linear(
-    values: Tensor, weight: Tensor, formats: str | Format | ProductFormats
+    values: Tensor, weight: Tensor, formats: str | Format | MatmulFormats
 ) -> Tensor:
     """`values @ weight.T`, of shapes ``(…, in)`` and ``(out, in)``, with rounded operands, in fp32.
 
@@ -136,7 +136,7 @@ def quantized_linear(
 
     Raises what `quantize` raises; ``in`` and ``out`` have to be multiples of the format's block.
     """
-    if not isinstance(formats, ProductFormats):
+    if not isinstance(formats, MatmulFormats):
         formats = recipe(formats)
     return _Linear.apply(values, weight, formats)
 
@@ -168,10 +168,10 @@ class _Linear(torch.autograd.Function):
     """``values @ weight.T`` with rounded operands in all three matmuls."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, weight: Tensor, formats: ProductFormats) -> Tensor:
+    def forward(ctx: Any, values: Tensor, weight: Tensor, formats: MatmulFormats) -> Tensor:
         ctx.save_for_backward(values, weight)
         ctx.formats = formats
-        out = formats.product(FORWARD, *operands(FORWARD, values, weight))
+        out = formats.matmul(FORWARD, *operands(FORWARD, values, weight))
         return out.view(*values.shape[:-1], len(weight))
 
     @staticmethod
@@ -181,6 +181,6 @@ class _Linear(torch.autograd.Function):
         for i, which in enumerate((GRAD_INPUT, GRAD_WEIGHT)):
             if ctx.needs_input_grad[i]:
                 left, right = operands(which, *saved, *grads)
-                grad = ctx.formats.product(which, left, right)
+                grad = ctx.formats.matmul(which, left, right)
                 gradients[i] = grad.view_as(saved[i]).to(saved[i].dtype)
         return *gradients, None

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 
-class OwnProduct(torch.autograd.Function):
+class CustomMatmul(torch.autograd.Function):
     """A product whose backward pass meets fp32 weights with fp16 gradients under autocast."""
 
     @staticmethod
@@ -18,8 +18,8 @@ class OwnProduct(torch.autograd.Function):
         return gradient @ weight, gradient.t() @ x
 
 
-class WithOwnProduct(nn.Module):
-    def __init__(self, function=OwnProduct):
+class CustomMatmulModel(nn.Module):
+    def __init__(self, function=CustomMatmul):
         super().__init__()
         self.first, self.function = nn.Linear(8, 8), function
         self.weight = nn.Parameter(torch.ones(8, 8))
