@@ -147,7 +147,7 @@ def weighted_step(model, optimizer, scaler, dtype, weight, step):
 # trusted, we measure one more product.
 
 # %% tags=["nbval-ignore-output"]
-print(f"{report.name}: use {report.recommended}, since {report.why}")
+print(f"{report.name}: use {report.recommended}, since {report.reason}")
 size, both = config["size"], ("fp32", names[low])
 products = {p: make_matmul(device, Precision(p), size) for p in both}
 ratio = compare(products, device=device, budget_s=3).ratio(*both)

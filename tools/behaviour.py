@@ -290,8 +290,8 @@ def of_model(model: Any, args: tuple, kwargs: dict) -> Iterator[tuple[str, Any]]
     for device, dtype in (
         ("cuda", torch.float16), ("cuda", torch.bfloat16), ("cpu", torch.bfloat16),
     ):  # fmt: skip
-        look = functools.partial(xray, model, *args, device_type=device, dtype=dtype, **kwargs)
-        yield f"xray {device} {dtype}", outcome_of(lambda look=look: _shown(look()))
+        trace = functools.partial(xray, model, *args, device_type=device, dtype=dtype, **kwargs)
+        yield f"xray {device} {dtype}", outcome_of(lambda trace=trace: _shown(trace()))
     for precision in ("fp32", "bf16"):
         forecast = functools.partial(forecast_memory, model, *args, precision=precision, **kwargs)
         yield f"memory {precision}", outcome_of(lambda forecast=forecast: _shown(forecast()))

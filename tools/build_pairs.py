@@ -219,7 +219,7 @@ def require_clean_tree() -> None:
         raise Problem(f"{changed} is changed: commit first, since a pair names its commit")
 
 
-def why_busy(seconds: float = 1.0) -> str:
+def busy_reason(seconds: float = 1.0) -> str:
     """Why timings on this machine could not be trusted now; empty if it is quiet."""
     rounds, end = Rounds(torch.device("cpu")), time.perf_counter() + seconds
     while time.perf_counter() < end or len(rounds.all) < 12:
@@ -232,7 +232,7 @@ def why_busy(seconds: float = 1.0) -> str:
 def execute_quietly(source: Path, force: bool) -> nbformat.NotebookNode:
     """`execute` on a quiet machine; with a second try, since a neighbour may come and go."""
     for _ in range(2):
-        reason = "" if force else why_busy()
+        reason = "" if force else busy_reason()
         if reason:
             continue
         notebook = execute(source)

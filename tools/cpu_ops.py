@@ -24,7 +24,7 @@ from torch import nn
 from amp_lab.core.cpu import matrix_instructions
 from amp_lab.core.device import device_name
 from amp_lab.core.errors import first_line
-from amp_lab.core.files import write_whole
+from amp_lab.core.files import atomic_write
 from amp_lab.core.timing import measure
 from cpu_matrix import RUNS, can_do
 
@@ -170,7 +170,7 @@ def main() -> int:
         "instruction sets": {name: sets[name] for name in SETS if name in sets},
     }
     text = json.dumps(results, indent=1, ensure_ascii=False) + "\n"
-    write_whole(options.out, [text.encode()])
+    atomic_write(options.out, [text.encode()])
     return 0
 
 

@@ -367,10 +367,16 @@ def _tiles(settings: Settings) -> Figures:
     import torch.nn.functional as F
 
     from amp_lab import Precision, compare
-    from amp_lab.bench import ConvModel, FusedStep, TiledStep, quantized_sine, why_not_tiled
+    from amp_lab.bench import (
+        ConvModel,
+        FusedStep,
+        TiledStep,
+        quantized_sine,
+        tiled_unsupported_reason,
+    )
     from recording import times_as_fast
 
-    reason = why_not_tiled(settings.device)
+    reason = tiled_unsupported_reason(settings.device)
     if reason:
         yield "not here", reason, None if settings.device == "cpu" else False
         return

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_lab.core.device import device_name, pick_device
-from amp_lab.core.files import write_whole
+from amp_lab.core.files import atomic_write
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "data" / "results"
@@ -267,7 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"\nAdd data/results/*-{name}.json, run `pdm run record --write`, and paste this:\n")
     if options.write:
         readme = RESULTS / "README.md"
-        write_whole(readme, [with_tables(readme.read_text()).encode()])
+        atomic_write(readme, [with_tables(readme.read_text()).encode()])
     print(gallery())
     return int(bool(failed))
 

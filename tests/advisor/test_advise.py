@@ -16,7 +16,7 @@ from amp_lab import Precision, advise, gradient_underflow
 from amp_lab.advisor import session
 from amp_lab.advisor.candidates import Candidate
 from amp_lab.advisor.learning import Learning, fp16_remarks
-from amp_lab.advisor.outlook import Outlook, first_look, forecast
+from amp_lab.advisor.outlook import Outlook, forecast, trace_and_forecast
 from amp_lab.core.device import DeviceReport
 from amp_lab.core.errors import DeviceError, OptionError, TraceError
 from amp_lab.core.gpus import GPUS, unknown_gpu
@@ -392,10 +392,10 @@ class Custom(nn.Module):
 
 def test_inference_is_not_ruled_out_by_the_backward_pass():
     call = ModelCall(Custom(), (torch.randn(4, 8),), loss_fn=lambda out: out.float().mean())
-    look = first_look(call, CPU)
+    outlook = trace_and_forecast(call, CPU)
     for precision in (Precision.BF16, Precision.FP16):
-        assert look.rejection(Recipe(TRAINING, precision))[0] == "raises"
-        assert look.rejection(Recipe(INFERENCE, precision)) == ("", "")
+        assert outlook.rejection(Recipe(TRAINING, precision))[0] == "raises"
+        assert outlook.rejection(Recipe(INFERENCE, precision)) == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -438,7 +438,7 @@ def test_the_memory_of_an_absent_gpu_is_the_budget():
 def test_an_error_stands_below_the_table_and_once():
     call = ModelCall(Custom(), (torch.randn(4, 8),), loss_fn=lambda out: out.float().mean())
     gpu = unknown_gpu("cpu")
-    said = str(forecast(call, first_look(call, CPU, gpu=gpu), gpu))
+    said = str(forecast(call, trace_and_forecast(call, CPU, gpu=gpu), gpu))
     assert max(map(len, said.partition("Look at:")[0].splitlines())) < 120
     assert said.count("backward pass of Inverse") == 2  # in X-ray's words, in each precision
 

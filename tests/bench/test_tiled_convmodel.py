@@ -11,12 +11,14 @@ from amp_lab.bench import cpp_tiles, rungs, runner, tiled_convmodel
 from amp_lab.bench.convmodel import ConvModel, quantized_sine
 from amp_lab.bench.fused_convmodel import FusedStep
 from amp_lab.bench.results import Row
-from amp_lab.bench.tiled_convmodel import TiledStep, why_not_tiled
+from amp_lab.bench.tiled_convmodel import TiledStep, tiled_unsupported_reason
 from amp_lab.bench.workloads import convmodel_workload
 from amp_lab.core.errors import OptionError
 from amp_lab.core.precision import Precision
 
-needs_tiles = pytest.mark.skipif(bool(why_not_tiled()), reason=why_not_tiled() or "")
+needs_tiles = pytest.mark.skipif(
+    bool(tiled_unsupported_reason()), reason=tiled_unsupported_reason() or ""
+)
 CPU = torch.device("cpu")
 
 

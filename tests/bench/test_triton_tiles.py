@@ -21,7 +21,7 @@ from torch import nn
 
 from amp_lab.bench import rungs
 from amp_lab.bench.convmodel import ConvModel, quantized_sine
-from amp_lab.bench.tiled_convmodel import TiledStep, why_not_tiled
+from amp_lab.bench.tiled_convmodel import TiledStep, tiled_unsupported_reason
 from amp_lab.bench.workloads import convmodel_workload
 from amp_lab.core.errors import OptionError
 from amp_lab.core.precision import Precision
@@ -145,10 +145,10 @@ def test_the_rung_is_there_where_triton_is():
 
 
 def test_without_triton_tiles_say_so(monkeypatch):
-    assert why_not_tiled("cuda") is None
-    assert "none here for mps" in why_not_tiled("mps")
+    assert tiled_unsupported_reason("cuda") is None
+    assert "none here for mps" in tiled_unsupported_reason("mps")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "none here for cuda" in why_not_tiled("cuda")
+    assert "none here for cuda" in tiled_unsupported_reason("cuda")
 
 
 def test_what_triton_cannot_compile_is_said_in_a_line(monkeypatch):

@@ -244,7 +244,7 @@ def test_on_a_busy_machine_facts_decide_and_not_rates(monkeypatch, has_bf16):
     report = device_module._describe.__wrapped__(CPU, "CPU")
     assert not report.trusted
     assert report.recommended == (Precision.BF16 if has_bf16 else Precision.FP32)
-    assert "too busy to measure" in report.why
+    assert "too busy to measure" in report.reason
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from amp_lab import AmpLabError, load_checkpoint, save_checkpoint
 from amp_lab.bench import load_results
-from amp_lab.core.files import read_json, read_regular, write_whole
+from amp_lab.core.files import atomic_write, read_json, read_regular
 from amp_lab.train.checkpoint import is_checkpoint
 
 posix = pytest.mark.skipif(os.name != "posix", reason="links and devices of POSIX")
@@ -18,14 +18,14 @@ posix = pytest.mark.skipif(os.name != "posix", reason="links and devices of POSI
 def test_a_new_file_is_written_and_an_old_one_replaced_with_nothing_left_beside(tmp_path):
     path = tmp_path / "x"
     for content in (b"one", b"another"):
-        write_whole(path, [content[:1], content[1:]])
+        atomic_write(path, [content[:1], content[1:]])
         assert path.read_bytes() == content
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_file_of_the_users_with_a_similar_name_stays(tmp_path):
     (tmp_path / "x.partial").write_text("thesis")
-    write_whole(tmp_path / "x", [b"new"])
+    atomic_write(tmp_path / "x", [b"new"])
     assert (tmp_path / "x.partial").read_text() == "thesis"
 
 
@@ -40,10 +40,10 @@ def test_two_writers_of_a_file_do_not_share_one(tmp_path):
         yield 1000 * letter
 
     def write_another():
-        write_whole(path, parts(b"b"))
+        atomic_write(path, parts(b"b"))
         inside.append(path.read_bytes())
 
-    write_whole(path, parts(b"a", write_another))
+    atomic_write(path, parts(b"a", write_another))
     assert inside == [2000 * b"b"]
     assert path.read_bytes() == 2000 * b"a"
     assert os.listdir(tmp_path) == ["x"]
@@ -53,9 +53,9 @@ def test_many_processes_may_write_one_file(tmp_path):
     code = """
 import sys
 from pathlib import Path
-from amp_lab.core.files import write_whole
+from amp_lab.core.files import atomic_write
 for _ in range(20):
-    write_whole(Path(sys.argv[1]), [100_000 * sys.argv[2].encode() for _ in range(10)])
+    atomic_write(Path(sys.argv[1]), [100_000 * sys.argv[2].encode() for _ in range(10)])
 """
     path = tmp_path / "x"
     writers = [subprocess.Popen([sys.executable, "-c", code, path, x]) for x in "abcd"]
@@ -71,7 +71,7 @@ def test_what_a_killed_process_left_is_removed_once_it_is_old(tmp_path):
         (tmp_path / name).write_text("half")
     for name in (names[0], names[2]):  # the second may be another process's that writes now
         os.utime(tmp_path / name, (0, 0))
-    write_whole(tmp_path / "x", [b"new"])
+    atomic_write(tmp_path / "x", [b"new"])
     assert sorted(os.listdir(tmp_path)) == [*names[1:], "x"]
 
 
@@ -82,7 +82,7 @@ def test_what_is_no_regular_file_is_refused(tmp_path, kind):
     target.write_text("mine")
     path.symlink_to(target) if kind == "link" else os.mkfifo(path)
     with pytest.raises(OSError, match="no regular file"):
-        write_whole(path, [b"new"])
+        atomic_write(path, [b"new"])
     assert target.read_text() == "mine"
     assert path.is_symlink() == (kind == "link")
 
@@ -92,7 +92,7 @@ def test_owner_and_mode_are_there_before_the_file_has_its_name(tmp_path, monkeyp
     path = tmp_path / "x"
     path.write_text("old")
     path.chmod(0o750)
-    write_whole(path, [b"new"], like=path.stat())
+    atomic_write(path, [b"new"], like=path.stat())
     assert stat.S_IMODE(path.stat().st_mode) == 0o750
 
     def refuse(*arguments):
@@ -100,7 +100,7 @@ def test_owner_and_mode_are_there_before_the_file_has_its_name(tmp_path, monkeyp
 
     monkeypatch.setattr(os, "chmod", refuse)
     with pytest.raises(PermissionError):
-        write_whole(path, [b"newer"], like=path.stat())
+        atomic_write(path, [b"newer"], like=path.stat())
     assert path.read_bytes() == b"new"  # left as it was, as an error message says
     assert list(tmp_path.iterdir()) == [path]
 
@@ -115,7 +115,7 @@ def test_a_folder_that_may_be_written_and_not_read_is_no_error(tmp_path, monkeyp
         return real(path, *arguments, **options)
 
     monkeypatch.setattr(os, "open", refuse_folders)
-    write_whole(tmp_path / "x", [b"new"])
+    atomic_write(tmp_path / "x", [b"new"])
     assert (tmp_path / "x").read_bytes() == b"new"
 
 

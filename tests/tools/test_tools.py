@@ -54,7 +54,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     (tmp_path / "notebooks").mkdir()
     monkeypatch.setattr(build_pairs, "FOLDER", tmp_path / "notebooks")
-    monkeypatch.setattr(build_pairs, "why_busy", lambda: "")  # whatever else runs here
+    monkeypatch.setattr(build_pairs, "busy_reason", lambda: "")  # whatever else runs here
     return tmp_path / "notebooks"
 
 
@@ -178,7 +178,7 @@ def test_a_notebook_that_fails_is_named_with_its_line_and_its_pair_is_kept(folde
 def test_nothing_is_made_on_a_busy_machine_unless_forced(folder, monkeypatch, capsys):
     source = folder / "01_sound.py"
     source.write_text(HEADER + "# %%\n1 + 1\n")
-    monkeypatch.setattr(build_pairs, "why_busy", lambda: "busy in 9 of 12 rounds")
+    monkeypatch.setattr(build_pairs, "busy_reason", lambda: "busy in 9 of 12 rounds")
     assert build_pairs.main([]) == 2
     said = capsys.readouterr().err
     assert len(said.splitlines()) == 1
@@ -413,6 +413,6 @@ def test_a_machine_that_is_watched_is_quiet_or_says_why_not(monkeypatch):
     monkeypatch.setattr(timing, "_waited_s", lambda: 0.0)
     monkeypatch.setattr(timing, "_stolen_s", lambda: 0.0)
     monkeypatch.setattr(timing, "_turn", lambda fn, calls, device: 1e-3)
-    assert build_pairs.why_busy(seconds=0.01) == ""
+    assert build_pairs.busy_reason(seconds=0.01) == ""
     monkeypatch.setattr(timing, "_waited_s", time.perf_counter)  # its threads wait all the time
-    assert "the machine was busy in" in build_pairs.why_busy(seconds=0.01)
+    assert "the machine was busy in" in build_pairs.busy_reason(seconds=0.01)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from amp_lab import forecast_memory, xray
-from amp_lab.advisor import first_look, forecast
+from amp_lab.advisor import forecast, trace_and_forecast
 from amp_lab.core.gpus import unknown_gpu
 from amp_lab.core.precision import Precision
 from amp_lab.model_call import ModelCall
@@ -256,7 +256,7 @@ def test_xray_memory_and_advise_say_that_an_fft_fails():
     assert forecast_memory(model, x, precision="fp32").peak
     call = ModelCall(model, (x,))
     gpu = unknown_gpu("cuda")
-    found = forecast(call, first_look(call, torch.device("cuda"), gpu=gpu), gpu).candidates
+    found = forecast(call, trace_and_forecast(call, torch.device("cuda"), gpu=gpu), gpu).candidates
     raising = [c for c in found if c.verdict == "raises"]
     assert {c.recipe.precision for c in raising} == {Precision.FP16, Precision.BF16}
     assert all(said in c.reason for c in raising)

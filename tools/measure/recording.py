@@ -12,7 +12,7 @@ import torch
 
 from amp_lab.core.allocator import keep_memory
 from amp_lab.core.device import describe_device
-from amp_lab.core.files import write_whole
+from amp_lab.core.files import atomic_write
 from amp_lab.core.timing import Comparison, Estimate
 
 
@@ -95,4 +95,4 @@ def _say(figures: object) -> None:
 
 def _write(path: Path, result: dict) -> None:
     text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-    write_whole(path, [text.encode()])
+    atomic_write(path, [text.encode()])

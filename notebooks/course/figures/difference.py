@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from amp_lab.plots import style
-from amp_lab.plots.style import Look
+from amp_lab.plots.style import Options
 
 
 def gap_and_change(gap: Tensor, changes: Mapping[str, Tensor]) -> Axes:
@@ -16,7 +16,7 @@ def gap_and_change(gap: Tensor, changes: Mapping[str, Tensor]) -> Axes:
     dashed line a decision can change.
     """
     _, ax = style.subplots(size=(8.5, 4.0))
-    dots: Look = {"markersize": 4, "alpha": 0.6}
+    dots: Options = {"markersize": 4, "alpha": 0.6}
     for (name, change), marker in zip(changes.items(), "o+x", strict=False):
         ax.plot(gap, change, marker, label=name, **dots)
     smallest = float(gap.min())

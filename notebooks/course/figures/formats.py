@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from amp_lab.plots import style
-from amp_lab.plots.style import Look, Values
+from amp_lab.plots.style import Options, Values
 
 _HATCHES = ("", "//")
 
@@ -17,7 +17,7 @@ def sqnr_by_format(errors: Mapping[str, Mapping[str, float]]) -> Axes:
     for i, (kind, sqnr_of) in enumerate(errors.items()):
         colour = style.shade(i, 2)
         hatch = _HATCHES[i]
-        look: Look = {
+        options: Options = {
             "width": 0.38,
             "color": colour,
             "hatch": hatch,
@@ -27,8 +27,8 @@ def sqnr_by_format(errors: Mapping[str, Mapping[str, float]]) -> Axes:
         offset = 0.4 * i - 0.2  # two bars side by side, around the tick of their format
         for n, sqnr in enumerate(sqnr_of.values()):
             text = f"{sqnr:.0f}"
-            style.bar(ax, n + offset, sqnr, text, **look)
-            look.pop("label", None)  # only the first bar goes into the legend
+            style.bar(ax, n + offset, sqnr, text, **options)
+            options.pop("label", None)  # only the first bar goes into the legend
         formats = list(sqnr_of)
         ax.set_xticks(range(len(formats)), formats)
     ax.margins(y=0.35)
@@ -48,6 +48,6 @@ def loss_by_format(losses: Mapping[str, Sequence[Values]], window_steps: int = 1
         steps = range(window_steps, window_steps + len(smooth))
         colour = style.shade(i, len(losses))
         dash = style.DASHES[i % len(style.DASHES)]
-        look: Look = {"color": colour, "linestyle": dash}
-        ax.plot(steps, smooth, label=name, **look)
+        options: Options = {"color": colour, "linestyle": dash}
+        ax.plot(steps, smooth, label=name, **options)
     return style.label(ax, "step", "loss (cross-entropy)", legend="best")

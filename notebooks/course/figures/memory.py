@@ -7,19 +7,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from amp_lab.plots import style
-from amp_lab.plots.style import Bars, Look
+from amp_lab.plots.style import Bars, Options
 
 _KIB = 2**10
 _MIB = 2**20
 _GIB = 2**30
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_BEHIND_LIMIT: Look = {"color": "white", "linewidth": 4}  # so that the line shows on a dark bar
-_LIMIT: Look = {
+_BEHIND_LIMIT: Options = {"color": "white", "linewidth": 4}  # so that the line shows on a dark bar
+_LIMIT: Options = {
     "color": "black",
     "linestyle": "--",
     "linewidth": 1.5,
 }
-_IN_A_BAR: Look = {
+_IN_A_BAR: Options = {
     "fontsize": 8,
     "linespacing": 0.9,
     # so that the hatch does not cross the letters
@@ -62,7 +62,7 @@ def memory_by_dtype(
 
 
 def _by_dtype(peak: Iterable[tuple[Any, Any, int]]) -> Bars:
-    """GiB and look of the tensors of each precision; `peak` has (shape, dtype, bytes) of each."""
+    """GiB and options of tensors of each precision; `peak` has (shape, dtype, bytes) of each."""
     gib_of = dict.fromkeys(_PRECISIONS.values(), 0.0)
     gib_of["integers"] = 0.0
     for _, dtype, nbytes in peak:
@@ -76,8 +76,8 @@ def _by_dtype(peak: Iterable[tuple[Any, Any, int]]) -> Bars:
         label = None
         if gib > 0.1:  # a smaller segment cannot be seen, so it is not in the legend
             label = name
-        look = style.look_of(name, height=0.6, label=label)
-        bars.append((gib, look))
+        options = style.precision_options(name, height=0.6, label=label)
+        bars.append((gib, options))
     return bars
 
 
@@ -102,13 +102,13 @@ def memory_per_rank(engines: Mapping[str, Mapping[int, BytesOf]]) -> Figure:
 
 
 def _mib_of_parts(parts: BytesOf) -> Bars:
-    """MiB and look of each part of a rank's memory."""
-    looks = style.part_looks(parts, style.THREE_PARTS)
+    """MiB and options of each part of a rank's memory."""
+    segments = style.segment_options(parts, style.THREE_PARTS)
     bars: Bars = []
-    for part, look in looks.items():
-        look["width"] = 0.6
+    for part, options in segments.items():
+        options["width"] = 0.6
         mib = parts[part] / _MIB
-        bars.append((mib, look))
+        bars.append((mib, options))
     return bars
 
 
@@ -120,14 +120,14 @@ def bytes_per_parameter(setups: Mapping[str, BytesOf]) -> Axes:
     for bytes_of in setups.values():
         parts |= dict.fromkeys(bytes_of)
     greys = style.FIVE_PARTS[: len(parts)]
-    looks = style.part_looks(parts, greys)
-    for look in looks.values():
-        look["height"] = 0.75  # leaves a gap between the rows
+    segments = style.segment_options(parts, greys)
+    for options in segments.values():
+        options["height"] = 0.75  # leaves a gap between the rows
     for y, bytes_of in enumerate(setups.values()):
         bars: Bars = []
-        for part, look in looks.items():
+        for part, options in segments.items():
             nbytes = bytes_of.get(part, 0)  # not every set-up has all parts
-            bars.append((nbytes, look))
+            bars.append((nbytes, options))
         style.stacked(ax, y, bars, "{:.3g}", size=11)
     names = list(setups)
     style.name_rows(ax, names, room=0.08, fontsize=11)
@@ -147,8 +147,8 @@ def sent_bytes(setups: Mapping[str, Sent], ranks: int) -> Axes:
         bars: Bars = []
         for _, dtype, nbytes in sent:
             kib = nbytes / _KIB
-            look = style.look_of(dtype, height=0.75, linewidth=1.5, label=dtype)
-            bars.append((kib, look))
+            options = style.precision_options(dtype, height=0.75, linewidth=1.5, label=dtype)
+            bars.append((kib, options))
         style.stacked(ax, y, bars, "{:,.0f}")
         _name_collectives(ax, y, sent, min_kib=longest / 8)  # a shorter one has no room for it
     names = list(setups)

@@ -6,9 +6,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from amp_lab.plots import style
-from amp_lab.plots.style import COLOURS, Look, Values
+from amp_lab.plots.style import COLOURS, Options, Values
 
-_LEFT: Look = {"loc": "left", "fontsize": 11}  # how titles are placed
+_LEFT: Options = {"loc": "left", "fontsize": 11}  # how titles are placed
 _DASHES = style.DASHES[:6]
 # How many points labels are moved up, so that they do not touch another line.
 _RAISED = {"fp16": -12, "fp8 E5M2": 5, "fp8 E4M3": -5}
@@ -54,7 +54,7 @@ def _range_bar(ax: Axes, row: int, name: str, exponents: Sequence[int], normal: 
     colour = COLOURS[style.precision_of(name)]
     low = exponents[0]
     high = exponents[-1] + 1  # where the last power of two ends
-    hollow: Look = {
+    hollow: Options = {
         "color": "white",
         "edgecolor": colour,
         "hatch": "////",
@@ -76,7 +76,7 @@ def _spacing_line(
     x = exponents[-1] + 1
     y = spacing[-1]
     points_up = _RAISED.get(name, 0)
-    beside: Look = {
+    beside: Options = {
         "xytext": (6, points_up),
         "textcoords": "offset points",
         "va": "center_baseline",
@@ -111,15 +111,15 @@ def dtype_track(steps: Sequence[tuple[str, str]]) -> Axes:
             lower_precision = lower_precision or precision
         names.append(name)
         lanes.append(lane)
-        look: Look = {
+        options: Options = {
             "s": 90,
             "marker": marker,
             "color": COLOURS[precision],
             "zorder": 2,
         }
-        ax.scatter(x, lane, **look)
+        ax.scatter(x, lane, **options)
     positions = range(len(steps))
-    path: Look = {"color": style.PATH, "linewidth": 1.5, "zorder": 1}
+    path: Options = {"color": style.PATH, "linewidth": 1.5, "zorder": 1}
     ax.plot(positions, lanes, **path)
     ax.set_yticks([0, 1], [lower_precision, "fp32"])
     ax.set_xticks(positions, names, rotation=20)

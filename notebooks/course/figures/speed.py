@@ -7,23 +7,23 @@ from matplotlib.figure import Figure
 
 from amp_lab.core.timing import Comparison, Estimate, Ratio
 from amp_lab.plots import style
-from amp_lab.plots.style import COLOURS, Look, Values
+from amp_lab.plots.style import COLOURS, Options, Values
 
-_LEVEL: Look = {"color": "black", "linewidth": 1}  # a reference line
-_LAYER_DOT: Look = {
+_LEVEL: Options = {"color": "black", "linewidth": 1}  # a reference line
+_LAYER_DOT: Options = {
     "linestyle": "none",
     "markersize": 7,
     "markeredgecolor": "black",
     "markeredgewidth": 0.6,
 }
-_KIND_LOOKS = [
+_KIND_OPTIONS = [
     ("black", "*"),
     (style.PATH, "^"),
     (COLOURS["bf16"], "o"),
     ("black", "v"),
 ]
 # (format, marker fill) of two lines, which may have the same colour.
-_LINE_LOOKS = (("-o", None), ("--s", "white"))
+_LINE_OPTIONS = (("-o", None), ("--s", "white"))
 Layers = Sequence[tuple[str, float]]
 """(kind, FLOPs per byte) of each layer."""
 Growth = tuple[Sequence[int], Sequence[Ratio], Values]
@@ -72,8 +72,8 @@ def _time_bars(ax: Axes, times: Comparison) -> None:
             low, high = speedup.interval
             text += f"\n{speedup.median:.2f}x as fast"
             text += f"\n({low:.2f}x to {high:.2f}x)"
-        look = style.look_of(name, width=0.6)
-        style.measured_bar(ax, name, milliseconds, text, **look)
+        options = style.precision_options(name, width=0.6)
+        style.measured_bar(ax, name, milliseconds, text, **options)
 
 
 def _memory_bars(ax: Axes, mebibytes: Mapping[str, float]) -> None:
@@ -84,8 +84,8 @@ def _memory_bars(ax: Axes, mebibytes: Mapping[str, float]) -> None:
         if value != first:
             share = value / first
             text += f"\n{share:.0%}"
-        look = style.look_of(name, width=0.6)
-        style.bar(ax, name, value, text, **look)
+        options = style.precision_options(name, width=0.6)
+        style.bar(ax, name, value, text, **options)
 
 
 def time_by_kind(kinds: Mapping[str, Comparison]) -> Axes:
@@ -96,7 +96,7 @@ def time_by_kind(kinds: Mapping[str, Comparison]) -> Axes:
     first = precisions[0]
     width = 0.8 / len(precisions)  # the bars of a kind fill 0.8 of its place on the axis
     for i, precision in enumerate(precisions):
-        look = style.look_of(precision, width=width)
+        options = style.precision_options(precision, width=width)
         offset = i * width
         for k, times in enumerate(comparisons):
             seconds = times.time_s(precision)
@@ -107,8 +107,8 @@ def time_by_kind(kinds: Mapping[str, Comparison]) -> Axes:
             if not is_first and not is_repeated:
                 speedup = times.ratio(first, precision)
                 text = f"{speedup.median:.2f}x"
-            style.measured_bar(ax, k + offset, milliseconds, text, **look)
-        ax.bar([0], [0], label=precision, **look)  # for the legend, even without any value
+            style.measured_bar(ax, k + offset, milliseconds, text, **options)
+        ax.bar([0], [0], label=precision, **options)  # for the legend, even without any value
     names = list(kinds)
     half_width = width / 2
     middles = [k + 0.4 - half_width for k in range(len(names))]  # of the bars of each kind
@@ -135,8 +135,8 @@ def throughput_over_batch(batches: Mapping[int, Comparison]) -> Figure:
         for batch, times in batches.items():
             step_s = times.time_s(precision)
             rates.append(step_s.rate(batch))
-        look: Look = {"color": COLOURS[precision], "label": precision}
-        style.measured_line(left, sizes, rates, form, **look)
+        options: Options = {"color": COLOURS[precision], "label": precision}
+        style.measured_line(left, sizes, rates, form, **options)
     left.set_yscale("log")
     style.label(left, "batch", "samples per second", legend="lower right")
     ratios = [times.ratio(first, second) for times in comparisons]
@@ -164,14 +164,14 @@ def growth(panels: Mapping[str, Growth]) -> Figure:
     }
     figure, axes = style.subplots(2, columns, size, **shared_axes)
     upper_row, lower_row = axes
-    speed_look: Look = {"color": COLOURS["bf16"], "linewidth": 2}
-    memory_look: Look = {"color": COLOURS["fp32"], "linewidth": 2}
+    speed_options: Options = {"color": COLOURS["bf16"], "linewidth": 2}
+    memory_options: Options = {"color": COLOURS["fp32"], "linewidth": 2}
     for column, x_label, curves in style.by_panel(axes.T, panels):
         upper, lower = column
         values, speedups, shares = curves
-        style.measured_line(upper, values, speedups, "-o", **speed_look)
+        style.measured_line(upper, values, speedups, "-o", **speed_options)
         upper.axhline(1, **_LEVEL)
-        lower.plot(values, shares, "--s", **memory_look)
+        lower.plot(values, shares, "--s", **memory_options)
         lower.axhline(0.5, **_LEVEL)
         style.log2_axis(lower, ticks=values)
         lower.set_xlabel(x_label)
@@ -199,16 +199,16 @@ def speedup_over_size(sizes: Sequence[int], speedups: Mapping[str, Sequence[Rati
     """Speed-ups against the image size; `speedups[label]` has a ratio for each size."""
     _, ax = style.subplots(size=(7.0, 3.2))
     ax.axhline(1, **_LEVEL)
-    for (label, ratios), line_look in zip(speedups.items(), _LINE_LOOKS, strict=False):
-        form, marker_fill = line_look
+    for (label, ratios), line in zip(speedups.items(), _LINE_OPTIONS, strict=False):
+        form, marker_fill = line
         precision = style.precision_of(label)
-        look: Look = {
+        options: Options = {
             "color": COLOURS[precision],
             "markerfacecolor": marker_fill,
             "linewidth": 2,
             "label": label,
         }
-        style.measured_line(ax, sizes, ratios, form, **look)
+        style.measured_line(ax, sizes, ratios, form, **options)
     ax.set_xticks(sizes)
     x_label = "height and width of the images (pixels)"
     return style.label(ax, x_label, "speed-up", legend="lower right")
@@ -223,9 +223,9 @@ def flops_per_byte(panels: Mapping[str, Layers]) -> Figure:
     for layers in panels.values():
         kinds |= dict.fromkeys(kind for kind, _ in layers)
     for ax, title, layers in style.by_panel(axes, panels):
-        for kind, (colour, marker) in zip(kinds, _KIND_LOOKS, strict=False):
-            look: Look = {"color": colour, "marker": marker, **_LAYER_DOT}
-            _dots_of_kind(ax, layers, kind, look)
+        for kind, (colour, marker) in zip(kinds, _KIND_OPTIONS, strict=False):
+            options: Options = {"color": colour, "marker": marker, **_LAYER_DOT}
+            _dots_of_kind(ax, layers, kind, options)
         ax.set_yscale("log")
         ax.set_xlabel("layer, from input to output")
         powers = [1, 10, 100]
@@ -238,7 +238,7 @@ def flops_per_byte(panels: Mapping[str, Layers]) -> Figure:
     return figure
 
 
-def _dots_of_kind(ax: Axes, layers: Layers, kind: str, look: Look) -> None:
+def _dots_of_kind(ax: Axes, layers: Layers, kind: str, options: Options) -> None:
     """Draw a dot for each layer of this kind."""
     positions: list[int] = []
     intensities: list[float] = []
@@ -246,7 +246,7 @@ def _dots_of_kind(ax: Axes, layers: Layers, kind: str, look: Look) -> None:
         if kind_of_layer == kind:
             positions.append(position)
             intensities.append(intensity)
-    ax.plot(positions, intensities, label=kind, **look)
+    ax.plot(positions, intensities, label=kind, **options)
 
 
 def passes(chains: Mapping[str, Sequence[str]]) -> Axes:
@@ -282,7 +282,7 @@ def _box(ax: Axes, left: float, y: int, width: float, text: str) -> None:
     if text.startswith(("read", "write")):
         face_colour = "black"
         text_colour = "white"
-    box: Look = {
+    box: Options = {
         "height": 0.6,
         "color": face_colour,
         "edgecolor": "black",

@@ -9,24 +9,24 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 from torch import Tensor
 
 from amp_lab.plots import style
-from amp_lab.plots.style import COLOURS, Look, Values
+from amp_lab.plots.style import COLOURS, Options, Values
 
 _DASHES = ["-", "--", "-.", ":"]
-_LOOK_OF_SETTING = {  # fp32 is a wide line, on which the others can be seen to lie
+_SETTING_OPTIONS = {  # fp32 is a wide line, on which the others can be seen to lie
     "fp32": ("-", {"linewidth": 8, "alpha": 0.35}),
     "fp16": ("-", {"linewidth": 2, "alpha": 1}),
     "bf16": (":", {"linewidth": 3, "alpha": 1}),
 }
-_SCALE_LOOKS = [("black", "-"), (style.SECOND, "--")]
-_BAND: Look = {"alpha": 0.2, "linewidth": 0}
-_DOT: Look = {
+_SCALE_OPTIONS = [("black", "-"), (style.SECOND, "--")]
+_BAND: Options = {"alpha": 0.2, "linewidth": 0}
+_DOT: Options = {
     "marker": "o",
     "linestyle": "none",
     "alpha": 0.6,
     "markersize": 7,
 }
-_MEAN: Look = {"color": "black", "linewidth": 2}
-_UNIT_SCALE: Look = {
+_MEAN: Options = {"color": "black", "linewidth": 2}
+_UNIT_SCALE: Options = {
     "color": "black",
     "linestyle": ":",
     "linewidth": 1,
@@ -39,7 +39,7 @@ Runs = Mapping[str, Tensor]
 """{precision: values (seeds, epochs)}."""
 
 
-def _mean_and_band(ax: Axes, runs: Runs, **look: Any) -> None:
+def _mean_and_band(ax: Axes, runs: Runs, **options: Any) -> None:
     """Draw the mean over the seeds of each precision, and a band from lowest to highest seed."""
     means: dict[str, list[float]] = {}
     for precision, run in runs.items():
@@ -50,7 +50,7 @@ def _mean_and_band(ax: Axes, runs: Runs, **look: Any) -> None:
         epochs = range(1, len(mean) + 1)
         colour = COLOURS[precision]
         ax.fill_between(epochs, low, high, color=colour, **_BAND)
-    style.lines(ax, means, first=1, linewidth=2, **look)
+    style.lines(ax, means, first=1, linewidth=2, **options)
 
 
 def loss_curves(losses: Runs) -> Axes:
@@ -101,12 +101,12 @@ def losses_by_setting(losses: Losses) -> Axes:
     drawn_precisions: set[str] = set()
     for setting, values in losses.items():
         precision = style.precision_of(setting)
-        dash, look = _LOOK_OF_SETTING[precision]
+        dash, options = _SETTING_OPTIONS[precision]
         if precision in drawn_precisions:
             dash = "--"  # a solid line could hide the first one of this precision
         drawn_precisions.add(precision)
         curve = {setting: values}
-        style.lines(ax, curve, [dash], **look)
+        style.lines(ax, curve, [dash], **options)
     ax.set_yscale("log")
     style.legend_beside(figure, "outside right upper")
     return style.label(ax, "step", "loss")
@@ -164,18 +164,18 @@ def loss_scales(histories: Mapping[str, Values]) -> Axes:
     A name that begins with a precision has its colour.
     """
     _, ax = style.subplots()
-    for (name, scales), scale_look in zip(histories.items(), _SCALE_LOOKS, strict=True):
-        default_colour, dash = scale_look
+    for (name, scales), scale_options in zip(histories.items(), _SCALE_OPTIONS, strict=True):
+        default_colour, dash = scale_options
         precision = style.precision_of(name)
         colour = COLOURS.get(precision, default_colour)
         steps = range(1, len(scales) + 1)
-        look: Look = {
+        options: Options = {
             "where": "mid",
             "color": colour,
             "linewidth": 2,
             "label": name,
         }
-        ax.step(steps, scales, dash, **look)
+        ax.step(steps, scales, dash, **options)
     ax.axhline(1, **_UNIT_SCALE)
     ax.set_yscale("log", base=2)
     far_apart = LogLocator(base=2**16)  # the scale may rise by a hundred powers
@@ -194,11 +194,11 @@ def gradient_norm_in_step(norms: Mapping[str, float], scaled: Sequence[str]) -> 
     first_true = len(scaled)
     border = first_true - 0.5  # between the last scaled stage and the first true one
     ax.axvspan(-0.5, border, color=style.SCALED)
-    line: Look = {"color": style.GUIDE, "zorder": 1}  # behind the dots
+    line: Options = {"color": style.GUIDE, "zorder": 1}  # behind the dots
     ax.plot(stages, lengths, ":", **line)
-    dot: Look = {"color": COLOURS["fp16"], "markersize": 10}
+    dot: Options = {"color": COLOURS["fp16"], "markersize": 10}
     ax.plot(stages, lengths, "o", **dot)
-    off_the_line: Look = {
+    off_the_line: Options = {
         "xytext": (12, 6),
         "textcoords": "offset points",
     }
@@ -207,7 +207,7 @@ def gradient_norm_in_step(norms: Mapping[str, float], scaled: Sequence[str]) -> 
         if length > 100:
             text = f"{length:,.0f}"
         ax.annotate(text, (stage, length), **off_the_line)
-    at_top: Look = {"transform": ax.get_xaxis_transform(), "va": "top"}
+    at_top: Options = {"transform": ax.get_xaxis_transform(), "va": "top"}
     ax.text(-0.45, 0.96, "scaled: do not look", **at_top)
     right_of_border = first_true - 0.45
     ax.text(right_of_border, 0.96, "true: clip, log, step", **at_top)

@@ -1,8 +1,8 @@
 """Which precision for this model, on this machine? `advise` itself is in `amp_lab`."""
 
 from amp_lab.advisor.candidates import Candidate
-from amp_lab.advisor.outlook import first_look, forecast
+from amp_lab.advisor.outlook import forecast, trace_and_forecast
 from amp_lab.advisor.result import Advice
 from amp_lab.advisor.session import advise, measured
 
-__all__ = ["Advice", "Candidate", "advise", "first_look", "forecast", "measured"]
+__all__ = ["Advice", "Candidate", "advise", "forecast", "measured", "trace_and_forecast"]

@@ -70,7 +70,7 @@ class Outlook:
         return Candidate(recipe, verdict, reason, peak_bytes, largest_batch)
 
 
-def first_look(
+def trace_and_forecast(
     call: ModelCall,
     device: torch.device,
     memory: int | str | None = None,
@@ -83,37 +83,37 @@ def first_look(
     an absent device; if the device is here the model may still run, and the error is kept as
     `problem`.
     """
-    look = Outlook(device)
+    outlook = Outlook(device)
     if memory is not None:
-        look.memory_bytes = parse_bytes(memory)
+        outlook.memory_bytes = parse_bytes(memory)
     elif gpu is not None:
-        look.memory_bytes = gpu.memory_bytes
+        outlook.memory_bytes = gpu.memory_bytes
     else:
-        look.memory_bytes = describe_device(device).memory_bytes
+        outlook.memory_bytes = describe_device(device).memory_bytes
     try:
         for precision in (Precision.BF16, Precision.FP16):
-            _take_xrays(call, precision, look)
+            _take_xrays(call, precision, outlook)
         for use in uses_of(call.model):
-            _forecast(call, use, look)
+            _forecast(call, use, outlook)
     except TraceError as error:
         if gpu is not None:
             raise
-        look.problem = error
-    return look
+        outlook.problem = error
+    return outlook
 
 
-def forecast(call: ModelCall, look: Outlook, gpu: Gpu) -> Advice:
+def forecast(call: ModelCall, outlook: Outlook, gpu: Gpu) -> Advice:
     """Advice for a GPU that is not here: X-rays and forecasts, without times."""
     matmuls = gpu.architecture.matmuls
     precisions = [Precision.FP32]
     if Precision.TF32 in matmuls:
         precisions.append(Precision.TF32)
     # Those that it has come first. X-rays are by precision.
-    precisions += sorted(look.xrays, key=lambda precision: precision not in matmuls)
+    precisions += sorted(outlook.xrays, key=lambda precision: precision not in matmuls)
     candidates = []
     for use in uses_of(call.model):
         for recipe in first_recipes(use, precisions):
-            candidate = look.candidate(recipe)
+            candidate = outlook.candidate(recipe)
             if not candidate.verdict and recipe.precision not in (Precision.FP32, *matmuls):
                 candidate.verdict = "not faster"
                 candidate.reason = f"matmuls in {recipe.precision} are no faster on {gpu.name}"
@@ -125,56 +125,56 @@ def forecast(call: ModelCall, look: Outlook, gpu: Gpu) -> Advice:
     if gpu.source:
         faster = ", ".join(matmuls) or "none"
         watch.append(f"Formats whose matmuls are faster than fp32's on {gpu.name}: {faster}.")
-    watch += look.decisions
-    for precision, report in look.xrays.items():
+    watch += outlook.decisions
+    for precision, report in outlook.xrays.items():
         watch += [f"{precision}: {line}" for line in report.advice]
     title = f"{type(call.model).__name__} on {gpu.name}, which is not here: a forecast"
     return Advice(title, candidates, {}, {}, watch)
 
 
-def _take_xrays(call: ModelCall, precision: Precision, look: Outlook) -> None:
-    """X-ray a step, and a forward pass alone if the step raises; write the results to `look`."""
-    report = xray_call(call, look.device.type, precision.dtype)
-    look.xrays[precision] = report
+def _take_xrays(call: ModelCall, precision: Precision, outlook: Outlook) -> None:
+    """X-ray a step, and a forward pass alone if the step raises; write the results to `outlook`."""
+    report = xray_call(call, outlook.device.type, precision.dtype)
+    outlook.xrays[precision] = report
     if not report.raised:
         return
     # The loss or the backward pass may have raised, which inference does not have.
     forward = replace(call.copy(), loss_fn=None)
     forward.model.requires_grad_(False).eval()
-    alone = xray_call(forward, look.device.type, precision.dtype)
-    look.raises[TRAINING, precision] = report.raised
+    alone = xray_call(forward, outlook.device.type, precision.dtype)
+    outlook.raises[TRAINING, precision] = report.raised
     if alone.raised:
-        look.raises[INFERENCE, precision] = alone.raised
+        outlook.raises[INFERENCE, precision] = alone.raised
 
 
-def _forecast(call: ModelCall, use: str, look: Outlook) -> None:
-    """Forecast in `look` the memory of a step in fp32, under autocast, and with cast weights."""
-    _forecast_recipe(call, Recipe(use), look)
-    for precision in look.xrays:  # the first that does not raise: both need the same memory
-        if (use, precision) not in look.raises:
-            _forecast_recipe(call, Recipe(use, precision), look)
+def _forecast(call: ModelCall, use: str, outlook: Outlook) -> None:
+    """Forecast in `outlook` the memory of a step in fp32, under autocast, and with cast weights."""
+    _forecast_recipe(call, Recipe(use), outlook)
+    for precision in outlook.xrays:  # the first that does not raise: both need the same memory
+        if (use, precision) not in outlook.raises:
+            _forecast_recipe(call, Recipe(use, precision), outlook)
             break
     # A model that cannot be traced with cast weights may still run, and is tried later.
     with contextlib.suppress(TraceError):
-        _forecast_recipe(call, Recipe(use, Precision.BF16, cast=True), look)
+        _forecast_recipe(call, Recipe(use, Precision.BF16, cast=True), outlook)
 
 
-def _forecast_recipe(call: ModelCall, recipe: Recipe, look: Outlook) -> None:
-    """Write peak bytes and largest batch of a recipe to `look.memory`."""
+def _forecast_recipe(call: ModelCall, recipe: Recipe, outlook: Outlook) -> None:
+    """Write peak bytes and largest batch of a recipe to `outlook.memory`."""
     copies = call.copy().to(dtype=recipe.dtype_for(call.model))
     if recipe.use == INFERENCE:  # without gradients a step is a forward pass
         copies.model.requires_grad_(False).eval()
         copies = replace(copies, loss_fn=None)
     table = memory_table(
         copies,
-        memory_bytes=look.memory_bytes,
+        memory_bytes=outlook.memory_bytes,
         reserve=_RESERVE,
         # Cast weights run without autocast, as fp32 does.
         precisions=[Precision.FP32 if recipe.cast else recipe.precision],
-        device_type=look.device.type,
+        device_type=outlook.device.type,
         optimizer="adamw",
     )
     peak = table.forecasts[0].peak
     # Of the only precision; without a known memory there is none.
     largest_batch = next(iter(table.largest.values()), None)
-    look.memory[recipe.use, recipe.autocasts, recipe.cast] = (peak, largest_batch)
+    outlook.memory[recipe.use, recipe.autocasts, recipe.cast] = (peak, largest_batch)

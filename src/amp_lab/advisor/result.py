@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_lab.advisor.candidates import Candidate
-from amp_lab.core.files import MADE_BY, save
+from amp_lab.core.files import GENERATOR, save
 from amp_lab.core.report import Printed, Table, bytes_text, listed
 
 # Tables and programs that are wider than a phone can be scrolled.
@@ -17,7 +17,7 @@ _PAGE = """\
 <html lang="en">
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="generator" content="{made_by}">
+<meta name="generator" content="{generator}">
 <title>{title}</title>
 <style>
 :root {{ color-scheme: light dark }}
@@ -55,7 +55,7 @@ class Advice(Printed):
         Raises `OptionError` if it cannot be written, and `RequirementError` without matplotlib.
         """
         page = _PAGE.format(
-            made_by=html.escape(MADE_BY),
+            generator=html.escape(GENERATOR),
             title=html.escape(self.title),
             body=self._repr_html_() + self._picture(),
         )

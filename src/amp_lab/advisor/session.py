@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from amp_lab.advisor.candidates import Candidate, first_recipes
 from amp_lab.advisor.learning import CHAOTIC, Fp32Outputs, Learning, TooSlow, fp16_remarks
-from amp_lab.advisor.outlook import Outlook, first_look, forecast
+from amp_lab.advisor.outlook import Outlook, forecast, trace_and_forecast
 from amp_lab.advisor.result import Advice
 from amp_lab.core.allocator import ENVIRONMENT, memory_taken
 from amp_lab.core.backends import BACKENDS, backend
@@ -102,9 +102,9 @@ def advise(
     call = ModelCall(model, inputs, kwargs, loss_fn)
     if absent is not None:
         absent_device = torch.device(absent.architecture.device_type)
-        return forecast(call, first_look(call, absent_device, memory, absent), absent)
-    look = first_look(call, pick_device(str(device) if device else None), memory)
-    return measured(call, look, end - time.perf_counter())
+        return forecast(call, trace_and_forecast(call, absent_device, memory, absent), absent)
+    outlook = trace_and_forecast(call, pick_device(str(device) if device else None), memory)
+    return measured(call, outlook, end - time.perf_counter())
 
 
 def _absent_gpu(device: torch.device | str | None, gpu: str | None) -> Gpu | None:
@@ -117,28 +117,30 @@ def _absent_gpu(device: torch.device | str | None, gpu: str | None) -> Gpu | Non
     return unknown_gpu(device_type)
 
 
-def measured(call: ModelCall, look: Outlook, seconds: float, beginning: str = "") -> Advice:
-    """Check, time and rank the recipes on the device of `look`, in about `seconds`.
+def measured(call: ModelCall, outlook: Outlook, seconds: float, beginning: str = "") -> Advice:
+    """Check, time and rank the recipes on the device of `outlook`, in about `seconds`.
 
     `beginning` is code that makes model and inputs. With it, each program is run as a whole before
     it is printed.
     """
     end = time.perf_counter() + seconds
-    report = describe_device(look.device)
-    _require_memory(look, report.memory_bytes)
+    report = describe_device(outlook.device)
+    _require_memory(outlook, report.memory_bytes)
     stages = tqdm(total=4, unit="stage", leave=False, disable=None)  # shown on a terminal alone
     watch: list[str] = []
-    if look.problem:
-        watch.append(f"No forecast: {look.problem}.")
-    watch += [f"The forecast: {line}" for line in look.decisions]
+    if outlook.problem:
+        watch.append(f"No forecast: {outlook.problem}.")
+    watch += [f"The forecast: {line}" for line in outlook.decisions]
     rankings: dict[str, _Ranking] = {}
-    with stages, random_numbers_kept(look.device.type), torch.enable_grad():
+    with stages, random_numbers_kept(outlook.device.type), torch.enable_grad():
         try:
-            call, checks, scale = _fp32_checks(call, look.device, _SHARE_OF_CHECKS * seconds, watch)
+            call, checks, scale = _fp32_checks(
+                call, outlook.device, _SHARE_OF_CHECKS * seconds, watch
+            )
         except Exception as error:  # the user's model and loss may raise anything
             name = type(call.model).__name__
             failed = TraceError(f"{name} fails in an fp32 step: {with_type(error)}")
-            raise (look.problem or failed) from error
+            raise (outlook.problem or failed) from error
         *_, last_use = checks  # the keys: inference, then training if there is a loss
         for use, check in checks.items():
             stages.update()
@@ -146,7 +148,7 @@ def measured(call: ModelCall, look: Outlook, seconds: float, beginning: str = ""
             until = end
             if use != last_use:  # half of the time that is left
                 until = (time.perf_counter() + end) / 2
-            rankings[use] = _Ranking(use, call, look, check, until, seconds)
+            rankings[use] = _Ranking(use, call, outlook, check, until, seconds)
             rankings[use].run()
             watch += rankings[use].memory_remarks()
         # Reversed, since training comes first in the advice.
@@ -154,7 +156,7 @@ def measured(call: ModelCall, look: Outlook, seconds: float, beginning: str = ""
         stages.set_description("programs")
         programs = {}
         for use, best in chosen.items():
-            text = program(call, best.recipe, look.device, scale, beginning)
+            text = program(call, best.recipe, outlook.device, scale, beginning)
             # Without a beginning there is nothing to run but the step, which has been timed. The
             # program gets two minutes more than all steps above, to load and to compile.
             failure = error_of(text, 120 + seconds) if beginning else ""
@@ -165,26 +167,26 @@ def measured(call: ModelCall, look: Outlook, seconds: float, beginning: str = ""
     watch += [f"Nothing can be recommended for {use}." for use in rankings if use not in chosen]
     recipes = [best.recipe for best in chosen.values()]
     for precision in dict.fromkeys(recipe.precision for recipe in recipes if recipe.autocasts):
-        if precision in look.xrays:
-            watch += look.xrays[precision].advice
-    title = f"{type(call.model).__name__} on {report.name}, {look.device}"
+        if precision in outlook.xrays:
+            watch += outlook.xrays[precision].advice
+    title = f"{type(call.model).__name__} on {report.name}, {outlook.device}"
     ranked = []
     for ranking in reversed(rankings.values()):
         ranked += ranking.ranked()
     return Advice(title, ranked, chosen, programs, watch)
 
 
-def _require_memory(look: Outlook, memory_bytes: int | None) -> None:
+def _require_memory(outlook: Outlook, memory_bytes: int | None) -> None:
     """Raise `TraceError` if a step in fp32 needs more memory than the device has.
 
     Otherwise Linux would kill the process.
     """
     needed = 0
     for use in (TRAINING, INFERENCE):
-        peak, _ = look.memory_of(Recipe(use))
+        peak, _ = outlook.memory_of(Recipe(use))
         needed = max(needed, peak or 0)
     if memory_bytes and needed > memory_bytes:
-        sizes = f"{bytes_text(needed)}, and {look.device} has {bytes_text(memory_bytes)}"
+        sizes = f"{bytes_text(needed)}, and {outlook.device} has {bytes_text(memory_bytes)}"
         raise TraceError(_SMALLER_BATCH.sentence(sizes=sizes))
 
 
@@ -230,7 +232,7 @@ class _Ranking:
 
     use: str
     call: ModelCall
-    look: Outlook
+    outlook: Outlook
     check: _Check
     end: float  # when its time ends, on the clock of `time.perf_counter`
     seconds: float  # the whole time of `measured`, of which comparisons get a share
@@ -242,7 +244,7 @@ class _Ranking:
 
     def run(self) -> None:
         """Check and time the precisions, then fusion, and then compilation."""
-        report = describe_device(self.look.device)
+        report = describe_device(self.outlook.device)
         rates = {p: report.speedup(p) for p in _FROM_SIMPLE if report.rates.get(p)}
         # Rates that are not trusted may be several times too low.
         least = _EMULATED if report.trusted else _EMULATED / 5
@@ -289,7 +291,7 @@ class _Ranking:
 
     def memory_remarks(self) -> list[str]:
         """A remark if the baseline spends a tenth of its time on new memory from the system."""
-        if self._baseline is None or self.look.device.type != "cpu":
+        if self._baseline is None or self.outlook.device.type != "cpu":
             return []
         taken = memory_taken(self._steps[self._baseline])  # bytes, of one more step
         if taken < 0.1 * _NEW_BYTES_PER_S * self._baseline.seconds:
@@ -319,7 +321,7 @@ class _Ranking:
 
         Otherwise its step is kept in `_steps`.
         """
-        candidate = self.look.candidate(recipe)
+        candidate = self.outlook.candidate(recipe)
         self.candidates.append(candidate)
         if candidate.verdict:
             return candidate
@@ -330,7 +332,7 @@ class _Ranking:
             candidate.reason = _SUCH_STEPS
             return candidate
         except Exception as error:  # the model may raise anything in this precision
-            tip = tip_for(error, self.call.model, verb="try", device_type=self.look.device.type)
+            tip = tip_for(error, self.call.model, verb="try", device_type=self.outlook.device.type)
             candidate.verdict = "raises"
             candidate.reason = f"{with_type(error)}{tip}"
             if recipe.cast and _SAYS_DTYPES.search(str(error)):
@@ -413,7 +415,7 @@ class _Ranking:
         wanted_s = min(_ROUNDS * self._round_s(), self._time_to_compare())
         budget_s = max(_SHARE_OF_COMPARISON * self.seconds, 1.0, wanted_s)
         steps = {candidate.name: step for candidate, step in self._steps.items()}
-        return compare(steps, device=self.look.device, budget_s=budget_s, warmup=0)
+        return compare(steps, device=self.outlook.device, budget_s=budget_s, warmup=0)
 
     def _record_times(self, timed: Comparison, first: Candidate, best: Candidate) -> None:
         """Record times, speed-ups over `first` (the baseline) and verdicts in the candidates.

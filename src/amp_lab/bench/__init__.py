@@ -7,7 +7,7 @@ from amp_lab.bench.results import Compared
 from amp_lab.bench.results_file import load_results
 from amp_lab.bench.rungs import RUNGS
 from amp_lab.bench.runner import run_bench
-from amp_lab.bench.tiled_convmodel import TiledStep, why_not_tiled
+from amp_lab.bench.tiled_convmodel import TiledStep, tiled_unsupported_reason
 from amp_lab.bench.workloads import WORKLOADS
 
 __all__ = [
@@ -22,5 +22,5 @@ __all__ = [
     "measure_ceilings",
     "quantized_sine",
     "run_bench",
-    "why_not_tiled",
+    "tiled_unsupported_reason",
 ]

@@ -67,7 +67,7 @@ class _Shape(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("pixels", "channels", "threads")]
 
 
-def why_not_in_cpp() -> str | None:
+def cpp_unsupported_reason() -> str | None:
     """The reason why the C++ kernels cannot run here, in a line; None if they can."""
     if not torch.cpu._is_avx512_bf16_supported():
         return "the step in tiles needs a CPU with AVX-512 and its bf16 instructions"

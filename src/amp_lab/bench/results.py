@@ -236,7 +236,7 @@ class Results(Printed, Ceilings):
         counted = [row for row in self.rows if row.status == "ok" and row.floor_s is not None]
         matmuls = [row for row in counted if row.workload == "product"]
         # The list is made first: a limit that one row raises must not make another row possible.
-        for row in [row for row in matmuls if not self.why_impossible(row)]:
+        for row in [row for row in matmuls if not self.impossible_reason(row)]:
             highest = max(self.flops_per_s[row.precision] or 0.0, row.flops_per_s or 0.0)
             self.flops_per_s[row.precision] = highest
             least_bytes = row.least_bytes or 0
@@ -254,7 +254,7 @@ class Results(Printed, Ceilings):
         for _, rows_of_title in itertools.groupby(self.rows, key=lambda row: row.title):
             rows = [row for row in rows_of_title if row.status == "ok"]
             for row in rows:
-                reason = self.why_impossible(row)
+                reason = self.impossible_reason(row)
                 if not reason:
                     continue
                 row.distrust(reason)
@@ -262,7 +262,7 @@ class Results(Printed, Ceilings):
                     for other in rows:
                         other.distrust(f"fp32 eager, which it is held against: {reason}")
 
-    def why_impossible(self, row: Row) -> str:
+    def impossible_reason(self, row: Row) -> str:
         """The rate of a row that is above the device's limit, in words; empty if none is."""
         flops_per_s = row.flops_per_s
         flops_limit = self.flops_per_s.get(row.precision)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from amp_lab.bench.convmodel import ConvModel
-from amp_lab.bench.cpp_tiles import CppTiles, cpp_kernels, why_not_in_cpp
+from amp_lab.bench.cpp_tiles import CppTiles, cpp_kernels, cpp_unsupported_reason
 from amp_lab.bench.fused_convmodel import FusedStep
 from amp_lab.core.backends import backend
 from amp_lab.core.errors import OptionError
@@ -26,8 +26,8 @@ class TiledStep(FusedStep):
     of 64, and channels a power of two from 32.
 
     The first step of a process compiles the kernels, which takes some seconds. Raises `OptionError`
-    where they cannot be compiled or cannot run, see `why_not_tiled`. `tiles` is a class of kernels,
-    `CppTiles` or `TritonTiles`; the default is the one for the model's device.
+    where they cannot be compiled or cannot run, see `tiled_unsupported_reason`. `tiles` is a
+    class of kernels, `CppTiles` or `TritonTiles`; the default is the one for the model's device.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ def _tiles_of(device: torch.device) -> type:
 
     Raises `OptionError` if the kernels cannot run there, or if those in C++ do not compile.
     """
-    reason = why_not_tiled(device)
+    reason = tiled_unsupported_reason(device)
     if reason:
         raise OptionError(reason)
     if backend(device).is_host:
@@ -126,10 +126,10 @@ def _tiles_of(device: torch.device) -> type:
     return TritonTiles
 
 
-def why_not_tiled(device: torch.device | str = "cpu") -> str | None:
+def tiled_unsupported_reason(device: torch.device | str = "cpu") -> str | None:
     """The reason why `TiledStep` cannot run on a device, in a line; None if it can."""
     if backend(device).is_host:
-        return why_not_in_cpp()
+        return cpp_unsupported_reason()
     has_package = importlib.util.find_spec("triton") is not None
     if not backend(device).has_triton or not has_package:
         return f"the step in tiles needs Triton on a GPU, and there is none here for {device}"

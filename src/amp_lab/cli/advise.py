@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> None:
     """Forecast, measure, and print the advice."""
     import torch
 
-    from amp_lab.advisor import first_look, forecast, measured
+    from amp_lab.advisor import forecast, measured, trace_and_forecast
     from amp_lab.core.device import pick_device
     from amp_lab.core.gpus import absent_gpu
 
@@ -51,19 +51,19 @@ def run(options: argparse.Namespace) -> None:
     else:
         device = torch.device(gpu.architecture.device_type)
 
-    def look(loaded: LoadedModel) -> tuple[Any, ...]:
+    def trace(loaded: LoadedModel) -> tuple[Any, ...]:
         """X-ray the model and forecast its memory.
 
         Returns `loaded`, the `Outlook`, and the `Advice` for a device that is not here;
         None in its place if the device is here, where it will be measured.
         """
-        outlook = first_look(loaded.call, device, options.memory, gpu)
+        outlook = trace_and_forecast(loaded.call, device, options.memory, gpu)
         advice = None
         if gpu is not None:
             advice = forecast(loaded.call, outlook, gpu)
         return loaded, outlook, advice
 
-    loaded, outlook, advice = trace_model(options, look, with_values=gpu is None)
+    loaded, outlook, advice = trace_model(options, trace, with_values=gpu is None)
     if advice is None:  # measured here, since the hooks in the block would be timed and compiled
         seconds = end - time.perf_counter()
         timeout = max(options.timeout, 180 * options.minutes)  # three times --minutes, in seconds

@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
     if not report.trusted:  # the rates are shown all the same, with this warning
         print("\nThis machine is busy: the same product took 1.5 times as long in a second try.")
         print("Measure again when it is idle.")
-    print(f"\nUse {report.recommended}: {report.why}.")
+    print(f"\nUse {report.recommended}: {report.reason}.")
     recipe = "\n".join(_recipe(report.recommended, report.device.type))
     print(textwrap.indent(recipe, "    "))
 

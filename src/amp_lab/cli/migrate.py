@@ -25,8 +25,8 @@ def add(commands) -> None:
     option = migrate.add_argument
     option("paths", nargs="+", metavar="PATH", help="a file, notebook or folder")
     parts = ["torch", "apex", "mistakes"]
-    look = "what to look at, instead of all three; may be given twice"
-    option("--select", action="append", choices=parts, help=look)
+    help_text = "what to look at, instead of all three; may be given twice"
+    option("--select", action="append", choices=parts, help=help_text)
     option("--mark", action="store_true", help="put a comment above what is left of Apex")
     say = "how to say what was found: as text, with a diff (default), or as annotations of GitHub"
     option("--format", choices=["text", "github"], default="text", help=say)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from amp_lab.core.errors import OptionError
-from amp_lab.core.files import MADE_BY, read_regular, try_to_write
+from amp_lab.core.files import GENERATOR, read_regular, try_to_write
 from amp_lab.core.requirements import require_matplotlib
 
 
@@ -134,5 +134,5 @@ def require_output(path: str | os.PathLike, ours: bool = False) -> None:
             beginning = read_regular(Path(path))[:4096]
     except OSError as error:
         raise OptionError(f"{path}: cannot be written ({error.strerror})") from error
-    if beginning and MADE_BY.encode() not in beginning:
+    if beginning and GENERATOR.encode() not in beginning:
         raise OptionError(f"{path}: is there, and not made by amp-lab: give another name")

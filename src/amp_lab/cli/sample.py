@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> None:
 
     from amp_lab.core.device import pick_device
     from amp_lab.core.precision import Precision
-    from amp_lab.models.gpt import write
+    from amp_lab.models.gpt import generate
     from amp_lab.train.data.tokens import saved_tokens
     from amp_lab.train.export import load_model
 
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
     prompt = torch.from_numpy(_encode(options.prompt, tokens)).long().to(device)  # (T,)
     model = model.to(device).eval()
     with precision.autocast(device.type):
-        numbers = write(
+        numbers = generate(
             model,
             prompt,
             options.tokens,

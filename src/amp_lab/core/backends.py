@@ -11,7 +11,7 @@ class Backend:
 
     type: str  # its name in torch: "cuda" stands for AMD's GPUs too
     key: str = "PrivateUse1"  # its name in the dispatcher's keys: "CUDA" in AutocastCUDA
-    made_by: str = ""  # for messages
+    vendor: str = ""  # for messages
     also_called: tuple[str, ...] = ()  # by people who know their GPU, but not torch's name for it
     is_host: bool = False  # whether it is the CPU: always there, and done when a call returns
     keeps_peak: bool = True  # whether its allocator counts the most bytes that were in use
@@ -46,7 +46,7 @@ BACKENDS = {
         Backend(
             "cuda",
             "CUDA",
-            made_by="NVIDIA, and AMD with ROCm",
+            vendor="NVIDIA, and AMD with ROCm",
             also_called=("gpu", "nvidia", "rocm", "hip", "amd"),
             has_graphs=True,
             has_triton=True,
@@ -54,11 +54,11 @@ BACKENDS = {
             fused_attention=True,
             fused_rnn_dtype=torch.float16,
         ),
-        Backend("xpu", "XPU", made_by="Intel", has_triton=True, foreach=True),
+        Backend("xpu", "XPU", vendor="Intel", has_triton=True, foreach=True),
         Backend(
             "mps",
             "MPS",
-            made_by="Apple",
+            vendor="Apple",
             also_called=("metal",),
             keeps_peak=False,
             pins_memory=False,  # it shares the memory of the CPU

@@ -65,7 +65,7 @@ class DeviceReport:
     """Whether the machine was quiet enough for the rates; if not, measure again."""
     recommended: Precision
     """By the rates; where they are not `trusted`, by what is known of such a device."""
-    why: str
+    reason: str
     """The reason for `recommended`, in a sentence with its figures."""
 
     @property
@@ -166,9 +166,9 @@ def _describe(device: torch.device, backend_text: str) -> DeviceReport:
         raise DeviceError(f"{str(device)!r} is there, but torch cannot use it: {reason}") from error
     rates, trusted = _matmul_rates(device)
     if trusted:
-        recommended, why = _recommend(rates)
+        recommended, reason = _recommend(rates)
     else:
-        recommended, why = _recommend_unmeasured(device)
+        recommended, reason = _recommend_unmeasured(device)
     values = dict.fromkeys(Precision)  # None for a precision that the device does not have
     for precision in _precisions_here(device):
         values[precision] = measure_matmul_numerics(device, precision)
@@ -185,7 +185,7 @@ def _describe(device: torch.device, backend_text: str) -> DeviceReport:
         ),
         trusted=trusted,
         recommended=recommended,
-        why=why,
+        reason=reason,
     )
 
 
@@ -336,15 +336,15 @@ def _recommend(rates: dict[Precision, float | None]) -> tuple[Precision, str]:
     rate = "its matrix product runs at {:.2f}x the rate of fp32"  # of the recommended precision
     # bf16 needs no loss scale, so it may be slower than fp16, down to three quarters of its rate.
     if bf16 >= ACCELERATED and bf16 >= 0.75 * fp16:
-        why = f"{rate.format(bf16)}, and it has the range of fp32"
-        return Precision.BF16, f"{why}, so gradients need no scaling"
+        reason = f"{rate.format(bf16)}, and it has the range of fp32"
+        return Precision.BF16, f"{reason}, so gradients need no scaling"
     if fp16 >= ACCELERATED:
-        why = f"{rate.format(fp16)}, bf16's at {bf16:.2f}x"
-        return Precision.FP16, f"{why}; its range is small, so use a gradient scaler"
+        reason = f"{rate.format(fp16)}, bf16's at {bf16:.2f}x"
+        return Precision.FP16, f"{reason}; its range is small, so use a gradient scaler"
     if tf32 >= ACCELERATED:
         return Precision.TF32, f"{rate.format(tf32)}, and nothing else is faster"
-    why = f"nothing is measurably faster (bf16 {bf16:.2f}x, fp16 {fp16:.2f}x its rate)"
-    return Precision.FP32, why
+    reason = f"nothing is measurably faster (bf16 {bf16:.2f}x, fp16 {fp16:.2f}x its rate)"
+    return Precision.FP32, reason
 
 
 def _recommend_unmeasured(device: torch.device) -> tuple[Precision, str]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from amp_lab.core.errors import AmpLabError, OptionError
 
-MADE_BY = "made by amp-lab"  # stands at the beginning of every picture and page of ours
+GENERATOR = "made by amp-lab"  # stands at the beginning of every picture and page of ours
 _MAX_JSON_BYTES = 2**26
 _PARTIAL = ".amp-lab-partial"  # the end of the name of a file that is being written
 _ABANDONED_S = 3600.0  # a partial file of this age was left by a process that was killed
@@ -76,8 +76,8 @@ def _number(text: str) -> int | float:
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:20]} is no number of 64 bits")
-    is_whole = text.lstrip("-").isdigit()
-    if is_whole and abs(value) < 2**63:
+    is_integer = text.lstrip("-").isdigit()
+    if is_integer and abs(value) < 2**63:
         return int(text)
     return value
 
@@ -118,7 +118,7 @@ def _has_type(value: object, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
-def write_whole(
+def atomic_write(
     path: Path, parts: Iterable[bytes | memoryview], like: os.stat_result | None = None
 ) -> None:
     """Write a file so that at any moment the old one or the new one is there, whole.
@@ -163,15 +163,15 @@ def _remove_old_partials(path: Path) -> None:
 def save(
     path: Path, parts: Iterable[bytes | memoryview], error: type[AmpLabError] = OptionError
 ) -> None:
-    """Write a file like `write_whole`; raises `error`, with the reason in a line, if it cannot."""
+    """Write a file like `atomic_write`; raises `error`, with the reason in a line, if it cannot."""
     try:
-        write_whole(path, parts)
+        atomic_write(path, parts)
     except OSError as os_error:
         raise error(f"{path}: cannot be written ({os_error.strerror})") from os_error
 
 
 def require_writable(path: Path) -> None:
-    """Raise `OSError` if `write_whole` would, as far as that can be seen without writing."""
+    """Raise `OSError` if `atomic_write` would, as far as that can be seen without writing."""
     with contextlib.suppress(FileNotFoundError):
         kind = os.lstat(path).st_mode
         if stat.S_ISDIR(kind):
@@ -185,7 +185,7 @@ def require_writable(path: Path) -> None:
 
 
 def try_to_write(path: Path) -> None:
-    """Raise `OSError` if `write_whole` would; found by opening a temporary file in the folder.
+    """Raise `OSError` if `atomic_write` would; found by opening a temporary file in the folder.
 
     `require_writable` is not enough: /proc reports that files can be written there.
     """

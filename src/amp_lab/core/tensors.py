@@ -25,7 +25,7 @@ LOWER_DTYPES = (torch.float16, torch.bfloat16)  # autocast can compute in them, 
 _COMPRESSED_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-def largest_whole_number(dtype: torch.dtype) -> int:
+def largest_integer(dtype: torch.dtype) -> int:
     """The number up to which a dtype has all whole numbers: 256 for bf16, 2048 for fp16."""
     # `eps` is the step between numbers from 1 to 2, so 2 / eps is where the step becomes 2.
     return int(2 / torch.finfo(dtype).eps)

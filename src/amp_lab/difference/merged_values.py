@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from amp_lab.core.report import short_name
-from amp_lab.core.tensors import LOWER_DTYPES, largest_whole_number
+from amp_lab.core.tensors import LOWER_DTYPES, largest_integer
 
 _SPACING_TOLERANCE = 2.0**-21  # relative to the largest value: rounding of even steps in fp32
-_LARGEST_WHOLE_IN_FP32 = 2.0**24  # fp32 has all whole numbers up to this one
+_LARGEST_INTEGER_IN_FP32 = 2.0**24  # fp32 has all whole numbers up to this one
 
 
 class MergedValues(NamedTuple):
     """How many different values an input of an op has in fp64, and in 16 bits."""
 
-    is_whole: bool  # True: whole numbers. False: evenly spaced values
+    are_integers: bool  # True: whole numbers. False: evenly spaced values
     dtype: torch.dtype
     before: int  # number of different values in fp64
     after: int  # in `dtype`
@@ -27,8 +27,8 @@ class MergedValues(NamedTuple):
     def __str__(self) -> str:
         """Describe them in a sentence without a full stop."""
         dtype = short_name(self.dtype)
-        limit = largest_whole_number(self.dtype)
-        if self.is_whole:
+        limit = largest_integer(self.dtype)
+        if self.are_integers:
             what = "whole numbers"
             reason = f"has all of them only up to {limit:,}"
         else:
@@ -50,25 +50,25 @@ def find_merged_values(tensor: Tensor, exact: Tensor) -> MergedValues | None:
     if tensor.dtype not in LOWER_DTYPES or tensor.shape != exact.shape or tensor.numel() < 2:
         return None
     rounded = tensor.detach().to(exact.device)
-    if _is_whole(exact):
+    if _are_integers(exact):
         before = len(exact.unique())
         after = len(rounded.unique())
         if after >= before:
             return None
-        return MergedValues(is_whole=True, dtype=rounded.dtype, before=before, after=after)
+        return MergedValues(are_integers=True, dtype=rounded.dtype, before=before, after=after)
     for dim, size in enumerate(exact.shape):
         merged = _count_merged_neighbours(rounded, exact, dim)
         if merged:
             # Each lost step makes two neighbours equal.
             return MergedValues(
-                is_whole=False, dtype=tensor.dtype, before=size, after=size - merged
+                are_integers=False, dtype=tensor.dtype, before=size, after=size - merged
             )
     return None
 
 
-def _is_whole(exact: Tensor) -> bool:
+def _are_integers(exact: Tensor) -> bool:
     """Whether all values are whole numbers that fp32 has without rounding."""
-    if not bool((exact.abs() <= _LARGEST_WHOLE_IN_FP32).all()):
+    if not bool((exact.abs() <= _LARGEST_INTEGER_IN_FP32).all()):
         return False
     return bool((exact == exact.round()).all())
 

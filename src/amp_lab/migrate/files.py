@@ -196,7 +196,7 @@ def _write(path: Path, old: bytes, new: bytes, status: os.stat_result) -> None:
         raise OptionError(f"has {status.st_nlink} names (hard links): copy it first")
     if path.read_bytes() != old:  # an editor may have saved it since
         raise OptionError("was changed meanwhile")
-    files.write_whole(path, [new], like=status)
+    files.atomic_write(path, [new], like=status)
 
 
 def _diff(path: Path, change: _Change) -> str:

@@ -121,7 +121,7 @@ class Gpt(nn.Module):
 
 
 @torch.no_grad()
-def write(
+def generate(
     model: nn.Module, tokens: Tensor, count: int, context: int, temperature: float, seed: int
 ) -> Tensor | None:
     """Generate text: `tokens` int64 (T,), then `count` tokens that are sampled from the model.

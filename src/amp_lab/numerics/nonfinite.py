@@ -238,10 +238,10 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if self._watching and func is not _DETACH:
-            self._look_at(func, args, kwargs or {}, out)
+            self._check_op(func, args, kwargs or {}, out)
         return out
 
-    def _look_at(self, func: Any, args: tuple, kwargs: dict[str, Any], out: object) -> None:
+    def _check_op(self, func: Any, args: tuple, kwargs: dict[str, Any], out: object) -> None:
         """Look at the results of an op; called for every op, below autograd and autocast."""
         node = torch._C._current_autograd_node()
         site = self._site_of(node)
@@ -252,13 +252,13 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         is_recomputed = bool(node and self._stack)
         call = Call(func, args, kwargs, node, site, is_recomputed)
         if bad:
-            self._look_at_bad(call, bad)
+            self._handle_nonfinite(call, bad)
         elif self._origins:
-            self._look_at_divisor(call)
+            self._check_divisor(call)
             self._forget(returned)
         self._follow_eps(call, returned)
 
-    def _look_at_divisor(self, call: Call) -> None:
+    def _check_divisor(self, call: Call) -> None:
         """Note the first division by an inf that an op made."""
         tensor = divisor(call)
         if tensor is None:
@@ -308,7 +308,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
                 del self._made[next(iter(self._made))]  # the oldest
         return site
 
-    def _look_at_bad(self, call: Call, bad: list[Tensor]) -> None:
+    def _handle_nonfinite(self, call: Call, bad: list[Tensor]) -> None:
         """Find where the inf or NaN in an op's results comes from, and report it if it matters."""
         values = [summarise("output", tensor) for tensor in bad]
         kinds = frozenset().union(*(value.kinds for value in values))

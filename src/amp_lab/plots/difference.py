@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from amp_lab.plots import style
-from amp_lab.plots.style import COLOURS, Look, Values
+from amp_lab.plots.style import COLOURS, Options, Values
 
 
 def error_growth(steps: Sequence[Any], parts_at: str | None = None) -> Figure:
@@ -53,13 +53,13 @@ def _error_curve(ax: Axes, name: str, errors: Values, colour: str, dash: str) ->
         marker = "o"
     steps = list(error_of)
     values = list(error_of.values())
-    look: Look = {
+    options: Options = {
         "linestyle": dash,
         "marker": marker,
         "markersize": 3,
         "color": colour,
     }
-    ax.plot(steps, values, label=name, **look)
+    ax.plot(steps, values, label=name, **options)
 
 
 def _mark_divergence(ax: Axes, step: int, module: str, steps: int) -> None:
@@ -71,7 +71,7 @@ def _mark_divergence(ax: Axes, step: int, module: str, steps: int) -> None:
     side = "left"  # the side of the text that is at the line
     if step > steps / 2:  # the text goes where there is more room
         side = "right"
-    above: Look = {
+    above: Options = {
         "ha": side,
         "va": "bottom",
         "transform": ax.get_xaxis_transform(),

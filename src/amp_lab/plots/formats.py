@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from amp_lab.plots import style
-from amp_lab.plots.style import Look
+from amp_lab.plots.style import Options
 
 _MARKS = "osD^vPX<>"
 _Points = tuple[list[int], list[float]]
@@ -32,13 +32,13 @@ def errors_by_layer(reports: Sequence[Any]) -> Figure:
         of_format = [report for report in reports if report.format == format_name]
         # A layer that the format cannot be used for has no decibels.
         fitting = [report for report in of_format if report.decibels]
-        look: Look = {
+        options: Options = {
             "color": style.shade(i, count),
             "marker": _MARKS[i % len(_MARKS)],
             "markersize": 5,
         }
-        ax.plot([], [], linewidth=1, label=format_name, **look)  # only for the legend
-        _format_line(ax, fitting, names, look)
+        ax.plot([], [], linewidth=1, label=format_name, **options)  # only for the legend
+        _format_line(ax, fitting, names, options)
     every = math.ceil(len(names) / _MAX_NAMES)
     ticks = range(0, len(names), every)
     tick_names = names[::every]
@@ -49,20 +49,20 @@ def errors_by_layer(reports: Sequence[Any]) -> Figure:
     return figure
 
 
-def _format_line(ax: Axes, reports: Sequence[Any], names: list[str], look: Look) -> None:
+def _format_line(ax: Axes, reports: Sequence[Any], names: list[str], options: Options) -> None:
     """Draw a line through the layers of one format, and a marker on each: open if in 16 bits.
 
-    `reports` are those of the format, and `names` the layers along the x axis. `look` is that of
+    `reports` are those of the format, and `names` the layers along the x axis. `options` is that of
     the markers.
     """
-    colour = look["color"]
+    colour = options["color"]
     positions, decibels = _points(reports, names)
     ax.plot(positions, decibels, color=colour, linewidth=1)
     left_out = [report for report in reports if report.left_out]
     converted = [report for report in reports if not report.left_out]
     for group, fill in ((left_out, "white"), (converted, colour)):
         positions, decibels = _points(group, names)
-        markers: Look = {"linestyle": "none", "markerfacecolor": fill, **look}
+        markers: Options = {"linestyle": "none", "markerfacecolor": fill, **options}
         ax.plot(positions, decibels, **markers)
 
 

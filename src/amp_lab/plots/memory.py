@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 
 from amp_lab.plots import style
-from amp_lab.plots.style import Look, Values
+from amp_lab.plots.style import Options, Values
 
 _GIB = 2**30
 _DASHES = {
@@ -15,7 +15,7 @@ _DASHES = {
     "bf16": ":",
 }
 # A text 6 points right of and 3 above (0, y), where y is a value and 0 the left end of the axes.
-_AT_LEFT_END: Look = {
+_AT_LEFT_END: Options = {
     "xycoords": ("axes fraction", "data"),
     "textcoords": "offset points",
     "xytext": (6, 3),

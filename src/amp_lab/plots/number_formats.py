@@ -7,22 +7,22 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from amp_lab.plots import style
-from amp_lab.plots.style import COLOURS, Look, Values
+from amp_lab.plots.style import COLOURS, Options, Values
 
 # Limits of fp16 as exponents of two.
 ZERO = -25  # a magnitude up to 2^-25 rounds to 0
 NORMAL = -14  # from there up to 2^-14 numbers are subnormal
 TOP = 16  # from 65520 on, just below 2^16, a magnitude rounds to infinity
 RIGHT = 20  # the right end of the x axis
-LEFT: Look = {"loc": "left", "fontsize": 11}  # how titles are placed
-_HISTOGRAM: Look = {
+LEFT: Options = {"loc": "left", "fontsize": 11}  # how titles are placed
+_HISTOGRAM: Options = {
     "width": 1.0,
     "align": "edge",
     "alpha": 0.7,
     "linewidth": 0.3,
     **style.EDGED,
 }
-_HISTOGRAM_LOOKS: list[Look] = [
+_HISTOGRAM_OPTIONS: list[Options] = [
     {"color": COLOURS["fp16"], "hatch": "", **_HISTOGRAM},
     {"color": COLOURS["bf16"], "hatch": "//", **_HISTOGRAM},
     {"color": COLOURS["tf32"], "hatch": "xx", **_HISTOGRAM},
@@ -60,9 +60,9 @@ def exponents_against_fp16(kinds: Mapping[str, Histogram], scales: Values) -> li
     axes = _fp16_ranges(scales, left, name_zero_at=-31)  # the x at which "zero in fp16" is written
     for ax, scale in zip(axes, scales, strict=True):
         shift = math.log2(scale)
-        for (name, histogram), look in zip(kinds.items(), _HISTOGRAM_LOOKS, strict=False):
+        for (name, histogram), options in zip(kinds.items(), _HISTOGRAM_OPTIONS, strict=False):
             exponents = [k + shift for k in histogram]
-            ax.bar(exponents, _percentages(histogram), label=name, **look)
+            ax.bar(exponents, _percentages(histogram), label=name, **options)
         ax.set_ylabel("values (%)")
         ax.margins(y=0.25)  # room for the names of the ranges
     first, *_ = axes
@@ -104,7 +104,7 @@ def _fp16_ranges(scales: Values, left: int, name_zero_at: float) -> list[Axes]:
         18: "inf",
     }
     share_of_height = first.get_xaxis_transform()  # for a y that is a share of the axes' height
-    on_top: Look = {
+    on_top: Options = {
         "transform": share_of_height,
         "ha": "center",
         "va": "top",

@@ -7,9 +7,9 @@ from matplotlib.figure import Figure
 
 from amp_lab.core.timing import Estimate, Ratio
 from amp_lab.plots import style
-from amp_lab.plots.style import COLOURS, Look
+from amp_lab.plots.style import COLOURS, Options
 
-_TICK: Look = {"color": "black", "linewidth": 2}  # marks the device's limit on a bar
+_TICK: Options = {"color": "black", "linewidth": 2}  # marks the device's limit on a bar
 _ROOF_DASHES = ["-", "--", ":", "-."]
 _POINT_MARKS = "osD^vP*X"
 Bar = tuple[str, str, Estimate | None, float | None, str]
@@ -54,11 +54,11 @@ def speed_ladder(panels: Mapping[str, Sequence[Bar]]) -> Figure:
 
 def _rung_bar(ax: Axes, y: int, precision: str, time: Estimate | None, text: str) -> None:
     """Draw the bar of a rung, for its `time` in ms; without a time, only its text."""
-    look = style.look_of(precision, height=0.75)
+    options = style.precision_options(precision, height=0.75)
     if time is None:
-        style.bar(ax, y, 0, text, **look)
+        style.bar(ax, y, 0, text, **options)
         return
-    style.measured_bar(ax, y, time, text, **look)
+    style.measured_bar(ax, y, time, text, **options)
 
 
 def _limit_tick(ax: Axes, y: int, limit: float) -> None:
@@ -80,14 +80,14 @@ def roofline(roofs: Mapping[str, float], bytes_per_s: float, points: Sequence[Po
     marker_of = dict(zip(labels, _POINT_MARKS, strict=False))
     for label, precision, intensity, achieved in points:
         marker = marker_of[label]
-        look: Look = {
+        options: Options = {
             "color": COLOURS[precision],
             "markersize": 8,
             "markeredgecolor": "black",
         }
-        style.measured_line(ax, [intensity], [achieved], marker, **look)
+        style.measured_line(ax, [intensity], [achieved], marker, **options)
     # Empty lines for the legend: markers stand for labels, and are grey, as of no precision.
-    grey: Look = {"color": style.STRONG_GRID, "markeredgecolor": "black"}
+    grey: Options = {"color": style.STRONG_GRID, "markeredgecolor": "black"}
     for label, marker in marker_of.items():
         ax.plot([], [], marker, label=label, **grey)
     ax.set_xscale("log")
@@ -132,7 +132,7 @@ def best_speedups(machines: Mapping[str, Mapping[str, Ratio]]) -> Figure:
     last = max(1, count - 1)  # at least 1, since it is divided by
     for i, (machine, speedup_of) in enumerate(machines.items()):
         grey = 0.15 + 0.6 * i / last  # from dark to light
-        look: Look = {
+        options: Options = {
             "color": str(grey),
             "height": bar_height,
             **style.EDGED,
@@ -141,8 +141,8 @@ def best_speedups(machines: Mapping[str, Mapping[str, Ratio]]) -> Figure:
         for name, speedup in speedup_of.items():
             y = names.index(name) + offset
             text = f"{speedup.median:.2f}x"
-            style.measured_bar(ax, y, speedup, text, **look)
-        ax.barh([0], [0], label=machine, **look)  # for the legend, even without any value
+            style.measured_bar(ax, y, speedup, text, **options)
+        ax.barh([0], [0], label=machine, **options)  # for the legend, even without any value
     middle = 0.4 - bar_height / 2  # of the bars of a workload, where its name stands
     style.name_rows(ax, names, room=0.12, middle=middle)
     ax.set_xlabel("best speed-up over fp32 eager on the same device")

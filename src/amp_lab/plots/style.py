@@ -18,8 +18,8 @@ from matplotlib.patches import Rectangle
 from amp_lab.core import files
 from amp_lab.core.timing import Estimate
 
-# One look per precision in every figure. The colours differ in lightness too, and bars are hatched,
-# so that figures can be read in greyscale.
+# One style per precision in every figure. The colours differ in lightness too, and bars are
+# hatched, so that figures can be read in greyscale.
 COLOURS = {
     "fp32": "#1b1b3a",
     "tf32": "#4a4e9e",
@@ -44,7 +44,7 @@ PATH = "0.6"
 STRONG_GRID = "0.7"
 GRID = "0.9"
 OTHER = "0.75"
-# The text and look of values that were measured while the machine was busy, which are not results.
+# The text and options of values measured while the machine was busy, which are not results.
 BUSY = "machine too busy"
 UNTRUSTED = {"color": "0.92", "hatch": "////", "edgecolor": "0.7"}
 _UNTRUSTED_BOX = {
@@ -56,7 +56,7 @@ _UNTRUSTED_BOX = {
     "zorder": 3,
 }
 _INTERVAL = {"ecolor": SECOND, "capsize": 3}
-# Looks of the segments of a stacked bar, from its start. Neighbours differ in their hatch too.
+# Styles of the segments of a stacked bar, from its start. Neighbours differ in their hatch too.
 THREE_PARTS = (
     ("0.15", ""),
     ("0.5", "//"),
@@ -83,15 +83,15 @@ DASHES = (
     DASH_AND_DOTS,
 )
 
-Look = dict[str, Any]  # keyword arguments of a matplotlib function, such as colour and hatch
+Options = dict[str, Any]  # keyword arguments of a matplotlib function, such as colour and hatch
 Grey = tuple[str, str]  # a shade and a hatch
 Size = tuple[float, float]  # width and height in inches
-Bars = list[tuple[float, Look]]  # length and look of each segment of a stacked bar
+Bars = list[tuple[float, Options]]  # length and options of each segment of a stacked bar
 Values = Sequence[float]
 Panels = Mapping[str, Any]  # the content of each panel by its title
-CENTRED: Look = {"ha": "center", "va": "center"}
-SLANTED: Look = {"rotation": 30, "ha": "right", "fontsize": 9}  # names below an axis
-EDGED: Look = {"edgecolor": "white"}  # separates bars that touch
+CENTRED: Options = {"ha": "center", "va": "center"}
+SLANTED: Options = {"rotation": 30, "ha": "right", "fontsize": 9}  # names below an axis
+EDGED: Options = {"edgecolor": "white"}  # separates bars that touch
 Inside = Literal["best", "upper left", "center right", "lower right"]  # a legend in the axes
 
 _SETTINGS = {
@@ -133,7 +133,7 @@ def image(draw: Callable[..., Figure], *arguments: object, form: str = "png") ->
     token = _new_figure.set(Figure)
     try:
         figure = draw(*arguments)
-        figure.savefig(picture, format=form, dpi=160, metadata={metadata_key: files.MADE_BY})
+        figure.savefig(picture, format=form, dpi=160, metadata={metadata_key: files.GENERATOR})
     finally:
         _new_figure.reset(token)
     return picture.getvalue()
@@ -182,8 +182,8 @@ def by_panel(axes: Iterable[Axes], panels: Panels) -> Iterator[tuple[Axes, str, 
         yield ax, title, contents
 
 
-def look_of(precision: str, **more: Any) -> Look:
-    """The look of bars of a precision, with the entries of `more` added or replaced.
+def precision_options(precision: str, **more: Any) -> Options:
+    """The options of bars of a precision, with the entries of `more` added or replaced.
 
     The bars of any other name are light grey with dots.
     """
@@ -195,51 +195,51 @@ def look_of(precision: str, **more: Any) -> Look:
     }
 
 
-def part_looks(parts: Iterable[str], greys: Sequence[Grey]) -> dict[str, Look]:
-    """The look of each segment of a stacked bar, by its name in `parts`; as many names as greys."""
-    looks: dict[str, Look] = {}
+def segment_options(parts: Iterable[str], greys: Sequence[Grey]) -> dict[str, Options]:
+    """The options of each segment of a stacked bar, by name in `parts`; one for each grey."""
+    segments: dict[str, Options] = {}
     for part, (grey, hatch) in zip(parts, greys, strict=True):
-        looks[part] = {"color": grey, "hatch": hatch, "label": part, **EDGED}
-    return looks
+        segments[part] = {"color": grey, "hatch": hatch, "label": part, **EDGED}
+    return segments
 
 
-def bar(ax: Axes, at: Any, length: float, text: str, size: int = 9, **look: Any) -> None:
+def bar(ax: Axes, at: Any, length: float, text: str, size: int = 9, **options: Any) -> None:
     """Draw a bar at position `at`, a number or a name, with a text beyond its end; "" for none.
 
-    The bar is horizontal, or vertical if its look has a ``width`` in place of a ``height``. `size`
-    is the font size of a horizontal bar's text; that of a vertical one has the usual size.
+    The bar is horizontal, or vertical if its options have a ``width`` in place of a ``height``.
+    `size` is the font size of a horizontal bar's text; that of a vertical one has the usual size.
     """
-    if "width" in look:
-        vertical = ax.bar(at, length, **look)
+    if "width" in options:
+        vertical = ax.bar(at, length, **options)
         if text:
             ax.bar_label(vertical, [text], padding=3)  # a gap to the end of the bar
         return
-    horizontal = ax.barh(at, length, **look)
+    horizontal = ax.barh(at, length, **options)
     if text:
         ax.bar_label(horizontal, [f" {text}"], fontsize=size)  # the space is the gap
 
 
-def measured_bar(ax: Axes, at: Any, estimate: Estimate, text: str, **look: Any) -> None:
+def measured_bar(ax: Axes, at: Any, estimate: Estimate, text: str, **options: Any) -> None:
     """Draw a measured value as a bar with its interval; see `bar`.
 
     If the value is not trusted, the bar is hatched in grey, and a text is replaced by `BUSY`.
     """
     error_argument = "xerr"
     busy = BUSY
-    if "width" in look:  # the bar is vertical
+    if "width" in options:  # the bar is vertical
         error_argument = "yerr"
         busy = BUSY.replace(" ", "\n", 1)  # in two lines, since the bar is narrow
     if not estimate.trusted:
-        look |= UNTRUSTED
+        options |= UNTRUSTED
         if text:
             text = busy
-    look[error_argument] = _errors([estimate])
-    look["error_kw"] = _INTERVAL
-    bar(ax, at, estimate.median, text, **look)
+    options[error_argument] = _errors([estimate])
+    options["error_kw"] = _INTERVAL
+    bar(ax, at, estimate.median, text, **options)
 
 
 def measured_line(
-    ax: Axes, at: Sequence[float], estimates: Sequence[Estimate], form: str, **look: Any
+    ax: Axes, at: Sequence[float], estimates: Sequence[Estimate], form: str, **options: Any
 ) -> None:
     """Draw a line through measured values with their intervals.
 
@@ -255,7 +255,7 @@ def measured_line(
             medians.append(math.nan)  # a gap in the line
             untrusted[x] = estimate
     intervals = _errors(estimates)
-    ax.errorbar(at, medians, intervals, fmt=form, capsize=3, **look)
+    ax.errorbar(at, medians, intervals, fmt=form, capsize=3, **options)
     if untrusted:
         _grey_boxes(ax, untrusted)
 
@@ -274,7 +274,7 @@ def _grey_boxes(ax: Axes, untrusted: Mapping[float, Estimate]) -> None:
     ax.scatter(x, medians, **_UNTRUSTED_BOX)
     texts = [text.get_text() for text in ax.texts]
     if BUSY not in texts:  # once, even if several lines have such values
-        above: Look = {"ha": "center", "va": "bottom", "transform": ax.transAxes}
+        above: Options = {"ha": "center", "va": "bottom", "transform": ax.transAxes}
         ax.text(0.5, 1.0, BUSY, fontsize=9, color=GUIDE, **above)
 
 
@@ -290,23 +290,23 @@ def _errors(estimates: Sequence[Estimate]) -> list[list[float]]:
 
 
 def stacked(ax: Axes, at: float, segments: Bars, total: str = "", size: int = 9) -> None:
-    """Draw a stacked bar of segments (length, look), at position `at`.
+    """Draw a stacked bar of segments (length, options), at position `at`.
 
     `total` is the format of the sum at its end, such as ``{:.3g}``; "" for none. `size` is its font
-    size. As for `bar`, the stacked bar is vertical if the looks have a ``width``.
+    size. As for `bar`, the stacked bar is vertical if the options have a ``width``.
     """
     start = 0.0
     last = len(segments) - 1
-    for i, (length, look) in enumerate(segments):
+    for i, (length, options) in enumerate(segments):
         end = start + length
         text = ""
         if i == last:
             text = total.format(end)
         side = "left"
-        if "width" in look:  # the bar is vertical
+        if "width" in options:  # the bar is vertical
             side = "bottom"
-        segment_look = look | {side: start}
-        bar(ax, at, length, text, size, **segment_look)
+        segment = options | {side: start}
+        bar(ax, at, length, text, size, **segment)
         start = end
 
 
@@ -319,14 +319,14 @@ def shade(i: int, count: int) -> tuple[float, ...]:
 def stairs(ax: Axes, scales: Values, skipped: Sequence[int], markersize: float) -> None:
     """Draw the loss scale at each step, with a cross at each `skipped` step."""
     steps = range(len(scales))
-    line: Look = {
+    line: Options = {
         "where": "mid",
         "color": COLOURS["fp16"],
         "label": "loss scale",
     }
     ax.step(steps, scales, **line)
     at_skips = [scales[step] for step in skipped]
-    cross: Look = {
+    cross: Options = {
         "color": "black",
         "markersize": markersize,
         "label": "step skipped",
@@ -356,12 +356,12 @@ def lines(
     dashes: Sequence[Any] | Mapping[str, Any] = ("-", "--", ":", "-."),
     markers: str = "",
     first: int = 0,
-    **look: Any,
+    **options: Any,
 ) -> None:
     """Draw curves {label: {x: y}}, or {label: values} with x = `first`, `first` + 1, ….
 
     A label begins with a precision, which gives the colour. `dashes` are given by precision, or for
-    each curve in order. `markers` has a letter for each curve, or is empty. `look` is for all.
+    each curve in order. `markers` has a letter for each curve, or is empty. `options` is for all.
     """
     for i, (label, points) in enumerate(curves.items()):
         precision = precision_of(label)
@@ -375,12 +375,12 @@ def lines(
         if not isinstance(points, Mapping):
             points = dict(enumerate(points, first))
         colour = COLOURS[precision]
-        line: Look = {
+        line: Options = {
             "label": label,
             "linestyle": dash,
             "marker": marker,
             "color": colour,
-            **look,
+            **options,
         }
         x = list(points)
         y = list(points.values())

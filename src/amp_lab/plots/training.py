@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from amp_lab.plots import style
-from amp_lab.plots.style import COLOURS, Look, Values
+from amp_lab.plots.style import COLOURS, Options, Values
 
 
 def training_curves(curves: Mapping[str, Values], metric: str) -> Figure:
@@ -16,8 +16,8 @@ def training_curves(curves: Mapping[str, Values], metric: str) -> Figure:
     forms = ["--o", "-o"]  # dashed for training
     for (name, values), form in zip(curves.items(), forms, strict=True):
         epochs = range(1, len(values) + 1)
-        look: Look = {"color": colour, "label": name}
-        ax.plot(epochs, values, form, **look)
+        options: Options = {"color": colour, "label": name}
+        ax.plot(epochs, values, form, **options)
     style.label(ax, "epoch", metric, legend="best")
     return figure
 

@@ -16,7 +16,7 @@ from amp_lab.core.backends import backend
 from amp_lab.core.cpu import NO_PRIMITIVE_REMEDY, lstm_error
 from amp_lab.core.remedies import remedy
 from amp_lab.core.report import bytes_text, dtype_name, listed, percent, short_name
-from amp_lab.core.tensors import LOWER_DTYPES, largest_whole_number
+from amp_lab.core.tensors import LOWER_DTYPES, largest_integer
 from amp_lab.tracing.records import (
     LOSS,
     Cast,
@@ -251,7 +251,7 @@ def _place_of_logits(outputs: Outputs, row: OpRecord) -> str | None:
 def _work_not_in_low_precision(trace: Tracer) -> Iterator[str]:
     """Report ops with FLOPs that autocast leaves in a wide dtype, and why; not those with few."""
     wide = [row for row in trace.rows if row.flops and not _is_low(row)]
-    facts = [(row, (row.dtype, _why_not_low(row, trace))) for row in wide]
+    facts = [(row, (row.dtype, _not_low_reason(row, trace))) for row in wide]
     for subject, rows, (dtype, reason) in _group_by_fact(facts):
         share = work_of(rows) / work_of(trace.rows)
         is_untouched = _autocast_does_nothing_near(rows, trace.rows)
@@ -382,7 +382,7 @@ def _casts_of_integers(trace: Tracer) -> Iterator[str]:
             called=called,
             where=places_of(casts),
             low=short_name(trace.dtype),
-            most=largest_whole_number(trace.dtype),
+            most=largest_integer(trace.dtype),
             device=trace.device_type,
         )
 
@@ -442,7 +442,7 @@ def _group_by_fact(
         yield f"{called} in {places_of(rows)}", rows, fact
 
 
-def _why_not_low(row: OpRecord, trace: Tracer) -> str:
+def _not_low_reason(row: OpRecord, trace: Tracer) -> str:
     """Say why autocast did not run an op in 16 bits; the text follows "because"."""
     device_type = trace.device_type
     if row.op in backend(device_type).rnns_without_rule:

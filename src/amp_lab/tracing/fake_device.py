@@ -93,7 +93,7 @@ def checked_backend(device_type: str) -> str:
     if device_type in BACKENDS:
         return device_type
     *others, last = [
-        f"{row.type!r} ({row.made_by})".removesuffix(" ()") for row in BACKENDS.values()
+        f"{row.type!r} ({row.vendor})".removesuffix(" ()") for row in BACKENDS.values()
     ]
     raise DeviceError(f"device type {device_type!r}: give {', '.join(others)} or {last}")
 
