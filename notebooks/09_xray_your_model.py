@@ -42,7 +42,7 @@ from course import figures, start
 from amp_lab import first_difference, forecast_memory, op_table, xray
 from amp_lab.cli import main as amp_lab_command
 from amp_lab.core.backends import BACKENDS
-from amp_lab.tracing import compare, compare_memory
+from amp_lab.tracing import compare_memory, compare_xrays
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 figures.use_style()
@@ -396,11 +396,11 @@ vit = grid["ViT-B/16"]["cuda"]
 assert (vit["gelu"], vit["cat"], vit["layer_norm"]) == ("fp16", "fp32", "fp32")
 
 # %% [markdown]
-# `compare` puts two X-rays of one model side by side and lists the calls that differ. For the ResNet
+# `compare_xrays` puts two X-rays of one model side by side and lists the calls that differ. For the ResNet
 # on MPS these are the 53 norms and what follows them, 120 of 230 ops:
 
 # %%
-side_by_side = compare(found["ResNet-50", "cuda"], found["ResNet-50", "mps"])
+side_by_side = compare_xrays(found["ResNet-50", "cuda"], found["ResNet-50", "mps"])
 assert {a.called for a, _ in side_by_side.different} == {
     "batch_norm", "relu", "max_pool2d", "add_", "adaptive_avg_pool2d"
 }  # fmt: skip

@@ -240,11 +240,11 @@ def of_runs() -> Iterator[tuple[str, Any]]:
 
 def of_faults() -> Iterator[tuple[str, Any]]:
     """What `find_nonfinite` and `first_difference` say of planted faults."""
-    parting_models = support("parting_models")
+    diverging_models = support("diverging_models")
     planted_faults = support("planted_faults")
     for name, (make, *_) in planted_faults.FAULTS.items():
         yield f"nonfinite: {name}", outcome_of(functools.partial(_nonfinite, make))
-    for number, fault in enumerate(parting_models.FAULTS):
+    for number, fault in enumerate(diverging_models.FAULTS):
         yield f"difference: {number} {fault.name}", outcome_of(functools.partial(_parted, fault))
 
 
@@ -256,12 +256,12 @@ def _nonfinite(make: Callable) -> str:
 def _parted(fault: Any) -> str:
     from amp_lab import first_difference
 
-    parting_models = support("parting_models")
+    diverging_models = support("diverging_models")
     sound, faulty = fault.models()
     how = fault.runs.split()
-    run_a = parting_models.runner(sound, how[0])
-    run_b = parting_models.runner(faulty, how[-1])
-    return str(first_difference(run_a, run_b, parting_models.INPUTS[fault.model](2)))
+    run_a = diverging_models.runner(sound, how[0])
+    run_b = diverging_models.runner(faulty, how[-1])
+    return str(first_difference(run_a, run_b, diverging_models.INPUTS[fault.model](2)))
 
 
 def of_libraries() -> Iterator[tuple[str, Any]]:

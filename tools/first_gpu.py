@@ -348,7 +348,7 @@ def _xray(settings: Settings) -> Figures:
     import torch
 
     from amp_lab import xray
-    from amp_lab.tracing import compare
+    from amp_lab.tracing import compare_xrays
 
     kind = torch.device(settings.device).type
     for name, model, inputs in _models(settings):
@@ -357,7 +357,7 @@ def _xray(settings: Settings) -> Figures:
         for dtype in (torch.bfloat16,) if kind == "cpu" else (torch.float16, torch.bfloat16):
             forecast = xray(model, inputs, device_type=kind, dtype=dtype)
             real = xray(model, inputs, device_type=kind, dtype=dtype, real=True)
-            differences = len(compare(forecast, real).different)
+            differences = len(compare_xrays(forecast, real).different)
             yield f"{name} in {dtype}, ops that differ", differences, differences == 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from amp_lab.bench.results import Compared, Results, Row
+from amp_lab.bench.results import BenchComparison, Results, Row
 from amp_lab.bench.results_file import load_results
 from amp_lab.core.errors import OptionError
 from amp_lab.core.timing import Ratio
@@ -166,7 +166,7 @@ def test_comparison_shows_what_all_have():
     other = results_of(
         (*COMPILED_BF16[:4], 5.0), EAGER, ("gpt", "2", "fp32", "eager", 1.0), device="b"
     )
-    compared = Compared([results_of(EAGER, COMPILED_BF16), other], ["mine", "theirs"])
+    compared = BenchComparison([results_of(EAGER, COMPILED_BF16), other], ["mine", "theirs"])
     assert [rows[0].key[2:] for rows in compared.common()] == [
         ("fp32", "eager"),
         ("bf16", "compile"),
@@ -187,7 +187,7 @@ def test_a_speedup_that_is_not_trusted_is_only_the_best_where_there_is_no_other(
     one.rows[2].distrust("the machine was busy")
     for rows, best in ((one.rows, 2.0), (one.rows[2:], 3.5)):
         left = replace(one, rows=rows)
-        found = Compared([left, left], ["a", "b"]).best_speedups()["a"]["convmodel 8x8"]
+        found = BenchComparison([left, left], ["a", "b"]).best_speedups()["a"]["convmodel 8x8"]
         assert (found.median, found.trusted) == (best, best == 2.0)
 
 
@@ -245,11 +245,11 @@ def test_what_the_device_cannot_do_is_not_trusted(figures, reason, at):
 def test_comparison_of_what_has_nothing_in_common_is_refused():
     one, other = results_of(EAGER), results_of(("convmodel", "9x9", "fp32", "eager", 1.0))
     with pytest.raises(OptionError, match=r"mine, theirs .*in common"):
-        Compared([one, other], ["mine", "theirs"])
+        BenchComparison([one, other], ["mine", "theirs"])
 
 
 def test_a_row_that_failed_is_no_common_ground():
     failed = results_of(EAGER)
     failed.rows[0].status = "failed"
     with pytest.raises(OptionError, match="nothing in common"):
-        Compared([results_of(EAGER), failed], ["a", "b"])
+        BenchComparison([results_of(EAGER), failed], ["a", "b"])

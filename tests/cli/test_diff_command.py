@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from parting_models import AsCompiled
+from diverging_models import AsCompiled
 
 from amp_lab.cli import main
 

@@ -143,7 +143,7 @@ class Simulation:
     def was_moved(self):
         return False
 
-    def lay_apart(self):
+    def cores_were_apart(self):
         return False
 
 

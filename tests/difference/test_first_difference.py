@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from parting_models import (
+from diverging_models import (
     FAULTS,
     INPUTS,
     AsCompiled,

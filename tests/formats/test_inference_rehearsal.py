@@ -22,7 +22,7 @@ from amp_lab.formats.roofline import forward_s
 from amp_lab.model_call import ModelCall
 from amp_lab.tracing.fake_device import errors_not_logged
 
-FORMATS = ("fp8", "fp8-rowwise", "mxfp8", "mxfp4", "nvfp4")
+FORMAT_NAMES = ("fp8", "fp8-rowwise", "mxfp8", "mxfp4", "nvfp4")
 of_torchao = pytest.mark.filterwarnings("ignore")  # of its own
 
 
@@ -128,7 +128,7 @@ class Two(nn.Module):
 
 def test_the_outer_size_is_a_multiple_of_16_in_every_format():
     found = rehearse(Two(64, 48, 40).eval(), torch.randn(5, 64))
-    for form in FORMATS:
+    for form in FORMAT_NAMES:
         assert found.of("a", form).left_out == ""
         assert found.of("b", form).left_out == "64 to 40: no multiple of 16"
     trained = rehearse(Two(64, 48, 40), torch.randn(32, 64), loss_fn=lambda out: out[0].sum())
@@ -336,7 +336,7 @@ def hardware(monkeypatch):
 
 
 @of_torchao
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", FORMAT_NAMES)
 @pytest.mark.parametrize("made", CONVERTED)
 def test_the_printed_lines_convert_the_model_and_run_it(made, form, hardware):
     """As printed: without the checks that need a GPU. Their error is the one that was rehearsed."""

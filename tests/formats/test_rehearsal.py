@@ -29,7 +29,7 @@ from amp_lab.model_call import ModelCall
 from amp_lab.recipes import TRAINING, Recipe, Step
 from amp_lab.tracing.fake_device import errors_not_logged
 
-FORMATS = ("fp8", "fp8-rowwise", "mxfp8", "mxfp4", "nvfp4")
+FORMAT_NAMES = ("fp8", "fp8-rowwise", "mxfp8", "mxfp4", "nvfp4")
 
 
 def mean_square(output):
@@ -132,7 +132,7 @@ class Scaled(nn.Module):
 def test_outlier_channels_break_a_scale_that_they_share_and_no_block():
     channels = torch.where(torch.arange(64) < 32, 1e6, 1.0)  # a block of them
     model = Scaled(channels, 1.0, weight=1 / channels)
-    found = rehearse(model, torch.randn(256, 64), formats=FORMATS)
+    found = rehearse(model, torch.randn(256, 64), formats=FORMAT_NAMES)
     for form in ("fp8", "fp8-rowwise"):
         assert found.of("layer", form).left_out.endswith("become 0")
     assert found.of("layer", "fp8").decibels["forward"] < 10
@@ -143,7 +143,7 @@ def test_outlier_channels_break_a_scale_that_they_share_and_no_block():
 
 def test_tiny_gradients_are_named():
     outputs = torch.where(torch.arange(64) < 32, 1.0, 1e-11)
-    found = rehearse(Scaled(1.0, outputs), torch.randn(256, 64), formats=FORMATS)
+    found = rehearse(Scaled(1.0, outputs), torch.randn(256, 64), formats=FORMAT_NAMES)
     for form in ("fp8", "nvfp4"):
         report = found.of("layer", form)
         assert (
@@ -188,7 +188,7 @@ def test_embeddings_routers_and_the_head_stay_in_bf16_and_the_first_projection_d
 
 def test_blocks_of_many_sizes_break_nvfp4_where_mx_holds():
     sizes = torch.logspace(-4, 4, 8).repeat_interleave(32)[:, None]  # of blocks of samples
-    found = rehearse(Scaled(sizes, 1 / sizes), torch.randn(256, 64), formats=FORMATS[2:])
+    found = rehearse(Scaled(sizes, 1 / sizes), torch.randn(256, 64), formats=FORMAT_NAMES[2:])
     assert found.of("layer", "nvfp4").left_out.endswith("become 0")
     for form in ("mxfp8", "mxfp4"):
         assert not found.of("layer", form).left_out
@@ -413,7 +413,7 @@ def test_a_recipe_whose_lines_fail_is_not_recommended(monkeypatch):
 NAMES = [f"encoder.layers.{i}.attention.out_proj" for i in range(9)]
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", FORMAT_NAMES)
 @pytest.mark.parametrize("names", [[], ["head"], NAMES[:2], NAMES], ids=len)
 def test_the_printed_lines_are_as_ruff_formats_them(form, names):
     check_format(torchao_code.lines(form, names))

@@ -151,14 +151,14 @@ def test_a_recurrent_layer_on_the_cpu_says_what_its_products_compute_in(name, on
     assert fake.casts == real.casts
     for found in (fake, real):
         (row,) = (row for row in found.rows if row.flops)
-        assert row.matmul_dtype is row.dtype is BF16
+        assert row.product_dtype is row.dtype is BF16
         assert row.in_dtypes[0] is BF16
         assert found.low_share == 1
         assert not any("stays in fp32" in line for line in found.advice)
         weights = {c.what for c in found.casts if c.what.startswith("parameter ")}
         assert weights == {f"parameter {name}" for name, _ in model.named_parameters()}
         assert "input 0" in {cast.what for cast in found.casts}
-    assert [row.matmul_dtype for row in off.rows if row.flops] == [FP32]
+    assert [row.product_dtype for row in off.rows if row.flops] == [FP32]
     if kind is nn.GRU:  # its state stays wide, from outside it looks like fp32
         assert row.out_dtypes[0] is FP32
 
@@ -167,8 +167,8 @@ def test_a_cell_says_what_its_products_compute_in():
     found = xray(CellRnn(), series(), device_type="cpu")
     cells = [row for row in found.rows if row.op == "gru_cell"]
     assert len(cells) == 5
-    assert {row.matmul_dtype for row in cells} == {BF16}
-    assert {row.matmul_dtype for row in found.rows if row.op != "gru_cell"} == {None}
+    assert {row.product_dtype for row in cells} == {BF16}
+    assert {row.product_dtype for row in found.rows if row.op != "gru_cell"} == {None}
 
 
 def test_a_long_recurrent_layer_is_as_whole_as_a_short_one():

@@ -11,7 +11,7 @@ from small_models import Head
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_lab.tracing import compare
+from amp_lab.tracing import compare_xrays
 from amp_lab.tracing.xray import xray
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
@@ -105,7 +105,7 @@ def test_backends_differ_and_compare_shows_where():
     cuda, cpu = (
         xray(Head(), torch.randn(8, 8), device_type=d, dtype=BF16) for d in ("cuda", "cpu")
     )
-    both = compare(cuda, cpu)
+    both = compare_xrays(cuda, cpu)
     assert [(a.called, a.out_dtypes[0], b.out_dtypes[0]) for a, b in both.different] == [
         ("layer_norm", FP32, BF16),
         ("softmax", FP32, BF16),
@@ -114,7 +114,7 @@ def test_backends_differ_and_compare_shows_where():
         assert "cuda bf16" in text
         assert "layer_norm" in text
     assert len(json.loads(both.to_json())["different"]) == 2
-    assert not compare(cuda, cuda).different
-    assert "0 of 4 ops differ" in str(compare(cuda, cuda))
-    without = compare(cuda, xray(Head().a, torch.randn(8, 8)))
+    assert not compare_xrays(cuda, cuda).different
+    assert "0 of 4 ops differ" in str(compare_xrays(cuda, cuda))
+    without = compare_xrays(cuda, xray(Head().a, torch.randn(8, 8)))
     assert (None in [b for _, b in without.different]) is True

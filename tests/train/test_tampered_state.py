@@ -11,7 +11,7 @@ from amp_lab import load_checkpoint
 from amp_lab.core.errors import CheckpointError
 from amp_lab.parallel.ranks import ALONE
 from amp_lab.train.loop import Progress
-from amp_lab.train.run_state import CHECKPOINT, Parts, restore_run, save_run
+from amp_lab.train.run_state import CHECKPOINT, TrainingObjects, restore_run, save_run
 
 STEPS = 4
 STRANGE = [
@@ -21,17 +21,17 @@ STRANGE = [
 progress_of = Progress.from_state_dict
 
 
-def made() -> Parts:
+def training_objects() -> TrainingObjects:
     """The parts of a run of a few numbers, after one step."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, STEPS)
-    parts = Parts(model, optimizer, scheduler, torch.amp.GradScaler("cpu", init_scale=8))
+    parts = TrainingObjects(model, optimizer, scheduler, torch.amp.GradScaler("cpu", init_scale=8))
     step(parts)
     return parts
 
 
-def step(parts: Parts) -> None:
+def step(parts: TrainingObjects) -> None:
     loss = parts.model(torch.ones(1, 3)).sum()
     parts.scaler.scale(loss).backward()
     parts.scaler.step(parts.optimizer)
@@ -42,7 +42,9 @@ def step(parts: Parts) -> None:
 @pytest.fixture(scope="module")
 def out(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    save_run(folder, ALONE, made(), Progress(batch=1, samples=8).state_dict(), {"classes": 2})
+    save_run(
+        folder, ALONE, training_objects(), Progress(batch=1, samples=8).state_dict(), {"classes": 2}
+    )
     return folder
 
 
@@ -73,14 +75,14 @@ def replaced(value: Any, place: tuple, new: object) -> Any:
 
 
 def test_what_was_saved_goes_on(out, state):
-    progress = restore_run(out, state, ALONE, made(), progress_of)
+    progress = restore_run(out, state, ALONE, training_objects(), progress_of)
     assert (progress.batch, progress.samples) == (1, 8)
-    assert goes_on(out, state) == ""
+    assert resumes(out, state) == ""
 
 
-def goes_on(out: Path, state: dict) -> str:
+def resumes(out: Path, state: dict) -> str:
     """Restore a state and do a step; what it was refused with."""
-    parts = made()
+    parts = training_objects()
     try:
         restore_run(out, state, ALONE, parts, progress_of)
     except CheckpointError as error:
@@ -97,7 +99,7 @@ def test_whatever_is_in_it_is_refused_in_a_line_or_trains_on(out, state):
         if place[0] not in read or (place[1:2] and place[1] in of_all_epochs):
             continue
         for value in STRANGE:
-            refused = goes_on(out, replaced(state, place, value))
+            refused = resumes(out, replaced(state, place, value))
             assert len(refused.splitlines()) <= 1, (place, value)
 
 

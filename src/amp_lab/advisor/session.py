@@ -16,7 +16,7 @@ from amp_lab.advisor.outlook import Outlook, forecast, trace_and_forecast
 from amp_lab.advisor.result import Advice
 from amp_lab.core.allocator import ENVIRONMENT, memory_taken
 from amp_lab.core.backends import BACKENDS, backend
-from amp_lab.core.device import describe_device, pick_device, random_numbers_kept
+from amp_lab.core.device import describe_device, pick_device, preserve_random_state
 from amp_lab.core.errors import OptionError, TraceError, with_type
 from amp_lab.core.gpus import Gpu, gpu_of, unknown_gpu
 from amp_lab.core.precision import Precision
@@ -132,7 +132,7 @@ def measured(call: ModelCall, outlook: Outlook, seconds: float, beginning: str =
         watch.append(f"No forecast: {outlook.problem}.")
     watch += [f"The forecast: {line}" for line in outlook.decisions]
     rankings: dict[str, _Ranking] = {}
-    with stages, random_numbers_kept(outlook.device.type), torch.enable_grad():
+    with stages, preserve_random_state(outlook.device.type), torch.enable_grad():
         try:
             call, checks, scale = _fp32_checks(
                 call, outlook.device, _SHARE_OF_CHECKS * seconds, watch

@@ -3,7 +3,7 @@
 from amp_lab.bench.convmodel import ConvModel, quantized_sine
 from amp_lab.bench.fused_convmodel import FusedStep
 from amp_lab.bench.limits import count_step, measure_ceilings
-from amp_lab.bench.results import Compared
+from amp_lab.bench.results import BenchComparison
 from amp_lab.bench.results_file import load_results
 from amp_lab.bench.rungs import RUNGS
 from amp_lab.bench.runner import run_bench
@@ -13,7 +13,7 @@ from amp_lab.bench.workloads import WORKLOADS
 __all__ = [
     "RUNGS",
     "WORKLOADS",
-    "Compared",
+    "BenchComparison",
     "ConvModel",
     "FusedStep",
     "TiledStep",

@@ -376,7 +376,7 @@ def _with_titles(titled: list[_TitledCells]) -> list[list[str]]:
 
 
 @dataclass(repr=False)
-class Compared(Printed):
+class BenchComparison(Printed):
     """Several results side by side: the rows that all of them have.
 
     Raises `OptionError` if there is no such row.

@@ -161,13 +161,13 @@ def _draw(results: "Results", out: Path) -> None:
 def _compare(results: list["Results"], options: argparse.Namespace, out: Path) -> None:
     """Print this result, the first, beside recorded ones, and draw the best speed-ups of each."""
     from amp_lab import plots
-    from amp_lab.bench import Compared
+    from amp_lab.bench import BenchComparison
 
     paths = [options.results or options.out, *options.compare]
     names = [Path(path).stem for path in paths]
     if len(set(names)) < len(names):  # two files in different folders have the same name
         names = paths
-    compared = Compared(results, names)
+    compared = BenchComparison(results, names)
     print()
     show(compared, options.format)
     picture = _pictures(out).compared

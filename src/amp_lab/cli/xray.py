@@ -57,7 +57,7 @@ def _depth(text: str) -> int:
 
 def run(options: argparse.Namespace) -> None:
     """X-ray the model, and print what was found."""
-    from amp_lab.tracing import compare
+    from amp_lab.tracing import compare_xrays
     from amp_lab.tracing.xray import xray_call
 
     use_absent_device(options)
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
         if found.title == other.title:
             same = f"--against {options.against!r} is the same again"
             raise OptionError(f"{same}: give another device or dtype")
-        show(compare(found, other), options.format)
+        show(compare_xrays(found, other), options.format)
     elif options.depth is not None:
         show(found.by_module(options.depth), options.format)
     else:

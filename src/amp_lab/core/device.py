@@ -101,7 +101,7 @@ def pick_device(name: str | None = None) -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-def random_numbers_kept(device_type: str) -> AbstractContextManager:
+def preserve_random_state(device_type: str) -> AbstractContextManager:
     """The block after which torch draws the same random numbers as before it, on CPU and device."""
     # `fork_rng` always restores the CPU's generator, and those of the devices that it gets: none
     # for the CPU, for which the device type does not matter.

@@ -25,7 +25,7 @@ _AIM_S = 1.2 * _TURN_S  # the time that a turn is planned to take; too short a t
 _REST_S = 3e-3  # before a turn: threads of a library that wait by spinning go to sleep meanwhile
 # Limits beyond which a round counts as disturbed, or its cores as moved.
 _SLOWER = 1.5  # time of the calibration product, as a multiple of its median
-_APART = 3.0  # time of an exchange between threads, as a multiple of the fastest or the median
+_FAR_APART = 3.0  # time of an exchange between threads, as a multiple of the fastest or the median
 _WAITED = 0.03  # share of a round in which a thread was ready to run and had no core
 
 
@@ -319,7 +319,7 @@ class Rounds:
             samples_s=samples_s,
             disturbed=len(self.all) - len(undisturbed),
             reason=reason,
-            apart=self.watch.lay_apart() or not is_still,
+            apart=self.watch.cores_were_apart() or not is_still,
         )
 
 
@@ -443,14 +443,14 @@ class _Watch:
         """Whether an exchange of this round was far slower or faster than usual; False on GPUs."""
         usual_s = self._usual_exchange_s()
         round_s = self.exchanges_s[self.first_of_round :] or [usual_s]  # none on a GPU
-        is_farther = max(round_s) > _APART * usual_s
-        is_nearer = usual_s > _APART * min(round_s)
+        is_farther = max(round_s) > _FAR_APART * usual_s
+        is_nearer = usual_s > _FAR_APART * min(round_s)
         return is_farther or is_nearer
 
-    def lay_apart(self) -> bool:
+    def cores_were_apart(self) -> bool:
         """Whether exchanges usually took much longer than this process's fastest; False on GPUs."""
         nearest_s = self.nearest_s.get(torch.get_num_threads(), math.inf)
-        return self._usual_exchange_s() > _APART * nearest_s
+        return self._usual_exchange_s() > _FAR_APART * nearest_s
 
     def _usual_exchange_s(self) -> float:
         """Median seconds of an exchange; 0 where none is timed, as on a GPU."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_lab.core.device import random_numbers_kept
+from amp_lab.core.device import preserve_random_state
 from amp_lab.core.errors import AmpLabError, NumericsError, OptionError, TraceError, with_type
 from amp_lab.core.gpus import Gpu, gpu_of
 from amp_lab.core.remedies import remedy
@@ -93,7 +93,7 @@ def rehearse(
     use_class = _use_class(model, use)
     _check_steps(use_class, steps, seeds)
     call = ModelCall(model, inputs, kwargs, loss_fn)
-    with random_numbers_kept(call.device.type), torch.enable_grad():
+    with preserve_random_state(call.device.type), torch.enable_grad():
         try:
             runner = Training(call, steps, seeds) if use_class is Training else Inference(call)
             layers, reports = _rehearse_step(runner, forms, row)

@@ -76,7 +76,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         self._names: dict[nn.Module, str] = {}  # of the modules in the model
         self._stack: list[tuple[nn.Module, Site]] = []  # being called, the innermost last
         self._calls: Counter[nn.Module] = Counter()  # in this forward pass
-        self._made: dict[int, Site] = {}  # where autograd made a node, by its sequence number
+        self._site_by_node: dict[int, Site] = {}  # by the sequence number of autograd's node
         # The op that made each inf or NaN, by the storage that holds it now; not all will matter.
         self._origins: dict[int | None, tuple[StorageWeakRef, NonfiniteReport]] = {}
         self._all_origins: list[NonfiniteReport] = []
@@ -296,16 +296,16 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         if self._stack:
             site = self._stack[-1][1]
         elif node is not None:
-            site = self._made.get(node._sequence_nr(), _OUTSIDE)
+            site = self._site_by_node.get(node._sequence_nr(), _OUTSIDE)
         else:
             site = _OUTSIDE
         # Autograd makes an op's node, with the next number, just before it runs the op. An op
         # without a node of its own would overwrite the last number, hence `setdefault`.
         number = torch._C._autograd._get_sequence_nr() - 1
         if number >= self._first and threading.get_ident() == self._thread:
-            self._made.setdefault(number, site)
-            if len(self._made) > 2**18:  # thousands of steps
-                del self._made[next(iter(self._made))]  # the oldest
+            self._site_by_node.setdefault(number, site)
+            if len(self._site_by_node) > 2**18:  # thousands of steps
+                del self._site_by_node[next(iter(self._site_by_node))]  # the oldest
         return site
 
     def _handle_nonfinite(self, call: Call, bad: list[Tensor]) -> None:

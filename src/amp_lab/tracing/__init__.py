@@ -5,6 +5,6 @@
 
 from amp_lab.tracing.memory import compare_memory, parse_bytes
 from amp_lab.tracing.op_table import differences
-from amp_lab.tracing.xray_result import compare
+from amp_lab.tracing.xray_result import compare_xrays
 
-__all__ = ["compare", "compare_memory", "differences", "parse_bytes"]
+__all__ = ["compare_memory", "compare_xrays", "differences", "parse_bytes"]

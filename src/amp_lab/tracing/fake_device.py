@@ -275,7 +275,7 @@ def remedy_for(error: Exception, model: nn.Module, verb: str) -> str:
     return _PART.sentence(verb=verb, part=outermost)
 
 
-def own_reason(error: Exception) -> str:
+def untraceable_reason(error: Exception) -> str:
     """Say why a trace fails, for errors in flex_attention, whose messages do not tell; else ""."""
     return "no trace can follow flex_attention" if _is_flex(error) else ""
 
@@ -372,7 +372,7 @@ class ModelRun:
         )
 
     @contextmanager
-    def told(self, decisions: Decisions | None) -> Iterator[Replay]:
+    def replaying(self, decisions: Decisions | None) -> Iterator[Replay]:
         """The block in which ops that depend on values return the results of a real run.
 
         Yields the `Replay` that answers them. Without decisions it answers none, and those ops

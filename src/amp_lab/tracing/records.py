@@ -38,7 +38,7 @@ class OpRecord:
     autocast: bool = True  # whether autocast was on where the function was called
     widened: bool = False  # whether autocast made the op compute on a low-precision input in fp32
     # Only for a recurrent layer or cell: the widest dtype of its products. Its state may be wider.
-    matmul_dtype: torch.dtype | None = None
+    product_dtype: torch.dtype | None = None
     # Only for a recurrent layer: the dtype of its input before autocast cast it.
     given_dtype: torch.dtype | None = None
 
@@ -46,10 +46,10 @@ class OpRecord:
     def dtype(self) -> torch.dtype | None:
         """The dtype that the op computed in; None if it has no floating-point tensors.
 
-        It is `matmul_dtype`, or else the wider one of the first floating-point input and output.
+        It is `product_dtype`, or else the wider one of the first floating-point input and output.
         """
-        if self.matmul_dtype is not None:
-            return self.matmul_dtype
+        if self.product_dtype is not None:
+            return self.product_dtype
         first_dtypes = (_first_float(self.in_dtypes), _first_float(self.out_dtypes))
         return widest(dtype for dtype in first_dtypes if dtype)
 

@@ -21,10 +21,10 @@ from amp_lab.tracing.fake_device import (
     checked_backend,
     needs_memory,
     on_fake_device,
-    own_reason,
     remedy_for,
     require_model,
     tip_for,
+    untraceable_reason,
 )
 from amp_lab.tracing.storage_ledger import StorageTrace
 
@@ -82,7 +82,7 @@ class TraceableStep:
         shapes = call.shapes
 
         def trace() -> TracedStep:
-            with self.run.told(decisions) as replay:
+            with self.run.replaying(decisions) as replay:
                 with _one_line_errors(call.model, shapes, self.device_type):
                     traced = self._trace(call, replay)
                 replay.require_done()  # the trace has to take all decisions of the real run
@@ -161,7 +161,7 @@ def _one_line_error(
     inputs = "no tensor as input"
     if shapes:
         inputs = f"input of shape {', '.join(map(str, shapes))}"
-    reason = own_reason(error) or first_line(error)
+    reason = untraceable_reason(error) or first_line(error)
     tip = tip_for(error, model, "forecast", device_type)  # with "; " before it, or ""
     return TraceError(f"{name} with {inputs}: {reason}{tip}")
 

@@ -396,7 +396,7 @@ class Tracer(TorchFunctionMode):
             flops=flop_count,
             autocast=call.autocast_dtype is not None,
             widened=self._is_widened(call, name, ins, outs),
-            matmul_dtype=widest(call.matmul_dtypes),
+            product_dtype=widest(call.matmul_dtypes),
             given_dtype=call.given_dtype,
         )
         self.rows.append(row)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_lab.core.device import random_numbers_kept
+from amp_lab.core.device import preserve_random_state
 from amp_lab.core.errors import TraceError, first_line, with_type
 from amp_lab.core.precision import require_backend
 from amp_lab.core.remedies import remedy
@@ -28,9 +28,9 @@ from amp_lab.tracing.fake_device import (
     dtype_for,
     low_weight_dtypes,
     on_fake_device,
-    own_reason,
     require_model,
     tip_for,
+    untraceable_reason,
 )
 from amp_lab.tracing.module_table import module_rows
 from amp_lab.tracing.operands import low_operand, remedy_for_mixed
@@ -225,7 +225,7 @@ def _trace_on_fakes(
         with (
             on_fake_device(call, device_type) as run,
             default_device,
-            run.told(decisions) as replay,
+            run.replaying(decisions) as replay,
         ):
             tracer = Tracer(device_type, dtype, run).follow()
             if tracer.error is None:  # a run that fails takes fewer decisions than the real one
@@ -256,7 +256,7 @@ def _trace_for_real(call: ModelCall, device_type: str, dtype: torch.dtype) -> Tr
         buffers=dict(call.model.named_buffers()),
         fake=lambda tensor: tensor,  # the real tensors take the place of fakes
     )
-    with random_numbers_kept(device_type):
+    with preserve_random_state(device_type):
         return Tracer(device_type, dtype, run).follow()
 
 
@@ -272,7 +272,7 @@ def _explain_error(tracer: Tracer, call: ModelCall) -> str:
     if tracer.failed_at is not None:
         module, op = tracer.failed_at
         where = f" in {place_of(module)} ({op})"
-    reason = own_reason(error) or with_type(error)
+    reason = untraceable_reason(error) or with_type(error)
     mixed = remedy_for_mixed(error, op, tracer.failed_on, bool(low_weight_dtypes(model)))
     if mixed:
         reason = f"{reason}; {mixed}"

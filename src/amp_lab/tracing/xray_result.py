@@ -337,7 +337,7 @@ def _flow(row: OpRecord | None) -> str:
     return " → ".join(names) or "-"
 
 
-def compare(a: Xray, b: Xray) -> XrayComparison:
+def compare_xrays(a: Xray, b: Xray) -> XrayComparison:
     """Align the ops of two X-rays by module and name, and keep those that differ in a dtype.
 
     An op that only one of them has counts as different.
@@ -367,4 +367,4 @@ def _modules_and_ops(result: Xray) -> list[tuple[str, str]]:
 
 def _dtypes(row: OpRecord) -> tuple:
     """What a comparison looks at: the dtypes of the inputs, of the outputs, and of products."""
-    return row.in_dtypes, row.out_dtypes, row.matmul_dtype
+    return row.in_dtypes, row.out_dtypes, row.product_dtype

@@ -216,7 +216,7 @@ class Run:
             self.wrapped_model.compile()
         optimizer = run_state.make_optimizer(self.model, config)
         steps = config.epochs * self._steps_for(self._batches_per_epoch)
-        self.parts = run_state.Parts(
+        self.parts = run_state.TrainingObjects(
             model=self.model,
             optimizer=optimizer,
             scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, config.lr, steps),

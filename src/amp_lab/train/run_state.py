@@ -35,7 +35,7 @@ _MAX_CLASSES = 2**18  # the largest vocabulary of a tokenizer
 
 
 @dataclass(frozen=True)
-class Parts:
+class TrainingObjects:
     """The objects of a run with a state; each has an entry of its name in the checkpoint."""
 
     model: nn.Module
@@ -44,7 +44,9 @@ class Parts:
     scaler: torch.amp.GradScaler
 
 
-def save_run(out: Path, ranks: Ranks, parts: Parts, progress: dict, description: dict) -> None:
+def save_run(
+    out: Path, ranks: Ranks, parts: TrainingObjects, progress: dict, description: dict
+) -> None:
     """Save the state of a run into its folder; at any moment the old or the new one is complete.
 
     `progress` is the state dict of this rank's `Progress`; `description` has the entries ``config``
@@ -122,7 +124,7 @@ def restore_run(
     out: Path,
     state: dict,
     ranks: Ranks,
-    parts: Parts,
+    parts: TrainingObjects,
     make_progress: Callable[[dict], Progress],
 ) -> Progress:
     """Load the state of `load_run` into the parts of a run; return the progress of this rank.
@@ -145,7 +147,7 @@ def restore_run(
         raise CheckpointError(f"{out / CHECKPOINT}: {problem}") from error
 
 
-def _restore_tensors(out: Path, state: dict, ranks: Ranks, parts: Parts) -> None:
+def _restore_tensors(out: Path, state: dict, ranks: Ranks, parts: TrainingObjects) -> None:
     """Load the state of `load_run` into model and optimizer; either may be sharded."""
     # shards is imported where it is needed, since it takes a second to load.
     if "shards" in state:
@@ -161,7 +163,7 @@ def _restore_tensors(out: Path, state: dict, ranks: Ranks, parts: Parts) -> None
         parts.optimizer.load_state_dict(state["optimizer"])
 
 
-def _settings(parts: Parts) -> dict:
+def _settings(parts: TrainingObjects) -> dict:
     """The state of scheduler and scaler, and the parameter groups of the optimizer, by name."""
     return {
         "scheduler": parts.scheduler.state_dict(),
@@ -170,7 +172,7 @@ def _settings(parts: Parts) -> dict:
     }
 
 
-def _require_usable(parts: Parts, new_settings: dict) -> None:
+def _require_usable(parts: TrainingObjects, new_settings: dict) -> None:
     """Raise `ValueError` for restored parts with which the next step would fail.
 
     `new_settings` are the `_settings` of the parts before they were restored.

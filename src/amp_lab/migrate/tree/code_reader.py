@@ -16,7 +16,15 @@ import libcst as cst
 
 from amp_lab.migrate.tree import nodes
 from amp_lab.migrate.tree.amp_names import AUTOCASTS, OLD_MODULES, SCALERS
-from amp_lab.migrate.tree.events import Event, Exit, Place, Unit, grouped, last_part, place_of_part
+from amp_lab.migrate.tree.events import (
+    CodeUnit,
+    Event,
+    Exit,
+    Place,
+    grouped,
+    last_part,
+    place_of_part,
+)
 from amp_lab.migrate.tree.python_tree import Tree
 from amp_lab.migrate.tree.scopes import Scope
 
@@ -76,7 +84,7 @@ class CodeReader:
         self.functions = {function.name.value: function for function in functions}
         self._times_defined = Counter(function.name.value for function in functions)
         units = [node for node in scopes if isinstance(node, cst.Module | cst.FunctionDef)]
-        self._units = {node: Unit(scopes[node]) for node in units}
+        self._units = {node: CodeUnit(scopes[node]) for node in units}
         self._read(tree.module, Place(), self._units[tree.module])
         self.events: list[Event] = []
         for unit in self._units.values():
@@ -144,7 +152,7 @@ class CodeReader:
 
     # Reading the events.
 
-    def _read(self, node: cst.CSTNode, place: Place, unit: Unit) -> None:
+    def _read(self, node: cst.CSTNode, place: Place, unit: CodeUnit) -> None:
         """Add the events and exits below a node to its unit, in the order in which they run."""
         for target, value in nodes.assignments(node):
             scaler = self._scaler_in(value)
@@ -169,7 +177,7 @@ class CodeReader:
                 return Place(autocast=cast)
         return Place()
 
-    def _add_event(self, call: cst.Call, place: Place, unit: Unit) -> None:
+    def _add_event(self, call: cst.Call, place: Place, unit: CodeUnit) -> None:
         """Add the event of a call to its unit, and note the optimizer of a scaler."""
         kind, owner, optimizer = self._meaning(call, unit)
         order = len(unit.events)
@@ -252,7 +260,7 @@ class CodeReader:
 
     # Kinds of events.
 
-    def _meaning(self, call: cst.Call, unit: Unit) -> _Meaning:
+    def _meaning(self, call: cst.Call, unit: CodeUnit) -> _Meaning:
         """The kind, owner and optimizer of the event of a call; see `Event`."""
         func = call.func
         origin = self.origin(func, unit.scope)
@@ -276,7 +284,7 @@ class CodeReader:
         return _Meaning(method, owner)
 
     def _meaning_of_backward(
-        self, call: cst.Call, loss: cst.BaseExpression, unit: Unit
+        self, call: cst.Call, loss: cst.BaseExpression, unit: CodeUnit
     ) -> _Meaning:
         """The `_meaning` of ``loss.backward()``; the kind is empty if `loss` is no loss."""
         scaler = unit.scaled_names.get(self.key(loss)) or self._scaler_in(loss)
@@ -419,7 +427,7 @@ class CodeReader:
         """The events of each (kind, scaler): the last part of its name, ``scaler``."""
         return grouped(self.events, lambda event: (event.kind, last_part(event.owner)))
 
-    def calls_of(self, unit: Unit) -> list[Event]:
+    def calls_of(self, unit: CodeUnit) -> list[Event]:
         """The calls of the function of a unit; none if a later function of the file has its name.
 
         None also for the module.

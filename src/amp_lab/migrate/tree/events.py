@@ -75,7 +75,7 @@ class Event:
     """
     node: cst.Call
     place: Place
-    unit: "Unit"
+    unit: "CodeUnit"
     order: int
     """Its number among the events of its unit, from 0."""
     owner: str
@@ -95,7 +95,7 @@ class Exit:
 
 
 @dataclasses.dataclass(eq=False)
-class Unit:
+class CodeUnit:
     """The module, or one function, with its events and exits in their order.
 
     Its tables, such as `by_kind`, are computed once: read them only when all events are there.

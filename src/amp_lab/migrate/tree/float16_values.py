@@ -13,7 +13,7 @@ import libcst as cst
 from amp_lab.migrate.tree import nodes
 from amp_lab.migrate.tree.amp_names import OLD_NAMES
 from amp_lab.migrate.tree.code_reader import CodeReader
-from amp_lab.migrate.tree.events import Event, Unit, last_part
+from amp_lab.migrate.tree.events import CodeUnit, Event, last_part
 from amp_lab.migrate.tree.scopes import Scope
 
 _Name = tuple[str, ...]
@@ -96,7 +96,7 @@ class Float16Values:
             if place.shares_loops(backward.place) and not place.excludes(backward.place):
                 yield event
 
-    def _values(self, unit: Unit) -> list[tuple[_Name, cst.CSTNode]]:
+    def _values(self, unit: CodeUnit) -> list[tuple[_Name, cst.CSTNode]]:
         """Each (assigned name, its value) of a function, without values that have no gradients."""
         values = []
         for part in nodes.walk(unit.scope.node):
