@@ -38,25 +38,25 @@ def test_casts_are_copies_between_two_dtypes(cells):
     assert {key: n for key, n in ops.items() if key[0] == "cast"} == {("cast", "bf16"): 1}
 
 
-def test_a_trace_of_two_casts_and_a_product_is_counted(cells):
+def test_a_trace_of_two_casts_and_a_matmul_is_counted(cells):
     x = torch.ones(2, 2)
     _, events = cells["profile_once"](lambda: x.bfloat16() @ x.bfloat16())
     ops = cells["count_ops"](events)
     assert (ops["mm", "bf16"], ops["cast", "bf16"]) == (1, 2)
 
 
-def test_the_log_of_ops_has_products_with_their_dtype(cells):
+def test_the_log_of_ops_has_matmuls_with_their_dtype(cells):
     with cells["OpLog"]() as log:
         torch.ones(2, 2) @ torch.ones(2, 2)
-    assert log.products() == ["fp32"]
+    assert log.matmuls() == ["fp32"]
     assert (log.count("mm"), log.count("_to_copy")) == (1, 0)
 
 
 def test_backward_inside_the_block_rounds_an_island(cells):
     logs = {inside: cells["OpLog"]() for inside in (False, True)}
     found = {inside: cells["island_gradient"](inside, 16, log) for inside, log in logs.items()}
-    assert logs[False].products() == ["fp32", "fp32", "bf16"]
-    assert logs[True].products() == ["bf16"] * 3
+    assert logs[False].matmuls() == ["fp32", "fp32", "bf16"]
+    assert logs[True].matmuls() == ["bf16"] * 3
     assert torch.equal(found[False], cells["island_gradient"](False, 16))
     assert not torch.equal(found[False], found[True])
 

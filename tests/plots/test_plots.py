@@ -70,7 +70,6 @@ FIGURES = {  # figure: its arguments, and what stands on its axes
     "loss_by_backend": (({"torch": PAIR, "jax": PAIR},), ["epoch", "cross-entropy"]),
     "loss_curves": ((SEEDS,), ["epoch", "loss (mean squared error)"]),
     "loss_scales": (({"fp16": SCALES, "other": SCALES},), ["step", "loss scale"]),
-    "losses_by_setting": (({"fp16, O1": [2.0, 1.0], "fp16, O2": [2.0, 1.0]},), ["step", "loss"]),
     "memory_against_batch": (({"fp32": ([1, 2], [2e9, 4e9])}, 3e9), ["batch", "(GiB)"]),
     "memory_by_dtype": (({"CNN": {"fp32": PEAK}}, 2**31, "limit"), ["(GiB)"]),
     "memory_per_rank": (({"FSDP": RANKS},), ["ranks", "(MiB)"]),
@@ -81,8 +80,6 @@ FIGURES = {  # figure: its arguments, and what stands on its axes
     ),
     "roofline": (({"fp32": 1e12}, 1e11, [("CNN", "fp32", 9.0, TOOK)]), ["FLOP/s", "per byte"]),
     "scale_over_time": ((SCALES, [2]), ["step", "loss scale"]),
-    "scales_by_setting": (({"O1": (SCALES, [2]), "O2": (SCALES, [])},), ["step", "loss scale"]),
-    "scores_by_seed": ((PAIR,), ["(%)"]),
     "sent_bytes": (({"FSDP": SENT}, 4), ["4 ranks", "(KiB)"]),
     "side_by_side": (({"target": GREY, "fp32": GREY},), ["brightness"]),
     "sqnr_by_format": (({"normal": {"fp8": 31.0}, "outlier": {"fp8": 9.0}},), ["format", "(dB)"]),
@@ -91,7 +88,6 @@ FIGURES = {  # figure: its arguments, and what stands on its axes
         ([32, 64], {"bf16": [TWICE] * 2, "bf16, compiled": [TWICE] * 2}),
         ["pix"],
     ),
-    "throughput_over_batch": (({8: TIMES, 16: TIMES},), ["per second", "batch"]),
     "time_and_memory": ((TIMES, {"fp32": 80.0, "bf16": 60.0}, "peak"), ["(ms)", "(MiB)"]),
     "time_by_kind": (({"conv": TIMES},), ["(ms)"]),
     "training_curves": (({"train": [2.0, 1.0], "test": [2.0, 1.5]}, "loss"), ["epoch", "loss"]),
@@ -150,9 +146,6 @@ def test_what_was_measured_has_its_interval():
     assert intervals_of(left) == [pytest.approx((8, 10)), pytest.approx((4, 5))]
     ladder = plots.speed_ladder({"CNN": RUNGS}).axes[0]
     assert intervals_of(ladder) == [pytest.approx((8, 11))]
-    rates, ratios = figures.throughput_over_batch({8: TIMES}).axes
-    assert intervals_of(rates) == [pytest.approx((800, 1000)), pytest.approx((1600, 2000))]
-    assert intervals_of(ratios) == [pytest.approx((1.96, 2.04))]
     speedups = figures.growth({"batch": GROWTH}).axes[0]
     assert intervals_of(speedups) == [pytest.approx((1.9, 2.2))] * 2
 
@@ -162,7 +155,6 @@ NOT_TRUSTED = {  # figure: its arguments, and how often it says that the machine
     "growth": (({"batch": ([8, 16], [UNTOLD, UNTOLD], [1.0, 0.6])},), 1),
     "speed_ladder": (({"CNN": [("fp32", "eager", replace(TOOK, trusted=False), 5.0, "1x")]},), 1),
     "speedup_over_size": (([32, 64], {"bf16": [TWICE, UNTOLD], "fp16": [UNTOLD, TWICE]}), 1),
-    "throughput_over_batch": (({8: BUSY, 16: TIMES},), 2),
     "time_and_memory": ((BUSY, {"fp32": 80.0, "bf16": 60.0}, "peak"), 2),
     "time_by_kind": (({"conv": BUSY, "linear": TIMES},), 1),
 }
@@ -196,13 +188,6 @@ def test_parts_are_stacked_and_named_once():
     assert [text.get_text() for text in ax.texts] == [" 16", " 6"]
     legend = [text.get_text() for text in ax.figure.legends[0].get_texts()]
     assert legend == ["weights", "gradients", "Adam", "half", "unscaled"]
-
-
-def test_lines_have_the_colours_of_their_precisions():
-    ax = figures.losses_by_setting({"fp32": [2.0, 1.0], "fp16, O1": [2.0], "fp16, O2": [2.0]})
-    colours = [line.get_color() for line in ax.lines]
-    assert colours == [style.COLOURS[name] for name in ("fp32", "fp16", "fp16")]
-    assert [line.get_linestyle() for line in ax.lines] == ["-", "-", "--"]
 
 
 def lightness(colour: str) -> float:

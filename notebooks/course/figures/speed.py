@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from amp_lab.core.timing import Comparison, Estimate, Ratio
+from amp_lab.core.timing import Comparison, Ratio
 from amp_lab.plots import style
 from amp_lab.plots.style import COLOURS, Options, Values
 
@@ -118,36 +118,6 @@ def time_by_kind(kinds: Mapping[str, Comparison]) -> Axes:
     ax.margins(y=0.2)  # room for the text above the highest bar
     ax.legend()
     return ax
-
-
-def throughput_over_batch(batches: Mapping[int, Comparison]) -> Figure:
-    """Samples per second against the batch size, in two precisions, and their ratio.
-
-    `batches[size]` compares the time of a step in the two precisions.
-    """
-    figure, axes = style.columns(2, size=(8.5, 2.9))
-    left, right = axes
-    sizes = list(batches)
-    comparisons = list(batches.values())
-    first, second = comparisons[0].samples_s  # the names of the two precisions
-    for precision, form in ((first, "-o"), (second, "--s")):
-        rates: list[Estimate] = []
-        for batch, times in batches.items():
-            step_s = times.time_s(precision)
-            rates.append(step_s.rate(batch))
-        options: Options = {"color": COLOURS[precision], "label": precision}
-        style.measured_line(left, sizes, rates, form, **options)
-    left.set_yscale("log")
-    style.label(left, "batch", "samples per second", legend="lower right")
-    ratios = [times.ratio(first, second) for times in comparisons]
-    style.measured_line(right, sizes, ratios, "-D", color="black")
-    right.axhline(1, **_LEVEL)
-    right.set_ylim(bottom=0)  # so that a small ratio looks small
-    y_label = f"speed-up of {second} over {first}"
-    style.label(right, "batch", y_label)
-    for ax in (left, right):
-        style.log2_axis(ax, ticks=sizes)
-    return figure
 
 
 def growth(panels: Mapping[str, Growth]) -> Figure:

@@ -95,69 +95,6 @@ def loss_by_backend(panels: Mapping[str, Losses]) -> Figure:
     return figure
 
 
-def losses_by_setting(losses: Losses) -> Axes:
-    """Losses {setting: loss of each step}, on a log axis; a setting begins with a precision."""
-    figure, ax = style.subplots()
-    drawn_precisions: set[str] = set()
-    for setting, values in losses.items():
-        precision = style.precision_of(setting)
-        dash, options = _SETTING_OPTIONS[precision]
-        if precision in drawn_precisions:
-            dash = "--"  # a solid line could hide the first one of this precision
-        drawn_precisions.add(precision)
-        curve = {setting: values}
-        style.lines(ax, curve, [dash], **options)
-    ax.set_yscale("log")
-    style.legend_beside(figure, "outside right upper")
-    return style.label(ax, "step", "loss")
-
-
-def scores_by_seed(scores: Mapping[str, Values]) -> Axes:
-    """Dots of the test accuracy in percent of each seed, `scores[precision]`, and their mean."""
-    _, ax = style.subplots(size=(6.0, 2.0))
-    for y, (precision, values) in enumerate(scores.items()):
-        colour = COLOURS[precision]
-        _seed_dots(ax, y, values, colour)
-    count = len(scores)
-    rows = range(count)
-    names = list(scores)
-    ax.set_yticks(rows, names)
-    lowest = count - 0.5
-    ax.set_ylim(lowest, -0.5)  # the first precision on top
-    ax.set_xlabel("test accuracy; bar: mean of the seeds (%)")
-    return ax
-
-
-def _seed_dots(ax: Axes, y: int, values: Values, colour: str) -> None:
-    """Draw a dot for each seed, and a bar at their mean; equal scores are not on one another."""
-    count = len(values)
-    middle = (count - 1) / 2
-    heights = [y + 0.06 * (seed - middle) for seed in range(count)]  # around the row of y
-    ax.plot(values, heights, color=colour, **_DOT)
-    mean = sum(values) / count
-    top = y - 0.3
-    bottom = y + 0.3
-    ax.plot([mean, mean], [top, bottom], **_MEAN)
-
-
-def scales_by_setting(logs: Mapping[str, ScaleLog]) -> Figure:
-    """Loss scales and skipped steps, one panel a setting: `logs[setting]` is (scales, skipped)."""
-    rows = len(logs)
-    height = 1.35 * rows + 0.5
-    size = (8.0, height)
-    figure, axes = style.subplots(rows, size=size, sharex=True, sharey=True)
-    for ax, setting, log in style.by_panel(axes, logs):
-        scales, skipped = log
-        style.stairs(ax, scales, skipped, markersize=6)
-        count = len(skipped)
-        title = f"{setting}: {count} skipped"
-        ax.set_title(title, loc="left", fontsize=10)
-        ax.set_ylabel("loss scale")
-    lowest = axes[-1]
-    lowest.set_xlabel("step; x: skipped")
-    return figure
-
-
 def loss_scales(histories: Mapping[str, Values]) -> Axes:
     """Two loss scales {name: scale after each step}, and a dotted line at 1.
 

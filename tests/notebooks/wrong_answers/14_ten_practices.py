@@ -18,7 +18,7 @@ WRONG_ANSWERS = {
 def mended_step(model, x, y, optimizer, scaler, dtype):
     optimizer.zero_grad()
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not torch.float32):
-        loss = F.mse_loss(model(x.half()), y)
+        loss = nn.functional.mse_loss(model(x.half()), y)
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
@@ -30,7 +30,7 @@ def mended_step(model, x, y, optimizer, scaler, dtype):
 def mended_step(model, x, y, optimizer, scaler, dtype):
     optimizer.zero_grad()
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not torch.float32):
-        loss = F.mse_loss(model(x), y)
+        loss = nn.functional.mse_loss(model(x), y)
         scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
@@ -41,7 +41,7 @@ def mended_step(model, x, y, optimizer, scaler, dtype):
             """
 def mended_step(model, x, y, optimizer, scaler, dtype):
     optimizer.zero_grad()
-    loss = F.mse_loss(model(x), y)
+    loss = nn.functional.mse_loss(model(x), y)
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
@@ -53,7 +53,7 @@ def mended_step(model, x, y, optimizer, scaler, dtype):
 def mended_step(model, x, y, optimizer, scaler, dtype):
     optimizer.zero_grad()
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not torch.float32):
-        loss = F.mse_loss(model(x), y)
+        loss = nn.functional.mse_loss(model(x), y)
     loss.backward()
     optimizer.step()
 """,
@@ -63,7 +63,7 @@ def mended_step(model, x, y, optimizer, scaler, dtype):
             """
 def mended_step(model, x, y, optimizer, scaler, dtype):
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not torch.float32):
-        loss = F.mse_loss(model(x), y)
+        loss = nn.functional.mse_loss(model(x), y)
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
@@ -75,7 +75,7 @@ def mended_step(model, x, y, optimizer, scaler, dtype):
 def mended_step(model, x, y, optimizer, scaler, dtype):
     optimizer.zero_grad()
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not torch.float32):
-        loss = F.mse_loss(model(x), y)
+        loss = nn.functional.mse_loss(model(x), y)
     scaler.scale(loss).backward()
     optimizer.step()
 """,
