@@ -9,10 +9,11 @@
 # %% [markdown]
 # # Move from Apex to torch.amp
 #
-# **What you'll do.** Train a small network at each of NVIDIA Apex's four optimization levels, using
-# a toy Apex that needs no GPU, and compare the trainings with what you would write today. Then
-# move old code to `torch.amp`, by hand and with `amp-lab migrate`, and continue a training from a
-# checkpoint that Apex wrote.
+# This notebook is for people with old AMP code.
+#
+# **What you'll do.** Train a small network at each of Apex's four optimization levels, and compare
+# that with what you would write today. Then move old code to `torch.amp`, by hand and with `amp-lab
+# migrate`, and resume from a checkpoint that Apex wrote.
 #
 # **What you'll learn.**
 # - what O0, O1, O2 and O3 did to weights, activations, gradients and optimizer, and at what cost;
@@ -26,18 +27,12 @@
 
 # %% tags=["nbval-ignore-output"]
 import difflib
-import functools
 import tempfile
 import warnings
-from collections import OrderedDict, namedtuple
-from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
-from course import figures, start
-
-from amp_lab import xray
+from course import start
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 
@@ -50,9 +45,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
-from torch.overrides import TorchFunctionMode
 
-figures.use_style()
 torch.set_num_threads(1)
 fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
 names = {fp32: "fp32", fp16: "fp16", bf16: "bf16"}
@@ -100,276 +93,67 @@ assert torch.equal(today, as_apex_did)
 #
 # (The default of `weight_decay` is 0.01 in `AdamW`, and was 0 in `FusedAdam`.) <!-- tests/migrate/test_apex.py -->
 #
-# ## A toy Apex (optional)
+# ## What an optimization level was
 #
-# The main parts of Apex's `amp` fit on a page of plain torch, and here they are, as a `ToyApex` with the
-# two calls of an old loop, `initialize` and `scale_loss`. If you want to know only what to write
-# today, run the cells of this section and read on at the next one.
+# A level stood for [five settings](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/frontend.py):
 #
-# An optimization level stood for [five settings](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/frontend.py):
-
-
-# %%
-class Level(NamedTuple):
-    """What an optimization level stood for, under Apex's names."""
-
-    cast_model_type: torch.dtype | None  # weights and inputs are cast to it
-    patch_torch_functions: bool  # ops cast their inputs
-    keep_batchnorm_fp32: bool | None
-    master_weights: bool | None  # the optimizer has fp32 copies of the weights
-    loss_scale: float | str
-
-
-LEVELS = {
-    "O0": Level(fp32, False, None, False, 1.0),
-    "O1": Level(None, True, None, None, "dynamic"),
-    "O2": Level(fp16, False, True, True, "dynamic"),
-    "O3": Level(fp16, False, False, False, 1.0),
-}
-
-# %% [markdown]
-# **The dynamic loss scale** [began at 2^16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/scaler.py). An overflow halved it, and
-# 2000 good steps in a row doubled it, up to 2^24. A fixed scale stayed as it was, and skipped no step.
-
-
-# %%
-class LossScale:
-    """A loss scale as Apex had it."""
-
-    def __init__(self, loss_scale):
-        self.dynamic = loss_scale == "dynamic"
-        self.scale = 2.0**16 if self.dynamic else loss_scale
-        self.unskipped, self.window, self.highest = 0, 2000, 2.0**24
-
-    def update(self, overflow):
-        """Change the scale after a backward pass; whether to skip the step."""
-        if overflow and self.dynamic:
-            self.scale, self.unskipped = self.scale / 2, 0
-            return True
-        self.unskipped += 1
-        if self.unskipped == self.window and self.dynamic:
-            self.scale, self.unskipped = min(self.highest, 2 * self.scale), 0
-        return False
-
-
-# %% [markdown]
-# These numbers are `GradScaler`'s defaults to this day. Only the highest scale is gone: a
-# `GradScaler` that is due to grow at 2^24 goes on to 2^25. <!-- tests/notebooks/test_13_from_apex.py -->
+# | | O0 | O1 | O2 | O3 |
+# |---|---|---|---|---|
+# | model and inputs cast to | fp32 | | fp16 | fp16 |
+# | functions of torch cast their inputs | | yes | | |
+# | batch norm stays in fp32 | | | yes | no |
+# | the optimizer has fp32 master weights | | | yes | no |
+# | loss scale | 1 | dynamic | dynamic | 1 |
 #
-# **Patched functions.** O1 replaced functions of torch by others that cast their inputs first: to
-# fp16 for those on a white list, which multiply matrices, and to fp32 for those on a black list,
-# such as softmax and losses. A `TorchFunctionMode` sees calls of torch functions from Python, so here it
-# does this for a few of them. <!-- tests/notebooks/test_13_from_apex.py -->
-
-# %%
-WHITE = {F.linear, F.conv2d, torch.matmul}
-BLACK = {F.mse_loss, F.cross_entropy, F.softmax, torch.exp}
-
-
-def cast(values, dtype):
-    """The same values, with floating-point tensors in this dtype."""
-    is_float = [isinstance(v, torch.Tensor) and v.is_floating_point() for v in values]
-    return tuple(v.to(dtype) if f else v for v, f in zip(values, is_float, strict=True))
-
-
-class PatchedFunctions(TorchFunctionMode):
-    """Casts the inputs of functions on the lists, as O1 did."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in WHITE or func in BLACK:
-            args = cast(args, fp16 if func in WHITE else fp32)
-        return func(*args, **(kwargs or {}))
-
-
-# %% [markdown]
-# **A model in fp16.** O2 and O3 called `half()` on the model, and O2 left batch normalisation in
-# fp32. Inputs are cast to fp16 on their way in, and outputs back to fp32 on their way out. For its
-# **master weights**, O2 replaced each fp16 weight in the optimizer by an fp32 copy of it. <!-- tests/notebooks/test_13_from_apex.py -->
-
-
-# %%
-def cast_model(model, dtype, keep_batchnorm_fp32):
-    """Cast a model's weights, and from now on its inputs; its outputs are fp32."""
-    model.to(dtype)
-    for module in model.modules():
-        if keep_batchnorm_fp32 and isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
-            module.float()
-    model.register_forward_pre_hook(lambda _, args: cast(args, dtype))
-    model.register_forward_hook(lambda _, args, output: output.float())
-
-
-def make_masters(optimizer):
-    """Replace fp16 parameters in the optimizer by fp32 copies; pairs of model's and master."""
-    pairs = []
-    for group in optimizer.param_groups:
-        for i, weight in enumerate(group["params"]):
-            if weight.dtype is fp16:
-                group["params"][i] = weight.detach().float().requires_grad_()
-                pairs.append((weight, group["params"][i]))
-    return pairs
-
-
-# %% [markdown]
-# **The backward pass.** `amp.scale_loss` hands out the scaled loss. When its block ends, the
-# gradients go to the masters, are unscaled and checked, and the scale is updated. <!-- tests/notebooks/test_13_from_apex.py -->
-
-
-# %%
-class Scaling:
-    """The part of Apex's `amp` that a training loop called."""
-
-    def master_params(self, optimizer):
-        return (p for group in optimizer.param_groups for p in group["params"])
-
-    @contextmanager
-    def scale_loss(self, loss, optimizer):
-        for weight, _ in self.pairs:
-            weight.grad = None
-        used = self.loss_scale.scale
-        yield loss.float() * used
-        for weight, master in self.pairs:
-            master.grad = weight.grad.float()
-        gradients = [p.grad for p in self.master_params(optimizer)]
-        overflow = not all(g.isfinite().all() for g in gradients)
-        for gradient in gradients:
-            gradient.mul_(1 / used)
-        self.skip = self.loss_scale.update(overflow)
-
-
-# %% [markdown]
-# **`amp.initialize`** put these together. It also replaced the optimizer's `step` by one that does
-# nothing after an overflow, and that otherwise copies the masters back to the model. Apex patched
-# torch [for good](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/handle.py);
-# our patches end with a `with` block. <!-- tests/notebooks/test_13_from_apex.py -->
-
-
-# %%
-class ToyApex(Scaling, ExitStack):
-    """What Apex's `amp` did, in a block: `with ToyApex() as amp`."""
-
-    def initialize(self, model, optimizer, opt_level="O1"):
-        level = LEVELS[opt_level]
-        if level.cast_model_type is fp16:
-            cast_model(model, fp16, level.keep_batchnorm_fp32)
-        if level.patch_torch_functions:
-            self.enter_context(PatchedFunctions())
-        self.pairs = make_masters(optimizer) if level.master_weights else []
-        self.loss_scale, self.skip = LossScale(level.loss_scale), False
-        optimizer.step = functools.partial(self.step, optimizer.step)
-        return model, optimizer
-
-    @torch.no_grad()
-    def step(self, original):
-        if not self.skip:
-            original()
-            for weight, master in self.pairs:
-                weight.copy_(master)
-
-
-# %% [markdown]
+# - **Patched functions** (O1): functions that multiply matrices cast their inputs to fp16, and
+#   functions such as softmax and the losses cast them to fp32.
+# - **Master weights** (O2): the optimizer updates an fp32 copy of each fp16 weight.
+# - **The dynamic loss scale** [began at
+#   2^16](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/scaler.py).
+#   An overflow halved it, and 2000 good steps in a row doubled it. `GradScaler` has the same defaults,
+#   without Apex's highest scale of 2^24. <!-- tests/notebooks/test_13_from_apex.py -->
+#
+# Apex needs a GPU, so we use a toy of it, which does the same in about a hundred lines of plain torch
+# ([`course/toy_apex.py`](course/toy_apex.py)).
+#
 # ## What each level did, and what does it today
 #
-# We train one small network at each level, with `ToyApex` in the place of Apex, and again in today's
-# way. It has a layer of batch normalisation, because the levels treated that differently. <!-- code -->
-
+# We train one small network at each level with the toy, and again in today's way
+# ([`course/apex_training.py`](course/apex_training.py)). It has a layer of batch normalisation,
+# because the levels treated that differently. Its loss is made 12 times too large, so that the first
+# loss scale is too large as well, and a few steps have to be skipped.
 # %%
-torch.manual_seed(0)
-samples = torch.randn(64, 8).split(16)
-batches = [(x.to(device), x.sin().mean(dim=1, keepdim=True).to(device)) for x in samples]
-Run = namedtuple("Run", "losses model optimizer scale")
+from course.apex_training import (
+    check_close,
+    dtypes,
+    new_adam,
+    new_model,
+    small_batches,
+    train_apex,
+    train_today,
+)
+from course.toy_apex import ToyApex
 
-
-def new_model():
-    """The same network every time; its first layer notes the dtype of what it puts out."""
-    torch.manual_seed(1)
-    layers = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1)
-    model = nn.Sequential(*layers).to(device)
-    model[0].register_forward_hook(lambda layer, _, out: setattr(layer, "puts_out", out.dtype))
-    return model
-
-
-def new_adam(model):
-    return torch.optim.Adam(model.parameters(), lr=1e-2)
-
-
-# %% [markdown]
-# A step with Apex has two lines that a step in fp32 does not have, the `with` line and the first one
-# in its block. (The loss is made 12 times too large, so that the first loss scale is too large as
-# well, and a few steps have to be skipped.) <!-- code -->
-
-
-# %%
-def apex_step(amp, model, optimizer, step):
-    x, y = batches[step % len(batches)]
-    optimizer.zero_grad()
-    loss = 12 * F.mse_loss(model(x), y)
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    return loss.item()
-
-
-def train_apex(level, steps=24, model=None):
-    model = model or new_model()
-    with ToyApex() as amp:
-        model, optimizer = amp.initialize(model, new_adam(model), opt_level=level)
-        losses = [apex_step(amp, model, optimizer, step) for step in range(steps)]
-        return Run(losses, model, optimizer, amp.loss_scale.scale)
-
-
-# %% [markdown]
-# Today nothing is done to the model or the optimizer. For fp32, `dtype` is None. <!-- code -->
-
-
-# %%
-def today_step(model, optimizer, scaler, dtype, step):
-    x, y = batches[step % len(batches)]
-    optimizer.zero_grad()
-    with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-        loss = 12 * F.mse_loss(model(x), y)
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    return loss.item()
-
-
-def train_today(dtype, steps=24, model=None):
-    model = model or new_model()
-    optimizer = new_adam(model)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype is fp16)
-    losses = [today_step(model, optimizer, scaler, dtype, step) for step in range(steps)]
-    return Run(losses, model, optimizer, scaler.get_scale())
-
+batches = small_batches(device)
 
 # %% [markdown]
 # Now we train at each level and in both of today's ways, and look at the dtype of each kind of
-# tensor. (O3 gets a single step, for a reason that we will see.) Before you run this: in which
+# tensor. (O3 gets a single step, since its second loss is NaN.) Before you run this: in which
 # columns do you expect O1, which cast the inputs of functions, to show fp16?
 
 
 # %%
-def dtypes(run):
-    """The dtype of each kind of tensor after a training."""
-    weight, updated = run.model[0].weight, run.optimizer.param_groups[0]["params"][0]
-    found = {
-        "weights": weight.dtype,
-        "batch norm": run.model[1].weight.dtype,
-        "activations": run.model[0].puts_out,
-        "gradients": weight.grad.dtype,
-        "Adam updates": updated.dtype,
-        "Adam's state": run.optimizer.state[updated]["exp_avg"].dtype,
-    }
-    return {what: names[dtype] for what, dtype in found.items()}
-
-
-# %%
-runs = {level: train_apex(level, 1 if level == "O3" else 24) for level in LEVELS}
-runs |= {"fp32 today": train_today(None), "autocast": train_today(fp16)}
+runs = {
+    level: train_apex(level, batches, new_model(device), steps=1 if level == "O3" else 24)
+    for level in ("O0", "O1", "O2", "O3")
+}
+for name, dtype in (("fp32 today", None), ("autocast", fp16)):
+    runs[name] = train_today(dtype, batches, new_model(device))
 table = {name: dtypes(run) for name, run in runs.items()}
 print(f"{'':<13}" + "".join(f"{what:<14}" for what in table["O0"]))
 for name, found in table.items():
     print(f"{name:<13}" + "".join(f"{dtype:<14}" for dtype in found.values()))
-assert [what for what, dtype in table["O1"].items() if dtype == "fp16"] == ["activations"]
+assert [what for what, dtype in table["O1"].items() if dtype == "float16"] == ["activations"]
 assert table["O1"] == table["autocast"]
 assert table["O0"] == table["fp32 today"]
 
@@ -377,72 +161,29 @@ assert table["O0"] == table["fp32 today"]
 # At O1 only the activations are fp16, and its row is the same as autocast's. O2 kept its weights and
 # their gradients in fp16, and fp32 masters for Adam to update. At O3 all of these are fp16.
 #
-# ### O0: fp32, to compare with
+# ### O0 and O1: fp32, and casts around ops
 #
-# Today this is the same loop with autocast and scaler disabled, as in `train_today(None)`. To
-# compare two trainings we look at all their losses. On a CPU they have to be equal to the last bit.
-# On a GPU, where a sum may be formed in another order, we allow four roundings of fp16, which is
-# 2^-9 [*(not yet seen on a GPU)*](../data/results/README.md "apex-o1").
+# Today O0 is a loop with autocast and scaler disabled, and O1 is `torch.autocast` with
+# `dtype=torch.float16` and a `GradScaler`. To compare two trainings we look at all their losses. On a
+# CPU they have to be equal to the last bit. On a GPU, where a sum may be computed in another order,
+# we allow four roundings of fp16, which is 2^-9
+# [*(not yet seen on a GPU)*](../data/results/README.md "apex-o1").
 
 # %%
 SAME = 0 if device.type == "cpu" else 2**-9
-
-
-def distance(found, reference):
-    """Largest difference of two lists of numbers, relative to the largest number."""
-    found, reference = torch.as_tensor(found), torch.as_tensor(reference)
-    return ((found - reference).abs().max() / reference.abs().max()).item()
-
-
-def check_close(found, reference, tolerance=None):
-    """Assert that two runs have the same losses and scale; by default as close as `SAME`."""
-    tolerance = SAME if tolerance is None else tolerance
-    assert distance(found.losses, reference.losses) <= tolerance
-    assert found.scale == reference.scale
-    how = f"within {tolerance:.0e} of the largest" if tolerance else "the last bit"
-    print(f"the losses are equal to {how}; the loss scale is {found.scale:.0f} in both")
-
-
-check_close(runs["fp32 today"], runs["O0"])
-
-# %% [markdown]
-# ### O1: casts around ops
-#
-# Today this is `torch.autocast` with `dtype=torch.float16`, and a `GradScaler`. Apex had other lists
-# of ops than autocast has, but for the ops of this network the lists agree.
-
-# %%
-check_close(runs["autocast"], runs["O1"])
+check_close(runs["fp32 today"], runs["O0"], SAME)
+check_close(runs["autocast"], runs["O1"], SAME)
 assert runs["O1"].scale == 2.0**13  # three steps skipped, in both
 
 # %% [markdown]
-# The results agree too, and both skipped three steps until the scale was down from 65536 to 8192.
+# Both pairs agree. At O1 both runs skipped three steps, until the scale was down from 65536 to 8192.
 #
-# Where the lists differ, the results may differ. A difference that matters for classifiers is
-# `cross_entropy`. Apex had it on its [black list](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/lists/functional_overrides.py). Autocast on CUDA
-# leaves the call alone, and its log-softmax returns fp16 for fp16 logits ([notebook
-# 09](09_xray_your_model.ipynb) shows where that goes). X-ray shows CUDA's rules without a GPU:
-
-
-# %%
-def log_softmax_on_cuda(convert):
-    """What the log-softmax of `cross_entropy` returns under autocast to fp16, by CUDA's rules."""
-
-    def loss(logits):
-        first_class = torch.zeros_like(logits[:, 0], dtype=torch.long)
-        return F.cross_entropy(convert(logits), first_class)
-
-    rows = xray(nn.Linear(4, 10), torch.ones(8, 4), dtype=fp16, loss_fn=loss).rows
-    (found,) = [row.out_dtypes[0] for row in rows if row.op == "_log_softmax"]
-    return names[found]
-
-
-found = log_softmax_on_cuda(lambda logits: logits), log_softmax_on_cuda(torch.Tensor.float)
-print("log-softmax returns {}; with logits.float() {}".format(*found))
-assert found == ("fp16", "fp32")
-
-# %% [markdown]
-# So write `F.cross_entropy(logits.float(), targets)` when you move a classifier from O1.
+# Apex had other lists of ops than autocast has. A difference that matters for classifiers is
+# `cross_entropy`, which Apex ran in
+# [fp32](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/lists/functional_overrides.py).
+# Under autocast on CUDA its log-softmax returns fp16 for fp16 logits ([notebook
+# 09](09_xray_your_model.ipynb) shows it). So write `F.cross_entropy(logits.float(), targets)` when you
+# move a classifier from O1.
 #
 # ### O2: fp16 weights, fp32 masters
 #
@@ -451,94 +192,42 @@ assert found == ("fp16", "fp32")
 
 # %%
 check_close(runs["autocast"], runs["O2"], tolerance=2**-9)  # 4 roundings of fp16
-assert distance(runs["autocast"].losses, runs["O2"].losses) > 0
+assert runs["autocast"].losses != runs["O2"].losses
 
 # %% [markdown]
-# They are close, but not equal. The difference arises at the very start: Apex made the masters
-# *after* it had cast the model, so they begin with the 11 significant bits of fp16. If we start
-# today's training from weights that were rounded in the same way, nothing is left of the difference:
-
-# %%
-rounded = new_model()
-rounded.load_state_dict({k: v.half() for k, v in new_model().state_dict().items()})  # and to fp32
-check_close(train_today(fp16, model=rounded), runs["O2"])
-
-# %% [markdown]
-# For this network O2 is therefore autocast with the weights cast once a step instead of once a
-# forward pass. Other models may differ more: O2 had no lists of ops, so a softmax inside the model
-# ran in fp16, where autocast on CUDA [runs it in
+# They are close, but not equal: Apex made the masters *after* it had cast the model, so they begin
+# with the 11 significant bits of fp16. O2 also had no lists of ops, so a softmax inside the model ran
+# in fp16, where autocast on CUDA [runs it in
 # fp32](https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32).
 #
 # ### O3: everything in fp16
 #
 # Today this is `model.half()`, with the optimizer on the fp16 weights. Apex offered it for
-# ["establishing a performance ceiling"](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/frontend.py). Two things go wrong. For the first, we
-# update a weight of 1 a hundred times by -0.0001. Where do you expect it to end, in fp32 and in fp16?
-
-# %%
-for dtype in (fp32, fp16):
-    weight = nn.Parameter(torch.ones((), dtype=dtype))
-    optimizer = torch.optim.SGD([weight], lr=1e-4)
-    weight.grad = torch.ones_like(weight)
-    for _ in range(100):
-        optimizer.step()
-    print(f"{names[dtype]}: {weight.item():.4f}")
-    assert abs(weight.item() - (0.99 if dtype is fp32 else 1)) < 1e-5
-
-# %% [markdown]
-# In fp32 the weight arrives at 0.99. In fp16 it has not moved at all: just below 1 the fp16 numbers are
-# 2^-11, or 0.0005, apart, and an update of 0.0001 is less than half of that, so it is rounded away
-# ([notebook 01](01_number_formats.ipynb) calls that swamping).
-#
-# The second is what Adam makes of small gradients. It divides by the root of an average of their
-# squares, plus 1e-8, and a new square enters that average with a weight of 0.001. For a gradient of
-# 0.0005 both are zero in fp16, so Adam, unless it is fused, divides by zero:
+# ["establishing a performance ceiling"](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/frontend.py).
+# Small updates of a weight are rounded away ([notebook 16](16_low_precision_state.ipynb)). And Adam
+# divides by the root of an average of squares, plus 1e-8. For a gradient of 0.0005 both are zero in
+# fp16, so Adam, unless it is fused, divides by zero:
 
 # %%
 assert 0.001 * torch.tensor(5e-4).half() ** 2 == 0 == torch.tensor(1e-8).half()
-losses = train_apex("O3", 3).losses
+losses = train_apex("O3", batches, new_model(device), steps=3).losses
 print("losses in O3:", *(f"{loss:.1f}" for loss in losses))
 assert losses[1] != losses[1]  # NaN
 
 # %% [markdown]
 # ### What it costs in memory
 #
-# We count the bytes that each level holds for a parameter when the optimizer steps. A single linear
-# layer serves for this, because the batch normalisation, which O2 kept in fp32, would blur the
-# figures of so small a network. Before you look: which level do you expect to hold the most?
-
-
-# %%
-def held(run):
-    """Bytes per parameter, of each kind of tensor."""
-    weights = list(run.model.parameters())
-    own = {id(weight) for weight in weights}
-    masters = [p for p in run.optimizer.param_groups[0]["params"] if id(p) not in own]
-    states = run.optimizer.state.values()
-    kinds = {
-        "weights": weights,
-        "gradients": [p.grad for p in weights],
-        "master weights": masters,
-        "their gradients": [p.grad for p in masters],
-        "Adam": [t for state in states for t in state.values() if t.dim()],
-    }
-    count = sum(weight.numel() for weight in weights)
-    return {kind: sum(t.nbytes for t in tensors) / count for kind, tensors in kinds.items()}
-
-
-# %%
-sizes = {level: held(train_apex(level, model=nn.Linear(8, 1).to(device))) for level in LEVELS}
-sizes["autocast"] = held(train_today(fp16, model=nn.Linear(8, 1).to(device)))
-_ = figures.bytes_per_parameter(sizes)
-assert [sum(parts.values()) for parts in sizes.values()] == [16, 16, 20, 8, 16]
-
-# %% [markdown]
-# The picture has a stacked bar for each level, and one for autocast. O2 holds the most, 20 bytes for
-# each parameter: the master weights and their gradients cost more than fp16 saves on weights and
-# gradients. Autocast holds 16, as fp32 does. (Its casts of the weights are not counted.)
+# With Adam, each level held this many bytes for a parameter when the optimizer stepped:
+# <!-- tests/notebooks/test_13_from_apex.py -->
 #
-# If memory is short, divide the state over several devices ([notebook 11](11_scale_out.ipynb)), or
-# recompute activations ([notebook 07](07_training_recipes.ipynb)).
+# | | weights | gradients | masters | their gradients | Adam's state | together |
+# |---|---|---|---|---|---|---|
+# | O0, O1, autocast | 4 | 4 | | | 8 | 16 |
+# | O2 | 2 | 2 | 4 | 4 | 8 | 20 |
+# | O3 | 2 | 2 | | | 4 | 8 |
+#
+# O2 held the most: the master weights and their gradients cost more than fp16 saves on weights and
+# gradients. (The casts that autocast makes of the weights are not counted.)
 #
 # ## The loop, line by line
 #
@@ -556,7 +245,7 @@ for x, y in batches:
     clip_grad_norm_(amp.master_params(optimizer), 0.1)
     optimizer.step()
 """
-old_model = new_model()
+old_model = new_model(device)
 with ToyApex() as amp:
     exec(OLD_LOOP, globals() | {"model": old_model, "optimizer": new_adam(old_model)})
 assert old_model[0].weight.grad.norm() <= 0.1  # the last gradient is clipped
@@ -565,7 +254,7 @@ assert old_model[0].weight.grad.norm() <= 0.1  # the last gradient is clipped
 # This is the same loop today, with each changed line marked. It ends with the same weights:
 
 # %%
-model = new_model()
+model = new_model(device)
 optimizer = new_adam(model)
 scaler = torch.amp.GradScaler(device.type)  # was amp.initialize(…)
 for x, y in batches:
@@ -577,8 +266,8 @@ for x, y in batches:
     clip_grad_norm_(model.parameters(), 0.1)  # was amp.master_params(optimizer)
     scaler.step(optimizer)  # was optimizer.step()
     scaler.update()  # new: Apex had done it at the end of its block
-ours, theirs = (parameters_to_vector(m.parameters()).tolist() for m in (model, old_model))
-assert distance(ours, theirs) <= SAME
+ours, theirs = (parameters_to_vector(m.parameters()) for m in (model, old_model))
+torch.testing.assert_close(ours, theirs, rtol=SAME, atol=SAME)
 
 # %% [markdown]
 # A line that is easily forgotten is `unscale_`. Without it, clipping looks at gradients that are
@@ -594,16 +283,8 @@ assert distance(ours, theirs) <= SAME
 # | `min_loss_scale`, `max_loss_scale` | `scaler.update(float(limit))` after `update()` when `get_scale()` is beyond it |
 # | `keep_batchnorm_fp32` | nothing: its weights and statistics are fp32, and stay so |
 # | `cast_model_outputs` | `.float()` on the output, after the block |
-# | `cast_model_type=torch.bfloat16` | `dtype=torch.bfloat16`, and no scaler |
+# | `cast_model_type=torch.bfloat16` | `dtype=torch.bfloat16`, and no scaler | <!-- tests/notebooks/test_13_from_apex.py -->
 #
-# Two of these can be seen in the loop that we have just run: <!-- tests/notebooks/test_13_from_apex.py -->
-
-# %%
-assert {model[1].weight.dtype, model[1].running_mean.dtype} == {fp32}  # keep_batchnorm_fp32
-scaler.update(128.0)
-assert scaler.get_scale() == 128  # loss_scale=128.0
-
-# %% [markdown]
 # ## From torch.cuda.amp to torch.amp
 #
 # From 2020 to 2024 code was written with `torch.cuda.amp`. Its names still work in torch 2.15, and warn
@@ -648,14 +329,9 @@ assert (old, renamed, written_out) == (bf16, fp16, bf16)
 # | `GradScaler(init_scale, growth_factor, …)` | `GradScaler(device, init_scale, growth_factor, …)` |
 #
 # Without a device in the first place, autocast raises an error. The scaler does not:
+# <!-- tests/notebooks/test_13_from_apex.py -->
 
 # %%
-try:
-    torch.autocast(True)
-except ValueError as error:
-    print(f"autocast(True): {error}")
-else:
-    raise AssertionError("autocast took True for a device")
 asked, got = torch.amp.GradScaler("cpu", 1024.0), torch.amp.GradScaler(1024.0)
 print(f"GradScaler(1024.0) has the scale {got.get_scale():.0f}")
 assert (asked.get_scale(), got.get_scale()) == (1024, 65536)
@@ -717,7 +393,7 @@ if find_spec("libcst") is not None:
     assert len(marks) == len(findings) == 3
 
 # %% [markdown]
-# ## Checkpoints that Apex wrote
+# ## Checkpoints that Apex wrote (optional)
 #
 # [Apex's manual](https://nvidia.github.io/apex/amp.html#checkpointing) asked for a file with three
 # parts: the states of model, optimizer and `amp`, the last of which is an `OrderedDict` of the loss
@@ -730,45 +406,17 @@ if find_spec("libcst") is not None:
 #   [DeepLearningExamples](https://github.com/NVIDIA/DeepLearningExamples/blob/e5428044f7af25e02bfc719be9cbee4fe65943e5/PyTorch/LanguageModeling/BERT/run_pretraining.py) did, under `master params`:
 #   `list(amp.master_params(optimizer))`, in the order of the optimizer's groups.
 #
-# This function puts together what such a file holds.
-
-
-# %%
-def apex_state(amp, model, optimizer):
-    """What `torch.save` was given."""
-    weights = {k: v.float() if v.dtype is fp16 else v for k, v in model.state_dict().items()}
-    scaler = {"loss_scale": amp.loss_scale.scale, "unskipped": amp.loss_scale.unskipped}
-    return {
-        "model": OrderedDict((f"module.{name}", value) for name, value in weights.items()),
-        "optimizer": optimizer.state_dict(),
-        "amp": OrderedDict(loss_scaler0=scaler),
-        "master params": [p.detach() for p in amp.master_params(optimizer)],
-    }
-
-
-# %% [markdown]
-# The whole run trains for eight steps, writes the file, and goes on for eight more, which are our
+# The whole run trains for eight steps, writes such a file, and goes on for eight more, which are our
 # reference. With a growth interval of 6 instead of 2000 the scale grows in between, so that the
 # counter of good steps matters.
 
 # %%
+from course.apex_training import Run, today_step, train_and_save
+
 folder = tempfile.TemporaryDirectory()
 PATH = Path(folder.name) / "apex.pt"
-HALF, WINDOW = 8, 6
-
-
-def train_and_save(level):
-    """The second half of a run with Apex; the file is from after the first."""
-    model = new_model()
-    with ToyApex() as amp:
-        model, optimizer = amp.initialize(model, new_adam(model), opt_level=level)
-        amp.loss_scale.window = WINDOW
-        for step in range(HALF):
-            apex_step(amp, model, optimizer, step)
-        torch.save(apex_state(amp, model, optimizer), PATH)
-        losses = [apex_step(amp, model, optimizer, step) for step in range(HALF, 2 * HALF)]
-        return Run(losses, model, optimizer, amp.loss_scale.scale)
-
+INTERVAL = 6
+whole = train_and_save("O1", batches, new_model(device), PATH, INTERVAL)
 
 # %% [markdown]
 # The file holds tensors, numbers, lists and dictionaries, so we can read it with
@@ -790,7 +438,6 @@ def scaler_state(amp_state, number=0, growth_interval=2000):
     }
 
 
-whole = train_and_save("O1")
 state = torch.load(PATH, weights_only=True)["amp"]
 print(dict(state))
 assert scaler_state(state).keys() == torch.amp.GradScaler("cpu").state_dict().keys()
@@ -806,37 +453,36 @@ def resume(use_masters=False):
     """The second half again, today, from the file."""
     file = torch.load(PATH, weights_only=True, map_location=device)
     consume_prefix_in_state_dict_if_present(file["model"], "module.")
-    model = new_model()
+    model = new_model(device)
     optimizer = new_adam(model)
     scaler = torch.amp.GradScaler(device.type)
     model.load_state_dict(file["model"])
     optimizer.load_state_dict(file["optimizer"])
-    scaler.load_state_dict(scaler_state(file["amp"], growth_interval=WINDOW))
+    scaler.load_state_dict(scaler_state(file["amp"], growth_interval=INTERVAL))
     if use_masters:
         weights = (p for group in optimizer.param_groups for p in group["params"])
         for weight, master in zip(weights, file["master params"], strict=True):
             weight.data.copy_(master)
-    steps = range(HALF, 2 * HALF)
-    losses = [today_step(model, optimizer, scaler, fp16, step) for step in steps]
+    losses = [today_step(model, optimizer, scaler, fp16, batches[i % 4]) for i in range(8)]
     return Run(losses, model, optimizer, scaler.get_scale())
 
 
-check_close(resume(), whole)
+check_close(resume(), whole, SAME)
 
 # %% [markdown]
-# From O1 the training goes on as the old one did. What do you expect from O2, where the weights in
-# the file have been rounded to fp16?
+# From O1 the training resumes exactly. What do you expect from O2, where the weights in the file
+# have been rounded to fp16?
 
 # %%
-whole = train_and_save("O2")
+whole = train_and_save("O2", batches, new_model(device), PATH, INTERVAL)
 check_close(resume(), whole, tolerance=2**-9)  # 4 roundings of fp16
 assert resume().losses != whole.losses
-check_close(resume(use_masters=True), whole)
+check_close(resume(use_masters=True), whole, SAME)
 folder.cleanup()
 
 # %% [markdown]
-# Without the masters it goes on nearly as before, since the bits that fp16 does not have are lost.
-# With the masters from the file it goes on exactly.
+# Without the masters it resumes nearly as before, since the bits that fp16 does not have are lost.
+# With the masters from the file it resumes exactly.
 #
 # ## Summary
 #
@@ -851,7 +497,7 @@ folder.cleanup()
 # - An Apex checkpoint holds the loss scale under other names, and at O2 often no master weights. With
 #   both, the training went on exactly here.
 #
-# Next, [notebook 14](14_ten_practices.ipynb) weighs ten common practices.
+# Next, [notebook 14](14_ten_practices.ipynb) reviews ten common practices.
 #
 # ## Exercises
 #
@@ -878,8 +524,7 @@ exercises.check_momentum_bytes(o2_bytes, autocast_bytes)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Which parts does the bar of O2 have in the picture above, and which dtype does the table of dtypes
-# give for each? Put momentum in the place of Adam's state.
+# Look at the row of O2 in the table of bytes, and put momentum in the place of Adam's state.
 #
 # </details>
 #
@@ -993,8 +638,6 @@ exercises.check_two_optimizers(step_of_both)
 # - NVIDIA, [Apex](https://github.com/NVIDIA/apex): [its `amp` as it last
 #   was](https://github.com/NVIDIA/apex/tree/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp), whose
 #   `frontend.py` has the levels, and the [manual](https://nvidia.github.io/apex/amp.html).
-# - PyTorch, [Automatic Mixed Precision package](https://docs.pytorch.org/docs/stable/amp.html): the
-#   reference, with the list of deprecated names, and its
-#   [examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html).
-# - M. Carilli, [torch.cuda.amp > apex amp](https://github.com/NVIDIA/apex/issues/818), 2020: why the one
-#   replaced the other.
+# - PyTorch, [Automatic Mixed Precision package](https://docs.pytorch.org/docs/stable/amp.html), with
+#   the list of deprecated names.
+# - M. Carilli, [torch.cuda.amp > apex amp](https://github.com/NVIDIA/apex/issues/818), 2020.

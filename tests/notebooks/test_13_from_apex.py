@@ -12,11 +12,14 @@ import torch
 from definitions import definitions
 from torch import nn
 
+from course import apex_training, toy_apex
+
 import build_pairs
 
 SOURCE = build_pairs.FOLDER / "13_from_apex.py"
-SETTINGS = {"fp32", "names", "LEVELS", "WHITE", "BLACK", "SAME", "Run"}
+SETTINGS = {"fp32", "SAME"}
 CPU = torch.device("cpu")
+BATCHES = apex_training.small_batches("cpu")
 fp32, fp16 = torch.float32, torch.float16
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
@@ -29,27 +32,77 @@ def tree() -> ast.Module:
 
 @pytest.fixture
 def cells() -> dict:
-    """The notebook's definitions, with four small batches of its kind."""
-    namespace = definitions(SOURCE, SETTINGS, device=CPU)
-    inputs = torch.randn(64, 8)
-    targets = inputs.sin().mean(dim=1, keepdim=True)
-    namespace["batches"] = list(zip(inputs.split(16), targets.split(16), strict=True))
-    return namespace
+    """The notebook's definitions, and the trainings that it imports."""
+    given = vars(apex_training) | {"device": CPU, "batches": BATCHES, "INTERVAL": 6}
+    return definitions(SOURCE, SETTINGS, **given)
 
 
-def plain_losses(cells, steps):
-    """Adam in fp32, as anybody would write it."""
-    model = cells["new_model"]()
+def plain_losses(steps):
+    """The losses of Adam in fp32, as anybody would write it."""
+    model = new_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []
     for step in range(steps):
-        x, y = cells["batches"][step % 4]
+        x, y = BATCHES[step % 4]
         loss = 12 * nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def new_model():
+    return apex_training.new_model("cpu")
+
+
+def train_apex(level, steps, model=None):
+    return apex_training.train_apex(level, BATCHES, model or new_model(), steps)
+
+
+def train_today(dtype, steps, model=None):
+    return apex_training.train_today(dtype, BATCHES, model or new_model(), steps)
+
+
+def train_and_save(level, path):
+    return apex_training.train_and_save(level, BATCHES, new_model(), path, growth_interval=6)
+
+
+class LinearLayer(nn.Linear):
+    """A model without batch normalisation, whose weights stay in fp32 at O2."""
+
+    def __init__(self):
+        super().__init__(8, 1)
+
+
+def held(run):
+    """Bytes per parameter that a run holds: the columns of the notebook's table."""
+    weights = list(run.model.parameters())
+    own = {id(weight) for weight in weights}
+    masters = [p for p in run.optimizer.param_groups[0]["params"] if id(p) not in own]
+    states = run.optimizer.state.values()
+    kinds = [
+        weights,
+        [p.grad for p in weights],
+        masters,
+        [p.grad for p in masters],
+        [t for state in states for t in state.values() if t.dim()],
+    ]
+    count = sum(weight.numel() for weight in weights)
+    return [sum(t.nbytes for t in tensors) / count for tensors in kinds]
+
+
+def test_the_table_of_bytes_is_what_a_parameter_takes():
+    table = {}
+    for line in SOURCE.read_text(encoding="utf-8").splitlines():
+        match = re.fullmatch(r"# \| (O\d[^|]*) \|([ \d|]+)\|", line)
+        if match:
+            numbers = [float(cell.strip() or 0) for cell in match[2].split("|")]
+            table |= dict.fromkeys(match[1].split(", "), numbers)
+    runs = {level: train_apex(level, 5, LinearLayer()) for level in ("O0", "O1", "O2", "O3")}
+    runs["autocast"] = train_today(fp16, 5, LinearLayer())  # after the skipped ones
+    found = {level: held(run) for level, run in runs.items()}
+    assert table == {level: [*parts, sum(parts)] for level, parts in found.items()}
 
 
 def test_each_name_of_today_is_there():
@@ -61,20 +114,20 @@ def test_each_name_of_today_is_there():
     assert torch.optim.AdamW([nn.Parameter(torch.ones(1))]).defaults["weight_decay"] == 0.01
 
 
-def test_levels_train_as_torch_does(cells):
-    reference = plain_losses(cells, 10)
-    assert cells["train_apex"]("O0", 10).losses == reference
-    assert cells["train_today"](None, 10).losses == reference
-    o1, o2 = cells["train_apex"]("O1", 10), cells["train_apex"]("O2", 10)
-    autocast = cells["train_today"](fp16, 10)
+def test_levels_train_as_torch_does():
+    reference = plain_losses(10)
+    assert train_apex("O0", 10).losses == reference
+    assert train_today(None, 10).losses == reference
+    o1, o2 = train_apex("O1", 10), train_apex("O2", 10)
+    autocast = train_today(fp16, 10)
     assert o1.losses == autocast.losses != reference
-    assert 0 < cells["distance"](o2.losses, autocast.losses) < 2**-9
+    assert 0 < apex_training.distance(o2.losses, autocast.losses) < 2**-9
     assert o1.scale == o2.scale == autocast.scale < 2**16
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_masters_are_in_the_optimizer_at_o2_alone(cells, level):
-    run = cells["train_apex"](level, 5)
+def test_masters_are_in_the_optimizer_at_o2_alone(level):
+    run = train_apex(level, 5)
     updated = run.optimizer.param_groups[0]["params"]
     own = list(run.model.parameters())
     assert [tuple(p.shape) for p in updated] == [tuple(p.shape) for p in own]
@@ -85,14 +138,14 @@ def test_masters_are_in_the_optimizer_at_o2_alone(cells, level):
             assert torch.equal(master.to(weight.dtype), weight)
 
 
-def test_an_overflow_skips_the_step_and_halves_the_scale(cells):
-    with cells["ToyApex"]() as amp:
-        model = cells["new_model"]()
-        model, optimizer = amp.initialize(model, cells["new_adam"](model), opt_level="O2")
+def test_an_overflow_skips_the_step_and_halves_the_scale():
+    with toy_apex.ToyApex() as amp:
+        model = new_model()
+        model, optimizer = amp.initialize(model, apex_training.new_adam(model), opt_level="O2")
         before = [p.clone() for p in model.parameters()]
         for factor, moves in ((1e30, False), (1e-3, True)):
             optimizer.zero_grad()
-            loss = factor * model(cells["batches"][0][0]).square().mean()
+            loss = factor * model(BATCHES[0][0]).square().mean()
             with amp.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()
             optimizer.step()
@@ -116,9 +169,9 @@ def scale_of_torch(overflows, interval):
         yield scaler.get_scale()
 
 
-def test_the_loss_scale_is_that_of_grad_scaler_but_for_its_limit(cells):
+def test_the_loss_scale_is_that_of_grad_scaler_but_for_its_limit():
     overflows = [True, True, False, False, False, True, False, False, False, False, False, False]
-    scale = cells["LossScale"]("dynamic")
+    scale = toy_apex.LossScale("dynamic")
     scale.window = 3
     found = []
     for overflow in overflows:
@@ -131,14 +184,14 @@ def test_the_loss_scale_is_that_of_grad_scaler_but_for_its_limit(cells):
         scale.update(False)
     assert scale.scale == 2.0**24  # where a GradScaler goes on
     assert list(scale_of_torch([False] * 9, 1))[-1] == 2.0**25
-    fixed = cells["LossScale"](128.0)
+    fixed = toy_apex.LossScale(128.0)
     assert [fixed.update(overflow) for overflow in (True, False)] == [False, False]
     assert fixed.scale == 128
 
 
-def test_patched_functions_cast_floats_alone(cells):
+def test_patched_functions_cast_floats_alone():
     x, targets = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
-    with cells["PatchedFunctions"]():
+    with toy_apex.PatchedFunctions():
         logits = nn.functional.linear(x, torch.randn(3, 3))
         loss = nn.functional.cross_entropy(logits, targets)
         product = x @ x.T  # not on the list: a method, as Apex had on another list
@@ -148,25 +201,25 @@ def test_patched_functions_cast_floats_alone(cells):
 
 @pytest.mark.parametrize(("use_masters", "level"), [(False, "O1"), (True, "O2")])
 def test_a_checkpoint_of_apex_goes_on_exactly(cells, tmp_path, use_masters, level):
-    cells |= {"PATH": tmp_path / "apex.pt", "HALF": 8, "WINDOW": 6}
-    whole = cells["train_and_save"](level)
+    cells["PATH"] = tmp_path / "apex.pt"
+    whole = train_and_save(level, cells["PATH"])
     resumed = cells["resume"](use_masters)
     assert resumed.losses == whole.losses
     assert resumed.scale == whole.scale
     for part in ("optimizer", "amp"):  # each is needed
         file = torch.load(cells["PATH"], weights_only=True)
-        fresh = cells["new_adam"](cells["new_model"]()).state_dict()
+        fresh = apex_training.new_adam(new_model()).state_dict()
         scaler = {"loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 0}}
         torch.save(file | {part: fresh if part == "optimizer" else scaler}, tmp_path / part)
         cells["PATH"] = tmp_path / part
-        assert cells["distance"](cells["resume"](use_masters).losses, whole.losses) > 0.1
+        assert apex_training.distance(cells["resume"](use_masters).losses, whole.losses) > 0.1
         cells["PATH"] = tmp_path / "apex.pt"
 
 
 def test_without_its_masters_a_checkpoint_of_o2_is_rounded(cells, tmp_path):
-    cells |= {"PATH": tmp_path / "apex.pt", "HALF": 8, "WINDOW": 6}
-    whole = cells["train_and_save"]("O2")
-    assert 0 < cells["distance"](cells["resume"]().losses, whole.losses) < 2**-9
+    cells["PATH"] = tmp_path / "apex.pt"
+    whole = train_and_save("O2", cells["PATH"])
+    assert 0 < apex_training.distance(cells["resume"]().losses, whole.losses) < 2**-9
     file = torch.load(cells["PATH"], weights_only=True)
     weight = file["model"]["module.0.weight"]
     assert weight.dtype is fp32
@@ -201,6 +254,12 @@ def test_options_of_apex_have_the_counterparts_of_the_table():
     assert scaler.get_scale() == 64
     scaler.update(float(100))
     assert scaler.get_scale() == 100
+
+
+def test_a_scale_in_the_place_of_the_device_is_refused_by_autocast_alone():
+    with pytest.raises(ValueError, match="device_type"):
+        torch.autocast(True)
+    assert torch.amp.GradScaler(1024.0).get_scale() == 65536
 
 
 def test_the_state_of_a_scaler_is_translated(cells):
