@@ -41,6 +41,28 @@ def steps_of_both(x, y):
     return found
 
 
+def resumed(x, y):
+    """Losses of three steps after a save, and again from the file; scale and steps of both."""
+    import tempfile
+
+    import keras
+
+    keras.config.set_dtype_policy("mixed_float16")
+    net = keras.Sequential(new_net().layers)  # noqa: F821, sent along
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), 2.0**18)
+    net.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    for _ in range(3):
+        net.train_on_batch(x.numpy(), y.numpy())
+    with tempfile.TemporaryDirectory() as folder:
+        net.save(f"{folder}/net.keras")
+        loaded = keras.saving.load_model(f"{folder}/net.keras")
+    found = []
+    for each in (net, loaded):
+        state = float(each.optimizer.dynamic_scale), int(each.optimizer.iterations)
+        found.append((state, [float(each.train_on_batch(x.numpy(), y.numpy())) for _ in range(3)]))
+    return found
+
+
 def loaded_before_keras():
     """What the cells import before Keras: Triton brings an LLVM, which must be loaded first."""
     return load_dataset
@@ -57,7 +79,11 @@ def cells_and_steps(code, x, y):
     if keras.backend.backend() == "tensorflow":
         with contextlib.redirect_stdout(printed):
             exec(code, {"__name__": "__main__"})
-    return {"printed": printed.getvalue(), "steps": steps_of_both(x, y)}
+    return {
+        "printed": printed.getvalue(),
+        "steps": steps_of_both(x, y),
+        "resumed": resumed(x, y),
+    }
 
 
 SECTIONS = {
@@ -96,7 +122,7 @@ def cells() -> list[nbformat.NotebookNode]:
 def on_both(cells) -> dict[str, dict]:
     """All that takes a Keras, in one process for each backend, since it takes long to start."""
     names = definitions(SOURCE)
-    needed = [loaded_before_keras, steps_of_both]
+    needed = [loaded_before_keras, steps_of_both, resumed]
     needed += [names[name] for name in ("new_net", "step_with_torch", "step_with_tensorflow")]
     given = {"x": torch.rand(16, 8, 8, 1), "y": torch.arange(16) % 10}
     code = "\n\n".join(cell.source for cell in cells)
@@ -117,6 +143,16 @@ def test_the_steps_by_hand_are_those_of_fit(on_both):
 
 @needs_keras
 @pytest.mark.weekly
+def test_a_saved_model_resumes_with_its_scale(on_both):
+    for result in on_both.values():
+        (saved, losses), (loaded, losses_again) = result["resumed"]
+        assert loaded == saved
+        assert 0 < saved[1] < 3  # a step was skipped, and Adam has moments
+        assert losses_again == losses  # on the CPU
+
+
+@needs_keras
+@pytest.mark.weekly
 def test_what_the_kernel_shows_on_torch_holds_on_tensorflow(cells, on_both):
     """The same cells with the same assertions print the same."""
     outputs = "".join(output.text for cell in cells for output in cell.outputs)
@@ -124,6 +160,20 @@ def test_what_the_kernel_shows_on_torch_holds_on_tensorflow(cells, on_both):
         text.split("\n", 1) for text in (on_both["tensorflow"]["printed"], outputs)
     )
     assert here == there
+
+
+@needs_keras
+@pytest.mark.weekly  # it imports Keras into this process
+def test_the_inner_optimizer_clips_gradients_that_are_divided_by_the_scale():
+    import keras
+
+    scaled = keras.optimizers.LossScaleOptimizer
+    clipping = scaled(keras.optimizers.SGD(1.0, clipnorm=1.0), initial_scale=1024)
+    weight = keras.Variable([0.0, 0.0], dtype="float32")
+    gradient = keras.ops.multiply(clipping.initial_scale, [3.0, 4.0])
+    clipping.apply([gradient], [weight])
+    norm = keras.ops.norm(keras.ops.convert_to_numpy(weight.value))
+    assert float(norm) == pytest.approx(1, abs=1e-6)  # not 5, nor 5120
 
 
 def test_a_step_without_amp_is_what_its_marks_say():

@@ -67,7 +67,6 @@ FIGURES = {  # figure: its arguments, and what stands on its axes
     "growth": ((dict.fromkeys("ab", GROWTH),), ["speed-up", "memory, share"]),
     "loss_and_accuracy": ((SEEDS, SEEDS), ["epoch", "loss (cross-entropy)", "accuracy"]),
     "loss_by_format": (({"fp8": [[2.0] * 12, [1.0] * 12]},), ["step", "loss"]),
-    "loss_by_backend": (({"torch": PAIR, "jax": PAIR},), ["epoch", "cross-entropy"]),
     "loss_curves": ((SEEDS,), ["epoch", "loss (mean squared error)"]),
     "loss_scales": (({"fp16": SCALES, "other": SCALES},), ["step", "loss scale"]),
     "memory_against_batch": (({"fp32": ([1, 2], [2e9, 4e9])}, 3e9), ["batch", "(GiB)"]),

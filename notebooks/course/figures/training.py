@@ -5,7 +5,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator
+from matplotlib.ticker import LogLocator
 from torch import Tensor
 
 from amp_lab.plots import style
@@ -74,24 +74,6 @@ def loss_and_accuracy(losses: Runs, accuracies: Runs) -> Figure:
     right.set_ylim(0, 1)  # the whole range of an accuracy
     style.label(right, "epoch", "held-out accuracy")
     right.yaxis.set_major_formatter("{x:.0%}")
-    return figure
-
-
-def loss_by_backend(panels: Mapping[str, Losses]) -> Figure:
-    """Loss over the epochs, a panel for each backend: `panels[backend][precision]` is a list."""
-    columns = len(panels)
-    width = 4.0 * columns
-    size = (width, 3.0)
-    figure, axes = style.subplots(1, columns, size, sharey=True)
-    for ax, backend, losses in style.by_panel(axes, panels):
-        style.lines(ax, losses, first=1, linewidth=2.5)
-        whole_epochs = MaxNLocator(integer=True)  # there is no epoch 1.5
-        ax.xaxis.set_major_locator(whole_epochs)
-        ax.set_title(backend)
-        ax.set_xlabel("epoch")
-    first, *_ = axes
-    first.set_ylabel("cross-entropy in training")
-    first.legend()
     return figure
 
 
