@@ -7,39 +7,33 @@
 # ---
 
 # %% [markdown]
-# # Climb from FP32 to the limit of your hardware
+# # Climb from FP32 towards the limit of your hardware
 #
 # **What you'll do.** Take the training step of [notebook 04](04_fp32_vs_amp.ipynb) and make it
-# faster, one change at a time. We predict what AMP can give, make the changes, measure them, and look
-# for the reasons why they gave more or less. We also measure the limits of your device.
+# faster, one change at a time. First count the work and measure your device, so that you know how
+# fast the step can become. Then make each change, time it, and compare it with that limit.
 #
 # **What you'll learn.**
-# - how to count what a step has to do, and how long that takes at least;
-# - what each rung of the ladder changes: precision, memory format, optimizer, compiler, and last a
-#   step written anew;
-# - when AMP loses: small problems, problems without matrix products, and formats that the hardware
-#   does not have;
-# - which of it pays on *your* machine.
+# - how to count the FLOPs and the bytes of a step, and how long the step takes at least;
+# - what each rung of the ladder changes: precision, memory format, optimizer and compiler;
+# - how near the step gets to the roofline of your device;
+# - when AMP loses time, and from which size on it pays.
 #
-# **What you need.** [Notebook 04](04_fp32_vs_amp.ipynb) for the problem and for how to measure;
-# [notebook 09](09_xray_your_model.ipynb) for memory forecasts. On a CPU, rungs that compile need a
-# C++ compiler.
+# **What you need.** [Notebook 04](04_fp32_vs_amp.ipynb) for the problem and for how to measure.
+# On a CPU, the rungs that compile need a C++ compiler.
 
 # %% tags=["nbval-ignore-output"]
 from functools import partial
-from itertools import takewhile
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from course import emulates_bf16, figures, start
 
-from amp_lab import Precision, advise, compare, forecast_memory, xray
-from amp_lab.bench import ConvModel, FusedStep, count_step, measure_ceilings, quantized_sine
-from amp_lab.cli import main as amp_lab_command
-from amp_lab.core.allocator import keep_memory, memory_taken
-from amp_lab.core.device import describe_device, make_matmul, recommend_precision
+from amp_lab import Precision, advise, compare, xray
+from amp_lab.bench import ConvModel, count_step, measure_ceilings, quantized_sine
+from amp_lab.core.allocator import keep_memory
+from amp_lab.core.device import recommend_precision
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 figures.use_style()
@@ -47,146 +41,133 @@ figures.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# A step computes, and it moves data. Take a device that does 200 GFLOP/s and reads or writes 30 GB
-# a second, a matrix product and a ReLU, both on matrices of 1024 x 1024 fp32 numbers. Before you run
-# this: which of the two gains from hardware that computes twice as fast?
+# A step computes, and it moves data. Take a device that computes 200 GFLOP/s and moves 30 GB/s. It
+# runs a matmul and a ReLU, both on fp32 matrices of 1024 x 1024. Before you run this: which of the
+# two gains from hardware that computes twice as fast?
 
 # %%
 side = 1024
 for name, operations, numbers in (
-    ("product", 2 * side**3, 3 * side**2),
+    ("matmul", 2 * side**3, 3 * side**2),
     ("ReLU", side**2, 2 * side**2),
 ):
     compute_ms, move_ms = 1e3 * operations / 200e9, 1e3 * 4 * numbers / 30e9
-    print(f"{name:<8} computes for {compute_ms:6.3f} ms and moves data for {move_ms:.3f} ms")
-    assert (compute_ms > move_ms) == (name == "product")
+    print(f"{name:<8} computes for {compute_ms:5.2f} ms and moves data for {move_ms:.2f} ms")
+    assert (compute_ms > move_ms) == (name == "matmul")
 
 # %% [markdown]
-# The product does; the ReLU hardly gains. The product computes for 10.737 ms and moves data for 0.419 ms,
-# while the ReLU computes for 0.005 ms and moves data for 0.280 ms. A 16-bit precision helps both, but in
-# different ways: it multiplies faster where the hardware can, and it halves the bytes.
+# The matmul gains, because it computes for most of its time. The ReLU hardly gains: it waits for its
+# data. A 16-bit precision helps both, in different ways. It multiplies faster where the hardware
+# can, and it halves the bytes.
 #
 # ## The settings
 #
-# We climb in the low precision that `amp-lab doctor` recommends here. Where it recommends none, we
-# use bf16, and see what that costs.
+# We climb in the 16-bit precision that `amp-lab doctor` recommends for this device, and in bf16 if it
+# recommends none.
+#
+# `keep_memory()` matters on Linux CPUs. There the C library gives large freed blocks [back to the
+# operating system](https://man7.org/linux/man-pages/man3/mallopt.3.html), so each large tensor gets
+# new pages. FP32 has the larger tensors, so AMP would look better than it is. After the call, freed
+# memory stays with the process. On other devices the call does
+# nothing. <!-- tests/core/test_allocator.py -->
 
 # %% tags=["nbval-ignore-output"]
 config = {
-    "quick": {
-        "size": 128,
-        "steps": 1,  # in a row, to be timed
-        "sizes": (16, 32, 64),
-    },
+    "quick": {"size": 128, "steps": 1, "sizes": (16, 32, 64)},  # steps: timed in a row
     "full": {"size": 512, "steps": 3, "sizes": (32, 128, 512)},
 }[scale]
-config |= {"hidden": 256, "widths": (16, 64, 256)}
+hidden = 256
 if emulates_bf16(device):
-    config |= {"size": 32, "widths": (16, 32, 64)}
+    config |= {"size": 32}
+keep_memory()
 recommended = recommend_precision(device)
 low = recommended if recommended in ("fp16", "bf16") else Precision.BF16
 print(f"{device}, {scale} scale, from fp32 to {low}")
 assert low.dtype.itemsize == 2
 
 # %% [markdown]
-# ## First, keep the memory (optional)
-#
-# On a CPU there is something to put right before we compare. By default glibc, the usual C library of Linux, gives
-# large blocks [back to the operating system](https://man7.org/linux/man-pages/man3/mallopt.3.html) when a tensor is
-# freed: on 64-bit systems from 32 MiB on, and often below. The next tensor gets new pages, which the system fills with
-# zeros first. We take a small ConvModel and a large picture:
-
-
-# %%
-def grown_problem(size=32, batch=2, width=64):
-    """The network and its data, of one size."""
-    torch.manual_seed(0)
-    images, wanted = quantized_sine(size, device)
-    images, wanted = (t.repeat(batch, 1, 1, 1) for t in (images, wanted))
-    images = images.to(memory_format=torch.channels_last)
-    return ConvModel(width).to(device, memory_format=torch.channels_last), images, wanted
-
-
-def passes(model, images, wanted, precision):
-    """Forward and backward pass."""
-    with precision.float32_mode(device.type):
-        with torch.autocast(device.type, dtype=low.dtype, enabled=precision is low):
-            loss = nn.functional.mse_loss(model(images), wanted)
-        loss.backward()
-
-
-# %% [markdown]
-# After `keep_memory()` the memory of a tensor stays with the process, and new tensors reuse it. We time
-# FP32 and AMP before this call and after. Which of the two do you expect to get faster?
-
-# %% tags=["nbval-ignore-output"]
-large = grown_problem(384, batch=1)
-both = {p: partial(passes, *large, p) for p in (Precision.FP32, low)}
-anew = {}  # MiB
-for kept in (False, True):
-    has_kept = kept and keep_memory()  # False where there is no such C library
-    timed = compare(both, device=device, budget_s=12)
-    print(f"{'memory kept' if kept else 'as it is'}: AMP {timed.ratio(*both)}")
-    for p, run in both.items():
-        anew[p, kept] = min(memory_taken(run) for _ in range(5)) / 2**20  # the first ones grow
-        print(f"  {p}  {1e3 * timed.median_s(p):4.0f} ms, {anew[p, kept]:4.0f} MiB anew")
-assert device.type != "cpu" or not has_kept or anew["fp32", True] < anew["fp32", False] / 10
-
-# %% [markdown]
-# Both get faster by far. FP32, which took more memory anew, gains more than AMP. Memory is kept for the
-# rest of this notebook. Before you compare precisions on such a CPU elsewhere, call `keep_memory`, or
-# set `MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1000000000000` in the environment of a program. Other
-# allocators keep memory too ([PyTorch's tuning
-# guide](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#switch-memory-allocator)).
-# The price is memory, which stays with the process. <!-- tests/core/test_allocator.py -->
-
-# %% [markdown]
 # ## The limit: what can this device do?
 #
-# Computing and moving data both have a highest rate, and we can measure it: with one large matrix
-# product in each precision, and with a copy or a sum, whichever is faster. What fits in a cache is
-# read faster, so there is a rate for each size. If something else was seen to use the machine,
-# `limits.trusted` is false, and no speed-up below is checked against these figures.
+# Computing and moving data both have a highest rate. We measure the first with a large matmul in each
+# precision, and the second with a copy and a sum of large tensors. If another program uses the
+# machine meanwhile, `limits.trusted` is false, and the cells below check no speed-up against these
+# rates.
 
 # %% tags=["nbval-ignore-output"]
 limits = measure_ceilings(device)
 for precision, rate in limits.flops_per_s.items():
-    print(f"{precision}: {'not here' if rate is None else f'{rate / 1e9:,.0f} GFLOP/s'}")
-for nbytes in (2**20, max(limits.stream_bytes_per_s)):
-    print(f"memory, {nbytes / 2**20:,.0f} MiB: {limits.stream_bytes_per_s[nbytes] / 1e9:.0f} GB/s")
+    print(f"{precision}: {'not supported' if rate is None else f'{rate / 1e9:,.0f} GFLOP/s'}")
+print(f"memory: {limits.memory_bytes_per_s / 1e9:.0f} GB/s")
 if not limits.trusted:
     print("the machine was too busy to trust these figures")
-doctor = describe_device(device).rates  # the same product, at a smaller size
-assert all(limits.flops_per_s[p] >= rate for p, rate in doctor.items() if rate is not None)
-assert not limits.trusted or min(limits.stream_bytes_per_s.values()) > 1e8  # a disk is faster
+assert not limits.trusted or limits.memory_bytes_per_s > 1e8  # a disk is faster
 
 # %% [markdown]
-# How much faster bf16 multiplies than fp32 depends on the CPU: in the gallery most with AMX, Intel's units for products
-# of small matrices. Where a CPU has no instructions for fp16, they are emulated, and that is far slower. [The
-# gallery](../data/results/README.md#the-gallery) has both kinds.
+# How much faster bf16 is than fp32 depends on the CPU. Where a CPU has no fp16 instructions, fp16 is
+# emulated and very slow. [The gallery](../data/results/README.md#the-gallery) lists measured rates of
+# several CPUs.
 #
 # ## The work: what must a step do?
 #
-# The ConvModel learns a picture from its coordinates. Its 1x1 convolutions multiply, for each of
-# the P pixels, a matrix of outputs x inputs with a vector: 2 FLOPs for each weight, one
-# multiplication and one addition. The backward pass does that twice more, for the gradient of the
-# weights and for that of the input; only the first convolution needs none of its input.
+# The ConvModel learns a picture from the coordinates of its pixels. Each of its 1x1 convolutions
+# multiplies, for every pixel, a vector by a matrix of weights. That takes 2 FLOPs for each weight:
+# one multiplication and one addition. The backward pass does this twice more, for the gradient of
+# the weights and for the gradient of the input. The first convolution needs no gradient of its
+# input.
 
 # %% tags=["nbval-ignore-output"]
 inputs, target = quantized_sine(config["size"], device)  # (1, 2, H, W), (1, 1, H, W)
-pixels, hidden = target.numel(), config["hidden"]
+pixels = target.numel()
 weights = [2 * hidden, hidden * hidden, hidden * hidden, hidden]
 flops = 2 * pixels * (3 * sum(weights) - weights[0])
-print(f"{pixels:,} pixels, {sum(weights):,} weights: {flops / 1e9:.2f} GFLOP a step")
-assert 0.98 < 12 * pixels * hidden**2 / flops <= 1  # nearly all of it in the two in the middle
+print(f"{pixels:,} pixels, {sum(weights):,} weights: {flops / 1e9:.1f} GFLOP a step")
+assert 0.98 < 12 * pixels * hidden**2 / flops <= 1  # nearly all in the two middle layers
 
 # %% [markdown]
-# That makes 12.94 GFLOP for a step at the quick scale. PyTorch can count too, by watching the ops of a real step. Here
-# is the plain recipe. It reads the loss after every step, as one does to print it, and for that a GPU's host [has to
-# wait](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization).
-
+# ## Predict
+#
+# If the step did nothing but these matmuls at the measured rate, it would take:
 
 # %% tags=["nbval-ignore-output"]
+floor_ms = {p: 1e3 * flops / limits.flops_per_s[p] for p in ("fp32", low, "bf16")}
+for precision, floor in floor_ms.items():
+    print(f"{precision}: at least {floor:.2f} ms")
+promise = floor_ms["fp32"] / floor_ms[low]
+print(f"so the low precision promises {promise:.2f}x")
+assert not limits.trusted or promise > 1 or low != recommended  # the doctor says the same
+
+
+# %% [markdown]
+# Before you go on, write down how much of that promise you expect AMP alone to keep.
+#
+# ## Climb
+#
+# A rung is a function that does one step and returns the loss. Before a rung is timed, `add` checks
+# that it still learns the same: the losses of its first five steps must be close to those of FP32.
+# `float32_mode` switches TF32 off for FP32; an NVIDIA GPU may otherwise use
+# it. <!-- tests/core/test_precision.py -->
+
+# %%
+rungs, losses = {}, {}
+
+
+def add(name, precision, step):
+    """Add a rung after checking its losses; returns how far they are from FP32's."""
+    with precision.float32_mode(device.type):
+        found = torch.tensor([float(step()) for _ in range(5)])
+    baseline = losses.get("plain", found)
+    difference = ((found - baseline).norm() / baseline.norm()).item()
+    assert difference < 0.06, name  # 16 roundings of 2^-8 in bf16, about one for each op
+    rungs[name], losses[name] = (precision, step), found
+    return difference
+
+
+# %% [markdown]
+# **The ground: FP32.** We start with the plain step. It reads the loss after every step, as one does to
+# print it.
+
+
+# %%
 def new_model():
     """The network and its optimizer, the same each time."""
     torch.manual_seed(0)
@@ -194,8 +175,8 @@ def new_model():
     return model, torch.optim.Adam(model.parameters(), lr=1e-3)
 
 
-def recipe(inputs, target):
-    """The plain recipe; returns a function that does one step and returns the loss."""
+def plain_step(inputs, target):
+    """Return a function that does one FP32 step and returns the loss."""
     model, optimizer = new_model()
 
     def step():
@@ -208,102 +189,17 @@ def recipe(inputs, target):
     return step
 
 
-with FlopCounterMode(display=False) as counter:
-    recipe(inputs, target)()
-print(f"counted by torch: {counter.get_total_flops() / 1e9:.2f} GFLOP")
-assert counter.get_total_flops() == flops
+assert add("plain", Precision.FP32, plain_step(inputs, target)) == 0
+assert losses["plain"][-1] < losses["plain"][0]  # it learns
 
 # %% [markdown]
-# Both counts agree.
-#
-# ## Predict
-#
-# If the step did nothing but multiply matrices at the measured rate, it would take:
-
-# %% tags=["nbval-ignore-output"]
-floor_ms = {p: 1e3 * flops / limits.flops_per_s[p] for p in ("fp32", low, "bf16")}
-for precision, floor in floor_ms.items():
-    print(f"{precision}: at least {floor:.2f} ms")
-promise = floor_ms["fp32"] / floor_ms[low]
-print(f"so the low precision promises {promise:.2f}x")
-assert not limits.trusted or promise > 1 or low != recommended  # the doctor says the same
-
-
-def is_possible(speedup):
-    """Whether the device can gain so much: what the products promise, or 2x from half the bytes."""
-    return not limits.trusted or not speedup.is_above(1.5 * max(2, promise))
-
-
-# %% [markdown]
-# That is what the matrix products promise. Before you go on, write down how much of that promise you
-# expect the change to AMP alone to keep.
-#
-# ## Climb
-#
-# Each rung is a function that does one step, as `recipe` returns it. Before we time a rung, it has to show
-# that it learns alike: we compare the losses of its first five steps with those of FP32.
-# `float32_mode` switches TF32 off for FP32, which an NVIDIA GPU may otherwise use, and does nothing
-# for AMP. <!-- tests/core/test_precision.py -->
-
-
-# %%
-class Ladder:
-    """Steps by name, and their losses."""
-
-    def __init__(self):
-        self.steps, self.losses = {}, {}
-
-    def add(self, name, precision, step):
-        """Put a rung on top, after checking its losses against the lowest one's."""
-        with precision.float32_mode(device.type):
-            losses = torch.tensor([float(step()) for _ in range(5)])
-        first = next(iter(self.losses.values()), losses)
-        off = ((losses - first).norm() / first.norm()).item()
-        assert off < 0.06, name  # for bf16 16 roundings of 2^-8, about one for each op
-        self.steps[name], self.losses[name] = (precision, step), losses
-        return off
-
-
-# %% [markdown]
-# The rungs take turns, so that a machine that slows down in the meantime slows all of them down. `compare` pairs the
-# times of each round, gives every ratio with an interval, and leaves out the rounds in which another program used the
-# machine. At [full scale](../docs/hardware.md#choose-the-device-and-the-scale), a GPU's default, we time three steps in
-# a row, since the device must be free to begin the next step before the host has seen the end of the
-# last. <!-- tests/core/test_timing.py -->
-
-
-# %%
-def climb(ladder):
-    """Time all rungs in turns; returns the comparison, of `config["steps"]` steps each."""
-
-    def timed(precision, step):
-        def run():
-            with precision.float32_mode(device.type):
-                for _ in range(config["steps"]):
-                    step()
-
-        return run
-
-    functions = {name: timed(*rung) for name, rung in ladder.steps.items()}
-    return compare(functions, device=device, budget_s=16)
-
-
-# %% [markdown]
-# **The ground: FP32.** We start with the recipe as it is.
-
-# %%
-ladder = Ladder()
-assert ladder.add("recipe", Precision.FP32, recipe(inputs, target)) == 0
-assert ladder.losses["recipe"][-1] < ladder.losses["recipe"][0]  # it learns
-
-# %% [markdown]
-# **Rung 1: AMP.** We put autocast around the forward pass and, in fp16, use a scaler. Up to rung 4
-# each rung keeps what the one below it has, so the step takes its parts as arguments.
+# **Rung 1: AMP.** We put autocast around the forward pass and, in fp16, use a scaler. Rungs 2, 3 and 4
+# keep what the rungs before them changed, so the step takes the model and the optimizer as arguments.
 
 
 # %%
 def amp_step(model, optimizer, inputs, target, read_loss=True):
-    """One AMP training step; returns a function."""
+    """Return a function that does one AMP training step."""
     scaler = low.grad_scaler(device.type, init_scale=2.0**12)  # no step overflows: losses compare
 
     def step():
@@ -318,281 +214,152 @@ def amp_step(model, optimizer, inputs, target, read_loss=True):
     return step
 
 
-off = ladder.add("AMP", low, amp_step(*new_model(), inputs, target))
-assert off > 0  # it rounds, unlike FP32
+assert add("AMP", low, amp_step(*new_model(), inputs, target)) > 0  # it rounds, unlike FP32
 
 # %% [markdown]
-# **Rung 2: channels last.** By default an image is stored channel by channel, N, C, H, W. A 1x1 convolution is a matrix
-# product over the channels of each pixel, so it can be faster if those lie side by side, in the order N, H, W, C. The
-# shape of the tensor stays the same; its order in memory changes, and so its strides.
+# **Rung 2: channels last.** By default an image is stored channel by channel, in the order N, C, H, W.
+# A 1x1 convolution is a matmul over the channels of each pixel. It can be faster if these channels
+# lie side by side, in the order N, H, W, C. The shape of the tensor stays the same; its strides
+# change.
 
 # %%
 model, optimizer = new_model()
 model.to(memory_format=torch.channels_last)  # rung 2
 inputs_last = inputs.to(memory_format=torch.channels_last)  # rung 2
-off = ladder.add("channels last", low, amp_step(model, optimizer, inputs_last, target))
+assert add("channels last", low, amp_step(model, optimizer, inputs_last, target)) > 0
 assert inputs_last.shape == inputs.shape
 assert inputs_last.stride()[1] == 1  # from one channel to the next
 
 # %% [markdown]
 # **Rung 3: a fused optimizer, and no waiting.**
-# [`fused=True`](https://docs.pytorch.org/docs/stable/optim.html) computes Adam's whole update in a fused kernel.
-# With a scaler, that kernel also unscales the gradients and decides whether to skip the step; the
-# check for overflow still takes a pass of its own, as [notebook
-# 03](03_grad_scaler_step_by_step.ipynb) counts. We also stop reading the loss after each step, so
-# that it stays on the device until we look at it. On a CPU, which has nothing to wait for, this
-# second part does nothing.
+# [`fused=True`](https://docs.pytorch.org/docs/stable/optim.html) computes Adam's whole update in one
+# kernel. We also stop reading the loss after each step. On a GPU, reading it makes the host [wait for
+# the device](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization).
 
 
 # %%
 def new_fused_model():
-    """The same with channels last and the fused optimizer."""
+    """The same model with channels last and the fused optimizer."""
     model, _ = new_model()
     model.to(memory_format=torch.channels_last)
     return model, torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)  # rung 3
 
 
-parts = *new_fused_model(), inputs_last, target
-off = ladder.add("fused Adam, no waiting", low, amp_step(*parts, read_loss=False))
-assert off > 0  # it rounds, unlike FP32
+step = amp_step(*new_fused_model(), inputs_last, target, read_loss=False)  # rung 3
+assert add("fused Adam, no waiting", low, step) > 0
 
 # %% [markdown]
-# **Rung 4: torch.compile.** Convolution, normalisation and ReLU each read their input from memory
-# and write their output to it. The compiler can [merge elementwise
+# **Rung 4: torch.compile.** Convolution, normalisation and ReLU each read their input from memory and
+# write their output to it. The compiler [merges elementwise
 # ops](https://docs.pytorch.org/docs/stable/torch.compiler_get_started.html) into few kernels.
 
 # %% tags=["nbval-ignore-output"]
 model, optimizer = new_fused_model()
 compiled = torch.compile(model)  # rung 4
-off = ladder.add(
-    "compiled", low, amp_step(compiled, optimizer, inputs_last, target, read_loss=False)
-)
-print(f"the losses of five steps differ by {off:.1e} from FP32's")
-assert off > 0  # it rounds, unlike FP32
+step = amp_step(compiled, optimizer, inputs_last, target, read_loss=False)
+difference = add("compiled", low, step)
+print(f"the losses of five steps differ by {difference:.1e} from FP32's")
+assert difference > 0
 
 # %% [markdown]
-# **Rung 5: by hand.** Last, we rearrange the step. Batch normalisation needs the mean of a whole layer
-# before the next layer can begin, so a step takes five passes over the pixels. `FusedStep` makes these
-# five ([its source](../src/amp_lab/bench/fused_convmodel.py)). On a CPU it works on a block of pixels
-# at a time, of 2 MiB, so that it may stay in the cache. It computes the first layer again instead of
-# storing it, and keeps only two of all activations. It scales no gradients, so it computes in bf16.
+# Now we time all rungs. `compare` runs them in turns, so a machine that slows down slows all of them
+# down. It gives each speed-up with an interval and leaves out the rounds in which another program used
+# the machine. <!-- tests/core/test_timing.py --> Which rung do you expect to bring the largest gain?
+
 
 # %% tags=["nbval-ignore-output"]
-model, optimizer = new_fused_model()
-by_hand = FusedStep(model, torch.bfloat16)  # rung 5
+def run_steps(precision, step):
+    """Do `config["steps"]` steps; at full scale several, so that a GPU never waits for the host."""
+    with precision.float32_mode(device.type):
+        for _ in range(config["steps"]):
+            step()
 
 
-def step_by_hand():
-    """Forward and backward in one call, then the optimizer."""
-    loss = by_hand(inputs, target)
-    optimizer.step()
-    return loss
-
-
-off = ladder.add("by hand", Precision.BF16, step_by_hand)
-print(f"the losses of five steps differ by {off:.1e} from FP32's")
-assert off > 0  # it rounds, unlike FP32
-
-# %% [markdown]
-# Now we time all of them in turns. The speed-up says how many times as fast as the recipe a rung is,
-# with its interval. Which rung do you expect to bring the largest gain?
-
-# %% tags=["nbval-ignore-output"]
-climbed = climb(ladder)
+timed = {name: partial(run_steps, *rung) for name, rung in rungs.items()}
+climbed = compare(timed, device=device, budget_s=16)
 bars, speedups = [], {}
-for name, (precision, _) in ladder.steps.items():
+for name, (precision, _) in rungs.items():
     took = climbed.time_s(name).times(1e3 / config["steps"])  # ms
-    limit, speedups[name] = floor_ms[precision], climbed.ratio("recipe", name)
+    limit, speedups[name] = floor_ms[precision], climbed.ratio("plain", name)
     text = f"{speedups[name].median:.2f}x" if climbed.trusted else ""
     bars.append((str(precision), name, took, limit, text))
     of_limit = f"{limit / took.median:4.0%} of limit"
     print(f"{name:<24}{took.median:8.2f} ms  {of_limit}  {speedups[name]}")
 for remark in climbed.remarks():
     print(remark)
-assert list(climbed.samples_s) == list(ladder.steps)  # every rung was timed
+assert list(climbed.samples_s) == list(rungs)  # every rung was timed
 
 # %% [markdown]
-# In the picture each bar is the time of a step with its interval, and the black tick is where the
-# matrix products alone would end. If a bar ends to the left of its tick, the machine was probably slower
-# when we measured its limits.
+# Each bar of the figure is the time of a step with its interval. The black tick is the limit: the time
+# of the matmuls alone.
 
 # %% tags=["nbval-ignore-output"]
 _ = figures.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels": bars})
 
 # %% [markdown]
-# AMP alone keeps only a part of the promise. With the images and the weights in channels last, a change of
-# two lines, it gains much more. The likely reason is copies: a kernel for
-# [channels last](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html) has to bring
-# each tensor of another layout into its own first. The next two rungs make hardly a difference. On a GPU,
-# as a rule of thumb, they do more, since each small kernel and wait [costs time
-# there](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html).
+# On the CPU of this run, AMP alone keeps only a part of the promise. Channels last, a change of two
+# lines, gains much more. The likely reason is copies: a [channels-last
+# kernel](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html) first has to
+# reorder each tensor that has another layout. A GPU gains more from rungs 3 and 4, as a rule of thumb,
+# because it pays for [each small kernel and each
+# wait](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html).
 #
 # ## Explain: count the bytes too
 #
-# `count_step` watches every op of an eager step and adds up what it reads and
-# writes. <!-- tests/bench/test_limits.py -->
+# Normalisation, ReLU and their gradients compute next to nothing. But each of them reads and writes
+# all pixels, like the ReLU in our five lines. `count_step` adds up what the ops of a step compute,
+# read and write. <!-- tests/bench/test_limits.py -->
+
+# %% tags=["nbval-ignore-output"]
+steps = {"plain": plain_step(inputs, target), "AMP": amp_step(*new_model(), inputs, target)}
+moved_bytes = {}
+for name, step in steps.items():
+    with rungs[name][0].float32_mode(device.type):
+        counted = count_step(step, new_model()[0], inputs, training=True)
+    moved_bytes[name] = counted.moved_bytes
+    print(f"{name}: {counted.moved_bytes / 2**20:,.0f} MiB a step")
+    assert counted.flops == flops  # we counted the same
+assert moved_bytes["AMP"] < moved_bytes["plain"]
+
+# %% [markdown]
+# Autocast makes the activations and their gradients half as large, so AMP moves about half the bytes.
+# A rung can therefore gain more than the matmuls promise.
 #
-# Between two matrix products there are normalisation, ReLU and their gradients. They compute next to
-# nothing, but each of them reads and writes all of the pixels, as the ReLU in our five lines does.
+# The **roofline** shows both limits in one figure. The horizontal axis is the number of FLOPs for each
+# byte moved, the vertical axis the FLOP/s reached. Under the slope, moving the data takes longer than
+# computing; under the flat part, computing takes longer.
 
 # %% tags=["nbval-ignore-output"]
-counts = {}
-for precision in (Precision.FP32, low):
-    model, optimizer = new_model()
-    step = recipe(inputs, target)
-    if precision is low:
-        step = amp_step(model, optimizer, inputs, target)
-    with precision.float32_mode(device.type):
-        counts[precision] = count_step(step, model, inputs, training=True)
-    moved = counts[precision].moved_bytes
-    print(f"{precision}: {moved / 2**20:,.0f} MiB, {flops / moved:.0f} FLOPs for each byte")
-assert counts[low].flops == flops
-assert counts[low].moved_bytes < counts["fp32"].moved_bytes
-
-# %% [markdown]
-# The FP32 step moves 732 MiB, and AMP about half of it, 373 MiB. The step by hand stores two activations
-# and one gradient of P x 256 values in two bytes each. According to [its
-# source](../src/amp_lab/bench/fused_convmodel.py) it writes each once, and reads the first activation
-# three times, the second twice and the gradient once. On a CPU that is nearly all, as long as its blocks
-# stay in the cache. On a GPU it takes all pixels as one block, and what passes from one kernel to the
-# next is written and read as well, unless a cache holds it.
-
-# %% tags=["nbval-ignore-output"]
-moved_by_hand = (3 + 3 + 2 + 1) * 2 * pixels * hidden  # bytes
-print(f"by hand: {moved_by_hand / 2**20:,.0f} MiB, {flops / moved_by_hand:.0f} FLOPs for each byte")
-assert 5 * moved_by_hand < counts[low].moved_bytes
-
-# %% [markdown]
-# Only 72 MiB are left. So a ladder can gain more than the matrix products promise, because its
-# rungs save bytes as well as time in products. A step that consists of products and moved bytes
-# alone gains at most the larger of the two ratios, so no rung may exceed that by far:
-
-# %% tags=["nbval-ignore-output"]
-fewer_bytes = counts["fp32"].moved_bytes / moved_by_hand
-most = max(promise, floor_ms["fp32"] / floor_ms["bf16"], fewer_bytes)
-print(f"products promise {promise:.2f}x, fewer bytes {fewer_bytes:.2f}x")
-print(f"the highest rung reaches {speedups['by hand']}")
-assert not limits.trusted or not any(s.is_above(1.5 * most) for s in speedups.values())
-
-# %% [markdown]
-# The **roofline** puts both limits into one picture. The horizontal axis shows how many FLOPs there
-# are for each byte moved, the vertical axis the FLOP/s achieved. Under the slope, moving the data
-# takes longer; under the flat part, the arithmetic does. A faster precision raises the flat part and
-# not the slope, so a step under the slope gains only what the smaller tensors save.
-
-# %% tags=["nbval-ignore-output"]
-moved_bytes = {
-    "recipe": counts["fp32"].moved_bytes,
-    "AMP": counts[low].moved_bytes,
-    "by hand": moved_by_hand,
-}
 points = []
-for precision, name, took, limit, _ in bars:
+for precision, name, took, _, _ in bars:
     if name in moved_bytes:
-        rate = took.rate(1e3 * flops)  # FLOP/s
-        points.append((name, precision, flops / moved_bytes[name], rate))
-        copied = 1e3 * moved_bytes[name] / limits.memory_bytes_per_s
-        print(f"{name}: products {limit:.0f} ms, memory {copied:.0f} ms, all {took.median:.0f} ms")
-roofs = {p: limits.flops_per_s[p] for p in dict.fromkeys(("fp32", str(low), points[-1][1]))}
-assert points[0][2] < points[1][2] < points[2][2]  # each moves less than the one before
+        points.append((name, precision, flops / moved_bytes[name], took.rate(1e3 * flops)))
+roofs = {p: limits.flops_per_s[p] for p in ("fp32", str(low))}
+assert points[0][2] < points[1][2]  # AMP computes more for each byte
 _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 
 # %% [markdown]
-# From point to point the step moves fewer bytes, and so lies farther to the right. The roof of bf16 is
-# higher, and its corner lies farther to the right too: what products limit in fp32, memory may limit in bf16.
-# The step by hand, with a tenth of the bytes, lies farthest from the slope. The slope is that of memory, and a
-# point may lie above it if the data fits in a cache. As a rule of thumb, what is missing to the roof goes to
-# copies inside an op (not counted here), to threads that wait, and to arithmetic other than matrix products.
+# AMP lies to the right of the plain step, because it moves fewer bytes. A faster precision raises the
+# flat part and not the slope, so a step under the slope gains only from smaller tensors. The distance
+# from a point to the roof is the time of copies inside ops, of waiting, and of arithmetic other than
+# matmuls.
 #
-# ## A rung above: in tiles (optional)
-#
-# By hand, a block of 4,096 pixels may stay in the cache, and still it goes through one op after another,
-# and each of them reads and writes it. In C++ we can do better: take 32 pixels from what they are read
-# from to the sums of what they become, in one go. Of the activations only the boxes in black leave the core:
-
-# %% tags=["nbval-ignore-output"]
-PASSES = {
-    "layer 2": ["layer 1 again", "normalise, ReLU", "product", "sums", "write z2"],
-    "layer 3": ["read z2", "normalise, ReLU", "product", "sums", "write z3"],
-    "loss": ["read z3", "normalise, ReLU", "layer 4, loss", "sums"],
-    "back 3": ["read z2, z3", "gradient of z3", "two products", "sums", "write g2"],
-    "back 2": ["read z2, g2", "layer 1 again", "two products", "sums"],
-}
-_ = figures.passes(PASSES)
-
-# %% [markdown]
-# *z2* and *z3* are what the second and the third layer return, before they are normalised, and *g2* is
-# a gradient. What is cheap is computed again, such as the first layer with its two inputs, and every
-# mask of a ReLU. The *sums* are those that batch normalisation, the bias and the next pass need; only
-# they make it five passes and not one. Let us count:
-
-# %% tags=["nbval-ignore-output"]
-trips = [box for chain in PASSES.values() for box in chain if box.startswith(("read", "write"))]
-matrices = sum(1 + box.count(",") for box in trips)  # each of P x 256 values in bf16
-products = sum({"product": 1, "two products": 2}.get(box, 0) for c in PASSES.values() for box in c)
-print(f"{products} products, and {matrices * 2 * pixels * hidden / 2**20:,.0f} MiB of memory")
-assert matrices * 2 * pixels * hidden == moved_by_hand
-assert 0.98 < products * 2 * pixels * hidden**2 / flops <= 1
-
-# %% [markdown]
-# So memory moves as much as by hand, and what is saved are the trips through the cache. It takes a CPU
-# with AVX-512 and its bf16 instructions, and a C++ compiler, which `amp-lab bench` calls at first use:
-#
-# ```bash
-# pdm run amp-lab bench --workload convmodel --precision bf16 --rung by-hand --rung tiles
-# ```
-#
-# What it gave on a CPU stands with [the recorded runs](../data/results/README.md#the-gallery). For a GPU
-# the same passes are written in Triton, in `amp_lab/bench/triton_tiles.py` [*(not yet seen on a
-# GPU)*](../data/results/README.md "triton-tiles"). For a model of your own it is rarely worth the work;
-# it shows how far the limit is from what the usual rungs
-# reach. <!-- tests/bench/test_tiled_convmodel.py -->
+# `amp-lab bench` has two more rungs, `by-hand` and `tiles`: steps written for this one network, which
+# keep most data in the cache. [The gallery](../data/results/README.md#the-gallery) shows how near to
+# the limit they came. For a model of your own such a step is rarely worth the work.
 #
 # ## Where AMP loses
 #
-# We judge by the interval. If all of it lies above 1, AMP pays; if all of it lies below, AMP costs.
-# Otherwise we saw no difference, or the machine was too busy to tell.
-
-
-# %%
-def verdict(speedup):
-    """A speed-up by AMP, and what it says, in words."""
-    if not speedup.trusted:
-        return str(speedup)
-    if speedup.is_above(1):
-        return f"{speedup}, AMP pays"
-    return f"{speedup}, AMP costs" if speedup.is_below(1) else f"{speedup}, no difference seen"
-
-
-# %% [markdown]
-# **No matrix products.** Autocast has a list of ops that it runs in the low precision. A model
-# without any of them gains nothing, and may pay for what autocast does at each call.
-
-# %% tags=["nbval-ignore-output"]
-gate = nn.Sequential(nn.LayerNorm(1024), nn.GELU(), nn.LayerNorm(1024), nn.Softmax(-1)).to(device)
-rows = torch.randn(512, 1024, device=device)
-
-
-@torch.no_grad()
-def gate_in(enabled):
-    """The forward pass, with or without autocast."""
-    with torch.autocast(device.type, dtype=low.dtype, enabled=enabled):
-        return gate(rows)
-
-
-gated = compare(
-    {"fp32": lambda: gate_in(False), "AMP": lambda: gate_in(True)}, device=device, budget_s=2
-)
-print(f"norms, GELU and softmax: {verdict(gated.ratio('fp32', 'AMP'))}")
-assert gate_in(True).dtype is torch.float32  # autocast has cast nothing down
-assert not gated.ratio("fp32", "AMP").is_above(1.1)  # so there is nothing to gain
-
-# %% [markdown]
-# The interval includes 1 or comes close to it: there is nothing to gain.
+# AMP has nothing to gain in three cases.
 #
-# **Many small ops.** Here are fifty layers of 32 x 32. Each of them computes very little, and under
-# autocast each call comes with casts, which we count. Before you run this: will AMP be faster or slower?
-# A GPU would be waiting for the host [*(not yet seen on a GPU)*](../data/results/README.md "small-ops").
+# - **No matmuls.** Autocast runs only [some ops](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference)
+#   in the low precision, above all matmuls and convolutions.
+# - **Many small ops.** Under autocast each small matmul comes with casts.
+# - **A precision that the hardware emulates**, such as fp16 on [some CPUs](../docs/hardware.md).
+#
+# We measure the second case: fifty layers of 32 x 32, which compute very little. Will AMP be faster or
+# slower? A GPU would be waiting for the host [*(not yet seen on a
+# GPU)*](../data/results/README.md "small-ops").
 
 # %% tags=["nbval-ignore-output"]
 thin = nn.Sequential(*(nn.Linear(32, 32) for _ in range(50))).to(device)
@@ -609,85 +376,50 @@ def thin_step(enabled):
 timed = {"fp32": lambda: thin_step(False), "AMP": lambda: thin_step(True)}
 speedup = compare(timed, device=device, budget_s=2).ratio("fp32", "AMP")
 casts = len(xray(thin, few, device_type=device.type, dtype=low.dtype).casts)
-print(f"fifty thin layers: {verdict(speedup)}; {casts} casts for 50 products")
+print(f"fifty thin layers: {speedup}; {casts} casts for 50 matmuls")
 assert casts >= 2 * 50  # of weights and biases; inputs and outputs stay low in between
-assert is_possible(speedup)
 
 # %% [markdown]
-# AMP makes this network slower. It adds 101 casts to its 50 products.
-#
-# **A format that the hardware does not speed up.** [Some CPUs](../docs/hardware.md) emulate fp16, and then it is slower
-# by far, which is why the product is small here. If yours has it, the list of rates at the top shows whether fp16 beats
-# fp32.
-
-# %% tags=["nbval-ignore-output"]
-products = {p: make_matmul(device, Precision(p), 128) for p in ("fp32", "fp16", "bf16")}
-products = compare(products, device=device, budget_s=2)
-print(products)
-assert all(is_possible(products.ratio("fp32", name)) for name in products.samples_s)
-
-# %% [markdown]
-# Each line has the time of a product, and the later ones say how many times as fast as in fp32 it is. In a
-# product as small as this, bf16 gains less here than in the large one at the top, and fp16 costs time.
-#
-# **Sizes that are not multiples of 8.** On tensor cores they usually gain less: [notebook
-# 08](08_when_amp_breaks.ipynb#44-A-size-is-not-a-multiple-of-16-or-8) lists the efficient sizes, and pads the others.
+# Each layer casts its weight and its bias. These casts cost more than a matmul of this size can gain.
 #
 # ## From which size on does AMP pay?
 #
-# We let the picture, the batch or the network of `grown_problem` grow, and time forward and backward pass
-# with channels last, in FP32 and with AMP. The memory of a whole training step with Adam is the forecast of
-# [notebook 09](09_xray_your_model.ipynb). Which of the three do you expect to help AMP most?
+# We let the picture grow and time forward and backward pass with channels last, in FP32 and with AMP.
 
 
 # %%
-def speedup_and_memory(*problem):
-    """Speed-up by AMP, and its share of FP32's memory."""
-    both = {p: partial(passes, *problem, p) for p in (Precision.FP32, low)}
-    speedup = compare(both, device=device, budget_s=2).ratio(Precision.FP32, low)
-    assert is_possible(speedup)
-    forecasts = (forecast_memory(*problem[:2], device_type=device.type, precision=p) for p in both)
-    peaks = [forecast.peak for forecast in forecasts]
-    return speedup, peaks[1] / peaks[0]
+def passes(model, images, wanted, precision):
+    """Forward and backward pass."""
+    with precision.float32_mode(device.type):
+        with torch.autocast(device.type, dtype=low.dtype, enabled=precision is low):
+            loss = nn.functional.mse_loss(model(images), wanted)
+        loss.backward()
 
 
 # %% tags=["nbval-ignore-output"]
-growth = {}
-for what, name, values in (
-    ("picture (pixels along an edge)", "size", config["sizes"]),
-    ("batch (pictures)", "batch", (1, 4, 16)),
-    ("width (channels)", "width", config["widths"]),
-):
-    found = [speedup_and_memory(*grown_problem(**{name: value})) for value in values]
-    growth[what] = values, *map(list, zip(*found, strict=True))
-    for value, (speedup, _) in zip(values, found, strict=True):
-        print(f"{what} {value:>3}: {verdict(speedup)}")
-assert all(0 < share < 1.2 for _, _, shares in growth.values() for share in shares)
-_ = figures.growth(growth)
+by_size = []
+for size in config["sizes"]:
+    images, wanted = quantized_sine(size, device)
+    narrow = ConvModel(64).to(device, memory_format=torch.channels_last)
+    problem = narrow, images.to(memory_format=torch.channels_last), wanted
+    both = {p: partial(passes, *problem, p) for p in (Precision.FP32, low)}
+    by_size.append(compare(both, device=device, budget_s=2).ratio(Precision.FP32, low))
+    print(f"{size}x{size} pixels: {by_size[-1]}")
+_ = figures.speedup_over_size(config["sizes"], {str(low): by_size})
 
 # %% [markdown]
-# The upper row of the picture shows the speed-up by AMP, the lower row its share of FP32's memory. Here
-# AMP gains more with every kind of growth. At the largest width the share of memory is larger again,
-# since the weights stay fp32. The more of it is activations, the nearer it comes to half, but on MPS,
-# [whose batch norm stays fp32](09_xray_your_model.ipynb#Four-models,-three-backends):
-
-# %%
-for what in ("picture (pixels along an edge)", "batch (pictures)"):
-    shares = growth[what][2]
-    assert shares[-1] < shares[0]  # pictures make activations, and no weights
-    assert shares[-1] < 0.7 or device.type == "mps"  # whose batch norm is fp32
-shares = growth["width (channels)"][2]
-assert shares[-1] > shares[-2]  # weights grow with the square of the width
-
-# %% [markdown]
+# AMP gains more with a larger picture, because the casts and calls cost the same time and the matmuls
+# more. A larger batch or a wider network helps for the same reason. Judge by the interval: AMP pays
+# from a size on if the whole interval lies above 1 at this size and at all larger ones.
+#
 # ## Let the computer climb
 #
-# For a model of your own, `advise` does much of what this notebook did by hand, on a copy. It forecasts the
-# memory in each precision, trains the model for some steps and compares losses and gradients with
-# FP32's, times in turns what passes, and ends with the lines to write. On the command line that is
-# `amp-lab advise`. <!-- tests/advisor/test_advise.py -->
+# For a model of your own, `advise` tries these changes on a copy: `amp-lab advise` on the command line.
+# It forecasts the memory in each precision, trains for some steps, compares losses and gradients with
+# those of FP32, and times what passes. It ends with the lines to
+# write. <!-- tests/advisor/test_advise.py -->
 #
-# Here it gets a small ConvModel and less time.
+# Here it gets a small ConvModel and little time.
 
 # %% tags=["nbval-ignore-output"]
 small, wanted = quantized_sine(64, device)
@@ -700,81 +432,29 @@ def loss_of(output):
 
 minutes = {"quick": 0.25, "full": 1.0}[scale]
 advice = advise(ConvModel(64).to(device), small, loss_fn=loss_of, device=device, minutes=minutes)
-assert advice.recommended is not None  # fp32 at the least
+assert {best.verdict for best in advice.chosen.values()} == {"recommended"}
+assert all(candidate.verdict for candidate in advice.candidates)
 advice
 
 # %% [markdown]
-# Read the last column first. One recipe for training and one for inference are *recommended*. A recipe
-# takes the place of a simpler one only if it surely takes less time, and [at least 3 %
-# less](../src/amp_lab/advisor/session.py). (The next section asks for a tenth, since each rung is work
-# for you.) For the others a few words say why they are not, and the lines below the table say more. For
-# training, only a recipe that learns as FP32 does in the few steps that were tried can be
-# recommended. <!-- tests/advisor/test_advise.py -->
-
-# %%
-assert {best.verdict for best in advice.chosen.values()} == {"recommended"}
-assert all(candidate.verdict for candidate in advice.candidates)
-
-# %% [markdown]
-# ## What to do on your machine (optional)
-#
-# We can now compute some advice. Up to rung 4 each comes with all below it, so climb to the lowest one that
-# may take at most 1.1 times as long as the fastest, as far as its interval can tell. And AMP pays
-# from a size on if it gains for certain at this size and at all larger ones.
-
-
-# %%
-def rung_to_climb_to(climbed):
-    """The lowest rung that may be within a tenth of the fastest."""
-    if not climbed.trusted:
-        return "cannot tell here"
-    fastest = min(climbed.samples_s, key=climbed.median_s)
-    over_fastest = {name: climbed.ratio(name, fastest) for name in climbed.samples_s}
-    return next(name for name, ratio in over_fastest.items() if ratio.interval[0] <= 1.1)
-
-
-def pays(values, speedups):
-    """From which value on AMP pays, in words."""
-    from_largest = list(zip(values, speedups, strict=True))[::-1]
-    sure = list(takewhile(lambda pair: pair[1].is_above(1), from_largest))
-    if sure:
-        return f"AMP pays from {sure[-1][0]} on"
-    costs = all(speedup.is_below(1) for speedup in speedups)
-    return "AMP costs at all of these sizes" if costs else "cannot tell here"
-
-
-# %% tags=["nbval-ignore-output"]
-rung = rung_to_climb_to(climbed)
-print(f"climb to: {rung}" + (f", {speedups[rung]}" if climbed.trusted else ""))
-for what, (values, gains, _) in growth.items():
-    print(f"{what}: {pays(values, gains)}")
-assert climbed.trusted == (rung in ladder.steps)
-
-# %% [markdown]
-# The advice is the lowest rung that the fastest does not surely beat by a tenth. `amp-lab bench` climbs
-# these rungs and more with other models, and compares the losses or the outputs with FP32's.
-# `--compare FILE` puts your machine beside [recorded
-# ones](../data/results/README.md). <!-- tests/bench/test_rungs.py -->
-
-# %%
-assert amp_lab_command(["bench", "--list"]) == 0
+# Read the last column first. One recipe for training and one for inference are *recommended*; the others
+# say why they are not. A recipe replaces a simpler one only if it takes [at least 3 %
+# less](../src/amp_lab/advisor/session.py) time. For training, only a recipe that learns like FP32 in the
+# few steps that were tried can be recommended. <!-- tests/advisor/test_advise.py -->
 
 # %% [markdown]
 # ## Summary
 #
-# - On a CPU with Linux call `keep_memory` first, or you may take the cost of new memory for a gain by AMP.
-# - Count first. FLOPs at the measured rate give a limit for the time of a step; bytes at the
-#   measured rate help to say why you are not there yet.
-# - A 16-bit precision speeds up matrix products where the hardware can, and halves most of what the rest has to move.
-#   The first part is the promise, and the second often decides.
-# - Channels last, a fused optimizer, not reading the loss, `torch.compile`: each is a line or two. As a
-#   rule of thumb, each pays on some devices and not on others. Measure them in turns, on yours.
-# - AMP gains nothing where there is nothing to multiply. It lost with many small ops, and loses in a
-#   format that the hardware emulates.
-# - The gain depends on the size, the layout and what else is switched on: the same network gains
-#   differently in [notebook 04](04_fp32_vs_amp.ipynb), with a smaller picture. Compare ratios of one run.
-# - `advise` climbs with a model of yours. For training it recommends no rung that, in the few steps that
-#   it tries, does not learn as FP32 does.
+# - Count first. FLOPs at the measured rate give the least time of a step; bytes at the measured rate
+#   say why you are not there yet.
+# - A 16-bit precision speeds up matmuls where the hardware can, and halves most of the bytes that the
+#   other ops move. The first is the promise; the second often decides.
+# - Channels last, a fused optimizer, not reading the loss and `torch.compile` are a line or two each.
+#   Each pays on some devices and not on others, as a rule of thumb. Measure them in turns, on yours.
+# - AMP gains nothing without matmuls. It loses with many small ops, and in a precision that the
+#   hardware emulates.
+# - On a CPU with Linux call `keep_memory` before you compare precisions.
+# - `advise` climbs with a model of yours.
 #
 # Next, [notebook 11](11_scale_out.ipynb) takes training to several devices.
 #

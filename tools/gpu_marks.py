@@ -101,8 +101,10 @@ def without_marks(text: str, keys: Iterable[str]) -> str:
 
 
 def read() -> dict[Path, str]:
-    """The texts that may carry marks: the notebooks' sources and the README."""
-    places = [*sorted((ROOT / "notebooks").glob("[0-9]*.py")), ROOT / "README.md"]
+    """The texts that may carry marks: the notebooks' sources and the pages."""
+    notebooks = sorted((ROOT / "notebooks").glob("[0-9]*.py"))
+    pages = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "CHEATSHEET.md", ROOT / "README.md"]
+    places = [*notebooks, *pages]
     return {place: place.read_text(encoding="utf-8") for place in places}
 
 

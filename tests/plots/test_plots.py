@@ -38,7 +38,6 @@ TWICE, UNTOLD = Ratio(2.0, (1.9, 2.2)), Ratio(5.0, (0.1, 9.0), trusted=False)
 TOOK = Estimate(9.0, (8.0, 11.0))
 RUNGS = [("fp32", "eager", TOOK, 5.0, "9 ms"), ("bf16", "AMP", None, None, "failed")]
 SENT = [("all_gather", "bf16", 9000), ("reduce_scatter", "fp32", 9000)]
-GROWTH = ([8, 16], [TWICE, TWICE], [1.0, 0.6])
 OPS = {"cpu": {"conv": "bf16", "relu": "error"}, "cuda": {"conv": "fp16", "relu": "fp32"}}
 RANKS = {n: {"weights": 8e6, "gradients": 8e6 / n, "Adam": 2e7 / n} for n in (1, 2)}
 ERRORS = [SimpleNamespace(module=m, op="mm", a=1e-7, b=1e-3, apart=0.0) for m in ("", "head")]
@@ -64,7 +63,6 @@ FIGURES = {  # figure: its arguments, and what stands on its axes
     "gap_and_change": ((torch.rand(9) + 1, {"bf16": torch.rand(9) + 1}), ["gap", "moved by"]),
     "gradient_norm_in_step": (({"backward": 9e4, "clip": 1.0}, ["backward"]), ["length", "stage"]),
     "gradients_against_fp16": ((torch.randn(99) * 8 - 25, (1, 256)), ["log2 of |gradient", "num"]),
-    "growth": ((dict.fromkeys("ab", GROWTH),), ["speed-up", "memory, share"]),
     "loss_and_accuracy": ((SEEDS, SEEDS), ["epoch", "loss (cross-entropy)", "accuracy"]),
     "loss_by_format": (({"fp8": [[2.0] * 12, [1.0] * 12]},), ["step", "loss"]),
     "loss_curves": ((SEEDS,), ["epoch", "loss (mean squared error)"]),
@@ -73,10 +71,6 @@ FIGURES = {  # figure: its arguments, and what stands on its axes
     "memory_by_dtype": (({"CNN": {"fp32": PEAK}}, 2**31, "limit"), ["(GiB)"]),
     "memory_per_rank": (({"FSDP": RANKS},), ["ranks", "(MiB)"]),
     "range_and_spacing": (({"fp16": FP16, "fp8 E5M2": FP16},), ["log2 of the magnitude", "spac"]),
-    "passes": (
-        ({"layer 2": ["read x", "product"], "loss": ["read z", "sums"]},),
-        ["left to right"],
-    ),
     "roofline": (({"fp32": 1e12}, 1e11, [("CNN", "fp32", 9.0, TOOK)]), ["FLOP/s", "per byte"]),
     "scale_over_time": ((SCALES, [2]), ["step", "loss scale"]),
     "sent_bytes": (({"FSDP": SENT}, 4), ["4 ranks", "(KiB)"]),
@@ -145,13 +139,12 @@ def test_what_was_measured_has_its_interval():
     assert intervals_of(left) == [pytest.approx((8, 10)), pytest.approx((4, 5))]
     ladder = plots.speed_ladder({"CNN": RUNGS}).axes[0]
     assert intervals_of(ladder) == [pytest.approx((8, 11))]
-    speedups = figures.growth({"batch": GROWTH}).axes[0]
+    speedups = figures.speedup_over_size([8, 16], {"bf16": [TWICE, TWICE]})
     assert intervals_of(speedups) == [pytest.approx((1.9, 2.2))] * 2
 
 
 NOT_TRUSTED = {  # figure: its arguments, and how often it says that the machine was busy
     "best_speedups": (({"a CPU": {"CNN": UNTOLD}},), 1),
-    "growth": (({"batch": ([8, 16], [UNTOLD, UNTOLD], [1.0, 0.6])},), 1),
     "speed_ladder": (({"CNN": [("fp32", "eager", replace(TOOK, trusted=False), 5.0, "1x")]},), 1),
     "speedup_over_size": (([32, 64], {"bf16": [TWICE, UNTOLD], "fp16": [UNTOLD, TWICE]}), 1),
     "time_and_memory": ((BUSY, {"fp32": 80.0, "bf16": 60.0}, "peak"), 2),

@@ -113,6 +113,7 @@ def test_write_removes_what_was_seen_and_check_is_content(tmp_path, monkeypatch,
     monkeypatch.setattr(gpu_marks, "RESULTS", results)
     monkeypatch.setattr(gpu_marks, "STATEMENTS", LIST)
     (tmp_path / "README.md").write_text(f"It fits {mark('fits', tmp_path / 'README.md')}.")
+    (tmp_path / "CHEATSHEET.md").write_text("Nothing that only a GPU can show.")
     place.write_text(f"# It is fast {mark('fast', place)}.\n")
     assert gpu_marks.main(["--check"]) == 0
     record(results, bench="held")

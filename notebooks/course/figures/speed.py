@@ -26,8 +26,6 @@ _KIND_OPTIONS = [
 _LINE_OPTIONS = (("-o", None), ("--s", "white"))
 Layers = Sequence[tuple[str, float]]
 """(kind, FLOPs per byte) of each layer."""
-Growth = tuple[Sequence[int], Sequence[Ratio], Values]
-"""(x values, speed-up at each, memory relative to fp32 at each)."""
 
 
 def time_and_memory(
@@ -120,51 +118,6 @@ def time_by_kind(kinds: Mapping[str, Comparison]) -> Axes:
     return ax
 
 
-def growth(panels: Mapping[str, Growth]) -> Figure:
-    """Speed-up by AMP (above), and memory relative to fp32 (below): a column for each x axis.
-
-    `panels` maps the label of an x axis to its curves.
-    """
-    size = (8.5, 4.4)
-    columns = len(panels)
-    shared_axes = {
-        "sharey": "row",
-        "sharex": "col",
-        "squeeze": False,
-    }
-    figure, axes = style.subplots(2, columns, size, **shared_axes)
-    upper_row, lower_row = axes
-    speed_options: Options = {"color": COLOURS["bf16"], "linewidth": 2}
-    memory_options: Options = {"color": COLOURS["fp32"], "linewidth": 2}
-    for column, x_label, curves in style.by_panel(axes.T, panels):
-        upper, lower = column
-        values, speedups, shares = curves
-        style.measured_line(upper, values, speedups, "-o", **speed_options)
-        upper.axhline(1, **_LEVEL)
-        lower.plot(values, shares, "--s", **memory_options)
-        lower.axhline(0.5, **_LEVEL)
-        style.log2_axis(lower, ticks=values)
-        lower.set_xlabel(x_label)
-    _fit_y_axis(upper_row, level=1)
-    _fit_y_axis(lower_row, level=0.5)
-    upper_row[0].set_ylabel("speed-up by AMP")
-    lower_row[0].set_ylabel("memory, share of FP32")
-    return figure
-
-
-def _fit_y_axis(row: Sequence[Axes], level: float) -> None:
-    """Fit the y axis that a row of axes shares to the data and the reference line at `level`."""
-    ends: list[float] = []
-    for ax in row:
-        ends.extend(ax.dataLim.intervaly)  # lowest and highest y of the data in this panel
-    # Some room on both sides, so that no line lies on the frame.
-    below_level = 0.85 * level
-    below_all = 0.95 * min(ends)
-    bottom = min(below_level, below_all)
-    top = 1.05 * max(ends)
-    row[0].set_ylim(bottom, top)
-
-
 def speedup_over_size(sizes: Sequence[int], speedups: Mapping[str, Sequence[Ratio]]) -> Axes:
     """Speed-ups against the image size; `speedups[label]` has a ratio for each size."""
     _, ax = style.subplots(size=(7.0, 3.2))
@@ -216,47 +169,4 @@ def _dots_of_kind(ax: Axes, layers: Layers, kind: str, options: Options) -> None
         if kind_of_layer == kind:
             positions.append(position)
             intensities.append(intensity)
-    ax.plot(positions, intensities, label=kind, **options)
-
-
-def passes(chains: Mapping[str, Sequence[str]]) -> Axes:
-    """Each pass over the data as a chain of boxes: `chains[name of the pass]` has their texts.
-
-    Boxes that begin with "read" or "write" access memory, and are black. The others work on data in
-    the cache, and are white.
-    """
-    count = len(chains)
-    height = 0.62 * count + 0.5
-    _, ax = style.subplots(size=(8.5, height))
-    for y, chain in enumerate(chains.values()):
-        left = 0.0
-        for text in chain:
-            width = 0.085 * len(text) + 0.3  # about the width of the text, and a margin
-            _box(ax, left, y, width, text)
-            left += width + 0.12  # a gap before the next box
-    rows = range(count)
-    names = list(chains)
-    ax.set_yticks(rows, names)
-    ax.invert_yaxis()
-    ax.set_xticks([])
-    ax.set_frame_on(False)
-    ax.tick_params(axis="y", length=0)
-    ax.set_xlabel("what a pass does, from left to right")
-    return ax
-
-
-def _box(ax: Axes, left: float, y: int, width: float, text: str) -> None:
-    """Draw a box with a text; see `passes`."""
-    face_colour = "white"
-    text_colour = "black"
-    if text.startswith(("read", "write")):
-        face_colour = "black"
-        text_colour = "white"
-    box: Options = {
-        "height": 0.6,
-        "color": face_colour,
-        "edgecolor": "black",
-    }
-    ax.barh(y, width, left=left, **box)
-    middle = left + width / 2
-    ax.text(middle, y, text, fontsize=9, color=text_colour, **style.CENTRED)
+    ax.plot(positions, intensities, label=kind, **look)
