@@ -9,8 +9,8 @@
 # %% [markdown]
 # # Keep weights and optimizer state below 32 bits
 #
-# **What you'll do.** Train with weights in bf16 and watch many of them stand still, cure that in
-# three ways, and store Adam's state in eight and four bits. Count what a parameter costs.
+# **What you'll do.** Train with weights in bf16 and watch many of them stand still, fix that in three
+# ways, and store Adam's state in eight and four bits. Count the bytes of a parameter.
 #
 # **What you'll learn.**
 # - why small updates of a bf16 weight vanish, and what stochastic rounding, Kahan summation and
@@ -19,8 +19,8 @@
 # - how many bytes a parameter takes in each of these setups, and what they are called in FSDP2,
 #   DeepSpeed, torchtitan and torchao.
 #
-# **What you need.** [Notebook 01](01_number_formats.ipynb) on bf16, and from
-# [notebook 15](15_below_16_bits.ipynb) what a block and its scale are. You need no GPU.
+# **What you need.** [Notebook 01](01_number_formats.ipynb) for bf16, and
+# [notebook 15](15_below_16_bits.ipynb) for blocks and their scales. You need no GPU.
 
 # %% tags=["nbval-ignore-output"]
 import functools
@@ -31,7 +31,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
-from course import emulates_bf16, figures, start
+from course import figures, start
 
 from amp_lab import forecast_memory
 from amp_lab.formats import ELEMENTS, Format, quantize
@@ -42,8 +42,8 @@ figures.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# A weight of 1 gets a thousand updates of 0.001, which makes 2. Before you run this: what does it
-# make in bf16?
+# A weight of 1 gets a thousand updates of 0.001, which makes 2. Before you run this: what is the
+# result in bf16?
 
 # %%
 weight = torch.tensor(1.0, dtype=torch.bfloat16)
@@ -53,10 +53,10 @@ print(f"after a thousand updates: {weight.item()}; bf16's numbers near 1 are {2*
 assert weight == 1
 
 # %% [markdown]
-# The weight has not moved at all. The next number of bf16 above 1 is 1.0078, and each update is
-# less than half of that distance, so each sum is rounded back to 1. That is why AMP keeps the
-# weights in fp32 and casts copies of them. Many people would like to do without: weights in fp32,
-# with their gradients and Adam's two moments, take 16 bytes for each parameter.
+# The weight has not moved at all. The next bf16 number above 1 is 1.0078, and each update is less
+# than half of that distance, so each sum is rounded back to 1. That is why AMP keeps the weights in
+# fp32 and casts copies of them. But fp32 weights with their gradients and Adam's two moments take 16
+# bytes for each parameter, so many people would like to do without.
 #
 # ## What a parameter costs
 #
@@ -88,8 +88,8 @@ def bytes_held(dtype, optimizer):
 # %%
 held = {name: bytes_held(*setup) for name, setup in SETUPS.items()}
 for name, parts in held.items():
-    each, total = [f"{part} {count:.2f}" for part, count in parts.items()], sum(parts.values())
-    print(f"{name:<18} {total:5.2f} bytes: {'  '.join(each)}  (7 billion: {7 * total:3.0f} GB)")
+    total = sum(parts.values())
+    print(f"{name:<18} {total:5.2f} bytes for each parameter; {7 * total:3.0f} GB for 7 billion")
 _ = figures.bytes_per_parameter(held)
 assert sum(held["fp32, or AMP"].values()) == 16
 assert sum(held["bf16"].values()) == 8
@@ -97,20 +97,19 @@ assert 6 < sum(held["bf16, 8-bit AdamW"].values()) < 6.1
 assert held["fp32, Adafactor"]["state"] < 0.01
 
 # %% [markdown]
-# The picture shows what is held for each parameter when the optimizer steps: 16 bytes in fp32 with
-# AdamW, half of that if everything is bf16, and 5 with a state of four bits as well.
-# [Adafactor](https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html) keeps only
-# one value for each row and column of a matrix. Activations come on top of the parameters.
+# The figure splits these bytes into weight, gradient and optimizer state. Two optimizers of PyTorch
+# need less state from the start:
+# [Adafactor](https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html) keeps one value
+# for each row and column of a matrix, and
+# [Muon](https://docs.pytorch.org/docs/stable/generated/torch.optim.Muon.html) one moment instead of
+# two. Each needs its own learning rate. Activations come on top of the parameters.
 #
-# A model of seven billion parameters takes 112 GB in the first line and 42 GB in the line of bf16
-# with 8-bit AdamW. What do we pay for that? We look at the weights first, and at the state after
-# them.
+# What do the smaller setups cost in accuracy? We look at the weights first, and then at the state.
 #
 # ## Weights in bf16
 #
-# We write Adam ourselves, so that we can exchange two things: how an update is added to a weight,
-# and how the state is stored. Adam's own arithmetic is in fp32, and so are its moments in this
-# part.
+# We write Adam ourselves, so that we can exchange two things: how an update is added to a weight, and
+# how the state is stored. Adam computes in fp32, and in this section it keeps its moments in fp32 too.
 
 
 # %%
@@ -139,18 +138,18 @@ class Adam:
 
 
 # %% [markdown]
-# The simplest way to add is to round the sum to the weight's dtype, to the nearest number, as
-# `weight += update` does. Three others help in bf16:
+# The simplest way is to round the sum to the nearest number of the weight's dtype, as
+# `weight += update` does. Three other ways help in bf16:
 # <!-- code -->
 #
-# - [**Stochastic rounding**](https://arxiv.org/abs/2010.06192) rounds up or down at random: a sum that lies three tenths of the way to
-#   the next number is rounded up in three of ten cases, so every update arrives on average. A bf16
-#   number is the upper half of an fp32 number. So it is enough to add 16 random bits to the lower
-#   half, let the carry go up, and set the lower half to zero.
-# - **Kahan summation** writes down what each rounding has lost, in a second bf16 number, and adds
-#   it to the next update.
-# - **fp32 masters** are a copy of the weights in fp32, which the optimizer updates, and from which
-#   the bf16 weights are cast.
+# - [**Stochastic rounding**](https://arxiv.org/abs/2010.06192) rounds up or down at random. A sum that
+#   lies three tenths of the way to the next number is rounded up in three of ten cases, so every
+#   update arrives on average. In code, a bf16 number is the upper half of an fp32 number: add 16
+#   random bits to the lower half, then set the lower half to zero.
+# - **Kahan summation** stores what each rounding has lost in a second bf16 number, and adds it to the
+#   next update.
+# - **fp32 masters** are a copy of the weights in fp32. The optimizer updates this copy, and the bf16
+#   weights are cast from it.
 
 
 # %%
@@ -191,8 +190,8 @@ class Kahan:
 
 
 # %% [markdown]
-# We try them on the weight from the beginning, with a thousand copies of it, since one way is
-# random:
+# We try all four on the weight from the beginning. We take a thousand copies of it, since one way is
+# random.
 
 # %%
 torch.manual_seed(0)
@@ -205,9 +204,8 @@ for add in (nearest, stochastic, Kahan(), Masters()):
     assert abs(weights.float().mean() - (1 if add is nearest else 2)) < 0.02
 
 # %% [markdown]
-# The last three arrive at about 2. Now a network for scikit-learn's handwritten digits learns with
-# each of them. The learning rate is small, as it often is when a model is fine-tuned, or at the end
-# of a schedule:
+# The last three arrive at about 2. Now we train a network on scikit-learn's handwritten digits with
+# each of them. The learning rate is small, as in fine-tuning or at the end of a schedule.
 
 
 # %%
@@ -272,41 +270,14 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
     assert lag < 0.1 * (min(at_the_end(losses["bf16, nearest"])) - of_fp32)
 
 # %% [markdown]
-# The picture shows the loss over the steps, the mean of three seeds. Rounded to nearest, the bf16
-# weights learn far more slowly than fp32, while stochastic rounding, Kahan summation and masters
-# lie on the line of fp32. How many weights does a step change at all?
-
-
-# %%
-def share_changed(add):
-    """Of the weights between the hidden layers, those that the first steps change."""
-    shares = []
-
-    def counted(weight, update):
-        before = weight.clone()
-        add(weight, update)
-        if weight.shape == (256, 256):
-            shares.append((weight != before).float().mean().item())
-
-    train(0, functools.partial(Adam, lr=1e-4, add=counted), 50, torch.bfloat16)
-    return sum(shares) / len(shares)
-
-
-# %% tags=["nbval-ignore-output"]
-share = {add.__name__: share_changed(add) for add in (nearest, stochastic)}
-for name, changed in share.items():
-    print(f"{name:<10} a step changes {changed:.0%} of the weights")
-assert share["nearest"] < share["stochastic"] < 2 * share["nearest"]
-
-# %% [markdown]
-# Stochastic rounding changes only about a third more weights in a step, but the larger the update of
-# a weight, the likelier it moves. To nearest, a weight above 1/32 stays where it is, unless its
-# update is more than half the spacing of bf16 there, at least 0.00012: more than the learning rate.
+# The figure shows the loss over the steps, the mean of three seeds. With rounding to nearest, the bf16
+# weights learn far more slowly than fp32. With stochastic rounding, Kahan summation or masters they
+# learn as fast as fp32.
 #
 # AMP has fp32 masters too: the model's own weights are the masters, and autocast makes the casts.
-# The same setups have other names elsewhere:
+# Each library has its own names for these setups:
 #
-# | | fp32 masters, products in bf16 | everything in bf16 | gradients summed over ranks in |
+# | | fp32 masters, matmuls in bf16 | everything in bf16 | gradients summed over ranks in |
 # |---|---|---|---|
 # | PyTorch | `torch.autocast` | `model.bfloat16()` | the gradients' dtype ([DDP](11_scale_out.ipynb)) |
 # | FSDP2 | `MixedPrecisionPolicy(param_dtype=bf16)` | a model in bf16 | [`reduce_dtype`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) (before torch 2.15 its default was `param_dtype`) |
@@ -314,8 +285,8 @@ assert share["nearest"] < share["stochastic"] < 2 * share["nearest"]
 # | torchtitan ([settings](https://github.com/pytorch/torchtitan/tree/main/torchtitan/config)) | `training.mixed_precision_param` | `training.dtype` | `training.mixed_precision_reduce` |
 #
 # torchao's low-bit optimizers [round stochastically](https://github.com/pytorch/ao/tree/main/torchao/optim)
-# with `bf16_stochastic_round=True`. If you convert a model with `.bfloat16()` and use PyTorch's own
-# AdamW, its updates are rounded to nearest, as in the line that learns slowly:
+# with `bf16_stochastic_round=True`. PyTorch's own AdamW rounds to nearest, so the weights of a model
+# that you converted with `.bfloat16()` can stand still:
 
 # %%
 weight = torch.ones(8, dtype=bf16, device=device, requires_grad=True)
@@ -324,11 +295,10 @@ torch.optim.AdamW([weight], lr=1e-3, weight_decay=0).step()
 assert (weight == 1).all()  # 0.001 is less than half the spacing of bf16 below 1, which is 2^-8
 
 # %% [markdown]
-#
 # ## Gradients that add up
 #
-# With bf16 weights, gradients are by default in bf16 too, and so is their sum over micro-batches.
-# We add the gradients of batches of eight, in fp32 and in bf16:
+# The gradients of bf16 weights are in bf16 too, and so is their sum over micro-batches. We add the
+# gradients of batches of eight, in fp32 and in bf16:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -346,18 +316,18 @@ for count in (1, 8, 64, 224):
 assert off[1] < 2**-8 < off[64] < off[224]
 
 # %% [markdown]
-# A single gradient is rounded once. The more of them are added, the smaller each usually is beside
-# the sum, and the more of it is lost. Sum in fp32 if you accumulate over many micro-batches: in
-# [DeepSpeed](https://www.deepspeed.ai/docs/config-json/) with `"data_types": {"grad_accum_dtype":
-# "fp32"}`, in FSDP2 with
-# [`reduce_dtype=torch.float32`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html),
-# which holds for micro-batches that are not synchronised as well as between ranks.
+# A single gradient is rounded once. As the sum grows, each new gradient is smaller in comparison, and
+# more of it is lost. If you accumulate over many micro-batches, sum in fp32:
+#
+# - DeepSpeed: [`"data_types": {"grad_accum_dtype": "fp32"}`](https://www.deepspeed.ai/docs/config-json/)
+# - FSDP2: [`reduce_dtype=torch.float32`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html),
+#   which holds for micro-batches that are not synchronised as well as between ranks.
 #
 # ## State in fewer bits
 #
-# Adam divides the mean of the gradients by the root of the mean of their squares. In bf16 the
-# second of these has a fault that you know by now. Without a gradient it should shrink by a
-# thousandth in each step, which is less than half of bf16's spacing:
+# Adam divides the mean of the gradients by the root of the mean of their squares. This second moment
+# has the same problem in bf16. Without a gradient it should shrink by a thousandth in each step, which
+# is less than half of bf16's spacing:
 
 # %%
 square = torch.tensor(1.0, dtype=torch.bfloat16)
@@ -367,17 +337,16 @@ print(f"after a thousand steps without a gradient: {square.item()}; in fp32 {0.9
 assert square == 1
 
 # %% [markdown]
-# It does not shrink, and so the steps after a large gradient stay too small. A scale for each block
-# of values helps to go to eight bits and below. We try bf16, and blocks of 256 values (128 in four
-# bits) that share a scale, as [torchao has
-# them](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py):
+# It does not shrink, so the steps after a large gradient stay too small. With a scale for each block of
+# values, eight bits and fewer can do better. We try blocks of 256 values (128 in four bits), as
+# [torchao does](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py):
 #
 # - INT8, whose numbers are evenly spaced from -127 to 127;
 # - E4M3, with its exponent;
-# - *without zero*: for the squares, which are never negative, the evenly spaced numbers from 1 to
-#   2^bits, with INT8 or E2M1 for the mean.
+# - *no zero*: the squares, which are never negative, in the evenly spaced numbers from 1 to 2^bits.
+#   The mean stays in INT8, or in E2M1 for four bits.
 #
-# An update uses the new moments as they are; what is rounded is what the next step begins with.
+# Each step uses the new moments in fp32, and rounds what the next step begins with.
 
 
 # %%
@@ -390,10 +359,6 @@ def in_blocks(form):
         return quantize(values.view(-1, form.block[1]), form).view_as(values)
 
     return store
-
-
-def in_bf16(values):
-    return values.bfloat16().float()
 
 
 def without_zero(bits):
@@ -418,7 +383,6 @@ e4m3 = in_blocks(Format("e4m3 in blocks", ELEMENTS["e4m3"], (1, 256)))
 e2m1 = in_blocks(Format("e2m1 in blocks", ELEMENTS["e2m1"], (1, 128)))
 STATES = {
     "fp32": (as_it_is, as_it_is),
-    "bf16": (in_bf16, in_bf16),
     "INT8": (int8, int8),
     "E4M3": (e4m3, e4m3),
     "INT8, no zero": (int8, without_zero(8)),
@@ -435,17 +399,13 @@ for name, (mean, square) in STATES.items():
     spread = f", the seeds {max(ends) - min(ends):.4f} apart" if finite == 3 else ""
     print(f"{name:<16} finite for {finite} of 3 seeds; loss {sum(ends) / 3:.4f} at the end{spread}")
 assert not any(end < 1 for end in at_the_end(learned["INT8"]))
-
-# %%
-ends = {name: at_the_end(runs) for name, runs in learned.items()}
 for name in ("INT8, no zero", "4 bits, no zero"):
-    assert max(ends[name]) < max(ends["fp32"]) + 0.05
-_ = figures.loss_by_format({name: runs for name, runs in learned.items() if name != "INT8"})
+    assert max(at_the_end(learned[name])) < max(at_the_end(learned["fp32"])) + 0.05
 
 # %% [markdown]
-# INT8 is not merely worse, it explodes, and so it is not in the picture. The others end near fp32,
-# even with four bits, as far as three seeds can tell: the last column says how far they lie apart. To
-# see why INT8 explodes, we look at what becomes of the squares:
+# INT8 explodes. The others end near fp32, even with four bits, as far as three seeds can tell: the
+# last column shows how far apart the seeds lie. To see why INT8 explodes, we look at how it stores the
+# squares:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -460,16 +420,15 @@ for name, store in (("INT8", int8), ("E4M3", e4m3), ("INT8, no zero", without_ze
 assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
 
 # %% [markdown]
-# If a square is stored as 0, the next step knows only a thousandth of the newest squared gradient
-# and divides by its root. Where the newest gradient is 0 too, it divides by epsilon alone, and the
-# update can become huge. INT8 loses a large share of the squares in this way. E4M3 reaches over
-# five orders of magnitude and loses far fewer, which did no harm here. Without a zero this does not
-# happen: a square below the smallest number is stored as that number, which only makes the update too
-# small. torchao's [4-bit
-# optimizer](https://github.com/pytorch/ao/blob/main/torchao/optim/subclass_4bit.py) has no zero for
-# its squares. Its 8-bit optimizer has one, and a [table of
-# numbers](https://github.com/pytorch/ao/blob/main/torchao/optim/quant_utils.py) that lie close
-# together near it.
+# If a square is stored as 0, the next step divides by the root of a thousandth of its own squared
+# gradient. If that gradient is 0 too, the step divides by epsilon alone, and the update can become
+# huge. INT8 loses a large share of the squares in this way. E4M3 covers over five orders of magnitude
+# and loses far fewer. Without a zero, a small square is stored as the smallest number, which only makes
+# the update too small.
+#
+# torchao's [4-bit optimizer](https://github.com/pytorch/ao/blob/main/torchao/optim/subclass_4bit.py)
+# has no zero for its squares. Its 8-bit optimizer has one, and [numbers that lie close together near
+# it](https://github.com/pytorch/ao/blob/main/torchao/optim/quant_utils.py).
 #
 # In your own code you change the optimizer; `bf16_stochastic_round` is for weights in bf16:
 #
@@ -479,65 +438,16 @@ assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
 # optimizer = AdamW8bit(model.parameters(), lr=1e-4, bf16_stochastic_round=True)
 # ```
 #
-# Its [step](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py) is compiled, which takes
-# some seconds the first time. Two things surprise people: its learning rate is a tensor, so a
-# schedule of your own [has to use `group["lr"].fill_(…)`](https://github.com/pytorch/ao/tree/main/torchao/optim),
-# and parameters of fewer than 4,096 values, or of no multiple of a block, keep a state that is not
-# quantised.
-#
-# ## Less state from the start
-#
-# Adafactor and Muon are in PyTorch itself. Each wants a learning rate of its own. Muon makes the
-# update of each matrix nearly orthogonal, with matrix products that
-# [`torch.optim.Muon`](https://github.com/pytorch/pytorch/blob/main/torch/optim/_muon.py) computes in
-# bf16. Where the CPU is slow in bf16, we train one network, and for half as long:
-
-
-# %%
-class MuonAndAdamW:
-    """Muon for the matrices, AdamW for the biases."""
-
-    def __init__(self, parameters):
-        parameters = list(parameters)
-        self.parts = [
-            torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=1e-2),
-            torch.optim.AdamW([p for p in parameters if p.ndim != 2], lr=1e-3),
-        ]
-
-    def step(self):
-        for part in self.parts:
-            part.step()
-
-
-# %% tags=["nbval-ignore-output"]
-OPTIMIZERS = {
-    "AdamW": functools.partial(torch.optim.AdamW, lr=1e-3),
-    "Adafactor": functools.partial(torch.optim.Adafactor, lr=3e-2),
-    "Muon": MuonAndAdamW,
-}
-seeds, length = ([0], steps // 2) if emulates_bf16(device) else (SEEDS, steps)
-for name, make in OPTIMIZERS.items():
-    ends = at_the_end([train(seed, make, length)[0] for seed in seeds])
-    setup = "fp32, or AMP" if name == "AdamW" else f"fp32, {name}"
-    print(f"{name:<10} loss {sum(ends) / len(ends):.2g}, {held[setup]['state']:.2f} bytes of state")
-    assert max(ends) < 0.3
-
-# %% [markdown]
-# All three learn the digits. Which of them learns best is a question of the task and of learning
-# rates, and a small network does not answer it for yours. The bytes beside them are those of the
-# forecast above.
-#
 # ## Summary
 #
-# - Rounded to nearest, a bf16 weight stays if the update is less than half of the distance to the
-#   next number. At the small learning rate here, most weights stood still in a step.
-# - Stochastic rounding, Kahan summation (two bytes more) and fp32 masters (four bytes more) each
-#   cured it here.
-# - Eight bits, or even four, were enough for Adam's state here, with squares that were kept from
-#   becoming zero.
-# - With AdamW, everything in fp32 takes 16 bytes for a parameter, everything in bf16 takes 8, and
-#   with 8-bit state it is about 6. Ask `forecast_memory(…, optimizer="adamw-8bit")` about your
-#   model, or `amp-lab memory --optimizer adamw-8bit`.
+# - With rounding to nearest, a bf16 weight stays the same if the update is less than half of the
+#   distance to the next number. At a small learning rate most weights stand still.
+# - Stochastic rounding, Kahan summation (2 more bytes) and fp32 masters (4 more bytes) each fixed this
+#   here.
+# - Eight bits, or even four, were enough for Adam's state here, as long as no square became zero.
+# - With AdamW a parameter takes 16 bytes in fp32, 8 in bf16, and about 6 in bf16 with 8-bit state. Ask
+#   `forecast_memory(…, optimizer="adamw-8bit")` about your model, or
+#   `amp-lab memory --optimizer adamw-8bit`.
 #
 # [Notebook 11](11_scale_out.ipynb) divides what is left among several devices.
 #

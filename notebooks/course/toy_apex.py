@@ -96,6 +96,10 @@ def make_masters(optimizer):
 class Scaling:
     """The part of Apex's `amp` that a training loop called."""
 
+    pairs: list  # (weight in fp16, its master in fp32)
+    loss_scale: LossScale
+    skip: bool  # whether the last gradients overflowed
+
     def master_params(self, optimizer):
         """The parameters that the optimizer updates."""
         return (p for group in optimizer.param_groups for p in group["params"])
