@@ -32,7 +32,6 @@ STATEMENTS = {
     "notebooks": Statement("the notebooks run there", tuple(f"notebook-{n}" for n in _NOTEBOOKS)),
     "clock-too-early": Statement("a clock read too early sees too little", ("notebook-04",)),
     "memory-limit": Statement("what fits under a limit of 6 GiB", ("notebook-06",)),
-    "compiled-casts": Statement("a compiler makes up for autocast's casts", ("bench",)),
     "real-rows": Statement("ops on fake CUDA tensors are those of a real run", ("xray",)),
     "memory-forecast": Statement("forecasts are what the allocator counts", ("memory",)),
     "small-ops": Statement("small ops leave a GPU waiting for its host", ("notebook-10",)),

@@ -1,28 +1,30 @@
 """Notebook 07: recipes mark all they change and hold for every optimizer; what it only says."""
 
 import functools
-import inspect
 import math
 import re
-import types
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 from definitions import check_marks, definitions, names_defined
 from torch import nn
+from torch.nn.utils import parameters_to_vector
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
+from course import recipes
+
 import build_pairs
 
 SOURCE = build_pairs.FOLDER / "07_training_recipes.py"
-SETTINGS = ("inputs", "targets", "batches", "MAX_NORM", "GROUP", "PENALTY")
-RECIPES = ("train", "clip", "accumulate", "penalty", "schedule", "average")
+RECIPES = ("train", "clip", "accumulate", "penalty", "schedule")
 OPTIMIZERS = {
     "SGD": functools.partial(torch.optim.SGD, lr=0.1),
     "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
@@ -50,24 +52,27 @@ def one_thread():
 @functools.cache
 def notebook() -> dict:
     """What the notebook's imports, functions and settings define; no other cell is run."""
-    torch.manual_seed(0)
-    return definitions(SOURCE, SETTINGS, device=torch.device("cpu"))
+    problem = recipes.SmallProblem(torch.device("cpu"))
+    given = {
+        "device": problem.device,
+        "problem": problem,
+        "batches": problem.batches,
+        "new_model": problem.new_model,
+    }
+    return definitions(SOURCE, **given)
 
 
-PAIRS = [
-    (name, f"{name.removesuffix('_plain')}_amp")
-    for name in names_defined(SOURCE)
-    if name.endswith("_plain")
-]
+PLAIN = [name for name in names_defined(Path(recipes.__file__)) if name.endswith("_plain")]
 
 
 def test_there_is_a_pair_for_each_recipe_that_changes_the_loop():
-    assert [plain for plain, _ in PAIRS] == [f"{name}_plain" for name in RECIPES]
+    assert [f"{name}_plain" for name in RECIPES] == PLAIN
 
 
-@pytest.mark.parametrize(("plain", "amp"), PAIRS)
-def test_every_changed_line_is_marked_and_nothing_else_changed(plain, amp):
-    check_marks(SOURCE, plain, amp, "AMP")
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_changed_line_is_marked_and_nothing_else_changed(name):
+    plain_source = Path(recipes.__file__)
+    check_marks(SOURCE, f"{name}_plain", f"{name}_amp", "AMP", plain_source)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -78,15 +83,15 @@ def test_recipes_hold_for_every_optimizer(optimizer, implementation):
     make = functools.partial(OPTIMIZERS[optimizer], **IMPLEMENTATIONS[implementation])
     cells = notebook()
     change = functools.partial(
-        cells["change"], make_optimizer=lambda model: make(model.parameters())
+        cells["problem"].change, make_optimizer=lambda model: make(model.parameters())
     )
     for recipe in RECIPES:
-        reference = change(cells[f"{recipe}_plain"])
+        reference = change(getattr(recipes, f"{recipe}_plain"))
         assert reference.norm() > 0.01
         for dtype in (torch.float16, torch.bfloat16):
             found = change(cells[f"{recipe}_amp"], dtype)
             tolerance = 4 * torch.finfo(dtype).eps / 2
-            assert cells["distance"](found, reference) < tolerance, (recipe, dtype)
+            assert recipes.distance(found, reference) < tolerance, (recipe, dtype)
 
 
 def test_a_gradient_that_overflows_is_clipped_to_nan_and_its_step_skipped():
@@ -101,16 +106,17 @@ def test_a_gradient_that_overflows_is_clipped_to_nan_and_its_step_skipped():
 
 
 def test_small_batches_add_up_to_a_large_one():
-    cells = notebook()
+    problem = notebook()["problem"]
 
-    def large_batches(model, optimizer):
-        for x, y in zip(cells["inputs"].split(32), cells["targets"].split(32), strict=True):
+    def large_batches(model, optimizer, batches):
+        inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        for x, y in zip(inputs.split(32), targets.split(32), strict=True):
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
 
-    found = cells["change"](cells["accumulate_plain"])
-    assert cells["distance"](found, cells["change"](large_batches)) < 1e-5  # the order of sums
+    found = problem.change(recipes.accumulate_plain)
+    assert recipes.distance(found, problem.change(large_batches)) < 1e-5  # the order of sums
 
 
 def test_unscale_or_update_alone_after_every_batch_is_refused():
@@ -126,11 +132,38 @@ def test_unscale_or_update_alone_after_every_batch_is_refused():
 
 def test_a_penalty_that_overflows_is_skipped():
     cells = notebook()
-    model, optimizer, scaler = cells["new_run"](init_scale=2.0**40)
+    model, optimizer, _ = cells["new_run"]()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     before = [p.detach().clone() for p in model.parameters()]
     cells["penalty_amp"](model, optimizer, scaler, torch.float16)
     assert scaler.get_scale() == 2.0**35
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_a_penalty_of_scaled_gradients_is_too_large_by_the_square_of_the_scale():
+    cells = notebook()
+    model, _, scaler = cells["new_run"]()
+    x, y = cells["batches"][0]
+    loss = torch.nn.functional.mse_loss(model(x), y)
+    penalties = [
+        sum(
+            g.square().sum()
+            for g in torch.autograd.grad(part, model.parameters(), retain_graph=True)
+        )
+        for part in (scaler.scale(loss), loss)
+    ]
+    assert math.isclose(penalties[0] / penalties[1], 2.0**32, rel_tol=1e-3)
+
+
+def careless_schedule(model, optimizer, scaler):
+    """The loop that moves the schedule on after each step, taken or not."""
+    scheduler = recipes.decay(optimizer)
+    for batch in range(5):
+        optimizer.zero_grad()
+        notebook()["backward"](model, scaler, batch)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -138,12 +171,103 @@ def test_the_warning_of_a_careless_schedule_cannot_be_relied_on(fused):
     """A fused optimizer's `step` is called every time, and its kernel does the skipping."""
     cells = notebook()
     make = functools.partial(torch.optim.SGD, lr=0.1, fused=fused)
-    run = cells["new_run"](lambda model: make(model.parameters()), init_scale=2.0**20)
+    model, optimizer, _ = cells["new_run"](lambda model: make(model.parameters()))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        cells["schedule_careless"](*run)
-    assert run[2].get_scale() < 2.0**20
+        careless_schedule(model, optimizer, scaler)
+    assert scaler.get_scale() < 2.0**20
     assert bool(caught) != fused
+
+
+@pytest.mark.filterwarnings("ignore")  # the warning of the careless schedule
+def test_skipped_steps_use_up_a_careless_schedule():
+    cells = notebook()
+    rates = []
+    for loop in (careless_schedule, functools.partial(cells["schedule_amp"], dtype=torch.float16)):
+        model, optimizer, _ = cells["new_run"]()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+        loop(model, optimizer, scaler)
+        rates.append(optimizer.param_groups[0]["lr"])
+    skipped = round(20 - math.log2(scaler.get_scale()))
+    assert skipped > 0
+    assert math.isclose(rates[0], 0.01)
+    assert math.isclose(rates[1], 0.1 * (1 - 0.9 * (5 - skipped) / 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_average_in_half_precision_may_never_move(dtype):
+    """As "More recipes" says: each update is less than half the distance to the next number."""
+    ends = []
+    for kind in (torch.float32, dtype):
+        weight = nn.ParameterList([nn.Parameter(torch.tensor(1.0, dtype=kind))])
+        average = AveragedModel(weight, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+        average.update_parameters(weight)  # the first call copies
+        weight[0].data.fill_(1.2)
+        for _ in range(500):
+            average.update_parameters(weight)
+        ends.append(average.module[0].item())
+    assert ends[0] > 1.05
+    assert ends[1] == 1
+
+
+def test_an_average_of_an_amp_run_is_that_of_an_fp32_run():
+    """As "More recipes" says."""
+    problem = notebook()["problem"]
+    averages = []
+    for dtype in (None, torch.bfloat16):
+        model = problem.new_model()
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+        optimizer = recipes.sgd(model)
+        for x, y in problem.batches:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
+                loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            average.update_parameters(model)
+        averages.append(parameters_to_vector(average.module.parameters()).detach())
+    assert recipes.distance(averages[1], averages[0]) < 2.0**-6
+
+
+def test_a_compiled_model_trains_as_in_fp32_and_is_compiled_again_without_its_autocast():
+    problem = notebook()["problem"]
+
+    def compiled():
+        return torch.compile(problem.new_model(), backend="aot_eager")
+
+    problem.check_same(recipes.train_plain, notebook()["train_amp"], make_model=compiled)
+    torch.compiler.reset()
+    model, x = compiled(), problem.batches[0][0]
+    with torch.autocast("cpu", dtype=torch.float16):
+        model(x)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        with torch.autocast("cpu", dtype=torch.float16):
+            assert model(x).dtype is torch.float16  # the same state: nothing to compile
+        with pytest.raises(RuntimeError, match="recompile"):
+            model(x)  # no autocast
+
+
+@pytest.mark.parametrize(
+    ("outer_block", "sees_the_step"),
+    [
+        (nullcontext(), True),
+        (torch.autocast("cpu", dtype=torch.float16), False),
+        (torch.autocast("cpu", enabled=False), False),  # not even this
+    ],
+)
+def test_an_evaluation_inside_the_block_of_training_uses_the_weights_before_the_step(
+    outer_block, sees_the_step
+):
+    cells = notebook()
+    model, optimizer, scaler = cells["new_run"]()
+    x, y = cells["batches"][0]
+    with outer_block:
+        before = cells["backward"](model, scaler)
+        scaler.step(optimizer)
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+            after = nn.functional.mse_loss(model(x), y)
+    assert torch.equal(before, after) != sees_the_step
 
 
 def test_a_checkpoint_runs_again_in_the_state_of_autocast_of_its_first_run():
@@ -190,15 +314,6 @@ def test_an_optimizer_with_two_groups_steps_as_a_whole_or_not_at_all():
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
-def test_a_function_without_the_decorators_fails_in_the_backward_pass():
-    bare = types.SimpleNamespace(save_for_backward=lambda *saved: None)
-    x, weight, output = torch.ones(2, 8), torch.ones(4, 8), torch.ones(2, 4)
-    bare.saved_tensors = (x, weight, output)
-    backward = inspect.unwrap(notebook()["LinearReLU"].backward)
-    with pytest.raises(RuntimeError, match="same dtype"):
-        backward(bare, torch.ones(2, 4, dtype=torch.float16))
-
-
 def test_adam_without_the_scaler_takes_the_step_that_overflowed():
     cells = notebook()
     model, optimizer, scaler = cells["new_run"](lambda m: torch.optim.Adam(m.parameters()))
@@ -211,7 +326,7 @@ def test_weights_of_bf16_stand_still_in_small_steps():
     cells = notebook()
     make = functools.partial(torch.optim.SGD, lr=1e-4)
     moved = [
-        cells["change"](
+        cells["problem"].change(
             cells["train_amp"],
             torch.bfloat16,
             make_model=lambda dtype=dtype: cells["new_model"]().to(dtype),
@@ -288,10 +403,9 @@ def test_links_within_the_notebook_lead_to_headings_and_every_recipe_is_linked()
     headings = re.findall(r"^##[#]? (\D.+)$", text, re.MULTILINE)
     first, last = headings.index("Clip gradients"), headings.index("Summary")
     anchors = [heading.replace(" ", "-") for heading in headings[first:last]]
-    main = anchors.index("More-recipes-(optional)")
-    assert (main, len(anchors)) == (7, 14)
+    assert anchors[-1] == "More-recipes"
     links = re.findall(r"\]\(#(\S+)\) \|", text)
-    assert links == anchors[: main + 1] + anchors[:main] + anchors[main + 1 :]
+    assert links == anchors + anchors[:-1]
 
 
 def keep_matmuls(context, op, *args, **kwargs):

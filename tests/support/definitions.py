@@ -32,13 +32,17 @@ def names_defined(source: Path) -> list[str]:
     return [node.name for node in _tree(source).body if isinstance(node, _DEFINITIONS)]
 
 
-def check_marks(source: Path, plain: str, changed: str, mark: str) -> None:
+def check_marks(
+    source: Path, plain: str, changed: str, mark: str, plain_source: Path | None = None
+) -> None:
     """Assert that every changed line of a loop is marked by a comment, and nothing else changed.
+
+    The plain loop may be in another file, `plain_source`; a docstring there does not count.
 
     Without its lines with ``# mark``, `changed` is `plain` without those that a comment says were
     replaced (``# mark: was …``) or moved (``# mark: was in …``).
     """
-    before, after = _lines(source, plain), _lines(source, changed)
+    before, after = _lines(plain_source or source, plain), _lines(source, changed)
     unmarked = [line for line in after if f"# {mark}" not in line]
     replaced = [
         match[1]
@@ -67,4 +71,5 @@ def _lines(source: Path, name: str) -> list[str]:
     """The lines of a definition, without its first one and without indentation."""
     node = next(n for n in _tree(source).body if isinstance(n, _DEFINITIONS) and n.name == name)
     text = source.read_text(encoding="utf-8").splitlines()
-    return [line.strip() for line in text[node.lineno : node.end_lineno] if line.strip()]
+    lines = [line.strip() for line in text[node.lineno : node.end_lineno] if line.strip()]
+    return [line for line in lines if not line.startswith('"""')]
