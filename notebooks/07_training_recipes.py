@@ -300,8 +300,8 @@ problem.check_same(recipes.schedule_plain, schedule_amp)
 # **Without this check** skipped steps use up the schedule. A few lost steps of ten thousand do not
 # matter, as a rule of thumb. They do in a short warm-up, which is when the scaler searches for its
 # scale. PyTorch warns only if the very first step was skipped and the optimizer is not
-# fused. <!-- tests/notebooks/test_07_training_recipes.py --> `get_scale` waits for the device ([notebook
-# 03](03_grad_scaler_step_by_step.ipynb) counts the waits).
+# fused. <!-- tests/notebooks/test_07_training_recipes.py --> `get_scale` waits for the device, as
+# [notebook 03](03_grad_scaler_step_by_step.ipynb) says.
 #
 # ## Checkpoint activations
 #
