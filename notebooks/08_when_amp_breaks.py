@@ -3291,7 +3291,7 @@ for dtype in (torch.float16, torch.float32):
 # - The state of the *scaler* was not loaded. A fresh one starts at 65536, so the gradients may overflow
 #   and the first steps are skipped. That makes no weight NaN.
 # - `dcp.load` filled a new optimizer's own `state_dict()`, which is empty, and so the moments are
-#   missing. Use `get_state_dict` ([notebook 11](11_scale_out.ipynb#Save-on-four,-go-on-with-two-(optional))).
+#   missing. Use `get_state_dict` ([notebook 11](11_scale_out.ipynb#Save-on-four,-resume-on-two-(optional))).
 # - The NaN is in the checkpoint, often in the buffers of batch normalisation
 #   ([section 7](#7-Training-is-fine-but-evaluation-is-NaN)).
 #

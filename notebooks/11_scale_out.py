@@ -11,63 +11,51 @@
 #
 # **What you'll do.** Take a plain training loop to two and to four processes, first with
 # `DistributedDataParallel` (DDP), then with FSDP2 (`fully_shard`), each time with every changed
-# line marked. Then count what each process sends, in which dtype, and what it has to hold.
+# line marked. Count what each process sends, in which dtype, and what it holds.
 #
 # **What you'll learn.**
 # - why the losses stay those of one process, and how closely;
-# - which precision choices are new: in what dtype weights and gradients travel;
+# - which precision choices are new: in which dtype weights and gradients travel;
 # - how all processes come to one decision about the loss scale, and how that goes wrong;
-# - in an optional section, how to save on four processes and go on with two.
+# - in an optional section, how to save on four processes and resume on two.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast and [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for the scaler. You need no GPU. On a CPU the processes share
-# its cores and talk through the machine's own network, so we do not time them, but what is sent and
-# held can be counted. It takes a few minutes.
+# its cores, so we do not time them. What is sent and held can be counted. It takes a few minutes.
 
 # %% tags=["nbval-ignore-output"]
-import functools
 import os
 import tempfile
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from course import figures, start
 from course.processes import run_workers
+from course.scale_out import digits_by_row, local_bytes, new_model, skips_after_overflow
 
-from amp_lab import load_dataset, xray_sharding
+from amp_lab.train.distributed import count_communication
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 figures.use_style()
 torch.set_num_threads(1)  # as in every worker
 
 # %% [markdown]
-# What is new here comes from PyTorch, apart from the counter of what is sent.
-
-# %%
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
-
-from amp_lab.train.distributed import count_communication
-
-assert dist.is_available()
-
-# %% [markdown]
 # ## The idea in five lines
 #
-# Processes that share a batch compute a gradient each, and average them. Before you run this: how far is that average
-# from the gradient of the whole batch, if the gradients are fp32, and if they travel in bf16?
+# Processes that share a batch compute a gradient each, and average them. Before you run this: how far
+# is that average from the gradient of the whole batch, if the gradients are fp32, and if they travel in
+# bf16?
 
 
 # %%
@@ -81,22 +69,22 @@ layer, batch = nn.Linear(64, 64), torch.randn(64, 64)
 whole, off = gradient_of(layer, batch), {}
 for dtype, ranks in ((torch.float32, 64), (torch.bfloat16, 2), (torch.bfloat16, 64)):
     total = sum(gradient_of(layer, part).to(dtype) for part in batch.chunk(ranks))
-    error = ((total.float() / ranks - whole).norm() / whole.norm()).item()
-    print(f"{ranks:>2} ranks, {dtype}: off by {error:.2%}")
-    off[dtype, ranks] = error
+    off[dtype, ranks] = ((total.float() / ranks - whole).norm() / whole.norm()).item()
+    print(f"{ranks:>2} ranks, {dtype}: off by {off[dtype, ranks]:.2%}")
 assert off[torch.float32, 64] < 1e-6
 assert 1e-3 < off[torch.bfloat16, 2] < off[torch.bfloat16, 64]
 
 # %% [markdown]
-# In fp32 the average over equal parts *is* the gradient of this loss over the whole batch, up to the order of a sum,
-# so training on several devices can be the same training. In bf16 it is off by 0.24 % with 2 ranks, and by 0.89 %
-# with 64, because each addition rounds once more. In which dtype the gradients travel is the new choice of this
-# notebook.
+# In fp32 the average over equal parts *is* the gradient over the whole batch, up to the order of a sum.
+# So training on several devices can be the same training. In bf16 each addition rounds once more, so
+# the error grows with the number of ranks. The dtype in which the gradients travel is the new choice of
+# this notebook.
 #
-# ## The setting
+# ## One process
 #
-# With four GPUs or more we start one, two and four processes, and with two or three GPUs one and
-# two, each on a GPU of its own. With fewer, the processes run on the CPU. <!-- tests/notebooks/test_11_scale_out.py -->
+# We train a small transformer on handwritten digits ([`course/scale_out.py`](course/scale_out.py)). With
+# four GPUs or more we start one, two and four processes, and with two or three GPUs one and two, each on
+# a GPU of its own. With fewer, the processes run on the CPU. <!-- tests/notebooks/test_11_scale_out.py -->
 
 # %%
 gpus = 0 if device.type == "cpu" else torch.accelerator.device_count()
@@ -107,44 +95,12 @@ config = {
     "quick": {"width": 64, "heads": 4, "layers": 2, "batch": 64, "lr": 1e-3},
     "full": {"width": 256, "heads": 8, "layers": 4, "batch": 64, "lr": 3e-4},
 }[scale if where == device.type else "quick"]
-assert config["batch"] % counts[-1] == 0
-
-# %% [markdown]
-# The data are handwritten digits of 8x8 pixels, which the network reads as eight rows. The network
-# has no dropout and no batch normalisation. All its shapes are multiples of eight, so that two and
-# four processes divide them evenly. That is why the last layer has 16 outputs, although there are
-# ten digits.
-
-# %%
-digits = load_dataset("digits", image_size=8, augment=False)
-images, targets = digits.train.batch(range(768))
-images = images[:, 0].contiguous()  # (N, 8, 8); the three channels are the same
-data = TensorDataset(images, targets)
-
-
-def new_model(config):
-    """Digits (B, 8, 8) to logits (B, 16): a transformer over the rows, the same every time."""
-    torch.manual_seed(0)
-    width, heads = config["width"], config["heads"]
-    layers = [
-        nn.TransformerEncoderLayer(
-            width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True
-        )
-        for _ in range(config["layers"])
-    ]
-    ends = nn.LayerNorm(width), nn.Flatten(), nn.Linear(8 * width, 16)
-    return nn.Sequential(nn.Linear(8, width), *layers, *ends)
-
-
+data = digits_by_row()
 parameters = sum(p.numel() for p in new_model(config).parameters())
-print(f"{len(data)} images, {parameters:,} parameters")
-assert all(n % 8 == 0 for p in new_model(config).parameters() for n in p.shape)
 
 # %% [markdown]
-# ## One process
-#
-# This is the plain loop: it trains for one epoch and returns the loss of every step. For fp32, `dtype`
-# is None and autocast is off.
+# This is the plain loop. It trains for one epoch. It returns the loss of every step, and the bytes of
+# weights, gradients and optimizer state that this process holds at the end.
 
 
 # %%
@@ -161,90 +117,30 @@ def train_plain(config, data, dtype, device):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses
+    return losses, local_bytes(model, optimizer)
 
-
-# %% [markdown]
-# We run it in fp32 and in bf16:
 
 # %%
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
-alone = {
-    name: train_plain(config, data, dtype, torch.device(where))
-    for name, dtype in PRECISIONS.items()
-}
-for name, losses in alone.items():
-    print(f"{name}: the loss falls from {losses[0]:.2f} to {losses[-1]:.2f}")
-    assert losses[-1] < losses[0] / 2
+alone = {}
+for name, dtype in PRECISIONS.items():
+    alone[name], memory_alone = train_plain(config, data, dtype, torch.device(where))
+    print(f"{name}: the loss falls from {alone[name][0]:.2f} to {alone[name][-1]:.2f}")
+    assert alone[name][-1] < alone[name][0] / 2
+    assert sum(memory_alone.values()) == 16 * parameters  # all in fp32, under autocast too
 
 # %% [markdown]
-# In both, the loss falls from 2.81 to 0.75. After a step under autocast, the process holds weights,
-# gradients and AdamW's two averages, each in fp32. The function counts what lies in *this* process,
-# which will matter for FSDP2.
-
-
-# %%
-def local_bytes(model, optimizer):
-    """Bytes of weights, gradients and optimizer state in this process."""
-
-    def size(tensors):
-        return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
-
-    weights = list(model.parameters())
-    averages = [t for state in optimizer.state.values() for t in state.values() if t.dim() > 0]
-    return {
-        "weights": size(weights),
-        "gradients": size(p.grad for p in weights),
-        "AdamW": size(averages),
-    }
-
-
-# %% [markdown]
-# We take a single step and count:
-
-
-# %%
-def train_step(model, optimizer, x, y, dtype):
-    """One training step, under autocast if there is a dtype for it."""
-    optimizer.zero_grad()
-    with torch.autocast(x.device.type, dtype=dtype, enabled=dtype is not None):
-        loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
-
-
-model = new_model(config).to(where)
-optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"])
-x, y = (t[: config["batch"]].to(where) for t in (images, targets))
-train_step(model, optimizer, x, y, torch.bfloat16)
-memory_alone = local_bytes(model, optimizer)
-for part, size in memory_alone.items():
-    print(f"{part:<10}{size:>12,} bytes, {size / parameters:.0f} per parameter")
-assert sum(memory_alone.values()) == 16 * parameters
-
-# %% [markdown]
-# These are 16 bytes for each parameter. A step's time is no subject here, because the model is
-# small and on a CPU the processes share its cores; [notebook 10](10_speed_ladder.ipynb) has the
-# sizes from which AMP pays.
-#
 # ## Divide the batch
 #
 # With n processes, each takes an n-th of every batch, and the gradients are averaged. A process is
-# called a *rank*, and has a number. `DistributedSampler` decides which samples a rank gets. It draws
-# the permutation that `RandomSampler` draws from the same seed, and rank r takes every n-th of it. So
-# the parts of a step add up to the batch that one process would have had. <!-- tests/notebooks/test_11_scale_out.py -->
+# called a *rank*, and has a number. `DistributedSampler` decides which samples a rank gets: it draws the
+# permutation that `RandomSampler` draws from the same seed, and rank r takes every n-th sample of it. So
+# the parts of a step add up to the batch of one process. <!-- tests/notebooks/test_11_scale_out.py -->
 #
-# The sampler draws the same permutation in every epoch, until `sampler.set_epoch(epoch)` tells it which epoch it is
-# ([its documentation](https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.distributed.DistributedSampler)).
-# When n does not divide the samples, it repeats some of them, or drops some with `drop_last=True`.
-#
-# ## Start the processes
-#
-# [`torchrun`](https://docs.pytorch.org/docs/stable/elastic/run.html) starts n copies of one script,
-# and tells each copy its number and where to find the others, in environment variables. First the
-# script joins the *process group*. Its
-# [backend](https://docs.pytorch.org/docs/stable/distributed.html#backends) moves the data: gloo on
-# CPUs, and NCCL on NVIDIA's GPUs.
+# [`torchrun`](https://docs.pytorch.org/docs/stable/elastic/run.html) starts n copies of one script. Each
+# copy first joins the *process group*. Its
+# [backend](https://docs.pytorch.org/docs/stable/distributed.html#backends) moves the data: gloo on CPUs,
+# NCCL on NVIDIA's GPUs.
 
 
 # %%
@@ -260,26 +156,18 @@ def join(device_type):
 
 
 # %% [markdown]
-# In this notebook `run_workers` makes the script: it writes the source of our functions into a file,
-# starts that under torchrun, and returns what each rank returned.
-# <!-- tests/course/test_processes.py -->
-#
-# An operation of all ranks together is a *collective*, and all of them must call it. `all_reduce` leaves
-# the sum of their tensors on every rank. `all_gather` leaves all of their tensors, one after another,
-# on every rank. `reduce_scatter` leaves an n-th of the sum on each. So an `all_reduce` gives the same as a
-# `reduce_scatter` followed by an `all_gather`.
-# <!-- tests/parallel/test_collectives.py -->
+# In this notebook `run_workers` writes the source of our functions into such a script and starts it
+# under torchrun. <!-- tests/course/test_processes.py -->
 #
 # ## DDP
 #
-# With [DDP](https://docs.pytorch.org/docs/stable/notes/ddp.html) every rank has the whole model. When
-# `backward` has computed a gradient, DDP averages it over all ranks. It collects many gradients in a
-# *bucket*, and sends one bucket while `backward` fills the next.
-# With
-# [`gradient_as_bucket_view`](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html)
-# a gradient lies in its bucket and takes no memory of its own.
+# With [DDP](https://docs.pytorch.org/docs/stable/notes/ddp.html) every rank has the whole model. DDP
+# averages each gradient over all ranks while `backward` computes the next ones. The marked lines are all
+# that is new; autocast stays where it was. <!-- tests/notebooks/test_11_scale_out.py -->
 #
-# A rank's loss is that of its part of the batch, so we report the mean over all ranks:
+# The gradients are fp32, so they travel in fp32. A [communication
+# hook](https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html) casts them for the journey, here to
+# bf16.
 
 
 # %%
@@ -290,14 +178,16 @@ def mean_loss(loss):
     return loss.item() / dist.get_world_size()
 
 
-# %% [markdown]
-# The marked lines are all that is new beside the plain loop, and autocast stays where it was. <!-- tests/notebooks/test_11_scale_out.py -->
+def bf16_hook(group, bucket):
+    """PyTorch's own hook; a build for CPU alone refuses it by its name."""
+    return default_hooks.bf16_compress_hook(group, bucket)
 
 
-# %%
-def train_ddp(config, data, dtype, device):
+def train_ddp(config, data, dtype, device, sums_in=torch.float32):
     model = new_model(config).to(device)
-    model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # DDP
+    model = DistributedDataParallel(model)  # DDP
+    if sums_in is torch.bfloat16:  # DDP
+        model.register_comm_hook(None, bf16_hook)  # DDP
     optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"])
     sampler = DistributedSampler(data, seed=0)  # DDP: was RandomSampler(…)
     losses = []
@@ -310,80 +200,46 @@ def train_ddp(config, data, dtype, device):
         loss.backward()
         optimizer.step()
         losses.append(mean_loss(loss))  # DDP: was loss.item()
-    return losses
+    return losses, local_bytes(model, optimizer)
 
 
 # %% [markdown]
-# How close must the losses be? The start and the samples are the same, but sums are formed in another
-# order, and are rounded to 24 bits in fp32 and to 8 in bf16. In fp32 we allow a difference of 2^-14 for
-# what twelve steps make of it. In bf16 we allow 2^-6, which is four roundings, as in [notebook
-# 07](07_training_recipes.ipynb).
-
-
-# %%
-def distance(found, reference):
-    """Largest difference of two lists of losses, relative to the loss."""
-    found, reference = torch.tensor(found), torch.tensor(reference)
-    return ((found - reference).abs() / reference).max().item()
-
-
-TOLERANCES = {"fp32": 2.0**-14, "bf16": 2.0**-6}
-
-
-def check_losses(what, ranks):
-    """Assert that on every rank the losses are those of one process."""
-    assert all(found == ranks[0] for found in ranks)  # every rank reports the same mean
-    for name, found in ranks[0].items():
-        off = distance(found, alone[name])
-        assert off < TOLERANCES[name], (what, name, off)
-        print(f"{what}, {name}: off by {off:.0e} from one process, allowed {TOLERANCES[name]:.0e}")
-
-
-# %% [markdown]
-# If the losses agree, scaling out changes nothing that matters here: **keep the global batch, and the
-# learning rate stays right.** If you keep the batch of each process instead, the global batch grows n times.
-# That is another training, which may need another learning rate.
-#
 # ## FSDP2
 #
-# With DDP every rank holds everything. By default
-# [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) (`fully_shard`) cuts each
-# parameter into n parts along its first dimension, and a rank keeps one, a *shard*: of the weight, here in fp32, of its
-# gradient, and of what the optimizer keeps. A layer's whole weights are gathered for its forward pass
-# and, unless they stay gathered, again for its backward pass. Then its gradients are reduced and
-# scattered. By a layer we mean any module with a `fully_shard` of its own; the last call takes what is
-# left.
+# With DDP every rank holds everything.
+# [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) cuts each parameter into
+# n parts, and a rank holds one, a *shard*: of the weight, of its gradient and of the optimizer state. The
+# whole weights of a layer are gathered for its forward pass and again for its backward pass. Then its
+# gradients are summed and scattered.
 #
-# The precision belongs to the wrapping, in a `MixedPrecisionPolicy`. Weights are cast to `param_dtype`
-# *before* they travel, and gradients travel and are summed in `reduce_dtype`. Always give both, since
-# the default of the second changed in PyTorch 2.15. There is one more difference: autocast casts
-# *ops*, the policy [casts *modules*](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html), so
-# norms run in bf16 too, and the model returns bf16. Give the outermost call `output_dtype=torch.float32`, for the loss. <!-- tests/tracing/test_sharding.py -->
+# The precision belongs to the wrapping, in a
+# [`MixedPrecisionPolicy`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html):
+#
+# - `param_dtype`: weights are cast to it *before* they travel, and compute in it. The shards stay fp32.
+# - `reduce_dtype`: gradients travel and are summed in it. Always give it, since its default changed in
+#   PyTorch 2.15.
+# - `output_dtype`: the dtype of the output. Give fp32 to the outermost call, for the
+#   loss. <!-- tests/tracing/test_sharding.py -->
+#
+# Autocast casts *ops*; the policy casts *modules*, so norms run in bf16
+# too. <!-- tests/tracing/test_sharding.py -->
 
 
 # %%
-def shard(model, param_dtype, reduce_dtype, output_dtype=torch.float32):
+def shard(model, param_dtype, reduce_dtype):
     """Divide weights, gradients and optimizer state among all ranks, layer by layer."""
-    device = next(model.parameters()).device
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype, reduce_dtype)
     for layer in model:
         if isinstance(layer, nn.TransformerEncoderLayer):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
-    policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype=torch.float32)
+    fully_shard(model, mesh=mesh, mp_policy=policy)  # takes the layers that are left
 
 
-# %% [markdown]
-# Beside the plain loop, autocast is gone, and the optimizer is made *after* sharding, of the shards. (The
-# mesh says who shares. Without it, `fully_shard` would [take the accelerator if there is
-# one](https://github.com/pytorch/pytorch/blob/main/torch/distributed/fsdp/_fully_shard/_fsdp_init.py).)
-
-
-# %%
-def train_fsdp(config, data, dtype, device):
+def train_fsdp(config, data, dtype, device, sums_in=torch.float32):
     model = new_model(config).to(device)
-    shard(model, dtype or torch.float32, torch.float32)  # FSDP2
+    shard(model, dtype or torch.float32, sums_in)  # FSDP2: before the optimizer
     optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"])
     sampler = DistributedSampler(data, seed=0)  # FSDP2: was RandomSampler(…)
     losses = []
@@ -395,444 +251,222 @@ def train_fsdp(config, data, dtype, device):
         loss.backward()
         optimizer.step()
         losses.append(mean_loss(loss))  # FSDP2: was loss.item()
-    return losses
+    return losses, local_bytes(model, optimizer)
 
 
 # %% [markdown]
-# ## Try seven set-ups
+# ## Try six set-ups
 #
-# We compare seven combinations. The first dtype is that of the computation: autocast's for DDP, and
-# `param_dtype` for FSDP2. The second is the one in which gradients travel. For DDP a *communication
-# hook* casts each bucket before it is sent, and back.
-# <!-- tests/notebooks/test_11_scale_out.py -->
+# For each set-up: the engine, the dtype of the computation (autocast's, or `param_dtype`), and the dtype
+# in which gradients are summed. `count_communication` records the collectives of a process. It adds up
+# what a rank sends for them in a ring. <!-- tests/parallel/test_collectives.py -->
+
 
 # %%
-bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 SETUPS = {
-    "DDP, fp32": ("DDP", fp32, fp32),
-    "DDP, autocast bf16": ("DDP", bf16, fp32),
-    "DDP, autocast bf16, bf16 hook": ("DDP", bf16, bf16),
-    "DDP, autocast bf16, fp16 hook": ("DDP", bf16, fp16),
-    "FSDP2, fp32": ("FSDP2", fp32, fp32),
-    "FSDP2, bf16, reduce in fp32": ("FSDP2", bf16, fp32),
-    "FSDP2, bf16, reduce in bf16": ("FSDP2", bf16, bf16),
+    "DDP, fp32": ("DDP", "fp32", "fp32"),
+    "DDP, autocast bf16": ("DDP", "bf16", "fp32"),
+    "DDP, autocast bf16, bf16 hook": ("DDP", "bf16", "bf16"),
+    "FSDP2, fp32": ("FSDP2", "fp32", "fp32"),
+    "FSDP2, bf16, reduce in fp32": ("FSDP2", "bf16", "fp32"),
+    "FSDP2, bf16, reduce in bf16": ("FSDP2", "bf16", "bf16"),
 }
 
-# %% [markdown]
-# The next function sets up one of them. (A PyTorch built for CPU alone [refuses a hook named
-# `bf16_compress_hook`](https://github.com/pytorch/pytorch/blob/v2.11.0/torch/nn/parallel/distributed.py), although gloo
-# can sum bf16, so our hook has another name.)
 
-
-# %%
-def bf16_hook(group, bucket):
-    """PyTorch's own hook, for every build."""
-    return default_hooks.bf16_compress_hook(group, bucket)
-
-
-def set_up(config, device, engine, compute, reduce):
-    """A new model under DDP or FSDP2, and the dtype for autocast around it."""
-    model = new_model(config).to(device)
-    if engine == "FSDP2":
-        shard(model, compute, reduce)
-        return model, None
-    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    if reduce is torch.bfloat16:
-        model.register_comm_hook(None, bf16_hook)
-    if reduce is torch.float16:
-        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    return model, (None if compute is torch.float32 else compute)
-
-
-# %% [markdown]
-# `count_communication` notes the collectives of a process with dtype and size, and adds up what a rank sends for
-# them in a ring: of a payload of S bytes, 2(n-1)/n S in an `all_reduce`, and (n-1)/n S in the other two.
-# <!-- tests/parallel/test_collectives.py -->
-
-
-# %%
-def try_setup(config, x, y, *setup):
-    """Sent bytes of a step by collective and dtype, and what is held in this process."""
-    model, dtype = set_up(config, x.device, *setup)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"])
-    step = functools.partial(train_step, model, optimizer, x, y, dtype)
-    step(), step()  # DDP arranges its buckets anew after the first
-    with count_communication() as sent:
-        step()
-    totals = {key: part.sent_bytes for key, part in sent.totals().items()}
-    return {"sent": totals, "memory": local_bytes(model, optimizer)}
-
-
-def my_share(config, images, targets, device):
-    """This rank's part of a batch."""
-    part = slice(dist.get_rank(), config["batch"], dist.get_world_size())
-    return images[part].to(device), targets[part].to(device)
-
-
-# %% [markdown]
-# Everything runs in one launch for each number of processes: first both engines train, then each set-up
-# takes three steps.
-
-
-# %%
-def try_all(config, images, targets, trainings, setups, device_type):
-    """The losses of the engines, and what `try_setup` counts."""
-    device = join(device_type)
-    data, share = TensorDataset(images, targets), my_share(config, images, targets, device)
-    losses = {}
-    for engine, precisions in trainings.items():
+def try_all(config, setups, device_type):
+    """For each set-up: the losses, what this rank holds, and the bytes that it sends in an epoch."""
+    device, data, found = join(device_type), digits_by_row(), {}
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    for name, (engine, compute, sums_in) in setups.items():
         train = {"DDP": train_ddp, "FSDP2": train_fsdp}[engine]
-        losses[engine] = {
-            name: train(config, data, precisions[name], device) for name in precisions
-        }
-    found = {name: try_setup(config, *share, *setup) for name, setup in setups.items()}
-    dist.destroy_process_group()
-    return {"losses": losses, "setups": found}
-
-
-functions = try_all, join, new_model, mean_loss, shard, train_ddp, train_fsdp, set_up, try_setup
-functions += bf16_hook, my_share, train_step, local_bytes
-
-# %% [markdown]
-# Before you run this: will the losses on four processes be nearer to those of one process in fp32 or in bf16?
-
-# %% tags=["nbval-ignore-output"]
-most, tries = counts[-1], {}
-given = {"config": config, "images": images, "targets": targets, "device_type": where}
-trainings = dict.fromkeys(("DDP", "FSDP2"), PRECISIONS)
-for n in counts[1:]:
-    tries[n] = run_workers(*functions, processes=n, trainings=trainings, setups=SETUPS, **given)
-    for engine in trainings:
-        check_losses(f"{engine} on {n}", [rank["losses"][engine] for rank in tries[n]])
-    assert all(rank["losses"].keys() == trainings.keys() for rank in tries[n])
-setups = {n: tries[n][0]["setups"] for n in counts[1:]}
-
-# %% [markdown]
-# All eight trainings repeat the losses of one process: in fp32 they are off by about 1e-07 and in bf16
-# by up to 2e-03, which is much less than we allow.
-#
-# ## What does each send?
-#
-# Now we look at what a rank sends in a step, with the largest number of ranks. Before you run this: does
-# autocast halve what DDP sends?
-
-# %%
-names = {fp32: "fp32", bf16: "bf16", fp16: "fp16"}
-bars = {
-    name: [(kind, names[dtype], size) for (kind, dtype), size in found["sent"].items()]
-    for name, found in setups[most].items()
-}
-_ = figures.sent_bytes(bars, most)
-for name, parts in bars.items():
-    print(f"{name:<30}{sum(size for *_, size in parts):>12,} bytes")
-assert len(bars) == len(SETUPS)
-
-# %% [markdown]
-# Each set-up has a bar: its length is the bytes that a rank sends in a step, its colour and hatching the
-# dtype, and the word in it the collective. From the top:
-#
-# - **Autocast changes nothing** in what DDP sends, 653,280 bytes. The weights are fp32, so their
-#   gradients are fp32 too, and these travel.
-# - A **hook** to bf16 or fp16 halves it.
-# - FSDP2 in **fp32** sends nearly half as much again as DDP, since most layers are gathered twice.
-# - With **`param_dtype=bf16`** it sends 639,912 bytes, about as much as DDP, though a rank holds only a
-#   part of the model.
-# - With **`reduce_dtype=bf16`** the reduced bytes halve as well, which leaves 476,592.
-#
-# All of it follows from the number of parameters. DDP reduces each gradient once. FSDP2 scatters each
-# once, and gathers a parameter once or twice: the first and last layers, which the last `fully_shard` took, stay
-# gathered between the passes.
-
-# %%
-sent = {name: sum(found["sent"].values()) for name, found in setups[most].items()}
-share = (most - 1) / most
-assert sent["DDP, fp32"] == sent["DDP, autocast bf16"] == 2 * share * 4 * parameters
-assert 2 * sent["DDP, autocast bf16, bf16 hook"] == sent["DDP, fp32"]
-in_fp32, in_bf16 = sent["FSDP2, bf16, reduce in fp32"], sent["FSDP2, bf16, reduce in bf16"]
-assert in_fp32 - in_bf16 == (4 - 2) * share * parameters  # scattered
-blocks = new_model(config)[1 : 1 + config["layers"]]
-outer = parameters - sum(p.numel() for p in blocks.parameters())  # stay gathered in between
-assert in_fp32 == share * (4 * parameters + 2 * (2 * parameters - outer))
-assert 0.9 < in_fp32 / sent["DDP, fp32"] < 1.1
-
-# %% [markdown]
-# Is a gradient in bf16 good enough? You saw [at the beginning](#The-idea-in-five-lines) that a sum in bf16 loses more
-# with 64 ranks than with 2. FSDP2 lets you choose the two dtypes apart, and bf16 weights with fp32 sums are a safe
-# choice.
-#
-# ## What does each hold?
-#
-# We count the same parts as for one process, now on a rank.
-
-# %%
-memory = {
-    engine: {1: memory_alone} | {n: setups[n][name]["memory"] for n in counts[1:]}
-    for engine, name in (("DDP", "DDP, fp32"), ("FSDP2", "FSDP2, bf16, reduce in fp32"))
-}
-_ = figures.memory_per_rank(memory)
-for n in counts:
-    assert memory["DDP"][n] == memory_alone
-    assert memory["FSDP2"][n] == {part: size // n for part, size in memory_alone.items()}
-
-# %% [markdown]
-# The picture shows the bytes that a rank holds, by the number of ranks. DDP holds on every rank what one
-# process holds, and FSDP2 holds an n-th of it. The shards are fp32 in bf16 too: they *are* the master
-# weights. The picture leaves out the activations and the gathered weights of the layers at work.
-#
-# ## One decision about the loss scale
-#
-# With fp16 there is a `GradScaler` on every rank, and each decides whether to skip the step.
-# If they do not decide alike, the replicas are different models from then on. To see what makes them
-# agree, we let one rank alone meet an overflow, in one of two places: in its batch, or in its gradient
-# after all communication. A skipped step shows in the scale.
-
-
-# %%
-def on_last_rank():
-    """Whether this is the rank that meets the overflow."""
-    return dist.get_rank() == dist.get_world_size() - 1
-
-
-def overflow(config, x, y, engine, place):
-    """Does this rank skip? And which collectives does `unscale_` call?"""
-    model, dtype = set_up(config, x.device, engine, torch.float16, torch.float32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler(x.device.type, init_scale=1024.0)
-    if place == "batch" and on_last_rank():
-        x = torch.full_like(x, torch.inf)
-    with torch.autocast(x.device.type, dtype=dtype, enabled=dtype is not None):
-        loss = F.cross_entropy(model(x), y)
-    scaler.scale(loss).backward()
-    if place == "gradient" and on_last_rank():
-        gradient = next(model.parameters()).grad
-        (gradient.to_local() if isinstance(gradient, DTensor) else gradient).fill_(torch.inf)
-    with count_communication() as sent:
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer), scaler.update()
-    return scaler.get_scale() < 1024, [(call.kind, call.elements) for call in sent.calls]
-
-
-# %% [markdown]
-# We run that on two ranks:
-
-
-# %%
-def decide(config, images, targets, device_type):
-    """Who skips, for each engine and place."""
-    device = join(device_type)
-    share = my_share(config, images, targets, device)
-    engines, places = ("DDP", "FSDP2"), ("batch", "gradient")
-    found = {
-        "overflow": {(e, p): overflow(config, *share, e, p) for e in engines for p in places},
-    }
+        dtype = None if compute == "fp32" else dtypes[compute]
+        with count_communication() as sent:
+            losses, held = train(config, data, dtype, device, dtypes[sums_in])
+        totals = {key: part.sent_bytes for key, part in sent.totals().items()}
+        found[name] = {"losses": losses, "held": held, "sent": totals}
     dist.destroy_process_group()
     return found
 
 
-functions = decide, join, new_model, shard, set_up, my_share, on_last_rank, overflow
-functions += (bf16_hook,)
-decided = run_workers(*functions, processes=2, **given)
+# %% [markdown]
+# Before you run this: will the losses on four processes be nearer to those of one process in fp32 or in
+# bf16? In fp32 we allow a difference of 2^-14 for what twelve steps make of other orders of sums. In bf16
+# we allow 2^-6, which is four roundings.
+
+# %% tags=["nbval-ignore-output"]
+TOLERANCES = {"fp32": 2.0**-14, "bf16": 2.0**-6}
+most, tries = counts[-1], {}
+functions = try_all, join, mean_loss, bf16_hook, train_ddp, shard, train_fsdp
+for n in counts[1:]:
+    ranks = run_workers(*functions, processes=n, config=config, setups=SETUPS, device_type=where)
+    tries[n] = ranks[0]
+    for name, (_, compute, _) in SETUPS.items():
+        assert all(rank[name]["losses"] == tries[n][name]["losses"] for rank in ranks)
+        found, wanted = map(torch.tensor, (tries[n][name]["losses"], alone[compute]))
+        difference = ((found - wanted).abs() / wanted).max().item()
+        print(f"{n} processes, {name:<30} off by {difference:.0e} from one process")
+        assert difference < TOLERANCES[compute]
 
 # %% [markdown]
-# Before you run this: in which of the four cases does the first rank not skip its step?
+# All of them repeat the losses of one process, fp32 far more closely than bf16. **Keep the global batch,
+# and the learning rate stays right.** If you keep the batch of each process instead, the global batch
+# grows n times. That is another training, which may need another learning rate.
+#
+# ## What does each send and hold?
+#
+# Before you look: does autocast halve what DDP sends?
 
 # %%
-for engine, place in decided[0]["overflow"]:
-    skips = [rank["overflow"][engine, place][0] for rank in decided]
+names = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+steps = len(data) // config["batch"]
+bars = {name: [] for name in SETUPS}
+for name, found in tries[most].items():
+    for (kind, dtype), size in found["sent"].items():
+        is_gradient_or_weight = dtype in names and size / steps > 100  # and not the loss
+        if is_gradient_or_weight and kind != "broadcast":  # once, when DDP begins
+            bars[name].append((kind, names[dtype], size / steps))
+_ = figures.sent_bytes(bars, most)
+
+# %% [markdown]
+# Each bar is the bytes that a rank sends in a step. Its colour is the dtype, and the word in it the
+# collective.
+#
+# - **Autocast changes nothing** in what DDP sends: the weights are fp32, so their gradients are too.
+# - A **hook** to bf16 halves it.
+# - FSDP2 in **fp32** sends nearly half as much again as DDP, since most layers are gathered twice.
+# - With **`param_dtype=bf16`** it sends about as much as DDP, though a rank holds only a part of the model.
+# - With **`reduce_dtype=bf16`** the gradients halve as well.
+#
+# Is a gradient in bf16 good enough? You saw [at the beginning](#The-idea-in-five-lines) that a sum in
+# bf16 loses more with more ranks. bf16 weights with fp32 sums are a safe choice.
+
+# %%
+sent = {name: sum(size for *_, size in parts) for name, parts in bars.items()}
+held = {name: sum(found["held"].values()) for name, found in tries[most].items()}
+assert sent["DDP, fp32"] == sent["DDP, autocast bf16"]
+assert 0.99 < 2 * sent["DDP, autocast bf16, bf16 hook"] / sent["DDP, fp32"] < 1.01
+assert 1.4 < sent["FSDP2, fp32"] / sent["DDP, fp32"] < 1.5
+assert 0.9 < sent["FSDP2, bf16, reduce in fp32"] / sent["DDP, fp32"] < 1.1
+assert sent["FSDP2, bf16, reduce in bf16"] < 0.8 * sent["FSDP2, bf16, reduce in fp32"]
+print(f"DDP: each rank holds {held['DDP, fp32'] / parameters:.0f} bytes for each parameter")
+fsdp_bytes = held["FSDP2, bf16, reduce in fp32"] / parameters
+print(f"FSDP2 on {most} ranks: {fsdp_bytes:.0f} bytes")
+assert fsdp_bytes == 16 / most
+
+# %% [markdown]
+# DDP holds on every rank what one process holds: weights, gradients and AdamW's two averages in fp32.
+# FSDP2 holds an n-th of it. Activations, and the gathered weights of the layer at work, come on top.
+#
+# ## One decision about the loss scale
+#
+# With fp16 there is a `GradScaler` on every rank, and each decides whether to skip the step. If they
+# decide differently, the ranks train different models from then on. To see what makes them agree, we let
+# one rank alone overflow, in one of two places: in its batch, or in its gradient after all
+# communication. Before you run this: in which of the four cases does the first rank *not* skip?
+
+
+# %%
+def decide(config, device_type):
+    """Who skips, for each engine and place."""
+    device = join(device_type)
+    x, y = (t.to(device) for t in digits_by_row()[:8])
+    found = {}
+    for engine in ("DDP", "FSDP2"):
+        for place in ("batch", "gradient"):
+            found[engine, place] = skips_after_overflow(engine, place, config, x, y)
+    dist.destroy_process_group()
+    return found
+
+
+decided = run_workers(decide, join, processes=2, config=config, device_type=where)
+for engine, place in decided[0]:
+    skips = [rank[engine, place][0] for rank in decided]
     print(f"{engine}, inf in the last rank's {place}: skipped {skips}")
     assert skips == [place == "batch" or engine == "FSDP2", True]
+assert decided[0]["FSDP2", "gradient"][1] == [("all_reduce", 1)]  # what `unscale_` sends
+assert decided[0]["DDP", "gradient"][1] == []
 
 # %% [markdown]
-# Only one case goes wrong. With DDP the scalers agree because the *gradients* agree: the average
-# passes one rank's infinity to all. The ranks do not share what happens to a gradient after that,
-# so the first rank steps and the last one skips.
+# Only one case goes wrong. With DDP the scalers agree because the *gradients* agree: the average hands
+# one rank's infinity to all. What happens to a gradient after that stays on its rank. With FSDP2 every
+# rank has other gradients, its shards, so `unscale_` makes the agreement: it reduces the flag, a single
+# number, over the ranks.
 #
-# With FSDP2 every rank sees other gradients, its shards, so agreement has to be made. `unscale_` makes it:
-# the parameters are DTensors, and for these PyTorch reduces the flag, a single number, over the ranks.
-
-# %%
-for rank in decided:
-    assert rank["overflow"]["DDP", "gradient"][1] == []
-    assert rank["overflow"]["FSDP2", "gradient"][1] == [("all_reduce", 1)]
-
-# %% [markdown]
-# So a plain `GradScaler` is enough for both, if all ranks have the same scale, and so is
-# `clip_grad_norm_` after `unscale_`, which finds the norm of the whole gradient with FSDP2 as well ([PyTorch's own
+# So a plain `GradScaler` is enough for both, and `clip_grad_norm_` after `unscale_` finds the norm of the
+# whole gradient with FSDP2 as well ([PyTorch's own
 # test](https://github.com/pytorch/pytorch/blob/main/test/distributed/_composable/fsdp/test_fully_shard_clip_grad_norm_.py)).
+# If you average gradients by hand, **average before the scaler looks**. Otherwise the rank with the
+# overflow skips, and the others step with an infinite average. The third exercise lets you try
+# it. <!-- tests/notebooks/test_exercises.py -->
 #
-# Some people average the gradients by hand and leave out DDP. Then the order matters: **average before the scaler
-# looks**, as DDP does. If `unscale_` comes first, the rank with the overflow skips, and the others get an infinite
-# average and step. The third exercise lets you try it. <!-- tests/notebooks/test_exercises.py -->
+# ## On your own hardware
 #
-# ## Which dtype is where (optional)
+# [Several machines](../docs/several_machines.md) has the commands: `amp-lab train` under torchrun, on one
+# machine or several, and `amp-lab xray … --parallel fsdp`, which lists the dtype of each parameter as it
+# is stored, gathered, computed and summed.
 #
-# `xray_sharding` lists in which dtype each parameter is stored, gathered, computed and summed. It reads a
-# model that is sharded already, or shards a copy without values, as here, so it needs no other process. On the command
-# line it is `amp-lab xray FILE.py:CALLABLE --input … --parallel fsdp`. <!-- tests/tracing/test_sharding.py --> <!-- tests/cli/test_tracing_commands.py -->
-
-# %%
-found = xray_sharding(new_model(config), images[:8], parallel="fsdp", precision="bf16")
-print(found)
-assert {p.dtypes for p in found.parameters} == {(fp32, bf16, bf16, fp32)}
-assert found.inputs["0"] == (fp32, bf16)
-
-# %% [markdown]
-# All inputs are cast as well, if they are floating-point numbers. To keep one of them in fp32, such as a time or a position, give
-# that unit's policy `cast_forward_inputs=False`, and cast the others in `forward`. All trained parameters of a unit must be stored in
-# one dtype, or the first step fails. We convert the last layer, which the outermost unit takes: <!-- tests/tracing/test_sharding.py -->
-
-# %%
-mixed = new_model(config)
-mixed[-1].to(bf16)
-advice = xray_sharding(mixed, parallel="fsdp").advice
-print(advice[0])
-assert "fails at the first step" in advice[0]
-
-# %% [markdown]
-# Four more questions come up when people move a loop to FSDP2:
+# ## Save on four, resume on two (optional)
 #
-# - **In which dtype do gradients accumulate?** With `set_requires_gradient_sync(False)` they are [summed in
-#   `reduce_dtype`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) on each rank. DeepSpeed has [two
-#   settings](https://www.deepspeed.ai/docs/config-json/): `grad_accum_dtype` for this, and `communication_data_type` for what travels.
-# - **Where is `ShardedGradScaler`?** [It belongs to FSDP1](https://github.com/pytorch/pytorch/blob/main/torch/distributed/fsdp/sharded_grad_scaler.py),
-#   whose shards are plain tensors, so it asked the other ranks about overflows itself. With FSDP2 you use `GradScaler`.
-# - **What if one rank has a batch more?** It [hangs or
-#   fails](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html#torch.nn.parallel.DistributedDataParallel.join).
-#   DDP has `join` for that and FSDP2 has not, so give all ranks as many steps, for example with `drop_last=True`.
-# - **Who loads the scaler's state?** Every rank. If one alone does, the average mixes gradients of two scales:
-
-# %%
-loaded, fresh = 1024.0, torch.amp.GradScaler(where).get_scale()
-average = (loaded + fresh) / 2  # of a gradient that is 1 on both ranks, each scaled by its own
-print(f"instead of 1, rank 0 finds {average / loaded}, and rank 1 {average / fresh}")
-assert average / loaded > 1 > average / fresh
-assert hasattr(DistributedDataParallel, "join")
-assert not hasattr(FSDPModule, "join")
-
-# %% [markdown]
-# ## On your own hardware (optional)
-#
-# The command `amp-lab train` of notebooks 05 and 06 trains with DDP or FSDP2 when torchrun starts it. On one machine
-# with two GPUs, or on a CPU, start it like this: <!-- tests/train/test_parallel_run.py -->
-#
-# ```
-# torchrun --standalone --nproc-per-node 2 -m amp_lab train --dataset digits --parallel ddp --out runs/ddp
-# torchrun --standalone --nproc-per-node 2 -m amp_lab train --dataset digits --parallel fsdp --precision bf16 --reduce-dtype bf16 --out runs/fsdp
-# ```
-#
-# On two machines, run the same line on both, with the address of one of them:
-#
-# ```
-# torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m amp_lab train …
-# ```
-#
-# With `--max-restarts 3` [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html) starts all processes
-# again when one is lost, up to three times, and the training resumes from its last checkpoint by itself. <!-- tests/train/test_parallel_run.py -->
-#
-# ## Save on four, go on with two (optional)
-#
-# [`torch.distributed.checkpoint`](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html)
-# (DCP) writes a folder, with a file from each rank and an index of where each part of each tensor
-# is. We train a model for three steps and save it with its optimizer.
+# [`torch.distributed.checkpoint`](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html) writes a
+# folder, with a file from each rank. To load, you say which parts you want, and these may be others than
+# were saved. `get_state_dict` says what belongs on this rank *now*, and `dcp.load` fills it in
+# place. <!-- tests/notebooks/test_11_scale_out.py -->
 
 
 # %%
-def save_sharded(config, x, y, folder):
-    """A model trained for three steps with FSDP2, and saved with its optimizer."""
-    model = new_model(config).to(x.device)
+def save_or_load(config, folder, saves, device_type):
+    """Save after three steps, or load after one; return the loss before and after."""
+    device, data = join(device_type), digits_by_row()
+    x, y = (t.to(device) for t in data[:])
+    model = new_model(config).to(device)
     shard(model, torch.float32, torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"])
-    for _ in range(3):
-        train_step(model, optimizer, x, y, None)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-    return model
-
-
-# %% [markdown]
-# When you load, you say which parts you want, and these may be others than were saved. Here we load into a
-# model that has been trained on something else. Its state dicts tell what belongs on this rank *now*, and
-# are filled in place. (A new optimizer's own `state_dict()` has no moments, so `dcp.load` would fill none.)
-# <!-- tests/notebooks/test_11_scale_out.py -->
-
-
-# %%
-def load_sharded(config, x, y, folder):
-    """A model that was loaded, and how many steps its optimizer has done."""
-    model = new_model(config).to(x.device)
-    shard(model, torch.float32, torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"])
-    train_step(model, optimizer, 1 - x, y, None)
+    for _ in range(3 if saves else 1):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    before = F.cross_entropy(model(x), y).item()
     model_state, optim_state = get_state_dict(model, optimizer)
-    dcp.load({"model": model_state, "optimizer": optim_state}, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optim_state)
-    return model, {int(state["step"]) for state in optimizer.state.values()}
-
-
-def evaluate(model, images, targets):
-    """The loss over all images, on this rank."""
-    device = next(model.parameters()).device
-    with torch.no_grad():
-        return F.cross_entropy(model(images.to(device)), targets.to(device)).item()
-
-
-# %% [markdown]
-# Four ranks save and load, and two ranks load:
-
-
-# %%
-def save_and_load(config, images, targets, folder, saves, device_type):
-    """The losses of the saved model, if this run saves, and of the loaded one; and its steps."""
-    share = my_share(config, images, targets, join(device_type))
-    saved = evaluate(save_sharded(config, *share, folder), images, targets) if saves else None
-    model, steps = load_sharded(config, *share, folder)
-    loaded = evaluate(model, images, targets)
+    state = {"model": model_state, "optimizer": optim_state}
+    if saves:
+        dcp.save(state, checkpoint_id=folder)
+    else:
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optim_state)
+    after = F.cross_entropy(model(x), y).item()
     dist.destroy_process_group()
-    return saved, loaded, steps
+    return before, after
 
 
-temporary = tempfile.TemporaryDirectory()
-folder = str(Path(temporary.name) / "checkpoint")
-functions = save_and_load, join, new_model, shard, train_step, my_share
-functions += save_sharded, load_sharded, evaluate
-loads = {}
-for n in reversed(counts[1:]):
-    loads[n] = run_workers(*functions, processes=n, folder=folder, saves=(n == most), **given)
-
-# %% [markdown]
-# One process needs neither FSDP2 nor a process group, because `dcp_to_torch_save` makes a plain file of the
-# folder.
-
-# %%
-plain_file = Path(temporary.name) / "plain.pt"
-dcp_to_torch_save(folder, plain_file)
-model = new_model(config).to(where)
-model.load_state_dict(torch.load(plain_file, weights_only=True)["model"])
-temporary.cleanup()
-saved = loads[most][0][0]
-losses = {n: ranks[0][1] for n, ranks in loads.items()} | {1: evaluate(model, images, targets)}
-for n, loss in losses.items():
-    print(f"saved by {most}: loss {saved:.4f}; loaded by {n}: {loss:.4f}")
-    assert abs(loss - saved) < TOLERANCES["fp32"] * loss
-assert all(rank[2] == {3} for ranks in loads.values() for rank in ranks)  # steps of AdamW
+losses = {}
+with tempfile.TemporaryDirectory() as folder:
+    given = {"config": config, "folder": folder, "device_type": where}
+    for n in reversed(counts[1:]):
+        ranks = run_workers(save_or_load, join, shard, processes=n, saves=n == most, **given)
+        losses[n] = ranks[0]
+        print(f"{n} processes: loss {ranks[0][0]:.4f}, then {ranks[0][1]:.4f}")
+assert all(
+    abs(after - losses[most][1]) < TOLERANCES["fp32"] * after for _, after in losses.values()
+)
 
 # %% [markdown]
-# The loss is 1.8162 on four processes, on two and on one. With fp16 you also put the scaler's
-# `state_dict()`, which is the same on all ranks, into the checkpoint.
+# The smaller group had another model, and has the saved one after loading. With fp16, also save the
+# scaler's `state_dict()`, which is the same on all ranks, and load it on every rank. For one process,
+# [`dcp_to_torch_save`](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html) makes a plain file
+# of the folder.
 #
 # ## Summary
 #
-# - With the same global batch, DDP and FSDP2 trained as one process does, up to rounding.
-# - What travels has a dtype of its own. With fp32 weights DDP sends fp32 gradients, with autocast or without,
-#   unless a communication hook casts them to 16 bits, which halves the bytes. FSDP2 gathers weights in
-#   `param_dtype` and reduces gradients in `reduce_dtype`.
-# - FSDP2 divides weights, gradients and optimizer state among the ranks. In bf16 with fp32 sums it sends about as much
-#   as DDP does in fp32.
-# - A sum of gradients in bf16, one rank after another, lost more with more ranks, 0.24 % with 2 and 0.89 % with 64, so
-#   reduce in fp32.
-# - The scalers of all ranks must decide alike. DDP's do because the gradients are averaged before they
-#   look, and FSDP2's because `unscale_` asks all ranks. If you reduce by hand, do it before `unscale_`.
-# - A checkpoint that four ranks saved was loaded by four, by two and by one.
+# - With the same global batch, DDP and FSDP2 train as one process does, up to rounding.
+# - What travels has its own dtype. DDP sends the gradients of fp32 weights in fp32, with autocast or
+#   without, unless a communication hook casts them. FSDP2 gathers weights in `param_dtype` and sums
+#   gradients in `reduce_dtype`.
+# - FSDP2 divides weights, gradients and optimizer state among the ranks. In bf16 with fp32 sums it sends
+#   about as much as DDP in fp32.
+# - A sum of gradients in bf16 loses more with more ranks, so reduce in fp32.
+# - The scalers of all ranks must decide alike. DDP's do because the gradients are averaged first, and
+#   FSDP2's because `unscale_` asks all ranks. If you reduce by hand, do it before `unscale_`.
+# - A checkpoint of four ranks can be loaded by two.
 #
 # Next: [notebook 12](12_keras.ipynb) does mixed precision in Keras.
 #

@@ -39,7 +39,6 @@ TOOK = Estimate(9.0, (8.0, 11.0))
 RUNGS = [("fp32", "eager", TOOK, 5.0, "9 ms"), ("bf16", "AMP", None, None, "failed")]
 SENT = [("all_gather", "bf16", 9000), ("reduce_scatter", "fp32", 9000)]
 OPS = {"cpu": {"conv": "bf16", "relu": "error"}, "cuda": {"conv": "fp16", "relu": "fp32"}}
-RANKS = {n: {"weights": 8e6, "gradients": 8e6 / n, "Adam": 2e7 / n} for n in (1, 2)}
 ERRORS = [SimpleNamespace(module=m, op="mm", a=1e-7, b=1e-3, apart=0.0) for m in ("", "head")]
 LAYERS = [
     SimpleNamespace(
@@ -69,7 +68,6 @@ FIGURES = {  # figure: its arguments, and what stands on its axes
     "loss_scales": (({"fp16": SCALES, "other": SCALES},), ["step", "loss scale"]),
     "memory_against_batch": (({"fp32": ([1, 2], [2e9, 4e9])}, 3e9), ["batch", "(GiB)"]),
     "memory_by_dtype": (({"CNN": {"fp32": PEAK}}, 2**31, "limit"), ["(GiB)"]),
-    "memory_per_rank": (({"FSDP": RANKS},), ["ranks", "(MiB)"]),
     "range_and_spacing": (({"fp16": FP16, "fp8 E5M2": FP16},), ["log2 of the magnitude", "spac"]),
     "roofline": (({"fp32": 1e12}, 1e11, [("CNN", "fp32", 9.0, TOOK)]), ["FLOP/s", "per byte"]),
     "scale_over_time": ((SCALES, [2]), ["step", "loss scale"]),

@@ -81,26 +81,6 @@ def _by_dtype(peak: Iterable[tuple[Any, Any, int]]) -> Bars:
     return bars
 
 
-def memory_per_rank(engines: Mapping[str, Mapping[int, BytesOf]]) -> Figure:
-    """Stacked bars of memory against the number of ranks: `engines[name][ranks][part]` in bytes."""
-    count = len(engines)
-    figure, axes = style.columns(count, size=(8.0, 3.2), sharey=True)
-    for ax, title, parts_of in style.by_panel(axes, engines):
-        for x, parts in enumerate(parts_of.values()):
-            bars = _mib_of_parts(parts)
-            style.stacked(ax, x, bars, "{:.3g}")
-        ticks = range(len(parts_of))
-        ranks = list(parts_of)
-        ax.set_xticks(ticks, ranks)
-        ax.set_xlabel("ranks")
-        ax.set_title(title, fontsize=11)
-        ax.margins(y=0.15)  # room for the number above the highest bar
-    first, *_ = axes
-    first.set_ylabel("memory of a rank (MiB)")
-    style.legend_beside(figure, "outside right upper", reverse=True)  # the last part is on top
-    return figure
-
-
 def _mib_of_parts(parts: BytesOf) -> Bars:
     """MiB and options of each part of a rank's memory."""
     segments = style.segment_options(parts, style.THREE_PARTS)
