@@ -1,12 +1,15 @@
 """Notebook 05: its loops compute what `amp_lab.train` does, and its remedies help."""
 
 import copy
+import statistics
 
 import pytest
 import torch
 from definitions import definitions
 from torch import nn
 from torch.utils.data import DataLoader
+
+from course import layer_times
 
 import build_pairs
 from amp_lab import Precision
@@ -79,23 +82,51 @@ def test_the_loop_trains_bitwise_as_fit_does(notebook, precision):
     assert accuracy == found[-1][1]
 
 
-def test_the_plain_loop_is_the_one_loop_in_fp32(notebook):
+def plain_epoch(model, optimizer, scheduler) -> float:
+    """The loop without the lines of AMP; returns the mean loss."""
+    model.train()
+    loss_sum, samples = torch.zeros(()), 0
+    for images, targets in make_batches():
+        outputs = model(images.to(memory_format=torch.channels_last))
+        loss = nn.functional.cross_entropy(outputs, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        loss_sum += loss.detach() * len(targets)
+        samples += len(targets)
+    return loss_sum.item() / samples
+
+
+def test_in_fp32_the_loop_is_the_plain_one(notebook):
     first = make_run(Precision.FP32)
     loss = notebook["train_epoch"](loader=make_batches(), dtype=torch.float32, **first)
     second = make_run(Precision.FP32)
     del second["scaler"]
-    assert notebook["train_epoch_fp32"](loader=make_batches(), **second) == loss
+    assert plain_epoch(**second) == loss
     for mine, other in zip(first["model"].parameters(), second["model"].parameters(), strict=True):
         assert torch.equal(mine, other)
 
 
-def test_flops_and_bytes_are_counted_right(notebook):
-    layer = nn.Conv2d(8, 16, 3, groups=4, bias=False)
-    images = torch.zeros(2, 8, 10, 10)
-    output = layer(images)
-    flops, moved = notebook["work"](layer, images.shape, output.shape)
-    assert flops == 2 * output.numel() * 2 * 9  # two input channels of 3x3 for each output value
-    assert moved == images.nbytes + layer.weight.nbytes + output.nbytes
+def test_depthwise_layers_do_little_arithmetic_for_each_byte():
+    """Less than 2.5 FLOPs a byte in fp32, where a pointwise one does more, at both sizes."""
+    for size in (32, 224):
+        intensity = {"depthwise": [], "pointwise": []}
+        for layer, shape in layer_times.convolutions(8, size):
+            output = layer(torch.empty(shape, device="meta"))
+            flops = 2 * output.numel() * layer.weight[0].numel()
+            moved = 4 * (shape.numel() + layer.weight.numel() + output.numel())
+            kind = layer_times.kind(layer).partition(",")[0]
+            intensity.setdefault(kind, []).append(flops / moved)
+        assert statistics.median(intensity["depthwise"]) < 2.5
+        assert statistics.median(intensity["pointwise"]) > 2.5
+
+
+def test_four_of_52_convolutions_are_depthwise_with_stride_2():
+    kinds = [layer_times.kind(layer) for layer, _ in layer_times.convolutions(1, 64)]
+    assert len(kinds) == 52
+    assert kinds.count("depthwise, stride 2") == 4
+    assert set(kinds) == set(layer_times.KINDS)
 
 
 @pytest.mark.parametrize(
@@ -107,8 +138,8 @@ def test_flops_and_bytes_are_counted_right(notebook):
         (nn.Conv2d(8, 8, 3, stride=2, groups=8), "depthwise, stride 2"),
     ],
 )
-def test_kinds_of_convolution(notebook, layer, expected):
-    assert notebook["kind"](layer) == expected
+def test_kinds_of_convolution(layer, expected):
+    assert layer_times.kind(layer) == expected
 
 
 def test_an_fp32_island_computes_what_fp32_does(notebook):
