@@ -36,11 +36,11 @@ from torch.utils._pytree import tree_leaves
 from torchvision import models
 
 from course import figures, start
+from course.gpt import SIZES, Gpt, Size
 
 from amp_lab import first_difference, xray
 from amp_lab.cli import main as amp_lab_command
 from amp_lab.core.backends import BACKENDS
-from amp_lab.models.gpt import SIZES, Gpt, Size
 from amp_lab.tracing import compare_memory
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice

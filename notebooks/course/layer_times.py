@@ -1,6 +1,7 @@
 """The convolutions of MobileNetV2 by kind, and calls that run them alone: for notebook 05."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,16 +58,15 @@ def _run_alone(
     layer: nn.Conv2d, input_shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], None]:
     """A function that runs a convolution of the same settings, under autocast unless in fp32."""
-    copy = nn.Conv2d(
-        layer.in_channels,
-        layer.out_channels,
-        layer.kernel_size,
-        stride=layer.stride,
-        padding=layer.padding,
-        groups=layer.groups,
-        bias=False,
-    )
-    copy = copy.to(device, memory_format=torch.channels_last)
+    options: dict[str, Any] = {
+        "kernel_size": layer.kernel_size,
+        "stride": layer.stride,
+        "padding": layer.padding,
+        "groups": layer.groups,
+        "bias": False,
+    }
+    copy = nn.Conv2d(layer.in_channels, layer.out_channels, **options)
+    copy = _channels_last(copy, device)
     images = torch.randn(input_shape, device=device).to(dtype, memory_format=torch.channels_last)
     images.requires_grad_()
 
@@ -90,7 +90,7 @@ def training_step(
     `prepare` may change the new network first. The batch is on the device already.
     """
     torch.manual_seed(0)
-    model = MobileNetV2(num_classes=10).to(device, memory_format=torch.channels_last)
+    model = _channels_last(MobileNetV2(num_classes=10), device)
     prepare(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -98,3 +98,8 @@ def training_step(
     images = torch.randn(batch_size, 3, 160, 160, device=device)
     loader = [(images, torch.arange(batch_size, device=device) % 10)]
     return lambda: train_epoch(model, loader, optimizer, scheduler, scaler, dtype)
+
+
+def _channels_last(module: nn.Module, device: torch.device) -> nn.Module:
+    """The module on the device, with its weights in channels last."""
+    return module.to(device).to(memory_format=torch.channels_last)

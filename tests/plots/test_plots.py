@@ -58,7 +58,6 @@ FIGURES = {  # figure: its arguments, and what stands on its axes
     "error_growth": ((ERRORS, "head"), ["relative error", "module"]),
     "errors_by_layer": ((LAYERS,), ["layer", "in dB"]),
     "exponents_against_fp16": ((EXPONENTS, (1.0, 256.0)), ["log2 of |gradient", "(%)"]),
-    "flops_per_byte": (({"32": [("conv", 9.0)], "64": [("conv", 20.0)]},), ["FLOPs per byte"]),
     "gap_and_change": ((torch.rand(9) + 1, {"bf16": torch.rand(9) + 1}), ["gap", "moved by"]),
     "gradient_norm_in_step": (({"backward": 9e4, "clip": 1.0}, ["backward"]), ["length", "stage"]),
     "gradients_against_fp16": ((torch.randn(99) * 8 - 25, (1, 256)), ["log2 of |gradient", "num"]),

@@ -9,23 +9,9 @@ from amp_lab.core.timing import Comparison, Ratio
 from amp_lab.plots import style
 from amp_lab.plots.style import COLOURS, Options, Values
 
-_LEVEL: Options = {"color": "black", "linewidth": 1}  # a reference line
-_LAYER_DOT: Options = {
-    "linestyle": "none",
-    "markersize": 7,
-    "markeredgecolor": "black",
-    "markeredgewidth": 0.6,
-}
-_KIND_OPTIONS = [
-    ("black", "*"),
-    (style.PATH, "^"),
-    (COLOURS["bf16"], "o"),
-    ("black", "v"),
-]
+_LEVEL: Look = {"color": "black", "linewidth": 1}  # a reference line
 # (format, marker fill) of two lines, which may have the same colour.
-_LINE_OPTIONS = (("-o", None), ("--s", "white"))
-Layers = Sequence[tuple[str, float]]
-"""(kind, FLOPs per byte) of each layer."""
+_LINE_LOOKS = (("-o", None), ("--s", "white"))
 
 
 def time_and_memory(
@@ -135,38 +121,3 @@ def speedup_over_size(sizes: Sequence[int], speedups: Mapping[str, Sequence[Rati
     ax.set_xticks(sizes)
     x_label = "height and width of the images (pixels)"
     return style.label(ax, x_label, "speed-up", legend="lower right")
-
-
-def flops_per_byte(panels: Mapping[str, Layers]) -> Figure:
-    """FLOPs per byte of each layer, from the input to the output; a panel for each model."""
-    size = (8.0, 3.4)
-    columns = len(panels)
-    figure, axes = style.subplots(1, columns, size, sharey=True)
-    kinds: dict[str, None] = {}  # used as an ordered set
-    for layers in panels.values():
-        kinds |= dict.fromkeys(kind for kind, _ in layers)
-    for ax, title, layers in style.by_panel(axes, panels):
-        for kind, (colour, marker) in zip(kinds, _KIND_OPTIONS, strict=False):
-            options: Options = {"color": colour, "marker": marker, **_LAYER_DOT}
-            _dots_of_kind(ax, layers, kind, options)
-        ax.set_yscale("log")
-        ax.set_xlabel("layer, from input to output")
-        powers = [1, 10, 100]
-        names = [str(power) for power in powers]
-        ax.set_yticks(powers, names)
-        ax.set_title(title, fontsize=11)
-        ax.grid(axis="y", color=style.GRID)
-    axes[0].set_ylabel("FLOPs per byte, in fp32")
-    style.legend_beside(figure, "outside lower center", ncols=4)
-    return figure
-
-
-def _dots_of_kind(ax: Axes, layers: Layers, kind: str, options: Options) -> None:
-    """Draw a dot for each layer of this kind."""
-    positions: list[int] = []
-    intensities: list[float] = []
-    for position, (kind_of_layer, intensity) in enumerate(layers):
-        if kind_of_layer == kind:
-            positions.append(position)
-            intensities.append(intensity)
-    ax.plot(positions, intensities, label=kind, **look)
