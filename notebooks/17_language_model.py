@@ -654,7 +654,7 @@ with torch.no_grad():
 
 # %% [markdown]
 # So look before you cast. `largest_values` (its idea is in [notebook
-# 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-card-without-it)) runs a model over some text
+# 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it)) runs a model over some text
 # and says the largest magnitude that each module computes:
 
 # %%
@@ -673,7 +673,7 @@ with torch.no_grad(), torch.autocast(device.type, dtype=torch.float16):
 # of transformers can name such layers in `_keep_in_fp32_modules`, as T5
 # does. <!-- tests/notebooks/test_17_language_model.py -->
 #
-# [Notebook 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-card-without-it) has the other way
+# [Notebook 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) has the other way
 # out, and says why to leave a margin.
 #
 # ## A model of your own (optional)

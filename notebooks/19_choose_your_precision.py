@@ -7,28 +7,22 @@
 # ---
 
 # %% [markdown]
-# # Choose your precision for a card, a task and a framework
+# # Choose your precision for a GPU, a task and a framework
 #
 # **What you'll do.** Measure what this machine does to values. Write the decision down as a function
-# and ask it about cards that are not here. Look at what PyTorch's fp32 modes and the settings of
+# and ask it about GPUs that are not here. Look at what PyTorch's fp32 modes and the settings of
 # other frameworks really do to weights, gradients and outputs.
 #
 # **What you'll learn.**
 # - which precision to begin with, on which hardware, for training and for inference;
 # - what `highest`, `high` and `medium` change, and what they leave alone;
-# - what a model that was trained in bf16 needs on a card that has none;
+# - what a model that was trained in bf16 needs on a GPU without bf16;
 # - what Lightning, accelerate, transformers and Keras mean by "mixed", "true" and "bf16".
 #
 # **What you need.** [Notebook 00](00_start_here.ipynb); for the why,
 # [notebook 01](01_number_formats.ipynb). Nothing here needs a GPU.
 
 # %% tags=["nbval-ignore-output"]
-import importlib
-import inspect
-import logging
-import warnings
-from unittest import mock
-
 import torch
 from torch import nn
 
@@ -36,6 +30,7 @@ from course import start
 
 from amp_lab import describe_device
 from amp_lab.core.gpus import GPUS
+from amp_lab.numerics import largest_values
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 
@@ -43,8 +38,8 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # ## The idea in five lines
 #
 # Which precision is fast depends on the hardware, and the surest way to know is to measure it.
-# `describe_device` times a matrix product in several precisions, and multiplies numbers whose product
-# is known. Before you run this: what do you expect of your machine? <!-- tests/core/test_device.py -->
+# `describe_device` times a matmul in several precisions, and multiplies numbers whose result is known.
+# Before you run this: what do you expect of your machine? <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)
@@ -58,23 +53,19 @@ for precision, found in report.values.items():
 assert report.values["bf16"].input_bits == 8
 
 # %% [markdown]
-# The *bits* are those that are left of an input's significand: 24 in fp32, 11 in fp16 and TF32, 8
-# in bf16. *Subnormals* are the numbers below a format's normal range, which have fewer bits, and
-# which some devices make 0. The last figure is the largest error of a sum of 4,096 products, in
-# units of the last place of the result (*ulp*). In 16 bits half a unit is the best there is: the
-# sum was kept in a wider format and rounded once. Some units may mean that sums are kept in 16
-# bits: look closely at what comes out of long ones. `amp-lab doctor` prints the same with the
-# speeds. <!-- tests/core/test_device.py -->
+# The *bits* are what is left of an input's significand: 24 in fp32, 11 in fp16 and TF32, 8 in bf16.
+# *Subnormals* are the numbers below a format's normal range; some devices make them 0. The last figure
+# is the largest error of a sum of 4,096 products, in units of the last place of the result (*ulp*). In
+# 16 bits half a unit is the best possible. Several units may mean that sums are kept in 16 bits.
+# `amp-lab doctor` prints the same with the speeds. <!-- tests/core/test_device.py -->
 #
 # ## The decision
 #
-# `GPUS` has a row for each GPU that `amp-lab advise --for` knows, with the formats that its
-# architecture multiplies *fast*
+# `GPUS` has a row for each GPU that `amp-lab advise --for` knows, with the formats that its architecture
+# multiplies *fast*, with tensor cores or their like
 # ([NVIDIA](https://nvidia.github.io/TransformerEngine/support_matrix.html),
-# [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html)), with tensor cores or
-# their like. What is missing there is usually not faster than fp32, emulated or not there, or
-# gives NaN in some models, as [fp16 on a GTX 16](#What-to-know-of-each-kind). A GPU without a row
-# has the formats of its architecture: RTX 30 is Ampere, as an RTX 3090 is:
+# [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html)). A GPU without a row has the
+# formats of its architecture: RTX 30 is Ampere, as an RTX 3090 is.
 
 # %%
 kinds = {}
@@ -110,19 +101,21 @@ assert choose(turing, "train") == "fp16 under autocast with GradScaler"
 print("V100, a model trained in bf16:", choose(turing, "infer", trained_in="bf16"))
 
 # %% [markdown]
-# So the rule is: **bf16 wherever it is fast**, because it has the range of fp32 and needs no
-# scaler; **fp16** on the GPUs that have nothing else, with a scaler for training; **fp32** where
-# nothing is faster, and where digits matter more than time (solvers, statistics, small differences
-# of large numbers; if fp32 is not enough there, float64). Training keeps fp32 weights and casts
-# under autocast. For inference you can cast the weights once, to half their size. If you know that
-# a model's values stay far below 65504, fp16 is usually the closer choice for inference, with three
-# bits more ([notebook 18](18_inference_and_export.ipynb)).
+# So the rule is:
 #
-# The choice is where you *begin*. Then measure it: small layers may gain nothing from any format,
-# and `amp-lab advise` times each precision on your own model and machine ([notebook
-# 10](10_speed_ladder.ipynb)). FP8 is a second step of training, after bf16 works, and pays only
-# where products are large: thousands of rows and columns, by torchao's own table ([notebook
-# 15](15_below_16_bits.ipynb)). Whether a model *fits* is another question, with other answers:
+# - **bf16 wherever it is fast.** It has the range of fp32 and needs no scaler.
+# - **fp16** on the GPUs that have nothing else, with a scaler for training. If you know that a model's
+#   values stay far below 65504, fp16 is usually the closer choice for inference, with three bits more
+#   ([notebook 18](18_inference_and_export.ipynb)).
+# - **fp32** where nothing is faster, and where digits matter more than time: solvers, statistics, small
+#   differences of large numbers.
+#
+# Training keeps fp32 weights and casts under autocast. For inference you can cast the weights once, to half
+# their size.
+#
+# The choice is where you *begin*. Then measure it: `amp-lab advise` times each precision on your own model
+# and machine ([notebook 10](10_speed_ladder.ipynb)). FP8 is a second step of training, after bf16 works
+# ([notebook 15](15_below_16_bits.ipynb)). Whether a model *fits* is another question, with other answers:
 #
 # | what takes the memory | what helps |
 # |---|---|
@@ -146,28 +139,11 @@ print("V100, a model trained in bf16:", choose(turing, "infer", trained_in="bf16
 # | Apple M | bf16 needs macOS 14 ([pytorch 139386](https://github.com/pytorch/pytorch/issues/139386)), and M1 and M2 emulate it ([transformers 40458](https://github.com/huggingface/transformers/pull/40458)) |
 # | CPUs | fp16 can be 60 times slower than fp32, or as fast ([measured](../data/results/README.md)): take bf16 or fp32, unless `amp-lab doctor` shows fp16 to be fast |
 #
-# Three of these can be looked at from here. First, PyTorch says that a Turing card supports bf16,
-# since it asks whether a tensor can be made, and not whether it is fast:
-
-# %%
-properties = mock.Mock(major=7, minor=5)  # of a Turing card
-with (
-    mock.patch("torch.cuda.is_available", return_value=True),
-    mock.patch("torch.cuda.current_device", return_value=0),
-    mock.patch("torch.cuda.get_device_properties", return_value=properties),
-    mock.patch("torch.cuda._check_bf16_tensor_supported", return_value=True),  # the tensor is made
-    mock.patch("torch.version.hip", None),
-):
-    says = torch.cuda.is_bf16_supported()
-    means = torch.cuda.is_bf16_supported(including_emulation=False)
-    has_tf32 = torch.cuda.is_tf32_supported()
-print(f"Turing: is_bf16_supported() is {says}, without emulation {means}")
-assert (says, means, has_tf32) == (True, False, False)
-
-# %% [markdown]
-# `including_emulation=False` is the question that you mean. Second, why subnormals matter: these
-# are gradients of an ordinary size, as fp16 holds them on a device that has subnormal numbers, on
-# one that makes them 0, and as bf16 holds them:
+# On a V100, a T4 or an RTX 20, `torch.cuda.is_bf16_supported()` is true all the same: it asks whether a
+# tensor can be made, and not whether it is fast. Ask
+# `torch.cuda.is_bf16_supported(including_emulation=False)`. <!-- tests/notebooks/test_19_choose_your_precision.py -->
+#
+# Why do subnormals matter? These are gradients of an ordinary size:
 
 # %%
 torch.manual_seed(0)
@@ -181,33 +157,23 @@ assert lost < 0.01 < 0.99 < flushed
 assert not (gradients.bfloat16() == 0).any()
 
 # %% [markdown]
-# Where subnormals are 0, nearly all of these gradients would be gone without a loss scale. bf16
-# needs none. Third, the float64 in `GradScaler`:
-
-# %%
-source = inspect.getsource(torch.amp.GradScaler.unscale_)
-line = next(line.strip() for line in source.splitlines() if ".double()" in line)
-print(line)
-assert "reciprocal" in line
-
-# %% [markdown]
-# Here a step with a scaler needs float64, and bf16 needs no scaler.
+# Where subnormals are 0, nearly all of these gradients are gone without a loss scale. bf16 needs none.
 #
 # ## What fp32 means
 #
-# Since Ampere, NVIDIA's cards can multiply fp32 tensors as
+# Since Ampere, NVIDIA's GPUs can multiply fp32 tensors as
 # [**TF32**](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices):
-# the inputs keep 11 bits of their 24. Whether they do is a mode of the process, and matrix products
-# and convolutions have one each:
+# the inputs keep 11 bits of their 24. Whether they do is a mode of the process, one for matmuls and one for
+# convolutions:
 #
-# | `set_float32_matmul_precision` | products on CUDA | products on a CPU | convolutions on CUDA |
+# | `set_float32_matmul_precision` | matmuls on CUDA | matmuls on a CPU | convolutions on CUDA |
 # |---|---|---|---|
 # | `"highest"`, the default | fp32 | fp32 | TF32 |
 # | `"high"` | TF32 | TF32, where the CPU has it | TF32 |
 # | `"medium"` | TF32 | bf16, where the CPU has it | TF32 |
 #
-# So fp32 *convolutions* are TF32 on such a card from the start, and this function does not change
-# that. We can read the modes without a card:
+# So fp32 *convolutions* are TF32 on such a GPU by default, and this function does not change that. We can
+# read the modes without a GPU:
 
 
 # %%
@@ -219,16 +185,16 @@ def modes():
 before = torch.get_float32_matmul_precision()
 for name in ("highest", "high", "medium"):
     torch.set_float32_matmul_precision(name)
-    print(f"{name:<8} CUDA's products {modes()[0]}, convolutions {modes()[1]}, CPU's {modes()[2]}")
+    print(f"{name:<8} CUDA's matmuls {modes()[0]}, convolutions {modes()[1]}, CPU's {modes()[2]}")
     assert modes()[:2] == ("ieee" if name == "highest" else "tf32", "tf32")
 torch.set_float32_matmul_precision(before)
 
 # %% [markdown]
-# These modes are for [products of fp32
-# tensors](https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html). As a
-# rule of thumb, train in fp32 on an RTX 30, an A100 or anything later with `"high"`. Work that needs
-# every digit wants TF32 off for both kinds. If such work differs from a CPU's in the fourth digit, look
-# here first: 11 bits are three to four digits.
+# These modes are for [matmuls of fp32
+# tensors](https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html). As a rule
+# of thumb, train in fp32 on an RTX 30, an A100 or anything later with `"high"`. If a result differs from a
+# CPU's in the fourth digit, look here first: 11 bits are three to four digits. Work that needs every digit
+# needs TF32 off for both kinds:
 
 # %%
 kept = torch.backends.cudnn.allow_tf32
@@ -241,11 +207,10 @@ torch.backends.cudnn.allow_tf32 = kept
 # %% [markdown]
 # ### Old names and new ones
 #
-# The modes have old names (`allow_tf32`) and new ones (`fp32_precision`). If you set a new name to
-# something else than the old one says, and anyone reads the old one afterwards, PyTorch raises an
-# error. The reader may be a library:
-# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256), or
-# [`torch.compile`](https://github.com/pytorch/pytorch/pull/189955) in some versions.
+# The modes have old names (`allow_tf32`) and new ones (`fp32_precision`). If you set a new name to a value
+# that contradicts the old one, the next read of the old name raises an error. The reader may be a library,
+# such as [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) or, in some versions,
+# [`torch.compile`](https://github.com/pytorch/pytorch/pull/189955).
 
 # %%
 matmul = torch.backends.cuda.matmul
@@ -262,91 +227,49 @@ assert mixed
 assert torch.get_float32_matmul_precision() == before
 
 # %% [markdown]
-# `torch.set_float32_matmul_precision` and `torch.backends.cudnn.allow_tf32`, which we used above,
-# set old and new names alike, so these two alone do not cause this error. <!-- tests/notebooks/test_19_choose_your_precision.py -->
+# `torch.set_float32_matmul_precision` and `torch.backends.cudnn.allow_tf32` set both names, so these two alone
+# do not cause this error. <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
-# ## Trained in bf16, on a card without it
+# ## Trained in bf16, on a GPU without it
 #
-# Many language models were trained in bf16, whose largest number is 3.4e38. fp16 ends at 65504. Here is
-# a model whose weights, inputs and outputs all fit into fp16, but whose hidden values do not:
+# Many language models were trained in bf16, whose largest number is 3.4e38. fp16 ends at 65504. Here is a
+# model whose weights, inputs and outputs all fit into fp16, but whose hidden values do not. `largest_values`
+# shows the largest magnitude that each module computes: <!-- tests/numerics/test_largest_values.py -->
 
 # %%
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
 with torch.no_grad():
     model[0].weight.mul_(2**18)
-    model[0].bias.mul_(2**18)
     model[2].weight.mul_(2**-18)
 x = torch.rand(16, 32)
-END = torch.finfo(torch.float16).max
-assert max(parameter.abs().max() for parameter in model.parameters()) < END
-
-
-# %%
-def largest_values(model, *inputs):
-    """The largest magnitude that each module of a model returns, by its name."""
-    found, hooks = {}, []
-    for name, module in model.named_modules():
-
-        def note(module, given, output, name=name):
-            if torch.is_tensor(output):
-                found[name or "output"] = output.abs().max().item()
-
-        hooks.append(module.register_forward_hook(note))
-    with torch.inference_mode():
-        model(*inputs)
-    for hook in hooks:
-        hook.remove()
-    return found
-
-
-# %%
-print({name: f"{value:.3g}" for name, value in largest_values(model, x).items()})
+for name, value in largest_values(model, x).items():
+    print(f"{name or 'output'}: {value:.3g}")
 with torch.inference_mode():
     in_bf16, in_fp16 = model.bfloat16()(x.bfloat16()), model.half()(x.half())
-print("outputs finite in bf16:", in_bf16.isfinite().all().item())
-print("outputs finite in fp16:", in_fp16.isfinite().all().item())
+print(f"finite: in bf16 {in_bf16.isfinite().all()}, in fp16 {in_fp16.isfinite().all()}")
 assert in_bf16.isfinite().all()
 assert not in_fp16.isfinite().all()
-assert model[2].weight.detach().abs().max() < torch.finfo(torch.float16).smallest_normal
 
 # %% [markdown]
-# In fp16 hidden values become infinite, and then outputs become infinite or NaN. (The small weights
-# of the last layer became subnormal or 0 on the way: a cast to fp16 can lose at both ends.) So **look
-# before you cast**: run some of your own inputs through the model with `largest_values`, and
-# compare each value with 65504. Run it in fp32, or in bf16 where fp32 does not fit, if need be
-# slowly on a CPU: here only the range counts. Leave a margin of at least 2, since inside an
-# attention or a norm values can be larger than what comes out. `amp-lab export --dtype fp16`
-# refuses a model whose outputs are not finite. <!-- tests/train/test_export.py -->
+# So **look before you cast**: run some of your own inputs through the model with `largest_values`, in fp32 or
+# bf16, if need be slowly on a CPU. Compare each value with 65504, with a margin of at least 2. `amp-lab
+# export --dtype fp16` refuses a model whose outputs are not finite. <!-- tests/train/test_export.py -->
 #
-# What then? Keep the layers that exceed the range in fp32, and the rest in fp16. Or move a power of
-# two from one layer into the next. Within the range that is exact, and possible where what lies
-# between the two layers gives twice the output for twice the input, as ReLU does and GELU does not:
-
-# %%
-model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
-torch.manual_seed(0)
-for layer in (model[0], model[2]):
-    layer.reset_parameters()
-with torch.inference_mode():
-    wanted = model(x)
-    for tensor, factor in ((model[0].weight, 18), (model[0].bias, 18), (model[2].weight, -18)):
-        tensor.mul_(2.0**factor)  # the model from above
-    assert torch.equal(model(x), wanted)  # computes the same
-    for tensor, factor in ((model[0].weight, -18), (model[0].bias, -18), (model[2].weight, 18)):
-        tensor.mul_(2.0**factor)  # and moved back
-    off = (model.half()(x.half()).float() - wanted).abs().max().item()
-print(f"in fp16 it is {off:.1e} off now")
-assert off < 2e-3
-
-# %% [markdown]
+# What then? Keep the layers that exceed the range in fp32, and the rest in fp16. Or move a power of two from
+# one layer into the next, as in exercise 4. That is exact where what lies between gives twice the output for
+# twice the input, as ReLU does and GELU does not. <!-- tests/notebooks/test_19_choose_your_precision.py -->
+#
 # ## What frameworks call it
 #
-# Three words decide. **Mixed** usually means fp32 weights under autocast. **True** means that the
-# model itself is cast, so that gradients and the optimizer's state are in 16 bits as well. And a
-# plain **bf16** is ambiguous: in accelerate and transformers it means mixed, in torchtune true, and
-# in DeepSpeed something between the two. So we look at what really happens, with a hook and after a
-# step:
+# Three words decide:
+#
+# - **Mixed** usually means fp32 weights under autocast.
+# - **True** means that the model itself is cast. Gradients and the optimizer's state are in 16 bits as well.
+# - A plain **bf16** is ambiguous: mixed in accelerate and transformers, true in torchtune, and something
+#   between the two in DeepSpeed.
+#
+# So we look at what really happens, with a hook and after a step:
 
 
 # %%
@@ -356,17 +279,17 @@ def tiny():
 
 
 def look(model, optimizer, step):
-    """The dtypes of weights, products, gradients, state and outputs in a step of a model."""
+    """The dtypes of weights, matmuls, gradients, state and outputs in a step of a model."""
     seen = {}
 
     def note(layer, given, output):
-        seen["products"] = output.dtype
+        seen["matmuls"] = output.dtype
 
     hook = model[0].register_forward_hook(note)
     output, weight = step(), model[0].weight
     hook.remove()
     state = optimizer.state[weight]["exp_avg"]
-    found = weight.dtype, seen["products"], weight.grad.dtype, state.dtype, output.dtype
+    found = weight.dtype, seen["matmuls"], weight.grad.dtype, state.dtype, output.dtype
     return tuple(str(dtype).removeprefix("torch.") for dtype in found)
 
 
@@ -397,78 +320,12 @@ assert rows["autocast"] == ("float32", "bfloat16", "float32", "float32", "bfloat
 assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 
 # %% [markdown]
-# Under autocast weights, gradients and state stay in fp32. A model that is cast has nothing in fp32
-# to update, and bf16 weights can stand still
-# ([notebook 16](16_low_precision_state.ipynb) has the cure). Now accelerate and Lightning's Fabric,
-# if they are installed:
-
-
-# %%
-def accelerated(setting):
-    accelerate = importlib.import_module("accelerate")
-    accelerate.state.AcceleratorState._reset_state(True)  # it keeps its first setting for ever
-    accelerator = accelerate.Accelerator(mixed_precision=setting, cpu=True)
-    model = tiny()
-    optimizer = torch.optim.AdamW(model.parameters())
-    wrapped, stepping = accelerator.prepare(model, optimizer)
-
-    def step():
-        output = wrapped(batch)
-        accelerator.backward(output.float().square().mean())
-        stepping.step()
-        return output
-
-    return look(model, stepping.optimizer, step)
-
-
-# %%
-def with_fabric(setting):
-    library = importlib.import_module("lightning_fabric")
-    fabric = library.Fabric(accelerator="cpu", precision=setting)
-    model = tiny()
-    wrapped, stepping = fabric.setup(model, torch.optim.AdamW(model.parameters()))
-
-    def step():
-        output = wrapped(batch)
-        fabric.backward(output.float().square().mean())
-        stepping.step()
-        return output
-
-    return look(model, stepping.optimizer, step)
-
-
-# %% tags=["nbval-ignore-output"]
-bf, fp = "bfloat16", "float32"
-expected = {
-    (accelerated, "bf16"): (fp, bf, fp, fp, fp),
-    (accelerated, "fp16"): (fp, fp, fp, fp, fp),  # on a CPU
-    (with_fabric, "bf16-mixed"): (fp, bf, fp, fp, fp),
-    (with_fabric, "16-mixed"): (fp, bf, fp, fp, fp),  # on a CPU
-    (with_fabric, "bf16-true"): (bf, bf, bf, bf, fp),
-}
-logging.disable(logging.WARNING)
-warnings.simplefilter("ignore")  # Fabric's, of 16-mixed on a CPU: the next lines say it
-for (run, setting), row in expected.items():
-    try:
-        found = run(setting)
-    except ImportError as error:
-        print(f"left out: {error}")
-        continue
-    print(f"{run.__name__:<12}{setting:<12}", *(f"{dtype:<10}" for dtype in found))
-    assert found == row
-logging.disable(logging.NOTSET)
-
-# %% [markdown]
-# In these settings both return *fp32* from the model that they wrap, whatever it computed in: the
-# wrapper casts the outputs. To keep them in 16 bits, take the model out of accelerate's wrapper with
-# `accelerator.unwrap_model(model, keep_fp32_wrapper=False)`, and call it inside `with
-# accelerator.autocast():`. <!-- tests/notebooks/test_19_choose_your_precision.py --> And
-# two settings do something else than they say: on a CPU Fabric's `16-mixed` computes in bf16, and
-# accelerate's `fp16` computes in fp32.
+# Under autocast weights, gradients and state stay in fp32. A model that is cast has nothing in fp32 to
+# update, and bf16 weights can stand still ([notebook 16](16_low_precision_state.ipynb)).
 #
-# In full, as the tests of this notebook check it with hooks on a tiny model, on a CPU:
+# The tests of this notebook look at other libraries in the same way, on a tiny model on a CPU:
 #
-# | setting | weights | products | gradients | state | outputs |
+# | setting | weights | matmuls | gradients | state | outputs |
 # |---|---|---|---|---|---|
 # | `torch.autocast(…, torch.bfloat16)` | fp32 | bf16 | fp32 | fp32 | bf16 |
 # | `model.to(torch.bfloat16)` | bf16 | bf16 | bf16 | bf16 | bf16 |
@@ -482,38 +339,40 @@ logging.disable(logging.NOTSET)
 # | Keras `mixed_bfloat16` | fp32 | bf16 | fp32 | fp32 | bf16 |
 # | Keras `bfloat16` | bf16 | bf16 | bf16 | bf16 | bf16 |
 #
-# Fabric and Lightning's Trainer differ in the outputs, since Fabric wraps the model. By their
-# documentation the settings for fp16
+# accelerate and Fabric wrap the model and return *fp32*, whatever it computed in. To keep accelerate's outputs
+# in 16 bits, take the model out of the wrapper with `accelerator.unwrap_model(model,
+# keep_fp32_wrapper=False)`, and call it inside `with accelerator.autocast():`. On a CPU two settings differ
+# from their name: Fabric's `16-mixed` computes in bf16, and accelerate's `fp16` in
+# fp32. <!-- tests/notebooks/test_19_choose_your_precision.py -->
+#
+# By their documentation the settings for fp16
 # ([`16-mixed`](https://lightning.ai/docs/fabric/latest/fundamentals/precision.html),
 # [`fp16=True`](https://huggingface.co/docs/transformers/en/mixed_precision_training),
-# [`mixed_float16`](https://keras.io/api/mixed_precision/)) do the same on a GPU, with fp16 in place of
-# bf16 and a scaler of their own. <!-- tests/notebooks/test_19_choose_your_precision.py -->
+# [`mixed_float16`](https://keras.io/api/mixed_precision/)) do the same on a GPU, with fp16 in place of bf16
+# and a scaler of their own.
 #
-# Mind transformers with a **model loaded in bf16**: since version 5, `from_pretrained` loads a
-# model in the dtype that it was saved in, which for many language models is bf16. Fine-tuning then
-# has no fp32 weights, and with a small learning rate a bf16 weight [can stand
-# still](16_low_precision_state.ipynb). Ask for `dtype=torch.float32`. A
-# saved Keras model keeps its policy; to change it, build the model anew under another and load the
-# weights ([notebook 12](12_keras.ipynb)). <!-- tests/notebooks/test_19_choose_your_precision.py -->
+# Since version 5, transformers' `from_pretrained` loads a model **in the dtype that it was saved in**, which
+# for many language models is bf16. Fine-tuning then has no fp32 weights. Ask for `dtype=torch.float32`. A
+# saved Keras model keeps its policy ([notebook
+# 12](12_keras.ipynb)). <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # What could not be run here, by their documentation:
 #
 # | setting | what it does |
 # |---|---|
-# | DeepSpeed `"bf16": {"enabled": true}` | bf16 weights and products; fp32 master weights and state in ZeRO; gradients accumulate in `grad_accum_dtype` ([settings](https://www.deepspeed.ai/docs/config-json/)) |
-# | torchtitan `mixed_precision_param`, `mixed_precision_reduce` | fp32 weights; with FSDP2 its policy: products in the first, gradients summed in the second ([11](11_scale_out.ipynb)); with DDP or on one GPU autocast in the first ([settings](https://github.com/pytorch/torchtitan/tree/main/torchtitan/config)) |
+# | DeepSpeed `"bf16": {"enabled": true}` | bf16 weights and matmuls; fp32 master weights and state in ZeRO; gradients accumulate in `grad_accum_dtype` ([settings](https://www.deepspeed.ai/docs/config-json/)) |
+# | torchtitan `mixed_precision_param`, `mixed_precision_reduce` | fp32 weights; with FSDP2 its policy: matmuls in the first, gradients summed in the second ([11](11_scale_out.ipynb)); with DDP or on one GPU autocast in the first ([settings](https://github.com/pytorch/torchtitan/tree/main/torchtitan/config)) |
 # | torchtune `dtype: bf16` | all of it in bf16, as `model.to(torch.bfloat16)` ([precision](https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html)) |
-# | JAX with Flax | no autocast: layers have `dtype` for products and `param_dtype` for weights ([layers](https://flax.readthedocs.io/en/stable/api_reference/flax.nnx/nn/linear.html)) |
+# | JAX with Flax | no autocast: layers have `dtype` for matmuls and `param_dtype` for weights ([layers](https://flax.readthedocs.io/en/stable/api_reference/flax.nnx/nn/linear.html)) |
 #
 # ## Summary
 #
 # - Begin with bf16 wherever the hardware multiplies it fast, with fp16 and a scaler where only
 #   that is fast, and with fp32 elsewhere. Then measure your own model.
-# - By default fp32 products are fp32 and fp32 convolutions may be TF32. Set each mode once:
-#   `torch.set_float32_matmul_precision` for products, `torch.backends.cudnn.allow_tf32` for
-#   convolutions.
+# - By default fp32 matmuls are fp32 and fp32 convolutions may be TF32. Set each mode once:
+#   `torch.set_float32_matmul_precision` for matmuls, `torch.backends.cudnn.allow_tf32` for convolutions.
 # - Before a bf16 model goes to fp16, look at its largest values.
-# - "Mixed" keeps fp32 weights, and "true" in 16 bits does not. Which dtype a framework returns is worth a look.
+# - "Mixed" keeps fp32 weights, and "true" in 16 bits does not.
 #
 # ## Exercises
 #

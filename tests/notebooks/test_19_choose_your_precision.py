@@ -1,11 +1,13 @@
 """What notebook 19 says of fp32's modes, and its table, held against other libraries."""
 
 import importlib.util
+import inspect
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ def test_every_cell_of_the_table_is_what_a_hook_sees():
     done = subprocess.run([sys.executable, program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    heading = "# | setting | weights | products | gradients | state | outputs |"
+    heading = "# | setting | weights | matmuls | gradients | state | outputs |"
     lines = SOURCE.read_text().partition(heading)[2].splitlines()[2:]
     rows = [line for line, _ in zip(lines, found, strict=False)]
     stated = {}
@@ -32,6 +34,55 @@ def test_every_cell_of_the_table_is_what_a_hook_sees():
         name, *cells = (cell.strip() for cell in line.strip("# |").split(" | "))
         stated[re.sub("`", "", name)] = cells
     assert stated == found
+
+
+def test_a_power_of_two_can_be_moved_through_relu_and_not_through_gelu():
+    x = torch.rand(16, 32, generator=torch.Generator().manual_seed(0))
+    for between, is_exact in ((torch.nn.ReLU(), True), (torch.nn.GELU(), False)):
+        model = torch.nn.Sequential(torch.nn.Linear(32, 64), between, torch.nn.Linear(64, 8))
+        with torch.inference_mode():
+            wanted = model(x)
+            for tensor, factor in (
+                (model[0].weight, 18),
+                (model[0].bias, 18),
+                (model[2].weight, -18),
+            ):
+                tensor.mul_(2.0**factor)
+            assert torch.equal(model(x), wanted) == is_exact
+
+
+def test_turing_says_that_it_supports_bf16_unless_asked_without_emulation():
+    properties = mock.Mock(major=7, minor=5)  # of a Turing GPU
+    with (
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.cuda.current_device", return_value=0),
+        mock.patch("torch.cuda.get_device_properties", return_value=properties),
+        mock.patch("torch.cuda._check_bf16_tensor_supported", return_value=True),
+        mock.patch("torch.version.hip", None),
+    ):
+        assert torch.cuda.is_bf16_supported()
+        assert not torch.cuda.is_bf16_supported(including_emulation=False)
+        assert not torch.cuda.is_tf32_supported()
+
+
+def test_a_step_with_a_scaler_needs_float64():
+    """As the table says of Arc A."""
+    assert ".double().reciprocal()" in inspect.getsource(torch.amp.GradScaler.unscale_)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Fabric's, of 16-mixed on a CPU
+def test_on_a_cpu_two_settings_differ_from_their_name():
+    accelerate = pytest.importorskip("accelerate")
+    fabric = pytest.importorskip("lightning_fabric").Fabric(accelerator="cpu", precision="16-mixed")
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerator = accelerate.Accelerator(mixed_precision="fp16", cpu=True)
+    for prepare, wanted in ((fabric.setup, torch.bfloat16), (accelerator.prepare, torch.float32)):
+        layer, seen = torch.nn.Linear(2, 2), []
+        layer.register_forward_hook(lambda module, x, y, seen=seen: seen.append(y.dtype))
+        prepare(layer)(torch.ones(1, 2))
+        assert seen == [wanted]
+    accelerate.state.AcceleratorState._reset_state(True)
 
 
 def test_an_old_name_is_refused_only_where_it_would_contradict_the_new_one():

@@ -32,14 +32,14 @@ def watched(model):
     """What a step does to the first layer, filled in as the step goes on."""
     seen = {}
     first = model[0]
-    first.register_forward_hook(lambda layer, given, output: seen.update(products=output.dtype))
+    first.register_forward_hook(lambda layer, given, output: seen.update(matmuls=output.dtype))
     first.weight.register_post_accumulate_grad_hook(lambda p: seen.update(gradients=p.grad.dtype))
     return seen
 
 
 def row(seen, weight, optimizer, output):
     (state,) = (state["exp_avg"] for key, state in optimizer.state.items() if key is weight)
-    return weight.dtype, seen["products"], seen["gradients"], state.dtype, output
+    return weight.dtype, seen["matmuls"], seen["gradients"], state.dtype, output
 
 
 def plain(dtype):
