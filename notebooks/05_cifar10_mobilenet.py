@@ -95,6 +95,7 @@ name = "cifar10" if cifar10 else "digits"
 data = load_dataset(name, root, limit=config["limit"], download=DOWNLOAD)
 kind_of_data = "generated pictures" if data.stand_in else data.name
 print(f"{kind_of_data}: {len(data.train)} training and {len(data.test)} test images")
+assert len(data.train) > config["batch_size"]
 
 # %% [markdown]
 # `batches` yields normalised images, float32 (B, 3, 32, 32). How the training images are moved and in

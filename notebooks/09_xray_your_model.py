@@ -125,6 +125,7 @@ def rules_of(device_type, dtype=None):
         torch.set_autocast_dtype(device_type, before[1])
 
 
+# %%
 def trace_on(device_type, model, shape):
     """The tracer's rows of one forward pass on fake tensors of `device_type`."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}

@@ -25,16 +25,13 @@
 
 # %% tags=["nbval-ignore-output"]
 import os
-import tempfile
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -183,6 +180,7 @@ def bf16_hook(group, bucket):
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
+# %%
 def train_ddp(config, data, dtype, device, sums_in=torch.float32):
     model = new_model(config).to(device)
     model = DistributedDataParallel(model)  # DDP
@@ -237,6 +235,7 @@ def shard(model, param_dtype, reduce_dtype):
     fully_shard(model, mesh=mesh, mp_policy=policy)  # takes the layers that are left
 
 
+# %%
 def train_fsdp(config, data, dtype, device, sums_in=torch.float32):
     model = new_model(config).to(device)
     shard(model, dtype or torch.float32, sums_in)  # FSDP2: before the optimizer
@@ -273,6 +272,7 @@ SETUPS = {
 }
 
 
+# %%
 def try_all(config, setups, device_type):
     """For each set-up: the losses, what this rank holds, and the bytes that it sends in an epoch."""
     device, data, found = join(device_type), digits_by_row(), {}
@@ -414,17 +414,30 @@ assert decided[0]["DDP", "gradient"][1] == []
 
 
 # %%
+import tempfile
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+
+def trained(config, x, y, steps):
+    """A sharded model and its optimizer, trained for some steps."""
+    model = new_model(config).to(x.device)
+    shard(model, torch.float32, torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"])
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+# %%
 def save_or_load(config, folder, saves, device_type):
     """Save after three steps, or load after one; return the loss before and after."""
     device, data = join(device_type), digits_by_row()
     x, y = (t.to(device) for t in data[:])
-    model = new_model(config).to(device)
-    shard(model, torch.float32, torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"])
-    for _ in range(3 if saves else 1):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    model, optimizer = trained(config, x, y, steps=3 if saves else 1)
     before = F.cross_entropy(model(x), y).item()
     model_state, optim_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optim_state}
@@ -438,11 +451,13 @@ def save_or_load(config, folder, saves, device_type):
     return before, after
 
 
+# %%
 losses = {}
 with tempfile.TemporaryDirectory() as folder:
+    needed = join, shard, trained
     given = {"config": config, "folder": folder, "device_type": where}
     for n in reversed(counts[1:]):
-        ranks = run_workers(save_or_load, join, shard, processes=n, saves=n == most, **given)
+        ranks = run_workers(save_or_load, *needed, processes=n, saves=n == most, **given)
         losses[n] = ranks[0]
         print(f"{n} processes: loss {ranks[0][0]:.4f}, then {ranks[0][1]:.4f}")
 assert all(

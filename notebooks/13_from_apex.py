@@ -393,7 +393,7 @@ if find_spec("libcst") is not None:
     assert len(marks) == len(findings) == 3
 
 # %% [markdown]
-# ## Checkpoints that Apex wrote (optional)
+# ## Checkpoints that Apex wrote
 #
 # [Apex's manual](https://nvidia.github.io/apex/amp.html#checkpointing) asked for a file with three
 # parts: the states of model, optimizer and `amp`, the last of which is an `OrderedDict` of the loss

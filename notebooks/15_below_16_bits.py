@@ -258,6 +258,7 @@ def new_gpt():
     return Gpt(Size(width=64, heads=2, depth=2), vocabulary=len(characters))
 
 
+# %%
 def train(form, seed, steps):
     """Losses of a training with matmuls rounded to `form`, or in fp32 without one."""
     torch.manual_seed(seed)

@@ -1,13 +1,14 @@
 """How long a notebook takes to read: `python tools/reading_time.py [NAME …]`.
 
-220 words a minute, and 4 s for a line of code; exercises, and sections that say "(optional)" in
-their heading, are left out. Lines are those of the whole source. `--write` puts the minutes into
-the README's table.
+220 words a minute, and 4 s for a line of code, without exercises. Sections that say "(optional)" in
+their heading are counted apart. Lines are those of the whole source. `--write` puts the minutes
+into the README's table.
 """
 
 import argparse
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import build_pairs
 
@@ -15,6 +16,7 @@ WORDS_A_MINUTE, SECONDS_A_CODE_LINE = 220, 4
 WORD = re.compile(r"\w[\w'’.-]*")
 LINK = re.compile(r"\]\([^)]*\)")
 COMMENT = re.compile(r"<!--.*?-->")  # which nobody sees
+FAILURES = "08_when_amp_breaks"  # a reference, which nobody reads from beginning to end
 README = build_pairs.FOLDER.parent / "README.md"
 # A row of its table: | [title](notebooks/NAME.ipynb) | … | minutes to read | time to run |
 ROW = re.compile(
@@ -22,22 +24,39 @@ ROW = re.compile(
 )
 
 
-def minutes(source: Path) -> float:
-    """Minutes for text and code of a notebook, without exercises and optional sections."""
-    words, lines, counts = 0, 0, True
+class Minutes(NamedTuple):
+    """Minutes for text and code of a notebook, without exercises."""
+
+    core: float
+    optional: float  # of sections that only some readers need
+
+
+def minutes(source: Path) -> Minutes:
+    """How long the notebook takes to read."""
+    core, optional, is_optional = 0.0, 0.0, False
     for cell in build_pairs.read_source(source).cells:
         if cell.cell_type == "code":
-            lines += counts * sum(1 for line in cell.source.splitlines() if line.strip())
-            continue
-        beginning, *sections = re.split(r"^(?=## )", cell.source, flags=re.MULTILINE)
-        words += counts * _words(beginning)
-        for section in sections:
-            heading = section.splitlines()[0]
-            if heading == "## Exercises":
-                return words / WORDS_A_MINUTE + lines * SECONDS_A_CODE_LINE / 60
-            counts = not heading.endswith("(optional)")
-            words += counts * _words(section)
-    return words / WORDS_A_MINUTE + lines * SECONDS_A_CODE_LINE / 60
+            parts = [(is_optional, _code_minutes(cell.source))]
+        else:
+            parts = []
+            for section in re.split(r"^(?=## )", cell.source, flags=re.MULTILINE):
+                heading = section.partition("\n")[0]
+                if heading == "## Exercises":
+                    return Minutes(core, optional)
+                if heading.startswith("## "):
+                    is_optional = heading.endswith("(optional)")
+                parts.append((is_optional, _words(section) / WORDS_A_MINUTE))
+        for counts_as_optional, amount in parts:
+            if counts_as_optional:
+                optional += amount
+            else:
+                core += amount
+    return Minutes(core, optional)
+
+
+def _code_minutes(code: str) -> float:
+    lines = sum(1 for line in code.splitlines() if line.strip())
+    return lines * SECONDS_A_CODE_LINE / 60
 
 
 def _words(text: str) -> int:
@@ -48,7 +67,9 @@ def with_minutes(readme: str) -> str:
     """The README with the minutes of its table as they are."""
 
     def row(match: re.Match[str]) -> str:
-        return f"{match[1]}{round(minutes(build_pairs.FOLDER / f'{match[2]}.py'))} min{match[3]}"
+        return (
+            f"{match[1]}{round(minutes(build_pairs.FOLDER / f'{match[2]}.py').core)} min{match[3]}"
+        )
 
     return ROW.sub(row, readme)
 
@@ -61,9 +82,16 @@ def main() -> None:
     options = parser.parse_args()
     if options.write:
         README.write_text(with_minutes(README.read_text(encoding="utf-8")), encoding="utf-8")
+    total = Minutes(0, 0)
     for source in build_pairs.find(options.names):
         lines = len(source.read_text(encoding="utf-8").splitlines())
-        print(f"{source.stem:<30} {minutes(source):4.0f} min {lines:6} lines")
+        found = minutes(source)
+        optional = f"{found.optional:6.1f} min optional" if found.optional else ""
+        print(f"{source.stem:<30} {found.core:5.1f} min {lines:6} lines{optional}")
+        if source.stem != FAILURES:
+            total = Minutes(total.core + found.core, total.optional + found.optional)
+    both = total.core + total.optional
+    print(f"together {total.core:.0f} min, with optional text {both:.0f} min, without {FAILURES}")
 
 
 if __name__ == "__main__":

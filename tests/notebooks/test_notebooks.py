@@ -22,8 +22,9 @@ pytestmark = pytest.mark.slow
 SOURCES = build_pairs.find()
 NAMES = [source.stem for source in SOURCES]
 MAX_BYTES = 350_000
-MAX_MINUTES, MAX_LINES = 30, 1000  # of reading, and of the whole source
-TO_LOOK_THINGS_UP = "08_when_amp_breaks"  # and not to read from its beginning to its end
+MAX_MINUTES, MAX_LINES = 20, 650  # of reading, and of the whole source
+MAX_OPTIONAL = 0.2  # of the minutes
+MAX_TOGETHER = 450  # minutes, with optional sections
 MAX_CELL_LINES = 20
 SCRIPT_NEEDS = {"torch", "torchvision", "numpy", "matplotlib", "sklearn", "tqdm"} | {
     "amp_lab", "course",  # of this checkout
@@ -128,14 +129,18 @@ def test_frame(source):
 
 
 @each_notebook
-def test_it_can_be_read_in_half_an_hour(source):
-    if source.stem == TO_LOOK_THINGS_UP:
+def test_it_can_be_read_in_twenty_minutes(source):
+    if source.stem == reading_time.FAILURES:
         pytest.skip("nobody reads it from its beginning to its end")
-    minutes, lines = reading_time.minutes(source), len(source.read_text().splitlines())
-    assert round(minutes) <= MAX_MINUTES, (
-        f"{minutes:.0f} minutes: say less, or make a section optional"
-    )
+    found, lines = reading_time.minutes(source), len(source.read_text().splitlines())
+    assert found.core <= MAX_MINUTES, f"{found.core:.1f} minutes: drop an idea"
+    assert found.optional <= MAX_OPTIONAL * found.core, f"{found.optional:.1f} minutes are optional"
     assert lines <= MAX_LINES, f"{lines} lines: a notebook has at most {MAX_LINES}"
+
+
+def test_all_can_be_read_in_seven_hours_and_a_half():
+    sources = [source for source in SOURCES if source.stem != reading_time.FAILURES]
+    assert sum(sum(reading_time.minutes(source)) for source in sources) <= MAX_TOGETHER
 
 
 def test_the_readme_says_how_long_they_take():
