@@ -93,6 +93,7 @@ config = {
     "full": {"width": 256, "heads": 8, "layers": 4, "batch": 64, "lr": 3e-4},
 }[scale if where == device.type else "quick"]
 data = digits_by_row()
+assert config["batch"] % counts[-1] == 0
 parameters = sum(p.numel() for p in new_model(config).parameters())
 
 # %% [markdown]
