@@ -375,11 +375,15 @@ def test_an_infinite_gradient_is_skipped_in_fp16_and_has_to_be_refused_in_bf16()
         one_step_with_an_infinite_gradient(torch.bfloat16, error_if_nonfinite=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_loop_of_the_cheat_sheet_loses_no_weights(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "is_for_bf16"),
+    [(torch.float16, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+)
+def test_the_loops_of_the_cheat_sheet_lose_no_weights(dtype, is_for_bf16):
     """As it is printed there, on a batch whose loss overflows."""
     page = (build_pairs.FOLDER.parent / "CHEATSHEET.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"## The loop\n\n```python\n(.*?)```", page, re.DOTALL)
+    for_both, for_bf16 = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code = for_bf16 if is_for_bf16 else for_both
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
     names = {"torch": torch, "device": torch.device("cpu"), "dtype": dtype, "model": model}
