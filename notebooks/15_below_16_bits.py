@@ -293,12 +293,12 @@ last = {  # the mean of the last 20 steps
 mean = {name: sum(values) / len(values) for name, values in last.items()}
 for name, values in last.items():
     print(f"{name:<15} {mean[name]:.3f}   by seed", *(f"{value:.3f}" for value in values))
-_ = figures.loss_by_format(losses)
+_ = figures.loss_from_fp32(losses)
 
 # %% [markdown]
-# The figure shows the mean loss of the three seeds, smoothed over ten steps. With scales, FP8 and MXFP8
-# follow fp32 as closely as two seeds follow each other, and the four-bit formats end a little higher.
-# Without a scale the model learns less, because E4M3 flushes most gradients to zero:
+# The figure shows how far each loss is from that of fp32: the mean and the range of the three seeds,
+# smoothed over ten steps. The grey band is how far the seeds of fp32 lie apart. With scales, FP8 and MXFP8
+# stay within that band, and the four-bit formats end a little higher. Without a scale the model learns less, because E4M3 flushes most gradients to zero:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)

@@ -262,7 +262,7 @@ for name, (make_add, dtype) in WAYS.items():
     losses[name] = [train(seed, adams[seed], steps, dtype)[0] for seed in SEEDS]
     ends = at_the_end(losses[name])
     print(f"{name:<17} {sum(ends) / 3:.3f}   by seed", *(f"{end:.3f}" for end in ends))
-_ = figures.loss_by_format(losses)
+_ = figures.loss_from_fp32(losses)
 of_fp32 = max(at_the_end(losses["fp32"]))
 assert min(at_the_end(losses["bf16, nearest"])) > 1.2 * of_fp32
 for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
@@ -270,7 +270,8 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
     assert lag < 0.1 * (min(at_the_end(losses["bf16, nearest"])) - of_fp32)
 
 # %% [markdown]
-# The figure shows the loss over the steps, the mean of three seeds. With rounding to nearest, the bf16
+# The figure shows how far each loss is from that of fp32: the mean and the range of three seeds. The grey
+# band is how far the seeds of fp32 lie apart. With rounding to nearest, the bf16
 # weights learn far more slowly than fp32. With stochastic rounding, Kahan summation or masters they
 # learn as fast as fp32.
 #

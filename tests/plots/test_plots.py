@@ -62,7 +62,10 @@ FIGURES = {  # figure: its arguments, and what stands on its axes
     "gradient_norm_in_step": (({"backward": 9e4, "clip": 1.0}, ["backward"]), ["length", "stage"]),
     "gradients_against_fp16": ((torch.randn(99) * 8 - 25, (1, 256)), ["log2 of |gradient", "num"]),
     "loss_and_accuracy": ((SEEDS, SEEDS), ["epoch", "loss (cross-entropy)", "accuracy"]),
-    "loss_by_format": (({"fp8": [[2.0] * 12, [1.0] * 12]},), ["step", "loss"]),
+    "loss_from_fp32": (
+        ({"fp32": [[2.0] * 12, [1.0] * 12], "fp8": [[2.5] * 12, [1.0] * 12]},),
+        ["step", "loss"],
+    ),
     "loss_curves": ((SEEDS,), ["epoch", "loss (mean squared error)"]),
     "loss_scales": (({"fp16": SCALES, "other": SCALES},), ["step", "loss scale"]),
     "memory_against_batch": (({"fp32": ([1, 2], [2e9, 4e9])}, 3e9), ["batch", "(GiB)"]),

@@ -35,19 +35,30 @@ def sqnr_by_format(errors: Mapping[str, Mapping[str, float]]) -> Axes:
     return style.label(ax, "format", "SQNR (dB)", legend="upper left")
 
 
-def loss_by_format(losses: Mapping[str, Sequence[Values]], window_steps: int = 10) -> Axes:
-    """Mean loss of several seeds at each step: `losses[format][seed]` has the loss of each step.
+def loss_from_fp32(losses: Mapping[str, Sequence[Values]], window_steps: int = 10) -> Axes:
+    """How far the loss of each format is from that of fp32 with the same seed, at each step.
 
-    The curves are moving averages over `window_steps` steps.
+    `losses[format][seed]` has the loss of each step; one format is "fp32". A line is the mean over
+    the seeds and a band their range, both of moving averages over `window_steps` steps. The grey
+    band is the range of the seeds of fp32 around their mean.
     """
     _, ax = style.subplots(size=(8.5, 4.0))
-    window = np.ones(window_steps) / window_steps
-    for i, (name, runs) in enumerate(losses.items()):
-        mean = np.mean(runs, 0)
-        smooth = np.convolve(mean, window, "valid")
-        steps = range(window_steps, window_steps + len(smooth))
-        colour = style.shade(i, len(losses))
+    exact = _smooth(losses["fp32"], window_steps)  # (seeds, steps)
+    steps = np.arange(window_steps, window_steps + exact.shape[1])
+    spread = exact - exact.mean(0)
+    ax.fill_between(steps, spread.min(0), spread.max(0), color=style.GRID, label="fp32, its seeds")
+    others = [name for name in losses if name != "fp32"]
+    for i, name in enumerate(others):
+        difference = _smooth(losses[name], window_steps) - exact
+        colour = style.shade(i, len(others))
         dash = style.DASHES[i % len(style.DASHES)]
-        options: Options = {"color": colour, "linestyle": dash}
-        ax.plot(steps, smooth, label=name, **options)
-    return style.label(ax, "step", "loss (cross-entropy)", legend="best")
+        look: Look = {"color": colour, "linestyle": dash}
+        ax.plot(steps, difference.mean(0), label=name, **look)
+        ax.fill_between(steps, difference.min(0), difference.max(0), color=colour, alpha=0.15)
+    return style.label(ax, "step", "loss, difference from fp32", legend="best")
+
+
+def _smooth(runs: Sequence[Values], window_steps: int) -> np.ndarray:
+    """The moving average of each run, (runs, steps - window_steps + 1)."""
+    window = np.ones(window_steps) / window_steps
+    return np.array([np.convolve(run, window, "valid") for run in runs])
