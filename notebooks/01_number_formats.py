@@ -401,7 +401,7 @@ assert 100 <= len(set(copies)) <= 104  # from 1 to 1.1 in steps of 2^-10 there a
 # %% [markdown]
 # The same thousand updates now arrive. The copy stands still for about ten steps and then moves on
 # by one spacing, so the steps saw 103 different copies. Autocast [works in this
-# way](02_autocast_dtypes.ipynb#The-dtypes-of-a-network,-in-a-picture): the parameters of the model stay
+# way](02_autocast_dtypes.ipynb#The-idea-in-five-lines): the parameters of the model stay
 # in fp32, and are cast where they are needed. The price is that the weights take as much memory as before.
 #
 # ### 2. Loss scaling, against underflow

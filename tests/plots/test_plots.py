@@ -53,7 +53,6 @@ FIGURES = {  # figure: its arguments, and what stands on its axes
     "best_speedups": (({"a GPU": {"CNN": TWICE}, "a CPU": {"CNN": TWICE}},), ["best speed-up"]),
     "bytes_per_parameter": ((HELD,), ["(bytes)"]),
     "dtype_grid": ((OPS,), []),
-    "dtype_track": (([("input", "fp32"), ("conv", "fp16")],), ["dtype", "forward pass"]),
     "dtypes_by_model": (({"CNN": OPS, "MLP": {"cpu": {"mm": "bf16"}}},), []),
     "error_growth": ((ERRORS, "head"), ["relative error", "module"]),
     "errors_by_layer": ((LAYERS,), ["layer", "in dB"]),

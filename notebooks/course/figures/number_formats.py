@@ -97,36 +97,6 @@ def weight_over_updates(weights: Mapping[str, Values]) -> Axes:
     return style.label(ax, "updates so far", "weight", legend="upper left")
 
 
-def dtype_track(steps: Sequence[tuple[str, str]]) -> Axes:
-    """The dtype after each of `steps`, (name, precision): fp32 above, the 16-bit one below."""
-    _, ax = style.subplots(size=(8.0, 2.4))
-    names: list[str] = []
-    lanes: list[int] = []  # y of each step: 1 for fp32, 0 for the other precision
-    lower_precision = ""
-    for x, (name, precision) in enumerate(steps):
-        lane = int(precision == "fp32")  # fp32 is above
-        marker = "s"
-        if not lane:
-            marker = "o"
-            lower_precision = lower_precision or precision
-        names.append(name)
-        lanes.append(lane)
-        options: Options = {
-            "s": 90,
-            "marker": marker,
-            "color": COLOURS[precision],
-            "zorder": 2,
-        }
-        ax.scatter(x, lane, **options)
-    positions = range(len(steps))
-    path: Options = {"color": style.PATH, "linewidth": 1.5, "zorder": 1}
-    ax.plot(positions, lanes, **path)
-    ax.set_yticks([0, 1], [lower_precision, "fp32"])
-    ax.set_xticks(positions, names, rotation=20)
-    ax.set_ylim(-0.4, 1.4)
-    return style.label(ax, "step of the forward pass", "dtype")
-
-
 def dtype_grid(outcomes: Mapping[str, DtypeOf]) -> Axes:
     """A table of the dtypes that ops return: `outcomes[backend][op]`, a precision or "error"."""
     first, *_ = outcomes.values()
