@@ -83,7 +83,6 @@ FIGURES = {  # figure: its arguments, and what stands on its axes
     "time_and_memory": ((TIMES, {"fp32": 80.0, "bf16": 60.0}, "peak"), ["(ms)", "(MiB)"]),
     "time_by_kind": (({"conv": TIMES},), ["(ms)"]),
     "training_curves": (({"train": [2.0, 1.0], "test": [2.0, 1.5]}, "loss"), ["epoch", "loss"]),
-    "weight_over_updates": ((PAIR,), ["updates", "weight"]),
 }
 
 

@@ -85,18 +85,6 @@ def _spacing_line(
     ax.annotate(name, right_end, **beside)
 
 
-def weight_over_updates(weights: Mapping[str, Values]) -> Axes:
-    """A weight after each of many small updates; `weights` maps a precision to its history."""
-    _, ax = style.subplots()
-    dashes = {
-        "fp32": "-",
-        "bf16": "--",
-        "fp16": ":",
-    }
-    style.lines(ax, weights, dashes, linewidth=3)
-    return style.label(ax, "updates so far", "weight", legend="upper left")
-
-
 def dtype_grid(outcomes: Mapping[str, DtypeOf]) -> Axes:
     """A table of the dtypes that ops return: `outcomes[backend][op]`, a precision or "error"."""
     first, *_ = outcomes.values()
