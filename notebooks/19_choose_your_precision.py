@@ -256,9 +256,10 @@ assert not in_fp16.isfinite().all()
 # bf16, if need be slowly on a CPU. Compare each value with 65504, with a margin of at least 2. `amp-lab
 # export --dtype fp16` refuses a model whose outputs are not finite. <!-- tests/train/test_export.py -->
 #
-# What then? Keep the layers that exceed the range in fp32, and the rest in fp16. Or move a power of two from
-# one layer into the next, as in exercise 4. That is exact where what lies between gives twice the output for
-# twice the input, as ReLU does and GELU does not. <!-- tests/notebooks/test_19_choose_your_precision.py -->
+# What then? Keep the layers that exceed the range in fp32, and the rest in fp16. Models of transformers can name
+# such layers in `_keep_in_fp32_modules`, as T5 does. Or move a power of two from one layer into the next, as in
+# exercise 4. That is exact where what lies between gives twice the output for twice the input, as ReLU does and
+# GELU does not. <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## What frameworks call it
 #

@@ -1,6 +1,5 @@
 """What notebook 17 says: of LoRA, held against peft; of models, against a small Llama."""
 
-import shutil
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -11,7 +10,10 @@ from definitions import definitions
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
+
+from course.language_model import loss_of, train
 
 CPU = torch.device("cpu")
 SOURCE = Path(__file__).parents[2] / "notebooks" / "17_language_model.py"
@@ -111,40 +113,9 @@ def test_a_cast_llama_loses_its_rates_and_a_loaded_one_keeps_them(llama, tmp_pat
     assert llama.bfloat16().model.rotary_emb.inv_freq.dtype is torch.bfloat16
 
 
-@pytest.mark.slow
-def test_a_model_of_ones_own_is_examined(llama, tmp_path):
-    examine = definitions(SOURCE, device=torch.device("cpu"), END=65504)["examine"]
-    with torch.no_grad():
-        llama.model.layers[0].mlp.down_proj.weight *= 1e9
-    llama.bfloat16().save_pretrained(tmp_path, max_shard_size="20kB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    dtypes, over = examine(tmp_path)
-    assert dtypes == {torch.bfloat16}
-    assert over[0] == "model.layers.0.mlp.down_proj"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["a shard is missing", "pickles alone", "nothing"])
-def test_a_folder_without_whole_safetensors_is_refused(llama, tmp_path, what):
-    examine = definitions(SOURCE, device=torch.device("cpu"), END=65504)["examine"]
-    folder = tmp_path / "model"
-    llama.save_pretrained(folder, max_shard_size="20kB")
-    if what == "a shard is missing":
-        next(folder.glob("*.safetensors")).unlink()
-    elif what == "pickles alone":
-        for file in folder.glob("*.safetensors*"):
-            file.unlink()
-        torch.save(llama.state_dict(), folder / "pytorch_model.bin")
-    else:
-        shutil.rmtree(folder)
-    with pytest.raises((OSError, ValueError)):
-        examine(folder)
-
-
 def test_at_the_peak_of_the_loss_four_tensors_of_its_size_are_alive():
-    """Those of the page's table: the output in bf16, and in fp32 what the loss makes of it."""
+    """Those that the page names: the output in bf16, and in fp32 what the loss makes of it."""
     watch = definitions(SOURCE.parent / "06_caltech256_resnet50.py", device=CPU)["LiveTensors"]
-    loss_of = definitions(SOURCE, device=CPU)["loss_of"]
     tokens, words = 64, 5000
     with FakeTensorMode(), watch() as live:
         hidden = torch.zeros(1, tokens, 2, requires_grad=True)
@@ -173,23 +144,65 @@ def test_the_reentrant_checkpoint_gives_a_part_with_frozen_inputs_no_gradients(r
 def test_a_run_of_the_full_scale_ends_with_the_scale_that_it_began_with():
     """Any other scale means a skipped step to its assertion; one grows after 2000 good steps."""
     data = torch.zeros(80, dtype=torch.int64)
-    notebook = definitions(SOURCE, ["SIZES"], device=CPU, batch=1)
-    steps, _ = notebook["SIZES"]["full"]
-    losses = notebook["train"](nn.Embedding(1, 1), torch.float16, data, seed=0, steps=steps)
-    assert len(losses) == steps >= 2000
+    steps, _ = definitions(SOURCE, ["SIZES"], device=CPU)["SIZES"]["full"]
+    assert steps >= 2000
+    train(nn.Embedding(1, 1), torch.float16, data, seed=0, steps=steps, batch=1)
 
 
-def test_t5_keeps_one_layer_of_each_block_in_fp32(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.T5Config(
-        d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=8
-    )
-    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
-    load = transformers.T5ForConditionalGeneration.from_pretrained
-    dtypes = {name: p.dtype for name, p in load(tmp_path, dtype=torch.float16).named_parameters()}
-    wide = [name for name, dtype in dtypes.items() if dtype is torch.float32]
-    assert wide
-    assert all(name.endswith("wo.weight") for name in wide)
+def test_only_the_cosines_of_a_rotation_may_be_bf16():
+    rates = 10_000 ** (-torch.arange(0, 64, 2) / 64)
+    positions = torch.arange(4096.0)[:, None]
+    exact = (positions * rates).cos()
+
+    def off(cosines):
+        return (cosines - exact).abs().max()
+
+    assert off(exact.bfloat16().float()) < 2**-8
+    assert off((positions * rates.bfloat16().float()).cos()) > 1
+    assert off((positions.bfloat16().float() * rates).cos()) > 1
+
+
+def test_a_kernel_that_is_selected_raises_if_it_cannot_run_and_warns_why():
+    q = torch.randn(1, 2, 8, 16)
+    narrow = torch.randn(1, 2, 8, 12)  # v with another head size than q and k
+    with (
+        sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+        warnings.catch_warnings(record=True) as reasons,
+    ):
+        warnings.simplefilter("always")
+        with pytest.raises(RuntimeError, match="No available kernel"):
+            F.scaled_dot_product_attention(q, q, narrow)
+    assert any("same last dimension" in str(reason.message) for reason in reasons)
+
+
+def test_a_loss_in_chunks_keeps_no_logits_between_the_passes():
+    chunked_loss = definitions(SOURCE, device=CPU)["chunked_loss"]
+    hidden, weight = torch.randn(64, 4), torch.randn(500, 4, requires_grad=True)
+    targets = torch.randint(500, (64,))
+    kept = []
+
+    def note(tensor):
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        F.cross_entropy(F.linear(hidden, weight), targets)
+        direct, kept = max(kept), []
+        chunked_loss(hidden, weight, targets, chunks=4)
+    assert direct >= 64 * 500
+    assert max(kept) <= weight.numel()
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="comes with torch 2.13")
+def test_linear_cross_entropy_with_options_ignores_autocast_and_returns_bf16_for_bf16():
+    options = nn.LinearCrossEntropyOptions()
+    hidden, weight, words = torch.randn(64, 8), torch.randn(90, 8), torch.randint(90, (64,))
+    plain = F.linear_cross_entropy(hidden, weight, words, options=options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        again = F.linear_cross_entropy(hidden, weight, words, options=options)
+    assert torch.equal(plain, again)
+    halves = hidden.bfloat16(), weight.bfloat16()
+    assert F.linear_cross_entropy(*halves, words, options=options).dtype is torch.bfloat16
 
 
 def test_a_mask_in_other_16_bits_than_the_query_is_refused_and_a_boolean_one_is_taken():

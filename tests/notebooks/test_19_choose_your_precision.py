@@ -142,3 +142,16 @@ def test_accelerate_keeps_16_bits_out_of_its_wrapper_and_inside_its_block():
     with accelerator.autocast():
         assert model(x).dtype is torch.bfloat16
     accelerate.state.AcceleratorState._reset_state(True)
+
+
+def test_t5_keeps_one_layer_of_each_block_in_fp32(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=8
+    )
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    load = transformers.T5ForConditionalGeneration.from_pretrained
+    dtypes = {name: p.dtype for name, p in load(tmp_path, dtype=torch.float16).named_parameters()}
+    wide = [name for name, dtype in dtypes.items() if dtype is torch.float32]
+    assert wide
+    assert all(name.endswith("wo.weight") for name in wide)
