@@ -177,7 +177,7 @@
 # | fp32 results differ between two GPUs | [section&nbsp;37](#37-TF32-is-set-in-the-old-and-in-the-new-way) |
 # | the ranks of a distributed run drift apart, have other gradient norms, or skip different steps | [section&nbsp;40](#40-DDP-refuses-the-model-or-its-step), [notebook 11](11_scale_out.ipynb) |
 # | attention refuses q, k and v: `Expected query, key, and value to have the same dtype` | [notebook 17](17_language_model.ipynb#One-dtype-for-q,-k-and-v) |
-# | another text or decision comes out in bf16, or in another batch | [notebook 17](17_language_model.ipynb#The-same-prompt,-another-text), [notebook 18](18_inference_and_export.ipynb#The-same-answer-twice) |
+# | another text or decision comes out in bf16, or in another batch | [notebook 17](17_language_model.ipynb#The-same-prompt,-another-text), [notebook 18](18_inference_and_export.ipynb#Which-decisions-change?) |
 # | an exported model computes in another dtype than expected | [notebook 18](18_inference_and_export.ipynb#Export) |
 # | a model that was trained in bf16 gives NaN in fp16 | [notebook 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) |
 # | a model in Keras gives NaN, or is no faster | [notebook 12](12_keras.ipynb) |

@@ -9,8 +9,8 @@
 # %% [markdown]
 # # Serve and export a model in reduced precision
 #
-# **What you'll do.** Run a trained network in bf16 in three ways, count how many of its decisions
-# change and find out which, then compile it, export it, and store its weights in eight bits.
+# **What you'll do.** Run a trained network in bf16 in three ways, and count which of its decisions
+# change. Then compile it, export it, and store its weights in eight bits.
 #
 # **What you'll learn.**
 # - when to cast the weights once, and when autocast is the better choice;
@@ -18,24 +18,20 @@
 # - what makes `torch.compile` compile again, and how its bf16 differs from eager's;
 # - what `torch.export` keeps of autocast, and why you cast before you export.
 #
-# **What you need.** [Notebook 02](02_autocast_dtypes.ipynb), on what autocast does. Nothing here
-# needs a GPU.
+# **What you need.** [Notebook 02](02_autocast_dtypes.ipynb), on what autocast does. You need no GPU.
 
 # %% tags=["nbval-ignore-output"]
 import copy
 import functools
 import importlib
 import io
-import tempfile
-import time
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from course import figures, start
+from course.digits_network import TRAINED, trained_network
 
 from amp_lab import compare
 from amp_lab.formats import quantize
@@ -46,40 +42,16 @@ figures.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# We need a network that has learned something, so that its decisions mean something: a small one
-# for scikit-learn's handwritten digits, with three convolutions.
-
-# %%
-digits = load_digits()
-images = torch.tensor(digits.images / 16, dtype=torch.float32, device=device)[:, None]
-labels = torch.tensor(digits.target, device=device)  # images: (1797, 1, 8, 8)
-
-
-def block(inner, outer):
-    convolution = nn.Conv2d(inner, outer, 3, padding=1, bias=False)
-    return nn.Sequential(convolution, nn.BatchNorm2d(outer), nn.ReLU())
-
-
-def network():
-    features = [block(1, 32), block(32, 64), nn.MaxPool2d(2), block(64, 64)]
-    return nn.Sequential(*features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
-
+# We need a network that has learned something, so that its decisions mean something. [This
+# one](course/digits_network.py) has three convolutions and recognises handwritten digits. We test it
+# on images that it was not trained on, because it is less sure about those:
 
 # %% tags=["nbval-ignore-output"]
-torch.manual_seed(0)
-model = network().to(device)
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-for _ in range({"quick": 100, "full": 500}[scale]):
-    of_batch = torch.randint(0, 1400, (128,)).to(device)  # the last 397 are for the test
-    loss = F.cross_entropy(model(images[of_batch]), labels[of_batch])
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-model.eval()
-tests = images[1400:]  # what the model has not seen: of the others it is surer than of any new one
+model, images, labels = trained_network(device, steps={"quick": 100, "full": 500}[scale])
+tests = images[TRAINED:]  # (397, 1, 8, 8)
 with torch.inference_mode():
     in_fp32 = model(tests)
-right = (in_fp32.argmax(1) == labels[1400:]).float().mean().item()
+right = (in_fp32.argmax(1) == labels[TRAINED:]).float().mean().item()
 print(f"{right:.1%} of the {len(tests)} test images are recognised in fp32")
 assert right > 0.9
 
@@ -96,16 +68,17 @@ print(f"{changed} of {len(tests)} decisions changed")
 assert changed < 0.02 * len(tests)
 
 # %% [markdown]
-# Hardly any. To judge a precision for inference, count decisions (or whatever your users see), and
-# not digits, and count them on inputs that the model was not trained on.
+# Hardly any. So to judge a precision for inference, count decisions (or whatever your users see), not
+# digits.
 #
 # ## Ways to run it
 #
-# **Autocast** leaves the weights in fp32 and casts what it multiplies in each call. It keeps some
-# sensitive ops in fp32 by a list of its own, which [notebook 02](02_autocast_dtypes.ipynb) shows,
-# and it is what you train with. **Cast once** halves the memory of the weights and saves their
-# casts, and then you have to take care of inputs and of sensitive parts yourself. Either of them
-# can be **compiled**, which can join the small ops between the products.
+# - **Autocast** keeps the weights in fp32 and casts them in each call. It runs sensitive ops in fp32
+#   ([notebook 02](02_autocast_dtypes.ipynb) has the list), and the model stays as it is. Use it to
+#   evaluate during training, or if you do not know which parts need fp32.
+# - **Cast once** halves the memory of the weights and saves their casts. You have to take care of
+#   inputs and of sensitive parts yourself. Use it for a model that only runs inference.
+# - **Compiled**, either of them can join the small ops between the matmuls.
 
 
 # %%
@@ -118,23 +91,6 @@ def cast_once(x):
     return served(x.bfloat16())
 
 
-compiled = torch.compile(served)
-
-
-def cast_once_compiled(x):
-    return compiled(x.bfloat16())
-
-
-WAYS = {
-    "fp32": model,
-    "fp32 compiled": torch.compile(model),
-    "bf16 autocast": autocast,
-    "bf16 cast once": cast_once,
-    "bf16 compiled": cast_once_compiled,
-}
-
-
-# %%
 def quality(logits):
     """How far outputs are off, and how many decisions changed."""
     off = ((logits.float() - in_fp32).norm() / in_fp32.norm()).item()
@@ -142,31 +98,26 @@ def quality(logits):
 
 
 # %% tags=["nbval-ignore-output"]
+compiled = {"fp32 compiled": torch.compile(model), "bf16 compiled": torch.compile(cast_once)}
+WAYS = {"fp32": model, "bf16 autocast": autocast, "bf16 cast once": cast_once, **compiled}
+half = copy.deepcopy(model).half()
 outputs = {}
-for name, run in WAYS.items():
-    began = time.perf_counter()
+for name, run in {**WAYS, "fp16 cast once": lambda x: half(x.half())}.items():
     with torch.inference_mode():
         outputs[name] = run(tests).float()
-    off, changed = quality(outputs[name])  # which waits for the device
-    first_s = time.perf_counter() - began
-    print(f"{name:<15} {off:.2%} off, {changed} decisions changed; first call {first_s:.1f} s")
+    off, changed = quality(outputs[name])
+    print(f"{name:<15} outputs {off:.2%} off, {changed} decisions changed")
     assert off < 0.02
     assert changed < 0.02 * len(tests)
-with torch.inference_mode():
-    in_fp16 = copy.deepcopy(model).half()(tests.half())
-off, changed = quality(in_fp16)
-print(f"fp16 cast once  {off:.2%} off, {changed} decisions changed")
-assert off < quality(outputs["bf16 cast once"])[0]
+assert quality(outputs["fp16 cast once"])[0] < quality(outputs["bf16 cast once"])[0]
 
 # %% [markdown]
-# All of them are off by less than two percent, and fp16 by much less, since it has three more bits
-# of mantissa than bf16. In inference there are no gradients to underflow, so fp16 is the closer
-# choice wherever weights and activations fit its range. Those of a model that was trained in bf16
-# may not ([notebook 19](19_choose_your_precision.ipynb)).
+# All are off by less than two percent, and fp16 by much less, because it has three more bits of
+# mantissa than bf16. In inference no gradients can underflow. So fp16 is the closer choice wherever
+# weights and activations fit its range. Those of a model that was trained in bf16 may not ([notebook
+# 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-card-without-it)).
 #
-# The first call of a compiled model takes longer, because it is compiled then, or loaded [from the
-# disk](https://docs.pytorch.org/tutorials/recipes/torch_compile_caching_tutorial.html). How long do the
-# ways take after that, for one image and for many?
+# How long do the ways take, for one image and for many?
 
 # %% tags=["nbval-ignore-output"]
 for batch in (1, 256):
@@ -174,20 +125,19 @@ for batch in (1, 256):
     with torch.inference_mode():
         times = compare(calls, device=device, budget_s=4, warmup=3)
     print(f"{batch} at a time\n{times}")
-    # No data sheet gives bf16 products more than 32 times the rate of fp32 ones.
+    # No data sheet gives bf16 matmuls more than 32 times the rate of fp32 ones.
     assert not times.ratio("fp32 compiled", "bf16 compiled").is_above(32)
 
 # %% [markdown]
 # The ratios say how many times as fast as fp32 each way is. On our two CPU cores bf16 took longer
-# than fp32 for a single image, even with no weights left to cast, so the casts of weights are not
-# the only cause. With 256 images at a time it gained, and most of all when it was compiled. Compare
-# the compiled bf16 with the *compiled* fp32 if you want to know what bf16 alone buys. `amp-lab advise`
-# tries such ways on [a model of yours](../docs/your_model.md).
+# than fp32 for a single image, even with no weights left to cast. With 256 images at a time it
+# gained, most of all when it was compiled. To see what bf16 alone buys, compare the compiled bf16
+# with the *compiled* fp32. `amp-lab advise` tries such ways on [your model](../docs/your_model.md).
 #
 # ## Which decisions change?
 #
-# A decision can change if the gap between the two best classes is smaller than what the lower
-# precision does to it. So we compare the two for each image:
+# A decision can change if the gap between the two best classes is smaller than the lower precision's
+# effect on it. We compare the two for each image:
 
 # %% tags=["nbval-ignore-output"]
 best = in_fp32.topk(2, dim=1)
@@ -207,16 +157,15 @@ for name in ("bf16 autocast", "bf16 cast once"):
     assert (moved(name)[flipped & to_second] >= gap[flipped & to_second] * 0.99).all()
 
 # %% [markdown]
-# Each point is a test image in one of two ways: the x-axis is fp32's gap between its two best
-# classes, and the y-axis how far bf16 moved that gap. Only points on the dashed line or above it
-# can change their decision (unless a third class overtakes both, which takes three that are nearly
-# equal). These are mostly images that fp32 itself was not sure about. Draw this picture for your
-# own model and some hundred real inputs: if the cloud keeps clear of the line, the precision is
-# good enough for these decisions.
+# Each point is a test image in one of two ways. The x-axis is fp32's gap between its two best
+# classes, the y-axis how far bf16 moved that gap. Only points on the dashed line or above it can
+# change their decision (unless a third class overtakes both). Mostly these are images about which fp32
+# is not sure either. Draw this picture for your own model and some hundred real inputs. If the points
+# stay clear of the line, the precision is good enough for these decisions.
 #
 # ## What to take care of when you cast
 #
-# **Inputs** have to be cast too. If they are not, a convolution tells you:
+# **Inputs** have to be cast too, or a convolution raises an error:
 
 # %% tags=["nbval-ignore-output"]
 refused = ""
@@ -228,150 +177,84 @@ print(refused[:100])
 assert refused
 
 # %% [markdown]
-# **Outputs** that you compare, sort or add up become fp32 first: `.float()`. And some **parts** of
-# a model may need fp32 all the way. A typical case is a comparison of many scores that are nearly
-# equal. Here we look for the most similar image by the features before the last layer, as a search
-# does. Before you run this: how often does bf16 find another neighbour?
+# **Outputs** that you compare, sort or add up become fp32 first: `.float()`. Here we search for the
+# most similar other image, by the features before the last layer. Before you run this: how often does
+# bf16 find another one?
 
 
 # %%
-def neighbours(dtype, compared_in):
-    """The most similar other image of each, and whether two were equally similar."""
-    with torch.inference_mode():
-        features = F.normalize(model[:-1](images), dim=1).to(dtype).to(compared_in)
-        similar = (features @ features.T).fill_diagonal_(-1)
+def most_similar(features):
+    """The most similar other image of each, and the share of images with two of them."""
+    similar = (features @ features.T).fill_diagonal_(-1)
     two = similar.topk(2, dim=1)
-    return two.indices[:, 0], two.values[:, 0] == two.values[:, 1]
-
-
-# %% tags=["nbval-ignore-output"]
-fp32, bf16 = torch.float32, torch.bfloat16
-exact, _ = neighbours(fp32, fp32)
-other = {}
-for what, dtypes in (("bf16", (bf16, bf16)), ("bf16 features, compared in fp32", (bf16, fp32))):
-    found, tied = neighbours(*dtypes)
-    other[what] = (found != exact).float().mean().item()
-    ties = tied.float().mean().item()
-    print(f"{what}: another neighbour for {other[what]:.0%} of the images, {ties:.0%} are ties")
-assert other["bf16"] > 2 * other["bf16 features, compared in fp32"] > 0
-
-# %% [markdown]
-# Just below 1 bf16's numbers are 1/256 apart, so that many searches end in a tie. A comparison in
-# fp32 ends the ties. Some searches still find another
-# neighbour, because the features themselves were rounded: compute and keep them in fp32 if such a
-# difference matters to you.
-#
-# **Batch norm** can be folded into the convolution right before it, since in inference it is a
-# factor and an offset for each channel. Fold in fp32, and cast afterwards:
-
-
-# %%
-def folded(model):
-    """A copy in which each convolution has taken up the batch norm behind it."""
-    model = copy.deepcopy(model)
-    for module in model:
-        if isinstance(module, nn.Sequential):
-            module[0], module[1] = fuse_conv_bn_eval(module[0], module[1]), nn.Identity()
-    return model
+    return two.indices[:, 0], (two.values[:, 0] == two.values[:, 1]).float().mean().item()
 
 
 # %% tags=["nbval-ignore-output"]
 with torch.inference_mode():
-    exact = folded(model)(tests)
-    late = folded(model).bfloat16()(tests.bfloat16())
-    early = folded(copy.deepcopy(model).bfloat16())(tests.bfloat16())
-for name, logits in (("fp32", exact), ("folded, then cast", late), ("cast, then folded", early)):
-    off, changed = quality(logits)
-    print(f"{name:<18} outputs {off:.2g} off, {changed} decisions changed")
-assert quality(exact)[0] < (1e-5 if device.type == "cpu" else 1e-2)  # a GPU may use TF32
-assert quality(late)[0] < quality(early)[0]
+    features = F.normalize(model[:-1](images), dim=1)
+    exact, _ = most_similar(features)
+    low = features.bfloat16()
+    other = {}
+    for what, rounded in (("in bf16", low), ("bf16 features, in fp32", low.float())):
+        found, ties = most_similar(rounded)
+        other[what] = (found != exact).float().mean().item()
+        print(f"{what}: another image in {other[what]:.0%} of the searches, ties in {ties:.0%}")
+assert other["in bf16"] > 2 * other["bf16 features, in fp32"] > 0
 
 # %% [markdown]
-# In fp32 folding hardly changes the outputs. If you cast first, the statistics and the weights are
-# rounded before they are multiplied, and the product is rounded once more.
+# Just below 1 the numbers of bf16 are 1/256 apart, so many searches end in a tie. A comparison in
+# fp32 ends the ties. Some searches still find another image, because the features themselves were
+# rounded: keep them in fp32 if that matters to you.
+#
+# **Weights** that you change for inference are changed in fp32 and cast afterwards. An example is a
+# batch norm that is folded into the convolution before it (exercise 4). If you cast first, the result
+# is rounded more often. <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # ## What torch.compile does to it
 #
-# A function is compiled at its first call, and again when a call does not fit what is there. We count how often,
-# with a back-end of our own that only counts:
+# A function is compiled at its first call, and again when a call does not fit the compiled code. We
+# count this with a back end that only notes the graphs that it gets:
 
 
 # %%
-class Counting:
-    """A back-end of `torch.compile` that counts, and runs the graph as it is."""
-
-    def __init__(self):
-        self.count = 0
-
-    def __call__(self, graph, inputs):
-        self.count += 1
-        return graph.forward
+def counting(graph, inputs):
+    """A back end of `torch.compile` that runs the graph as it is."""
+    graphs.append(graph)
+    return graph.forward
 
 
-# %%
-counting = Counting()
+graphs, compilations = [], {}
 torch.compiler.reset()
 counted = torch.compile(model, backend=counting)
-seen = {}
 with torch.inference_mode():
-    for batch in (4, 4, 5, 6, 1):
+    for batch in (4, 5, 6, 1):
         counted(images[:batch])
-        seen[f"batch of {batch}"] = counting.count
+        compilations[f"a batch of {batch}"] = len(graphs)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         counted(images[:7])
-    seen["under autocast"] = counting.count
+    compilations["under autocast"] = len(graphs)
 counted(images[:7])
-seen["with gradients"] = counting.count
-print(seen)
-assert list(seen.values()) == [1, 2, 2, 3, 4, 5]
-
-# %% [markdown]
-# The second size of the batch compiles it once more, for any size from 2 on; a batch of 1 gets a
-# program of its own. Autocast on or off is a different function, and so is one that records
-# gradients. A service that mixes these pays for each of them once: decide on one, and run it once
-# before the first user comes. Mark a size as changing with `torch._dynamo.mark_dynamic`, and make
-# it an error to compile again with `torch.compiler.set_stance("fail_on_recompile")`. <!-- tests/notebooks/test_18_inference_and_export.py -->
-#
-# Two things can differ between a compiled model and an eager one in bf16. The first is the cache of
-# autocast. Outside of `inference_mode`, eager mode casts a trained weight once for each autocast
-# block. A compiled layer that is called several times in a block casts it in each call. If
-# gradients are recorded, the copies are kept, and so we can count them:
-
+compilations["with gradients"] = len(graphs)
 
 # %%
-def copies_kept(layer):
-    """bf16 copies of a 256 x 256 weight that 16 calls in one autocast block keep."""
-    copies = {}
-
-    def note(tensor):
-        if tensor.dtype is torch.bfloat16 and tensor.shape == (256, 256):
-            copies[tensor.untyped_storage()._cdata] = tensor  # alive, so no address comes twice
-        return tensor
-
-    x = torch.randn(4, 256, device=device, requires_grad=True)
-    hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
-    with hooks, torch.autocast(device.type, dtype=torch.bfloat16):
-        for _ in range(16):
-            x = layer(x)
-    return len(copies)
-
-
-# %%
-layer = nn.Linear(256, 256, device=device)
-in_graph = torch.compile(layer, backend="aot_eager")
-with torch.autocast(device.type, dtype=torch.bfloat16):
-    in_graph(in_graph(torch.randn(4, 256, device=device, requires_grad=True)))  # compiles it
-casts = {"eager": copies_kept(layer), "compiled": copies_kept(in_graph)}
-print("copies of the weight:", casts)
-assert casts == {"eager": 1, "compiled": 16}
+for call, count in compilations.items():
+    print(f"{call:<15} compiled {count} times")
+assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 
 # %% [markdown]
-# In training, compile the loop around the 16 calls and not the layer. For a server, cast the weights
-# once: under `inference_mode` eager mode casts them [in each use
-# too](02_autocast_dtypes.ipynb#The-cache-of-weight-casts). <!-- tests/notebooks/test_18_inference_and_export.py -->
+# The second batch size compiles it once more, for any size from 2 on. A batch of 1, autocast and
+# gradients each need another program. A service that mixes these pays for each of them once. So choose
+# one, and run it before the first user comes. Mark a size as changing with
+# `torch._dynamo.mark_dynamic`, and turn another compilation into an error with
+# `torch.compiler.set_stance("fail_on_recompile")`. <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
-# The second is rounding. Eager bf16 rounds after every op, and a compiled kernel mostly when it
-# writes to memory, so its results can differ. Usually they are *nearer* to the exact ones:
+# Autocast's cache of casts does not reach into compiled code: a compiled layer that is called 16 times
+# in a block casts its weight 16 times. Compile the loop around it, or cast the weights once.
+# <!-- tests/notebooks/test_18_inference_and_export.py -->
+#
+# **The results can differ a little** from eager's. Eager bf16 rounds after every op, a compiled
+# kernel mostly when it writes to memory. Its results are usually *nearer* to the exact ones:
 
 
 # %%
@@ -382,101 +265,61 @@ def scaled_sum(x, y, z):
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
 values = [torch.randn(4096).bfloat16() for _ in range(3)]
-x, y, z = (value.to(device) for value in values)
-eager, joined = scaled_sum(x, y, z), torch.compile(scaled_sum)(x, y, z)
 exact = scaled_sum(*(value.double() for value in values))
-off_eager, off_joined = (
-    ((v.cpu().double() - exact).norm() / exact.norm()).item() for v in (eager, joined)
-)
-differ = (eager != joined).float().mean().item()
-print(f"{differ:.0%} differ; eager is {off_eager:.2%} off, compiled {off_joined:.2%}")
-assert off_joined <= off_eager
-torch.compiler.reset()
-with torch._inductor.config.patch(emulate_precision_casts=True):
-    assert torch.equal(torch.compile(scaled_sum)(x, y, z), eager)
+values = [value.to(device) for value in values]
+off = {}
+for name, function in {"eager": scaled_sum, "compiled": torch.compile(scaled_sum)}.items():
+    off[name] = ((function(*values).cpu().double() - exact).norm() / exact.norm()).item()
+    print(f"{name}: {off[name]:.2%} off")
+assert off["compiled"] <= off["eager"]
 
 # %% [markdown]
-# `emulate_precision_casts` rounds where eager does, which here gives the same bits. It does not promise
-# that for a whole model: the compiler also rewrites ops, such as a softmax of scaled values. <!-- tests/notebooks/test_18_inference_and_export.py -->
+# With `torch._inductor.config.emulate_precision_casts` a compiled kernel rounds where eager does. That
+# does not promise the same bits for a whole model, because the compiler also rewrites ops.
+# <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # ## Export
 #
-# `torch.export` writes a model down as a graph, without Python, for AOTInductor, ONNX or a mobile
-# runtime. What does the graph keep of autocast? We export a layer within an autocast block:
+# `torch.export` writes a model as a graph that needs no Python, for
+# [AOTInductor](https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html) (a library for
+# C++), ONNX or mobile runtimes. What does the graph keep of autocast? We export a layer inside an
+# autocast block:
 
 # %%
 layer, x = nn.Linear(256, 256), torch.randn(4, 256)
 with torch.autocast("cpu", dtype=torch.bfloat16):
-    within = torch.export.export(layer, (x,))
-print("exported within autocast, it returns", within.module()(x).dtype)
-assert within.module()(x).dtype is torch.float32
-
-
-class CastsItself(nn.Linear):
-    def forward(self, x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return super().forward(x)
-
-
-inside = torch.export.export(CastsItself(256, 256), (x,))
-print("with autocast in its forward, it returns", inside.module()(x).dtype)
-assert inside.module()(x).dtype is torch.bfloat16
+    program = torch.export.export(layer, (x,))
+print("exported inside autocast, it returns", program.module()(x).dtype)
+assert program.module()(x).dtype is torch.float32
 
 # %% [markdown]
-# Autocast *around* `torch.export.export` leaves nothing in the graph: you believe that you have a
-# bf16 program, and it computes in fp32. (Around `torch.onnx.export` of a module it does leave its
-# casts, and the file then computes in bf16, for which ONNX Runtime's CPU lacks operators, as we see
-# below.) Autocast inside `forward` is kept, as a region (`wrap_with_autocast`) for one type
-# of device, which `run_decompositions` turns into casts; the file still holds fp32 weights. The
-# plain way is to **cast first**, so that the graph has bf16 weights and ops, and that is what we
-# do. The program takes any batch (the example has two images, since export specialises a batch of
-# 1). We save the program and load it again: <!-- tests/notebooks/test_18_inference_and_export.py -->
+# Nothing: you believe that you have a bf16 program, and it computes in fp32. Two other cases:
+#
+# - Autocast inside of `forward` is kept, as a region for one type of device. The file still holds
+#   fp32 weights.
+# - `torch.onnx.export` of a module inside the block keeps the casts. ONNX Runtime's CPU then refuses
+#   the file, because it lacks operators in bf16.
+#
+# So **cast first**, and the graph has bf16 weights and ops. (The example has two images, because
+# export specialises a batch of 1.) We save the program and load it again:
+# <!-- tests/notebooks/test_18_inference_and_export.py -->
 
 # %% tags=["nbval-ignore-output"]
-half = copy.deepcopy(model).cpu().bfloat16()  # in evaluation mode already: call eval() first
+ANY_BATCH = ({0: torch.export.Dim.AUTO},)
+on_cpu = copy.deepcopy(served).cpu()  # in evaluation mode already: call eval() first
 example = torch.zeros(2, 1, 8, 8, dtype=torch.bfloat16)
-program = torch.export.export(half, (example,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
 file = io.BytesIO()
-torch.export.save(program, file)
+torch.export.save(torch.export.export(on_cpu, (example,), dynamic_shapes=ANY_BATCH), file)
 file.seek(0)
 loaded = torch.export.load(file).module()
 with torch.inference_mode():
-    from_file = loaded(images.cpu().bfloat16())
-    assert torch.equal(from_file, half(images.cpu().bfloat16()))
+    from_file = loaded(tests.cpu().bfloat16())
+    assert torch.equal(from_file, on_cpu(tests.cpu().bfloat16()))
 print(f"{len(file.getvalue()) / 1024:.0f} KiB, and the same outputs for {len(from_file)} images")
 
 # %% [markdown]
-# The file has the same outputs to the bit.
-# [**AOTInductor**](https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html) compiles the
-# program into a library, which C++ can load without Python. Like the code of `torch.compile`, it can
-# round less often than eager:
-
-# %% tags=["nbval-ignore-output"]
-with tempfile.TemporaryDirectory() as folder:
-    place = f"{folder}/model.pt2"
-    library = torch._inductor.aoti_compile_and_package(program, package_path=place)
-    from_library = torch._inductor.aoti_load_package(library)(images.cpu().bfloat16())
-alike = (from_library.argmax(1) == from_file.argmax(1)).sum().item()
-off = ((from_library - from_file).abs().max() / from_file.abs().max()).item()
-print(f"AOTInductor: {alike} of {len(images)} decisions as in eager bf16, outputs within {off:.1%}")
-assert off < 2**-5
-
-# %% [markdown]
-# **ONNX** is what other engines read, such as ONNX Runtime. We export the model in three dtypes and
-# try each file on the CPU:
-
-
-# %%
-def onnx_decisions(dtype):
-    """What ONNX Runtime decides for the test images with the model in a dtype."""
-    cast, example = copy.deepcopy(model).cpu().to(dtype), torch.zeros(2, 1, 8, 8, dtype=dtype)
-    program = torch.export.export(cast, (example,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
-    how = {"input_names": ["images"], "opset_version": 22, "optimize": False, "verbose": False}
-    content = torch.onnx.export(program, **how).model_proto.SerializeToString()
-    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    (logits,) = session.run(None, {"images": tests.cpu().to(dtype).numpy()})
-    return torch.from_numpy(logits).argmax(1)
-
+# The outputs are the same to the bit. For other engines export **ONNX**, in fp16 if ONNX Runtime's CPU
+# is to run it. We count its decisions:
 
 # %% tags=["nbval-ignore-output"]
 try:
@@ -485,125 +328,75 @@ try:
 except ImportError as error:
     print(f"left out: {error}; pip install onnxruntime onnxscript")
 else:
-    for dtype in (torch.float32, torch.float16):
-        same = (onnx_decisions(dtype) == in_fp32.argmax(1).cpu()).sum().item()
-        print(f"ONNX in {dtype}: {same} of {len(tests)} decisions as torch in fp32")
-        assert same > 0.98 * len(tests)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        linear = torch.nn.Linear(8, 8).eval()
-        inside = torch.onnx.export(linear, (torch.zeros(2, 8),), verbose=False)
-    print("exported inside autocast:", [node.op_type for node in inside.model.graph])
-    assert inside.model.graph.outputs[0].dtype.name == "BFLOAT16"
-    try:
-        onnx_decisions(torch.bfloat16)
-    except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented as error:
-        print(f"ONNX in bfloat16: {error}")
+    how = {"input_names": ["images"], "dynamic_shapes": ANY_BATCH, "verbose": False}
+    written = torch.onnx.export(half.cpu(), (example.half(),), **how).model_proto
+    session = onnxruntime.InferenceSession(written.SerializeToString())
+    (logits,) = session.run(None, {"images": tests.cpu().half().numpy()})
+    same = (torch.from_numpy(logits).argmax(1) == in_fp32.argmax(1).cpu()).sum().item()
+    print(f"ONNX in fp16: {same} of {len(tests)} decisions as torch in fp32")
+    assert same > 0.98 * len(tests)
 
 # %% [markdown]
-# In fp32 and fp16 the other engine decides alike here. ONNX knows bf16, but ONNX Runtime's CPU does
-# not have all operators in it, and names one. So take fp16 there. The older exporter
-# (`dynamo=False`) may write an `arange` in fp16, which ONNX Runtime refuses; the new one casts it.
-# <!-- tests/notebooks/test_18_inference_and_export.py -->
+# The older exporter (`dynamo=False`) may write an `arange` in fp16, which ONNX Runtime refuses; the new
+# one casts it. <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # For a run of `amp-lab train`, one line exports the model: `amp-lab export runs/x model.onnx
-# --dtype fp16` (or `.pt2`, `.safetensors`) casts a copy, says what that changed, reads the file
-# again and compares decisions before the file takes its name. <!-- tests/train/test_export.py -->
+# --dtype fp16` (or `.pt2`, `.safetensors`). It casts a copy, reports what that changed, and compares
+# decisions before the file gets its name. <!-- tests/train/test_export.py -->
 #
 # ## Eight bits and fewer
 #
 # Weights can be stored in fewer bits than they are multiplied in: a kernel reads eight bits and
-# multiplies bf16. A language model that writes one token at a time for few users [spends most of its
-# time](https://pytorch.org/blog/accelerating-generative-ai-2/) on reading weights. `quantize` rounds the weights to the formats of
-# accelerators; the usual four bits of language models we write ourselves. Then we count what that
-# does to the decisions, with products in fp32, so that the storage alone is judged:
-
-
-# %%
-def int4(weight, group=16):
-    """Weights (rows, columns), each group of a row rounded to 16 evenly spaced numbers of its own."""
-    groups = weight.unflatten(1, (-1, group))
-    least, largest = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    step = (largest - least).clamp_min(1e-30) / 15
-    return (least + ((groups - least) / step).round() * step).flatten(1)
-
+# multiplies in bf16. This pays for a language model that writes one token at a time, because it [spends
+# most of its time](https://pytorch.org/blog/accelerating-generative-ai-2/) on reading weights. Here
+# `quantize` rounds the weights. The matmuls stay in fp32, so that we judge the storage alone:
 
 # %% tags=["nbval-ignore-output"]
 far = {}
-for form, bits in (("int8-rowwise", 8), ("fp8-rowwise", 8), ("int4", 6), ("nvfp4", 4.5)):
+for form, bits in (("int8-rowwise", 8), ("fp8-rowwise", 8), ("nvfp4", 4)):
     few = copy.deepcopy(model)
     with torch.inference_mode():
         for module in few.modules():
             # NVFP4 has blocks of 16, so the first convolution, with 9 weights a row, is left out.
             if isinstance(module, (nn.Conv2d, nn.Linear)) and module.weight[0].numel() % 16 == 0:
-                rows = module.weight.flatten(1)
-                rows = int4(rows) if form == "int4" else quantize(rows, form)
+                rows = quantize(module.weight.flatten(1), form)
                 module.weight.copy_(rows.view_as(module.weight))
-        off, changed = quality(few(tests))
-    far[form] = off
-    print(f"{form:<13} {bits} bits: outputs {off:.1%} off, {changed} decisions changed")
+        far[form], changed = quality(few(tests))
+    print(f"{form:<13} outputs {far[form]:.1%} off, {changed} decisions changed")
     assert changed < (0.02 if bits == 8 else 0.1) * len(tests)
 assert far["int8-rowwise"] < 2 * quality(outputs["bf16 cast once"])[0] < far["fp8-rowwise"]
-assert far["fp8-rowwise"] < far["int4"] < far["nvfp4"]
+assert far["fp8-rowwise"] < far["nvfp4"]
 
 # %% [markdown]
-# INT8 with a scale for each row is about as near as bf16 here. FP8, with three bits of mantissa, is
-# farther off, and four bits farther still; even they change few decisions of this easy task.
-# torchao stores and multiplies the weights of linear layers (not of convolutions) in this way, with
-# `quantize_(model, Int8WeightOnlyConfig())`. For FP8 the config is `Float8WeightOnlyConfig()`. With
-# `Float8DynamicActivationFloat8WeightConfig()` the activations are FP8 too, for a product in FP8;
-# it needs a GPU that multiplies FP8, and passes over layers whose sizes are not multiples of 16.
+# INT8 with a scale for each row is about as near as bf16 here. FP8 has only three bits of mantissa and
+# is farther off, and four bits are farther still. In this easy task even they change few decisions.
+#
+# [torchao](https://github.com/pytorch/ao/tree/main/torchao/quantization) does this for real, for the
+# linear layers of a model: <!-- tests/notebooks/test_18_inference_and_export.py -->
+#
+# - `quantize_(model, Int8WeightOnlyConfig())`, or `Float8WeightOnlyConfig()`, stores the weights.
+# - `Float8DynamicActivationFloat8WeightConfig()` also casts the activations, for a matmul in FP8. It
+#   needs a GPU with FP8, and skips layers whose sizes are not multiples of 16.
+# - Four bits need more care: [GPTQ](https://arxiv.org/abs/2210.17323) and
+#   [AWQ](https://arxiv.org/abs/2306.00978) choose the roundings by what they do to real inputs. For
+#   bitsandbytes set
+#   [`bnb_4bit_compute_dtype=torch.bfloat16`](https://huggingface.co/docs/transformers/quantization/bitsandbytes),
+#   or it multiplies in fp32.
+#
 # [Notebook 15](15_below_16_bits.ipynb) has the formats.
-# <!-- tests/notebooks/test_18_inference_and_export.py -->
-#
-# Besides four bits for each weight, a group stores what its weights share: one 8-bit number in
-# NVFP4; for our `int4` we count two of 16 bits. torchao's
-# [`Int4WeightOnlyConfig`](https://docs.pytorch.org/ao/main/api_reference/generated/torchao.quantization.Int4WeightOnlyConfig.html)
-# has groups of 128 weights by default. [GPTQ](https://arxiv.org/abs/2210.17323) chooses the
-# roundings, and [AWQ](https://arxiv.org/abs/2306.00978) scales before rounding, by what they do to
-# real inputs. bitsandbytes' NF4, the base of [QLoRA](https://arxiv.org/abs/2305.14314), places its
-# 16 numbers at the quantiles of a normal distribution. transformers has bitsandbytes multiply in
-# fp32 unless you set another dtype
-# ([`bnb_4bit_compute_dtype=torch.bfloat16`](https://huggingface.co/docs/transformers/quantization/bitsandbytes)).
-#
-# ## The same answer twice
-#
-# Does an image get the same output by itself as in a batch? We compare 64 images one by one with
-# all of them at once:
-
-# %% tags=["nbval-ignore-output"]
-with torch.inference_mode():
-    for name, run in (("fp32", model), ("bf16", cast_once)):
-        alone = torch.cat([run(images[i : i + 1]) for i in range(64)])
-        together = run(images[:64])
-        apart = (alone - together).abs().max().item()
-        print(f"{name}: at most {apart:.2g} apart")
-        assert torch.equal(alone.argmax(1), together.argmax(1))
-        assert apart < 0.1
-
-# %% [markdown]
-# A library may choose another kernel for another size of the batch, which adds in another order. So
-# a service that batches requests as they come can give slightly different outputs. In bf16 one
-# matmul mostly rounds such a difference away. But where it does not, a value moves by at least a
-# whole step of bf16, which spreads from layer to layer: in a deep model many outputs can differ.
-# <!-- tests/notebooks/test_18_inference_and_export.py -->
-#
-# You can have the same bits for the same batch on the same machine, with
-# [`torch.use_deterministic_algorithms`](https://docs.pytorch.org/docs/stable/notes/randomness.html); a
-# fixed, padded batch; or kernels that are made to be
-# [batch-invariant](https://github.com/thinking-machines-lab/batch_invariant_ops). The same bits on another device, or after an update of the libraries, are [not
-# guaranteed](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html). `amp-lab diff
-# --batch-sizes` says whether two batch sizes differ by more than rounding, and from which op on. <!-- tests/difference/test_first_difference.py -->
 #
 # ## Summary
 #
 # - Count decisions, not digits, and look at the gap between the two best.
-# - For inference do all work on the weights, such as folding, in fp32, and then cast them once.
-#   Cast the inputs too, and compare and sum the outputs in fp32.
+# - For inference do all work on the weights in fp32, and then cast them once. Cast the inputs too,
+#   and compare and sum the outputs in fp32.
 # - A compiled model is compiled again for another kind of batch, autocast state or gradient mode.
 #   Its bf16 can round less often than eager's.
 # - Autocast around `torch.export.export` is lost: cast first, then export, then compare.
 #
-# Something is wrong with the outputs? [Notebook 08](08_when_amp_breaks.ipynb) is for looking it up.
+# The output of an image can also depend on its batch: see [notebook
+# 17](17_language_model.ipynb#The-same-prompt,-another-text). Something else is wrong with the outputs?
+# [Notebook 08](08_when_amp_breaks.ipynb) is for looking it up.
 #
 # ## Exercises
 #
