@@ -1,20 +1,18 @@
 """The network of notebook 18, which recognises handwritten digits."""
 
-from typing import Any
-
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
+
+from course.digits import load_images
 
 TRAINED = 1400  # the images that it learns from; the other 397 are for tests
 
 
 def trained_network(device: torch.device, steps: int) -> tuple[nn.Sequential, Tensor, Tensor]:
     """A network in evaluation mode, all images (1797, 1, 8, 8), and their labels."""
-    digits: Any = load_digits()  # a Bunch; with other arguments it would be a tuple
-    images = torch.tensor(digits.images / 16, dtype=torch.float32, device=device)[:, None]
-    labels = torch.tensor(digits.target, device=device)
+    images, labels = load_images(device)
+    images = images.unflatten(1, (1, 8, 8))
     torch.manual_seed(0)
     model = nn.Sequential(
         *(_block(1, 32), _block(32, 64), nn.MaxPool2d(2), _block(64, 64)),
