@@ -28,7 +28,6 @@ PAIR = {"fp32": [3.0, 2.0, 1.0], "bf16": [3.1, 2.1, 1.1]}
 SEEDS = {name: torch.tensor([values, values]) for name, values in PAIR.items()}
 SCALES = [2.0**16] * 3 + [2.0**15] * 3
 GREY = torch.linspace(0, 1, 16).view(1, 1, 4, 4)
-COLOUR = torch.linspace(0, 1, 48).view(3, 4, 4)
 PEAK = SimpleNamespace(peak=[((9,), torch.float32, 2**31), ((9,), torch.int64, 2**30)])
 EXPONENTS = {"outputs": {-30: 5, -20: 5}, "parameters": {-10: 1}}
 FP16 = (range(-24, 16), [2.0 ** -min(10, k + 24) for k in range(-24, 16)], -14)
@@ -49,7 +48,6 @@ LAYERS = [
 HELD = {"fp32": {"weights": 4, "gradients": 4, "Adam": 8}, "O1": {"half": 2, "unscaled": 4}}
 
 FIGURES = {  # figure: its arguments, and what stands on its axes
-    "augmentation_grid": (({"crop": [COLOUR, COLOUR]},), ["crop"]),
     "best_speedups": (({"a GPU": {"CNN": TWICE}, "a CPU": {"CNN": TWICE}},), ["best speed-up"]),
     "bytes_per_parameter": ((HELD,), ["(bytes)"]),
     "dtype_grid": ((OPS,), []),

@@ -28,7 +28,7 @@ def check_map_size(mib: float) -> str:
 @exercise
 def check_largest_batch(images: int) -> str:
     """The largest multiple of 32 for which 96 MiB and 5.55 MiB an image fit into 7 GiB."""
-    card, always, each = 7 * 1024, 96, 5.55
+    free, always, each = 7 * 1024, 96, 5.55
     need(
         images > 0 and images % 32 == 0,
         f"{images:g} is no positive multiple of 32.",
@@ -36,18 +36,18 @@ def check_largest_batch(images: int) -> str:
     used = always + images * each
     need(
         used <= 8 * 1024,
-        f"A step with {images} images takes {used:,.0f} MiB, more than the whole card has.",
+        f"A step with {images} images takes {used:,.0f} MiB, more than the whole GPU has.",
     )
     need(
-        used <= card,
-        f"A step with {images} images takes {used:,.0f} MiB: that fits into the card, but leaves "
+        used <= free,
+        f"A step with {images} images takes {used:,.0f} MiB: that fits into the GPU, but leaves "
         "less than the GiB that was to stay free.",
     )
     need(
-        used + 32 * each > card,
-        f"{images} images take {used:,.0f} MiB of {card}, so 32 more fit as well.",
+        used + 32 * each > free,
+        f"{images} images take {used:,.0f} MiB of {free}, so 32 more fit as well.",
     )
-    return f"{images} images take {used:,.0f} MiB of {card}, and 32 more would not fit."
+    return f"{images} images take {used:,.0f} MiB of {free}, and 32 more would not fit."
 
 
 @exercise

@@ -9,7 +9,7 @@ WRONG_ANSWERS = {
     "check_largest_batch": [
         ("largest = 1274", "no positive multiple"),
         ("largest = 1440", "was to stay free"),
-        ("largest = 1472", "more than the whole card"),
+        ("largest = 1472", "more than the whole GPU"),
         ("largest = 1216", "32 more fit"),
     ],
     "check_head_mode": [
