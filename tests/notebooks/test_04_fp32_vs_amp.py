@@ -1,15 +1,21 @@
-"""Notebooks 04 and 05: what no device can do is noticed, and a busy machine claims nothing."""
+"""Notebooks 04 and 05: what no device can do is noticed, and what memory holds is counted."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from definitions import definitions
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from course import measuring
 
 import build_pairs
 from amp_lab import Comparison, Precision
+from amp_lab.bench import ConvModel
 
+CPU = torch.device("cpu")
 FP32, BF16 = Precision.FP32, Precision.BF16
 FLOPS = 10**9
 # A device that does 100 GFLOP/s in fp32 and 400 in bf16: a step of 1 GFLOP takes 10 and 2.5 ms.
@@ -22,27 +28,21 @@ def compared(fp32_ms: float, bf16_ms: float, reason: str = "") -> Comparison:
     return Comparison({FP32: (fp32_ms / 1e3,) * 12, BF16: (bf16_ms / 1e3,) * 12}, 0, reason)
 
 
-def function_of(name: str):
-    """The notebook's `is_possible`, for both precisions at once."""
-    given = {"device": torch.device("cpu"), "amp": BF16, "both": (FP32, BF16)}
+def is_possible(times: Comparison, report: SimpleNamespace = REPORT) -> bool:
+    """The check of notebook 04, for both precisions at once."""
+    return all(measuring.is_possible(times, p, FLOPS, report) for p in (FP32, BF16))
+
+
+def gain_is_possible(name: str):
+    """The check of a notebook that looks at the gain alone, for both precisions at once."""
+    given = {"device": CPU, "amp": BF16, "both": (FP32, BF16), "report": REPORT}
     notebook = definitions(build_pairs.FOLDER / f"{name}.py", **given)
-    more = () if name in LATER else (FLOPS,)
-
-    def call(times: Comparison, report: SimpleNamespace = REPORT) -> bool:
-        notebook["report"] = report
-        return all(notebook["is_possible"](times, p, *more) for p in (FP32, BF16))
-
-    return call
-
-
-@pytest.fixture(scope="module")
-def is_possible():
-    return function_of("04_fp32_vs_amp")
+    return lambda times: all(notebook["is_possible"](times, p) for p in (FP32, BF16))
 
 
 @pytest.mark.parametrize("name", LATER)
 def test_a_gain_that_no_device_has_is_noticed(name):
-    is_possible = function_of(name)
+    is_possible = gain_is_possible(name)
     assert is_possible(compared(20, 6))
     assert is_possible(compared(20, 40))  # slower is always possible
     assert not is_possible(compared(100, 10))  # 10x as fast, and arithmetic gains 4x
@@ -60,20 +60,66 @@ def test_a_gain_that_no_device_has_is_noticed(name):
         (100, 10, False),  # 10x as fast, and arithmetic gains 4x
     ],
 )
-def test_what_no_device_can_do_is_noticed(is_possible, fp32_ms, bf16_ms, expected):
+def test_what_no_device_can_do_is_noticed(fp32_ms, bf16_ms, expected):
     assert is_possible(compared(fp32_ms, bf16_ms)) is expected
 
 
-def test_an_emulated_precision_may_still_gain_what_its_bytes_do(is_possible):
+def test_an_emulated_precision_may_still_gain_what_its_bytes_do():
     emulated = SimpleNamespace(rates={FP32: 1e11, BF16: 1e9}, trusted=True, speedup=lambda _: 0.01)
     assert is_possible(compared(30, 11), emulated)
     assert not is_possible(compared(40, 11), emulated)
 
 
-def test_nothing_is_claimed_of_a_busy_machine(is_possible):
+def test_nothing_is_claimed_of_a_busy_machine():
     busy = SimpleNamespace(**(vars(REPORT) | {"trusted": False}))
     assert is_possible(compared(1, 1, reason="the machine was busy"))
     assert is_possible(compared(1, 1), busy)
+
+
+class Squares(nn.Module):
+    """Multiplies by a weight and squares twice: autograd saves the input and two results."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(10))
+
+    def forward(self, x):
+        return (x * self.weight).square().square()
+
+
+def test_saved_bytes_count_each_storage_once_and_no_parameter():
+    model, x = Squares(), torch.ones(10)
+    assert measuring.saved_bytes(model, lambda m: m(x).sum()) == 3 * 40  # and not the weight
+    assert measuring.saved_bytes(model, lambda m: (m(x) * m.weight).sum()) == 4 * 40
+
+
+# What the article reports, in MB: its training, and its inference without `no_grad`.
+TRAINING_MB, INFERENCE_MB = 2061, 3338
+
+
+def mib_at_the_peak(task: str, passes: int = 2, graph: bool = True) -> float:
+    """The peak of training steps or of inference in fp32, at the size of the article."""
+    source = build_pairs.FOLDER / "06_caltech256_resnet50.py"
+    watch = definitions(source, device=CPU)["LiveTensors"]
+    with FakeTensorMode(), watch() as live, torch.set_grad_enabled(graph):
+        model, picture = ConvModel(256), torch.empty(1, 2, 512, 512)
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(passes):
+            outputs = model(picture)  # the graph of the last `outputs` is still alive here
+            if task == "training":
+                optimizer.zero_grad()
+                F.mse_loss(outputs, torch.empty(1, 1, 512, 512)).backward()
+                optimizer.step()
+    return live.peak_bytes / 2**20
+
+
+def test_the_article_kept_two_graphs_alive_in_inference():
+    training, two_graphs = mib_at_the_peak("training"), mib_at_the_peak("inference")
+    assert abs(training - TRAINING_MB) < 20
+    assert abs(two_graphs - INFERENCE_MB) < 20
+    one_graph = mib_at_the_peak("inference", passes=1)
+    without = mib_at_the_peak("inference", graph=False)
+    assert without < 0.3 * training < one_graph < training < two_graphs
 
 
 def test_eval_and_inference_mode_are_two_switches():
