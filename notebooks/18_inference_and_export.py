@@ -115,7 +115,7 @@ assert quality(outputs["fp16 cast once"])[0] < quality(outputs["bf16 cast once"]
 # All are off by less than two percent, and fp16 by much less, because it has three more bits of
 # mantissa than bf16. In inference no gradients can underflow. So fp16 is the closer choice wherever
 # weights and activations fit its range. Those of a model that was trained in bf16 may not ([notebook
-# 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-card-without-it)).
+# 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it)).
 #
 # How long do the ways take, for one image and for many?
 
