@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHEATSHEET.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # What a person replaces: names of files and folders that are not here.
-STANDS_FOR = ("FILE", "PATH", "my_model.py", "before.py", "runs/", "letters.txt")
+STANDS_FOR = ("FILE", "PATH", "my_model.py", "my_train.py", "before.py", "runs/", "letters.txt")
 TAKES_LONG = ("bench", "train", "advise", "rehearse")  # these have tests of their own
 
 
@@ -43,7 +43,8 @@ def test_a_command_on_a_page_is_one_that_there_is(page, arguments):
 
 def test_every_page_with_commands_was_read():
     assert {page for page, _ in COMMANDS} == {
-        "README.md", "bench.md", "migrate.md", "several_machines.md", "train.md", "your_model.md"
+        "README.md", "bench.md", "migrate.md", "several_machines.md", "train.md",
+        "when_it_breaks.md", "your_model.md",
     }  # fmt: skip
     assert len(COMMANDS) > 20
 
@@ -77,9 +78,9 @@ def test_the_python_on_a_page_runs(capsys):
         for page in PAGES
     }
     assert {name: len(found) for name, found in blocks.items() if found} == {
-        "CHEATSHEET.md": 2, "when_it_breaks.md": 1
+        "CHEATSHEET.md": 2, "when_it_breaks.md": 2
     }  # fmt: skip
-    (code,) = blocks["when_it_breaks.md"]
+    nonfinite, underflow = blocks["when_it_breaks.md"]
 
     def train_step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         loss = model(batch).log().sum()
@@ -89,5 +90,8 @@ def test_the_python_on_a_page_runs(capsys):
     with torch.random.fork_rng():
         names = {"model": nn.Linear(2, 1), "batch": -torch.ones(1, 2), "train_step": train_step}
         nn.init.ones_(names["model"].weight)
-        exec(code, names)
-    assert re.match("NaN .*forward by log: outside", capsys.readouterr().out)
+        exec(nonfinite, names)
+        assert re.match("NaN .*forward by log: outside", capsys.readouterr().out)
+        names["loss"] = names["model"](torch.ones(1, 2)).sum()
+        exec(underflow, names)
+    assert "keep at" in capsys.readouterr().out
