@@ -326,7 +326,7 @@ for name in ("mxfp4", "nvfp4"):
 # NVIDIA's [recipe for NVFP4](https://arxiv.org/abs/2509.25149) adds three remedies, among others:
 #
 # - A *random Hadamard transform* mixes both operands of a matmul by the same orthogonal matrix. The exact
-#   result stays the same, but an outlier is spread over many values. <!-- tests/formats/test_products.py -->
+#   result stays the same, but an outlier is spread over many values. <!-- tests/formats/test_matmul.py -->
 # - *Stochastic rounding* of gradients: small values are not lost every time, so sums are right on average
 #   ([notebook 16](16_low_precision_state.ipynb)).
 # - *Some layers stay in 16 bits*: [embeddings, the head, routers and norms](https://arxiv.org/abs/2412.19437),

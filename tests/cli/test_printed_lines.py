@@ -43,7 +43,7 @@ def test_a_command_on_a_page_is_one_that_there_is(page, arguments):
 
 def test_every_page_with_commands_was_read():
     assert {page for page, _ in COMMANDS} == {
-        "README.md", "bench.md", "migrate.md", "several_machines.md", "train.md",
+        "README.md", "bench.md", "hardware.md", "migrate.md", "several_machines.md", "train.md",
         "when_it_breaks.md", "your_model.md",
     }  # fmt: skip
     assert len(COMMANDS) > 20

@@ -20,7 +20,6 @@ FP32, BF16 = Precision.FP32, Precision.BF16
 FLOPS = 10**9
 # A device that does 100 GFLOP/s in fp32 and 400 in bf16: a step of 1 GFLOP takes 10 and 2.5 ms.
 REPORT = SimpleNamespace(rates={FP32: 1e11, BF16: 4e11}, trusted=True, speedup=lambda _: 4.0)
-LATER = ("05_cifar10_mobilenet",)  # which looks at the gain alone
 
 
 def compared(fp32_ms: float, bf16_ms: float, reason: str = "") -> Comparison:
@@ -31,22 +30,6 @@ def compared(fp32_ms: float, bf16_ms: float, reason: str = "") -> Comparison:
 def is_possible(times: Comparison, report: SimpleNamespace = REPORT) -> bool:
     """The check of notebook 04, for both precisions at once."""
     return all(measuring.is_possible(times, p, FLOPS, report) for p in (FP32, BF16))
-
-
-def gain_is_possible(name: str):
-    """The check of a notebook that looks at the gain alone, for both precisions at once."""
-    given = {"device": CPU, "amp": BF16, "both": (FP32, BF16), "report": REPORT}
-    notebook = definitions(build_pairs.FOLDER / f"{name}.py", **given)
-    return lambda times: all(notebook["is_possible"](times, p) for p in (FP32, BF16))
-
-
-@pytest.mark.parametrize("name", LATER)
-def test_a_gain_that_no_device_has_is_noticed(name):
-    is_possible = gain_is_possible(name)
-    assert is_possible(compared(20, 6))
-    assert is_possible(compared(20, 40))  # slower is always possible
-    assert not is_possible(compared(100, 10))  # 10x as fast, and arithmetic gains 4x
-    assert is_possible(compared(100, 10, reason="the machine was busy"))  # nothing is claimed
 
 
 @pytest.mark.parametrize(
