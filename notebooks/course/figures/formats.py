@@ -52,7 +52,7 @@ def loss_from_fp32(losses: Mapping[str, Sequence[Values]], window_steps: int = 1
         difference = _smooth(losses[name], window_steps) - exact
         colour = style.shade(i, len(others))
         dash = style.DASHES[i % len(style.DASHES)]
-        look: Look = {"color": colour, "linestyle": dash}
+        look: Options = {"color": colour, "linestyle": dash}
         ax.plot(steps, difference.mean(0), label=name, **look)
         ax.fill_between(steps, difference.min(0), difference.max(0), color=colour, alpha=0.15)
     return style.label(ax, "step", "loss, difference from fp32", legend="best")

@@ -9,9 +9,9 @@ from amp_lab.core.timing import Comparison, Ratio
 from amp_lab.plots import style
 from amp_lab.plots.style import COLOURS, Options, Values
 
-_LEVEL: Look = {"color": "black", "linewidth": 1}  # a reference line
+_LEVEL: Options = {"color": "black", "linewidth": 1}  # a reference line
 # (format, marker fill) of two lines, which may have the same colour.
-_LINE_LOOKS = (("-o", None), ("--s", "white"))
+_LINE_OPTIONS = (("-o", None), ("--s", "white"))
 
 
 def time_and_memory(
