@@ -1,19 +1,22 @@
 """The pages of the site about the package: one a folder, from docstrings, with nothing imported.
 
-The source is parsed, so that no page needs torch, and docstrings are read as Markdown, which they
-nearly are: text indented by four is code, and what is in backticks is code too. A public name in
-backticks becomes a link.
+The source is parsed, so no page needs torch. Docstrings are read as Markdown, which they nearly
+are: text that is indented by four is code, and so is text in backticks. A public name in backticks
+becomes a link. The sections of the Google layout (`Args:`, `Returns:`, `Raises:`, `Source:` and
+`Example:`) become tables, paragraphs and code.
 """
 
 import ast
 import functools
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 CODE = re.compile(r"(?<!`)`([A-Za-z_.]+)(\(\))?`(?!`)")
 SENTENCE = re.compile(r"(.+?(?:\?|(?=[.:](?: |$))))[.:]?(?: (.*))?$")
+SECTION = re.compile(r"(Args|Returns|Raises|Source|Example):$")
 Definition = ast.ClassDef | ast.FunctionDef
 
 
@@ -147,8 +150,100 @@ def _paragraphs(text: str, links: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
+def sections(docstring: str) -> dict[str, str]:
+    """The text of each section of a docstring by its heading; before the first heading it is ""."""
+    lines: dict[str, list[str]] = {"": []}
+    heading = ""
+    for line in docstring.splitlines():
+        match = SECTION.match(line)
+        if match:
+            heading = match[1]
+            lines[heading] = []
+        else:
+            lines[heading].append(line)
+    return {heading: textwrap.dedent("\n".join(text)).strip() for heading, text in lines.items()}
+
+
+def items(section: str) -> dict[str, str]:
+    """The entries ``name: meaning`` of a section; further lines of an entry are indented."""
+    found: dict[str, str] = {}
+    name = ""
+    for line in section.splitlines():
+        if line.startswith(" "):
+            found[name] += f" {line.strip()}"
+        elif line:
+            name, _, found[name] = line.partition(": ")
+    return found
+
+
+def arguments(node: Definition) -> dict[str, str]:
+    """The type and the default of each argument, in the order of the signature."""
+    if isinstance(node, ast.ClassDef):
+        made_by = [p for p in node.body if isinstance(p, ast.FunctionDef) and p.name == "__init__"]
+        return arguments(made_by[0]) if made_by else {}
+    args = node.args
+    positional = [*args.posonlyargs, *args.args]
+    without_default = [None] * (len(positional) - len(args.defaults))
+    pairs = list(zip(positional, [*without_default, *args.defaults], strict=True))
+    found = {arg.arg: _type_text(arg, default) for arg, default in pairs}
+    if args.vararg:
+        found[f"*{args.vararg.arg}"] = _type_text(args.vararg, None)
+    for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+        found[arg.arg] = _type_text(arg, default)
+    if args.kwarg:
+        found[f"**{args.kwarg.arg}"] = _type_text(args.kwarg, None)
+    return {name: text for name, text in found.items() if name not in ("self", "cls")}
+
+
+def _type_text(arg: ast.arg, default: ast.expr | None) -> str:
+    """Such as ```float` = `2.0```; empty for an argument without type and default."""
+    parts = [ast.unparse(part) for part in (arg.annotation, default) if part is not None]
+    return " = ".join(f"`{part}`" for part in parts).replace("'", '"')
+
+
+def example_code(example: str, public: set[str]) -> str:
+    """An example with the imports that it needs; `public` are the names that `amp_lab` exports."""
+    names = {node.id for node in ast.walk(ast.parse(example)) if isinstance(node, ast.Name)}
+    imports = []
+    if "torch" in names:
+        imports.append("import torch")
+    if "nn" in names:
+        imports.append("from torch import nn")
+    if names & public:
+        imports.append(f"from amp_lab import {', '.join(sorted(names & public))}")
+    return "\n".join([*imports, "", example]).strip()
+
+
+def _description(node: Definition, links: dict[str, str]) -> str:
+    """The docstring of a class or function as Markdown, section by section."""
+    parts = []
+    for heading, text in sections(ast.get_docstring(node) or "").items():
+        if heading == "Example":
+            public = {name for name, target in links.items() if target == f"amp_lab.{name}"}
+            parts.append(f"**Example:**\n\n```python\n{example_code(text, public)}\n```")
+        elif heading == "Args":
+            types = arguments(node)
+            rows = [(f"`{name}`", types.get(name, ""), said) for name, said in items(text).items()]
+            parts.append(_table(("argument", "type, default", "meaning"), rows, links))
+        elif heading == "Raises":
+            rows = [(f"`{name}`", said) for name, said in items(text).items()]
+            parts.append(_table(("raises", "when"), rows, links))
+        elif heading:
+            parts.append(f"**{heading}:** {_paragraphs(text, links)}")
+        else:
+            parts.append(_paragraphs(text, links))
+    return "\n\n".join(parts)
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]], links: dict[str, str]) -> str:
+    lines = [head, ("---",) * len(head)]
+    for row in rows:
+        lines.append(tuple(_paragraphs(cell, links).replace("|", "\\|") for cell in row))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def _entry(entry: Entry, links: dict[str, str]) -> str:
-    doc = _paragraphs(ast.get_docstring(entry.node) or "", links)
+    doc = _description(entry.node, links)
     if isinstance(entry.node, ast.FunctionDef):
         return _directive(5, "function", f"{entry.name}{_signature(entry.node)}", doc)
     parts = [doc, *_members(entry, links)]
@@ -189,18 +284,17 @@ def _members(entry: Entry, links: dict[str, str]) -> Iterator[str]:
                 kind = f":type: {ast.unparse(part.annotation)}\n"
                 yield _directive(4, "attribute", part.target.id, _paragraphs(said, links), kind)
         elif isinstance(part, ast.FunctionDef) and not part.name.startswith("_"):
-            doc = ast.get_docstring(part)
-            if doc is None:
+            if ast.get_docstring(part) is None:
                 continue
             marks = [ast.unparse(mark) for mark in part.decorator_list]
             if "property" in marks or "functools.cached_property" in marks:
                 kind = f":type: {ast.unparse(part.returns)}\n" if part.returns else ""
-                yield _directive(4, "property", part.name, _paragraphs(doc, links), kind)
+                yield _directive(4, "property", part.name, _description(part, links), kind)
                 continue
             skip = 0 if "staticmethod" in marks else 1
             option = ":classmethod:\n" if "classmethod" in marks else ""
             heading = f"{part.name}{_signature(part, skip)}"
-            yield _directive(4, "method", heading, _paragraphs(doc, links), option)
+            yield _directive(4, "method", heading, _description(part, links), option)
 
 
 def _comment(line: str) -> str:
