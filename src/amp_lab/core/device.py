@@ -48,6 +48,7 @@ class DeviceReport:
     """What `describe_device` found out about a device."""
 
     device: torch.device
+    """The device that was measured."""
     name: str
     """The name its maker gave it."""
     backend: str
@@ -87,11 +88,22 @@ class DeviceReport:
 
 
 def pick_device(name: str | None = None) -> torch.device:
-    """The device called `name`, checked to be there.
+    """Choose a device, and check that it is in this machine.
 
-    Without a name: the one in the environment variable AMP_LAB_DEVICE; else the accelerator of this
-    machine; else the CPU. Raises `DeviceError` if the name is no device or the device is not there;
-    another one is never taken in its place.
+    Args:
+        name: A name that torch knows: "cpu", "cuda", "cuda:1", "xpu" or "mps". None is the name in
+            the environment variable AMP_LAB_DEVICE; if it is not set, the accelerator of this
+            machine; without an accelerator, the CPU.
+
+    Returns:
+        The device. A named device is never replaced by another one.
+
+    Raises:
+        DeviceError: If the name is no device, or if the device is not in this machine.
+
+    Example:
+        device = pick_device("cpu")
+        model = nn.Linear(4, 2).to(device)
     """
     if name is not None:
         return _checked_device(name, asked=repr(name))
@@ -190,17 +202,51 @@ def _describe(device: torch.device, backend_text: str) -> DeviceReport:
 
 
 def describe_device(device: torch.device | str) -> DeviceReport:
-    """Name, memory and measured matmul rates of a device, and which precision to use there.
+    """Measure a device, and recommend a precision for it.
 
-    Takes up to a few seconds the first time, for the measurement; later calls for the same device
-    and number of threads return the same report. Raises `DeviceError` if the device is not there.
+    The first call takes up to a few seconds. Later calls for the same device and number of threads
+    return the same report.
+
+    Args:
+        device: The device or its name, as for `pick_device`.
+
+    Returns:
+        A `DeviceReport`: name, memory in bytes, matmul rates in FLOP/s, and the recommendation.
+
+    Raises:
+        DeviceError: If the device is not in this machine, or if torch cannot use it.
+
+    Source:
+        A square matmul is timed in each precision. bf16 is recommended if it is at least 1.25 times
+        as fast as fp32 and has at least 0.75 of the rate of fp16; then fp16, then tf32, if it is
+        1.25 times as fast as fp32; else fp32. On a machine that is too busy to measure, the
+        instructions or the compute capability decide.
+
+    Example:
+        report = describe_device("cpu")
+        print(report.name, report.recommended, report.reason)
     """
     chosen = pick_device(str(device))
     return _describe(chosen, backend_name(chosen))
 
 
 def recommend_precision(device: torch.device | str) -> Precision:
-    """The precision to train with on `device`: `describe_device(device).recommended`."""
+    """Recommend the precision to train with on a device.
+
+    Args:
+        device: The device or its name, as for `pick_device`.
+
+    Returns:
+        A `Precision`, the same as ``describe_device(device).recommended``.
+
+    Raises:
+        DeviceError: If the device is not in this machine, or if torch cannot use it.
+
+    Example:
+        precision = recommend_precision("cpu")
+        with precision.autocast("cpu"):
+            output = nn.Linear(4, 2)(torch.ones(3, 4))
+    """
     return describe_device(device).recommended
 
 

@@ -66,13 +66,22 @@ class Measurement:
 def measure(
     fn: Callable[[], object], *, device: torch.device | str, warmup: int = 3, repeats: int = 10
 ) -> Measurement:
-    """Time `fn()` on `device`, and read the peak memory it needed there.
+    """Time a function on a device, and read the peak memory that it needed there.
 
-    A device runs its work after the call that asked for it has returned, so the clock is read only
-    when `torch.accelerator.synchronize` has returned. The first `warmup` calls are not counted:
-    they load kernels, choose algorithms and fill caches. Peaks are reset after them.
+    Args:
+        fn: The function, called without arguments.
+        device: The device that `fn` uses. It is synchronized before and after each repeat.
+        warmup: The number of calls before the timed ones. Peaks are reset after them.
+        repeats: The number of timed calls.
 
-    Raises `ValueError` for fewer than one repeat or a negative warm-up, and whatever `fn` raises.
+    Returns:
+        A `Measurement`: seconds of each repeat, and peak memory in bytes.
+
+    Raises:
+        ValueError: If `repeats` is less than 1 or `warmup` is negative.
+
+    Example:
+        print(measure(lambda: torch.randn(256, 256).square(), device="cpu"))
     """
     if repeats < 1 or warmup < 0:
         raise ValueError(
@@ -221,23 +230,26 @@ def compare(
 ) -> Comparison:
     """Time functions against each other, in turns, so that their ratios can be trusted.
 
-    A round runs all functions once, every other round in reverse (A B, B A), so that a drift of the
-    machine meets all of them alike. A turn waits for the threads of the last one to rest, lies
-    between two synchronisations, and repeats a short function until it is long enough for the
-    clock. Measuring ends when, after at least twelve rounds, every ratio to the first function is
-    known to within `precision` (0.03: 3 % to either side), or when `budget_s` seconds are spent;
-    the warm-up, `warmup` calls of each function, is not counted in them. The environment
-    variable AMP_LAB_TIMING_S is an upper limit to every budget: tests set it, since they run side
-    by side and find the machine busy.
+    A round runs all functions once, every other round in reverse order, so that a drift affects all
+    alike. The result is not trusted if fewer than twelve rounds, or than half, were undisturbed.
 
-    Between the turns a fixed matmul is timed, on a CPU also how fast threads read what
-    others wrote, and the operating system is asked how long threads of this process waited for a
-    core and how much of it the host took away (Linux). A round in which another program took part
-    of the machine is left out, as is one in which the host moved the cores if twelve others remain.
-    With fewer than twelve undisturbed rounds, or fewer than half, the result is not trusted; after
-    being busy for most of half the budget, a machine is not given the other half.
+    Args:
+        functions: The functions by name, called without arguments. Ratios are to the first one.
+        device: The device that the functions use.
+        precision: The aim for each ratio: 0.03 is 3 % to either side.
+        budget_s: The most seconds to measure after the warm-up, and at most AMP_LAB_TIMING_S.
+        warmup: The number of calls of each function before that.
 
-    Raises `ValueError` for no functions, and whatever they raise.
+    Returns:
+        A `Comparison`: print it to see times and speed-ups, or ask for a `ratio`, which is the
+        median over the rounds with a bootstrap interval.
+
+    Raises:
+        ValueError: If there is no function.
+
+    Example:
+        a = torch.randn(256, 256)
+        print(compare({"one": lambda: a @ a, "two": lambda: a @ a @ a}, device="cpu", budget_s=1))
     """
     if not functions:
         raise ValueError("compare: give at least one function")

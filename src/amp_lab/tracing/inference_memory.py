@@ -80,21 +80,38 @@ def forecast_inference(
     autocast: bool = False,
     **kwargs: Any,
 ) -> InferenceForecast:
-    """Forecast the memory of a forward pass of `model` on a device that need not be there.
+    """Forecast the memory of a forward pass of a model on a device that need not be there.
 
-    The pass is ``model(*inputs, **kwargs)`` under `torch.inference_mode`. Weights and
-    floating-point inputs are cast to `precision` before the pass. With `autocast` they are left as
-    they are, and autocast casts them; it keeps no cast copy of a weight. (Under `torch.no_grad` it
-    keeps all copies until its block ends: see `kept_under_no_grad`.) Call ``model.eval()`` first,
-    since the mode of the model is not changed. `inputs` and `kwargs` are tensors, or structures of
-    them, on any device.
+    The pass is ``model(*inputs, **kwargs)`` under `torch.inference_mode`. Call ``model.eval()``
+    first: the mode of the model is not changed. Not counted: workspaces of cuBLAS and cuDNN, memory
+    of the driver, and fragmentation.
 
-    Not counted: the workspaces of cuBLAS and cuDNN, the memory of the driver, and fragmentation.
+    Args:
+        model: The model. It is neither changed nor moved.
+        *inputs: The arguments of a call: tensors, or structures of tensors, on any device.
+        device_type: "cuda" (also for ROCm), "xpu", "mps" or "cpu".
+        precision: A `Precision`: "fp32", "tf32", "fp16" or "bf16".
+        autocast: Whether autocast casts to a `precision` of 16 bits. By default, weights and
+            floating-point inputs are cast before the pass.
+        **kwargs: The keyword arguments of the call.
 
-    The field `cache` of the forecast is the KV cache in the model's output; None if it has none.
+    Returns:
+        An `InferenceForecast`, in bytes: print it to see a table, or read `peak`. `cache` describes
+        the KV cache in the output, or is None. `kept_under_no_grad` is how much higher the peak is
+        under `torch.no_grad`, where autocast keeps its copies of weights until its block ends.
 
-    Raises `TraceError` for a model without a fake copy, an input that it does not take, an op whose
-    result depends on values, and an unknown precision; `DeviceError` for an unknown device type.
+    Raises:
+        TraceError: If the model cannot be traced, if it refuses the inputs, if it depends on values
+            that a run on the CPU does not have, or if the precision is unknown.
+        DeviceError: If the device type does not exist.
+
+    Source:
+        The pass runs on fake tensors. Each storage counts from its allocation until it is freed.
+
+    Example:
+        model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 10)).eval()
+        forecast = forecast_inference(model, torch.empty(64, 512), precision="bf16")
+        print(f"peak {forecast.peak / 2**20:.3g} MiB, weights {forecast.weights / 2**20:.3g} MiB")
     """
 
     def trace(call: ModelCall, decisions: Decisions | None) -> InferenceForecast:

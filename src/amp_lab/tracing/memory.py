@@ -45,27 +45,47 @@ def forecast_memory(
     fsdp_ranks: int = 1,
     **kwargs: Any,
 ) -> MemoryForecast:
-    """Forecast the memory of one training step of `model` on a device that need not be there.
+    """Forecast the memory of one training step of a model on a device that need not be there.
 
     The step is ``loss_fn(model(*inputs, **kwargs)).backward(); optimizer.step()``, under autocast
-    for fp16 and bf16, from the second time on: the optimizer has its state, and no gradient is left
-    from before. It runs on fake tensors, and each storage counts from when it is made until it is
-    freed. With torch 2.11 the peak can be too high next to an `autograd.Function`.
+    for fp16 and bf16. The forecast is for the second step and later: the optimizer has its state,
+    and no gradient is left from the step before. If a branch of the model depends on values, the
+    model runs once for real on the CPU in fp32, on copies; a caveat of the forecast says so.
 
-    `inputs` and `kwargs` are tensors, or structures of them, on any device, also ``meta``. Without
-    `loss_fn` every floating-point output gets a gradient of its own size; give one, from the output
-    to one number, if the loss is large, as a language model's is. `optimizer` is a key of
-    `OPTIMIZERS` in `amp_lab.core.optimizers`. With `fsdp_ranks` it is the memory of each of that
-    many ranks of FSDP2, whose blocks are gathered as `amp-lab train` has them: torch's own code
-    runs, on fake tensors of the CPU. Not counted: the workspaces of cuBLAS and cuDNN, the memory
-    that the driver takes, and what the allocator loses by rounding and fragmentation.
+    Not counted: workspaces of cuBLAS and cuDNN, memory of the driver, and what the allocator loses
+    by rounding and fragmentation. With torch 2.11 the peak can be too high next to an
+    `autograd.Function`.
 
-    If the course of the model depends on values, it runs once for real on the CPU in fp32, on
-    copies, and the step takes the decisions of that run; a caveat of the forecast says so.
+    Args:
+        model: The model. It is neither changed nor moved.
+        *inputs: The arguments of a call, with the batch that you train with: tensors, or structures
+            of tensors, on any device, also ``meta``.
+        device_type: "cuda" (also for ROCm), "xpu", "mps" or "cpu".
+        precision: A `Precision`: "fp32", "tf32", "fp16" or "bf16".
+        optimizer: A key of `OPTIMIZERS` in `amp_lab.core.optimizers`, such as "adam" or "sgd".
+        loss_fn: A function from the output to a loss of one number. Give it if the loss is large,
+            as a language model's is. Without it, each floating-point output gets a gradient of its
+            size.
+        fsdp_ranks: The number of ranks of FSDP2. The forecast is for each rank, with the blocks of
+            `amp-lab train`.
+        **kwargs: The keyword arguments of the call.
 
-    Raises `TraceError` for a model without a fake copy, an input that it does not take, an op whose
-    result depends on values that the run on the CPU does not have, and an unknown precision or
-    optimizer; `DeviceError` for an unknown device type.
+    Returns:
+        A `MemoryForecast`, in bytes: print it to see a table, or read `peak`.
+
+    Raises:
+        TraceError: If the model cannot be traced, if it refuses the inputs, if it depends on values
+            that the run on the CPU does not have, or if the precision or optimizer is unknown.
+        DeviceError: If the device type does not exist.
+
+    Source:
+        The step runs on fake tensors. Each storage counts from its allocation until it is freed.
+
+    Example:
+        model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 10))
+        forecast = forecast_memory(model, torch.empty(64, 512), precision="bf16")
+        print(forecast)
+        print(f"{forecast.peak / 2**20:.3g} MiB, reached in {forecast.peak_phase}")
     """
 
     def trace(call: ModelCall, decisions: Decisions | None) -> MemoryForecast:
@@ -87,17 +107,36 @@ def largest_batch(
     loss_fn: LossFunction | None = None,
     input_dtype: Dtypes = torch.float32,
 ) -> int:
-    """The largest batch whose training step fits into `memory_bytes`; 0 if not even one fits.
+    """Find the largest batch whose training step fits into a memory.
 
-    `input_shape` has a batch dimension of 1 first, as in ``(1, 3, 224, 224)``, or none, as in
-    ``(3, 224, 224)``: a first dimension other than 1 is no batch. A model with several inputs gets
-    a sequence of such shapes, and one `input_dtype` for all or for each. For the step and the
-    other arguments see `forecast_memory`.
+    Args:
+        model: The model. It is neither changed nor moved.
+        input_shape: The shape of one sample, as ``(3, 224, 224)`` or with a batch dimension of 1,
+            ``(1, 3, 224, 224)``. A first size other than 1 is no batch. A model with several inputs
+            gets a sequence of shapes.
+        memory_bytes: The memory, as bytes or with a unit: ``"24GiB"``, ``"80GB"``.
+        precision: A `Precision`: "fp32", "tf32", "fp16" or "bf16".
+        device_type: As in `forecast_memory`.
+        optimizer: As in `forecast_memory`.
+        loss_fn: As in `forecast_memory`.
+        input_dtype: The dtype of the inputs: one for all, or a sequence with one for each.
 
-    Traces of two batches give the size of every storage as a constant plus a multiple of the batch,
-    and with that the peak of every batch; a third, of the largest batch, must agree. Raises what
-    `forecast_memory` raises, and `TraceError` if `memory_bytes` is no number of bytes, if sizes do
-    not grow in this way, or if the course of the model depends on values.
+    Returns:
+        The number of samples; 0 if not even one fits.
+
+    Raises:
+        TraceError: If `forecast_memory` would raise it, if `memory_bytes` or the shapes cannot be
+            read, if the memory is not a constant plus a multiple of the batch, or if the model
+            depends on values.
+        DeviceError: If the device type does not exist.
+
+    Source:
+        Two traced batches give each storage as a constant plus a multiple of the batch. A third
+        trace, of the largest batch, has to agree.
+
+    Example:
+        model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 10))
+        print(largest_batch(model, (512,), memory_bytes="1GiB", precision="bf16"))
     """
     limit = parse_bytes(memory_bytes)
     inputs = inputs_of_shapes(input_shape, input_dtype, batched=False)

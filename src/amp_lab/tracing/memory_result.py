@@ -127,13 +127,13 @@ class MemoryForecast(Printed):
     time. The numbers in `at_peak` do.
     """
 
-    model: str
-    input_shapes: tuple[tuple[int, ...], ...]
-    device_type: str
-    precision: Precision
-    optimizer_name: str
-    weights: int
-    buffers: int
+    model: str  # the name of its class
+    input_shapes: tuple[tuple[int, ...], ...]  # with the batch
+    device_type: str  # such as "cuda"
+    precision: Precision  # of the step
+    optimizer_name: str  # such as "adam"
+    weights: int  # of all parameters, as stored
+    buffers: int  # such as running means
     gradients: int  # of all parameters, each in its dtype, before the optimizer's step
     optimizer: int  # state that the optimizer keeps from step to step
     activations: int

@@ -60,9 +60,9 @@ class OpRule:
     given: tuple[torch.dtype, ...]  # dtypes of the inputs of a call that the policy has to change
     observed: torch.dtype | None  # what the call returned; None: the op could not be called
     reason: str  # why it could not be called, in a line; else empty
-    # Whether `observed`, or the dtype of its parts if it is complex, is what the policy promises;
-    # None: the op returns no floating-point numbers.
     agrees: bool | None
+    """Whether `observed`, or the dtype of its parts if it is complex, is what the policy promises;
+    None if the op returns no floating-point numbers."""
 
 
 class OpTable(Printed, list[OpRule]):
@@ -141,13 +141,28 @@ class OpDifferences(Printed, list[OpDifference]):
 def op_table(device_type: str, dtype: torch.dtype | None = None) -> OpTable:
     """List what autocast on a backend does to each op that it has a rule for.
 
-    The rules are sorted by policy, then by name. `dtype` is what autocast lowers to, the backend's
-    default for None. The policies are those of this torch (see `POLICIES`), each checked by a call
-    of the op: on the device if it is here, else on fake tensors of that type. An op that is in no
-    table of its backend runs in the dtype of its inputs, or calls ops that are in one.
+    An op that is in no table of its backend runs in the dtype of its inputs, or calls ops that are
+    in the table. An op that follows no policy is left out, with a warning.
 
-    Raises `DeviceError` for an unknown device type and for a dtype that autocast does not take.
-    Warns of an op that follows no policy, and leaves it out.
+    Args:
+        device_type: "cuda" (also for ROCm), "xpu", "mps" or "cpu".
+        dtype: The dtype that autocast lowers to: torch.float16 or torch.bfloat16. None is the
+            default of the backend.
+
+    Returns:
+        A list of `OpRule`, sorted by policy and then by name. Print it to see a table.
+
+    Raises:
+        DeviceError: If the device type does not exist, or if autocast does not take `dtype`.
+
+    Source:
+        The installed torch. The dispatcher lists the ops that have an autocast kernel. Each op is
+        then called, on the device if it is in this machine, else on fake tensors, and the dtypes
+        that arrive below autocast show its policy.
+
+    Example:
+        table = op_table("cpu", torch.bfloat16)
+        print([rule.op for rule in table if rule.policy == "fp32"])
     """
     dtype = checked_dtype(device_type, dtype)
     autocast = _Autocast(device_type, dtype, real=backend(device_type).is_available())

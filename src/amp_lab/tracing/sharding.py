@@ -35,21 +35,33 @@ def xray_sharding(
     device_type: str = "cuda",
     **kwargs: Any,
 ) -> ShardingXray:
-    """Show in which dtype each parameter is stored, gathered, computed and summed, before a step.
+    """Show in which dtype FSDP2 or DDP stores, gathers, computes and sums each parameter.
 
-        print(xray_sharding(model))  # after fully_shard(model, …), or DistributedDataParallel
-        print(xray_sharding(model, x, parallel="fsdp", precision="bf16"))
+    A model that is in DDP or that `fully_shard` has sharded is read as it is and not changed. Any
+    other model is treated as `amp-lab train` would treat it. No other process is started.
 
-    A model that FSDP2 has sharded, or that is in DDP, is read as it is, and nothing of it changes.
-    Any other model is treated as `amp-lab train` would, for `parallel` "fsdp" or "ddp", in
-    `precision` (bf16 if it is None), with gradients summed in `reduce_dtype` (fp32). No other
-    process is started. `inputs` and `kwargs` are the arguments of a call. The result shows to what
-    they are cast and, under DDP, what autocast to `precision` does on `device_type`; without
-    `precision`, a DDP model runs without autocast. Autocast around a model of FSDP2 is not seen.
+    Args:
+        model: The model: sharded by `fully_shard`, in DistributedDataParallel, or neither.
+        *inputs: The arguments of a call. The result shows to which dtype they are cast. Autocast
+            under DDP needs them.
+        parallel: "fsdp" or "ddp", for a model that is neither sharded nor in DDP.
+        precision: A `Precision`. None is bf16, and for a model in DDP no autocast.
+        reduce_dtype: The dtype in which gradients are summed, by name. None is fp32.
+        device_type: The device type whose autocast is used under DDP.
+        **kwargs: The keyword arguments of the call.
 
-    Raises `TraceError` for a model of FSDP1, for one that is neither sharded nor in DDP if
-    `parallel` is not given, for settings that a model has already, and for autocast without inputs;
-    `DeviceError` for a device type that torch lacks.
+    Returns:
+        A `ShardingXray`: print it to see the dtypes by unit, and what to look at.
+
+    Raises:
+        TraceError: If FSDP1 wraps the model, if `parallel` is missing, if the model has a given
+            setting already, if `reduce_dtype` is unknown, or if autocast has no inputs.
+        DeviceError: If the device type does not exist.
+        ValueError: If `precision` is no `Precision`.
+
+    Example:
+        model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+        print(xray_sharding(model, torch.empty(2, 8), parallel="ddp", precision="bf16"))
     """
     checked_backend(device_type)
     call = ModelCall(model, inputs, kwargs)

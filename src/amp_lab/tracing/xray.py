@@ -69,22 +69,38 @@ def xray(
 ) -> Xray:
     """Show in which dtype each op of a model runs under autocast, on any type of device.
 
-        print(xray(torchvision.models.resnet50(), torch.empty(8, 3, 224, 224), device_type="cuda"))
+    The model makes one forward pass on fake tensors, which have no values, so you need no such
+    device. If a branch of the model depends on values, the model first runs for real on the CPU in
+    fp32, on copies, and the pass takes the same branches. `Xray.decisions` then says so.
 
-    It makes one forward pass with `inputs` and `kwargs` on fake tensors of `device_type` ("cuda",
-    also for ROCm; "xpu", "mps", "cpu"). They have no values, so no such device is needed. If the
-    course of the model depends on values, it runs once for real on the CPU in fp32, on copies, and
-    the pass takes the decisions of that run (`Xray.decisions` says so).
+    Args:
+        model: The model. It is neither changed nor moved.
+        *inputs: The arguments of a call: tensors of any shape, on any device, also ``meta``.
+        device_type: "cuda" (also for ROCm), "xpu", "mps" or "cpu".
+        dtype: The dtype that autocast computes in: torch.float16 or torch.bfloat16; torch.float32
+            turns autocast off. None is autocast's default for the device type, with two exceptions:
+            a model with all weights in one 16-bit dtype runs without autocast, and a model with
+            some weights in 16 bits runs under autocast to that dtype.
+        loss_fn: A function from the output to the loss. It runs under autocast too.
+        real: Whether to run a copy of the model on the device itself, with values.
+        **kwargs: The keyword arguments of the call.
 
-    Autocast computes in `dtype`; torch.float32 leaves it off. The default is autocast's own. But a
-    model whose weights are all in 16 bits runs without autocast, and one with some weights in 16
-    bits under autocast to their dtype. `loss_fn`, if given, gets the output and runs under autocast
-    too. With `real`, a copy of the model runs on the device itself.
+    Returns:
+        An `Xray`: print it to see a table of modules with their ops, dtypes and casts.
 
-    Raises `TraceError` for what is no model or no input, a model that fails on these inputs, and
-    one whose course depends on values that the run on the CPU does not have; `DeviceError` for a
-    dtype that autocast does not take, and a device type that does not exist or, with `real`, is not
-    here.
+    Raises:
+        TraceError: If `model` is no nn.Module, if inputs are given with no tensor in them, if it
+            fails on them without autocast too, or if it depends on values that the run on the CPU
+            does not have.
+        DeviceError: If the device type does not exist, if autocast does not take `dtype`, or if
+            `real` is set and the device is not in this machine.
+
+    Example:
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 10))
+        result = xray(model, torch.empty(8, 64), device_type="cuda", dtype=torch.bfloat16)
+        print(result)
+        for row in result.rows:
+            print(row.module, row.op, row.dtype)
     """
     return xray_call(ModelCall(model, inputs, kwargs, loss_fn), device_type, dtype, real)
 

@@ -26,14 +26,14 @@ class Xray(Printed):
     """The result of `xray`; `str` of it is a table to read."""
 
     model: str  # the name of its class
-    device_type: str
+    device_type: str  # such as "cuda"
     dtype: torch.dtype  # what autocast computes in; torch.float32: autocast was off
     real: bool  # whether the model ran on the device itself, not on fake tensors
     rows: list[OpRecord]  # in the order in which the ops ran
-    casts: list[Cast]
+    casts: list[Cast]  # that autocast inserted, in order
     output_dtypes: list[torch.dtype]  # of each tensor of the output, in order
-    outputs: Outputs
-    loss_dtype: torch.dtype | None
+    outputs: Outputs  # dtype and shape of each tensor of the output, by its path
+    loss_dtype: torch.dtype | None  # of what `loss_fn` returned, if it was given
     raised: str | None  # an error that occurs only under autocast: the rows end at that op
     advice: list[str]  # sentences on what to look at; the rows and casts show why
     modules: list[ModuleRow]  # all of them, in the model's order
