@@ -87,13 +87,36 @@ def advise(
     gpu: str | None = None,
     **kwargs: Any,
 ) -> Advice:
-    """Which precision to use for this model on this device, and the lines to write for it.
+    """Recommend a precision for a model on a device, with the lines to write for it.
 
-    `inputs` and `kwargs` are a batch as the model takes it. `loss_fn` makes a loss of the output;
-    by default it is the output's own loss, or its mean square. Steps run on copies, for about
-    `minutes`. For a `device` that is not here, or a `gpu` such as ``"rtx-4090"`` (a name of
-    `core.gpus.GPUS`), dtypes and memory are forecast, and nothing is timed. `memory`, such as
-    ``"24GiB"``, is the budget; by default it is the device's memory. Raises an `AmpLabError`.
+    Each recipe (precision, cast weights, memory format, compilation) is forecast, checked against
+    fp32 and timed, on copies of the model.
+
+    Args:
+        model: The model. It is neither changed nor moved.
+        *inputs: A batch, as the model takes it.
+        device: The device. None is the choice of `pick_device`. For a device that is not in this
+            machine, dtypes and memory are forecast, and nothing is timed.
+        loss_fn: A function from the output to the loss. None is the loss in the output, or the mean
+            square of the output.
+        minutes: About how long the measurement takes.
+        memory: The memory budget, as bytes or with a unit: ``"24GiB"``. None is the memory of the
+            device.
+        gpu: A name in `core.gpus.GPUS`, such as ``"rtx-4090"``, to forecast for. It excludes
+            `device`.
+        **kwargs: The keyword arguments of the call.
+
+    Returns:
+        An `Advice`: print it to see the ranking, the remarks and the programs.
+
+    Raises:
+        OptionError: If both `device` and `gpu` are given, or if `gpu` is unknown.
+        DeviceError: If torch cannot use the device.
+        TraceError: If the model fails in fp32, or if a step in fp32 does not fit into the memory.
+
+    Example:
+        model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+        print(advise(model, torch.randn(32, 64), gpu="rtx-4090"))
     """
     end = time.perf_counter() + 60 * minutes
     if gpu is not None and device is not None:

@@ -33,34 +33,37 @@ _OWN_INPUTS = remedy(
 def first_difference(
     run_a: Callable[..., Any], run_b: Callable[..., Any], *inputs: Any, **kwargs: Any
 ) -> Difference | None:
-    """Return the first op at which two runs diverge: they differ by more than rounding explains.
+    """Find the first op at which two runs differ by more than rounding explains.
 
-    Returns None if there is no such op.
-
-        first_difference(model, changed_model, x)
-        first_difference(model, torch.compile(model), x)
-
-        def in_bf16(x):
-            with torch.autocast("cpu", torch.bfloat16):
-                return model(x)
-        first_difference(model, in_bf16, x)
-
-    A run is a model, or any function that calls models. Both runs are called with `inputs` and
-    `kwargs`; to give each run its own inputs, pass `lambda: model(x)`. Only forward passes are
-    compared, without gradients: fp32 against bf16, two versions of a model, two batch sizes (the
+    Only forward passes are compared: fp32 with bf16, two versions of a model, two batch sizes (the
     rows that both have), two devices, or a compiled model (by module, since its ops are hidden).
-    Both runs draw the same random numbers. Buffers get their old values back afterwards.
+    Both runs draw the same random numbers, and buffers get their old values back.
 
-    Every op is also computed in fp64, twice. With fp64 inputs, this shows whether the two runs
-    compute the same function. With the inputs that the op really got, it shows how much this op
-    alone rounds (`amp_lab.difference.rounding` has the error model).
+    Errors that grow over many ops are no difference: `compare_runs` shows how large they become. It
+    takes the time of about ten runs, and memory for the results of all ops, twice, in fp64.
 
-    Not a difference: another sequence of ops with the same result, or errors that grow through many
-    ops (`compare_runs` shows how large they become). A difference: positions or counts that become
-    equal in 16 bits, although rounding explains each of them.
+    Args:
+        run_a: A model, or a function that calls models.
+        run_b: The run to compare with it. To give each run different inputs, pass
+            `lambda: model(x)`.
+        *inputs: The arguments of both runs.
+        **kwargs: The keyword arguments of both runs.
 
-    Takes the time of about ten runs, and memory for the results of all ops, twice, in fp64.
-    Raises `NumericsError` if a run raises, or if the two runs have no op in common.
+    Returns:
+        A `Difference` with module, op, dtypes, size and reason; None if there is no such op.
+
+    Raises:
+        NumericsError: If a run cannot be called or raises, or if the runs have no op in common.
+
+    Source:
+        Each op is also computed in fp64 twice: with fp64 inputs, which shows whether both runs
+        compute the same function, and with its actual inputs, which shows how much this op rounds.
+        `amp_lab.difference.rounding` has the error model.
+
+    Example:
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        changed = nn.Sequential(model[0], nn.GELU(), model[2])
+        print(first_difference(model, changed, torch.randn(2, 8)))
     """
     return compare_runs(run_a, run_b, *inputs, **kwargs).first
 

@@ -64,28 +64,39 @@ def rehearse(
 ) -> Rehearsal:
     """Measure the errors of a model whose matmuls are computed in formats below 16 bits.
 
-    It runs on any machine, since operands are rounded to the `formats`, names of `FORMATS`, and
-    multiplied in fp32. `use` is ``"training"`` or ``"inference"``. By default a model in evaluation
-    mode is rehearsed for inference, and any other for training.
+    For training, one step in fp32 repeats the matmuls of linear layers, convolutions and grouped
+    experts in each format: forward, dgrad (gradient of the input) and wgrad (gradient of the
+    weight). Then the whole model runs in each format. For inference, only the forward matmul is
+    repeated, and the output is compared with that in fp32. The result does not tell how fast a
+    format is, whether a long training converges, or how accurate the model is on other data.
 
-    For training, the model takes one step in fp32 with `inputs` and `kwargs`, a batch as the model
-    takes it. The matmuls of linear layers, convolutions and grouped experts are repeated in each
-    format: forward, dgrad (gradient of the input) and wgrad (gradient of the weight). Then the
-    whole model runs in each format, with the layers in bf16 that are better left there. `loss_fn`
-    makes a loss of the output; without it, the loss is the output's own or its mean square. With
-    `steps`, the model is also trained on that batch by AdamW, in each format and under bf16
-    autocast, with each of `seeds` seeds.
+    Args:
+        model: The model. Copies of it run on its device.
+        *inputs: A batch, as the model takes it.
+        formats: Names in `FORMATS`. bf16 is always added.
+        loss_fn: A function from the output to the loss. None is the loss in the output, or the mean
+            square of the output.
+        steps: The number of AdamW steps on this batch, in each format; 0 is the one step alone.
+        seeds: The number of seeds of these steps.
+        gpu: A name in `core.gpus.GPUS`. Layers that a forecast finds slower there stay in bf16.
+        use: "training" or "inference". None is inference for a model in evaluation mode.
+        **kwargs: The keyword arguments of the call.
 
-    For inference, only the forward matmul is repeated, and the model's output is compared with
-    fp32's. `gpu` is a name of `core.gpus.GPUS`: layers that a forecast finds slower there are left
-    in bf16.
+    Returns:
+        A `Rehearsal`: print it to see SQNR in dB by layer, verdicts and torchao's lines.
 
-    The result does not tell how fast a format is, whether a long training converges, or how
-    accurate the model is on other data. Copies of the model run on its device.
+    Raises:
+        NumericsError: If a format is unknown, if the model has no such matmul, or if it cannot be
+            trained or returns nothing to compare.
+        OptionError: If `gpu` or `use` is unknown, or if `steps` or `seeds` does not fit.
+        TraceError: If a step of the model fails.
 
-    Raises `NumericsError` for a format that does not exist, for a model without such matmuls, and
-    for one that cannot be trained or returns nothing to compare; `OptionError` for an unknown GPU
-    or use, and for steps of inference; `TraceError` if the model's step fails.
+    Source:
+        Operands are rounded to the format and multiplied in fp32, so any machine will do.
+
+    Example:
+        model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).eval()
+        print(rehearse(model, torch.randn(32, 64), formats=["mxfp8"]))
     """
     names = dict.fromkeys(("bf16", *formats))  # each once
     forms = [format_of(name) for name in names]

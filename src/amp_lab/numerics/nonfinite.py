@@ -35,29 +35,27 @@ _OUTSIDE = Site()  # of an op that runs outside of all modules
 class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which follows `with` too
     """Find the module and the op that made the first inf or NaN, in forward and backward.
 
-        with find_nonfinite(model) as finder:
-            loss = loss_fn(model(inputs), targets)
-            loss.backward()
-        print(finder.report)  # None if no inf or NaN mattered
-
     Every op of the block is watched, also in the loss, under autocast, in activation checkpointing
-    and in custom functions; backward ops are named after the module whose forward they undo. With
-    `raise_on_first` the block ends with a `NumericsError` that carries the report.
+    and in custom functions. An inf or NaN is reported only if it reaches a gradient, the output of
+    the model or a single number outside the model, such as the loss. So a mask of -inf is not
+    reported. If none does, the report is on an inf by which something was divided, or whose tensor
+    was still there when an error ended the block. A parameter or running statistic that is not
+    finite is reported when its module is called. Not watched: compiled functions, optimizers that
+    work on lists of tensors, and other threads. The host waits for each op, so use it for one step.
 
-    An inf or NaN is reported only if it matters, that is, if it reaches a gradient of a parameter
-    or of an input, the output of the model, or a single number outside the model, such as the loss.
-    Then the op that made it is reported, however long before. So a mask of -inf that softmax makes
-    finite is not reported, nor is -inf in the output, which may be a mask. If none matters, but
-    something was divided by an inf that an op made, and so became 0, that op is reported at the end
-    of the block. So is one whose result is still there when an error ends the block, such as a cost
-    matrix that SciPy refused. A parameter, running mean or running variance that is not finite is
-    reported when its module is called. Compiled functions, optimizers that work on lists of
-    tensors, and other threads are not watched op by op: run the model eagerly.
+    Args:
+        model: The model. Results stay the same to the last bit.
+        raise_on_first: Whether to end the block with a `NumericsError` that has the report.
 
-    On a GPU the host waits for every op: it is for the step that fails, not for a whole run.
-    Results are the same to the last bit. It can be entered again, and then starts anew.
+    Raises:
+        NumericsError: If `model` is no nn.Module, or if another find_nonfinite is active.
 
-    Raises `NumericsError` if `model` is no `nn.Module`, or if another one is active.
+    Example:
+        model = nn.Linear(4, 1)
+        with find_nonfinite(model) as finder:
+            loss = (model(torch.ones(2, 4)) * 0).log().mean()
+            loss.backward()
+        print(finder.report)  # a `NonfiniteReport`; None if no inf or NaN mattered
     """
 
     _active: ClassVar["find_nonfinite | None"] = None

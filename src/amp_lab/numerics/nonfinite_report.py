@@ -20,7 +20,7 @@ class NonfiniteReport:
 
     phase: str  # ``forward``, ``backward``, or ``before`` (it was there before its first use)
     module: str | None  # qualified name, "" for the model itself; None outside, as in a loss
-    module_type: str | None
+    module_type: str | None  # the name of its class
     call: int  # number of the module's call, from 1 in each forward pass; 0 outside of modules
     op: str | None = None  # ``log``; in backward ``LogBackward0``; None before any op
     kernel: str | None = None  # op that the backward node ran; in forward the same as `op`

@@ -20,20 +20,30 @@ _BELOW_ONE = remedy(
 
 
 class ScaleLog:
-    """Log the loss scale of every step of a `torch.amp.GradScaler`, and the steps it skipped.
+    """Log the loss scale of each step of a `torch.amp.GradScaler`, and the steps it skipped.
 
+    A step is a call of ``scaler.update()``. Values stay on the device until you read them, so the
+    log makes the host wait no more than before. Leaving the block, or `close`, restores the scaler;
+    the log can still be read. While the log is open, save the scaler by its `state_dict` alone.
+    If the scaler refuses fp16 gradients in the block, its error gets a note with the remedy.
+
+    Args:
+        scaler: The scaler. With a disabled one every scale is 1.
+
+    Raises:
+        NumericsError: If `scaler` is no GradScaler, or has an open ScaleLog already.
+
+    Example:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu")
         with ScaleLog(scaler) as log:
-            train(…)
-        log.plot()
-
-    A step is a call of ``scaler.update()``. The scale and the found infs are copied on their
-    device and read when you ask, so that the host waits for nothing more than without the log.
-
-    Leaving the block, or `close`, leaves the scaler as it was; the log can still be read. With a
-    disabled scaler every scale is 1. While it is open, save the scaler by its `state_dict` alone.
-    If the scaler refuses fp16 gradients in the block, what to do is added to its error as a note.
-
-    Raises `NumericsError` if `scaler` is no GradScaler, or has an open ScaleLog already.
+            for _ in range(3):
+                scaler.scale(model(torch.ones(2, 4)).mean()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        print(log.scales, log.skipped)
     """
 
     def __init__(self, scaler: torch.amp.GradScaler):

@@ -273,17 +273,34 @@ def fit(
     test_batches: Callable[[], Batches] | None = None,
     **settings: Any,
 ) -> list[EpochMetrics]:
-    """Train `model`, which is on its device already; return the metrics of all finished epochs.
+    """Train a model, in any precision.
 
-    `train_batches(epoch, batch)` returns the batches of an epoch (counted from 0) from number
-    `batch` on, and `test_batches()` those for the evaluation after each epoch; `Batch` describes
-    their forms. The settings are the fields of a `Loop`: `precision`, `device` and `optimizer` must
-    be given.
+    To resume a training with a bitwise equal result, save `progress` and the states of the model,
+    the optimizer, the scaler, the scheduler and the random generators.
 
-    Training ends when `epochs` epochs are done, or `after_step(progress)` returns true. To resume
-    it with a bitwise equal result, save `progress` and the states of model, optimizer, scaler,
-    scheduler and random generators. Raises `DeviceError` if there is no such device, `OptionError`
-    for a batch in another form.
+    Args:
+        model: The model, on its device already.
+        train_batches: A function of the epoch, counted from 0, and of the number of a batch. It
+            returns the batches of that epoch from there on, in a form that `Batch` describes.
+        epochs: The number of epochs when training ends, finished ones included. It ends earlier if
+            `after_step` returns true.
+        test_batches: A function that returns the batches for the evaluation after each epoch.
+        **settings: Fields of `Loop`. `precision`, `device` and `optimizer` must be given.
+
+    Returns:
+        The `EpochMetrics` of all finished epochs.
+
+    Raises:
+        DeviceError: If the device is not in this machine.
+        OptionError: If a batch has another form.
+
+    Example:
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.AdamW(model.parameters())
+        batch = (torch.randn(8, 4), torch.randint(3, (8,)))
+        settings = {"precision": "bf16", "device": "cpu", "optimizer": optimizer}
+        metrics = fit(model, lambda epoch, number: [batch][number:], epochs=2, **settings)
+        print(metrics[-1].train_loss)
     """
     loop = Loop(model, **settings)
     progress = loop.progress
@@ -303,10 +320,26 @@ def fit(
 
 
 def evaluate(model: nn.Module, batches: Batches, **settings: Any) -> tuple[float, float]:
-    """Mean loss and mean metric, by default the accuracy (0 to 1), over `batches`.
+    """Compute the mean loss and the mean metric of a model over batches.
 
-    The model is put into evaluation mode meanwhile. The settings are the fields of a `Loop`:
-    `precision` and `device` must be given. Every rank needs the same number of batches, but not of
-    the same sizes. Raises `DeviceError` as `fit` does.
+    The model is in evaluation mode meanwhile.
+
+    Args:
+        model: The model, on its device already.
+        batches: The batches, in a form that `Batch` describes. With several processes, each needs
+            the same number of batches, but not of the same sizes.
+        **settings: Fields of `Loop`. `precision` and `device` must be given.
+
+    Returns:
+        The mean loss and the mean metric. The metric is by default the accuracy, from 0 to 1.
+
+    Raises:
+        DeviceError: If the device is not in this machine.
+        OptionError: If a batch has another form.
+
+    Example:
+        batches = [(torch.randn(8, 4), torch.randint(3, (8,)))]
+        loss, accuracy = evaluate(nn.Linear(4, 3), batches, precision="fp32", device="cpu")
+        print(f"{loss:.3g}, {accuracy:.0%}")
     """
     return Loop(model, **settings).evaluate(batches)

@@ -27,14 +27,22 @@ _COMMENT_PATTERN = re.compile(rb"amp-lab checkpoint (\d+) sha256 ([0-9a-f]{64})"
 
 
 def save_checkpoint(path: str | os.PathLike, **state) -> None:
-    """Write `state` to `path` atomically: at any moment the old file or the new one is complete.
+    """Save a checkpoint atomically: at each moment the old file or the new one is complete.
 
-    A value with a `state_dict` (a model, an optimizer, a `GradScaler`) is saved as its state dict;
-    the rest must be tensors, numbers, strings, None, and dicts, lists and tuples of those.
+    Args:
+        path: The file to write. `torch.load` can read it too.
+        **state: The values by name. A value with a `state_dict`, such as a model, is saved as its
+            state dict. Others must be tensors, numbers, strings, None, or dicts, lists and tuples
+            of those.
 
-    Raises `CheckpointError` if the file cannot be written (a full disk, no such folder, no
-    permission), and leaves an older file as it was; `TypeError` for a value that could not be
-    loaded again.
+    Raises:
+        CheckpointError: If the file cannot be written. An older file stays as it was.
+        TypeError: If a value could not be loaded again.
+
+    Example:
+        model = nn.Linear(4, 2)
+        save_checkpoint("model.ckpt", model=model, epoch=3)
+        model.load_state_dict(load_checkpoint("model.ckpt")["model"])
     """
     states = {}
     for name, value in state.items():
@@ -55,11 +63,25 @@ def save_checkpoint(path: str | os.PathLike, **state) -> None:
 
 
 def load_checkpoint(path: str | os.PathLike) -> dict:
-    """Load the state that `save_checkpoint` wrote, with its tensors on the CPU.
+    """Load a checkpoint that `save_checkpoint` wrote.
 
-    The checksum is compared before anything is unpickled, and unpickling runs no code of the file
-    (`weights_only=True`). Raises `CheckpointError` for a file that is missing, truncated, altered,
-    of another version, or no checkpoint.
+    Args:
+        path: The file.
+
+    Returns:
+        The values by name, with tensors on the CPU.
+
+    Raises:
+        CheckpointError: If the file is missing, truncated, altered, of another version, or no
+            checkpoint.
+
+    Source:
+        The SHA-256 checksum is compared before anything is unpickled. Unpickling runs no code of
+        the file (`weights_only=True`).
+
+    Example:
+        save_checkpoint("model.ckpt", epoch=3)
+        print(load_checkpoint("model.ckpt")["epoch"])
     """
     path = Path(path)
     try:

@@ -31,20 +31,30 @@ def load_dataset(
     skip_damaged: bool = False,
     download: bool = True,
 ) -> DataSplits:
-    """Load the data set `name`, one of `DATASETS`, from `folder`; download it there if missing.
+    """Load a data set, and download it if it is missing.
 
-    Each data set is a file in `train/data/`, whose `load` says what `folder` must hold and which
-    samples are for the test. A text is cut into passages of 256 characters; for passages of another
-    length and other tokens, see `load`.
+    Args:
+        name: A key of `DATASETS`: "digits", "cifar10", "caltech256", "folder", "stdlib" or "text".
+        folder: The folder of its files. The file of the data set in `train/data/` describes it.
+        image_size: Height and width of the images in pixels. None is the default of the data set.
+        limit: The most training samples. The test samples are cut to the same share, and each class
+            keeps its share. None is all.
+        seed: The seed of the augmentation, and of where passages of a text begin; 0 or more.
+        augment: Whether training images are augmented, and passages begin at random places.
+        skip_damaged: Whether to leave out image files that cannot be decoded; `skipped` lists them.
+        download: Whether missing files are downloaded. Otherwise they are an error.
 
-    Images have `image_size` pixels a side (default: the data set's own). `limit` keeps at most so
-    many training samples, and the same share of the test samples, rounded up. Each class keeps its
-    share, and which images are kept is always the same. `seed` is for the augmentation of the
-    training images, and for where the passages begin; `augment=False` switches both off.
-    `skip_damaged` leaves out image files that cannot be decoded, and lists them in `skipped`. With
-    `download=False`, missing files are an error.
+    Returns:
+        A `DataSplits`. `train` and `test` give pairs of a sample and its target: an image, float32
+        (3, S, S), with an int; or a passage of 256 characters, int64 (256,), with int64 (256,).
 
-    Raises `DataError` for a wrong value, and for files that are missing, damaged or altered.
+    Raises:
+        DataError: If a value is wrong, or if files are missing, damaged or altered.
+
+    Example:
+        data = load_dataset("digits", limit=100)
+        image, target = data.train[0]
+        print(data.summary, image.shape, target)
     """
     _require_known(name)
     row = DATASETS[name]

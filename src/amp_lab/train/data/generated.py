@@ -30,14 +30,29 @@ def make_stand_in(
     classes: int | None = None,
     seed: int = 0,
 ) -> Path:
-    """Generate pictures in the layout of ``cifar10`` or ``caltech256``; return the new folder.
+    """Generate pictures in the layout of a data set that cannot be downloaded.
 
-    They replace photographs that cannot be downloaded: `load_dataset` with the same `folder` reads
-    them, and sets `stand_in`. A class is a shape with stripes of some colour and direction. By
-    default there are as many classes as in the real data set, 10 and 256, with 600 and 10 images
-    each, training and test together.
+    `load_dataset` with the same folder reads them, and sets `stand_in`. A class is a shape with
+    stripes of a colour and a direction.
 
-    Raises `DataError` for a wrong value, and if there is a data set in `folder` already.
+    Args:
+        name: "cifar10" or "caltech256".
+        folder: The folder that gets the data set.
+        images_per_class: Training and test images together, at least 6. None is 600 for cifar10 and
+            10 for caltech256.
+        classes: The number of classes, at least 2. None is that of the real data set: 10 or 256.
+        seed: The seed of the pictures; 0 or more.
+
+    Returns:
+        The folder of the new data set, inside `folder`.
+
+    Raises:
+        DataError: If a value is wrong, if the data set is in `folder` already, or if it cannot be
+            written.
+
+    Example:
+        make_stand_in("cifar10", "data", images_per_class=6, classes=2)
+        print(load_dataset("cifar10", "data").summary)
     """
     if name not in _LAYOUTS:
         names = " or ".join(_LAYOUTS)
