@@ -22,12 +22,23 @@ _OLD_SETTINGS = {"ieee": ("highest", False), "tf32": ("high", True)}
 
 
 class Precision(enum.StrEnum):
-    """How to compute: in which number format, and with which help.
+    """A number format to compute in, with what autocast, loss scaling and TF32 need for it.
 
-    - ``fp32``: IEEE single precision, with TF32 switched off where it would be on by default.
-    - ``tf32``: fp32 tensors, whose matmuls and convolutions may round their inputs to TF32.
+    - ``fp32``: IEEE single precision. TF32 is switched off where it would be on by default.
+    - ``tf32``: fp32 tensors. Matmuls and convolutions may round their inputs to TF32.
     - ``fp16``: autocast to float16, with a gradient scaler.
-    - ``bf16``: autocast to bfloat16, without one.
+    - ``bf16``: autocast to bfloat16, without a gradient scaler.
+
+    Example:
+        precision = Precision("bf16")
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = precision.grad_scaler("cpu")
+        with precision.autocast("cpu"):
+            loss = model(torch.ones(3, 4)).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
     """
 
     FP32 = "fp32"
@@ -45,16 +56,21 @@ class Precision(enum.StrEnum):
         return torch.float32
 
     def autocast(self, device_type: str) -> AbstractContextManager:
-        """A context in which the forward pass runs in this precision.
+        """Return a context in which the forward pass runs in this precision.
 
         For ``fp16`` and ``bf16`` it is `torch.autocast`. For ``fp32`` and ``tf32`` autocast is off
         in the block, and torch's float32 mode is "ieee" or "tf32" for the whole process until the
         block ends, also by an exception; then every mode is restored. Contexts can be nested and
-        used again.
+        used again. For ``tf32`` on a device without TF32 it warns, and the device computes in fp32.
 
-        Raises `DeviceError` if there is no such device here, where `torch.autocast` would do
-        nothing, with a warning at best. Warns for ``tf32`` on a device without it, which then
-        computes in fp32.
+        Args:
+            device_type: "cuda" (also for ROCm), "xpu", "mps" or "cpu".
+
+        Returns:
+            The context.
+
+        Raises:
+            DeviceError: If there is no such device in this machine.
         """
         require_backend(device_type)
         if self in (Precision.FP16, Precision.BF16):
@@ -79,11 +95,19 @@ class Precision(enum.StrEnum):
         return nullcontext()
 
     def grad_scaler(self, device_type: str, **kw) -> torch.amp.GradScaler:
-        """The `torch.amp.GradScaler` for this precision: enabled for ``fp16`` alone.
+        """Return the `torch.amp.GradScaler` for this precision, enabled for ``fp16`` alone.
 
-        Its methods may be called all the same in every precision, so that one loop serves all.
-        Keywords go to `GradScaler`; ``enabled=False`` switches it off for ``fp16`` too. Raises
-        `DeviceError` if there is no such device here.
+        A disabled scaler passes losses and gradients on, so one loop serves all precisions.
+
+        Args:
+            device_type: "cuda" (also for ROCm), "xpu", "mps" or "cpu".
+            **kw: Keywords of `GradScaler`. ``enabled=False`` disables it for ``fp16`` too.
+
+        Returns:
+            The scaler.
+
+        Raises:
+            DeviceError: If there is no such device in this machine.
         """
         require_backend(device_type)
         enabled = kw.pop("enabled", True) and self is Precision.FP16

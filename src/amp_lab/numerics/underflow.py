@@ -220,36 +220,36 @@ def gradient_underflow(
 ) -> UnderflowReport:
     """Count, layer by layer, the gradient values that fp16 would lose at each loss scale.
 
-        It counts the gradients that are fp16 under autocast: those of the parameters and of the outputs
-        of matmuls, convolutions and recurrent layers. One backward pass runs with the graph kept, so
-        ``loss.backward()`` still works after it. No `.grad` is written.
+    It counts the gradients that are fp16 under autocast: those of the parameters and of the outputs
+    of matmuls, convolutions and recurrent layers. One backward pass runs with the graph kept, so
+    ``loss.backward()`` still works after it. No `.grad` is written.
 
-        Args:
-            model: The model whose parameters get the gradients.
-            loss: A tensor with one number, computed with `model` in fp32 or bf16 without a loss scale.
-                In fp16, small gradients are lost before they can be counted: then `half` is true, and
-                the report has neither lost shares nor a smallest scale.
-            scales: Loss scales: powers of two from 2^-64 to 2^64.
+    Args:
+        model: The model whose parameters get the gradients.
+        loss: A tensor with one number, computed with `model` in fp32 or bf16 without a loss scale.
+            In fp16, small gradients are lost before they can be counted: then `half` is true, and
+            the report has neither lost shares nor a smallest scale.
+        scales: Loss scales: powers of two from 2^-64 to 2^64.
 
-            Returns:
-            An `UnderflowReport`: print it to see the shares by layer, or read `smallest_scale`.
-    
-        Raises:
-            NumericsError: If no parameter requires a gradient, if a scale is no such power of two, or
-                if the loss is no single number, does not depend on the model, or has no graph, a freed
-                graph or a compiled one.
+    Returns:
+        An `UnderflowReport`: print it to see the shares by layer, or read `smallest_scale`.
 
-        Source:
-            The histogram of Micikevicius et al., "Mixed Precision Training", 2018, figure 3. Each value
-            is treated as ``(gradient * scale).to(torch.float16)``. Of 262,144 values or more a fixed
-            sample is counted, with the extremes; the report says how far a share may be off.
+    Raises:
+        NumericsError: If no parameter requires a gradient, if a scale is no such power of two, or
+            if the loss is no single number, does not depend on the model, or has no graph, a freed
+            graph or a compiled one.
 
-        Example:
-            model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
-            loss = model(torch.randn(32, 64)).square().mean()
-            report = gradient_underflow(model, loss)
-            print(report)
-            print(report.smallest_scale, report.largest_scale)
+    Source:
+        The histogram of Micikevicius et al., "Mixed Precision Training", 2018, figure 3. Each value
+        is treated as ``(gradient * scale).to(torch.float16)``. Of 262,144 values or more a fixed
+        sample is counted, with the extremes; the report says how far a share may be off.
+
+    Example:
+        model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+        loss = model(torch.randn(32, 64)).square().mean()
+        report = gradient_underflow(model, loss)
+        print(report)
+        print(report.smallest_scale, report.largest_scale)
     """
     scales = tuple(float(scale) for scale in scales)
     parameters = _checked_parameters(model, loss, scales)

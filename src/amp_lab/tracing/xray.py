@@ -89,9 +89,9 @@ def xray(
         An `Xray`: print it to see a table of modules with their ops, dtypes and casts.
 
     Raises:
-        TraceError: If `model` is no nn.Module, if inputs are given with no tensor in them, if it
-            fails on them without autocast too, or if it depends on values that the run on the CPU
-            does not have.
+        TraceError: If `model` is no nn.Module, if inputs are given with no tensor in them, if the
+            model fails on them without autocast too, or if it depends on values that the run on
+            the CPU does not have.
         DeviceError: If the device type does not exist, if autocast does not take `dtype`, or if
             `real` is set and the device is not in this machine.
 
