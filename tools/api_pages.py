@@ -223,11 +223,11 @@ def _description(node: Definition, links: dict[str, str]) -> str:
             parts.append(f"**Example:**\n\n```python\n{example_code(text, public)}\n```")
         elif heading == "Args":
             types = arguments(node)
-            rows = [(f"`{name}`", types.get(name, ""), said) for name, said in items(text).items()]
-            parts.append(_table(("argument", "type, default", "meaning"), rows, links))
+            rows = [[f"`{name}`", types.get(name, ""), said] for name, said in items(text).items()]
+            parts.append(_table(["argument", "type, default", "meaning"], rows, links))
         elif heading == "Raises":
-            rows = [(f"`{name}`", said) for name, said in items(text).items()]
-            parts.append(_table(("raises", "when"), rows, links))
+            rows = [[f"`{name}`", said] for name, said in items(text).items()]
+            parts.append(_table(["raises", "when"], rows, links))
         elif heading:
             parts.append(f"**{heading}:** {_paragraphs(text, links)}")
         else:
@@ -235,10 +235,10 @@ def _description(node: Definition, links: dict[str, str]) -> str:
     return "\n\n".join(parts)
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]], links: dict[str, str]) -> str:
-    lines = [head, ("---",) * len(head)]
+def _table(head: list[str], rows: list[list[str]], links: dict[str, str]) -> str:
+    lines = [head, ["---"] * len(head)]
     for row in rows:
-        lines.append(tuple(_paragraphs(cell, links).replace("|", "\\|") for cell in row))
+        lines.append([_paragraphs(cell, links).replace("|", "\\|") for cell in row])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -246,7 +246,7 @@ def _entry(entry: Entry, links: dict[str, str]) -> str:
     doc = _description(entry.node, links)
     if isinstance(entry.node, ast.FunctionDef):
         return _directive(5, "function", f"{entry.name}{_signature(entry.node)}", doc)
-    parts = [doc, *_members(entry, links)]
+    parts = [doc, *members(entry, links)]
     heading = f"{entry.name}{_class_signature(entry.node)}"
     return _directive(5, "class", heading, "\n\n".join(filter(None, parts)))
 
@@ -274,7 +274,7 @@ def _class_signature(node: ast.ClassDef) -> str:
     return ""
 
 
-def _members(entry: Entry, links: dict[str, str]) -> Iterator[str]:
+def members(entry: Entry, links: dict[str, str]) -> Iterator[str]:
     """Public fields, properties and methods that have something said about them."""
     node = entry.node
     for part, after in zip(node.body, [*node.body[1:], None], strict=True):
