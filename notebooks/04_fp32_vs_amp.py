@@ -278,9 +278,9 @@ fastest = training.ratio(Precision.FP32, precisions[-1])
 assert device.type == "cpu" or not fastest.is_below(1)
 
 # %% [markdown]
-# Each line has the time of a step, and all but FP32's the speed-up over FP32 with its interval. On the two
-# CPU cores used here, a step took less than two thirds of the time. On your device, AMP is faster if the
-# interval lies above 1x and slower if it lies below. If it contains 1x, this measurement cannot tell.
+# Each line has the time of a step, and all but FP32's the speed-up over FP32 with its interval. AMP is faster
+# if the interval lies above 1x, as on the two CPU cores used here, and slower if it lies below. If it
+# contains 1x, this measurement cannot tell.
 #
 # Inference is the forward pass alone, so autocast is all you need to switch on, and there is no scaler.
 # Will it gain more than training, or less?
