@@ -130,9 +130,9 @@ BAD = {  # what is wrong: how the file is made, what is said of it
     ),
     "binary": (
         lambda p: p.write_bytes(b"\x7fELF\x02\0torch.cuda.amp\0GradScaler\xff\n"),
-        "has a null byte, so it is no Python",
+        "contains a null byte, so it is not Python",
     ),
-    "a null": (lambda p: p.write_bytes(OLD.encode() + b"x = '\0'\n"), "has a null byte"),
+    "a null": (lambda p: p.write_bytes(OLD.encode() + b"x = '\0'\n"), "contains a null byte"),
 }
 
 
@@ -162,7 +162,7 @@ def test_a_link_in_a_folder_is_passed_over_with_a_line(tmp_path, capsys):
     assert migrate("--write", project) == 0
     said = capsys.readouterr().err.splitlines()
     assert [line.partition(": ")[2] for line in said] == [
-        f"{project / name}: is a link: passed over" for name in ("b.py", "c.py", "folder")
+        f"{project / name}: skipped, because it is a link" for name in ("b.py", "c.py", "folder")
     ]
     assert (project / "a.py").read_text() == NEW
     assert (other / "a.py").read_text() == OLD
@@ -188,7 +188,7 @@ def test_a_folder_without_python_is_named(tmp_path, capsys):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "a.py").write_text(OLD)
     assert migrate("--write", tmp_path / "empty", tmp_path / "mine") == 2
-    assert "empty: has no Python file" in capsys.readouterr().err
+    assert "empty: contains no Python file" in capsys.readouterr().err
     assert (tmp_path / "mine" / "a.py").read_text() == NEW
 
 
@@ -216,7 +216,7 @@ def test_in_a_folder_that_cannot_be_written_a_file_stays_whole(tmp_path, capsys,
     (tmp_path / "a.py").write_text(OLD)
     monkeypatch.setattr(os, "replace", refuse)
     assert migrate("--write", tmp_path) == 2
-    assert "a.py: Permission denied; left" in capsys.readouterr().err
+    assert "a.py: Permission denied; not changed" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["a.py"]
     assert (tmp_path / "a.py").read_text() == OLD
 
@@ -230,7 +230,7 @@ def test_what_is_named_like_a_file_but_is_none(tmp_path, capsys):
     (tmp_path / "empty.py").touch()
     assert migrate("--write", tmp_path) == 0
     (line,) = capsys.readouterr().err.splitlines()
-    assert "dangling.py: is a link" in line
+    assert "dangling.py: skipped, because it is a link" in line
     assert (tmp_path / "folder.py" / "a.py").read_text() == NEW
 
 
@@ -352,11 +352,11 @@ def test_the_text_of_a_notebook_and_its_outputs_stay(tmp_path):
 
 BAD_NOTEBOOKS = {
     "not Python": (json.dumps(notebook(OLD, "x = (")), "cell 2:1 does not parse"),
-    "cut off": (json.dumps(notebook(OLD))[:-20], "is no whole notebook"),
-    "empty": ("torch.autocast", "is no whole notebook"),
-    "no notebook": ('["torch.autocast"]', "no notebook"),
-    "no cells": ('{"metadata": {}, "torch.autocast": 1}', "no notebook"),
-    "a source that is no text": (json.dumps(notebook([OLD, 3])), "no notebook"),
+    "cut off": (json.dumps(notebook(OLD))[:-20], "is not a complete notebook"),
+    "empty": ("torch.autocast", "is not a complete notebook"),
+    "no notebook": ('["torch.autocast"]', "not a notebook"),
+    "no cells": ('{"metadata": {}, "torch.autocast": 1}', "not a notebook"),
+    "a source that is no text": (json.dumps(notebook([OLD, 3])), "not a notebook"),
 }
 
 
@@ -513,5 +513,5 @@ def test_a_null_byte_in_a_cell_is_refused(tmp_path):
     before = path.read_bytes()
     result = files.migrate_file(path, write=True)
     assert result.error is not None
-    assert "cell 1 has a null byte" in result.error
+    assert "cell 1 contains a null byte" in result.error
     assert path.read_bytes() == before

@@ -70,12 +70,12 @@ def test_what_lies_elsewhere_cannot_be_named_in_a_patch(project, capfd, monkeypa
     assert main(["migrate", "--diff", "../a.py"]) == 2
     out, error = capfd.readouterr()
     assert out == ""
-    assert re.search(r"a\.py: .*in a patch: ", error)
+    assert re.search(r"a\.py: .*part of a patch: ", error)
 
 
 def test_a_patch_is_no_report(capfd):
     assert main(["migrate", "--diff", "--format", "github", "."]) == 2
-    assert "--diff prints a patch, not github" in capfd.readouterr().err
+    assert "--diff prints no --format github" in capfd.readouterr().err
 
 
 CODE = OLD + "for x in y:\n    scaler.scale(f(x)).backward()\n    scaler.step(opt)\n"

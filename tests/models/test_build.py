@@ -43,7 +43,7 @@ def test_all_classifiers_are_known_and_nothing_else():
 
 
 def test_an_unknown_name_is_refused_with_the_near_ones():
-    with pytest.raises(RunError, match=r"'resnet51'; near: resnet50"):
+    with pytest.raises(RunError, match=r"'resnet51'; similar names: resnet50"):
         build_model("resnet51", 10)
     with pytest.raises(RunError, match=r"'zzz'$"):
         build_model("zzz", 10)

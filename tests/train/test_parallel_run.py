@@ -188,7 +188,7 @@ def test_it_trains_on_in_another_number_of_processes(finished, tmp_path):
     out, _ = finished("fsdp")
     copy = Path(shutil.copytree(out, tmp_path / "copy"))
     ended = train_on(1, copy, "fsdp", resume=True)
-    assert "goes on with" in ended[0].out
+    assert "resumes with" in ended[0].out
     assert "the result may differ." in ended[0].out
 
 
@@ -212,7 +212,7 @@ def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on_bitwise_equal(finish
     finally:
         for process in processes:
             process.kill()
-    assert "saved: --resume" in (logs / "0.out").read_text()
+    assert "and saved. Continue with --resume" in (logs / "0.out").read_text()
     train_on(2, out, kind, resume=True)
     assert_equal(outcome(out), expected)
 
@@ -250,7 +250,7 @@ def test_the_same_torchrun_goes_on_without_being_told(finished, tmp_path):
         assert expected in ended[0].out
     same["TORCHELASTIC_RUN_ID"] = "b"
     said = refused(line(out, "ddp"), **same)
-    assert f"{out}: holds a run already; --resume" in said
+    assert f"{out}: contains a run already; resume it with --resume" in said
 
 
 def fail_in_the_middle(*line: str) -> int:
@@ -303,15 +303,15 @@ def one_line(ended: list) -> str:
 @pytest.mark.parametrize(
     ("size", "changed", "said"),
     [
-        (2, {"batch_size": 7}, "batch size 7 .*shared .* 2 processes"),
+        (2, {"batch_size": 7}, "batch size 7 .*shared by 2 processes"),
         (4, {"batch_size": 2}, "give a multiple of 4"),
         (2, {"limit": 4}, "batch size 8 .*larger .* 4 images"),
-        (2, {"precision": "fp8"}, "no precision 'fp8'"),
-        (2, {"parallel": None}, "one of 2 .*torchrun: .*--parallel"),
+        (2, {"precision": "fp8"}, "unknown precision 'fp8'"),
+        (2, {"parallel": None}, "torchrun .*2 .*: .*--parallel"),
         (2, {"parallel": "dp"}, "'dp' .*ddp, fsdp"),
-        (2, {"reduce_dtype": "int8"}, "there are fp32, fp16, bf16"),
+        (2, {"reduce_dtype": "int8"}, "use one of fp32, fp16, bf16"),
         (2, {"timeout": -1}, "timeout .* 1,000,000 seconds, not -1"),
-        (2, {"batch_size": 2, "model": REAL}, "batch norm has 1 image "),
+        (2, {"batch_size": 2, "model": REAL}, "batch norm needs more than 1 image "),
         (2, {"data": "pyproject.toml", "dataset": "cifar10"}, "pyproject.toml"),
     ],
 )

@@ -45,8 +45,8 @@ def test_a_text_that_has_moved_is_told_and_found_where_the_user_says(project, ca
     start()
     (project / "squares.txt").rename("elsewhere/squares.txt")
     said = refused(capsys, resume("runs/x"))
-    assert f"runs/x: its data were at {project / 'squares.txt'}, and are not there now; " in said
-    assert "give --data" in said
+    assert f"runs/x: the data of this run are no longer at {project / 'squares.txt'}; " in said
+    assert "with --data" in said
     assert main(resume("runs/x", "--data", "elsewhere/squares.txt")) == 0
     assert main([*resume("runs/x")[:-1], "3"]) == 0  # which knows the new place
     assert len(read_rows(project / "runs/x")) == 3
@@ -71,7 +71,7 @@ def test_a_tokenizer_is_found_from_another_folder_too(project, monkeypatch, caps
     assert main([*resume("runs/x")[:-1], "3", "--tokenizer", "tokenizer.json"]) == 0
     (project / "second.json").write_text(content)
     said = refused(capsys, resume("runs/x", "--tokenizer", "second.json"))
-    assert "cannot go on with" in said
+    assert "cannot be resumed with" in said
 
 
 def test_a_run_of_an_older_version_takes_the_folder_that_was_the_default(project, capsys):
@@ -90,7 +90,7 @@ def test_a_place_that_is_no_text_is_refused(project, capsys):
     start()
     config = project / "runs/x/config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"data": [1]}))
-    assert "config.json: not the settings" in refused(capsys, resume("runs/x"))
+    assert "config.json: does not contain the settings" in refused(capsys, resume("runs/x"))
 
 
 def test_data_that_come_with_a_library_have_no_place(tmp_path):
@@ -107,4 +107,6 @@ def test_export_checks_with_the_data_of_the_run(project, monkeypatch, capsys):
     (project / "squares.txt").unlink()
     assert main(["export", "../runs/x", "n.safetensors"]) == 0
     printed = capsys.readouterr().out
-    assert f"Checked with random tokens, since {project / 'squares.txt'}: no such file" in printed
+    assert (
+        f"Checking with random tokens, because {project / 'squares.txt'}: no such file" in printed
+    )

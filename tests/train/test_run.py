@@ -123,7 +123,7 @@ SLOW = "200 times as long"
     [
         (1 / 200, True, True, SLOW),
         (0.8, True, False, ""),
-        (5.0, False, False, "no instructions"),
+        (5.0, False, False, "no fp16 instructions"),
         (1 / 200, False, True, ""),
     ],
 )
@@ -151,7 +151,7 @@ def test_a_finished_run_has_nothing_to_resume(finished, capsys):
 
 def test_a_finished_run_goes_on_with_more_epochs(copy, capsys):
     assert main(["train", "--out", str(copy), "--resume", "--epochs", "5"]) == 0
-    assert "More epochs, 5 now" in capsys.readouterr().out
+    assert "follows a schedule of 5" in capsys.readouterr().out
     rows = read_rows(copy)
     assert [row["epoch"] for row in rows] == ["1", "2", "3", "4", "5"]
     # The third was the last of three, with the lowest rate, as now the fifth has; not the fourth.
@@ -200,7 +200,7 @@ def test_a_damaged_image_is_refused_or_left_out_as_asked(small_caltech, tmp_path
     assert "--skip-damaged" in said
     assert main(arguments(tmp_path / "x", skip_damaged=True, **options)) == 0
     printed = capsys.readouterr().out
-    assert f"left out as damaged: 1 (256_ObjectCategories/{damaged.parent.name}" in printed
+    assert f"damaged images left out: 1 (256_ObjectCategories/{damaged.parent.name}" in printed
 
 
 def test_nothing_can_be_damaged_where_images_are_no_files(tmp_path, capsys):
@@ -279,13 +279,13 @@ def test_settings_of_other_kinds_are_told_in_a_line(copy, capsys, changed, said)
 
 def test_images_that_the_model_does_not_take_are_told_before_the_first_step(tmp_path, capsys):
     line = arguments(tmp_path / "x", model="vit_b_32", image_size=32)
-    assert "no images of 32x32" in refused(capsys, line)
+    assert "cannot take images of 32x32" in refused(capsys, line)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="which has no such limit")
 def test_more_workers_than_files_can_be_opened_are_refused(tmp_path, capsys):
     said = refused(capsys, arguments(tmp_path / "x", workers=10**6))
-    assert "1,000,000 workers open more files" in said
+    assert "1,000,000 workers need more open files" in said
 
 
 def test_a_worker_that_is_killed_ends_the_run_in_a_line(
@@ -302,7 +302,7 @@ def test_a_worker_that_is_killed_ends_the_run_in_a_line(
 
 def test_a_folder_with_a_run_in_it_is_refused_without_resume(finished, capsys):
     before = {path: path.read_bytes() for path in finished.iterdir()}
-    assert "holds a run already; --resume" in refused(capsys, arguments(finished))
+    assert "contains a run already; resume it with --resume" in refused(capsys, arguments(finished))
     assert {path: path.read_bytes() for path in finished.iterdir()} == before
 
 
@@ -435,7 +435,7 @@ def test_a_signal_saves_and_ends_and_the_run_can_go_on(launch, undisturbed, tmp_
     process.join()
     log = read(out.with_suffix(".log"))
     assert process.exitcode == 128 + number, log
-    assert "saved: --resume" in log
+    assert "and saved. Continue with --resume" in log
     assert "Traceback" not in log
     process = launch(out, workers=0, checkpoint_every=None, resume=True)
     process.join()
@@ -462,7 +462,7 @@ def test_two_runs_cannot_share_a_folder(launch, tmp_path, capsys):
 def test_resume_with_nothing_there_starts_from_the_beginning(tmp_path, finished, capsys):
     out = tmp_path / "x"
     assert main(arguments(out, resume=True)) == 0
-    assert f"Nothing was saved in {out} yet" in capsys.readouterr().out
+    assert f"{out} has no checkpoint yet" in capsys.readouterr().out
     assert_equal(outcome(out), outcome(finished))
 
 

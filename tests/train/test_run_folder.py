@@ -12,8 +12,8 @@ from amp_lab.train import run_folder
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path, capsys):
     (tmp_path / "x").write_text("")
-    assert "x: nothing can be written there" in refused(capsys, arguments(tmp_path / "x"))
-    assert "nothing can be written" in refused(capsys, arguments(tmp_path / "x" / "y"))
+    assert "x: cannot be written to" in refused(capsys, arguments(tmp_path / "x"))
+    assert "cannot be written to" in refused(capsys, arguments(tmp_path / "x" / "y"))
 
 
 def test_a_checkpoint_without_a_run_is_not_overwritten(tmp_path, capsys):
@@ -24,7 +24,7 @@ def test_a_checkpoint_without_a_run_is_not_overwritten(tmp_path, capsys):
 @pytest.mark.parametrize("name", ["metrics.csv", "loss.png", "accuracy.png"])
 def test_files_of_others_are_not_overwritten(tmp_path, capsys, name):
     (tmp_path / name).write_text("years of work")
-    assert f"has {name} but no config.json" in refused(capsys, arguments(tmp_path))
+    assert f"contains {name} but no config.json" in refused(capsys, arguments(tmp_path))
     assert (tmp_path / name).read_text() == "years of work"
 
 
@@ -34,7 +34,7 @@ def test_files_of_others_are_not_overwritten(tmp_path, capsys, name):
 def test_damaged_settings_are_named(tmp_path, capsys, text):
     (tmp_path / "config.json").write_text(text)
     said = refused(capsys, ["train", "--out", str(tmp_path), "--resume"])
-    assert "config.json: not the settings" in said
+    assert "config.json: does not contain the settings" in said
 
 
 def test_a_folder_is_locked_for_the_block(tmp_path):

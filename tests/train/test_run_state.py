@@ -70,7 +70,7 @@ def test_a_setting_that_was_added_since_has_its_default(copy):
     del state["config"]["seed"]
     save_checkpoint(copy / "checkpoint.pt", **state)
     assert load_run(copy, replace(config, epochs=9))["config"] == state["config"]
-    with pytest.raises(CheckpointError, match="of another run than"):
+    with pytest.raises(CheckpointError, match="from another run than"):
         load_run(copy, replace(config, seed=1))
 
 

@@ -19,11 +19,11 @@ from amp_lab.train.train_options import RunConfig, RunOptions, setting
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"dataset": "mnist"}, "'mnist'; .*digits, cifar10, caltech256"),
+        ({"dataset": "mnist"}, "'mnist': .*digits, cifar10, caltech256"),
         ({"dataset": ""}, "an empty text .*dataset"),
-        ({"model": "resnet51"}, "'resnet51'; near: resnet50"),
-        ({"model": "fasterrcnn_resnet50_fpn"}, "no classifier of torchvision"),
-        ({"precision": "fp8"}, "'fp8'; .*fp32, tf32, fp16, bf16"),
+        ({"model": "resnet51"}, "'resnet51'; similar names: resnet50"),
+        ({"model": "fasterrcnn_resnet50_fpn"}, "has no classifier 'fasterrcnn"),
+        ({"precision": "fp8"}, "'fp8': .*fp32, tf32, fp16, bf16"),
         ({"batch_size": 0}, "batch size .*at least 1, not 0"),
         ({"batch_size": -4}, "batch size .*at least 1, not -4"),
         ({"batch_size": 33}, "batch size 33 .*larger .* 32 images"),

@@ -12,19 +12,19 @@ def add(commands) -> None:
     export = commands.add_parser(
         "export",
         help="write a trained model as one checkpoint, safetensors, ONNX or pt2",
-        description="Write the checkpoint of a run as one file, which plain torch.load reads: what "
-        "FSDP has written in shards is put together. Or write the model, for use elsewhere: as "
-        "weights (.safetensors), for ONNX Runtime (.onnx) or as a program of torch.export (.pt2). "
-        "Such a file is read again and run before it takes its name.",
+        description="Write the checkpoint of a run as one file that plain torch.load reads; the "
+        "shards of FSDP are joined. Or write the model for use elsewhere: its weights "
+        "(.safetensors), for ONNX Runtime (.onnx), or as a program of torch.export (.pt2). The "
+        "command first reads the content of such a file back, runs it, and compares its outputs.",
     )
     option = export.add_argument
     forms = ["checkpoint", *_FORMATS.values()]
     option("run_folder", metavar="DIR", help="the folder of the run")
     option("file", metavar="FILE", help="the file to write")
-    option("--format", choices=forms, help="default: by FILE's ending, else checkpoint")
+    option("--format", choices=forms, help="default: from the ending of FILE, else checkpoint")
     option("--dtype", choices=("fp32", "fp16", "bf16"), help="cast the model to it (default: fp32)")
-    option("--data", metavar="DIR", help="where its data are (default: where the run had them)")
-    option("--force", action="store_true", help="replace a file that is there")
+    option("--data", metavar="DIR", help="data of the run (default: the path that it used)")
+    option("--force", action="store_true", help="replace FILE if it exists")
     export.set_defaults(run=run)
 
 
@@ -46,6 +46,6 @@ def run(options: argparse.Namespace) -> None:
         return
     if options.dtype or options.data:
         option = "--dtype" if options.dtype else "--data"
-        raise OptionError(f"{option}: a checkpoint is written as it is; give --format as well")
+        raise OptionError(f"{option}: a checkpoint is never cast or checked; give --format too")
     export.export_checkpoint(options.run_folder, options.file, force=options.force)
     print(f"Written: {options.file}")

@@ -18,22 +18,22 @@ def add(commands) -> None:
     migrate = commands.add_parser(
         "migrate",
         help="update old AMP and Apex code to today's names, and find its mistakes",
-        description="Print a diff from torch.cuda.amp, torch.cpu.amp and NVIDIA Apex to torch.amp, "
-        "and what is to be done by hand, with line numbers. Files and notebooks are left as they "
-        "are without --write.",
+        description="Print a diff from torch.cuda.amp, torch.cpu.amp and NVIDIA Apex to torch.amp. "
+        "Below it, list by line what you have to change by hand, and mistakes. Only --write "
+        "changes files and notebooks.",
     )
     option = migrate.add_argument
     option("paths", nargs="+", metavar="PATH", help="a file, notebook or folder")
     parts = ["torch", "apex", "mistakes"]
-    help_text = "what to look at, instead of all three; may be given twice"
+    help_text = "look only at this, instead of all three; may be given twice"
     option("--select", action="append", choices=parts, help=help_text)
-    option("--mark", action="store_true", help="put a comment above what is left of Apex")
-    say = "how to say what was found: as text, with a diff (default), or as annotations of GitHub"
+    option("--mark", action="store_true", help="write comments above Apex code that is left to you")
+    say = "print text with a diff (default), or annotations for GitHub"
     option("--format", choices=["text", "github"], default="text", help=say)
     one_of = migrate.add_mutually_exclusive_group().add_argument
     one_of("--write", action="store_true", help="change the files")
-    one_of("--check", action="store_true", help="exit 1 if something is to be done")
-    one_of("--diff", action="store_true", help="print a patch for `git apply`, and nothing else")
+    one_of("--check", action="store_true", help="exit with 1 if something is left to do")
+    one_of("--diff", action="store_true", help="print only a patch for `git apply`")
     migrate.set_defaults(run=run, needs_torch=False)  # it only reads code
 
 
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     from amp_lab.migrate import SELECTIONS, Wanted, migrate_paths
 
     if options.diff and options.format != "text":
-        raise OptionError(f"--diff prints a patch, not {options.format}: leave one of them out")
+        raise OptionError(f"--diff prints no --format {options.format}: leave one of them out")
     select = tuple(options.select or SELECTIONS)
     wanted = Wanted(select, mark=options.mark, patch=options.diff)
     found = migrate_paths(options.paths, options.write, wanted)

@@ -16,14 +16,14 @@ def add(commands) -> None:
     """Add the command to the parser's `commands`."""
     sample = commands.add_parser(
         "sample",
-        help="generate text with a language model that `train` made",
-        description="Write text with the model of a run that `amp-lab train` trained on text.",
+        help="generate text with a language model that `train` trained",
+        description="Generate text with the model of a run that `amp-lab train` trained on text.",
     )
     option = sample.add_argument
     option("run_folder", metavar="DIR", help="the folder of the run")
-    option("--prompt", metavar="TEXT", help="what it continues (default: the end of a line)")
-    option("--tokens", metavar="N", type=int, default=300, help="how many to write (default: 300)")
-    likeliest = "0 takes the likeliest (default: 0.8)"
+    option("--prompt", metavar="TEXT", help="the text to continue (default: a line break)")
+    option("--tokens", metavar="N", type=int, default=300, help="tokens to generate (default: 300)")
+    likeliest = "0 always takes the most probable token (default: 0.8)"
     option("--temperature", metavar="X", type=float, default=0.8, help=likeliest)
     option("--seed", metavar="N", type=int, default=0, help="default: 0")
     option("--precision", metavar="NAME", default="fp32", help="fp32 (default), tf32, fp16, bf16")
@@ -50,7 +50,9 @@ def run(options: argparse.Namespace) -> None:
     except DataError as error:
         raise OptionError(f"{options.run_folder}: {error}") from error
     if tokens is None:
-        raise OptionError(f"{options.run_folder}: a run on images, which cannot write")
+        raise OptionError(
+            f"{options.run_folder}: this run was trained on images, so it cannot generate text"
+        )
     prompt = torch.from_numpy(_encode(options.prompt, tokens)).long().to(device)  # (T,)
     model = model.to(device).eval()
     with precision.autocast(device.type):
@@ -65,7 +67,7 @@ def run(options: argparse.Namespace) -> None:
     if numbers is None:
         outputs = f"the outputs of the model in {precision}"
         raise OptionError(
-            f"{options.run_folder}: {outputs} are NaN or infinite, so it cannot write"
+            f"{options.run_folder}: {outputs} are NaN or infinite, so it cannot generate text"
         )
     print(tokens.decode(numbers.tolist()))
 
@@ -81,7 +83,9 @@ def _check(options: argparse.Namespace) -> None:
     if not 0 <= options.seed < 2**63:
         raise OptionError(f"--seed {options.seed} must be from 0 to 2^63 - 1")
     if options.precision not in list(Precision):
-        raise OptionError(f"no precision {options.precision!r}; there are {', '.join(Precision)}")
+        raise OptionError(
+            f"unknown precision {options.precision!r}: use one of {', '.join(Precision)}"
+        )
 
 
 def _encode(prompt: str | None, tokens: "Tokens") -> "np.ndarray":
@@ -97,5 +101,5 @@ def _encode(prompt: str | None, tokens: "Tokens") -> "np.ndarray":
     text = "\n" if prompt is None else prompt
     numbers = tokens.encode([text])[0]
     if len(numbers) == 0:
-        raise OptionError(f"--prompt {prompt!r} has no token of the run in it: give another")
+        raise OptionError(f"--prompt {prompt!r} contains no token of this run: give another")
     return numbers

@@ -18,16 +18,16 @@ def add(commands) -> None:
         "train",
         help="train an image classifier or a language model; an interrupted run resumes",
         description="Train a classifier of torchvision, or a GPT on text, in any precision. The "
-        "folder given by --out gets config.json, metrics.csv, loss.png, accuracy.png and "
-        "checkpoint.pt; a run that was stopped or killed goes on with --resume, and ends as if "
-        "it had not been.",
+        "command writes config.json, metrics.csv, loss.png, accuracy.png and checkpoint.pt to the "
+        "folder --out. To continue a run that was stopped or killed, use --resume: it ends with "
+        "the same result as a run without interruption.",
     )
-    heading = "settings of the run, of which --resume can give more epochs"
+    heading = "settings of the run; with --resume, only --epochs can change (to more)"
     settings = parser.add_argument_group(heading)
     for field in dataclasses.fields(RunConfig):
         # No default: a run that is resumed takes what is not given from its folder.
         _add_option(settings, field, default=argparse.SUPPRESS)
-    started = "started by: torchrun --nproc-per-node N -m amp_lab train … --parallel ddp"
+    started = "start with: torchrun --nproc-per-node N -m amp_lab train … --parallel ddp"
     groups = {"": parser, TOGETHER: parser.add_argument_group(TOGETHER, started)}
     for field in dataclasses.fields(RunOptions):
         group = groups[field.metadata["group"]]

@@ -92,11 +92,11 @@ def migrate_paths(
     files_by_path = {path: list(find(path)) for path in named_paths}
     for path, files_below in files_by_path.items():
         if not files_below:
-            yield Result(path, error=f"{path}: has no Python file and no notebook in it")
+            yield Result(path, error=f"{path}: contains no Python file and no notebook")
     for path in dict.fromkeys(itertools.chain.from_iterable(files_by_path.values())):
         # a link in a folder; one that is named itself is an error of `migrate_file`
         if path not in named_paths and path.is_symlink():
-            yield Result(path, skipped=f"{path}: is a link: passed over")
+            yield Result(path, skipped=f"{path}: skipped, because it is a link")
             continue
         try:
             if not has_names(path):
@@ -161,7 +161,7 @@ def migrate_file(path: Path, write: bool = False, wanted: Wanted = EVERYTHING) -
         reason = getattr(error, "strerror", None) or error
     except ValueError as error:
         reason = f"cannot be migrated: {error}"
-    return Result(path, error=f"{path}: {reason}; left as it was")
+    return Result(path, error=f"{path}: {reason}; not changed")
 
 
 def _migrate(path: Path, write: bool, wanted: Wanted) -> Result:
@@ -195,7 +195,7 @@ def _write(path: Path, old: bytes, new: bytes, status: os.stat_result) -> None:
     if status.st_nlink > 1:  # the new file would have only one of the names
         raise OptionError(f"has {status.st_nlink} names (hard links): copy it first")
     if path.read_bytes() != old:  # an editor may have saved it since
-        raise OptionError("was changed meanwhile")
+        raise OptionError("was changed in the meantime")
     files.atomic_write(path, [new], like=status)
 
 
@@ -217,7 +217,7 @@ def _lines_of(text: str) -> list[str]:
 def _check_size(size: int) -> None:
     """Raise `OptionError` for too much Python, in bytes or characters."""
     if size > MAX_BYTES:
-        raise OptionError(f"has {size / 2**20:.1f} MiB of Python, and 0.5 is the most: split it")
+        raise OptionError(f"has {size / 2**20:.1f} MiB of Python; the limit is 0.5 MiB: split it")
 
 
 # Python.
@@ -227,7 +227,7 @@ def _migrate_python(data: bytes, wanted: Wanted) -> _Migration:
     """Migrate the bytes of a Python file. Raises `OptionError` if they are no Python."""
     _check_size(len(data))
     if b"\0" in data:
-        raise OptionError("has a null byte, so it is no Python")
+        raise OptionError("contains a null byte, so it is not Python")
     text, encoding = _decode(data)
     edits, findings = edits_and_findings(text, wanted)
     new = apply(text, edits)
@@ -250,7 +250,7 @@ def _decode(data: bytes) -> tuple[str, str]:
         line = data.count(b"\n", 0, error.start) + 1
         raise OptionError(f"line {line} is not {error.encoding}") from error
     if text.encode(encoding) != data:  # some encodings can write one character in two ways
-        raise OptionError(f"its {encoding} cannot be written back as it was")
+        raise OptionError(f"its {encoding} text cannot be written back unchanged")
     return text, encoding
 
 
@@ -284,7 +284,7 @@ def _migrate_notebook(data: bytes, wanted: Wanted) -> _Migration:
     text, cells = _read_notebook(data)
     for cell in cells:
         if "\0" in cell.text:
-            raise OptionError(f"cell {cell.number} has a null byte, so it is no Python")
+            raise OptionError(f"cell {cell.number} contains a null byte, so it is not Python")
     # All cells are one program: a name that one imports is used in another.
     code = "".join(without_magics(cell.text) + "\n" for cell in cells)
     if not triggered_rules(code.encode()):
@@ -348,9 +348,9 @@ def _read_notebook(data: bytes) -> tuple[str, list[_Cell]]:
         raise OptionError(f"byte {error.start} is not UTF-8") from error
     except json.JSONDecodeError as error:
         reason = error.msg.lower().removesuffix(" at").removesuffix(" starting")
-        raise OptionError(f"is no whole notebook: line {error.lineno}, {reason}") from error
+        raise OptionError(f"is not a complete notebook: line {error.lineno}, {reason}") from error
     except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
-        raise OptionError("is JSON, but no notebook") from error
+        raise OptionError("is JSON, but not a notebook") from error
 
 
 def _span_of_string(string: re.Match) -> str:

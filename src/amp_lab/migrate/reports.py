@@ -75,7 +75,7 @@ def patch(path: Path, old: bytes, new: bytes) -> bytes:
     """
     name = os.path.relpath(path)
     if name.startswith("..") or re.search(r"[\r\n\t\"\\]", name.replace(os.sep, "/")):
-        raise OptionError("cannot be named in a patch: run the command in a folder above it")
+        raise OptionError("cannot be part of a patch: run the command in a folder above it")
     name = name.replace(os.sep, "/")
     if " " in name:
         name += "\t"  # the tab ends the name; else its first blank would

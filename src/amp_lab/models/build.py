@@ -32,7 +32,7 @@ def build_model(
     """
     if name in SIZES:
         if pretrained or freeze:
-            raise RunError(f"{name}: there is no pretrained one, and no head to train alone")
+            raise RunError(f"{name}: GPT models have no pretrained weights and cannot be frozen")
         return Gpt(SIZES[name], classes)
     if name not in model_names():
         raise RunError(_unknown_name_message(name))
@@ -53,11 +53,11 @@ def build_model(
 
 def _unknown_name_message(name: str) -> str:
     """The message for a model that does not exist, with similar names if there are any."""
-    problem = f"no classifier of torchvision {torchvision.__version__}: {name!r}"
+    problem = f"torchvision {torchvision.__version__} has no classifier {name!r}"
     similar_names = difflib.get_close_matches(name, [*model_names(), *SIZES])
     if not similar_names:
         return problem
-    return f"{problem}; near: {', '.join(similar_names)}"
+    return f"{problem}; similar names: {', '.join(similar_names)}"
 
 
 def _build_classifier(name: str, classes: int) -> nn.Module:
@@ -91,8 +91,8 @@ def _fetch_weights(name: str) -> dict[str, torch.Tensor]:
     except (OSError, RuntimeError) as error:  # no network, or a wrong hash
         folder = torch.hub.get_dir()
         raise RunError(
-            f"pretrained weights of {name} cannot be fetched from {weights.url} ({error}); put the "
-            f"file into {folder}/checkpoints, or train without pretrained weights"
+            f"pretrained weights of {name} cannot be downloaded from {weights.url} ({error}); put "
+            f"the file into {folder}/checkpoints, or train without pretrained weights"
         ) from error
 
 
@@ -106,11 +106,11 @@ def require_images_that_fit(model: nn.Module, count: int, image_size: int) -> No
     try:
         meta_model(torch.empty(count, 3, image_size, image_size, device="meta"))
     except ValueError as error:  # from batch norm, for a single value in each channel
-        problem = "batch norm has 1 image to normalise in a process"
+        problem = "batch norm needs more than 1 image in each process"
         raise RunError(f"{problem}: give a larger batch size") from error
     # From a vision transformer for another size, or a convolution for too small an image.
     except (AssertionError, RuntimeError) as error:
         size = f"images of {image_size}x{image_size}"
         raise RunError(
-            f"the model takes no {size} ({first_line(error)}): give another image size"
+            f"the model cannot take {size} ({first_line(error)}): give another image size"
         ) from error

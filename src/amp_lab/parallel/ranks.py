@@ -262,7 +262,9 @@ def require_same(settings: list[dict]) -> None:
             value = str(rank_settings.get(name))
             if value != first_value:
                 difference = f"{name.replace('_', ' ')} {value}, rank 0 with {first_value}"
-                raise ParallelError(f"rank {rank} was started with {difference}: give all the same")
+                raise ParallelError(
+                    f"rank {rank} was started with {difference}: start all with the same"
+                )
 
 
 def _sum_gradients_in(wrapped: nn.parallel.DistributedDataParallel, reduce_dtype: str) -> None:

@@ -47,7 +47,7 @@ def export_checkpoint(
     one, or the file cannot be written.
     """
     if os.path.lexists(file) and not force and not is_checkpoint(file):
-        raise CheckpointError(f"{file}: is there, and no checkpoint; --force replaces a file")
+        raise CheckpointError(f"{file}: exists already, and is no checkpoint; --force replaces it")
     state, config = _load_state(Path(out))
     if "shards" in state:
         model, optimizer = _build_and_restore(Path(out), state, config)
@@ -85,7 +85,9 @@ def export_model(
     path = Path(file)
     dtype = Precision(precision).dtype
     if file_format not in FILE_FORMATS:
-        raise CheckpointError(f"no format {file_format!r}; there are {', '.join(FILE_FORMATS)}")
+        raise CheckpointError(
+            f"unknown format {file_format!r}: use one of {', '.join(FILE_FORMATS)}"
+        )
     _require_free(path, force=force)
     model, state, config = load_model(out)
     model.eval()
@@ -97,7 +99,7 @@ def export_model(
         expected = cast_model(inputs)
         if not expected.isfinite().all():
             raise CheckpointError(
-                f"{path}: not written, since outputs in {dtype_name(dtype)} are not finite; give "
+                f"{path}: not written, because outputs in {dtype_name(dtype)} are not finite; give "
                 "another --dtype"
             )
         content, outputs = _convert(file_format, cast_model, inputs, config.model)
@@ -107,12 +109,12 @@ def export_model(
         fp32_decisions = model(inputs).argmax(-1)
         agrees = fp32_decisions == outputs.argmax(-1)
     if not relative_error <= _TOLERANCE[dtype]:  # true for NaN as well
-        problem = f"outputs of the {file_format} file are {relative_error:.1%} off the model's"
-        raise CheckpointError(f"{path}: not written, since {problem}")
+        problem = f"the outputs of the {file_format} file differ by {relative_error:.1%}"
+        raise CheckpointError(f"{path}: not written, because {problem} from the model's")
     save(path, [content], CheckpointError)
-    agreement = f"{int(agrees.sum())} of {agrees.numel()} decisions as in fp32"
-    distance = f"outputs {relative_error:.1e} from the model's in {dtype_name(dtype)}"
-    say(f"Read and run: {agreement}; {distance}")
+    agreement = f"{int(agrees.sum())} of {agrees.numel()} decisions agree with fp32"
+    distance = f"outputs differ by {relative_error:.1e} from the model in {dtype_name(dtype)}"
+    say(f"Checked the file: {agreement}; {distance}")
     say(f"Written: {path} ({bytes_text(len(content))})")
 
 
@@ -134,7 +136,7 @@ class _CastModel(nn.Module):
 def _require_free(path: Path, *, force: bool) -> None:
     """Raise `CheckpointError` if the file exists, unless `force`, or cannot be written."""
     if os.path.lexists(path) and not force:
-        raise CheckpointError(f"{path}: is there already; --force replaces it")
+        raise CheckpointError(f"{path}: exists already; --force replaces it")
     try:
         try_to_write(path)
     except OSError as error:
@@ -212,13 +214,13 @@ def _describe_cast(model: nn.Module, cast_model: nn.Module, dtype: torch.dtype) 
         if overflows:
             values = f"{plural(overflows, 'value')} of {name}"
             largest = torch.finfo(dtype).max
-            problem = f"{values} beyond {largest:g}"
+            problem = f"{values} are too large, the limit is {largest:g}"
             raise CheckpointError(f"{dtype_name(dtype)}: {problem}; give another --dtype")
         is_underflow = (tensor != 0) & (cast_tensor == 0)
         underflows += int(is_underflow.sum())
         cast_tensors += cast_tensor.dtype != tensor.dtype
     counts = f"{cast_tensors} of {len(before)} tensors cast to {dtype_name(dtype)}"
-    line = f"{counts}: {_total_size(after)}, were {_total_size(before)}"
+    line = f"{counts}: from {_total_size(before)} to {_total_size(after)}"
     if not underflows:
         return line
     return f"{line}; {plural(underflows, 'value')} became 0"
@@ -252,7 +254,7 @@ def _inputs(
         return inputs
     except DataError as error:
         description = "tokens" if is_text else "images"
-        say(f"Checked with random {description}, since {error}")
+        say(f"Checking with random {description}, because {error}")
     generator = torch.Generator().manual_seed(0)
     if is_text:
         return torch.randint(classes, (count, config.passage_length), generator=generator)
@@ -292,12 +294,12 @@ def _export_problem(file_format: str, model_name: str, dtype: torch.dtype, error
     is_of_onnxruntime = type(error).__module__.startswith("onnxruntime")
     if is_of_onnxruntime and dtype is torch.bfloat16:
         return (
-            f"{description} cannot be written as onnx, since ONNX Runtime's CPU cannot run it; "
+            f"{description} cannot be written as onnx, because ONNX Runtime's CPU cannot run it; "
             "try --dtype fp16 or fp32, or another format"
         )
     return (
-        f"{description} cannot be written as {file_format}, or not run here ({with_type(error)}); "
-        "try --dtype fp32, or another format"
+        f"{description} cannot be exported to {file_format}, or cannot run here "
+        f"({with_type(error)}); try --dtype fp32, or another format"
     )
 
 

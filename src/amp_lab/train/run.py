@@ -148,8 +148,7 @@ class Run:
             config = replace(saved.config, epochs=epochs)
         processes = len(commands)
         if config.batch_size % processes:
-            shares = f"shared out to {processes} processes"
-            problem = f"batch size {config.batch_size} cannot be {shares}"
+            problem = f"batch size {config.batch_size} cannot be shared by {processes} processes"
             raise RunError(f"{problem}: give a multiple of {processes}")
         return config, saved
 
@@ -186,7 +185,7 @@ class Run:
             # A text may be the same and cut into other tokens, as by a changed tokenizer.
             kind = "text, or other tokens than" if data.is_text else "images"
             raise RunError(
-                f"{self._data_path}: not the {kind} that the run in {self.out} was started with"
+                f"{self._data_path}: not the {kind} with which the run in {self.out} was started"
             )
         size = self.config.batch_size
         if size > len(data.train):
@@ -241,14 +240,16 @@ class Run:
         self._write_config(environment)
         saved = self._saved
         if saved is not None and saved.environment != environment:
-            self._say(f"Started with {saved.environment}; goes on with {environment}:")
+            self._say(f"Started with {saved.environment}; resumes with {environment}:")
             self._say("the result may differ.")
         if saved is not None and saved.config != self.config:
-            self._say(f"More epochs, {self.config.epochs} now: the learning rates are theirs.")
+            self._say(
+                f"More epochs: the learning rate now follows a schedule of {self.config.epochs}."
+            )
         state = run_state.load_run(self.out, self.config)
         has_begun = self.options.resume or saved is not None
         if state is None and has_begun:
-            self._say(f"Nothing was saved in {self.out} yet: starting from the beginning.")
+            self._say(f"{self.out} has no checkpoint yet: the run starts from the beginning.")
         return state
 
     def _restore(self, state: dict) -> None:
@@ -315,7 +316,7 @@ class Run:
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
             self._fit(stop)  # sets `_stopped_by` if a signal ends it
         if len(self.progress.epochs) < self.config.epochs:
-            self._say(f"Stopped in {self._position()}; saved: --resume goes on from there.")
+            self._say(f"Stopped in {self._position()}, and saved. Continue with --resume.")
             return signal.Signals(self._stopped_by)
         peak = max(self.ranks.gather(_peak_memory(self.ranks.device)))
         self.ranks.first(lambda: self._summarise(peak))
@@ -433,7 +434,7 @@ class Run:
         if notice:
             self._say(notice)
         if data.skipped:
-            self._say(f"left out as damaged: {len(data.skipped)} ({', '.join(data.skipped)})")
+            self._say(f"damaged images left out: {len(data.skipped)} ({', '.join(data.skipped)})")
         counts = _describe_parameters(self.model)
         where = str(self.ranks.device)
         if self.ranks.kind is not None:
@@ -455,7 +456,7 @@ class Run:
         rate = samples / seconds
         memory = f"peak memory {peak_bytes / 2**20:.0f} MiB"
         if self.ranks.size > 1:
-            memory += " of a process"
+            memory += " per process"
         trained = f"Trained {plural(len(epochs), 'epoch')} in {seconds:.1f} s"
         self._say(f"{trained}, {self._rate(rate)}, {memory}")
 
@@ -476,12 +477,14 @@ def _warn_of_slow_fp16(device: torch.device) -> None:
     report = describe_device(device)
     speedup = report.speedup(Precision.FP16)
     if report.trusted and speedup < 0.5:  # less than half the rate of fp32
-        reason = f"a matrix product takes {1 / speedup:.0f} times as long as in fp32 on this CPU"
+        reason = f"on this CPU a matmul takes {1 / speedup:.0f} times as long as in fp32"
     elif not report.trusted and not onednn_has_fp16():
-        reason = "this CPU has no instructions for it, so that it is slow"
+        reason = "this CPU has no fp16 instructions, so it is slow"
     else:
         return
-    warnings.warn(f"fp16: {reason}; bf16 needs no more memory", AmpLabWarning, stacklevel=4)
+    warnings.warn(
+        f"fp16: {reason}; use bf16, which needs no more memory", AmpLabWarning, stacklevel=4
+    )
 
 
 def _peak_memory(device: torch.device) -> int:

@@ -23,7 +23,7 @@ def require_match(config: RunConfig) -> None:
     is_text = DATASETS[config.dataset].is_text
     is_gpt = config.model in SIZES
     if is_text and not is_gpt:
-        raise RunError(_mismatch(config, "a text", models=", ".join(SIZES)))
+        raise RunError(_mismatch(config, "text", models=", ".join(SIZES)))
     if is_gpt and not is_text:
         raise RunError(_mismatch(config, "images", models="a classifier of torchvision"))
     if is_text:
@@ -33,8 +33,9 @@ def require_match(config: RunConfig) -> None:
 
 
 def _mismatch(config: RunConfig, data_type: str, models: str) -> str:
-    """The message for a data set of this type, such as "a text", that needs one of `models`."""
-    return f"{config.dataset} is {data_type}, and the model {config.model}: give {models}"
+    """The message for a data set of this type, such as "text", that needs one of `models`."""
+    problem = f"data set {config.dataset} contains {data_type}, which {config.model} cannot take"
+    return f"{problem}: use {models}"
 
 
 def _require_unset(config: RunConfig, names: tuple[str, ...], data_type: str) -> None:
@@ -55,22 +56,22 @@ def locate_data(config: RunConfig, data: str | None, saved: SavedRun | None, out
     if data is not None:
         if row.source is Source.LIBRARY:
             raise RunError(
-                f"--data {data}: {dataset} comes with a library and takes none; your own images "
-                "are --dataset folder, and your own text is --dataset text"
+                f"--data {data}: {dataset} comes with a library and takes no --data; for your own "
+                "images use --dataset folder, for your own text --dataset text"
             )
         return data
     if saved is not None and saved.data is not None:
         if not os.path.exists(saved.data):
             raise RunError(
-                f"{out}: its data were at {saved.data}, and are not there now; give --data with "
-                "where they are"
+                f"{out}: the data of this run are no longer at {saved.data}; give their new path "
+                "with --data"
             )
         return saved.data
     # Older versions did not save the path, and took the default for the user's own data too.
     may_be_older_run = saved is not None and os.path.exists(_DOWNLOAD_FOLDER)
     if row.source is Source.USER and not may_be_older_run:
         description = "text" if row.is_text else "folder of images"
-        raise RunError(f"--dataset {dataset}: give your {description} with --data")
+        raise RunError(f"--dataset {dataset} needs --data: the path of your {description}")
     return _DOWNLOAD_FOLDER
 
 

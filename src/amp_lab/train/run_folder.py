@@ -46,9 +46,9 @@ def lock(out: Path) -> AbstractContextManager:
         # The system releases this lock when the process ends, even by kill -9.
         return filelock.FileLock(out / ".lock").acquire(timeout=0)
     except filelock.Timeout:
-        raise RunError(f"{out}: another run is at work in this folder") from None
+        raise RunError(f"{out}: another run is using this folder") from None
     except OSError as error:
-        raise RunError(f"{out}: nothing can be written there ({error.strerror})") from error
+        raise RunError(f"{out}: cannot be written to ({error.strerror})") from error
 
 
 def read_saved(
@@ -66,14 +66,16 @@ def read_saved(
         # Files of these names would be overwritten, and may be someone's work.
         for name in (CHECKPOINT, METRICS, "loss.png", "accuracy.png"):
             if (out / name).exists():
-                raise RunError(f"{out}: has {name} but no {CONFIG}; choose another folder")
+                raise RunError(f"{out}: contains {name} but no {CONFIG}; choose another folder")
         return None
     saved = _read_config(path)
     # A torchrun that has lost a process runs the same command again, without `resume`.
     starter = _torchrun_id()
     is_restarted = starter is not None and saved.started_by == starter
     if not resume and not is_restarted:
-        raise RunError(f"{out}: holds a run already; --resume goes on with it, or choose another")
+        raise RunError(
+            f"{out}: contains a run already; resume it with --resume, or choose another folder"
+        )
     _require_same_settings(out, config, given, saved.config)
     return saved
 
@@ -92,7 +94,7 @@ def _read_config(path: Path) -> SavedRun:
         require_types(saved)
         return saved
     except (OSError, ValueError, TypeError, KeyError) as error:  # a RunError is a ValueError
-        raise RunError(f"{path}: not the settings of a run ({error})") from error
+        raise RunError(f"{path}: does not contain the settings of a run ({error})") from error
 
 
 def _require_same_settings(
@@ -106,7 +108,7 @@ def _require_same_settings(
         is_same = value == saved_value or _is_same_tokenizer(name, value, saved)
         if not is_same and not is_more_epochs:
             problem = f"the run was started with {name.replace('_', ' ')} {saved_value}"
-            raise RunError(f"{out}: {problem}, and cannot go on with {value}")
+            raise RunError(f"{out}: {problem}, and cannot be resumed with {value}")
 
 
 def _is_same_tokenizer(name: str, value: object, saved: RunConfig) -> bool:

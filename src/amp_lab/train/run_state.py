@@ -99,7 +99,7 @@ def load_run(out: Path, config: RunConfig) -> dict | None:
     state = load_checkpoint(path)
     saved_config = require_run(path, state)
     if replace(saved_config, epochs=config.epochs) != config:
-        raise CheckpointError(f"{path}: of another run than config.json beside it describes")
+        raise CheckpointError(f"{path}: from another run than the config.json next to it")
     return state
 
 

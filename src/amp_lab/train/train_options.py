@@ -81,7 +81,7 @@ def _known_precision(name: str, value: str) -> None:
 def _require_one_of(names: list[str], description: str, value: str) -> None:
     """Raise `RunError` unless `value` is one of `names`; `description` says what they name."""
     if value not in names:
-        raise RunError(f"no {description} {value!r}; there are {', '.join(names)}")
+        raise RunError(f"unknown {description} {value!r}: use one of {', '.join(names)}")
 
 
 def _names_of_datasets(default: str) -> str:
@@ -122,7 +122,9 @@ class RunConfig(_Checked):
     """
 
     dataset: str = setting("digits", _names_of_datasets("digits"), "NAME", _known_dataset)
-    model: str = setting("mobilenet_v2", "of torchvision, or gpt-nano … (default: {})", "NAME")
+    model: str = setting(
+        "mobilenet_v2", "a classifier of torchvision, or gpt-nano … (default: {})", "NAME"
+    )
     precision: str = setting("fp32", "{} (default), tf32, fp16, bf16", "NAME", _known_precision)
     # Of all processes together. A smaller last batch of an epoch is left out: batch norm and the
     # mean over the ranks need batches of equal size.
@@ -133,17 +135,21 @@ class RunConfig(_Checked):
     # For the initial weights, the order of the images, the augmentation and dropout.
     seed: int = setting(0, "default: {}", "N", _valid_seed)
     image_size: int | None = setting(None, "in pixels (default: the data set's own)", "N", _side)
-    context: int | None = setting(None, f"tokens in a passage of text ({CONTEXT})", "N", _count)
+    context: int | None = setting(
+        None, f"tokens in a passage of text (default: {CONTEXT})", "N", _count
+    )
     tokenizer: str | None = setting(
         None, "bpe, or a tokenizer.json (default: a character is a token)", "bpe|FILE"
     )
-    vocabulary: int | None = setting(None, "byte pairs that bpe learns (4096)", "N", _count)
-    limit: int | None = setting(None, "train on at most so many images or passages", "N", _count)
-    accumulate: int = setting(1, "batches for each step (default: {})", "N", _count)
-    clip_norm: float | None = setting(None, "largest norm of a step's gradients", "X", _positive)
+    vocabulary: int | None = setting(
+        None, "byte pairs that bpe learns (default: 4096)", "N", _count
+    )
+    limit: int | None = setting(None, "train on at most N images or passages", "N", _count)
+    accumulate: int = setting(1, "batches for each optimizer step (default: {})", "N", _count)
+    clip_norm: float | None = setting(None, "clip the gradients to this norm", "X", _positive)
     pretrained: bool = setting(False, "start from ImageNet weights")
-    freeze: bool = setting(False, "train the head alone")
-    channels_last: bool = setting(False, "keep images as N, H, W, C")
+    freeze: bool = setting(False, "train only the last layer")
+    channels_last: bool = setting(False, "use the memory format channels_last")
     compile: bool = setting(False, "compile the model")
     skip_damaged: bool = setting(False, "leave out images that cannot be decoded")
 
@@ -177,10 +183,10 @@ class RunOptions(_Checked):
     """The options that may change when a run is resumed: folders, device and processes."""
 
     out: str = setting(dataclasses.MISSING, "the folder of the run", "DIR")  # has no default
-    resume: bool = setting(False, "go on with the run in that folder")
+    resume: bool = setting(False, "resume the run in that folder")
     # None: see `run_data.locate_data`.
     data: str | None = setting(
-        None, "your images or text; or where data sets are kept (default: data)", "PATH"
+        None, "your images or text; or the folder of data sets (default: data)", "PATH"
     )
     device: str | None = setting(
         None, "default: AMP_LAB_DEVICE, else accelerator, else cpu", "NAME"
@@ -189,18 +195,18 @@ class RunOptions(_Checked):
     workers: int | None = setting(None, "processes that load images", "N", _at_least(0))
     checkpoint_every: int | None = setting(
         None,
-        "save also after so many steps (default: after each epoch)",
+        "also save after this many steps (default: only after each epoch)",
         "STEPS",
         _at_least(1, "checkpoint every {value} steps: must be at least {minimum}"),
     )
     parallel: str | None = _parallel_setting(
-        None, "ddp: gradients averaged; fsdp: all sharded (FSDP2)", "NAME"
+        None, "ddp: average gradients; fsdp: also shard the model (FSDP2)", "NAME"
     )
     reduce_dtype: str = _parallel_setting(
-        "fp32", "in which gradients are summed: {} (default), bf16, fp16", "NAME"
+        "fp32", "dtype in which gradients are summed: {} (default), bf16, fp16", "NAME"
     )
     timeout: float = _parallel_setting(
-        300, "how long to wait for another process (default: {})", "SECONDS"
+        300, "longest wait for another process (default: {})", "SECONDS"
     )
 
     def __post_init__(self):

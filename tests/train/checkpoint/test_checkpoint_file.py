@@ -199,7 +199,7 @@ def test_a_checkpoint_without_memory_for_it_is_said(saved, monkeypatch):
 def test_anything_with_a_right_checksum_is_told_in_a_line(path, content):
     last = b"amp-lab checkpoint 1 sha256 %s" % hashlib.sha256(content).hexdigest().encode()
     path.write_bytes(content + len(last).to_bytes(2, "little") + last)
-    with pytest.raises(CheckpointError, match="though its checksum fits") as caught:
+    with pytest.raises(CheckpointError, match="although its checksum is right") as caught:
         load_checkpoint(path)
     assert len(str(caught.value).splitlines()) == 1
 

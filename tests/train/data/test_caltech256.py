@@ -127,7 +127,7 @@ def test_too_few_images_are_refused(caltech256_copy):
     assert "has 9 images" in refusal(load_dataset, "caltech256", caltech256_copy)
     for path in image_paths(caltech256_copy):
         path.unlink()
-    assert "holds no images" in refusal(load_dataset, "caltech256", caltech256_copy)
+    assert "contains no images" in refusal(load_dataset, "caltech256", caltech256_copy)
 
 
 def transform_of(picture, path, size=32):

@@ -48,8 +48,8 @@ def test_fingerprints_tell_data_apart_and_nothing_else(cifar10_folder, caltech25
 @pytest.mark.parametrize(
     ("arguments", "options", "said"),
     [
-        (("mnist",), {}, "'mnist'; .*digits, cifar10, caltech256"),
-        (("",), {}, "no data set ''"),
+        (("mnist",), {}, "'mnist': .*digits, cifar10, caltech256"),
+        (("",), {}, "unknown data set ''"),
         (("digits",), {"limit": 0}, "limit=0"),
         (("digits",), {"limit": -5}, "limit=-5"),
         (("digits",), {"image_size": 0}, "image_size=0"),

@@ -12,10 +12,10 @@ pytest_plugins = ("data_sets",)
 
 def test_a_stand_in_is_never_written_over_anything(cifar10_folder, caltech256_folder, tmp_path):
     for name, folder in [("cifar10", cifar10_folder), ("caltech256", caltech256_folder)]:
-        assert "is there already" in refusal(make_stand_in, name, folder)
+        assert "exists already" in refusal(make_stand_in, name, folder)
     elsewhere = tmp_path / "caltech256" / CALTECH256_FOLDER
     elsewhere.mkdir(parents=True)
-    assert f"{elsewhere} is there already" in refusal(make_stand_in, "caltech256", tmp_path)
+    assert f"{elsewhere} exists already" in refusal(make_stand_in, "caltech256", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -192,17 +192,17 @@ def a_file(folder):
 
 
 BAD = [
-    (nothing, "{}: no folders of classes there; give each class a folder with its images"),
-    (images_alone, "{}: no folders of classes there; give each class a folder with its images"),
-    (one_class, "{}: one class alone, cat; give a folder with two classes or more"),
-    (only_train, "{}: has train, and neither val nor test beside it"),
+    (nothing, "{}: contains no folders; give each class a folder with its images"),
+    (images_alone, "{}: contains no folders; give each class a folder with its images"),
+    (one_class, "{}: contains only one class, cat; give a folder with two or more"),
+    (only_train, "{}: contains train, but neither val nor test"),
     (empty_class, "{}/bird: no image there ends in .jpg"),
     (
         one_image,
-        "{}/dog: 1 image that can be read; it takes 2, for one of them is kept for the test",
+        "{}/dog: 1 image that can be read; a class needs 2, because one of them is",
     ),
-    (strange_class_in_val, "{}/val/bird: a class that {}/train has not"),
-    (empty_val, "{}/val: no folders of classes there"),
+    (strange_class_in_val, "{}/val/bird: {}/train has no class of this name"),
+    (empty_val, "{}/val: contains no folders"),
     (unread_format, "{}/cat/a.HEIC: images that end in .heic are not read"),
     (a_file, "{}: is a file; give the folder that has a folder for each class"),
     (lambda folder: None, "{}: no such folder"),
@@ -219,7 +219,7 @@ def test_a_bad_folder_is_refused_in_a_line(tmp_path, make, said):
 def test_train_alone_is_split_as_the_message_says(tmp_path):
     only_train(tmp_path)
     said = refusal(load, tmp_path)
-    assert f"give --data {tmp_path / 'train'} to have a share" in said
+    assert f"give --data {tmp_path / 'train'} to hold out a share" in said
     assert len(load(tmp_path / "train").test) == 2
 
 
@@ -269,4 +269,4 @@ def test_a_class_whose_images_are_all_damaged_is_refused(tmp_path):
     for path in (tmp_path / "cat").iterdir():
         path.write_text("no image")
     said = refusal(load, tmp_path, skip_damaged=True)
-    assert re.match(f"{tmp_path}/cat: 0 images .* takes 2", said)
+    assert re.match(f"{tmp_path}/cat: 0 images .* needs 2", said)

@@ -31,8 +31,8 @@ def no_torchrun(monkeypatch):
     [
         ("fsdp", {}, "torchrun --nproc-per-node N"),
         ("horovod", {}, "'horovod' .*ddp, fsdp"),
-        (None, {"reduce_dtype": "bf16"}, "one process sums nothing"),
-        ("ddp", {"reduce_dtype": "fp8"}, "there are fp32, fp16, bf16"),
+        (None, {"reduce_dtype": "bf16"}, "one process sums no gradients"),
+        ("ddp", {"reduce_dtype": "fp8"}, "use one of fp32, fp16, bf16"),
         ("ddp", {"timeout_s": 0}, "timeout .* 1,000,000 seconds, not 0"),
         ("ddp", {"timeout_s": float("nan")}, "timeout .* 1,000,000 seconds, not nan"),
         ("ddp", {"timeout_s": float("inf")}, "timeout .* 1,000,000 seconds, not inf"),
@@ -46,7 +46,7 @@ def test_what_cannot_be_is_refused(no_torchrun, kind, options, said):
 def test_one_of_several_without_a_way_to_train_together_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ParallelError, match="one of 2 processes of torchrun"), join(None, CPU):
+    with pytest.raises(ParallelError, match="torchrun started 2 processes"), join(None, CPU):
         pass
 
 

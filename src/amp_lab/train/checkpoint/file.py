@@ -92,7 +92,7 @@ def load_checkpoint(path: str | os.PathLike) -> dict:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     if not isinstance(state, dict):
         type_name = type(state).__name__
-        raise CheckpointError(f"{path}: holds no state, but a value of {type_name}")
+        raise CheckpointError(f"{path}: contains no state, but a value of type {type_name}")
     return state
 
 
@@ -129,7 +129,7 @@ def _require_intact(path: Path, file: BinaryIO) -> None:
     checked_bytes = size - 2 - _COMMENT_BYTES  # 2: the length of the comment
     is_altered = not has_length or _digest(file, checked_bytes) != checksum
     if is_altered:
-        raise CheckpointError(f"{path}: altered since it was saved: its checksum does not fit")
+        raise CheckpointError(f"{path}: altered since it was saved: its checksum is wrong")
 
 
 def _require_version(path: Path, version: int) -> None:
@@ -159,7 +159,9 @@ def _unpickle(path: Path, file: BinaryIO) -> Any:
     except MemoryError:
         raise CheckpointError(f"{path}: does not fit into memory") from None
     except Exception as error:  # a damaged pickle may raise anything
-        raise CheckpointError(f"{path}: not of amp_lab, though its checksum fits") from error
+        raise CheckpointError(
+            f"{path}: not written by amp_lab, although its checksum is right"
+        ) from error
 
 
 def _describe_foreign_file(head: bytes, tail: bytes) -> str:

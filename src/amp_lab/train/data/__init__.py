@@ -59,7 +59,7 @@ def load_dataset(
     _require_known(name)
     row = DATASETS[name]
     if row.is_text and image_size is not None:
-        raise DataError(f"{name} is a text, and has no image_size")
+        raise DataError(f"{name} is a text, so it takes no image_size")
     if image_size is None:
         image_size = row.image_size
     if seed < 0:
@@ -100,4 +100,4 @@ def load(name: str, options: LoadOptions) -> DataSplits:
 def _require_known(name: str) -> None:
     """Raise `DataError` unless there is a data set of this name."""
     if name not in DATASETS:
-        raise DataError(f"there is no data set {name!r}; use {', '.join(DATASETS)}")
+        raise DataError(f"unknown data set {name!r}: use one of {', '.join(DATASETS)}")

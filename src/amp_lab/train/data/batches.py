@@ -145,7 +145,7 @@ def _next_batch(iterator: Iterator) -> Any:
         if "DataLoader worker" not in str(error):
             raise
         problem = f"a process that loads images was killed ({first_line(error)})"
-        raise DataError(f"{problem}; with fewer --workers they need less memory") from error
+        raise DataError(f"{problem}; use fewer --workers, which need less memory") from error
     if isinstance(batch, AmpLabError):
         raise batch
     return batch
@@ -160,7 +160,9 @@ def _require_files_for(workers: int) -> None:
     max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = max_files // _FILES_OF_A_WORKER
     if workers > limit:
-        raise DataError(f"{workers:,} workers open more files than may be here: at most {limit}")
+        raise DataError(
+            f"{workers:,} workers need more open files than are allowed: use at most {limit}"
+        )
 
 
 @contextmanager
@@ -178,7 +180,7 @@ def _kill_workers_on_failure() -> Iterator[None]:
                 child.kill()
                 child.join()
         problem = f"a process that loads images cannot be started ({error.strerror})"
-        raise DataError(f"{problem}; give fewer --workers") from error
+        raise DataError(f"{problem}; use fewer --workers") from error
 
 
 @contextmanager

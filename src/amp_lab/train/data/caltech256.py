@@ -70,7 +70,7 @@ def _scan(root: Path) -> tuple[list[str], dict[str, int]]:
             class_folders.append(path.name)
     class_folders.sort()
     if not class_folders:
-        raise DataError(f"{root} holds no folder like 001.ak47; {images.remedy(root)}")
+        raise DataError(f"{root} contains no folder like 001.ak47; {images.remedy(root)}")
     targets_of = {}
     for target, name in enumerate(class_folders):
         # Sorted, since the order of a folder's entries depends on the file system.
@@ -79,7 +79,7 @@ def _scan(root: Path) -> tuple[list[str], dict[str, int]]:
                 path_from_parent = f"{root.name}/{name}/{file}"
                 targets_of[path_from_parent] = target
     if not targets_of:
-        raise DataError(f"{root} holds no images; {images.remedy(root)}")
+        raise DataError(f"{root} contains no images; {images.remedy(root)}")
     return class_folders, targets_of
 
 
@@ -102,13 +102,15 @@ def _readable_images(
     if damaged and not skip_damaged:
         raise images.damaged_error(damaged, len(targets_of), parent)
     if len(readable) < 10:  # one in ten is a test image, and the evaluation needs at least one
-        raise DataError(f"{root} has {len(readable)} images that can be read; it takes at least 10")
+        raise DataError(
+            f"{root} has {len(readable)} images that can be read; at least 10 are needed"
+        )
     not_in_table = [path for path in readable if path not in in_table]
     if not in_table:
         _write_table(table, readable, targets_of)
     elif not_in_table:
         examples = listed(not_in_table, 3)
-        raise DataError(f"{table} lacks {examples}; delete it to have it made again")
+        raise DataError(f"{table} lacks {examples}; delete the file, so that it is written again")
     return readable, damaged
 
 
@@ -119,7 +121,7 @@ def _read_table(table: Path, targets_of: dict[str, int]) -> set[str]:
     """
     if not table.exists():
         return set()
-    remedy = "correct it, or delete the file to have it made again"
+    remedy = "correct it, or delete the file, so that it is written again"
     try:
         with open_regular(table) as content, io.TextIOWrapper(content, "utf-8", newline="") as file:
             rows = csv.DictReader(file, strict=True)
@@ -162,7 +164,7 @@ def _fault(row: dict[str, str], targets_of: dict[str, int], earlier: set[str]) -
     if target != str(expected):
         return f"target {target!r} should be {expected}, as the folder is numbered"
     if path in earlier:
-        return f"{path} is there twice"
+        return f"{path} is listed twice"
     return None
 
 

@@ -27,10 +27,10 @@ def fetch(name: str, url: str, md5: str, folder: Path, *, may_download: bool) ->
     """
     parent = folder.parent
     if parent.exists() and not parent.is_dir():
-        raise DataError(f"{str(parent)!r} is a file; give the folder that holds {name}")
+        raise DataError(f"{str(parent)!r} is a file; give the folder that contains {name}")
     try:
         if not may_download:
-            raise DataError(f"there is no {folder}, and downloading is switched off")
+            raise DataError(f"{folder} does not exist, and downloading is switched off")
         parent.mkdir(parents=True, exist_ok=True)
         with FileLock(parent / f".{name}.lock"):
             if not folder.exists():  # another process may have unpacked it while this one waited
@@ -69,7 +69,7 @@ def download(url: str, path: Path, *, md5: str) -> None:
     except (OSError, http.client.HTTPException) as error:
         raise DataError(
             f"{url} cannot be fetched to {path}: {first_line(error)}; "
-            "try again later: it goes on from where it stopped"
+            "try again later: the download resumes where it stopped"
         ) from error
 
 

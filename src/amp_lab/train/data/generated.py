@@ -72,7 +72,7 @@ def make_stand_in(
     dataset = layout.dataset
     root = dataset.find_folder(Path(folder)) or Path(folder, dataset.FOLDER)
     if root.exists():
-        raise DataError(f"{root} is there already; delete it first, or use another folder")
+        raise DataError(f"{root} exists already; delete it first, or use another folder")
     try:
         root.parent.mkdir(parents=True, exist_ok=True)
         # Written under another name, so that an unfinished folder is not taken for a complete one.

@@ -79,12 +79,12 @@ def _find_layout(root: Path) -> _Layout:
     classes = _class_names(train)
     if len(classes) == 1:
         raise DataError(
-            f"{train}: one class alone, {classes[0]}; give a folder with two classes or more"
+            f"{train}: contains only one class, {classes[0]}; give a folder with two or more"
         )
     if test is not None:
         for name in _class_names(test):
             if name not in classes:
-                raise DataError(f"{test / name}: a class that {train} has not")
+                raise DataError(f"{test / name}: {train} has no class of this name")
     return _Layout(root, train, test, classes)
 
 
@@ -120,8 +120,8 @@ def _find_test_folder(root: Path) -> Path | None:
             return root / name
     missing = " nor ".join(_TEST_NAMES)
     raise DataError(
-        f"{root}: has {_TRAIN}, and neither {missing} beside it; give --data {train} to have a "
-        f"share of its images held out for the test"
+        f"{root}: contains {_TRAIN}, but neither {missing}; give --data {train} to hold out a "
+        f"share of its images for the test"
     )
 
 
@@ -135,9 +135,7 @@ def _class_names(folder: Path) -> list[str]:
     """The names of the folders in a folder, sorted. Raises `DataError` if there are none."""
     names = _folders_in(folder)
     if not names:
-        raise DataError(
-            f"{folder}: no folders of classes there; give each class a folder with its images"
-        )
+        raise DataError(f"{folder}: contains no folders; give each class a folder with its images")
     return names
 
 
@@ -205,8 +203,8 @@ def _require_enough(folder: Path, classes: list[str], targets: np.ndarray) -> No
             if count == 1:
                 images_text = "1 image"
             raise DataError(
-                f"{folder / name}: {images_text} that can be read; it takes 2, for one of them is "
-                "kept for the test"
+                f"{folder / name}: {images_text} that can be read; a class needs 2, because one of "
+                "them is kept for the test"
             )
 
 

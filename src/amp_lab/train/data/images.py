@@ -314,8 +314,8 @@ def damaged_error(damaged: Sequence[str], count: int, folder: Path) -> DataError
     """The error to raise for the `damaged` ones of `count` images in `folder`, with the remedy."""
     examples = listed(damaged, 3)
     return DataError(
-        f"{len(damaged)} of {count} images cannot be read, {examples} in {folder}; put good ones "
-        "in their place, or leave them out: skip_damaged=True, on the command line --skip-damaged"
+        f"{len(damaged)} of {count} images cannot be read, {examples} in {folder}; replace them "
+        "or leave them out: skip_damaged=True, on the command line --skip-damaged"
     )
 
 
@@ -347,4 +347,4 @@ def _require_reasonable_size(file_bytes: int, picture: Image.Image) -> None:
 
 def remedy(folder: Path) -> str:
     """The advice for a downloaded or generated folder that is damaged or incomplete."""
-    return f"delete {folder} to have it fetched (or generated) again"
+    return f"delete {folder}, so that it is downloaded (or generated) again"

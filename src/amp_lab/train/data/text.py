@@ -88,7 +88,7 @@ def load_text(name: str, sources: Iterable[str], options: LoadOptions) -> DataSp
         total = len(train) + len(test)
         min_total = min_test_tokens * _TEST_EVERY
         raise DataError(
-            f"{name}: {total:,} tokens are too few for passages of {context}: it takes "
+            f"{name}: {total:,} tokens are too few for passages of {context}, which need "
             f"{min_total:,}; give more text or a smaller --context"
         )
     limit = options.limit

@@ -29,16 +29,16 @@ def _read_files(path: Path) -> Iterator[str]:
     else:
         files = [*sorted(path.rglob("*.txt")), *sorted(path.rglob("*.md"))]
     if not files:
-        raise DataError(f"{path}: no file there ends in .txt or .md")
+        raise DataError(f"{path}: contains no file that ends in .txt or .md")
     size = sum(file.stat().st_size for file in files)
     if size > _MAX_TEXT_BYTES:
         gib = size / 2**30
-        raise DataError(f"{path}: {gib:.1f} GiB of text, and at most 1 GiB is taken")
+        raise DataError(f"{path}: {gib:.1f} GiB of text; the limit is 1 GiB")
     for file in files:
         # It refuses pipes and devices, which may never end.
         content = read_regular(file, _MAX_TEXT_BYTES)
         if b"\0" in content:
-            raise DataError(f"{file}: not a text, for it has bytes of zero")
+            raise DataError(f"{file}: not a text, because it contains null bytes")
         try:
             yield content.decode("utf-8-sig")  # without a byte order mark
         except UnicodeDecodeError as error:

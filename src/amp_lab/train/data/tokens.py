@@ -64,7 +64,7 @@ class Characters:
         without_token = set().union(*texts) - number_of.keys()
         if without_token and unknown is None:
             character = min(without_token)
-            raise DataError(f"the character {character!r} is not in the text of the training")
+            raise DataError(f"the character {character!r} is not in the training text")
         rows = []
         for text in texts:
             numbers = (number_of.get(character, unknown) for character in text)
@@ -95,7 +95,7 @@ class BytePairs:
         size = self._tokenizer.get_vocab_size()
         if not 1 < size <= _MAX_VOCABULARY:
             raise DataError(
-                f"{source}: has {size:,} tokens; from 2 to {_MAX_VOCABULARY:,} are taken"
+                f"{source}: has {size:,} tokens; it needs from 2 to {_MAX_VOCABULARY:,}"
             )
         self.saved = {"tokenizer": content}
 
@@ -136,18 +136,20 @@ class BytePairs:
 
         Raises `DataError` for a number beyond the vocabulary, which the model has no embedding for.
         """
-        with _library_errors("the tokenizer does not take the text"):
+        with _library_errors("the tokenizer cannot encode the text"):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         rows = [np.array(encoding.ids, np.int32) for encoding in encodings]
         largest = max((int(row.max()) for row in rows if len(row)), default=0)
         count = len(self.names)
         if largest >= count:
-            raise DataError(f"the tokenizer has {count:,} tokens and gives the number {largest:,}")
+            raise DataError(
+                f"the tokenizer has {count:,} tokens, but returned the number {largest:,}"
+            )
         return rows
 
     def decode(self, numbers: Sequence[int]) -> str:
         """The text of these token numbers."""
-        with _library_errors("the tokenizer cannot write the tokens"):
+        with _library_errors("the tokenizer cannot decode the tokens"):
             return self._tokenizer.decode(list(numbers), skip_special_tokens=False)
 
 
@@ -193,7 +195,9 @@ def make_tokens(texts: Sequence[str], tokenizer: str | None, vocabulary: int | N
     of range.
     """
     if vocabulary is not None and tokenizer != BPE:
-        raise DataError("a vocabulary is for byte pairs that are learned: give --tokenizer bpe too")
+        raise DataError(
+            "a vocabulary is the number of byte pairs to learn: give --tokenizer bpe too"
+        )
     if tokenizer is None:
         return Characters.of("".join(texts))
     if tokenizer == BPE:
@@ -202,7 +206,7 @@ def make_tokens(texts: Sequence[str], tokenizer: str | None, vocabulary: int | N
             size = VOCABULARY
         if not _MIN_VOCABULARY <= size <= _MAX_VOCABULARY:
             limits = f"from {_MIN_VOCABULARY} to {_MAX_VOCABULARY:,}"
-            raise DataError(f"a vocabulary of {size:,}: {limits} are taken")
+            raise DataError(f"a vocabulary must have {limits} tokens, not {size:,}")
         return BytePairs.of(texts, size)
     try:
         content = read_regular(Path(tokenizer), _MAX_FILE_BYTES).decode()
@@ -226,7 +230,7 @@ def saved_tokens(state: dict[str, Any]) -> Tokens | None:
         return None
     content = state[name]
     if not isinstance(content, str):
-        raise DataError(f"the {name} of the checkpoint is {type(content).__name__}, no text")
+        raise DataError(f"the {name} of the checkpoint is not a text, but {type(content).__name__}")
     tokens: Tokens
     if name == "tokenizer":
         tokens = BytePairs(content)

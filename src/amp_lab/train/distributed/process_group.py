@@ -79,7 +79,7 @@ def _require_possible(kind: str | None, reduce_dtype: str, timeout_s: float) -> 
     """Raise `ParallelError` for a wrong argument of `join`, or a missing or unexpected torchrun."""
     if reduce_dtype not in REDUCE_DTYPES:
         raise ParallelError(
-            f"no dtype {reduce_dtype!r} to sum gradients in; there are {', '.join(REDUCE_DTYPES)}"
+            f"gradients cannot be summed in {reduce_dtype!r}: use one of {', '.join(REDUCE_DTYPES)}"
         )
     if not 1 <= timeout_s <= 1e6:  # a NaN fails this comparison too
         raise ParallelError(f"timeout must be 1 to 1,000,000 seconds, not {timeout_s:g}")
@@ -89,11 +89,11 @@ def _require_possible(kind: str | None, reduce_dtype: str, timeout_s: float) -> 
     size = os.environ.get("WORLD_SIZE", "1")
     if "RANK" in os.environ and size != "1":  # each process would train the whole run by itself
         raise ParallelError(
-            f"one of {size} processes of torchrun: add --parallel ddp or --parallel fsdp"
+            f"torchrun started {size} processes: add --parallel ddp or --parallel fsdp"
         )
     if reduce_dtype != "fp32":
         raise ParallelError(
-            f"reduce dtype {reduce_dtype}: one process sums nothing; it needs --parallel"
+            f"reduce dtype {reduce_dtype} needs --parallel: one process sums no gradients"
         )
 
 
@@ -102,7 +102,7 @@ def _require_parallel_possible(kind: str) -> None:
     missing = ", ".join(name for name in _TORCHRUN_VARIABLES if name not in os.environ)
     if kind not in list(Parallel):
         raise ParallelError(
-            f"no way {kind!r} to train in parallel; there are {', '.join(Parallel)}"
+            f"unknown value {kind!r} of --parallel: use one of {', '.join(Parallel)}"
         )
     if missing:
         start = "torchrun --nproc-per-node N -m amp_lab train …"
@@ -121,16 +121,18 @@ def _select_device(device: torch.device) -> torch.device:
     if backend(device).is_host:
         return device
     if device.type not in dist.Backend.default_device_backend_map:
-        raise ParallelError(f"torch.distributed has no backend for {device.type}; use the cpu")
+        raise ParallelError(f"torch.distributed has no backend for {device.type}: use --device cpu")
     processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if device.index is not None and processes_here > 1:
-        raise ParallelError(f"device {device}: each process takes one; give {device.type} alone")
+        raise ParallelError(
+            f"device {device}: each process needs its own; give {device.type} alone"
+        )
     index = device.index
     if index is None:
         index = int(os.environ["LOCAL_RANK"])
     count = torch.get_device_module(device.type).device_count()
     if index >= count:
-        problem = f"more processes on this machine than its {count} {device.type} devices"
+        problem = f"this machine has fewer {device.type} devices than processes, {count}"
         raise ParallelError(f"{problem}: start one for each, torchrun --nproc-per-node {count}")
     torch.accelerator.set_device_index(index)  # otherwise NCCL in every process uses device 0
     return torch.device(device.type, index)
@@ -203,7 +205,7 @@ def _offer_prefix(store: dist.Store, size: int, timeout_s: float) -> str:
             if store.check([f"amp_lab/{prefix}/{rank}"]):
                 missing.remove(rank)
         ranks = ", ".join(map(str, sorted(missing)))
-        _sleep_or_time_out(deadline, f"rank {ranks} did not come", timeout_s)
+        _sleep_or_time_out(deadline, f"rank {ranks} did not connect", timeout_s)
     return prefix
 
 
