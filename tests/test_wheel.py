@@ -145,7 +145,7 @@ QUICKLY = ["--device", "cpu", "--minutes", "0.05"]
     some_of(
         (["xray", "my_models:TwoTower", *INPUTS], "TwoTower on cuda, autocast fp16"),
         (["memory", "my_models:TwoTower", *INPUTS, "--memory", "1GiB"], "largest batch in 1 GiB"),
-        (["diff", "my_models:TwoTower", *INPUTS, "--precision", "bf16"], "They part nowhere"),
+        (["diff", "my_models:TwoTower", *INPUTS, "--precision", "bf16"], "They diverge nowhere"),
         (["rehearse", "my_models:TwoTower", *INPUTS], "TwoTower, rehearsed on cpu"),
         (["advise", "my_models:TwoTower", *INPUTS, *QUICKLY], "\nThe lines to write for training "),
         (["doctor", "--device", "cpu"], "\nUse "),

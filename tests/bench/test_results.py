@@ -237,7 +237,7 @@ def test_what_the_device_cannot_do_is_not_trusted(figures, reason, at):
         return
     assert re.search(reason, results.rows[at].reason)
     if at == 0:  # a speed-up over a time that is wrong is wrong too
-        assert results.rows[1].reason.startswith("fp32 eager, ")
+        assert results.rows[1].reason.startswith("the baseline, fp32 eager, ")
         assert results.rows[1].reason.endswith(results.rows[0].reason)
     assert trusted == [at > 0, False, True]
 

@@ -253,7 +253,7 @@ def test_errors_grow_with_the_format():
     compared = compare_runs(model, runner(model, "bf16"), INPUTS[Transformer](3))
     assert compared.growth[-1].a < 2e-6 < compared.growth[-1].b < 0.1
     assert max(step.apart for step in compared.growth) < 1e-10
-    assert "They part nowhere" in str(compared)
+    assert "They diverge nowhere" in str(compared)
 
 
 class Cancels(nn.Module):
@@ -300,7 +300,7 @@ def test_errors_that_grow_are_said_to_grow_and_where(kind, op, low):
     assert compared.first is None  # each op rounds as its format does
     assert max(compared.end_a, compared.end_b) > 0.1
     said = " ".join(str(compared).split())
-    assert "part nowhere" not in said
+    assert "diverge nowhere" not in said
     assert re.search(r"No op .*errors grow", said)
     if kind is Underflows and low == "A":
         return  # then fp32 is the run that is off, from weights that are 0
@@ -320,7 +320,7 @@ def test_an_error_that_is_lost_again_is_not_where_errors_grow():
     compared = compare_runs(model, in_halves(model), x)
     assert max(step.b for step in compared.growth) > 0.1
     assert compared.end_b < 0.01
-    assert "part nowhere" in str(compared)
+    assert "diverge nowhere" in str(compared)
     assert compared.jump is None or compared.jump.after < 0.01
 
 

@@ -157,7 +157,7 @@ def test_weights_and_a_cache_that_do_not_fit_are_named():
 def test_of_tokens_for_a_model_without_a_cache_one_line_is_said():
     found = table(Attends(NO_CACHE["logits alone"]), tokens=100)
     (said,) = [line for line in str(found).splitlines() if "KV cache" in line]
-    assert re.search(r" no KV cache: .* 100 tokens", said)
+    assert re.search(r" no KV cache, .* 100 tokens", said)
 
 
 def static(logits, k, v):

@@ -158,7 +158,7 @@ class Learning:
             # 50 %, and more where noise changes fp32's own gradients; zeros would be 100 % off.
             allowed = min(0.9, 0.5 + 2 * self.noise)
             if not off <= allowed:  # also for NaN
-                run.reason = f"its gradients may be {allowed:.0%} off at most"
+                run.reason = f"its gradients are more than {allowed:.0%} off"
             return
         run.against_fp32 += f" (fp32's own, with noise: {self.noise:.0%})"
         # Their direction tells nothing, so only their size is compared.
@@ -181,7 +181,7 @@ class Learning:
         allowed = min(0.5, 0.2 + 2 * abs(noisy - 1))
         run.against_fp32 += f", learns {learned:.0%}"
         if not abs(learned - 1) <= allowed:
-            run.reason = f"it has to learn 100% ± {allowed:.0%}"
+            run.reason = f"it does not learn 100% ± {allowed:.0%} of what fp32 does"
 
 
 class Fp32Outputs:
@@ -206,7 +206,7 @@ class Fp32Outputs:
         allowed = TOLERANCE[candidate.recipe.precision]
         candidate.reason = ""
         if not off <= allowed:  # also for NaN
-            candidate.reason = f"its output may be {allowed:.1%} off at most"
+            candidate.reason = f"its output is more than {allowed:.1%} off"
         timing = measure(step, device=self._device, warmup=0, repeats=3)
         candidate.seconds = timing.median_s
         return step

@@ -119,9 +119,7 @@ def forecast(call: ModelCall, outlook: Outlook, gpu: Gpu) -> Advice:
                 candidate.reason = f"matmuls in {recipe.precision} are no faster on {gpu.name}"
             candidate.verdict = candidate.verdict or "not timed"
             candidates.append(candidate)
-    watch = [
-        f"Nothing was timed: which is the fastest cannot be known without a run on {gpu.name}."
-    ]
+    watch = [f"Nothing was timed: only a run on {gpu.name} can tell which is the fastest."]
     if gpu.source:
         faster = ", ".join(matmuls) or "none"
         watch.append(f"Formats whose matmuls are faster than fp32's on {gpu.name}: {faster}.")

@@ -289,7 +289,7 @@ class _Ranking:
     def _skip_emulated(self, precision: Precision, rate: float, trusted: bool) -> None:
         """Record a precision that is not tried, since `rate` times fp32's is too slow."""
         verdict = "emulated"
-        reason = f"its matrix product has {rate:.2g} of fp32's rate"
+        reason = f"its matmul runs at {rate:.2g} of fp32's rate"
         if not trusted:
             verdict = "not tried"
             reason += ", measured while the machine was busy"

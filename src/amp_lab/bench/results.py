@@ -260,7 +260,7 @@ class Results(Printed, Ceilings):
                 row.distrust(reason)
                 if row.is_baseline:
                     for other in rows:
-                        other.distrust(f"fp32 eager, which it is held against: {reason}")
+                        other.distrust(f"the baseline, fp32 eager, is not trusted: {reason}")
 
     def impossible_reason(self, row: Row) -> str:
         """The rate of a row that is above the device's limit, in words; empty if none is."""

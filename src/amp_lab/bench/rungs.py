@@ -178,7 +178,7 @@ RUNGS = (
     ),
     Rung(
         "by-hand",
-        "the step written anew, see fused_convmodel.py",
+        "the training step written by hand, see fused_convmodel.py",
         exists=_has_fused_step,
         change=lambda recipe: replace(recipe, compiled=False),
         by_hand=lambda workload: workload.fused_step,

@@ -19,17 +19,24 @@ def add(commands) -> None:
     advise = commands.add_parser(
         "advise",
         help="which precision to use for your model on this machine, and the code for it",
-        description="X-ray a model, forecast its memory, train it for some steps in each precision "
-        "against fp32, time training and inference in turns, and print a ranking with a program.",
+        description="Find the precision to use for a model on this machine: compare a few training "
+        "steps in each precision with fp32, time training and inference, forecast the memory, and "
+        "print a ranking with the code to write.",
     )
     add_model(advise)
     option = advise.add_argument
     option("--device", metavar="NAME", help="default: AMP_LAB_DEVICE, else accelerator, else cpu")
-    absent = "forecast for a GPU that is not here: h100, rtx-4090, t4, …; or cuda, xpu, mps"
+    absent = "forecast for a GPU not in this machine: h100, rtx-4090, t4, …; or cuda, xpu, mps"
     option("--for", dest="gpu", metavar="GPU", help=absent)
-    option("--minutes", type=float, default=2.0, metavar="N", help="to take (default: 2)")
-    option("--memory", metavar="SIZE", help="the budget that has to be enough, such as 24GiB")
-    option("--html", metavar="FILE", help="write it all as a page too")
+    option(
+        "--minutes",
+        type=float,
+        default=2.0,
+        metavar="N",
+        help="minutes that it may take (default: 2)",
+    )
+    option("--memory", metavar="SIZE", help="the memory that it has to fit into, such as 24GiB")
+    option("--html", metavar="FILE", help="also write everything to a web page")
     advise.set_defaults(run=run)
 
 
@@ -47,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
     if gpu is None:
         device = pick_device(options.device)
         # Checked before inputs get values; `measured` checks again, for a step with AdamW.
-        require_memory(options, options.device, "fp32, which all is held against")
+        require_memory(options, options.device, "fp32, the baseline")
     else:
         device = torch.device(gpu.architecture.device_type)
 

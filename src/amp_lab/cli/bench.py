@@ -17,23 +17,23 @@ def add(commands) -> None:
     bench = commands.add_parser(
         "bench",
         help="time training and inference in each precision, next to the peak of this device",
-        description="Time workloads in each precision, from the plain recipe up to the limit of "
-        "the device; print a table, and write it as JSON with a picture beside it.",
+        description="Time workloads in each precision, from the usual recipe towards the limit of "
+        "the device. Print a table, and write it as JSON with pictures next to it.",
     )
     option = bench.add_argument
     option("--workload", action="append", metavar="NAME", help="may be repeated (default: all)")
     low = "fp32, tf32, fp16, bf16; may be repeated (default: those that the device accelerates)"
     option("--precision", action="append", metavar="NAME", help=low)
     option("--rung", action="append", metavar="NAME", help="may be repeated")
-    option("--list", action="store_true", help="print workloads and rungs, and end")
-    option("--quick", action="store_true", help="in less than 3 minutes")
-    rounds = "turns of each (default: until enough were undisturbed, at most 24; 18 if quick)"
+    option("--list", action="store_true", help="print the names of workloads and rungs, and stop")
+    option("--quick", action="store_true", help="measure small sizes, in less than 3 minutes")
+    rounds = "rounds to time (default: until enough are undisturbed, at most 24; 18 with --quick)"
     option("--rounds", type=int, metavar="N", help=rounds)
     option("--device", metavar="NAME", help="default: AMP_LAB_DEVICE, else accelerator, else cpu")
-    written = "JSON to write, with a .png beside it (default: bench.json)"
+    written = "JSON file to write, with pictures next to it (default: bench.json)"
     option("--out", default="bench.json", metavar="FILE", help=written)
-    option("--compare", nargs="+", metavar="FILE", help="print the result beside recorded ones")
-    option("--results", metavar="FILE", help="take this recorded result, and measure nothing")
+    option("--compare", nargs="+", metavar="FILE", help="compare with recorded results")
+    option("--results", metavar="FILE", help="show this recorded result instead of measuring")
     add_format(bench)
     bench.set_defaults(run=run)
 

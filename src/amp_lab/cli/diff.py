@@ -35,18 +35,18 @@ def add(commands) -> None:
     diff = commands.add_parser(
         "diff",
         help="find the first op where two runs of a model diverge by more than rounding",
-        description="Run two models, or one in two ways, on the same inputs, and find the first op "
-        "where they part by more than rounding explains. Each op is repeated in fp64. Only the "
-        "forward pass runs: gradients are not compared.",
+        description="Run two models, or one model in two ways, on the same inputs, and find the "
+        "first op where they diverge by more than rounding explains. Each op is repeated in fp64. "
+        "Only the forward pass runs: gradients are not compared.",
     )
     add_model(diff)
     option = diff.add_argument
     option("other", nargs="?", metavar="B", help=f"a second model, as {FORM}; or give {_VARIANTS}")
-    of = "of the second run; of both if B is given, or with --compile"
+    of = "for the second run; for both runs if you give B or --compile"
     option("--precision", choices=("fp32", "tf32", "fp16", "bf16"), help=of)
     option("--device", metavar="NAME", help=f"cpu, cuda, xpu or mps: {of}")
-    option("--compile", action="store_true", help="the second run is compiled: compare modules")
-    option("--batch-sizes", metavar="N,M", help="of the two runs, in evaluation mode")
+    option("--compile", action="store_true", help="compile the second run, and compare by module")
+    option("--batch-sizes", metavar="N,M", help="compare two batch sizes, in evaluation mode")
     option("--same-weights", action="store_true", help="give B the weights of A")
     option("--figure", metavar="FILE", help="draw how the errors grow, as PNG or SVG")
     diff.set_defaults(run=run)

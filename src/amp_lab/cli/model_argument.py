@@ -51,16 +51,18 @@ def add_model(command: argparse.ArgumentParser) -> None:
     """Add the options that name a model, its inputs, its loss and the format."""
     option = command.add_argument
     target = (
-        "returns the model when it is called; or FILE.py:CALLABLE; or a config.json of transformers"
+        "a callable that returns the model; or FILE.py:CALLABLE; or a config.json of transformers"
     )
     argument = "an argument of the callable, such as n_layers=2; may be repeated"
     shapes = (
         "such as 8,3,224,224 (float32), 'int64:2,128<32000' (ids below 32000) or labels=int64:8 "
-        "(a keyword); repeat it for several inputs"
+        "(a keyword argument); may be repeated"
     )
-    batch = "returns the arguments instead: a tensor, a tuple, a dict, or (args, kwargs)"
-    loss = "makes a loss of the output; or .NAME, which is an attribute of the output"
-    limit = f"of the whole command, in case the model hangs (default: {_TIMEOUT_S})"
+    batch = (
+        "in place of --input, a callable that returns a tensor, a tuple, a dict, or (args, kwargs)"
+    )
+    loss = "computes the loss from the output; or .NAME, an attribute of the output"
+    limit = f"seconds after which the command stops, if the model hangs (default: {_TIMEOUT_S})"
     option("target", metavar=FORM, help=target)
     option("--with", action="append", dest="arguments", metavar="NAME=VALUE", help=argument)
     option("--input", action="append", metavar="[NAME=][DTYPE:]SIZES", help=shapes)
@@ -75,7 +77,7 @@ def add_absent_device(command: argparse.ArgumentParser) -> None:
     """Add ``--device`` and ``--for``, for a device that need not be in this machine."""
     names = "cuda (also for ROCm; the default), xpu, mps, cpu"
     command.add_argument("--device", metavar="NAME", help=names)
-    gpus = "a GPU that need not be here: h100, rtx-4090, t4, …"
+    gpus = "a GPU, which this machine need not have: h100, rtx-4090, t4, …"
     command.add_argument("--for", dest="gpu", metavar="GPU", help=gpus)
 
 

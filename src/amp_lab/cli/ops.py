@@ -14,8 +14,12 @@ def add(commands) -> None:
         description="Print the autocast rule of every op on a backend, each checked by a call.",
     )
     add_absent_device(ops)
-    ops.add_argument("--dtype", choices=("fp16", "bf16"), help="default: the backend's own")
-    ops.add_argument("--against", metavar="NAME", help="print how another backend differs")
+    ops.add_argument(
+        "--dtype",
+        choices=("fp16", "bf16"),
+        help="autocast's dtype (default: the backend's default)",
+    )
+    ops.add_argument("--against", metavar="NAME", help="print what differs on another backend")
     add_format(ops)
     ops.set_defaults(run=run)
 

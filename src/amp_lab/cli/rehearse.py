@@ -13,17 +13,29 @@ def add(commands) -> None:
     rehearse = commands.add_parser(
         "rehearse",
         help="how accurate your model is in FP8, MXFP8, MXFP4 and NVFP4, on any machine",
-        description="Take a step of a model with operands rounded to formats below 16 bits: the "
-        "error of each layer, which layers to leave in bf16, and torchao's lines for the rest. "
-        "With --eval it is a forward pass, and the lines are for inference.",
+        description="Run a training step of a model with operands rounded to formats below 16 "
+        "bits. Print the error of each layer, the layers to leave in bf16, and torchao's code for "
+        "the others. With --eval, run a forward pass and print the code for inference.",
     )
     add_model(rehearse)
     option = rehearse.add_argument
-    several = "names with commas between, such as fp8-rowwise,mxfp8,nvfp4"
+    several = "names separated by commas, such as fp8-rowwise,mxfp8,nvfp4"
     option("--formats", metavar="NAMES", help=several)
-    option("--steps", type=int, default=0, metavar="N", help="train so long in each (default: 0)")
-    option("--seeds", type=int, default=3, metavar="N", help="of each training (default: 3)")
-    option("--for", dest="gpu", metavar="GPU", help="forecast what gains there, such as h100")
+    option(
+        "--steps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also train N steps in each format (default: 0)",
+    )
+    option(
+        "--seeds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="with --steps: number of seeds (default: 3)",
+    )
+    option("--for", dest="gpu", metavar="GPU", help="forecast the speed-up on a GPU, such as h100")
     option("--figure", metavar="FILE", help="draw the error of each layer, as PNG or SVG")
     rehearse.set_defaults(run=run)
 

@@ -27,23 +27,31 @@ def add(commands) -> None:
     xray = commands.add_parser(
         "xray",
         help="which dtype each op of your model gets under autocast, on any device",
-        description="Print the dtypes that a model runs in under autocast, and what is to be said "
-        "of them. Nothing is computed, so no such device is needed.",
+        description="Print the dtypes that a model runs in under autocast, with advice. Usually "
+        "nothing is computed, so you do not need the device.",
     )
     add_model(xray)
     add_absent_device(xray)
     option = xray.add_argument
-    option("--dtype", choices=_DTYPES, help="default: the backend's own; fp32: off")
-    other = "print how it differs on another device (mps), in another dtype (bf16), or both"
+    option(
+        "--dtype",
+        choices=_DTYPES,
+        help="autocast's dtype; fp32: autocast off (default: the backend's default)",
+    )
+    other = "print what differs on another device (mps), in another dtype (bf16), or in both"
     option("--against", metavar="OTHER", help=f"{other} (cpu:bf16)")
-    option("--real", action="store_true", help="run it on the device itself")
-    depth = "instead a row for each module N levels down: its output and its parameters"
+    option(
+        "--real",
+        action="store_true",
+        help="run the model on the device, which must be in this machine",
+    )
+    depth = "print a row for each module, N levels deep, with its output and its parameters"
     option("--depth", type=_depth, metavar="N", help=depth)
-    sharded = "the dtypes of each parameter under DDP or FSDP2 instead, as `train` or TARGET shards"
+    sharded = "print the dtypes of each parameter under DDP or FSDP2, as `train` or TARGET shards"
     option("--parallel", choices=("ddp", "fsdp"), help=sharded)
-    low = "with --parallel: default bf16; of a TARGET that calls fully_shard, its policy's"
+    low = "with --parallel (default: bf16, or the policy of a TARGET that calls fully_shard)"
     option("--precision", choices=_DTYPES, help=low)
-    reduce = "with --parallel: in which gradients are summed (default: fp32)"
+    reduce = "with --parallel: the dtype that gradients are summed in (default: fp32)"
     option("--reduce-dtype", choices=_DTYPES, help=reduce)
     xray.set_defaults(run=run)
 
@@ -105,7 +113,7 @@ def _sides(options: argparse.Namespace) -> list[tuple[str, str | None]]:
 
 
 def _run_sharded(options: argparse.Namespace) -> None:
-    """Print the dtypes of each parameter under DDP or FSDP2, and what is to be said of them.
+    """Print the dtypes of each parameter under DDP or FSDP2, with advice.
 
     Raises `OptionError` with an option that is for autocast alone.
     """

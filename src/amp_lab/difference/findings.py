@@ -49,10 +49,10 @@ _REASONS = {
     "precision": "On the inputs that it got there, the op's result in {run} is off by {size:.2g}, "
     "where its formats explain {predicted:.2g}: it computes in a narrower format than the runs are "
     "in, or a cast to a wider one is missing.",
-    "order": "In exact arithmetic the result is the same; the sum is taken in another order, and "
-    "rounds otherwise.",
-    "stability": "In exact arithmetic the two are the same, but {run} has lost far more digits on "
-    "the way here, to a cancellation or a format before it.",
+    "order": "In exact arithmetic the result is the same. The terms are added in another order, so "
+    "the sum rounds differently.",
+    "stability": "In exact arithmetic both results are the same, but {run} has lost far more "
+    "digits by now, in a cancellation or a low-precision format before this op.",
     "merged": _MERGED.text,
 }
 

@@ -60,7 +60,7 @@ class Difference(Printed):
         return Table(
             ["kind", self.kind],
             rows,
-            caption=f"A and B part at {where}",
+            caption=f"A and B diverge at {where}",
             facts=[_wrap(self.reason)],
         )
 
@@ -120,7 +120,7 @@ class RunComparison(Printed):
         """Describe how far errors have grown, if rounding explains each op by itself."""
         ends = f"A is {self.end_a:.2g} from the run in fp64, and B {self.end_b:.2g}."
         if max(self.end_a, self.end_b) <= LARGE:
-            return f"They part nowhere by more than rounding explains. At the end {ends}"
+            return f"They diverge nowhere by more than rounding explains. At the end {ends}"
         unit = self.unit.removesuffix("s")
         text = (
             f"No {unit} by itself is off by more than rounding explains, but rounding errors "

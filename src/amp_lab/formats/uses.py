@@ -270,7 +270,7 @@ class Inference(Use):
 
     step = "an fp32 forward pass"
     reference_matmul = FORWARD
-    limits = "This cannot tell how fast a format is, or how accurate the model is on your data."
+    limits = "This report cannot tell how fast a format is, or how accurate it is on your data."
     torchao = torchao_inference
 
     def __init__(self, call: ModelCall):

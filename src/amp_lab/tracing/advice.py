@@ -340,7 +340,7 @@ def _parameters_cast_at_each_use(trace: Tracer) -> Iterator[str]:
     repeated = [what.removeprefix("parameter ") for (what, _), n in uses.items() if n > 1]
     if repeated:
         yield (
-            f"{listed(repeated, 3)}: cast anew for each use, up to {max(uses.values())} times; "
+            f"{listed(repeated, 3)}: cast again for each use, up to {max(uses.values())} times; "
             "autocast caches only whole parameters in fp32 that require a gradient."
         )
 

@@ -189,7 +189,8 @@ class InferenceTable(ForecastTable):
                 sentences_by_way[forecast.way] = forecast.cache.sentences
         if not sentences_by_way:
             if self.tokens is not None:
-                yield f"The output holds no KV cache: nothing is said of {self.tokens:,} tokens."
+                tokens = f"{self.tokens:,} tokens"
+                yield f"The output has no KV cache, so there is no forecast for {tokens}."
             yield "Not counted: a cache of keys and values, and what the driver takes for itself."
             return
         ways_by_sentences = columns_by_text(sentences_by_way)

@@ -184,7 +184,7 @@ def memory_table(
     device_type: str = "cuda",
     **options: Any,
 ) -> MemoryTable:
-    """`compare_memory` for inputs of any structure, with a share of the memory held in reserve.
+    """`compare_memory` for inputs of any structure, with a share of the memory kept free.
 
     `options` are the optimizer and fsdp_ranks of `forecast_memory`. The largest batch is computed
     only if `memory_bytes` is given. tf32 needs as much as fp32. Where the memory is not a constant

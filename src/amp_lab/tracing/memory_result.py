@@ -116,7 +116,7 @@ class ForecastTable(Printed):
             yield f"The largest batch in {memory} for {columns}: cannot tell: {reason}."
         if self.reserve:
             share = f"Of the {memory}, {100 * self.reserve:.3g} %"
-            yield f"{share} are held in reserve for the driver and for fragmentation."
+            yield f"{share} are left to the driver and to fragmentation."
 
 
 @dataclass(frozen=True, repr=False)
@@ -249,7 +249,7 @@ class MemoryTable(ForecastTable):
         yield from super()._fit_facts(memory)
         if self.fixed_shapes and self.largest:
             shapes = ", ".join(map(str, self.fixed_shapes))
-            yield f"Held as they are for every batch: inputs of shape {shapes}."
+            yield f"The same for every batch size: inputs of shape {shapes}."
 
 
 def bytes_row(label: str, counts: Iterable[int | None], unit: int) -> list[str]:
