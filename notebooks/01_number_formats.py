@@ -63,8 +63,8 @@ assert 2048 * torch.finfo(torch.float16).eps == 2  # from 2048 to the next numbe
 # says between which two powers of two the number lies, and the mantissa says where between them.
 #
 # We write 0.1 in five formats. `fields` reads the bits of a number
-# ([`course/number_formats.py`](course/number_formats.py)). The last column is the number that the bits
-# stand for, put together again with the formula above.
+# ([`course/number_formats.py`](course/number_formats.py)). The last column is the number that these bits
+# represent, computed with the formula above.
 
 # %%
 for name, dtype in FORMATS.items():
@@ -76,17 +76,17 @@ for name, dtype in FORMATS.items():
     assert value == number.item()
 
 # %% [markdown]
-# No format has exactly 0.1; each stores the nearest number that it has. Compare the columns:
+# No format can represent 0.1 exactly; each stores the nearest number that it can represent. Compare the columns:
 #
 # - **fp32 and bf16** have the same 8 exponent bits, so bf16 is fp32 with 16 bits of its mantissa rounded
 #   away.
-# - **fp16** has as many bits as bf16, but gives three of them to the mantissa instead of the exponent.
+# - **fp16** has as many bits as bf16, but three bits more of mantissa and three fewer of exponent.
 # - **The names of the fp8 formats** count the bits: E5M2 has 5 for the exponent and 2 for the mantissa,
 #   so it is to fp16 what bf16 is to fp32.
 #
 # ### TF32 has no dtype
 #
-# TF32 is no format to store numbers in. It is a way to multiply fp32 matrices faster: some GPUs
+# TF32 is not a storage format. It is a way to multiply fp32 matrices faster: some GPUs
 # ([NVIDIA's since
 # Ampere](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices),
 # for one) may read each fp32 input as if its mantissa had only 10 bits. Some kernels round the other 13
@@ -221,10 +221,10 @@ assert torch.tensor(2.0**-24).half() > 0
 assert torch.tensor(2.0**-25).half() == 0  # a tie between 0 and 2^-24, and zero is the even side
 
 # %% [markdown]
-# Down to 2^-14 the error is about 0.01 %, less than fp16's eps/2. Below, the number is subnormal and loses a
-# bit with each power of two. At 2^-24 a single bit is left, and the last number has become zero. Some
-# hardware gives up earlier: the matrix units of AMD's MI200, for one, [flush subnormal fp16 and bf16
-# numbers to
+# Down to 2^-14 the error is about 0.01 %, less than fp16's eps/2. Below 2^-14, the number is subnormal
+# and loses a bit with each power of two. At 2^-24 a single bit is left, and the last number has become
+# zero. Some hardware gives up earlier: the matrix units of AMD's MI200, for one, [flush subnormal fp16
+# and bf16 numbers to
 # zero](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html#reduced-precision-fp16-and-bf16-gemms-and-convolutions-on-amd-instinct-mi200-devices).
 #
 # ## Swamping

@@ -58,10 +58,10 @@ defaults = [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda", "xpu", "m
 assert defaults == [torch.bfloat16] + [torch.float16] * 3
 
 # %% [markdown]
-# We called `.to()` nowhere, and yet the matmul is in low precision. Matmuls can be [much
-# faster there](https://docs.pytorch.org/docs/stable/amp.html), so autocast casts their inputs. It
-# leaves an addition alone. By its formula the third result equals the first, but it stayed fp32:
-# autocast decides for each *op*, not for each formula.
+# We called `.to()` nowhere, and yet the matmul is in low precision. Matmuls can be [much faster
+# there](https://docs.pytorch.org/docs/stable/amp.html), so autocast casts their inputs. It leaves an
+# addition alone. The third result is mathematically the same as the first, but it stayed fp32: autocast
+# decides for each *op* that is called.
 #
 # Autocast hands *copies* to the op, so `x` itself is still fp32. **The parameters of a model stay fp32
 # in the same way.** So do not call `.half()` or `.bfloat16()` on a model that you train under autocast.
@@ -151,10 +151,10 @@ assert list(found.values()) == [low] + [torch.float32] * 4 + [low]
 #
 # - **In-place ops and `out=`** write into a tensor that exists, and its dtype cannot change. So
 #   autocast leaves these two calls alone, and they run in fp32.
-# - **Tensors on another device** are not cast, because the first argument of `torch.autocast` names
-#   one type of device. (The `meta` device stands in for "another" here.) If you name a device that
-#   the machine does not have, nothing is cast, sometimes without a warning. So take the name from
-#   where the tensors are, as `dtype_of` does with `device.type`. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+# - **Tensors on another device** are not cast, because the first argument of `torch.autocast` names one
+#   type of device. (The `meta` device stands in for "another" here.) If you name a device that the
+#   machine does not have, nothing is cast, sometimes without a warning. So take the name from where the
+#   tensors are, as `dtype_of` does with `device.type`. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 # - **An explicit `dtype=`** decides the dtype of the result. You also get fp32 in this way from an op
 #   that is *not* listed, such as `softmax` on a CPU. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 # - **float64 and integers** are not cast either. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
@@ -231,7 +231,8 @@ assert (careless.dtype, careful.dtype, back.dtype) == (low, torch.float32, low)
 #
 # Autocast also works as a decorator: `@torch.autocast(device.type, dtype=low)` above a `forward` puts
 # the whole function into a block, no matter who calls it. You need that in a thread of your own, because
-# [a new thread begins without autocast](08_when_amp_breaks.ipynb#32-A-thread-runs-without-autocast-or-in-another-dtype).
+# [a new thread begins without
+# autocast](08_when_amp_breaks.ipynb#32-A-thread-runs-without-autocast-or-in-another-dtype).
 #
 # ## The cache of weight casts
 #
@@ -601,7 +602,8 @@ exercises.check_policy(policy)
 # - PyTorch, [Automatic Mixed Precision
 #   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): custom autograd
 #   functions, several models and losses.
-# - PyTorch, [Fake tensors](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html):
+# - PyTorch, [Fake
+#   tensors](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html):
 #   what they are made for.
 # - AMD, [Automatic mixed precision in PyTorch using AMD
 #   GPUs](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html),

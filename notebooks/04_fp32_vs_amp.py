@@ -20,8 +20,8 @@
 #   misleading.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for `torch.autocast`, [notebook
-# 03](03_grad_scaler_step_by_step.ipynb) for `GradScaler`. You need no GPU. On a GPU the notebook takes the
-# problem in its full size.
+# 03](03_grad_scaler_step_by_step.ipynb) for `GradScaler`. You need no GPU. On a GPU the notebook trains
+# on the full-size problem.
 #
 # Problem and network come from an [article by
 # AMD](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html). A
@@ -169,8 +169,8 @@ with Precision.FP32.float32_mode("cpu"):
     assert torch.backends.cudnn.conv.fp32_precision == "ieee"
 
 # %% [markdown]
-# We compare FP32 with each precision that this device accelerates. `describe_device` finds them by timing
-# a matmul in each. If there is none, we take bf16 all the same, to show what that
+# We compare FP32 with each precision that this device accelerates. `describe_device` finds them by
+# timing a matmul in each. If this device accelerates none, we use bf16 anyway, to show what emulation
 # costs. <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -221,8 +221,8 @@ print(f"from seed to seed, fp32 differs by {(fp32_final.max() - fp32_final.min()
 
 # %% [markdown]
 # The means of fp32 and bf16 differ by less than the seeds of fp32 do. So we see no loss of accuracy. On
-# your device the numbers will be others, but read them in the same way: a difference that is smaller than
-# the spread may be chance.
+# your device the numbers will differ. Read them in the same way: a difference that is smaller than the
+# spread may be chance.
 #
 # That does not prove the difference to be zero. Both precisions start each seed from the same
 # weights, so you can compare the seeds in pairs, and many pairs can show a small but steady difference.
@@ -353,11 +353,11 @@ for task, (fp32_s, amp_s, fp32_mb, amp_mb) in article.items():
 # is a speed-up of 1.86x. But something else is wrong here. Before you read on: how can inference need
 # more memory than training?
 #
-# **It kept what it did not need.** The article's inference ran without `no_grad`, so each pass stored its
-# activations for a backward pass. The loop wrote `outputs = model(inputs)`, and the old `outputs` keep
-# their graph alive until the new ones are there, so two graphs exist at once. Counted as in notebook 06,
-# two graphs take what the article reports. Without a graph, less than a third of training's memory is
-# enough. <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
+# **It kept what it did not need.** The article's inference ran without `no_grad`, so each pass stored
+# its activations for a backward pass. The loop wrote `outputs = model(inputs)`, and the old `outputs`
+# keep their graph alive until the new ones are there, so two graphs exist at once. Two graphs take as
+# much memory as the article reports. Without a graph, less than a third of training's memory is enough.
+# <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # **It counted the first step.** The first step can be slow, for example because it [loads a
 # library](https://docs.pytorch.org/tutorials/recipes/recipes/benchmark.html). In the article FP32 always

@@ -98,9 +98,8 @@ print(f"{kind_of_data}: {len(data.train)} training and {len(data.test)} test ima
 assert len(data.train) > config["batch_size"]
 
 # %% [markdown]
-# `batches` yields normalised images, float32 (B, 3, 32, 32). How the training images are moved and in
-# which order they come depends only on the seed and the epoch, so every precision sees the same
-# pixels. <!-- tests/train/data/test_images.py -->
+# `batches` yields normalised images, float32 (B, 3, 32, 32). The augmentation and the order of the
+# training images depend only on the seed and the epoch, so every precision sees the same pixels. <!-- tests/train/data/test_images.py -->
 
 
 # %%
@@ -116,14 +115,14 @@ def train_loader(epoch, seed):
 # autocast, and the scaler takes over `backward` and
 # `step`. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
-# Both autocast and `GradScaler` take `enabled=`. When it is false, autocast casts nothing, and the scaler
-# leaves the loss as it is and only calls `optimizer.step`. So one loop serves every precision: autocast
-# is enabled for fp16 and bf16, the scaler for fp16 alone. With two loops, a bug is easily fixed in only
-# one of them. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
+# Both autocast and `GradScaler` take `enabled=`. When it is false, autocast casts nothing, and the
+# scaler leaves the loss as it is and only calls `optimizer.step`. So one loop serves every precision:
+# autocast is enabled for fp16 and bf16, the scaler for fp16 alone. With two loops, it is easy to fix a
+# bug in one and forget the other. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
-# [`channels_last`](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html) is a layout
-# that convolutions prefer, as a rule of thumb. We sum the loss on the device and read it once per epoch,
-# because every `loss.item()` makes the CPU [wait for the
+# [`channels_last`](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html) is a
+# layout in which convolutions are usually faster. We sum the loss on the device and read it once per
+# epoch, because every `loss.item()` makes the CPU [wait for the
 # GPU](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization).
 
 
@@ -190,7 +189,8 @@ def new_run(dtype, seed, steps):
 # ## Train in each precision
 #
 # `float32_mode` turns TF32 off for FP32, which a recent NVIDIA GPU otherwise [uses for
-# convolutions](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices). <!-- tests/core/test_precision.py -->
+# convolutions](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices).
+# <!-- tests/core/test_precision.py -->
 
 
 # %%
@@ -257,14 +257,14 @@ print(f"seeds differ by up to {100 * spread:.1f} points, the standard error is {
 #
 # ## Find the layers to blame
 #
-# Is it faster? On a CPU, AMP can make MobileNetV2 *slower*. To find out why, we time its layers by kind.
-# Besides its first convolution, it has two kinds. A *pointwise* one has 1x1 kernels and is a matmul over
-# the channels. A *depthwise* one has 3x3 kernels, each of which sees a single channel, so it computes
-# little for each byte that it moves. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
+# Does AMP make the training faster? On a CPU, AMP can make MobileNetV2 *slower*. To find out why, we
+# time its layers by kind. After its first convolution, MobileNetV2 has two kinds of convolution, and
+# some of the second kind have stride 2. A *pointwise* one has 1x1 kernels and is a matmul over the
+# channels. A *depthwise* one has 3x3 kernels, each of which sees a single channel, so it computes little
+# for each byte that it moves. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
-# We compare FP32 with the fastest of those precisions above that need autocast. `compare` takes turns and
-# watches whether the machine is busy, as in [notebook
-# 04](04_fp32_vs_amp.ipynb#Time-of-a-training-step).
+# We compare FP32 with the fastest 16-bit precision of this device. `compare` runs both in turns and
+# checks whether the machine is busy, as in [notebook 04](04_fp32_vs_amp.ipynb#Time-of-a-training-step).
 
 # %%
 amp = next((p for p in fit_for if p.dtype is not torch.float32), Precision.BF16)
@@ -283,7 +283,7 @@ def in_mode(precision, function):
 
 
 # %% [markdown]
-# We run all layers of a kind, forward and backward, on images of 64 pixels. Only four of the 52
+# We run all layers of a kind, forward and backward, on images of 64x64 pixels. Only four of the 52
 # convolutions are depthwise with stride 2. Before you run this: how much of the time can they take?
 
 # %% tags=["nbval-ignore-output"]
@@ -305,8 +305,8 @@ assert list(kind_times) == list(KINDS)
 #
 # ## Leave those layers in FP32
 #
-# Autocast can be disabled inside autocast. The depthwise layers whose whole interval lies below 1x become
-# FP32 islands. The rest stays as it is. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
+# Autocast can be disabled inside autocast. We do this for the kinds of depthwise layers whose speed-up
+# lies below 1x with its whole interval. The other layers stay under autocast. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 
 
 # %%
@@ -454,7 +454,8 @@ folder.cleanup()
 # - AMP changes or adds six marked lines. With `enabled=`, one loop serves every precision, and one scaler
 #   serves the whole run.
 # - A difference in accuracy counts if it is larger than what seeds and the number of test images explain.
-# - Time autocast on your shapes. If it loses, time the layers by kind, and leave those that lose in FP32.
+# - Time autocast on your shapes. If it is slower, time the layers by kind, and run those that are slower
+#   in FP32.
 # - A checkpoint needs the scaler and the random states too. Bitwise equality is the test that nothing is
 #   missing.
 #

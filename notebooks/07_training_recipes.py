@@ -9,9 +9,9 @@
 # %% [markdown]
 # # Combine AMP with the rest of your training loop
 #
-# **What you'll do.** Take what real training loops do besides forward, backward and step, and put AMP
-# into each. Every line that AMP adds or changes is marked. Then see what happens if you leave such a
-# line out.
+# **What you'll do.** Take seven things that real training loops do besides forward, backward and step,
+# and add AMP to each of them. Every line that AMP adds or changes is marked. Then see what happens if
+# you leave such a line out.
 #
 # **What you'll learn.**
 # - the one rule behind most recipes: ask who looks at the gradients, and whether they are scaled
@@ -85,7 +85,7 @@ assert [len(x) for x, _ in batches] == [16, 16, 16, 16, 8]
 
 # %% [markdown]
 # This is the AMP loop. Each line marked `# AMP` is new, and where it replaces another line, the comment
-# says which. Without these lines it is the fp32 loop, which you find with those of the next recipes in
+# says which. Without these lines it is the fp32 loop. The fp32 loops of all recipes are in
 # [`course/recipes.py`](course/recipes.py). <!-- tests/notebooks/test_07_training_recipes.py -->
 
 
@@ -108,9 +108,9 @@ def train_amp(model, optimizer, scaler, dtype):
 # ## How a recipe is checked
 #
 # `check_same` trains a new network with the fp32 loop, in fp16 and in bf16, and compares how far every
-# weight has moved. It allows four roundings of the dtype, since a value is rounded several times on its
-# way through the network. fp16 has 11 significant bits, so one rounding has a relative error of up to
-# 2^-11; bf16 has 8, and 2^-8.
+# weight has moved. The tolerance is four rounding errors, since a value is rounded several times on its
+# way through the network. One rounding has a relative error of up to 2^-11 in fp16 and up to 2^-8 in
+# bf16.
 
 # %%
 problem.check_same(recipes.train_plain, train_amp)
@@ -185,15 +185,15 @@ assert math.isclose(norms["step"], MAX_NORM, rel_tol=1e-3)
 # The figure has a logarithmic axis. After `backward` the gradient is 65,536 times too long. `unscale_`
 # brings it down to its true length, and clipping shortens it to 0.1.
 #
-# **Without `unscale_`** we would clip in the grey part, as in the five lines above. If a gradient
+# **Without `unscale_`** we would clip the scaled gradient, in the grey part of the figure. If a gradient
 # overflows in fp16, the scaler skips the step. In bf16 nothing skips it: call `clip_grad_norm_` with
 # `error_if_nonfinite=True`, or the step makes weights NaN. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Accumulate gradients
 #
-# You need this if the batch that you want does not fit into memory. Several small batches add up
-# their gradients before one step. Each batch is weighted by its share of the samples, so a shorter last
-# group is right as well. <!-- tests/notebooks/test_07_training_recipes.py -->
+# You need this if the batch that you want does not fit into memory. Several small batches add up their
+# gradients before one step. Each batch is weighted by its share of the samples, so the result is also
+# right if the last group is shorter. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # `scale` belongs to every batch. `step` and `update` belong to the end of a group, because all gradients
 # that are added up must have the same scale. If you clip as well, put `unscale_` there too.
@@ -274,9 +274,10 @@ problem.check_same(recipes.penalty_plain, penalty_amp)
 #
 # You need this nearly always. The fp32 loop calls `scheduler.step()` after every step.
 #
-# With AMP a step may be skipped, and the schedule should count only the steps that were taken. `scaler.step` does not
-# tell us, but the scale does: with one optimizer, and until it is 0, [it
-# falls](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py) if, and only if, the step was skipped.
+# With AMP a step may be skipped, and the schedule should count only the steps that were taken.
+# `scaler.step` does not tell us, but the scale does: with one optimizer, and until it is 0, [it
+# falls](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py) if, and only if, the step
+# was skipped.
 
 
 # %%
@@ -298,10 +299,10 @@ problem.check_same(recipes.schedule_plain, schedule_amp)
 
 # %% [markdown]
 # **Without this check** skipped steps use up the schedule. A few lost steps of ten thousand do not
-# matter, as a rule of thumb. They do in a short warm-up, which is when the scaler searches for its
-# scale. PyTorch warns only if the very first step was skipped and the optimizer is not
-# fused. <!-- tests/notebooks/test_07_training_recipes.py --> `get_scale` waits for the device, as
-# [notebook 03](03_grad_scaler_step_by_step.ipynb) says.
+# matter, as a rule of thumb. They matter in a short warm-up, because that is when the scaler searches
+# for its scale. PyTorch warns only if the very first step was skipped and the optimizer is not fused.
+# <!-- tests/notebooks/test_07_training_recipes.py --> `get_scale` waits for the device, as [notebook
+# 03](03_grad_scaler_step_by_step.ipynb) says.
 #
 # ## Checkpoint activations
 #
@@ -334,7 +335,8 @@ assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 
 # %% [markdown]
 # In torch 2.15 selective checkpointing (`context_fn`) is an exception: if a region uses a weight that
-# was cast before, as where two share one, backward raises `… not found in storage`, unless autocast has `cache_enabled=False`. <!-- tests/notebooks/test_07_training_recipes.py -->
+# was cast before, as where two share one, backward raises `… not found in storage`, unless autocast has
+# `cache_enabled=False`. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # **Without `use_reentrant=False`** you get the older kind of checkpoint, with a warning that asks you to
 # choose. It cuts the graph if no *input* requires a gradient, as with a batch of data. The parameters
@@ -370,7 +372,7 @@ assert "No inf checks were recorded for this optimizer" in message
 #
 # Use one scaler for all. Scale every loss by it, let every optimizer step through it, and call `update`
 # once, at the end. An `update` between two steps may change the scale while the gradients of the second
-# optimizer still have the old one. Here the gradients of the first overflow:
+# optimizer still have the old one. In the next cell, the gradients of the first optimizer overflow:
 
 
 # %%
@@ -435,14 +437,15 @@ assert message == "ValueError: Attempting to unscale FP16 gradients."
 #   18](18_inference_and_export.ipynb#What-torch.compile-does-to-it)). [Notebook
 #   10](10_speed_ladder.ipynb) measures what it gains.
 # - **Evaluate during training.** Give evaluation an autocast block of its own. Inside the block of the
-#   training step, autocast's cached casts are those of the weights before the step.
+#   training step it would use stale weights: the casts that autocast cached before the step.
 # - **Freeze layers.** A frozen layer may be stored in the dtype of autocast:
-#   `layer.requires_grad_(False)` and `layer.to(torch.float16)`. That halves its memory and changes no bit.
+#   `layer.requires_grad_(False)` and `layer.to(torch.float16)`. That halves its memory. For a linear
+#   layer or a convolution it does not change the output, because autocast would cast the weight anyway.
 # - **Write an autograd function.** Decorate `forward` with `torch.amp.custom_fwd` and `backward` with
 #   `torch.amp.custom_bwd` ([notebook 02](02_autocast_dtypes.ipynb)).
 # - **Choose the optimizer.** AMP works with optimizers such as SGD and Adam. Always call
-#   `scaler.step(optimizer)`: after `optimizer.step()` Adam seems to train, until the first overflow
-#   makes the weights NaN.
+#   `scaler.step(optimizer)`. With `optimizer.step()` Adam seems to train, until the first overflow makes
+#   the weights NaN.
 # - **Resume a run.** Save the scaler's state too ([notebook 05](05_cifar10_mobilenet.ipynb)).
 #
 # ## Summary

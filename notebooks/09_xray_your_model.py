@@ -51,7 +51,7 @@ _ = torch.manual_seed(0)
 # ## The idea in five lines
 #
 # Before you run this: in which dtype does CUDA's autocast run each of the three layers? The cell asks
-# for CUDA, and it needs no GPU.
+# for CUDA, but it needs no GPU.
 
 # %%
 tiny = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Softmax(-1))
@@ -320,13 +320,15 @@ for backend in BACKENDS:
     assert in_fp32 == ("fp32", "fp32")
 
 # %% [markdown]
-# On the GPUs `F.cross_entropy` hands the dtype of the logits on to `log_softmax`, and a dtype that a
-# call names wins over the list. The result is rounded to fp16. Then `nll_loss` casts it up, so the
-# loss is fp32 and shows nothing of it. The remedy is one word: put **`.float()` on the logits.**
+# On the GPUs, `F.cross_entropy` calls `log_softmax` with `dtype=` set to the dtype of the logits. This
+# argument takes precedence over autocast's list, so the result is rounded to fp16. Then `nll_loss` casts
+# the rounded values to fp32. So the loss has the dtype fp32 and hides the rounding. The remedy is one
+# word: put **`.float()` on the logits.**
 #
 # How much does it matter? The loss of an untrained language model is about the logarithm of its
-# vocabulary, here 10.8. In that range bf16 numbers are 2^-4 apart. Rounding is off by up to half of
-# that in the loss of each token, and less in the mean over many tokens, where errors cancel.
+# vocabulary, about 11 here. In that range fp16 numbers are 2^-7 apart, and bf16 numbers 2^-4. Rounding
+# changes the loss of each token by up to half of that. In the mean over many tokens these errors mostly
+# cancel. We measure it in bf16:
 
 # %%
 target = torch.randint(50304, (64,))
@@ -445,7 +447,7 @@ assert amp_lab_command(command.split()) == 0
 # ## Where do two runs diverge? (optional)
 #
 # Two runs of one model give different numbers. Is that rounding, or is something wrong? Comparing the
-# outputs does not tell, because each op passes on the errors of its inputs and may add its own.
+# outputs does not answer this, because each op passes on the errors of its inputs and may add its own.
 #
 # `first_difference` repeats each op in fp64, once on exact inputs and once on the inputs that it got in
 # the run. This separates what an op adds from what it inherited. What it adds is compared with the
@@ -479,9 +481,8 @@ planted
 
 # %% [markdown]
 # Autocast changes the logits more than the mistake does. But no single op adds more error than bf16
-# rounding explains, so there `first_difference` finds nothing. In the wrong copy it names the module
-# and the value. The same works from a terminal as
-# `amp-lab diff`. <!-- tests/cli/test_diff_command.py -->
+# rounding explains, so `first_difference` finds nothing in the autocast run. In the wrong copy it names
+# the module and the epsilon. The same works from a terminal as `amp-lab diff`. <!-- tests/cli/test_diff_command.py -->
 #
 # ## Summary
 #
@@ -636,8 +637,9 @@ exercises.check_gigabytes(gigabytes)
 #
 # - PyTorch, [Automatic Mixed Precision package](https://docs.pytorch.org/docs/stable/amp.html): the
 #   op reference for CUDA, XPU and CPU.
-# - PyTorch, [Fake tensors](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html): what
-#   they are made for.
+# - PyTorch, [Fake
+#   tensors](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html):
+#   what they are made for.
 # - PyTorch, [Hooks for saved
 #   tensors](https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html):
 #   to look at, or to move, what autograd keeps.

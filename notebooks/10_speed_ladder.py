@@ -14,7 +14,7 @@
 # fast the step can become. Then make each change, time it, and compare it with that limit.
 #
 # **What you'll learn.**
-# - how to count the FLOPs and the bytes of a step, and how long the step takes at least;
+# - how to count the FLOPs and the bytes of a step, and how to compute the least time that it needs;
 # - what each rung of the ladder changes: precision, memory format, optimizer and compiler;
 # - how near the step gets to the roofline of your device;
 # - when AMP loses time, and from which size on it pays.
@@ -66,9 +66,9 @@ for name, operations, numbers in (
 # recommends none.
 #
 # `keep_memory()` matters on Linux CPUs. There the C library gives large freed blocks [back to the
-# operating system](https://man7.org/linux/man-pages/man3/mallopt.3.html), so each large tensor gets
-# new pages. FP32 has the larger tensors, so AMP would look better than it is. After the call, freed
-# memory stays with the process. On other devices the call does
+# operating system](https://man7.org/linux/man-pages/man3/mallopt.3.html), so each large tensor gets new
+# pages. Getting new pages costs time. FP32 has the larger tensors and pays more of it, so AMP would look
+# faster than it is. After the call, freed memory stays with the process. On other devices the call does
 # nothing. <!-- tests/core/test_allocator.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -142,10 +142,9 @@ assert not limits.trusted or promise > 1 or low != recommended  # the doctor say
 #
 # ## Climb
 #
-# A rung is a function that does one step and returns the loss. Before a rung is timed, `add` checks
-# that it still learns the same: the losses of its first five steps must be close to those of FP32.
-# `float32_mode` switches TF32 off for FP32; an NVIDIA GPU may otherwise use
-# it. <!-- tests/core/test_precision.py -->
+# A rung is a function that does one step and returns the loss. Before a rung is timed, `add` checks that
+# it still learns the same: the losses of its first five steps must be close to those of FP32.
+# `float32_mode` makes FP32 use full fp32 matmuls, where an NVIDIA GPU may otherwise use TF32. <!-- tests/core/test_precision.py -->
 
 # %%
 rungs, losses = {}, {}
@@ -163,8 +162,7 @@ def add(name, precision, step):
 
 
 # %% [markdown]
-# **The ground: FP32.** We start with the plain step. It reads the loss after every step, as one does to
-# print it.
+# **The ground: FP32.** We start with the plain step. It reads the loss after every step, as if to print it.
 
 
 # %%
@@ -234,7 +232,8 @@ assert inputs_last.stride()[1] == 1  # from one channel to the next
 # **Rung 3: a fused optimizer, and no waiting.**
 # [`fused=True`](https://docs.pytorch.org/docs/stable/optim.html) computes Adam's whole update in one
 # kernel. We also stop reading the loss after each step. On a GPU, reading it makes the host [wait for
-# the device](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization).
+# the
+# device](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization).
 
 
 # %%
@@ -297,8 +296,8 @@ assert list(climbed.samples_s) == list(rungs)  # every rung was timed
 _ = figures.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels": bars})
 
 # %% [markdown]
-# On the CPU of this run, AMP alone keeps only a part of the promise. Channels last, a change of two
-# lines, gains much more. The likely reason is copies: a [channels-last
+# On the CPU of this run, AMP alone reaches only a part of the speed-up that the matmuls promise.
+# Channels last, a change of two lines, gains much more. The likely reason is copies: a [channels-last
 # kernel](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html) first has to
 # reorder each tensor that has another layout. A GPU gains more from rungs 3 and 4, as a rule of thumb,
 # because it pays for [each small kernel and each
@@ -340,8 +339,8 @@ _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 
 # %% [markdown]
 # AMP lies to the right of the plain step, because it moves fewer bytes. A faster precision raises the
-# flat part and not the slope, so a step under the slope gains only from smaller tensors. The distance
-# from a point to the roof is the time of copies inside ops, of waiting, and of arithmetic other than
+# flat part and not the slope, so a step under the slope gains only from smaller tensors. A point lies
+# below the roof because a step also copies data inside ops, waits, and does arithmetic other than
 # matmuls.
 #
 # `amp-lab bench` has two more rungs, `by-hand` and `tiles`: steps written for this one network, which
@@ -350,15 +349,16 @@ _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 #
 # ## Where AMP loses
 #
-# AMP has nothing to gain in three cases.
+# AMP gains nothing, or loses time, in three cases:
 #
-# - **No matmuls.** Autocast runs only [some ops](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference)
-#   in the low precision, above all matmuls and convolutions.
+# - **No matmuls.** Autocast runs only [some
+#   ops](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference) in the low precision, above
+#   all matmuls and convolutions.
 # - **Many small ops.** Under autocast each small matmul comes with casts.
 # - **A precision that the hardware emulates**, such as fp16 on [some CPUs](../docs/hardware.md).
 #
 # We measure the second case: fifty layers of 32 x 32, which compute very little. Will AMP be faster or
-# slower? A GPU would be waiting for the host [*(not yet seen on a
+# slower? On a GPU such a network waits for the host, in fp32 and under AMP [*(not yet seen on a
 # GPU)*](../data/results/README.md "small-ops").
 
 # %% tags=["nbval-ignore-output"]
@@ -408,16 +408,15 @@ for size in config["sizes"]:
 _ = figures.speedup_over_size(config["sizes"], {str(low): by_size})
 
 # %% [markdown]
-# AMP gains more with a larger picture, because the casts and calls cost the same time and the matmuls
-# more. A larger batch or a wider network helps for the same reason. Judge by the interval: AMP pays
-# from a size on if the whole interval lies above 1 at this size and at all larger ones.
+# AMP gains more with a larger picture: the calls of ops and the casts of weights cost the same time, and
+# the matmuls take a larger share. A larger batch helps for the same reason. Judge by the interval: AMP
+# pays at a size, and at all larger sizes, if the whole interval lies above 1 for each of them.
 #
 # ## Let the computer climb
 #
-# For a model of your own, `advise` tries these changes on a copy: `amp-lab advise` on the command line.
-# It forecasts the memory in each precision, trains for some steps, compares losses and gradients with
-# those of FP32, and times what passes. It ends with the lines to
-# write. <!-- tests/advisor/test_advise.py -->
+# For your own model, `advise` (on the command line `amp-lab advise`) tries these changes on a copy. It
+# forecasts the memory in each precision, trains for some steps, compares losses and gradients with those
+# of FP32, and times what passes. It ends with the lines of code to write. <!-- tests/advisor/test_advise.py -->
 #
 # Here it gets a small ConvModel and little time.
 
@@ -439,18 +438,18 @@ advice
 # %% [markdown]
 # Read the last column first. One recipe for training and one for inference are *recommended*; the others
 # say why they are not. A recipe replaces a simpler one only if it takes [at least 3 %
-# less](../src/amp_lab/advisor/session.py) time. For training, only a recipe that learns like FP32 in the
-# few steps that were tried can be recommended. <!-- tests/advisor/test_advise.py -->
+# less](../src/amp_lab/advisor/session.py) time. For training, `advise` recommends only a recipe that
+# learned like FP32 in the few steps that it tried. <!-- tests/advisor/test_advise.py -->
 
 # %% [markdown]
 # ## Summary
 #
-# - Count first. FLOPs at the measured rate give the least time of a step; bytes at the measured rate
-#   say why you are not there yet.
+# - Count first. The FLOPs divided by the measured FLOP/s give the least time of a step. The bytes
+#   divided by the measured bandwidth help to explain why a step takes longer.
 # - A 16-bit precision speeds up matmuls where the hardware can, and halves most of the bytes that the
 #   other ops move. The first is the promise; the second often decides.
 # - Channels last, a fused optimizer, not reading the loss and `torch.compile` are a line or two each.
-#   Each pays on some devices and not on others, as a rule of thumb. Measure them in turns, on yours.
+#   Each helps on some devices and not on others. Measure them in turns, on yours.
 # - AMP gains nothing without matmuls. It loses with many small ops, and in a precision that the
 #   hardware emulates.
 # - On a CPU with Linux call `keep_memory` before you compare precisions.

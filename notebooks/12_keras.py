@@ -114,11 +114,12 @@ assert layers.Dense(3).compute_dtype == "float16"
 #
 # ## Layers, not ops
 #
-# Autocast decides for each op: [on CUDA](https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior)
-# it runs a matrix product in float16 and a sum in float32. A policy decides for a whole layer, with
-# the ops in its `call`. Some of Keras's own layers know what needs more range: batch normalization
-# computes its squares, which are too large for float16, in float32. A layer of your own does not. This
-# one overflows unless you give it float32:
+# Autocast decides for each op: [on
+# CUDA](https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior) it runs a matrix product
+# in float16 and a sum in float32. A policy decides for a whole layer, including all ops in its `call`.
+# Some of Keras's own layers know what needs more range: batch normalization computes its squares, which
+# are too large for float16, in float32. A layer of your own does not do that by itself. This one
+# overflows unless you give it float32:
 
 
 # %%
@@ -145,8 +146,8 @@ assert ops.all(ops.isfinite(Energy(dtype="float32")(far)))
 #
 # ## Keep the last layer in float32
 #
-# On torch, a sigmoid under `mixed_float16` gives the loss a probability in float16. Just below 1 these
-# numbers are 2⁻¹¹ apart, so 0.9998 becomes 1. Take a logit of 8.5 for a yes or no. It is right if the
+# On torch, a sigmoid under `mixed_float16` returns a probability in float16 to the loss. Just below 1 these
+# numbers are 2⁻¹¹ apart, so 0.9998 becomes 1. Take a logit of 8.5 in binary classification. It is right if the
 # target is 1, and wrong if it is 0:
 
 # %%
@@ -408,8 +409,9 @@ for backend, record in trained.items():
     assert record["losses"][-1] < record["losses"][0]
 
 # %% [markdown]
-# The scale halves from 2^24 down to 2^16, where it fits, and doubles after every five good steps. Every
-# halving is a skipped step, which `iterations` does not count. A learning-rate schedule [reads
+# The scale halves from 2^24 down to 2^16, where the gradients no longer overflow. Then it doubles after
+# every five good steps. Every halving is a skipped step, which `iterations` does not count. A
+# learning-rate schedule [reads
 # `iterations`](https://github.com/keras-team/keras/blob/master/keras/src/optimizers/base_optimizer.py),
 # so it waits too. `model.save` keeps the scale, so a training resumes with it.
 # <!-- tests/notebooks/test_12_keras.py -->
@@ -450,7 +452,8 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
 # | `optimizer.loss_scale` | `optimizer.dynamic_scale`, once it is built |
 # | `tf.train.experimental.enable_mixed_precision_graph_rewrite(optimizer)` | [set a policy](https://www.tensorflow.org/versions/r2.5/api_docs/python/tf/train/experimental/enable_mixed_precision_graph_rewrite) |
 #
-# We can check some of these rows ([the names of 2.x](https://www.tensorflow.org/versions/r2.5/api_docs/python/tf/keras/mixed_precision/LossScaleOptimizer)):
+# We can check some of these rows ([the names of
+# 2.x](https://www.tensorflow.org/versions/r2.5/api_docs/python/tf/keras/mixed_precision/LossScaleOptimizer)):
 
 # %%
 assert keras.mixed_precision.set_global_policy is keras.config.set_dtype_policy

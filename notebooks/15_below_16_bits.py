@@ -11,7 +11,7 @@
 #
 # **What you'll do.** Round tensors to eight and four bits, first by hand and then with the scales
 # that today's GPUs use. Train a small GPT with linear layers that multiply such numbers, call
-# PyTorch's own FP8 matmul, and rehearse a model in four formats.
+# PyTorch's own FP8 matmul, and try out a model of your own in four formats with `rehearse`.
 #
 # **What you'll learn.**
 # - what E4M3, E5M2 and E2M1 can hold, and why each of them needs a scale;
@@ -20,8 +20,8 @@
 # - which layers to leave in 16 bits, and what no simulation can tell.
 #
 # **What you need.** [Notebook 01](01_number_formats.ipynb) for number formats. You need no GPU: the
-# rounded numbers are those of torchao, bit for bit. <!-- tests/formats/test_scaling.py --> Only the speed is missing, and the
-# accumulation, which some GPUs do in fewer bits.
+# rounded numbers are those of torchao, bit for bit. <!-- tests/formats/test_scaling.py --> Two things
+# differ from a GPU: the speed, and the accumulation, which some GPUs do in fewer bits.
 
 # %% tags=["nbval-ignore-output"]
 import argparse
@@ -43,9 +43,10 @@ figures.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# E4M3 is the more precise of the two FP8 formats: a sign, four bits of exponent and three of
-# mantissa. We round a gradient of an ordinary size to it, once as it is and once after a
-# multiplication that we undo. Before you run this: what becomes of it?
+# E4M3 is the more precise of the two FP8 formats: a sign, four bits of exponent and three of mantissa.
+# We round a gradient of an ordinary size to E4M3. The first time we round it directly. The second time
+# we multiply it by a factor before, and divide by the factor after. Before you run this: what becomes of
+# it?
 
 # %%
 gradient = torch.tensor([1e-4, -3e-4, 2e-5])
@@ -60,11 +61,11 @@ assert (scaled / gradient - 1).abs().max() < 2**-4
 # Without the scale, the gradient becomes zero, since the smallest positive number of E4M3 is 2^-9. With
 # a scale, all three values arrive with an error of at most a sixteenth. In fp16, one loss scale is
 # usually enough for a whole model ([notebook 03](03_grad_scaler_step_by_step.ipynb)). Below 16 bits each
-# *tensor* gets a scale, or even every 16 of its values.
+# *tensor* has its own scale, or even each group of 16 values.
 #
 # ## The numbers
 #
-# `ELEMENTS` has the numbers below 16 bits with their limits:
+# `ELEMENTS` lists formats for a single number, with their limits:
 
 # %%
 for name in ("fp16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "int8"):
@@ -78,13 +79,13 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 # %% [markdown]
 # The name says how the bits are divided: E4M3 has 4 bits of exponent and 3 of mantissa. **E5M2** reaches
-# further and is coarser. It was [meant for gradients](https://arxiv.org/abs/2209.05433), but with scales
-# finer than one a tensor, [DeepSeek-V3](https://arxiv.org/abs/2412.19437) used E4M3 for them too.
-# **E2M1** is the four-bit element of MXFP4 and NVFP4.
+# further and is coarser. It was [meant for gradients](https://arxiv.org/abs/2209.05433). But
+# [DeepSeek-V3](https://arxiv.org/abs/2412.19437) used E4M3 for gradients too, with a scale for each
+# small block of values. **E2M1** is the four-bit element of MXFP4 and NVFP4.
 #
-# To round a value by hand, find the power of two below it. It gives the spacing of the numbers there;
-# round to a multiple of that spacing. What is too large becomes the largest number, as in
-# torchao. <!-- tests/formats/test_scaling.py -->
+# To round a value by hand, find the power of two below it. Divided by 2 to the number of mantissa bits,
+# it is the spacing of the numbers there. Round to a multiple of that spacing. What is too large becomes
+# the largest number, as in torchao. <!-- tests/formats/test_scaling.py -->
 
 
 # %%
@@ -156,10 +157,10 @@ errors = {
 _ = figures.sqnr_by_format(errors)
 
 # %% [markdown]
-# The figure shows the SQNR of the other values. Without an outlier, almost only the element counts: about
-# 31 dB in E4M3, about 20 in E2M1. An outlier of a million ruins the values that share its scale: the whole
-# tensor, or its whole row. NVFP4 suffers as well, because the scales of its blocks share one of the
-# tensor. In MX only one block in each row suffers.
+# The figure shows the SQNR of the other values. Without an outlier, the error depends almost only on the
+# element: about 31 dB in E4M3, about 20 dB in E2M1. An outlier of a million ruins the values that share
+# its scale: the whole tensor, or its whole row. NVFP4 suffers as well, because the scales of its blocks
+# are multiplied by one scale for the whole tensor. In MX only one block in each row suffers.
 
 # %% tags=["nbval-ignore-output"]
 alone, beside = errors["normal"], errors["one outlier channel"]
@@ -191,8 +192,9 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # formats lose most of the block around the outlier, and the smaller blocks of NVFP4 lose less. Scales
 # cost bits: a value takes 4.5 bits in NVFP4 and 4.25 in MXFP4.
 #
-# **When is the scale known?** The largest value of a tensor is known only after the tensor is. *Current
-# scaling* reads a tensor twice. *Delayed scaling* takes the largest value of [earlier
+# **When is the scale known?** To scale a tensor you need its largest value, which is known only after
+# the whole tensor has been computed. *Current scaling* reads a tensor twice. *Delayed scaling* takes the
+# largest value of [earlier
 # steps](https://nvidia.github.io/TransformerEngine/features/low_precision_training/fp8_delayed_scaling/fp8_delayed_scaling.html).
 # That saves a pass, but when values grow, the largest are clipped. <!-- tests/formats/test_scaling.py -->
 #
@@ -297,8 +299,9 @@ _ = figures.loss_from_fp32(losses)
 
 # %% [markdown]
 # The figure shows how far each loss is from that of fp32: the mean and the range of the three seeds,
-# smoothed over ten steps. The grey band is how far the seeds of fp32 lie apart. With scales, FP8 and MXFP8
-# stay within that band, and the four-bit formats end a little higher. Without a scale the model learns less, because E4M3 flushes most gradients to zero:
+# smoothed over ten steps. The grey band is how far the seeds of fp32 lie apart. With scales, FP8 and
+# MXFP8 stay within that band, and the four-bit formats end a little higher. Without a scale the model
+# learns less, because E4M3 rounds many gradients to zero:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -365,11 +368,11 @@ assert off < 2**-8  # the rounding of the result to bf16
 # The simulation agrees with it, up to the rounding of the result to bf16.
 #
 # Training libraries wrap such matmuls. NVIDIA's [Transformer
-# Engine](https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/index.html) has layers of its
-# own. torchao converts the linear layers of a model in one call, as you will see below. Compile the model
-# as well, since the casts can cost more than the matmul saves. The layers have to be large: [torchao's
-# table](https://github.com/pytorch/ao/tree/main/torchao/float8#performance) has a loss for 1024 x 2048 x
-# 1024, and a gain of 39 % for 4096 x 8192 x 16384.
+# Engine](https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/index.html) has layers of
+# its own. torchao converts the linear layers of a model in one call, as you will see below. Compile the
+# model as well, since the casts can cost more than the matmul saves. The layers have to be large:
+# [torchao's table](https://github.com/pytorch/ao/tree/main/torchao/float8#performance) shows FP8 slower
+# than bf16 for a matmul of 1024 x 2048 x 1024, and 39 % faster for 4096 x 8192 x 16384.
 #
 # ## What each GPU multiplies
 #
@@ -389,8 +392,8 @@ assert off < 2**-8  # the rounding of the result to bf16
 # takes [one layout of the operands](https://github.com/pytorch/pytorch/issues/198126), and Transformer
 # Engine's NVFP4 [lacks two features](https://github.com/NVIDIA/TransformerEngine/issues/2255).
 #
-# The *fnuz* formats of MI300 look like E4M3 and E5M2, but the same bits mean half as much. A checkpoint in
-# one is wrong if it is read as the other.
+# The *fnuz* formats of MI300 look like E4M3 and E5M2, but the same bits mean half as much. A checkpoint
+# saved in E4M3 has wrong values if it is read as *fnuz*, and the reverse.
 
 # %%
 bits = torch.tensor([0x38], dtype=torch.uint8)
@@ -401,10 +404,10 @@ assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 # %% [markdown]
 # ## Rehearse a model of your own
 #
-# `rehearse` does this for your model. It takes one step in fp32, repeats the matmuls of linear layers and
-# convolutions in each format, and names the layers that are better left in 16 bits, and why. Then it
-# runs the whole model with the rest rounded. We give it our GPT, in which one of the 256 features inside
-# the second block is about a million times as large. <!-- tests/formats/test_rehearsal.py -->
+# `rehearse` tries these formats on your model. It takes one step in fp32, repeats the matmuls of linear
+# layers and convolutions in each format, and names the layers that are better left in 16 bits, and why.
+# Then it runs the whole model with the rest rounded. We give it our GPT, in which one of the 256
+# features inside the second block is about a million times as large. <!-- tests/formats/test_rehearsal.py -->
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -424,15 +427,17 @@ assert all(found.verdict == "holds in one step" for found in report.formats)
 report
 
 # %% [markdown]
-# Each row has a layer: bf16's SQNR first (the higher, the better), then that of each format. A star marks
-# what is better left in 16 bits, and the list below says why. The planted feature breaks both layers
-# around it in every format, most with one scale for the tensor. Without them the whole model *holds in
-# one step*. Whether it learns was not tried. The lines at the end convert the model with torchao, and ran
-# on a copy. <!-- tests/formats/test_rehearsal.py -->
+# Each row is for one layer: first the SQNR of bf16 (higher is better), then that of each format. A star
+# marks what is better left in 16 bits, and the list below says why. The planted feature breaks the two
+# layers around it in every format, and most with one scale for the tensor. If these two layers stay in
+# 16 bits, the whole model *holds in one step*: its loss and gradients are close to those of fp32.
+# `rehearse` did not try whether the model learns. The lines of code at the end convert the model with
+# torchao. `rehearse` ran them on a copy before it printed them. <!-- tests/formats/test_rehearsal.py -->
 #
-# On the command line this is `amp-lab rehearse`. `--steps` trains in each format beside bf16, and
-# `--for h100` forecasts which layers would gain there. On a GPU, FP8 matmuls need sizes that are multiples
-# of 16: see [what to pad](08_when_amp_breaks.ipynb#44-A-size-is-not-a-multiple-of-16-or-8). <!-- tests/cli/test_rehearse_command.py -->
+# On the command line this is `amp-lab rehearse`. `--steps` trains in each format and in bf16, and `--for
+# h100` forecasts which layers would be faster on an H100. On a GPU, FP8 matmuls need sizes that are
+# multiples of 16: see [what to pad](08_when_amp_breaks.ipynb#44-A-size-is-not-a-multiple-of-16-or-8).
+# <!-- tests/cli/test_rehearse_command.py -->
 
 # %%
 for layer in ("blocks.1.up", "blocks.1.down"):
@@ -445,8 +450,8 @@ assert report.formats[1].gradients_off < 0.02
 # %% [markdown]
 # ## Summary
 #
-# - Below 16 bits a tensor is small numbers *and* scales. The element decides the error of ordinary
-#   values. The scales decide what outliers do to the others.
+# - Below 16 bits a tensor consists of low-precision numbers *and* scales. The element decides the error
+#   of ordinary values. The scales decide what outliers do to the others.
 # - One scale for the tensor is enough for FP8 with usual outliers. In four bits an outlier wipes out most
 #   of its block; smaller blocks lose fewer values.
 # - In most of torchao's recipes the operands of all three matmuls of a linear layer are rounded.

@@ -42,7 +42,7 @@ figures.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# A weight of 1 gets a thousand updates of 0.001, which makes 2. Before you run this: what is the
+# A weight of 1 gets a thousand updates of 0.001, so it should become 2. Before you run this: what is the
 # result in bf16?
 
 # %%
@@ -53,14 +53,14 @@ print(f"after a thousand updates: {weight.item()}; bf16's numbers near 1 are {2*
 assert weight == 1
 
 # %% [markdown]
-# The weight has not moved at all. The next bf16 number above 1 is 1.0078, and each update is less
-# than half of that distance, so each sum is rounded back to 1. That is why AMP keeps the weights in
-# fp32 and casts copies of them. But fp32 weights with their gradients and Adam's two moments take 16
-# bytes for each parameter, so many people would like to do without.
+# The weight has not moved at all. The next bf16 number above 1 is 1.0078. Each update is less than half
+# of the distance to it, so each sum is rounded back to 1. That is why AMP keeps the weights in fp32 and
+# casts copies of them. But fp32 weights with their gradients and Adam's two moments take 16 bytes for
+# each parameter, so many people would like to do without.
 #
 # ## What a parameter costs
 #
-# `forecast_memory` counts it for a model and an optimizer. We ask for the weights, gradients and
+# `forecast_memory` counts these bytes for a model and an optimizer. We ask for the weights, gradients and
 # optimizer state of two linear layers, in fp32 and in bf16:
 
 # %%
@@ -146,8 +146,8 @@ class Adam:
 #   lies three tenths of the way to the next number is rounded up in three of ten cases, so every
 #   update arrives on average. In code, a bf16 number is the upper half of an fp32 number: add 16
 #   random bits to the lower half, then set the lower half to zero.
-# - **Kahan summation** stores what each rounding has lost in a second bf16 number, and adds it to the
-#   next update.
+# - **Kahan summation** keeps a second bf16 number for each weight. It stores the error of each rounding
+#   there, and adds it to the next update.
 # - **fp32 masters** are a copy of the weights in fp32. The optimizer updates this copy, and the bf16
 #   weights are cast from it.
 
@@ -190,8 +190,8 @@ class Kahan:
 
 
 # %% [markdown]
-# We try all four on the weight from the beginning. We take a thousand copies of it, since one way is
-# random.
+# We try all four on the weight of 1 from the first section. We take a thousand copies of it, since
+# stochastic rounding is random.
 
 # %%
 torch.manual_seed(0)
@@ -321,14 +321,15 @@ assert off[1] < 2**-8 < off[64] < off[224]
 # more of it is lost. If you accumulate over many micro-batches, sum in fp32:
 #
 # - DeepSpeed: [`"data_types": {"grad_accum_dtype": "fp32"}`](https://www.deepspeed.ai/docs/config-json/)
-# - FSDP2: [`reduce_dtype=torch.float32`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html),
+# - FSDP2:
+#   [`reduce_dtype=torch.float32`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html),
 #   which holds for micro-batches that are not synchronised as well as between ranks.
 #
 # ## State in fewer bits
 #
-# Adam divides the mean of the gradients by the root of the mean of their squares. This second moment
-# has the same problem in bf16. Without a gradient it should shrink by a thousandth in each step, which
-# is less than half of bf16's spacing:
+# Adam divides the mean of the gradients by the root of the mean of their squares. This second moment has
+# the same problem in bf16. Without a gradient, it should shrink by a factor of 0.999 in each step. This
+# change is less than half of bf16's relative spacing:
 
 # %%
 square = torch.tensor(1.0, dtype=torch.bfloat16)
@@ -421,11 +422,11 @@ for name, store in (("INT8", int8), ("E4M3", e4m3), ("INT8, no zero", without_ze
 assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
 
 # %% [markdown]
-# If a square is stored as 0, the next step divides by the root of a thousandth of its own squared
-# gradient. If that gradient is 0 too, the step divides by epsilon alone, and the update can become
-# huge. INT8 loses a large share of the squares in this way. E4M3 covers over five orders of magnitude
-# and loses far fewer. Without a zero, a small square is stored as the smallest number, which only makes
-# the update too small.
+# If a square is stored as 0, the next step computes 0.999 * 0 + 0.001 * g², and divides by the root of
+# this small number. If that gradient is 0 too, the step divides by epsilon alone, and the update can
+# become huge. INT8 loses a large share of the squares in this way. E4M3 covers over five orders of
+# magnitude and loses far fewer. Without a zero, a small square is stored as the smallest number, which
+# only makes the update too small.
 #
 # torchao's [4-bit optimizer](https://github.com/pytorch/ao/blob/main/torchao/optim/subclass_4bit.py)
 # has no zero for its squares. Its 8-bit optimizer has one, and [numbers that lie close together near
@@ -442,7 +443,7 @@ assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
 # ## Summary
 #
 # - With rounding to nearest, a bf16 weight stays the same if the update is less than half of the
-#   distance to the next number. At a small learning rate most weights stand still.
+#   distance to the next number. At a small learning rate many weights stand still.
 # - Stochastic rounding, Kahan summation (2 more bytes) and fp32 masters (4 more bytes) each fixed this
 #   here.
 # - Eight bits, or even four, were enough for Adam's state here, as long as no square became zero.

@@ -53,9 +53,9 @@ print("from the layer", query.dtype, " after the rotation", rotated.dtype)
 assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 
 # %% [markdown]
-# An op of bf16 and fp32 returns fp32. The values stay fp32, at twice the memory, until the next
-# matmul casts them down. That is not wrong, and often it is wanted, but you should know where it
-# happens.
+# An elementwise op of a bf16 and an fp32 tensor returns fp32. The values stay fp32, at twice the memory,
+# until the next matmul casts them down. That is not wrong, and often it is wanted, but you should know
+# where it happens.
 #
 # ## A small GPT
 #
@@ -63,9 +63,9 @@ assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 # today's language models:
 #
 # - The *residual stream* begins as the embedding of the tokens. Each block adds to it twice.
-# - A block has causal attention and a network of two layers, each behind an RMSNorm.
+# - A block has causal attention and an MLP of two layers. An RMSNorm comes before each of the two.
 # - Rotary embeddings rotate q and k by angles that grow with the position.
-# - The logits use the matrix of the embedding once more.
+# - The embedding and the last layer share one weight matrix (tied weights).
 #
 # The text is the source of the module `argparse`, one character per token. `lm.split` keeps the last
 # tenth for the test. (The helpers are in [language_model.py](course/language_model.py).) <!-- code -->
@@ -146,17 +146,17 @@ assert message.startswith("Expected query, key, and value to have the same dtype
 # rules](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)
 # for NVIDIA GPUs, flash attention takes fp16 and bf16 on Ampere and later, without a mask of your own.
 # cuDNN's kernel takes a mask too, but then its gradients can be NaN [in torch 2.11 and some
-# later](https://github.com/pytorch/pytorch/issues/196678). Everything else gets another kernel,
-# usually a slower one, without a message: a model in fp32, or any model on a T4. To be sure of a
-# kernel, select it: `with sdpa_kernel(SDPBackend.FLASH_ATTENTION):` raises if it cannot run, and
-# the warnings say why. <!-- tests/notebooks/test_17_language_model.py -->
+# later](https://github.com/pytorch/pytorch/issues/196678). In other cases PyTorch silently uses another
+# kernel, usually a slower one: for a model in fp32, for example, or for any model on a T4. To be sure of
+# a kernel, select it: `with sdpa_kernel(SDPBackend.FLASH_ATTENTION):` raises if it cannot run, and the
+# warnings say why. <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## Train it in each precision
 #
 # `lm.train` is the loop of [notebook 04](04_fp32_vs_amp.ipynb). Its first loss scale for fp16 is small
-# enough that no step is skipped. We train with three seeds in each precision. The loss on the test
-# text is always computed in fp32, so that we compare the trainings alone. What changes the loss
-# more, the precision or the seed?
+# enough that no step is skipped. We train with three seeds in each precision. The loss on the test text
+# is always computed in fp32, so that only the training differs. What changes the loss more, the
+# precision or the seed?
 
 # %% tags=["nbval-ignore-output"]
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -363,8 +363,8 @@ assert abs(in_bf16 - in_fp32) < 0.01
 # %% [markdown]
 # A text diverges where bf16 moves logits by more than the gap between the two best. From there on it
 # differs, because each character depends on those before it. But bf16 does not write worse: the test
-# loss is nearly the same. So compare models by their loss, or by the share of single decisions that
-# agree, not by whole texts.
+# loss is nearly the same. So compare models by their loss, or by how often they choose the same next
+# token. Do not compare whole texts.
 #
 # The same can happen in one precision. A matmul of another shape may sum in another order, so the
 # logits differ a little in another batch, with another length or with a cache. We compare the logits

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Choose your precision for a GPU, a task and a framework
 #
-# **What you'll do.** Measure what this machine does to values. Write the decision down as a function
+# **What you'll do.** Measure how this machine rounds numbers. Write the decision down as a function
 # and ask it about GPUs that are not here. Look at what PyTorch's fp32 modes and the settings of
 # other frameworks really do to weights, gradients and outputs.
 #
@@ -64,8 +64,8 @@ assert report.values["bf16"].input_bits == 8
 # `GPUS` has a row for each GPU that `amp-lab advise --for` knows, with the formats that its architecture
 # multiplies *fast*, with tensor cores or their like
 # ([NVIDIA](https://nvidia.github.io/TransformerEngine/support_matrix.html),
-# [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html)). A GPU without a row has the
-# formats of its architecture: RTX 30 is Ampere, as an RTX 3090 is.
+# [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html)). If your GPU has no row,
+# look for another one of its architecture. All RTX 30, for example, are Ampere, like the RTX 3090.
 
 # %%
 kinds = {}
@@ -105,8 +105,8 @@ print("V100, a model trained in bf16:", choose(turing, "infer", trained_in="bf16
 #
 # - **bf16 wherever it is fast.** It has the range of fp32 and needs no scaler.
 # - **fp16** on the GPUs that have nothing else, with a scaler for training. If you know that a model's
-#   values stay far below 65504, fp16 is usually the closer choice for inference, with three bits more
-#   ([notebook 18](18_inference_and_export.ipynb)).
+#   values stay far below 65504, fp16 is usually more accurate than bf16 for inference, with three bits
+#   more ([notebook 18](18_inference_and_export.ipynb)).
 # - **fp32** where nothing is faster, and where digits matter more than time: solvers, statistics, small
 #   differences of large numbers.
 #
@@ -114,7 +114,7 @@ print("V100, a model trained in bf16:", choose(turing, "infer", trained_in="bf16
 # their size.
 #
 # The choice is where you *begin*. Then measure it: `amp-lab advise` times each precision on your own model
-# and machine ([notebook 10](10_speed_ladder.ipynb)). FP8 is a second step of training, after bf16 works
+# and machine ([notebook 10](10_speed_ladder.ipynb)). Try FP8 for training only after bf16 works
 # ([notebook 15](15_below_16_bits.ipynb)). Whether a model *fits* is another question, with other answers:
 #
 # | what takes the memory | what helps |
@@ -157,14 +157,14 @@ assert lost < 0.01 < 0.99 < flushed
 assert not (gradients.bfloat16() == 0).any()
 
 # %% [markdown]
-# Where subnormals are 0, nearly all of these gradients are gone without a loss scale. bf16 needs none.
+# Where subnormals are 0, nearly all of these gradients are gone without a loss scale. bf16 needs no loss scale.
 #
 # ## What fp32 means
 #
 # Since Ampere, NVIDIA's GPUs can multiply fp32 tensors as
 # [**TF32**](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices):
-# the inputs keep 11 bits of their 24. Whether they do is a mode of the process, one for matmuls and one for
-# convolutions:
+# the inputs keep 11 bits of their 24. Two settings of the process choose this, one for matmuls and one
+# for convolutions:
 #
 # | `set_float32_matmul_precision` | matmuls on CUDA | matmuls on a CPU | convolutions on CUDA |
 # |---|---|---|---|
@@ -191,10 +191,10 @@ torch.set_float32_matmul_precision(before)
 
 # %% [markdown]
 # These modes are for [matmuls of fp32
-# tensors](https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html). As a rule
-# of thumb, train in fp32 on an RTX 30, an A100 or anything later with `"high"`. If a result differs from a
-# CPU's in the fourth digit, look here first: 11 bits are three to four digits. Work that needs every digit
-# needs TF32 off for both kinds:
+# tensors](https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html). As a
+# rule of thumb, use `"high"` whenever you train in fp32 on an RTX 30, an A100 or a later GPU. If a
+# result differs from a CPU's in the fourth digit, look here first: 11 bits are three to four digits.
+# Work that needs every digit needs TF32 off for matmuls and convolutions:
 
 # %%
 kept = torch.backends.cudnn.allow_tf32
@@ -207,9 +207,10 @@ torch.backends.cudnn.allow_tf32 = kept
 # %% [markdown]
 # ### Old names and new ones
 #
-# The modes have old names (`allow_tf32`) and new ones (`fp32_precision`). If you set a new name to a value
-# that contradicts the old one, the next read of the old name raises an error. The reader may be a library,
-# such as [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) or, in some versions,
+# The modes have old names (`allow_tf32`) and new ones (`fp32_precision`). If you set a new name to a
+# value that contradicts the old one, the next read of the old name raises an error. The code that reads
+# it may be a library, such as
+# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) or, in some versions,
 # [`torch.compile`](https://github.com/pytorch/pytorch/pull/189955).
 
 # %%
@@ -252,14 +253,15 @@ assert in_bf16.isfinite().all()
 assert not in_fp16.isfinite().all()
 
 # %% [markdown]
-# So **look before you cast**: run some of your own inputs through the model with `largest_values`, in fp32 or
-# bf16, if need be slowly on a CPU. Compare each value with 65504, with a margin of at least 2. `amp-lab
-# export --dtype fp16` refuses a model whose outputs are not finite. <!-- tests/train/test_export.py -->
+# So **look before you cast**: run some of your own inputs through the model with `largest_values`, in
+# fp32 or bf16. A CPU is enough. Each value should be at most half of 65504. `amp-lab export --dtype
+# fp16` refuses a model whose outputs are not finite. <!-- tests/train/test_export.py -->
 #
-# What then? Keep the layers that exceed the range in fp32, and the rest in fp16. Models of transformers can name
-# such layers in `_keep_in_fp32_modules`, as T5 does. Or move a power of two from one layer into the next, as in
-# exercise 4. That is exact where what lies between gives twice the output for twice the input, as ReLU does and
-# GELU does not. <!-- tests/notebooks/test_19_choose_your_precision.py -->
+# What then? Keep the layers that exceed the range in fp32, and the rest in fp16. Models of transformers
+# can name such layers in `_keep_in_fp32_modules`, as T5 does. Or divide the weights of one layer by a
+# power of two, and multiply those of the next layer by it, as in exercise 4. The result is exactly the
+# same if the function between the two layers returns twice the output for twice the input. ReLU does,
+# and GELU does not. <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## What frameworks call it
 #
@@ -340,11 +342,11 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # | Keras `mixed_bfloat16` | fp32 | bf16 | fp32 | fp32 | bf16 |
 # | Keras `bfloat16` | bf16 | bf16 | bf16 | bf16 | bf16 |
 #
-# accelerate and Fabric wrap the model and return *fp32*, whatever it computed in. To keep accelerate's outputs
-# in 16 bits, take the model out of the wrapper with `accelerator.unwrap_model(model,
-# keep_fp32_wrapper=False)`, and call it inside `with accelerator.autocast():`. On a CPU two settings differ
-# from their name: Fabric's `16-mixed` computes in bf16, and accelerate's `fp16` in
-# fp32. <!-- tests/notebooks/test_19_choose_your_precision.py -->
+# accelerate and Fabric wrap the model, and the wrapper returns *fp32*, whatever dtype the model computed
+# in. To keep accelerate's outputs in 16 bits, take the model out of the wrapper with
+# `accelerator.unwrap_model(model, keep_fp32_wrapper=False)`, and call it inside `with
+# accelerator.autocast():`. On a CPU two settings differ from their name: Fabric's `16-mixed` computes in
+# bf16, and accelerate's `fp16` in fp32. <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # By their documentation the settings for fp16
 # ([`16-mixed`](https://lightning.ai/docs/fabric/latest/fundamentals/precision.html),
@@ -357,7 +359,7 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # saved Keras model keeps its policy ([notebook
 # 12](12_keras.ipynb)). <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
-# What could not be run here, by their documentation:
+# These frameworks could not be run here. The table follows their documentation:
 #
 # | setting | what it does |
 # |---|---|
