@@ -159,7 +159,7 @@ assert list(found.values()) == [low] + [torch.float32] * 4 + [low]
 #   that is *not* listed, such as `softmax` on a CPU. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 # - **float64 and integers** are not cast either. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
-# If two dtypes meet in such a call, it may raise an error although its ordinary spelling works.
+# If such a call gets tensors of two dtypes, it may raise an error, although the ordinary form of the op works.
 # [Notebook 08](08_when_amp_breaks.ipynb#18-A-half-precision-output-leaves-the-block) has the messages.
 #
 # ## What leaves the block

@@ -326,7 +326,7 @@ _ = figures.time_and_memory(
 
 # %% [markdown]
 # The figure shows the time on the left and the memory on the right. The label above a bar gives its
-# speed-up, or its share of FP32's memory. The thin line on top of a time is its interval. If the machine
+# speed-up, or its share of FP32's memory. The thin line at the end of a bar of time is the interval of that time. If the machine
 # was too busy to tell, the bars of time are grey. <!-- tests/plots/test_plots.py -->
 #
 # With bf16 the step saves about half the bytes: nearly all of them are activations, which are half as

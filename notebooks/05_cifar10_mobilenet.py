@@ -252,7 +252,7 @@ for precision, found in final.items():
 print(f"seeds differ by up to {100 * spread:.1f} points, the standard error is {100 * error:.1f}")
 
 # %% [markdown]
-# The precisions differ by less than the yardstick, so the difference does not count. To see a smaller one,
+# The precisions differ by less than that, so this run shows no loss of accuracy. To see a smaller one,
 # test on more images or train more seeds.
 #
 # ## Find the layers to blame

@@ -456,7 +456,7 @@ assert message == "ValueError: Attempting to unscale FP16 gradients."
 # | recipe | what AMP adds | what goes wrong without |
 # |---|---|---|
 # | [Clip](#Clip-gradients) | `scaler.unscale_(optimizer)` before clipping | SGD nearly stands still |
-# | [Accumulate](#Accumulate-gradients) | `scale` per batch; `step` and `update` per group | gradients are divided twice |
+# | [Accumulate](#Accumulate-gradients) | `scale` per batch; `step` and `update` per group | gradients are divided by the scale again |
 # | [Penalise](#Penalise-gradients) | scale the inner loss, divide its gradients by `get_scale()` | the penalty is 2^32 times too large |
 # | [Schedule](#Schedule-the-learning-rate) | `scheduler.step()` only if the scale did not fall | skipped steps use up the schedule |
 # | [Checkpoint](#Checkpoint-activations) | nothing; `use_reentrant=False` | parameters get no gradient |

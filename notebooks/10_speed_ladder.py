@@ -42,8 +42,7 @@ figures.use_style()
 # ## The idea in five lines
 #
 # A step computes, and it moves data. Take a device that computes 200 GFLOP/s and moves 30 GB/s. It
-# runs a matmul and a ReLU, both on fp32 matrices of 1024 x 1024. Before you run this: which of the
-# two gains from hardware that computes twice as fast?
+# runs a matmul and a ReLU, both on fp32 matrices of 1024 x 1024. Before you run this: which of the two becomes faster on hardware that computes twice as fast?
 
 # %%
 side = 1024
@@ -339,7 +338,7 @@ _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 
 # %% [markdown]
 # AMP lies to the right of the plain step, because it moves fewer bytes. A faster precision raises the
-# flat part and not the slope, so a step under the slope gains only from smaller tensors. A point lies
+# flat part and not the slope, so a step under the slope becomes faster only if it moves fewer bytes. A point lies
 # below the roof because a step also copies data inside ops, waits, and does arithmetic other than
 # matmuls.
 #

@@ -11,8 +11,8 @@
 #
 # This notebook is for people with old AMP code.
 #
-# **What you'll do.** Train a small network at each of Apex's four optimization levels, and compare
-# that with what you would write today. Then move old code to `torch.amp`, by hand and with `amp-lab
+# **What you'll do.** Train a small network at each of Apex's four optimization levels, and compare each level
+# with the code that you would write today. Then move old code to `torch.amp`, by hand and with `amp-lab
 # migrate`, and resume from a checkpoint that Apex wrote.
 #
 # **What you'll learn.**

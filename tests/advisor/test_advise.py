@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from cases import some_of
+from small_models import PooledCnn
 from torch import nn
 
 from amp_lab import Precision, advise, gradient_underflow
@@ -30,15 +31,6 @@ CPU = torch.device("cpu")
 RATES = {Precision.FP32: 1.0, Precision.TF32: None, Precision.FP16: 2.0, Precision.BF16: 2.0}
 REPORT = DeviceReport(CPU, "a machine", "CPU", 2**34, RATES, {}, (24, 24), True, Precision.BF16, "")
 FAST = {"bf16": 0.5, "fp16": 0.6}  # seconds of a step by what a name begins with; others: 1
-
-
-class Cnn(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4)
-
-    def forward(self, x):  # (B, 3, H, W) to (B, 4)
-        return self.head(self.norm(self.conv(x)).relu().mean((2, 3)))
 
 
 class Large(nn.Module):
@@ -261,7 +253,7 @@ def test_of_slow_steps_the_fastest_are_compared_as_there_is_time():
 
 
 def test_a_busy_machine_keeps_the_simplest(planted):
-    advice = planted(Cnn(), torch.randn(2, 3, 12, 12), reason="the machine was busy")
+    advice = planted(PooledCnn(), torch.randn(2, 3, 12, 12), reason="the machine was busy")
     assert advice.recommended.name == "fp32"
     assert "the machine was busy" in advice.recommended.reason
     assert "too busy to tell" in str(advice)
@@ -282,7 +274,7 @@ def test_memory_that_is_taken_anew_in_each_step_is_told(planted, monkeypatch, ta
 
 
 def test_what_lost_stays_behind_what_beat_it_when_the_machine_changes(planted):
-    advice = planted(Cnn(), torch.randn(2, 3, 8, 8), drift=0.9)
+    advice = planted(PooledCnn(), torch.randn(2, 3, 8, 8), drift=0.9)
     for use, best in advice.chosen.items():
         timed = [c for c in advice.candidates if c.recipe.use == use and c.speedup]
         assert len(timed) > 4
@@ -292,7 +284,7 @@ def test_what_lost_stays_behind_what_beat_it_when_the_machine_changes(planted):
 
 def test_layouts_and_fused_kernels_are_tried_where_there_are_convolutions(planted):
     seconds = {"bf16 autocast, channels-last, fused": 0.3, "bf16 autocast, channels-last": 0.5}
-    advice = planted(Cnn(), torch.randn(2, 3, 12, 12), seconds=seconds)
+    advice = planted(PooledCnn(), torch.randn(2, 3, 12, 12), seconds=seconds)
     assert advice.recommended.name == "bf16 autocast, channels-last, fused AdamW"
     text = advice.programs[TRAINING]
     assert "memory_format=torch.channels_last" in text
@@ -301,7 +293,7 @@ def test_layouts_and_fused_kernels_are_tried_where_there_are_convolutions(plante
 
 def test_what_lost_may_win_compiled(planted):
     seconds = {"bf16 autocast, channels-last": 0.6, "bf16 autocast": 0.4}
-    advice = planted(Cnn(), torch.randn(2, 3, 12, 12), seconds=seconds)
+    advice = planted(PooledCnn(), torch.randn(2, 3, 12, 12), seconds=seconds)
     assert advice.recommended.name == "bf16 autocast"
     compiled = {c.name for c in advice.candidates if c.recipe.compiled and c.recipe.use == TRAINING}
     eager = ("bf16 autocast", "bf16 autocast, channels-last", "fp32, channels-last")
@@ -309,7 +301,7 @@ def test_what_lost_may_win_compiled(planted):
 
 
 def test_the_model_and_the_random_numbers_stay_as_they_are(planted):
-    model = Cnn().train()
+    model = PooledCnn().train()
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     planted(model, torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0)))
     assert torch.equal(torch.get_rng_state(), state)
@@ -334,7 +326,7 @@ def test_a_device_that_is_not_here_gets_dtypes_and_memory_and_no_times():
 
 
 def test_as_json_and_as_one_page(planted, tmp_path):
-    advice = planted(Cnn(), torch.randn(2, 3, 12, 12))
+    advice = planted(PooledCnn(), torch.randn(2, 3, 12, 12))
     contents = json.loads(advice.to_json())
     assert contents["recommended"] == advice.recommended.name
     assert {c["name"] for c in contents["candidates"]} == {c.name for c in advice.candidates}

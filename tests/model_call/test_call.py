@@ -4,20 +4,12 @@ import copy
 
 import pytest
 import torch
+from small_models import Remembers
 from torch import nn
 
 from amp_lab.model_call import ModelCall
 
 VALUES = torch.randn(16, 16)
-
-
-class Remembers(nn.Linear):
-    """Keeps what it computed last, in a list too."""
-
-    def forward(self, x):
-        self.last = super().forward(x)
-        self.history = [self.last]
-        return self.last
 
 
 class Masked(nn.Linear):

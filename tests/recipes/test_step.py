@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from small_models import PooledCnn
 from torch import nn
 
 from amp_lab.core.precision import Precision
@@ -14,15 +15,6 @@ from amp_lab.recipes import INFERENCE, TRAINING, Recipe, Step, program
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
 
 CPU = torch.device("cpu")
-
-
-class Cnn(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4)
-
-    def forward(self, x):  # (B, 3, H, W) to (B, 4)
-        return self.head(self.norm(self.conv(x)).relu().mean((2, 3)))
 
 
 def recipes_of(use: str):
@@ -40,7 +32,7 @@ EVERY = [*recipes_of(TRAINING), *recipes_of(INFERENCE)]
 @pytest.mark.parametrize("recipe", EVERY, ids=lambda recipe: f"{recipe.use} {recipe}")
 def test_every_program_runs(recipe):
     inputs = (torch.randn(2, 3, 12, 12),)
-    call = ModelCall(Cnn(), inputs, loss_fn=lambda output: output.float().square().mean())
+    call = ModelCall(PooledCnn(), inputs, loss_fn=lambda output: output.float().square().mean())
     text = program(call, recipe, CPU, 1024.0)
     names = {"model": call.model, "args": inputs, "kwargs": {}, "loss_fn": call.loss_fn}
     with contextlib.redirect_stdout(io.StringIO()) as said:

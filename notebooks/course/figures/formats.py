@@ -39,7 +39,7 @@ def loss_from_fp32(losses: Mapping[str, Sequence[Values]], window_steps: int = 1
     """How far the loss of each format is from that of fp32 with the same seed, at each step.
 
     `losses[format][seed]` has the loss of each step; one format is "fp32". A line is the mean over
-    the seeds and a band their range, both of moving averages over `window_steps` steps. The grey
+    the seeds, and the bars are their range, of moving averages over `window_steps` steps. The grey
     band is the range of the seeds of fp32 around their mean.
     """
     _, ax = style.subplots(size=(8.5, 4.0))
@@ -53,8 +53,13 @@ def loss_from_fp32(losses: Mapping[str, Sequence[Values]], window_steps: int = 1
         colour = style.shade(i, len(others))
         dash = style.DASHES[i % len(style.DASHES)]
         look: Options = {"color": colour, "linestyle": dash}
-        ax.plot(steps, difference.mean(0), label=name, **look)
-        ax.fill_between(steps, difference.min(0), difference.max(0), color=colour, alpha=0.15)
+        mean = difference.mean(0)
+        below = mean - difference.min(0)
+        above = difference.max(0) - mean
+        every = max(1, len(steps) // 8)  # a few ranges are enough, and do not hide the lines
+        at = (i * every // len(others), every)  # beside those of the other formats
+        look |= {"errorevery": at, "capsize": 2, "elinewidth": 1}
+        ax.errorbar(steps, mean, yerr=[below, above], label=name, **look)
     return style.label(ax, "step", "loss, difference from fp32", legend="best")
 
 

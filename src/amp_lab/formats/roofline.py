@@ -28,8 +28,8 @@ class _Cast(NamedTuple):
 
 # In training, the kernels that cast an input or a gradient, and the kernels that cast a weight, by
 # torchao's name for the recipe.
-# Finding the largest magnitude takes a separate kernel, `_Cast(2, 0)`, which only reads bf16; one
-# that computes a scale of the tensor, `_Cast(0, 0)`, takes only its launch.
+# Finding the largest magnitude is a kernel of its own, `_Cast(2, 0)`: it reads bf16 and writes
+# nothing. Computing the scale from it is another kernel, `_Cast(0, 0)`: it costs only its launch.
 _CASTS = {
     "tensorwise": (
         [_Cast(2, 0), _Cast(0, 0), _Cast(2, 2)],
