@@ -35,7 +35,7 @@ def add(commands) -> None:
         metavar="N",
         help="minutes that it may take (default: 2)",
     )
-    option("--memory", metavar="SIZE", help="the memory that it has to fit into, such as 24GiB")
+    option("--memory", metavar="SIZE", help="the budget of memory, such as 24GiB")
     option("--html", metavar="FILE", help="also write everything to a web page")
     advise.set_defaults(run=run)
 

@@ -102,7 +102,7 @@ def test_what_cannot_be_is_refused(tmp_path, folder, monkeypatch):
     with pytest.raises(DataError, match="takes no image_size"):
         load_dataset("stdlib", image_size=32)
     monkeypatch.setattr("amp_lab.train.data.text_files._MAX_TEXT_BYTES", 100)
-    with pytest.raises(DataError, match="at most 1 GiB"):
+    with pytest.raises(DataError, match="the limit is 1 GiB"):
         load_text(folder)
 
 
