@@ -33,28 +33,76 @@ class Entry:
 def pages(package: Path) -> dict[str, str]:
     """The pages by their file names: `index.md`, and one for each folder that has public names."""
     entries = public_names(package)
-    links = {entry.name.rpartition(".")[2]: entry.name for entry in entries}
-    links |= {entry.name: entry.name for entry in entries}
+    links = _links(entries)
+    made = {}
+    overview = ["# What `amp_lab` has", _paragraphs(_docstring(package), links)]
+    for folder, listed in sorted(_by_folder(entries).items()):
+        named = sorted(listed, key=_sorting_key)
+        made[f"{folder}.md"] = _folder_page(folder, _docstring(package / folder), named, links)
+        overview.append(f"## [{folder}]({folder}.md)")
+        overview.append(_overview_table(named, links))
+    tree = "\n".join(name.removesuffix(".md") for name in sorted(made))
+    overview.append(f"```{{toctree}}\n:hidden:\n\n{tree}\n```")
+    made["index.md"] = _joined(overview) + "\n"
+    return made
+
+
+def _links(entries: list[Entry]) -> dict[str, str]:
+    """The full names by what a docstring may call them: ``xray``, or ``amp_lab.xray``."""
+    links = {_last_part(entry.name): entry.name for entry in entries}
+    for entry in entries:
+        links[entry.name] = entry.name
+    return links
+
+
+def _by_folder(entries: list[Entry]) -> dict[str, list[Entry]]:
     by_folder: dict[str, list[Entry]] = {}
     for entry in entries:
         by_folder.setdefault(entry.folder, []).append(entry)
-    made = {}
-    overview = ["# What `amp_lab` has", _paragraphs(_docstring(package), links)]
-    for folder, listed in sorted(by_folder.items()):
-        named = sorted(listed, key=lambda entry: entry.name.rpartition(".")[2].lower())
-        text = _docstring(package / folder)
-        found = SENTENCE.match(" ".join(text.partition("\n\n")[0].split()))
-        title, rest = (f"`{folder}/`: {found[1]}", found[2] or "") if found else (folder, text)
-        rest = rest[:1].upper() + rest[1:] + "\n\n" + text.partition("\n\n")[2]
-        body = [f"# {title}", _paragraphs(rest.strip(), links)]
-        body += [_entry(entry, links) for entry in named]
-        made[f"{folder}.md"] = "\n\n".join(filter(None, body)) + "\n"
-        rows = [f"| {{py:obj}}`{e.name}` | {_summary(e.node, links)} |" for e in named]
-        overview += [f"## [{folder}]({folder}.md)", "\n".join(["| name | |", "|---|---|", *rows])]
-    tree = "\n".join(name.removesuffix(".md") for name in sorted(made))
-    overview.append(f"```{{toctree}}\n:hidden:\n\n{tree}\n```")
-    made["index.md"] = "\n\n".join(overview) + "\n"
-    return made
+    return by_folder
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _sorting_key(entry: Entry) -> str:
+    return _last_part(entry.name).lower()
+
+
+def _folder_page(folder: str, text: str, named: list[Entry], links: dict[str, str]) -> str:
+    """The page of a folder whose docstring is `text`; its first sentence becomes the title."""
+    first, _, further = text.partition("\n\n")
+    found = SENTENCE.match(_on_one_line(first))
+    if found:
+        title = f"`{folder}/`: {found[1]}"
+        rest = found[2] or ""
+    else:
+        title = folder
+        rest = text
+    capital = rest[:1].upper() + rest[1:]
+    below_title = f"{capital}\n\n{further}".strip()
+    body = [f"# {title}", _paragraphs(below_title, links)]
+    for entry in named:
+        body.append(_entry(entry, links))
+    return _joined(body) + "\n"
+
+
+def _overview_table(named: list[Entry], links: dict[str, str]) -> str:
+    lines = ["| name | |", "|---|---|"]
+    for entry in named:
+        summary = _summary(entry.node, links)
+        lines.append(f"| {{py:obj}}`{entry.name}` | {summary} |")
+    return "\n".join(lines)
+
+
+def _joined(parts: list[str]) -> str:
+    """Parts of a page with a blank line between them; empty ones are left out."""
+    return "\n\n".join(part for part in parts if part)
+
+
+def _on_one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def public_names(package: Path) -> list[Entry]:
@@ -85,12 +133,12 @@ def public_names(package: Path) -> list[Entry]:
 def _figures(plots: Path) -> Iterator[tuple[str, str]]:
     """Module and name of each figure: all that is public is exported, and of `style` this."""
     for file in sorted(plots.glob("[a-z]*.py")):
-        names = [node.name for node in _tree(file).body if isinstance(node, ast.FunctionDef)]
-        for name in names:
-            if file.stem == "style" and name not in ("image", "save", "use_style"):
+        for node in _tree(file).body:
+            if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
                 continue
-            if not name.startswith("_"):
-                yield f"plots.{file.stem}", name
+            if file.stem == "style" and node.name not in ("image", "save", "use_style"):
+                continue
+            yield f"plots.{file.stem}", node.name
 
 
 @functools.cache
@@ -116,11 +164,16 @@ def _definition(package: Path, module: str, name: str) -> tuple[str, Definition]
     for node in ast.walk(_tree(_path(package, module))):
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             return module, node
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("amp_lab"):
-            for alias in node.names:
-                if name == (alias.asname or alias.name):
-                    origin = (node.module or "").removeprefix("amp_lab").lstrip(".")
-                    return _definition(package, origin, alias.name)
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        imported_from = node.module or ""
+        if not imported_from.startswith("amp_lab"):
+            continue
+        for alias in node.names:
+            name_here = alias.asname or alias.name
+            if name_here == name:
+                origin = imported_from.removeprefix("amp_lab").lstrip(".")
+                return _definition(package, origin, alias.name)
     return None
 
 
@@ -129,24 +182,34 @@ def _docstring(folder: Path) -> str:
 
 
 def _first_sentence(text: str) -> str:
-    return " ".join(text.partition("\n\n")[0].split()).rstrip(".")
+    first_paragraph = text.partition("\n\n")[0]
+    return _on_one_line(first_paragraph).rstrip(".")
 
 
 def _summary(node: Definition, links: dict[str, str]) -> str:
-    return _paragraphs(_first_sentence(ast.get_docstring(node) or ""), links).replace("|", "\\|")
+    docstring = ast.get_docstring(node) or ""
+    return _cell(_first_sentence(docstring), links)
+
+
+def _cell(text: str, links: dict[str, str]) -> str:
+    """A text for a cell of a table, where a bar would end the cell."""
+    return _paragraphs(text, links).replace("|", "\\|")
 
 
 def _paragraphs(text: str, links: dict[str, str]) -> str:
     """A docstring as Markdown: public names become links, and examples are marked as code."""
 
     def linked(match: re.Match[str]) -> str:
-        if match[1] not in links:
+        name = match[1]
+        if name not in links:
             return match[0]
-        return f"{{py:obj}}`{match[1]}{match[2] or ''} <{links[match[1]]}>`"
+        brackets = match[2] or ""
+        return f"{{py:obj}}`{name}{brackets} <{links[name]}>`"
 
     lines = []
     for line in text.splitlines():
-        lines.append(line if line.startswith("    ") else CODE.sub(linked, line))
+        is_code = line.startswith("    ")
+        lines.append(line if is_code else CODE.sub(linked, line))
     return "\n".join(lines)
 
 
@@ -161,7 +224,10 @@ def sections(docstring: str) -> dict[str, str]:
             lines[heading] = []
         else:
             lines[heading].append(line)
-    return {heading: textwrap.dedent("\n".join(text)).strip() for heading, text in lines.items()}
+    found = {}
+    for heading, text in lines.items():
+        found[heading] = textwrap.dedent("\n".join(text)).strip()
+    return found
 
 
 def items(section: str) -> dict[str, str]:
@@ -179,52 +245,68 @@ def items(section: str) -> dict[str, str]:
 def arguments(node: Definition) -> dict[str, str]:
     """The type and the default of each argument, in the order of the signature."""
     if isinstance(node, ast.ClassDef):
-        made_by = [p for p in node.body if isinstance(p, ast.FunctionDef) and p.name == "__init__"]
-        return arguments(made_by[0]) if made_by else {}
+        made_by = _init_of(node)
+        return arguments(made_by) if made_by else {}
     args = node.args
     positional = [*args.posonlyargs, *args.args]
     without_default = [None] * (len(positional) - len(args.defaults))
-    pairs = list(zip(positional, [*without_default, *args.defaults], strict=True))
-    found = {arg.arg: _type_text(arg, default) for arg, default in pairs}
+    defaults = [*without_default, *args.defaults]
+    found = {}
+    for arg, default in zip(positional, defaults, strict=True):
+        found[arg.arg] = _type_text(arg, default)
     if args.vararg:
         found[f"*{args.vararg.arg}"] = _type_text(args.vararg, None)
     for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
         found[arg.arg] = _type_text(arg, default)
     if args.kwarg:
         found[f"**{args.kwarg.arg}"] = _type_text(args.kwarg, None)
-    return {name: text for name, text in found.items() if name not in ("self", "cls")}
+    for bound in ("self", "cls"):
+        found.pop(bound, None)
+    return found
+
+
+def _init_of(node: ast.ClassDef) -> ast.FunctionDef | None:
+    """The `__init__` that a class has of its own."""
+    for part in node.body:
+        if isinstance(part, ast.FunctionDef) and part.name == "__init__":
+            return part
+    return None
 
 
 def _type_text(arg: ast.arg, default: ast.expr | None) -> str:
     """Such as ```float` = `2.0```; empty for an argument without type and default."""
-    parts = [ast.unparse(part) for part in (arg.annotation, default) if part is not None]
-    return " = ".join(f"`{part}`" for part in parts).replace("'", '"')
+    parts = []
+    for part in (arg.annotation, default):
+        if part is not None:
+            code = ast.unparse(part).replace("'", '"')
+            parts.append(f"`{code}`")
+    return " = ".join(parts)
 
 
 def example_code(example: str, public: set[str]) -> str:
     """An example with the imports that it needs; `public` are the names that `amp_lab` exports."""
-    names = {node.id for node in ast.walk(ast.parse(example)) if isinstance(node, ast.Name)}
+    nodes = ast.walk(ast.parse(example))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    from_package = sorted(names & public)
     imports = []
     if "torch" in names:
         imports.append("import torch")
     if "nn" in names:
         imports.append("from torch import nn")
-    if names & public:
-        imports.append(f"from amp_lab import {', '.join(sorted(names & public))}")
+    if from_package:
+        imports.append(f"from amp_lab import {', '.join(from_package)}")
     return "\n".join([*imports, "", example]).strip()
 
 
 def _description(node: Definition, links: dict[str, str]) -> str:
     """The docstring of a class or function as Markdown, section by section."""
+    docstring = ast.get_docstring(node) or ""
     parts = []
-    for heading, text in sections(ast.get_docstring(node) or "").items():
+    for heading, text in sections(docstring).items():
         if heading == "Example":
-            public = {name for name, target in links.items() if target == f"amp_lab.{name}"}
-            parts.append(f"**Example:**\n\n```python\n{example_code(text, public)}\n```")
+            parts.append(_example(text, links))
         elif heading == "Args":
-            types = arguments(node)
-            rows = [[f"`{name}`", types.get(name, ""), said] for name, said in items(text).items()]
-            parts.append(_table(["argument", "type, default", "meaning"], rows, links))
+            parts.append(_arguments_table(node, text, links))
         elif heading == "Raises":
             rows = [[f"`{name}`", said] for name, said in items(text).items()]
             parts.append(_table(["raises", "when"], rows, links))
@@ -235,20 +317,40 @@ def _description(node: Definition, links: dict[str, str]) -> str:
     return "\n\n".join(parts)
 
 
+def _example(text: str, links: dict[str, str]) -> str:
+    public = {name for name, target in links.items() if target == f"amp_lab.{name}"}
+    code = example_code(text, public)
+    return f"**Example:**\n\n```python\n{code}\n```"
+
+
+def _arguments_table(node: Definition, text: str, links: dict[str, str]) -> str:
+    types = arguments(node)
+    rows = []
+    for name, said in items(text).items():
+        rows.append([f"`{name}`", types.get(name, ""), said])
+    return _table(["argument", "type, default", "meaning"], rows, links)
+
+
 def _table(head: list[str], rows: list[list[str]], links: dict[str, str]) -> str:
-    lines = [head, ["---"] * len(head)]
+    lines = [_row(head), _row(["---"] * len(head))]
     for row in rows:
-        lines.append([_paragraphs(cell, links).replace("|", "\\|") for cell in row])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        cells = [_cell(text, links) for text in row]
+        lines.append(_row(cells))
+    return "\n".join(lines)
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _entry(entry: Entry, links: dict[str, str]) -> str:
-    doc = _description(entry.node, links)
+    description = _description(entry.node, links)
     if isinstance(entry.node, ast.FunctionDef):
-        return _directive(5, "function", f"{entry.name}{_signature(entry.node)}", doc)
-    parts = [doc, *members(entry, links)]
+        heading = f"{entry.name}{_signature(entry.node)}"
+        return _directive(5, "function", heading, description)
     heading = f"{entry.name}{_class_signature(entry.node)}"
-    return _directive(5, "class", heading, "\n\n".join(filter(None, parts)))
+    body = _joined([description, *members(entry, links)])
+    return _directive(5, "class", heading, body)
 
 
 def _directive(ticks: int, kind: str, heading: str, body: str, option: str = "") -> str:
@@ -257,44 +359,62 @@ def _directive(ticks: int, kind: str, heading: str, body: str, option: str = "")
 
 
 def _signature(node: ast.FunctionDef, skip: int = 0) -> str:
-    arguments = ast.parse(f"def f({ast.unparse(node.args)}): ...").body[0]
-    assert isinstance(arguments, ast.FunctionDef)
-    args = arguments.args
+    """Arguments and result on one line, without the first `skip` arguments."""
+    copy = ast.parse(f"def f({ast.unparse(node.args)}): ...").body[0]
+    assert isinstance(copy, ast.FunctionDef)
+    args = copy.args
     args.args = args.args[skip:]
     args.defaults = args.defaults[-len(args.args) :] if args.args else []
-    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    return " ".join(f"({ast.unparse(args)}){returns}".replace("'", '"').split())
+    text = f"({ast.unparse(args)})"
+    if node.returns:
+        text += f" -> {ast.unparse(node.returns)}"
+    return _on_one_line(text.replace("'", '"'))
 
 
 def _class_signature(node: ast.ClassDef) -> str:
     """What a class is made with, where people make it themselves; else nothing."""
-    for part in node.body:
-        if isinstance(part, ast.FunctionDef) and part.name == "__init__":
-            return _signature(part, skip=1).partition(" ->")[0]
-    return ""
+    made_by = _init_of(node)
+    if made_by is None:
+        return ""
+    return _signature(made_by, skip=1).partition(" ->")[0]
 
 
 def members(entry: Entry, links: dict[str, str]) -> Iterator[str]:
     """Public fields, properties and methods that have something said about them."""
-    node = entry.node
-    for part, after in zip(node.body, [*node.body[1:], None], strict=True):
+    body = entry.node.body
+    for part, after in zip(body, [*body[1:], None], strict=True):
         if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
-            said = _comment(entry.source[part.lineno - 1]) or _text_of(after)
-            if not part.target.id.startswith("_"):
-                kind = f":type: {ast.unparse(part.annotation)}\n"
-                yield _directive(4, "attribute", part.target.id, _paragraphs(said, links), kind)
-        elif isinstance(part, ast.FunctionDef) and not part.name.startswith("_"):
-            if ast.get_docstring(part) is None:
-                continue
-            marks = [ast.unparse(mark) for mark in part.decorator_list]
-            if "property" in marks or "functools.cached_property" in marks:
-                kind = f":type: {ast.unparse(part.returns)}\n" if part.returns else ""
-                yield _directive(4, "property", part.name, _description(part, links), kind)
-                continue
-            skip = 0 if "staticmethod" in marks else 1
-            option = ":classmethod:\n" if "classmethod" in marks else ""
-            heading = f"{part.name}{_signature(part, skip)}"
-            yield _directive(4, "method", heading, _description(part, links), option)
+            name = part.target.id
+            if not name.startswith("_"):
+                said = _comment(entry.source[part.lineno - 1]) or _text_of(after)
+                yield _attribute(name, part.annotation, said, links)
+        elif isinstance(part, ast.FunctionDef):
+            is_public = not part.name.startswith("_")
+            if is_public and ast.get_docstring(part) is not None:
+                yield _method(part, links)
+
+
+def _attribute(name: str, annotation: ast.expr, said: str, links: dict[str, str]) -> str:
+    return _directive(4, "attribute", name, _paragraphs(said, links), _type_option(annotation))
+
+
+def _method(node: ast.FunctionDef, links: dict[str, str]) -> str:
+    """A method, or what a property is for its reader: a value of a type."""
+    description = _description(node, links)
+    marks = [ast.unparse(mark) for mark in node.decorator_list]
+    if "property" in marks or "functools.cached_property" in marks:
+        option = _type_option(node.returns)
+        return _directive(4, "property", node.name, description, option)
+    skip = 0 if "staticmethod" in marks else 1
+    option = ":classmethod:\n" if "classmethod" in marks else ""
+    heading = f"{node.name}{_signature(node, skip)}"
+    return _directive(4, "method", heading, description, option)
+
+
+def _type_option(annotation: ast.expr | None) -> str:
+    if annotation is None:
+        return ""
+    return f":type: {ast.unparse(annotation)}\n"
 
 
 def _comment(line: str) -> str:
@@ -303,5 +423,5 @@ def _comment(line: str) -> str:
 
 def _text_of(node: ast.stmt | None) -> str:
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-        return " ".join(str(node.value.value).split())
+        return _on_one_line(str(node.value.value))
     return ""
