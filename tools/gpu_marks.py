@@ -27,9 +27,10 @@ class Statement:
 
 
 # Those but 12, Keras, which has a part of its own.
-_NOTEBOOKS = tuple(f"{n:02}" for n in (*range(1, 12), *range(13, 20)))
+_NUMBERS = (*range(1, 12), *range(13, 20))
+_NOTEBOOKS = tuple(f"notebook-{number:02}" for number in _NUMBERS)
 STATEMENTS = {
-    "notebooks": Statement("the notebooks run there", tuple(f"notebook-{n}" for n in _NOTEBOOKS)),
+    "notebooks": Statement("the notebooks run there", _NOTEBOOKS),
     "clock-too-early": Statement("a clock read too early sees too little", ("notebook-04",)),
     "memory-limit": Statement("what fits under a limit of 6 GiB", ("notebook-06",)),
     "real-rows": Statement("ops on fake CUDA tensors are those of a real run", ("xray",)),
@@ -45,8 +46,9 @@ _LINK = re.compile(rf'\[\*{_WORDS}\*\]\((?P<to>\S*){_GAP}"(?P<key>[^"]*)"\)')
 
 def mark(key: str, place: Path) -> str:
     """The Markdown that a statement carries in the file at `place`."""
-    to = Path(*[".."] * (len(place.relative_to(ROOT).parts) - 1), "data", "results", "README.md")
-    return f'[*{WORDS}*]({to.as_posix()} "{key}")'
+    folders = place.relative_to(ROOT).parts[:-1]
+    up = "../" * len(folders)
+    return f'[*{WORDS}*]({up}data/results/README.md "{key}")'
 
 
 def seen(results: Iterable[Path], statements: Mapping[str, Statement]) -> dict[str, str]:
@@ -54,10 +56,13 @@ def seen(results: Iterable[Path], statements: Mapping[str, Statement]) -> dict[s
     shown: dict[str, str] = {}
     for path in results:
         found = json.loads(path.read_text(encoding="utf-8"))
-        if found["tiny"] or found["device"].partition(":")[0] in ("cpu", "pretend"):
+        device_type = found["device"].partition(":")[0]
+        if found["tiny"] or device_type in ("cpu", "pretend"):
             continue  # a rehearsal
         held = {part["part"] for part in found["parts"] if part["status"] == "held"}
-        shown |= {key: path.name for key, one in statements.items() if held.issuperset(one.parts)}
+        for key, statement in statements.items():
+            if held.issuperset(statement.parts):
+                shown[key] = path.name
     return shown
 
 
@@ -65,13 +70,15 @@ def complaints(
     texts: Mapping[Path, str], statements: Mapping[str, Statement], shown: Mapping[str, str]
 ) -> list[str]:
     """What is wrong, a line each: unknown keys, and marks that are missing or to be removed."""
-    said, marked = [], set()
+    said = []
+    marked = set()
     for place, text in texts.items():
         links = list(_LINK.finditer(text))
         for link in links:
             key = link["key"]
             marked.add(key)
-            where = f"{place.name}:{text.count(chr(10), 0, link.start()) + 1}"
+            line = text.count("\n", 0, link.start()) + 1
+            where = f"{place.name}:{line}"
             if key not in statements:
                 said.append(f"{where}: no statement {key!r} in tools/gpu_marks.py")
             elif key in shown:
@@ -80,10 +87,10 @@ def complaints(
                 said.append(f"{where}: should be {mark(key, place)}")
         if len(links) != len(re.findall(_WORDS, text)):
             said.append(f"{place.name}: a mark is not written as {mark('KEY', place)}")
-    without = [key for key in statements if key not in marked and key not in shown]
-    return said + [
-        f"{key!r} is in tools/gpu_marks.py and no text carries its mark" for key in without
-    ]
+    for key in statements:
+        if key not in marked and key not in shown:
+            said.append(f"{key!r} is in tools/gpu_marks.py and no text carries its mark")
+    return said
 
 
 def without_marks(text: str, keys: Iterable[str]) -> str:
@@ -94,9 +101,10 @@ def without_marks(text: str, keys: Iterable[str]) -> str:
         return "" if found["key"] in gone else found[0]
 
     # What ends a sentence after it stays where the sentence ends, also over the end of a line.
-    for around in (rf"(?: |\n(?:# )?){_LINK.pattern}(?=[.,;:)])", rf" {_LINK.pattern}"):
+    link = _LINK.pattern
+    for around in (rf"(?: |\n(?:# )?){link}(?=[.,;:)])", rf" {link}", rf"{link} ?"):
         text = re.sub(around, kept, text)
-    return re.sub(rf"{_LINK.pattern} ?", kept, text)
+    return text
 
 
 def read() -> dict[Path, str]:
@@ -114,22 +122,36 @@ def main(argv: list[str] | None = None) -> int:
     what.add_argument("--check", action="store_true", help="fail if marks and list disagree")
     what.add_argument("--write", action="store_true", help="remove the marks of what was seen")
     options = parser.parse_args(argv)
-    texts, shown = read(), seen(sorted(RESULTS.glob("*gpu-*.json")), STATEMENTS)
-    if options.write:
-        for place, text in texts.items():
-            if (new := without_marks(text, shown)) != text:
-                place.write_text(new, encoding="utf-8")
-                print(f"{place.name}: look at the sentences, then make its pair")
-    elif options.check:
+    texts = read()
+    results = sorted(RESULTS.glob("*gpu-*.json"))
+    shown = seen(results, STATEMENTS)
+    if options.check:
         said = complaints(texts, STATEMENTS, shown)
         for line in said:
             print(f"gpu_marks: {line}", file=sys.stderr)
         return 2 if said else 0
+    if options.write:
+        _remove_marks(texts, shown)
     else:
-        for key, one in STATEMENTS.items():
-            state = f"seen: {shown[key]}" if key in shown else f"shown by {', '.join(one.parts)}"
-            print(f"{key:<16} {one.name}; {state}")
+        _print_list(shown)
     return 0
+
+
+def _remove_marks(texts: Mapping[Path, str], shown: Mapping[str, str]) -> None:
+    for place, text in texts.items():
+        new = without_marks(text, shown)
+        if new != text:
+            place.write_text(new, encoding="utf-8")
+            print(f"{place.name}: look at the sentences, then make its pair")
+
+
+def _print_list(shown: Mapping[str, str]) -> None:
+    for key, statement in STATEMENTS.items():
+        if key in shown:
+            state = f"seen: {shown[key]}"
+        else:
+            state = f"shown by {', '.join(statement.parts)}"
+        print(f"{key:<16} {statement.name}; {state}")
 
 
 if __name__ == "__main__":
