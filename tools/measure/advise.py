@@ -13,6 +13,7 @@ between threads shows that advice and proof had different machines.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from torch import nn
 
 from amp_lab.advisor import Advice, Candidate, advise
 from amp_lab.core.device import pick_device
+from amp_lab.core.estimates import Ratio
 from amp_lab.core.timing import compare, measure
 from amp_lab.model_call import ModelCall
 from amp_lab.models.gpt import Gpt, Size
@@ -40,19 +42,24 @@ class LastOfLstm(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.lstm, self.head = nn.LSTM(64, 128, 2, batch_first=True), nn.Linear(128, 10)
+        self.lstm = nn.LSTM(64, 128, 2, batch_first=True)
+        self.head = nn.Linear(128, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The logits."""
-        return self.head(self.lstm(x)[0][:, -1])
+        outputs, _ = self.lstm(x)
+        return self.head(outputs[:, -1])
 
 
 def convolutions(*widths: int) -> nn.Module:
     """A plain network of 3 x 3 convolutions with batch norm, and a linear head."""
     layers: list[nn.Module] = []
-    for before, after in zip((3, *widths), widths, strict=False):
-        layers += [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
+    before = 3
+    for width in widths:
+        layers += [nn.Conv2d(before, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
+        before = width
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 10)]
+    return nn.Sequential(*layers)
 
 
 def autoencoder() -> nn.Module:
@@ -82,24 +89,36 @@ def vision_transformer() -> nn.Module:
     )
 
 
+def gpt() -> nn.Module:
+    """A small one, for 1,000 tokens."""
+    return Gpt(Size(256, heads=4, depth=4), 1000)
+
+
 def images(batch: int, size: int) -> Inputs:
     """Random images (B, 3, size, size)."""
-    return (torch.randn(batch, 3, size, size),)
+    return values(batch, 3, size, size)
+
+
+def values(*shape: int) -> Inputs:
+    """One tensor of random numbers."""
+    return (torch.randn(shape),)
+
+
+def tokens(batch: int, length: int) -> Inputs:
+    """Random passages (B, T) for `gpt`."""
+    return (torch.randint(1000, (batch, length)),)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
     "resnet18": (torchvision.models.resnet18, lambda: images(8, 64)),
-    "gpt": (
-        lambda: Gpt(Size(256, heads=4, depth=4), 1000),
-        lambda: (torch.randint(1000, (4, 128)),),
-    ),
+    "gpt": (gpt, lambda: tokens(4, 128)),
     "convolutions": (lambda: convolutions(32, 64, 64), lambda: images(16, 32)),
     "mobilenet_v3_small": (torchvision.models.mobilenet_v3_small, lambda: images(8, 64)),
     "vision transformer": (vision_transformer, lambda: images(8, 64)),
-    "wide perceptron": (lambda: perceptron(1024), lambda: (torch.randn(128, 1024),)),
-    "narrow perceptron": (lambda: perceptron(64), lambda: (torch.randn(32, 64),)),
-    "lstm": (LastOfLstm, lambda: (torch.randn(16, 32, 64),)),
-    "encoder": (transformer, lambda: (torch.randn(8, 64, 256),)),
+    "wide perceptron": (lambda: perceptron(1024), lambda: values(128, 1024)),
+    "narrow perceptron": (lambda: perceptron(64), lambda: values(32, 64)),
+    "lstm": (LastOfLstm, lambda: values(16, 32, 64)),
+    "encoder": (transformer, lambda: values(8, 64, 256)),
     "autoencoder": (autoencoder, lambda: images(16, 64)),
     "squeezenet1_1": (torchvision.models.squeezenet1_1, lambda: images(8, 64)),
     "shufflenet_v2_x0_5": (torchvision.models.shufflenet_v2_x0_5, lambda: images(16, 64)),
@@ -119,16 +138,20 @@ def exchange_ms(device: torch.device) -> float:
 
 def all_recipes(use: str, advice: Advice, recommended: Recipe, has_images: bool) -> list[Recipe]:
     """What might have been recommended: whatever is sound, with all that can be switched on."""
-    seen = [c for c in advice.candidates if c.recipe.use == use]
-    plain_ones = [c for c in seen if c.recipe == Recipe(use, c.recipe.precision, c.recipe.cast)]
+    layouts = (False, True) if has_images else (False,)
     found = {recommended}
-    for candidate in plain_ones:
+    for candidate in advice.candidates:
+        recipe = candidate.recipe
+        precision_alone = Recipe(use, recipe.precision, recipe.cast)
+        if recipe != precision_alone:
+            continue
         if candidate.verdict in UNSOUND or candidate.time_s is None:
             continue
-        for channels_last in (False, True) if has_images else (False,):
-            for compiled in (False, True):
-                recipe = replace(candidate.recipe, channels_last=channels_last, compiled=compiled)
-                found.add(replace(recipe, fused=use == TRAINING))
+        for channels_last, compiled in itertools.product(layouts, (False, True)):
+            switched_on = replace(
+                recipe, channels_last=channels_last, compiled=compiled, fused=use == TRAINING
+            )
+            found.add(switched_on)
     return sorted(found, key=str)
 
 
@@ -143,30 +166,38 @@ def at_length(
     """The recommended recipe in turns with all the others; `exchanges` is of when it was chosen."""
     exchanges = [*exchanges, exchange_ms(device)]
     has_images = any(isinstance(module, nn.Conv2d) for module in call.model.modules())
-    use, found = chosen.recipe.use, {}
-    for recipe in all_recipes(use, advice, chosen.recipe, has_images):
+    steps = {}
+    for recipe in all_recipes(chosen.recipe.use, advice, chosen.recipe, has_images):
         torch.compiler.reset()
         step = Step(call, recipe, device)
         for _ in range(3):  # compiles
             step()
-        found[str(recipe)] = step
-    timed = compare(found, device=device, budget_s=budget_s, warmup=1)
-    fastest = min(found, key=timed.median_s)
+        steps[str(recipe)] = step
+    timed = compare(steps, device=device, budget_s=budget_s, warmup=1)
+    fastest = min(steps, key=timed.median_s)
     ratio = timed.ratio(chosen.name, fastest)
-    low, high = ratio.interval
-    within = "yes" if high <= ENOUGH else "no" if low > ENOUGH else "cannot tell"
     exchanges.append(exchange_ms(device))
-    if max(exchanges) > MOVED * min(exchanges):
-        within = "the cores were moved"
     return {
         "recommended": chosen.name,
         "fastest": fastest,
         "times as long as the fastest": plain(ratio),
-        "within": within,
+        "within": is_within(ratio, exchanges),
         "exchange_ms": exchanges,
         "trusted": timed.trusted,
-        "seconds": {name: timed.median_s(name) for name in found},
+        "seconds": {name: timed.median_s(name) for name in steps},
     }
+
+
+def is_within(ratio: Ratio, exchanges: list[float]) -> str:
+    """Whether the recommended one is about as fast as the fastest, as far as that can be told."""
+    if max(exchanges) > MOVED * min(exchanges):
+        return "the cores were moved"
+    low, high = ratio.interval
+    if high <= ENOUGH:
+        return "yes"
+    if low > ENOUGH:
+        return "no"
+    return "cannot tell"
 
 
 def proof(minutes: float, budget_s: float, names: list[str]) -> Iterator[dict[str, Any]]:
@@ -175,24 +206,34 @@ def proof(minutes: float, budget_s: float, names: list[str]) -> Iterator[dict[st
     for name in names:
         torch.manual_seed(0)
         build, batch = MODELS[name]
-        model, inputs = build(), batch()
+        model = build()
+        inputs = batch()
         exchanges = [exchange_ms(device)]
         advice = advise(model, *inputs, device=device, minutes=minutes)
         exchanges.append(exchange_ms(device))
-        row: dict[str, Any] = {"model": name, "inputs": [list(x.shape) for x in inputs]}
-        row["advice"] = {
-            f"{c.recipe.use}: {c.name}": f"{c.verdict} {c.speedup or c.reason}".strip()
-            for c in advice.candidates
+        row: dict[str, Any] = {
+            "model": name,
+            "inputs": [list(tensor.shape) for tensor in inputs],
+            "advice": verdicts(advice),
         }
         for use in (TRAINING, INFERENCE):
             if use not in advice.chosen:
                 row[use] = "nothing recommended"
                 continue
-            call = ModelCall(model, inputs)
             loss = loss_of(model(*inputs))
-            call = replace(call, loss_fn=loss)
+            call = ModelCall(model, inputs, loss_fn=loss)
             row[use] = at_length(call, device, advice.chosen[use], advice, budget_s, exchanges)
         yield row
+
+
+def verdicts(advice: Advice) -> dict[str, str]:
+    """What `advise` says about each candidate, in a line each."""
+    found = {}
+    for candidate in advice.candidates:
+        detail = candidate.speedup or candidate.reason
+        said = f"{candidate.verdict} {detail}"
+        found[f"{candidate.recipe.use}: {candidate.name}"] = said.strip()
+    return found
 
 
 def main() -> None:
