@@ -17,9 +17,11 @@ INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # bytes: an integer 
 
 def fields(number):
     """The bits of a number, as text: sign, exponent, mantissa."""
-    width = torch.finfo(number.dtype).bits
-    mantissa = -int(math.log2(torch.finfo(number.dtype).eps))  # eps = 2^-(mantissa bits)
-    bits = number.view(INTEGER[number.dtype.itemsize]).item() & (2**width - 1)
+    info = torch.finfo(number.dtype)
+    width = info.bits
+    mantissa = -int(math.log2(info.eps))  # eps = 2^-(mantissa bits)
+    integer = number.view(INTEGER[number.dtype.itemsize]).item()
+    bits = integer & (2**width - 1)  # without a sign, which would be printed
     text = f"{bits:0{width}b}"
     return text[0], text[1:-mantissa], text[-mantissa:]
 
@@ -27,8 +29,10 @@ def fields(number):
 def to_tf32(number):
     """Round finite float32 numbers to TF32's 10 bits of mantissa: to nearest, ties to even."""
     bits = number.view(torch.int32)
-    bits = bits + 0xFFF + ((bits >> 13) & 1)  # just under half a unit; half if the last bit is odd
-    return (bits & ~0x1FFF).view(torch.float32)
+    last_kept = (bits >> 13) & 1
+    bits = bits + 0xFFF + last_kept  # just under half a unit; half if the last bit is odd
+    bits = bits & ~0x1FFF
+    return bits.view(torch.float32)
 
 
 @dataclass(frozen=True)
@@ -49,13 +53,20 @@ class Limits:
 def limits(dtype):
     """The limits of a dtype, from `torch.finfo`."""
     info = torch.finfo(dtype)
-    return Limits(info.smallest_normal * info.eps, info.smallest_normal, info.max, info.eps)
+    smallest = info.smallest_normal * info.eps
+    return Limits(smallest, info.smallest_normal, info.max, info.eps)
 
 
-_fp32 = limits(torch.float32)
-_tf32 = Limits(_fp32.normal * 2**-10, _fp32.normal, (2 - 2**-10) * 2.0**127, 2**-10)
-LIMITS = {"fp32": _fp32, "tf32": _tf32}
-LIMITS |= {name: limits(dtype) for name, dtype in FORMATS.items() if name != "fp32"}
+def _limits_of_tf32():
+    """The range of fp32, with 10 bits of mantissa."""
+    eps = 2**-10
+    normal = limits(torch.float32).normal
+    largest = (2 - eps) * 2.0**127
+    return Limits(normal * eps, normal, largest, eps)
+
+
+LIMITS = {"fp32": limits(torch.float32), "tf32": _limits_of_tf32()}
+LIMITS |= {name: limits(dtype) for name, dtype in FORMATS.items()}
 
 
 def spacing_by_magnitude(name):
@@ -64,11 +75,17 @@ def spacing_by_magnitude(name):
     The number that follows a positive one has 1 added to its last bit, so we see by how much it
     grew.
     """
-    of_format, dtype = LIMITS[name], FORMATS.get(name, torch.float32)
-    lowest, highest = math.log2(of_format.subnormal), math.log2(of_format.largest)
-    exponents = list(range(round(lowest), math.floor(highest) + 1))
+    of_format = LIMITS[name]
+    dtype = FORMATS.get(name, torch.float32)  # TF32 has none of its own
+    lowest = round(math.log2(of_format.subnormal))
+    highest = math.floor(math.log2(of_format.largest))
+    first_normal = round(math.log2(of_format.normal))
+    exponents = list(range(lowest, highest + 1))
     numbers = torch.tensor([2.0**exponent for exponent in exponents]).to(dtype)
     last_bit = 2**13 if name == "tf32" else 1
-    following = (numbers.view(INTEGER[dtype.itemsize]) + last_bit).view(dtype)
-    spacing = (following.double() - numbers.double()) / numbers.double()
-    return exponents, spacing.tolist(), round(math.log2(of_format.normal))
+    bits = numbers.view(INTEGER[dtype.itemsize])
+    following = (bits + last_bit).view(dtype)
+    exact = numbers.double()
+    growth = following.double() - exact
+    spacing = growth / exact
+    return exponents, spacing.tolist(), first_normal
