@@ -45,9 +45,9 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 def autocast(model: nn.Module, precision: torch.dtype) -> torch.autocast:
     """Autocast to a precision on the model's device; it is off for fp32."""
-    return torch.autocast(
-        _device_of(model).type, dtype=precision, enabled=precision != torch.float32
-    )
+    device = _device_of(model)
+    is_lower = precision != torch.float32
+    return torch.autocast(device.type, dtype=precision, enabled=is_lower)
 
 
 def train(
@@ -64,14 +64,17 @@ def train(
     device = _device_of(model)
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=lr)
+    needs_scale = precision == torch.float16
     scaler = torch.amp.GradScaler(
-        device.type, _SCALE, growth_interval=steps + 1, enabled=precision == torch.float16
+        device.type, _SCALE, growth_interval=steps + 1, enabled=needs_scale
     )
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         inputs, targets = draw(data, batch, generator)
+        inputs = inputs.to(device)
+        targets = targets.to(device)
         with autocast(model, precision):
-            loss = loss_of(model(inputs.to(device)), targets.to(device))
+            loss = loss_of(model(inputs), targets)
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -82,9 +85,13 @@ def train(
 def loss_on(model: nn.Module, data: Tensor, precision: torch.dtype = torch.float32) -> float:
     """The mean loss over 64 passages of a text, in nats per character."""
     device = _device_of(model)
-    inputs, targets = draw(data, 64, torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = draw(data, 64, generator)
+    inputs = inputs.to(device)
+    targets = targets.to(device)
     with torch.no_grad(), autocast(model, precision):
-        return loss_of(model(inputs.to(device)), targets.to(device)).item()
+        loss = loss_of(model(inputs), targets)
+    return loss.item()
 
 
 @torch.no_grad()
@@ -95,14 +102,19 @@ def continue_text(
 
     Returns the new characters (B, count), and the gap between the two best logits at each of them.
     """
-    tokens, gaps = prompts, []
+    tokens = prompts
+    gaps = []
     for _ in range(count):
+        seen = tokens[:, -LENGTH:]
         with autocast(model, precision):
-            logits = model(tokens[:, -LENGTH:])[:, -1]
+            logits = model(seen)[:, -1]
         best = logits.float().topk(2)
-        gaps.append(best.values[:, 0] - best.values[:, 1])
-        tokens = torch.cat([tokens, best.indices[:, :1]], dim=1)
-    return tokens[:, -count:].cpu(), torch.stack(gaps, dim=1).cpu()
+        first, second = best.values.unbind(dim=1)
+        gaps.append(first - second)
+        likeliest = best.indices[:, :1]
+        tokens = torch.cat([tokens, likeliest], dim=1)
+    new = tokens[:, -count:]
+    return new.cpu(), torch.stack(gaps, dim=1).cpu()
 
 
 def _device_of(model: nn.Module) -> torch.device:

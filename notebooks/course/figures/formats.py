@@ -30,7 +30,8 @@ def sqnr_by_format(errors: Mapping[str, Mapping[str, float]]) -> Axes:
             style.bar(ax, n + offset, sqnr, text, **options)
             options.pop("label", None)  # only the first bar goes into the legend
         formats = list(sqnr_of)
-        ax.set_xticks(range(len(formats)), formats)
+        places = range(len(formats))
+        ax.set_xticks(places, formats)
     ax.margins(y=0.35)
     return style.label(ax, "format", "SQNR (dB)", legend="upper left")
 
@@ -44,9 +45,10 @@ def loss_from_fp32(losses: Mapping[str, Sequence[Values]], window_steps: int = 1
     """
     _, ax = style.subplots(size=(8.5, 4.0))
     exact = _smooth(losses["fp32"], window_steps)  # (seeds, steps)
-    steps = np.arange(window_steps, window_steps + exact.shape[1])
+    steps = window_steps + np.arange(exact.shape[1])
     spread = exact - exact.mean(0)
-    ax.fill_between(steps, spread.min(0), spread.max(0), color=style.GRID, label="fp32, its seeds")
+    low, high = _range(spread)
+    ax.fill_between(steps, low, high, color=style.GRID, label="fp32, its seeds")
     others = [name for name in losses if name != "fp32"]
     for i, name in enumerate(others):
         difference = _smooth(losses[name], window_steps) - exact
@@ -54,16 +56,22 @@ def loss_from_fp32(losses: Mapping[str, Sequence[Values]], window_steps: int = 1
         dash = style.DASHES[i % len(style.DASHES)]
         look: Options = {"color": colour, "linestyle": dash}
         mean = difference.mean(0)
-        below = mean - difference.min(0)
-        above = difference.max(0) - mean
+        low, high = _range(difference)
+        ranges = [mean - low, high - mean]
         every = max(1, len(steps) // 8)  # a few ranges are enough, and do not hide the lines
-        at = (i * every // len(others), every)  # beside those of the other formats
-        look |= {"errorevery": at, "capsize": 2, "elinewidth": 1}
-        ax.errorbar(steps, mean, yerr=[below, above], label=name, **look)
+        first = i * every // len(others)  # beside the ranges of the other formats
+        look |= {"errorevery": (first, every), "capsize": 2, "elinewidth": 1}
+        ax.errorbar(steps, mean, yerr=ranges, label=name, **look)
     return style.label(ax, "step", "loss, difference from fp32", legend="best")
 
 
 def _smooth(runs: Sequence[Values], window_steps: int) -> np.ndarray:
     """The moving average of each run, (runs, steps - window_steps + 1)."""
     window = np.ones(window_steps) / window_steps
-    return np.array([np.convolve(run, window, "valid") for run in runs])
+    smooth = [np.convolve(run, window, "valid") for run in runs]
+    return np.array(smooth)
+
+
+def _range(runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The lowest and the highest of the runs at each step."""
+    return runs.min(axis=0), runs.max(axis=0)
