@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,53 +21,58 @@ _CHOICES = (
 )
 _FORMATS = {key: gpu.architecture.matmuls for key, gpu in GPUS.items()}
 _FORMATS |= {"amx": ("bf16",), "avx2": ()}
-_CASES = {  # the row of `_FORMATS`, the task, and why
-    "train a ResNet on a T4": (
+
+
+class _Case(NamedTuple):
+    hardware: str  # the row of `_FORMATS`
+    task: str  # train, infer or exact
+    why: str
+
+
+_CASES = {
+    "train a ResNet on a T4": _Case(
         "t4",
         "train",
         "a T4 multiplies fp16 alone fast, and small gradients vanish in it without a scaler",
     ),
-    "train a GPT on an A100": ("a100", "train", "an A100 has bf16, and training needs range"),
-    "serve a BERT, trained in fp32, on a V100": (
-        "v100",
-        "infer",
-        "a V100 has no bf16, only emulates it",
+    "train a GPT on an A100": _Case("a100", "train", "an A100 has bf16, and training needs range"),
+    "serve a BERT, trained in fp32, on a V100": _Case(
+        "v100", "infer", "a V100 has no bf16, only emulates it"
     ),
-    "serve a language model on an RTX 4090": (
-        "rtx-4090",
-        "infer",
-        "it has bf16, and serving casts once",
+    "serve a language model on an RTX 4090": _Case(
+        "rtx-4090", "infer", "it has bf16, and serving casts once"
     ),
-    "train a U-Net on a GTX 1660": (
-        "gtx-1660",
-        "train",
-        "it has no tensor cores, and fp16 gives NaN there",
+    "train a U-Net on a GTX 1660": _Case(
+        "gtx-1660", "train", "it has no tensor cores, and fp16 gives NaN there"
     ),
-    "solve an ill-conditioned system on an H100": (
-        "h100",
-        "exact",
-        "every digit counts, and TF32 keeps 11 bits",
+    "solve an ill-conditioned system on an H100": _Case(
+        "h100", "exact", "every digit counts, and TF32 keeps 11 bits"
     ),
-    "fine-tune on an Arc A770": ("arc-a770", "train", "it lacks the float64 of a scaler"),
-    "train on an MI250X": ("mi250x", "train", "it makes fp16's subnormals 0"),
-    "serve on a CPU with AMX": ("amx", "infer", "AMX multiplies bf16"),
-    "train on a laptop's CPU with AVX2 alone": (
-        "avx2",
-        "train",
-        "nothing else is faster there",
+    "fine-tune on an Arc A770": _Case("arc-a770", "train", "it lacks the float64 of a scaler"),
+    "train on an MI250X": _Case("mi250x", "train", "it makes fp16's subnormals 0"),
+    "serve on a CPU with AMX": _Case("amx", "infer", "AMX multiplies bf16"),
+    "train on a laptop's CPU with AVX2 alone": _Case(
+        "avx2", "train", "nothing else is faster there"
     ),
 }
 _IN_TRAINING = {"bf16": "bf16 under autocast", "fp16": "fp16 with a scaler", "fp32": "fp32"}
 
 
-def _right(case: str) -> str:
-    hardware, task, _ = _CASES[case]
-    if task == "exact":
+def _right(case: _Case) -> str:
+    if case.task == "exact":
         return "fp32 with TF32 off"
-    form = next((form for form in ("bf16", "fp16") if form in _FORMATS[hardware]), "fp32")
-    if task == "infer":
-        return form
-    return _IN_TRAINING[form]
+    fast = _fast_format(case.hardware)
+    if case.task == "infer":
+        return fast
+    return _IN_TRAINING[fast]
+
+
+def _fast_format(hardware: str) -> str:
+    """The format to begin with on a device: bf16 where its matmuls are fast."""
+    for name in ("bf16", "fp16"):
+        if name in _FORMATS[hardware]:
+            return name
+    return "fp32"
 
 
 def _need_all(answers: Mapping[str, str], wanted: Mapping[str, Any]) -> None:
@@ -82,17 +87,18 @@ def check_cases(answers: dict[str, str]) -> str:
     _need_all(answers, _CASES)
     strange = [answer for answer in answers.values() if answer not in _CHOICES]
     need(not strange, f"{strange[:1]} is none of {', '.join(_CHOICES)}.")
-    wrong = [case for case in _CASES if answers[case] != _right(case)]
+    wrong = [name for name, case in _CASES.items() if answers[name] != _right(case)]
     if wrong:
-        _, _, why = _CASES[wrong[0]]
-        need(False, f"Look again at “{wrong[0]}” ({len(wrong)} of 10): {why}.")
+        name = wrong[0]
+        need(False, f"Look again at “{name}” ({len(wrong)} of 10): {_CASES[name].why}.")
     return "All ten. Now measure: it is where to begin, and not where to end."
 
 
 def _rounded(bits: int) -> Callable[[Tensor, Tensor], Tensor]:
     def cut(values: Tensor) -> Tensor:
         mantissa, exponent = torch.frexp(values)
-        return torch.ldexp((mantissa * 2**bits).round() / 2**bits, exponent)
+        rounded = (mantissa * 2**bits).round() / 2**bits
+        return torch.ldexp(rounded, exponent)
 
     return lambda left, right: cut(left) @ cut(right)
 
@@ -139,7 +145,8 @@ def check_scale_down(scale_down: Callable[[nn.Module, Tensor], Any]) -> str:
     before = copy.deepcopy(model)
     call(scale_down, model, x)
     with torch.no_grad():
-        largest, wanted = float(model[0](x).abs().max()), before(x)
+        largest = float(model[0](x).abs().max())
+        wanted = before(x)
         found = model(x)
     need(
         largest <= 1024, f"The first layer still returns ±{largest:.4g}: it has to be 1024 or less."
