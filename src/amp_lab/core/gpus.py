@@ -33,20 +33,20 @@ _BLACKWELL = (*_FP8, "mxfp8", "mxfp4", "nvfp4")
 
 # The formats are those of https://nvidia.github.io/TransformerEngine/support_matrix.html and
 # https://rocm.docs.amd.com/en/latest/reference/precision-support.html.
-PASCAL = Architecture("Pascal", (), (6, 0))
-VOLTA = Architecture("Volta", ("fp16",), (7, 0))
-TURING = Architecture("Turing", ("fp16",), (7, 5))
+PASCAL = Architecture("Pascal", capability=(6, 0))
+VOLTA = Architecture("Volta", ("fp16",), capability=(7, 0))
+TURING = Architecture("Turing", ("fp16",), capability=(7, 5))
 TURING_GTX = Architecture("Turing without tensor cores")  # of the capability 7.5, too
-AMPERE = Architecture("Ampere", ("tf32", *_16_BITS), (8, 0))
-ADA = Architecture("Ada", _FP8, (8, 9))
-HOPPER = Architecture("Hopper", _FP8, (9, 0))
-BLACKWELL = Architecture("Blackwell", _BLACKWELL, (10, 0))
-BLACKWELL_RTX = Architecture("Blackwell RTX", _BLACKWELL, (12, 0))
+AMPERE = Architecture("Ampere", ("tf32", *_16_BITS), capability=(8, 0))
+ADA = Architecture("Ada", _FP8, capability=(8, 9))
+HOPPER = Architecture("Hopper", _FP8, capability=(9, 0))
+BLACKWELL = Architecture("Blackwell", _BLACKWELL, capability=(10, 0))
+BLACKWELL_RTX = Architecture("Blackwell RTX", _BLACKWELL, capability=(12, 0))
 CDNA2 = Architecture("CDNA 2", _16_BITS)
 CDNA3 = Architecture("CDNA 3", _FP8)  # its FP8 is fnuz
 CDNA4 = Architecture("CDNA 4", (*_16_BITS, "fp8", "mxfp8", "mxfp4"))
 ARC = Architecture("Arc", _16_BITS, device_type="xpu")
-APPLE = Architecture("Apple M1 to M4", (), device_type="mps")  # hardly faster in 16 bits
+APPLE = Architecture("Apple M1 to M4", device_type="mps")  # hardly faster in 16 bits
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ _ADA_PAPER = (
 _TORCHAO = "https://github.com/pytorch/ao/blob/main/torchao/testing/training/roofline_utils.py"
 _H100_RATES = {16: 989e12, 8: 1979e12}
 _B200_RATES = {16: 2.25e15, 8: 4.5e15, 4: 9e15}
+_B200_BANDWIDTH = 7680 / 8 * 3.996e9 * 2  # 7,680 bits at 3.996 GHz, two transfers per cycle
 
 GPUS = {
     gpu.key: gpu
@@ -108,8 +109,7 @@ GPUS = {
         # The bandwidth is that of torchao's H100. The SXM5 module is sold with 3.35e12.
         Gpu("H100", HOPPER, 80, _TORCHAO, _H100_RATES, 2.4e12),
         Gpu("H200", HOPPER, 141, f"{_NVIDIA}data-center/h200/", _H100_RATES, 4.8e12),
-        # The bandwidth: a bus of 7,680 bits at 3.996 GHz, with two transfers per cycle.
-        Gpu("B200", BLACKWELL, 180, _TORCHAO, _B200_RATES, 7680 / 8 * 3.996e9 * 2),
+        Gpu("B200", BLACKWELL, 180, _TORCHAO, _B200_RATES, _B200_BANDWIDTH),
         Gpu(
             "B300",
             BLACKWELL,
@@ -161,7 +161,8 @@ def gpu_of(name: str) -> Gpu:
     Raises `OptionError` with the closest names for an unknown one.
     """
     words = re.findall(r"[a-z0-9]+", name.lower())
-    key = "-".join(word for word in words if word not in _MAKERS)
+    without_maker = [word for word in words if word not in _MAKERS]
+    key = "-".join(without_maker)
     if key in GPUS:
         return GPUS[key]
     close = difflib.get_close_matches(key, GPUS, n=5, cutoff=0.4)
@@ -195,4 +196,5 @@ def absent_gpu(name: str) -> Gpu:
 
 def unknown_gpu(device_type: str) -> Gpu:
     """A row for a GPU of which only the type is known, such as ``cuda``."""
-    return Gpu(device_type, Architecture(device_type, _16_BITS, device_type=device_type), None, "")
+    architecture = Architecture(device_type, _16_BITS, device_type=device_type)
+    return Gpu(device_type, architecture, memory_gb=None, source="")
