@@ -56,6 +56,7 @@ _BIAS_3 = (3 * _N,)
 _BIAS_4 = (4 * _N,)
 _STATE = (1, _N, _N)
 _HEADS = (1, 1, 8, 8)  # (B, H, T, D)
+_ATTENTION = {"query": _CUBE, "key": _CUBE, "value": _CUBE}
 _CONVOLUTION = {"input": _IMAGE, "self": _IMAGE, "weight": _IMAGE}
 _LSTM = {"input": _CUBE, "batch_sizes": [], "mode": 2, "hidden_size": _N}
 _BY_OP: dict[str, dict[str, Any]] = {
@@ -68,14 +69,13 @@ _BY_OP: dict[str, dict[str, Any]] = {
         "weight": [_WEIGHT_4, _WEIGHT_4, _BIAS_4, _BIAS_4], "weight_stride0": 4,
         "hx": _STATE, "cx": _STATE, "proj_size": 0,
     },
-    "_native_multi_head_attention": dict.fromkeys(("query", "key", "value"), _CUBE) | {
+    "_native_multi_head_attention": _ATTENTION | {
         "embed_dim": _N, "qkv_weight": _WEIGHT_3, "qkv_bias": _BIAS_3, "proj_bias": _VECTOR
     },
-    "_scaled_dot_product_flash_attention":
-        dict.fromkeys(("query", "key", "value"), _HEADS),
+    "_scaled_dot_product_flash_attention": {"query": _HEADS, "key": _HEADS, "value": _HEADS},
     "_thnn_fused_gru_cell": {"input_gates": _GATES_3, "hidden_gates": _GATES_3},
     "_thnn_fused_lstm_cell": {"input_gates": _GATES_4, "hidden_gates": _GATES_4},
-    "cross": dict.fromkeys(("self", "other"), (_N, 3)),
+    "cross": {"self": (_N, 3), "other": (_N, 3)},
     "ctc_loss": {"input_lengths": [_N] * _N, "target_lengths": [0] * _N},
     "fractional_max_pool2d": {"random_samples": (_N, _N, 2)},
     "fractional_max_pool3d": {"random_samples": (_N, _N, 3)},
@@ -128,7 +128,8 @@ def _cubes(dims: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
     With `dims` (1, 2) and a `count` of 3 they are (4,), (4, 4) and (4, 4).
     """
     missing = count - len(dims)
-    return [(_N,) * dim for dim in (*dims, *dims[-1:] * missing)]
+    repeated = dims[-1:] * missing
+    return [(_N,) * dim for dim in (*dims, *repeated)]
 
 
 class Sample:
@@ -174,7 +175,8 @@ class Sample:
         shape = next(self._shapes)
         if self._with_indices and argument.name in _MAYBE_INDICES:
             shape = _Index(shape)
-        if "List" in str(argument.type):
+        takes_list = "List" in str(argument.type)
+        if takes_list:
             return [self._tensor(shape), self._tensor(shape)]
         return self._tensor(shape)
 
@@ -183,13 +185,15 @@ class Sample:
         type_name = str(argument.type)
         if isinstance(value, tuple):  # a shape
             return self._tensor(value)
+        takes_name = type_name in ("str", "List[str]")
         # The table has the number of a dimension, and this overload takes its name.
-        if type_name in ("str", "List[str]") and not isinstance(value, str):
+        if takes_name and not isinstance(value, str):
             return dimension_by_name(type_name)
         if not isinstance(value, list) or not value:
             return value
         if type_name == "Tensor":  # a list in other overloads: here as many indices
-            return self._tensor(_Index((len(value),)))
+            shape = _Index((len(value),))
+            return self._tensor(shape)
         if "List" not in type_name:  # this op takes one value, where others take a list
             return value[0]
         if isinstance(value[0], tuple):
@@ -209,7 +213,8 @@ class Sample:
             return torch.full(shape, 0.5, dtype=dtype, device=self._device)
         # Half the identity has an inverse, a Cholesky factor, and values in [0, 1].
         identity = torch.eye(*shape[-2:], dtype=dtype, device=self._device)
-        return (identity / 2).expand(shape).contiguous()
+        half = identity / 2
+        return half.expand(shape).contiguous()
 
 
 def _own_values(op: OpOverload) -> dict[str, Any]:
