@@ -34,7 +34,7 @@ def add(commands) -> None:
     )
     reserve = "percent of the memory that is left to driver and fragmentation (default: 10)"
     add_absent_device(memory)
-    budget = "the budget that it has to fit into, such as 24GiB (default: that of the GPU given by --for)"
+    budget = "the budget of memory, such as 24GiB (default: that of the GPU given by --for)"
     option("--memory", metavar="SIZE", help=budget)
     option("--reserve", type=_share, default=0.1, metavar="PERCENT", help=reserve)
     option("--precision", action="append", metavar="NAME", help=precisions)
