@@ -81,17 +81,6 @@ def _by_dtype(peak: Iterable[tuple[Any, Any, int]]) -> Bars:
     return bars
 
 
-def _mib_of_parts(parts: BytesOf) -> Bars:
-    """MiB and options of each part of a rank's memory."""
-    segments = style.segment_options(parts, style.THREE_PARTS)
-    bars: Bars = []
-    for part, options in segments.items():
-        options["width"] = 0.6
-        mib = parts[part] / _MIB
-        bars.append((mib, options))
-    return bars
-
-
 def bytes_per_parameter(setups: Mapping[str, BytesOf]) -> Axes:
     """Stacked bars of what is held for one parameter: `setups[name][part]` in bytes."""
     height = 0.46 * len(setups) + 1.0

@@ -57,11 +57,6 @@ _UNTRUSTED_BOX = {
 }
 _INTERVAL = {"ecolor": SECOND, "capsize": 3}
 # Styles of the segments of a stacked bar, from its start. Neighbours differ in their hatch too.
-THREE_PARTS = (
-    ("0.15", ""),
-    ("0.5", "//"),
-    ("0.8", ".."),
-)
 FIVE_PARTS = (
     ("0.1", ""),
     ("0.45", "//"),
@@ -399,13 +394,6 @@ def label(ax: Axes, x: str, y: str, legend: Inside | None = None) -> Axes:
     if legend is not None:
         ax.legend(loc=legend)
     return ax
-
-
-def log2_axis(ax: Axes, ticks: Sequence[int]) -> None:
-    """Make the x axis logarithmic, and label only these numbers on it."""
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(ticks, [str(tick) for tick in ticks])
-    ax.minorticks_off()
 
 
 def dtype_cells(
