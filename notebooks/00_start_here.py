@@ -9,17 +9,16 @@
 # %% [markdown]
 # # Train with AMP in five minutes
 #
-# **What you'll do.** Train a small network twice on your own machine, once in plain fp32 and once
-# with automatic mixed precision (AMP), and see in one picture what that buys: time, memory, and what
-# it does to the loss.
+# **What you'll do.** Train a small network twice on your machine: once in plain fp32 and once with
+# automatic mixed precision (AMP). One figure shows what AMP changes: time, memory and loss.
 #
 # **What you'll learn.**
-# - the few lines that turn a training loop into an AMP loop, and what each is for;
-# - what they buy on *this* machine;
-# - which notebook answers the question that brought you here.
+# - the few lines that turn a training loop into an AMP loop, and what each line is for;
+# - how much time and memory AMP saves on *this* machine;
+# - which notebook answers your question.
 #
-# **What you need.** Basic PyTorch: a model, a loss, an optimizer. No GPU is needed, and nothing is
-# downloaded. Run the cells from top to bottom, with Shift+Enter.
+# **What you need.** Basic PyTorch: a model, a loss, an optimizer. You need no GPU, and the notebook
+# downloads nothing. Run the cells from top to bottom with Shift+Enter.
 
 # %% tags=["nbval-ignore-output"]
 from functools import partial
@@ -36,15 +35,15 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 figures.use_style()
 
 # %% [markdown]
-# The line above says where you are: the device, its instructions or driver, and the version of torch.
-# Every notebook starts with it, so that you know what the figures below it come
+# The line above shows the device, its instructions or driver, and the version of torch. Every notebook
+# begins with this line, so you know where its numbers come
 # from. <!-- tests/core/test_device.py --> <!-- tests/notebooks/test_notebooks.py -->
 #
 # ## The idea in five lines
 #
-# By default PyTorch makes floating-point tensors in fp32: a number takes 32 bits. Inside a
-# `torch.autocast` block, ops that can do with less, such as matrix products, take numbers of 16
-# bits instead.
+# By default PyTorch creates floating-point tensors in fp32, in which a number takes 32 bits. Inside a
+# `torch.autocast` block, ops such as matrix multiplications use 16 bits instead. We multiply two matrices
+# outside and inside such a block.
 
 # %%
 x, weight = torch.ones(64, 64, device=device), torch.ones(64, 64, device=device)
@@ -57,15 +56,15 @@ assert half.dtype is torch.bfloat16
 assert 2 * half.nbytes == full.nbytes
 
 # %% [markdown]
-# `x` and `weight` are still fp32, and the result has half the bytes. That is half the memory and, as a
-# rule of thumb, half the time to move. Matrix products can also be [much
-# faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. That is what AMP is about. The rest
-# is care about what gets lost when a number has fewer bits.
+# `x` and `weight` are still fp32, but the result under autocast has half as many bytes. It takes half the
+# memory and, as a rule of thumb, half the time to move. Matrix multiplications can also be [much
+# faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. AMP uses these advantages, and limits
+# what is lost when a number has fewer bits.
 #
 # ## A network and some data
 #
-# We take the handwritten digits that come with scikit-learn, 8 by 8 pixels each, and a network of
-# three linear layers. We make it wide, so that there is something to speed up.
+# We train on the handwritten digits of scikit-learn, images of 8 by 8 pixels. The network has three linear
+# layers. We make them wide, so that there is enough work to speed up.
 
 # %%
 digits = load_digits()
@@ -74,11 +73,11 @@ images = images.flatten(1).to(device)  # (N, 64)
 labels = torch.tensor(digits.target[:1792]).to(device)  # (N,)
 batches = list(zip(images.split(256), labels.split(256), strict=True))
 print(f"{len(images)} images in {len(batches)} batches")
-width = 512 if emulates_bf16(device) else 2048  # of a hidden layer
+width = 512 if emulates_bf16(device) else 2048  # features of a hidden layer
 
 
 def new_network():
-    """The same network, and its optimizer, each time."""
+    """Return the same initial network each time, with an optimizer."""
     torch.manual_seed(0)
     layers = (
         nn.Linear(64, width),
@@ -96,7 +95,7 @@ assert sum(p.numel() for p in new_network()[0].parameters()) > width**2
 # %% [markdown]
 # ## The plain loop
 #
-# You have written this one before: forward pass, loss, backward pass, step.
+# This is an ordinary loop: forward pass, loss, backward pass, optimizer step.
 
 
 # %%
@@ -116,8 +115,7 @@ def train_fp32(model, optimizer, batches):
 # %% [markdown]
 # ## The same loop with AMP
 #
-# In the loop, the marked lines are new or changed. The model, the data and the optimizer stay as they
-# were.
+# The lines marked `AMP` are new or changed. The model, the data and the optimizer stay the same.
 
 
 # %%
@@ -137,22 +135,22 @@ def train_amp(model, optimizer, batches, dtype, scaler):
 
 
 # %% [markdown]
-# What are they for?
+# The marked lines use two tools:
 #
-# - **`torch.autocast`** picks the precision of ops in its block: 16 bits for linear layers and
-#   convolutions, fp32 for what needs it, such as most losses. The weights stay in fp32.
-#   [Notebook 02](02_autocast_dtypes.ipynb) shows which op gets what.
-# - **The scaler** is there for fp16 alone. In fp16 a gradient smaller than about 3e-8 [becomes
-#   zero](01_number_formats.ipynb#Underflow).
-#   So `scale` multiplies the loss, and with it all gradients, by a large number, and `step` divides
-#   them again before the optimizer uses them. `update` adjusts that number for the next step. For
-#   bf16 we make the scaler with `enabled=False`, and then it scales nothing. [Notebook
-#   03](03_grad_scaler_step_by_step.ipynb) follows it step by step.
+# - **`torch.autocast`** picks the precision of each op in its block: 16 bits for linear layers and
+#   convolutions, and fp32 for ops that need it, such as most losses. The weights stay in fp32. [Notebook
+#   02](02_autocast_dtypes.ipynb) shows which op runs in which precision.
+# - **The scaler** is needed only for fp16, where a gradient smaller than about 3e-8 [becomes
+#   zero](01_number_formats.ipynb#Underflow). `scale` multiplies the loss, and so all gradients, by a large
+#   number, the *loss scale*. `step` divides the gradients by the loss scale before the optimizer uses
+#   them. `update` adjusts the loss scale for the next step. For bf16 we create the scaler with
+#   `enabled=False`, so it scales nothing. [Notebook 03](03_grad_scaler_step_by_step.ipynb) follows the
+#   scaler step by step.
 #
-# There are [two 16-bit formats](01_number_formats.ipynb#Range) to choose from. **bf16** has about the
-# range of fp32 and usually needs no scaler; **fp16** is more precise, but its largest number is 65504. As
-# a rule of thumb, take bf16 wherever the hardware has it. `recommend_precision` times a matrix product
-# in each and tells you which one pays on this device: <!-- tests/core/test_device.py -->
+# There are [two 16-bit formats](01_number_formats.ipynb#Range). **bf16** has about the range of fp32 and
+# usually needs no scaler. **fp16** is more precise, but its largest number is 65504. As a rule of thumb,
+# use bf16 wherever the hardware supports it. `recommend_precision` times a matrix multiplication in each
+# precision and recommends one for this device: <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
 recommended = recommend_precision(device)
@@ -162,15 +160,15 @@ scaler = torch.amp.GradScaler(device.type, enabled=(precision is Precision.FP16)
 assert scaler.is_enabled() == (precision is Precision.FP16)
 
 # %% [markdown]
-# If that line recommends fp32, either this device has no fast 16-bit products, or the machine was
-# too busy to measure them. AMP runs in either case, but on a device without such products do not
-# expect it to be faster. <!-- tests/core/test_device.py -->
+# If the line recommends fp32, either this device has no fast 16-bit matrix multiplication, or the machine
+# was too busy to measure it. AMP still runs, but without fast 16-bit hardware it may be no
+# faster. <!-- tests/core/test_device.py -->
 #
 # ## What does it buy?
 #
-# Before you run the next cells: the AMP run stores activations with [two to three decimal
-# digits](01_number_formats.ipynb#Summary) (three in fp16), where fp32 has seven. How much worse do you
-# think its loss will be after ten epochs?
+# We train both networks for ten epochs and compare their losses. The AMP run stores activations with [two
+# to three decimal digits](01_number_formats.ipynb#Summary) (three in fp16), and the fp32 run stores them
+# with seven. Before you run the cell: how much worse will the loss of the AMP run be?
 
 # %% tags=["nbval-ignore-output"]
 fp32_model, fp32_optimizer = new_network()
@@ -181,18 +179,19 @@ for _ in range(10):
     losses[str(precision)] += train_amp(amp_model, amp_optimizer, batches, precision.dtype, scaler)
 curves = {name: torch.stack(found).tolist() for name, found in losses.items()}
 first, last = curves["fp32"][0], {name: curve[-1] for name, curve in curves.items()}
-print(f"loss {first:.3f} at the start, at the end", {n: round(x, 3) for n, x in last.items()})
-assert all(loss < 0.2 * first for loss in last.values())  # both have learned
-assert abs(last[str(precision)] - last["fp32"]) < 0.02 * first  # and the same
+at_the_end = ", ".join(f"{loss:.3f} in {name}" for name, loss in last.items())
+print(f"loss at the start: {first:.3f}; at the end: {at_the_end}")
+assert all(loss < 0.2 * first for loss in last.values())  # both networks have learned
+assert abs(last[str(precision)] - last["fp32"]) < 0.02 * first  # equally well
 assert {p.dtype for p in amp_model.parameters()} == {torch.float32}
 
 # %% [markdown]
-# Both losses fell by nearly the same amount, as the assertion checks: what the format rounds away makes
-# little difference here.
+# Both losses fell by nearly the same amount, as the assertion checks. Rounding to 16 bits makes little
+# difference here.
 #
-# Next we measure the time of a step. The two loops take turns, so that whatever else your machine
-# does affects both alike. We also look at the memory that the forward pass keeps for the backward
-# pass, which the package forecasts from the shapes.
+# Next we measure the time of a step. `compare` runs the two loops in turns, so that other programs on your
+# machine slow down both alike. We also compare *saved activations*, which the forward pass keeps for the
+# backward pass. `forecast_memory` computes their size from the shapes.
 
 # %% tags=["nbval-ignore-output"]
 step_fp32 = partial(train_fp32, fp32_model, fp32_optimizer, batches[:1])
@@ -202,68 +201,70 @@ speedup = times.ratio("fp32", str(precision))
 
 
 def kept_mib(name):
-    """MiB that the forward pass keeps for the backward pass, as forecast from the shapes."""
+    """MiB of saved activations, forecast from the shapes."""
     model, _ = new_network()
     forecast = forecast_memory(model, images[:256], device_type=device.type, precision=name)
     return forecast.activations / 2**20
 
 
 memory = {name: kept_mib(name) for name in curves}
-_ = figures.time_and_memory(times, memory, "kept for backward", curves)
-print(
-    f"with AMP {speedup} as fast, with {memory[str(precision)] / memory['fp32']:.0%} of the memory"
-)
+_ = figures.time_and_memory(times, memory, "saved activations", curves)
+share = memory[str(precision)] / memory["fp32"]
+print(f"AMP is {speedup} as fast as fp32, with {share:.0%} of its saved activations")
 assert memory[str(precision)] < memory["fp32"]
 
 # %% [markdown]
-# The picture has three parts. On the left is the time of one step, with a thin line for how sure
-# the measurement is; in the middle the memory that the forward pass keeps for the backward pass; on
-# the right the loss over the 70 steps, where the two curves lie on top of each other. Two or three
-# digits were enough to learn from. The weights themselves are still fp32.
+# The figure has three panels:
 #
-# On the machine that made the outputs you see here, two CPU cores with bf16 instructions, AMP made a
-# step faster. Yours may differ in both directions. As a rule of thumb, GPUs with tensor cores (AMD:
-# matrix cores) gain more, and a CPU without such instructions loses time.
+# - **Left:** the time of one step. The thin line on each bar shows the uncertainty of the measurement.
+# - **Middle:** the memory of the saved activations.
+# - **Right:** the loss over the 70 steps. The two curves lie on top of each other: two or three digits
+#   were enough to learn from.
+#
+# The outputs that you see here come from two CPU cores with bf16 instructions, where AMP made a step
+# faster. Your machine may differ. As a rule of thumb, GPUs with tensor cores (AMD: matrix cores) gain
+# more, and a CPU without such instructions loses time.
 #
 # ## Where do you want to go?
 #
-# | what brought you here | where to look |
+# Find your question, then open the notebook or run the command.
+#
+# | your question | where to look |
 # |---|---|
 # | *What are bf16 and fp16, and what do they lose?* | [01 Number formats](01_number_formats.ipynb) |
 # | *Which op runs in which precision?* | [02 Autocast dtypes](02_autocast_dtypes.ipynb) |
 # | *What does the scaler do, and why does it skip steps?* | [03 GradScaler](03_grad_scaler_step_by_step.ipynb) |
-# | *How do I measure this properly, also the accuracy?* | [04 FP32 vs AMP](04_fp32_vs_amp.ipynb) |
+# | *How do I measure speed, memory and accuracy?* | [04 FP32 vs AMP](04_fp32_vs_amp.ipynb) |
 # | *How does a real training script look?* | [05 CIFAR-10](05_cifar10_mobilenet.ipynb), [06 Caltech-256](06_caltech256_resnet50.ipynb) |
-# | *I clip, accumulate, average, compile …* | [07 Training recipes](07_training_recipes.ipynb) |
-# | ***It is NaN***, or there is an error message | [08 When AMP breaks](08_when_amp_breaks.ipynb) |
-# | *Will my model fit, and which op of it runs in what?* | [09 X-ray your model](09_xray_your_model.ipynb) |
-# | ***It is no faster.*** *What should I write for my model?* | [10 Speed ladder](10_speed_ladder.ipynb); `pdm run amp-lab advise` |
+# | *How do I clip, accumulate, average, compile …?* | [07 Training recipes](07_training_recipes.ipynb) |
+# | ***Why is my loss NaN?*** *What does this error message mean?* | [08 When AMP breaks](08_when_amp_breaks.ipynb) |
+# | *Will my model fit, and in which precision do its ops run?* | [09 X-ray your model](09_xray_your_model.ipynb) |
+# | ***Why is AMP no faster?*** *What should I write for my model?* | [10 Speed ladder](10_speed_ladder.ipynb); `pdm run amp-lab advise` |
 # | *I have several GPUs* | [11 Scale out](11_scale_out.ipynb) |
 # | *I use Keras* | [12 Keras](12_keras.ipynb) |
-# | *I have old code: Apex, or `torch.cuda.amp`* | [13 From Apex](13_from_apex.ipynb); `pdm run amp-lab migrate` |
+# | *I have old Apex or `torch.cuda.amp` code* | [13 From Apex](13_from_apex.ipynb); `pdm run amp-lab migrate` |
 # | *Is it true that one should …?* | [14 Ten practices](14_ten_practices.ipynb) |
 # | *What about FP8, MXFP8 and NVFP4?* | [15 Below 16 bits](15_below_16_bits.ipynb); `pdm run amp-lab rehearse` |
 # | *Can weights and Adam's state be smaller?* | [16 Low-precision state](16_low_precision_state.ipynb) |
 # | *I train or fine-tune a language model* | [17 A language model](17_language_model.ipynb) |
-# | *I want to use the model: cast, compile, export* | [18 Inference and export](18_inference_and_export.ipynb) |
-# | ***Which precision on which card, in which framework?*** | [19 Choose your precision](19_choose_your_precision.ipynb) |
+# | *I want to cast, compile or export a model* | [18 Inference and export](18_inference_and_export.ipynb) |
+# | ***Which precision on which GPU, in which framework?*** | [19 Choose your precision](19_choose_your_precision.ipynb) |
 # | *What can my machine do?* | `pdm run amp-lab doctor` |
 #
 # ## Summary
 #
-# Four lines of the loop changed: an autocast block around the forward pass and the loss, and three
-# calls of a scaler. Unless we train in fp16 it is disabled, and its `step` [is
-# plain](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler) `optimizer.step()`. These
-# changes about halved the memory that the forward pass keeps, left the loss about where it was, and
-# changed the time by the factor that you measured above.
+# Four lines of the loop changed: an autocast block around the forward pass and the loss, and three calls
+# of a scaler. Unless we train in fp16, the scaler is disabled, and its `step` [just
+# calls](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler) `optimizer.step()`. AMP about
+# halved the saved activations and left the loss about the same. The time changed by the factor that you
+# measured.
 #
-# Next, if you want to go through it all in order: [what the formats can and cannot
-# hold](01_number_formats.ipynb).
+# Next: [what the formats can and cannot represent](01_number_formats.ipynb).
 #
 # ## Exercises
 #
-# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
-# not, why. A hint and a solution are folded away below each.
+# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if not,
+# why. A hint and a solution are folded away below each.
 
 # %%
 from course.exercises import checks_of
@@ -287,7 +288,7 @@ exercises.check_needs_scaler(needs_scaler)
 # <details><summary>Hint</summary>
 #
 # The scaler saves gradients that are too small for the format. Compare
-# `torch.finfo(dtype).smallest_normal` of the three dtypes.
+# `torch.finfo(dtype).smallest_normal` of fp32, bf16 and fp16.
 #
 # </details>
 #
@@ -298,14 +299,14 @@ exercises.check_needs_scaler(needs_scaler)
 #     return dtype is torch.float16
 # ```
 #
-# bf16 has the exponent of fp32, so its smallest normal number is the same, and a gradient that
-# vanishes in bf16 lies at the very end of fp32's range too.
+# bf16 has the exponent of fp32, so its smallest normal number is the same. A gradient that vanishes in
+# bf16 is close to the lower end of fp32's range too.
 #
 # </details>
 #
 # ### 2. Turn a loop into an AMP loop
 #
-# Somebody put the whole step into the autocast block:
+# In this code, the whole step is in the autocast block:
 #
 # ```python
 # def amp_step(model, optimizer, scaler, images, labels):
@@ -317,7 +318,7 @@ exercises.check_needs_scaler(needs_scaler)
 #     return loss.detach()
 # ```
 #
-# Write it as it should be, and use the scaler, so that the same step would also work in fp16.
+# Write the step as it should be. Use the scaler, so that the same step would also work in fp16.
 
 
 # %%
@@ -330,8 +331,8 @@ exercises.check_marked_lines(amp_step)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Autocast belongs around the forward pass and the loss. The backward pass follows the dtypes of the
-# forward pass, without any block.
+# Autocast belongs around the forward pass and the loss. The backward pass needs no block, because it
+# follows the dtypes of the forward pass.
 #
 # </details>
 #
@@ -355,5 +356,5 @@ exercises.check_marked_lines(amp_step)
 # - PyTorch, [Automatic mixed precision
 #   recipe](https://docs.pytorch.org/tutorials/recipes/recipes/amp_recipe.html): the same loop, on an
 #   NVIDIA GPU.
-# - P. Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740), ICLR 2018:
-#   where the idea of fp32 weights with fp16 arithmetic comes from.
+# - P. Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740), ICLR 2018: the
+#   paper that introduced fp32 weights with fp16 arithmetic.
