@@ -9,19 +9,18 @@
 # %% [markdown]
 # # Read number formats as range and spacing
 #
-# **What you'll do.** Take six number formats apart, from fp32 down to fp8, and draw them in one
-# picture. Then make them fail on purpose, try the three techniques that make training in 16 bits
-# work, and watch the gradients of a real network vanish in fp16 and come back.
+# **What you'll do.** Take six number formats apart, from fp32 down to fp8, and draw them in one figure.
+# Make them fail on purpose, and try the three techniques that make training in 16 bits work. Then watch
+# the gradients of a real network vanish in fp16, and rescue them.
 #
 # **What you'll learn.**
-# - to read a format as two things: how far it reaches (*range*) and how close its numbers lie
-#   (*spacing*);
-# - to recognise overflow, underflow and swamping, and to say in advance which format suffers from
-#   which;
+# - to describe a format by two properties: how far it reaches (*range*) and how close together its numbers
+#   lie (*spacing*);
+# - to recognise overflow, underflow and swamping, and to predict which format suffers from which;
 # - why mixed precision keeps fp32 *master weights*, scales the loss, and adds up in fp32.
 #
-# **What you need.** PyTorch, and to have trained a network before. You need no GPU: the single numbers
-# here live on the CPU. Only the network at the end trains on your device.
+# **What you need.** PyTorch, and to have trained a network before. You need no GPU: only the network at
+# the end uses your device, and all else runs on the CPU.
 
 # %% tags=["nbval-ignore-output"]
 import math
@@ -39,8 +38,8 @@ figures.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# We store two numbers in fp16, which has half the bits of fp32, and do one addition in it. Before
-# you run this: which of the three will come out right?
+# We store two numbers in fp16, which has half the bits of fp32, and do one addition in fp16. Before you
+# run the cell: which of the three results will be right?
 
 # %%
 small = torch.tensor(1e-8).half()
@@ -48,23 +47,25 @@ large = torch.tensor(70000.0).half()
 total = torch.tensor(2048.0).half() + 1
 print(f"1e-8 is {small:g}, 70000 is {large:g}, 2048 + 1 is {total:g}")
 assert (small, large, total) == (0, math.inf, 2048)
-assert 2048 * torch.finfo(torch.float16).eps == 2  # from 2048 to the next number
+assert 2048 * torch.finfo(torch.float16).eps == 2  # the spacing at 2048
 
 # %% [markdown]
-# None of them does, and each fails for a different reason. The first number is too small for the
-# range of fp16 and *underflows* to zero. The second is too large and *overflows* to infinity. The
-# third lies well within the range, but there is no fp16 number between 2048 and 2050, so adding 1
-# changes nothing. That is called *swamping*.
+# None of them is right, and each fails for a different reason:
+#
+# - The first number is too small for the range of fp16. It *underflows* to zero.
+# - The second number is too large. It *overflows* to infinity.
+# - The sum lies well within the range, but there is no fp16 number between 2048 and 2050. So adding 1
+#   changes nothing. This is called *swamping*.
 #
 # ## What the bits mean
 #
-# A floating-point number consists of a sign, an exponent and a mantissa, and usually stands for
-# $(-1)^\text{sign} \times 2^{\text{exponent} - \text{bias}} \times 1.\text{mantissa}$. The exponent
-# says between which two powers of two the number lies, and the mantissa says where between them.
+# A floating-point number consists of a sign, an exponent and a mantissa. It usually stands for
+# $(-1)^\text{sign} \times 2^{\text{exponent} - \text{bias}} \times 1.\text{mantissa}$. The exponent says
+# between which two powers of two the number lies. The mantissa says where between them.
 #
 # We write 0.1 in five formats. `fields` reads the bits of a number
-# ([`course/number_formats.py`](course/number_formats.py)). The last column is the number that these bits
-# represent, computed with the formula above.
+# ([`course/number_formats.py`](course/number_formats.py)). The columns are the sign, the exponent, the
+# mantissa, and the value that the formula gives.
 
 # %%
 for name, dtype in FORMATS.items():
@@ -76,21 +77,21 @@ for name, dtype in FORMATS.items():
     assert value == number.item()
 
 # %% [markdown]
-# No format can represent 0.1 exactly; each stores the nearest number that it can represent. Compare the columns:
+# No format can represent 0.1 exactly, so each stores the nearest number that it can represent. Compare the
+# columns:
 #
-# - **fp32 and bf16** have the same 8 exponent bits, so bf16 is fp32 with 16 bits of its mantissa rounded
+# - **fp32 and bf16** have the same 8 exponent bits. bf16 is fp32 with 16 bits of the mantissa rounded
 #   away.
-# - **fp16** has as many bits as bf16, but three bits more of mantissa and three fewer of exponent.
-# - **The names of the fp8 formats** count the bits: E5M2 has 5 for the exponent and 2 for the mantissa,
-#   so it is to fp16 what bf16 is to fp32.
+# - **fp16** has as many bits as bf16, but three more for the mantissa and three fewer for the exponent.
+# - **The names of the fp8 formats** count the bits: E5M2 has 5 for the exponent and 2 for the mantissa. It
+#   keeps the exponent of fp16, as bf16 keeps that of fp32.
 #
 # ### TF32 has no dtype
 #
-# TF32 is not a storage format. It is a way to multiply fp32 matrices faster: some GPUs
-# ([NVIDIA's since
+# TF32 is not a storage format but a faster way to multiply fp32 matrices. Some GPUs ([NVIDIA's since
 # Ampere](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices),
-# for one) may read each fp32 input as if its mantissa had only 10 bits. Some kernels round the other 13
-# bits, and some cut them off, such as [Triton's](https://github.com/triton-lang/triton/issues/4574).
+# for example) may read each fp32 input as if its mantissa had only 10 bits. Some kernels round the other
+# 13 bits, and others, such as [Triton's](https://github.com/triton-lang/triton/issues/4574), cut them off.
 # `to_tf32` imitates the rounding.
 
 # %%
@@ -100,16 +101,16 @@ assert tenth == torch.tensor(0.1).half()
 assert torch.tensor(1e30).half() == math.inf
 
 # %% [markdown]
-# TF32 has the mantissa of fp16, so 0.1 comes out the same in both. It has the exponent of fp32, so it goes
-# on where fp16 ends.
+# 0.1 comes out the same in TF32 and fp16, because both have 10 mantissa bits. 1e30 is finite in TF32,
+# which has the exponent of fp32, but overflows in fp16.
 #
 # ## Range
 #
-# Four numbers describe a format: its smallest positive number, its smallest *normal* number, its
-# largest number, and the spacing at 1, called eps. What does *normal* mean? Below a certain size the
-# exponent cannot get smaller. From there on the leading 1 of the mantissa becomes a 0, so that fewer
-# and fewer significant bits are left. Those numbers are called *subnormal*. The last column is the
-# precision in decimal digits, log10(2 / eps).
+# Four numbers describe a format: its smallest positive number, its smallest *normal* number, its largest
+# number, and *eps*, the spacing at 1. The mantissa of a normal number begins with 1, as in the formula
+# above. Below the smallest normal number the exponent cannot get smaller, so the leading 1 becomes a 0,
+# and fewer and fewer significant bits are left. Such numbers are *subnormal*. The last column of the table
+# is the precision in decimal digits, log10(2 / eps).
 
 # %%
 print(f"{'format':<10}{'smallest':<10}{'normal range':<24}{'eps':<7}digits")
@@ -122,38 +123,37 @@ assert (fp16.subnormal, fp16.normal, fp16.eps, bf16.eps) == (2**-24, 2**-14, 2**
 assert bf16.normal == fp32.normal
 
 # %% [markdown]
-# bf16 reaches about as far as fp32, up to 3.4e+38, but its numbers just above 1 lie 2^-7 apart. fp16 is eight
-# times as fine, with an eps of 2^-10, but it ends at 65504.
+# bf16 reaches about as far as fp32, up to 3.4e+38, but its numbers just above 1 lie 2^-7 apart. fp16 has
+# an eps of 2^-10, which is eight times as fine, but ends at 65504.
 #
 # ## Spacing
 #
 # `spacing_by_magnitude` measures the distance from a number to the next one, divided by the number. We
-# draw range and spacing over the same axis of magnitudes. Before you look: can a format with 16 bits
-# be both as wide as bf16 and as fine as fp16?
+# draw range and spacing over the same axis of magnitudes. Before you look: can a 16-bit format be both as
+# wide as bf16 and as fine as fp16?
 
 # %%
 pictured = {name: spacing_by_magnitude(name) for name in LIMITS}
 _ = figures.range_and_spacing(pictured)
 
 # %% [markdown]
-# In the upper half, a bar shows how far each format reaches, in powers of two. fp32, tf32 and bf16 are
-# more than 250 powers of two long. fp16 and both fp8 formats are short, and a quarter of fp16's bar is
+# In the upper half, each bar shows the range of a format in powers of two. The bars of fp32, tf32 and bf16
+# are more than 250 powers of two long. Those of fp16 and fp8 are short, and a quarter of fp16's bar is
 # subnormal (hatched).
 #
-# In the lower half, each line is flat as long as its numbers are normal: **the spacing grows with the
-# number, so the relative spacing stays about the same**, namely eps. (It is drawn at the powers of two,
-# where it is largest. Between two of them it falls to half.) A line rises where its numbers become
-# subnormal, up to 100 %, after which only zero is left. <!-- tests/notebooks/test_01_number_formats.py -->
+# In the lower half, each line is flat where its numbers are normal: **the spacing grows with the number,
+# so the relative spacing stays about the same**, namely eps. (It is drawn at the powers of two. Between
+# them it falls to half.) Where numbers become subnormal, the line rises up to 100 %. Below that, only zero
+# is left. <!-- tests/notebooks/test_01_number_formats.py -->
 #
-# With 16 bits you have to choose: fp16 is finer (its dotted line lies on that of tf32), and bf16 is
-# wider.
+# With 16 bits you have to choose: fp16 is finer (its dotted line lies on that of tf32), and bf16 is wider.
 #
 # ## Rounding
 #
-# The result of a cast, an addition or a multiplication that falls between two numbers is rounded to
-# the nearer one. If it lies exactly in the middle, it goes to the one whose last bit is 0, which is called
-# *round to nearest, ties to even*. From 2048 to 4096 fp16 has only the even numbers, so every odd
-# number is such a tie.
+# The exact result of a cast, an addition or a multiplication often falls between two numbers of the
+# format. It is then rounded to the nearer one. A result exactly in the middle is a *tie*, which goes to
+# the number whose last bit is 0 (*round to nearest, ties to even*). From 2048 to 4096 fp16 has only the
+# even numbers, so every odd number is a tie. We round some of them, and add 2048, 1 and 1 in two orders.
 
 # %%
 numbers = torch.arange(2048.0, 2057)
@@ -167,18 +167,18 @@ assert (big + one) + one == 2048
 assert big + (one + one) == 2050
 
 # %% [markdown]
-# 2049 was rounded down to 2048 and 2051 up to 2052. One rounding errs by at most half the spacing, which
-# is eps/2 of a normal number: about 0.4 % in bf16 and 0.05 % in
+# 2049 was rounded down to 2048 and 2051 up to 2052. The error of one rounding is at most half the spacing.
+# For a normal number that is eps/2 of the number: about 0.4 % in bf16 and 0.05 % in
 # fp16. <!-- tests/notebooks/test_01_number_formats.py -->
 #
-# Since sums are rounded, the order in which we add can matter, as in the last line. This is one reason
-# why [two devices](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) may differ in the
-# last digits, and why you compare floating-point results with a tolerance.
+# The last line shows that the order of additions can matter, because each sum is rounded. This is one
+# reason why [two devices](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) may differ
+# in the last digits. So compare floating-point results with a tolerance.
 #
 # ## Overflow
 #
-# In fp32, fp16 and bf16 there is nothing beyond the largest number but infinity. Before you run this:
-# from which number on does fp16 return infinity, 65505 or a later one?
+# In fp32, fp16 and bf16, a number that is too large becomes infinity. Before you run the cell: from which
+# number on does fp16 return infinity, 65505 or a later one?
 
 # %%
 numbers = torch.tensor([65504.0, 65519.0, 65520.0, 70000.0])
@@ -193,22 +193,23 @@ assert (inf - inf).isnan()
 assert ((inf * 0) + 1).isnan()
 
 # %% [markdown]
-# It is 65520. The next number after 65504 would be 65536 if there were one, and 65520 lies exactly in
-# the middle and goes to infinity. bf16 has no trouble with the range here, but it has rounded the first
-# three numbers to 65536.
+# fp16 returns infinity from 65520 on. The next number after 65504 would be 65536, and 65520 lies exactly
+# in the middle, so it is rounded up. bf16 does not overflow here, but it rounds the first three numbers to
+# 65536.
 #
-# Subtract infinity from infinity, or multiply infinity by zero, and you get NaN, which usually spreads
-# to what is computed with it.
+# Infinity minus infinity and infinity times zero are NaN (*not a number*). NaN usually spreads to every
+# result that is computed from it.
 #
-# In fp8, E5M2 has infinities too. E4M3 [has none](https://arxiv.org/abs/2209.05433): depending on the
-# version of PyTorch, [what is too large](https://github.com/pytorch/pytorch/pull/178817) becomes 448 or
-# NaN. [Notebook 15](15_below_16_bits.ipynb) shows how a scale for each tensor avoids
-# that. <!-- tests/notebooks/test_01_number_formats.py -->
+# Of the two fp8 formats, E5M2 has infinities, but E4M3 [has none](https://arxiv.org/abs/2209.05433):
+# depending on the version of PyTorch, [a number that is too
+# large](https://github.com/pytorch/pytorch/pull/178817) becomes 448 or NaN. [Notebook
+# 15](15_below_16_bits.ipynb) shows how a scale for each tensor avoids such
+# overflows. <!-- tests/notebooks/test_01_number_formats.py -->
 #
 # ## Underflow
 #
-# At the small end, precision does not end all at once. We round 1.7 times some powers of two to
-# fp16, and print the relative error.
+# Small numbers lose their precision step by step. We round 1.7 times some powers of two to fp16, and print
+# the relative error.
 
 # %%
 for exponent in (-10, -14, -18, -22, -24, -26):
@@ -221,22 +222,21 @@ assert torch.tensor(2.0**-24).half() > 0
 assert torch.tensor(2.0**-25).half() == 0  # a tie between 0 and 2^-24, and zero is the even side
 
 # %% [markdown]
-# Down to 2^-14 the error is about 0.01 %, less than fp16's eps/2. Below 2^-14, the number is subnormal
-# and loses a bit with each power of two. At 2^-24 a single bit is left, and the last number has become
-# zero. Some hardware gives up earlier: the matrix units of AMD's MI200, for one, [flush subnormal fp16
-# and bf16 numbers to
+# Down to 2^-14 the error is about 0.01 %, less than fp16's eps/2. Below 2^-14 the number is subnormal and
+# loses a bit with each power of two. At 2^-24 a single bit is left, and the last number has become zero.
+# Some matrix units, such as those of AMD's MI200, [flush subnormal fp16 and bf16 numbers to
 # zero](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html#reduced-precision-fp16-and-bf16-gemms-and-convolutions-on-amd-instinct-mi200-devices).
 #
 # ## Swamping
 #
-# Training adds many small updates to weights that are much larger. Suppose that a weight of 1 gets
-# an update of 0.0001 a thousand times. It ought to end at 1.1. Before you run this: where does it
-# end in bf16 and in fp16?
+# Training adds many small updates to weights that are much larger. Suppose we add an update of 0.0001 to a
+# weight of 1 a thousand times. The exact result is 1.1. Before you run the cell: where does the weight end
+# in bf16, and where in fp16?
 
 
 # %%
 def add_many(dtype, updates=1000, update=1e-4):
-    """A weight of 1, kept in `dtype`, after equal updates."""
+    """Return a weight of 1 in `dtype` after equal updates."""
     weight = torch.ones((), dtype=dtype)
     for _ in range(updates):
         weight = weight + update
@@ -253,50 +253,49 @@ for name, expected in ends_at.items():
     assert one + 1.01 * half_spacing > one
 
 # %% [markdown]
-# In bf16 and in fp16 it ends at 1, where it began. Each update was less than half the spacing at 1, so
-# each was rounded away, a thousand times in a row. Added to 1, an update of 1/2048 is lost in fp16, and
-# one of 1/256 is lost in bf16. So **bf16 has about the range of fp32, but not its precision**: it
-# usually needs no loss scaling, but it loses updates that are up to eight times as large as those that
-# fp16 loses.
+# In bf16 and in fp16 the weight ends at 1, where it began. Each update was less than half the spacing at
+# 1, so every sum was rounded back to 1. At a weight of 1, fp16 loses updates up to 1/2048, and bf16 loses
+# updates up to 1/256. So **bf16 has about the range of fp32, but not its precision**: it usually needs no
+# loss scaling, but it loses updates that are up to eight times as large as those that fp16 loses.
 #
 # ## Three techniques that make 16 bits work
 #
-# In 2018 Micikevicius and others showed in [*Mixed Precision
-# Training*](https://arxiv.org/abs/1710.03740) how to train networks in fp16 to the accuracy of fp32. They
-# use three techniques, two against swamping and one against underflow. We try each on a tiny example.
+# In 2018 Micikevicius and others showed in [*Mixed Precision Training*](https://arxiv.org/abs/1710.03740)
+# how to train networks in fp16 to the accuracy of fp32. They use three techniques: two against swamping
+# and one against underflow. We try each on a tiny example.
 #
 # ### 1. Master weights in fp32, against swamping
 #
-# The weights stay in fp32. The forward and the backward pass use a 16-bit copy, which is made again in
-# each step. The update goes to the fp32 weight, where small updates add up until the copy changes.
+# The weights stay in fp32. In each step, the forward and the backward pass use a new 16-bit copy. The
+# optimizer updates the fp32 weights, where small updates add up until the copy changes.
 
 # %%
 master = torch.ones(())  # fp32
 copies = []
 for _ in range(1000):
-    copies.append(master.half().item())  # what forward and backward pass compute with
-    master = master + 1e-4  # what the optimizer does
+    copies.append(master.half().item())  # used by forward and backward pass
+    master = master + 1e-4  # the optimizer updates fp32
 print(f"master weight {master:.4f}, its fp16 copy {master.half():.4f}")
 print(f"different copies: {len(set(copies))}")
 assert abs(master.item() - 1.1) < 1e-4
 assert 100 <= len(set(copies)) <= 104  # from 1 to 1.1 in steps of 2^-10 there are 103 numbers
 
 # %% [markdown]
-# The same thousand updates now arrive. The copy stands still for about ten steps and then moves on
-# by one spacing. Autocast [works in this way](02_autocast_dtypes.ipynb#The-idea-in-five-lines): the
-# parameters of the model stay in fp32, and are cast where they are needed. The price is that the weights
-# take as much memory as before.
+# Now all thousand updates arrive. The copy stays the same for about ten steps and then moves by one
+# spacing. Autocast [works in this way](02_autocast_dtypes.ipynb#The-idea-in-five-lines): the parameters of
+# the model stay in fp32, and autocast casts them for the ops that run in 16 bits. The price is that the
+# weights still take the memory of fp32.
 #
 # ### 2. Loss scaling, against underflow
 #
-# We take 1024 examples with two classes, and a model that is right and confident about each, with
-# logits 12 and 0. The gradient of the mean loss with respect to the second logit is the probability
-# of the wrong class, about e^-12, divided by 1024. That is too small for fp16.
+# We take 1024 examples with two classes. The model is right and confident about each: its logits are 12
+# and 0. The gradient of the mean loss with respect to the second logit is the probability of the wrong
+# class, about e^-12, divided by 1024. This gradient is too small for fp16, so we scale the loss.
 
 
 # %%
 def wrong_class_gradient(loss_scale):
-    """That gradient, as it arrives at fp16 logits, divided by the loss scale in fp32 afterwards."""
+    """The gradient of the second logit: stored in fp16, then divided by the scale in fp32."""
     logits = torch.tensor([[12.0, 0.0]]).repeat(1024, 1).half().requires_grad_()
     targets = torch.zeros(1024, dtype=torch.long)
     loss = nn.functional.cross_entropy(logits.float(), targets)  # in fp32
@@ -306,22 +305,22 @@ def wrong_class_gradient(loss_scale):
 
 expected = 1 / (1 + math.exp(12)) / 1024
 unscaled, scaled = wrong_class_gradient(1), wrong_class_gradient(2**16)
-print(f"expected {expected:.3e}, scale 1: {unscaled:.3e}, 2^16: {scaled:.3e}")
+print(f"expected {expected:.3e}, with scale 1 {unscaled:.3e}, with 2^16 {scaled:.3e}")
 assert unscaled == 0
 assert abs(scaled / expected - 1) < fp16.eps  # fp16 rounds once, by eps/2 at most; fp32 little
 
 # %% [markdown]
-# Without a scale the gradient becomes zero. With 2^16 it arrives, to the precision of fp16.
-# Backpropagation is linear: if we multiply the loss by 2^16, every gradient is 2^16 times as large on
-# its way through fp16, and we divide by the same number in fp32 afterwards. As 2^16 is a power of two,
-# this changes nothing else, unless a scaled gradient overflows. [Notebook
-# 03](03_grad_scaler_step_by_step.ipynb) shows how a good scale is found.
+# Without a scale the gradient becomes zero. With a scale of 2^16 it arrives with the precision of fp16.
+# Loss scaling works because backpropagation is linear: if we multiply the loss by 2^16, every gradient is
+# 2^16 times as large on its way through fp16. Afterwards we divide by 2^16 in fp32. As 2^16 is a power of
+# two, scaling changes nothing else, unless a scaled gradient overflows. [Notebook
+# 03](03_grad_scaler_step_by_step.ipynb) shows how to find a good scale.
 #
 # ### 3. Sums in fp32, against swamping in matmuls
 #
-# An element of a matmul is a sum of products. The product of two fp16 numbers fits exactly into fp32.
-# Precision is lost in adding up, so that is the part to do in fp32. We add up 8192 products in fp16 and
-# in fp32, and then let PyTorch multiply the two fp16 vectors.
+# Each element of a matmul is a sum of products. The product of two fp16 numbers fits exactly into fp32, so
+# precision is lost only in the sum. We add up 8192 products in fp16 and in fp32. Then PyTorch multiplies
+# the two vectors.
 
 # %%
 torch.manual_seed(0)
@@ -338,18 +337,17 @@ assert abs((a @ b).item() / exact - 1) < fp16.eps
 assert not torch.backends.cuda.matmul.allow_fp16_accumulation
 
 # %% [markdown]
-# The sum in fp16 ends much too low: the larger it gets, the more of the products it swamps. PyTorch's
-# own matmul in fp16 does not have this problem. It takes 16 bits in, adds up in fp32, and rounds once at
-# the end. [GPUs usually work in the same
-# way](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html), unless you switch on
-# [`allow_fp16_accumulation`](https://docs.pytorch.org/docs/stable/notes/cuda.html).
+# The sum in fp16 ends much too low: the larger the sum gets, the more products it swamps. PyTorch's fp16
+# matmul does not have this problem. It reads 16-bit inputs, adds up in fp32, and rounds once at the end.
+# [GPUs usually work in the same way](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html),
+# unless you switch on [`allow_fp16_accumulation`](https://docs.pytorch.org/docs/stable/notes/cuda.html).
 #
 # ## The gradients of a real network
 #
-# Are gradients really that small? We let a small network learn scikit-learn's handwritten digits in fp32
-# ([`course/digits.py`](course/digits.py)). Under autocast in fp16, most gradients with respect to the
-# *activations* [pass through fp16](02_autocast_dtypes.ipynb#Backward:-no-autocast-there), so we look at
-# those, before and after training.
+# Are gradients really that small? We train a small network on scikit-learn's handwritten digits in fp32
+# ([`course/digits.py`](course/digits.py)), and look at the gradients with respect to the *activations*
+# before and after training. Under autocast in fp16, most of these gradients [pass through
+# fp16](02_autocast_dtypes.ipynb#Backward:-no-autocast-there).
 
 # %% tags=["nbval-ignore-output"]
 images, labels = load_images(device)
@@ -364,14 +362,14 @@ assert (model(images[:1024]).argmax(dim=1) == labels[:1024]).float().mean() > 0.
 assert of_logits < -24  # smaller than the smallest number of fp16
 
 # %% [markdown]
-# There are two reasons why they are so small. The mean over 1024 examples divides by 2^10, before
-# training as well. And as the network becomes confident, the probabilities of the wrong classes fall
-# towards zero, and the gradients with them. So a loss scale is not chosen once and for all, but adjusted
-# while training. <!-- tests/notebooks/test_01_number_formats.py -->
+# The gradients are so small for two reasons. First, the mean over 1024 examples divides them by 2^10,
+# before training as well. Second, as the network becomes confident, the probabilities of the wrong classes
+# fall towards zero, and so do the gradients. So a loss scale has to be adjusted during
+# training. <!-- tests/notebooks/test_01_number_formats.py -->
 #
-# We multiply all gradients that are not zero already (ReLU makes many zeros) by a loss scale, round them
-# to fp16, and count how many have become zero or subnormal. Before you run this: which share do you
-# expect to lose without a scale?
+# ReLU makes many gradients exactly zero. We leave these out, multiply the others by a loss scale, round
+# them to fp16, and count how many become zero or subnormal. Before you run the cell: which share will be
+# lost without a scale?
 
 # %% tags=["nbval-ignore-output"]
 gradients = torch.cat([grad.flatten() for grad in trained]).cpu()
@@ -391,49 +389,51 @@ assert torch.amp.GradScaler("cpu").get_scale() == 2**16
 _ = figures.gradients_against_fp16(gradients.abs().log2(), scales=(1, 2**16))
 
 # %% [markdown]
-# The picture has two histograms of log2|gradient|, drawn over the range of fp16: what lies in the dark
-# area on the left becomes zero, the lighter grey is subnormal, white is normal, and the dark area on the
-# right is infinite. At scale 1 (above), nearly all gradients lie in the two grey areas on the left, and
-# more than a third become zero. Scaling by 2^16 (below), the scale that `torch.amp.GradScaler` starts
-# with, moves all of them 16 places to the right and changes nothing else. Then fewer than two in a
-# hundred are lost. bf16 loses none, so it needs no scaler here.
+# The two histograms show log2|gradient| over the range of fp16. From left to right, the gradients in the
+# four areas become zero (dark), subnormal (lighter grey), normal (white) and infinite (dark).
 #
-# Does it matter? The gradients that vanish are the smallest ones, so a network like this may well train
-# without a scale. But a weight that gets *only* gradients that vanish learns nothing. [The
-# paper](https://arxiv.org/abs/1710.03740) reports an object detector that diverged in fp16 without loss
-# scaling, and did as well as in fp32 with a scale of 8.
+# - **Scale 1 (above):** nearly all gradients lie in the two grey areas on the left, and more than a third
+#   become zero.
+# - **Scale 2^16 (below):** all gradients move 16 places to the right, and nothing else changes. Fewer than
+#   two in a hundred are lost. `torch.amp.GradScaler` starts with this scale.
+#
+# bf16 loses none of these gradients, so it needs no scaler here.
+#
+# The gradients that vanish are the smallest ones, so a network like this may well train without a scale.
+# But a weight learns nothing if *all* its gradients vanish. [The paper](https://arxiv.org/abs/1710.03740)
+# reports an object detector that diverged in fp16 without loss scaling, but with a scale of 8 did as well
+# as in fp32.
 #
 # ## Summary
 #
-# Each format is a range and a spacing:
+# Each format has a range and a spacing:
 #
 # | format | largest | digits | used for |
 # |---|---|---|---|
 # | fp32 | 3.4e38 | 7 | master weights, optimizer state, losses, long sums |
 # | tf32 | 3.4e38 | 3 | inputs of fp32 matmuls, on GPUs that have it |
-# | bf16 | 3.4e38 | 2 to 3 | activations and matmuls, no loss scaling |
-# | fp16 | 65504 | 3 | the same, finer, with loss scaling |
+# | bf16 | 3.4e38 | 2 to 3 | activations and matmuls, without loss scaling |
+# | fp16 | 65504 | 3 | activations and matmuls, with loss scaling |
 # | fp8 E5M2 | 57344 | 1 | gradients in many recipes, scaled by tensor or block |
-# | fp8 E4M3 | 448 | 1 | weights and activations, scaled in the same way |
+# | fp8 E4M3 | 448 | 1 | weights and activations, scaled by tensor or block |
 #
-# They fail in three ways:
+# Formats fail in three ways:
 #
-# | failure | what happens | who suffers most | what helps |
+# | failure | what happens | formats most affected | what helps |
 # |---|---|---|---|
 # | overflow | a number is too large and becomes infinite, and often NaN later (in E4M3: 448 or NaN) | fp16, fp8 | bf16, or fp32 for that op |
 # | underflow | a number is too small, loses bits and then becomes zero | fp16, fp8 | loss scaling, or bf16 |
 # | swamping | a small number is lost when it is added to a large one | bf16 more than fp16, and fp8 most of all | fp32 master weights and fp32 sums |
 #
-# Mixed precision puts the remedies together: weights and sums in fp32, matmuls in 16 bits, and a loss
-# scale for fp16.
+# Mixed precision combines the remedies: weights and sums in fp32, matmuls in 16 bits, and a loss scale for
+# fp16.
 #
-# Next: [notebook 02](02_autocast_dtypes.ipynb) shows how autocast decides which op runs in which
-# format.
+# Next: [notebook 02](02_autocast_dtypes.ipynb) shows how autocast decides which op runs in which format.
 #
 # ## Exercises
 #
-# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
-# not, why. A hint and a solution are folded away below each.
+# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if not,
+# why. A hint and a solution are folded away below each.
 
 # %%
 from course.exercises import checks_of
@@ -443,8 +443,8 @@ exercises = checks_of("01_number_formats")
 # %% [markdown]
 # ### 1. Which whole number is missing?
 #
-# fp16 holds every whole number up to 2048, and 2049 is the first that it does not have. Work out on
-# paper which is the first positive whole number that bf16 does not have.
+# fp16 can represent every whole number up to 2048, but not 2049. Work out on paper the first positive
+# whole number that bf16 cannot represent.
 
 # %%
 first_missing_in_bf16 = ...
@@ -453,8 +453,8 @@ exercises.check_first_missing(first_missing_in_bf16)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# bf16's eps is 2^-7, and the spacing doubles at each power of two. From which power of two on is it
-# larger than 1?
+# bf16's eps is 2^-7, and the spacing doubles at each power of two. From which power of two on is the
+# spacing larger than 1?
 #
 # </details>
 #
@@ -464,14 +464,14 @@ exercises.check_first_missing(first_missing_in_bf16)
 # first_missing_in_bf16 = 257
 # ```
 #
-# From 128 to 256 the spacing is 128 times 2^-7, which is 1. From 256 on it is 2, so 257 is missing.
-# In fp16 the same happens at 2048, with an eps of 2^-10.
+# From 128 to 256 the spacing is 128 times 2^-7, which is 1. From 256 on the spacing is 2, so 257 is
+# missing. In fp16 the same happens at 2048, because its eps is 2^-10.
 #
 # </details>
 #
 # ### 2. Where does the sum stop?
 #
-# We start from 0 in fp16 and add 0.1 ten thousand times, rounding each sum to fp16. The sum stops
+# We start from 0 in fp16 and add 0.1 ten thousand times. Each sum is rounded to fp16. The sum stops
 # growing long before it reaches 1000. At which number does it stop?
 
 # %%
@@ -491,22 +491,22 @@ exercises.check_sum_stops(sum_stops_at)
 # sum_stops_at = 256
 # ```
 #
-# Between 128 and 256 the spacing is 0.125, and half of it is less than 0.1, so the sum still grows.
-# From 256 on the spacing is 0.25, half of it is 0.125, and 0.1 is rounded away.
+# Between 128 and 256 the spacing is 0.125. Half of that is less than 0.1, so the sum still grows. From 256
+# on the spacing is 0.25. Half of that is 0.125, so 0.1 is rounded away.
 #
 # </details>
 #
 # ### 3. Repair a length
 #
-# This function takes an fp16 vector and returns its length in fp32. For `[300, 400]` it returns
-# infinity instead of 500:
+# This function takes an fp16 vector and returns its length in fp32. For `[300, 400]` it returns infinity
+# instead of 500:
 #
 # ```python
 # def length(vector):
 #     return (vector * vector).sum().sqrt().float()
 # ```
 #
-# Write it so that neither large nor small components go wrong.
+# Rewrite it so that large and small components both give the right length.
 
 
 # %%
@@ -519,8 +519,8 @@ exercises.check_length(length)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# 300 times 300 is 90000, which is more than 65504. In which op does the first infinity appear, and
-# which dtype does that op compute in?
+# 300 times 300 is 90000, which is more than 65504. In which op does the first infinity appear, and which
+# dtype does that op compute in?
 #
 # </details>
 #
@@ -532,15 +532,15 @@ exercises.check_length(length)
 #     return (wide * wide).sum().sqrt()
 # ```
 #
-# Squaring doubles the exponent, so the squares overflow from 256 on and become zero below about
+# Squaring doubles the exponent, so in fp16 the squares overflow from 256 on and become zero below about
 # 2^-12.5. In fp32 the square of every fp16 number fits.
 #
 # </details>
 #
 # ### 4. Find the largest scale
 #
-# Complete `largest_scale`: the largest power of two by which you can multiply these fp32 gradients
-# so that none of them overflows when they are rounded to fp16. It may be smaller than 1.
+# Complete `largest_scale`. It returns the largest power of two by which you can multiply these fp32
+# gradients so that none of them overflows when they are rounded to fp16. The scale may be smaller than 1.
 
 
 # %%
@@ -553,8 +553,8 @@ exercises.check_largest_scale(largest_scale)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Only the largest magnitude matters, and negative gradients overflow as well. Double the scale, or
-# take a logarithm and round it down.
+# Only the largest magnitude matters, and negative gradients overflow as well. Double the scale, or take a
+# logarithm and round it down.
 #
 # </details>
 #
@@ -570,23 +570,23 @@ exercises.check_largest_scale(largest_scale)
 #     return scale
 # ```
 #
-# A `GradScaler` searches in the same way, but by trying: it doubles the scale from time to time,
-# and halves it when something overflowed.
+# A `GradScaler` searches in a similar way, but by trying: it doubles the scale from time to time, and
+# halves it after an overflow.
 #
 # </details>
 #
 # ## Further reading
 #
-# - P. Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740), ICLR 2018:
-#   the three techniques, with histograms like the one above.
-# - P. Micikevicius et al., [FP8 Formats for Deep Learning](https://arxiv.org/abs/2209.05433), 2022:
-#   E4M3 and E5M2.
-# - D. Kalamkar et al., [A Study of BFLOAT16 for Deep Learning
-#   Training](https://arxiv.org/abs/1905.12322), 2019.
+# - P. Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740), ICLR 2018: the
+#   three techniques, with histograms like the one above.
+# - P. Micikevicius et al., [FP8 Formats for Deep Learning](https://arxiv.org/abs/2209.05433), 2022: E4M3
+#   and E5M2.
+# - D. Kalamkar et al., [A Study of BFLOAT16 for Deep Learning Training](https://arxiv.org/abs/1905.12322),
+#   2019.
 # - D. Goldberg, [What every computer scientist should know about floating-point
 #   arithmetic](https://doi.org/10.1145/103162.103163), ACM Computing Surveys, 1991.
 # - [`torch.finfo`](https://docs.pytorch.org/docs/stable/type_info.html): the limits of a dtype.
-# - [Numerical accuracy](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) in
-#   PyTorch: TF32, reduced precision in sums, and subnormal numbers on AMD's MI200.
-# - [CUDA semantics](https://docs.pytorch.org/docs/stable/notes/cuda.html) in PyTorch: the switches
-#   for sums in fp16 and bf16, and for TF32.
+# - [Numerical accuracy](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) in PyTorch:
+#   TF32, reduced precision in sums, and subnormal numbers on AMD's MI200.
+# - [CUDA semantics](https://docs.pytorch.org/docs/stable/notes/cuda.html) in PyTorch: the switches for
+#   sums in fp16 and bf16, and for TF32.
