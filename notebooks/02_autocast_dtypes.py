@@ -9,20 +9,19 @@
 # %% [markdown]
 # # Predict the dtype of every op under autocast
 #
-# **What you'll do.** Ask PyTorch, op by op, which dtype comes out of `torch.autocast`. Follow the
-# casts through a forward and a backward pass, switch them off for one region, and make a function of
-# your own follow the same rules. At the end you compare the rules of a CPU with those of CUDA,
-# whether or not you own such a GPU.
+# **What you'll do.** Ask PyTorch, op by op, which dtype comes out of `torch.autocast`. Follow the casts
+# through a forward and a backward pass, switch them off for one region, and make a function of your own
+# follow the same rules. At the end, compare the rules of a CPU with those of CUDA.
 #
 # **What you'll learn.**
-# - the four things autocast can do with an op, and three questions that tell which;
-# - which tensors it leaves alone;
-# - how to nest and disable it, and what its cache of weight casts does;
+# - the four things that autocast can do with an op, and three questions that tell you which;
+# - which tensors autocast leaves alone;
+# - how to nest and disable autocast, and what its cache of weight casts does;
 # - how to make an `autograd.Function` work under autocast;
-# - why a model that is fine under autocast on a CPU may behave differently on a GPU.
+# - why a model that works under autocast on a CPU may behave differently on a GPU.
 #
-# **What you need.** [Notebook 01](01_number_formats.ipynb) for what fp32, fp16 and bf16 are. You
-# need no GPU.
+# **What you need.** [Notebook 01](01_number_formats.ipynb), which explains fp32, fp16 and bf16. You need
+# no GPU.
 
 # %% tags=["nbval-ignore-output"]
 import torch
@@ -39,12 +38,11 @@ _ = torch.manual_seed(0)
 # %% [markdown]
 # ## The idea in five lines
 #
-# We take two column vectors in fp32 and do three things with them under autocast: a matrix
-# multiplication, an addition, and `torch.outer`. Before you run this: which dtype does each of the
-# three results have?
+# We take two column vectors in fp32 and run three ops on them under autocast: a matrix multiplication, an
+# addition, and `torch.outer`. Before you run this: which dtype does each of the three results have?
 #
-# The dtype that autocast lowers to is called `low` on this page. Here it is the backend's default,
-# which is bf16 on a CPU and fp16 on a GPU. In your own code, write out the one you mean.
+# In this notebook, `low` is the dtype that autocast lowers to. We use the backend's default, which is bf16
+# on a CPU and fp16 on a GPU. In your own code, write the dtype that you mean.
 
 # %%
 low = torch.get_autocast_dtype(device.type)
@@ -58,50 +56,48 @@ defaults = [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda", "xpu", "m
 assert defaults == [torch.bfloat16] + [torch.float16] * 3
 
 # %% [markdown]
-# We called `.to()` nowhere, and yet the matmul is in low precision. Matmuls can be [much faster
-# there](https://docs.pytorch.org/docs/stable/amp.html), so autocast casts their inputs. It leaves an
-# addition alone. The third result is mathematically the same as the first, but it stayed fp32: autocast
-# decides for each *op* that is called.
+# We did not call `.to()`, but the matmul ran in low precision. Autocast casts the inputs of matmuls,
+# because matmuls can be [much faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. Autocast
+# leaves an addition alone. `torch.outer` computes the same numbers as the first matmul, but its result
+# stayed fp32: autocast decides for each *op* that is called.
 #
-# Autocast hands *copies* to the op, so `x` itself is still fp32. **The parameters of a model stay fp32
-# in the same way.** So do not call `.half()` or `.bfloat16()` on a model that you train under autocast.
-# That would throw away its fp32 weights, which [small updates
-# need](01_number_formats.ipynb#Swamping).
+# Autocast gives *copies* to the op, so `x` is still fp32. **The parameters of a model stay fp32 in the
+# same way.** So do not call `.half()` or `.bfloat16()` on a model that you train under autocast. You would
+# lose its fp32 weights, which [small updates need](01_number_formats.ipynb#Swamping).
 #
 # ## Four things that can happen to an op
 #
-# Each backend has [a list of ops](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference), each
-# with a policy:
+# Each backend has [a list of ops](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference). An
+# op on the list has one of three policies, and other ops are left alone:
 #
 # | policy | what autocast does | typical ops |
 # |---|---|---|
 # | lower precision | casts the inputs to `low` | `linear`, `conv2d`, `matmul` |
 # | fp32 | casts the inputs to fp32, or asks for an fp32 result | most losses; on a GPU also `exp`, `softmax` and `layer_norm` |
 # | promote | casts the inputs to fp32 if one of them is fp32, otherwise to `low` | a few ops that combine tensors, such as `index_copy` and `cat` on a CPU |
-# | (not on the list) | nothing, so the op runs in the dtype that comes in | `relu`, `add`, `mean` |
+# | (not on the list) | nothing: the op runs in the dtype of its inputs | `relu`, `add`, `mean` |
 #
-# So you can predict the dtype of an op with three questions, in this order:
+# You can predict the dtype of an op with three questions, in this order:
 #
-# 1. **Is the call eligible?** [Some tensors and some calls](#What-is-eligible,-and-what-is-not) are
-#    never cast.
-# 2. **Is the op on the list of this backend?** If it is not, and is not made of ops that are, nothing
-#    happens, and PyTorch's usual promotion applies.
-# 3. **Which policy does it have there?**
+# 1. **Is the call eligible?** [Some tensors and some calls](#What-is-eligible,-and-what-is-not) are never
+#    cast.
+# 2. **Is the op on the list of this backend?** If neither the op nor the ops in it are listed, PyTorch's
+#    usual promotion applies.
+# 3. **Which policy does the op have there?**
 #
 # ## The table to keep
 #
-# You can find the policy of an op by calling it twice. We call some ops that models are made of
-# ([`course/autocast_rules.py`](course/autocast_rules.py)), each with an fp32 matrix and with a matrix
-# in low precision. `add fp32` adds the matrix to an fp32 copy of itself. Before you look: for which ops
-# do both calls return the same dtype?
+# Call an op twice to find its policy: with an fp32 matrix and with one in low precision. We do this for
+# common ops ([`course/autocast_rules.py`](course/autocast_rules.py)). `add fp32` adds the matrix to an
+# fp32 copy of itself. Before you look: for which ops do both calls return the same dtype?
 
 # %%
 table = {}
-print(f"{'under autocast':<24}{'fp32 in':<10}{SHORT[low]} in")
+print(f"{'op under autocast':<24}{'fp32 input':<14}{SHORT[low]} input")
 for name, op in OPS.items():
     with torch.autocast(device.type, dtype=low):
         table[name] = [outcome(op, device, dtype) for dtype in (torch.float32, low)]
-    print(f"{name:<24}{table[name][0]:<10}{table[name][1]}")
+    print(f"{name:<24}{table[name][0]:<14}{table[name][1]}")
 assert table["linear"] == table["matmul"] == table["conv2d"] == [SHORT[low]] * 2
 assert table["mse_loss"] == table["cross_entropy"] == table["add fp32"] == ["fp32"] * 2
 assert table["relu"] == table["add"] == table["mean"] == ["fp32", SHORT[low]]
@@ -109,18 +105,18 @@ assert table["relu"] == table["add"] == table["mean"] == ["fp32", SHORT[low]]
 # %% [markdown]
 # How to read a row:
 #
-# - Both columns in low precision: the policy is *lower precision*.
-# - Both columns fp32: the policy is *fp32*. In the row `add fp32` it is PyTorch's own promotion, because
-#   one of the inputs is always fp32.
-# - What goes in comes out: the op is not on the list of this device.
+# - **Low precision in both columns:** the policy is *lower precision*.
+# - **fp32 in both columns:** the policy is *fp32*. The row `add fp32` shows PyTorch's own promotion,
+#   because one input is always fp32.
+# - **The input's dtype in each column:** the op is not on the list of this device.
 #
-# Now you can follow the dtype through a network. A linear layer lowers it, `relu` keeps it, adding an
-# fp32 input lifts it to fp32, and the loss is fp32. [Notebook 09](09_xray_your_model.ipynb) does this for
-# a whole model.
+# Now you can follow the dtype through a network. A linear layer lowers it, `relu` keeps it, adding an fp32
+# input raises it to fp32, and the loss is fp32. [Notebook 09](09_xray_your_model.ipynb) does this for a
+# whole model.
 #
 # ## What is eligible, and what is not
 #
-# For some calls autocast does not decide the dtype. We multiply fp32 matrices in four ways. Then we call
+# For some calls, autocast does not decide the dtype. We multiply fp32 matrices in four ways. Then we call
 # `prod`, which multiplies the elements of a matrix and has the policy fp32, with and without a `dtype`.
 
 
@@ -147,25 +143,26 @@ for name, dtype in found.items():
 assert list(found.values()) == [low] + [torch.float32] * 4 + [low]
 
 # %% [markdown]
-# Only the first matmul is lowered. The others follow these rules:
+# Autocast lowers only the first matmul. The other calls follow these rules:
 #
-# - **In-place ops and `out=`** write into a tensor that exists, and its dtype cannot change. So
-#   autocast leaves these two calls alone, and they run in fp32.
+# - **In-place ops and `out=`** write into a tensor that exists, so its dtype cannot change. Autocast
+#   leaves these two calls alone, so they run in fp32.
 # - **Tensors on another device** are not cast, because the first argument of `torch.autocast` names one
-#   type of device. (The `meta` device stands in for "another" here.) If you name a device that the
-#   machine does not have, nothing is cast, sometimes without a warning. So take the name from where the
-#   tensors are, as `dtype_of` does with `device.type`. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
-# - **An explicit `dtype=`** decides the dtype of the result. You also get fp32 in this way from an op
+#   type of device. (Here it is the `meta` device.) If you name a device that the machine does not have,
+#   nothing is cast, sometimes without a warning. So take the name from your tensors, as `dtype_of` does
+#   with `device.type`. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+# - **An explicit `dtype=`** decides the dtype of the result. With `dtype=` you also get fp32 from an op
 #   that is *not* listed, such as `softmax` on a CPU. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 # - **float64 and integers** are not cast either. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
-# If such a call gets tensors of two dtypes, it may raise an error, although the ordinary form of the op works.
-# [Notebook 08](08_when_amp_breaks.ipynb#18-A-half-precision-output-leaves-the-block) has the messages.
+# A call that is not cast may raise an error if its tensors have two dtypes, although the ordinary form of
+# the op works. [Notebook 08](08_when_amp_breaks.ipynb#18-A-half-precision-output-leaves-the-block) lists
+# the messages.
 #
 # ## What leaves the block
 #
-# At the end of the block autocast stops, but the results keep their dtype. What happens to a result
-# in low precision when it meets an fp32 tensor outside?
+# At the end of the block autocast stops, but the results keep their dtype. We combine a result in low
+# precision with an fp32 tensor outside the block. What will happen in a sum and in a matmul?
 
 # %%
 with torch.autocast(device.type, dtype=low):
@@ -176,17 +173,16 @@ assert (inside + wide).dtype is torch.float32
 assert (inside.float() @ wide).dtype is torch.float32
 
 # %% [markdown]
-# An elementwise op such as `+` promotes to fp32, and a matmul fails. Either call `.float()` on the
+# An elementwise op such as `+` promotes to fp32, but a matmul raises an error. Call `.float()` on the
 # result or move the line into the block. The loss [belongs in the
-# block](https://docs.pytorch.org/docs/stable/amp.html#torch.autocast) anyway. Convert what leaves the block
-# for good, such as predictions, to fp32.
+# block](https://docs.pytorch.org/docs/stable/amp.html#torch.autocast) anyway. Convert results that leave
+# the block for good, such as predictions, to fp32.
 #
 # ## Backward: no autocast there
 #
-# `OpLog` records each op that PyTorch calls and the dtypes of its tensor arguments. Autocast's casts
-# show up as `_to_copy`. We run one training step with a single weight. The forward pass is under
-# autocast, the backward pass is not. Before you run this: in which dtype will the backward pass
-# multiply?
+# `OpLog` records each op that PyTorch calls, and the dtypes of its tensor arguments. Autocast's casts show
+# up as `_to_copy`. We run one training step with a single weight: the forward pass under autocast, the
+# backward pass outside. Before you run this: in which dtype will the backward pass multiply?
 
 # %%
 weight = torch.rand(4, 4, device=device, requires_grad=True)
@@ -200,19 +196,20 @@ assert forward.dtypes("mm") == backward.dtypes("mm") == [[SHORT[low]] * 2]
 assert weight.grad.dtype is weight.dtype is torch.float32
 
 # %% [markdown]
-# The forward pass has two casts down, the matmul in low precision, one cast up, and the loss in fp32.
-# The backward pass multiplies in low precision as well: each backward op runs in the dtype that
-# autocast chose for its forward op, because the saved tensors have that dtype. The backward of a cast
-# is the cast back, so the gradient of `weight` arrives in fp32.
+# The forward pass casts both inputs down, multiplies in low precision, casts the result up, and computes
+# the loss in fp32. The backward pass multiplies in low precision as well: each backward op runs in the
+# dtype that autocast chose for its forward op, because the saved tensors have that dtype. The backward of
+# a cast is the cast back, so the gradient of `weight` arrives in fp32.
 #
 # **Keep `backward()` out of the block.** Inside, [autocast would apply its list to the backward
-# ops](https://docs.pytorch.org/docs/stable/amp.html#torch.autocast) once more. A matmul that ran in fp32
-# on purpose would then get its gradient in low precision. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+# ops](https://docs.pytorch.org/docs/stable/amp.html#torch.autocast) as well. A matmul that ran in fp32 on
+# purpose would then get its gradient in low precision. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # ## Nest it, disable it
 #
-# Blocks nest. A block with `enabled=False` is an *fp32 island*: a region that needs the precision or
-# the range of fp32. Of the two matmuls on this island, which one runs in fp32?
+# You can nest autocast blocks. A region that needs the precision or the range of fp32 goes into a block
+# with `enabled=False`, which we call an *fp32 island*. Before you run this: which of the two matmuls on
+# this island runs in fp32?
 
 # %%
 with torch.autocast(device.type, dtype=low):
@@ -225,19 +222,18 @@ print(f"careless {careless.dtype}, careful {careful.dtype}, back in the block {b
 assert (careless.dtype, careful.dtype, back.dtype) == (low, torch.float32, low)
 
 # %% [markdown]
-# Only the second one does. The island switches *casting* off and nothing more, so a matmul of inputs in
-# low precision is computed in low precision. **An island needs `.float()` on its inputs.** On the way
-# back you need nothing, because autocast casts again.
+# Only the second one does. The island only switches *casting* off, so low-precision inputs are still
+# multiplied in low precision. **An island needs `.float()` on its inputs.** After the island you need no
+# cast, because autocast casts again.
 #
-# Autocast also works as a decorator: `@torch.autocast(device.type, dtype=low)` above a `forward` puts
-# the whole function into a block, no matter who calls it. You need that in a thread of your own, because
-# [a new thread begins without
-# autocast](08_when_amp_breaks.ipynb#32-A-thread-runs-without-autocast-or-in-another-dtype).
+# Autocast is also a decorator: `@torch.autocast(device.type, dtype=low)` above a `forward` puts the whole
+# function into a block, no matter who calls it. In threads you need the decorator, because [a new thread
+# begins without autocast](08_when_amp_breaks.ipynb#32-A-thread-runs-without-autocast-or-in-another-dtype).
 #
 # ## The cache of weight casts
 #
-# A weight that is used five times need not be cast five times. Autocast keeps its cast until the
-# outermost block ends, which takes memory. We count the casts for several kinds of weights.
+# If a block uses a weight five times, one cast is enough. Autocast caches the cast weight until the
+# outermost block ends. This takes memory. We count the casts for several kinds of weights.
 
 
 # %%
@@ -260,11 +256,11 @@ for kind, count in counts.items():
 assert list(counts.values()) == [1, 5, 5, 5]
 
 # %% [markdown]
-# Only the trained weight was cast once. The cache holds **leaf tensors that require a gradient**, that
-# is, the parameters that are being trained. Under `torch.inference_mode` [it holds
-# nothing](https://github.com/pytorch/pytorch/pull/165068), so every weight is cast for every use.
+# Only the trained weight was cast once. The cache holds **leaf tensors that require a gradient**: the
+# parameters that you train. Under `torch.inference_mode` [the cache holds
+# nothing](https://github.com/pytorch/pytorch/pull/165068), so every use casts the weight.
 #
-# The cache hurts where a weight changes inside the block. We double one, as `optimizer.step()` might.
+# The cache hurts if a weight changes inside the block. We double a weight, as `optimizer.step()` might.
 
 # %%
 identity = torch.eye(4, device=device)
@@ -276,31 +272,31 @@ with torch.autocast(device.type, dtype=low):
 with torch.autocast(device.type, dtype=low):
     fresh = identity @ weight
 for name, result in {"same block": stale, "new block": fresh}.items():
-    print(f"{name}: {(result / before).mean():g} times what it was")
+    print(f"{name}: the product is {(result / before).mean():g} times as large as before")
 assert torch.equal(stale, before)
 assert torch.equal(fresh, 2 * before)
 
 # %% [markdown]
 # The weight has doubled, but the matmul in the same block still uses the old cast, without any error.
-# **Put one block around each forward pass, and never one around the whole training loop.** A block in
-# the other half precision inside a block needs `cache_enabled=False`, for the same
-# reason. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
+# **Put one block around each forward pass, and never one around the whole training loop.** For the same
+# reason, an inner block in another 16-bit dtype needs
+# `cache_enabled=False`. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # ## Your own autograd functions
 #
-# The `forward` of a `torch.autograd.Function` runs inside the block, where autocast works. Its
-# `backward` runs outside, where it does not. So the dtypes may no longer match.
+# The `forward` of a `torch.autograd.Function` runs inside the block, where autocast casts. Its `backward`
+# runs outside, where autocast does not cast. So the dtypes may no longer match, as in this example.
 
 
 # %%
 class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)  # fp32: these are the arguments, not autocast's casts of them
+        ctx.save_for_backward(a, b)  # the fp32 arguments, not autocast's casts
         return a @ b
 
     @staticmethod
-    def backward(ctx, grad):  # in the dtype of the output
+    def backward(ctx, grad):  # grad has the dtype of the output
         a, b = ctx.saved_tensors
         return grad @ b.T, a.T @ grad
 
@@ -311,14 +307,15 @@ assert output.dtype is low
 print(error_of(output.float().sum().backward))
 
 # %% [markdown]
-# The forward pass succeeds, and the backward pass raises the error. Two decorators repair it:
-# `custom_fwd` remembers the state of autocast, and `custom_bwd` restores it for the backward pass. [Both
-# need the type of device](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.custom_fwd).
+# The forward pass succeeds, but the backward pass raises the error, because `grad` and the saved tensors
+# differ in dtype. Two decorators repair this: `custom_fwd` remembers the state of autocast, and
+# `custom_bwd` restores it for the backward pass. [Both need the type of
+# device](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.custom_fwd).
 #
-# A function may also work in one dtype only, such as a kernel that you wrote for fp32. Then give
-# `custom_fwd` that dtype as `cast_inputs`. A call in a block has its eligible arguments cast to it, and
-# autocast is off inside `forward` and `backward`. We decorate the methods of `Product` in both ways. In
-# your own code, write the decorators with `@` above the methods.
+# If a function works in one dtype only, such as a kernel that you wrote for fp32, pass that dtype to
+# `custom_fwd` as `cast_inputs`. A call in a block casts its eligible arguments to that dtype, and autocast
+# is off inside `forward` and `backward`. We decorate the methods of `Product` in both ways. In your own
+# code, write the decorators with `@` above the methods.
 
 
 # %%
@@ -334,8 +331,8 @@ class Fp32Product(AmpProduct):
 
 
 # %% [markdown]
-# We compare the gradient of the weight with the exact one. In bf16 each rounding is off by up to 2^-8
-# of the number, so we allow 0.02 of it.
+# We compare the gradient of the weight with the exact one. In bf16 each rounding error is up to 2^-8 of
+# the number, so we allow a relative error of 0.02.
 
 # %%
 exact = wide.T @ torch.ones(4, 4, device=device)
@@ -350,14 +347,14 @@ for function, dtype in ((AmpProduct, low), (Fp32Product, torch.float32)):
     torch.testing.assert_close(weight.grad, exact, **tolerance)
 
 # %% [markdown]
-# Both backward passes succeed, the first in low precision and the second in fp32. Both gradients arrive
-# in fp32.
+# Both backward passes succeed, the first in low precision and the second in fp32. Both gradients arrive in
+# fp32.
 #
 # ## CPU is no stand-in for CUDA
 #
-# Each backend has its own list of ops, and PyTorch can read the lists out, with or without the device.
-# (The leading underscore says that this function is not public.) Before you run this: each list has
-# about 110 ops. How many of them do CPU and CUDA share?
+# Each backend has its own list of ops. PyTorch returns it even for a device that you do not have. (The
+# leading underscore means that the function is not public.) Each list has about 110 ops. Before you run
+# this: how many ops do CPU and CUDA share?
 
 
 # %%
@@ -368,24 +365,24 @@ def listed(backend):
 
 
 cpu, cuda = listed("CPU"), listed("CUDA")
-print(f"both {len(cpu & cuda)}, CPU only {len(cpu - cuda)}, CUDA only {len(cuda - cpu)}")
+print(f"on both lists {len(cpu & cuda)}, CPU only {len(cpu - cuda)}, CUDA only {len(cuda - cpu)}")
 assert {"linear", "conv2d", "matmul", "mse_loss", "prod"} <= cpu & cuda
 assert {"cat", "stack", "index_copy", "fft_fft", "linalg_svd"} <= cpu - cuda
 assert {"exp", "log", "pow", "sum", "softmax", "layer_norm", "cumsum"} <= cuda - cpu
 
 # %% [markdown]
-# They share 39 ops, such as matmuls and losses. (These numbers may change with the version of PyTorch.)
-# On CUDA alone, `exp`, `sum`, `softmax` and `layer_norm` run in fp32, since their results or their inner
-# sums can leave the range of fp16. On the CPU, whose default is bf16, they stay in low precision. So a
-# test on a CPU does not tell you which dtypes a GPU will use.
+# They share 39 ops, such as matmuls and losses. (The numbers depend on the version of PyTorch.) Only
+# CUDA's list has `exp`, `sum`, `softmax` and `layer_norm`. On CUDA they run in fp32, because their results
+# or their inner sums can leave the range of fp16. On the CPU, whose default is bf16, they stay in low
+# precision. So a test on a CPU does not tell you which dtypes a GPU will use.
 #
 # ## Ask for any backend's policy
 #
-# You can still see CUDA's dtypes without CUDA, because autocast casts *before* a kernel is chosen.
-# A **fake tensor** has a device, a shape and a dtype, but no data, and so it needs no such device.
-# `policy_of` makes all tensors in its block fake ones and switches on autocast for the device that you
-# name. We give each op an input in low precision, since this is where backends differ. Before you look:
-# in which rows will the CPU's column differ from CUDA's?
+# You can see CUDA's dtypes without CUDA, because autocast casts *before* PyTorch chooses a kernel. A
+# **fake tensor** has a device, a shape and a dtype, but no data, so it needs no such device. `policy_of`
+# makes all tensors in its block fake and enables autocast for the device that you name. We give each op an
+# input in low precision, because the backends differ there. Before you look: in which rows will the CPU's
+# column differ from CUDA's?
 
 # %%
 grid = {}
@@ -403,44 +400,44 @@ here = grid.get(device.type, {})  # fake tensors are a model of a device: compar
 assert all(table[name][1] == predicted for name, predicted in here.items())
 
 # %% [markdown]
-# Each field is the dtype that an op returns on a backend for an input in low precision. Dark fields are
-# fp32. (`cuda` stands for [AMD's GPUs](https://docs.pytorch.org/docs/stable/notes/hip.html) as well.)
+# Each field shows the dtype that an op returns on a backend for an input in low precision. Dark fields are
+# fp32. (`cuda` also stands for [AMD's GPUs](https://docs.pytorch.org/docs/stable/notes/hip.html).)
 #
-# - From `linear` to `add fp32` all columns are alike.
-# - From `sum` to `layer_norm` the CPU's column stays low where CUDA goes to fp32.
-# - `mean` stays low on CUDA, unlike `sum`, and `batch_norm` goes to fp32 on MPS alone.
-# - `binary_cross_entropy` is an error on CUDA and XPU: use `binary_cross_entropy_with_logits`
-#   ([notebook 08](08_when_amp_breaks.ipynb#22-BCELoss-is-refused-on-a-GPU) says why).
+# - From `linear` to `add fp32`, all backends follow the same policy.
+# - From `sum` to `layer_norm`, the CPU stays in low precision where CUDA goes to fp32.
+# - `mean` stays in low precision on CUDA, unlike `sum`. `batch_norm` goes to fp32 only on MPS.
+# - `binary_cross_entropy` is an error on CUDA and XPU: use `binary_cross_entropy_with_logits` ([notebook
+#   08](08_when_amp_breaks.ipynb#22-BCELoss-is-refused-on-a-GPU) says why).
 #
-# `amp-lab ops --device cuda` [prints the rule of every
+# `amp-lab ops --device cuda` [prints the policy of every
 # op](../docs/your_model.md#what-would-autocast-do-to-it).
 #
 # ## Summary
 #
-# You can now predict the dtype of an op with three questions:
+# Three questions predict the dtype of an op:
 #
 # | question | answer |
 # |---|---|
-# | Is the call eligible? | The tensors are floats but not float64, on the named device, and the call is neither in place nor has `out=`. |
-# | Is the op on the list? | Autocast looks at ops and not at formulas: `x @ y.T` is on it, `torch.outer` is not. Each backend has its own list. |
-# | Which policy does it have? | Lower precision, fp32, or promote. An op that is not listed, nor made of listed ops, takes what comes in. |
+# | Is the call eligible? | Yes, if its tensors are floats other than float64 on the named device, and if the call has no `out=` and is not in place. |
+# | Is the op on the list? | Autocast looks at ops, not at formulas: `x @ y.T` is listed, `torch.outer` is not. Each backend has its own list. |
+# | Which policy does the op have? | Lower precision, fp32, or promote. An op that is neither listed nor made of listed ops runs in the dtype of its inputs. |
 #
-# - An explicit `dtype=` decides the dtype of the result. Parameters and their gradients stay fp32,
-#   and what leaves the block keeps its dtype.
+# - An explicit `dtype=` decides the dtype of the result. Parameters and their gradients stay fp32. Results
+#   keep their dtype when they leave the block.
 # - One block goes around the forward pass and the loss. `backward()` and `step()` stay outside.
-# - An island needs `enabled=False`, and `.float()` on what goes in.
+# - An island needs `enabled=False`, and `.float()` on its inputs.
 # - Outside of `inference_mode` the cache keeps the casts of trained weights until the outermost block
-#   ends, so do not change a weight inside it.
+#   ends. So do not change a weight inside a block.
 # - Custom functions that call listed ops usually need `custom_fwd` and `custom_bwd`.
-# - CPU and CUDA share only 39 of the more than 110 ops on each of their lists.
+# - CPU and CUDA each list more than 110 ops, but share only 39.
 #
-# Next: [notebook 03](03_grad_scaler_step_by_step.ipynb) follows a `GradScaler` through a training
-# step, which fp16 needs besides autocast.
+# Next: [notebook 03](03_grad_scaler_step_by_step.ipynb) follows a `GradScaler` through a training step.
+# fp16 needs one besides autocast.
 #
 # ## Exercises
 #
-# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
-# not, why. A hint and a solution are folded away below each.
+# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if not,
+# why. A hint and a solution are folded away below each.
 
 # %%
 from course.exercises import checks_of
@@ -450,8 +447,8 @@ exercises = checks_of("02_autocast_dtypes")
 # %% [markdown]
 # ### 1. Predict five dtypes
 #
-# `x` and `w` are fp32 matrices on the CPU. Which dtypes do `a`, `b`, `c`, `d` and `e` have? Answer
-# with a list of five strings, each `"fp32"` or `"bf16"`.
+# `x` and `w` are fp32 matrices on the CPU. Which dtypes do `a`, `b`, `c`, `d` and `e` have? Answer with a
+# list of five strings, each `"fp32"` or `"bf16"`.
 #
 # ```python
 # with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -469,8 +466,8 @@ exercises.check_dtypes(dtypes)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Which of the ops are on the list? For the others, look at what goes in: `c` has two inputs. And
-# what becomes of `a` when it leaves the block?
+# Which of the ops are on the list? For the others, look at their inputs: `c` has two. And what happens to
+# the dtype of `a` when it leaves the block?
 #
 # </details>
 #
@@ -480,15 +477,16 @@ exercises.check_dtypes(dtypes)
 # dtypes = ["bf16", "bf16", "fp32", "fp32", "bf16"]
 # ```
 #
-# The product is lowered, and `relu` is not listed and keeps bf16. The sum is not listed either, but
-# mixed inputs promote to fp32. The loss has the policy fp32. `a` keeps its dtype outside the block.
+# The matmul is lowered. `relu` is not listed, so `b` keeps bf16. The sum is not listed either, but PyTorch
+# promotes mixed inputs to fp32. The loss has the policy fp32. `a` keeps its dtype outside the block, so
+# `e` is bf16.
 #
 # </details>
 #
 # ### 2. Repair an island
 #
-# This function should multiply in fp32, no matter whether its argument is in low precision and
-# whether autocast is on. It does not. Repair it, for the CPU.
+# This function should always multiply in fp32, whatever the dtype of its argument, with and without
+# autocast. It does not. Repair it, for the CPU.
 #
 # ```python
 # def square_in_fp32(matrix):
@@ -519,8 +517,8 @@ exercises.check_island(square_in_fp32)
 #         return matrix.float() @ matrix.float()
 # ```
 #
-# You need both: without `.float()` a bf16 matrix is multiplied in bf16, and without the island
-# autocast would cast the fp32 matrices down again.
+# You need both: without `.float()` a bf16 matrix is multiplied in bf16, and without the island autocast
+# would cast the fp32 matrices down again.
 #
 # </details>
 #
@@ -542,7 +540,7 @@ exercises.check_casts(number_of_casts)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Each product has two inputs that are fp32. Which of the two does the cache keep?
+# Each matmul has two fp32 inputs. Which of the two does the cache keep?
 #
 # </details>
 #
@@ -552,8 +550,8 @@ exercises.check_casts(number_of_casts)
 # number_of_casts = 4
 # ```
 #
-# The weight is cast once and kept. The input requires no gradient, so it is cast in each of the
-# three products.
+# The weight is cast once and cached. The input requires no gradient, so it is cast in each of the three
+# matmuls.
 #
 # </details>
 #
@@ -573,8 +571,8 @@ exercises.check_policy(policy)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# One call is not enough. Which dtypes come out for an fp32 matrix and for a bf16 matrix, under each
-# of the three policies?
+# One call is not enough. Which dtypes come out for an fp32 matrix and for a bf16 matrix, in each of the
+# three cases?
 #
 # </details>
 #
@@ -590,24 +588,24 @@ exercises.check_policy(policy)
 #     return "not listed"
 # ```
 #
-# Here an op with one of the two policies returns the same dtype for both, and one without returns
-# what it was given.
+# Here an op with one of the two policies returns the same dtype in both calls. An op that is not listed
+# returns the dtype of its input.
 #
 # </details>
 #
 # ## Further reading
 #
-# - PyTorch, [Automatic Mixed Precision package](https://docs.pytorch.org/docs/stable/amp.html): the
-#   op reference for CUDA, XPU and CPU, and the reference of `torch.autocast` and the two decorators.
+# - PyTorch, [Automatic Mixed Precision package](https://docs.pytorch.org/docs/stable/amp.html): the op
+#   reference for CUDA, XPU and CPU, and the reference of `torch.autocast` and the two decorators.
 # - PyTorch, [Automatic Mixed Precision
-#   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): custom autograd
-#   functions, several models and losses.
+#   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): custom autograd functions,
+#   several models and losses.
 # - PyTorch, [Fake
 #   tensors](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html):
 #   what they are made for.
 # - AMD, [Automatic mixed precision in PyTorch using AMD
-#   GPUs](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html),
-#   2024: where the five-line demo comes from.
-# - [Pull request 165068](https://github.com/pytorch/pytorch/pull/165068): in versions before 2.11 a
-#   pass under `no_grad` could leave a cast without a graph in the cache. Older workarounds deal with
-#   that trap, which is gone.
+#   GPUs](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html), 2024:
+#   the source of the five-line demo.
+# - [Pull request 165068](https://github.com/pytorch/pytorch/pull/165068): in versions before 2.11, a pass
+#   under `no_grad` could leave a cast without a graph in the cache. Older code may still have workarounds,
+#   which are no longer needed.
