@@ -115,7 +115,7 @@ def train_fp32(model, optimizer, batches):
 # %% [markdown]
 # ## The same loop with AMP
 #
-# The lines marked `AMP` are new or changed. The model, the data and the optimizer stay the same.
+# The lines marked `AMP` are new or changed. Model, data and optimizer stay the same.
 
 
 # %%
@@ -168,7 +168,7 @@ assert scaler.is_enabled() == (precision is Precision.FP16)
 #
 # We train both networks for ten epochs and compare their losses. The AMP run stores activations with [two
 # to three decimal digits](01_number_formats.ipynb#Summary) (three in fp16), and the fp32 run stores them
-# with seven. Before you run the cell: how much worse will the loss of the AMP run be?
+# with seven. Before you run this: how much worse will the loss of the AMP run be?
 
 # %% tags=["nbval-ignore-output"]
 fp32_model, fp32_optimizer = new_network()

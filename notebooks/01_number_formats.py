@@ -20,7 +20,7 @@
 # - why mixed precision keeps fp32 *master weights*, scales the loss, and adds up in fp32.
 #
 # **What you need.** PyTorch, and to have trained a network before. You need no GPU: only the network at
-# the end uses your device, and all else runs on the CPU.
+# the end uses your device.
 
 # %% tags=["nbval-ignore-output"]
 import math
@@ -39,7 +39,7 @@ figures.use_style()
 # ## The idea in five lines
 #
 # We store two numbers in fp16, which has half the bits of fp32, and do one addition in fp16. Before you
-# run the cell: which of the three results will be right?
+# run this: which of the three results will be right?
 
 # %%
 small = torch.tensor(1e-8).half()
@@ -153,7 +153,7 @@ _ = figures.range_and_spacing(pictured)
 # The exact result of a cast, an addition or a multiplication often falls between two numbers of the
 # format. It is then rounded to the nearer one. A result exactly in the middle is a *tie*, which goes to
 # the number whose last bit is 0 (*round to nearest, ties to even*). From 2048 to 4096 fp16 has only the
-# even numbers, so every odd number is a tie. We round some of them, and add 2048, 1 and 1 in two orders.
+# even numbers, so every odd number is a tie. We round some of them, and add three numbers in two orders.
 
 # %%
 numbers = torch.arange(2048.0, 2057)
@@ -177,7 +177,7 @@ assert big + (one + one) == 2050
 #
 # ## Overflow
 #
-# In fp32, fp16 and bf16, a number that is too large becomes infinity. Before you run the cell: from which
+# In fp32, fp16 and bf16, a number that is too large becomes infinity. Before you run this: from which
 # number on does fp16 return infinity, 65505 or a later one?
 
 # %%
@@ -230,8 +230,8 @@ assert torch.tensor(2.0**-25).half() == 0  # a tie between 0 and 2^-24, and zero
 # ## Swamping
 #
 # Training adds many small updates to weights that are much larger. Suppose we add an update of 0.0001 to a
-# weight of 1 a thousand times. The exact result is 1.1. Before you run the cell: where does the weight end
-# in bf16, and where in fp16?
+# weight of 1 a thousand times. The exact result is 1.1. Before you run this: where does the weight end in
+# bf16, and where in fp16?
 
 
 # %%
@@ -368,8 +368,8 @@ assert of_logits < -24  # smaller than the smallest number of fp16
 # training. <!-- tests/notebooks/test_01_number_formats.py -->
 #
 # ReLU makes many gradients exactly zero. We leave these out, multiply the others by a loss scale, round
-# them to fp16, and count how many become zero or subnormal. Before you run the cell: which share will be
-# lost without a scale?
+# them to fp16, and count how many become zero or subnormal. Before you run this: which share will be lost
+# without a scale?
 
 # %% tags=["nbval-ignore-output"]
 gradients = torch.cat([grad.flatten() for grad in trained]).cpu()
