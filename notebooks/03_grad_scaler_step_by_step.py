@@ -9,17 +9,17 @@
 # %% [markdown]
 # # Follow a GradScaler step by step
 #
-# **What you'll do.** Train a network of one weight and one bias for one step in fp32 and for one step
-# in mixed precision, and look at the numbers on the way. Then make the gradients overflow on purpose,
-# see the scaler recover, and write a scaler of your own that keeps the scale as PyTorch's does.
+# **What you'll do.** Train a network of one weight and one bias: one step in fp32, then one step in
+# mixed precision. Print the numbers on the way. Then make the gradients overflow on purpose, watch the
+# scaler recover, and write your own scaler by PyTorch's rules.
 #
 # **What you'll learn.**
-# - what `scale`, `unscale_`, `step` and `update` each do, in which order, and why;
-# - why a step is sometimes skipped, and why that is no error;
-# - how the loss scale finds its value, and how to read its curve.
+# - what `scale`, `unscale_`, `step` and `update` do, and why their order matters;
+# - why the scaler sometimes skips a step, and why this is not an error;
+# - how the scaler finds a good loss scale, and how to read its curve.
 #
-# **What you need.** [Notebook 01](01_number_formats.ipynb) for why small gradients vanish in fp16,
-# and [notebook 02](02_autocast_dtypes.ipynb) for `torch.autocast`. You need no GPU.
+# **What you need.** [Notebook 01](01_number_formats.ipynb) explains why small gradients vanish in fp16.
+# [Notebook 02](02_autocast_dtypes.ipynb) introduces `torch.autocast`. You need no GPU.
 
 # %% tags=["nbval-ignore-output"]
 from dataclasses import dataclass
@@ -36,36 +36,37 @@ figures.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# A gradient of 2^-26 is too small for fp16. We send it through fp16 once as it is, and once multiplied
-# by 4096 before and divided by 4096 afterwards, in fp32. Before you run this: what will come out in
-# each case?
+# A gradient of 2^-26 is too small for fp16. We convert it to fp16 and back to fp32, first as it is. Then
+# we multiply it by 4096 before the conversion and divide by 4096 afterwards. Before you run this: what
+# do you expect in each case?
 
 # %%
 gradient = torch.tensor(2.0**-26)
 lost = gradient.half().float()
 kept = (gradient * 4096).half().float() / 4096
-print(f"{gradient:.3e} through fp16: {lost:.3e}; scaled, through fp16, unscaled: {kept:.3e}")
+print(f"{gradient:.3e} becomes {lost:.3e} in fp16, or {kept:.3e} if it is scaled first")
 assert lost == 0
 assert kept == gradient
 
 # %% [markdown]
-# As it is, the gradient becomes zero; scaled, it comes back exactly as it was.
+# Without scaling, the gradient becomes zero. With scaling, it comes back exactly as it was.
 #
-# We cannot multiply the gradients *before* they are computed. But backpropagation is linear: if the
-# loss is 4096 times as large, so is every gradient. So we scale the loss, which costs one
-# multiplication, and that factor is the **loss scale**. `torch.amp.GradScaler` does this for us, undoes
-# it before the optimizer sees the gradients, and looks for a good scale while we train.
+# The scaling has to happen *before* backpropagation rounds the gradients to fp16. Backpropagation is
+# linear: if the loss is 4096 times as large, so is every gradient. So we multiply the loss, which costs
+# only one multiplication. The factor is called the **loss scale**. `torch.amp.GradScaler` scales the
+# loss, divides the gradients by the scale before the optimizer uses them, and looks for a good scale
+# during training.
 #
 # ## A network of two parameters
 #
-# One linear layer with one input and one output has two parameters, so we can print all of them. The
-# output itself serves as the loss. Everything is drawn on the CPU and then moved, so that the numbers
-# are the same on every device.
+# A linear layer with one input and one output has two parameters, so we can print both. Its output
+# serves as the loss. We draw all random numbers on the CPU and then move them, so you see the same
+# numbers on every device.
 
 
 # %%
 def make():
-    """The same layer, input and optimizer every time."""
+    """Return the same layer, input and optimizer every time."""
     torch.manual_seed(47)
     layer = nn.Linear(1, 1)
     x = torch.randn(1, 1)
@@ -83,13 +84,13 @@ def show(stage, layer):
 
 
 # %% [markdown]
-# The numbers in the text come from these cells, and `check` asserts parameters and gradients, to half a
-# unit of the fourth decimal.
+# The text quotes the printed numbers. `check` asserts that parameters and gradients agree with them to
+# four decimals.
 
 
 # %%
 def check(layer, weight, bias, grads=None):
-    """Assert the printed values: parameters, and gradients where there are any."""
+    """Assert that the parameters, and gradients if given, have the printed values."""
     found = [layer.weight.item(), layer.bias.item()]
     if grads is not None:
         found += [layer.weight.grad.item(), layer.bias.grad.item()]
@@ -105,7 +106,7 @@ check(layer, -0.8939, -0.9002)
 # %% [markdown]
 # ## One step in FP32
 #
-# We begin with the forward pass: weight times input plus bias.
+# An fp32 step is our baseline. Its forward pass computes weight times input plus bias.
 
 # %%
 output = layer(x)
@@ -114,8 +115,8 @@ assert output.dtype is torch.float32
 assert abs(output.item() - -0.8473) < 0.5e-4
 
 # %% [markdown]
-# Next comes the backward pass. The derivative of `weight * x + bias` is `x` for the weight, and 1 for
-# the bias, so we expect the gradients -0.0591 and 1.
+# Next comes the backward pass. The derivative of `weight * x + bias` is `x` for the weight and 1 for the
+# bias, so we expect the gradients -0.0591 and 1.
 
 # %%
 output.backward()
@@ -123,7 +124,7 @@ show("after backward", layer)
 check(layer, -0.8939, -0.9002, [-0.0591, 1.0])
 
 # %% [markdown]
-# The optimizer subtracts each gradient as it is, since the learning rate is 1.
+# The learning rate is 1, so the optimizer subtracts each gradient unchanged from its parameter.
 
 # %%
 optimizer.step()
@@ -132,16 +133,16 @@ show("after step", layer)
 check(layer, -0.8348, -1.9002)
 
 # %% [markdown]
-# The weight went from -0.8939 to -0.8348, and the bias from -0.9002 to -1.9002. That is all there is to
-# an ordinary step: forward, backward, step. Now we go on with the same layer in mixed precision.
+# The weight went from -0.8939 to -0.8348, and the bias from -0.9002 to -1.9002. That was an ordinary
+# step: forward, backward, step.
 #
 # ## One step with autocast and GradScaler
 #
-# Our scaler starts at 4096, so that the numbers are easy to follow; by default it starts at 65536
-# (2^16). Lines that an fp32 loop does not have are marked `# AMP`.
+# Now we train the same layer in mixed precision. Our scaler starts at 4096, which keeps the numbers easy
+# to follow. The default is 65536 (2^16). The comment `# AMP` marks new and changed lines.
 
 # %%
-scaler = torch.amp.GradScaler(device.type, init_scale=4096)  # AMP: once, before the training loop
+scaler = torch.amp.GradScaler(device.type, init_scale=4096)  # AMP: once, before the loop
 assert torch.amp.GradScaler(device.type).get_scale() == 65536
 
 with torch.autocast(device.type, dtype=torch.float16):  # AMP: the forward pass and the loss
@@ -152,8 +153,9 @@ assert layer.weight.dtype is torch.float32
 assert abs(output.item() - -1.8506) < 0.5e-4
 
 # %% [markdown]
-# The output is fp16, because a linear layer runs in fp16 under autocast. The parameters are the fp32
-# **master weights**: autocast used [fp16 copies](02_autocast_dtypes.ipynb) of them for this one call.
+# The output is in fp16, because autocast runs a linear layer in fp16. The parameters stay in fp32 and
+# are called the **master weights**. Autocast used [fp16 copies](02_autocast_dtypes.ipynb) of them for
+# this one call.
 #
 # `scale` multiplies the loss by 4096. Before you run the next cell: what will the two gradients be
 # after `backward`?
@@ -165,12 +167,12 @@ check(layer, -0.8348, -1.9002, [-242.25, 4096.0])
 assert layer.weight.grad.dtype is torch.float32
 
 # %% [markdown]
-# Both gradients are 4096 times too large, -242.25 and 4096. They passed through fp16 on the way, and
-# arrived in fp32, the dtype of their parameters.
+# Both gradients are 4096 times too large: -242.25 and 4096. The backward pass computed them in fp16 and
+# converted them to fp32, the dtype of their parameters.
 #
-# `unscale_` divides them by the scale, in place, and notes whether any of them is infinite or NaN.
-# If your loop does not look at its gradients, you may leave this line out, because `step` does it
-# then. If it clips or logs gradients, you need it here: until now they are 4096 times too large.
+# `unscale_` divides the gradients by the scale, in place, and records whether any of them is infinite or
+# NaN. You need this line if your loop clips or logs gradients, because without it they are 4096 times
+# too large. Otherwise you can leave it out: `step` then unscales the gradients itself.
 
 # %%
 scaler.unscale_(optimizer)  # AMP: optional
@@ -178,17 +180,16 @@ show("after unscale_", layer)
 check(layer, -0.8348, -1.9002, [-0.0591, 1.0])
 
 # %% [markdown]
-# The gradients are those of the fp32 step again, within the precision of fp16. To see what is left of
-# the difference we print more digits: the derivative for the weight is the input, rounded to the 11
-# significant bits of fp16.
+# To four decimals, the gradients are those of the fp32 step again. More digits show the rounding: the
+# gradient of the weight is the input, rounded to the 11 significant bits of fp16.
 
 # %%
 print(f"in fp32 {x.item():.8f}, through fp16 {layer.weight.grad.item():.8f}")
 assert layer.weight.grad.item() == x.half().item()
 
 # %% [markdown]
-# The two differ from the sixth decimal on. Now `step` calls `optimizer.step()`, but only if
-# `unscale_` found no infinity and no NaN. It found none, so the parameters move as in fp32.
+# The two values differ from the sixth decimal on. Next, `scaler.step` calls `optimizer.step()`, but only
+# if all gradients are finite. Here they are, so the parameters change as in fp32.
 
 # %%
 scaler.step(optimizer)  # AMP: was optimizer.step()
@@ -196,8 +197,8 @@ show("after step", layer)
 check(layer, -0.7756, -2.9002, [-0.0591, 1.0])
 
 # %% [markdown]
-# `update` comes last in the iteration, after `step` has been called for every optimizer. It adjusts the
-# scale for the next iteration, and makes the scaler forget which optimizers it has unscaled.
+# `update` comes last in the iteration, after you have called `scaler.step` for every optimizer. It
+# adjusts the scale for the next iteration and clears the record of unscaled optimizers.
 
 # %%
 scaler.update()  # AMP
@@ -207,10 +208,11 @@ print(f"scale {scaler.get_scale():.0f}, good steps in a row {good_steps}")
 assert (scaler.get_scale(), good_steps) == (4096, 1)
 
 # %% [markdown]
-# Nothing overflowed, so `update` counted one good step and left the scale at 4096.
+# No gradient overflowed, so `update` counted a *good* step and left the scale at 4096.
 #
-# Keep to this order. Unscaling twice, for example, would divide by 4096 twice, so the scaler
-# refuses it until `update` has been called. [Notebook 08](08_when_amp_breaks.ipynb) has the others.
+# Call the methods in this order. For example, a second `unscale_` would divide the gradients by 4096
+# again, so the scaler raises an error if `update` has not been called in between. [Notebook
+# 08](08_when_amp_breaks.ipynb) shows other mistakes.
 
 # %%
 scaler.scale(layer(x)).backward()
@@ -225,18 +227,18 @@ assert "unscale_() has already been called" in message
 # %% [markdown]
 # ## An overflow: the step is skipped, the scale halves
 #
-# The largest fp16 number is 65504. In our network the loss is an fp16 tensor, and its gradient is
-# the scale itself. A scale of 131072 (2^17) does not fit into fp16, so this gradient becomes
-# infinite. `train_step` is the whole loop body from above, with a report.
+# The largest fp16 number is 65504. In our network the loss is an fp16 tensor, and its gradient equals
+# the scale. A scale of 131072 (2^17) does not fit into fp16, so this gradient becomes infinite.
+# `train_step` contains all lines of the step above and prints the result.
 
 
 # %%
 def train_step(layer, x, optimizer, scaler):
-    """One AMP step; returns whether it was skipped."""
+    """Take one AMP step; return whether the scaler skipped it."""
     with torch.autocast(device.type, dtype=torch.float16):
         output = layer(x)
     scaler.scale(output).backward()
-    scaler.step(optimizer)  # unscales, looks for inf and NaN, and perhaps steps
+    scaler.step(optimizer)  # unscales, and steps if all gradients are finite
     before = scaler.get_scale()
     scaler.update()
     show(f"scale {before:.0f}", layer)
@@ -245,7 +247,7 @@ def train_step(layer, x, optimizer, scaler):
 
 
 # %% [markdown]
-# We take four steps, beginning with that scale. How many of them do you expect to be skipped?
+# We take four steps and start with a scale of 2^17. How many of them do you expect to be skipped?
 
 # %%
 layer, x, optimizer = make()
@@ -257,24 +259,25 @@ assert scaler.get_scale() == 2.0**15
 check(layer, -0.7756, -2.9002)
 
 # %% [markdown]
-# Two steps were skipped, because 2^17 and 2^16 are both above 65504. The gradients were infinite,
-# so the parameters did not move, and the scale fell to 2^15, with which training goes on.
-# **A skipped step is not a fault: it is how the scaler searches.** As a rule of thumb, a few at the
-# start and one now and then are normal. If the scale goes on falling, the gradients are probably bad
-# at *any* scale: see [notebook 08](08_when_amp_breaks.ipynb), section 2.
+# The scaler skipped two steps, because 2^17 and 2^16 are both above 65504 and made the gradients
+# infinite. In a skipped step the parameters do not change and the scale halves. At 2^15 the gradients
+# are finite, so training continues. **A skipped step is not an error. Skipping is how the scaler finds
+# its scale.** As a rule of thumb, a few skipped steps at the start and one now and then are normal. If
+# the scale keeps falling, the gradients are probably inf or NaN at *any* scale: see [notebook
+# 08](08_when_amp_breaks.ipynb), section 2.
 #
-# A scaler costs one pass over all gradients in each step. With an ordinary optimizer it also makes the
-# CPU [wait for a
+# A scaler costs one pass over all gradients in each step. With an ordinary optimizer, the CPU also
+# [waits for the
 # GPU](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization)
-# once in each step, because `step` has to read whether anything overflowed. A fused optimizer
-# (`fused=True`) gets that answer on the device and needs no wait. `get_scale()` waits too, once the
-# scaler has scaled a loss. <!-- tests/notebooks/test_03_grad_scaler_step_by_step.py -->
+# once in each step, because `scaler.step` has to read whether a gradient overflowed. A fused optimizer
+# (`fused=True`) checks this on the device, so the CPU need not wait. `get_scale()` makes the CPU wait
+# too, once the scaler has scaled a loss. <!-- tests/notebooks/test_03_grad_scaler_step_by_step.py -->
 #
 # ## Growth: after enough good steps, the scale doubles
 #
-# If the scale could only fall, one unlucky batch could leave it too low for good. So after
-# `growth_interval` good steps in a row (2000 by default, 3 here) it doubles, to see whether there is
-# room.
+# If the scale could only fall, one unlucky batch could leave it too low for good. So the scaler also
+# tries larger scales. It doubles the scale after `growth_interval` good steps in a row (2000 by default,
+# 3 here).
 
 # %%
 layer, x, optimizer = make()
@@ -287,14 +290,14 @@ assert scales == [4096] * 3 + [8192] * 3 + [16384]
 assert torch.amp.GradScaler(device.type).get_growth_interval() == 2000
 
 # %% [markdown]
-# The scale doubles after three good steps, to 8192, and after six, to 16384.
+# The scale doubles to 8192 after three good steps, and to 16384 after six.
 #
 # ## The scale over a whole training run
 #
-# Both rules together make the scale climb until a gradient overflows, fall by half, and climb
-# again. To see this in a picture, we fit a linear layer to noisy data, with a growth interval of 10.
-# The loss is in the block as well. Autocast computes it in fp32, so here the scale may exceed
-# 65504: only the gradients behind it have to fit into fp16.
+# With both rules, the scale climbs until a gradient overflows, falls by half and climbs again. To plot
+# this, we fit a linear layer to noisy data, with a growth interval of 10. This time the loss is in the
+# autocast block too. Autocast runs `mse_loss` in fp32, so the scale may exceed 65504: only the gradients
+# of fp16 tensors have to fit into fp16.
 
 # %%
 torch.manual_seed(0)
@@ -315,7 +318,7 @@ for _ in range(300):
     optimizer.zero_grad()
 
 # %% [markdown]
-# The scale halves in exactly those steps that were skipped, so we can read them from the list.
+# The scale halves exactly in the skipped steps, so we find these steps in the list of scales.
 
 # %%
 after_each = pairwise([*scales, scaler.get_scale()])
@@ -329,17 +332,17 @@ assert loss.dtype is torch.float32
 assert max(scales) > 65504
 
 # %% [markdown]
-# The scale climbs one stair every ten steps until a gradient overflows. There, at a cross, the step is
-# skipped, the scale halves, and the climb begins again. The crosses are not all at the same height,
-# since every batch has its own largest gradient. The loss still ends at the level of the noise. With
-# the default interval of 2000, at most one step in 2000 is skipped in the long run, since a rise has to
-# make up for every fall, unless the scale falls for good.
+# The scale doubles every ten steps until a gradient overflows. Each cross marks an overflow: the step is
+# skipped and the scale halves. The crosses are at different heights, because every batch has a different
+# largest gradient. The loss still ends at the level of the noise. By default a doubling takes 2000 good
+# steps, and in the long run every halving needs a doubling. So at most one step in 2000 is skipped,
+# unless the scale keeps falling.
 #
 # ## A scaler written by hand
 #
-# The rules for the scale fit in 20 lines. PyTorch's own scaler can do more: it serves [several
-# optimizers](https://docs.pytorch.org/docs/stable/notes/amp_examples.html), catches some calls in the wrong
-# order, and does not wait for the device once for each gradient.
+# The rules for the scale fit in 20 lines, so we can write a scaler ourselves. PyTorch's scaler can do
+# more: it serves [several optimizers](https://docs.pytorch.org/docs/stable/notes/amp_examples.html),
+# catches some calls in the wrong order, and does not wait for the device once for each gradient.
 
 
 # %%
@@ -369,8 +372,8 @@ class HandScaler:
 
 
 # %% [markdown]
-# We compare it with `GradScaler` for 500 steps of Adam on two copies of a network. In about one step in
-# ten, drawn at random, we multiply the loss by infinity, so that both must skip it.
+# We compare `HandScaler` with `GradScaler` for 500 steps of Adam on two copies of a network. In about
+# one step in ten, chosen at random, we multiply the loss by infinity, so both must skip the step.
 
 
 # %%
@@ -393,8 +396,8 @@ def run(scaler, steps=500):
 
 
 # %% [markdown]
-# Every scale and every parameter has to be equal after every step, to the last bit. We can ask for that
-# much because the scales are powers of two, so that scaling and unscaling round nothing.
+# After every step, the scale and the parameters must be the same in both runs, to the last bit. We can
+# require this because the scales are powers of two, so scaling and unscaling round nothing.
 
 # %%
 theirs = run(torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=7))
@@ -409,13 +412,13 @@ print(f"scale between {min(values):g} and {max(values):g}")
 assert 30 < falls < 70  # one in ten of 500, give or take three standard deviations
 
 # %% [markdown]
-# All 500 steps are equal. So many skips bring the scale far down, though nothing here is in fp16: a
-# scaler only looks for inf and NaN, wherever they come from.
+# All 500 steps are equal. The many skipped steps push the scale far down, although nothing here is in
+# fp16. A scaler only checks for inf and NaN, wherever they come from.
 #
 # ## When there is nothing to scale
 #
-# bf16 has the exponents of fp32, so gradients rarely vanish for want of range, and a scaler has little
-# to do. You can still write one loop for both: a disabled scaler returns the loss as it is, and its
+# bf16 has as many exponent bits as fp32, so gradients rarely become zero and a scaler has little to do.
+# You can still write one loop for fp16 and bf16. A disabled scaler returns the loss unchanged, and its
 # `step` [only calls the optimizer](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler).
 
 # %%
@@ -427,7 +430,7 @@ for dtype in (torch.float16, torch.bfloat16):
     assert scaled == (65536 if dtype is torch.float16 else 1)
 
 # %% [markdown]
-# The enabled scaler made 65536 of a loss of 1, and the disabled one left it alone.
+# The enabled scaler turned a loss of 1 into 65536. The disabled scaler returned it unchanged.
 #
 # ## Summary
 #
@@ -435,17 +438,17 @@ for dtype in (torch.float16, torch.bfloat16):
 #
 # | line | what it does |
 # |---|---|
-# | `scaler.scale(loss).backward()` | multiplies the loss, and with it every gradient, by the scale |
-# | `scaler.unscale_(optimizer)` | divides the gradients in place and looks for inf and NaN; you need it before clipping |
-# | `scaler.step(optimizer)` | unscales if that was not done yet; lets the optimizer change the weights unless something was not finite |
-# | `scaler.update()` | by default halves the scale after a bad step, and doubles it after 2000 good ones in a row |
+# | `scaler.scale(loss).backward()` | multiplies the loss by the scale, and therefore every gradient |
+# | `scaler.unscale_(optimizer)` | divides the gradients by the scale in place and checks for inf and NaN; you need it before clipping |
+# | `scaler.step(optimizer)` | unscales the gradients if you have not; calls `optimizer.step()` only if all gradients are finite |
+# | `scaler.update()` | by default halves the scale after a skipped step, and doubles it after 2000 good steps in a row |
 #
-# A skipped step is how the scaler searches for its value. One scaler lives as long as the training
-# does, and [belongs in the checkpoint](05_cifar10_mobilenet.ipynb#Resume:-to-the-last-bit). We enable it
-# for fp16, and not for bf16.
+# A skipped step is part of the search for a good scale. Use one scaler for the whole training run, and
+# [save its state in the checkpoint](05_cifar10_mobilenet.ipynb#Resume:-to-the-last-bit). Enable it for
+# fp16, not for bf16.
 #
-# In [notebook 04](04_fp32_vs_amp.ipynb) we train a whole network in each precision, and measure what
-# that buys in time and memory.
+# In [notebook 04](04_fp32_vs_amp.ipynb) we train a whole network in each precision and measure how much
+# time and memory AMP saves.
 #
 # ## Exercises
 #
@@ -460,7 +463,8 @@ exercises = checks_of("03_grad_scaler_step_by_step")
 # %% [markdown]
 # ### 1. Which scale saves this gradient?
 #
-# A gradient is 2^-26. What is the smallest power of two that keeps it from becoming zero in fp16?
+# A gradient is 2^-26. What is the smallest loss scale that keeps it from becoming zero in fp16? The
+# scale has to be a power of two.
 
 # %%
 smallest_scale = ...
@@ -469,8 +473,8 @@ exercises.check_smallest_scale(smallest_scale)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The smallest positive number of fp16 is 2^-24. What becomes of a number that lies exactly halfway
-# between 0 and it?
+# The smallest positive fp16 number is 2^-24. How is a number rounded that lies exactly halfway between 0
+# and 2^-24?
 #
 # </details>
 #
@@ -480,15 +484,15 @@ exercises.check_smallest_scale(smallest_scale)
 # smallest_scale = 4
 # ```
 #
-# 2^-26 times 4 is 2^-24, which fp16 has. With a scale of 2 the product is 2^-25, halfway between 0
-# and 2^-24, and rounding to even makes it 0.
+# 2^-26 times 4 is 2^-24, which is an fp16 number. With a scale of 2 we get 2^-25, halfway between 0 and
+# 2^-24. Rounding to even makes this 0.
 #
 # </details>
 #
 # ### 2. Where does the scale end?
 #
-# A scaler starts at 1024 with a growth interval of 3. Of ten steps, the second and the eighth
-# overflow. Work out on paper what the scale is after the tenth.
+# A scaler starts at 1024 with a growth interval of 3. It takes ten steps, of which the second and the
+# eighth overflow. Work out on paper the scale after the tenth step.
 
 # %%
 scale_at_the_end = ...
@@ -497,8 +501,8 @@ exercises.check_scale_after(scale_at_the_end)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Write two columns, the scale and the number of good steps in a row. Both a fall and a rise set the
-# second one back to zero.
+# Write two columns: the scale, and the number of good steps in a row. Set the second one back to zero
+# whenever the scale halves or doubles.
 #
 # </details>
 #
@@ -508,16 +512,17 @@ exercises.check_scale_after(scale_at_the_end)
 # scale_at_the_end = 512
 # ```
 #
-# Step 2 halves 1024 to 512. Steps 3, 4 and 5 are good, so the scale doubles to 1024. Steps 6 and 7
-# are good, which is one too few, and step 8 halves it to 512 again. Steps 9 and 10 are good.
+# Step 2 halves the scale from 1024 to 512. Steps 3, 4 and 5 are good, so the scale doubles to 1024.
+# Steps 6 and 7 are good, which is one too few for the next doubling. Step 8 halves the scale to 512
+# again. Steps 9 and 10 are good, which is also too few.
 #
 # </details>
 #
 # ### 3. Clip, with a scaler
 #
-# Complete `clipped_step`, so that the norm of the gradients is at most 1 when the optimizer sees
-# them. The check compares the weights with those of an fp32 step that clips, and looks whether the
-# scaler has counted the step.
+# Complete `clipped_step` so that the norm of the gradients is at most 1 when the optimizer uses them.
+# The check compares the weights with those of an fp32 step that clips. It also checks that the scaler
+# has counted the step.
 
 
 # %%
@@ -530,8 +535,8 @@ exercises.check_clipped_step(clipped_step)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# After `backward` the gradients are multiplied by the scale. Which of the scaler's methods undoes
-# that before `step` does?
+# After `backward` the gradients are multiplied by the scale. Which method of the scaler divides them by
+# the scale before `step`?
 #
 # </details>
 #
@@ -546,15 +551,15 @@ exercises.check_clipped_step(clipped_step)
 #     scaler.update()
 # ```
 #
-# Without `unscale_` the norm is 1024 times too large (the scale in the check is 1024), so that
-# clipping shrinks the gradients to almost nothing.
+# The check uses a scale of 1024. Without `unscale_` the norm is 1024 times too large, so clipping
+# shrinks the gradients to almost nothing.
 #
 # </details>
 #
 # ### 4. Go on after an interruption
 #
-# A run was stopped, and `state` is what `scaler.state_dict()` gave. Return a scaler that goes on as
-# if nothing had happened.
+# A training run was interrupted, and `state` is the result of its `scaler.state_dict()`. Return a scaler
+# that resumes as if there had been no interruption.
 
 
 # %%
@@ -567,7 +572,8 @@ exercises.check_resumed(resumed_scaler)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `print(torch.amp.GradScaler(device.type).state_dict())` shows what there is besides the scale.
+# `print(torch.amp.GradScaler(device.type).state_dict())` shows what the state contains besides the
+# scale.
 #
 # </details>
 #
@@ -580,9 +586,9 @@ exercises.check_resumed(resumed_scaler)
 #     return scaler
 # ```
 #
-# A scaler that only gets the old scale (`init_scale=state["scale"]`) would count its good steps from
-# zero. Without any state it starts at 65536, and may have to skip a few steps until it has found its
-# value again.
+# A scaler that gets only the old scale (`init_scale=state["scale"]`) counts its good steps from zero. A
+# scaler without any state starts at 65536 and may have to skip a few steps before it finds a good scale
+# again.
 #
 # </details>
 #
