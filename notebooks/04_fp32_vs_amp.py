@@ -9,23 +9,20 @@
 # %% [markdown]
 # # Train in FP32 and with AMP, and measure both
 #
-# **What you'll do.** Train one network on one picture, first in plain FP32 and then with automatic
-# mixed precision. Compare what both learn, how long a step takes and how much memory it needs.
+# **What you'll do.** Train one network on one picture, first in plain FP32 and then with automatic mixed
+# precision (AMP). Compare the losses, the time of a training step and the memory that it needs.
 #
 # **What you'll learn.**
-# - which lines of a training loop AMP changes, and which it does not;
-# - how to tell whether reduced precision costs accuracy: by comparing with the spread between
-#   seeds;
-# - how to measure time and memory so that the numbers mean something, and which mistakes make them
-#   misleading.
+# - which lines of a training loop AMP changes, and which stay the same;
+# - how the spread between seeds tells you whether reduced precision costs accuracy;
+# - how to measure time and memory, and which mistakes make the numbers misleading.
 #
-# **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for `torch.autocast`, [notebook
-# 03](03_grad_scaler_step_by_step.ipynb) for `GradScaler`. You need no GPU. On a GPU the notebook trains
-# on the full-size problem.
+# **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) introduces `torch.autocast`, [notebook
+# 03](03_grad_scaler_step_by_step.ipynb) introduces `GradScaler`. You need no GPU. On a GPU the notebook
+# trains on the full-size problem.
 #
-# Problem and network come from an [article by
-# AMD](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html). A
-# section near the end looks at how it measured.
+# The problem and the network come from an [article by
+# AMD](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html).
 
 # %% tags=["nbval-ignore-output"]
 import time
@@ -47,8 +44,8 @@ figures.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# We run one layer forward and backward with a single line of AMP. Before you run this: which of the
-# output, the weight and its gradient will be in bf16?
+# We run one layer forward and backward, with a single line of AMP. Before you run this: which will be in
+# bf16, the output, the weight or its gradient?
 
 # %%
 layer, x = nn.Linear(64, 64).to(device), torch.rand(8, 64, device=device)
@@ -62,16 +59,16 @@ assert output.dtype is torch.bfloat16
 assert layer.weight.dtype is gradient.dtype is torch.float32
 
 # %% [markdown]
-# Only the output is in bf16. It takes half the memory, and the matmul behind it can be [much
-# faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. The weight and its gradient stay
-# fp32. So we expect AMP to save time, to save memory, and to learn the same. This notebook measures all
+# Only the output is in bf16. It takes half the memory, and the matmul that computes it can be [much
+# faster](https://docs.pytorch.org/docs/stable/amp.html) in 16 bits. The weight and its gradient stay in
+# fp32. So we expect AMP to save time, to save memory and to learn the same. This notebook measures all
 # three.
 #
 # ## The problem: a picture, from its coordinates
 #
 # The network gets the x and the y coordinate of each pixel and predicts the pixel's brightness. The
-# picture is a sum of two cosine waves, rounded to four levels. <!-- tests/bench/test_convmodel.py --> The
-# full scale has the sizes of the article; the quick one takes a smaller picture and fewer epochs.
+# picture is a sum of two cosine waves, rounded to four levels. <!-- tests/bench/test_convmodel.py -->
+# The full scale uses the sizes of the article. The quick scale uses a smaller picture and fewer epochs.
 
 # %%
 config = {
@@ -89,8 +86,8 @@ inputs, target = quantized_sine(config["size"], device)  # (1, 2, H, W), (1, 1, 
 assert target.unique().numel() == 4
 
 # %% [markdown]
-# The network's convolutions have 1x1 kernels, so each is a matmul over the channels of every pixel. As
-# a rule of thumb, that is the kind of work that reduced precision speeds up most.
+# The convolutions of the network have 1x1 kernels, so each is a matmul over the channels of every pixel.
+# As a rule of thumb, reduced precision speeds up matmuls most.
 
 # %%
 model = ConvModel(config["hidden"])
@@ -101,8 +98,8 @@ assert all(layer.kernel_size == (1, 1) for layer in convolutions)
 # %% [markdown]
 # ## The plain step, and the same step with AMP
 #
-# The plain step knows nothing about precision. It returns the loss as a tensor, because reading it with
-# `loss.item()` would make the CPU [wait for the
+# We write one training step without AMP and one with AMP. The plain step returns the loss as a tensor,
+# because reading it with `loss.item()` would make the CPU [wait for the
 # GPU](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization)
 # in every step.
 
@@ -119,8 +116,8 @@ def step_fp32(model, optimizer):
 
 
 # %% [markdown]
-# With AMP, autocast goes around the forward pass and the loss, and a scaler around the backward
-# pass and the optimizer. The marked lines are new or changed.
+# With AMP, the forward pass and the loss run under autocast, and a scaler handles the backward pass and
+# the optimizer step. The comment `# AMP` marks new and changed lines.
 
 
 # %%
@@ -137,19 +134,18 @@ def step_amp(model, optimizer, scaler, dtype):
 
 
 # %% [markdown]
-# A run consists of a network, an optimizer, and for AMP one scaler. We enable the scaler for fp16
-# only. With bf16 it is disabled and scales nothing, so one step function serves
-# both. <!-- tests/core/test_precision.py -->
+# A run needs a network, an optimizer and, for AMP, one scaler. We enable the scaler for fp16 only. With
+# bf16 it is disabled and scales nothing, so `step_amp` serves both.
+# <!-- tests/core/test_precision.py -->
 #
-# The name FP32 needs care. PyTorch lets a recent NVIDIA GPU [run fp32 convolutions in
-# TF32](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices)
-# unless you tell it not to. So `float32_mode` switches TF32 off for `Precision.FP32`, and on for
-# `Precision.TF32`.
+# The FP32 baseline needs care. By default, PyTorch lets a recent NVIDIA GPU [run fp32 convolutions in
+# TF32](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices).
+# So `float32_mode` turns TF32 off for `Precision.FP32`, and on for `Precision.TF32`.
 
 
 # %%
 def new_run(precision, seed):
-    """A new network, and the function that trains it for one step."""
+    """Return a new network, and a function that trains it for one step."""
     torch.manual_seed(seed)
     model = ConvModel(config["hidden"]).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=config["lr"])
@@ -169,9 +165,9 @@ with Precision.FP32.float32_mode("cpu"):
     assert torch.backends.cudnn.conv.fp32_precision == "ieee"
 
 # %% [markdown]
-# We compare FP32 with each precision that this device accelerates. `describe_device` finds them by
-# timing a matmul in each. If this device accelerates none, we use bf16 anyway, to show what emulation
-# costs. <!-- tests/core/test_device.py -->
+# We compare FP32 with each precision that this device accelerates. `describe_device` finds these
+# precisions by timing a matmul in each. If this device accelerates none, we use bf16 anyway, to show
+# what emulation costs. <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)
@@ -179,14 +175,14 @@ precisions = [Precision.FP32, *reversed(report.accelerated or [Precision.BF16])]
 print(f"{report.name}: comparing", ", ".join(precisions))
 if not report.trusted:
     print("not trusted: the machine was busy, so another choice may be better")
-assert all(report.rates[precision] for precision in precisions)  # each can be had here
+assert all(report.rates[precision] for precision in precisions)  # the device can run each of them
 
 # %% [markdown]
 # ## Do they learn the same?
 #
-# Each precision trains with three seeds. A single run would prove little, because the seeds differ
-# among themselves, and a difference between precisions has to be compared with that spread. Before
-# you run this: will the line of bf16 lie above that of FP32, below it, or on it?
+# We train with three seeds in each precision. A single run would prove little, because the loss also
+# differs from seed to seed. So we compare the difference between precisions with this spread. Before you
+# run this: will the line of bf16 lie above that of FP32, below it, or on it?
 
 
 # %% tags=["nbval-ignore-output"]
@@ -200,35 +196,35 @@ runs = {precision: [train(precision, seed) for seed in (0, 1, 2)] for precision 
 losses = {precision: torch.stack([loss for _, loss in runs[precision]]) for precision in precisions}
 _ = figures.loss_curves(losses)
 for loss in losses.values():  # (seeds, epochs)
-    assert (loss[:, -1] < 0.1 * loss[:, 0]).all()  # every run has learned most of what it will
+    assert (loss[:, -1] < 0.1 * loss[:, 0]).all()  # every loss fell by more than 90 %
 
 # %% [markdown]
-# Each line is the mean loss over the seeds, on a logarithmic axis, and the band around it reaches
-# from the lowest seed to the highest. On two CPU cores the two lines coincide, and the bands overlap
-# nearly everywhere.
+# Each line is the mean loss over the seeds, on a logarithmic axis. The band around a line reaches from
+# the lowest seed to the highest. On two CPU cores the two lines coincide, and the bands overlap nearly
+# everywhere.
 #
-# To put a number on it, we take as the loss of a run its mean over the last ten epochs. Then we compare
-# the difference between two precisions with the spread between the seeds.
+# To put a number on the difference, we average the loss of each run over the last ten epochs. Then we
+# compare the difference between two precisions with the spread between the seeds.
 
 # %% tags=["nbval-ignore-output"]
 final = {p: loss[:, -10:].mean(dim=1) for p, loss in losses.items()}  # (seeds,) each
 fp32_final = final[Precision.FP32]
 for precision, loss in final.items():
     difference = (loss.mean() - fp32_final.mean()).item()
-    print(f"{precision}: mean loss {loss.mean():.5f}, {difference:+.5f} against fp32")
-    assert abs(difference) < 0.2 * fp32_final.mean()  # what seeds differ by on the way
-print(f"from seed to seed, fp32 differs by {(fp32_final.max() - fp32_final.min()).item():.5f}")
+    print(f"{precision}: mean loss {loss.mean():.5f}, difference from fp32 {difference:+.5f}")
+    assert abs(difference) < 0.2 * fp32_final.mean()  # seeds differ this much during training
+print(f"the seeds of fp32 differ by up to {(fp32_final.max() - fp32_final.min()).item():.5f}")
 
 # %% [markdown]
-# The means of fp32 and bf16 differ by less than the seeds of fp32 do. So we see no loss of accuracy. On
-# your device the numbers will differ. Read them in the same way: a difference that is smaller than the
-# spread may be chance.
+# The means of fp32 and bf16 differ by less than the seeds of fp32 do, so we see no loss of accuracy.
+# Read the numbers of your device in the same way: a difference that is smaller than the spread may be
+# chance.
 #
-# That does not prove the difference to be zero. Both precisions start each seed from the same
-# weights, so you can compare the seeds in pairs, and many pairs can show a small but steady difference.
-# The third exercise does this.
+# This does not prove that the difference is zero. In both precisions, a seed starts from the same
+# weights, so you can compare runs in pairs. Many pairs can show a small but steady difference. The third
+# exercise does this.
 #
-# Is a loss of that size good enough? We let the networks of the first seed draw the picture.
+# To see whether this loss is low enough, we let the networks of the first seed draw the picture.
 
 
 # %% tags=["nbval-ignore-output"]
@@ -246,23 +242,23 @@ for picture in pictures.values():
     assert close.float().mean() > 0.6
 
 # %% [markdown]
-# On the left is the target, and beside it what each precision drew. Every diamond is in its place; all
-# networks blur the edges.
+# The target is on the left, and the picture of each precision is next to it. Every diamond is in its
+# place. All networks blur the edges.
 #
 # ## Time of a training step
 #
-# `compare` times functions against each other:
+# Next we measure how long a training step takes. `compare` times functions against each other:
 #
-# - It calls each once before it measures, and synchronises the device around each turn.
-# - The functions take turns, forwards and then backwards, so that a drift of the machine affects all of
-#   them alike.
-# - It watches whether another program disturbs a round, and leaves such rounds out. If too few remain,
-#   the result says *too busy to tell*. Then stop the other program and run the cell again.
-# - From the ratios within each round come the median and, in brackets, its 95 %
-#   interval. <!-- tests/core/test_timing.py -->
+# - It calls each function once to warm up, and synchronises the device before and after each turn.
+# - In each round, every function has one turn. Every second round runs in reverse order, so a drift of
+#   the machine affects all functions alike.
+# - It leaves out rounds that another program disturbs. If too few rounds remain, the result says *too
+#   busy to tell*. Then stop the other program and run the cell again.
+# - It computes the speed-up within each round, and reports the median with its 95 % interval in
+#   brackets. <!-- tests/core/test_timing.py -->
 #
-# A measured time can still be wrong. So `is_possible` divides the arithmetic of the step by its time. The
-# limit is the rate of the matmuls that `describe_device` timed, and half as much again, because a
+# A measured time can still be wrong. So `is_possible` divides the arithmetic of the step by the measured
+# time. The result may be at most 1.5 times the matmul rate that `describe_device` measured, because a
 # convolution may be somewhat faster. <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # Before you run this: how much faster do you expect the step to be in 16 bits?
@@ -278,12 +274,12 @@ fastest = training.ratio(Precision.FP32, precisions[-1])
 assert device.type == "cpu" or not fastest.is_below(1)
 
 # %% [markdown]
-# Each line has the time of a step, and all but FP32's the speed-up over FP32 with its interval. AMP is faster
-# if the interval lies above 1x, as on the two CPU cores used here, and slower if it lies below. If it
-# contains 1x, this measurement cannot tell.
+# Each line shows the time of a step. All lines but the first also show the speed-up over FP32, with its
+# interval. AMP is faster if the interval lies above 1x, as on the two CPU cores used here. It is slower
+# if the interval lies below 1x. If the interval contains 1x, this measurement cannot tell.
 #
-# Inference is the forward pass alone, so autocast is all you need to switch on, and there is no scaler.
-# Will it gain more than training, or less?
+# Inference runs only the forward pass, so it needs autocast but no scaler. Will inference gain more than
+# training, or less?
 
 # %% tags=["nbval-ignore-output"]
 passes = {p: partial(predict, runs[p][0][0], p) for p in precisions}
@@ -294,15 +290,15 @@ assert all(is_possible(inference, p, inference_flops, report) for p in precision
 assert inference_flops < 0.5 * training_flops  # the backward pass is most of a step
 
 # %% [markdown]
-# Here bf16 was faster as well. It may gain less than in training, or more, so measure both.
+# Here bf16 was faster as well. Inference may gain less than training or more, so measure both.
 #
 # ## Memory of a training step
 #
-# Most of the memory of *this* step is what autograd saves in the forward pass for the backward pass.
-# `saved_bytes` measures it on any device, with [hooks that see each saved
-# tensor](https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html). On a
-# GPU that PyTorch's allocator keeps statistics for, `measure` also reads the peak of the whole
-# step. <!-- tests/core/test_timing.py -->
+# Most of the memory of *this* step holds tensors that autograd saves in the forward pass for the
+# backward pass. `saved_bytes` measures their size on any device, with [hooks that see each saved
+# tensor](https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html). On
+# a GPU for which PyTorch's allocator keeps statistics, `measure` also reads the peak of the whole step.
+# <!-- tests/core/test_timing.py -->
 
 # %% tags=["nbval-ignore-output"]
 saved_mib, peak_mib = {}, {}
@@ -314,7 +310,7 @@ for precision in precisions:
     peak_bytes = measure(steps[precision], device=device, repeats=1).peak_bytes
     if peak_bytes is not None:  # a CPU has no such statistics
         peak_mib[precision] = peak_bytes / 2**20
-        assert peak_mib[precision] > saved_mib[precision]  # which is a part of it
+        assert peak_mib[precision] > saved_mib[precision]  # the peak includes what is saved
     share = saved_mib[precision] / saved_mib[Precision.FP32]
     print(f"{precision}: saved {saved_mib[precision]:.1f} MiB, {share:.0%} of fp32")
     if precision.dtype is not torch.float32 and device.type != "mps":
@@ -326,55 +322,55 @@ _ = figures.time_and_memory(
 
 # %% [markdown]
 # The figure shows the time on the left and the memory on the right. The label above a bar gives its
-# speed-up, or its share of FP32's memory. The thin line at the end of a bar of time is the interval of that time. If the machine
-# was too busy to tell, the bars of time are grey. <!-- tests/plots/test_plots.py -->
+# speed-up, or its share of FP32's memory. The thin line at the end of a time bar is the interval of that
+# time. If the machine was too busy to tell, the time bars are grey. <!-- tests/plots/test_plots.py -->
 #
-# With bf16 the step saves about half the bytes: nearly all of them are activations, which are half as
-# wide. (Autocast on Apple's MPS runs batch normalisation in fp32, as notebook 02 shows, so there more is
-# saved.) The peak also holds the weights, their gradients and the state of Adam, which stay fp32.
-# [Notebook 06](06_caltech256_resnet50.ipynb#Count-the-memory-of-a-step) counts all of them.
+# With bf16, autograd saves about half the bytes, because nearly all of them are activations, which are
+# half as wide. (On Apple's MPS it saves more bytes, because autocast runs batch normalisation in fp32
+# there, as notebook 02 shows.) The peak also includes the weights, their gradients and Adam's state,
+# which stay in fp32. [Notebook 06](06_caltech256_resnet50.ipynb#Count-the-memory-of-a-step) counts all
+# of them.
 #
 # ## How not to measure
 #
-# The
-# [article](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html)
-# that this problem comes from reports these times and memories in FP32 and with AMP, from an AMD GPU that
-# it does not name. It calls the gain in training a speed-up of 46 %.
+# The [article](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html)
+# that this problem comes from shows mistakes that are easy to make. We print its times and memories in
+# FP32 and with AMP, from an unnamed AMD GPU. The article calls the gain in training a speed-up of 46 %.
 
 # %%
 article = {"training": (13.98, 7.50, 2061, 1035), "inference": (4.24, 2.87, 3338, 1676)}
 for task, (fp32_s, amp_s, fp32_mb, amp_mb) in article.items():
     less, speedup = 1 - amp_s / fp32_s, fp32_s / amp_s
-    print(f"{task}: {less:.1%} less time is {speedup:.2f}x; memory {fp32_mb} and {amp_mb} MB")
+    print(f"{task}: {less:.1%} less time is {speedup:.2f}x; FP32 {fp32_mb} MB, AMP {amp_mb} MB")
     assert (round(less, 3), round(speedup, 2)) in [(0.464, 1.86), (0.323, 1.48)]
 
 # %% [markdown]
-# *Less time* and *speed-up* are different numbers, so always say which you mean: 46.4 % less time
-# is a speed-up of 1.86x. But something else is wrong here. Before you read on: how can inference need
-# more memory than training?
+# *Less time* and *speed-up* are different numbers: 46.4 % less time is a speed-up of 1.86x. So always
+# say which of the two you mean. But something else is wrong here. Before you read on: how can inference
+# need more memory than training?
 #
-# **It kept what it did not need.** The article's inference ran without `no_grad`, so each pass stored
-# its activations for a backward pass. The loop wrote `outputs = model(inputs)`, and the old `outputs`
-# keep their graph alive until the new ones are there, so two graphs exist at once. Two graphs take as
-# much memory as the article reports. Without a graph, less than a third of training's memory is enough.
-# <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
+# **It kept activations that it did not need.** The article's inference ran without `no_grad`, so each
+# pass stored its activations for a backward pass. In the loop `outputs = model(inputs)`, the old
+# `outputs` keep their graph alive until the new ones exist, so two graphs exist at once. Two graphs take
+# as much memory as the article reports. Without a graph, inference needs less than a third of training's
+# memory. <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 #
 # **It counted the first step.** The first step can be slow, for example because it [loads a
 # library](https://docs.pytorch.org/tutorials/recipes/recipes/benchmark.html). In the article FP32 always
-# ran first, which makes AMP look better than it is. So warm up before you measure.
+# ran first, so AMP looks better than it is. Warm up before you measure.
 #
-# **It compared one run with one run.** The article's loss was 17 % lower with AMP, with no seed set. One
-# run of each cannot tell whether that is an effect or chance.
+# **It compared one run with one run.** The article's loss was 17 % lower with AMP, but no seed was set.
+# One run of each cannot tell whether this is an effect or chance.
 #
-# **It stopped the clock too early.** Work on a GPU runs after the call that asked for it has
-# returned. If you read the clock before you synchronise, you time how fast the CPU queues work
-# [*(not yet seen on a GPU)*](../data/results/README.md "clock-too-early"). `compare` always waits, so we
-# write a clock that waits only if we ask it to. `Rounds` is the part of `compare` that watches the machine.
+# **It stopped the clock too early.** A call that starts work on a GPU returns before the work is done.
+# If you read the clock without synchronising first, you time how fast the CPU queues work [*(not yet
+# seen on a GPU)*](../data/results/README.md "clock-too-early"). `compare` always waits, so we write a
+# clock that waits only if we ask it to. `Rounds` is the part of `compare` that detects other programs.
 
 
 # %%
 def wait_for_device():
-    """Return when everything that was asked of the device has been done."""
+    """Wait until the device has done all queued work."""
     if device.type != "cpu":  # a CPU is done when the call returns
         torch.accelerator.synchronize()
 
@@ -386,7 +382,7 @@ def seconds_of_step(wait):
     steps[Precision.FP32]()
     if wait:
         wait_for_device()
-    return time.perf_counter() - started  # without `wait` it may still be running
+    return time.perf_counter() - started  # without `wait` the step may still be running
 
 
 # %% tags=["nbval-ignore-output"]
@@ -402,28 +398,28 @@ assert not hidden.is_below(0.9)
 assert device.type != "cpu" or not hidden.is_above(1.1)
 
 # %% [markdown]
-# On a CPU the two clocks agree. If the second line is well above 1x on your device, the clock that does not
-# wait reports a speed-up where there is none, since both time the same step. (We time FP32, because with fp16
-# the scaler [usually
-# waits](03_grad_scaler_step_by_step.ipynb#An-overflow:-the-step-is-skipped,-the-scale-halves) for the device
-# in every step anyway.)
+# On a CPU the two clocks agree. If the second line is well above 1x on your device, the clock that does
+# not wait reports a speed-up where there is none, because both time the same step. (We time FP32,
+# because with fp16 the scaler [usually
+# waits](03_grad_scaler_step_by_step.ipynb#An-overflow:-the-step-is-skipped,-the-scale-halves) for the
+# device in every step anyway.)
 #
 # ## Summary
 #
-# - AMP changed or added four lines in the training step, and one that makes the scaler. The network, the
-#   data and the optimizer stayed as they were.
-# - To see whether reduced precision costs accuracy, compare the losses of several seeds. With few
-#   seeds you only see a difference that is larger than their spread; pairs can show smaller ones with
-#   fewer runs.
-# - To measure time, synchronise, warm up, repeat, take turns and give an interval. Say what the
-#   baseline is: FP32, or TF32? [Notebook 10](10_speed_ladder.ipynb) times the same network at other sizes,
-#   where AMP gains differently.
-# - Weights, gradients and optimizer state [stay
-#   fp32](08_when_amp_breaks.ipynb#34-The-memory-is-not-halved), so memory falls towards half only where
-#   activations are most of it.
+# - AMP changed or added four lines in the training step, and one more line creates the scaler. The
+#   network, the data and the optimizer stayed the same.
+# - To see whether reduced precision costs accuracy, compare the losses of several seeds. With few seeds
+#   you see only a difference that is larger than their spread. Pairs can show a smaller one with fewer
+#   runs.
+# - To measure time, synchronise, warm up, repeat, take turns and give an interval. Say whether the
+#   baseline is FP32 or TF32. [Notebook 10](10_speed_ladder.ipynb) times the same network at other sizes,
+#   where AMP gains more or less.
+# - Weights, gradients and optimizer state [stay in
+#   fp32](08_when_amp_breaks.ipynb#34-The-memory-is-not-halved), so memory falls towards half only if
+#   most of it holds activations.
 #
-# Next: [notebook 05](05_cifar10_mobilenet.ipynb) puts AMP into an ordinary training loop, with real
-# pictures and a network for which it does not always pay.
+# Next, [notebook 05](05_cifar10_mobilenet.ipynb) puts AMP into an ordinary training loop, with real
+# pictures and a network that AMP does not always make faster.
 #
 # ## Exercises
 #
@@ -438,8 +434,8 @@ exercises = checks_of("04_fp32_vs_amp")
 # %% [markdown]
 # ### 1. From less time to a speed-up
 #
-# A report says that with AMP a step takes 40 % less time than in FP32. Which speed-up is that? Give
-# it to two decimals.
+# A report says that with AMP a step takes 40 % less time than in FP32. What is the speed-up? Give it to
+# two decimals.
 
 # %%
 speedup = ...
@@ -448,7 +444,7 @@ exercises.check_speedup(speedup)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Say the step took 100 ms in FP32. How long does it take with AMP?
+# Suppose that the step takes 100 ms in FP32. How long does it take with AMP?
 #
 # </details>
 #
@@ -464,8 +460,8 @@ exercises.check_speedup(speedup)
 #
 # ### 2. Repair a stopwatch
 #
-# This stopwatch should return the seconds that the device needs for one step. `step()` only queues
-# the work and returns at once, and `wait()` returns when all work that was queued has been done.
+# This stopwatch should return the seconds that the device needs for one step. `step()` only queues the
+# work and returns at once. `wait()` returns when all queued work is done.
 #
 # ```python
 # def seconds_of(step, wait):
@@ -474,8 +470,8 @@ exercises.check_speedup(speedup)
 #     return time.perf_counter() - started
 # ```
 #
-# It is wrong in two cases: when the device still has work from before, and when the step itself is
-# still running as the clock is read. Repair both.
+# The stopwatch is wrong in two cases: if the device is still busy with earlier work, and if the step
+# itself is still running when the clock is read. Repair both.
 
 
 # %%
@@ -488,7 +484,7 @@ exercises.check_seconds_of(seconds_of)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# What has to be true of the device at each of the two moments when you read the clock?
+# You read the clock twice. What must the device have finished each time?
 #
 # </details>
 #
@@ -503,17 +499,17 @@ exercises.check_seconds_of(seconds_of)
 #     return time.perf_counter() - started
 # ```
 #
-# Without the first `wait` you also time older work, and without the second one you only time how
-# fast the CPU queues the step.
+# Without the first `wait` you also time earlier work. Without the second `wait` you only time how fast
+# the CPU queues the step.
 #
 # </details>
 #
 # ### 3. Compare in pairs
 #
 # Two tensors hold the losses of the same seeds in the same order, in FP32 and in bf16. Return two
-# numbers: the mean difference (bf16 minus FP32), and its standard error, computed from the pairs.
-# If the first is several times the second, bf16 very likely differs, even if the spread of the seeds is
-# much larger.
+# numbers: the mean difference (bf16 minus FP32), and its standard error, computed from the pairs. If the
+# mean difference is several times its standard error, bf16 very likely differs from FP32, even if the
+# spread between seeds is much larger.
 
 
 # %%
@@ -526,8 +522,8 @@ exercises.check_paired(paired)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Subtract first. The standard error of a mean of n numbers is their standard deviation divided by
-# the square root of n.
+# First subtract the losses, pair by pair. The standard error of a mean of n numbers is their standard
+# deviation divided by the square root of n.
 #
 # </details>
 #
@@ -539,18 +535,18 @@ exercises.check_paired(paired)
 #     return differences.mean(), differences.std() / len(differences) ** 0.5
 # ```
 #
-# What a seed does to both losses alike cancels in the subtraction. If you took the spread of each
-# precision by itself, it would be in both, and a small difference could be lost in it.
+# If a seed raises or lowers both losses alike, this effect cancels in the subtraction. The spread of
+# each precision alone still contains the effect, so a small difference could be lost in it.
 #
 # </details>
 #
 # ### 4. How much memory does AMP save?
 #
-# In FP32 a training step with Adam needs 4 bytes for each parameter, 4 for its gradient, and 8 for
-# the two numbers that Adam keeps. A network has 100 million parameters, and its activations take
-# 400 MB in FP32. Work out on paper which share of the memory of FP32 a step with AMP needs. Take
-# activations as half as wide, leave out the temporary copies of weights, and give a number between
-# 0 and 1 to two decimals.
+# In FP32 a training step with Adam needs 4 bytes for each parameter, 4 for its gradient, and 8 for the
+# two numbers that Adam keeps. A network has 100 million parameters, and its activations take 400 MB in
+# FP32. Work out on paper: what share of FP32's memory does a step with AMP need? Assume that activations
+# become half as wide, and leave out the temporary copies of weights. Give a number between 0 and 1 to
+# two decimals.
 
 # %%
 memory_share = ...
@@ -569,7 +565,7 @@ exercises.check_memory_share(memory_share)
 # memory_share = 0.9
 # ```
 #
-# Weights, gradients and Adam's state take 1600 MB in either. The activations shrink from 400 MB to
+# Weights, gradients and Adam's state take 1600 MB in both cases. The activations shrink from 400 MB to
 # 200 MB, so 2000 MB become 1800 MB.
 #
 # </details>
