@@ -294,8 +294,8 @@ assert inference_flops < 0.5 * training_flops  # the backward pass is most of a 
 #
 # ## Memory of a training step
 #
-# Most of the memory of *this* step holds tensors that autograd saves in the forward pass for the
-# backward pass. `saved_bytes` measures their size on any device, with [hooks that see each saved
+# Most of the memory of *this* step holds tensors that autograd saves for the backward pass.
+# `saved_bytes` measures their size on any device, with [hooks that see each saved
 # tensor](https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html). On
 # a GPU for which PyTorch's allocator keeps statistics, `measure` also reads the peak of the whole step.
 # <!-- tests/core/test_timing.py -->
