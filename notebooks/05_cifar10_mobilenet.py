@@ -9,19 +9,19 @@
 # %% [markdown]
 # # Put AMP into an image-classification loop, and keep accuracy
 #
-# **What you'll do.** Write an ordinary training loop for MobileNetV2, put AMP into it line by line,
-# train it in FP32 and with AMP, and compare the accuracy. Then find out why AMP makes this network
-# slower on some devices, and resume an interrupted run to the last bit.
+# **What you'll do.** Write an ordinary training loop for MobileNetV2 and put AMP into it line by line.
+# Train in FP32 and with AMP, and compare the accuracy. Then find out why AMP makes this network slower
+# on some devices, and resume an interrupted run to the last bit.
 #
 # **What you'll learn.**
 # - which lines of the loop change, and how one function serves every precision;
 # - how to tell whether reduced precision has cost accuracy;
 # - why a network can be slower under autocast, and how to find the layers that cause it;
-# - what to save and load to resume a run with a scaler.
+# - what to save and load so that a run with a scaler can be resumed.
 #
-# **What you need.** [Notebook 03](03_grad_scaler_step_by_step.ipynb) for `GradScaler`, [notebook
-# 04](04_fp32_vs_amp.ipynb) for the AMP step and for measuring. It runs on a CPU without a download. On a
-# GPU it takes the whole network and more epochs.
+# **What you need.** [Notebook 03](03_grad_scaler_step_by_step.ipynb) introduces `GradScaler`. [Notebook
+# 04](04_fp32_vs_amp.ipynb) shows the AMP step and how to measure. This notebook runs on a CPU without a
+# download. On a GPU it trains the whole network for more epochs.
 
 # %% tags=["nbval-ignore-output"]
 import tempfile
@@ -46,8 +46,8 @@ figures.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# Before you run this: which of these four will be bf16, the logits, the loss, the weights or their
-# gradients?
+# We run a small MobileNetV2 under autocast. Before you run this: which will be in bf16, the logits, the
+# loss, the weights or their gradients?
 
 # %%
 torch.manual_seed(0)
@@ -64,15 +64,15 @@ assert logits.dtype is torch.bfloat16
 assert loss.dtype is weight.dtype is weight.grad.dtype is torch.float32
 
 # %% [markdown]
-# Only the logits are bf16: they come from a linear layer. `float()` makes the whole loss fp32, [which it
-# otherwise is not on a GPU](09_xray_your_model.ipynb#The-surprise-in-cross-entropy). The weights and
-# their gradients stay fp32, so nothing changes for the optimizer. This is why a few lines of the loop
-# are enough.
+# Only the logits are in bf16, because they come from a linear layer. `logits.float()` makes the whole
+# loss fp32. Without it, [part of the loss is in 16 bits on a
+# GPU](09_xray_your_model.ipynb#The-surprise-in-cross-entropy). The weights and their gradients stay in
+# fp32, so nothing changes for the optimizer. This is why a few lines of the loop are enough.
 #
 # ## Settings and data
 #
-# The full scale trains the whole network in batches of 128. The quick scale takes a narrower network with
-# fewer blocks, so that two CPU cores can train it six times in a short time.
+# The full scale trains the whole network in batches of 128. The quick scale trains a narrower network
+# with fewer blocks, so two CPU cores can train it six times quickly.
 
 # %%
 DOWNLOAD = False  # True: fetch CIFAR-10 (170 MB) into data/ if it is not there
@@ -85,8 +85,8 @@ config = {
 seeds = (0, 1, 2)  # one training run each, for every precision
 
 # %% [markdown]
-# We train on CIFAR-10 if it is in `data/`, or if you set `DOWNLOAD` above. Otherwise we use scikit-learn's
-# handwritten digits, enlarged to 32x32 pixels. <!-- tests/train/data/test_images.py -->
+# We train on CIFAR-10 if it is in `data/`, or if you set `DOWNLOAD` to `True` above. Otherwise we use
+# scikit-learn's handwritten digits, enlarged to 32x32 pixels. <!-- tests/train/data/test_images.py -->
 
 # %% tags=["nbval-ignore-output"]
 root = Path("data") if Path("data").is_dir() else Path("../data")  # the notebook may run in either
@@ -98,8 +98,9 @@ print(f"{kind_of_data}: {len(data.train)} training and {len(data.test)} test ima
 assert len(data.train) > config["batch_size"]
 
 # %% [markdown]
-# `batches` yields normalised images, float32 (B, 3, 32, 32). The augmentation and the order of the
-# training images depend only on the seed and the epoch, so every precision sees the same pixels. <!-- tests/train/data/test_images.py -->
+# `batches` yields normalised float32 images of shape (B, 3, 32, 32). The augmentation and the order of
+# the training images depend only on the seed and the epoch, so every precision sees the same pixels.
+# <!-- tests/train/data/test_images.py -->
 
 
 # %%
@@ -111,25 +112,25 @@ def train_loader(epoch, seed):
 # %% [markdown]
 # ## The same loop with AMP
 #
-# This is an ordinary loop with the lines of AMP, which are marked. The forward pass and the loss go under
-# autocast, and the scaler takes over `backward` and
-# `step`. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
+# This is an ordinary training loop with AMP. The comment `# AMP` marks new and changed lines. The
+# forward pass and the loss run under autocast, and the scaler handles `backward` and `step`.
+# <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
-# Both autocast and `GradScaler` take `enabled=`. When it is false, autocast casts nothing, and the
-# scaler leaves the loss as it is and only calls `optimizer.step`. So one loop serves every precision:
-# autocast is enabled for fp16 and bf16, the scaler for fp16 alone. With two loops, it is easy to fix a
-# bug in one and forget the other. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
+# Both autocast and `GradScaler` take `enabled=`. If it is `False`, autocast casts nothing. The scaler
+# leaves the loss unchanged and only calls `optimizer.step`. So one loop serves every precision: we
+# enable autocast for fp16 and bf16, and the scaler for fp16 alone. With two loops, you might fix a bug
+# in only one. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # [`channels_last`](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html) is a
-# layout in which convolutions are usually faster. We sum the loss on the device and read it once per
-# epoch, because every `loss.item()` makes the CPU [wait for the
+# memory layout in which convolutions are usually faster. We sum the loss on the device and read it once
+# per epoch, because every `loss.item()` makes the CPU [wait for the
 # GPU](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization).
 
 
 # %%
 def train_epoch(model, loader, optimizer, scheduler, scaler, dtype):
     """Train for one pass over `loader`, in any precision; returns the mean loss."""
-    narrow = dtype is not torch.float32  # AMP: fp16 or bf16
+    narrow = dtype is not torch.float32  # AMP: true for fp16 and bf16
     model.train()
     loss_sum, samples = torch.zeros((), device=device), 0
     for images, targets in loader:
@@ -149,7 +150,7 @@ def train_epoch(model, loader, optimizer, scheduler, scaler, dtype):
 
 
 # %% [markdown]
-# Evaluation runs under the same autocast. It needs no scaler, since there are no gradients.
+# Evaluation runs under the same autocast. It computes no gradients, so it needs no scaler.
 
 
 # %%
@@ -161,7 +162,7 @@ def evaluate(model, loader, dtype):
     for images, targets in loader:
         images = images.to(device, non_blocking=True, memory_format=torch.channels_last)
         targets = targets.to(device, non_blocking=True)
-        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not torch.float32):
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not torch.float32):  # AMP
             outputs = model(images)
         correct += (outputs.argmax(1) == targets).sum()
         samples += len(targets)
@@ -169,26 +170,26 @@ def evaluate(model, loader, dtype):
 
 
 # %% [markdown]
-# A run has a network, an optimizer, a schedule, and *one* scaler that lives as long as the run. A new
-# scaler in each epoch would start from its initial scale again.
+# A run has a network, an optimizer, a learning-rate schedule and *one* scaler. The scaler lives as long
+# as the run, because a new scaler in each epoch would start from its initial scale again.
 
 
 # %%
 def new_run(dtype, seed, steps):
-    """Everything that changes while a network is trained, by name."""
+    """Return everything that changes during training, by name."""
     torch.manual_seed(seed)
     model = MobileNetV2(num_classes=len(data.classes), **config["network"])
     model = model.to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"], fused=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, config["lr"], total_steps=steps)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)  # AMP
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
 
 
 # %% [markdown]
 # ## Train in each precision
 #
-# `float32_mode` turns TF32 off for FP32, which a recent NVIDIA GPU otherwise [uses for
+# `float32_mode` turns TF32 off for FP32, because a recent NVIDIA GPU would otherwise [use TF32 for
 # convolutions](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices).
 # <!-- tests/core/test_precision.py -->
 
@@ -207,12 +208,12 @@ def train(precision, seed):
 
 
 # %% [markdown]
-# We compare FP32 with the precisions that this device accelerates, or with bf16 if there is none. On a
-# CPU fp16 is left out, since it is slow on [CPUs that emulate it](../docs/hardware.md). Each precision
-# trains with three seeds.
+# We compare FP32 with the precisions that this device accelerates, or with bf16 if it accelerates none.
+# On a CPU we leave out fp16, because it is slow on [CPUs that emulate it](../docs/hardware.md). Each
+# precision trains with three seeds.
 #
-# Before you run this: how far apart do you expect the two curves of the training loss to be, compared
-# with the curves of two seeds?
+# Before you run this: will the training losses of two precisions differ more than those of two seeds, or
+# less?
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)
@@ -225,19 +226,18 @@ runs = {p: torch.stack([train(p, seed) for seed in seeds]) for p in precisions}
 # each (seeds, 2, epochs): losses and accuracies
 losses, accuracies = ({p: run[:, i] for p, run in runs.items()} for i in (0, 1))
 _ = figures.loss_and_accuracy(losses, accuracies)
-assert all((loss[:, -1] < 0.5 * loss[:, 0]).all() for loss in losses.values())  # it has learned
+assert all((loss[:, -1] < 0.5 * loss[:, 0]).all() for loss in losses.values())  # all have learned
 
 # %% [markdown]
-# The training loss is on the left, and on the right the accuracy on images that were not trained on. Each
-# line is the mean over three seeds. The band around it reaches from the lowest seed to the highest. Two
-# seeds of one precision differ more than the means of two precisions do.
+# The training loss is on the left. The accuracy on held-out images is on the right. Each line is the
+# mean over three seeds. The band around a line reaches from the lowest seed to the highest. Two seeds of
+# one precision differ more than the means of two precisions do.
 #
 # ## Has accuracy been kept?
 #
-# Accuracies differ for two reasons that have nothing to do with precision: the seed, and the number of
-# test images. $n$ images show an accuracy $p$ only to within about $\sqrt{p (1 - p) / n}$, its standard
-# error. As a rough yardstick, a difference counts if it is larger than the spread of the seeds plus two
-# standard errors.
+# Accuracy also depends on the seed and on the number of test images. An accuracy $p$ on $n$ images has a
+# standard error of about $\sqrt{p (1 - p) / n}$. As a rough yardstick, a difference between precisions
+# counts if it is larger than the spread of the seeds plus two standard errors.
 
 # %% tags=["nbval-ignore-output"]
 final = {precision: accuracy[:, -1] for precision, accuracy in accuracies.items()}  # (seeds,) each
@@ -249,19 +249,21 @@ for precision, found in final.items():
     print(f"{precision}: {found.mean():.1%}, {100 * difference:+.1f} points against fp32")
     assert abs(difference) <= spread + 2 * error
     assert found.mean() > 1.5 / len(data.classes)  # chance is 1 / classes
-print(f"seeds differ by up to {100 * spread:.1f} points, the standard error is {100 * error:.1f}")
+print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * error:.1f} points")
 
 # %% [markdown]
-# The precisions differ by less than that, so this run shows no loss of accuracy. To see a smaller one,
-# test on more images or train more seeds.
+# The precisions differ by less than this yardstick, so this run shows no loss of accuracy. To see a
+# smaller difference, test on more images or train more seeds.
 #
 # ## Find the layers to blame
 #
-# Does AMP make the training faster? On a CPU, AMP can make MobileNetV2 *slower*. To find out why, we
-# time its layers by kind. After its first convolution, MobileNetV2 has two kinds of convolution, and
-# some of the second kind have stride 2. A *pointwise* one has 1x1 kernels and is a matmul over the
-# channels. A *depthwise* one has 3x3 kernels, each of which sees a single channel, so it computes little
-# for each byte that it moves. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
+# On a CPU, AMP can make MobileNetV2 *slower*. To find out why, we time its layers by kind. After its
+# first convolution, MobileNetV2 has two kinds of convolution:
+#
+# - A *pointwise* convolution has 1x1 kernels and is a matmul over the channels.
+# - A *depthwise* convolution has 3x3 kernels, each of which sees a single channel. So it computes little
+#   for each byte that it moves. We time those with stride 2 separately.
+#   <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # We compare FP32 with the fastest 16-bit precision of this device. `compare` runs both in turns and
 # checks whether the machine is busy, as in [notebook 04](04_fp32_vs_amp.ipynb#Time-of-a-training-step).
@@ -273,7 +275,7 @@ assert amp.dtype in (torch.float16, torch.bfloat16)
 
 
 def in_mode(precision, function):
-    """The function, with TF32 off for FP32 and on for TF32 each time it is called."""
+    """Wrap the function: each call turns TF32 off for FP32, and on for TF32."""
 
     def call():
         with precision.float32_mode(device.type):
@@ -284,7 +286,8 @@ def in_mode(precision, function):
 
 # %% [markdown]
 # We run all layers of a kind, forward and backward, on images of 64x64 pixels. Only four of the 52
-# convolutions are depthwise with stride 2. Before you run this: how much of the time can they take?
+# convolutions are depthwise with stride 2. Before you run this: how much of the time can these four
+# take?
 
 # %% tags=["nbval-ignore-output"]
 kind_times = {}
@@ -298,15 +301,17 @@ _ = figures.time_by_kind(kind_times)
 assert list(kind_times) == list(KINDS)
 
 # %% [markdown]
-# Each kind of layer has a pair of bars: FP32 on the left, and autocast, hatched, with its speed-up above
-# the bar. The thin lines are the intervals. Grey bars say that the machine was too busy. On the CPU of
-# this run the depthwise layers lose. The four with stride 2 lose more than all others gain. On another
-# device, look for a kind of layer that autocast makes much slower.
+# Each kind of layer has two bars: FP32 on the left, and autocast, hatched, on the right. The number
+# above a hatched bar is the speed-up. The thin lines are the intervals. Grey bars mean that the machine
+# was too busy. On this CPU the depthwise layers are slower under autocast. The four with stride 2 lose
+# more time than all other layers gain. On another device, look for a kind of layer that autocast makes
+# much slower.
 #
 # ## Leave those layers in FP32
 #
-# Autocast can be disabled inside autocast. We do this for the kinds of depthwise layers whose speed-up
-# lies below 1x with its whole interval. The other layers stay under autocast. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
+# You can disable autocast inside an autocast block. We call such a region an *fp32 island*. A depthwise
+# layer becomes an island if the whole interval of its kind's speed-up lies below 1x.
+# <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 
 
 # %%
@@ -329,18 +334,19 @@ losers = [
 
 
 def make_islands(model):
-    """Keep the layers of those kinds in fp32."""
+    """Keep the layers of the kinds in `losers` in fp32."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d) and kind(module) in losers:
             keep_in_fp32(module)
 
 
 # %% [markdown]
-# What does that gain? We time a whole training step of the full-width network in FP32, in plain autocast,
-# and with islands. A step is `train_epoch` with a single batch, which is on the device already.
+# How much time do the islands save? We time a whole training step of the full-width network in FP32, in
+# plain autocast, and with islands. Each step calls `train_epoch` on one batch of 160x160 images, so the
+# speed-ups can differ from those above.
 
 # %% tags=["nbval-ignore-output"]
-print("kept in fp32:", " and ".join(losers) or "nothing, since nothing is known to have lost")
+print("kept in fp32:", " and ".join(losers) or "nothing, because none is known to be slower")
 given = {"batch_size": step_batch, "device": device}
 steps = {p: in_mode(p, training_step(train_epoch, p.dtype, **given)) for p in both}
 islands = training_step(train_epoch, amp.dtype, **given, prepare=make_islands)
@@ -350,19 +356,17 @@ print(step_times)
 assert list(step_times.samples_s) == [*both, "islands"]
 
 # %% [markdown]
-# The number beside each time is its speed-up over FP32, with its interval. Only an interval wholly above
-# or below 1x says that one of the two is faster. If a line says that the machine was busy, stop what else
-# runs there, and run the cell again. <!-- tests/core/test_timing.py -->
-#
-# One part of a network can lose what all the others gain. To find it, time the layers by kind.
+# The number beside each time is its speed-up over FP32, with its interval. One of the two is faster only
+# if the whole interval lies above or below 1x. If the machine was busy, stop the other programs and run
+# the cell again. <!-- tests/core/test_timing.py -->
 #
 # ## Resume: to the last bit
 #
-# What has to be in the checkpoint? Everything that changes during a run: network, optimizer, schedule,
-# scaler, the random states (dropout draws from them), and the number of epochs done. The test is that an
-# interrupted run ends with *the same weights, bit for bit*, as one that was not interrupted.
+# A checkpoint has to hold everything that changes during a run: the network, the optimizer, the
+# schedule, the scaler, the random states (dropout draws from them) and the number of epochs done. We
+# test that an interrupted run ends with *the same weights, bit for bit*, as an uninterrupted one.
 #
-# The run is a tiny one in fp16, on digits of 8x8 pixels. Its scaler starts far too high, so that its state
+# We use a tiny run in fp16, on digits of 8x8 pixels. Its scaler starts far too high, so its state
 # matters within 16 steps ([`course/tiny_run.py`](course/tiny_run.py)).
 
 
@@ -375,8 +379,8 @@ def continue_run(run, epochs):
 
 
 # %% [markdown]
-# One run goes through, and another is saved in the middle. The order of the images needs no saving,
-# because it depends on seed and epoch alone.
+# One run trains to the end, and another is saved halfway. We need not save the order of the images,
+# because it depends only on the seed and the epoch.
 
 # %%
 whole = new_tiny_run(0, device)
@@ -392,8 +396,8 @@ print("loss scale at the start, in the middle, at the end:", scales)
 assert scales[0] > scales[1]  # it has skipped steps
 
 # %% [markdown]
-# The scaler has skipped steps and lowered its scale before the run was saved. To resume, we create
-# everything again, fill it from the file, and continue. The new network starts from another seed, so its
+# The scaler skipped steps and lowered its scale before the run was saved. To resume, we create a new
+# run, load the saved states into it, and continue. The new network starts from another seed, so its
 # weights cannot be right by accident.
 
 
@@ -422,24 +426,28 @@ for name in ("scaler", "scheduler"):
 print("bitwise equal: weights, optimizer, scaler, schedule")
 
 # %% [markdown]
-# Now we leave out one state at a time. Before you run this: which of the four can we do without?
+# Everything is equal. Now we leave out one state at a time. Before you run this: which of the four can
+# we do without?
 
 # %%
 for name in ("optimizer", "scheduler", "scaler", "random"):
     difference = largest_difference(resume(path, forget=[name]), whole)
-    print(f"{name} forgotten: weights are off by up to {difference:.3f}")
+    print(f"{name} not restored: weights differ by up to {difference:.3f}")
     assert difference > 0
 assert largest_difference(resumed, whole) == 0
 folder.cleanup()
 
 # %% [markdown]
-# None of them. The weights end up elsewhere, without any error. A new scaler starts from its initial
-# scale, a new optimizer starts Adam's averages from zero, a new schedule starts from its first learning
-# rate, and from another random state dropout drops other values.
+# We need all four. If one is missing, there is no error, but the weights end up different:
 #
-# `save_checkpoint` writes the whole file or none: it writes under another name first, and adds a checksum
-# that `load_checkpoint` checks. A run that is killed while it saves keeps its last
-# checkpoint. <!-- tests/train/checkpoint/test_checkpoint_file.py -->
+# - A new scaler starts from its initial scale.
+# - A new optimizer starts Adam's averages from zero.
+# - A new schedule starts from its first learning rate.
+# - With another random state, dropout drops other values.
+#
+# `save_checkpoint` first writes the file under another name, so a run that is killed while it saves
+# keeps its last checkpoint. It also adds a checksum, which `load_checkpoint` checks.
+# <!-- tests/train/checkpoint/test_checkpoint_file.py -->
 #
 # `amp-lab train` runs such a loop, with curves and checkpoints: <!-- tests/train/test_run.py -->
 #
@@ -451,15 +459,16 @@ folder.cleanup()
 #
 # ## Summary
 #
-# - AMP changes or adds six marked lines. With `enabled=`, one loop serves every precision, and one scaler
-#   serves the whole run.
-# - A difference in accuracy counts if it is larger than what seeds and the number of test images explain.
-# - Time autocast on your shapes. If it is slower, time the layers by kind, and run those that are slower
-#   in FP32.
-# - A checkpoint needs the scaler and the random states too. Bitwise equality is the test that nothing is
-#   missing.
+# - AMP changes or adds eight marked lines: six in the training loop, one in the evaluation, and one that
+#   creates the scaler. With `enabled=`, one loop serves every precision. One scaler serves the whole
+#   run.
+# - A difference in accuracy counts if it is larger than the seeds and the number of test images explain.
+# - Time autocast on your shapes. If it is slower than FP32, time the layers by kind, and run the slow
+#   kinds in FP32.
+# - A checkpoint also needs the scaler and the random states. To see that nothing is missing, check that
+#   a resumed run ends with bitwise equal weights.
 #
-# Next, [notebook 06](06_caltech256_resnet50.ipynb) trains twice the batch in the same memory.
+# Next, [notebook 06](06_caltech256_resnet50.ipynb) trains with twice the batch size in the same memory.
 #
 # ## Exercises
 #
@@ -474,9 +483,9 @@ exercises = checks_of("05_cifar10_mobilenet")
 # %% [markdown]
 # ### 1. Which difference counts?
 #
-# Two precisions are tested on 900 images, and FP32 classifies 90 % of them right. The seeds of both
-# differ by up to 0.5 points. By the yardstick of this notebook, how many points must lie between
-# the two precisions before the difference counts?
+# You test two precisions on 900 images, and FP32 classifies 90 % of them right. The seeds of both
+# precisions differ by up to 0.5 points. By the yardstick of this notebook, by how many points must the
+# two precisions differ before the difference counts?
 
 # %%
 needed_difference = ...  # in percentage points
@@ -485,8 +494,8 @@ exercises.check_needed_difference(needed_difference)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The standard error is the root of p (1 - p) / n, with p = 0.9 and n = 900. How many of them are
-# allowed, and what comes on top?
+# The standard error is the square root of p (1 - p) / n, with p = 0.9 and n = 900. How many standard
+# errors does the yardstick allow, and what does it add to them?
 #
 # </details>
 #
@@ -496,25 +505,25 @@ exercises.check_needed_difference(needed_difference)
 # needed_difference = 2.5
 # ```
 #
-# The standard error is 0.01, which is 1 point. Twice that and the spread of 0.5 points make 2.5.
+# The standard error is 0.01, which is 1 point. Two standard errors plus the spread of 0.5 points make
+# 2.5 points.
 #
 # </details>
 #
 # ### 2. One bad part
 #
-# A step takes 100 ms in FP32: 60 ms in pointwise layers, 30 ms in depthwise ones, and 10 ms elsewhere.
-# Autocast makes the pointwise layers twice as fast, the depthwise ones half as fast, and leaves the
-# rest as it is. What is the speed-up of the step, and what is it if the depthwise layers stay in FP32?
+# A step takes 100 ms in FP32: 60 ms in pointwise layers, 30 ms in depthwise layers, and 10 ms elsewhere.
+# Autocast makes the pointwise layers twice as fast and the depthwise layers half as fast. The rest stays
+# as it is. What is the speed-up of the step? What is it if the depthwise layers stay in FP32?
 
 # %%
-speedups = ...  # two numbers in brackets: with plain autocast, and with the layers in FP32
+speedups = ...  # two numbers in brackets: plain autocast, depthwise layers in FP32
 exercises.check_speedups(speedups)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Work out how many milliseconds each part takes, and add them up. Speed-ups themselves cannot be
-# averaged.
+# Work out how many milliseconds each part takes, and add them up. You cannot average speed-ups.
 #
 # </details>
 #
@@ -524,14 +533,14 @@ exercises.check_speedups(speedups)
 # speedups = (100 / (30 + 60 + 10), 100 / (30 + 30 + 10))
 # ```
 #
-# The depthwise layers lose the 30 ms that the pointwise ones gain, so plain autocast gives 1.00x. With
-# them in FP32 the step takes 70 ms, which is 1.43x.
+# The depthwise layers lose the 30 ms that the pointwise layers gain, so plain autocast gives 1.00x. With
+# the depthwise layers in FP32 the step takes 70 ms, which is 1.43x.
 #
 # </details>
 #
 # ### 3. Mend this loop
 #
-# This loop for fp16 has two mistakes. Mend both, and return the scaler in place of the dots.
+# This fp16 loop has two mistakes. Correct both, and return the scaler in place of the dots.
 
 
 # %%
@@ -555,8 +564,8 @@ exercises.check_mended_loop(mended_loop)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Compare it with `train_epoch`, line by line. How long does a scaler live, and who decides whether a
-# step is skipped?
+# Compare the loop with `train_epoch`, line by line. How long does a scaler live? Which call decides
+# whether a step is skipped?
 #
 # </details>
 #
@@ -576,16 +585,17 @@ exercises.check_mended_loop(mended_loop)
 #     return scaler
 # ```
 #
-# The scaler was made anew in every epoch, and `optimizer.step()` steps even if a gradient is infinite.
-# `scaler.step` asks first. It would also have unscaled, so `unscale_` may stay or go.
+# The loop created a new scaler in every epoch. It also called `optimizer.step()`, which changes the
+# weights even if a gradient is infinite. `scaler.step` skips the step then. It also unscales the
+# gradients if you have not, so you may keep `unscale_` or remove it.
 #
 # </details>
 #
 # ### 4. What this checkpoint can do without
 #
 # A run trains in **bf16**, with Adam, a learning-rate schedule, a disabled scaler, and a network
-# *without* dropout. Which of these four may be left out of its checkpoint, so that the run still ends
-# with the same weights, bit for bit: `"optimizer"`, `"scheduler"`, `"scaler"`, `"random"`?
+# *without* dropout. Which of these four can you leave out of its checkpoint, if the resumed run must
+# still end with the same weights, bit for bit: `"optimizer"`, `"scheduler"`, `"scaler"`, `"random"`?
 
 # %%
 superfluous = ...  # a set of names
@@ -594,7 +604,7 @@ exercises.check_superfluous(superfluous)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Ask of each of them whether this run changes it, and whether what follows depends on it.
+# For each of the four: does this run change it, and do the following steps depend on it?
 #
 # </details>
 #
@@ -604,11 +614,11 @@ exercises.check_superfluous(superfluous)
 # superfluous = {"scaler", "random"}
 # ```
 #
-# A disabled scaler has no state, and without dropout nothing draws from the random states once the
-# run has begun: the order of the images depends on seed and epoch alone. (A `DataLoader` that
-# shuffles would draw from them.) Save both all the same. It costs little, and checkpoints
-# stay complete when somebody adds dropout or
-# trains in fp16. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
+# A disabled scaler has no state. Without dropout, nothing draws from the random states once the run has
+# begun, because the order of the images depends only on the seed and the epoch. (A `DataLoader` that
+# shuffles would draw from them.) Save both all the same. This costs little, and the checkpoint stays
+# complete if you later add dropout or train in fp16.
+# <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # </details>
 #
