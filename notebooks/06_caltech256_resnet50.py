@@ -9,21 +9,21 @@
 # %% [markdown]
 # # Train a ResNet-50 on twice the batch in the same memory
 #
-# **What you'll do.** Train a new head on a frozen ResNet-50, in FP32 and with AMP. Then count the
-# memory of a training step, tensor by tensor, and find out why a GPU with 6 GB runs out of memory at
-# batch 512 in FP32, but not with AMP.
+# **What you'll do.** Train a new head on a frozen ResNet-50, in FP32 and with AMP. Then count the memory
+# of a training step, tensor by tensor, to see why a GPU with 6 GB runs out of memory at batch 512 in
+# FP32, but not with AMP.
 #
 # **What you'll learn.**
-# - what freezing a backbone saves, and what it does not freeze;
-# - how one training step serves every precision, with one scaler for the whole run;
-# - how to count the memory of a training step without having that memory;
-# - why AMP nearly halves it, and what stays as it was.
+# - how much memory a frozen backbone saves, and which of its numbers still change;
+# - how to write one training step for every precision;
+# - how to count the memory of a training step that does not fit into your machine;
+# - why AMP nearly halves this memory, and which tensors keep their size.
 #
 # **What you need.** [Notebook 04](04_fp32_vs_amp.ipynb), for the AMP step. You need no GPU and no data
-# set: without Caltech-256 the notebook generates pictures.
+# set: if Caltech-256 is missing, the notebook generates pictures.
 #
-# The task comes from a tutorial, *Automatic mixed precision training using PyTorch*, whose author had a
-# GTX 1060 with 6 GB, 26,802 training and 2,978 test images. This is its table, for ten epochs:
+# The task comes from a tutorial, *Automatic mixed precision training using PyTorch*. Its author had a GTX
+# 1060 with 6 GB, 26,802 training images and 2,978 test images. The tutorial reports, for ten epochs:
 #
 # | | time | accuracy |
 # |---|---|---|
@@ -57,8 +57,8 @@ figures.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# The first convolution of a ResNet-50 turns each image of 224x224 pixels into 64 maps of 112x112. Before
-# you run this cell: how much of a GPU with 6 GiB does that one tensor take at batch 512?
+# The first convolution of a ResNet-50 turns each image of 224x224 pixels into 64 feature maps of 112x112.
+# Before you run this cell: at batch 512, how much of a 6 GiB GPU do these maps take?
 
 # %%
 GIB = 2**30
@@ -72,14 +72,15 @@ with torch.device("meta"):
     assert resnet50().conv1(torch.empty(512, 3, 224, 224)).shape == maps.shape
 
 # %% [markdown]
-# In FP32 it takes a quarter of the memory. Three such tensors fit and a fourth does not, and a network
-# holds several at a time. With half as many bytes for each number there is room for about twice as many
-# images.
+# In FP32 this tensor takes a quarter of the memory. Three such tensors fit, but a fourth does not, and a
+# network holds several at a time. In fp16 each number takes half as many bytes, so there is room for
+# about twice as many images.
 #
 # ## A frozen backbone and a new head
 #
-# The quick scale keeps the network and takes smaller pictures. The notebook uses Caltech-256 if it is in
-# `data/`, and pretrained weights if torchvision has them in its cache. Set `DOWNLOAD` to fetch both.
+# First we load images and weights. The quick scale uses smaller pictures. The notebook uses Caltech-256
+# if it is in `data/`, and pretrained weights if torchvision has them in its cache. Set `DOWNLOAD` to
+# `True` to fetch both.
 
 # %% tags=["nbval-ignore-output"]
 DOWNLOAD = False  # True: fetch 1.2 GB of photographs and 98 MB of weights where they are missing
@@ -100,11 +101,11 @@ print(f"{len(data.train)} images for training, {len(data.test)} for testing")
 assert data.name == "caltech256"
 
 # %% [markdown]
-# With generated pictures and random weights the accuracy means nothing, but we can still compare one
-# precision with another.
+# With generated pictures and random weights the accuracy means nothing, but we can still compare
+# precisions.
 #
-# To freeze the backbone, we switch off the gradients of all its parameters. The new head is made
-# afterwards, so its gradients are on. How many parameters are left to train, for 256 classes?
+# To freeze the backbone, we switch off the gradients of all parameters. Then we create the new head,
+# whose gradients are on. How many parameters are left to train, for 256 classes?
 
 
 # %%
@@ -123,8 +124,8 @@ print(f"{parameters:,} parameters, {trained:,} trained")
 assert trained == 2048 * 256 + 256 == 524_544  # as in the tutorial
 
 # %% [markdown]
-# We train 524,544 of 24 million. But frozen *parameters* are not a frozen *network*. Before you run
-# the next cell: which numbers inside the network will a forward pass in training mode still change?
+# We train 524,544 of 24 million parameters. Before you run the next cell: which numbers in the frozen
+# backbone does a forward pass in training mode still change?
 
 # %%
 before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -134,17 +135,18 @@ assert not {k for k, _ in model.named_parameters()} & set(changed)
 assert len(changed) == 3 * 53  # mean, variance and a counter, in each of 53 batch normalisations
 
 # %% [markdown]
-# The running averages of all 53 batch normalisations have moved, whatever `requires_grad` says, because
-# in training mode they [use the statistics of the
-# batch](https://docs.pytorch.org/docs/stable/generated/torch.nn.BatchNorm2d.html). Here that is
-# welcome, since the averages adapt to the new pictures. Where it is not, put the backbone into
-# evaluation mode (exercise 3).
+# The running averages of all 53 batch normalisations have changed. In training mode, batch normalisation
+# [uses the statistics of the
+# batch](https://docs.pytorch.org/docs/stable/generated/torch.nn.BatchNorm2d.html) and updates its
+# averages, even if `requires_grad` is off. Here the averages should adapt to the new pictures. To keep
+# the averages, put the backbone into evaluation mode (exercise 3).
 #
 # ## Train in each precision
 #
-# The marked lines are AMP. `enabled=` switches autocast off for FP32, so one function serves every
-# precision. The logits become fp32 because [on CUDA](09_xray_your_model.ipynb#The-surprise-in-cross-entropy)
-# the log-softmax in `cross_entropy` is imprecise otherwise.
+# One function serves every precision. The marked lines are AMP, and `enabled=` switches autocast off for
+# FP32. We convert the logits to fp32 because [on
+# CUDA](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) the log-softmax in `cross_entropy` would
+# otherwise be imprecise.
 
 
 # %%
@@ -162,9 +164,9 @@ def train_step(model, images, targets, optimizer, scaler, dtype):
 
 
 # %% [markdown]
-# A run makes *one* scaler, before its first epoch. A new one in each epoch would forget the loss scale
-# that the last one had found. As in notebook 04, FP32 means IEEE arithmetic: `float32_mode` switches TF32
-# off. <!-- tests/core/test_precision.py -->
+# Each run creates *one* scaler, before its first epoch. A new scaler in each epoch would have to search
+# for the loss scale again. As in notebook 04, `float32_mode` switches TF32 off in the FP32 run.
+# <!-- tests/core/test_precision.py -->
 
 
 # %%
@@ -188,8 +190,8 @@ def train(precision):
 
 
 # %% [markdown]
-# We compare up to four precisions on a GPU, and FP32 and bf16 on a CPU, since many are [very slow in
-# fp16](../docs/hardware.md). Every precision gets the same images in the same order.
+# On a GPU we compare up to four precisions. On a CPU we compare only FP32 and bf16, because many CPUs are
+# [very slow in fp16](../docs/hardware.md). Every precision gets the same images in the same order.
 
 # %% tags=["nbval-ignore-output"]
 precisions = {
@@ -209,11 +211,11 @@ for precision in precisions:
     assert abs(accuracy - fp32_accuracy) <= 3 * 2**0.5 * error
 
 # %% [markdown]
-# One run of each cannot tell whether a few percent between two losses are precision or chance:
-# [notebook 04](04_fp32_vs_amp.ipynb#Do-they-learn-the-same?) takes several seeds. For checkpoints of such
-# a run, and for time, see [notebook 05](05_cifar10_mobilenet.ipynb).
+# The percentages are relative to FP32. One run of each precision cannot show whether a few percent come
+# from the precision or from chance, so [notebook 04](04_fp32_vs_amp.ipynb#Do-they-learn-the-same?)
+# compares several seeds. [Notebook 05](05_cifar10_mobilenet.ipynb) adds checkpoints and timings.
 #
-# Now read the tutorial's table again, and ask what it compares.
+# Look at the tutorial's table again. What else differs between FP32 and AMP?
 
 # %%
 steps_at = {size: -(-26_802 // size) * 10 for size in (256, 512)}  # in ten epochs, rounded up
@@ -221,22 +223,22 @@ print(f"AMP is {68.1 / 61.7:.2f}x as fast; {steps_at[256]} steps in FP32, {steps
 assert steps_at == {256: 1050, 512: 530}
 
 # %% [markdown]
-# AMP had twice the batch, and so half as many steps to learn in. The 2.2 points between the accuracies may be due
-# to that, to chance, or to fp16. The speed-up is small because a GTX 1060 is older than [Tensor
-# Cores](https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/index.html), the units
-# that multiply fp16 matrices faster. What AMP gave on that GPU is room for a larger batch.
+# The AMP run had twice the batch, so it took half as many steps. The 2.2 points between the accuracies
+# may come from fewer steps, chance, or fp16. The speed-up is small because a GTX 1060 is older than
+# [Tensor Cores](https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/index.html),
+# the units that multiply fp16 matrices faster. On that GPU, AMP mainly gave room for a larger batch.
 #
 # ## Count the memory of a step
 #
-# Why did FP32 at batch 512 not fit? We count the bytes. A `TorchDispatchMode` sees each operation that
-# PyTorch runs, and what it returns. Ours keeps a dictionary of the storages returned. An entry
-# disappears when its storage is freed, and the mode remembers the largest
+# Why did FP32 not fit at batch 512? We count bytes. A `TorchDispatchMode` sees each operation that
+# PyTorch runs and the tensors that it returns. Our mode keeps a dictionary of the storages (blocks of
+# memory) of these tensors. An entry disappears when its storage is freed. The mode remembers the largest
 # total. <!-- tests/notebooks/test_06_caltech256_resnet50.py -->
 
 
 # %%
 class LiveTensors(TorchDispatchMode):
-    """Records the tensors that are alive in its block: shape, dtype and bytes of each."""
+    """Records shape, dtype and bytes of each tensor that is alive inside its `with` block."""
 
     def __init__(self):
         super().__init__()
@@ -257,8 +259,8 @@ class LiveTensors(TorchDispatchMode):
 
 
 # %% [markdown]
-# We count two steps of a new network on random images, because the optimizer allocates its state in the
-# first one.
+# We count two steps of a new network on random images, because the optimizer allocates its state only at
+# the end of the first step.
 
 
 # %%
@@ -277,10 +279,9 @@ def two_steps(batch_size, dtype, device, *, image_size=224, freeze=True):
 
 
 # %% [markdown]
-# A real step at batch 512 would take gigabytes, so we let PyTorch pretend. Under `FakeTensorMode` a
-# layer returns a tensor with the right shape and dtype, but PyTorch neither allocates nor computes its
-# numbers. Here it makes a tensor of 4 TiB. (Both modes live in modules with an underscore, so they may
-# move.)
+# A real step at batch 512 would take gigabytes, so we let PyTorch pretend. Under `FakeTensorMode` a layer
+# returns a tensor with the right shape and dtype, but PyTorch neither allocates nor computes its numbers.
+# Here we even create a tensor of 4 TiB.
 
 # %%
 with FakeTensorMode():
@@ -296,7 +297,7 @@ def peak(batch_size, dtype, **options):
 
 
 # %% [markdown]
-# Can we trust the pretence? On a batch small enough to run, it must count what real tensors take.
+# Can we trust fake tensors? On a batch small enough to run, they must give the same count as real ones.
 
 # %% tags=["nbval-ignore-output"]
 for dtype in (torch.float32, torch.bfloat16):
@@ -307,8 +308,9 @@ for dtype in (torch.float32, torch.bfloat16):
     assert abs(fake / counted - 1) < 0.001  # a few small buffers may differ in dtype
 
 # %% [markdown]
-# We can. Now the three rows of the tutorial's table, with bf16, which has as many bytes as fp16. Before
-# you run this: how much will AMP need at batch 512, compared with FP32 at 256 and at 512?
+# They do. Now we count the three rows of the tutorial's table. For AMP we use bf16, which takes as many
+# bytes as fp16. Before you run this: how much will AMP need at batch 512, compared with FP32 at 256 and
+# at 512?
 
 # %%
 frozen = {
@@ -324,13 +326,13 @@ assert 0.85 < gib["FP32, batch 512"] / 6 < 1
 
 # %% [markdown]
 # AMP needs little more for 512 images than FP32 for 256. FP32 with 512 images leaves less than 1 GiB for
-# what our count does not see, such as [what CUDA and its libraries
-# allocate](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html) outside of PyTorch. The tutorial's
-# GPU ran out of memory there.
+# memory that we do not count, such as [what CUDA and its libraries
+# allocate](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html) outside of PyTorch. On the
+# tutorial's GPU this was too little.
 #
 # ## Why it is not quite half
 #
-# These are the largest tensors at the peak, the moment with the most bytes:
+# We list the largest tensors at the peak, the moment with the most bytes:
 
 # %%
 for name in ("FP32, batch 512", "AMP, batch 512"):
@@ -342,16 +344,15 @@ for name in ("FP32, batch 512", "AMP, batch 512"):
     assert Counter(shape for shape, _, _ in frozen[name].peak)[512, 256, 56, 56] == 3
 
 # %% [markdown]
-# The peak is in the first residual block, where three tensors of 256 maps are alive: the result of its
-# three convolutions, and that of the shortcut before and after batch normalisation. The 64 maps are the
-# block's input. With AMP all these maps take half the bytes, while the images stay fp32. Earlier maps are
-# gone: no parameter of the frozen backbone needs a gradient, so a map is freed once no later layer
-# needs it.
+# The peak is in the first residual block, where three tensors with 256 maps are alive: the result of the
+# block's three convolutions, and the shortcut before and after batch normalisation. The tensor with 64
+# maps is the block's input. With AMP all these maps take half the bytes, but the images stay fp32. Earlier
+# maps are already freed, because no parameter of the frozen backbone needs a gradient.
 #
 # ## And if the backbone is trained?
 #
-# Then autograd saves what the backward pass needs, and every weight has optimizer state. Before you run
-# this: will 512 images fit with AMP?
+# If we train the backbone too, autograd saves the activations for the backward pass, and every weight has
+# optimizer state. Before you run this: will 512 images still fit with AMP?
 
 # %%
 unfrozen = {
@@ -361,7 +362,7 @@ unfrozen = {
 for name, live in unfrozen.items():
     print(f"{name}: {live.peak_bytes / GIB:.1f} GiB")
     assert live.peak_bytes > 3 * LIMIT
-    assert ((512, 64, 56, 56), torch.int64, 784 * 2**20) in live.peak  # of max pooling
+    assert ((512, 64, 56, 56), torch.int64, 784 * 2**20) in live.peak  # max pooling
 found = [(shape, dtype) for shape, dtype, _ in unfrozen["AMP, batch 512"].peak]
 assert ((512, 3, 224, 224), torch.bfloat16) in found  # a copy of the images
 
@@ -370,22 +371,22 @@ _ = figures.memory_by_dtype(
 )
 
 # %% [markdown]
-# They do not. Each bar is the memory of one step, split by dtype; the dashed line is the GPU's 6 GiB. On
-# the left, with the backbone frozen, AMP at batch 512 needs about as much as FP32 at batch 256. On the
-# right, with the backbone trained, both bars reach far beyond the line. Freezing brought batch 512 within
-# reach, and AMP made it fit.
+# They do not. Each bar is the memory of one step, split by dtype. The dashed line is the GPU's 6 GiB.
+# With the backbone frozen (left), AMP at batch 512 needs about as much as FP32 at batch 256. With the
+# backbone trained (right), both bars reach far beyond the line. Batch 512 fits only if we freeze the
+# backbone and use AMP.
 #
-# With AMP, this is still fp32 or wider:
+# AMP does not make these tensors smaller:
 #
-# - the images (a copy of them in bf16 comes on top), the weights, and the optimizer's state;
+# - images, weights and optimizer state, all in fp32 (plus a bf16 copy of the images);
+# - weight gradients, also in fp32. Few of them exist at the peak, because the backward pass has just
+#   begun;
 # - the positions of the maxima in max pooling, which are int64 in every precision.
-#
-# Weight gradients are fp32 too. Most of them do not exist yet at the peak, as the backward pass begins.
 #
 # ## The largest batch
 #
-# Memory grows in a straight line with the batch: from 256 to 512 by twice as much as from 128 to 256. So
-# two counts are enough for the bytes that a step always takes, and the bytes for each image.
+# How many images fit into 6 GiB? Memory grows linearly with the batch: from 256 to 512 by twice as much
+# as from 128 to 256. So two counts give us the fixed bytes of a step and the bytes for each image.
 
 # %%
 small, half, whole = (peak(size, torch.float32).peak_bytes for size in (128, 256, 512))
@@ -401,9 +402,8 @@ for dtype in (torch.float32, torch.bfloat16):
 assert most[torch.bfloat16] > 1.8 * most[torch.float32]
 
 # %% [markdown]
-# AMP fits about twice as many images. These are upper bounds, with every byte of the GPU used for tensors.
-# For your own model, [notebook 09](09_xray_your_model.ipynb#Will-it-fit?) forecasts the same from its
-# shapes.
+# With AMP, about twice as many images fit. Both numbers are upper bounds, because they leave room for
+# tensors only. [Notebook 09](09_xray_your_model.ipynb#Will-it-fit?) makes this forecast for your model.
 
 # %%
 workspace.cleanup()  # deletes generated pictures
@@ -411,10 +411,10 @@ workspace.cleanup()  # deletes generated pictures
 # %% [markdown]
 # ## Run out of memory on purpose (optional)
 #
-# On a GPU we can check the count. `set_per_process_memory_fraction` limits PyTorch's allocator to 6 GiB. A
-# step that needs more [runs out of
-# memory](https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.set_per_process_memory_fraction.html),
-# which raises `torch.OutOfMemoryError`.
+# On a GPU we can check the count. `set_per_process_memory_fraction` limits PyTorch's allocator to 6 GiB.
+# If a step needs more, PyTorch [runs out of
+# memory](https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.set_per_process_memory_fraction.html)
+# and raises `torch.OutOfMemoryError`.
 
 
 # %%
@@ -431,7 +431,7 @@ def fits_on_gpu(batch_size, dtype):
 
 
 # %% [markdown]
-# Now we try four batches in each precision, if there is a GPU that PyTorch calls `cuda`:
+# If the device is `cuda`, we try four batch sizes in each precision:
 
 # %% tags=["nbval-ignore-output"]
 largest_fit = {}
@@ -446,25 +446,25 @@ if device.type == "cuda":
     assert largest_fit[torch.float16] >= 512
     assert largest_fit[torch.float16] >= 1.5 * largest_fit[torch.float32]
 else:
-    print("no such GPU here: what was counted stands alone")
+    print("the device is not cuda, so we cannot check the count here")
 
 # %% [markdown]
-# Expect less than was counted [*(not yet seen on a GPU)*](../data/results/README.md "memory-limit"). As
-# [PyTorch's notes on CUDA memory](https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management) explain, the
-# allocator cuts its memory into blocks. A free block that is too small for the next tensor cannot be used
-# for it.
+# Expect a smaller batch than the count allows [*(not yet seen on a GPU)*](../data/results/README.md
+# "memory-limit"). The allocator [divides its memory into
+# blocks](https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management), and a free block is of
+# no use if the next tensor is larger than the block.
 #
 # ## Summary
 #
-# - With the backbone frozen, its activations need not be saved. Here that saves far more memory than AMP
-#   does. Its running averages still move in training mode.
-# - AMP halves most activations; weights, optimizer state and images stay fp32.
+# - Autograd saves no activations of a frozen backbone, which here saves far more memory than AMP. In
+#   training mode, the running averages still change.
+# - AMP halves most activations. Weights, optimizer state and images stay fp32.
 # - A dispatch mode under `FakeTensorMode` counts the memory of a step that does not fit into your machine.
-# - A batch that by this count nearly fills the GPU may not fit, so leave some room.
+# - Leave some room: a batch that nearly fills the GPU by this count may not fit.
 # - Use one scaler for the whole run.
-# - Twice the batch means half the steps in an epoch, so compare accuracies at the same batch size.
+# - Twice the batch means half as many steps in an epoch, so compare accuracies at the same batch size.
 #
-# Next, [notebook 07](07_training_recipes.ipynb) clips, accumulates, averages and compiles under AMP.
+# Next, [notebook 07](07_training_recipes.ipynb) combines AMP with the rest of your training loop.
 #
 # ## Exercises
 #
@@ -504,8 +504,8 @@ exercises.check_map_size(map_mib)
 #
 # ### 2. The largest batch for another GPU
 #
-# By the counts above, a step with AMP takes 96 MiB in any case and 5.55 MiB for each image. What is the
-# largest multiple of 32 that fits into 8 GiB, if we leave 1 GiB free for what is not counted?
+# By the counts above, a step with AMP takes 96 MiB, plus 5.55 MiB for each image. Of a GPU with 8 GiB we
+# leave 1 GiB free for what we do not count. What is the largest batch that fits and is a multiple of 32?
 
 # %%
 largest = ...
@@ -514,7 +514,8 @@ exercises.check_largest_batch(largest)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# How many MiB are left for images? Divide, then go down to a multiple of 32.
+# How many MiB are left for images? Divide them by the MiB for each image. Then round down to a multiple
+# of 32.
 #
 # </details>
 #
@@ -524,14 +525,14 @@ exercises.check_largest_batch(largest)
 # largest = int((7 * 1024 - 96) / 5.55) // 32 * 32
 # ```
 #
-# 7072 MiB are left for images. That is room for 1274, and the next multiple of 32 below is 1248.
+# 7072 MiB are left, which is room for 1274 images. The next lower multiple of 32 is 1248.
 #
 # </details>
 #
 # ### 3. Train the head alone
 #
-# Complete `head_mode`: afterwards the head `model.fc` is in training mode, and no running average of the
-# backbone moves any more.
+# Complete `head_mode`. It should put the head `model.fc` into training mode, and make sure that a forward
+# pass no longer changes the running averages of the backbone.
 
 
 # %%
@@ -544,8 +545,8 @@ exercises.check_head_mode(head_mode)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `requires_grad` does not help here. Every module has a mode of its own, and `eval()` of a module sets that
-# of all modules inside it.
+# `requires_grad` does not help here. Every module has its own mode. If you call `eval()` on a module, you
+# also set the mode of all modules inside it.
 #
 # </details>
 #
@@ -558,13 +559,14 @@ exercises.check_head_mode(head_mode)
 #     return model
 # ```
 #
-# `train` would have to call this in place of `model.train()`, since that switches everything back.
+# In `train`, you would call `head_mode(model)` in place of `.train()`, which switches the whole network
+# to training mode.
 #
 # </details>
 #
 # ### 4. What AMP halves
 #
-# Everything is trained, and the forward pass runs under autocast. Which of these take half as many bytes as
+# We train all layers, and the forward pass runs under autocast. Which of these take half as many bytes as
 # in FP32: `"images"`, `"activations"`, `"weights"`, `"gradients"`, `"optimizer state"`?
 
 # %%
@@ -574,7 +576,8 @@ exercises.check_halved(halved)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Ask of each which dtype it has: who made it, an op under autocast or you?
+# Which dtype does each of them have? It depends on where the tensor comes from: from you, or from an op
+# under autocast.
 #
 # </details>
 #
@@ -584,8 +587,8 @@ exercises.check_halved(halved)
 # halved = {"activations"}
 # ```
 #
-# You made images and weights in fp32, a gradient has the dtype of its weight, and AdamW's moments have that
-# of the weight too. Of these, only what ops return under autocast is narrow.
+# You created the images and the weights in fp32. A gradient has the dtype of its weight, and so have
+# AdamW's moments. Only the activations are results of ops under autocast.
 #
 # </details>
 #
@@ -595,7 +598,9 @@ exercises.check_halved(halved)
 #   the network.
 # - [Griffin, Holub and Perona, *Caltech-256*](https://data.caltech.edu/records/nyy15-4j048): the
 #   photographs.
-# - [CUDA memory management](https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management):
-#   what the caching allocator does, and how to look into it.
-# - [Fake tensors](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html), and
-#   [extending PyTorch](https://docs.pytorch.org/docs/stable/notes/extending.html): the two modes.
+# - [CUDA memory management](https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management): how
+#   the caching allocator works, and how to inspect it.
+# - [Fake
+#   tensors](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html),
+#   and [extending PyTorch](https://docs.pytorch.org/docs/stable/notes/extending.html): the two modes that
+#   we used. Their modules have an underscore in their names, so they may move.
