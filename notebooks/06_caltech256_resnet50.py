@@ -165,8 +165,8 @@ def train_step(model, images, targets, optimizer, scaler, dtype):
 
 # %% [markdown]
 # Each run creates *one* scaler, before its first epoch. A new scaler in each epoch would have to search
-# for the loss scale again. As in notebook 04, `float32_mode` switches TF32 off in the FP32 run.
-# <!-- tests/core/test_precision.py -->
+# for the loss scale again. As in notebook 04, `float32_mode` switches TF32 off in the FP32
+# run. <!-- tests/core/test_precision.py -->
 
 
 # %%

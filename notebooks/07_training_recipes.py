@@ -9,25 +9,23 @@
 # %% [markdown]
 # # Combine AMP with the rest of your training loop
 #
-# **What you'll do.** Take seven things that real training loops do besides forward, backward and step,
-# and add AMP to each of them. Every line that AMP adds or changes is marked. Then see what happens if
-# you leave such a line out.
+# **What you'll do.** Add AMP to seven things that training loops do besides forward, backward and step.
+# Every line that AMP adds or changes is marked. Then see what happens if you leave such a line out.
 #
 # **What you'll learn.**
-# - the one rule behind most recipes: ask who looks at the gradients, and whether they are scaled
-#   at that moment;
+# - the one rule behind most recipes: know whether the gradients are scaled when your code reads them;
 # - which parts of a loop need no change under AMP;
-# - how each omission shows itself, since most of them raise no error.
+# - how to notice a missing line, because most of them raise no error.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for `torch.autocast` and [notebook
-# 03](03_grad_scaler_step_by_step.ipynb) for `GradScaler`. You need no GPU. Run the cells up to the
-# first recipe, then go to the one that you need.
+# 03](03_grad_scaler_step_by_step.ipynb) for `GradScaler`. You need no GPU. Run the cells up to the first
+# recipe, then go to the recipe that you need.
 #
 # | what the loop does | recipe |
 # |---|---|
-# | limits or inspects gradients | [Clip gradients](#Clip-gradients) |
+# | clips or inspects gradients | [Clip gradients](#Clip-gradients) |
 # | sums gradients over several batches | [Accumulate gradients](#Accumulate-gradients) |
-# | has gradients in the loss | [Penalise gradients](#Penalise-gradients) |
+# | uses gradients in the loss | [Penalise gradients](#Penalise-gradients) |
 # | changes the learning rate | [Schedule the learning rate](#Schedule-the-learning-rate) |
 # | recomputes activations to save memory | [Checkpoint activations](#Checkpoint-activations) |
 # | has several losses or optimizers | [Use several losses and optimizers](#Use-several-losses-and-optimizers) |
@@ -54,12 +52,12 @@ torch.set_num_threads(1)  # the tensors here are too small to share among CPU co
 # %% [markdown]
 # ## The idea in five lines
 #
-# A gradient of length 0.5 is to be clipped to a length of 0.1. Under AMP with fp16 it first arrives
-# multiplied by the loss scale, 65,536. Before you run this: does it matter whether we divide by the
-# scale before or after we clip?
+# We want to clip a gradient of length 0.5 to a length of 0.1. Under AMP with fp16, `backward` gives us
+# this gradient multiplied by the loss scale, 65,536. Before you run this: does it matter whether we
+# divide by the scale before or after we clip?
 
 # %%
-scaled = torch.tensor([0.3, 0.4]) * 65536  # what backward leaves
+scaled = torch.tensor([0.3, 0.4]) * 65536  # the gradient after backward
 divided_first = scaled / 65536
 divided_first *= 0.1 / divided_first.norm()  # clip
 clipped_first = scaled * 0.1 / scaled.norm() / 65536
@@ -68,15 +66,17 @@ assert math.isclose(divided_first.norm(), 0.1, rel_tol=1e-6)
 assert math.isclose(clipped_first.norm(), 0.1 / 65536, rel_tol=1e-6)
 
 # %% [markdown]
-# It matters. If we divide first, the gradient has the length 0.1 that we asked for. If we clip first,
-# it is 65,536 times too short: with SGD the training nearly stands still, without any error. So the
-# rule behind the recipes is this: **whatever looks at gradients belongs after `unscale_`, and whatever
-# makes gradients starts from `scaler.scale(…)`.** What looks only at weights needs no change, because
-# autocast leaves the weights in fp32.
+# It matters. If we divide first, the gradient has the length 0.1 that we asked for. If we clip first, the
+# gradient is 65,536 times too short, so SGD nearly stands still, without any error. The recipes follow
+# from this rule:
+#
+# - **Code that reads gradients belongs after `unscale_`.**
+# - **Code that computes gradients starts from `scaler.scale(…)`.**
+# - Code that reads only weights needs no change, because autocast leaves the weights in fp32.
 #
 # ## The setting
 #
-# We train a small network on five small batches. Even fp16 on a CPU is quick on so little data.
+# We train a small network on five small batches, so that even fp16 on a CPU is quick.
 
 # %%
 problem = recipes.SmallProblem(device)
@@ -84,8 +84,8 @@ batches, new_model = problem.batches, problem.new_model
 assert [len(x) for x, _ in batches] == [16, 16, 16, 16, 8]
 
 # %% [markdown]
-# This is the AMP loop. Each line marked `# AMP` is new, and where it replaces another line, the comment
-# says which. Without these lines it is the fp32 loop. The fp32 loops of all recipes are in
+# This is the AMP loop. Each line marked `# AMP` is new. If it replaces a line of the fp32 loop, the
+# comment shows the old line. The fp32 loops of all recipes are in
 # [`course/recipes.py`](course/recipes.py). <!-- tests/notebooks/test_07_training_recipes.py -->
 
 
@@ -101,23 +101,22 @@ def train_amp(model, optimizer, scaler, dtype):
 
 
 # %% [markdown]
-# We enable the scaler for fp16 alone. For bf16 it is
-# [disabled](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py): `scale` returns the
-# loss unchanged, and `step` only calls `optimizer.step()`. So one function serves both.
+# Only fp16 needs the scaler. For bf16 we
+# [disable](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py) it: then `scale`
+# returns the loss unchanged, and `step` only calls `optimizer.step()`. So one function serves both.
 #
 # ## How a recipe is checked
 #
-# `check_same` trains a new network with the fp32 loop, in fp16 and in bf16, and compares how far every
-# weight has moved. The tolerance is four rounding errors, since a value is rounded several times on its
-# way through the network. One rounding has a relative error of up to 2^-11 in fp16 and up to 2^-8 in
-# bf16.
+# `check_same` trains one network with the fp32 loop, and with the AMP loop in fp16 and in bf16. Then it
+# compares how far every weight has moved. One rounding has a relative error of up to 2^-11 in fp16 and up
+# to 2^-8 in bf16. We allow four times as much, because the network rounds a value several times.
 
 # %%
 problem.check_same(recipes.train_plain, train_amp)
 
 # %% [markdown]
-# The AMP loop moves the weights as the fp32 loop does. Two more helpers show what goes wrong. `backward`
-# does the first half of an AMP step, up to the scaled gradients.
+# The AMP loop moves the weights as the fp32 loop does. The next helpers let us see what goes wrong.
+# `backward` does the first half of an AMP step, up to the scaled gradients.
 
 
 # %%
@@ -144,9 +143,9 @@ def gradient_norm(model):
 # %% [markdown]
 # ## Clip gradients
 #
-# You need this if some batches have gradients large enough to throw the training off course.
-# Clipping looks at gradients, so `unscale_` comes first. `step` notices that the gradients are unscaled
-# already, and does not divide them again.
+# You need this if the gradients of some batches are so large that they make the training unstable.
+# Clipping reads gradients, so `unscale_` comes first. `step` notices that the gradients are already
+# unscaled, and does not divide them again.
 
 
 # %%
@@ -183,20 +182,22 @@ assert math.isclose(norms["step"], MAX_NORM, rel_tol=1e-3)
 
 # %% [markdown]
 # The figure has a logarithmic axis. After `backward` the gradient is 65,536 times too long. `unscale_`
-# brings it down to its true length, and clipping shortens it to 0.1.
+# restores its true length, and clipping shortens it to 0.1.
 #
-# **Without `unscale_`** we would clip the scaled gradient, in the grey part of the figure. If a gradient
-# overflows in fp16, the scaler skips the step. In bf16 nothing skips it: call `clip_grad_norm_` with
-# `error_if_nonfinite=True`, or the step makes weights NaN. <!-- tests/notebooks/test_07_training_recipes.py -->
+# **Without `unscale_`** we would clip the scaled gradient, in the grey part of the figure.
+#
+# **If a gradient overflows**, the scaler skips the step in fp16. In bf16 nothing skips the step, so
+# weights become NaN. To get an error instead, call `clip_grad_norm_` with
+# `error_if_nonfinite=True`. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Accumulate gradients
 #
-# You need this if the batch that you want does not fit into memory. Several small batches add up their
-# gradients before one step. Each batch is weighted by its share of the samples, so the result is also
-# right if the last group is shorter. <!-- tests/notebooks/test_07_training_recipes.py -->
+# You need this if the batch that you want does not fit into memory. A group of small batches adds up its
+# gradients before one step. We weight each batch by its share of the samples, so the result is also right
+# if the last group is shorter. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
-# `scale` belongs to every batch. `step` and `update` belong to the end of a group, because all gradients
-# that are added up must have the same scale. If you clip as well, put `unscale_` there too.
+# Call `scale` for every batch. Call `step` and `update` only at the end of a group, because all gradients
+# in a sum must have the same scale. If you clip as well, call `unscale_` there too.
 
 
 # %%
@@ -216,10 +217,10 @@ def accumulate_amp(model, optimizer, scaler, dtype):
 problem.check_same(recipes.accumulate_plain, accumulate_amp)
 
 # %% [markdown]
-# **With `unscale_` and `update` after every batch** the scaler raises no error, because `update`
-# makes it forget that the gradients were unscaled. In the next cell the gradients of two batches
-# are 1 and 2, and the learning rate is 1. The weight should move by 3. Before you run it: will it
-# move too far or too little?
+# **With `unscale_` and `update` after every batch** you get no error, because `update` makes the scaler
+# forget that the gradients are unscaled. In the next cell the gradients of two batches are 1 and 2, and
+# the learning rate is 1, so the weight should move by 3. Before you run it: will the weight move too far
+# or too little?
 
 # %%
 weight = nn.Parameter(torch.zeros(1, device=device))
@@ -233,18 +234,18 @@ print(f"the weight moves by {-weight.item():.1e}, and should move by 3")
 assert -weight.item() < 1e-4
 
 # %% [markdown]
-# The second `unscale_` divided the first gradient again, and `step` divided both once more. Call
-# `unscale_` once per group, after its last backward pass.
+# Far too little: the second `unscale_` divided the first gradient again, and `step` divided both once
+# more. Call `unscale_` once per group, after the last backward pass.
 #
 # ## Penalise gradients
 #
 # You need this if the loss itself contains gradients, for example to keep a function smooth.
 #
-# We make the inner gradient from the scaled loss, so that it survives fp16, and [unscale it by
-# hand](https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty), because
-# `unscale_` knows only `.grad`. The penalty belongs to the forward pass, so it is under autocast again.
-# If the inner gradient overflows in fp16, so does the loss, and the step is
-# skipped. <!-- tests/notebooks/test_07_training_recipes.py -->
+# We compute the inner gradients from the scaled loss, so that they do not underflow in fp16. Then we
+# [unscale them by hand](https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-penalty),
+# because `unscale_` changes only `.grad`. The penalty is part of the forward pass, so we compute it under
+# autocast. If an inner gradient overflows in fp16, so does the loss, and the scaler skips the
+# step. <!-- tests/notebooks/test_07_training_recipes.py -->
 
 
 # %%
@@ -267,17 +268,18 @@ def penalty_amp(model, optimizer, scaler, dtype):
 problem.check_same(recipes.penalty_plain, penalty_amp)
 
 # %% [markdown]
-# **Without the division by hand** every gradient in the penalty is 2^16 times too large. The penalty
-# adds up their squares, so it is 2^32 times too large. <!-- tests/notebooks/test_07_training_recipes.py -->
+# **Without the division by hand** every gradient in the penalty is 2^16 times too large. The penalty is a
+# sum of their squares, so it is 2^32 times too
+# large. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Schedule the learning rate
 #
 # You need this nearly always. The fp32 loop calls `scheduler.step()` after every step.
 #
-# With AMP a step may be skipped, and the schedule should count only the steps that were taken.
-# `scaler.step` does not tell us, but the scale does: with one optimizer, and until it is 0, [it
-# falls](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py) if, and only if, the step
-# was skipped.
+# With AMP the scaler may skip a step, which the schedule should not count. `scaler.step` does not tell
+# us, but the loss scale does. With one optimizer and a scale above 0, [the scale
+# falls](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py) exactly when the step was
+# skipped.
 
 
 # %%
@@ -298,17 +300,18 @@ def schedule_amp(model, optimizer, scaler, dtype):
 problem.check_same(recipes.schedule_plain, schedule_amp)
 
 # %% [markdown]
-# **Without this check** skipped steps use up the schedule. A few lost steps of ten thousand do not
-# matter, as a rule of thumb. They matter in a short warm-up, because that is when the scaler searches
-# for its scale. PyTorch warns only if the very first step was skipped and the optimizer is not fused.
-# <!-- tests/notebooks/test_07_training_recipes.py --> `get_scale` waits for the device, as [notebook
-# 03](03_grad_scaler_step_by_step.ipynb) says.
+# **Without this check** skipped steps use up the schedule. As a rule of thumb, a few lost steps of ten
+# thousand do not matter. In a short warm-up they do, because the scaler still searches for its scale.
+# PyTorch warns only if the very first step was skipped and the optimizer is not
+# fused. <!-- tests/notebooks/test_07_training_recipes.py -->
+#
+# `get_scale` waits for the device, as [notebook 03](03_grad_scaler_step_by_step.ipynb) explains.
 #
 # ## Checkpoint activations
 #
-# You need this if activations fill the memory. A checkpointed part [keeps only its
+# You need this if activations fill the memory. A checkpointed part of the model [keeps only its
 # input](https://docs.pytorch.org/docs/stable/checkpoint.html) and runs a second time in the backward
-# pass. Here the first two layers do so.
+# pass. Here we checkpoint the first two layers.
 
 
 # %%
@@ -324,9 +327,9 @@ class Checkpointed(nn.Module):
 
 
 # %% [markdown]
-# AMP changes nothing here. The second run happens outside of the autocast block, but `checkpoint` has
-# recorded the state of autocast and restores it. In fp16 the weights are the same to the last bit, with
-# and without checkpointing: <!-- tests/notebooks/test_07_training_recipes.py -->
+# AMP needs no change here. The second run happens outside of the autocast block, but `checkpoint` has
+# recorded the state of autocast and restores it. In fp16, checkpointing changes no bit of the
+# weights: <!-- tests/notebooks/test_07_training_recipes.py -->
 
 # %%
 problem.check_same(recipes.train_plain, train_amp, make_model=Checkpointed)
@@ -334,15 +337,15 @@ recomputed = problem.change(train_amp, torch.float16, make_model=Checkpointed)
 assert torch.equal(recomputed, problem.change(train_amp, torch.float16))
 
 # %% [markdown]
-# In torch 2.15 selective checkpointing (`context_fn`) is an exception: if a region uses a weight that
-# was cast before, as where two share one, backward raises `… not found in storage`, unless autocast has
-# `cache_enabled=False`. <!-- tests/notebooks/test_07_training_recipes.py -->
+# In torch 2.15, selective checkpointing (`context_fn`) is an exception. If a checkpointed part uses a
+# weight that was cast before, for example in another part, backward raises `… not found in storage`. To
+# avoid this, give autocast `cache_enabled=False`. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # **Without `use_reentrant=False`** you get the older kind of checkpoint, with a warning that asks you to
-# choose. It cuts the graph if no *input* requires a gradient, as with a batch of data. The parameters
-# inside then get no gradient. If your optimizer has other parameters too, you see no error: the
-# checkpointed part just never learns. <!-- tests/notebooks/test_07_training_recipes.py --> If it has no
-# others, the scaler complains:
+# choose. The older kind cuts the graph if no *input* requires a gradient, as with a batch of data. The
+# parameters inside then get no gradient. If your optimizer has other parameters too, you see no error,
+# but the checkpointed part never learns. <!-- tests/notebooks/test_07_training_recipes.py --> If the
+# optimizer has no others, the scaler raises an error:
 
 
 # %%
@@ -370,9 +373,9 @@ assert "No inf checks were recorded for this optimizer" in message
 #
 # ## Use several losses and optimizers
 #
-# Use one scaler for all. Scale every loss by it, let every optimizer step through it, and call `update`
-# once, at the end. An `update` between two steps may change the scale while the gradients of the second
-# optimizer still have the old one. In the next cell, the gradients of the first optimizer overflow:
+# Use one scaler for all. Call `scale` for every loss, `step` for every optimizer, and `update` once, at
+# the end. An `update` between two steps may change the scale, but the second optimizer's gradients still
+# have the old one. In the next cell, the gradients of the first optimizer overflow:
 
 
 # %%
@@ -401,16 +404,17 @@ print(f"the second step is {ratio:.1f} times as long as it should be")
 assert math.isclose(ratio, 2, rel_tol=1e-3)
 
 # %% [markdown]
-# Gradients that were multiplied by 65,536 were divided by 32,768. The second optimizer also stepped
-# although the first was skipped. If that does harm in your training, use one optimizer with two
-# parameter groups, which steps as a whole or not at all. <!-- tests/notebooks/test_07_training_recipes.py -->
+# The gradients of the second optimizer were multiplied by 65,536, but divided by 32,768. This optimizer
+# also stepped although the first was skipped. If that harms your training, use one optimizer with two
+# parameter groups, which steps as a whole or not at
+# all. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Load half precision weights
 #
 # `load_state_dict` copies values *into* the parameters, which stay fp32. So a file of fp16 weights needs
-# no care. But `assign=True` with fp16 weights, or `.half()` on the model, makes the parameters fp16, and
-# the scaler refuses to unscale their gradients. With bf16 parameters nothing complains, and small
-# updates are rounded away. Call `model.float()` before you make the
+# no change. But `assign=True` with fp16 weights, or `.half()` on the model, makes the parameters fp16,
+# and the scaler refuses to unscale their gradients. With bf16 parameters you get no error, but small
+# updates are rounded away. In both cases, call `model.float()` before you create the
 # optimizer. <!-- tests/notebooks/test_07_training_recipes.py -->
 
 # %%
@@ -428,43 +432,43 @@ assert message == "ValueError: Attempting to unscale FP16 gradients."
 # %% [markdown]
 # ## More recipes
 #
-# These need at most one line. <!-- tests/notebooks/test_07_training_recipes.py -->
+# These recipes are short. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
-# - **Average the weights (EMA).** AMP changes nothing, because the weights are fp32. Keep the average in
-#   fp32 too: in bf16 or fp16 its small updates are rounded away, and it may never move.
-# - **Compile the model.** Call `torch.compile(model)` as without AMP. Use the same autocast block in every
-#   call, also in evaluation, or the model is compiled again ([notebook
+# - **Average the weights (EMA).** AMP needs no change, because the weights are fp32. Keep the average in
+#   fp32 too: in bf16 or fp16, all its small updates may be rounded away.
+# - **Compile the model.** Call `torch.compile(model)` as without AMP. Use the same autocast block in
+#   every call, also in evaluation, or PyTorch compiles the model again ([notebook
 #   18](18_inference_and_export.ipynb#What-torch.compile-does-to-it)). [Notebook
-#   10](10_speed_ladder.ipynb) measures what it gains.
-# - **Evaluate during training.** Give evaluation an autocast block of its own. Inside the block of the
-#   training step it would use stale weights: the casts that autocast cached before the step.
-# - **Freeze layers.** A frozen layer may be stored in the dtype of autocast:
-#   `layer.requires_grad_(False)` and `layer.to(torch.float16)`. That halves its memory. For a linear
-#   layer or a convolution it does not change the output, because autocast would cast the weight anyway.
+#   10](10_speed_ladder.ipynb) measures the speed-up.
+# - **Evaluate during training.** Use a separate autocast block for evaluation. Inside the block of the
+#   training step, autocast still has the casts of the weights from before the step.
+# - **Freeze layers.** You may store a frozen layer in the dtype of autocast:
+#   `layer.requires_grad_(False)` and `layer.to(torch.float16)`. This halves its memory. The output of a
+#   linear layer or a convolution stays the same, because autocast would cast the weight anyway.
 # - **Write an autograd function.** Decorate `forward` with `torch.amp.custom_fwd` and `backward` with
 #   `torch.amp.custom_bwd` ([notebook 02](02_autocast_dtypes.ipynb)).
 # - **Choose the optimizer.** AMP works with optimizers such as SGD and Adam. Always call
-#   `scaler.step(optimizer)`. With `optimizer.step()` Adam seems to train, until the first overflow makes
+#   `scaler.step(optimizer)`. With `optimizer.step()`, Adam seems to train until the first overflow makes
 #   the weights NaN.
 # - **Resume a run.** Save the scaler's state too ([notebook 05](05_cifar10_mobilenet.ipynb)).
 #
 # ## Summary
 #
-# Whatever makes gradients starts from `scaler.scale(…)`. Whatever looks at them comes after `unscale_`.
-# Whatever looks at weights stays the same, because weights are fp32.
+# Code that computes gradients starts from `scaler.scale(…)`. Code that reads gradients comes after
+# `unscale_`. Code that reads only weights stays the same, because the weights are fp32.
 #
-# | recipe | what AMP adds | what goes wrong without |
+# | recipe | what AMP adds | what goes wrong otherwise |
 # |---|---|---|
 # | [Clip](#Clip-gradients) | `scaler.unscale_(optimizer)` before clipping | SGD nearly stands still |
 # | [Accumulate](#Accumulate-gradients) | `scale` per batch; `step` and `update` per group | gradients are divided by the scale again |
 # | [Penalise](#Penalise-gradients) | scale the inner loss, divide its gradients by `get_scale()` | the penalty is 2^32 times too large |
 # | [Schedule](#Schedule-the-learning-rate) | `scheduler.step()` only if the scale did not fall | skipped steps use up the schedule |
-# | [Checkpoint](#Checkpoint-activations) | nothing; `use_reentrant=False` | parameters get no gradient |
+# | [Checkpoint](#Checkpoint-activations) | nothing, but use `use_reentrant=False` | parameters get no gradient |
 # | [Several](#Use-several-losses-and-optimizers) | one scaler, one `update` at the end | a step is twice as long as it should be |
-# | [Load](#Load-half-precision-weights) | nothing; `model.float()` if parameters are half | the scaler raises (fp16), or small updates vanish (bf16) |
+# | [Load](#Load-half-precision-weights) | `model.float()` if parameters are fp16 or bf16 | an error (fp16), or small updates vanish (bf16) |
 #
-# If your training breaks all the same, go on with [notebook 08](08_when_amp_breaks.ipynb), which
-# starts from the error message.
+# If your training still breaks, go on with [notebook 08](08_when_amp_breaks.ipynb), which starts from the
+# error message.
 #
 # ## Exercises
 #
@@ -479,9 +483,9 @@ exercises = checks_of("07_training_recipes")
 # %% [markdown]
 # ### 1. How long is the gradient that is left?
 #
-# A loop clips to a norm of 0.5, but its author forgot `unscale_`. The loss scale is 1024. In one
-# batch the true gradient has a length of 6, in another of 0.0003. Work out on paper how long the
-# gradient is that the optimizer gets in each.
+# A loop clips to a norm of 0.5, but its author forgot `unscale_`. The loss scale is 1024. The true
+# gradient has a length of 6 in one batch, and of 0.0003 in another. Work out on paper the lengths of the
+# two gradients that the optimizer gets.
 
 # %%
 lengths = ...  # a pair of numbers
@@ -490,8 +494,8 @@ exercises.check_lengths(lengths)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# How long are the two gradients when they are clipped, and which of them is longer than 0.5 then?
-# `step` divides by the scale afterwards.
+# How long is each scaled gradient just before clipping? Which of them is longer than 0.5? After clipping,
+# `step` divides both by the scale.
 #
 # </details>
 #
@@ -501,16 +505,16 @@ exercises.check_lengths(lengths)
 # lengths = (0.5 / 1024, 0.0003)
 # ```
 #
-# The first is 6144 when it is clipped to 0.5, and is then divided by 1024. The second is 0.3072,
-# which is below the limit, so that it comes through unharmed. So large gradients, which clipping
-# was meant to keep at 0.5, are made far too small, and small ones pass unchanged.
+# The first scaled gradient has a length of 6144. Clipping shortens it to 0.5, and `step` divides it by
+# 1024. The second has a length of 0.3072, so clipping does not change it. Large gradients should get a
+# length of 0.5, but they become far too short.
 #
 # </details>
 #
 # ### 2. Accumulate and clip
 #
-# Complete the step for one group: the gradients of all `losses` are added up and clipped to a norm
-# of 0.1. The losses are already weighted by their share of the samples.
+# Complete the step for one group. It should add up the gradients of all `losses` and clip the sum to a
+# norm of 0.1. The losses are already weighted by their share of the samples.
 
 
 # %%
@@ -539,14 +543,14 @@ exercises.check_group_step(group_step)
 #     scaler.update()
 # ```
 #
-# Clipping each loss on its own would limit the parts and not their sum.
+# If you clip after each loss, you limit each part of the gradient, but not the sum.
 #
 # </details>
 #
 # ### 3. Mend the schedule
 #
-# This end of a step should leave the schedule alone if the step was skipped, and move it on
-# otherwise. It always moves it on. Find the mistake and write the function as it should be.
+# `end_of_step` should call `scheduler.step()` only if the scaler did not skip the step. This version
+# always calls it. Find the mistake and write the correct function.
 #
 # ```python
 # def end_of_step(optimizer, scaler, scheduler):
@@ -560,7 +564,7 @@ exercises.check_group_step(group_step)
 
 # %%
 def end_of_step(optimizer, scaler, scheduler):
-    return ...  # the five lines above, mended
+    return ...  # the five lines above, corrected
 
 
 exercises.check_end_of_step(end_of_step)
@@ -568,7 +572,7 @@ exercises.check_end_of_step(end_of_step)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Which call changes the scale? After many good steps it may also *rise*.
+# Which call changes the scale? Note that the scale may also *rise*, after many good steps.
 #
 # </details>
 #
@@ -583,7 +587,7 @@ exercises.check_end_of_step(end_of_step)
 #         scheduler.step()
 # ```
 #
-# Only `update` changes the scale here, so `before` has to be read before it.
+# Only `update` changes the scale here, so read `before` before you call `update`.
 #
 # </details>
 #
@@ -592,11 +596,11 @@ exercises.check_end_of_step(end_of_step)
 # A loop does five more things between `backward` and `scaler.step`. Which of them go wrong if they
 # come before `unscale_`?
 #
-# - `log`: it writes down the norm of the gradients;
-# - `clamp`: it limits every single element of a gradient to ±0.1;
-# - `noise`: it adds noise with a standard deviation of 0.01 to the gradients;
-# - `freeze`: it sets the gradient of the bias to zero;
-# - `average`: it updates a moving average of the weights.
+# - `log` records the norm of the gradients;
+# - `clamp` limits every element of a gradient to ±0.1;
+# - `noise` adds noise with a standard deviation of 0.01 to the gradients;
+# - `freeze` sets the gradient of the bias to zero;
+# - `average` updates a moving average of the weights.
 
 # %%
 after_unscale = ...  # a set of these names, such as {"log", "freeze"}
@@ -605,8 +609,8 @@ exercises.check_after_unscale(after_unscale)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# For each, ask whether it looks at gradients at all, and whether the result would differ if they were
-# 65,536 times too large and divided afterwards.
+# Ask two questions about each. Does it read or change gradients at all? Would the result differ if the
+# gradients were 65,536 times too large and were divided afterwards?
 #
 # </details>
 #
@@ -616,8 +620,7 @@ exercises.check_after_unscale(after_unscale)
 # after_unscale = {"log", "clamp", "noise"}
 # ```
 #
-# A gradient that is set to zero stays zero when it is divided, and an average of the weights does
-# not look at gradients.
+# A gradient of zero stays zero when it is divided, and an average of the weights does not read gradients.
 #
 # </details>
 #
