@@ -10,14 +10,14 @@
 # # X-ray your model before you rent the GPU
 #
 # **What you'll do.** Write a small tracer that prints the dtype of each op, and run it under CUDA's
-# autocast rules on a machine that need not have CUDA. Then use the tool that grew out of it on a
+# autocast rules on a machine that need not have CUDA. Then apply the complete tool, `xray`, to a
 # ResNet-50, an LSTM and a GPT, and forecast whether a training step fits into a GPU's memory.
 #
 # **What you'll learn.**
-# - why autocast's decisions can be seen without the device;
+# - why you can see autocast's decisions without the device;
 # - where the backends treat the same model differently;
 # - why `F.cross_entropy` on fp16 logits is less precise than it looks;
-# - what the memory of a training step consists of, and which part of it AMP makes smaller;
+# - what takes memory in a training step, and which part AMP makes smaller;
 # - in an optional section, how to tell rounding from a mistake when two runs differ.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast's rules. You need no GPU,
@@ -50,8 +50,8 @@ _ = torch.manual_seed(0)
 # %% [markdown]
 # ## The idea in five lines
 #
-# Before you run this: in which dtype does CUDA's autocast run each of the three layers? The cell asks
-# for CUDA, but it needs no GPU.
+# We ask for the dtypes of a tiny network under CUDA's autocast. Before you run this: in which dtype does
+# each of the three layers run? The cell needs no GPU.
 
 # %%
 tiny = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Softmax(-1))
@@ -61,17 +61,17 @@ for row in result.rows:
 assert [row.dtype for row in result.rows] == [torch.float16, torch.float32, torch.float32]
 
 # %% [markdown]
-# The linear layer runs in fp16, the norm and the softmax in fp32. No number was computed to find that
-# out. To see how this works, we build such a tracer ourselves.
+# The linear layer runs in fp16, the norm and the softmax in fp32. `xray` found this without computing a
+# single number.
 #
 # ## A short tracer
 #
-# Two ideas are enough.
+# To see how this works, we build such a tracer from two ideas.
 #
 # **See each op.** PyTorch's
-# [dispatcher](https://docs.pytorch.org/devlogs/dispatcher/2026-04-16-how-does-the-dispatcher-work/) sends an
-# op through autocast and autograd to a kernel. A `TorchDispatchMode` sits right before the kernel. By
-# then autocast has done its casts, and they appear as ops of their own, named `_to_copy`.
+# [dispatcher](https://docs.pytorch.org/devlogs/dispatcher/2026-04-16-how-does-the-dispatcher-work/) sends
+# an op through autocast and autograd to a kernel. A `TorchDispatchMode` sees each op right before its
+# kernel. By then autocast has done its casts, so the mode sees them as separate ops named `_to_copy`.
 
 # %%
 SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -84,7 +84,7 @@ def dtypes_of(structure):
 
 
 class Tracer(TorchDispatchMode):
-    """While active, records in `rows` each op, the dtypes of its inputs, and that of its result."""
+    """While active, records each op in `rows`, with the dtypes of its inputs and of its result."""
 
     def __init__(self):
         super().__init__()
@@ -92,19 +92,19 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "aten":  # others ask a tensor for its device, and compute nothing
+        if func.namespace == "aten":  # others only ask for a tensor's device
             name = func.overloadpacket.__name__
             self.rows.append((name, dtypes_of(args), dtypes_of(result)[:1]))
         return result
 
 
 # %% [markdown]
-# **Pretend to have the device.** Autocast looks at the op, the dtypes and the type of the device, and
-# not at the values. A [*fake
-# tensor*](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html) has
-# a dtype and a device but no data, so the device need not exist. `torch.autocast("cuda")`
-# [checks](https://github.com/pytorch/pytorch/blob/main/torch/amp/autocast_mode.py) that CUDA is there
-# before it sets autocast's state. We set that state ourselves.
+# **Pretend to have the device.** Autocast looks at the op, the dtypes and the type of the device, but not
+# at the values. A [*fake
+# tensor*](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html)
+# has a dtype and a device but no data, so the device need not exist. But `torch.autocast("cuda")`
+# [checks](https://github.com/pytorch/pytorch/blob/main/torch/amp/autocast_mode.py) that CUDA is there. So
+# we do not call it, and set autocast's state ourselves.
 
 
 # %%
@@ -155,13 +155,12 @@ assert [op for op, *_ in fake_rows].count("_to_copy") == 6
 assert fake_rows[-1] == ("native_layer_norm", ("fp32",) * 3, ("fp32",))
 
 # %% [markdown]
-# Each row is one op. The convolution needs three casts: its input, its weight and its bias. The linear
-# layer (`addmm`) needs only two, because its input is in fp16 already. One more cast goes up to fp32
-# for the norm.
+# Each row is one op. The convolution needs three casts, for its input, weight and bias. The linear layer
+# (`addmm`) needs only two, because its input is already fp16. The norm needs one cast up to fp32.
 #
-# Is the prediction right? On a device that is present we can check it. On the CPU, the rows of a
-# real run and of a fake one are equal. For CUDA, that takes such a GPU
-# [*(not yet seen on a GPU)*](../data/results/README.md "real-rows").
+# Does a real run show the same rows? On the CPU we can check this: the rows of a real run and of a fake
+# run are equal. To check CUDA's rows, you need a CUDA GPU [*(not yet seen on a
+# GPU)*](../data/results/README.md "real-rows").
 
 # %%
 images = torch.rand(2, 3, 8, 8)
@@ -172,7 +171,7 @@ assert tracer.rows == trace_on("cpu", net, images.shape)
 # %% [markdown]
 # ## The tool
 #
-# `amp_lab.xray` is this tracer with what real models need: it names modules, tells casts from ops,
+# `amp_lab.xray` extends this tracer for real models. It names modules, separates casts from other ops,
 # and handles recurrent layers, attention, tied weights and tensors in
 # attributes. <!-- tests/tracing/test_xray.py --> <!-- tests/tracing/test_fake_device.py -->
 
@@ -180,21 +179,21 @@ assert tracer.rows == trace_on("cpu", net, images.shape)
 xray(net, images, device_type="cuda")
 
 # %% [markdown]
-# The table has a line for each module that computes. It shows the number of ops, the share of the
-# arithmetic of matmuls and convolutions, the dtype of that work and of the other ops, the number of
-# casts, and the dtype of the output. "Look at" lists
-# advice. <!-- tests/tracing/test_xray_result.py --> With `real=True`, `xray` traces a run on a device
-# that is present. <!-- tests/tracing/test_xray.py -->
+# The table has a line for each module that computes. `work` is the module's share of the arithmetic in
+# matmuls and convolutions, and `work in` is the dtype of this work. `other ops in` is the dtype of all
+# other ops. "Look at" lists advice. <!-- tests/tracing/test_xray_result.py --> With `real=True`, `xray`
+# traces a run on a device that you have. <!-- tests/tracing/test_xray.py -->
 #
 # ## Three models, three backends
 #
-# We take a ResNet-50, a GPT with twelve blocks and an LSTM. Only shapes matter to us, so we build them
-# on the [`meta` device](https://docs.pytorch.org/docs/stable/meta.html), where tensors have no data.
+# Do the backends run the same model in the same dtypes? We compare a ResNet-50, a GPT with twelve blocks
+# and an LSTM. Only shapes matter, so we build the models on the [`meta`
+# device](https://docs.pytorch.org/docs/stable/meta.html), where tensors have no data.
 
 
 # %%
 class Classifier(nn.Module):
-    """Two layers of LSTM over a sequence (B, T, 64); ten classes from its last state."""
+    """A two-layer LSTM over a sequence (B, T, 64); its last output gives ten classes."""
 
     def __init__(self):
         super().__init__()
@@ -220,8 +219,8 @@ def mean_loss(output):
 
 
 # %% [markdown]
-# Now we trace each model with its loss under the rules of three backends. Before you run this: in one
-# of the nine rows nearly all of the work stays in fp32. In which one?
+# We trace each model with its loss under the rules of three backends. Before you run this: in one of the
+# nine rows, nearly all of the work stays in fp32. Which row is it?
 
 # %%
 found = {
@@ -237,17 +236,16 @@ shares = {key: result.low_share for key, result in found.items()}
 assert {key for key, share in shares.items() if share < 0.99} == {("LSTM", "mps")}
 
 # %% [markdown]
-# The last column is the share of the arithmetic of matmuls and convolutions that runs in low
-# precision. As a rule of thumb, most of AMP's speed comes from it. On MPS the LSTM layer stays in
-# fp32, and the ResNet needs far more casts than on CUDA.
+# The last column shows how much of the arithmetic in matmuls and convolutions runs in low precision. As a
+# rule of thumb, most of AMP's speed-up comes from this part. On MPS the LSTM layer stays in fp32, and the
+# ResNet needs far more casts than on CUDA.
 #
-# For the figure we collect the kinds of ops that compute with floating-point tensors, and the dtype
-# of each.
+# To see why, we draw the dtype of each kind of op that computes with floating-point tensors.
 
 
 # %%
 def dtypes_by_op(result):
-    """What each kind of op in an X-ray computes in; "both" if in low precision and in fp32."""
+    """The dtype in which each kind of op computes; "both" if in low precision and in fp32."""
     seen = {}
     for row in result.rows:
         if row.in_dtypes and row.dtype in SHORT:
@@ -261,16 +259,16 @@ for (name, backend), result in found.items():
 _ = figures.dtypes_by_model(grid)
 
 # %% [markdown]
-# The figure has a panel for each model, a column for each backend and a row for each kind of op. A dark
-# field is fp32. The backends differ in three ops:
+# The figure has a panel for each model, a column for each backend and a row for each kind of op. Dark
+# fields are fp32. The backends differ in three ops:
 #
-# - **`batch_norm`** is fp32 on MPS. The ops after it keep that dtype up to the next convolution. This
-#   explains the casts of the ResNet: up before each norm, and down after it.
+# - **`batch_norm`** is fp32 on MPS, and so are the ops between the norm and the next convolution. This
+#   explains the many casts in the ResNet: up before each norm, and down after it.
 # - **`lstm`** is fp32 on MPS.
 # - **`_log_softmax`** in the loss is fp16 on CUDA and MPS, and fp32 on the CPU.
 #
-# `amp-lab ops --device mps` prints the rules of a backend, read from the PyTorch that is
-# installed. <!-- tests/tracing/test_op_table.py -->
+# `amp-lab ops --device mps` prints the rules of a backend in your version of
+# PyTorch. <!-- tests/tracing/test_op_table.py -->
 
 # %%
 resnet = grid["ResNet-50"]
@@ -285,9 +283,10 @@ assert casts["ResNet-50", "mps"] > 2 * casts["ResNet-50", "cuda"]
 # %% [markdown]
 # ## The surprise in cross-entropy
 #
-# CUDA's list says that `log_softmax` and `nll_loss` run in fp32, and `F.cross_entropy` is, by default,
-# [one after the other](https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html).
-# Yet the figure shows `_log_softmax` in fp16. We trace `F.cross_entropy` on fp16 logits, as it is and
+# On CUDA's list, `log_softmax` and `nll_loss` run in fp32. By default, `F.cross_entropy` is
+# [`log_softmax` followed by
+# `nll_loss`](https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html). Yet the
+# figure shows `_log_softmax` in fp16. We trace `F.cross_entropy` on fp16 logits, first without and then
 # with `.float()` on the logits:
 
 
@@ -322,13 +321,13 @@ for backend in BACKENDS:
 # %% [markdown]
 # On the GPUs, `F.cross_entropy` calls `log_softmax` with `dtype=` set to the dtype of the logits. This
 # argument takes precedence over autocast's list, so the result is rounded to fp16. Then `nll_loss` casts
-# the rounded values to fp32. So the loss has the dtype fp32 and hides the rounding. The remedy is one
-# word: put **`.float()` on the logits.**
+# the rounded values to fp32, so the dtype of the loss hides the rounding. The remedy is to call
+# **`.float()` on the logits.**
 #
-# How much does it matter? The loss of an untrained language model is about the logarithm of its
-# vocabulary, about 11 here. In that range fp16 numbers are 2^-7 apart, and bf16 numbers 2^-4. Rounding
-# changes the loss of each token by up to half of that. In the mean over many tokens these errors mostly
-# cancel. We measure it in bf16:
+# How much does the rounding matter? The loss of an untrained language model is about the logarithm of its
+# vocabulary size, here about 11. Near 11, fp16 numbers are 2^-7 apart, and bf16 numbers 2^-4. Rounding
+# changes the loss of each token by up to half of this distance. In the mean over many tokens, these
+# errors mostly cancel. We measure both in bf16:
 
 # %%
 target = torch.randint(50304, (64,))
@@ -345,12 +344,12 @@ assert (rounded - exact).mean().abs() < errors.max() / 2
 # %% [markdown]
 # ## Will it fit?
 #
-# The same fake tensors show how much memory a training step takes. Each tensor counts from the moment
-# it is allocated until it is freed: weights, gradients, the optimizer's state, the activations saved
-# for the backward pass, and autocast's copies of the weights. <!-- tests/tracing/test_memory.py -->
+# Fake tensors also show how much memory a training step takes. Each tensor counts from the moment it is
+# allocated until it is freed: weights, gradients, the optimizer's state, the activations saved for the
+# backward pass, and autocast's copies of the weights. <!-- tests/tracing/test_memory.py -->
 #
-# Take ResNet-50 with a batch of 32 on a GPU of 24 GiB. Before you run this: which of these parts does
-# AMP make smaller?
+# We train a ResNet-50 with a batch of 32 on a GPU with 24 GiB. Before you run this: which of these parts
+# does AMP make smaller?
 
 # %%
 resnet50 = zoo["ResNet-50"][0]
@@ -358,14 +357,13 @@ memory = compare_memory(resnet50, (32, 3, 224, 224), memory_bytes="24GiB", optim
 memory
 
 # %% [markdown]
-# Only the activations. Weights, gradients and optimizer state have the same size in every column, and
-# AMP's copies of the weights come on top. For this network the activations are most of the memory, so
-# almost twice the batch fits.
+# AMP makes only the activations smaller. Weights, gradients and optimizer state have the same size in
+# every column, and AMP adds copies of the weights. In this network the activations take most of the
+# memory, so almost twice the batch fits.
 #
-# Leave some room in practice. The forecast counts tensors and nothing else: it leaves out the driver,
-# the workspaces of cuDNN and cuBLAS, and gaps between blocks of memory. We expect it to come within
-# 10 % of what a GPU's allocator counts
-# [*(not yet seen on a GPU)*](../data/results/README.md "memory-forecast").
+# Leave some room, because the forecast counts only tensors. It does not include the driver, the
+# workspaces of cuDNN and cuBLAS, and gaps between blocks of memory. We expect it to come within 10 % of
+# what a GPU's allocator counts [*(not yet seen on a GPU)*](../data/results/README.md "memory-forecast").
 
 # %%
 fp32, fp16 = memory["fp32"], memory["fp16"]
@@ -379,8 +377,8 @@ assert 1.9 < memory.largest["fp16"] / memory.largest["fp32"] < 2
 # %% [markdown]
 # ## Seven billion parameters, no memory
 #
-# On `meta` the same GPT can be as large as we like. We train one with AdamW on one sequence of 2048
-# tokens, on a GPU of 139 GiB. Before you run this: by how much does bf16 lower the peak?
+# On `meta` the same GPT can be as large as we like. We train it with AdamW on one sequence of 2048
+# tokens, on a GPU with 139 GiB. Before you run this: by how much does bf16 lower the peak?
 
 
 # %%
@@ -405,12 +403,12 @@ big_memory = compare_memory(
 big_memory
 
 # %% [markdown]
-# Not at all. Each parameter takes 4 bytes of weight, 4 of gradient and 8 of AdamW's state. The
-# optimizer's step works on [all parameters at
-# once](https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html) on a GPU and takes 4 more
-# bytes for a moment. That step is the peak, and it is in fp32 in both columns.
+# The peak stays the same. Each parameter takes 4 bytes for the weight, 4 for the gradient and 8 for
+# AdamW's state. On a GPU, the optimizer's step works on [all parameters at
+# once](https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html) and needs another 4 bytes
+# for a moment. This step is the peak, and it runs in fp32 in both columns.
 #
-# So here you use AMP for its speed. To save memory, use an optimizer that stores fewer bytes for each
+# So here you use AMP for speed. To save memory, use an optimizer that stores fewer bytes for each
 # parameter, or spread the parameters over several GPUs ([notebook 11](11_scale_out.ipynb)).
 
 # %%
@@ -424,8 +422,8 @@ assert 19.5 * count < fp32.peak < 20.5 * count
 # %% [markdown]
 # ## Your own model
 #
-# Put your model and the shape of its input here. If its constructor needs real values, leave out the
-# line with `meta`.
+# Put your model and its input shape into this cell. If the model's constructor needs real values, leave
+# out the line with `meta`.
 
 # %%
 with torch.device("meta"):
@@ -436,8 +434,8 @@ print(*mine.advice, sep="\n")
 assert mine.raised is None  # autocast made no op fail
 
 # %% [markdown]
-# From a terminal: `pdm run amp-lab xray PACKAGE.MODULE:CALLABLE --input 8,3,224,224 --device cuda`, and
-# the same with `memory` for the forecast: <!-- tests/cli/test_tracing_commands.py -->
+# In a terminal, run `pdm run amp-lab xray PACKAGE.MODULE:CALLABLE --input 8,3,224,224 --device cuda`. For
+# the forecast, replace `xray` by `memory`, as here: <!-- tests/cli/test_tracing_commands.py -->
 
 # %%
 command = "memory torchvision.models:mobilenet_v3_small --input 1,3,224,224 --memory 8GiB"
@@ -446,13 +444,15 @@ assert amp_lab_command(command.split()) == 0
 # %% [markdown]
 # ## Where do two runs diverge? (optional)
 #
-# Two runs of one model give different numbers. Is that rounding, or is something wrong? Comparing the
-# outputs does not answer this, because each op passes on the errors of its inputs and may add its own.
+# Two runs of one model give different numbers. Is this rounding, or a mistake? The outputs alone do not
+# show this, because each op passes on the errors of its inputs and may add a new error.
 #
-# `first_difference` repeats each op in fp64, once on exact inputs and once on the inputs that it got in
-# the run. This separates what an op adds from what it inherited. What it adds is compared with the
-# rounding of its format. <!-- tests/difference/test_first_difference.py --> We compare a small GPT in
-# fp32 with itself under autocast, and then with a copy that has a mistake: another epsilon in one norm.
+# `first_difference` repeats each op in fp64, once on exact inputs and once on the inputs of the run. This
+# separates the error that an op adds from the error that it inherits. Then it compares the added error
+# with the rounding of the op's format. <!-- tests/difference/test_first_difference.py -->
+#
+# We compare a small GPT in fp32 with itself under autocast, and then with a copy that has a mistake:
+# another epsilon in one norm.
 
 # %% tags=["nbval-ignore-output"]
 small_gpt = Gpt(Size(width=128, heads=4, depth=4), vocabulary=1000)
@@ -480,23 +480,23 @@ assert planted.module == "blocks.2.norm1"
 planted
 
 # %% [markdown]
-# Autocast changes the logits more than the mistake does. But no single op adds more error than bf16
-# rounding explains, so `first_difference` finds nothing in the autocast run. In the wrong copy it names
-# the module and the epsilon. The same works from a terminal as `amp-lab diff`. <!-- tests/cli/test_diff_command.py -->
+# Autocast changes the logits more than the mistake does. But no op adds more error than bf16 rounding
+# explains, so `first_difference` finds nothing in the autocast run. In the wrong copy it names the module
+# and the epsilon. In a terminal, use `amp-lab diff`. <!-- tests/cli/test_diff_command.py -->
 #
 # ## Summary
 #
-# - Autocast decides by the op, the dtypes and the type of the device. Fake tensors therefore show its
-#   decisions for a device that is not there.
-# - A short `TorchDispatchMode` sees the dtypes and the casts; `xray` adds modules and advice.
-# - Backends differ: on MPS, `batch_norm` and LSTM layers stay in fp32.
-# - Under autocast, `F.cross_entropy` on fp16 logits rounds its `log_softmax` to fp16 on CUDA, XPU and
-#   MPS, and still returns fp32. Give it `logits.float()`.
-# - AMP nearly halves the activations. It makes weights, gradients and optimizer state no smaller. With
-#   AdamW and one sequence, the peak of a 7B transformer stays the same.
-# - When two runs differ, `first_difference` names the first op that rounding does not explain.
+# - Autocast decides by the op, the dtypes and the type of the device. So fake tensors show its decisions
+#   for a device that you do not have.
+# - A short `TorchDispatchMode` sees the dtypes and the casts. `xray` adds modules and advice.
+# - On MPS, `batch_norm` and LSTM layers stay in fp32.
+# - Under autocast on CUDA, XPU and MPS, `F.cross_entropy` on fp16 logits rounds its `log_softmax` to fp16
+#   and still returns fp32. Give it `logits.float()`.
+# - AMP nearly halves the activations, but not weights, gradients and optimizer state. With AdamW and one
+#   sequence, the peak of a 7B transformer stays the same.
+# - When two runs differ, `first_difference` names the first op whose error rounding does not explain.
 #
-# Next: [notebook 10](10_speed_ladder.ipynb) makes a step faster, one change at a time.
+# Next, [notebook 10](10_speed_ladder.ipynb) makes a step faster, one change at a time.
 #
 # ## Exercises
 #
@@ -511,9 +511,9 @@ exercises = checks_of("09_xray_your_model")
 # %% [markdown]
 # ### 1. Count the casts
 #
-# How many casts does autocast insert on CUDA, in one forward pass of fp32 inputs through
-# `nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4), nn.LayerNorm(4))`? Work it out on
-# paper; the check X-rays the network.
+# An fp32 input passes through `nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4),
+# nn.LayerNorm(4))`. How many casts does autocast insert on CUDA in this forward pass? Work it out on
+# paper. The check then calls `xray`.
 
 # %%
 number_of_casts = ...
@@ -522,8 +522,8 @@ exercises.check_number_of_casts(number_of_casts)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# For each layer, write down which of its inputs do not have the dtype that it computes in. Biases
-# count, and on CUDA a norm is an op for fp32.
+# For each layer, write down which inputs do not have the dtype in which the layer computes. Weights and
+# biases are inputs too. On CUDA, a norm computes in fp32.
 #
 # </details>
 #
@@ -533,15 +533,15 @@ exercises.check_number_of_casts(number_of_casts)
 # number_of_casts = 6
 # ```
 #
-# The first linear layer needs its input, weight and bias cast, the second only weight and bias,
-# because ReLU hands fp16 on. The norm needs its input cast up, and its own weight and bias are fp32
-# already: 3 + 2 + 1.
+# There are 3 + 2 + 1 casts. The first linear layer needs its input, weight and bias cast. The second
+# needs only weight and bias cast, because ReLU returns fp16. The norm needs only its input cast up to
+# fp32.
 #
 # </details>
 #
 # ### 2. Find the casts that go up
 #
-# Complete `casts_up`, which gets the rows of a `Tracer` and returns how many of them are casts from
+# Complete `casts_up`. It gets the rows of a `Tracer`, and should return how many of them are casts from
 # fp16 or bf16 to fp32. A row is `(name, dtypes of the inputs, dtype of the result)`.
 
 
@@ -555,8 +555,8 @@ exercises.check_casts_up(casts_up)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The printed rows of the first section show how a cast is named. All dtypes are in tuples, with one
-# element each for a cast.
+# The rows printed under "A short tracer" show the name of a cast. In the row of a cast, each tuple of
+# dtypes has one element.
 #
 # </details>
 #
@@ -570,13 +570,13 @@ exercises.check_casts_up(casts_up)
 #     )
 # ```
 #
-# The name has to be compared too, since an op such as a sum may also take fp16 and return fp32.
+# Compare the name too, because an op such as a sum may also take fp16 and return fp32.
 #
 # </details>
 #
 # ### 3. Repair a loss
 #
-# Somebody noticed that the loss is imprecise and wrote `F.cross_entropy(logits, target).float()`. It
+# Somebody noticed that the loss is imprecise and wrote `F.cross_entropy(logits, target).float()`, which
 # did not help. Write the loss so that its `log_softmax` runs in fp32 under CUDA's autocast.
 
 
@@ -590,7 +590,7 @@ exercises.check_precise_loss(precise_loss)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# What has been rounded stays rounded. Which tensor has to be fp32 when `cross_entropy` begins?
+# A cast to fp32 does not undo earlier rounding. Which tensor has to be fp32 when `cross_entropy` begins?
 #
 # </details>
 #
@@ -607,8 +607,8 @@ exercises.check_precise_loss(precise_loss)
 #
 # ### 4. What does a model cost before its first activation?
 #
-# A model has 3 billion parameters and is trained under bf16 autocast, with SGD and momentum. How many
-# GB (10^9 bytes) do weights, gradients and optimizer state take together?
+# We train a model with 3 billion parameters under bf16 autocast, with SGD and momentum. How many GB (10^9
+# bytes) do weights, gradients and optimizer state take together?
 
 # %%
 gigabytes = ...
@@ -617,8 +617,8 @@ exercises.check_gigabytes(gigabytes)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# In the tables of memory above, which rows are the same in every column? How many numbers does
-# momentum keep for each parameter, and how many does AdamW?
+# In the memory tables above, which rows are the same in every column? How many numbers for each parameter
+# does SGD with momentum store, and how many does AdamW?
 #
 # </details>
 #
@@ -639,10 +639,10 @@ exercises.check_gigabytes(gigabytes)
 #   op reference for CUDA, XPU and CPU.
 # - PyTorch, [Fake
 #   tensors](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html):
-#   what they are made for.
+#   how they work and what they are for.
 # - PyTorch, [Hooks for saved
 #   tensors](https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html):
-#   to look at, or to move, what autograd keeps.
+#   to inspect or move the tensors that autograd saves.
 # - Rajbhandari et al., [ZeRO: Memory Optimizations Toward Training Trillion Parameter
 #   Models](https://arxiv.org/abs/1910.02054), 2019: the bytes per parameter of mixed-precision
 #   training with Adam, and how to spread them.
