@@ -78,9 +78,9 @@ with torch.device("meta"):
 #
 # ## A frozen backbone and a new head
 #
-# First we load images and weights. The quick scale uses smaller pictures. The notebook uses Caltech-256
-# if it is in `data/`, and pretrained weights if torchvision has them in its cache. Set `DOWNLOAD` to
-# `True` to fetch both.
+# We load images and weights. The quick scale uses smaller pictures. The notebook uses Caltech-256 if it
+# is in `data/`, and pretrained weights if torchvision has them in its cache. Set `DOWNLOAD` to `True` to
+# fetch both.
 
 # %% tags=["nbval-ignore-output"]
 DOWNLOAD = False  # True: fetch 1.2 GB of photographs and 98 MB of weights where they are missing
@@ -226,7 +226,7 @@ assert steps_at == {256: 1050, 512: 530}
 # The AMP run had twice the batch, so it took half as many steps. The 2.2 points between the accuracies
 # may come from fewer steps, chance, or fp16. The speed-up is small because a GTX 1060 is older than
 # [Tensor Cores](https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/index.html),
-# the units that multiply fp16 matrices faster. On that GPU, AMP mainly gave room for a larger batch.
+# the units that multiply fp16 matrices faster. On that GPU, AMP gave room for a larger batch.
 #
 # ## Count the memory of a step
 #
@@ -352,7 +352,7 @@ for name in ("FP32, batch 512", "AMP, batch 512"):
 # ## And if the backbone is trained?
 #
 # If we train the backbone too, autograd saves the activations for the backward pass, and every weight has
-# optimizer state. Before you run this: will 512 images still fit with AMP?
+# optimizer state. Before you run this: will 512 images fit with AMP?
 
 # %%
 unfrozen = {

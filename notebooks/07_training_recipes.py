@@ -15,11 +15,11 @@
 # **What you'll learn.**
 # - the one rule behind most recipes: know whether the gradients are scaled when your code reads them;
 # - which parts of a loop need no change under AMP;
-# - how to notice a missing line, because most of them raise no error.
+# - how to notice a missing line, because most raise no error.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for `torch.autocast` and [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for `GradScaler`. You need no GPU. Run the cells up to the first
-# recipe, then go to the recipe that you need.
+# recipe, then go to the one you need.
 #
 # | what the loop does | recipe |
 # |---|---|
@@ -164,7 +164,7 @@ def clip_amp(model, optimizer, scaler, dtype):
 problem.check_same(recipes.clip_plain, clip_amp)
 
 # %% [markdown]
-# We can follow the length of the gradient through one such step:
+# We can follow the length of the gradient through one step:
 
 # %%
 model, optimizer, scaler = new_run()
@@ -467,8 +467,8 @@ assert message == "ValueError: Attempting to unscale FP16 gradients."
 # | [Several](#Use-several-losses-and-optimizers) | one scaler, one `update` at the end | a step is twice as long as it should be |
 # | [Load](#Load-half-precision-weights) | `model.float()` if parameters are fp16 or bf16 | an error (fp16), or small updates vanish (bf16) |
 #
-# If your training still breaks, go on with [notebook 08](08_when_amp_breaks.ipynb), which starts from the
-# error message.
+# If your training still breaks, continue with [notebook 08](08_when_amp_breaks.ipynb), which starts from
+# the error message.
 #
 # ## Exercises
 #
