@@ -9,18 +9,18 @@
 # %% [markdown]
 # # Climb from FP32 towards the limit of your hardware
 #
-# **What you'll do.** Take the training step of [notebook 04](04_fp32_vs_amp.ipynb) and make it
-# faster, one change at a time. First count the work and measure your device, so that you know how
-# fast the step can become. Then make each change, time it, and compare it with that limit.
+# **What you'll do.** Take the training step of [notebook 04](04_fp32_vs_amp.ipynb) and make it faster,
+# one change at a time. We call each change a *rung*. First you compute how fast the step can become on
+# your device. Then you time each rung and compare it with that limit.
 #
 # **What you'll learn.**
-# - how to count the FLOPs and the bytes of a step, and how to compute the least time that it needs;
-# - what each rung of the ladder changes: precision, memory format, optimizer and compiler;
-# - how near the step gets to the roofline of your device;
-# - when AMP loses time, and from which size on it pays.
+# - how to compute the least time of a step from its FLOPs and bytes;
+# - what each rung changes: precision, memory format, optimizer or compiler;
+# - how close the step comes to the roofline of your device;
+# - when AMP makes a step slower, and how large a step must be for AMP to pay.
 #
-# **What you need.** [Notebook 04](04_fp32_vs_amp.ipynb) for the problem and for how to measure.
-# On a CPU, the rungs that compile need a C++ compiler.
+# **What you need.** [Notebook 04](04_fp32_vs_amp.ipynb) for the training step and for how to measure. On
+# a CPU, `torch.compile` needs a C++ compiler.
 
 # %% tags=["nbval-ignore-output"]
 from functools import partial
@@ -41,8 +41,9 @@ figures.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# A step computes, and it moves data. Take a device that computes 200 GFLOP/s and moves 30 GB/s. It
-# runs a matmul and a ReLU, both on fp32 matrices of 1024 x 1024. Before you run this: which of the two becomes faster on hardware that computes twice as fast?
+# An op computes and moves data. Take a device that computes 200 GFLOP/s and moves 30 GB/s. It runs a
+# matmul and a ReLU, both on fp32 matrices of 1024 x 1024. Before you run this: which of the two becomes
+# faster on hardware that computes twice as fast?
 
 # %%
 side = 1024
@@ -55,24 +56,23 @@ for name, operations, numbers in (
     assert (compute_ms > move_ms) == (name == "matmul")
 
 # %% [markdown]
-# The matmul gains, because it computes for most of its time. The ReLU hardly gains: it waits for its
-# data. A 16-bit precision helps both, in different ways. It multiplies faster where the hardware
-# can, and it halves the bytes.
+# The matmul becomes faster, because it computes for most of its time. The ReLU hardly does, because it
+# waits for its data. A 16-bit precision helps both: it makes the matmul faster on hardware that supports
+# it, and halves the bytes.
 #
 # ## The settings
 #
-# We climb in the 16-bit precision that `amp-lab doctor` recommends for this device, and in bf16 if it
+# We climb in the 16-bit precision that `amp-lab doctor` recommends for this device, or in bf16 if it
 # recommends none.
 #
-# `keep_memory()` matters on Linux CPUs. There the C library gives large freed blocks [back to the
-# operating system](https://man7.org/linux/man-pages/man3/mallopt.3.html), so each large tensor gets new
-# pages. Getting new pages costs time. FP32 has the larger tensors and pays more of it, so AMP would look
-# faster than it is. After the call, freed memory stays with the process. On other devices the call does
-# nothing. <!-- tests/core/test_allocator.py -->
+# On Linux, we also call `keep_memory()`. Without this call, the C library returns large freed blocks [to
+# the operating system](https://man7.org/linux/man-pages/man3/mallopt.3.html), so each large CPU tensor
+# needs new pages, which costs time. FP32 has the larger tensors and loses more time, so AMP would look
+# faster than it is. Elsewhere the call does nothing. <!-- tests/core/test_allocator.py -->
 
 # %% tags=["nbval-ignore-output"]
 config = {
-    "quick": {"size": 128, "steps": 1, "sizes": (16, 32, 64)},  # steps: timed in a row
+    "quick": {"size": 128, "steps": 1, "sizes": (16, 32, 64)},  # steps in a row
     "full": {"size": 512, "steps": 3, "sizes": (32, 128, 512)},
 }[scale]
 hidden = 256
@@ -81,16 +81,15 @@ if emulates_bf16(device):
 keep_memory()
 recommended = recommend_precision(device)
 low = recommended if recommended in ("fp16", "bf16") else Precision.BF16
-print(f"{device}, {scale} scale, from fp32 to {low}")
+print(f"device {device}, {scale} scale: from fp32 to {low}")
 assert low.dtype.itemsize == 2
 
 # %% [markdown]
 # ## The limit: what can this device do?
 #
-# Computing and moving data both have a highest rate. We measure the first with a large matmul in each
-# precision, and the second with a copy and a sum of large tensors. If another program uses the
-# machine meanwhile, `limits.trusted` is false, and the cells below check no speed-up against these
-# rates.
+# A device has a peak rate for computing and one for moving data. We measure the first with a large matmul
+# in each precision, and the second with copies and sums of large tensors. If another program uses the
+# machine meanwhile, `limits.trusted` is false, and the cells below skip the checks that need these rates.
 
 # %% tags=["nbval-ignore-output"]
 limits = measure_ceilings(device)
@@ -102,17 +101,16 @@ if not limits.trusted:
 assert not limits.trusted or limits.memory_bytes_per_s > 1e8  # a disk is faster
 
 # %% [markdown]
-# How much faster bf16 is than fp32 depends on the CPU. Where a CPU has no fp16 instructions, fp16 is
-# emulated and very slow. [The gallery](../data/results/README.md#the-gallery) lists measured rates of
-# several CPUs.
+# The speed-up of bf16 over fp32 depends on the CPU. A CPU without fp16 instructions emulates fp16, which
+# is very slow. [The gallery](../data/results/README.md#the-gallery) lists measured rates of several CPUs.
 #
 # ## The work: what must a step do?
 #
-# The ConvModel learns a picture from the coordinates of its pixels. Each of its 1x1 convolutions
-# multiplies, for every pixel, a vector by a matrix of weights. That takes 2 FLOPs for each weight:
-# one multiplication and one addition. The backward pass does this twice more, for the gradient of
-# the weights and for the gradient of the input. The first convolution needs no gradient of its
-# input.
+# We count the FLOPs of one step. The ConvModel learns a picture from the coordinates of its pixels. For
+# every pixel, each of its 1x1 convolutions multiplies a vector by a matrix of weights. This takes 2 FLOPs
+# for each weight: one multiplication and one addition. The backward pass repeats this work twice, for the
+# gradient of the weights and for the gradient of the input. The first convolution needs no gradient of
+# its input.
 
 # %% tags=["nbval-ignore-output"]
 inputs, target = quantized_sine(config["size"], device)  # (1, 2, H, W), (1, 1, H, W)
@@ -132,25 +130,25 @@ floor_ms = {p: 1e3 * flops / limits.flops_per_s[p] for p in ("fp32", low, "bf16"
 for precision, floor in floor_ms.items():
     print(f"{precision}: at least {floor:.2f} ms")
 promise = floor_ms["fp32"] / floor_ms[low]
-print(f"so the low precision promises {promise:.2f}x")
-assert not limits.trusted or promise > 1 or low != recommended  # the doctor says the same
+print(f"expected speed-up of {low} from the matmuls: {promise:.2f}x")
+assert not limits.trusted or promise > 1 or low != recommended  # as doctor found
 
 
 # %% [markdown]
-# Before you go on, write down how much of that promise you expect AMP alone to keep.
+# Before you go on, write down how much of this speed-up you expect from AMP alone.
 #
 # ## Climb
 #
-# A rung is a function that does one step and returns the loss. Before a rung is timed, `add` checks that
-# it still learns the same: the losses of its first five steps must be close to those of FP32.
-# `float32_mode` makes FP32 use full fp32 matmuls, where an NVIDIA GPU may otherwise use TF32. <!-- tests/core/test_precision.py -->
+# Each rung is a function that does one step and returns the loss. Before a rung is timed, `add` checks
+# that it still learns the same: the losses of its first five steps must be close to those of FP32.
+# `float32_mode` turns TF32 off for FP32, because an NVIDIA GPU may otherwise use TF32. <!-- tests/core/test_precision.py -->
 
 # %%
 rungs, losses = {}, {}
 
 
 def add(name, precision, step):
-    """Add a rung after checking its losses; returns how far they are from FP32's."""
+    """Check the losses of a rung and add it; return how far they are from FP32's."""
     with precision.float32_mode(device.type):
         found = torch.tensor([float(step()) for _ in range(5)])
     baseline = losses.get("plain", found)
@@ -161,7 +159,7 @@ def add(name, precision, step):
 
 
 # %% [markdown]
-# **The ground: FP32.** We start with the plain step. It reads the loss after every step, as if to print it.
+# **The ground: FP32.** The plain step reads the loss after every step, as a loop that prints it does.
 
 
 # %%
@@ -190,14 +188,14 @@ assert add("plain", Precision.FP32, plain_step(inputs, target)) == 0
 assert losses["plain"][-1] < losses["plain"][0]  # it learns
 
 # %% [markdown]
-# **Rung 1: AMP.** We put autocast around the forward pass and, in fp16, use a scaler. Rungs 2, 3 and 4
-# keep what the rungs before them changed, so the step takes the model and the optimizer as arguments.
+# **Rung 1: AMP.** We run the forward pass under autocast and, in fp16, use a gradient scaler. Rungs 2 to
+# 4 keep the changes of the rungs before them, so the step takes the model and the optimizer as arguments.
 
 
 # %%
 def amp_step(model, optimizer, inputs, target, read_loss=True):
     """Return a function that does one AMP training step."""
-    scaler = low.grad_scaler(device.type, init_scale=2.0**12)  # no step overflows: losses compare
+    scaler = low.grad_scaler(device.type, init_scale=2.0**12)  # so low that no step overflows
 
     def step():
         optimizer.zero_grad()
@@ -214,10 +212,10 @@ def amp_step(model, optimizer, inputs, target, read_loss=True):
 assert add("AMP", low, amp_step(*new_model(), inputs, target)) > 0  # it rounds, unlike FP32
 
 # %% [markdown]
-# **Rung 2: channels last.** By default an image is stored channel by channel, in the order N, C, H, W.
-# A 1x1 convolution is a matmul over the channels of each pixel. It can be faster if these channels
-# lie side by side, in the order N, H, W, C. The shape of the tensor stays the same; its strides
-# change.
+# **Rung 2: channels last.** By default, PyTorch stores an image channel by channel, in the order N, C, H,
+# W. A 1x1 convolution is a matmul over the channels of each pixel. It can be faster if these channels are
+# next to each other in memory, in the order N, H, W, C. The strides of the tensor change, but not its
+# shape.
 
 # %%
 model, optimizer = new_model()
@@ -230,8 +228,8 @@ assert inputs_last.stride()[1] == 1  # from one channel to the next
 # %% [markdown]
 # **Rung 3: a fused optimizer, and no waiting.**
 # [`fused=True`](https://docs.pytorch.org/docs/stable/optim.html) computes Adam's whole update in one
-# kernel. We also stop reading the loss after each step. On a GPU, reading it makes the host [wait for
-# the
+# kernel. We also stop reading the loss after each step, because on a GPU each read makes the host [wait
+# for the
 # device](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization).
 
 
@@ -248,26 +246,26 @@ assert add("fused Adam, no waiting", low, step) > 0
 
 # %% [markdown]
 # **Rung 4: torch.compile.** Convolution, normalisation and ReLU each read their input from memory and
-# write their output to it. The compiler [merges elementwise
-# ops](https://docs.pytorch.org/docs/stable/torch.compiler_get_started.html) into few kernels.
+# write their output to memory. The compiler [merges elementwise
+# ops](https://docs.pytorch.org/docs/stable/torch.compiler_get_started.html) into a few kernels.
 
 # %% tags=["nbval-ignore-output"]
 model, optimizer = new_fused_model()
 compiled = torch.compile(model)  # rung 4
 step = amp_step(compiled, optimizer, inputs_last, target, read_loss=False)
 difference = add("compiled", low, step)
-print(f"the losses of five steps differ by {difference:.1e} from FP32's")
+print(f"relative difference from FP32 in the losses of five steps: {difference:.1e}")
 assert difference > 0
 
 # %% [markdown]
-# Now we time all rungs. `compare` runs them in turns, so a machine that slows down slows all of them
-# down. It gives each speed-up with an interval and leaves out the rounds in which another program used
-# the machine. <!-- tests/core/test_timing.py --> Which rung do you expect to bring the largest gain?
+# Now we time all rungs. `compare` runs them in turns, so a slower machine affects all. It gives each
+# speed-up with an interval, and leaves out the rounds in which another program used the machine. <!-- tests/core/test_timing.py --> Which
+# rung do you expect to bring the largest gain?
 
 
 # %% tags=["nbval-ignore-output"]
 def run_steps(precision, step):
-    """Do `config["steps"]` steps; at full scale several, so that a GPU never waits for the host."""
+    """Run `config["steps"]` steps: several at full scale, so that a GPU never waits for the host."""
     with precision.float32_mode(device.type):
         for _ in range(config["steps"]):
             step()
@@ -281,32 +279,32 @@ for name, (precision, _) in rungs.items():
     limit, speedups[name] = floor_ms[precision], climbed.ratio("plain", name)
     text = f"{speedups[name].median:.2f}x" if climbed.trusted else ""
     bars.append((str(precision), name, took, limit, text))
-    of_limit = f"{limit / took.median:4.0%} of limit"
+    of_limit = f"{limit / took.median:4.0%} of peak"
     print(f"{name:<24}{took.median:8.2f} ms  {of_limit}  {speedups[name]}")
 for remark in climbed.remarks():
     print(remark)
 assert list(climbed.samples_s) == list(rungs)  # every rung was timed
 
 # %% [markdown]
-# Each bar of the figure is the time of a step with its interval. The black tick is the limit: the time
-# of the matmuls alone.
+# Each line shows the time of a step, its share of the peak FLOP/s, and its speed-up over the plain step.
+# In the figure, the black tick is the limit: the time of the matmuls alone.
 
 # %% tags=["nbval-ignore-output"]
 _ = figures.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels": bars})
 
 # %% [markdown]
-# On the CPU of this run, AMP alone reaches only a part of the speed-up that the matmuls promise.
-# Channels last, a change of two lines, gains much more. The likely reason is copies: a [channels-last
+# On the CPU of this run, AMP alone reaches only part of the expected speed-up. Channels last changes only
+# two lines and brings the step much closer to the limit. The likely reason is copies: a [channels-last
 # kernel](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html) first has to
-# reorder each tensor that has another layout. A GPU gains more from rungs 3 and 4, as a rule of thumb,
+# reorder each tensor that has another layout. As a rule of thumb, a GPU gains more from rungs 3 and 4,
 # because it pays for [each small kernel and each
 # wait](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html).
 #
 # ## Explain: count the bytes too
 #
-# Normalisation, ReLU and their gradients compute next to nothing. But each of them reads and writes
-# all pixels, like the ReLU in our five lines. `count_step` adds up what the ops of a step compute,
-# read and write. <!-- tests/bench/test_limits.py -->
+# Normalisation, ReLU and their gradients compute very little, but each of them reads and writes all
+# pixels, like the ReLU above. `count_step` adds up the FLOPs of a step, and the bytes that its ops read
+# and write. <!-- tests/bench/test_limits.py -->
 
 # %% tags=["nbval-ignore-output"]
 steps = {"plain": plain_step(inputs, target), "AMP": amp_step(*new_model(), inputs, target)}
@@ -316,16 +314,16 @@ for name, step in steps.items():
         counted = count_step(step, new_model()[0], inputs, training=True)
     moved_bytes[name] = counted.moved_bytes
     print(f"{name}: {counted.moved_bytes / 2**20:,.0f} MiB a step")
-    assert counted.flops == flops  # we counted the same
+    assert counted.flops == flops  # the same as our own count
 assert moved_bytes["AMP"] < moved_bytes["plain"]
 
 # %% [markdown]
-# Autocast makes the activations and their gradients half as large, so AMP moves about half the bytes.
-# A rung can therefore gain more than the matmuls promise.
+# Autocast makes the activations and their gradients half as large, so AMP moves about half the bytes. A
+# rung can therefore gain more than we expect from the matmuls.
 #
 # The **roofline** shows both limits in one figure. The horizontal axis is the number of FLOPs for each
-# byte moved, the vertical axis the FLOP/s reached. Under the slope, moving the data takes longer than
-# computing; under the flat part, computing takes longer.
+# byte moved. The vertical axis is the FLOP/s reached. Under the slope, moving the data takes longer than
+# computing. Under the flat part, computing takes longer.
 
 # %% tags=["nbval-ignore-output"]
 points = []
@@ -338,27 +336,27 @@ _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 
 # %% [markdown]
 # AMP lies to the right of the plain step, because it moves fewer bytes. A faster precision raises the
-# flat part and not the slope, so a step under the slope becomes faster only if it moves fewer bytes. A point lies
-# below the roof because a step also copies data inside ops, waits, and does arithmetic other than
-# matmuls.
+# flat part but not the slope, so a step under the slope becomes faster only if it moves fewer bytes. A
+# point lies below its roof because a step also copies data inside ops, waits, and does arithmetic other
+# than matmuls.
 #
-# `amp-lab bench` has two more rungs, `by-hand` and `tiles`: steps written for this one network, which
-# keep most data in the cache. [The gallery](../data/results/README.md#the-gallery) shows how near to
-# the limit they came. For a model of your own such a step is rarely worth the work.
+# `amp-lab bench` has two more rungs, `by-hand` and `tiles`. They are written for this one network and
+# keep most data in the cache. [The gallery](../data/results/README.md#the-gallery) shows how close they
+# came to the limit. For your own model, such a step is rarely worth the work.
 #
 # ## Where AMP loses
 #
-# AMP gains nothing, or loses time, in three cases:
+# AMP gains nothing, or makes the step slower, in three cases:
 #
 # - **No matmuls.** Autocast runs only [some
-#   ops](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference) in the low precision, above
-#   all matmuls and convolutions.
-# - **Many small ops.** Under autocast each small matmul comes with casts.
+#   ops](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference) in the low precision, mainly
+#   matmuls and convolutions.
+# - **Many small ops.** Under autocast, each small matmul also needs casts.
 # - **A precision that the hardware emulates**, such as fp16 on [some CPUs](../docs/hardware.md).
 #
-# We measure the second case: fifty layers of 32 x 32, which compute very little. Will AMP be faster or
-# slower? On a GPU such a network waits for the host, in fp32 and under AMP [*(not yet seen on a
-# GPU)*](../data/results/README.md "small-ops").
+# We measure the second case with fifty layers of 32 x 32. Will AMP be faster or slower? On a GPU, such a
+# network waits for the host, in fp32 and under AMP [*(not yet seen on a GPU)*](../data/results/README.md
+# "small-ops").
 
 # %% tags=["nbval-ignore-output"]
 thin = nn.Sequential(*(nn.Linear(32, 32) for _ in range(50))).to(device)
@@ -375,20 +373,21 @@ def thin_step(enabled):
 timed = {"fp32": lambda: thin_step(False), "AMP": lambda: thin_step(True)}
 speedup = compare(timed, device=device, budget_s=2).ratio("fp32", "AMP")
 casts = len(xray(thin, few, device_type=device.type, dtype=low.dtype).casts)
-print(f"fifty thin layers: {speedup}; {casts} casts for 50 matmuls")
-assert casts >= 2 * 50  # of weights and biases; inputs and outputs stay low in between
+print(f"speed-up by AMP for fifty thin layers: {speedup}; {casts} casts for 50 matmuls")
+assert casts >= 2 * 50  # weights and biases; the activations between layers stay low
 
 # %% [markdown]
-# Each layer casts its weight and its bias. These casts cost more than a matmul of this size can gain.
+# Below 1x, AMP is slower. The casts of weight and bias cost more than AMP can save in a matmul of this
+# size.
 #
 # ## From which size on does AMP pay?
 #
-# We let the picture grow and time forward and backward pass with channels last, in FP32 and with AMP.
+# We time forward and backward with channels last for pictures of growing size, in FP32 and with AMP.
 
 
 # %%
 def passes(model, images, wanted, precision):
-    """Forward and backward pass."""
+    """Run the forward and the backward pass once."""
     with precision.float32_mode(device.type):
         with torch.autocast(device.type, dtype=low.dtype, enabled=precision is low):
             loss = nn.functional.mse_loss(model(images), wanted)
@@ -407,15 +406,15 @@ for size in config["sizes"]:
 _ = figures.speedup_over_size(config["sizes"], {str(low): by_size})
 
 # %% [markdown]
-# AMP gains more with a larger picture: the calls of ops and the casts of weights cost the same time, and
-# the matmuls take a larger share. A larger batch helps for the same reason. Judge by the interval: AMP
-# pays at a size, and at all larger sizes, if the whole interval lies above 1 for each of them.
+# AMP gains more with a larger picture. Calls of ops and casts of weights take the same time at every
+# size, so the share of the matmuls grows. A larger batch helps for the same reason. AMP pays from a size
+# on if the whole interval lies above 1 at this size and at all larger ones.
 #
 # ## Let the computer climb
 #
-# For your own model, `advise` (on the command line `amp-lab advise`) tries these changes on a copy. It
-# forecasts the memory in each precision, trains for some steps, compares losses and gradients with those
-# of FP32, and times what passes. It ends with the lines of code to write. <!-- tests/advisor/test_advise.py -->
+# For your own model, `advise` (on the command line `amp-lab advise`) tries *recipes*, which combine these
+# changes, on a copy. It forecasts the memory in each precision and trains for some steps. It compares
+# losses and gradients with those of FP32, times what passes, and prints the lines of code to write. <!-- tests/advisor/test_advise.py -->
 #
 # Here it gets a small ConvModel and little time.
 
@@ -424,7 +423,7 @@ small, wanted = quantized_sine(64, device)
 
 
 def loss_of(output):
-    """The loss of any number of pictures, since larger batches are forecast too."""
+    """The loss of a batch of any size, because `advise` also forecasts larger batches."""
     return nn.functional.mse_loss(output, wanted.expand_as(output))
 
 
@@ -435,31 +434,31 @@ assert all(candidate.verdict for candidate in advice.candidates)
 advice
 
 # %% [markdown]
-# Read the last column first. One recipe for training and one for inference are *recommended*; the others
-# say why they are not. A recipe replaces a simpler one only if it takes [at least 3 %
+# Read the last column first: one recipe for training and one for inference are *recommended*, and the
+# others say why they are not. A recipe replaces a simpler one only if it takes [at least 3 %
 # less](../src/amp_lab/advisor/session.py) time. For training, `advise` recommends only a recipe that
-# learned like FP32 in the few steps that it tried. <!-- tests/advisor/test_advise.py -->
+# learned like FP32 in the steps that it tried. <!-- tests/advisor/test_advise.py -->
 
 # %% [markdown]
 # ## Summary
 #
-# - Count first. The FLOPs divided by the measured FLOP/s give the least time of a step. The bytes
-#   divided by the measured bandwidth help to explain why a step takes longer.
-# - A 16-bit precision speeds up matmuls where the hardware can, and halves most of the bytes that the
-#   other ops move. The first is the promise; the second often decides.
-# - Channels last, a fused optimizer, not reading the loss and `torch.compile` are a line or two each.
-#   Each helps on some devices and not on others. Measure them in turns, on yours.
-# - AMP gains nothing without matmuls. It loses with many small ops, and in a precision that the
-#   hardware emulates.
-# - On a CPU with Linux call `keep_memory` before you compare precisions.
-# - `advise` climbs with a model of yours.
+# - Count first. The FLOPs divided by the measured FLOP/s give the least time of a step. The bytes and the
+#   measured bandwidth help to explain why a step takes longer.
+# - A 16-bit precision makes matmuls faster on hardware that supports it. It also halves most of the bytes
+#   that the other ops move, and this often matters more.
+# - Channels last, a fused optimizer, not reading the loss and `torch.compile` take a line or two each.
+#   Each helps on some devices and not on others, so time them on yours.
+# - AMP gains nothing without matmuls. It makes a step slower if its ops are small and many, or if the
+#   hardware emulates the precision.
+# - On a Linux CPU, call `keep_memory` before you compare precisions.
+# - `advise` does this for your own model.
 #
 # Next, [notebook 11](11_scale_out.ipynb) takes training to several devices.
 #
 # ## Exercises
 #
-# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
-# not, why. A hint and a solution are folded away below each.
+# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if not,
+# why. A hint and a solution are folded away below each.
 
 # %%
 from course.exercises import checks_of
@@ -469,8 +468,8 @@ exercises = checks_of("10_speed_ladder")
 # %% [markdown]
 # ### 1. Count the FLOPs of a layer
 #
-# A 1x1 convolution from 64 to 128 channels works on one picture of 32 x 32 pixels. It is not the first
-# layer. How many FLOPs does it take for forward and backward pass together?
+# A 1x1 convolution from 64 to 128 channels runs on one picture of 32 x 32 pixels. It is not the first
+# layer of its network. How many FLOPs do its forward and backward pass take together?
 
 # %%
 layer_flops = ...
@@ -479,8 +478,8 @@ exercises.check_layer_flops(layer_flops)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The forward pass has one matrix product, and the backward pass two. How many FLOPs does each take for
-# a weight and a pixel?
+# The forward pass has one matmul, and the backward pass has two. How many FLOPs does each matmul take for
+# one weight and one pixel?
 #
 # </details>
 #
@@ -490,15 +489,15 @@ exercises.check_layer_flops(layer_flops)
 # layer_flops = 3 * 2 * (32 * 32) * (64 * 128)
 # ```
 #
-# These are 50,331,648: three products, with a multiplication and an addition for each of 1,024
+# This is 50,331,648: three matmuls, each with one multiplication and one addition for each of 1,024
 # pixels and 8,192 weights.
 #
 # </details>
 #
 # ### 2. Draw the roof
 #
-# Complete the function: how many milliseconds does a step take at least that computes `flops` and
-# moves `nbytes`, on a device with these rates? It may compute and move data at the same time.
+# A step computes `flops` FLOPs and moves `nbytes` bytes. Its device can compute and move data at the same
+# time, each at its own rate. Complete the function: how many milliseconds does the step take at least?
 
 
 # %%
@@ -511,8 +510,7 @@ exercises.check_least_ms(least_ms)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Work out the time for each alone, as in the five lines at the top. Which of the two has to be over
-# before the step can be over?
+# Compute the time of each alone, as in the five lines at the top. Which of the two ends last?
 #
 # </details>
 #
@@ -523,14 +521,14 @@ exercises.check_least_ms(least_ms)
 #     return 1e3 * max(flops / flops_per_s, nbytes / bytes_per_s)
 # ```
 #
-# Both have to be over, so the slower one sets the limit.
+# Both must end, so the slower one sets the limit.
 #
 # </details>
 #
 # ### 3. Mend the memory format
 #
-# This function should bring a model and its images into channels last, but the images stay as they
-# were. Find the mistake and write the function as it should be.
+# This function should convert a model and its images to channels last, but the images do not change. Find
+# the mistake and write the correct function.
 #
 # ```python
 # def to_channels_last(model, images):
@@ -562,15 +560,20 @@ exercises.check_to_channels_last(to_channels_last)
 #     return model, images.to(memory_format=torch.channels_last)
 # ```
 #
-# A tensor's `to` returns a new tensor, which the function above threw away.
+# A tensor's `to` returns a new tensor, and the function above does not use it.
 #
 # </details>
 #
 # ### 4. From which size on does AMP pay?
 #
-# You have measured the speed-up by AMP for pictures of four sizes, and got these intervals: 16 pixels
-# 1.02x to 1.10x, 32 pixels 0.96x to 1.08x, 64 pixels 1.05x to 1.20x, 128 pixels 1.30x to 1.50x. Choose
-# the size from which on AMP pays for certain.
+# You have measured the speed-up by AMP for pictures of four sizes, and got these intervals:
+#
+# - 16 pixels: 1.02x to 1.10x
+# - 32 pixels: 0.96x to 1.08x
+# - 64 pixels: 1.05x to 1.20x
+# - 128 pixels: 1.30x to 1.50x
+#
+# From which size on does AMP pay for certain?
 
 # %%
 pays_from = ...
@@ -579,7 +582,7 @@ exercises.check_pays_from(pays_from)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# AMP has to gain at the size you choose and at all larger ones. What says that it gains?
+# AMP has to gain at the size that you choose and at all larger ones. Which intervals show that AMP gains?
 #
 # </details>
 #
@@ -589,7 +592,8 @@ exercises.check_pays_from(pays_from)
 # pays_from = 64
 # ```
 #
-# The interval of 32 pixels includes 1. That of 16 pixels does not, but "from 16 on" would include 32.
+# The interval of 32 pixels includes 1. The interval of 16 pixels does not, but "from 16 on" would include
+# 32.
 #
 # </details>
 #
