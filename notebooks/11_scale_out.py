@@ -9,19 +9,19 @@
 # %% [markdown]
 # # Train with AMP on several devices
 #
-# **What you'll do.** Take a plain training loop to two and to four processes, first with
-# `DistributedDataParallel` (DDP), then with FSDP2 (`fully_shard`), each time with every changed
-# line marked. Count what each process sends, in which dtype, and what it holds.
+# **What you'll do.** Run a plain training loop in two and in four processes, first with
+# `DistributedDataParallel` (DDP), then with FSDP2 (`fully_shard`). Every changed line is marked. Then
+# count how many bytes each process sends and holds, and in which dtype.
 #
 # **What you'll learn.**
 # - why the losses are the same as with one process, and how closely they agree;
-# - which precision choices are new: in which dtype weights and gradients travel;
-# - how all processes come to one decision about the loss scale, and how that goes wrong;
+# - which precision choices are new: the dtypes in which weights and gradients are sent;
+# - how all processes decide alike about the loss scale, and how this goes wrong;
 # - in an optional section, how to save on four processes and resume on two.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast and [notebook
-# 03](03_grad_scaler_step_by_step.ipynb) for the scaler. You need no GPU. On a CPU the processes share
-# its cores, so we do not time them. What is sent and held can be counted. It takes a few minutes.
+# 03](03_grad_scaler_step_by_step.ipynb) for the scaler. You need no GPU. On a CPU the processes share its
+# cores, so we count what they send and hold, and do not time them. The notebook runs for a few minutes.
 
 # %% tags=["nbval-ignore-output"]
 import os
@@ -50,9 +50,9 @@ torch.set_num_threads(1)  # as in every worker
 # %% [markdown]
 # ## The idea in five lines
 #
-# Processes that share a batch compute a gradient each, and average them. Before you run this: how far
-# is that average from the gradient of the whole batch, if the gradients are fp32, and if they travel in
-# bf16?
+# Several processes, called *ranks*, share a batch. Each rank computes a gradient, and the ranks average
+# their gradients. Before you run this: how far is the average from the gradient of the whole batch, in
+# fp32 and in bf16?
 
 
 # %%
@@ -72,16 +72,19 @@ assert off[torch.float32, 64] < 1e-6
 assert 1e-3 < off[torch.bfloat16, 2] < off[torch.bfloat16, 64]
 
 # %% [markdown]
-# In fp32 the average over equal parts *is* the gradient over the whole batch, up to the order of a sum.
-# So training on several devices can be the same training. In bf16 each addition rounds once more, so
-# the error grows with the number of ranks. The dtype in which the gradients travel is the new choice of
-# this notebook.
+# In fp32, the average over equal parts *is* the gradient of the whole batch: only the order of the sum
+# differs. So training on several devices can be the same training. In bf16, each addition rounds again,
+# so the error grows with the number of ranks. The new choice is the dtype in which the gradients are
+# sent.
 #
 # ## One process
 #
-# We train a small transformer on handwritten digits ([`course/scale_out.py`](course/scale_out.py)). With
-# four or more GPUs we start one, two and four processes. With two or three GPUs we start one and two.
-# Each process has its own GPU. With fewer GPUs, the processes run on the CPU. <!-- tests/notebooks/test_11_scale_out.py -->
+# We train a small transformer on handwritten digits ([`course/scale_out.py`](course/scale_out.py)), first
+# in one process. Later we start more processes, each on its own GPU if there are enough:
+#
+# - four or more GPUs: one, two and four;
+# - two or three GPUs: one and two;
+# - fewer GPUs: one, two and four, on the CPU. <!-- tests/notebooks/test_11_scale_out.py -->
 
 # %%
 gpus = 0 if device.type == "cpu" else torch.accelerator.device_count()
@@ -97,8 +100,8 @@ assert config["batch"] % counts[-1] == 0
 parameters = sum(p.numel() for p in new_model(config).parameters())
 
 # %% [markdown]
-# This is the plain loop. It trains for one epoch. It returns the loss of every step, and the bytes of
-# weights, gradients and optimizer state that this process holds at the end.
+# This is the plain loop. It trains for one epoch, and returns the loss of every step and the bytes of
+# weights, gradients and optimizer state at the end. We run it in fp32 and with bf16 autocast.
 
 
 # %%
@@ -130,13 +133,13 @@ for name, dtype in PRECISIONS.items():
 # %% [markdown]
 # ## Divide the batch
 #
-# With n processes, each takes an n-th of every batch, and the gradients are averaged. A process is
-# called a *rank*, and has a number. `DistributedSampler` decides which samples a rank gets: it draws the
-# permutation that `RandomSampler` draws from the same seed, and rank r takes every n-th sample of it. So
-# the parts of a step add up to the batch of one process. <!-- tests/notebooks/test_11_scale_out.py -->
+# With n processes, each rank takes an n-th of every batch, and the gradients are averaged.
+# `DistributedSampler` decides which samples a rank gets. It draws the same permutation as `RandomSampler`
+# does from the same seed, and rank r takes every n-th sample of it. So in each step, the ranks together
+# get the batch of one process. <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # [`torchrun`](https://docs.pytorch.org/docs/stable/elastic/run.html) starts n copies of one script. Each
-# copy first joins the *process group*. Its
+# copy first joins the *process group*. The group's
 # [backend](https://docs.pytorch.org/docs/stable/distributed.html#backends) moves the data: gloo on CPUs,
 # NCCL on NVIDIA's GPUs.
 
@@ -149,22 +152,22 @@ def join(device_type):
         device = torch.device(device.type, int(os.environ["LOCAL_RANK"]))
         torch.accelerator.set_device_index(device)
     backend = dist.get_default_backend_for_device(device)  # gloo, nccl, …
-    dist.init_process_group(backend, timeout=timedelta(seconds=60))  # or it may wait for 30 minutes
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))  # the default may be 30 minutes
     return device
 
 
 # %% [markdown]
-# In this notebook `run_workers` writes the source of our functions into such a script and starts it
+# In this notebook, `run_workers` writes the source of our functions into such a script and starts it
 # under torchrun. <!-- tests/course/test_processes.py -->
 #
 # ## DDP
 #
-# With [DDP](https://docs.pytorch.org/docs/stable/notes/ddp.html) every rank has the whole model. DDP
-# averages each gradient over all ranks while `backward` computes the next ones. The marked lines are all
-# that is new; autocast stays where it was. <!-- tests/notebooks/test_11_scale_out.py -->
+# With [DDP](https://docs.pytorch.org/docs/stable/notes/ddp.html), every rank has the whole model. DDP
+# averages each gradient over all ranks while `backward` computes the next ones. Only the marked lines are
+# new. Autocast stays where it was. <!-- tests/notebooks/test_11_scale_out.py -->
 #
-# The gradients are fp32, so they travel in fp32. A [communication
-# hook](https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html) casts them before they are sent, here to bf16.
+# The gradients are fp32, so DDP sends them in fp32. A [communication
+# hook](https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html) can cast them first, here to bf16.
 
 
 # %%
@@ -176,7 +179,7 @@ def mean_loss(loss):
 
 
 def bf16_hook(group, bucket):
-    """PyTorch's own hook; a build for CPU alone refuses it by its name."""
+    """PyTorch's own hook, wrapped because CPU-only builds refuse it by its name."""
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
@@ -204,23 +207,21 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 # %% [markdown]
 # ## FSDP2
 #
-# With DDP every rank holds everything.
-# [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) cuts each parameter into
-# n parts, and a rank holds one, a *shard*: of the weight, of its gradient and of the optimizer state. The
-# whole weights of a layer are gathered for its forward pass and again for its backward pass. Then its
-# gradients are summed and scattered.
+# [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) divides the model: it
+# cuts each parameter into n *shards*. Each rank holds one shard of the weight, of its gradient and of the
+# optimizer state. FSDP2 gathers the whole weights of a layer for its forward pass, and again for its
+# backward pass. Then it sums the gradients and scatters the sum.
 #
-# You choose the precision when you call `fully_shard`, with a
+# You choose the precision with a
 # [`MixedPrecisionPolicy`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html):
 #
-# - `param_dtype`: FSDP2 casts the weights to it *before* it sends them, and the layers compute in it.
-#   The shards stay fp32.
-# - `reduce_dtype`: gradients travel and are summed in it. Always give it, since its default changed in
-#   PyTorch 2.15.
-# - `output_dtype`: the dtype of the output. Give fp32 to the outermost call, for the
-#   loss. <!-- tests/tracing/test_sharding.py -->
+# - `param_dtype`: FSDP2 casts the weights to this dtype *before* it sends them, and the layers compute in
+#   it. The shards stay fp32.
+# - `reduce_dtype`: FSDP2 sends and sums the gradients in it. Always set it, because its default changed
+#   in PyTorch 2.15.
+# - `output_dtype`: the dtype of the output. Set fp32 in the outermost call, for the loss. <!-- tests/tracing/test_sharding.py -->
 #
-# Autocast casts *ops*; the policy casts *modules*, so norms run in bf16
+# Autocast chooses a dtype for each *op*. The policy chooses one for each *module*, so norms run in bf16
 # too. <!-- tests/tracing/test_sharding.py -->
 
 
@@ -233,7 +234,7 @@ def shard(model, param_dtype, reduce_dtype):
         if isinstance(layer, nn.TransformerEncoderLayer):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
     policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype=torch.float32)
-    fully_shard(model, mesh=mesh, mp_policy=policy)  # takes the layers that are left
+    fully_shard(model, mesh=mesh, mp_policy=policy)  # the remaining layers
 
 
 # %%
@@ -257,9 +258,9 @@ def train_fsdp(config, data, dtype, device, sums_in=torch.float32):
 # %% [markdown]
 # ## Try six set-ups
 #
-# For each set-up: the engine, the dtype of the computation (autocast's, or `param_dtype`), and the dtype
-# in which gradients are summed. `count_communication` records the collectives of a process. It adds up
-# what a rank sends for them in a ring. <!-- tests/parallel/test_collectives.py -->
+# Each set-up names the engine, the dtype of the computation (of autocast, or `param_dtype`), and the
+# dtype in which gradients are summed. `count_communication` records the *collectives* of a process, which
+# are calls such as `all_reduce`. It adds up the bytes that a rank sends in a ring algorithm. <!-- tests/parallel/test_collectives.py -->
 
 
 # %%
@@ -291,7 +292,7 @@ def try_all(config, setups, device_type):
 
 # %% [markdown]
 # Before you run this: will the losses on four processes be nearer to those of one process in fp32 or in
-# bf16? In fp32 we allow a difference of 2^-14, because other orders of summation change the result a
+# bf16? In fp32 we allow a difference of 2^-14, because another summation order changes the result a
 # little over twelve steps. In bf16 we allow 2^-6, which is four roundings.
 
 # %% tags=["nbval-ignore-output"]
@@ -305,17 +306,17 @@ for n in counts[1:]:
         assert all(rank[name]["losses"] == tries[n][name]["losses"] for rank in ranks)
         found, wanted = map(torch.tensor, (tries[n][name]["losses"], alone[compute]))
         difference = ((found - wanted).abs() / wanted).max().item()
-        print(f"{n} processes, {name:<30} off by {difference:.0e} from one process")
+        print(f"{n} processes, {name:<30} losses off by {difference:.0e} from one process")
         assert difference < TOLERANCES[compute]
 
 # %% [markdown]
-# All of them repeat the losses of one process, fp32 far more closely than bf16. **Keep the global batch,
-# and the learning rate stays right.** If you keep the batch of each process instead, the global batch
-# grows n times. That is another training, which may need another learning rate.
+# All set-ups repeat the losses of one process, fp32 far more closely than bf16. **Keep the global batch,
+# and you can keep the learning rate.** If you keep the batch of each process instead, the global batch
+# grows n times and may need a different learning rate.
 #
 # ## What does each send and hold?
 #
-# Before you look: does autocast halve what DDP sends?
+# Before you look at the bytes: does autocast halve what DDP sends?
 
 # %%
 names = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -323,23 +324,26 @@ steps = len(data) // config["batch"]
 bars = {name: [] for name in SETUPS}
 for name, found in tries[most].items():
     for (kind, dtype), size in found["sent"].items():
-        is_gradient_or_weight = dtype in names and size / steps > 100  # and not the loss
-        if is_gradient_or_weight and kind != "broadcast":  # once, when DDP begins
+        is_gradient_or_weight = dtype in names and size / steps > 100  # not the loss
+        if is_gradient_or_weight and kind != "broadcast":  # sent once, when DDP starts
             bars[name].append((kind, names[dtype], size / steps))
 _ = figures.sent_bytes(bars, most)
 
 # %% [markdown]
-# Each bar is the bytes that a rank sends in a step. The colour of a bar shows the dtype, and the word in
-# it names the collective.
+# Each bar shows the bytes that a rank sends in a step. Its colour is the dtype, and the word in it is the
+# collective.
 #
 # - **Autocast changes nothing** in what DDP sends: the weights are fp32, so their gradients are too.
-# - A **hook** to bf16 halves it.
-# - FSDP2 in **fp32** sends nearly 1.5 times as much as DDP, since it gathers most layers twice.
-# - With **`param_dtype=bf16`** it sends about as much as DDP, though a rank holds only a part of the model.
-# - With **`reduce_dtype=bf16`** the gradients halve as well.
+# - A bf16 **hook** halves the bytes.
+# - FSDP2 in **fp32** sends nearly 1.5 times as much as DDP, because it gathers most layers twice.
+# - FSDP2 with **`param_dtype=bf16`** sends about as much as DDP, though a rank holds only a part of the
+#   model.
+# - With **`reduce_dtype=bf16`**, the bytes of the gradients halve as well.
 #
-# Is a gradient in bf16 good enough? You saw [at the beginning](#The-idea-in-five-lines) that a sum in
-# bf16 loses more with more ranks. bf16 weights with fp32 sums are a safe choice.
+# You saw [at the beginning](#The-idea-in-five-lines) that a sum in bf16 loses more with more ranks. bf16
+# weights with fp32 sums are a safe choice.
+#
+# The next cell checks these ratios.
 
 # %%
 sent = {name: sum(size for *_, size in parts) for name, parts in bars.items()}
@@ -351,24 +355,25 @@ assert 0.9 < sent["FSDP2, bf16, reduce in fp32"] / sent["DDP, fp32"] < 1.1
 assert sent["FSDP2, bf16, reduce in bf16"] < 0.8 * sent["FSDP2, bf16, reduce in fp32"]
 print(f"DDP: each rank holds {held['DDP, fp32'] / parameters:.0f} bytes for each parameter")
 fsdp_bytes = held["FSDP2, bf16, reduce in fp32"] / parameters
-print(f"FSDP2 on {most} ranks: {fsdp_bytes:.0f} bytes")
+print(f"FSDP2: each of {most} ranks holds {fsdp_bytes:.0f} bytes for each parameter")
 assert fsdp_bytes == 16 / most
 
 # %% [markdown]
-# DDP holds on every rank what one process holds: weights, gradients and AdamW's two averages in fp32.
-# FSDP2 holds an n-th of it. Activations, and the gathered weights of the layer at work, come on top.
+# With DDP, every rank holds as much as one process: weights, gradients and AdamW's two averages, in fp32.
+# With FSDP2, a rank holds an n-th of that. Activations, and the gathered weights of the layer that is
+# running, come on top.
 #
 # ## One decision about the loss scale
 #
-# With fp16 there is a `GradScaler` on every rank, and each decides whether to skip the step. If they
+# With fp16, every rank has its own `GradScaler`, which decides whether to skip the step. If the scalers
 # decide differently, the ranks train different models from then on. To see what makes them agree, we let
-# one rank alone overflow, in one of two places: in its batch, or in its gradient after all
+# only the last rank overflow, with DDP and with FSDP2: in its batch, or in its gradient after all
 # communication. Before you run this: in which of the four cases does the first rank *not* skip?
 
 
 # %%
 def decide(config, device_type):
-    """Who skips, for each engine and place."""
+    """Whether this rank skips, for each engine and each place of the overflow."""
     device = join(device_type)
     x, y = (t.to(device) for t in digits_by_row()[:8])
     found = {}
@@ -382,35 +387,36 @@ def decide(config, device_type):
 decided = run_workers(decide, join, processes=2, config=config, device_type=where)
 for engine, place in decided[0]:
     skips = [rank[engine, place][0] for rank in decided]
-    print(f"{engine}, inf in the last rank's {place}: skipped {skips}")
+    print(f"{engine}, inf in rank 1's {place}: rank 0 skipped: {skips[0]}, rank 1: {skips[1]}")
     assert skips == [place == "batch" or engine == "FSDP2", True]
 assert decided[0]["FSDP2", "gradient"][1] == [("all_reduce", 1)]  # what `unscale_` sends
 assert decided[0]["DDP", "gradient"][1] == []
 
 # %% [markdown]
-# Only one case goes wrong. With DDP the scalers agree because the *gradients* agree: the average hands
-# one rank's infinity to all. What happens to a gradient after that stays on its rank. With FSDP2 each
-# rank has its own shard of the gradients. So `unscale_` lets the ranks agree: it reduces one number, the
-# flag for an overflow, over all ranks.
+# Only one case goes wrong: DDP with an overflow in the gradient. With DDP, the scalers agree because the
+# *gradients* agree: the average spreads one rank's infinity to all ranks. An overflow after the average
+# stays on its rank. With FSDP2, each rank has its own shard of the gradients, so `unscale_` reduces one
+# number over all ranks: the overflow flag.
 #
-# So a plain `GradScaler` is enough for both, and `clip_grad_norm_` after `unscale_` finds the norm of
-# the whole gradient with FSDP2 as well ([PyTorch's own
+# So a plain `GradScaler` is enough for both. `clip_grad_norm_` after `unscale_` finds the norm of the
+# whole gradient with FSDP2 as well ([PyTorch's own
 # test](https://github.com/pytorch/pytorch/blob/main/test/distributed/_composable/fsdp/test_fully_shard_clip_grad_norm_.py)).
-# If you average gradients by hand, **average before the scaler looks**. Otherwise the rank with the
-# overflow skips, and the others step with an infinite average. The third exercise lets you try it. <!-- tests/notebooks/test_exercises.py -->
+#
+# If you average gradients yourself, **average them before the scaler checks them**. Otherwise the rank
+# with the overflow skips, and the others step with an infinite average. You can try this in the third
+# exercise. <!-- tests/notebooks/test_exercises.py -->
 #
 # ## On your own hardware
 #
-# [Several machines](../docs/several_machines.md) has the commands: `amp-lab train` under torchrun, on one
-# machine or several, and `amp-lab xray … --parallel fsdp`, which lists the dtype of each parameter as it
-# is stored, gathered, computed and summed.
+# [Several machines](../docs/several_machines.md) has the commands: `amp-lab train` under torchrun, and
+# `amp-lab xray … --parallel fsdp`, which lists the dtypes of each parameter.
 #
 # ## Save on four, resume on two (optional)
 #
+# You can load a sharded checkpoint in a different number of processes.
 # [`torch.distributed.checkpoint`](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html)
-# writes a folder, with a file from each rank. To load, you say which parts you want. They may differ
-# from those that were saved. `get_state_dict` returns what belongs on this rank *now*, and `dcp.load`
-# fills these tensors in place. <!-- tests/notebooks/test_11_scale_out.py -->
+# writes a folder with a file from each rank. To load, each rank asks for the parts that it needs *now*:
+# `get_state_dict` returns the tensors of this rank, and `dcp.load` fills them in place. <!-- tests/notebooks/test_11_scale_out.py -->
 
 
 # %%
@@ -459,35 +465,35 @@ with tempfile.TemporaryDirectory() as folder:
     for n, saves in ((most, True), (counts[1], False)):
         ranks = run_workers(save_or_load, *needed, processes=n, saves=saves, **given)
         before, found[saves] = ranks[0]
-        print(f"{n} processes: loss {before:.4f}, then {found[saves]:.4f}")
+        print(f"{n} processes: loss {before:.4f} before, {found[saves]:.4f} after")
 assert abs(found[False] - found[True]) < TOLERANCES["fp32"] * found[True]
-assert abs(before - found[False]) > 0.1  # it had another model before it loaded
+assert abs(before - found[False]) > 0.1  # it had a different model before
 
 # %% [markdown]
-# The second launch had another model before it loaded the saved one. With fp16, also save the
-# scaler's `state_dict()`, which is the same on all ranks, and load it on every rank. For one process,
-# [`dcp_to_torch_save`](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html) makes a plain file
-# of the folder.
+# After loading, the second launch has the loss of the saved model. With fp16, also save the scaler's
+# `state_dict()`, which is the same on all ranks, and load it on every rank. For one process,
+# [`dcp_to_torch_save`](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html) turns the folder
+# into a plain file.
 #
 # ## Summary
 #
 # - With the same global batch, DDP and FSDP2 train as one process does, up to rounding.
-# - What travels has its own dtype. DDP sends the gradients of fp32 weights in fp32, with autocast or
-#   without, unless a communication hook casts them. FSDP2 gathers weights in `param_dtype` and sums
+# - Communication has its own dtype. DDP sends the gradients of fp32 weights in fp32, with or without
+#   autocast, unless a communication hook casts them. FSDP2 gathers weights in `param_dtype` and sums
 #   gradients in `reduce_dtype`.
-# - FSDP2 divides weights, gradients and optimizer state among the ranks. In bf16 with fp32 sums it sends
-#   about as much as DDP in fp32.
+# - FSDP2 divides weights, gradients and optimizer state among the ranks. With bf16 weights and fp32 sums,
+#   it sends about as much as DDP in fp32.
 # - A sum of gradients in bf16 loses more with more ranks, so reduce in fp32.
-# - The scalers of all ranks must decide alike. DDP's do because the gradients are averaged first, and
-#   FSDP2's because `unscale_` asks all ranks. If you reduce by hand, do it before `unscale_`.
-# - A checkpoint can be loaded by another number of ranks.
+# - The scalers of all ranks must decide alike. With DDP they do because the gradients are averaged first,
+#   and with FSDP2 because `unscale_` asks all ranks. If you average yourself, do it before `unscale_`.
+# - A checkpoint can be loaded by a different number of ranks.
 #
 # Next: [notebook 12](12_keras.ipynb) does mixed precision in Keras.
 #
 # ## Exercises
 #
-# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
-# not, why. A hint and a solution are folded away below each. None of them starts a process.
+# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if not,
+# why. A hint and a solution are folded away below each. None of them starts a process.
 
 # %%
 from course.exercises import checks_of
@@ -497,8 +503,8 @@ exercises = checks_of("11_scale_out")
 # %% [markdown]
 # ### 1. How much does a rank send?
 #
-# A model has 100 million parameters and is trained with DDP on 8 ranks, under bf16 autocast and without
-# a communication hook. How many MB (10^6 bytes) does each rank send in a step?
+# We train a model of 100 million parameters with DDP on 8 ranks, under bf16 autocast and without a
+# communication hook. How many MB (10^6 bytes) does each rank send in a step?
 
 # %%
 megabytes = ...
@@ -507,7 +513,7 @@ exercises.check_megabytes(megabytes)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The gradients go through an `all_reduce`. In which dtype are they, when autocast is on and the weights
+# The gradients go through an `all_reduce`. Which dtype do they have when autocast is on and the weights
 # are fp32?
 #
 # </details>
@@ -518,15 +524,15 @@ exercises.check_megabytes(megabytes)
 # megabytes = 700
 # ```
 #
-# The payload is 4 bytes for each parameter, 400 MB, and an `all_reduce` costs 2(n-1)/n of it, which is
-# 1.75 times as much for 8 ranks.
+# The payload is 4 bytes for each parameter, so 400 MB. With an `all_reduce`, a rank sends 2(n-1)/n times
+# the payload. For 8 ranks, this is 1.75 times.
 #
 # </details>
 #
 # ### 2. How much does a rank hold?
 #
-# A model of 7 billion parameters is trained with FSDP2 and AdamW on 8 ranks, with `param_dtype=bf16`.
-# How many GB (10^9 bytes) of weights, gradients and optimizer state does a rank hold between two steps,
+# We train a model of 7 billion parameters with FSDP2 and AdamW on 8 ranks, with `param_dtype=bf16`. How
+# many GB (10^9 bytes) of weights, gradients and optimizer state does a rank hold between two steps,
 # before the gradients are set to None?
 
 # %%
@@ -536,8 +542,8 @@ exercises.check_per_rank(gigabytes_per_rank)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `param_dtype` is the dtype in which weights travel and compute. In which dtype is the shard that a rank
-# keeps?
+# `param_dtype` is the dtype in which weights are sent and used. Which dtype does the shard have that a
+# rank keeps?
 #
 # </details>
 #
@@ -547,16 +553,16 @@ exercises.check_per_rank(gigabytes_per_rank)
 # gigabytes_per_rank = 14
 # ```
 #
-# There are 16 bytes for each parameter, 4 of weight, 4 of gradient and 8 of AdamW's state, all in fp32.
-# That is 112 GB for the model, and an eighth of it on each rank.
+# Each parameter takes 16 bytes: 4 for the weight, 4 for the gradient and 8 for AdamW's state, all in
+# fp32. That is 112 GB for the model, and an eighth of it on each rank.
 #
 # </details>
 #
 # ### 3. Average the gradients yourself
 #
-# `average(model)` averages the gradients over all ranks, as DDP does during `backward`. Complete
-# one step of fp16 training with it, clipped to a norm of 1. If any rank had an overflow, all must
-# skip.
+# `average(model)` averages the gradients over all ranks, as DDP does during `backward`. Use it to
+# complete one step of fp16 training that clips the gradients to a norm of 1. If any rank had an overflow,
+# all ranks must skip.
 
 
 # %%
@@ -569,8 +575,8 @@ exercises.check_one_step(one_step)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `unscale_` looks for overflows. What has this rank then missed, if another rank had one? Clipping
-# wants gradients that are not scaled any more.
+# `unscale_` looks for overflows. If it runs before the average, which overflows does it miss? Clipping
+# needs gradients that are no longer scaled.
 #
 # </details>
 #
@@ -593,8 +599,8 @@ exercises.check_one_step(one_step)
 #
 # ### 4. The loss of all, from unequal parts
 #
-# At the end of an evaluation the ranks have different numbers of samples. Each reports its mean loss and
-# its number of samples. Return the mean loss over all samples.
+# At the end of an evaluation, the ranks have different numbers of samples. Each rank reports its mean
+# loss and its number of samples. Return the mean loss over all samples.
 
 
 # %%
@@ -619,21 +625,20 @@ exercises.check_loss_of_all(loss_of_all)
 #     return sum(sums) / sum(samples)
 # ```
 #
-# In training the same error hides in a last batch that does not divide evenly, since DDP averages the
+# Training has the same problem if the last batch does not divide evenly, because DDP averages the
 # gradients of all ranks with equal weights.
 #
 # </details>
 #
 # ## Further reading
 #
-# - PyTorch, [Distributed Data
-#   Parallel](https://docs.pytorch.org/docs/stable/notes/ddp.html): how the reducer works, and its
-#   [communication hooks](https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html).
+# - PyTorch, [Distributed Data Parallel](https://docs.pytorch.org/docs/stable/notes/ddp.html): how the
+#   reducer works, and its [communication
+#   hooks](https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html).
 # - PyTorch, [`fully_shard`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html):
 #   FSDP2 and `MixedPrecisionPolicy`.
-# - PyTorch, [Distributed
-#   Checkpoint](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html) and
-#   [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html).
+# - PyTorch, [Distributed Checkpoint](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html)
+#   and [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html).
 # - S. Rajbhandari et al., [ZeRO: memory optimizations toward training trillion parameter
 #   models](https://arxiv.org/abs/1910.02054), 2019: dividing weights, gradients and optimizer state.
 # - P. Patarasuk and X. Yuan, [Bandwidth optimal all-reduce
