@@ -10,23 +10,24 @@
 # # Train with dtype policies in Keras, on PyTorch and on TensorFlow
 #
 # **What you'll do.** Train MobileNetV2 with Keras 3 in float32, bfloat16 and float16, on the torch
-# and on the TensorFlow backend. Write a training step with a loss scale by hand for both.
+# and TensorFlow backends. Write a training step with a loss scale for both.
 #
 # **What you'll learn.**
-# - which two dtypes a policy names, and how to set it for everything or for one layer;
+# - which two dtypes a policy names, and how to set a policy globally or for one layer;
 # - how a policy differs from autocast, and why the last layer should stay in float32;
-# - when `compile` adds a loss scale by itself, and when it does not although you need one;
-# - what goes wrong in a `train_step` of your own;
-# - what the names of TensorFlow 2.x have become.
+# - when `compile` adds a loss scale, and when you have to add it yourself;
+# - which mistakes in a custom `train_step` raise no error;
+# - what replaces the names of TensorFlow 2.x.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast, and [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for the scaler. Keras and TensorFlow come with `pdm run lab`.
-# TensorFlow runs on the CPU. Without it, as on Python 3.14, only torch runs. <!-- tests/course/test_processes.py -->
+# TensorFlow runs on the CPU. Without TensorFlow, as on Python 3.14, only torch runs.
+# <!-- tests/course/test_processes.py -->
 
 # %% [markdown]
-# An environment variable can name Keras's backend. It has to be set [before Keras is
-# imported](https://keras.io/getting_started/#configuring-your-backend). Here it is torch. To use
-# both, we start a process for each.
+# You select the Keras backend with an environment variable [before you import
+# Keras](https://keras.io/getting_started/#configuring-your-backend). We select torch. To use both
+# backends, we start a process for each.
 
 # %% tags=["nbval-ignore-output"]
 import os
@@ -43,7 +44,7 @@ device, scale = start("keras")  # AMP_LAB_DEVICE, AMP_LAB_SCALE override the cho
 os.environ.setdefault("KERAS_BACKEND", "torch")
 os.environ["KERAS_TORCH_DEVICE"] = str(device)
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # hide TensorFlow's log messages
-torch.backends.cudnn.allow_tf32 = False  # keep float32 exact, without TF32
+torch.backends.cudnn.allow_tf32 = False  # compute float32 convolutions in float32, not in TF32
 
 # %% [markdown]
 # Now we can import Keras:
@@ -56,15 +57,15 @@ assert keras.backend.backend() == os.environ["KERAS_BACKEND"]
 
 
 def dtype_of(x):
-    """The dtype of a tensor of any backend, by its name in Keras."""
+    """The Keras name of a tensor's dtype, for any backend."""
     return keras.backend.standardize_dtype(x.dtype)
 
 
 # %% [markdown]
 # ## The idea in five lines
 #
-# Guess before you run this: a layer gets the policy `mixed_float16`. Which dtype will its weights
-# have, and which its output?
+# We give a layer the policy `mixed_float16`. Guess before you run this: which dtypes will the weights
+# and the output have?
 
 # %%
 dense = layers.Dense(3, dtype="mixed_float16")
@@ -73,27 +74,26 @@ print(f"weights {dense.kernel.dtype}, output {dtype_of(result)}")
 assert (dense.kernel.dtype, dtype_of(result)) == ("float32", "float16")
 
 # %% [markdown]
-# It computes in float16 and keeps its weights in float32. Autocast is a
-# block or a decorator ([notebook 02](02_autocast_dtypes.ipynb)). In Keras, the layer itself knows its dtypes.
+# The layer computes in float16 and keeps its weights in float32. In PyTorch, an autocast block sets the
+# dtypes ([notebook 02](02_autocast_dtypes.ipynb)). In Keras, each layer has its own dtypes.
 #
 # ## A policy names two dtypes
 #
-# A `DTypePolicy` says in which dtype a layer computes, and in which it keeps its variables, such as
-# the weights. They differ only in the mixed policies:
+# A `DTypePolicy` names the dtype in which a layer computes and the dtype of its variables, such as
+# the weights. The two dtypes differ only in the mixed policies:
 
 # %%
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16")
 for name in POLICIES:
     policy = keras.DTypePolicy(name)
-    print(f"{name:<16} computes in {policy.compute_dtype:<10} keeps {policy.variable_dtype}")
+    print(f"{name:<16} computes in {policy.compute_dtype:<10} weights in {policy.variable_dtype}")
     assert (policy.variable_dtype == "float32") == (name == "float32" or name.startswith("mixed"))
 
 # %% [markdown]
-# So the weights of a mixed policy are master weights: the optimizer updates float32 numbers. The
-# last two policies keep no float32 weights, so they lose small updates, as [notebook
-# 01](01_number_formats.ipynb) shows.
+# With a mixed policy, the optimizer updates float32 master weights. The last two policies have no
+# float32 weights, so they lose small updates ([notebook 01](01_number_formats.ipynb)).
 #
-# `set_dtype_policy` sets the policy of the layers that you make after it; `dtype=` sets it for one:
+# `set_dtype_policy` sets the policy of all layers created later. `dtype=` sets it for one layer:
 
 # %%
 x = torch.rand(4, 8, generator=torch.Generator().manual_seed(0)).numpy()
@@ -109,22 +109,24 @@ assert layer.dtype_policy.name == "mixed_bfloat16"
 assert layers.Dense(3).compute_dtype == "float16"
 
 # %% [markdown]
-# `layer.dtype` is the dtype of the variables, not of the output. A layer keeps the policy that it
-# was made with.
+# `layer.dtype` is the dtype of the variables, not of the output. A later call of `set_dtype_policy`
+# does not change an existing layer.
 #
 # ## Layers, not ops
 #
-# Autocast decides for each op: [on
-# CUDA](https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior) it runs a matrix product
-# in float16 and a sum in float32. A policy decides for a whole layer, including all ops in its `call`.
-# Some of Keras's own layers know what needs more range: batch normalization computes its squares, which
-# are too large for float16, in float32. A layer of your own does not do that by itself. This one
-# overflows unless you give it float32:
+# Autocast chooses a dtype for each op. [On
+# CUDA](https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior) it runs a matrix
+# multiplication in float16 and a sum in float32. A policy applies to a whole layer, including all ops
+# in its `call`.
+#
+# Some of Keras's own layers use float32 where float16 would overflow. For example, batch normalization
+# computes its squares in float32. A custom layer does not. The next layer overflows unless you set its
+# dtype to float32:
 
 
 # %%
 class Energy(layers.Layer):
-    """Inputs (B, N) to the sum of their squares (B)."""
+    """Sum the squares of the inputs: (B, N) to (B)."""
 
     def call(self, x):
         return ops.sum(ops.square(x), axis=-1)
@@ -141,14 +143,14 @@ assert ops.all(ops.isinf(Energy()(far)))
 assert ops.all(ops.isfinite(Energy(dtype="float32")(far)))
 
 # %% [markdown]
-# In float16 the sums are infinite, in float32 in the millions. Autocast for CUDA would
-# have computed both ops in float32 ([notebook 02](02_autocast_dtypes.ipynb) has its table).
+# In float16 the sums are infinite. In float32 they are in the millions. Autocast on CUDA would compute
+# both ops in float32 ([notebook 02](02_autocast_dtypes.ipynb)).
 #
 # ## Keep the last layer in float32
 #
-# On torch, a sigmoid under `mixed_float16` returns a probability in float16 to the loss. Just below 1 these
-# numbers are 2⁻¹¹ apart, so 0.9998 becomes 1. Take a logit of 8.5 in binary classification. It is right if the
-# target is 1, and wrong if it is 0:
+# On torch, a sigmoid under `mixed_float16` passes a float16 probability to the loss. Just below 1,
+# float16 numbers are 2⁻¹¹ apart, so 0.9998 is rounded to 1. We compute the loss of a logit of 8.5 in
+# binary classification. This prediction is right if the target is 1, and wrong if it is 0:
 
 # %%
 from_probability = keras.losses.BinaryCrossentropy()
@@ -161,7 +163,7 @@ for case, target, exact in (("right", 1.0, -8.5), ("wrong", 0.0, 8.5)):
     target = ops.convert_to_tensor([[target]])
     in_half, safe = float(from_probability(target, probability)), float(from_logit(target, logit))
     print(
-        f"{case}: sigmoid in float16 {in_half:.1e}, logit in float32 {safe:.1e}, exactly {exact:.1e}"
+        f"{case}: loss {in_half:.1e} from float16 sigmoid, {safe:.1e} from logit, {exact:.1e} exact"
     )
     assert abs(safe / exact - 1) < 1e-3
     off[case] = in_half / exact
@@ -169,19 +171,20 @@ assert off["right"] < 1 / 1000
 assert off["wrong"] > 1.8
 
 # %% [markdown]
-# With the sigmoid in float16 the loss of the right answer is over a thousand times too small, and that
-# of the wrong one nearly twice as large. It is safe to make the last layer without an activation, in
-# float32, and to use `from_logits=True`.
+# With the float16 sigmoid, the loss of the right prediction is over a thousand times too small. The
+# loss of the wrong prediction is nearly twice as large. To avoid this, create the last layer in float32
+# without an activation, and use a loss with `from_logits=True`.
 #
 # ## What compile adds
 #
-# float16 usually needs a loss scale, so `compile` wraps the optimizer in a `LossScaleOptimizer` if the
-# *model's* policy is `mixed_float16`. `bfloat16` has the range of float32 and needs none.
+# float16 usually needs a loss scale. So `compile` wraps the optimizer in a `LossScaleOptimizer` if the
+# *model's* policy is `mixed_float16`. bfloat16 needs no loss scale, because it has the range of
+# float32. We compile a small model under three policies:
 
 
 # %%
 def new_head(policy=None):
-    """Inputs (B, 8) to logits (B, 10), the last layer in float32."""
+    """A network from (B, 8) to logits (B, 10), with the last layer in float32."""
     return keras.Sequential(
         [layers.Input((8,)), layers.Dense(16, dtype=policy), layers.Dense(10, dtype="float32")]
     )
@@ -199,36 +202,36 @@ for name in POLICIES[:3]:
     assert (kind == "LossScaleOptimizer") == (name == "mixed_float16")
 
 # %% [markdown]
-# You can train without a loss scale on purpose, with `auto_scale_loss=False`. It also happens by
-# accident: you give the policy to the layers, and the model itself has the global one.
+# With `auto_scale_loss=False` you train without a loss scale on purpose. You can also lose the loss
+# scale by accident: if you set the policy only on the layers, the model still has the global policy.
 
 # %%
-print("asked for:", optimizer_of(new_head(), auto_scale_loss=False))
+print("on purpose:", optimizer_of(new_head(), auto_scale_loss=False))
 keras.config.set_dtype_policy("float32")
 by_layer = new_head("mixed_float16")
-print("by accident:", optimizer_of(by_layer), "with the policy", by_layer.dtype_policy.name)
+print("by accident:", optimizer_of(by_layer), "for model policy", by_layer.dtype_policy.name)
 assert by_layer.layers[0].compute_dtype == "float16"
 assert optimizer_of(by_layer) == optimizer_of(new_head(), auto_scale_loss=False) == "Adam"
 
 # %% [markdown]
-# The cure is to wrap the optimizer yourself. `compile` then leaves it as it is:
+# Both models get plain Adam. To fix the second model, wrap the optimizer before you call `compile`:
 
 # %%
 Scaled = keras.optimizers.LossScaleOptimizer
 by_layer.compile(optimizer=Scaled(keras.optimizers.Adam(1e-3)), loss="mse")
 assert type(by_layer.optimizer) is Scaled
-print(f"starts at {by_layer.optimizer.initial_scale:g}, doubles after", end=" ")
-print(f"{by_layer.optimizer.dynamic_growth_steps} steps; torch starts at 2**16")
+print(f"The scale starts at {by_layer.optimizer.initial_scale:g} and doubles after", end=" ")
+print(f"{by_layer.optimizer.dynamic_growth_steps} good steps. GradScaler starts at 65536.")
 assert by_layer.optimizer.initial_scale == 2**15
 assert torch.amp.GradScaler("cpu").get_growth_interval() == by_layer.optimizer.dynamic_growth_steps
 
 # %% [markdown]
-# Clipping belongs to the inner optimizer, whose gradients are already divided by the scale. So you
-# need no `unscale_`. <!-- tests/notebooks/test_12_keras.py -->
+# To clip gradients, set `clipnorm` on the inner optimizer. Its gradients are already divided by the
+# scale, so you need no `unscale_`. <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## Fit
 #
-# Now we train MobileNetV2 on handwritten digits enlarged to 32x32 pixels, with the channels last. The
+# Now we train MobileNetV2 on handwritten digits, enlarged to 32x32 pixels, with the channels last. The
 # quick scale uses about a third of the channels and the first six blocks.
 
 # %%
@@ -244,12 +247,12 @@ assert images.shape[1:] == (32, 32, 3)
 
 
 # %% [markdown]
-# We replace the network's own last layer by one in float32, as we have just learned:
+# We replace the network's last layer with one in float32:
 
 
 # %%
 def new_mobilenet(alpha, last):
-    """MobileNetV2 up to a layer: images (B, 32, 32, 3) to logits (B, 10), which are float32."""
+    """MobileNetV2 up to the layer `last`: images (B, 32, 32, 3) to float32 logits (B, 10)."""
     body = keras.applications.MobileNetV2(
         input_shape=(32, 32, 3), alpha=alpha, weights=None, include_top=False
     )
@@ -258,13 +261,13 @@ def new_mobilenet(alpha, last):
 
 
 # %% [markdown]
-# Both backends run this function. It calls `fit` in three policies, from the same weights, over the
-# same images in the same order:
+# The next function calls `fit` once for each policy. Each call starts from the same weights and uses
+# the same images in the same order:
 
 
 # %%
 def fit_in(policies, images, labels, config):
-    """{policy: losses and accuracies of the epochs, steps and optimizer} of this backend."""
+    """For each policy: loss and accuracy of each epoch, number of steps, name of the optimizer."""
     found = {}
     for policy in policies:
         keras.config.set_dtype_policy(policy)
@@ -280,8 +283,8 @@ def fit_in(policies, images, labels, config):
 
 
 # %% [markdown]
-# `run_on_backends` starts a process for each backend, gives it the source of these functions, and
-# brings back what `fit_in` returns: <!-- tests/course/test_processes.py -->
+# `run_on_backends` starts a process for each backend, sends it the source of these functions, and
+# returns the results of `fit_in`: <!-- tests/course/test_processes.py -->
 
 # %% tags=["nbval-ignore-output"]
 given = {"policies": POLICIES[:3], "images": images, "labels": labels, "config": config}
@@ -291,7 +294,7 @@ for backend, policies in fitted.items():
     for name, found in policies.items():
         fall = (found["loss"][0] - found["loss"][-1]) / (full["loss"][0] - full["loss"][-1])
         print(f"{backend:<11}{name:<15} {found['steps']} of {full['steps']} steps, ", end="")
-        print(f"{fall:.0%} of float32's fall, accuracy in training {found['accuracy'][-1]:.0%}")
+        print(f"{fall:.0%} of float32's loss drop, training accuracy {found['accuracy'][-1]:.0%}")
         assert fall > 0.85
         assert found["accuracy"][-1] > 0.8
         assert (found["optimizer"] == "LossScaleOptimizer") == (name == "mixed_float16")
@@ -299,16 +302,16 @@ for backend, policies in fitted.items():
         assert found["steps"] > 0.8 * full["steps"]
 
 # %% [markdown]
-# Each row says how far the loss fell, compared with float32. On both backends the three policies
-# learn alike. With float16 a step may be skipped, because the loss scale is too high at first.
-# Whether a policy is faster depends on the hardware and on the network: [notebook
-# 05](05_cifar10_mobilenet.ipynb) measures it.
+# Each row shows how far the loss fell, compared with float32. On both backends the three policies
+# learn alike. With float16 some steps may be skipped, because the loss scale starts too high. Whether a
+# policy is faster depends on the hardware and the network ([notebook
+# 05](05_cifar10_mobilenet.ipynb)).
 #
 # ## Write the step
 #
-# In a step of your own, you multiply the loss by the scale, take the gradients of *that*, and hand
-# them to `apply`. It skips the step if it finds inf or NaN; otherwise it divides by the scale and
-# steps. In torch, this looks as follows:
+# In a custom `train_step`, you multiply the loss by the scale, compute the gradients of the *scaled*
+# loss, and pass them to `apply`. If `apply` finds inf or NaN, it skips the step. Otherwise it divides
+# the gradients by the scale and updates the weights. In torch:
 
 
 # %%
@@ -341,14 +344,14 @@ def step_with_tensorflow(self, data):
 
 
 # %% [markdown]
-# Both steps work in all three precisions: without a `LossScaleOptimizer`, `scale_loss` returns the loss
-# as it is. This small network uses them:
+# Both steps work under all three policies, because without a `LossScaleOptimizer`, `scale_loss`
+# returns the loss unchanged. This small network uses them:
 # <!-- tests/notebooks/test_12_keras.py -->
 
 
 # %%
 def new_net():
-    """Digits (B, 8, 8, 1) to logits (B, 10), which are float32."""
+    """A small network from digits (B, 8, 8, 1) to float32 logits (B, 10)."""
     on_torch = keras.backend.backend() == "torch"
 
     class Net(keras.Sequential):
@@ -367,13 +370,13 @@ def new_net():
 
 
 # %% [markdown]
-# This function trains it in float16 on both backends. It starts the scale far too high, so that
-# steps are skipped, and lets it double after five good steps:
+# The next function trains the network in float16. The scale starts far too high, so that steps are
+# skipped, and doubles after five good steps:
 
 
 # %%
 def train_net(x, y, steps, scale, growth):
-    """The loss of each step, the scale after it, and the steps counted so far, in float16."""
+    """Train in float16; return the loss, the scale and the step count after each step."""
     keras.config.set_dtype_policy("mixed_float16")
     keras.utils.set_random_seed(0)
     net = new_net()
@@ -405,21 +408,21 @@ for backend, record in trained.items():
         i not in skipped for i in range(given["steps"])
     ]
     assert 0 < len(skipped) < given["steps"] / 2
-    assert scales[-1] > min(scales)  # and it has doubled again
+    assert scales[-1] > min(scales)  # the scale has doubled again
     assert record["losses"][-1] < record["losses"][0]
 
 # %% [markdown]
 # The scale halves from 2^24 down to 2^16, where the gradients no longer overflow. Then it doubles after
-# every five good steps. Every halving is a skipped step, which `iterations` does not count. A
-# learning-rate schedule [reads
+# every five good steps. Each halving means a skipped step, and `iterations` does not count skipped
+# steps. A learning-rate schedule [reads
 # `iterations`](https://github.com/keras-team/keras/blob/master/keras/src/optimizers/base_optimizer.py),
-# so it waits too. `model.save` keeps the scale, so a training resumes with it.
+# so it does not count them either. `model.save` stores the scale, so a loaded model continues with it.
 # <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## A mistake in a step of your own
 #
-# Today `apply` divides. If you still divide by hand, as you did in TensorFlow 2.x, or if you forget
-# `scale_loss`, then `apply` gets gradients that are not scaled, and nothing complains:
+# In Keras 3, `apply` divides the gradients by the scale. If you also divide by hand, as in
+# TensorFlow 2.x, or forget `scale_loss`, `apply` gets unscaled gradients and raises no error:
 
 # %%
 gradient = ops.convert_to_tensor([0.5])
@@ -434,25 +437,27 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
     assert abs(ratio / 2.0**15 - 1) < 0.01 if kind is keras.optimizers.SGD else 1 < ratio < 2
 
 # %% [markdown]
-# With SGD each step is 2¹⁵ times too short. Adam divides by the size of the gradient, so it hides
-# the mistake: it moves by 0.08 instead of 0.1.
+# With SGD, the unscaled step is 2¹⁵ times too short. Adam divides by the size of the gradient, which
+# hides the mistake: the weight moves by 0.08 instead of 0.1.
 #
 # ## The names of TensorFlow 2.x (optional)
+#
+# Replace these names:
 #
 # | TensorFlow 2.x | Keras 3 |
 # |---|---|
 # | `tf.keras.mixed_precision.experimental.set_policy(…)` | `keras.config.set_dtype_policy(…)` |
-# | `tf.keras.mixed_precision.set_global_policy(…)` | the same; this name is kept |
-# | `tf.keras.mixed_precision.Policy` | `keras.DTypePolicy`; this name is kept |
-# | `Policy(…, loss_scale="dynamic")` | a policy has no scale: it is the optimizer's |
+# | `tf.keras.mixed_precision.set_global_policy(…)` | `keras.config.set_dtype_policy(…)`; the old name works |
+# | `tf.keras.mixed_precision.Policy` | `keras.DTypePolicy`; the old name works |
+# | `Policy(…, loss_scale="dynamic")` | the optimizer has the loss scale, not the policy |
 # | `LossScaleOptimizer(optimizer, loss_scale="dynamic")` | `LossScaleOptimizer(optimizer)` |
 # | `LossScaleOptimizer(optimizer, dynamic=False, initial_scale=128)` | [`optimizer.loss_scale_factor = 128`](https://keras.io/api/optimizers/adam/), and [`compile(…, auto_scale_loss=False)`](https://keras.io/api/models/model_training_apis/) |
 # | `optimizer.get_scaled_loss(loss)` | `optimizer.scale_loss(loss)` |
 # | `optimizer.get_unscaled_gradients(g)`, then `apply_gradients(zip(g, w))` | `optimizer.apply(g, w)`, which divides |
-# | `optimizer.loss_scale` | `optimizer.dynamic_scale`, once it is built |
+# | `optimizer.loss_scale` | `optimizer.dynamic_scale`, after the optimizer is built |
 # | `tf.train.experimental.enable_mixed_precision_graph_rewrite(optimizer)` | [set a policy](https://www.tensorflow.org/versions/r2.5/api_docs/python/tf/train/experimental/enable_mixed_precision_graph_rewrite) |
 #
-# We can check some of these rows ([the names of
+# The next cell checks some rows ([the names of
 # 2.x](https://www.tensorflow.org/versions/r2.5/api_docs/python/tf/keras/mixed_precision/LossScaleOptimizer)):
 
 # %%
@@ -472,18 +477,18 @@ for wrong in ({"dynamic": False}, {"loss_scale": "dynamic"}):
 # %% [markdown]
 # ## Summary
 #
-# - A policy names the dtypes in which layers compute and keep their weights. The mixed ones keep
-#   float32. You set a policy for new layers, or for one.
-# - It holds for whole layers, while autocast decides for each op. A layer of your own that sums or
-#   squares may need `dtype="float32"`.
-# - Keep the last layer in float32, without activation, and use a loss with `from_logits=True`.
-# - `compile` adds a loss scale if the model's policy is `mixed_float16`. If only its layers have
+# - A policy names the dtype in which a layer computes and the dtype of its weights. Mixed policies keep
+#   float32 weights. You set a policy for all new layers or for one layer.
+# - A policy applies to a whole layer, while autocast chooses a dtype for each op. A custom layer that
+#   sums or squares may need `dtype="float32"`.
+# - Keep the last layer in float32, without an activation, and use a loss with `from_logits=True`.
+# - `compile` adds a loss scale if the model's policy is `mixed_float16`. If only the layers have
 #   that policy, wrap the optimizer yourself.
-# - In a step of your own, `scale_loss` multiplies, and `apply` checks, divides and steps, or skips.
-#   Do not divide by hand. Clipping belongs to the inner optimizer.
-# - `model.save` keeps the scale.
+# - In a custom step, `scale_loss` multiplies the loss. `apply` divides the gradients or skips the step.
+#   Do not divide by hand. Set clipping on the inner optimizer.
+# - `model.save` stores the loss scale.
 #
-# Next, [notebook 13](13_from_apex.ipynb) brings old Apex scripts to `torch.amp`.
+# Next, [notebook 13](13_from_apex.ipynb) moves old Apex scripts to `torch.amp`.
 #
 # ## Exercises
 #
@@ -507,7 +512,8 @@ exercises.check_variable_bytes(sizes)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The list of policies at the top shows what each one keeps. A float16 number has two bytes.
+# The list of policies above shows the dtype of the weights for each policy. A float16 number takes two
+# bytes.
 #
 # </details>
 #
@@ -517,15 +523,15 @@ exercises.check_variable_bytes(sizes)
 # sizes = (4000, 2000)
 # ```
 #
-# The mixed policy keeps its weights in float32. It saves memory in the activations.
+# A mixed policy keeps the weights in float32. It saves memory in the activations.
 #
 # </details>
 #
 # ### 2. Divided once too often
 #
-# The scale is 1024 and the true gradient of a weight is 0.5. You unscale the gradient by hand, and
-# then give it to `apply` of a `LossScaleOptimizer` around SGD with a learning rate of 1. How far
-# does the weight move?
+# You train with a `LossScaleOptimizer` around SGD with a learning rate of 1. The scale is 1024, and the
+# true gradient of a weight is 0.5. You divide the scaled gradient by 1024 by hand and pass the result
+# to `apply`. How far does the weight move?
 
 # %%
 step_length = ...
@@ -534,7 +540,7 @@ exercises.check_step_length(step_length)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `apply` cannot know that you have already divided.
+# `apply` does not know that you have already divided the gradient.
 #
 # </details>
 #
@@ -544,14 +550,14 @@ exercises.check_step_length(step_length)
 # step_length = 0.5 / 1024
 # ```
 #
-# Give `apply` the gradients of the scaled loss as they are.
+# Pass the gradients of the scaled loss to `apply` unchanged.
 #
 # </details>
 #
 # ### 3. A safe last layer
 #
-# Complete `last_layer`: a layer for ten classes that is safe whatever the global policy is, for a loss
-# with `from_logits=True`.
+# Complete `last_layer`. It returns a layer for ten classes that is safe under any global policy. The
+# loss uses `from_logits=True`.
 
 
 # %%
@@ -564,7 +570,7 @@ exercises.check_last_layer(last_layer)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# A layer's own `dtype=` overrides the global policy.
+# The `dtype=` of a layer overrides the global policy.
 #
 # </details>
 #
@@ -581,8 +587,8 @@ exercises.check_last_layer(last_layer)
 #
 # ### 4. Mend the missing loss scale
 #
-# Only the layers of this model have `mixed_float16`, so it trains without a loss scale. Change the
-# line so that Adam gets one, and return the model.
+# Only the layers of this model have the policy `mixed_float16`, so the model trains without a loss
+# scale. Change the `compile` line so that Adam gets a loss scale, and return the model.
 
 
 # %%
@@ -596,7 +602,8 @@ exercises.check_compiled(compile_scaled)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `compile` looks at the policy of the model. It leaves an optimizer that you have wrapped as it is.
+# `compile` looks at the policy of the model. If you have wrapped the optimizer, `compile` does not
+# change it.
 #
 # </details>
 #
@@ -609,7 +616,8 @@ exercises.check_compiled(compile_scaled)
 #     return model
 # ```
 #
-# `auto_scale_loss=True`, the default, does not help, because it looks at the model's policy.
+# `auto_scale_loss=True` is the default. It does not help here, because `compile` then looks at the
+# model's policy.
 #
 # </details>
 #
@@ -619,6 +627,6 @@ exercises.check_compiled(compile_scaled)
 # - Keras, [Writing a custom training loop in
 #   PyTorch](https://keras.io/guides/custom_train_step_in_torch/) and [in
 #   TensorFlow](https://keras.io/guides/custom_train_step_in_tensorflow/).
-# - TensorFlow, [Mixed precision](https://www.tensorflow.org/guide/mixed_precision): the guide to the
-#   names of 2.x.
+# - TensorFlow, [Mixed precision](https://www.tensorflow.org/guide/mixed_precision): the guide for
+#   TensorFlow 2.x.
 # - P. Micikevicius et al., [Mixed precision training](https://arxiv.org/abs/1710.03740), 2018.
