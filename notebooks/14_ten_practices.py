@@ -9,12 +9,11 @@
 # %% [markdown]
 # # Review ten common practices
 #
-# **What you'll do.** Review ten pieces of advice that are often given for mixed precision. Most of
-# them were tested in earlier notebooks, so here they get a verdict and a link. Two that no other
-# notebook tests get an experiment.
+# **What you'll do.** Review ten common pieces of advice for mixed precision. Earlier notebooks cover
+# most of them, so you get a verdict and a link. For two of them we run an experiment here.
 #
 # **What you'll learn.**
-# - which of the ten practices hold, which matter little, and which hold for fp16 alone;
+# - which of the ten practices are right, which matter little, and which apply only to fp16;
 # - what goes wrong if the backward pass runs inside the autocast block;
 # - how to read dtypes and casts from a profile.
 #
@@ -53,9 +52,9 @@ names = {fp32: "fp32", fp16: "fp16", bf16: "bf16"}
 # %% [markdown]
 # ## The idea in five lines
 #
-# Advice without a figure is hard to weigh. "Always use a `GradScaler`", for example, is easy to
-# test: round 1000 small gradients to 16 bits, once as they are, and once multiplied by 65536 and
-# divided by it afterwards. In which format do you expect the two to differ, fp16 or bf16?
+# A small experiment shows when advice applies. We test "always use a `GradScaler`". We round 1000 small
+# gradients to 16 bits. Then we multiply the gradients by 65536, round them, and divide by 65536. In
+# which format do you expect different results, fp16 or bf16?
 
 # %%
 torch.manual_seed(0)
@@ -66,25 +65,27 @@ for dtype in (fp16, bf16):
     assert (plain != scaled).any() == (dtype is fp16)
 
 # %% [markdown]
-# In fp16 scaling changes 995 of these gradients, because it saves their bits from underflow. In
-# bf16 it changes none. So the advice holds for fp16 alone.
+# In fp16 scaling changes 995 of the 1000 gradients, because scaling saves their bits from underflow. In
+# bf16 it changes none. So this advice applies only to fp16.
 #
 # ## The ten practices
 #
+# The number in brackets is a notebook about the practice.
+#
 # | practice | verdict | why |
 # |---|---|---|
-# | 1. Know the hardware | right | whether bf16 or fp16 is fast differs between machines; `amp-lab doctor` measures it in a few seconds ([10](10_speed_ladder.ipynb)) |
-# | 2. Start with the scaler's defaults | right | a scale that is too high is halved at each skipped step, so it fits after a few steps ([03](03_grad_scaler_step_by_step.ipynb)) |
-# | 3. Watch the accuracy | right, with several seeds | two fp32 runs from different seeds differ too; one run in each precision shows little ([04](04_fp32_vs_amp.ipynb)) |
+# | 1. Know the hardware | right | the speed of bf16 and fp16 depends on the machine; `amp-lab doctor` measures it in a few seconds ([10](10_speed_ladder.ipynb)) |
+# | 2. Start with the scaler's defaults | right | each skipped step halves a scale that is too high, so the scale fits after a few steps ([03](03_grad_scaler_step_by_step.ipynb)) |
+# | 3. Watch the accuracy | right, with several seeds | two fp32 runs from different seeds differ too, so one run in each precision shows little ([04](04_fp32_vs_amp.ipynb)) |
 # | 4. Only the forward pass in autocast | right | see [below](#Only-the-forward-pass-in-autocast) |
-# | 5. No casts by hand | right | autocast knows which ops need fp32; a `.half()` overrides that ([02](02_autocast_dtypes.ipynb)) |
-# | 6. Always use the scaler | for fp16 alone | bf16 has the range of fp32, so small gradients do not underflow ([01](01_number_formats.ipynb)) |
+# | 5. No casts by hand | right | autocast knows which ops need fp32; a `.half()` overrides autocast ([02](02_autocast_dtypes.ipynb)) |
+# | 6. Always use the scaler | only for fp16 | bf16 has the range of fp32, so small gradients do not underflow ([01](01_number_formats.ipynb)) |
 # | 7. Tune the initial scale and the growth interval | rarely needed | a scale that is too high is halved at once; a short interval only skips more steps ([03](03_grad_scaler_step_by_step.ipynb)) |
-# | 8. Stay current | right | old names warn today and may be removed; let your tests fail on them with `python -W error::FutureWarning` ([13](13_from_apex.ipynb)) |
-# | 9. Try larger batches | right for memory | AMP makes activations about half as large, so nearly twice the batch fits ([09](09_xray_your_model.ipynb)); whether it is faster has to be measured ([10](10_speed_ladder.ipynb)) |
+# | 8. Stay current | right | old names raise a warning and may be removed; `python -W error::FutureWarning` makes your tests fail on them ([13](13_from_apex.ipynb)) |
+# | 9. Try larger batches | right for memory | AMP makes activations about half as large, so nearly twice the batch fits ([09](09_xray_your_model.ipynb)); measure whether it is faster ([10](10_speed_ladder.ipynb)) |
 # | 10. Profile before and after | right | see [below](#Profile-before-and-after) |
 #
-# The experiments about time use fp16 if the doctor recommends it for your device, and bf16 otherwise:
+# The profile below uses fp16 if `amp-lab doctor` recommends it for your device, and bf16 otherwise:
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)
@@ -95,13 +96,13 @@ assert low is bf16 or report.speedup("fp16") >= 1.25  # what the doctor calls fa
 # %% [markdown]
 # ## Only the forward pass in autocast
 #
-# What happens if `backward` runs in the block too? To see it, we record the ops and the dtypes of
-# their inputs. (This experiment runs on the CPU, on any machine.)
+# What happens if `backward` runs in the autocast block too? To find out, we record each op with the
+# dtypes of its inputs. This experiment runs on the CPU:
 
 
 # %%
 class OpLog(TorchDispatchMode):
-    """Records the name and the dtypes of every op in a block."""
+    """Records every op in a block, with the dtypes of its inputs."""
 
     def __init__(self):
         super().__init__()
@@ -120,14 +121,14 @@ class OpLog(TorchDispatchMode):
 
 
 # %% [markdown]
-# The model has an fp32 *island*: a layer that runs with autocast off because it needs the
-# precision. If autocast is on during the backward pass, do you expect the island's ops to stay in
+# The second layer is an *fp32 island*: it runs in an `autocast(enabled=False)` region, because it needs
+# the precision. If autocast is on during the backward pass, do you expect the island's ops to stay in
 # fp32?
 
 
 # %%
 def island_gradient(inside, width=32, log=None):
-    """The gradient of an island's weight, from a backward pass with autocast on, or off."""
+    """The gradient of the island's weight; `inside`: backward runs with autocast on."""
     torch.manual_seed(0)
     first, island = nn.Linear(width, width), nn.Linear(width, width)
     x = torch.randn(2 * width, width)
@@ -143,10 +144,10 @@ def island_gradient(inside, width=32, log=None):
 # %%
 after, within = OpLog(), OpLog()
 exact, blurred = island_gradient(False, log=after), island_gradient(True, log=within)
-for what, log in {"after the block": after, "inside": within}.items():
-    print(f"backward {what:<16} matmuls in {log.matmuls()}, {log.count('_to_copy')} casts")
+for what, log in {"after the block": after, "inside the block": within}.items():
+    print(f"backward {what}: matmuls {' '.join(log.matmuls())}, casts {log.count('_to_copy')}")
 error = ((blurred - exact).norm() / exact.norm()).item()
-print(f"the island's gradient is off by {error:.0e}")
+print(f"inside the block, the island's gradient is off by {error:.0e}")
 assert after.matmuls() == ["fp32", "fp32", "bf16"]
 assert set(within.matmuls()) == {"bf16"}
 assert after.count("_to_copy") < within.count("_to_copy")
@@ -154,28 +155,28 @@ assert 2**-12 < error < 2**-7  # roundings of bf16
 assert exact.dtype is blurred.dtype is fp32
 
 # %% [markdown]
-# After the block, the island's two matmuls run in fp32, as they should. (The third matmul belongs to
-# the other layer, and is in bf16 either way.) Inside the block, autocast casts the island's matmuls
-# to bf16 as well: its gradient is off by 2e-03, and there are 9 casts instead of 3. Nothing tells
-# you, since the gradients are fp32 tensors both times.
+# After the block, the island's two matmuls run in fp32, as they should. The third matmul belongs to the
+# other layer and always runs in bf16. Inside the block, autocast casts the island's matmuls to bf16 as
+# well. The island's gradient is off by 2e-03, and there are 9 casts instead of 3. Nothing warns you,
+# because the gradients are fp32 tensors in both cases.
 #
-# **Verdict: right.** A block around the whole loop is worse still, because the next forward pass
-# uses the old weights from autocast's cache ([notebook 08](08_when_amp_breaks.ipynb) shows it).
+# **Verdict: right.** An autocast block around the whole loop is worse, because the next forward
+# pass uses old weights from autocast's cache ([notebook 08](08_when_amp_breaks.ipynb)).
 #
 # ## Profile before and after
 #
-# A profile shows whether AMP does what it should. We profile a training step of three convolutions
-# in fp32 and in low precision. With `record_shapes` the trace, a JSON file, contains the dtype of
-# each tensor that an op takes. (It has none for lists of tensors, such as those that `cat` takes.)
+# A profile shows in which dtype each op runs. We profile a training step of three convolutions in fp32
+# and in low precision. With `record_shapes=True` the trace, a JSON file, contains the dtype of each
+# input tensor of an op. For a list of tensors, such as the input of `cat`, it contains no dtype.
 # <!-- tests/notebooks/test_14_ten_practices.py -->
 
 # %%
-os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler's own log would fill this page
+os.environ["KINETO_LOG_LEVEL"] = "99"  # hide the profiler's log messages
 
 
 def profile_once(step):
     """The profile of a step, and the events of its trace."""
-    step()  # not the first one, which makes and loads kernels
+    step()  # warm-up: the first step makes and loads kernels
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -187,14 +188,14 @@ def profile_once(step):
 
 
 # %% [markdown]
-# We count each op by the dtype of its first input. A cast is a copy between two dtypes.
+# We count how often each op runs with each dtype of its first input. A cast is a copy between two dtypes.
 
 # %%
 SHORT = {"float": "fp32", "c10::Half": "fp16", "c10::BFloat16": "bf16"}
 
 
 def count_ops(events):
-    """How often each op ran with a first input of each dtype; and "cast"."""
+    """How often each op, or "cast", ran with a first input of each dtype."""
     ops = Counter()
     for event in events:
         kinds = [SHORT.get(kind) for kind in event.get("args", {}).get("Input type", [])]
@@ -206,12 +207,12 @@ def count_ops(events):
 
 
 # %% [markdown]
-# Now the step and its two profiles. Do you expect the backward pass to be in low precision too?
+# Now we profile the step in both precisions. Do you expect the backward pass to run in low precision too?
 
 
 # %% tags=["nbval-ignore-output"]
 def convolutional_step(dtype):
-    """A training step of three convolutions in a dtype; fp32 is without autocast."""
+    """A training step of three convolutions in a dtype; fp32 runs without autocast."""
     torch.manual_seed(0)
     layers = [m for _ in range(3) for m in (nn.Conv2d(64, 64, 3, padding=1), nn.ReLU())]
     model = nn.Sequential(*layers).to(device)
@@ -230,12 +231,12 @@ def convolutional_step(dtype):
 profiles = {names[dtype]: profile_once(convolutional_step(dtype)) for dtype in (fp32, low)}
 for precision, (_, events) in profiles.items():
     used = {op: p for op, p in count_ops(events) if op.startswith("convolution") and p}
-    print(f"{precision}: {used}")
+    print(f"{precision}:", ", ".join(f"{op} in {dtype}" for op, dtype in used.items()))
     assert used == {"convolution": precision, "convolution_backward": precision}
 
 # %% [markdown]
-# In the first profile all convolutions ran in fp32, and in the second all ran in low precision,
-# those of the backward pass too. What did they cost, and what did the casts?
+# In the first profile all convolutions ran in fp32. In the second all ran in low precision, including
+# the backward pass. Next we list the most expensive ops and count the casts:
 
 # %% tags=["nbval-ignore-output"]
 self_time = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
@@ -249,18 +250,18 @@ for precision, (found, events) in profiles.items():
     assert (casts == 0) == (precision == "fp32")
 
 # %% [markdown]
-# Each profile lists its four most expensive ops, by the time spent in the op itself. The backward
-# pass of the convolutions comes first in both, and in bf16 it takes less time. A profiler slows a
-# step down, so measure the speed-up itself with `amp_lab.compare`.
+# Each profile lists the four ops with the most time in the op itself. The backward pass of the
+# convolutions comes first in both profiles, and takes less time in bf16. A profiler slows the step down,
+# so use `amp_lab.compare` to measure the speed-up.
 #
-# **Verdict: right.** If an op stays in fp32, or casts come first, you know where to look.
+# **Verdict: right.** If an op stays in fp32, or casts are at the top, you know where to look.
 #
 # ## Summary
 #
-# - Eight of the ten practices hold. The scaler is for fp16 alone, and its settings rarely need a
-#   change.
-# - Leave the autocast block before `backward`: nothing warns you if you do not.
-# - A profile with `record_shapes` shows the dtype of each op and the casts.
+# - Eight of the ten practices are right. You need the scaler only for fp16, and its settings rarely need
+#   a change.
+# - End the autocast block before `backward`. You get no warning if you do not.
+# - A profile with `record_shapes=True` shows the dtype of each op and the casts.
 #
 # ## Exercises
 #
@@ -275,8 +276,8 @@ exercises = checks_of("14_ten_practices")
 # %% [markdown]
 # ### 1. How many steps are lost?
 #
-# A training starts with the default scale of 65536, and the largest scale that its gradients bear is
-# 3000. How many steps are lost at the start?
+# A training run starts with the default scale of 65536. Its gradients overflow at every scale above
+# 3000. How many steps are lost at the start, because the scaler skips them?
 
 # %%
 lost_steps = ...
@@ -295,14 +296,14 @@ exercises.check_lost_steps(lost_steps)
 # lost_steps = 5
 # ```
 #
-# 65536, 32768, 16384, 8192 and 4096 are too large, and each of them costs a step. 2048 fits.
+# 65536, 32768, 16384, 8192 and 4096 are too large, so each of them costs a step. 2048 is small enough.
 #
 # </details>
 #
 # ### 2. Count the casts
 #
-# Under autocast to fp16, an fp32 input goes through three linear layers with bias, and a ReLU after
-# each of the first two. Nothing is cast by hand. How many casts does the forward pass have?
+# Under autocast to fp16, an fp32 input goes through three linear layers with bias. A ReLU follows each of
+# the first two layers. The code casts nothing by hand. How many casts does the forward pass have?
 
 # %%
 casts_in_forward = ...
@@ -311,7 +312,7 @@ exercises.check_casts(casts_in_forward)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Two layers have 5 casts: of two weights, two biases and the input. Which of them does a third
+# With two layers there are 5 casts: two weights, two biases and the input. Which casts does a third
 # layer add?
 #
 # </details>
@@ -322,14 +323,14 @@ exercises.check_casts(casts_in_forward)
 # casts_in_forward = 3 + 3 + 1  # weights, biases and the input
 # ```
 #
-# What comes out of a layer is fp16, and ReLU keeps it so. Only the first layer's input is cast.
+# The output of a layer is fp16, and ReLU keeps this dtype. So only the first layer's input is cast.
 #
 # </details>
 #
 # ### 3. Mend this step
 #
-# This step goes against three of the practices. Write it anew, so that it is right in fp16, bf16 and
-# fp32; for bf16 and fp32 the scaler that it is given is disabled.
+# This step violates three of the practices. Rewrite the step so that it is right in fp16, bf16 and fp32.
+# For bf16 and fp32, `scaler` is disabled.
 #
 # ```python
 # def mended_step(model, x, y, optimizer, scaler, dtype):
@@ -352,7 +353,7 @@ exercises.check_mended_step(mended_step)
 # <details><summary>Hint</summary>
 #
 # Which calls belong inside the autocast block? Which dtype should the input have when `dtype` is
-# bf16 or fp32? Who divides the gradients?
+# bf16 or fp32? Which call divides the gradients by the scale?
 #
 # </details>
 #
@@ -372,8 +373,8 @@ exercises.check_mended_step(mended_step)
 #
 # ### 4. Say it only if you can
 #
-# You have measured two speed-ups, each with an interval `(low, high)`. Complete `verdict`, so that it
-# says of the second one "more", "less" or "cannot tell", compared with the first.
+# You have measured two speed-ups, each with an interval `(low, high)`. Complete `verdict`. It returns
+# whether the second speed-up is "more" or "less" than the first, or "cannot tell".
 
 
 # %%
@@ -386,7 +387,7 @@ exercises.check_verdict(verdict)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# If two intervals overlap, both speed-ups may be the same number.
+# If the two intervals overlap, both speed-ups may be the same number.
 #
 # </details>
 #
@@ -406,10 +407,10 @@ exercises.check_verdict(verdict)
 # ## Further reading
 #
 # - PyTorch, [Automatic Mixed Precision
-#   recipe](https://docs.pytorch.org/tutorials/recipes/recipes/amp_recipe.html): the loop of most of
-#   these practices, with advice for when things go wrong.
+#   recipe](https://docs.pytorch.org/tutorials/recipes/recipes/amp_recipe.html): a loop that follows most
+#   of these practices, with advice for when things go wrong.
 # - PyTorch, [Performance tuning
-#   guide](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html): more practices, of
-#   which AMP is one.
-# - PyTorch, [`torch.profiler`](https://docs.pytorch.org/docs/stable/profiler.html): how to read what
-#   practice 10 records.
+#   guide](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html): more practices for
+#   speed. AMP is one of them.
+# - PyTorch, [`torch.profiler`](https://docs.pytorch.org/docs/stable/profiler.html): how to read the
+#   profile of practice 10.
