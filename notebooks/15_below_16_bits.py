@@ -9,19 +9,19 @@
 # %% [markdown]
 # # Go below 16 bits with FP8, MX and NVFP4
 #
-# **What you'll do.** Round tensors to eight and four bits, first by hand and then with the scales
-# that today's GPUs use. Train a small GPT with linear layers that multiply such numbers, call
-# PyTorch's own FP8 matmul, and try out a model of your own in four formats with `rehearse`.
+# **What you'll do.** Round tensors to eight and four bits, first by hand, then with the scales that
+# today's GPUs use. Train a small GPT whose linear layers multiply such tensors. Call PyTorch's FP8
+# matmul. Test a model in four formats with `rehearse`.
 #
 # **What you'll learn.**
-# - what E4M3, E5M2 and E2M1 can hold, and why each of them needs a scale;
-# - what a scale for the tensor, for a row and for a block each protect from, and what MX and
-#   NVFP4 are;
-# - which layers to leave in 16 bits, and what no simulation can tell.
+# - which numbers E4M3, E5M2 and E2M1 can represent, and why each needs a scale;
+# - which values an outlier damages if the tensor, each row or each block has a scale;
+# - what MX and NVFP4 are;
+# - which layers to keep in 16 bits, and what a simulation cannot tell you.
 #
-# **What you need.** [Notebook 01](01_number_formats.ipynb) for number formats. You need no GPU: the
-# rounded numbers are those of torchao, bit for bit. <!-- tests/formats/test_scaling.py --> Two things
-# differ from a GPU: the speed, and the accumulation, which some GPUs do in fewer bits.
+# **What you need.** [Notebook 01](01_number_formats.ipynb) for number formats. You need no GPU: our
+# rounded numbers equal those of the library torchao, bit for bit. <!-- tests/formats/test_scaling.py -->
+# Only a GPU shows the speed, and some GPUs accumulate in fewer bits.
 
 # %% tags=["nbval-ignore-output"]
 import argparse
@@ -43,29 +43,28 @@ figures.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# E4M3 is the more precise of the two FP8 formats: a sign, four bits of exponent and three of mantissa.
-# We round a gradient of an ordinary size to E4M3. The first time we round it directly. The second time
-# we multiply it by a factor before, and divide by the factor after. Before you run this: what becomes of
-# it?
+# E4M3 is the more precise of the two FP8 formats. We round a gradient of ordinary size to E4M3, first
+# directly, then with a *scale*: we multiply it by a factor before the rounding, and divide by the factor
+# afterwards. Before you run this: what are the two results?
 
 # %%
 gradient = torch.tensor([1e-4, -3e-4, 2e-5])
 unscaled = gradient.to(torch.float8_e4m3fn).float()
 factor = 448 / gradient.abs().max()  # the largest value becomes the largest number of E4M3
 scaled = (gradient * factor).to(torch.float8_e4m3fn).float() / factor
-print("unscaled", unscaled.tolist(), " scaled", [f"{value:.3g}" for value in scaled.tolist()])
+print("without scale", unscaled.tolist(), " scaled", [f"{value:.3g}" for value in scaled.tolist()])
 assert not unscaled.any()
 assert (scaled / gradient - 1).abs().max() < 2**-4
 
 # %% [markdown]
-# Without the scale, the gradient becomes zero, since the smallest positive number of E4M3 is 2^-9. With
-# a scale, all three values arrive with an error of at most a sixteenth. In fp16, one loss scale is
+# Without a scale, the gradient becomes zero, because the smallest positive number of E4M3 is 2^-9. With a
+# scale, all three values survive, with an error of at most a sixteenth. In fp16, one loss scale is
 # usually enough for a whole model ([notebook 03](03_grad_scaler_step_by_step.ipynb)). Below 16 bits each
-# *tensor* has its own scale, or even each group of 16 values.
+# *tensor* needs its own scale, or even each group of 16 values.
 #
 # ## The numbers
 #
-# `ELEMENTS` lists formats for a single number, with their limits:
+# The format of a single value is called an *element*. `ELEMENTS` lists elements with their limits:
 
 # %%
 for name in ("fp16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "int8"):
@@ -74,25 +73,28 @@ for name in ("fp16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "int8"):
     print(f"{name:<5}{element.bits:>3} bits  largest {element.largest:>7g}", end="  ")
     print(f"smallest {element.smallest:<8.3g}{numbers}")
 halves = ELEMENTS["e2m1"].numbers()
-print("all of E2M1:", halves[halves >= 0].tolist())
+print("E2M1 without its negative numbers:", halves[halves >= 0].tolist())
 assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 # %% [markdown]
-# The name says how the bits are divided: E4M3 has 4 bits of exponent and 3 of mantissa. **E5M2** reaches
-# further and is coarser. It was [meant for gradients](https://arxiv.org/abs/2209.05433). But
-# [DeepSeek-V3](https://arxiv.org/abs/2412.19437) used E4M3 for gradients too, with a scale for each
-# small block of values. **E2M1** is the four-bit element of MXFP4 and NVFP4.
+# E4M3 is named after its 4 exponent bits and 3 mantissa bits. **E5M2** has a larger range but is coarser.
+# It was [meant for gradients](https://arxiv.org/abs/2209.05433). But
+# [DeepSeek-V3](https://arxiv.org/abs/2412.19437) used E4M3 for gradients too, with a scale for each small
+# block. **E2M1** is the four-bit element of MXFP4 and NVFP4.
 #
-# To round a value by hand, find the power of two below it. Divided by 2 to the number of mantissa bits,
-# it is the spacing of the numbers there. Round to a multiple of that spacing. What is too large becomes
-# the largest number, as in torchao. <!-- tests/formats/test_scaling.py -->
+# To round a value by hand:
+#
+# 1. Clip it to the largest number of the format, as torchao does. <!-- tests/formats/test_scaling.py -->
+# 2. Find the power of two just below it. Divide this power by 2^(mantissa bits) to get the spacing of the
+#    numbers there.
+# 3. Round the value to a multiple of that spacing.
 
 
 # %%
 def round_to(values, mantissa_bits, least_exponent, largest):
-    """The nearest numbers of a format; ties go to the even one."""
+    """Round to the nearest numbers of a format; ties go to the even one."""
     values = values.clamp(-largest, largest)
-    exponent = torch.frexp(values).exponent - 1  # of the power of two below
+    exponent = torch.frexp(values).exponent - 1  # of the power of two just below
     spacing = torch.exp2((exponent.clamp(min=least_exponent) - mantissa_bits).float())
     return (values / spacing).round() * spacing
 
@@ -106,8 +108,8 @@ e2m1 = round_to(some, mantissa_bits=1, least_exponent=0, largest=6)
 assert torch.equal(e2m1, ELEMENTS["e2m1"].round(some))
 
 # %% [markdown]
-# After a `clamp`, PyTorch's cast gives the same numbers. These dtypes are for storage and for matmuls; an
-# addition refuses them:
+# After a `clamp`, PyTorch's cast gives the same numbers as our function. PyTorch's FP8 dtypes are for
+# storage and for matmuls. An addition raises an error:
 
 # %% tags=["nbval-ignore-output"]
 refused = ""
@@ -121,21 +123,22 @@ assert refused
 # %% [markdown]
 # ## The values that share a scale
 #
-# `FORMATS` puts an element and its scales together. `quantize` rounds a tensor to one of them and
-# multiplies the scales back in, so that we see the result in fp32. <!-- tests/formats/test_scaling.py -->
+# An outlier damages the values that share its scale. `FORMATS` lists which values share one. `quantize`
+# rounds a tensor to such a format, undoes the scaling, and returns the result in fp32.
+# <!-- tests/formats/test_scaling.py -->
 #
-# | format | element | values that share a scale | the scale is |
+# | format | element | values that share a scale | number format of the scale |
 # |---|---|---|---|
 # | `fp8` | E4M3 | the whole tensor | fp32 |
 # | `fp8-rowwise` | E4M3 | a row | fp32, a power of two |
 # | `fp8-1x128` | E4M3 | 128 in a row | fp32 |
 # | `mxfp8`, `mxfp4` | E4M3, E2M1 | 32 in a row | E8M0: eight bits, a power of two |
-# | `nvfp4` | E2M1 | 16 in a row | E4M3, above which the tensor has one in fp32 |
+# | `nvfp4` | E2M1 | 16 in a row | E4M3; the tensor has a second scale in fp32 |
 #
-# We measure the error as SQNR, the *signal to quantisation noise ratio* in decibels: 20 dB is an error of
-# 10 %, 40 dB of 1 %. One tensor has normally distributed values. In the other, one column is a million
-# times as large: a caricature of the *outlier channels* of real activations. Before you run this: which
-# format suffers?
+# We measure the error as the *signal to quantisation noise ratio* (SQNR) in decibels: 20 dB is an error
+# of 10 %, 40 dB of 1 %. We round two tensors with normally distributed values. In the second, one column
+# is a million times as large, to exaggerate the *outlier channels* of real activations. Before you run
+# this: in which formats will the other columns suffer?
 
 
 # %%
@@ -157,10 +160,11 @@ errors = {
 _ = figures.sqnr_by_format(errors)
 
 # %% [markdown]
-# The figure shows the SQNR of the other values. Without an outlier, the error depends almost only on the
-# element: about 31 dB in E4M3, about 20 dB in E2M1. An outlier of a million ruins the values that share
-# its scale: the whole tensor, or its whole row. NVFP4 suffers as well, because the scales of its blocks
-# are multiplied by one scale for the whole tensor. In MX only one block in each row suffers.
+# The figure shows the SQNR of all values but the outliers (higher is better). Without an outlier, the
+# error depends almost only on the element: about 31 dB in E4M3, about 20 dB in E2M1. The outlier ruins
+# the values that share its scale: the whole tensor in `fp8`, the whole row in `fp8-rowwise`. NVFP4
+# suffers as well, because its second scale covers the whole tensor. In the MX formats (`mxfp8`, `mxfp4`),
+# only one block in each row suffers. We check this:
 
 # %% tags=["nbval-ignore-output"]
 alone, beside = errors["normal"], errors["one outlier channel"]
@@ -174,9 +178,8 @@ for name in NAMES:
     print(f"{name:<12} {FORMATS[name].bits:>5.2f} bits a value, {alone[name]:.1f} dB")
 
 # %% [markdown]
-# A million is a caricature. Outlier channels of language models are [often ten
-# times](https://arxiv.org/abs/2208.07339) as large as the rest, or more. Which format suffers from
-# a factor of 100?
+# Real outlier channels of language models are [often ten times](https://arxiv.org/abs/2208.07339) as
+# large as the rest, or more. Which formats suffer from a factor of 100?
 
 # %% tags=["nbval-ignore-output"]
 usual = normal.clone()
@@ -188,32 +191,32 @@ assert all(at_100[name] > 29 for name in NAMES[:4])
 assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 
 # %% [markdown]
-# FP8 loses next to nothing, since E4M3's exponent can hold such an outlier beside the rest. The four-bit
-# formats lose most of the block around the outlier, and the smaller blocks of NVFP4 lose less. Scales
-# cost bits: a value takes 4.5 bits in NVFP4 and 4.25 in MXFP4.
+# FP8 loses almost nothing, because the range of E4M3 covers the outlier and the rest. The four-bit
+# formats lose most of the block around the outlier. NVFP4 loses less, because its blocks are smaller. But
+# smaller blocks need more scales: a value takes 4.5 bits in NVFP4 and 4.25 in MXFP4.
 #
-# **When is the scale known?** To scale a tensor you need its largest value, which is known only after
-# the whole tensor has been computed. *Current scaling* reads a tensor twice. *Delayed scaling* takes the
-# largest value of [earlier
+# **When is the scale known?** To scale a tensor you need its largest magnitude, which is known only after
+# the whole tensor has been computed. *Current scaling* reads the tensor twice. *Delayed scaling* saves
+# the second pass: it uses the largest magnitude of [earlier
 # steps](https://nvidia.github.io/TransformerEngine/features/low_precision_training/fp8_delayed_scaling/fp8_delayed_scaling.html).
-# That saves a pass, but when values grow, the largest are clipped. <!-- tests/formats/test_scaling.py -->
+# But if the values grow, the largest are clipped. <!-- tests/formats/test_scaling.py -->
 #
 # ## Train with rounded matmuls
 #
 # A linear layer has up to three matmuls in a training step: the output, the gradient of the input
-# (*dgrad*), and the gradient of the weight (*wgrad*). In most of [torchao's
-# recipes](https://github.com/pytorch/ao/blob/main/torchao/float8/config.py) all three get rounded operands.
-# Each operand is rounded along the dimension that its matmul sums over, so the weight is rounded twice.
-# The weights that the optimizer updates and all ops between the layers stay in fp32 here.
+# (*dgrad*), and the gradient of the weight (*wgrad*). We round the operands of all three, as most of
+# [torchao's recipes](https://github.com/pytorch/ao/blob/main/torchao/float8/config.py) do. Values that
+# share a scale lie along the dimension that the matmul sums over, so the weight is rounded twice: for the
+# output and for dgrad.
 #
-# We accumulate in fp32. A Hopper GPU accumulates FP8 in about 14 bits ([DeepSeek-V3's
-# report](https://arxiv.org/abs/2412.19437), section 3.5.2), unless the kernel adds up parts in fp32. No
-# simulation in this notebook shows that error.
+# Everything else stays in fp32: the other ops, the weights that the optimizer updates, and the
+# accumulation. A Hopper GPU, in contrast, accumulates FP8 in about 14 bits ([DeepSeek-V3's
+# report](https://arxiv.org/abs/2412.19437), section 3.5.2), unless the kernel adds partial sums in fp32.
 
 
 # %%
 class RoundedProduct(torch.autograd.Function):
-    """`x @ weight.T` of (rows, in) and (out, in), with operands rounded to a format."""
+    """`x @ weight.T` of (rows, in) and (out, in), with its operands rounded to a format."""
 
     @staticmethod
     def forward(ctx, x, weight, form):
@@ -231,21 +234,21 @@ class RoundedProduct(torch.autograd.Function):
 
 # %%
 def round_matmuls(model, form):
-    """Let the linear layers of the model multiply numbers of `form`."""
+    """Make the linear layers of the model round their operands to `form`."""
 
     def forward(layer, x):
         rows = RoundedProduct.apply(x.flatten(0, -2), layer.weight, form)
         return rows.unflatten(0, x.shape[:-1])
 
     for module in model.modules():
-        if isinstance(module, nn.Linear):  # of a GPT, all but embedding and head
+        if isinstance(module, nn.Linear):  # in a GPT, all but embedding and head
             module.forward = forward.__get__(module)
 
 
 # %% [markdown]
-# The model is a GPT of two blocks ([notebook 17](17_language_model.ipynb) explains it) that predicts the next
-# character of a text. The text is the source of Python's own `argparse`. Embedding and head stay as they
-# are. <!-- code -->
+# The model is a GPT of two blocks ([notebook 17](17_language_model.ipynb) explains it). It predicts the
+# next character of a text, the source code of Python's `argparse`. Its embedding and head are not
+# rounded. <!-- code -->
 
 
 # %%
@@ -262,7 +265,7 @@ def new_gpt():
 
 # %%
 def train(form, seed, steps):
-    """Losses of a training with matmuls rounded to `form`, or in fp32 without one."""
+    """The losses of a training with matmuls rounded to `form`; None means fp32."""
     torch.manual_seed(seed)
     model = new_gpt().to(device)
     if form:
@@ -281,8 +284,8 @@ def train(form, seed, steps):
 
 
 # %% [markdown]
-# We train in fp32, in E4M3 without any scale, and in four formats with theirs, from three seeds
-# each. Before you run this: which of them will learn?
+# We train in fp32, in E4M3 without a scale, and in four formats with scales, with three seeds each.
+# Before you run this: which learn as well as fp32?
 
 # %% tags=["nbval-ignore-output"]
 no_scale = Format("fp8, no scale", ELEMENTS["e4m3"], (0, 0), scale="none")
@@ -294,14 +297,14 @@ last = {  # the mean of the last 20 steps
 }
 mean = {name: sum(values) / len(values) for name, values in last.items()}
 for name, values in last.items():
-    print(f"{name:<15} {mean[name]:.3f}   by seed", *(f"{value:.3f}" for value in values))
+    print(f"{name:<15} loss {mean[name]:.3f}   by seed", *(f"{value:.3f}" for value in values))
 _ = figures.loss_from_fp32(losses)
 
 # %% [markdown]
-# The figure shows how far each loss is from that of fp32: the mean and the range of the three seeds,
-# smoothed over ten steps. The grey band is how far the seeds of fp32 lie apart. With scales, FP8 and
-# MXFP8 stay within that band, and the four-bit formats end a little higher. Without a scale the model
-# learns less, because E4M3 rounds many gradients to zero:
+# The figure shows how far each loss is above that of fp32: the mean of three seeds, with bars for their
+# range. The grey band is the range of fp32's own seeds. With scales, FP8 and MXFP8 stay within the band,
+# and the four-bit formats end a little higher. Without a scale the model learns less, because E4M3 rounds
+# many gradients to zero:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -323,35 +326,38 @@ for name in ("mxfp4", "nvfp4"):
     assert mean["fp32"] - 0.05 < mean[name] < mean["fp8, no scale"] - 0.1
 
 # %% [markdown]
-# Do not conclude that four bits are enough for your model. What survives a hundred steps of a tiny GPT can
-# still fail in a long training of a large one. But **what fails here is not worth a large run**.
+# Do not conclude that four bits are enough for your model. A format that survives a hundred steps of a
+# tiny GPT can still fail in a long training of a large one. But **a format that fails here is not worth a
+# large run**.
 #
 # NVIDIA's [recipe for NVFP4](https://arxiv.org/abs/2509.25149) adds three remedies, among others:
 #
-# - A *random Hadamard transform* mixes both operands of a matmul by the same orthogonal matrix. The exact
-#   result stays the same, but an outlier is spread over many values. <!-- tests/formats/test_matmul.py -->
-# - *Stochastic rounding* of gradients: small values are not lost every time, so sums are right on average
-#   ([notebook 16](16_low_precision_state.ipynb)).
-# - *Some layers stay in 16 bits*: [embeddings, the head, routers and norms](https://arxiv.org/abs/2412.19437),
-#   and layers whose error is large. The tool at the end names such layers.
+# - A *random Hadamard transform* multiplies both operands of a matmul by the same orthogonal matrix. The
+#   exact result stays the same, but an outlier is spread over many values.
+#   <!-- tests/formats/test_matmul.py -->
+# - *Stochastic rounding* rounds gradients up or down at random, so sums are right on average ([notebook
+#   16](16_low_precision_state.ipynb)).
+# - *Some layers stay in 16 bits*: [embeddings, the head, routers and
+#   norms](https://arxiv.org/abs/2412.19437), and layers whose error is large. `rehearse`, below, names
+#   them.
 #
 # ## The real matmul
 #
-# PyTorch multiplies in FP8 through `torch.nn.functional.scaled_mm`, on a GPU with the hardware and on a CPU.
-# It takes the rounded operands and their scales:
+# We compare our simulation with PyTorch's FP8 matmul, `torch.nn.functional.scaled_mm`. It runs on a CPU,
+# and on a GPU with FP8 hardware. It takes the rounded operands and their scales:
 
 # %% tags=["nbval-ignore-output"]
 a, b = torch.randn(32, 64), torch.randn(48, 64)
 
 
 def to_fp8(values):
-    """E4M3 numbers, and what to multiply them by."""
+    """E4M3 numbers, and the scale that they must be multiplied by."""
     factor = 448 / values.abs().max()
     return (values * factor).clamp(-448, 448).to(torch.float8_e4m3fn), 1 / factor
 
 
 can_multiply = device.type == "cpu" or (
-    torch.version.cuda is not None  # ROCm's numbers mean something else
+    torch.version.cuda is not None  # on ROCm, FP8 may be *fnuz*, see below
     and device.type == "cuda"
     and torch.cuda.get_device_capability() >= (8, 9)
 )
@@ -361,20 +367,22 @@ tensorwise = F.ScalingType.TensorWise
 real = F.scaled_mm(a8, b8.T, scale_a, tensorwise, scale_b, tensorwise, output_dtype=torch.bfloat16)
 simulated = quantize(a, "fp8") @ quantize(b, "fp8").T
 off = ((real.float().cpu() - simulated).norm() / simulated.norm()).item()
-print(f"on {where.type}: the real product is {off:.2%} off the simulated one, in bf16")
+print(f"on {where.type}: the real result, in bf16, is {off:.2%} off the simulated one")
 assert off < 2**-8  # the rounding of the result to bf16
 
 # %% [markdown]
-# The simulation agrees with it, up to the rounding of the result to bf16.
+# The results agree, up to the rounding of the real one to bf16.
 #
-# Training libraries wrap such matmuls. NVIDIA's [Transformer
-# Engine](https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/index.html) has layers of
-# its own. torchao converts the linear layers of a model in one call, as you will see below. Compile the
-# model as well, since the casts can cost more than the matmul saves. The layers have to be large:
-# [torchao's table](https://github.com/pytorch/ao/tree/main/torchao/float8#performance) shows FP8 slower
-# than bf16 for a matmul of 1024 x 2048 x 1024, and 39 % faster for 4096 x 8192 x 16384.
+# To train in FP8, use the layers of NVIDIA's [Transformer
+# Engine](https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/index.html), or let torchao
+# convert the linear layers of a model in one call. Compile the model as well, since the casts can cost
+# more than the matmul saves. Only large layers gain: in [torchao's
+# table](https://github.com/pytorch/ao/tree/main/torchao/float8#performance), FP8 is slower than bf16 for
+# a matmul of 1024 x 2048 x 1024, and 39 % faster for 4096 x 8192 x 16384.
 #
 # ## What each GPU multiplies
+#
+# Which formats does your GPU have? Numbers such as 8.9 are compute capabilities.
 #
 # | GPU | FP8 | MXFP8, MXFP4, NVFP4 |
 # |---|---|---|
@@ -388,26 +396,27 @@ assert off < 2**-8  # the rounding of the result to bf16
 # Sources: [NVIDIA](https://nvidia.github.io/TransformerEngine/support_matrix.html) and
 # [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html).
 #
-# Blackwell RTX supports these formats too, but not every library has kernels for them: torch's MXFP8 matmul
-# takes [one layout of the operands](https://github.com/pytorch/pytorch/issues/198126), and Transformer
-# Engine's NVFP4 [lacks two features](https://github.com/NVIDIA/TransformerEngine/issues/2255).
+# Blackwell RTX supports these formats too, but some kernels are missing: torch's MXFP8 matmul takes only
+# [one layout of the operands](https://github.com/pytorch/pytorch/issues/198126), and Transformer Engine's
+# NVFP4 [lacks two features](https://github.com/NVIDIA/TransformerEngine/issues/2255).
 #
-# The *fnuz* formats of MI300 look like E4M3 and E5M2, but the same bits mean half as much. A checkpoint
-# saved in E4M3 has wrong values if it is read as *fnuz*, and the reverse.
+# In the *fnuz* variants of E4M3 and E5M2 that MI300 uses, the same bits mean half as much. A checkpoint
+# saved in E4M3 has wrong values if it is read as *fnuz*, and the reverse:
 
 # %%
 bits = torch.tensor([0x38], dtype=torch.uint8)
 usual, fnuz = (bits.view(t).item() for t in (torch.float8_e4m3fn, torch.float8_e4m3fnuz))
-print(f"the same bits are {usual} in E4M3 and {fnuz} in its fnuz form")
+print(f"the same bits are {usual} in E4M3 and {fnuz} in its fnuz variant")
 assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 
 # %% [markdown]
 # ## Rehearse a model of your own
 #
-# `rehearse` tries these formats on your model. It takes one step in fp32, repeats the matmuls of linear
-# layers and convolutions in each format, and names the layers that are better left in 16 bits, and why.
-# Then it runs the whole model with the rest rounded. We give it our GPT, in which one of the 256
-# features inside the second block is about a million times as large. <!-- tests/formats/test_rehearsal.py -->
+# `rehearse` tests these formats on your model. It runs one step in fp32, and repeats the matmuls of
+# linear layers and convolutions in each format. Their errors show which layers are better left in 16
+# bits. Then it runs the whole model with the other layers rounded. In our GPT, we first make one of the
+# 256 features inside the second block about a million times as large:
+# <!-- tests/formats/test_rehearsal.py -->
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -427,17 +436,21 @@ assert all(found.verdict == "holds in one step" for found in report.formats)
 report
 
 # %% [markdown]
-# Each row is for one layer: first the SQNR of bf16 (higher is better), then that of each format. A star
-# marks what is better left in 16 bits, and the list below says why. The planted feature breaks the two
-# layers around it in every format, and most with one scale for the tensor. If these two layers stay in
-# 16 bits, the whole model *holds in one step*: its loss and gradients are close to those of fp32.
-# `rehearse` did not try whether the model learns. The lines of code at the end convert the model with
-# torchao. `rehearse` ran them on a copy before it printed them. <!-- tests/formats/test_rehearsal.py -->
+# In the report:
 #
-# On the command line this is `amp-lab rehearse`. `--steps` trains in each format and in bf16, and `--for
-# h100` forecasts which layers would be faster on an H100. On a GPU, FP8 matmuls need sizes that are
-# multiples of 16: see [what to pad](08_when_amp_breaks.ipynb#44-A-size-is-not-a-multiple-of-16-or-8).
-# <!-- tests/cli/test_rehearse_command.py -->
+# - Each row is a layer, with its SQNR in bf16 and in each format. A star marks a layer that is better
+#   left in 16 bits. *Look at* gives the reasons.
+# - The large feature ruins the two layers around it in every format, and most where the whole tensor
+#   shares a scale.
+# - With the starred layers in 16 bits, the whole model *holds in one step*: its loss and gradients are
+#   close to those of fp32. `rehearse` did not test whether the model learns.
+# - The code at the end converts the model with torchao. `rehearse` ran it on a copy first.
+#   <!-- tests/formats/test_rehearsal.py -->
+#
+# The command is `amp-lab rehearse`. `--steps` trains in each format and in bf16. `--for h100` forecasts
+# which layers would be faster on an H100. On a GPU, FP8 matmuls need sizes that are multiples of 16
+# ([what to pad](08_when_amp_breaks.ipynb#44-A-size-is-not-a-multiple-of-16-or-8)). This is why the head,
+# `token.weight`, has a star. <!-- tests/cli/test_rehearse_command.py -->
 
 # %%
 for layer in ("blocks.1.up", "blocks.1.down"):
@@ -450,15 +463,16 @@ assert report.formats[1].gradients_off < 0.02
 # %% [markdown]
 # ## Summary
 #
-# - Below 16 bits a tensor consists of low-precision numbers *and* scales. The element decides the error
-#   of ordinary values. The scales decide what outliers do to the others.
+# - Below 16 bits a tensor has low-precision elements *and* scales. The element decides the error of
+#   ordinary values. The scales decide which values an outlier damages.
 # - One scale for the tensor is enough for FP8 with usual outliers. In four bits an outlier wipes out most
-#   of its block; smaller blocks lose fewer values.
-# - In most of torchao's recipes the operands of all three matmuls of a linear layer are rounded.
-#   Accumulation is in fp32 here, and in about 14 bits on [a Hopper GPU](#Train-with-rounded-matmuls).
-# - What fails in a rehearsal is not worth a large run. What passes can still fail there.
+#   of its block, so smaller blocks help.
+# - Most of torchao's recipes round the operands of all three matmuls of a linear layer. We accumulate in
+#   fp32, but [a Hopper GPU](#Train-with-rounded-matmuls) in about 14 bits.
+# - A format that fails in a rehearsal is not worth a large run. A format that passes can still fail in
+#   one.
 #
-# [Notebook 10](10_speed_ladder.ipynb) measures what a lower precision buys on your device.
+# [Notebook 10](10_speed_ladder.ipynb) measures the speed of each precision on your device.
 #
 # ## Exercises
 #
@@ -473,8 +487,8 @@ exercises = checks_of("15_below_16_bits")
 # %% [markdown]
 # ### 1. Count the bits
 #
-# A layer has 4096 x 4096 weights. How many MiB do they take in NVFP4, with the scales of its
-# blocks? (The one scale of the tensor may be left out.)
+# A layer has 4096 x 4096 weights. How many MiB do they take in NVFP4, with the scales of its blocks?
+# Leave out the one scale of the tensor.
 
 # %%
 mebibytes = ...
@@ -483,7 +497,7 @@ exercises.check_bits(mebibytes)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Every 16 values share one scale of eight bits. How many bits does that make for a value?
+# Every 16 values share one scale of eight bits. How many bits does the scale add to each value?
 #
 # </details>
 #
@@ -493,14 +507,15 @@ exercises.check_bits(mebibytes)
 # mebibytes = 4096 * 4096 * (4 + 8 / 16) / 8 / 2**20
 # ```
 #
-# These are 9 MiB, where bf16 takes 32.
+# NVFP4 takes 9 MiB, and bf16 takes 32.
 #
 # </details>
 #
 # ### 2. Find the factor
 #
-# Complete `factor_of`: what does a tensor have to be multiplied by before it is rounded to E4M3, so
-# that its largest magnitude becomes 448? A tensor of zeros must not give infinity or NaN.
+# Complete `factor_of`. It returns the factor that a tensor is multiplied by before it is rounded to E4M3,
+# so that its largest magnitude becomes 448. For a tensor of zeros, the factor must not be infinity or
+# NaN.
 
 
 # %%
@@ -513,8 +528,8 @@ exercises.check_scale_of(factor_of)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The largest magnitude may belong to a negative value. For zeros, torchao divides by 1e-12 at
-# least.
+# The largest magnitude may belong to a negative value. To handle zeros, torchao never divides by less
+# than 1e-12.
 #
 # </details>
 #
@@ -529,8 +544,8 @@ exercises.check_scale_of(factor_of)
 #
 # ### 3. Scale a block by a power of two
 #
-# Complete `block_scales` for MXFP4: the smallest power of two for each row of 32 values, so that no
-# value divided by it exceeds 6. No row is all zeros.
+# Complete `block_scales` for MXFP4. For each row of 32 values it returns the smallest power of two such
+# that no value exceeds 6 after a division by this power. No row is all zeros.
 
 
 # %%
@@ -543,7 +558,8 @@ exercises.check_block_scales(block_scales)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Divide each row's largest magnitude by 6, and take the exponent above it: `log2`, `ceil`, `exp2`.
+# Divide each row's largest magnitude by 6, and round the result up to a power of two: `log2`, `ceil`,
+# `exp2`.
 #
 # </details>
 #
@@ -554,16 +570,17 @@ exercises.check_block_scales(block_scales)
 #     return (rows.abs().amax(1, keepdim=True) / 6).log2().ceil().exp2()
 # ```
 #
-# That is how NVIDIA's recipe for MXFP8 rounds, and nothing is clipped. The OCP specification rounds
-# down (`Format(…, power="floor")`), so that the largest values of a block may be clipped.
+# NVIDIA's recipe for MXFP8 rounds its scales up in the same way, so no value is clipped. The OCP
+# specification rounds them down (`Format(…, power="floor")`), so the largest values of a block may be
+# clipped.
 #
 # </details>
 #
 # ### 4. Read a report
 #
-# Complete the function: the names of the layers that a report of `rehearse` leaves in 16 bits for
-# a format, in the order of `report.layers`; `form` is a name such as `"mxfp8"`. The check calls it
-# with the report of another model.
+# Complete `left_out`. It returns a list with the names of the layers that a report of `rehearse` leaves
+# in 16 bits for one format, in the order of `report.layers`. `form` is the name of the format, such as
+# `"mxfp8"`. The check calls your function with the report of another model.
 
 
 # %%
@@ -576,8 +593,8 @@ exercises.check_left_out(left_out)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `report.layers` has an entry for each layer and format, with `layer.name`, `format` and
-# `left_out`, which is empty for a layer that is converted.
+# `report.layers` has an entry for each layer and format, with `layer.name`, `format` and `left_out`. If
+# the layer is converted, `left_out` is empty.
 #
 # </details>
 #
