@@ -9,18 +9,18 @@
 # %% [markdown]
 # # Keep weights and optimizer state below 32 bits
 #
-# **What you'll do.** Train with weights in bf16 and watch many of them stand still, fix that in three
-# ways, and store Adam's state in eight and four bits. Count the bytes of a parameter.
+# **What you'll do.** Train with weights in bf16, see that many of them never change, and fix that in
+# three ways. Store Adam's state in eight and four bits. Count the bytes of a parameter.
 #
 # **What you'll learn.**
-# - why small updates of a bf16 weight vanish, and what stochastic rounding, Kahan summation and
-#   fp32 masters each do about it;
+# - why small updates of a bf16 weight are lost, and how stochastic rounding, Kahan summation and fp32
+#   masters keep them;
 # - why a zero in Adam's second moment is dangerous;
-# - how many bytes a parameter takes in each of these setups, and what they are called in FSDP2,
-#   DeepSpeed, torchtitan and torchao.
+# - how many bytes a parameter takes in each setup, and the names of the setups in FSDP2, DeepSpeed,
+#   torchtitan and torchao.
 #
-# **What you need.** [Notebook 01](01_number_formats.ipynb) for bf16, and
-# [notebook 15](15_below_16_bits.ipynb) for blocks and their scales. You need no GPU.
+# **What you need.** [Notebook 01](01_number_formats.ipynb) for bf16, and [notebook
+# 15](15_below_16_bits.ipynb) for blocks of values that share a scale. You need no GPU.
 
 # %% tags=["nbval-ignore-output"]
 import functools
@@ -42,26 +42,26 @@ figures.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# A weight of 1 gets a thousand updates of 0.001, so it should become 2. Before you run this: what is the
-# result in bf16?
+# We add 0.001 to a weight of 1, a thousand times. The weight should become 2. Before you run this: what
+# is the result in bf16?
 
 # %%
 weight = torch.tensor(1.0, dtype=torch.bfloat16)
 for _ in range(1000):
     weight += 0.001
-print(f"after a thousand updates: {weight.item()}; bf16's numbers near 1 are {2**-7:.4f} apart")
+print(f"after a thousand updates: {weight.item()}; above 1, bf16's numbers are {2**-7:.4f} apart")
 assert weight == 1
 
 # %% [markdown]
-# The weight has not moved at all. The next bf16 number above 1 is 1.0078. Each update is less than half
-# of the distance to it, so each sum is rounded back to 1. That is why AMP keeps the weights in fp32 and
-# casts copies of them. But fp32 weights with their gradients and Adam's two moments take 16 bytes for
-# each parameter, so many people would like to do without.
+# The weight has not changed at all. The next bf16 number above 1 is 1.0078. Each update is less than half
+# of the distance to this number, so each sum is rounded back to 1. This is why AMP keeps the weights in
+# fp32 and casts copies of them. But fp32 weights cost memory: with their gradients and Adam's two
+# moments, they take 16 bytes for each parameter.
 #
 # ## What a parameter costs
 #
-# `forecast_memory` counts these bytes for a model and an optimizer. We ask for the weights, gradients and
-# optimizer state of two linear layers, in fp32 and in bf16:
+# `forecast_memory` counts the bytes of weights, gradients and optimizer state for a model and an
+# optimizer. We call it for two linear layers, in fp32 and in bf16:
 
 # %%
 SETUPS = {
@@ -76,7 +76,7 @@ SETUPS = {
 
 
 def bytes_held(dtype, optimizer):
-    """Bytes for a parameter, by what they hold."""
+    """The bytes of a parameter, for its weight, gradient and optimizer state."""
     model = nn.Sequential(nn.Linear(1024, 4096), nn.Linear(4096, 1024)).to(dtype)
     x = torch.empty(8, 1024, dtype=dtype)
     found = forecast_memory(model, x, precision="fp32", optimizer=optimizer)
@@ -97,19 +97,19 @@ assert 6 < sum(held["bf16, 8-bit AdamW"].values()) < 6.1
 assert held["fp32, Adafactor"]["state"] < 0.01
 
 # %% [markdown]
-# The figure splits these bytes into weight, gradient and optimizer state. Two optimizers of PyTorch
-# need less state from the start:
-# [Adafactor](https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html) keeps one value
+# The figure splits these bytes into weight, gradient and optimizer state. Two of PyTorch's optimizers
+# keep less state than AdamW:
+# [Adafactor](https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html) stores one value
 # for each row and column of a matrix, and
-# [Muon](https://docs.pytorch.org/docs/stable/generated/torch.optim.Muon.html) one moment instead of
-# two. Each needs its own learning rate. Activations come on top of the parameters.
+# [Muon](https://docs.pytorch.org/docs/stable/generated/torch.optim.Muon.html) stores one moment instead
+# of two. Each needs its own learning rate. Activations come on top of these bytes.
 #
-# What do the smaller setups cost in accuracy? We look at the weights first, and then at the state.
+# What do the smaller setups cost in accuracy? We test the weights first, then the state.
 #
 # ## Weights in bf16
 #
-# We write Adam ourselves, so that we can exchange two things: how an update is added to a weight, and
-# how the state is stored. Adam computes in fp32, and in this section it keeps its moments in fp32 too.
+# We write our own Adam, so that we can change two things: how an update is added to a weight, and how the
+# state is stored. Our Adam computes in fp32. In this section it also keeps its moments in fp32.
 
 
 # %%
@@ -138,18 +138,18 @@ class Adam:
 
 
 # %% [markdown]
-# The simplest way is to round the sum to the nearest number of the weight's dtype, as
-# `weight += update` does. Three other ways help in bf16:
+# The simplest way is to round the sum to the nearest number of the weight's dtype, as `weight += update`
+# does. In bf16 this loses small updates. Three other ways keep them:
 # <!-- code -->
 #
 # - [**Stochastic rounding**](https://arxiv.org/abs/2010.06192) rounds up or down at random. A sum that
-#   lies three tenths of the way to the next number is rounded up in three of ten cases, so every
-#   update arrives on average. In code, a bf16 number is the upper half of an fp32 number: add 16
-#   random bits to the lower half, then set the lower half to zero.
-# - **Kahan summation** keeps a second bf16 number for each weight. It stores the error of each rounding
-#   there, and adds it to the next update.
-# - **fp32 masters** are a copy of the weights in fp32. The optimizer updates this copy, and the bf16
-#   weights are cast from it.
+#   lies three tenths of the way to the next number is rounded up in three of ten cases, so no update is
+#   lost on average. A bf16 number is the upper half of an fp32 number. The code adds 16 random bits to
+#   the lower half, then sets it to zero.
+# - **Kahan summation** keeps a second bf16 number for each weight. This number stores the rounding error,
+#   which is added to the next update.
+# - **fp32 masters** are a copy of the weights in fp32. The optimizer updates this copy, then casts it to
+#   bf16.
 
 
 # %%
@@ -164,10 +164,10 @@ def stochastic(weight, update):
 
 
 class Masters:
-    """Adds in fp32, to copies that it keeps."""
+    """Adds updates to fp32 copies of the weights."""
 
     def __init__(self):
-        self.masters = {}  # by weight: tensors hash by identity
+        self.masters = {}  # the copy of each weight: tensors hash by identity
 
     def __call__(self, weight, update):
         master = self.masters.setdefault(weight, weight.float())
@@ -177,7 +177,7 @@ class Masters:
 
 # %%
 class Kahan:
-    """Adds with what was lost before."""
+    """Adds the update and the error of the last rounding."""
 
     def __init__(self):
         self.lost = {}
@@ -190,8 +190,8 @@ class Kahan:
 
 
 # %% [markdown]
-# We try all four on the weight of 1 from the first section. We take a thousand copies of it, since
-# stochastic rounding is random.
+# We repeat the first experiment in all four ways. We use a thousand copies of the weight, because
+# stochastic rounding is random:
 
 # %%
 torch.manual_seed(0)
@@ -200,12 +200,12 @@ for add in (nearest, stochastic, Kahan(), Masters()):
     for _ in range(1000):
         add(weights, torch.full_like(weights, 0.001, dtype=torch.float32))
     name = getattr(add, "__name__", type(add).__name__)
-    print(f"{name:<11} {weights.float().mean().item():.3f} on average")
+    print(f"{name:<11} weights of {weights.float().mean().item():.3f} on average")
     assert abs(weights.float().mean() - (1 if add is nearest else 2)) < 0.02
 
 # %% [markdown]
-# The last three arrive at about 2. Now we train a network on scikit-learn's handwritten digits with
-# each of them. The learning rate is small, as in fine-tuning or at the end of a schedule.
+# The last three reach about 2. Now we train a network on scikit-learn's handwritten digits in each of
+# these ways. The learning rate is small, as in fine-tuning or at the end of a schedule.
 
 
 # %%
@@ -224,7 +224,7 @@ def network():
 
 # %%
 def train(seed, make_optimizer, steps, dtype=torch.float32):
-    """The losses of a training, and the network."""
+    """Train, and return the losses and the network."""
     torch.manual_seed(seed)
     model = network().to(device, dtype)
     optimizer = make_optimizer(model.parameters())
@@ -261,7 +261,7 @@ for name, (make_add, dtype) in WAYS.items():
     adams = [functools.partial(Adam, lr=1e-4, add=make_add()) for _ in SEEDS]
     losses[name] = [train(seed, adams[seed], steps, dtype)[0] for seed in SEEDS]
     ends = at_the_end(losses[name])
-    print(f"{name:<17} {sum(ends) / 3:.3f}   by seed", *(f"{end:.3f}" for end in ends))
+    print(f"{name:<17} loss {sum(ends) / 3:.3f}   by seed", *(f"{end:.3f}" for end in ends))
 _ = figures.loss_from_fp32(losses)
 of_fp32 = max(at_the_end(losses["fp32"]))
 assert min(at_the_end(losses["bf16, nearest"])) > 1.2 * of_fp32
@@ -270,24 +270,25 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
     assert lag < 0.1 * (min(at_the_end(losses["bf16, nearest"])) - of_fp32)
 
 # %% [markdown]
-# The figure shows how far each loss is from that of fp32: the mean and the range of three seeds. The grey
-# band is how far the seeds of fp32 lie apart. With rounding to nearest, the bf16
-# weights learn far more slowly than fp32. With stochastic rounding, Kahan summation or masters they
-# learn as fast as fp32.
+# The figure shows how far each loss is above that of fp32: the mean of three seeds, with bars for their
+# range. The grey band is the range of fp32's own seeds. With rounding to nearest, the bf16 weights learn
+# far more slowly than fp32. With stochastic rounding, Kahan summation or masters they learn as fast as
+# fp32.
 #
-# AMP has fp32 masters too: the model's own weights are the masters, and autocast makes the casts.
-# Each library has its own names for these setups:
+# AMP has fp32 masters too: the model's own weights are the masters, and autocast casts them. Each library
+# has its own names for these setups:
 #
-# | | fp32 masters, matmuls in bf16 | everything in bf16 | gradients summed over ranks in |
+# | | fp32 masters, matmuls in bf16 | everything in bf16 | dtype of the sum of gradients over ranks |
 # |---|---|---|---|
 # | PyTorch | `torch.autocast` | `model.bfloat16()` | the gradients' dtype ([DDP](11_scale_out.ipynb)) |
 # | FSDP2 | `MixedPrecisionPolicy(param_dtype=bf16)` | a model in bf16 | [`reduce_dtype`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) (before torch 2.15 its default was `param_dtype`) |
-# | DeepSpeed | `"bf16": {"enabled": true}` | the same with `"bf16_master_weights_and_grads": true` and `"bf16_optimizer_states": true` ([settings](https://www.deepspeed.ai/docs/config-json/)) | `communication_data_type` |
+# | DeepSpeed | `"bf16": {"enabled": true}` | the same, plus `"bf16_master_weights_and_grads": true` and `"bf16_optimizer_states": true` ([settings](https://www.deepspeed.ai/docs/config-json/)) | `communication_data_type` |
 # | torchtitan ([settings](https://github.com/pytorch/torchtitan/tree/main/torchtitan/config)) | `training.mixed_precision_param` | `training.dtype` | `training.mixed_precision_reduce` |
 #
-# torchao's low-bit optimizers [round stochastically](https://github.com/pytorch/ao/tree/main/torchao/optim)
-# with `bf16_stochastic_round=True`. PyTorch's own AdamW rounds to nearest, so the weights of a model
-# that you converted with `.bfloat16()` can stand still:
+# torchao's low-bit optimizers [round
+# stochastically](https://github.com/pytorch/ao/tree/main/torchao/optim) with
+# `bf16_stochastic_round=True`. PyTorch's own AdamW rounds to nearest. So if you convert a model with
+# `.bfloat16()`, its weights may never change:
 
 # %%
 weight = torch.ones(8, dtype=bf16, device=device, requires_grad=True)
@@ -298,8 +299,9 @@ assert (weight == 1).all()  # 0.001 is less than half the spacing of bf16 below 
 # %% [markdown]
 # ## Gradients that add up
 #
-# The gradients of bf16 weights are in bf16 too, and so is their sum over micro-batches. We add the
-# gradients of batches of eight, in fp32 and in bf16:
+# A sum of gradients loses small values in the same way. The gradients of bf16 weights are in bf16, and so
+# is their sum over micro-batches. We sum the gradients of micro-batches of eight images, in fp32 and in
+# bf16:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -313,23 +315,24 @@ for count, at in enumerate(range(0, 1792, 8), start=1):
     rounded = (rounded + grad.bfloat16()).bfloat16().float()
     off[count] = ((rounded - exact).norm() / exact.norm()).item()
 for count in (1, 8, 64, 224):
-    print(f"{count:>3} micro-batches: the sum in bf16 is {off[count]:.2%} off")
+    print(f"{count:>3} micro-batches: the sum in bf16 is {off[count]:.2%} off the sum in fp32")
 assert off[1] < 2**-8 < off[64] < off[224]
 
 # %% [markdown]
-# A single gradient is rounded once. As the sum grows, each new gradient is smaller in comparison, and
-# more of it is lost. If you accumulate over many micro-batches, sum in fp32:
+# The larger the sum, the more of each new gradient is lost. If you accumulate over many micro-batches,
+# sum in fp32:
 #
 # - DeepSpeed: [`"data_types": {"grad_accum_dtype": "fp32"}`](https://www.deepspeed.ai/docs/config-json/)
 # - FSDP2:
 #   [`reduce_dtype=torch.float32`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html),
-#   which holds for micro-batches that are not synchronised as well as between ranks.
+#   for sums between ranks, and for micro-batches that are not synchronised.
 #
 # ## State in fewer bits
 #
-# Adam divides the mean of the gradients by the root of the mean of their squares. This second moment has
-# the same problem in bf16. Without a gradient, it should shrink by a factor of 0.999 in each step. This
-# change is less than half of bf16's relative spacing:
+# Adam's state has two moments: moving averages of the gradients and of their squares. Adam divides the
+# first by the root of the second. In bf16 the second moment has the same problem as the weights. Without
+# a gradient, it should shrink by a factor of 0.999 in each step. This change is less than half of bf16's
+# relative spacing:
 
 # %%
 square = torch.tensor(1.0, dtype=torch.bfloat16)
@@ -339,16 +342,16 @@ print(f"after a thousand steps without a gradient: {square.item()}; in fp32 {0.9
 assert square == 1
 
 # %% [markdown]
-# It does not shrink, so the steps after a large gradient stay too small. With a scale for each block of
-# values, eight bits and fewer can do better. We try blocks of 256 values (128 in four bits), as
-# [torchao does](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py):
+# The second moment does not shrink, so the steps after a large gradient stay too small. With a scale for
+# each block of values, eight bits and fewer can do better. We use blocks of 256 values (128 in four
+# bits), as [torchao does](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py), and compare:
 #
-# - INT8, whose numbers are evenly spaced from -127 to 127;
-# - E4M3, with its exponent;
-# - *no zero*: the squares, which are never negative, in the evenly spaced numbers from 1 to 2^bits.
-#   The mean stays in INT8, or in E2M1 for four bits.
+# - *INT8*: evenly spaced numbers from -127 to 127;
+# - *E4M3*: numbers that lie closer together near zero;
+# - *no zero*: evenly spaced numbers from 1 to 2^bits for the squares, which are never negative. The mean
+#   stays in INT8, or in E2M1 for four bits.
 #
-# Each step uses the new moments in fp32, and rounds what the next step begins with.
+# Each step computes with the new moments in fp32, then rounds them for the next step.
 
 
 # %%
@@ -364,20 +367,20 @@ def in_blocks(form):
 
 
 def without_zero(bits):
-    """A function that stores squares in so many bits, evenly spaced and with no zero."""
+    """A function that stores squares as `bits`-bit numbers, evenly spaced, without a zero."""
 
     def store(squares):
         if squares.numel() < 4096:
             return squares
         blocks = squares.view(-1, 128 if bits == 4 else 256)
-        step = (blocks.amax(1, keepdim=True) / 2**bits).clamp(min=1e-30)  # of a block of zeros too
+        step = (blocks.amax(1, keepdim=True) / 2**bits).clamp(min=1e-30)  # for a block of zeros
         return ((blocks / step).round().clamp(min=1) * step).view_as(squares)
 
     return store
 
 
 # %% [markdown]
-# Before you run this: which of them fails, and in what way?
+# We train with each format. Before you run this: which one fails, and how?
 
 # %%
 int8 = in_blocks(Format("int8 in blocks", ELEMENTS["int8"], (1, 256)))
@@ -398,16 +401,15 @@ for name, (mean, square) in STATES.items():
     learned[name] = [train(seed, adam, steps)[0] for seed in SEEDS]
     finite = sum(math.isfinite(run[-1]) for run in learned[name])
     ends = at_the_end(learned[name])
-    spread = f", the seeds {max(ends) - min(ends):.4f} apart" if finite == 3 else ""
-    print(f"{name:<16} finite for {finite} of 3 seeds; loss {sum(ends) / 3:.4f} at the end{spread}")
+    spread = f", range {max(ends) - min(ends):.4f} over seeds" if finite == 3 else ""
+    print(f"{name:<16} finite loss for {finite} of 3 seeds: {sum(ends) / 3:.4f} at the end{spread}")
 assert not any(end < 1 for end in at_the_end(learned["INT8"]))
 for name in ("INT8, no zero", "4 bits, no zero"):
     assert max(at_the_end(learned[name])) < max(at_the_end(learned["fp32"])) + 0.05
 
 # %% [markdown]
-# INT8 explodes. The others end near fp32, even with four bits, as far as three seeds can tell: the
-# last column shows how far apart the seeds lie. To see why INT8 explodes, we look at how it stores the
-# squares:
+# INT8 diverges. The others end near fp32, even with four bits: compare the differences with the range
+# over seeds. To see why INT8 diverges, we count the squares that it stores as zero:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -422,17 +424,17 @@ for name, store in (("INT8", int8), ("E4M3", e4m3), ("INT8, no zero", without_ze
 assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
 
 # %% [markdown]
-# If a square is stored as 0, the next step computes 0.999 * 0 + 0.001 * g², and divides by the root of
-# this small number. If that gradient is 0 too, the step divides by epsilon alone, and the update can
-# become huge. INT8 loses a large share of the squares in this way. E4M3 covers over five orders of
-# magnitude and loses far fewer. Without a zero, a small square is stored as the smallest number, which
-# only makes the update too small.
+# INT8 stores a large share of the squares as 0. For such a square, the next step computes 0.999 * 0 +
+# 0.001 * g², and divides by the root of this small number. If the next gradient g is 0 too, the step
+# divides by epsilon alone, and the update can become huge. E4M3 covers over five orders of magnitude, so
+# it loses far fewer squares. Without a zero, a small square is stored as the smallest number, which only
+# makes the update too small.
 #
-# torchao's [4-bit optimizer](https://github.com/pytorch/ao/blob/main/torchao/optim/subclass_4bit.py)
-# has no zero for its squares. Its 8-bit optimizer has one, and [numbers that lie close together near
+# torchao's [4-bit optimizer](https://github.com/pytorch/ao/blob/main/torchao/optim/subclass_4bit.py) has
+# no zero for its squares. Its 8-bit optimizer has a zero, but [its other numbers come close to
 # it](https://github.com/pytorch/ao/blob/main/torchao/optim/quant_utils.py).
 #
-# In your own code you change the optimizer; `bf16_stochastic_round` is for weights in bf16:
+# In your own code, replace the optimizer. `bf16_stochastic_round` is for weights in bf16:
 #
 # ```python
 # from torchao.optim import AdamW8bit
@@ -442,16 +444,16 @@ assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
 #
 # ## Summary
 #
-# - With rounding to nearest, a bf16 weight stays the same if the update is less than half of the
-#   distance to the next number. At a small learning rate many weights stand still.
+# - With rounding to nearest, a bf16 weight does not change if the update is less than half of the
+#   distance to the next number. At a small learning rate many weights never change.
 # - Stochastic rounding, Kahan summation (2 more bytes) and fp32 masters (4 more bytes) each fixed this
 #   here.
-# - Eight bits, or even four, were enough for Adam's state here, as long as no square became zero.
-# - With AdamW a parameter takes 16 bytes in fp32, 8 in bf16, and about 6 in bf16 with 8-bit state. Ask
-#   `forecast_memory(…, optimizer="adamw-8bit")` about your model, or
+# - Eight bits, or even four, were enough for Adam's state here, as long as few squares became zero.
+# - With AdamW a parameter takes 16 bytes in fp32, 8 in bf16, and about 6 in bf16 with 8-bit state. For
+#   your model, call `forecast_memory(…, optimizer="adamw-8bit")`, or run
 #   `amp-lab memory --optimizer adamw-8bit`.
 #
-# [Notebook 11](11_scale_out.ipynb) divides what is left among several devices.
+# [Notebook 11](11_scale_out.ipynb) divides weights, gradients and state among several devices.
 #
 # ## Exercises
 #
@@ -466,8 +468,8 @@ exercises = checks_of("16_low_precision_state")
 # %% [markdown]
 # ### 1. Move a weight
 #
-# A bf16 weight is 0.75, and an update is added to it and rounded to nearest. Which size must the
-# update exceed to change the weight?
+# We add an update to a bf16 weight of 0.75, and round the sum to nearest. The weight changes only if the
+# size of the update exceeds a bound. What is this bound?
 
 # %%
 bound = ...
@@ -492,8 +494,9 @@ exercises.check_smallest_update(bound)
 #
 # ### 2. Round stochastically
 #
-# Complete the function, so that it rounds each value to one of the two whole numbers beside it, and
-# to the upper one with the probability that its fraction says: 2.3 becomes 3 in three of ten cases.
+# Complete the function. It rounds each value at random to one of the two whole numbers next to it. The
+# probability of the upper number is the fractional part of the value: 2.3 becomes 3 in three of ten
+# cases.
 
 
 # %%
@@ -506,8 +509,8 @@ exercises.check_round_stochastically(round_stochastically)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `torch.rand_like` draws evenly from 0 to 1. What does `floor` make of a value to which that was
-# added?
+# `torch.rand_like` draws evenly from 0 to 1. Add such a random number to the value. How often does
+# `floor` then give the upper number?
 #
 # </details>
 #
@@ -522,9 +525,9 @@ exercises.check_round_stochastically(round_stochastically)
 #
 # ### 3. Count the bytes
 #
-# Weights and gradients are in bf16, Kahan summation keeps one more bf16 number, and Adam's two
-# moments have eight bits for each value and an fp32 scale for every 256. How many bytes does a
-# parameter take?
+# Weights and gradients are in bf16. Kahan summation keeps one more bf16 number for each weight. Each of
+# Adam's two moments has eight bits for each value, and an fp32 scale for every 256 values. How many bytes
+# does a parameter take?
 
 # %%
 bytes_each = ...
@@ -533,8 +536,8 @@ exercises.check_bytes(bytes_each)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Two bytes each for the weight, the gradient and what was lost. A moment takes one byte, and a
-# 256th of four.
+# The weight, the gradient and Kahan's number take two bytes each. A moment takes one byte, plus a 256th
+# of the four bytes of a scale.
 #
 # </details>
 #
@@ -544,15 +547,15 @@ exercises.check_bytes(bytes_each)
 # bytes_each = 2 + 2 + 2 + 2 * (1 + 4 / 256)
 # ```
 #
-# About 8, half of what fp32 takes.
+# That is about 8 bytes, half of what fp32 takes.
 #
 # </details>
 #
 # ### 4. Store squares without a zero
 #
-# Complete the function: each row of positive squares becomes multiples of a 256th of its largest
-# value, the nearest one, but never zero. (Without a zero, 1 to 256 are just the 256 codes of eight
-# bits.)
+# Complete the function. The step of a row is a 256th of its largest value. Round each of the positive
+# squares to the nearest multiple of the step of its row, but never to zero. (Without a zero, the
+# multiples 1 to 256 are just the 256 codes of eight bits.)
 
 
 # %%
@@ -586,6 +589,6 @@ exercises.check_store_squares(store_squares)
 # - T. Dettmers et al., [8-bit Optimizers via Block-wise
 #   Quantization](https://arxiv.org/abs/2110.02861), 2021.
 # - B. Li et al., [Memory Efficient Optimizers with 4-bit
-#   States](https://arxiv.org/abs/2309.01507), 2023: the trouble with zero.
+#   States](https://arxiv.org/abs/2309.01507), 2023: why zero is a problem.
 # - N. Shazeer, M. Stern, [Adafactor](https://arxiv.org/abs/1804.04235), 2018.
 # - [torchao's optimizers](https://github.com/pytorch/ao/tree/main/torchao/optim).
