@@ -9,13 +9,13 @@
 # %% [markdown]
 # # Train and fine-tune a language model in each precision
 #
-# **What you'll do.** Train a small GPT on Python's own source code in fp32, fp16 and bf16. Find the
-# parts of it that run in fp32, fine-tune it with LoRA, and let it write.
+# **What you'll do.** Train a small GPT on Python's own source code in fp32, fp16 and bf16. Find out which
+# parts of it run in fp32, fine-tune it with LoRA, and let it write.
 #
 # **What you'll learn.**
-# - which parts of a transformer leave 16 bits under autocast, and what to do when dtypes do not agree;
-# - what the loss over a large vocabulary costs, and how to pay less;
-# - in which dtypes to keep a LoRA adapter and its base, and what merging loses;
+# - which parts of a transformer run in fp32 under autocast, and what to do when dtypes do not match;
+# - how much memory the loss over a large vocabulary takes, and how to take less;
+# - which dtypes to use for a LoRA adapter and its base, and what merging loses;
 # - why the same prompt can give another text in bf16, in another batch or with a cache.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb), on autocast's rules. You need no GPU,
@@ -41,8 +41,8 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # %% [markdown]
 # ## The idea in five lines
 #
-# A linear layer under bf16 autocast returns bf16. Rotary embeddings multiply that by a table of
-# sines and cosines, and such a table is usually in fp32. Before you run this: what dtype comes out?
+# A linear layer under bf16 autocast returns bf16. Rotary embeddings multiply its output by a table of
+# sines and cosines, which is usually in fp32. Before you run this: what is the dtype of the result?
 
 # %%
 angles = torch.arange(8)[:, None] * torch.tensor([1.0, 0.1])
@@ -53,9 +53,9 @@ print("from the layer", query.dtype, " after the rotation", rotated.dtype)
 assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 
 # %% [markdown]
-# An elementwise op of a bf16 and an fp32 tensor returns fp32. The values stay fp32, at twice the memory,
-# until the next matmul casts them down. That is not wrong, and often it is wanted, but you should know
-# where it happens.
+# An elementwise op of a bf16 and an fp32 tensor returns fp32. The result takes twice the memory, and stays
+# in fp32 until the next matmul casts it down. This is often what you want, but you should know where it
+# happens.
 #
 # ## A small GPT
 #
@@ -63,12 +63,12 @@ assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 # today's language models:
 #
 # - The *residual stream* begins as the embedding of the tokens. Each block adds to it twice.
-# - A block has causal attention and an MLP of two layers. An RMSNorm comes before each of the two.
+# - A block consists of causal attention and an MLP of two layers. An RMSNorm comes before each of the two.
 # - Rotary embeddings rotate q and k by angles that grow with the position.
 # - The embedding and the last layer share one weight matrix (tied weights).
 #
-# The text is the source of the module `argparse`, one character per token. `lm.split` keeps the last
-# tenth for the test. (The helpers are in [language_model.py](course/language_model.py).) <!-- code -->
+# The text is the source of the module `argparse`, with one token per character. `lm.split` keeps the last
+# tenth for testing. (The helpers are in [language_model.py](course/language_model.py).) <!-- code -->
 
 # %%
 text = inspect.getsource(argparse)
@@ -80,8 +80,8 @@ print(f"{sum(p.numel() for p in small.parameters()):,} parameters, {len(text):,}
 # %% [markdown]
 # ## Where fp32 comes in
 #
-# X-ray runs the model on fake tensors and shows what autocast does on a device that need not be in
-# this machine. We ask about bf16 on a CUDA GPU:
+# X-ray shows what autocast does to each module. It runs the model on fake tensors, so the device need not be
+# in this machine. We ask about bf16 on a CUDA GPU:
 
 
 # %%
@@ -100,14 +100,14 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.0.rotate"] == dtypes[""] == torc
 result
 
 # %% [markdown]
-# All matmuls run in bf16. What runs in fp32?
+# All matmuls run in bf16. Three other parts run in fp32:
 #
-# - **The residual stream**, because the embedding is fp32, and bf16 added to fp32 gives fp32. This
-#   costs memory. It helps accuracy: each block adds a small amount, and bf16 would round every sum.
-# - **The norms**, because they read this stream. (An RMSNorm that reads bf16 returns fp32 under
-#   CUDA's autocast [from torch 2.12 on](https://github.com/pytorch/pytorch/issues/188955), and bf16
-#   under a CPU's.) <!-- tests/tracing/test_advice.py -->
-# - **The rotations**, because their cosines are fp32. The model casts the result with `.to(x.dtype)`.
+# - **The residual stream**: the embedding is fp32, and bf16 plus fp32 gives fp32. This costs memory but helps
+#   accuracy: each block adds a small amount, and bf16 would round every sum.
+# - **The norms**: they read this stream. (An RMSNorm that reads bf16 returns fp32 under CUDA's autocast
+#   [from torch 2.12 on](https://github.com/pytorch/pytorch/issues/188955), and bf16 under a CPU's.)
+#   <!-- tests/tracing/test_advice.py -->
+# - **The rotations**: their cosines are fp32. The model casts the result with `.to(x.dtype)`.
 #
 # **The loss** should be fp32 too, but the logits are bf16. On a GPU `cross_entropy` rounds its
 # log-softmax to the dtype of its input, under autocast too ([notebook
@@ -115,20 +115,21 @@ result
 # [transformers](https://github.com/huggingface/transformers/blob/main/src/transformers/loss/loss_utils.py)
 # and `lm.loss_of` do.
 #
-# **If you cast the whole model**, its stream is bf16. That also breaks the rotations, because
-# `model.to(torch.bfloat16)` casts buffers too, and a Llama of transformers keeps the rates of its
-# angles in one. Cosines may be bf16, but from rates or positions in bf16 the angles are wrong far
-# along a text ([notebook 08](08_when_amp_breaks.ipynb#30-Positions-or-counts-are-wrong-beyond-256)).
+# **If you cast the whole model**, its stream is bf16, and the rotations break. `model.to(torch.bfloat16)`
+# casts buffers too, and a Llama of transformers keeps the rates of its angles in a buffer. Cosines may be
+# bf16, but rates or positions in bf16 make the angles wrong far along a text ([notebook
+# 08](08_when_amp_breaks.ipynb#30-Positions-or-counts-are-wrong-beyond-256)).
+#
 # So **load** a model in the dtype that you want, and do not cast it afterwards:
 # `from_pretrained(…, dtype=…)` leaves the rates in fp32. For full fine-tuning load it in fp32 and use
-# autocast, because bf16 weights can stand still ([notebook
+# autocast, because bf16 weights can lose small updates ([notebook
 # 19](19_choose_your_precision.ipynb#What-frameworks-call-it)). For LoRA, below, bf16 is right.
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ### One dtype for q, k and v
 #
-# Without the `.to(x.dtype)` of the rotation, q and k are fp32 and v is in 16 bits. Under autocast
-# attention casts all three. Outside of it, attention refuses them:
+# Without `.to(x.dtype)` the rotation would return q and k in fp32, while v is in 16 bits. Under autocast,
+# attention casts all three. Outside autocast, it raises an error:
 
 # %%
 q, v = torch.randn(1, 2, 8, 16), torch.randn(1, 2, 8, 16).bfloat16()
@@ -142,21 +143,24 @@ print("outside:", message)
 assert message.startswith("Expected query, key, and value to have the same dtype")
 
 # %% [markdown]
-# The dtype also decides which kernel runs. By [PyTorch's
+# The dtype also decides which kernel runs. For NVIDIA GPUs [PyTorch's
 # rules](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)
-# for NVIDIA GPUs, flash attention takes fp16 and bf16 on Ampere and later, without a mask of your own.
-# cuDNN's kernel takes a mask too, but then its gradients can be NaN [in torch 2.11 and some
-# later](https://github.com/pytorch/pytorch/issues/196678). In other cases PyTorch silently uses another
-# kernel, usually a slower one: for a model in fp32, for example, or for any model on a T4. To be sure of
-# a kernel, select it: `with sdpa_kernel(SDPBackend.FLASH_ATTENTION):` raises if it cannot run, and the
-# warnings say why. <!-- tests/notebooks/test_17_language_model.py -->
+# are:
+#
+# - **Flash attention** takes fp16 and bf16 on Ampere and later, without a mask of your own.
+# - **cuDNN's kernel** takes a mask too, but then its gradients can be NaN [in torch 2.11 and some
+#   later](https://github.com/pytorch/pytorch/issues/196678).
+# - **Otherwise** PyTorch silently uses another kernel, usually a slower one, for example for a model in
+#   fp32 or on a T4.
+#
+# To be sure of a kernel, select it: `with sdpa_kernel(SDPBackend.FLASH_ATTENTION):` raises an error if it
+# cannot run, and warnings say why. <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## Train it in each precision
 #
 # `lm.train` is the loop of [notebook 04](04_fp32_vs_amp.ipynb). Its first loss scale for fp16 is small
-# enough that no step is skipped. We train with three seeds in each precision. The loss on the test text
-# is always computed in fp32, so that only the training differs. What changes the loss more, the
-# precision or the seed?
+# enough that no step is skipped. We train with three seeds in each precision. The test loss is always
+# computed in fp32, so that only the training differs. What changes it more, the precision or the seed?
 
 # %% tags=["nbval-ignore-output"]
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -178,34 +182,33 @@ for name, precision in PRECISIONS.items():
 print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 
 # %% [markdown]
-# The precision changes the loss far less than the seed does. Expect the same of your own model. If
-# it is otherwise, look into [notebook 08](08_when_amp_breaks.ipynb).
+# The precision changes the loss far less than the seed does. Expect the same of your own model. Otherwise
+# look for the cause in [notebook 08](08_when_amp_breaks.ipynb).
 #
 # ## The loss over a large vocabulary
 #
 # Our vocabulary is a few characters. Llama 3 has [128,256
 # tokens](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py).
-# With many tokens in a batch the logits can be the largest tensor of the step. At the peak of the
-# backward pass four tensors of their size are alive: the logits in bf16 (the model's output), their
-# log-softmax in fp32, its gradient, and the gradient of its input. For a batch of 8 x 2048 tokens:
-# <!-- tests/notebooks/test_17_language_model.py -->
+# With many tokens in a batch, the logits can be the largest tensor of the step. At the peak of the
+# backward pass, four tensors of their size are in memory: the logits in bf16 (the model's output), and
+# three in fp32: the log-softmax, its gradient, and the gradient of its input. For a batch of 8 x 2048
+# tokens: <!-- tests/notebooks/test_17_language_model.py -->
 
 # %%
 values = 8 * 2048 * 128_256
 total = values * (2 + 4 + 4 + 4) / 2**30
-print(f"the logits {values * 2 / 2**30:.1f} GiB, all four tensors {total:.1f} GiB")
+print(f"logits: {values * 2 / 2**30:.1f} GiB, all four tensors: {total:.1f} GiB")
 assert 27 < total < 28
 
 # %% [markdown]
-# Autocast does not help, because the loss needs fp32. Instead, compute the loss **in chunks** of
-# tokens, each in a checkpoint. The backward pass then computes the logits of one chunk at a time
-# again, and frees them. The sum of the chunks is the same loss, and the gradients agree up to
-# rounding:
+# Autocast does not help, because the loss needs fp32. Instead, compute the loss **in chunks** of tokens,
+# each in a checkpoint. The backward pass then computes the logits again, one chunk at a time, and frees
+# them. The loss is the same, and the gradients agree up to rounding:
 
 
 # %%
 def chunked_loss(hidden, weight, targets, chunks):
-    """The mean cross entropy of hidden (N, width), with the logits of a chunk at a time."""
+    """The mean cross entropy of hidden (N, width), with the logits of one chunk at a time."""
 
     def of_chunk(hidden, targets):
         return F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")
@@ -222,31 +225,32 @@ weight, words = (torch.randn(8000, 64) / 8).requires_grad_(), torch.randint(8000
 direct = torch.autograd.grad(F.cross_entropy(F.linear(hidden, weight), words), [hidden, weight])
 in_chunks = torch.autograd.grad(chunked_loss(hidden, weight, words, 16), [hidden, weight])
 torch.testing.assert_close(in_chunks, direct, rtol=1e-4, atol=1e-7)
-print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, of a chunk {64 * 8000 * 4 / 2**20:.1f} MiB")
+print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 4 / 2**20:.1f} MiB")
 
 # %% [markdown]
-# Between the passes nothing is kept of the logits. `checkpoint` needs no change under autocast
+# No logits are kept between the forward and the backward pass. `checkpoint` needs no change under autocast
 # ([notebook 07](07_training_recipes.ipynb#Checkpoint-activations) has an exception). From torch 2.13 on,
 # [`F.linear_cross_entropy`](https://docs.pytorch.org/docs/2.13/generated/torch.nn.functional.linear_cross_entropy.html)
-# with `options` is such a loss, but autocast does not apply to it, and from bf16 inputs it returns a
-# loss in bf16. <!-- tests/notebooks/test_17_language_model.py -->
+# with `options` computes such a loss. But autocast does not apply to it, and for bf16 inputs it returns
+# the loss in bf16. <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## Fine-tune with LoRA
 #
-# LoRA freezes a weight and learns a product of two narrow matrices beside it. Keep
+# LoRA freezes a weight (the *base*) and adds a product of two narrow matrices (the *adapter*), which it
+# trains. Keep
 #
 # - the frozen base in **bf16**, because it never changes;
-# - the adapters in **fp32**, because small steps would get lost in bf16 ([notebook
+# - the adapters in **fp32**, because bf16 would lose small updates ([notebook
 #   16](16_low_precision_state.ipynb)).
 #
-# peft does the same, unless you pass `autocast_adapter_dtype=False`. Under bf16 autocast the matmuls of
-# the adapters run in bf16 like all others. What they add is cast to the dtype of the base's output, or
-# else fp32 could spread from here: <!-- tests/notebooks/test_17_language_model.py -->
+# peft does the same, unless you pass `autocast_adapter_dtype=False`. Under bf16 autocast the adapters'
+# matmuls run in bf16 like all others. We cast the adapter's output to the dtype of the base's output, so
+# that fp32 does not spread from here: <!-- tests/notebooks/test_17_language_model.py -->
 
 
 # %%
 class LoRA(nn.Module):
-    """A frozen linear layer, and beside it two narrow matrices in fp32 that learn."""
+    """A frozen linear layer, and two narrow matrices in fp32 that are trained."""
 
     def __init__(self, base, rank=4, alpha=8):
         super().__init__()
@@ -261,7 +265,7 @@ class LoRA(nn.Module):
         return below + beside.to(below.dtype)
 
     def update(self):
-        """What has been learned, as a weight in fp32."""
+        """The update that was learned, as a weight in fp32."""
         return self.scaling * (self.up @ self.down)
 
 
@@ -279,8 +283,8 @@ def with_lora(model):
 
 
 # %% [markdown]
-# The base is the model that was trained in fp32. Its new text is another module, `inspect`. We
-# train the adapters under bf16 autocast:
+# The base is the model that we trained in fp32. The new text is the source of another module, `inspect`.
+# We train the adapters under bf16 autocast:
 
 # %% tags=["nbval-ignore-output"]
 own_train, own_test = lm.split(inspect.getsource(inspect), characters)
@@ -289,22 +293,22 @@ adapted = with_lora(model)
 was, before = lm.loss_on(model, own_test), lm.loss_on(adapted, own_test, torch.bfloat16)
 lm.train(adapted, torch.bfloat16, own_train, seed=0, steps=2 * steps, batch=batch, lr=1e-2)
 after = lm.loss_on(adapted, own_test, torch.bfloat16)
-print(f"the new text: {was:.3f} in fp32, {before:.3f} in bf16, {after:.3f} after fine-tuning")
+print(f"loss on the new text: {was:.3f} in fp32, {before:.3f} in bf16, {after:.3f} fine-tuned")
 assert abs(was - before) < 0.01
 assert after < before - 0.03
 _, dtypes = xray_on_cuda(copy.deepcopy(adapted).cpu())
 assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32 came in
 
 # %% [markdown]
-# The cast of the base to bf16 hardly changed the loss, and fine-tuning lowered it. On a GPU that has
-# fp16 and no fast bf16, keep the base in fp16 and the adapters in fp32, and use fp16 autocast with
-# the scaler. (It [refuses](08_when_amp_breaks.ipynb) adapters in fp16.)
+# Casting the base to bf16 hardly changed the loss, and fine-tuning lowered it. On a GPU that has fp16 and
+# no fast bf16, keep the base in fp16 and the adapters in fp32, and use fp16 autocast with the scaler. (The
+# scaler [refuses](08_when_amp_breaks.ipynb) adapters in fp16.)
 #
 # ### Merge, and what it loses
 #
-# Merging adds the update to the weight, so that inference needs no adapter. If the sum is stored in
-# bf16, each value of it is rounded. We scale our update to some sizes, because a small learning rate
-# makes small updates. How much is left of an update a thousand times smaller than the weight?
+# Merging adds the update to the weight, so that inference needs no adapter. If you store the sum in bf16,
+# each value is rounded. A small learning rate makes small updates, so we scale our update to four sizes.
+# How much is left of an update that is a thousand times smaller than the weight?
 
 # %% tags=["nbval-ignore-output"]
 layer = adapted.blocks[1].up
@@ -315,24 +319,24 @@ for size in (1, 1e-2, 1e-3, 1e-4):
     moved = (weight + small_update).bfloat16().float() - weight
     stayed[size] = (moved == 0).float().mean().item()
     arrived[size] = ((moved * small_update).sum() / small_update.square().sum()).item()
-    still = f"{stayed[size]:.0%} of the values did not move"
-    print(f"update of {size:g} of the weight: {still}, {arrived[size]:.0%} of it arrived")
+    still = f"{stayed[size]:.0%} of the values did not change"
+    print(f"update {size:g} times the weight: {still}, {arrived[size]:.0%} of the update is left")
 assert arrived[1e-2] > 0.95
 assert arrived[1e-4] < 0.2 < arrived[1e-3] < 0.8
 assert stayed[1e-3] > 0.5
 
 # %% [markdown]
-# bf16 numbers are 0.4 to 0.8 % apart. While the update is larger than that, its roundings cancel out
-# on the whole. At a thousandth most values do not move, and a large part of the update is lost. So
+# bf16 numbers are 0.4 to 0.8 % apart. If the update is larger than that, its rounding errors mostly cancel
+# out. At a thousandth of the weight, most values do not change, and a large part of the update is lost. So
 # choose one of these:
 #
-# - Keep the adapter beside the base.
+# - Keep the adapter separate.
 # - Merge into a copy in **fp32**.
 # - If the result has to be bf16, merge in fp32 and round **once**. In
 #   [peft](https://huggingface.co/docs/peft) `merge_and_unload` does that; with `safe_merge=True` it
 #   rounds twice. <!-- tests/notebooks/test_17_language_model.py -->
-# - If the base was quantised for training ([QLoRA](https://arxiv.org/abs/2305.14314)), dequantise it
-#   and merge into that, because the adapter was trained on it.
+# - If the base was quantised for training ([QLoRA](https://arxiv.org/abs/2305.14314)), dequantise the base
+#   and merge into the result, because the adapter was trained on these values.
 #
 # ## The same prompt, another text
 #
@@ -352,7 +356,7 @@ differ = in_fp32 != in_bf16
 diverged, first = differ.any(1), differ.int().argmax(1)
 largest = max(gaps[torch.arange(32), first][diverged].tolist(), default=0)
 print(f"bf16 moves a logit by up to {error:.2g}")
-print(f"{diverged.sum()} of 32 texts diverge, where two logits are up to {largest:.2g} apart")
+print(f"{diverged.sum()} of 32 texts diverge, at gaps of up to {largest:.2g} between the two best")
 assert largest < 4 * error  # two logits move, perhaps farther than in our sample
 
 # %% tags=["nbval-ignore-output"]
@@ -361,28 +365,27 @@ print(f"test loss: {in_fp32:.3f} in fp32, {in_bf16:.3f} in bf16")
 assert abs(in_bf16 - in_fp32) < 0.01
 
 # %% [markdown]
-# A text diverges where bf16 moves logits by more than the gap between the two best. From there on it
-# differs, because each character depends on those before it. But bf16 does not write worse: the test
-# loss is nearly the same. So compare models by their loss, or by how often they choose the same next
-# token. Do not compare whole texts.
+# A text diverges where bf16 moves the logits by more than the gap between the two best (a *near tie*). From
+# there on the text differs, because each character depends on those before it. But bf16 does not write
+# worse: the test loss is nearly the same. So compare models by their loss, or by how often they choose the
+# same next token. Do not compare whole texts.
 #
-# The same can happen in one precision. A matmul of another shape may sum in another order, so the
-# logits differ a little in another batch, with another length or with a cache. We compare the logits
-# of ten characters alone with theirs in a longer text:
+# The same can happen within one precision. A matmul of another shape may add in another order, so the
+# logits change slightly in another batch, with another length or with a cache. We compare the logits of ten
+# characters, alone and in a longer text:
 
 # %% tags=["nbval-ignore-output"]
 for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
     with torch.no_grad(), lm.autocast(model, PRECISIONS[name]):
         off = (model(rows[:1, :10]).float() - model(rows[:1])[:, :10].float()).abs().max().item()
-    print(f"{name}: up to {off:.1g} apart")
+    print(f"{name}: the logits are up to {off:.1g} apart")
     assert off < limit
 
 # %% [markdown]
-# To get the same answer twice,
+# To get the same answer every time:
 #
-# - whatever else is in the batch: use kernels that are
-#   [batch-invariant](https://github.com/thinking-machines-lab/batch_invariant_ops);
-# - for the same batch on the same machine: use
+# - in any batch, use [batch-invariant](https://github.com/thinking-machines-lab/batch_invariant_ops) kernels;
+# - in the same batch on the same machine, use
 #   [`torch.use_deterministic_algorithms`](https://docs.pytorch.org/docs/stable/notes/randomness.html).
 #
 # On another device or with other libraries, the same bits are [not
@@ -390,18 +393,18 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 # --batch-sizes` says whether two batch sizes differ by more than rounding, and from which op on.
 # <!-- tests/difference/test_first_difference.py -->
 #
-# **The cache** has a dtype too. Under autocast over fp32 weights a Llama of transformers rotates with
-# fp32 cosines, so its cache is fp32, at twice the size. For generation use a model in bf16 without
-# autocast. <!-- tests/notebooks/test_17_language_model.py -->
+# **The cache** of keys and values has a dtype too. Under autocast over fp32 weights, a Llama of transformers
+# rotates with fp32 cosines, so its cache is fp32, at twice the size. For generation use a model in bf16
+# without autocast. <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## Summary
 #
-# - Under autocast over fp32 weights the matmuls of this GPT run in 16 bits. Norms, rotations and the
+# - Under autocast over fp32 weights, the matmuls of this GPT run in 16 bits. Norms, rotations and the
 #   residual stream are [fp32](#Where-fp32-comes-in). Over bf16 weights the stream is bf16.
-# - Give the loss its logits in fp32: `.float()`. Over a large vocabulary compute it in chunks.
-# - Load a model in a dtype, and do not cast it afterwards: the rates of its rotations must be fp32.
-# - Outside of autocast q, k and v need one dtype. On CUDA flash attention wants 16 bits.
-# - LoRA: keep the frozen base in bf16 and the adapters in fp32, and merge in fp32 if at all.
+# - Cast the logits to fp32 for the loss: `.float()`. Over a large vocabulary compute the loss in chunks.
+# - Load a model in the dtype that you want, and do not cast it afterwards: its rotation rates must be fp32.
+# - Outside autocast, q, k and v need one dtype. On CUDA flash attention needs 16 bits.
+# - LoRA: keep the frozen base in bf16 and the adapters in fp32. If you merge, merge in fp32.
 # - Texts can diverge at near ties, by precision, batch or cache. Compare losses and single decisions.
 #
 # A model that was trained in bf16 may overflow in fp16, and [notebook
@@ -446,8 +449,8 @@ exercises.check_logits(gibibytes)
 #
 # ### 2. Bring them to one dtype
 #
-# Complete `attend`, which is called outside of autocast: q and k come in fp32 from a rotation, v in
-# 16 bits. It has to return the attention in the dtype of v, computed in that dtype.
+# Complete `attend`. It is called outside autocast: a rotation returned q and k in fp32, and v is in
+# 16 bits. Return the attention in the dtype of v, computed in that dtype.
 
 
 # %%
@@ -475,8 +478,8 @@ exercises.check_agreement(attend)
 #
 # ### 3. A loss in chunks
 #
-# The targets of padding are -100, and no part of the mean. Complete `mean_of_chunks`: the mean
-# cross entropy of `logits` (N, vocabulary) over the targets that are not -100, from two chunks of
+# Padding has the target -100 and does not count in the mean. Complete `mean_of_chunks`. It returns the mean
+# cross entropy of `logits` (N, vocabulary) over the targets that are not -100, computed from two chunks of
 # tokens.
 
 
@@ -490,7 +493,7 @@ exercises.check_chunked(mean_of_chunks)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The mean of two means is wrong if one chunk has more padding: add up sums and divide by the count.
+# The mean of two means is wrong if one chunk has more padding. Add up the sums, and divide by the count.
 # `F.cross_entropy` leaves out -100 by itself.
 #
 # </details>
@@ -508,8 +511,8 @@ exercises.check_chunked(mean_of_chunks)
 #
 # ### 4. Merge without rounding twice
 #
-# Complete `merge`: the weight of a base in bf16, matrices `up` (out, rank) and `down` (rank, in) in
-# fp32 and their scaling become one weight in bf16, rounded once.
+# Complete `merge`. Its inputs are the weight of a base in bf16, the matrices `up` (out, rank) and `down`
+# (rank, in) in fp32, and their scaling. It returns one weight in bf16, rounded once.
 
 
 # %%
@@ -522,7 +525,7 @@ exercises.check_merge(merge)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The sum has to be taken in fp32, so cast the weight up first, and the sum down last.
+# Compute the sum in fp32: cast the weight up first, and the sum down last.
 #
 # </details>
 #
