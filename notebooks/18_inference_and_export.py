@@ -9,13 +9,13 @@
 # %% [markdown]
 # # Serve and export a model in reduced precision
 #
-# **What you'll do.** Run a trained network in bf16 in three ways, and count which of its decisions
+# **What you'll do.** Run a trained network in bf16 in three ways, and count how many of its decisions
 # change. Then compile it, export it, and store its weights in eight bits.
 #
 # **What you'll learn.**
 # - when to cast the weights once, and when autocast is the better choice;
-# - how to tell whether a lower precision is good enough for *your* model;
-# - what makes `torch.compile` compile again, and how its bf16 differs from eager's;
+# - how to tell whether a lower precision is accurate enough for *your* model;
+# - when `torch.compile` compiles again, and how its bf16 results differ from eager mode's;
 # - what `torch.export` keeps of autocast, and why you cast before you export.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb), on what autocast does. You need no GPU.
@@ -42,9 +42,9 @@ figures.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# We need a network that has learned something, so that its decisions mean something. [This
-# one](course/digits_network.py) has three convolutions and recognises handwritten digits. We test it
-# on images that it was not trained on, because it is less sure about those:
+# We need a trained network, so that its decisions mean something. [This
+# one](course/digits_network.py) has three convolutions and recognises handwritten digits. We test it on
+# images that it was not trained on, because it is less sure about those:
 
 # %% tags=["nbval-ignore-output"]
 model, images, labels = trained_network(device, steps={"quick": 100, "full": 500}[scale])
@@ -68,17 +68,19 @@ print(f"{changed} of {len(tests)} decisions changed")
 assert changed < 0.02 * len(tests)
 
 # %% [markdown]
-# Hardly any. So to judge a precision for inference, count decisions (or whatever your users see), not
-# digits.
+# Hardly any decisions change. So to judge a precision for inference, count decisions (or whatever your
+# users see), not digits.
 #
 # ## Ways to run it
 #
 # - **Autocast** keeps the weights in fp32 and casts them in each call. It runs sensitive ops in fp32
-#   ([notebook 02](02_autocast_dtypes.ipynb) has the list), and the model stays as it is. Use it to
-#   evaluate during training, or if you do not know which parts need fp32.
-# - **Cast once** halves the memory of the weights and saves their casts. You have to take care of
-#   inputs and of sensitive parts yourself. Use it for a model that only runs inference.
-# - **Compiled**, either of them can join the small ops between the matmuls.
+#   ([notebook 02](02_autocast_dtypes.ipynb) has the list), and the model does not change. Use it to evaluate
+#   during training, or if you do not know which parts need fp32.
+# - **Cast once** halves the memory of the weights and saves their casts. You have to take care of inputs and
+#   sensitive parts yourself. Use it for a model that only runs inference.
+# - **Compile** either of them, to fuse the small ops between the matmuls.
+#
+# We run all of them, and compare their outputs with fp32's:
 
 
 # %%
@@ -92,7 +94,7 @@ def cast_once(x):
 
 
 def quality(logits):
-    """How far outputs are off, and how many decisions changed."""
+    """How far outputs are from fp32's, and how many decisions changed."""
     off = ((logits.float() - in_fp32).norm() / in_fp32.norm()).item()
     return off, int((logits.argmax(1) != in_fp32.argmax(1)).sum())
 
@@ -112,12 +114,12 @@ for name, run in {**WAYS, "fp16 cast once": lambda x: half(x.half())}.items():
 assert quality(outputs["fp16 cast once"])[0] < quality(outputs["bf16 cast once"])[0]
 
 # %% [markdown]
-# All are off by less than two percent, and fp16 by much less, because it has three more bits of
-# mantissa than bf16. In inference no gradients can underflow. So fp16 is the closer choice wherever
-# weights and activations fit its range. Those of a model that was trained in bf16 may not ([notebook
+# All outputs are off by less than two percent. fp16 is off by much less, because it has three more bits of
+# mantissa than bf16. In inference no gradients can underflow, so fp16 is more accurate wherever weights and
+# activations fit its range. Those of a model that was trained in bf16 may not fit ([notebook
 # 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it)).
 #
-# How long do the ways take, for one image and for many?
+# How long does each way take, for one image and for many?
 
 # %% tags=["nbval-ignore-output"]
 for batch in (1, 256):
@@ -129,15 +131,15 @@ for batch in (1, 256):
     assert not times.ratio("fp32 compiled", "bf16 compiled").is_above(32)
 
 # %% [markdown]
-# The ratios say how many times as fast as fp32 each way is. On our two CPU cores bf16 took longer
-# than fp32 for a single image, even with no weights left to cast. With 256 images at a time it
-# gained, most of all when it was compiled. To see what bf16 alone buys, compare the compiled bf16
-# with the *compiled* fp32. `amp-lab advise` tries such ways on [your model](../docs/your_model.md).
+# The ratios are speed-ups over fp32. On our two CPU cores bf16 took longer than fp32 for a single image, even
+# with weights cast once. With 256 images bf16 was faster, most of all when compiled. To see what bf16 alone
+# gains, compare the compiled bf16 with the *compiled* fp32. `amp-lab advise` tries such ways on [your
+# model](../docs/your_model.md).
 #
 # ## Which decisions change?
 #
-# A decision can change if the gap between the two best classes is smaller than the lower precision's
-# effect on it. We compare the two for each image:
+# A decision can change if bf16 moves the gap between the two best classes by more than the gap itself. We
+# compare the two for each image:
 
 # %% tags=["nbval-ignore-output"]
 best = in_fp32.topk(2, dim=1)
@@ -157,15 +159,17 @@ for name in ("bf16 autocast", "bf16 cast once"):
     assert (moved(name)[flipped & to_second] >= gap[flipped & to_second] * 0.99).all()
 
 # %% [markdown]
-# Each point is a test image in one of two ways. The x-axis is fp32's gap between its two best
-# classes, the y-axis how far bf16 moved that gap. Only points on the dashed line or above it can
-# change their decision (unless a third class overtakes both). Mostly these are images about which fp32
-# is not sure either. Draw this picture for your own model and some hundred real inputs. If the points
-# stay clear of the line, the precision is good enough for these decisions.
+# Each point is a test image, run in one of two ways. The x-axis shows fp32's gap between its two best
+# classes. The y-axis shows how far bf16 moved that gap. Only images on or above the dashed line can change
+# their decision (unless a third class overtakes both). Most of these images are uncertain in fp32 too. Draw
+# this figure for your own model and a few hundred real inputs. If all points stay well below the line, the
+# precision is accurate enough for these decisions.
 #
 # ## What to take care of when you cast
 #
-# **Inputs** have to be cast too, or a convolution raises an error:
+# If you cast a model, take care of its inputs, outputs and weights.
+#
+# **Inputs**: cast them too, or a convolution raises an error:
 
 # %% tags=["nbval-ignore-output"]
 refused = ""
@@ -177,14 +181,14 @@ print(refused[:100])
 assert refused
 
 # %% [markdown]
-# **Outputs** that you compare, sort or add up become fp32 first: `.float()`. Here we search for the
-# most similar other image, by the features before the last layer. Before you run this: how often does
-# bf16 find another one?
+# **Outputs**: cast them to fp32 with `.float()` before you compare, sort or add them. Here we search for the
+# most similar other image, by the features before the last layer. Before you run this: how often does bf16
+# find another one?
 
 
 # %%
 def most_similar(features):
-    """The most similar other image of each, and the share of images with two of them."""
+    """The most similar other image of each, and the share of images with two of them (ties)."""
     similar = (features @ features.T).fill_diagonal_(-1)
     two = similar.topk(2, dim=1)
     return two.indices[:, 0], (two.values[:, 0] == two.values[:, 1]).float().mean().item()
@@ -203,23 +207,23 @@ with torch.inference_mode():
 assert other["in bf16"] > 2 * other["bf16 features, in fp32"] > 0
 
 # %% [markdown]
-# Just below 1 the numbers of bf16 are 1/256 apart, so many searches end in a tie. A comparison in
-# fp32 ends the ties. Some searches still find another image, because the features themselves were
-# rounded: keep them in fp32 if that matters to you.
+# Just below 1, bf16 numbers are 1/256 apart, so many searches end in a tie. Comparing in fp32 ends the ties.
+# Some searches still find another image, because the features themselves were rounded. If that matters to
+# you, keep the features in fp32.
 #
-# **Weights** that you change for inference are changed in fp32 and cast afterwards. An example is a
-# batch norm that is folded into the convolution before it (exercise 4). If you cast first, the result
-# is rounded more often. <!-- tests/notebooks/test_18_inference_and_export.py -->
+# **Weights**: if you change them for inference, change them in fp32 and cast afterwards. An example is
+# folding a batch norm into the convolution before it (exercise 4). If you cast first, the result is
+# rounded more often. <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # ## What torch.compile does to it
 #
-# A function is compiled at its first call, and again when a call does not fit the compiled code. We
-# count this with a back end that only notes the graphs that it gets:
+# `torch.compile` compiles a function at its first call, and again when a call does not fit the compiled
+# code. We count the compilations with a backend that only collects the graphs that it gets:
 
 
 # %%
 def counting(graph, inputs):
-    """A back end of `torch.compile` that runs the graph as it is."""
+    """A backend of `torch.compile` that runs the graph as it is."""
     graphs.append(graph)
     return graph.forward
 
@@ -239,22 +243,22 @@ compilations["with gradients"] = len(graphs)
 
 # %%
 for call, count in compilations.items():
-    print(f"{call:<15} compiled {count} times")
+    print(f"{call:<15} compilations so far: {count}")
 assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 
 # %% [markdown]
-# The second batch size compiles it once more, for any size from 2 on. A batch of 1, autocast and
-# gradients each need another program. A service that mixes these pays for each of them once. So choose
-# one, and run it before the first user comes. Mark a size as changing with
-# `torch._dynamo.mark_dynamic`, and turn another compilation into an error with
-# `torch.compiler.set_stance("fail_on_recompile")`. <!-- tests/notebooks/test_18_inference_and_export.py -->
-#
-# Autocast's cache of casts does not reach into compiled code: a compiled layer that is called 16 times
-# in a block casts its weight 16 times. Compile the loop around it, or cast the weights once.
+# The second batch size causes one more compilation, for any size from 2 on. A batch of 1, autocast and
+# gradients each cause another one. A service that mixes them pays for each of them once. So choose one, and
+# run it before the first user comes. `torch._dynamo.mark_dynamic` marks a size as changing.
+# `torch.compiler.set_stance("fail_on_recompile")` turns another compilation into an error.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
-# **The results can differ a little** from eager's. Eager bf16 rounds after every op, a compiled
-# kernel mostly when it writes to memory. Its results are usually *nearer* to the exact ones:
+# Compiled code does not use autocast's cache of casts: a compiled layer that is called 16 times in a block
+# casts its weight 16 times. Compile the loop around it, or cast the weights once.
+# <!-- tests/notebooks/test_18_inference_and_export.py -->
+#
+# **The results can differ a little** from eager mode's. Eager bf16 rounds after every op. A compiled kernel
+# rounds mostly when it writes to memory, so its results are usually *nearer* to the exact ones:
 
 
 # %%
@@ -274,16 +278,15 @@ for name, function in {"eager": scaled_sum, "compiled": torch.compile(scaled_sum
 assert off["compiled"] <= off["eager"]
 
 # %% [markdown]
-# With `torch._inductor.config.emulate_precision_casts` a compiled kernel rounds where eager does. That
-# does not promise the same bits for a whole model, because the compiler also rewrites ops.
+# With `torch._inductor.config.emulate_precision_casts` a compiled kernel rounds where eager mode does. This
+# does not guarantee the same bits for a whole model, because the compiler also rewrites ops.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # ## Export
 #
 # `torch.export` writes a model as a graph that needs no Python, for
 # [AOTInductor](https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html) (a library for
-# C++), ONNX or mobile runtimes. What does the graph keep of autocast? We export a layer inside an
-# autocast block:
+# C++), ONNX or mobile runtimes. Does the graph keep autocast? We export a layer inside an autocast block:
 
 # %%
 layer, x = nn.Linear(256, 256), torch.randn(4, 256)
@@ -293,15 +296,14 @@ print("exported inside autocast, it returns", program.module()(x).dtype)
 assert program.module()(x).dtype is torch.float32
 
 # %% [markdown]
-# Nothing: you believe that you have a bf16 program, and it computes in fp32. Two other cases:
+# It does not: you expect a bf16 program, but it computes in fp32. Two other cases:
 #
-# - Autocast inside of `forward` is kept, as a region for one type of device. The file still holds
-#   fp32 weights.
-# - `torch.onnx.export` of a module inside the block keeps the casts. ONNX Runtime's CPU then refuses
+# - Autocast inside `forward` is kept, as a region for one type of device. The file still holds fp32 weights.
+# - `torch.onnx.export` of a module inside the block keeps the casts. But ONNX Runtime's CPU backend refuses
 #   the file, because it lacks operators in bf16.
 #
-# So **cast first**, and the graph has bf16 weights and ops. (The example has two images, because
-# export specialises a batch of 1.) We save the program and load it again:
+# So **cast first**: the graph then has bf16 weights and ops. We save the program and load it again. (The
+# example has two images, because export specialises a batch of 1.)
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 
 # %% tags=["nbval-ignore-output"]
@@ -318,8 +320,8 @@ with torch.inference_mode():
 print(f"{len(file.getvalue()) / 1024:.0f} KiB, and the same outputs for {len(from_file)} images")
 
 # %% [markdown]
-# The outputs are the same to the bit. For other engines export **ONNX**, in fp16 if ONNX Runtime's CPU
-# is to run it. We count its decisions:
+# The outputs are the same to the bit. For other engines export **ONNX**, in fp16 if ONNX Runtime is to run it
+# on a CPU. We compare its decisions with fp32's:
 
 # %% tags=["nbval-ignore-output"]
 try:
@@ -333,21 +335,21 @@ else:
     session = onnxruntime.InferenceSession(written.SerializeToString())
     (logits,) = session.run(None, {"images": tests.cpu().half().numpy()})
     same = (torch.from_numpy(logits).argmax(1) == in_fp32.argmax(1).cpu()).sum().item()
-    print(f"ONNX in fp16: {same} of {len(tests)} decisions as torch in fp32")
+    print(f"ONNX in fp16: {same} of {len(tests)} decisions are the same as in torch in fp32")
     assert same > 0.98 * len(tests)
 
 # %% [markdown]
-# The older exporter (`dynamo=False`) may write an `arange` in fp16, which ONNX Runtime refuses; the new
-# one casts it. <!-- tests/notebooks/test_18_inference_and_export.py -->
+# The older exporter (`dynamo=False`) may write an `arange` in fp16, which ONNX Runtime refuses. The new
+# exporter casts it. <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
-# For a run of `amp-lab train`, one line exports the model: `amp-lab export runs/x model.onnx
-# --dtype fp16` (or `.pt2`, `.safetensors`). It casts a copy, reports what that changed, and compares
-# decisions before the file gets its name. <!-- tests/train/test_export.py -->
+# For a run of `amp-lab train`, one command exports the model: `amp-lab export runs/x model.onnx
+# --dtype fp16` (or `.pt2`, `.safetensors`). It casts a copy, reports what the cast changed, and compares
+# decisions before it writes the final file. <!-- tests/train/test_export.py -->
 #
 # ## Eight bits and fewer
 #
 # Weights can be stored in fewer bits than they are multiplied in: a kernel reads eight bits and
-# multiplies in bf16. This pays for a language model that writes one token at a time, because it [spends
+# multiplies in bf16. This speeds up a language model that writes one token at a time, because it [spends
 # most of its time](https://pytorch.org/blog/accelerating-generative-ai-2/) on reading weights. Here
 # `quantize` rounds the weights. The matmuls stay in fp32, so that we judge the storage alone:
 
@@ -368,17 +370,18 @@ assert far["int8-rowwise"] < 2 * quality(outputs["bf16 cast once"])[0] < far["fp
 assert far["fp8-rowwise"] < far["nvfp4"]
 
 # %% [markdown]
-# INT8 with a scale for each row is about as near as bf16 here. FP8 has only three bits of mantissa and
-# is farther off, and four bits are farther still. In this easy task even they change few decisions.
+# INT8 with a scale for each row is about as accurate as bf16 here. FP8 has only three bits of mantissa and is
+# less accurate. NVFP4 has four bits and is the least accurate. In this easy task even NVFP4 changes few
+# decisions.
 #
-# [torchao](https://github.com/pytorch/ao/tree/main/torchao/quantization) does this for real, for the
-# linear layers of a model: <!-- tests/notebooks/test_18_inference_and_export.py -->
+# [torchao](https://github.com/pytorch/ao/tree/main/torchao/quantization) really stores the weights of a
+# model's linear layers in fewer bits: <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
-# - `quantize_(model, Int8WeightOnlyConfig())`, or `Float8WeightOnlyConfig()`, stores the weights.
+# - `quantize_(model, Int8WeightOnlyConfig())`, or `Float8WeightOnlyConfig()`, stores them in eight bits.
 # - `Float8DynamicActivationFloat8WeightConfig()` also casts the activations, for a matmul in FP8. It
 #   needs a GPU with FP8, and skips layers whose sizes are not multiples of 16.
 # - Four bits need more care: [GPTQ](https://arxiv.org/abs/2210.17323) and
-#   [AWQ](https://arxiv.org/abs/2306.00978) choose the roundings by what they do to real inputs. For
+#   [AWQ](https://arxiv.org/abs/2306.00978) choose how to round by the effect on real inputs. For
 #   bitsandbytes set
 #   [`bnb_4bit_compute_dtype=torch.bfloat16`](https://huggingface.co/docs/transformers/quantization/bitsandbytes),
 #   or it multiplies in fp32.
@@ -387,16 +390,16 @@ assert far["fp8-rowwise"] < far["nvfp4"]
 #
 # ## Summary
 #
-# - Count decisions, not digits, and look at the gap between the two best.
-# - For inference do all work on the weights in fp32, and then cast them once. Cast the inputs too,
-#   and compare and sum the outputs in fp32.
-# - A compiled model is compiled again for another kind of batch, autocast state or gradient mode.
-#   Its bf16 can round less often than eager's.
+# - Count decisions, not digits, and look at the gap between the two best classes.
+# - For inference, change the weights in fp32, and then cast them once. Cast the inputs too, and compare and
+#   sum the outputs in fp32.
+# - `torch.compile` compiles again for another kind of batch, autocast state or gradient mode. Compiled bf16
+#   can round less often than eager mode.
 # - Autocast around `torch.export.export` is lost: cast first, then export, then compare.
 #
 # The output of an image can also depend on its batch: see [notebook
-# 17](17_language_model.ipynb#The-same-prompt,-another-text). Something else is wrong with the outputs?
-# [Notebook 08](08_when_amp_breaks.ipynb) is for looking it up.
+# 17](17_language_model.ipynb#The-same-prompt,-another-text). If something else is wrong with the outputs,
+# look it up in [notebook 08](08_when_amp_breaks.ipynb).
 #
 # ## Exercises
 #
@@ -437,8 +440,8 @@ exercises.check_gibibytes(gibibytes)
 #
 # ### 2. Count the decisions that changed
 #
-# Complete the function: it returns the share of rows in which `logits`, of any dtype, and
-# `reference`, in fp32, have their largest value in different columns.
+# Complete the function. It gets `logits` in any dtype and `reference` in fp32, and returns the share of rows
+# in which their largest values are in different columns.
 
 
 # %%
@@ -451,7 +454,7 @@ exercises.check_changed(changed_share)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Compare `argmax(1)` of both, and take the mean of what differs.
+# Compare `argmax(1)` of both, and take the mean of the comparison.
 #
 # </details>
 #
@@ -466,8 +469,8 @@ exercises.check_changed(changed_share)
 #
 # ### 3. Predict with a model in bf16
 #
-# Complete the function: the probabilities, in fp32, that a model with bf16 weights gives for images
-# in fp32.
+# Complete the function. It returns, in fp32, the probabilities that a model with bf16 weights gives for
+# images in fp32.
 
 
 # %%
@@ -496,8 +499,8 @@ exercises.check_predict(predict)
 # ### 4. Fold a batch norm by hand
 #
 # In inference, a batch norm computes `(x - mean) / sqrt(var + eps) * weight + bias` for each
-# channel. Complete the function: it returns the pair `weight, bias` of a convolution that does the
-# same as `convolution`, which has no bias, followed by `norm`.
+# channel. Complete the function. It returns the pair `weight, bias` of one convolution that does the same
+# as `convolution` (which has no bias) followed by `norm`.
 
 
 # %%
