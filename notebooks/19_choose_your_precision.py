@@ -10,12 +10,12 @@
 # # Choose your precision for a GPU, a task and a framework
 #
 # **What you'll do.** Measure how this machine rounds numbers. Write a function that chooses a precision
-# for any GPU. Check what PyTorch's fp32 modes and the settings of other frameworks do to weights,
-# gradients and outputs.
+# for any GPU. Check what PyTorch's fp32 modes and other frameworks' settings do to weights, gradients
+# and outputs.
 #
 # **What you'll learn.**
-# - which precision to begin with, on which hardware, for training and inference;
-# - what the fp32 modes `highest`, `high` and `medium` change, and what they do not;
+# - which precision to begin with, on which hardware;
+# - what the fp32 modes `highest`, `high` and `medium` change;
 # - how to run a model that was trained in bf16 on a GPU without bf16;
 # - what Lightning, accelerate, transformers and Keras mean by "mixed", "true" and "bf16".
 #
@@ -59,17 +59,17 @@ assert report.values["bf16"].input_bits == 8
 # - **bits** of an input's significand that are used: 24 in fp32, 11 in fp16 and TF32, 8 in bf16;
 # - **subnormals**: numbers below the format's normal range, which some devices make 0;
 # - **sums**: the largest error of a sum of 4,096 products, in units of the last place of the result
-#   (*ulp*). In 16 bits 0.5 is the best possible. Several ulp may mean that the device adds in 16 bits.
+#   (*ulp*). In 16 bits 0.5 is the best. Several may mean that the device adds in 16 bits.
 #
 # `amp-lab doctor` prints the same with the speeds. <!-- tests/core/test_device.py -->
 #
 # ## The decision
 #
 # The choice depends on the formats that a GPU multiplies *fast*, with tensor cores or similar units.
-# `GPUS` lists them for each GPU that `amp-lab advise --for` knows
+# `GPUS` lists these formats for each GPU that `amp-lab advise --for` knows
 # ([NVIDIA](https://nvidia.github.io/TransformerEngine/support_matrix.html),
 # [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html)). If your GPU is not in the
-# list, find another one of its architecture: all RTX 30 are Ampere, like the RTX 3090. `choose` then
+# list, find one of the same architecture: all RTX 30 are Ampere, like the RTX 3090. `choose`
 # returns the precision:
 
 # %%
@@ -115,10 +115,10 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #
 # Training keeps fp32 weights under autocast. For inference cast the weights once, to half their size. If both
 # 16-bit formats are fast, `choose` returns bf16 for inference too, because it does not know your model's
-# values. If they stay far below 65504, fp16 is usually more accurate: it has three more bits ([notebook
+# values. If these stay far below 65504, fp16 is usually more accurate: it has three more bits ([notebook
 # 18](18_inference_and_export.ipynb)).
 #
-# Then measure: `amp-lab advise` times each precision on your model and machine ([notebook
+# Begin with this, then measure: `amp-lab advise` times each precision on your model and machine ([notebook
 # 10](10_speed_ladder.ipynb)). Try FP8 for training only after bf16 works ([notebook
 # 15](15_below_16_bits.ipynb)).
 #
@@ -137,17 +137,17 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # | hardware | problem | what to do |
 # |---|---|---|
 # | GTX 16 | fp16 gives NaN in some models ([report](https://github.com/pytorch/pytorch/issues/58123), [another](https://github.com/pytorch/pytorch/issues/77955)) | use fp32 |
-# | V100, GTX 10 | the last PyTorch with kernels for them is 2.14 for CUDA 12.6 ([report](https://github.com/pytorch/pytorch/issues/190385)) | install it |
+# | V100, GTX 10 | [the last PyTorch with kernels for them](https://github.com/pytorch/pytorch/issues/190385) is 2.14 for CUDA 12.6 | install it |
 # | V100, T4, RTX 20 | bf16 is only emulated, and TF32 does not exist | use fp16 |
-# | RTX 30, RTX 40 | data sheets give two rates for fp16; PyTorch adds in fp32, at half of the higher one ([NVIDIA](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf)) | expect the lower rate |
-# | MI210, MI250 | 16-bit matmuls treat subnormals as 0, so PyTorch uses bf16 inputs in fp16's backward matmuls ([PyTorch](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html)) | use bf16 |
+# | RTX 30, RTX 40 | [data sheets give two rates for fp16](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf); PyTorch adds in fp32, which has half of the higher rate | expect the lower rate |
+# | MI210, MI250 | 16-bit matmuls treat subnormals as 0, so PyTorch [uses bf16 inputs in fp16's backward matmuls](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) | use bf16 |
 # | MI300 | its FP8 is *fnuz*: the same bits stand for half the value that they have elsewhere | see [15](15_below_16_bits.ipynb) |
-# | Arc A | has no float64, which `GradScaler` needs (Arc B has it, [report](https://github.com/pytorch/pytorch/issues/147731)) | use bf16; the device is called `xpu` |
-# | Apple M | bf16 needs macOS 14 ([report](https://github.com/pytorch/pytorch/issues/139386)); M1 and M2 emulate it ([report](https://github.com/huggingface/transformers/pull/40458)) | begin with fp32 |
-# | CPUs | fp16 can be 60 times slower than fp32, or as fast ([measured](../data/results/README.md)) | use fp16 only if `amp-lab doctor` shows that it is fast |
+# | Arc A | has no float64, which `GradScaler` needs ([Arc B has it](https://github.com/pytorch/pytorch/issues/147731)) | use bf16; the device is called `xpu` |
+# | Apple M | bf16 [needs macOS 14](https://github.com/pytorch/pytorch/issues/139386); M1 and M2 [emulate it](https://github.com/huggingface/transformers/pull/40458) | begin with fp32 |
+# | CPUs | [fp16 can be 60 times slower than fp32, or as fast](../data/results/README.md) | use fp16 only if `amp-lab doctor` shows that it is fast |
 #
-# On an RTX 30 or RTX 40, `torch.backends.cuda.matmul.allow_fp16_accumulation` allows the higher rate. Use it
-# for inference at most, because sums in fp16 can overflow or lose small summands
+# On an RTX 30 or RTX 40, `torch.backends.cuda.matmul.allow_fp16_accumulation` lets PyTorch add in fp16, at
+# the higher rate. Use it only for inference: sums can overflow or lose small summands
 # ([01](01_number_formats.ipynb)).
 #
 # `torch.cuda.is_bf16_supported()` returns True even if bf16 is only emulated, as on a T4. Pass
@@ -183,8 +183,7 @@ assert not (gradients.bfloat16() == 0).any()
 # | `"high"` | TF32 | TF32, where the CPU has it | TF32 |
 # | `"medium"` | TF32 | bf16, where the CPU has it | TF32 |
 #
-# So fp32 *convolutions* are TF32 on such a GPU by default. We can read the modes without a GPU (`ieee` is
-# fp32):
+# So fp32 *convolutions* are TF32 by default. We can read the modes without a GPU (`ieee` is fp32):
 
 
 # %%
@@ -202,9 +201,10 @@ torch.set_float32_matmul_precision(before)
 
 # %% [markdown]
 # The modes for matmuls affect only [fp32
-# tensors](https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html). As a
-# rule of thumb, use `"high"` if you train in fp32 on an RTX 30, an A100 or a later GPU. If a result differs
-# from a CPU's in the fourth digit, check the modes first: 11 bits are three to four digits. For work that needs every digit, turn TF32 off for matmuls and convolutions:
+# tensors](https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html). Usually
+# use `"high"` when you train in fp32 on an RTX 30, an A100 or a later GPU. If a result differs from a CPU's
+# in the fourth digit, check the modes first: 11 bits are three to four digits. For work that needs every digit,
+# turn TF32 off for matmuls and convolutions:
 
 # %%
 kept = torch.backends.cudnn.allow_tf32
@@ -266,25 +266,25 @@ assert not in_fp16.isfinite().all()
 # or bf16. A CPU is enough. Each value should be at most half of 65504. `amp-lab export --dtype fp16` refuses
 # a model whose outputs are not finite. <!-- tests/train/test_export.py -->
 #
-# For larger values there are two remedies:
+# If a value is larger, you have two remedies:
 #
 # - **Keep such layers in fp32**, and the rest in fp16. Models of transformers can name them in
 #   `_keep_in_fp32_modules`, as T5 does.
-# - **Move a power of two** (exercise 4). Divide the weight and bias of one layer by it, and multiply the
-#   next layer's weight by it. The result is exactly the same if the function between them returns twice
+# - **Move a power of two** (exercise 4). Divide one layer's weight and bias by it, and multiply the next
+#   layer's weight by it. The result is exactly the same if the function between the layers returns twice
 #   the output for twice the input. ReLU does, and GELU does not.
 #   <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## What frameworks call it
 #
-# The settings of frameworks use three words:
+# Frameworks name their settings with three words:
 #
 # - **Mixed** usually means fp32 weights under autocast.
 # - **True** means that the model itself is cast. Gradients and optimizer state are in 16 bits too.
 # - A plain **bf16** is ambiguous: mixed in accelerate and transformers, true in torchtune, and something
 #   between the two in DeepSpeed.
 #
-# So we look at the dtypes in a training step:
+# So look at the dtypes in a training step:
 
 
 # %%
@@ -339,7 +339,7 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # Under autocast, weights, gradients and state stay in fp32. A cast model has no fp32 weights, so small
 # updates can be rounded away ([notebook 16](16_low_precision_state.ipynb)).
 #
-# Our tests look at other libraries in the same way, on a CPU:
+# Our tests check other libraries in the same way, on a CPU:
 #
 # | setting | weights | matmuls | gradients | state | outputs |
 # |---|---|---|---|---|---|
@@ -384,7 +384,7 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # ## Summary
 #
 # - Begin with bf16 where it is fast, with fp16 and a scaler where only fp16 is fast, and with fp32
-#   elsewhere. Then measure your own model.
+#   elsewhere. Then measure your model.
 # - By default fp32 matmuls are fp32, and fp32 convolutions may be TF32. Set each mode once:
 #   `torch.set_float32_matmul_precision` for matmuls, `torch.backends.cudnn.allow_tf32` for convolutions.
 # - Before you cast a bf16 model to fp16, look at its largest values.
