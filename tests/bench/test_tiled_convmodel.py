@@ -108,7 +108,7 @@ def test_without_the_instructions_tiles_say_so(monkeypatch):
         rungs.make_step(ladder, rung)  # which a run tells in the row of the rung, as "not run"
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setattr(cpp_tiles, "has_bf16_instructions", lambda: False)
-    with pytest.raises(OptionError, match=r"oneDNN .*products in bf16"):
+    with pytest.raises(OptionError, match=r"oneDNN .*matmuls in bf16"):
         rungs.make_step(ladder, rung)
 
 

@@ -282,7 +282,7 @@ def test_names_are_the_same_under_autocast():
 
 
 class Halved(nn.Module):
-    """A linear layer, and a part in fp16 that has no matrix product."""
+    """A linear layer, and a part in fp16 that has no matmul."""
 
     def __init__(self):
         super().__init__()

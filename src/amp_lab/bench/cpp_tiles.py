@@ -72,7 +72,7 @@ def cpp_unsupported_reason() -> str | None:
     if not torch.cpu._is_avx512_bf16_supported():
         return "the step in tiles needs a CPU with AVX-512 and its bf16 instructions"
     if not has_bf16_instructions():  # False also where an environment variable limits oneDNN
-        return "the step in tiles needs a torch whose oneDNN has small products in bf16"
+        return "the step in tiles needs a torch whose oneDNN has small matmuls in bf16"
     if shutil.which(_compiler()) is None:
         return f"the step in tiles is compiled at its first use, and there is no {_compiler()} here"
     return None
@@ -103,7 +103,7 @@ def cpp_kernels() -> ctypes.CDLL:
         library = ctypes.CDLL(library_file)  # it stays loaded when its file is deleted
     library.has_products.restype = ctypes.c_bool  # by default ctypes reads an int
     if not library.has_products():
-        raise OptionError("the step in tiles needs a torch whose oneDNN has small products in bf16")
+        raise OptionError("the step in tiles needs a torch whose oneDNN has small matmuls in bf16")
     return library
 
 

@@ -163,7 +163,7 @@ RUNGS = (
     ),
     Rung(
         "max-autotune",
-        "torch.compile tries several kernels for each matrix product",
+        "torch.compile tries several kernels for each matmul",
         exists=_has_several_ops,
         change=lambda recipe: replace(recipe, compile_mode="max-autotune"),
         takes_long=lambda ladder: True,

@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
             print(f"{remark}: {NO_PRIMITIVE_REMEDY}.")
 
     if not report.trusted:  # the rates are shown all the same, with this warning
-        print("\nThis machine is busy: the same product took 1.5 times as long in a second try.")
+        print("\nThis machine is busy: the same matmul took 1.5 times as long in a second try.")
         print("Measure again when it is idle.")
     print(f"\nUse {report.recommended}: {report.reason}.")
     recipe = "\n".join(_recipe(report.recommended, report.device.type))
@@ -49,11 +49,11 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _print_rates(report: "DeviceReport") -> None:
-    """A line for each precision: how fast its product is."""
+    """A line for each precision: how fast a matmul is in it."""
     from amp_lab.core.precision import Precision
     from amp_lab.core.report import rate_text
 
-    print(f"{'precision':<11}{'matrix product':>16}{'against fp32':>15}")
+    print(f"{'precision':<11}{'matmul':>16}{'against fp32':>15}")
     for precision in Precision:
         rate = report.rates[precision]
         if rate is None:
@@ -61,7 +61,7 @@ def _print_rates(report: "DeviceReport") -> None:
             continue
         speedup = report.speedup(precision)
         remark = ""
-        if speedup < 0.5:  # torch emulates it: in a real model a product may take minutes
+        if speedup < 0.5:  # torch emulates it: in a real model a matmul may take minutes
             remark = f"  {1 / speedup:.0f} times slower: avoid it here"
         elif precision in report.accelerated:
             remark = "  accelerated"
@@ -69,7 +69,7 @@ def _print_rates(report: "DeviceReport") -> None:
 
 
 def _print_values(report: "DeviceReport") -> None:
-    """A line for each precision: what its products do to values."""
+    """A line for each precision: what a matmul does to values in it."""
     print(f"\n{'precision':<11}{'bits of inputs':>16}{'error of a sum':>18}{'subnormals':>12}")
     for precision, values in report.values.items():
         if values is None:
@@ -78,7 +78,7 @@ def _print_values(report: "DeviceReport") -> None:
         error = f"{values.error:.1f} ulp"
         print(f"{precision:<11}{values.input_bits:>16}{error:>18}{subnormals:>12}")
     matmul, convolution = report.fp32_bits_as_set
-    print(f"As torch is set, fp32 keeps {matmul} bits in products, {convolution} in convolutions.")
+    print(f"As torch is set, fp32 keeps {matmul} bits in matmuls, {convolution} in convolutions.")
 
 
 def _recipe(precision: str, device_type: str) -> list[str]:

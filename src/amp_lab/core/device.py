@@ -379,7 +379,7 @@ def _recommend(rates: dict[Precision, float | None]) -> tuple[Precision, str]:
     bf16 = _speedup(rates, Precision.BF16)
     fp16 = _speedup(rates, Precision.FP16)
     tf32 = _speedup(rates, Precision.TF32)
-    rate = "its matrix product runs at {:.2f}x the rate of fp32"  # of the recommended precision
+    rate = "its matmul runs at {:.2f}x the rate of fp32"  # of the recommended precision
     # bf16 needs no loss scale, so it may be slower than fp16, down to three quarters of its rate.
     if bf16 >= ACCELERATED and bf16 >= 0.75 * fp16:
         reason = f"{rate.format(bf16)}, and it has the range of fp32"

@@ -247,9 +247,7 @@ class TrainingRehearsal(Rehearsal):
 
     def _facts(self) -> tuple[str, list[str]]:
         """Explain the numbers, and the check of one step unless the model was trained."""
-        numbers = (
-            "SQNR in dB of the worst of three products; with * a layer is better left in bf16."
-        )
+        numbers = "SQNR in dB of the worst of three matmuls; with * a layer is better left in bf16."
         if self.steps:
             return numbers, []
         limits = f"gradients within {_GRADIENTS_OFF:.0%} and loss within {_LOSS_OFF:.0%} of fp32's"

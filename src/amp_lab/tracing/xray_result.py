@@ -101,7 +101,7 @@ class Xray(Printed):
         """Sentences on what autocast did: the share of the work in low precision, and its casts."""
         share = 100 * self.low_share
         low = short_name(self.dtype)
-        yield f"{share:.1f} % of the work of matrix products and convolutions is done in {low}."
+        yield f"{share:.1f} % of the work of matmuls and convolutions is done in {low}."
         of_parameters = [cast for cast in self.casts if cast.is_of_parameter]
         cached = [cast for cast in of_parameters if cast.cached]
         others = len(self.casts) - len(of_parameters)

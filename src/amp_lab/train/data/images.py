@@ -171,7 +171,7 @@ def _warp(images: torch.Tensor, matrices: torch.Tensor, size: int) -> torch.Tens
     odd_numbers = 2 * torch.arange(size) + 1
     line = odd_numbers / size - 1  # the centres of the pixels of a row, from -1 to 1
     a, b, c = matrices[..., None, None].unbind(2)  # the columns, each (B, 2, 1, 1)
-    # Not `affine_grid`, which does this as a matrix product: the last bit of that may depend on
+    # Not `affine_grid`, which does this as a matmul: the last bit of that may depend on
     # the size of the batch and the number of threads.
     grid = (a * line + b * line[:, None]).add_(c)  # (B, 2, size, size)
     grid = grid.permute(0, 2, 3, 1)

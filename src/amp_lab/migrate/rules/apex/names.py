@@ -90,10 +90,10 @@ _ADVICE |= {  # a module's advice is for all its names without an entry of their
         '"loss_scaler0", and "_growth_tracker" is its "unskipped"'
     ),
     "apex.amp.disable_casts": 'write torch.autocast("cuda", enabled=False)',
-    "apex.amp.half_function": "drop it: autocast casts matrix products to float16 itself",
+    "apex.amp.half_function": "drop it: autocast casts matmuls to float16 itself",
     "apex.amp.float_function": _FLOAT,
     "apex.amp.promote_function": _PROMOTES,
-    "apex.amp.register_half_function": "drop it: autocast casts matrix products to float16 itself",
+    "apex.amp.register_half_function": "drop it: autocast casts matmuls to float16 itself",
     "apex.amp.register_float_function": _FLOAT,
     "apex.amp.register_promote_function": _PROMOTES,
     "apex.amp.init": f"drop it: put {_AUTOCAST}, and make {_SCALER}",
