@@ -1,8 +1,8 @@
-"""Tools behind the AMP Lab notebooks: what the notebooks teach, for your own model and device.
+"""The tools of the AMP Lab notebooks, for your own model and device.
 
     from amp_lab import Precision, describe_device, measure, pick_device
 
-A name is loaded, and torch with it, when it is first used; `import amp_lab` alone costs nothing.
+`import amp_lab` alone is fast, because torch is loaded only when you first use one of the names.
 """
 
 import importlib

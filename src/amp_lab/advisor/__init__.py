@@ -1,4 +1,4 @@
-"""Which precision for this model, on this machine? `advise` itself is in `amp_lab`."""
+"""Recommend a precision for a model on a device. Import `advise` from `amp_lab`."""
 
 from amp_lab.advisor.candidates import Candidate
 from amp_lab.advisor.outlook import forecast, trace_and_forecast

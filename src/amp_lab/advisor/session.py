@@ -89,25 +89,25 @@ def advise(
 ) -> Advice:
     """Recommend a precision for a model on a device, with the lines to write for it.
 
-    Each recipe (precision, cast weights, memory format, compilation) is forecast, checked against
-    fp32 and timed, on copies of the model.
+    A recipe is a precision with options: cast weights, memory format, compilation. For each recipe,
+    `advise` forecasts the memory, compares copies of the model with fp32, and times them.
 
     Args:
         model: The model. It is neither changed nor moved.
         *inputs: A batch, as the model takes it.
         device: The device. None is the choice of `pick_device`. For a device that is not in this
-            machine, dtypes and memory are forecast, and nothing is timed.
-        loss_fn: A function from the output to the loss. None is the loss in the output, or the mean
-            square of the output.
-        minutes: About how long the measurement takes.
-        memory: The memory budget, as bytes or with a unit: ``"24GiB"``. None is the memory of the
+            machine, `advise` forecasts dtypes and memory, and times nothing.
+        loss_fn: A function that computes the loss from the output. None is the loss in the output,
+            or the mean square of the output.
+        minutes: About how many minutes the measurement takes.
+        memory: The memory budget in bytes, or with a unit: ``"24GiB"``. None is the memory of the
             device.
-        gpu: A name in `core.gpus.GPUS`, such as ``"rtx-4090"``, to forecast for. It excludes
-            `device`.
+        gpu: A GPU to forecast for, such as ``"rtx-4090"``: a name in `core.gpus.GPUS`. Give either
+            `gpu` or `device`.
         **kwargs: The keyword arguments of the call.
 
     Returns:
-        An `Advice`: print it to see the ranking, the remarks and the programs.
+        An `Advice`. Print it to see the ranking, the remarks and the programs.
 
     Raises:
         OptionError: If both `device` and `gpu` are given, or if `gpu` is unknown.

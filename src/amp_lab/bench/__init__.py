@@ -1,4 +1,7 @@
-"""The speed ladder: workloads x precisions x rungs, compared with the limits of the device."""
+"""The speed ladder: time workloads in each precision, with one optimization after the other.
+
+An optimization is called a rung. Each time is compared with the roofline of the device.
+"""
 
 from amp_lab.bench.convmodel import ConvModel, quantized_sine
 from amp_lab.bench.fused_convmodel import FusedStep

@@ -1,6 +1,7 @@
-"""The command line, `amp-lab …`: the only folder that prints for a person and exits.
+"""The command line, `amp-lab …`. Only this folder prints for a person and exits.
 
-Each command is a file: `add` tells the parser of its options, `run` does it.
+Each command is a file with two functions: `add` tells the parser the command's options, and `run`
+runs the command.
 """
 
 import argparse

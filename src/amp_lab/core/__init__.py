@@ -1,4 +1,4 @@
 """What every folder of the package may import: errors, files, precision, backends, timing, devices.
 
-Nothing is imported here: `errors` and `requirements` are read before torch is there.
+This file imports nothing, because `errors` and `requirements` must also work without torch.
 """

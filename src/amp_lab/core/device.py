@@ -45,35 +45,35 @@ class MatmulNumerics:
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """What `describe_device` found out about a device."""
+    """The result of `describe_device`."""
 
     device: torch.device
     """The device that was measured."""
     name: str
-    """The name its maker gave it."""
+    """The name that its maker gave the device."""
     backend: str
-    """What torch drives it with, e.g. ``CUDA 13.0, compute capability 9.0``."""
+    """The backend that torch uses for it, e.g. ``CUDA 13.0, compute capability 9.0``."""
     memory_bytes: int | None
-    """Its memory in bytes (for a CPU: what this process may use); None if it does not say."""
+    """Memory of the device in bytes; for a CPU, what this process may use. None if unknown."""
     rates: dict[Precision, float | None]
-    """Measured rate of a matmul in FLOP/s; None for a precision that it does not have."""
+    """Measured rate of a matmul in FLOP/s; None for a precision that the device does not have."""
     values: dict[Precision, MatmulNumerics | None]
-    """What the same product does to values; None as in `rates`."""
+    """How accurate the same matmul is in each precision; None as in `rates`."""
     fp32_bits_as_set: tuple[int, int]
-    """Bits of significand that an fp32 input keeps in a product and in a convolution, by the modes
-    that are set in this process: 24, or 11 where TF32 is allowed and there."""
+    """Bits of significand that an fp32 input keeps in a matmul and in a convolution, with the modes
+    that are set in this process: 24, or 11 if TF32 is allowed and available."""
     trusted: bool
-    """Whether the machine was quiet enough for the rates; if not, measure again."""
+    """Whether the machine was quiet enough to measure the rates. If not, measure again."""
     recommended: Precision
-    """By the rates; where they are not `trusted`, by what is known of such a device."""
+    """The precision to use: by the rates or, if they are not `trusted`, by the device's type."""
     reason: str
-    """The reason for `recommended`, in a sentence with its figures."""
+    """The reason for `recommended`: a sentence with figures."""
 
     @property
     def accelerated(self) -> tuple[Precision, ...]:
         """The precisions whose matmul is measurably faster than fp32's, fastest first.
 
-        Where the rates are not `trusted`, what is `recommended` by what is known of the device.
+        If the rates are not `trusted`: the `recommended` precision alone, or none if that is fp32.
         """
         if self.trusted:
             faster = [p for p in Precision if self.speedup(p) >= ACCELERATED]
@@ -83,7 +83,7 @@ class DeviceReport:
         return (self.recommended,)
 
     def speedup(self, precision: Precision) -> float:
-        """Rate of `precision` as a multiple of fp32's; 0 if the device does not have it."""
+        """Return the rate of `precision` divided by fp32's; 0 if the device does not have it."""
         return _speedup(self.rates, precision)
 
 
@@ -91,15 +91,15 @@ def pick_device(name: str | None = None) -> torch.device:
     """Choose a device, and check that it is in this machine.
 
     Args:
-        name: A name that torch knows: "cpu", "cuda", "cuda:1", "xpu" or "mps". None is the name in
-            the environment variable AMP_LAB_DEVICE; if it is not set, the accelerator of this
-            machine; without an accelerator, the CPU.
+        name: A name that torch knows: "cpu", "cuda", "cuda:1", "xpu" or "mps". If None, the
+            environment variable AMP_LAB_DEVICE names the device. If the variable is not set either,
+            the device is the accelerator of this machine, or the CPU if there is no accelerator.
 
     Returns:
-        The device. A named device is never replaced by another one.
+        The device. A device that you name is never replaced by another one.
 
     Raises:
-        DeviceError: If the name is no device, or if the device is not in this machine.
+        DeviceError: If the name is not a device, or if the device is not in this machine.
 
     Example:
         device = pick_device("cpu")
@@ -204,23 +204,25 @@ def _describe(device: torch.device, backend_text: str) -> DeviceReport:
 def describe_device(device: torch.device | str) -> DeviceReport:
     """Measure a device, and recommend a precision for it.
 
-    The first call takes up to a few seconds. Later calls for the same device and number of threads
-    return the same report.
+    The first call takes up to a few seconds. Later calls with the same device and the same number
+    of threads return the same report.
 
     Args:
         device: The device or its name, as for `pick_device`.
 
     Returns:
-        A `DeviceReport`: name, memory in bytes, matmul rates in FLOP/s, and the recommendation.
+        A `DeviceReport` with the name, the memory in bytes, the matmul rates in FLOP/s, and the
+        recommendation.
 
     Raises:
         DeviceError: If the device is not in this machine, or if torch cannot use it.
 
     Source:
-        A square matmul is timed in each precision. bf16 is recommended if it is at least 1.25 times
-        as fast as fp32 and has at least 0.75 of the rate of fp16; then fp16, then tf32, if it is
-        1.25 times as fast as fp32; else fp32. On a machine that is too busy to measure, the
-        instructions or the compute capability decide.
+        `describe_device` times a square matmul in each precision. It recommends bf16 if bf16 is at
+        least 1.25 times as fast as fp32 and has at least 0.75 of the rate of fp16. Otherwise it
+        recommends fp16 or, after that, tf32, if that is at least 1.25 times as fast as fp32. If
+        none of them is fast enough, it recommends fp32. If the machine is too busy to measure, the
+        instructions of the CPU or the compute capability of the GPU decide.
 
     Example:
         report = describe_device("cpu")
@@ -237,7 +239,7 @@ def recommend_precision(device: torch.device | str) -> Precision:
         device: The device or its name, as for `pick_device`.
 
     Returns:
-        A `Precision`, the same as ``describe_device(device).recommended``.
+        A `Precision`: the value of ``describe_device(device).recommended``.
 
     Raises:
         DeviceError: If the device is not in this machine, or if torch cannot use it.

@@ -2,21 +2,21 @@
 
 
 class AmpLabError(Exception):
-    """Base of every error that says what is wrong, with which value, and what to do.
+    """Base class of the errors that you can fix. The message says what is wrong and what to do.
 
-    The command line prints it as one line and exits with 2; IPython shows the line alone, since the
-    stack under it would only show where in this package the value was checked.
+    The command line prints only the message, in one line, and exits with code 2. IPython shows only
+    this line too, because the stack would only show where this package checked the value.
     """
 
     is_of_one_rank = False
-    """Whether only one of several ranks has it, which then has to print it."""
+    """Whether only one of several ranks has this error, so that this rank has to print it."""
 
     def _render_traceback_(self) -> list[str]:  # IPython's own hook for such errors
         return [f"{type(self).__name__}: {self}"]
 
 
 class AmpLabWarning(UserWarning):
-    """Base of what the user should know, though it stops nothing; also told in one line."""
+    """Base class of the warnings of this package. Each is printed in one line."""
 
 
 class OptionError(AmpLabError, ValueError):
@@ -24,7 +24,7 @@ class OptionError(AmpLabError, ValueError):
 
 
 class DeviceError(AmpLabError, ValueError):
-    """The device asked for does not exist, is not there, or does not take the dtype asked for."""
+    """The device does not exist, is not in this machine, or does not support the dtype."""
 
 
 class DataError(AmpLabError):

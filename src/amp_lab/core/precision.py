@@ -22,9 +22,9 @@ _OLD_SETTINGS = {"ieee": ("highest", False), "tf32": ("high", True)}
 
 
 class Precision(enum.StrEnum):
-    """A number format to compute in, with what autocast, loss scaling and TF32 need for it.
+    """A precision, with the settings of autocast, loss scaling and TF32 that it needs.
 
-    - ``fp32``: IEEE single precision. TF32 is switched off where it would be on by default.
+    - ``fp32``: IEEE single precision. TF32 is off, even where it would be on by default.
     - ``tf32``: fp32 tensors. Matmuls and convolutions may round their inputs to TF32.
     - ``fp16``: autocast to float16, with a gradient scaler.
     - ``bf16``: autocast to bfloat16, without a gradient scaler.
@@ -56,21 +56,22 @@ class Precision(enum.StrEnum):
         return torch.float32
 
     def autocast(self, device_type: str) -> AbstractContextManager:
-        """Return a context in which the forward pass runs in this precision.
+        """Return a context manager that runs the forward pass in this precision.
 
-        For ``fp16`` and ``bf16`` it is `torch.autocast`. For ``fp32`` and ``tf32`` autocast is off
-        in the block, and torch's float32 mode is "ieee" or "tf32" for the whole process until the
-        block ends, also by an exception; then every mode is restored. Contexts can be nested and
-        used again. For ``tf32`` on a device without TF32 it warns, and the device computes in fp32.
+        For ``fp16`` and ``bf16`` it is `torch.autocast`. For ``fp32`` and ``tf32`` it turns
+        autocast off and sets torch's float32 mode to "ieee" or "tf32". The mode holds for the whole
+        process. At the end of the block, also after an exception, every mode is restored. You can
+        nest the context managers and use them again. On a device without TF32, ``tf32`` warns, and
+        the device computes in fp32.
 
         Args:
             device_type: "cuda" (also for ROCm), "xpu", "mps" or "cpu".
 
         Returns:
-            The context.
+            The context manager.
 
         Raises:
-            DeviceError: If there is no such device in this machine.
+            DeviceError: If this machine has no such device.
         """
         require_backend(device_type)
         if self in (Precision.FP16, Precision.BF16):
@@ -86,28 +87,30 @@ class Precision(enum.StrEnum):
         return _Float32Mode(device_type, "tf32")
 
     def float32_mode(self, device_type: str) -> AbstractContextManager:
-        """A context for a whole step, with the backward pass: TF32 is off for fp32, on for tf32.
+        """Return a context manager for a whole step that turns TF32 off for fp32 and on for tf32.
 
-        For ``fp16`` and ``bf16`` it does nothing: their autocast is for the forward pass alone.
+        The step includes the backward pass. For ``fp16`` and ``bf16`` the context manager does
+        nothing, because their autocast is for the forward pass only.
         """
         if self.dtype is torch.float32:
             return self.autocast(device_type)
         return nullcontext()
 
     def grad_scaler(self, device_type: str, **kw) -> torch.amp.GradScaler:
-        """Return the `torch.amp.GradScaler` for this precision, enabled for ``fp16`` alone.
+        """Return the `torch.amp.GradScaler` for this precision. It is enabled only for ``fp16``.
 
-        A disabled scaler passes losses and gradients on, so one loop serves all precisions.
+        A disabled scaler returns losses and gradients unchanged, so one loop works for every
+        precision.
 
         Args:
             device_type: "cuda" (also for ROCm), "xpu", "mps" or "cpu".
-            **kw: Keywords of `GradScaler`. ``enabled=False`` disables it for ``fp16`` too.
+            **kw: Keyword arguments of `GradScaler`. ``enabled=False`` disables it for ``fp16`` too.
 
         Returns:
             The scaler.
 
         Raises:
-            DeviceError: If there is no such device in this machine.
+            DeviceError: If this machine has no such device.
         """
         require_backend(device_type)
         enabled = kw.pop("enabled", True) and self is Precision.FP16

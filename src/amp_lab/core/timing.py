@@ -31,15 +31,15 @@ _WAITED = 0.03  # share of a round in which a thread was ready to run and had no
 
 @dataclass(frozen=True)
 class Measurement:
-    """What `measure` found: seconds and bytes of one call of the function."""
+    """The result of `measure`: the time and the peak memory of one call of the function."""
 
     samples_s: tuple[float, ...]
-    """Seconds of each repeat, in the order in which they ran."""
+    """Seconds of each repeat, in the order in which the repeats ran."""
     peak_bytes: int | None
-    """Largest number of bytes in tensors at any moment, whatever was there before included; None
-    where the backend keeps no count, as on a CPU."""
+    """Largest number of bytes in tensors at any moment, including tensors from before the call.
+    None if the backend keeps no count, as on a CPU."""
     reserved_bytes: int | None
-    """The same for what the caching allocator held back from the driver; at least `peak_bytes`."""
+    """Largest number of bytes that the caching allocator reserved; at least `peak_bytes`."""
 
     @property
     def median_s(self) -> float:
@@ -66,16 +66,16 @@ class Measurement:
 def measure(
     fn: Callable[[], object], *, device: torch.device | str, warmup: int = 3, repeats: int = 10
 ) -> Measurement:
-    """Time a function on a device, and read the peak memory that it needed there.
+    """Time a function on a device, and measure its peak memory there.
 
     Args:
-        fn: The function, called without arguments.
+        fn: The function. It is called without arguments.
         device: The device that `fn` uses. It is synchronized before and after each repeat.
-        warmup: The number of calls before the timed ones. Peaks are reset after them.
+        warmup: The number of calls before the timed calls. The peaks are reset after the warm-up.
         repeats: The number of timed calls.
 
     Returns:
-        A `Measurement`: seconds of each repeat, and peak memory in bytes.
+        A `Measurement` with the seconds of each repeat, and the peak memory in bytes.
 
     Raises:
         ValueError: If `repeats` is less than 1 or `warmup` is negative.
@@ -142,18 +142,18 @@ def _reset_peak(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found: seconds of one call of each function, round by round."""
+    """The result of `compare`: the time of one call of each function, in each round."""
 
     samples_s: dict[str, tuple[float, ...]]
-    """By name, one value for each round; those of one round belong together. Disturbed rounds are
-    left out of a result that is trusted; one that is not holds all rounds, with their spread.
+    """By name, one value for each round. Values with the same index come from the same round. A
+    trusted result leaves out the disturbed rounds; a result that is not trusted has all rounds.
     """
     disturbed: int
-    """Rounds in which something else used the machine."""
+    """Number of rounds in which something else used the machine."""
     reason: str
-    """Why the result is not to be trusted; empty if it is."""
+    """Why you should not trust the result; empty if you can."""
     apart: bool = False
-    """Whether the cores were moved, or lay apart: some ratios depend on where they are."""
+    """Whether cores were moved or lay far apart, as on a VM. Some ratios depend on their place."""
 
     @property
     def trusted(self) -> bool:
@@ -162,7 +162,7 @@ class Comparison:
 
     @property
     def rounds(self) -> int:
-        """How many rounds the samples are of."""
+        """Number of rounds in the samples."""
         return len(next(iter(self.samples_s.values())))  # all functions have as many samples
 
     def median_s(self, name: str) -> float:
@@ -170,22 +170,23 @@ class Comparison:
         return statistics.median(self.samples_s[name])
 
     def time_s(self, name: str) -> Estimate:
-        """`median_s` with its interval, by the same bootstrap as a ratio's."""
+        """Return `median_s` with a bootstrap interval, as `ratio` has."""
         median, interval = estimate_median(np.array(self.samples_s[name]))
         return Estimate(median, interval, self.trusted)
 
     def ratio(self, name: str, to: str) -> Ratio:
-        """Time of `name` over time of `to`: above 1, `to` is as many times as fast.
+        """Return the time of `name` divided by that of `to`: 2 means that `to` is twice as fast.
 
-        The median of the ratios within each round, with a bootstrap interval (Efron and Tibshirani
-        1993, percentile method, seeded). Raises `KeyError` for a name that was not compared.
+        The result is the median of the ratios within each round, with a bootstrap interval (Efron
+        and Tibshirani 1993, percentile method, seeded). Raises `KeyError` for a name that was not
+        compared.
         """
         ratios = np.array(self.samples_s[name]) / np.array(self.samples_s[to])
         median, interval = estimate_median(ratios)
         return Ratio(median, interval, self.trusted)
 
     def to_json(self) -> dict:
-        """The samples in seconds, and whether they are to be trusted, for a JSON file."""
+        """Return the samples in seconds, and whether you can trust them, for a JSON file."""
         return {
             "samples_s": {str(name): list(samples) for name, samples in self.samples_s.items()},
             "median_s": {str(name): self.median_s(name) for name in self.samples_s},
@@ -209,7 +210,7 @@ class Comparison:
         return "\n".join([*lines, *self.remarks()])
 
     def remarks(self) -> list[str]:
-        """Sentences on what makes the figures uncertain; none if nothing does."""
+        """Return sentences on what makes the times uncertain; an empty list if nothing does."""
         remarks = []
         if self.reason:
             remarks.append(f"not trusted: {self.reason}")
@@ -228,21 +229,24 @@ def compare(
     budget_s: float = 10.0,
     warmup: int = 1,
 ) -> Comparison:
-    """Time functions against each other, in turns, so that their ratios can be trusted.
+    """Time functions in turns, so that you can trust the ratios of their times.
 
-    A round runs all functions once, every other round in reverse order, so that a drift affects all
-    alike. The result is not trusted if fewer than twelve rounds, or than half, were undisturbed.
+    A round runs all functions once. Every other round runs them in reverse order, so that a drift
+    affects all functions alike. The result is not trusted if fewer than twelve rounds, or fewer
+    than half of them, were undisturbed.
 
     Args:
-        functions: The functions by name, called without arguments. Ratios are to the first one.
+        functions: The functions by name. They are called without arguments. Speed-ups are relative
+            to the first function.
         device: The device that the functions use.
-        precision: The aim for each ratio: 0.03 is 3 % to either side.
-        budget_s: The most seconds to measure after the warm-up, and at most AMP_LAB_TIMING_S.
-        warmup: The number of calls of each function before that.
+        precision: The precision to reach for each ratio: 0.03 is 3 % to either side.
+        budget_s: The most seconds to measure after the warm-up. The environment variable
+            AMP_LAB_TIMING_S can lower it.
+        warmup: The number of calls of each function before the measurement.
 
     Returns:
-        A `Comparison`: print it to see times and speed-ups, or ask for a `ratio`, which is the
-        median over the rounds with a bootstrap interval.
+        A `Comparison`. Print it to see times and speed-ups, or call `ratio` for the median over the
+        rounds with a bootstrap interval.
 
     Raises:
         ValueError: If there is no function.

@@ -1,4 +1,4 @@
-"""Find where two runs of a model diverge: the first difference that rounding does not explain."""
+"""Find the first op at which two runs of a model differ by more than rounding explains."""
 
 import functools
 from collections import Counter
@@ -35,18 +35,26 @@ def first_difference(
 ) -> Difference | None:
     """Find the first op at which two runs differ by more than rounding explains.
 
-    Only forward passes are compared: fp32 with bf16, two versions of a model, two batch sizes (the
-    rows that both have), two devices, or a compiled model (by module, since its ops are hidden).
-    Both runs draw the same random numbers, and buffers get their old values back.
+    You can compare:
 
-    Errors that grow over many ops are no difference: `compare_runs` shows how large they become. It
-    takes the time of about ten runs, and memory for the results of all ops, twice, in fp64.
+    - fp32 with bf16;
+    - two versions of a model;
+    - two batch sizes (only the rows that both have);
+    - two devices;
+    - a model with its compiled version (by module, because a compiled model hides its ops).
+
+    Only the forward passes are compared. Both runs draw the same random numbers. Afterwards the
+    buffers have their old values again.
+
+    Errors that grow over many ops do not count as a difference. `compare_runs` shows how large they
+    become. The comparison takes about ten times as long as a run. It also needs memory for the
+    results of all ops, twice, in fp64.
 
     Args:
         run_a: A model, or a function that calls models.
-        run_b: The run to compare with it. To give each run different inputs, pass
-            `lambda: model(x)`.
-        *inputs: The arguments of both runs.
+        run_b: The run to compare with `run_a`. To give each run different inputs, pass functions
+            such as `lambda: model(x)`.
+        *inputs: The positional arguments of both runs.
         **kwargs: The keyword arguments of both runs.
 
     Returns:
@@ -56,8 +64,8 @@ def first_difference(
         NumericsError: If a run cannot be called or raises, or if the runs have no op in common.
 
     Source:
-        Each op is also computed in fp64 twice: with fp64 inputs, which shows whether both runs
-        compute the same function, and with its actual inputs, which shows how much this op rounds.
+        Each op is also computed in fp64, twice. With fp64 inputs, this shows whether both runs
+        compute the same function. With the op's actual inputs, this shows how much the op rounds.
         `amp_lab.difference.rounding` has the error model.
 
     Example:

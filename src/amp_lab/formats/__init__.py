@@ -1,7 +1,7 @@
 """Numbers below 16 bits on any machine: FP8, MX, NVFP4 and INT8, with the scales that values share.
 
-Only the numbers are those of the hardware, not its speed: what a tensor becomes there (`quantize`),
-and what a matmul of such tensors becomes (`quantized_linear`).
+The results are the same as on hardware with these formats, but the speed is not. `quantize` rounds
+a tensor to a format, and `quantized_linear` multiplies such tensors.
 """
 
 from amp_lab.formats.elements import ELEMENTS, Element

@@ -64,26 +64,31 @@ def rehearse(
 ) -> Rehearsal:
     """Measure the errors of a model whose matmuls are computed in formats below 16 bits.
 
-    For training, one step in fp32 repeats the matmuls of linear layers, convolutions and grouped
-    experts in each format: forward, dgrad (gradient of the input) and wgrad (gradient of the
-    weight). Then the whole model runs in each format. For inference, only the forward matmul is
-    repeated, and the output is compared with that in fp32. The result does not tell how fast a
-    format is, whether a long training converges, or how accurate the model is on other data.
+    For training, `rehearse` takes one step in fp32. In each format, it repeats the matmuls of
+    linear layers, convolutions and grouped experts: forward, dgrad (gradient of the input) and
+    wgrad (gradient of the weight). Then it runs the whole model in each format. For inference, it
+    repeats only the forward matmul, and compares the output with that in fp32.
+
+    The result does not show how fast a format is, whether a long training converges, or how
+    accurate the model is on other data.
 
     Args:
         model: The model. Copies of it run on its device.
         *inputs: A batch, as the model takes it.
         formats: Names in `FORMATS`. bf16 is always added.
-        loss_fn: A function from the output to the loss. None is the loss in the output, or the mean
-            square of the output.
-        steps: The number of AdamW steps on this batch, in each format; 0 is the one step alone.
-        seeds: The number of seeds of these steps.
+        loss_fn: A function that computes the loss from the output. None is the loss in the output,
+            or the mean square of the output.
+        steps: The number of AdamW steps to train on this batch, in each format. With 0, only the
+            single step above runs.
+        seeds: The number of seeds to train with.
         gpu: A name in `core.gpus.GPUS`. Layers that a forecast finds slower there stay in bf16.
-        use: "training" or "inference". None is inference for a model in evaluation mode.
+        use: "training" or "inference". None is inference for a model in evaluation mode, and
+            training for any other.
         **kwargs: The keyword arguments of the call.
 
     Returns:
-        A `Rehearsal`: print it to see SQNR in dB by layer, verdicts and torchao's lines.
+        A `Rehearsal`. Print it to see the SQNR (signal to quantization noise ratio) of each layer
+        in dB, the verdicts, and torchao's lines.
 
     Raises:
         NumericsError: If a format is unknown, if the model has no such matmul, or if it cannot be
@@ -92,7 +97,7 @@ def rehearse(
         TraceError: If a step of the model fails.
 
     Source:
-        Operands are rounded to the format and multiplied in fp32, so any machine will do.
+        Operands are rounded to the format and multiplied in fp32, so no special hardware is needed.
 
     Example:
         model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).eval()

@@ -1,26 +1,26 @@
-"""Rewrites old mixed-precision code to today's torch.amp, and finds mistakes in it.
+"""Rewrite old mixed-precision code to today's torch.amp, and find mistakes in it.
 
-It is behind the command ``amp-lab migrate``.
+The command ``amp-lab migrate`` uses this folder. In Python:
 
     from amp_lab.migrate import migrate_paths, migrate_source
 
     new, findings = migrate_source(old)
 
-A rule is a module in ``rules/``. This is a whole one, for
+A rule is a module in ``rules/``. This is the whole rule for
 ``torch.backends.cuda.matmul.allow_tf32``:
 
-    PART = "torch"  # `--select torch` runs it; or "apex", or "mistakes"
-    TRIGGERS = ("allow_tf32",)  # a file is read only if it has one of these texts; several words
-                                # in one text, with blanks between, must all be in the file
+    PART = "torch"  # `--select torch` runs it; the other parts are "apex" and "mistakes"
+    TRIGGERS = ("allow_tf32",)  # a file is read only if it has one of these texts; if a text has
+                                # several words, separated by blanks, the file must have them all
 
     def run(file):
         for use in file.tree.uses:
             if "torch.backends.cuda.matmul.allow_tf32" in use.origins:
                 file.say(use.node, "by hand", "use torch.set_float32_matmul_precision")
 
-`Rewriter`, which is the `file` here, has `replace` and `insert` for edits, and `code` for the steps
-of training. `Tree` has the names of the file and their origins. The examples of a rule, old code
-and new, go to ``tests/migrate/snippets``.
+`Rewriter` is the class of `file`. It has `replace` and `insert` for edits, and `code` for the steps
+of training. `Tree` has the names in the file and their origins. Put examples of a rule, as old code
+and new code, into ``tests/migrate/snippets``.
 """
 
 from amp_lab.core.requirements import needed_for

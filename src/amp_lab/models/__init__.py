@@ -1,4 +1,4 @@
-"""The models that the package brings: torchvision's classifiers by name, and small GPTs.
+"""The models that come with the package: torchvision's classifiers by name, and small GPTs.
 
-Nothing is imported here: the sizes of the GPTs are read without loading torchvision.
+This file imports nothing, so that the sizes of the GPTs can be read without loading torchvision.
 """

@@ -1,11 +1,11 @@
 """Numerics of training in fp16: gradients that underflow, the loss scale, the first inf or NaN.
 
-Four tools, each for one question about your own model:
+Each of the four tools answers one question about your model:
 
 - `gradient_underflow`: which gradients would fp16 lose, and which loss scale keeps them?
-- `ScaleLog`: what did the `GradScaler` do, step by step?
-- `find_nonfinite`: where did the NaN come from?
-- `largest_values`: would its values fit into fp16?
+- `ScaleLog`: which loss scale did the `GradScaler` use in each step, and which steps did it skip?
+- `find_nonfinite`: where did the inf or NaN come from?
+- `largest_values`: would the values of the model fit into fp16?
 """
 
 from amp_lab.numerics.largest_values import largest_values

@@ -35,20 +35,22 @@ _OUTSIDE = Site()  # of an op that runs outside of all modules
 class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which follows `with` too
     """Find the module and the op that made the first inf or NaN, in forward and backward.
 
-    Every op of the block is watched, also in the loss, under autocast, in activation checkpointing
-    and in custom functions. An inf or NaN is reported only if it reaches a gradient, the output of
-    the model or a single number outside the model, such as the loss. So a mask of -inf is not
-    reported. If none does, the report is on an inf by which something was divided, or whose tensor
-    was still there when an error ended the block. A parameter or running statistic that is not
-    finite is reported when its module is called. Not watched: compiled functions, optimizers that
-    work on lists of tensors, and other threads. The host waits for each op, so use it for one step.
+    All ops of the block are watched, also those in the loss, under autocast, in activation
+    checkpointing and in custom functions. The report is on an inf or NaN that reaches a gradient,
+    the output of the model, or a single number outside the model, such as the loss. A mask of -inf
+    is therefore not reported. If no inf or NaN arrives there, the report is on an inf by which
+    something was divided, or on an inf whose tensor still existed when an error ended the block. A
+    parameter or running statistic that is not finite is reported when its module is called.
+
+    Compiled functions, optimizers that work on lists of tensors, and other threads are not watched.
+    The host waits for each op, so use the block for one step only.
 
     Args:
-        model: The model. Results stay the same to the last bit.
-        raise_on_first: Whether to end the block with a `NumericsError` that has the report.
+        model: The model. Its results stay the same to the last bit.
+        raise_on_first: Whether to end the block with a `NumericsError` that contains the report.
 
     Raises:
-        NumericsError: If `model` is no nn.Module, or if another find_nonfinite is active.
+        NumericsError: If `model` is not an nn.Module, or if another find_nonfinite is active.
 
     Example:
         model = nn.Linear(4, 1)

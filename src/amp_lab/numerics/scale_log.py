@@ -20,18 +20,19 @@ _BELOW_ONE = remedy(
 
 
 class ScaleLog:
-    """Log the loss scale of each step of a `torch.amp.GradScaler`, and the steps it skipped.
+    """Log the loss scale of each step of a `torch.amp.GradScaler`, and the steps that it skipped.
 
     A step is a call of ``scaler.update()``. Values stay on the device until you read them, so the
-    log makes the host wait no more than before. Leaving the block, or `close`, restores the scaler;
-    the log can still be read. While the log is open, save the scaler by its `state_dict` alone.
-    If the scaler refuses fp16 gradients in the block, its error gets a note with the remedy.
+    log does not make the host wait more often. The end of the block, or `close`, restores the
+    scaler. You can still read the log afterwards. While the log is open, save only the `state_dict`
+    of the scaler. If the scaler refuses fp16 gradients in the block, its error gets a note with the
+    remedy.
 
     Args:
-        scaler: The scaler. With a disabled one every scale is 1.
+        scaler: The scaler. If it is disabled, every scale is 1.
 
     Raises:
-        NumericsError: If `scaler` is no GradScaler, or has an open ScaleLog already.
+        NumericsError: If `scaler` is not a GradScaler, or has an open ScaleLog already.
 
     Example:
         model = nn.Linear(4, 1)
@@ -122,12 +123,12 @@ class ScaleLog:
 
     @property
     def skipped(self) -> list[int]:
-        """Numbers of the steps, from 0, at which at least one optimizer's step was skipped."""
+        """Numbers of the steps, from 0, in which at least one optimizer's step was skipped."""
         return sorted(set().union(*self.skipped_by))
 
     @property
     def skipped_by(self) -> list[list[int]]:
-        """The skipped steps of each optimizer, in the order in which they first stepped."""
+        """The skipped steps of each optimizer. Optimizers are in the order of their first step."""
         skipped = []
         for steps, flags in self._found.values():
             found_inf = flags.tolist()
@@ -135,9 +136,9 @@ class ScaleLog:
         return skipped
 
     def plot(self):
-        """Draw the scale at each step, with the skipped steps marked; return matplotlib's axes.
+        """Draw the scale of each step, mark the skipped steps, and return the matplotlib axes.
 
-        Raises `NumericsError` without steps.
+        Raises `NumericsError` if no step was logged.
         """
         from amp_lab import plots  # matplotlib only where a figure is drawn
 
@@ -148,7 +149,7 @@ class ScaleLog:
         return plots.scale_over_time(self.scales, self.skipped)
 
     def close(self) -> None:
-        """Stop logging and leave the scaler as it was; nothing happens the second time."""
+        """Stop logging and restore the scaler. A second call does nothing."""
         if self._open:
             self._restore("step", self._log_step)
             self._restore("update", self._log_update)

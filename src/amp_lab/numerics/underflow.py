@@ -67,9 +67,9 @@ _RESHAPING = {"ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "Expa
 
 @dataclass(frozen=True, repr=False)
 class UnderflowReport(Printed):
-    """What `gradient_underflow` found."""
+    """The result of `gradient_underflow`."""
 
-    rows: tuple[GradientCount, ...]  # outputs of layers as the forward pass goes, then parameters
+    rows: tuple[GradientCount, ...]  # outputs of layers in forward order, then parameters
     outputs: GradientCount  # all outputs of layers together
     parameters: GradientCount  # all parameters together
     scales: tuple[float, ...]  # loss scales, as given
@@ -82,14 +82,14 @@ class UnderflowReport(Printed):
 
     @property
     def half(self) -> bool:
-        """Whether some gradients were fp16 already: what it has lost can then not be counted."""
+        """Whether some gradients were fp16 already. What fp16 has lost cannot be counted then."""
         return self.total.half
 
     @property
     def smallest_scale(self) -> float | None:
-        """The smallest power of two at which 99.9 % of all non-zero values stay so in fp16.
+        """The smallest power of two at which 99.9 % of all non-zero values stay non-zero in fp16.
 
-        None if no scale does, without such values, and if `half`.
+        None if no scale does this, if there are no such values, and if `half`.
         """
         return self.total.smallest_scale
 
@@ -145,10 +145,10 @@ class UnderflowReport(Printed):
         return cells
 
     def plot(self):
-        """Draw the exponents of all gradient values against fp16's range, a panel for each scale.
+        """Draw the exponents of all gradient values and fp16's range, with a panel for each scale.
 
-        If `half`, the values that fp16 has flushed to zero are not among them. Returns the axes of
-        matplotlib, in a list.
+        If `half`, the values that fp16 has flushed to zero are missing. Returns a list of
+        matplotlib axes.
         """
         from amp_lab import plots  # matplotlib only where a figure is drawn
 
@@ -220,29 +220,29 @@ def gradient_underflow(
 ) -> UnderflowReport:
     """Count, layer by layer, the gradient values that fp16 would lose at each loss scale.
 
-    It counts the gradients that are fp16 under autocast: those of the parameters and of the outputs
-    of matmuls, convolutions and recurrent layers. One backward pass runs with the graph kept, so
-    ``loss.backward()`` still works after it. No `.grad` is written.
+    The report covers the gradients that are fp16 under autocast: those of the parameters, and those
+    of the outputs of matmuls, convolutions and recurrent layers. One backward pass runs and keeps
+    the graph, so ``loss.backward()`` still works afterwards. No `.grad` is written.
 
     Args:
         model: The model whose parameters get the gradients.
         loss: A tensor with one number, computed with `model` in fp32 or bf16 without a loss scale.
-            In fp16, small gradients are lost before they can be counted: then `half` is true, and
+            In fp16, small gradients are lost before they can be counted. Then `half` is true, and
             the report has neither lost shares nor a smallest scale.
         scales: Loss scales: powers of two from 2^-64 to 2^64.
 
     Returns:
-        An `UnderflowReport`: print it to see the shares by layer, or read `smallest_scale`.
+        An `UnderflowReport`. Print it to see the shares by layer, or read `smallest_scale`.
 
     Raises:
-        NumericsError: If no parameter requires a gradient, if a scale is no such power of two, or
-            if the loss is no single number, does not depend on the model, or has no graph, a freed
-            graph or a compiled one.
+        NumericsError: If no parameter requires a gradient, if a scale is not such a power of two,
+            or if the loss is not a single number, does not depend on the model, or has no graph, a
+            freed graph or a compiled one.
 
     Source:
         The histogram of Micikevicius et al., "Mixed Precision Training", 2018, figure 3. Each value
-        is treated as ``(gradient * scale).to(torch.float16)``. Of 262,144 values or more a fixed
-        sample is counted, with the extremes; the report says how far a share may be off.
+        is treated as ``(gradient * scale).to(torch.float16)``. From 262,144 values on, a fixed
+        sample and the extremes are counted. The report says how far a share may be off.
 
     Example:
         model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))

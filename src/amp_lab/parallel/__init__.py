@@ -1,4 +1,5 @@
-"""Several processes that train one model: DDP or FSDP2, and what each rank does.
+"""Train one model with several processes: DDP or FSDP2, and what each rank does.
 
-Nothing is imported here: the names of both are read without loading `torch.distributed`.
+This file imports nothing, so that the names of DDP and FSDP2 can be read without loading
+`torch.distributed`.
 """

@@ -1,7 +1,7 @@
-"""The figures that commands draw, in one style that is also readable in greyscale.
+"""The figures that commands and notebooks draw, in one style that is also readable in greyscale.
 
-The notebooks write ``from amp_lab import plots``, then ``plots.roofline(…)``. There is a file for
-each subject; `style` has the colours and the elements that figures share.
+Write ``from amp_lab import plots``, then ``plots.roofline(…)``. Each subject has a file. `style`
+has the colours and the elements that figures share.
 """
 
 from amp_lab.core import requirements

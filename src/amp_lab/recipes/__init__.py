@@ -1,4 +1,7 @@
-"""How does a step run? Recipes, steps that follow them, and the programs with the same lines."""
+"""Recipes: how a step of a model runs, as a precision with options such as `torch.compile`.
+
+A `Step` runs a recipe, and `program` writes the same recipe as lines of code.
+"""
 
 from amp_lab.recipes.distance import distance, floats, norm
 from amp_lab.recipes.loss import OWN_LOSS, OutputLoss, loss_of

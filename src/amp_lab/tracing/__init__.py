@@ -1,6 +1,6 @@
 """Trace what a model would do on a device that need not be in this machine.
 
-`xray`, `op_table`, `forecast_memory` and `largest_batch` are in `amp_lab` itself.
+Import `xray`, `op_table`, `forecast_memory` and `largest_batch` from `amp_lab`.
 """
 
 from amp_lab.tracing.memory import compare_memory, parse_bytes

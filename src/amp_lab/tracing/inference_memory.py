@@ -80,23 +80,24 @@ def forecast_inference(
     autocast: bool = False,
     **kwargs: Any,
 ) -> InferenceForecast:
-    """Forecast the memory of a forward pass of a model on a device that need not be there.
+    """Forecast the memory of a forward pass on a device that need not be in this machine.
 
     The pass is ``model(*inputs, **kwargs)`` under `torch.inference_mode`. Call ``model.eval()``
-    first: the mode of the model is not changed. Not counted: workspaces of cuBLAS and cuDNN, memory
-    of the driver, and fragmentation.
+    first, because the forecast does not change the mode of the model. The forecast does not include
+    workspaces of cuBLAS and cuDNN, memory of the driver, and fragmentation.
 
     Args:
         model: The model. It is neither changed nor moved.
-        *inputs: The arguments of a call: tensors, or structures of tensors, on any device.
+        *inputs: The positional arguments of the call: tensors, or structures of tensors, on any
+            device.
         device_type: "cuda" (also for ROCm), "xpu", "mps" or "cpu".
         precision: A `Precision`: "fp32", "tf32", "fp16" or "bf16".
-        autocast: Whether autocast casts to a `precision` of 16 bits. By default, weights and
-            floating-point inputs are cast before the pass.
+        autocast: Whether the pass runs under autocast if `precision` has 16 bits. By default,
+            weights and floating-point inputs are cast before the pass.
         **kwargs: The keyword arguments of the call.
 
     Returns:
-        An `InferenceForecast`, in bytes: print it to see a table, or read `peak`. `cache` describes
+        An `InferenceForecast` in bytes. Print it to see a table, or read `peak`. `cache` describes
         the KV cache in the output, or is None. `kept_under_no_grad` is how much higher the peak is
         under `torch.no_grad`, where autocast keeps its copies of weights until its block ends.
 

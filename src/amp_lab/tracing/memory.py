@@ -45,33 +45,34 @@ def forecast_memory(
     fsdp_ranks: int = 1,
     **kwargs: Any,
 ) -> MemoryForecast:
-    """Forecast the memory of one training step of a model on a device that need not be there.
+    """Forecast the memory of one training step on a device that need not be in this machine.
 
     The step is ``loss_fn(model(*inputs, **kwargs)).backward(); optimizer.step()``, under autocast
-    for fp16 and bf16. The forecast is for the second step and later: the optimizer has its state,
-    and no gradient is left from the step before. If a branch of the model depends on values, the
-    model runs once for real on the CPU in fp32, on copies; a caveat of the forecast says so.
+    for fp16 and bf16. The forecast is for the second step and later steps: the optimizer already
+    has its state, and no gradient is left from the step before. If a branch of the model depends on
+    values, copies of the model and its inputs run once on the CPU in fp32. A caveat of the forecast
+    then says so.
 
-    Not counted: workspaces of cuBLAS and cuDNN, memory of the driver, and what the allocator loses
-    by rounding and fragmentation. With torch 2.11 the peak can be too high next to an
-    `autograd.Function`.
+    The forecast does not include workspaces of cuBLAS and cuDNN, memory of the driver, and what the
+    allocator loses by rounding and fragmentation. With torch 2.11 the peak can be too high if the
+    model uses an `autograd.Function`.
 
     Args:
         model: The model. It is neither changed nor moved.
-        *inputs: The arguments of a call, with the batch that you train with: tensors, or structures
-            of tensors, on any device, also ``meta``.
+        *inputs: The positional arguments of the call, with the batch size that you train with:
+            tensors, or structures of tensors, on any device, also ``meta``.
         device_type: "cuda" (also for ROCm), "xpu", "mps" or "cpu".
         precision: A `Precision`: "fp32", "tf32", "fp16" or "bf16".
         optimizer: A key of `OPTIMIZERS` in `amp_lab.core.optimizers`, such as "adam" or "sgd".
-        loss_fn: A function from the output to a loss of one number. Give it if the loss is large,
-            as a language model's is. Without it, each floating-point output gets a gradient of its
-            size.
-        fsdp_ranks: The number of ranks of FSDP2. The forecast is for each rank, with the blocks of
+        loss_fn: A function that computes a loss of one number from the output. Give it if the loss
+            needs much memory, as the loss of a language model does. Without it, each floating-point
+            output gets a gradient of its own size.
+        fsdp_ranks: The number of FSDP2 ranks. The forecast is for each rank, with the blocks of
             `amp-lab train`.
         **kwargs: The keyword arguments of the call.
 
     Returns:
-        A `MemoryForecast`, in bytes: print it to see a table, or read `peak`.
+        A `MemoryForecast` in bytes. Print it to see a table, or read `peak`.
 
     Raises:
         TraceError: If the model cannot be traced, if it refuses the inputs, if it depends on values
@@ -107,32 +108,32 @@ def largest_batch(
     loss_fn: LossFunction | None = None,
     input_dtype: Dtypes = torch.float32,
 ) -> int:
-    """Find the largest batch whose training step fits into a memory.
+    """Find the largest batch whose training step fits into the memory.
 
     Args:
         model: The model. It is neither changed nor moved.
-        input_shape: The shape of one sample, as ``(3, 224, 224)`` or with a batch dimension of 1,
-            ``(1, 3, 224, 224)``. A first size other than 1 is no batch. A model with several inputs
-            gets a sequence of shapes.
-        memory_bytes: The memory, as bytes or with a unit: ``"24GiB"``, ``"80GB"``.
+        input_shape: The shape of one sample, such as ``(3, 224, 224)``, or the same with a batch
+            dimension of 1, ``(1, 3, 224, 224)``. A first size other than 1 is not a batch
+            dimension. For a model with several inputs, give a sequence of shapes.
+        memory_bytes: The memory in bytes, or with a unit: ``"24GiB"``, ``"80GB"``.
         precision: A `Precision`: "fp32", "tf32", "fp16" or "bf16".
         device_type: As in `forecast_memory`.
         optimizer: As in `forecast_memory`.
         loss_fn: As in `forecast_memory`.
-        input_dtype: The dtype of the inputs: one for all, or a sequence with one for each.
+        input_dtype: The dtype of all inputs, or a sequence with one dtype for each input.
 
     Returns:
         The number of samples; 0 if not even one fits.
 
     Raises:
         TraceError: If `forecast_memory` would raise it, if `memory_bytes` or the shapes cannot be
-            read, if the memory is not a constant plus a multiple of the batch, or if the model
+            read, if the memory is not a constant plus a multiple of the batch size, or if the model
             depends on values.
         DeviceError: If the device type does not exist.
 
     Source:
-        Two traced batches give each storage as a constant plus a multiple of the batch. A third
-        trace, of the largest batch, has to agree.
+        Traces with two batch sizes give the size of each storage as a constant plus a multiple of
+        the batch size. A third trace, with the largest batch, has to agree.
 
     Example:
         model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 10))

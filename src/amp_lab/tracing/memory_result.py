@@ -121,14 +121,14 @@ class ForecastTable(Printed):
 
 @dataclass(frozen=True, repr=False)
 class MemoryForecast(Printed):
-    """The memory of one training step, in bytes; made by `forecast_memory`.
+    """The memory of one training step in bytes, as `forecast_memory` returns it.
 
-    Weights, gradients and so on do not add up to the peak, since they are not all there at one
-    time. The numbers in `at_peak` do.
+    Weights, gradients and the other parts do not add up to the peak, because they are not all in
+    memory at the same time. The numbers in `at_peak` do add up to it.
     """
 
-    model: str  # the name of its class
-    input_shapes: tuple[tuple[int, ...], ...]  # with the batch
+    model: str  # the name of the model's class
+    input_shapes: tuple[tuple[int, ...], ...]  # with the batch dimension
     device_type: str  # such as "cuda"
     precision: Precision  # of the step
     optimizer_name: str  # such as "adam"
@@ -137,16 +137,17 @@ class MemoryForecast(Printed):
     gradients: int  # of all parameters, each in its dtype, before the optimizer's step
     optimizer: int  # state that the optimizer keeps from step to step
     activations: int
-    """What autograd keeps for the backward pass when the forward pass ends, with inputs that it
-    needs. Each storage counts once; parameters and casts of them do not count."""
-    cast_cache: int  # copies of weights in low precision, which live while the autocast block lasts
-    cast_kept: int  # bytes of `cast_cache` that live on after the block, kept by autograd
+    """Saved activations: what autograd keeps at the end of the forward pass for the backward pass,
+    including the inputs that it needs. Each storage counts once. Parameters and their casts do not
+    count."""
+    cast_cache: int  # copies of weights in low precision, which autocast keeps until its block ends
+    cast_kept: int  # bytes of `cast_cache` that autograd keeps after the block
     phases: dict[str, int]  # the most in use at one time in "forward", "backward" and "optimizer"
     at_peak: dict[str, int]  # bytes in use at the peak by kind, one of `storage_ledger.KINDS`
-    caveats: tuple[str, ...] = ()  # sentences on what the forecast may be wrong about
-    fsdp_ranks: int = 1  # of FSDP2; the forecast is the memory of each rank
+    caveats: tuple[str, ...] = ()  # sentences on what may make the forecast wrong
+    fsdp_ranks: int = 1  # number of FSDP2 ranks; the forecast is for each rank
     largest_at_peak: str = field(default="", compare=False)
-    """The largest activation or temporary at the peak, in words; "" if it is small."""
+    """The largest activation or temporary at the peak, in words; "" if that is small."""
 
     @property
     def peak(self) -> int:
@@ -160,12 +161,12 @@ class MemoryForecast(Printed):
 
     @property
     def column(self) -> str:
-        """The heading in a table: the precision, such as "bf16"."""
+        """The heading of the column in a table: the precision, such as "bf16"."""
         return str(self.precision)
 
     @property
     def run(self) -> str:
-        """What this is a forecast of."""
+        """The step that is forecast, in words."""
         return f"one training step with {self.optimizer_name} on {self.device_type}"
 
     @property

@@ -52,17 +52,17 @@ _NO_KERNEL = (
 
 @dataclass(frozen=True)
 class OpRule:
-    """The policy of autocast on one backend for one of torch's ops, and what a call returned."""
+    """Autocast's policy for an op on one backend, and the dtype that a call of the op returned."""
 
     op: str  # without "aten::", and with the overload where its overloads differ
     overloads: tuple[str, ...]  # names of overloads; the one without a name is "default"
     policy: str  # one of POLICIES
-    given: tuple[torch.dtype, ...]  # dtypes of the inputs of a call that the policy has to change
-    observed: torch.dtype | None  # what the call returned; None: the op could not be called
-    reason: str  # why it could not be called, in a line; else empty
+    given: tuple[torch.dtype, ...]  # dtypes of the inputs of a call, which the policy has to change
+    observed: torch.dtype | None  # dtype of the result; None if the op could not be called
+    reason: str  # why the op could not be called, in one line; else empty
     agrees: bool | None
-    """Whether `observed`, or the dtype of its parts if it is complex, is what the policy promises;
-    None if the op returns no floating-point numbers."""
+    """Whether `observed` is the dtype that the policy promises. For a complex dtype, the dtype of
+    its parts counts. None if the op returns no floating-point numbers."""
 
 
 class OpTable(Printed, list[OpRule]):
@@ -139,10 +139,10 @@ class OpDifferences(Printed, list[OpDifference]):
 
 
 def op_table(device_type: str, dtype: torch.dtype | None = None) -> OpTable:
-    """List what autocast on a backend does to each op that it has a rule for.
+    """List the ops for which autocast on a backend has a rule, with the rule of each op.
 
-    An op that is in no table of its backend runs in the dtype of its inputs, or calls ops that are
-    in the table. An op that follows no policy is left out, with a warning.
+    An op that is not in the table of its backend runs in the dtype of its inputs, or calls ops that
+    are in the table. An op that follows no policy is left out, with a warning.
 
     Args:
         device_type: "cuda" (also for ROCm), "xpu", "mps" or "cpu".
@@ -156,9 +156,9 @@ def op_table(device_type: str, dtype: torch.dtype | None = None) -> OpTable:
         DeviceError: If the device type does not exist, or if autocast does not take `dtype`.
 
     Source:
-        The installed torch. The dispatcher lists the ops that have an autocast kernel. Each op is
-        then called, on the device if it is in this machine, else on fake tensors, and the dtypes
-        that arrive below autocast show its policy.
+        The installed torch. Its dispatcher lists the ops that have an autocast kernel. `op_table`
+        calls each op on the device or, if the device is not in this machine, on fake tensors. The
+        dtypes that arrive below autocast show the policy of the op.
 
     Example:
         table = op_table("cpu", torch.bfloat16)

@@ -37,27 +37,28 @@ def xray_sharding(
 ) -> ShardingXray:
     """Show in which dtype FSDP2 or DDP stores, gathers, computes and sums each parameter.
 
-    A model that is in DDP or that `fully_shard` has sharded is read as it is and not changed. Any
+    A model that is already in DDP or sharded by `fully_shard` is read as it is and not changed. Any
     other model is treated as `amp-lab train` would treat it. No other process is started.
 
     Args:
         model: The model: sharded by `fully_shard`, in DistributedDataParallel, or neither.
-        *inputs: The arguments of a call. The result shows to which dtype they are cast. Autocast
-            under DDP needs them.
+        *inputs: The positional arguments of a call. The result shows to which dtype they are cast.
+            Autocast under DDP needs them.
         parallel: "fsdp" or "ddp", for a model that is neither sharded nor in DDP.
-        precision: A `Precision`. None is bf16, and for a model in DDP no autocast.
-        reduce_dtype: The dtype in which gradients are summed, by name. None is fp32.
+        precision: A `Precision`. None is bf16; for a model that is in DDP already, None is no
+            autocast.
+        reduce_dtype: The name of the dtype in which gradients are summed. None is fp32.
         device_type: The device type whose autocast is used under DDP.
         **kwargs: The keyword arguments of the call.
 
     Returns:
-        A `ShardingXray`: print it to see the dtypes by unit, and what to look at.
+        A `ShardingXray`. Print it to see the dtypes of each unit, and advice.
 
     Raises:
-        TraceError: If FSDP1 wraps the model, if `parallel` is missing, if the model has a given
-            setting already, if `reduce_dtype` is unknown, or if autocast has no inputs.
+        TraceError: If FSDP1 wraps the model, if `parallel` is missing, if the model already has a
+            setting that you give, if `reduce_dtype` is unknown, or if autocast has no inputs.
         DeviceError: If the device type does not exist.
-        ValueError: If `precision` is no `Precision`.
+        ValueError: If `precision` is not a `Precision`.
 
     Example:
         model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))

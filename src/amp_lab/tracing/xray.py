@@ -69,28 +69,30 @@ def xray(
 ) -> Xray:
     """Show in which dtype each op of a model runs under autocast, on any type of device.
 
-    The model makes one forward pass on fake tensors, which have no values, so you need no such
-    device. If a branch of the model depends on values, the model first runs for real on the CPU in
-    fp32, on copies, and the pass takes the same branches. `Xray.decisions` then says so.
+    The model makes one forward pass on fake tensors. They have no values, so this machine does not
+    need such a device. If a branch of the model depends on values, copies of the model and its
+    inputs first run on the CPU in fp32. The pass then takes the same branches, and `Xray.decisions`
+    says so.
 
     Args:
         model: The model. It is neither changed nor moved.
-        *inputs: The arguments of a call: tensors of any shape, on any device, also ``meta``.
+        *inputs: The positional arguments of the call: tensors of any shape, on any device, also
+            ``meta``.
         device_type: "cuda" (also for ROCm), "xpu", "mps" or "cpu".
-        dtype: The dtype that autocast computes in: torch.float16 or torch.bfloat16; torch.float32
+        dtype: The dtype that autocast computes in: torch.float16 or torch.bfloat16. torch.float32
             turns autocast off. None is autocast's default for the device type, with two exceptions:
-            a model with all weights in one 16-bit dtype runs without autocast, and a model with
-            some weights in 16 bits runs under autocast to that dtype.
-        loss_fn: A function from the output to the loss. It runs under autocast too.
+            if all weights have one 16-bit dtype, autocast is off; if only some weights are in 16
+            bits, autocast uses their dtype.
+        loss_fn: A function that computes the loss from the output. It runs under autocast too.
         real: Whether to run a copy of the model on the device itself, with values.
         **kwargs: The keyword arguments of the call.
 
     Returns:
-        An `Xray`: print it to see a table of modules with their ops, dtypes and casts.
+        An `Xray`. Print it to see a table of modules with their ops, dtypes and casts.
 
     Raises:
-        TraceError: If `model` is no nn.Module, if inputs are given with no tensor in them, if the
-            model fails on them without autocast too, or if it depends on values that the run on
+        TraceError: If `model` is not an nn.Module, if there are inputs but no tensor in them, if
+            the model also fails without autocast, or if the model depends on values that the run on
             the CPU does not have.
         DeviceError: If the device type does not exist, if autocast does not take `dtype`, or if
             `real` is set and the device is not in this machine.

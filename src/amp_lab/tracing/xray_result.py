@@ -23,43 +23,44 @@ _MAX_DEPTH = 12
 
 @dataclass(frozen=True, repr=False)
 class Xray(Printed):
-    """The result of `xray`; `str` of it is a table to read."""
+    """The result of `xray`. Print it to see a table."""
 
-    model: str  # the name of its class
+    model: str  # the name of the model's class
     device_type: str  # such as "cuda"
-    dtype: torch.dtype  # what autocast computes in; torch.float32: autocast was off
+    dtype: torch.dtype  # the dtype of autocast; torch.float32 if autocast was off
     real: bool  # whether the model ran on the device itself, not on fake tensors
     rows: list[OpRecord]  # in the order in which the ops ran
-    casts: list[Cast]  # that autocast inserted, in order
-    output_dtypes: list[torch.dtype]  # of each tensor of the output, in order
+    casts: list[Cast]  # the casts that autocast inserted, in order
+    output_dtypes: list[torch.dtype]  # dtype of each tensor of the output, in order
     outputs: Outputs  # dtype and shape of each tensor of the output, by its path
-    loss_dtype: torch.dtype | None  # of what `loss_fn` returned, if it was given
-    raised: str | None  # an error that occurs only under autocast: the rows end at that op
+    loss_dtype: torch.dtype | None  # dtype of the result of `loss_fn`; None without it
+    raised: str | None  # an error that occurs only under autocast; `rows` end at its op
     advice: list[str]  # sentences on what to look at; the rows and casts show why
-    modules: list[ModuleRow]  # all of them, in the model's order
-    decisions: str = ""  # a sentence, if the trace took the decisions of a run on the CPU
-    autocast_off: str = ""  # a sentence, if the model's weights were why autocast was left off
-    compiled: bool = False  # whether the model, or a module in it, is; it was run in eager mode
+    modules: list[ModuleRow]  # all modules, in the model's order
+    decisions: str = ""  # a sentence, if the trace took the branches of a run on the CPU
+    autocast_off: str = ""  # a sentence, if autocast is off because of the weights' dtype
+    compiled: bool = False  # whether the model or a module is compiled; it ran in eager mode
     training: bool = True  # whether the model was in training mode
 
     @property
     def title(self) -> str:
-        """The model, the device, the dtype of autocast and how it was run, in a line."""
+        """The model, the device, the dtype of autocast and the kind of run, in one line."""
         autocast = "off" if self.dtype is torch.float32 else short_name(self.dtype)
         run = "a real run" if self.real else "fake tensors, no such device needed"
         return f"{self.model} on {self.device_type}, autocast {autocast} ({run})"
 
     @property
     def low_share(self) -> float:
-        """Share of the FLOPs of matmuls and convolutions in low precision, 0 to 1."""
+        """Share of the FLOPs of matmuls and convolutions that run in low precision, from 0 to 1."""
         low = work_of(row for row in self.rows if row.dtype in LOWER_DTYPES)
         return low / max(1, work_of(self.rows))
 
     def by_module(self, depth: int | None = None) -> ModuleTable:
-        """A table of what each module returns and of its parameters, as torchinfo shows a model.
+        """Return a table of the output and the parameters of each module, as torchinfo shows them.
 
-        It has a row for the model and one for each module down to `depth`: 1 for the model's own
-        submodules, 2 for theirs too; None for all. Raises `OptionError` for a depth below 1.
+        The table has a row for the model and for each module down to `depth`: 1 for the model's own
+        submodules, 2 for their submodules too, None for all. Raises `OptionError` for a depth below
+        1.
         """
         facts = list(self._remarks())
         if self.raised is not None:

@@ -1,4 +1,5 @@
-"""Train a model in any precision: the loop, and runs that live in a folder.
+"""Train a model in any precision: the training loop, and runs that are stored in a folder.
 
-Nothing is imported here: the command line reads the settings of a run without loading torch.
+This file imports nothing, so that the command line can read the settings of a run without loading
+torch.
 """

@@ -275,14 +275,14 @@ def fit(
 ) -> list[EpochMetrics]:
     """Train a model, in any precision.
 
-    To resume a training with a bitwise equal result, save `progress` and the states of the model,
-    the optimizer, the scaler, the scheduler and the random generators.
+    To resume training with a bitwise equal result, save `progress` and the states of the model, the
+    optimizer, the scaler, the scheduler and the random generators.
 
     Args:
-        model: The model, on its device already.
-        train_batches: A function of the epoch, counted from 0, and of the number of a batch. It
-            returns the batches of that epoch from there on, in a form that `Batch` describes.
-        epochs: The number of epochs when training ends, finished ones included. It ends earlier if
+        model: The model. It must already be on its device.
+        train_batches: A function of the epoch and the number of a batch, both counted from 0. It
+            returns the batches of that epoch from that number on, in a form that `Batch` describes.
+        epochs: The total number of epochs, including finished ones. Training ends earlier if
             `after_step` returns true.
         test_batches: A function that returns the batches for the evaluation after each epoch.
         **settings: Fields of `Loop`. `precision`, `device` and `optimizer` must be given.
@@ -322,16 +322,16 @@ def fit(
 def evaluate(model: nn.Module, batches: Batches, **settings: Any) -> tuple[float, float]:
     """Compute the mean loss and the mean metric of a model over batches.
 
-    The model is in evaluation mode meanwhile.
+    The model is in evaluation mode during the call.
 
     Args:
-        model: The model, on its device already.
-        batches: The batches, in a form that `Batch` describes. With several processes, each needs
-            the same number of batches, but not of the same sizes.
+        model: The model. It must already be on its device.
+        batches: The batches, in a form that `Batch` describes. With several processes, each process
+            needs the same number of batches, but the sizes may differ.
         **settings: Fields of `Loop`. `precision` and `device` must be given.
 
     Returns:
-        The mean loss and the mean metric. The metric is by default the accuracy, from 0 to 1.
+        The mean loss and the mean metric. By default, the metric is the accuracy, from 0 to 1.
 
     Raises:
         DeviceError: If the device is not in this machine.

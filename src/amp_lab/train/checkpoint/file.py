@@ -27,16 +27,16 @@ _COMMENT_PATTERN = re.compile(rb"amp-lab checkpoint (\d+) sha256 ([0-9a-f]{64})"
 
 
 def save_checkpoint(path: str | os.PathLike, **state) -> None:
-    """Save a checkpoint atomically: at each moment the old file or the new one is complete.
+    """Save a checkpoint atomically: at each moment, either the old file or the new one is complete.
 
     Args:
         path: The file to write. `torch.load` can read it too.
         **state: The values by name. A value with a `state_dict`, such as a model, is saved as its
-            state dict. Others must be tensors, numbers, strings, None, or dicts, lists and tuples
-            of those.
+            state dict. Other values must be tensors, numbers, strings, None, or dicts, lists and
+            tuples of these.
 
     Raises:
-        CheckpointError: If the file cannot be written. An older file stays as it was.
+        CheckpointError: If the file cannot be written. An older file stays unchanged.
         TypeError: If a value could not be loaded again.
 
     Example:
@@ -72,7 +72,7 @@ def load_checkpoint(path: str | os.PathLike) -> dict:
         The values by name, with tensors on the CPU.
 
     Raises:
-        CheckpointError: If the file is missing, truncated, altered, of another version, or no
+        CheckpointError: If the file is missing, truncated, altered, of another version, or not a
             checkpoint.
 
     Source:

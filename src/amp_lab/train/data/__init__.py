@@ -35,18 +35,21 @@ def load_dataset(
 
     Args:
         name: A key of `DATASETS`: "digits", "cifar10", "caltech256", "folder", "stdlib" or "text".
-        folder: The folder of its files. The file of the data set in `train/data/` describes it.
+        folder: The folder of the files. The module of the data set in `train/data/` describes them.
         image_size: Height and width of the images in pixels. None is the default of the data set.
-        limit: The most training samples. The test samples are cut to the same share, and each class
-            keeps its share. None is all.
-        seed: The seed of the augmentation, and of where passages of a text begin; 0 or more.
-        augment: Whether training images are augmented, and passages begin at random places.
-        skip_damaged: Whether to leave out image files that cannot be decoded; `skipped` lists them.
-        download: Whether missing files are downloaded. Otherwise they are an error.
+        limit: The most training samples; None is all. The test samples are cut to the same share.
+            Each class keeps its share too.
+        seed: The seed of the augmentation, and of the positions where passages of a text begin; 0
+            or more.
+        augment: Whether training images are augmented, and whether passages begin at random
+            positions.
+        skip_damaged: Whether to leave out image files that cannot be decoded. `skipped` lists them.
+        download: Whether to download missing files. If false, a missing file is an error.
 
     Returns:
-        A `DataSplits`. `train` and `test` give pairs of a sample and its target: an image, float32
-        (3, S, S), with an int; or a passage of 256 characters, int64 (256,), with int64 (256,).
+        A `DataSplits`. `train` and `test` give pairs of a sample and its target. For images, this
+        is a float32 tensor (3, S, S) with an int. For a text, this is a passage of 256 characters,
+        int64 (256,), with int64 (256,).
 
     Raises:
         DataError: If a value is wrong, or if files are missing, damaged or altered.

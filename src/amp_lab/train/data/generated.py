@@ -32,15 +32,16 @@ def make_stand_in(
 ) -> Path:
     """Generate pictures in the layout of a data set that cannot be downloaded.
 
-    `load_dataset` with the same folder reads them, and sets `stand_in`. A class is a shape with
-    stripes of a colour and a direction.
+    `load_dataset` with the same folder reads these pictures, and sets `stand_in`. Each class is a
+    shape with stripes, which have a colour and a direction.
 
     Args:
         name: "cifar10" or "caltech256".
-        folder: The folder that gets the data set.
-        images_per_class: Training and test images together, at least 6. None is 600 for cifar10 and
-            10 for caltech256.
-        classes: The number of classes, at least 2. None is that of the real data set: 10 or 256.
+        folder: The folder to put the data set into.
+        images_per_class: The number of training and test images together, at least 6. None is 600
+            for cifar10 and 10 for caltech256.
+        classes: The number of classes, at least 2. None is the number of the real data set: 10 or
+            256.
         seed: The seed of the pictures; 0 or more.
 
     Returns:
