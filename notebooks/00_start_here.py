@@ -164,7 +164,7 @@ assert scaler.is_enabled() == (precision is Precision.FP16)
 # was too busy to measure it. AMP still runs, but without fast 16-bit hardware it may be no
 # faster. <!-- tests/core/test_device.py -->
 #
-# ## What does it buy?
+# ## Compare loss, time and memory
 #
 # We train both networks for ten epochs and compare their losses. The AMP run stores activations with [two
 # to three decimal digits](01_number_formats.ipynb#Summary) (three in fp16), and the fp32 run stores them
@@ -263,8 +263,8 @@ assert memory[str(precision)] < memory["fp32"]
 #
 # ## Exercises
 #
-# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if not,
-# why. A hint and a solution are folded away below each.
+# Replace the dots with your answer and run the cell. It says whether the answer is right and, if not,
+# why. A hint and a solution are folded below each exercise.
 
 # %%
 from course.exercises import checks_of

@@ -432,8 +432,8 @@ _ = figures.gradients_against_fp16(gradients.abs().log2(), scales=(1, 2**16))
 #
 # ## Exercises
 #
-# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if not,
-# why. A hint and a solution are folded away below each.
+# Replace the dots with your answer and run the cell. It says whether the answer is right and, if not,
+# why. A hint and a solution are folded below each exercise.
 
 # %%
 from course.exercises import checks_of
@@ -496,7 +496,7 @@ exercises.check_sum_stops(sum_stops_at)
 #
 # </details>
 #
-# ### 3. Repair a length
+# ### 3. Repair an overflow
 #
 # This function takes an fp16 vector and returns its length in fp32. For `[300, 400]` it returns infinity
 # instead of 500:

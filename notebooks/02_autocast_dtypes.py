@@ -85,7 +85,7 @@ assert defaults == [torch.bfloat16] + [torch.float16] * 3
 #    usual promotion applies.
 # 3. **Which policy does the op have there?**
 #
-# ## The table to keep
+# ## Find the policy of an op
 #
 # Call an op twice to find its policy: with an fp32 matrix and with one in low precision. We do this for
 # common ops ([`course/autocast_rules.py`](course/autocast_rules.py)). `add fp32` adds the matrix to an
@@ -205,7 +205,7 @@ assert weight.grad.dtype is weight.dtype is torch.float32
 # ops](https://docs.pytorch.org/docs/stable/amp.html#torch.autocast) as well. A matmul that ran in fp32 on
 # purpose would then get its gradient in low precision. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
-# ## Nest it, disable it
+# ## Nest and disable autocast
 #
 # You can nest autocast blocks. A region that needs the precision or the range of fp32 goes into a block
 # with `enabled=False`, which we call an *fp32 island*. Before you run this: which of the two matmuls on
@@ -350,7 +350,7 @@ for function, dtype in ((AmpProduct, low), (Fp32Product, torch.float32)):
 # Both backward passes succeed, the first in low precision and the second in fp32. Both gradients arrive in
 # fp32.
 #
-# ## CPU is no stand-in for CUDA
+# ## CPU and CUDA have different lists
 #
 # Each backend has its own list of ops. PyTorch returns it even for a device that you do not have. (The
 # leading underscore means that the function is not public.) Each list has about 110 ops. Before you run
@@ -410,7 +410,7 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 #   08](08_when_amp_breaks.ipynb#22-BCELoss-is-refused-on-a-GPU) says why).
 #
 # `amp-lab ops --device cuda` [prints the policy of every
-# op](../docs/your_model.md#what-would-autocast-do-to-it).
+# op](../docs/your_model.md#what-would-autocast-do-to-my-model).
 #
 # ## Summary
 #
@@ -436,8 +436,8 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 #
 # ## Exercises
 #
-# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if not,
-# why. A hint and a solution are folded away below each.
+# Replace the dots with your answer and run the cell. It says whether the answer is right and, if not,
+# why. A hint and a solution are folded below each exercise.
 
 # %%
 from course.exercises import checks_of

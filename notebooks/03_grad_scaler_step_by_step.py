@@ -452,8 +452,8 @@ for dtype in (torch.float16, torch.bfloat16):
 #
 # ## Exercises
 #
-# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
-# not, why. A hint and a solution are folded away below each.
+# Replace the dots with your answer and run the cell. It says whether the answer is right and, if not,
+# why. A hint and a solution are folded below each exercise.
 
 # %%
 from course.exercises import checks_of
@@ -556,7 +556,7 @@ exercises.check_clipped_step(clipped_step)
 #
 # </details>
 #
-# ### 4. Go on after an interruption
+# ### 4. Resume after an interruption
 #
 # A training run was interrupted, and `state` is the result of its `scaler.state_dict()`. Return a scaler
 # that resumes as if there had been no interruption.

@@ -233,7 +233,7 @@ assert all((loss[:, -1] < 0.5 * loss[:, 0]).all() for loss in losses.values())  
 # mean over three seeds. The band around a line reaches from the lowest seed to the highest. Two seeds of
 # one precision differ more than the means of two precisions do.
 #
-# ## Has accuracy been kept?
+# ## Is the accuracy the same?
 #
 # Accuracy also depends on the seed and on the number of test images. An accuracy $p$ on $n$ images has a
 # standard error of about $\sqrt{p (1 - p) / n}$. As a rough yardstick, a difference between precisions
@@ -255,7 +255,7 @@ print(f"seeds differ by up to {100 * spread:.1f} points, standard error {100 * e
 # The precisions differ by less than this yardstick, so this run shows no loss of accuracy. To see a
 # smaller difference, test on more images or train more seeds.
 #
-# ## Find the layers to blame
+# ## Find the slow layers
 #
 # On a CPU, AMP can make MobileNetV2 *slower*. To find out why, we time its layers by kind. After its
 # first convolution, MobileNetV2 has two kinds of convolution:
@@ -307,7 +307,7 @@ assert list(kind_times) == list(KINDS)
 # more time than all other layers gain. On another device, look for a kind of layer that autocast makes
 # much slower.
 #
-# ## Leave those layers in FP32
+# ## Keep the slow layers in FP32
 #
 # You can disable autocast inside an autocast block. We call such a region an *fp32 island*. A depthwise
 # layer becomes an island if the whole interval of its kind's speed-up lies below 1x.
@@ -472,8 +472,8 @@ folder.cleanup()
 #
 # ## Exercises
 #
-# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
-# not, why. A hint and a solution are folded away below each.
+# Replace the dots with your answer and run the cell. It says whether the answer is right and, if not,
+# why. A hint and a solution are folded below each exercise.
 
 # %%
 from course.exercises import checks_of
@@ -538,7 +538,7 @@ exercises.check_speedups(speedups)
 #
 # </details>
 #
-# ### 3. Mend this loop
+# ### 3. Fix this loop
 #
 # This fp16 loop has two mistakes. Correct both, and return the scaler in place of the dots.
 
@@ -591,7 +591,7 @@ exercises.check_mended_loop(mended_loop)
 #
 # </details>
 #
-# ### 4. What this checkpoint can do without
+# ### 4. What can you leave out of this checkpoint?
 #
 # A run trains in **bf16**, with Adam, a learning-rate schedule, a disabled scaler, and a network
 # *without* dropout. Which of these four can you leave out of its checkpoint, if the resumed run must

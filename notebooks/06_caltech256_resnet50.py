@@ -349,7 +349,7 @@ for name in ("FP32, batch 512", "AMP, batch 512"):
 # maps is the block's input. With AMP all these maps take half the bytes, but the images stay fp32. Earlier
 # maps are already freed, because no parameter of the frozen backbone needs a gradient.
 #
-# ## And if the backbone is trained?
+# ## Train the backbone too
 #
 # If we train the backbone too, autograd saves the activations for the backward pass, and every weight has
 # optimizer state. Before you run this: will 512 images fit with AMP?
@@ -468,8 +468,8 @@ else:
 #
 # ## Exercises
 #
-# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if not,
-# why. A hint and a solution are folded away below each.
+# Replace the dots with your answer and run the cell. It says whether the answer is right and, if not,
+# why. A hint and a solution are folded below each exercise.
 
 # %%
 from course.exercises import checks_of

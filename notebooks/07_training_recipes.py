@@ -438,7 +438,7 @@ assert message == "ValueError: Attempting to unscale FP16 gradients."
 #   fp32 too: in bf16 or fp16, all its small updates may be rounded away.
 # - **Compile the model.** Call `torch.compile(model)` as without AMP. Use the same autocast block in
 #   every call, also in evaluation, or PyTorch compiles the model again ([notebook
-#   18](18_inference_and_export.ipynb#What-torch.compile-does-to-it)). [Notebook
+#   18](18_inference_and_export.ipynb#What-torch.compile-changes)). [Notebook
 #   10](10_speed_ladder.ipynb) measures the speed-up.
 # - **Evaluate during training.** Use a separate autocast block for evaluation. Inside the block of the
 #   training step, autocast still has the casts of the weights from before the step.
@@ -472,8 +472,8 @@ assert message == "ValueError: Attempting to unscale FP16 gradients."
 #
 # ## Exercises
 #
-# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
-# not, why. A hint and a solution are folded away below each.
+# Replace the dots with your answer and run the cell. It says whether the answer is right and, if not,
+# why. A hint and a solution are folded below each exercise.
 
 # %%
 from course.exercises import checks_of
@@ -481,7 +481,7 @@ from course.exercises import checks_of
 exercises = checks_of("07_training_recipes")
 
 # %% [markdown]
-# ### 1. How long is the gradient that is left?
+# ### 1. How long is the clipped gradient?
 #
 # A loop clips to a norm of 0.5, but its author forgot `unscale_`. The loss scale is 1024. The true
 # gradient has a length of 6 in one batch, and of 0.0003 in another. Work out on paper the lengths of the
@@ -547,7 +547,7 @@ exercises.check_group_step(group_step)
 #
 # </details>
 #
-# ### 3. Mend the schedule
+# ### 3. Correct the schedule
 #
 # `end_of_step` should call `scheduler.step()` only if the scaler did not skip the step. This version
 # always calls it. Find the mistake and write the correct function.

@@ -170,9 +170,9 @@
 # | weight decay, or an average of weights (EMA), does nothing in bf16 | [section&nbsp;29](#29-Half-precision-weights-stop-moving) |
 # | weights of norms stay exactly 1.0, though the loss falls | [section&nbsp;29](#29-Half-precision-weights-stop-moving) |
 # | gradients of a checkpointed block are less exact, or overflow, and the loss is the same | [section&nbsp;20](#20-A-function-of-your-own-fails-in-backward) |
-# | a model from accelerate or Fabric returns fp32 | [notebook 19](19_choose_your_precision.ipynb#What-frameworks-call-it) |
+# | a model from accelerate or Fabric returns fp32 | [notebook 19](19_choose_your_precision.ipynb#What-other-frameworks-call-it) |
 # | `torch.compile` changes the gradients | [section&nbsp;27](#27-A-compiled-model-has-other-gradients) |
-# | `torch.compile` changes the results a little | in 16 bits it usually rounds less often: [notebook 18](18_inference_and_export.ipynb#What-torch.compile-does-to-it) |
+# | `torch.compile` changes the results a little | in 16 bits it usually rounds less often: [notebook 18](18_inference_and_export.ipynb#What-torch.compile-changes) |
 # | a compiled model is no faster | [notebook 10](10_speed_ladder.ipynb) |
 # | fp32 results differ between two GPUs | [section&nbsp;37](#37-TF32-is-set-in-the-old-and-in-the-new-way) |
 # | the ranks of a distributed run drift apart, have other gradient norms, or skip different steps | [section&nbsp;40](#40-DDP-refuses-the-model-or-its-step), [notebook 11](11_scale_out.ipynb) |
@@ -2950,7 +2950,7 @@ assert "FSDP expects uniform original parameter dtype but got" in messages[2]
 # [`find_unused_parameters=True`](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html),
 # which costs a walk through the graph in each step. For FSDP, cast the trained weights to fp32
 # (in bf16 there are no [fp32 master
-# weights](../docs/several_machines.md#what-is-in-which-dtype)), or call `fully_shard` on each module
+# weights](../docs/several_machines.md#show-the-dtype-of-each-parameter)), or call `fully_shard` on each module
 # of another dtype first. Give all ranks the scaler's state of one.
 
 # %%
@@ -3223,7 +3223,7 @@ assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 #
 # **The fix.** Ask `amp-lab memory my_model.py:MODEL --input 8,3,224,224 --memory 24GiB` with your
 # model and card: it forecasts each precision and the largest batch, and if that is too little, says
-# what saves how much ([Will it fit?](../docs/your_model.md#will-it-fit)). Then use a batch that fits,
+# what saves how much ([Will it fit?](../docs/your_model.md#does-training-fit-into-memory)). Then use a batch that fits,
 # and add up the gradients of several, which gives the gradient of the large one, up to rounding and
 # without batch normalisation.
 
@@ -3367,8 +3367,8 @@ assert not first_step_is_skipped(loaded)
 #
 # ## Exercises
 #
-# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
-# not, why. A hint and a solution are folded away below each.
+# Replace the dots with your answer and run the cell. It says whether the answer is right and, if not,
+# why. A hint and a solution are folded below each exercise.
 
 # %%
 from course.exercises import checks_of

@@ -121,7 +121,7 @@ print(f"{pixels:,} pixels, {sum(weights):,} weights: {flops / 1e9:.1f} GFLOP a s
 assert 0.98 < 12 * pixels * hidden**2 / flops <= 1  # nearly all in the two middle layers
 
 # %% [markdown]
-# ## Predict
+# ## Predict the speed-up
 #
 # If the step did nothing but these matmuls at the measured rate, it would take:
 
@@ -410,7 +410,7 @@ _ = figures.speedup_over_size(config["sizes"], {str(low): by_size})
 # size, so the share of the matmuls grows. A larger batch helps for the same reason. AMP pays from a size
 # on if the whole interval lies above 1 at this size and at all larger ones.
 #
-# ## Let the computer climb
+# ## Let advise try the changes
 #
 # For your own model, `advise` (on the command line `amp-lab advise`) tries *recipes*, which combine these
 # changes, on a copy. It forecasts the memory in each precision and trains for some steps. It compares
@@ -457,8 +457,8 @@ advice
 #
 # ## Exercises
 #
-# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if not,
-# why. A hint and a solution are folded away below each.
+# Replace the dots with your answer and run the cell. It says whether the answer is right and, if not,
+# why. A hint and a solution are folded below each exercise.
 
 # %%
 from course.exercises import checks_of
@@ -525,7 +525,7 @@ exercises.check_least_ms(least_ms)
 #
 # </details>
 #
-# ### 3. Mend the memory format
+# ### 3. Correct the memory format
 #
 # This function should convert a model and its images to channels last, but the images do not change. Find
 # the mistake and write the correct function.

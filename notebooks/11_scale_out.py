@@ -314,7 +314,7 @@ for n in counts[1:]:
 # and you can keep the learning rate.** If you keep the batch of each process instead, the global batch
 # grows n times and may need a different learning rate.
 #
-# ## What does each send and hold?
+# ## What does each rank send and hold?
 #
 # Before you look at the bytes: does autocast halve what DDP sends?
 
@@ -492,8 +492,8 @@ assert abs(before - found[False]) > 0.1  # it had a different model before
 #
 # ## Exercises
 #
-# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if not,
-# why. A hint and a solution are folded away below each. None of them starts a process.
+# Replace the dots with your answer and run the cell. It says whether the answer is right and, if not,
+# why. A hint and a solution are folded below each exercise. None of them starts a process.
 
 # %%
 from course.exercises import checks_of
@@ -597,7 +597,7 @@ exercises.check_one_step(one_step)
 #
 # </details>
 #
-# ### 4. The loss of all, from unequal parts
+# ### 4. Average the loss over unequal parts
 #
 # At the end of an evaluation, the ranks have different numbers of samples. Each rank reports its mean
 # loss and its number of samples. Return the mean loss over all samples.

@@ -175,7 +175,7 @@ assert off["wrong"] > 1.8
 # loss of the wrong prediction is nearly twice as large. To avoid this, create the last layer in float32
 # without an activation, and use a loss with `from_logits=True`.
 #
-# ## What compile adds
+# ## When compile adds a loss scale
 #
 # float16 usually needs a loss scale. So `compile` wraps the optimizer in a `LossScaleOptimizer` if the
 # *model's* policy is `mixed_float16`. bfloat16 needs no loss scale, because it has the range of
@@ -419,7 +419,7 @@ for backend, record in trained.items():
 # so it does not count them either. `model.save` stores the scale, so a loaded model continues with it.
 # <!-- tests/notebooks/test_12_keras.py -->
 #
-# ## A mistake in a step of your own
+# ## A mistake in a custom step
 #
 # In Keras 3, `apply` divides the gradients by the scale. If you also divide by hand, as in
 # TensorFlow 2.x, or forget `scale_loss`, `apply` gets unscaled gradients and raises no error:
@@ -492,8 +492,8 @@ for wrong in ({"dynamic": False}, {"loss_scale": "dynamic"}):
 #
 # ## Exercises
 #
-# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
-# not, why. A hint and a solution are folded away below each.
+# Replace the dots with your answer and run the cell. It says whether the answer is right and, if not,
+# why. A hint and a solution are folded below each exercise.
 
 # %%
 from course.exercises import checks_of

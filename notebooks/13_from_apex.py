@@ -115,7 +115,7 @@ assert torch.equal(today, as_apex_did)
 # Apex needs a GPU, so we use a toy version, which does the same in about a hundred lines of plain torch
 # ([`course/toy_apex.py`](course/toy_apex.py)).
 #
-# ## What each level did, and what does it today
+# ## What each level did, and what replaces it today
 #
 # We train one small network at each level with the toy Apex, and again with today's code
 # ([`course/apex_training.py`](course/apex_training.py)). The network contains batch normalization,
@@ -502,8 +502,8 @@ folder.cleanup()
 #
 # ## Exercises
 #
-# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
-# not, why. A hint and a solution are folded away below each.
+# Replace the dots with your answer and run the cell. It says whether the answer is right and, if not,
+# why. A hint and a solution are folded below each exercise.
 
 # %%
 from course.exercises import checks_of

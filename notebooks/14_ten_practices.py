@@ -265,8 +265,8 @@ for precision, (found, events) in profiles.items():
 #
 # ## Exercises
 #
-# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
-# not, why. A hint and a solution are folded away below each.
+# Replace the dots with your answer and run the cell. It says whether the answer is right and, if not,
+# why. A hint and a solution are folded below each exercise.
 
 # %%
 from course.exercises import checks_of

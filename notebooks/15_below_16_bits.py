@@ -62,7 +62,7 @@ assert (scaled / gradient - 1).abs().max() < 2**-4
 # usually enough for a whole model ([notebook 03](03_grad_scaler_step_by_step.ipynb)). Below 16 bits each
 # *tensor* needs its own scale, or even each group of 16 values.
 #
-# ## The numbers
+# ## Formats of a single value
 #
 # The format of a single value is called an *element*. `ELEMENTS` lists elements with their limits:
 
@@ -341,7 +341,7 @@ for name in ("mxfp4", "nvfp4"):
 #   norms](https://arxiv.org/abs/2412.19437), and layers whose error is large. `rehearse`, below, names
 #   them.
 #
-# ## The real matmul
+# ## Compare with PyTorch's FP8 matmul
 #
 # We compare our simulation with PyTorch's FP8 matmul, `torch.nn.functional.scaled_mm`. It runs on a CPU,
 # and on a GPU with FP8 hardware. It takes the rounded operands and their scales:
@@ -380,7 +380,7 @@ assert off < 2**-8  # the rounding of the result to bf16
 # table](https://github.com/pytorch/ao/tree/main/torchao/float8#performance), FP8 is slower than bf16 for
 # a matmul of 1024 x 2048 x 1024, and 39 % faster for 4096 x 8192 x 16384.
 #
-# ## What each GPU multiplies
+# ## Which GPU supports which format
 #
 # Which formats does your GPU have? Numbers such as 8.9 are compute capabilities.
 #
@@ -410,7 +410,7 @@ print(f"the same bits are {usual} in E4M3 and {fnuz} in its fnuz variant")
 assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 
 # %% [markdown]
-# ## Rehearse a model of your own
+# ## Test your own model
 #
 # `rehearse` tests these formats on your model. It runs one step in fp32, and repeats the matmuls of
 # linear layers and convolutions in each format. Their errors show which layers are better left in 16
@@ -476,8 +476,8 @@ assert report.formats[1].gradients_off < 0.02
 #
 # ## Exercises
 #
-# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
-# not, why. A hint and a solution are folded away below each.
+# Replace the dots with your answer and run the cell. It says whether the answer is right and, if not,
+# why. A hint and a solution are folded below each exercise.
 
 # %%
 from course.exercises import checks_of

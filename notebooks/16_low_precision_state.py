@@ -58,7 +58,7 @@ assert weight == 1
 # fp32 and casts copies of them. But fp32 weights cost memory: with their gradients and Adam's two
 # moments, they take 16 bytes for each parameter.
 #
-# ## What a parameter costs
+# ## Bytes per parameter
 #
 # `forecast_memory` counts the bytes of weights, gradients and optimizer state for a model and an
 # optimizer. We call it for two linear layers, in fp32 and in bf16:
@@ -297,7 +297,7 @@ torch.optim.AdamW([weight], lr=1e-3, weight_decay=0).step()
 assert (weight == 1).all()  # 0.001 is less than half the spacing of bf16 below 1, which is 2^-8
 
 # %% [markdown]
-# ## Gradients that add up
+# ## Accumulate gradients in fp32
 #
 # A sum of gradients loses small values in the same way. The gradients of bf16 weights are in bf16, and so
 # is their sum over micro-batches. We sum the gradients of micro-batches of eight images, in fp32 and in
@@ -457,8 +457,8 @@ assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
 #
 # ## Exercises
 #
-# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
-# not, why. A hint and a solution are folded away below each.
+# Replace the dots with your answer and run the cell. It says whether the answer is right and, if not,
+# why. A hint and a solution are folded below each exercise.
 
 # %%
 from course.exercises import checks_of

@@ -123,7 +123,7 @@ result
 # So **load** a model in the dtype that you want, and do not cast it afterwards:
 # `from_pretrained(…, dtype=…)` leaves the rates in fp32. For full fine-tuning load it in fp32 and use
 # autocast, because bf16 weights can lose small updates ([notebook
-# 19](19_choose_your_precision.ipynb#What-frameworks-call-it)). For LoRA, below, bf16 is right.
+# 19](19_choose_your_precision.ipynb#What-other-frameworks-call-it)). For LoRA, below, bf16 is right.
 # <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ### One dtype for q, k and v
@@ -304,7 +304,7 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32
 # no fast bf16, keep the base in fp16 and the adapters in fp32, and use fp16 autocast with the scaler. (The
 # scaler [refuses](08_when_amp_breaks.ipynb) adapters in fp16.)
 #
-# ### Merge, and what it loses
+# ### What merging loses
 #
 # Merging adds the update to the weight, so that inference needs no adapter. If you store the sum in bf16,
 # each value is rounded. A small learning rate makes small updates, so we scale our update to four sizes.
@@ -414,8 +414,8 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 #
 # ## Exercises
 #
-# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
-# not, why. A hint and a solution are folded away below each.
+# Replace the dots with your answer and run the cell. It says whether the answer is right and, if not,
+# why. A hint and a solution are folded below each exercise.
 
 # %%
 from course.exercises import checks_of

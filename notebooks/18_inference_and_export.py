@@ -165,7 +165,7 @@ for name in ("bf16 autocast", "bf16 cast once"):
 # this figure for your own model and a few hundred real inputs. If all points stay well below the line, the
 # precision is accurate enough for these decisions.
 #
-# ## What to take care of when you cast
+# ## Cast inputs, outputs and weights
 #
 # If you cast a model, take care of its inputs, outputs and weights.
 #
@@ -215,7 +215,7 @@ assert other["in bf16"] > 2 * other["bf16 features, in fp32"] > 0
 # folding a batch norm into the convolution before it (exercise 4). If you cast first, the result is
 # rounded more often. <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
-# ## What torch.compile does to it
+# ## What torch.compile changes
 #
 # `torch.compile` compiles a function at its first call, and again when a call does not fit the compiled
 # code. We count the compilations with a backend that only collects the graphs that it gets:
@@ -403,8 +403,8 @@ assert far["fp8-rowwise"] < far["nvfp4"]
 #
 # ## Exercises
 #
-# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
-# not, why. A hint and a solution are folded away below each.
+# Replace the dots with your answer and run the cell. It says whether the answer is right and, if not,
+# why. A hint and a solution are folded below each exercise.
 
 # %%
 from course.exercises import checks_of

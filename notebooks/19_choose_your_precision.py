@@ -130,7 +130,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # | weights and optimizer state | a leaner optimizer ([16](16_low_precision_state.ipynb)), sharding ([11](11_scale_out.ipynb)), training adapters alone ([17](17_language_model.ipynb)) |
 # | weights at inference | cast once, then eight bits ([18](18_inference_and_export.ipynb)) |
 #
-# ## What to know of each kind
+# ## Known problems of each device
 #
 # `GPUS` does not show these problems:
 #
@@ -275,7 +275,7 @@ assert not in_fp16.isfinite().all()
 #   the output for twice the input. ReLU does, and GELU does not.
 #   <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
-# ## What frameworks call it
+# ## What other frameworks call it
 #
 # Frameworks name their settings with three words:
 #
@@ -392,8 +392,8 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 #
 # ## Exercises
 #
-# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
-# not, why. A hint and a solution are folded away below each.
+# Replace the dots with your answer and run the cell. It says whether the answer is right and, if not,
+# why. A hint and a solution are folded below each exercise.
 
 # %%
 from course.exercises import checks_of

@@ -104,8 +104,8 @@ SECTIONS = {
     "A policy names two dtypes",
     "Layers, not ops",
     "Keep the last layer in float32",
-    "What compile adds",
-    "A mistake in a step of your own",
+    "When compile adds a loss scale",
+    "A mistake in a custom step",
     "The idea in five lines",
     "The names of TensorFlow 2.x (optional)",
 }

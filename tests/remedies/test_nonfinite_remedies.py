@@ -725,7 +725,7 @@ def test_attention_scores_that_overflow():
         return Apply(lambda x: scores(x).softmax(-1) @ x, torch.float16)
 
     advice = only(find(model(lambda x: x @ x.mT), q), "fp16_overflow.cast", "attention_scores")
-    assert "divide the queries by sqrt(d) before the product" in advice
+    assert "divide the queries by sqrt(d) before the matmul" in advice
     assert healed(model(lambda x: (x / math.sqrt(64)) @ x.mT), q)
     assert "F.scaled_dot_product_attention" in advice
     fused = Apply(lambda x: F.scaled_dot_product_attention(x, x, x), torch.float16)

@@ -11,7 +11,7 @@ from course.exercises import call, exercise, need
 
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _REASONS = {
-    "a": "`x @ w` is a matrix product.",
+    "a": "`x @ w` is a matmul.",
     "b": "`relu` is not on the list.",
     "c": "`+` is not on the list, and its inputs differ.",
     "d": "`mse_loss` is on the list, with one of the policies.",
@@ -38,7 +38,7 @@ def check_dtypes(dtypes: list[str]) -> str:
     )
     for name, given, found in zip(_REASONS, dtypes, right, strict=True):
         need(given == found, f"`{name}` is not {given}. Think again: {_REASONS[name]}")
-    return "The product lowers, the mixed sum and the loss are fp32, and `e` keeps what `a` has."
+    return "The matmul lowers, the mixed sum and the loss are fp32, and `e` keeps what `a` has."
 
 
 @exercise
@@ -66,7 +66,7 @@ def check_island(square_in_fp32: Callable[..., Any]) -> str:
                 f"{where} the result is fp32, but its values are rounded to bf16: the cast comes "
                 "too late.",
             )
-    return "Every product is computed in fp32, whatever comes in and wherever it is called."
+    return "Every matmul is computed in fp32, whatever comes in and wherever it is called."
 
 
 class _Casts(TorchDispatchMode):
@@ -94,7 +94,7 @@ def check_casts(number: int) -> str:
         number == casts.count,
         f"{number} is not it. Count the casts of `x` and those of `w` by themselves.",
     )
-    return f"{casts.count} casts: those of `x` in every product, and one of `w`."
+    return f"{casts.count} casts: those of `x` in every matmul, and one of `w`."
 
 
 @exercise

@@ -29,15 +29,15 @@ def check_layer_flops(flops: float) -> str:
     )
     need(
         flops != 2 * forward,
-        f"{flops:,} has only one product in the backward pass. It needs the gradient of the "
+        f"{flops:,} has only one matmul in the backward pass. It needs the gradient of the "
         "weights and that of the input.",
     )
     need(
         flops == right,
         f"{flops:,} is not it. Multiply the pixels by the weights, by two, and by the number of "
-        "matrix products in a step.",
+        "matmuls in a step.",
     )
-    return "torch counts the same: one product in the forward pass and two in the backward pass."
+    return "torch counts the same: one matmul in the forward pass and two in the backward pass."
 
 
 @exercise

@@ -162,7 +162,7 @@ _OVERFLOW_GRADIENT = _remedy(
 _SCORES = _remedy(
     "attention_scores",
     "a product of activations, such as attention scores, exceeded 65504",
-    "If these are attention scores: divide the queries by sqrt(d) before the product, or call "
+    "If these are attention scores: divide the queries by sqrt(d) before the matmul, or call "
     "F.scaled_dot_product_attention.",
 )
 _RANGE = _remedy(

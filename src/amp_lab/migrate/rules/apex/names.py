@@ -142,9 +142,9 @@ UNUSED = remedy(
     "unless another file imports {name} from here",
 )
 SECTIONS = {  # the heading in notebook 13 that explains a name, and the names inside of it
-    "apex.amp.initialize": "What each level did, and what does it today",
-    "apex.amp.init": "What each level did, and what does it today",
-    "apex.fp16_utils": "What each level did, and what does it today",
+    "apex.amp.initialize": "What each level did, and what replaces it today",
+    "apex.amp.init": "What each level did, and what replaces it today",
+    "apex.fp16_utils": "What each level did, and what replaces it today",
     "apex.amp.scale_loss": "The loop, line by line",
     "apex.amp.master_params": "The loop, line by line",
     "apex.amp.state_dict": "Checkpoints that Apex wrote",
