@@ -110,7 +110,7 @@ def set_up() -> None:
 
 def find(names: Sequence[str] = ()) -> list[Path]:
     """The notebooks' `.py` files in order; with `names`, those that begin with one."""
-    sources = sorted(FOLDER.glob("[0-9][0-9]_*.py"))
+    sources = sorted(FOLDER.glob("[0-9][0-9]*_*.py"))
     for name in names:
         if not any(source.name.startswith(name) for source in sources):
             raise Problem(

@@ -1,0 +1,15 @@
+"""Which failure is this? The reference of messages and symptoms, and `explain`."""
+
+from amp_lab.failures.explanation import Explanation, OwnLine, explain, read_explanation
+from amp_lab.failures.reference import Failure, Page, Reference, load_reference
+
+__all__ = [
+    "Explanation",
+    "Failure",
+    "OwnLine",
+    "Page",
+    "Reference",
+    "explain",
+    "load_reference",
+    "read_explanation",
+]

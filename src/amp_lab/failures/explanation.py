@@ -1,0 +1,154 @@
+"""Find the failure that a message, a log or a description is about."""
+
+import re
+from dataclasses import dataclass
+
+from amp_lab.failures.patterns import flat
+from amp_lab.failures.reference import Failure, Page, Pattern, Reference, load_reference
+
+MOST = 3  # failures, or pages, that are shown
+MAX_CHARACTERS = 1_000_000  # of a log, from its end
+_ERROR = re.compile(r"[A-Za-z_.]*(?:Error|Exception)\b ?:")
+_PREFIX = re.compile(r"^\s*(?:[\w.]*(?:Error|Exception|Warning)\b:?\s*)+")
+_WORD = re.compile(r"[a-z0-9]+")
+# A frame of a traceback: Python's own, then IPython's.
+_FRAME = re.compile(
+    r"""^[ \t│]*File\ "(?P<file>[^"\n]+)",\ line\ (?P<line>\d+)(?:,\ in\ (?P<function>[^\n]+))?
+        (?:\n(?P<code>[^\n]*))?
+      | ^[ \t│]*(?:File\ )?(?P<ipython>Cell\ In\[\d+\]|[^\s:"]+\.py)(?:,\ line\ |:)(?P<number>\d+)
+    """,
+    re.MULTILINE | re.VERBOSE,
+)
+_LIBRARY = re.compile(r"site-packages|dist-packages|[\\/]lib[\\/]python\d|<frozen|<string>|<eval")
+
+
+@dataclass(frozen=True)
+class OwnLine:
+    """The last line of the user's own code in a traceback."""
+
+    file: str
+    line: int
+    function: str = ""
+    code: str = ""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What is known of a text: the failures it is about, or else the nearest pages."""
+
+    failures: tuple[Failure, ...]
+    """Best first; empty if the text is unknown."""
+    nearest: tuple[Failure | Page, ...] = ()
+    """Where an unknown text has the most words in common with."""
+    own_line: OwnLine | None = None
+    by_message: bool = False
+    """Whether a message was recognised; otherwise the failures were found by their words."""
+
+
+def explain(text: str) -> list[Failure]:
+    """Find the failures that a message, a log or a description of a symptom is about.
+
+    A message is recognised although dtypes, numbers, names, prefixes and line breaks differ. Of a
+    log, the last error counts most. A description is compared by its words (BM25, by lunr).
+
+    Args:
+        text: An error message, a warning, a whole log, or a symptom in your own words. Only the
+            last million characters are read.
+
+    Returns:
+        The failures, best first, at most three. The list is empty if the text is unknown.
+
+    Example:
+        >>> found = explain("RuntimeError: expected scalar type BFloat16 but found Float")
+        >>> found[0].code
+        'AMP0018'
+    """
+    return list(read_explanation(text).failures)
+
+
+def read_explanation(text: str, reference: Reference | None = None) -> Explanation:
+    """Like `explain`, with the nearest pages, and the user's own line of a traceback."""
+    reference = reference or load_reference()
+    text = text[-MAX_CHARACTERS:]
+    own_line = last_own_line(text)
+    by_message = _by_message(text, reference)
+    if by_message:
+        return Explanation(tuple(by_message[:MOST]), own_line=own_line, by_message=True)
+    ranked = _by_words(text, reference)
+    if ranked and _is_about_precision(text, reference):
+        failures = [found for found in ranked if isinstance(found, Failure)]
+        return Explanation(tuple(failures[:MOST]), own_line=own_line)
+    return Explanation((), nearest=tuple(ranked[:MOST]), own_line=own_line)
+
+
+def _by_message(text: str, reference: Reference) -> list[Failure]:
+    """The failures whose messages stand in the text, best first.
+
+    A message in the last error comes before one that was printed earlier, such as a warning. Then
+    the message with the most characters in common comes first.
+    """
+    line = flat(text)
+    last_error = 0
+    for found in _ERROR.finditer(line):
+        last_error = found.start()
+    best: dict[str, tuple[bool, int]] = {}
+    lower = line.lower()
+    for pattern in reference.patterns:
+        if pattern.fragment not in lower:
+            continue
+        end = _end_of_last_match(pattern, line)
+        if end is not None:
+            is_exact = pattern.exact != "" and pattern.exact in lower
+            rank = (end > last_error, pattern.literal + 10 * is_exact)
+            best[pattern.code] = max(rank, best.get(pattern.code, (False, 0)))
+    codes = sorted(best, key=lambda code: (best[code], code), reverse=True)
+    return [reference.failures[code] for code in codes]
+
+
+def _end_of_last_match(pattern: Pattern, line: str) -> int | None:
+    """Where the last place ends at which the pattern matches; None if there is none."""
+    end = None
+    for found in re.finditer(pattern.regex, line, re.IGNORECASE):
+        end = found.end()
+    return end
+
+
+def terms_of(text: str, synonyms: dict[str, str]) -> list[str]:
+    """The words of a text as the index has them, without the names of exceptions before it."""
+    words = _WORD.findall(_PREFIX.sub("", flat(text)).lower())
+    return [synonyms.get(word, word) for word in words]
+
+
+def _by_words(text: str, reference: Reference) -> list[Failure | Page]:
+    """Failures and pages by their words, best first."""
+    terms = terms_of(text, reference.synonyms)
+    ranked: list[Failure | Page] = []
+    if terms:
+        for found in reference.index.search(" ".join(terms)):
+            key = found["ref"]
+            ranked.append(reference.failures.get(key) or reference.pages[key])
+    return ranked
+
+
+def _is_about_precision(text: str, reference: Reference) -> bool:
+    """Whether the text has a word of the subject, such as fp16, NaN or autocast.
+
+    A description without an error message may have a more general word instead, such as loss.
+    """
+    words = set(terms_of(text, reference.synonyms))
+    if reference.subject_words & words:
+        return True
+    return _ERROR.search(flat(text)) is None and bool(reference.symptom_words & words)
+
+
+def last_own_line(text: str) -> OwnLine | None:
+    """The last frame of a traceback that is in no library; None if there is none."""
+    last = None
+    for frame in _FRAME.finditer(text):
+        file = frame["file"] or frame["ipython"]
+        if _LIBRARY.search(file):
+            continue
+        code = (frame["code"] or "").strip()
+        number = int(frame["line"] or frame["number"])
+        last = OwnLine(file, number, (frame["function"] or "").strip(), code)
+    return last

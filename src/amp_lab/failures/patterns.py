@@ -1,0 +1,72 @@
+"""Messages as regular expressions, and the text that they are looked for in.
+
+A message is written as torch prints it. What differs from one program to the next is tolerated:
+dtypes, numbers, quotation marks and line breaks. A placeholder stands for what else may differ:
+``{dtype}``, ``{n}`` for a number, ``{name}`` for a word, ``{any}`` for up to 300 characters.
+The site has the same rules in `site/explain/explain.js`; a test compares the two.
+"""
+
+import re
+
+from amp_lab.failures.reference import Pattern
+
+DTYPE = (
+    r"(?:(?:c10::|at::|torch\.(?:cuda\.)?|CUDA|CPU)*"
+    r"(?:complex(?:half|float|double|\d+)?|u?int\d*|b?float\d*(?:_\w+)?|half|double|long|bool|char"
+    r"|byte|short|b?fp?\d+|tf32)(?:tensor|type)?)"
+)
+NUMBER = r"-?\d[\d.,]*(?:e[+-]?\d+)?"
+_PLACEHOLDERS = {"{dtype}": DTYPE, "{n}": NUMBER, "{name}": r"[^\s'\"`]+", "{any}": r".{0,300}?"}
+# What a message is divided into: a placeholder, a dtype as torch prints it, a number, a quotation
+# mark, a blank, or any other character.
+_PARTS = re.compile(
+    r"(?P<placeholder>\{(?:dtype|n|name|any)\})"
+    r"|(?P<dtype>(?<![\w.:])(?:(?:c10|at)::\w+|torch\.(?:cuda\.)?\w*(?:float|Float|half|Half)\w*"
+    r"|(?:Half|BFloat16|Float|Double|ComplexHalf|HalfTensor|FloatTensor"
+    r"|float16|bfloat16|float32|float64|fp16|bf16|fp32)(?![\w(])))"
+    r"|(?P<number>(?<![\w.])\d+(?:\.\d+)*(?![\w]))"
+    r"|(?P<quote>['\"`‘’“”]+)"
+    r"|(?P<blank>\s+)"
+    r"|(?P<other>.)",
+    re.DOTALL,
+)
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_RANK = re.compile(r"^\s*\[(?:rank)?\d+\]:", re.MULTILINE)
+_FRAME = re.compile(r"[│╭╮╰╯─❱┃]")
+_BLANKS = re.compile(r"\s+")
+
+
+def pattern(code: str, message: str) -> Pattern:
+    """The pattern of a message of the failure `code`."""
+    regex = ""
+    literal = 0
+    runs = [""]  # of characters that have to be as they are written
+    for part in _PARTS.finditer(message):
+        kind, text = str(part.lastgroup), part.group()
+        if kind in ("blank", "other"):
+            runs[-1] += " " if kind == "blank" else text.lower()
+        else:
+            runs.append("")
+        if kind == "placeholder":
+            regex += _PLACEHOLDERS[text]
+        elif kind == "dtype":
+            regex += DTYPE
+        elif kind == "number":
+            regex += NUMBER
+        elif kind == "quote":
+            regex += "['\"`‘’“”]*"
+        elif kind == "blank":
+            regex += " "
+        else:
+            regex += re.sub(r"[.*+?^${}()|\[\]\\/]", r"\\\g<0>", text)
+            literal += 1
+    has_placeholder = any(placeholder in message for placeholder in _PLACEHOLDERS)
+    exact = "" if has_placeholder else flat(message).lower()
+    return Pattern(code, regex, literal, max(runs, key=len), exact)
+
+
+def flat(text: str) -> str:
+    """The text on one line, without colours, frames of tables, and the marks of ranks."""
+    for what in (_ANSI, _RANK, _FRAME):
+        text = what.sub(" ", text)
+    return _BLANKS.sub(" ", text).strip()

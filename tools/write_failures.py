@@ -1,0 +1,344 @@
+"""Gather the failures into the reference that `amp-lab explain` and the site read.
+
+    python tools/write_failures.py           write what is generated
+    python tools/write_failures.py --check   fail if it is out of date
+
+A failure is a section of one of the notebooks 08a, 08b and so on. Below the heading stand its code
+and a comment in TOML, which nobody sees who reads the notebook:
+
+    ## A mask value does not fit into fp16
+
+    `AMP0004` <!-- failure
+    messages = ["value cannot be converted to type c10::Half without overflow"]
+    -->
+
+- `messages`: as torch prints them; the cells of the section have to produce each. Other dtypes and
+  numbers match too, and `{dtype}`, `{n}`, `{name}` and `{any}` stand for what else differs.
+- `quoted`: further messages that no cell can produce, such as those of a GPU.
+- `symptoms`: what people describe where there is no message.
+- `words`: other words that people search for.
+- `torch`: which versions raise it, if not all do.
+
+The first paragraphs after **Why.**, **The fix.** and **Not this.** are the cause, the cure, and a
+cure that is unsafe.
+
+Failures that no cell can show, or that another page explains, are rows of a file with the notebook's
+name in `notebooks/course/other_failures/`. They have the same keys and `title`, `cause`, `cure`,
+`unsafe`, `sources` and `page`, where more is written.
+
+Generated are `src/amp_lab/failures/reference.json`, and the index in notebook 08.
+"""
+
+import argparse
+import json
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lunr
+
+import build_pairs
+from amp_lab.failures.explanation import terms_of
+from amp_lab.failures.patterns import pattern
+
+ROOT = Path(__file__).resolve().parent.parent
+REFERENCE = ROOT / "src" / "amp_lab" / "failures" / "reference.json"
+OTHERS = ROOT / "notebooks" / "course" / "other_failures"
+VOCABULARY = ROOT / "notebooks" / "course" / "search_words.toml"
+INDEX = ROOT / "notebooks" / "08_when_amp_breaks.py"
+PAGES = ("docs/*.md", "README.md", "CHEATSHEET.md", "data/README.md")
+
+_BOOST = {"title": 4, "symptoms": 4, "messages": 3, "words": 3, "text": 1}
+_HEADING = re.compile(r"^##+ (.+?)$", re.MULTILINE)
+_ENTRY = re.compile(r"^`(AMP\d{4})` <!-- failure\n(.*?)^-->", re.MULTILINE | re.DOTALL)
+_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+_LINK = re.compile(r"\[([^]]+)\]\([^)]*\)")
+_ADDRESS = re.compile(r"\]\((https?://[^)\s]+)\)")
+_BEGIN, _END = "# <!-- index of failures -->\n", "# <!-- end of the index -->\n"
+_KEYS = {"messages", "quoted", "symptoms", "words", "torch"}
+
+
+class FailureError(Exception):
+    """An entry that is incomplete, or that has a code twice."""
+
+
+class Entry(NamedTuple):
+    """A failure as it is written: a section of a notebook, or a row of the table of others."""
+
+    code: str
+    title: str
+    page: str  # in the repository, with an anchor
+    area: str  # the title of its notebook
+    data: dict[str, Any]
+    cause: str
+    cure: str
+    unsafe: str
+    text: str  # what else is said, for the search
+    sources: list[str]
+
+
+def entries() -> list[Entry]:
+    """Every failure, in the order of the notebooks; raises `FailureError`."""
+    found = []
+    for source in series():
+        found += [*in_notebook(source), *others(source)]
+    codes = [entry.code for entry in found]
+    for code in codes:
+        if codes.count(code) > 1:
+            raise FailureError(f"{code} stands twice")
+    return found
+
+
+def series() -> list[Path]:
+    """The notebooks on failures, without the index."""
+    return [source for source in build_pairs.find(["08"]) if source != INDEX]
+
+
+def in_notebook(source: Path) -> list[Entry]:
+    """The failures of a notebook."""
+    text = _markdown(source)
+    area = _title(text)
+    found = []
+    for section in re.split(r"^(?=## )", text, flags=re.MULTILINE)[1:]:
+        heading = section.partition("\n")[0].removeprefix("## ")
+        entry = _ENTRY.search(section)
+        if entry is None:
+            continue
+        code, data = entry[1], tomllib.loads(entry[2])
+        parts = {name: _part(section, name) for name in ("Why", "The fix", "Not this")}
+        if not parts["Why"] or not parts["The fix"]:
+            raise FailureError(f"{source.name}, {heading}: needs **Why.** and **The fix.**")
+        _check(code, data)
+        page = f"notebooks/{source.stem}.ipynb#{heading.replace(' ', '-')}"
+        found.append(
+            Entry(
+                code=code,
+                title=heading,
+                page=page,
+                area=area,
+                data=data,
+                cause=parts["Why"],
+                cure=parts["The fix"],
+                unsafe=parts["Not this"],
+                text=_plain(section),
+                sources=_ADDRESS.findall(section),
+            )
+        )
+    return found
+
+
+def others(source: Path) -> list[Entry]:
+    """The failures of the notebook's area that are not sections of it."""
+    path = OTHERS / f"{source.stem}.toml"
+    if not path.exists():
+        return []
+    area = _title(_markdown(source))
+    found = []
+    for row in tomllib.loads(path.read_text(encoding="utf-8"))["failure"]:
+        data = {key: row[key] for key in _KEYS & set(row)}
+        _check(row["code"], data)
+        found.append(
+            Entry(
+                code=row["code"],
+                title=row["title"],
+                page=row["page"],
+                area=area,
+                data=data,
+                cause=row["cause"],
+                cure=row["cure"],
+                unsafe=row.get("unsafe", ""),
+                text="",
+                sources=row.get("sources", []),
+            )
+        )
+    return found
+
+
+def _markdown(source: Path) -> str:
+    """The text of a notebook's Markdown cells."""
+    cells = build_pairs.read_source(source).cells
+    return "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+
+
+def _title(markdown: str) -> str:
+    return markdown.partition("\n")[0].removeprefix("# ")
+
+
+def _check(code: str, data: dict[str, Any]) -> None:
+    """Raise `FailureError` for an entry that cannot be found, or with an unknown key."""
+    if set(data) - _KEYS:
+        raise FailureError(f"{code}: no such key: {set(data) - _KEYS}")
+    if not data.get("messages") and not data.get("quoted") and not data.get("symptoms"):
+        raise FailureError(f"{code}: give a message or a symptom")
+
+
+def _part(section: str, name: str) -> str:
+    """The first paragraph of a part of a section, such as **Why.**, as plain text."""
+    found = re.search(rf"^\*\*{name}\.\*\* (.+?)(?:\n\s*\n|\Z)", section, re.MULTILINE | re.DOTALL)
+    return _plain(found[1]) if found else ""
+
+
+def _plain(markdown: str) -> str:
+    """Markdown without comments, links and emphasis, on one line."""
+    text = _LINK.sub(r"\1", _COMMENT.sub("", markdown))
+    text = re.sub(r"\*+([^*]+)\*+", r"\1", text).replace("&nbsp;", " ")
+    return " ".join(text.split())
+
+
+def pages() -> list[dict[str, str]]:
+    """The pages that are not about one failure: path, title and headings."""
+    found = []
+    for source in build_pairs.find():
+        if source not in series():
+            found.append(_page(f"notebooks/{source.stem}.ipynb", _markdown(source)))
+    for pattern_ in PAGES:
+        for path in sorted(ROOT.glob(pattern_)):
+            page = path.relative_to(ROOT).as_posix()
+            found.append(_page(page, path.read_text(encoding="utf-8")))
+    return found
+
+
+def _page(page: str, text: str) -> dict[str, str]:
+    """A page by its Markdown."""
+    title = re.search(r"^# (.+)$", text, re.MULTILINE)
+    headings = " ".join(_HEADING.findall(text))
+    return {"page": page, "title": title[1] if title else page, "headings": _plain(headings)}
+
+
+def reference() -> dict[str, Any]:
+    """The data of `reference.json`."""
+    found = entries()
+    vocabulary = tomllib.loads(VOCABULARY.read_text(encoding="utf-8"))
+    synonyms = {word: to for to, words in vocabulary["synonyms"].items() for word in words}
+    all_pages = pages()
+    patterns = []
+    for entry in found:
+        for message in [*entry.data.get("messages", []), *entry.data.get("quoted", [])]:
+            patterns.append(pattern(entry.code, message)._asdict())
+    return {
+        "failures": [_row(entry) for entry in found],
+        "patterns": patterns,
+        "pages": [{"page": page["page"], "title": page["title"]} for page in all_pages],
+        "subject_words": vocabulary["subject_words"],
+        "symptom_words": vocabulary["symptom_words"],
+        "synonyms": synonyms,
+        "index": _index(found, all_pages, synonyms),
+    }
+
+
+def _row(entry: Entry) -> dict[str, Any]:
+    """The failure as `amp_lab.failures.Failure` reads it."""
+    messages = [*entry.data.get("messages", []), *entry.data.get("quoted", [])]
+    return {
+        "code": entry.code,
+        "title": entry.title,
+        "cause": entry.cause,
+        "cure": entry.cure,
+        "unsafe": entry.unsafe,
+        "page": entry.page,
+        "messages": messages,
+        "symptoms": entry.data.get("symptoms", []),
+        "torch": entry.data.get("torch", ""),
+        "sources": list(dict.fromkeys(entry.sources)),
+    }
+
+
+def _index(found: list[Entry], all_pages: list[dict[str, str]], synonyms: dict[str, str]) -> Any:
+    """The search index of failures, by code, and of pages, by path."""
+    documents = []
+    for entry in found:
+        fields = {
+            "title": entry.title,
+            "symptoms": " ".join(entry.data.get("symptoms", [])),
+            "messages": " ".join([*entry.data.get("messages", []), *entry.data.get("quoted", [])]),
+            "words": entry.data.get("words", ""),
+            "text": entry.text or f"{entry.cause} {entry.cure}",
+        }
+        documents.append({"key": entry.code} | _terms(fields, synonyms))
+    for page in all_pages:
+        fields = {"title": page["title"], "words": page["headings"]}
+        empty = dict.fromkeys(_BOOST, "")
+        documents.append({"key": page["page"]} | empty | _terms(fields, synonyms))
+    names = [{"field_name": name, "boost": boost} for name, boost in _BOOST.items()]
+    return lunr.lunr(ref="key", fields=names, documents=documents).serialize()
+
+
+def _terms(fields: dict[str, str], synonyms: dict[str, str]) -> dict[str, str]:
+    """The fields with the words that a search for them would have."""
+    return {name: " ".join(terms_of(text, synonyms)) for name, text in fields.items()}
+
+
+def index_of_failures(found: list[Entry]) -> str:
+    """The tables of notebook 08, as lines of its `.py`: a table for each area."""
+    lines = []
+    for area in dict.fromkeys(entry.area for entry in found):
+        lines += ["", f"### {area}", "", "| what goes wrong | what you see |", "|---|---|"]
+        for entry in found:
+            if entry.area == area:
+                lines.append(f"| {_name(entry)} | {_what_you_see(entry)} |")
+    return "".join(f"# {line}\n" if line else "#\n" for line in lines)
+
+
+def _name(entry: Entry) -> str:
+    to = entry.page.removeprefix("notebooks/")
+    if not entry.page.startswith("notebooks/"):
+        to = f"../{entry.page}"
+    return f"[{entry.title}]({to}) `{entry.code}`"
+
+
+def _what_you_see(entry: Entry) -> str:
+    """The messages and symptoms of a failure, for a cell of a table."""
+    messages = [*entry.data.get("messages", []), *entry.data.get("quoted", [])]
+    shown = [f"`` {_readable(message)} ``" for message in messages]
+    shown += entry.data.get("symptoms", [])
+    return "<br>".join(text.replace("|", "\\|") for text in shown)
+
+
+def _readable(message: str) -> str:
+    """A message with dots where it has a placeholder."""
+    return re.sub(r"\{\w+\}", "…", message)
+
+
+def generated() -> dict[Path, str]:
+    """The text of each file that is generated."""
+    text = INDEX.read_text(encoding="utf-8")
+    before, _, rest = text.partition(_BEGIN)
+    after = rest.partition(_END)[2]
+    if not after:
+        raise FailureError(f"{INDEX.name}: no place for the index between {_BEGIN} and {_END}")
+    data = json.dumps(reference(), ensure_ascii=False, indent=None, separators=(",", ":"))
+    return {
+        REFERENCE: data + "\n",
+        INDEX: f"{before}{_BEGIN}{index_of_failures(entries())}{_END}{after}",
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the files, or with ``--check`` compare them; return 1 if one is out of date."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="fail if a file is out of date")
+    options = parser.parse_args(arguments)
+    try:
+        files = generated()
+    except FailureError as error:
+        print(f"write_failures: {error}", file=sys.stderr)
+        return 2
+    stale = [
+        path
+        for path, text in files.items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
+    if options.check:
+        for path in stale:
+            print(f"{path.relative_to(ROOT)} is out of date: python tools/write_failures.py")
+        return 1 if stale else 0
+    for path in stale:
+        path.write_text(files[path], encoding="utf-8")
+        print(f"wrote {path.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
