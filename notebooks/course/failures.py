@@ -1,4 +1,4 @@
-"""Helpers of the notebooks on failures, 08a to 08h: messages as text, CUDA's rules without a GPU."""
+"""Helpers of notebooks 08a to 08h: messages as text, and the rules of CUDA without a GPU."""
 
 import warnings
 from collections.abc import Callable, Iterator
