@@ -22,9 +22,9 @@ and a comment in TOML, which nobody sees who reads the notebook:
 The first paragraphs after **Why.**, **The fix.** and **Not this.** are the cause, the cure, and a
 cure that is unsafe.
 
-Failures that no cell can show, or that another page explains, are rows of a file with the
-notebook's name in `notebooks/course/other_failures/`. They have the same keys and `title`, `cause`, `cure`,
-`unsafe`, `sources` and `page`, where more is written.
+Failures that no cell can show, or that another page explains, are rows of a file with the name of
+the notebook in `notebooks/course/other_failures/`. They have the same keys and `title`, `cause`,
+`cure`, `unsafe`, `sources` and `page`, where more is written.
 
 Generated are `src/amp_lab/failures/reference.json`, and the index in notebook 08.
 """
