@@ -34,6 +34,7 @@ _EXPORTS = {  # public name: the module that defines it
     "forecast_memory": "tracing.memory",
     "largest_batch": "tracing.memory",
     "advise": "advisor",
+    "explain": "failures",
     "first_difference": "difference",
     "rehearse": "formats.rehearsal",
     "UnderflowReport": "numerics",
@@ -57,7 +58,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from amp_lab.core.requirements import needed_for, require_torch
 
-    if _EXPORTS[name] != "core.errors":
+    if _EXPORTS[name] not in ("core.errors", "failures"):  # which do without torch
         require_torch()
     with needed_for(f"{__name__}.{name}"):
         value = getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)

@@ -17,6 +17,7 @@ from amp_lab.cli import (
     bench,
     diff,
     doctor,
+    explain,
     export,
     memory,
     migrate,
@@ -40,6 +41,7 @@ from amp_lab.core.requirements import needed_for, require_torch
 COMMANDS = {
     "your machine": [doctor, bench],
     "your model": [advise, xray, memory, rehearse, diff],
+    "an error": [explain],
     "your code": [migrate],
     "train": [train, sample, export],
     "reference": [ops],
@@ -122,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
 
     The exit code is 0 (also if the program that reads the output ended first), or 2 for an error
     that the user can put right, or 128 plus the number of the signal that ended the command;
-    `migrate --check` returns 1 if something is to be done.
+    `migrate --check` returns 1 if something is to be done, and `explain` if a text is unknown.
     """
     open_closed_streams()
     replace_unencodable()

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+from amp_lab.failures.graph_breaks import graph_break
 from amp_lab.failures.patterns import flat
 from amp_lab.failures.reference import Failure, Page, Pattern, Reference, load_reference
 
@@ -71,11 +72,15 @@ def read_explanation(text: str, reference: Reference | None = None) -> Explanati
     reference = reference or load_reference()
     text = text[-MAX_CHARACTERS:]
     own_line = last_own_line(text)
+    is_about_precision = _is_about_precision(text, reference)
     by_message = _by_message(text, reference)
+    break_ = graph_break(text) if is_about_precision else None
+    if break_ is not None:
+        by_message.append(break_)
     if by_message:
         return Explanation(tuple(by_message[:MOST]), own_line=own_line, by_message=True)
     ranked = _by_words(text, reference)
-    if ranked and _is_about_precision(text, reference):
+    if ranked and is_about_precision:
         failures = [found for found in ranked if isinstance(found, Failure)]
         return Explanation(tuple(failures[:MOST]), own_line=own_line)
     return Explanation((), nearest=tuple(ranked[:MOST]), own_line=own_line)

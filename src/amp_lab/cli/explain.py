@@ -1,0 +1,150 @@
+"""`amp-lab explain`: what an error message, a log or a symptom is about, and what to do."""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import textwrap
+from typing import TYPE_CHECKING, BinaryIO
+
+from amp_lab.cli.printing import screen_width
+from amp_lab.core.errors import OptionError
+
+if TYPE_CHECKING:
+    from amp_lab.failures import Explanation, Failure, OwnLine, Page
+
+_READ = 2**20  # bytes, from the end
+_LABEL = 12  # characters before the text of a line
+_WIDTH = 100  # where the output is no terminal
+
+
+def add(commands) -> None:
+    """Add the command to the parser's `commands`."""
+    explain = commands.add_parser(
+        "explain",
+        help="what an error message or a symptom means, and what to do",
+        description="Explain an error message, a warning, a log or a symptom of mixed precision.",
+        epilog="Exit code: 0 if it is known, 1 if it is unknown.",
+    )
+    explain.add_argument(
+        "text",
+        nargs="*",
+        metavar="TEXT",
+        help="a message, a symptom in your words, or the path of a log (default: stdin)",
+    )
+    explain.add_argument("--json", action="store_true", help="print JSON, for other programs")
+    explain.set_defaults(run=run, needs_torch=False)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what is known of the text; return 0 if it is known, 1 if not."""
+    from amp_lab.failures import read_explanation
+
+    text = _given(options.text)
+    if not text.strip():
+        raise OptionError("the text is empty: give a message, a symptom, or a log on stdin")
+    explanation = read_explanation(text)
+    if options.json:
+        print(json.dumps(dataclasses.asdict(explanation), indent=1))
+    elif explanation.failures:
+        _print_known(explanation)
+    else:
+        print(_unknown(explanation))
+    return 0 if explanation.failures else 1
+
+
+def _given(words: list[str]) -> str:
+    """The text of the arguments, of the file that they name, or of stdin."""
+    text = " ".join(words)
+    if words and os.path.isfile(text):
+        with open(text, "rb") as file:
+            return _decoded(_last_bytes(file), text)
+    if words and text != "-":
+        return text
+    if sys.stdin.isatty() and not words:
+        raise OptionError("give a message, the path of a log, or a log on stdin")
+    return _decoded(_last_bytes(sys.stdin.buffer), "stdin")
+
+
+def _last_bytes(stream: BinaryIO) -> bytes:
+    """The last MB of a file or a pipe. A file is not read before that."""
+    if stream.seekable():
+        stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, stream.tell() - _READ))
+        return stream.read(_READ)
+    last = b""
+    while block := stream.read(_READ):
+        last = (last + block)[-_READ:]
+    return last
+
+
+def _decoded(data: bytes, name: str) -> str:
+    """The data as text; raises `OptionError` if they are no text."""
+    if b"\0" in data:
+        raise OptionError(f"{name} is binary, not a log")
+    return data.decode("utf-8", errors="replace")
+
+
+def _print_known(explanation: "Explanation") -> None:
+    """Print the best failure in full, and name the others."""
+    best, *others = explanation.failures
+    _print_failure(best, explanation.own_line)
+    if others:
+        print("\nIt may also be:")
+        for failure in others:
+            print(f"  {failure.code}  {failure.title}")
+
+
+def _print_failure(failure: "Failure", own_line: "OwnLine | None") -> None:
+    """Print a failure: what goes wrong, why, and what to do."""
+    print(f"{failure.code}  {failure.title}\n")
+    parts = [
+        ("Why", failure.cause),
+        ("The fix", failure.cure),
+        ("Not this", failure.unsafe),
+        ("Versions", failure.torch),
+        ("Your line", _place(own_line)),
+        ("More", failure.page),
+    ]
+    for label, text in parts:
+        if text:
+            print(_labelled(label, text))
+
+
+def _labelled(label: str, text: str) -> str:
+    """The text, wrapped, beside its label."""
+    return textwrap.fill(
+        text,
+        width=min(screen_width() or _WIDTH, _WIDTH),
+        initial_indent=f"  {label:<{_LABEL - 2}}",
+        subsequent_indent=" " * _LABEL,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _place(line: "OwnLine | None") -> str:
+    """A line of the user's code, such as ``train.py:12, in step: loss.backward()``."""
+    if line is None:
+        return ""
+    function = f", in {line.function}" if line.function else ""
+    code = f": {line.code}" if line.code else ""
+    return f"{line.file}:{line.line}{function}{code}"
+
+
+def _unknown(explanation: "Explanation") -> str:
+    """One line for an unknown text, with the pages that have the most words in common with it."""
+    if not explanation.nearest:
+        return "Unknown: this reference is about mixed precision in PyTorch, and no entry fits."
+    names = "; ".join(_name(page) for page in explanation.nearest)
+    return f"Unknown: no entry of the reference fits. Nearest by words: {names}"
+
+
+def _name(page: "Failure | Page") -> str:
+    """A page's title, with where it is."""
+    from amp_lab.failures import Failure
+
+    where = page.code if isinstance(page, Failure) else page.page
+    return f"{page.title} ({where})"
+
