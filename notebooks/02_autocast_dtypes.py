@@ -156,7 +156,7 @@ assert list(found.values()) == [low] + [torch.float32] * 4 + [low]
 # - **float64 and integers** are not cast either. <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # A call that is not cast may raise an error if its tensors have two dtypes, although the ordinary form of
-# the op works. [Notebook 08](08_when_amp_breaks.ipynb#18-A-half-precision-output-leaves-the-block) lists
+# the op works. [Notebook 08](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) lists
 # the messages.
 #
 # ## What leaves the block
@@ -228,7 +228,7 @@ assert (careless.dtype, careful.dtype, back.dtype) == (low, torch.float32, low)
 #
 # Autocast is also a decorator: `@torch.autocast(device.type, dtype=low)` above a `forward` puts the whole
 # function into a block, no matter who calls it. In threads you need the decorator, because [a new thread
-# begins without autocast](08_when_amp_breaks.ipynb#32-A-thread-runs-without-autocast-or-in-another-dtype).
+# begins without autocast](08g_speed_and_memory.ipynb#A-thread-runs-without-autocast-or-in-another-dtype).
 #
 # ## The cache of weight casts
 #
@@ -407,7 +407,7 @@ assert all(table[name][1] == predicted for name, predicted in here.items())
 # - From `sum` to `layer_norm`, the CPU stays in low precision where CUDA goes to fp32.
 # - `mean` stays in low precision on CUDA, unlike `sum`. `batch_norm` goes to fp32 only on MPS.
 # - `binary_cross_entropy` is an error on CUDA and XPU: use `binary_cross_entropy_with_logits` ([notebook
-#   08](08_when_amp_breaks.ipynb#22-BCELoss-is-refused-on-a-GPU) says why).
+#   08](08f_ops_and_devices.ipynb#BCELoss-is-refused-on-a-GPU) says why).
 #
 # `amp-lab ops --device cuda` [prints the policy of every
 # op](../docs/your_model.md#what-would-autocast-do-to-my-model).

@@ -415,7 +415,7 @@ assert device.type != "cpu" or not hidden.is_above(1.1)
 #   baseline is FP32 or TF32. [Notebook 10](10_speed_ladder.ipynb) times the same network at other sizes,
 #   where AMP gains more or less.
 # - Weights, gradients and optimizer state [stay in
-#   fp32](08_when_amp_breaks.ipynb#34-The-memory-is-not-halved), so memory falls towards half only if
+#   fp32](08g_speed_and_memory.ipynb#The-memory-is-not-halved), so memory falls towards half only if
 #   most of it holds activations.
 #
 # Next, [notebook 05](05_cifar10_mobilenet.ipynb) puts AMP into an ordinary training loop, with real

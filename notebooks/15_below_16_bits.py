@@ -449,7 +449,7 @@ report
 #
 # The command is `amp-lab rehearse`. `--steps` trains in each format and in bf16. `--for h100` forecasts
 # which layers would be faster on an H100. On a GPU, FP8 matmuls need sizes that are multiples of 16
-# ([what to pad](08_when_amp_breaks.ipynb#44-A-size-is-not-a-multiple-of-16-or-8)). This is why the head,
+# ([what to pad](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8)). This is why the head,
 # `token.weight`, has a star. <!-- tests/cli/test_rehearse_command.py -->
 
 # %%

@@ -118,7 +118,7 @@ result
 # **If you cast the whole model**, its stream is bf16, and the rotations break. `model.to(torch.bfloat16)`
 # casts buffers too, and a Llama of transformers keeps the rates of its angles in a buffer. Cosines may be
 # bf16, but rates or positions in bf16 make the angles wrong far along a text ([notebook
-# 08](08_when_amp_breaks.ipynb#30-Positions-or-counts-are-wrong-beyond-256)).
+# 08](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256)).
 #
 # So **load** a model in the dtype that you want, and do not cast it afterwards:
 # `from_pretrained(…, dtype=…)` leaves the rates in fp32. For full fine-tuning load it in fp32 and use

@@ -59,12 +59,23 @@ def _math(translator, node, *, block: bool) -> None:
     raise nodes.SkipNode
 
 
+def _explain_scripts(pagename, context) -> list[str]:
+    """The scripts of the box for messages, and of the search."""
+    if pagename == "search":
+        return ["lunr.js", "explain.js", "reference.js", "search_data.js", "search.js"]
+    if 'class="explain"' in context.get("body", ""):
+        return ["lunr.js", "explain.js", "reference.js", "box.js"]
+    return []
+
+
 def _page(app, pagename, templatename, context, doctree) -> None:
     """What only some pages need: the scripts of their playgrounds, and a picture for links."""
     wanted: list[str] = []
     for name in re.findall(r'data-playground="(\w+)"', context.get("body", "")):
         wanted += [script for script in _SCRIPTS[name] if script not in wanted]
     for script in ["playground.js", *wanted] if wanted else []:
+        app.add_js_file(script, loading_method="defer")
+    for script in _explain_scripts(pagename, context):
         app.add_js_file(script, loading_method="defer")
     up = _ADDRESS or "../" * pagename.count("/")
     tags = {

@@ -24,13 +24,17 @@ from typing import Any
 from urllib.parse import unquote
 
 import api_pages
+import failure_pages
+import site_search
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "src"))  # where only the site is built, the package is not installed
 OUT = ROOT / "build" / "site"
 SETTINGS = ROOT / "site"
 LINK = re.compile(r"(\]\()(?!https?:|mailto:)([^)\s#]*)(#[^)\s]*)?(?=[)\s])")
 HEADING = re.compile(r"^#{1,4} +(.+?) *#*$", re.MULTILINE)
 FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
+INDEX = "notebooks/08_when_amp_breaks.ipynb"
 PLAYGROUND = re.compile(r'<div class="playground".*?^</div>$', re.MULTILINE | re.DOTALL)
 SUMMARY = re.compile(r"^## Summary", re.MULTILINE)
 
@@ -86,10 +90,15 @@ def gather(root: Path, sources: Path) -> None:
         stage.add(page)
     for name, text in api_pages.pages(root / "src" / "amp_lab").items():
         _write(sources / "api" / name, text)
+    for name, text in failure_pages.pages(root).items():
+        _write(sources / name, stage.with_links(name, text))
     stage.finish_first_page(bar)
-    for pattern in ("site/playgrounds/*.js", "site/playgrounds/*.css", "site/static/*"):
-        for file in root.glob(pattern):
-            _write(sources / "_static" / file.name, file.read_bytes())
+    for folder in ("playgrounds", "explain", "static"):
+        for file in (root / "site" / folder).glob("*.*"):
+            if file.suffix != ".md":
+                _write(sources / "_static" / file.name, file.read_bytes())
+    _write(sources / "_static" / "reference.js", failure_pages.data_script(root))
+    _write(sources / "_static" / "search_data.js", site_search.data_script(root, sources))
 
 
 class _Stage:
@@ -110,12 +119,15 @@ class _Stage:
             self._add_notebook(page, json.loads(text))
         else:
             to = "index.md" if page == "README.md" else page
-            _write(self.sources / to, self._with_links(page, text))
+            _write(self.sources / to, self.with_links(page, text))
 
     def _add_notebook(self, page: str, notebook: dict[str, Any]) -> None:
         for cell in notebook["cells"]:
             if cell["cell_type"] == "markdown":
-                cell["source"] = self._with_links(page, "".join(cell["source"]))
+                text = "".join(cell["source"])
+                if page == INDEX:
+                    text = _with_box(failure_pages.link_codes(text))
+                cell["source"] = self.with_links(page, text)
         name = self.playgrounds.get(page)
         if name is not None:
             self._insert(page, notebook, name)
@@ -135,7 +147,7 @@ class _Stage:
                 return
         raise SiteError(f"{page}: no section `## Summary`, before which its playground would stand")
 
-    def _with_links(self, page: str, text: str) -> str:
+    def with_links(self, page: str, text: str) -> str:
         """The text with its links as they have to be among the sources; linked files are added."""
 
         def fitted(match: re.Match[str]) -> str:
@@ -166,6 +178,12 @@ class _Stage:
             entries = "\n".join(titled.get(page) or _bare(page) for page in pages)
             text += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}\n```\n"
         _write(first, text)
+
+
+def _with_box(text: str) -> str:
+    """The text with the box for messages below its title, if it has one."""
+    box = failure_pages.BOX.format(depth=1)
+    return re.sub(r"^(# .+)$", rf"\1\n\n{box}", text, count=1, flags=re.MULTILINE)
 
 
 def _bare(page: str) -> str:
@@ -203,7 +221,7 @@ def build(sources: Path, out: Path, *, builder: str = "html", address: str = "")
     shutil.rmtree(trees, ignore_errors=True)
     if code == 0 and builder == "html":
         shutil.rmtree(out, ignore_errors=True)
-        for leftover in (new / ".buildinfo", new / "objects.inv"):
+        for leftover in (new / ".buildinfo", new / "objects.inv", new / "searchindex.js"):
             leftover.unlink(missing_ok=True)
         shutil.rmtree(new / "_sources", ignore_errors=True)
         (new / ".nojekyll").touch()  # or Pages would leave out _static
@@ -249,7 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.perf_counter()
     address = options.address and options.address.rstrip("/") + "/"
     out = options.out.absolute()
-    if out.exists() and not (out / "searchindex.js").exists():
+    if out.exists() and not (out / "search.html").exists():
         print(f"site: {out}: there is something else, which is not replaced", file=sys.stderr)
         return 2
     sources = out.with_name(f"{out.name}-sources")

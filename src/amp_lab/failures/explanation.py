@@ -60,9 +60,8 @@ def explain(text: str) -> list[Failure]:
         The failures, best first, at most three. The list is empty if the text is unknown.
 
     Example:
-        >>> found = explain("RuntimeError: expected scalar type BFloat16 but found Float")
-        >>> found[0].code
-        'AMP0018'
+        found = explain("RuntimeError: expected scalar type BFloat16 but found Float")
+        print(found[0].code, found[0].cure)
     """
     return list(read_explanation(text).failures)
 
@@ -106,7 +105,7 @@ def _by_message(text: str, reference: Reference) -> list[Failure]:
             is_exact = pattern.exact != "" and pattern.exact in lower
             rank = (end > last_error, pattern.literal + 10 * is_exact)
             best[pattern.code] = max(rank, best.get(pattern.code, (False, 0)))
-    codes = sorted(best, key=lambda code: (best[code], code), reverse=True)
+    codes = sorted(best, key=lambda code: (not best[code][0], -best[code][1], code))
     return [reference.failures[code] for code in codes]
 
 
@@ -129,8 +128,10 @@ def _by_words(text: str, reference: Reference) -> list[Failure | Page]:
     terms = terms_of(text, reference.synonyms)
     ranked: list[Failure | Page] = []
     if terms:
-        for found in reference.index.search(" ".join(terms)):
-            key = found["ref"]
+        found = reference.index.search(" ".join(terms))
+        found.sort(key=lambda result: (-round(result["score"], 6), result["ref"]))
+        for result in found:
+            key = result["ref"]
             ranked.append(reference.failures.get(key) or reference.pages[key])
     return ranked
 

@@ -3,7 +3,7 @@
 A message is written as torch prints it. What differs from one program to the next is tolerated:
 dtypes, numbers, quotation marks and line breaks. A placeholder stands for what else may differ:
 ``{dtype}``, ``{n}`` for a number, ``{name}`` for a word, ``{any}`` for up to 300 characters.
-The site has the same rules in `site/explain/explain.js`; a test compares the two.
+`site/explain/explain.js` reads a text in the same way; a test compares the two.
 """
 
 import re

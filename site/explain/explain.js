@@ -1,0 +1,94 @@
+/* Finds the failure that a message, a log or a description is about: what `amp_lab.failures` does, with
+   the same data. A test compares the answers of both. */
+"use strict";
+
+const AmpExplain = (() => {
+  const MOST = 3, MAX_CHARACTERS = 1e6;
+  const ERROR = /[A-Za-z_.]*(?:Error|Exception)\b ?:/g;
+  const PREFIX = /^\s*(?:[\w.]*(?:Error|Exception|Warning)\b:?\s*)+/;
+  const FRAME = new RegExp(
+    '^[ \\t│]*File "([^"\\n]+)", line (\\d+)(?:, in ([^\\n]+))?(?:\\n([^\\n]*))?' +
+    '|^[ \\t│]*(?:File )?(Cell In\\[\\d+\\]|[^\\s:"]+\\.py)(?:, line |:)(\\d+)', "gm");
+  const LIBRARY = /site-packages|dist-packages|[\\/]lib[\\/]python\d|<frozen|<string>|<eval/;
+
+  /** The text on one line, without colours, frames of tables, and the marks of ranks. */
+  function flat(text) {
+    return text
+      .replace(/\x1b\[[0-9;?]*[A-Za-z]/g, " ")
+      .replace(/^\s*\[(?:rank)?\d+\]:/gm, " ")
+      .replace(/[│╭╮╰╯─❱┃]/g, " ")
+      .replace(/\s+/g, " ")
+      .trim();
+  }
+
+  /** The words of a text as the index has them, without the names of exceptions before it. */
+  function termsOf(text, synonyms) {
+    const words = flat(text).replace(PREFIX, "").toLowerCase().match(/[a-z0-9]+/g) ?? [];
+    return words.map((word) => (Object.hasOwn(synonyms, word) ? synonyms[word] : word));
+  }
+
+  function endOfLastMatch(pattern, line) {
+    let end = null;
+    for (const found of line.matchAll(new RegExp(pattern.regex, "gi"))) end = found.index + found[0].length;
+    return end;
+  }
+
+  function byMessage(line, reference) {
+    const lower = line.toLowerCase();
+    let lastError = 0;
+    for (const found of line.matchAll(ERROR)) lastError = found.index;
+    const best = new Map();
+    for (const pattern of reference.patterns) {
+      if (!lower.includes(pattern.fragment)) continue;
+      const end = endOfLastMatch(pattern, line);
+      if (end === null) continue;
+      const isExact = pattern.exact !== "" && lower.includes(pattern.exact);
+      const rank = (end > lastError ? 1e6 : 0) + pattern.literal + (isExact ? 10 : 0);
+      best.set(pattern.code, Math.max(rank, best.get(pattern.code) ?? 0));
+    }
+    return [...best.keys()].sort((a, b) => best.get(b) - best.get(a) || (a < b ? -1 : 1));
+  }
+
+  /** The results of a search for words, best first; those of equal score by their key. */
+  function search(index, terms) {
+    const results = terms.length ? index.search(terms.join(" ")) : [];
+    const rounded = ({ score }) => Math.round(score * 1e6);
+    return results.sort((a, b) => rounded(b) - rounded(a) || (a.ref < b.ref ? -1 : 1));
+  }
+
+  function isAboutPrecision(text, reference) {
+    const words = new Set(termsOf(text, reference.synonyms));
+    if (reference.subject_words.some((word) => words.has(word))) return true;
+    const hasError = flat(text).search(ERROR) >= 0;
+    return !hasError && reference.symptom_words.some((word) => words.has(word));
+  }
+
+  /** The last frame of a traceback that is in no library, or null. */
+  function lastOwnLine(text) {
+    let last = null;
+    for (const [, file, line, name, code, cell, number] of text.matchAll(FRAME)) {
+      if (LIBRARY.test(file ?? cell)) continue;
+      last = { file: file ?? cell, line: Number(line ?? number), name: (name ?? "").trim(), code: (code ?? "").trim() };
+    }
+    return last;
+  }
+
+  /** What is known of a text: `{codes, nearest, ownLine, byMessage}`; no codes if it is unknown. */
+  function explain(given, reference, index) {
+    const text = given.slice(-MAX_CHARACTERS);
+    const ownLine = lastOwnLine(text);
+    const found = byMessage(flat(text), reference);
+    if (found.length) return { codes: found.slice(0, MOST), nearest: [], ownLine, byMessage: true };
+    const terms = termsOf(text, reference.synonyms);
+    const ranked = search(index, terms).map(({ ref }) => ref);
+    if (ranked.length && isAboutPrecision(text, reference)) {
+      const codes = ranked.filter((ref) => ref.startsWith("AMP")).slice(0, MOST);
+      return { codes, nearest: [], ownLine, byMessage: false };
+    }
+    return { codes: [], nearest: ranked.slice(0, MOST), ownLine, byMessage: false };
+  }
+
+  return { termsOf, search, explain };
+})();
+
+if (typeof module !== "undefined") module.exports = AmpExplain;

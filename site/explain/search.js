@@ -1,0 +1,49 @@
+/* The page of the search: sections by their words, the best of each page. */
+"use strict";
+
+(() => {
+  const list = document.getElementById("search-results");
+  const given = new URLSearchParams(location.search).get("q")?.trim() ?? "";
+  for (const field of document.querySelectorAll('input[name="q"]')) field.value = given;
+  if (!list || !given) return;
+  const MOST = 20;
+  const index = lunr.Index.load(AmpSearchData.index);
+  const terms = AmpExplain.termsOf(given, AmpReference.synonyms);
+  const failures = new Map(AmpReference.failures.map((failure) => [failure.code, failure]));
+
+  /** What the reference of failures knows comes first: a message that was pasted is recognised. */
+  function fromReference() {
+    const { codes, byMessage } = AmpExplain.explain(given, AmpReference, lunr.Index.load(AmpReference.index));
+    if (!byMessage) return [];
+    return codes.filter((code) => failures.has(code)).map((code) => {
+      const { title, cause } = failures.get(code);
+      return [`failures/${code}.html`, "", title, "", cause];
+    });
+  }
+
+  const found = fromReference();
+  const pages = new Set(found.map(([page]) => page));
+  for (const { ref } of AmpExplain.search(index, terms)) {
+    const section = AmpSearchData.sections[Number(ref)];
+    if (pages.has(section[0])) continue;
+    pages.add(section[0]);
+    found.push(section);
+  }
+
+  const heading = document.createElement("p");
+  heading.textContent = found.length ? `Best first, for “${given}”:` : `Nothing was found for “${given}”.`;
+  list.append(heading);
+  const items = document.createElement("ul");
+  items.className = "search";
+  for (const [page, anchor, title, name, text] of found.slice(0, MOST)) {
+    const item = document.createElement("li");
+    const link = document.createElement("a");
+    link.href = page + (anchor ? `#${encodeURIComponent(anchor)}` : "");
+    link.textContent = anchor ? `${title}: ${name}` : title;
+    const excerpt = document.createElement("p");
+    excerpt.textContent = text.replaceAll("`", "") + (anchor ? " …" : "");
+    item.append(link, excerpt);
+    items.append(item);
+  }
+  list.append(items);
+})();

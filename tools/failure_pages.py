@@ -1,0 +1,119 @@
+"""The pages of the site that are about one failure each, and the data of its box.
+
+They are made of `src/amp_lab/failures/reference.json` and of the notebooks 08a, 08b and so on, with
+their committed outputs. The title of a page is the message that people paste into a search.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+BOX = '<div class="explain" data-depth="{depth}">\n<p>This box needs JavaScript.</p>\n</div>'
+
+_ENTRY = re.compile(r"^`AMP\d{4}` <!-- failure\n.*?^-->\n*", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"`(AMP\d{4})`")
+_LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
+
+
+def read_reference(root: Path) -> dict[str, Any]:
+    """The data of the reference in the repository at `root`."""
+    file = root / "src" / "amp_lab" / "failures" / "reference.json"
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def pages(root: Path) -> dict[str, str]:
+    """The text of each page by its path: `failures/AMP0004.md` and so on."""
+    found = {}
+    for failure in read_reference(root)["failures"]:
+        found[f"failures/{failure['code']}.md"] = _page(root, failure)
+    return found
+
+
+def data_script(root: Path) -> str:
+    """The reference as a script, since a page that is opened from a file cannot fetch data."""
+    data = json.dumps(read_reference(root), ensure_ascii=False)
+    return f'"use strict";\nconst AmpReference = {data};\n'
+
+
+def link_codes(text: str) -> str:
+    """The text with each code of a failure as a link to its page, from the folder `notebooks`."""
+    return _CODE.sub(r"[\1](../failures/\1.md)", text)
+
+
+def _page(root: Path, failure: dict[str, Any]) -> str:
+    messages = [_readable(message) for message in failure["messages"]]
+    lines = ["---", "orphan: true", "---", f"# {_title(failure, messages)}", ""]
+    lines += [f"**{failure['code']}: {failure['title']}.**", ""]
+    if len(messages) > 1:
+        lines += ["Other messages with this cause:", ""]
+        lines += [f"- {_code(message)}" for message in messages[1:]] + [""]
+    if failure["symptoms"]:
+        lines += ["What people see:", ""]
+        lines += [f"- {symptom}" for symptom in failure["symptoms"]] + [""]
+    lines += [_section(root, failure) or _short(failure)]
+    lines += ["", "**See also.** All failures are in the [index](../notebooks/08_when_amp_breaks.ipynb)."]
+    return "\n".join(lines) + "\n"
+
+
+def _title(failure: dict[str, Any], messages: list[str]) -> str:
+    return _code(messages[0]) if messages else failure["title"]
+
+
+def _readable(message: str) -> str:
+    """A message with dots where it has a placeholder."""
+    return re.sub(r"\{\w+\}", "…", message)
+
+
+def _code(text: str) -> str:
+    """The text as code in Markdown; it may contain backquotes."""
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
+
+
+def _short(failure: dict[str, Any]) -> str:
+    """The body of a page about a failure that no notebook reproduces."""
+    parts = [("Why", "cause"), ("The fix", "cure"), ("Not this", "unsafe")]
+    lines = [f"**{name}.** {failure[key]}\n" for name, key in parts if failure[key]]
+    lines += [f"Source: <{address}>\n" for address in failure["sources"]]
+    lines += [f"More is in [the page on it](../{failure['page']})."]
+    return "\n".join(lines)
+
+
+def _section(root: Path, failure: dict[str, Any]) -> str:
+    """The section of the failure's notebook, with its outputs; empty if it has none."""
+    path, _, anchor = failure["page"].partition("#")
+    if not re.fullmatch(r"notebooks/08[a-z]_\w+\.ipynb", path):
+        return ""
+    notebook = json.loads((root / path).read_text(encoding="utf-8"))
+    lines: list[str] = []
+    inside = False
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            for part in re.split(r"^(?=## )", source, flags=re.MULTILINE):
+                if part.startswith("## "):
+                    heading = part.partition("\n")[0].removeprefix("## ")
+                    inside = heading.replace(" ", "-") == anchor and failure["code"] in part
+                    part = part.partition("\n")[2]
+                if inside:
+                    lines += [_fitted(_ENTRY.sub("", part), path), ""]
+        elif inside:
+            lines += [f"```python\n{source}\n```", ""]
+            printed = "".join("".join(out.get("text", "")) for out in cell["outputs"])
+            if printed:
+                lines += ["It prints:", "", f"```text\n{printed.rstrip()}\n```", ""]
+    if lines:
+        lines += [f"You can run these programs in [the notebook](../{failure['page']})."]
+    return "\n".join(lines)
+
+
+def _fitted(markdown: str, path: str) -> str:
+    """The Markdown of a notebook with its links as they have to be in the folder `failures`."""
+
+    def fitted(found: re.Match[str]) -> str:
+        to = found[1]
+        if to.startswith("#"):
+            return f"](../{path}{to})"
+        return f"](../notebooks/{to})" if not to.startswith("../") else f"]({to})"
+
+    return _LINK.sub(fitted, markdown)

@@ -1,0 +1,115 @@
+"""The search of the site: an index of its sections that does not need every word (lunr, BM25).
+
+Sphinx's own search finds only pages that have all words, so a pasted message finds nothing.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import failure_pages
+
+_BOOST = {"title": 3, "heading": 4, "messages": 4, "text": 1}
+_EXCERPT = 180  # characters
+_FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
+_HEADING = re.compile(r"^(#{1,3}) +(.+?) *#*$", re.MULTILINE)
+_NOISE = re.compile(r"<!--.*?-->|<[^>]+>|^---\n.*?^---\n|\{\w+\}", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of a page: what is found, and where it leads."""
+
+    page: str  # its path on the site
+    anchor: str
+    title: str  # of the page
+    heading: str
+    text: str
+    excerpt: str  # shown below the title
+    messages: str = ""  # of a page about a failure
+
+
+def data_script(root: Path, sources: Path) -> str:
+    """The index and its sections as a script, since a page from a file cannot fetch data."""
+    import lunr
+
+    from amp_lab.failures.explanation import terms_of
+
+    reference = failure_pages.read_reference(root)
+    found = sections(sources, reference)
+    documents = []
+    for number, section in enumerate(found):
+        fields = {name: getattr(section, name) for name in _BOOST}
+        terms = {
+            name: " ".join(terms_of(text, reference["synonyms"])) for name, text in fields.items()
+        }
+        documents.append({"key": str(number)} | terms)
+    names = [{"field_name": name, "boost": boost} for name, boost in _BOOST.items()]
+    index = lunr.lunr(ref="key", fields=names, documents=documents).serialize()
+    shown = [[s.page, s.anchor, s.title, s.heading, s.excerpt] for s in found]
+    data = json.dumps({"sections": shown, "index": index}, ensure_ascii=False)
+    return f'"use strict";\nconst AmpSearchData = {data};\n'
+
+
+def sections(sources: Path, reference: dict[str, Any]) -> list[Section]:
+    """The sections of all pages among the sources of the site."""
+    failures = {failure["code"]: failure for failure in reference["failures"]}
+    found: list[Section] = []
+    for path in sorted([*sources.rglob("*.md"), *sources.rglob("*.ipynb")]):
+        name = path.relative_to(sources).as_posix()
+        page = re.sub(r"\.(md|ipynb)$", ".html", name)
+        failure = failures.get(path.stem)
+        if failure is not None:
+            found.append(_of_failure(page, failure, _markdown(path)))
+        elif not name.startswith("notebooks/08"):  # its failures have pages of their own
+            found += _of_page(page, _markdown(path))
+    return found
+
+
+def _of_failure(page: str, failure: dict[str, Any], markdown: str) -> Section:
+    """A page about a failure is one section."""
+    return Section(
+        page=page,
+        anchor="",
+        title=failure["title"],
+        heading=" ".join(failure["symptoms"]),
+        messages=" ".join(failure["messages"]),
+        text=_plain(markdown),
+        excerpt=failure["cause"],
+    )
+
+
+def _of_page(page: str, markdown: str) -> list[Section]:
+    """The sections of a page, each with its heading."""
+    markdown = _FENCE.sub(lambda fence: fence[0].replace("#", " "), markdown)
+    parts = _HEADING.split(markdown)
+    title = ""
+    found = []
+    for number in range(1, len(parts), 3):
+        heading, text = _plain(parts[number + 1]), _plain(parts[number + 2])
+        anchor = _plain(parts[number + 1]).replace(" ", "-")
+        if not title:
+            title, anchor = heading, ""
+        found.append(Section(page, anchor, title, heading, text, text[:_EXCERPT]))
+    return found
+
+
+def _markdown(path: Path) -> str:
+    """The Markdown of a page; the code cells of a notebook are fenced."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".ipynb":
+        return text
+    parts = []
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```\n{source}\n```")
+    return "\n\n".join(parts)
+
+
+def _plain(markdown: str) -> str:
+    """Markdown as plain text on one line."""
+    text = _LINK.sub(r"\1", _NOISE.sub(" ", markdown))
+    return " ".join(re.sub(r"[`*|]|^```\w*", " ", text).split())
