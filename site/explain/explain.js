@@ -3,8 +3,8 @@
 "use strict";
 
 const AmpExplain = (() => {
-  const MOST = 3, MAX_CHARACTERS = 1e6;
-  const ERROR = /[A-Za-z_.]*(?:Error|Exception)\b ?:/g;
+  const MOST = 3, MAX_CHARACTERS = 1e6, LONGEST_QUESTION = 3000;
+  const ERROR = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:/g;
   const PREFIX = /^\s*(?:[\w.]*(?:Error|Exception|Warning)\b:?\s*)+/;
   const FRAME = new RegExp(
     '^[ \\t│]*File "([^"\\n]+)", line (\\d+)(?:, in ([^\\n]+))?(?:\\n([^\\n]*))?' +
@@ -15,7 +15,7 @@ const AmpExplain = (() => {
   function flat(text) {
     return text
       .replace(/\x1b\[[0-9;?]*[A-Za-z]/g, " ")
-      .replace(/^\s*\[(?:rank)?\d+\]:/gm, " ")
+      .replace(/^[ \t]*\[(?:rank)?\d+\]:/gm, " ")
       .replace(/[│╭╮╰╯─❱┃]/g, " ")
       .replace(/\s+/g, " ")
       .trim();
@@ -56,10 +56,17 @@ const AmpExplain = (() => {
     return results.sort((a, b) => rounded(b) - rounded(a) || (a.ref < b.ref ? -1 : 1));
   }
 
-  function isAboutPrecision(text, reference) {
-    const words = new Set(termsOf(text, reference.synonyms));
+  /** What is searched for by its words: the last error, or else the whole of a short text. */
+  function questionOf(line) {
+    const errors = [...line.matchAll(ERROR)];
+    if (errors.length) return line.slice(errors.at(-1).index);
+    return line.length <= LONGEST_QUESTION ? line : "";
+  }
+
+  function isAboutPrecision(question, reference) {
+    const words = new Set(termsOf(question, reference.synonyms));
     if (reference.subject_words.some((word) => words.has(word))) return true;
-    const hasError = flat(text).search(ERROR) >= 0;
+    const hasError = question.search(ERROR) >= 0;
     return !hasError && reference.symptom_words.some((word) => words.has(word));
   }
 
@@ -77,11 +84,12 @@ const AmpExplain = (() => {
   function explain(given, reference, index) {
     const text = given.slice(-MAX_CHARACTERS);
     const ownLine = lastOwnLine(text);
-    const found = byMessage(flat(text), reference);
+    const line = flat(text);
+    const found = byMessage(line, reference);
     if (found.length) return { codes: found.slice(0, MOST), nearest: [], ownLine, byMessage: true };
-    const terms = termsOf(text, reference.synonyms);
-    const ranked = search(index, terms).map(({ ref }) => ref);
-    if (ranked.length && isAboutPrecision(text, reference)) {
+    const question = questionOf(line);
+    const ranked = search(index, termsOf(question, reference.synonyms)).map(({ ref }) => ref);
+    if (ranked.length && isAboutPrecision(question, reference)) {
       const codes = ranked.filter((ref) => ref.startsWith("AMP")).slice(0, MOST);
       return { codes, nearest: [], ownLine, byMessage: false };
     }

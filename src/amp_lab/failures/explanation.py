@@ -9,7 +9,8 @@ from amp_lab.failures.reference import Failure, Page, Pattern, Reference, load_r
 
 MOST = 3  # failures, or pages, that are shown
 MAX_CHARACTERS = 1_000_000  # of a log, from its end
-_ERROR = re.compile(r"[A-Za-z_.]*(?:Error|Exception)\b ?:")
+_LONGEST_QUESTION = 3000  # characters: a longer text is a log
+_ERROR = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:")
 _PREFIX = re.compile(r"^\s*(?:[\w.]*(?:Error|Exception|Warning)\b:?\s*)+")
 _WORD = re.compile(r"[a-z0-9]+")
 # A frame of a traceback: Python's own, then IPython's.
@@ -71,14 +72,15 @@ def read_explanation(text: str, reference: Reference | None = None) -> Explanati
     reference = reference or load_reference()
     text = text[-MAX_CHARACTERS:]
     own_line = last_own_line(text)
-    is_about_precision = _is_about_precision(text, reference)
+    question = question_of(text)
+    is_about_precision = _is_about_precision(question, reference)
     by_message = _by_message(text, reference)
     break_ = graph_break(text) if is_about_precision else None
     if break_ is not None:
         by_message.append(break_)
     if by_message:
         return Explanation(tuple(by_message[:MOST]), own_line=own_line, by_message=True)
-    ranked = _by_words(text, reference)
+    ranked = _by_words(question, reference)
     if ranked and is_about_precision:
         failures = [found for found in ranked if isinstance(found, Failure)]
         return Explanation(tuple(failures[:MOST]), own_line=own_line)
@@ -117,15 +119,27 @@ def _end_of_last_match(pattern: Pattern, line: str) -> int | None:
     return end
 
 
+def question_of(text: str) -> str:
+    """What is searched for by its words: the last error, or else the whole of a short text.
+
+    The files of a traceback and the progress of a run would only add words that mean nothing.
+    """
+    line = flat(text)
+    errors = [found.start() for found in _ERROR.finditer(line)]
+    if errors:
+        return line[errors[-1] :]
+    return line if len(line) <= _LONGEST_QUESTION else ""
+
+
 def terms_of(text: str, synonyms: dict[str, str]) -> list[str]:
     """The words of a text as the index has them, without the names of exceptions before it."""
     words = _WORD.findall(_PREFIX.sub("", flat(text)).lower())
     return [synonyms.get(word, word) for word in words]
 
 
-def _by_words(text: str, reference: Reference) -> list[Failure | Page]:
+def _by_words(question: str, reference: Reference) -> list[Failure | Page]:
     """Failures and pages by their words, best first."""
-    terms = terms_of(text, reference.synonyms)
+    terms = terms_of(question, reference.synonyms)
     ranked: list[Failure | Page] = []
     if terms:
         found = reference.index.search(" ".join(terms))
@@ -136,15 +150,15 @@ def _by_words(text: str, reference: Reference) -> list[Failure | Page]:
     return ranked
 
 
-def _is_about_precision(text: str, reference: Reference) -> bool:
-    """Whether the text has a word of the subject, such as fp16, NaN or autocast.
+def _is_about_precision(question: str, reference: Reference) -> bool:
+    """Whether the question has a word of the subject, such as fp16, NaN or autocast.
 
     A description without an error message may have a more general word instead, such as loss.
     """
-    words = set(terms_of(text, reference.synonyms))
+    words = set(terms_of(question, reference.synonyms))
     if reference.subject_words & words:
         return True
-    return _ERROR.search(flat(text)) is None and bool(reference.symptom_words & words)
+    return _ERROR.search(question) is None and bool(reference.symptom_words & words)
 
 
 def last_own_line(text: str) -> OwnLine | None:

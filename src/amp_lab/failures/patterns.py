@@ -31,7 +31,7 @@ _PARTS = re.compile(
     re.DOTALL,
 )
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_RANK = re.compile(r"^\s*\[(?:rank)?\d+\]:", re.MULTILINE)
+_RANK = re.compile(r"^[ \t]*\[(?:rank)?\d+\]:", re.MULTILINE)
 _FRAME = re.compile(r"[│╭╮╰╯─❱┃]")
 _BLANKS = re.compile(r"\s+")
 

@@ -1,0 +1,169 @@
+"""`explain`: a message is recognised in whatever it comes in, and what is unknown is called so."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from amp_lab import explain
+from amp_lab.failures import Failure, load_reference, read_explanation
+from amp_lab.failures.explanation import last_own_line
+from amp_lab.failures.patterns import flat, pattern
+
+SEEN = json.loads(Path(__file__).with_name("seen.json").read_text(encoding="utf-8"))
+MESSAGE = "mat1 and mat2 must have the same dtype, but got Half and Float"
+CODE = "AMP0018"
+REFERENCE = load_reference()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        MESSAGE,
+        f"RuntimeError: {MESSAGE}",
+        f"[rank3]: RuntimeError: {MESSAGE}",
+        f"torch.some.SpecialError: {MESSAGE}\n\nset TORCH_LOGS",
+        MESSAGE.replace("Half", "BFloat16"),
+        MESSAGE.replace("Half", "torch.float16").replace("Float", "torch.float32"),
+        MESSAGE.replace("but got", "\nbut got"),
+        f"\x1b[31mRuntimeError\x1b[0m: {MESSAGE}",
+        "│ RuntimeError: " + MESSAGE.replace("same", "same │\n│") + " │",
+        MESSAGE.upper(),
+    ],
+)
+def test_a_message_is_recognised_though_it_is_printed_otherwise(text):
+    assert explain(text)[0].code == CODE
+
+
+def test_numbers_and_names_may_differ():
+    one = pattern("X", "Expected self.size(1) to be divisible by 16, but got self.size(1)=17")
+    text = "Expected self.size(1) to be divisible by 8, but got self.size(1)=3"
+    assert re.search(one.regex, text)
+    other = pattern("X", "\"{name}\" not implemented for '{dtype}'")
+    assert re.search(other.regex, "\"lu_cpu\" not implemented for 'BFloat16'", re.IGNORECASE)
+    assert not re.search(other.regex, "'x' not implemented for strings", re.IGNORECASE)
+
+
+def test_a_pattern_is_as_specific_as_its_characters():
+    assert pattern("X", "abc {any}").literal == 3
+    assert pattern("X", "abc 12 torch.float16").literal == 3
+    assert pattern("X", "abc {any} defgh").fragment == " defgh"
+
+
+def test_the_last_error_of_a_log_counts_most():
+    log = (
+        "train.py:3: FutureWarning: `torch.cuda.amp.GradScaler(args...)` is deprecated. "
+        "Please use `torch.amp.GradScaler('cuda', args...)` instead.\n"
+        "  0%|          | 0/100\n"
+        f"RuntimeError: {MESSAGE}\n"
+    )
+    found = explain(log)
+    assert found[0].code == CODE
+    assert "AMP0035" in [failure.code for failure in found]
+
+
+def test_a_long_log_is_read_from_its_end():
+    noise = "step 1 loss 0.5\n" * 200_000
+    assert explain(f"{noise}RuntimeError: {MESSAGE}")[0].code == CODE
+    assert explain(f"RuntimeError: {MESSAGE}\n{noise}") == []
+
+
+TRACEBACK = (
+    """Traceback (most recent call last):
+  File "/home/me/train.py", line 42, in step
+    loss = criterion(model(x), y)
+  File "/usr/lib/python3.12/site-packages/torch/nn/modules/module.py", line 1775, in _call_impl
+    return forward_call(*args, **kwargs)
+RuntimeError: """
+    + MESSAGE
+)
+
+
+def test_the_users_own_line_is_named():
+    line = read_explanation(TRACEBACK).own_line
+    assert (line.file, line.line, line.function) == ("/home/me/train.py", 42, "step")
+    assert line.code == "loss = criterion(model(x), y)"
+
+
+@pytest.mark.parametrize(
+    ("text", "file", "number"),
+    [
+        ("Cell In[7], line 3\n      1 x\n----> 3 y", "Cell In[7]", 3),
+        ("File ~/work/run.py:12, in main()", "~/work/run.py", 12),
+        ("│ /home/me/run.py:8 in <module> │", "/home/me/run.py", 8),
+    ],
+)
+def test_frames_of_ipython_and_rich_are_read(text, file, number):
+    line = last_own_line(text)
+    assert (line.file, line.line) == (file, number)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "   \n",
+        "hello world",
+        "ModuleNotFoundError: No module named 'pandas'",
+        "IndexError: list index out of range",
+        "FileNotFoundError: [Errno 2] No such file or directory: 'data.csv'",
+        "KeyError: 'labels'",
+        "ConnectionResetError: [Errno 104] Connection reset by peer",
+        "AttributeError: 'Linear' object has no attribute 'shape'",
+        "\0\1\2",
+    ],
+)
+def test_what_is_not_about_precision_is_unknown(text):
+    assert explain(text) == []
+
+
+def test_an_unknown_text_comes_with_the_nearest_pages():
+    explanation = read_explanation("ValueError: could not write the checkpoint to the cluster")
+    assert explanation.failures == ()
+    assert 1 <= len(explanation.nearest) <= 3
+
+
+def test_a_graph_break_under_autocast_is_explained_by_torch_itself():
+    text = (
+        "torch._dynamo.exc.Unsupported: Graph break under `torch.autocast`\n"
+        "https://meta-pytorch.github.io/compile-graph-break-site/gb/gb0025.html"
+    )
+    found = {failure.code: failure for failure in explain(text)}
+    assert "graph_break()" in found["GB0025"].title
+    assert found["GB0025"].page.endswith("gb0025.html")
+    assert explain(text.replace("torch.autocast", "print")) == []  # not about precision
+    assert "GB9999" not in str(explain(text.replace("gb0025", "gb9999")))
+
+
+@pytest.mark.parametrize("case", SEEN, ids=[str(number) for number in range(len(SEEN))])
+def test_a_message_from_a_public_thread_is_known(case):
+    assert explain(case["text"])
+
+
+@pytest.mark.parametrize("code", sorted(REFERENCE.failures))
+def test_each_message_finds_its_own_failure(code):
+    for message in REFERENCE.failures[code].messages:
+        text = re.sub(
+            r"\{(\w+)\}", lambda found: {"n": "7", "dtype": "Half"}.get(found[1], "x"), message
+        )
+        assert explain(f"RuntimeError: {text}")[0].code == code, message
+
+
+@pytest.mark.parametrize("code", sorted(REFERENCE.failures))
+def test_a_failure_says_why_and_what_to_do_in_a_few_sentences(code):
+    failure: Failure = REFERENCE.failures[code]
+    for text in (failure.cause, failure.cure):
+        assert text[0].isupper() or text[0] in "`0123456789", text
+        assert text.endswith((".", "!", "`", ")", ":")), text
+        assert 20 <= len(text) <= 700, text
+    assert failure.messages or failure.symptoms
+
+
+@pytest.mark.parametrize("unit", ["\n", " ", "a", "1", "[", "Error", 'File "', "torch.float16 "])
+def test_a_megabyte_of_anything_takes_no_time_that_grows_with_its_square(unit):
+    explain(unit * (2**20 // len(unit)))  # pytest itself would stand still
+
+
+def test_flat_takes_the_marks_of_ranks_and_frames_away():
+    assert flat("[rank0]: a\n[rank1]:   b │ c") == "a b c"
