@@ -232,8 +232,9 @@ exercises = checks_of("08_when_amp_breaks")
 # %% [markdown]
 # ### 1. Where does a sum of squares end?
 #
-# In section 6, replace `mean` by `sum`. For two equal inputs, what is the largest whole number whose two squares
-# still add up to a finite number in fp16?
+# A sum of squares in fp16 [overflows early](08a_values.ipynb#A-norm-written-by-hand-overflows-above-256).
+# Two numbers are equal and whole. What is the largest such number whose two squares still add up to a
+# finite number in fp16?
 
 # %%
 largest_value = ...
@@ -257,28 +258,28 @@ exercises.check_largest_value(largest_value)
 #
 # </details>
 #
-# ### 2. Which section is it?
+# ### 2. Which failure is it?
 #
 # Three colleagues ask for help. The first says: "My loss is 5.1042 in every step, to the last digit." The second
 # says: "`clip_grad_norm_` returns about 80,000 in each step, and the model hardly learns." The third says: "The
-# training loss is good, and since last night evaluation gives NaN for every image." Write down the numbers of the
-# three sections.
+# training loss is good, and since last night evaluation gives NaN for every image." Write down the codes of the
+# three failures.
 
 # %%
-sections = ...
-exercises.check_diagnosis(sections)
+codes = ...
+exercises.check_diagnosis(codes)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Start from the third table at the top, and read "What you see" in each section that comes into question.
+# Look for each symptom in the tables of this page, and read "What you see" in the sections that come into question.
 #
 # </details>
 #
 # <details><summary>Solution</summary>
 #
 # ```python
-# sections = (26, 15, 7)
+# codes = ("AMP0026", "AMP0015", "AMP0007")
 # ```
 #
 # The casts of the weights come from the cache of an outer block; clipping meets gradients that are still scaled;
@@ -302,8 +303,8 @@ exercises.check_masked(mask_scores)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Section 4 has ways that fail and ways that do not. Which number do you fill in, and where do you get
-# it?
+# [A mask value does not fit into fp16](08a_values.ipynb#A-mask-value-does-not-fit-into-fp16) has ways that fail and
+# ways that do not. Which number do you fill in, and where do you get it?
 #
 # </details>
 #

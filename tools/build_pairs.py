@@ -119,11 +119,16 @@ def find(names: Sequence[str] = ()) -> list[Path]:
     return [source for source in sources if not names or source.name.startswith(tuple(names))]
 
 
+def is_reference(source: Path) -> bool:
+    """Whether a notebook is a part of the reference of failures, such as 08a, and no lesson."""
+    return re.match(r"\d+[a-z]_", source.name) is not None
+
+
 def new(name: str) -> str:
     """Make `name`.py from the template; return what is to be done next."""
     if not re.fullmatch(r"[0-9]{2}_[a-z0-9]+(_[a-z0-9]+)*", name):
         raise Problem(f"{name!r} is no name of a notebook; give one like 20_title")
-    taken = [source.stem for source in find() if source.name[:3] == name[:3]]
+    taken = [source.stem for source in find() if source.name.startswith(name[:3])]
     if taken:
         raise Problem(f"the number {name[:2]} is taken by {taken[0]}; give another one")
     source, words = FOLDER / f"{name}.py", name[3:].replace("_", " ")

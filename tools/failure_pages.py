@@ -52,7 +52,10 @@ def _page(root: Path, failure: dict[str, Any]) -> str:
         lines += ["What people see:", ""]
         lines += [f"- {symptom}" for symptom in failure["symptoms"]] + [""]
     lines += [_section(root, failure) or _short(failure)]
-    lines += ["", "**See also.** All failures are in the [index](../notebooks/08_when_amp_breaks.ipynb)."]
+    lines += [
+        "",
+        "**See also.** All failures are in the [index](../notebooks/08_when_amp_breaks.ipynb).",
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -1,5 +1,8 @@
 """How long a notebook takes to read: `python tools/reading_time.py [NAME …]`.
 
+The notebooks 08a, 08b and so on are a reference, which nobody reads from beginning to end, so the
+sum leaves them out.
+
 220 words a minute, and 4 s for a line of code, without exercises. Sections that say "(optional)" in
 their heading are counted apart. Lines are those of the whole source. `--write` puts the minutes
 into the README's table.
@@ -16,7 +19,6 @@ WORDS_A_MINUTE, SECONDS_A_CODE_LINE = 220, 4
 WORD = re.compile(r"\w[\w'’.-]*")
 LINK = re.compile(r"\]\([^)]*\)")
 COMMENT = re.compile(r"<!--.*?-->")  # which nobody sees
-FAILURES = "08_when_amp_breaks"  # a reference, which nobody reads from beginning to end
 README = build_pairs.FOLDER.parent / "README.md"
 # A row of its table: | [title](notebooks/NAME.ipynb) | … | minutes to read | time to run |
 ROW = re.compile(
@@ -88,10 +90,10 @@ def main() -> None:
         found = minutes(source)
         optional = f"{found.optional:6.1f} min optional" if found.optional else ""
         print(f"{source.stem:<30} {found.core:5.1f} min {lines:6} lines{optional}")
-        if source.stem != FAILURES:
+        if not build_pairs.is_reference(source):
             total = Minutes(total.core + found.core, total.optional + found.optional)
     both = total.core + total.optional
-    print(f"together {total.core:.0f} min, with optional text {both:.0f} min, without {FAILURES}")
+    print(f"together {total.core:.0f} min, with optional text {both:.0f} min, without 08a to 08h")
 
 
 if __name__ == "__main__":

@@ -36,22 +36,25 @@ def check_largest_value(value: int) -> str:
 
 
 _CASES = {
-    "the equal losses": (26, "Which tensor would have to change in each step, and does not?"),
-    "the clipped run": (15, "What multiplies the gradients when the norm is that large?"),
-    "the NaN in evaluation": (7, "What does evaluation read that training does not?"),
+    "the equal losses": (
+        "AMP0026",
+        "Which tensor would have to change in each step, and does not?",
+    ),
+    "the clipped run": ("AMP0015", "What multiplies the gradients when the norm is that large?"),
+    "the NaN in evaluation": ("AMP0007", "What does evaluation read that training does not?"),
 }
 
 
 @exercise
-def check_diagnosis(sections: Any) -> str:
-    """The sections that three descriptions lead to."""
+def check_diagnosis(codes: Any) -> str:
+    """The codes of the failures that three descriptions lead to."""
     need(
-        isinstance(sections, tuple | list) and len(sections) == len(_CASES),
-        f"Three numbers of sections are asked for, in order; this is {sections!r}.",
+        isinstance(codes, tuple | list) and len(codes) == len(_CASES),
+        f"Three codes are asked for, in order; this is {codes!r}.",
     )
-    for found, (case, (right, why)) in zip(sections, _CASES.items(), strict=True):
-        need(found == right, f"Section {found} is not what fits {case}. {why}")
-    return "The words of a symptom led to the cause each time, through the tables at the top."
+    for found, (case, (right, why)) in zip(codes, _CASES.items(), strict=True):
+        need(found == right, f"{found} does not fit {case}. {why}")
+    return "The words of each symptom led to its cause, through the tables of this page."
 
 
 @exercise
