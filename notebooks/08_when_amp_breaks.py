@@ -20,6 +20,8 @@
 # **What you need.** You need no GPU and no other notebook.
 
 # %% tags=["nbval-ignore-output"]
+import torch
+
 from course import start
 
 from amp_lab import explain

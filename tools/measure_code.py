@@ -21,8 +21,8 @@ COURSE = ROOT / "notebooks" / "course"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.py"))
 
 FOLDERS = (
-    "core", "plots", "failures", "migrate", "models", "parallel", "model_call", "tracing", "recipes",
-    "numerics", "difference", "advisor", "formats", "bench", "train", "cli",
+    "core", "plots", "failures", "migrate", "models", "parallel", "model_call", "tracing",
+    "recipes", "numerics", "difference", "advisor", "formats", "bench", "train", "cli",
 )  # fmt: skip
 """From the lowest to the highest: a folder imports only those before it."""
 

@@ -147,4 +147,3 @@ def _name(page: "Failure | Page") -> str:
 
     where = page.code if isinstance(page, Failure) else page.page
     return f"{page.title} ({where})"
-

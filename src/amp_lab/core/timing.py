@@ -177,9 +177,8 @@ class Comparison:
     def ratio(self, name: str, to: str) -> Ratio:
         """Return the time of `name` divided by that of `to`: 2 means that `to` is twice as fast.
 
-        The result is the median of the ratios within each round, with a bootstrap interval (Efron
-        and Tibshirani 1993, percentile method, seeded). Raises `KeyError` for a name that was not
-        compared.
+        This is the median of the ratios within each round, with a bootstrap interval (Efron and
+        Tibshirani 1993, percentile method, seeded). Raises `KeyError` for an unknown name.
         """
         ratios = np.array(self.samples_s[name]) / np.array(self.samples_s[to])
         median, interval = estimate_median(ratios)

@@ -6,7 +6,7 @@ WRONG_ANSWERS = {
     "check_layer_flops": [
         ("layer_flops = 2 * 1024 * 64 * 128", "is the forward pass"),
         ("layer_flops = 3 * 1024 * 64 * 128", "an addition are two"),
-        ("layer_flops = 4 * 1024 * 64 * 128", "only one product in the backward pass"),
+        ("layer_flops = 4 * 1024 * 64 * 128", "only one matmul in the backward pass"),
         ("layer_flops = 64 * 128", "Multiply the pixels"),
     ],
     "check_least_ms": [
