@@ -20,7 +20,6 @@
 # **What you need.** You need no GPU and no other notebook.
 
 # %% tags=["nbval-ignore-output"]
-import torch
 
 from course import start
 
@@ -215,7 +214,8 @@ assert failure.code == "AMP0026"
 # %% [markdown]
 # ## Summary
 #
-# - `amp-lab explain` finds a failure by its message, by a log, or by a description.
+# - `amp-lab explain` finds a failure by its message, by a log, or by a
+#   description. <!-- tests/failures/test_explanation.py -->
 # - Five questions find most failures: parameters in fp32, one block per forward pass, the order of the
 #   scaler's calls, the range of fp16, and the course of the loss scale.
 #

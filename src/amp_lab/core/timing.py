@@ -145,9 +145,7 @@ class Comparison:
     """The result of `compare`: the time of one call of each function, in each round."""
 
     samples_s: dict[str, tuple[float, ...]]
-    """By name, one value for each round. Values with the same index come from the same round. A
-    trusted result leaves out the disturbed rounds; a result that is not trusted has all rounds.
-    """
+    """By name, one value for each round. A trusted result leaves out the disturbed rounds."""
     disturbed: int
     """Number of rounds in which something else used the machine."""
     reason: str
