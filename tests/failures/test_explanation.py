@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -163,6 +165,15 @@ def test_a_failure_says_why_and_what_to_do_in_a_few_sentences(code):
 @pytest.mark.parametrize("unit", ["\n", " ", "a", "1", "[", "Error", 'File "', "torch.float16 "])
 def test_a_megabyte_of_anything_takes_no_time_that_grows_with_its_square(unit):
     explain(unit * (2**20 // len(unit)))  # pytest itself would stand still
+
+
+def test_a_message_is_found_without_lunr():
+    program = (
+        "import sys; sys.modules['lunr'] = None; from amp_lab import explain;"
+        f"print(explain({MESSAGE!r})[0].code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == f"{CODE}\n", done.stderr
 
 
 def test_flat_takes_the_marks_of_ranks_and_frames_away():

@@ -8,9 +8,10 @@ import functools
 import json
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import lunr.index
+if TYPE_CHECKING:
+    import lunr.index
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,14 @@ class Reference:
     """Further words of which a description without a message may have one instead."""
     synonyms: dict[str, str]
     """A word that people type, and the word that the index has for it."""
-    index: lunr.index.Index
-    """Finds failures by their code and pages by their path."""
+    index_data: dict[str, Any]
+
+    @functools.cached_property
+    def index(self) -> "lunr.index.Index":
+        """Finds failures by their code and pages by their path. A message is found without it."""
+        import lunr.index
+
+        return lunr.index.Index.load(self.index_data)
 
 
 @functools.cache
@@ -99,7 +106,7 @@ def reference_from(data: dict[str, Any]) -> Reference:
         subject_words=frozenset(data["subject_words"]),
         symptom_words=frozenset(data["symptom_words"]),
         synonyms=data["synonyms"],
-        index=lunr.index.Index.load(data["index"]),
+        index_data=data["index"],
     )
 
 
