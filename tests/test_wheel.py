@@ -58,7 +58,11 @@ def built(tmp_path_factory) -> dict[str, Path]:
 def test_both_are_small_and_hold_the_package_alone(built):
     package = ROOT / "src" / "amp_lab"
     modules = {str(path.relative_to(package.parent)) for path in package.rglob("*.py")}
-    data = {"amp_lab/py.typed", "amp_lab/bench/tiled_convmodel.cpp"}
+    data = {
+        "amp_lab/py.typed",
+        "amp_lab/bench/tiled_convmodel.cpp",
+        "amp_lab/failures/reference.json",
+    }
     wheel = set(zipfile.ZipFile(built[".whl"]).namelist())
     assert {name for name in wheel if ".dist-info/" not in name} == {*modules, *data}
     with tarfile.open(built[".tar.gz"]) as archive:
@@ -85,8 +89,8 @@ def with_what_they_need(*names: str) -> dict[str, importlib.metadata.Distributio
 
 
 def link_packages(folder: Path) -> None:
-    """Fill a folder with torch, numpy and tqdm of this environment, and what they need."""
-    for distribution in with_what_they_need("torch", "numpy", "tqdm").values():
+    """Fill a folder with torch and the wheel's dependencies of this environment."""
+    for distribution in with_what_they_need("torch", "lunr", "numpy", "tqdm").values():
         for name in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
             target = Path(str(distribution.locate_file(name)))
             if target.exists() and not (folder / name).exists():  # "nvidia" is of several
@@ -150,6 +154,7 @@ QUICKLY = ["--device", "cpu", "--minutes", "0.05"]
         (["advise", "my_models:TwoTower", *INPUTS, *QUICKLY], "\nThe lines to write for training "),
         (["doctor", "--device", "cpu"], "\nUse "),
         (["ops", "--device", "mps"], "scaled_dot_product_attention"),
+        (["explain", "the loss scale falls to 0"], "AMP0002"),
     ),
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )

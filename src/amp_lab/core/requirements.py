@@ -1,6 +1,6 @@
 """What has to be installed: torch, which is taken as it is found, and the packages of the extras.
 
-`amp-lab` itself needs numpy and tqdm. What else a command or function needs is asked for here, in
+`amp-lab` itself needs lunr, numpy and tqdm. What else a command or function needs is asked for here, in
 one line, when it is missing.
 """
 
