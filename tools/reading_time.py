@@ -18,7 +18,7 @@ import build_pairs
 WORDS_A_MINUTE, SECONDS_A_CODE_LINE = 220, 4
 WORD = re.compile(r"\w[\w'’.-]*")
 LINK = re.compile(r"\]\([^)]*\)")
-COMMENT = re.compile(r"<!--.*?-->")  # which nobody sees
+COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)  # which nobody sees
 README = build_pairs.FOLDER.parent / "README.md"
 # A row of its table: | [title](notebooks/NAME.ipynb) | … | minutes to read | time to run |
 ROW = re.compile(
