@@ -1,0 +1,225 @@
+"""Notebook 08a and its table: statements that no cell checks."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from course.failures import cuda_rules
+
+
+class Fp32Linear(nn.Linear):
+    """An fp32 region that is a layer itself."""
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x.float())
+
+
+def test_a_layer_that_runs_in_fp32_stays_finite_with_the_weights_of_the_original():
+    layer, in_fp32 = nn.Linear(2, 2), Fp32Linear(2, 2)
+    in_fp32.load_state_dict(layer.state_dict())
+    with torch.no_grad():
+        in_fp32.weight.fill_(60000.0)
+    with torch.autocast("cpu", torch.float16):
+        output = in_fp32(torch.ones(1, 2).half())
+    assert output.dtype is torch.float32
+    assert output.isfinite().all()
+
+
+@pytest.mark.parametrize("reaches_the_norm", [False, True])
+def test_an_fp32_region_has_to_reach_to_the_op_that_makes_the_values_small(reaches_the_norm):
+    large = Fp32Linear(2, 2)
+    with torch.no_grad():
+        large.weight.fill_(60000.0)
+    between = nn.LayerNorm(2) if reaches_the_norm else nn.Identity()
+    with torch.autocast("cpu", torch.float16):
+        output = nn.Sequential(large, between, nn.Linear(2, 2))(torch.ones(1, 2))
+    assert output.isfinite().all() == reaches_the_norm
+
+
+@pytest.mark.parametrize("value", [150_000.0, 1e-4 / 16384, -1e9, 1e-8, 300.0**2, 1e6, 2.0**17])
+def test_what_leaves_the_range_of_fp16_stays_in_that_of_bf16(value):
+    assert torch.tensor(value).half().abs() in (0, torch.inf)
+    assert torch.tensor(value).bfloat16().abs() not in (0, torch.inf)
+
+
+@pytest.mark.parametrize("op", ["full", "clamp", "pad", "fill_", "index_fill", "masked_fill_"])
+def test_ops_with_a_constant_refuse_one_that_does_not_fit(op):
+    h = torch.zeros(2).half()
+    calls = {
+        "full": lambda: torch.full((2,), -1e9, dtype=torch.float16),
+        "clamp": lambda: h.clamp(min=-1e9),
+        "pad": lambda: F.pad(h, (1, 1), value=-1e9),
+        "fill_": lambda: h.fill_(-1e9),
+        "index_fill": lambda: h.index_fill(0, torch.tensor([0]), -1e9),
+        "masked_fill_": lambda: h.masked_fill_(h == 0, -1e9),
+    }
+    with pytest.raises(
+        RuntimeError, match="cannot be converted to type c10::Half without overflow"
+    ):
+        calls[op]()
+
+
+def test_an_assignment_to_one_element_stores_infinity():
+    scores = torch.zeros(2, 2).half()
+    scores[0, 0] = -1e9
+    assert scores[0, 0] == -torch.inf
+
+
+def test_attention_that_returns_its_weights_is_nan_where_everything_is_padding():
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    x, padding = torch.randn(1, 2, 4), torch.ones(1, 2, dtype=torch.bool)
+    assert attention(x, x, x, key_padding_mask=padding)[0].isnan().all()
+    output, _ = attention(x, x, x, key_padding_mask=padding, need_weights=False)
+    assert output.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_layer_is_nan_in_evaluation_only_where_everything_is_padding():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    x, padding = torch.randn(1, 2, 4), torch.ones(1, 2, dtype=torch.bool)
+    assert layer(x, src_key_padding_mask=padding).isfinite().all()
+    layer.eval()
+    before = torch.backends.mha.get_fastpath_enabled()
+    try:
+        with torch.no_grad():
+            assert layer(x, src_key_padding_mask=padding).isnan().any()
+            torch.backends.mha.set_fastpath_enabled(False)
+            assert layer(x, src_key_padding_mask=padding).isfinite().all()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def test_probabilities_in_bf16_are_refused_where_their_sum_is_rounded():
+    logits = torch.tensor([0.0654296875, 0.005035400390625, 0.40234375, 0.5, 0.025146484375]).log()
+    probabilities = logits.exp().bfloat16()
+    with pytest.raises(ValueError, match=r"satisfy the constraint Simplex\(\), but found invalid"):
+        torch.distributions.Categorical(probs=probabilities)
+    sample = torch.distributions.Categorical(logits=logits.bfloat16().float()).sample()
+    assert 0 <= sample < 5
+
+
+def test_autocast_for_cuda_takes_a_norm_in_fp32_but_no_division_by_a_largest_value():
+    with cuda_rules():
+        h = torch.rand(2, 2, device="cuda").half()
+        assert F.normalize(h).dtype is torch.float32
+        assert (h / (h.abs().amax(-1, keepdim=True) + 1e-8)).dtype is torch.float16
+
+
+def test_autocast_for_cuda_takes_a_logarithm_in_fp32_after_the_probability_is_rounded():
+    with cuda_rules():
+        p = torch.rand(2, device="cuda").half().sigmoid()
+        assert p.clamp(1e-6, 1 - 1e-6).dtype is torch.float16
+        assert p.log().dtype is torch.float32
+
+
+def test_autocast_for_cuda_takes_a_power_and_a_sum_in_fp32_but_no_product():
+    with cuda_rules():
+        h = torch.rand(2, device="cuda").half()
+        assert ((h * h).dtype, h.pow(2).dtype) == (torch.float16, torch.float32)
+        assert h.sum().dtype is torch.float32
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_adam_divides_by_zero_with_fp16_parameters_unless_it_is_fused(fused):
+    weight = nn.Parameter(torch.ones(1).half())
+    weight.grad = torch.full_like(weight, 1e-5)
+    torch.optim.Adam([weight], fused=fused).step()
+    assert weight.isfinite().all() == fused
+
+
+def test_a_larger_epsilon_of_adam_shortens_steps_with_small_gradients():
+    steps = []
+    for eps in (1e-8, 1e-4):
+        weight = nn.Parameter(torch.ones(1))
+        weight.grad = torch.full_like(weight, 1e-5)
+        torch.optim.Adam([weight], lr=0.1, eps=eps).step()
+        steps.append(1 - weight.item())
+    assert steps[0] > 10 * steps[1]
+
+
+def test_costs_of_a_matmul_need_a_region_without_autocast_or_smaller_inputs():
+    """AMP0087: `.float()` alone is not enough."""
+    points = torch.full((1, 1000), 10.0)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert (points.float() @ points.T / 1000).isinf()
+        assert (points / 1000) @ points.T == 100
+        with torch.autocast("cpu", enabled=False):
+            assert points @ points.T / 1000 == 100
+    assert torch.tensor([1.2266, 1.2250]).bfloat16().diff() == 0  # close costs become equal
+
+
+def test_a_16_bit_image_and_a_batch_without_labels_give_inf_and_nan():
+    """AMP0112."""
+    image = torch.tensor([[65535.0, 1200.0]])
+    assert image.half().isinf().tolist() == [[True, False]]
+    assert (image / 65535).half().isfinite().all()
+    logits, ignored = torch.randn(2, 3), torch.tensor([-100, -100])
+    assert F.cross_entropy(logits, ignored).isnan()
+
+
+def test_the_ctc_loss_of_a_target_that_is_too_long_is_infinite_in_fp32():
+    """AMP0115."""
+
+    def loss(length, target, **options):
+        log_probabilities = torch.zeros(length, 1, 3, requires_grad=True).log_softmax(-1)
+        lengths = torch.tensor([length]), torch.tensor([len(target)])
+        return F.ctc_loss(log_probabilities, torch.tensor([target]), *lengths, **options)
+
+    assert loss(2, [1, 2]).isfinite()
+    assert loss(2, [1, 1]).isinf()  # one more step for the repeated label
+    assert loss(2, [1, 1], zero_infinity=True) == 0
+    with (
+        pytest.warns(UserWarning, match="Error detected|Anomaly Detection"),
+        pytest.raises(
+            RuntimeError, match="'CtcLossBackward0' returned nan values in its 0th output"
+        ),
+        torch.autograd.set_detect_anomaly(True),
+    ):
+        loss(2, [1, 1]).backward()
+
+
+def test_close_numbers_are_one_number_of_bf16():
+    """AMP0118: no range is involved."""
+
+    def stretch(h):
+        centred = h - h.mean()
+        return centred / centred.abs().max()
+
+    close = torch.tensor([1.0, 1.001])
+    assert stretch(close).isfinite().all()
+    assert stretch(close.half()).isfinite().all()
+    assert stretch(close.bfloat16()).isnan().all()
+
+
+def test_the_trainer_logs_a_loss_of_0_where_it_is_nan(tmp_path):
+    """AMP0114."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+    class Nan(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x, labels=None):
+            return {"loss": (self.weight * x).sum() * math.nan}
+
+    def logged(**options):
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=1, logging_steps=1, report_to=[], use_cpu=True, **options
+        )
+        data = [{"x": torch.ones(1), "labels": torch.ones(1)}]
+        model = Nan()
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data)
+        trainer.train()
+        assert model.weight.isnan()
+        return trainer.state.log_history[0]
+
+    assert logged()["loss"] == 0
+    assert math.isnan(logged()["grad_norm"])
+    assert math.isnan(logged(logging_nan_inf_filter=False)["loss"])
