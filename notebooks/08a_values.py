@@ -15,7 +15,10 @@
 # **What you'll learn.** You will be able to repair:
 # - [The loss is NaN because an activation exceeds 65504](#The-loss-is-NaN-because-an-activation-exceeds-65504);
 # - [A mask value does not fit into fp16](#A-mask-value-does-not-fit-into-fp16);
+# - [Attention is NaN for a row that is masked everywhere](#Attention-is-NaN-for-a-row-that-is-masked-everywhere);
+# - [Sampling finds inf or NaN in the probabilities](#Sampling-finds-inf-or-NaN-in-the-probabilities);
 # - [NaN because an epsilon of 1e-8 is zero in fp16](#NaN-because-an-epsilon-of-1e-8-is-zero-in-fp16);
+# - [The logarithm of a probability is -inf](#The-logarithm-of-a-probability-is--inf);
 # - [A norm written by hand overflows above 256](#A-norm-written-by-hand-overflows-above-256);
 # - [Training is fine but evaluation is NaN](#Training-is-fine-but-evaluation-is-NaN);
 # - [Anomaly detection stops at a harmless overflow](#Anomaly-detection-stops-at-a-harmless-overflow).
@@ -31,28 +34,36 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from course import figures, start
-from course.failures import cuda_rules, make, message_of
+from course import start
+from course.failures import make, message_of
 
 from amp_lab.numerics import find_nonfinite
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
-figures.use_style()
 x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 
 # %% [markdown]
 # ## The loss is NaN because an activation exceeds 65504
 #
 # `AMP0001` <!-- failure
-# symptoms = [
-#   "the loss is NaN, in the first step or later",
+# quoted = [
+#   "Loss is nan, stopping training", "Loss is inf, stopping training",
+#   "Loss became infinite or NaN at iteration={n}", "NaN or Inf found in input tensor.",
 # ]
+# symptoms = [
+#   "the loss is NaN, in the first step or later", "NaN loss with mixed precision", "loss nan in fp16",
+#   "NaN after one or two epochs with mixed precision, without it everything is fine",
+#   "T5 fine-tuning in fp16 gives NaN, in fp32 it is fine",
+#   "a hidden value of a feed-forward layer becomes inf in half precision",
+#   "activations overflow in fp16, a smaller learning rate does not help",
+# ]
+# words = "t5 mt5 gemma overflow activation diverges explosion fine-tuning fp16 hidden states tensorboard"
 # -->
 #
-# **What you see.** The loss is `nan`. In fp32 all is well.
+# **What you see.** The loss is `nan` in fp16. In fp32 all is well.
 #
-# **The smallest program that does it.** We take a layer with large weights, normalise its output,
-# and compute a loss. The same function computes it in fp32, fp16 and bf16.
+# **The smallest program that does it.** A layer has large weights, and a normalisation follows. The same
+# function computes the loss in fp32, fp16 and bf16.
 
 
 # %%
@@ -70,24 +81,18 @@ for dtype in (torch.float32, torch.float16):
 assert loss_in(torch.float16, model).isnan()
 
 # %% [markdown]
-# **Why.** The first layer gives 150,000 (30 times 5000), which is infinite in fp16. The mean that
-# the normalisation takes is then infinite too, and infinity minus infinity is NaN. Activations of
-# large trained transformers can get that large; [those of
-# T5](https://github.com/huggingface/transformers/issues/5651) are a well-known case.
+# **Why.** A number above 65504 is infinite in fp16. A layer's output got that large, and a later op, such
+# as a normalisation, subtracted infinity from infinity, which is NaN.
 #
-# **The fix.** Use bf16, which has nearly the range of fp32. Or make an fp32 *island* of the part that
-# overflows: switch autocast off there, and cast the inputs by hand. Both are needed. Weights in fp32
-# are not enough, since autocast casts them: the model above has no others.
+# Above, the first layer returns 150,000. Activations of large trained transformers can reach such values,
+# for example [those of T5](https://github.com/huggingface/transformers/issues/5651).
 #
-# An island returns fp32, and the next matmul under autocast casts that to fp16 again. So it has to
-# go on until the values are small, here up to the norm. It also has to begin before the overflow: in
-# T5 1.1 that was found [before the last
-# layer](https://github.com/huggingface/transformers/issues/9295) of a feed-forward block.
+# **The fix.** Use bf16, which has nearly the range of fp32. If the GPU has no bf16, run the layers that
+# overflow in fp32: switch autocast off around them, and cast their inputs with `.float()`.
 #
-# `Island` puts a module around the layer: the layer's weight is then `island.module.weight`, also in
-# the `state_dict`, and code that reads `layer.weight` breaks. Where there is such code, make the
-# island a subclass of the layer, with the same two lines around
-# `super().forward`. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
+# You need both. Weights in fp32 are not enough, because autocast casts them too. The next matmul under
+# autocast casts its input back to fp16, so the fp32 region has to reach to the op that makes the values
+# small again, here the normalisation. <!-- tests/notebooks/test_08a_values.py -->
 
 
 # %%
@@ -107,35 +112,28 @@ exact = loss_in(torch.float32, model)
 repaired = nn.Sequential(Island(model[0]), *model[1:])
 torch.testing.assert_close(loss_in(torch.bfloat16, model), exact, rtol=0.05, atol=0)  # 8 bits
 torch.testing.assert_close(loss_in(torch.float16, repaired), exact, rtol=0.01, atol=0)  # 11 bits
-assert "0.module.weight" in repaired.state_dict()
-assert not hasattr(repaired[0], "weight")
-unnormed = nn.Sequential(model[0], model[2])  # the values are still large between the two
-assert not loss_in(torch.float16, nn.Sequential(Island(unnormed[0]), unnormed[1])).isfinite()
-assert loss_in(torch.float16, Island(unnormed)).isfinite()
 
 # %% [markdown]
-# **Notice it earlier.** `find_nonfinite` watches a step and names the place, here `addmm` in the
-# first layer. Without it, switch off the scaler and then autocast, one at a time. If the NaN is
-# gone without autocast, low precision is the likely cause. Try bf16 next. If that helps, it was
-# probably the range of fp16. A NaN in bf16 can come from its spacing: two numbers that differ in
-# fp32 round to the same one, and something is divided by their difference, as in `stretch`.
-
+# **Not this.** Do not clamp the activations to 65504: the loss becomes finite but wrong, and clamped values
+# get no gradient. A smaller learning rate or gradient clipping cannot help either, because the overflow is
+# in the forward pass.
 
 # %%
-def stretch(h):
-    """Numbers with their mean subtracted, divided by the largest of what is left."""
-    centred = h - h.mean()
-    return centred / centred.abs().max()
+h = torch.tensor([150_000.0], requires_grad=True)
+clamped = h.half().clamp(max=65504)
+clamped.sum().backward()
+assert (clamped.item(), h.grad.item()) == (65504, 0)
 
+# %% [markdown]
+# **Notice it earlier.** `find_nonfinite` names the op and the module. Without it, run one step without
+# autocast. If the loss is NaN too, look for NaN in the data. Otherwise try bf16: if that helps, the range
+# of fp16 was probably the cause.
 
+# %%
 with find_nonfinite(model) as finder:
     loss_in(torch.float16, model).backward()
 print(f"made by {finder.report.op} in module {finder.report.where}: {finder.report.value}")
 assert finder.report.module == "0"
-close = torch.tensor([1.0, 1.001])  # no range is involved here
-assert stretch(close).isfinite().all()
-assert stretch(close.half()).isfinite().all()
-assert stretch(close.bfloat16()).isnan().all()
 
 # %% [markdown]
 # ## A mask value does not fit into fp16
@@ -143,69 +141,202 @@ assert stretch(close.bfloat16()).isnan().all()
 # `AMP0004` <!-- failure
 # messages = [
 #   "value cannot be converted to type c10::Half without overflow",
+#   "value cannot be converted to type c10::BFloat16 without overflow",
 # ]
+# quoted = ["value cannot be converted to type at::Half without overflow"]
 # symptoms = [
-#   "the loss is NaN, in the first step or later",
+#   "masked_fill with -1e9 fails in half precision",
+#   "an attention mask of -1e10 works in fp32 only", "a constant is too large for float16 scores",
 # ]
+# words = "masked_fill fill_ full clamp pad index_fill attention mask scores -1e9 -1e10 1e20 finfo min transformers"
 # -->
 #
-# **What you see.** A call such as `masked_fill` raises
-# `value cannot be converted to type c10::Half without overflow`
-# ([`type at::Half`](https://github.com/NVIDIA/apex/issues/1052) in older versions). Or there is no
-# message, and a row that is masked everywhere is NaN.
+# **What you see.** `masked_fill`, `full`, `clamp` or `pad` raises `value cannot be converted to type c10::Half
+# without overflow` (older versions say `at::Half`). Or there is no message, and attention is NaN.
 #
-# **The smallest program that does it.** We mask attention scores in two customary ways: we fill in
-# -1e9, or we add it.
+# **The smallest program that does it.** We mask attention scores with -1e9, once by filling and once by
+# adding. In bf16 even the lowest fp32 number is too large.
 
 # %%
 with torch.autocast("cpu", dtype=torch.float16):
     scores = x.T @ x  # (2, 2), fp16
 mask = torch.tensor([[True, True], [False, True]])  # True: hidden, so row 0 sees nothing
-message = message_of(lambda: scores.masked_fill(mask, -1e9))
-print(message)
-assert "value cannot be converted to type c10::Half without overflow" in message
+print(message_of(lambda: scores.masked_fill(mask, -1e9)))
+print(message_of(lambda: scores.bfloat16().masked_fill(mask, torch.finfo(torch.float32).min)))
 added = (scores + mask.half() * -1e9).softmax(-1)
 print(added)
 assert added[0].isnan().all()
 
 # %% [markdown]
-# **Why.** -1e9 lies outside fp16. `masked_fill` checks its number and refuses it. Arithmetic does
-# not check: it gives -inf, and a softmax over nothing but -inf is 0/0.
+# **Why.** The constant, often -1e9, lies outside the range of the tensor's dtype. `masked_fill` checks the
+# constant and refuses it. Addition, `torch.where` and `scores[i, j] = -1e9` do not check: they store -inf.
 #
-# **The fix.** Fill in the lowest number of the scores' dtype, or give a boolean mask to
-# `F.scaled_dot_product_attention`, which needs no such number. Do not *add* that number: in fp16,
-# with a score of -16 or less the sum rounds to -inf again, and so does the sum of two such masks. If
-# that happens to all scores of a row, it is NaN as before.
+# **The fix.** Fill in `torch.finfo(scores.dtype).min`, the lowest number of the dtype. Or pass a boolean
+# mask to `F.scaled_dot_product_attention`, which needs no such number.
 
 # %%
 lowest = torch.finfo(scores.dtype).min
 attention = scores.masked_fill(mask, lowest).softmax(-1)
 print(attention)
 assert attention.tolist() == [[0.5, 0.5], [1.0, 0.0]]
+query = scores[None]  # (1, 2, 2); for this mask, True means: not hidden
+assert F.scaled_dot_product_attention(query, query, query, attn_mask=~mask).isfinite().all()
+assert torch.where(mask, -1e9, scores).isinf().any()
+
+# %% [markdown]
+# **Not this.** Do not *add* the lowest number to the scores: in fp16 the sum is -inf again if the score is
+# -16 or less, or if two masks are added. A row of such sums is NaN.
+
+# %%
 added = (-20 * scores + mask.half() * lowest).softmax(-1)
 assert added[0].isnan().all()
 assert (torch.tensor([-16.0, -15.0]).half() + lowest).isinf().tolist() == [True, False]
-assert (-20 * scores).masked_fill(mask, lowest).softmax(-1)[0].tolist() == [0.5, 0.5]
-query = scores[None]  # (1, 2, 2); for this mask, True means: not hidden
-assert F.scaled_dot_product_attention(query, query, query, attn_mask=~mask).isfinite().all()
 
 # %% [markdown]
 # **Notice it earlier.** `amp-lab xray --dtype fp16` finds a fill that raises, without a GPU.
 # `find_nonfinite` names the line where the added mask becomes infinite. <!-- tests/tracing/test_advice.py, tests/remedies/test_nonfinite_remedies.py -->
 
 # %% [markdown]
+# ## Attention is NaN for a row that is masked everywhere
+#
+# `AMP0110` <!-- failure
+# symptoms = [
+#   "attention gives NaN with padding", "softmax of a row of -inf is NaN",
+#   "the outputs of padding tokens are NaN",
+#   "MultiheadAttention returns NaN when a whole sequence is padding",
+#   "a TransformerEncoder gives NaN in eval mode only",
+# ]
+# words = "key_padding_mask src_key_padding_mask left padding fully masked softmax sdpa scaled_dot_product_attention attn_mask causal empty sequence bert gemma"
+# -->
+#
+# **What you see.** Attention returns NaN for padded positions, in every dtype. Then the loss or the
+# gradients are NaN.
+#
+# **The smallest program that does it.** The first of two positions may attend to nothing.
+
+
+# %%
+def attend(v, hidden):
+    weights = torch.zeros(2, 2).masked_fill(hidden, -math.inf).softmax(-1)
+    return weights @ v
+
+
+hidden = torch.tensor([[True, True], [False, True]])  # (query, key)
+v = torch.ones(2, 2, requires_grad=True)
+print(attend(v, hidden))
+assert attend(v, hidden)[0].isnan().all()
+
+# %% [markdown]
+# **Why.** All scores of the row are -inf, and their softmax is 0/0, which is NaN. This happens with an
+# empty sequence, or where padding on the left meets a causal mask.
+#
+# In fp16 the scores may also have [become -inf by addition](#A-mask-value-does-not-fit-into-fp16).
+#
+# **The fix.** Use `F.scaled_dot_product_attention`, which returns 0 for such a row since torch 2.5. In
+# attention of your own, let a row that sees nothing see everything, and leave it out of the loss.
+
+# %%
+ones = torch.ones(1, 2, 2)
+assert F.scaled_dot_product_attention(ones, ones, ones, attn_mask=~hidden)[0, 0].tolist() == [0, 0]
+nowhere = hidden.all(-1, keepdim=True)
+assert attend(v, hidden & ~nowhere).tolist() == [[1, 1], [1, 1]]
+
+# %% [markdown]
+# The change is in [pull request 133882](https://github.com/pytorch/pytorch/pull/133882). Two modules still
+# return NaN: <!-- tests/notebooks/test_08a_values.py -->
+#
+# - `nn.MultiheadAttention`, unless you pass `need_weights=False`;
+# - `nn.TransformerEncoderLayer` in evaluation, unless you call
+#   `torch.backends.mha.set_fastpath_enabled(False)`.
+#
+# **Not this.** Do not apply `nan_to_num` to the output of attention: the output is then finite, but the
+# gradients are still NaN.
+
+# %%
+attend(v, hidden).nan_to_num().sum().backward()
+assert v.grad.isnan().all()
+
+# %% [markdown]
+# ## Sampling finds inf or NaN in the probabilities
+#
+# `AMP0065` <!-- failure
+# messages = [
+#   "probability tensor contains either `inf`, `nan` or element < 0",
+#   "Expected parameter logits (Tensor of shape {any}) of distribution Categorical(logits: {any}) to satisfy the constraint {any}, but found invalid values",
+# ]
+# quoted = [
+#   "Expected parameter probs (Tensor of shape {any}) of distribution Categorical(probs: {any}) to satisfy the constraint Simplex(), but found invalid values",
+#   "satisfy the constraint Simplex()",
+#   "invalid multinomial distribution (encountering probability entry = infinity or NaN)",
+# ]
+# symptoms = [
+#   "model.generate fails in float16", "the logits of a language model are all NaN",
+#   "the generated text is only exclamation marks in float16",
+#   "sampling fails on a V100 or T4, in bf16 it works",
+# ]
+# words = "torch.multinomial generate do_sample temperature categorical llm llama qwen gemma inference garbage output device-side assert"
+# -->
+#
+# **What you see.** `generate` or `torch.multinomial` raises
+# ``probability tensor contains either `inf`, `nan` or element < 0``. Without sampling, the text is one
+# token over and over, such as `!!!!`.
+#
+# **The smallest program that does it.** We sample from logits that overflow in fp16.
+
+
+# %%
+def probabilities_in(dtype):
+    with torch.autocast("cpu", dtype=dtype):
+        return ((100 * x) @ torch.full((2, 2), 500.0)).softmax(-1)
+
+
+def sample(logits):
+    return torch.distributions.Categorical(logits=logits).sample()
+
+
+print(message_of(lambda: torch.multinomial(probabilities_in(torch.float16), 1)))
+print(message_of(lambda: sample(probabilities_in(torch.float16))))
+assert probabilities_in(torch.float16).isnan().all()
+assert probabilities_in(torch.float16).argmax() == 0  # so greedy decoding chooses token 0
+
+# %% [markdown]
+# **Why.** The logits are already inf or NaN. Sampling is only the first op that checks them. The usual
+# cause is a model that was trained in bf16 and runs in fp16, where its hidden values overflow.
+#
+# Other causes are [a row that is masked everywhere](#Attention-is-NaN-for-a-row-that-is-masked-everywhere),
+# and weights that are NaN because training diverged. `Categorical` can also refuse finite probabilities in
+# 16 bits, because their sum is rounded to a number other than 1. Pass logits in fp32 instead:
+# `Categorical(logits=logits.float())`. <!-- tests/notebooks/test_08a_values.py -->
+#
+# **The fix.** Load the model in the dtype in which it was trained, usually `dtype=torch.bfloat16`. On a GPU
+# without bf16, use fp32, or keep the layers that overflow in fp32.
+
+# %%
+assert torch.multinomial(probabilities_in(torch.bfloat16), 1).item() in (0, 1)
+
+# %% [markdown]
+# [Notebook 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) shows how to find these
+# layers.
+#
+# **Not this.** Do not turn sampling off, and do not set `remove_invalid_values=True`: the error disappears,
+# but the text is made from NaN.
+
+# %% [markdown]
 # ## NaN because an epsilon of 1e-8 is zero in fp16
 #
 # `AMP0005` <!-- failure
 # symptoms = [
-#   "the loss is NaN, in the first step or later",
+#   "eps is too small for half precision", "division by zero in fp16 although an epsilon is added",
+#   "F.normalize gives NaN in float16",
+#   "Adam makes the weights NaN after the first step, in a model in float16",
+#   "rows of zeros become NaN",
 # ]
+# words = "eps epsilon 1e-8 1e-12 underflow normalize cosine similarity adam division by zero glide"
 # -->
 #
 # **What you see.** Some values are NaN, such as those of a row of zeros.
 #
-# **The smallest program that does it.** We divide each row by its own largest value, and one row is
-# all zeros.
+# **The smallest program that does it.** We divide each row by its largest value. One row is all zeros.
 
 
 # %%
@@ -220,45 +351,102 @@ assert rescale(h.half())[1].isnan().all()
 assert torch.tensor(1e-8).half() == 0
 
 # %% [markdown]
-# **Why.** 1e-8 is less than half of the smallest fp16 number, so it rounds to zero and protects
-# against nothing. On the CPU the same happens in `F.normalize`, whose epsilon is 1e-12; on CUDA
-# autocast takes its norm in fp32. Adam's 1e-8 is the same trap once the parameters are fp16, unless
-# it is fused ([section 29](08b_learning.ipynb#Half-precision-weights-stop-moving)).
+# **Why.** 1e-8 rounds to zero in fp16, whose smallest number is 6e-8. So the epsilon no longer prevents a
+# division by zero.
 #
-# **The fix.** Compute this part in fp32, on `h.float()`, with an epsilon of 1e-3 or more if you
-# train. An epsilon that fp16 can hold, at least `torch.finfo(dtype).tiny`, keeps a row of zeros
-# finite. In training it is too small: at a loss scale of 65536 the gradients
-# often overflow. In a model that is in fp16 itself, cast the result back,
-# `.to(h.dtype)`. <!-- tests/remedies/test_nonfinite_remedies.py -->
+# `F.normalize`, with its epsilon of 1e-12, fails in the same way on the CPU. On CUDA autocast runs its norm
+# in fp32. Adam's epsilon of 1e-8 is zero if [the parameters are
+# fp16](08c_scaler.ipynb#The-parameters-are-fp16), unless Adam is fused. <!-- tests/notebooks/test_08a_values.py -->
+#
+# **The fix.** Compute the division in fp32, on `h.float()`, with an epsilon of 1e-3 or more if you train.
+#
+# An epsilon that fp16 can hold, at least `torch.finfo(dtype).tiny`, keeps a row of zeros finite. It is too
+# small for training: at a loss scale of 65536 the gradients often overflow. In a model that is in fp16
+# itself, cast the result back with `.to(h.dtype)`. <!-- tests/remedies/test_nonfinite_remedies.py -->
 
 # %%
 assert F.normalize(h.half())[1].isnan().all()
-with cuda_rules():
-    fake = torch.rand(2, 2, device="cuda").half()
-    assert F.normalize(fake).dtype is torch.float32
-    assert rescale(fake).dtype is torch.float16  # no help from autocast there either
 tiny = torch.finfo(torch.float16).tiny
 for repaired in (rescale(h.half(), eps=tiny), rescale(h.float()), F.normalize(h.half(), eps=tiny)):
     assert repaired.isfinite().all()
 
 # %% [markdown]
-# **Notice it earlier.** Feed the model one batch of zeros, and check that its output is finite.
+# **Not this.** Do not raise Adam's `eps` to 1e-4 so that fp16 parameters train: steps with small gradients
+# become [many times smaller](https://github.com/pytorch/pytorch/issues/26218), and fp16 parameters still
+# lose small updates. Keep the parameters in fp32. <!-- tests/notebooks/test_08a_values.py -->
+
+# %% [markdown]
+# ## The logarithm of a probability is -inf
+#
+# `AMP0111` <!-- failure
+# symptoms = [
+#   "focal loss is NaN in mixed precision",
+#   "log(0) in half precision although the probability is clamped",
+#   "clamp(eps, 1 - eps) does nothing in fp16 or bf16", "a GAN loss with log(sigmoid) becomes inf",
+#   "cross entropy written by hand gives NaN in bf16",
+# ]
+# words = "focal loss bce sigmoid log log1p clamp eps 1e-6 1e-7 gan discriminator hinge centernet efficientdet varifocal dtype"
+# -->
+#
+# **What you see.** A loss that takes `log(p)` and `log(1 - p)` is inf or NaN, although `p` is clamped.
+#
+# **The smallest program that does it.** We write binary cross-entropy by hand. Both predictions are right.
+
+
+# %%
+def cross_entropy(p, target, eps=1e-6):
+    p = p.clamp(eps, 1 - eps)
+    return -(target * p.log() + (1 - target) * (1 - p).log()).mean()
+
+
+logits, target = torch.tensor([15.0, -15.0]), torch.tensor([1.0, 0.0])
+for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    p = logits.to(dtype).sigmoid()
+    print(f"{dtype}: loss {cross_entropy(p, target):.1e}")
+    assert cross_entropy(p, target).isnan() == (dtype is not torch.float32)
+
+# %% [markdown]
+# **Why.** Just below 1, fp16 numbers are 2^-11 apart and bf16 numbers 2^-8. So `1 - 1e-6` rounds to 1 and
+# the clamp does nothing. `log(1 - 1)` is -inf, and 0 times -inf is NaN.
+#
+# Autocast for CUDA runs the logarithm in fp32, but the probability has been rounded
+# before. <!-- tests/notebooks/test_08a_values.py -->
+#
+# **The fix.** Compute the loss from logits: `F.binary_cross_entropy_with_logits`, `F.cross_entropy` or
+# `F.logsigmoid`. If the formula needs probabilities, compute them in fp32: `logits.float().sigmoid()`.
+
+# %%
+for dtype in (torch.float16, torch.bfloat16):
+    half = logits.to(dtype)
+    assert F.binary_cross_entropy_with_logits(half, target.to(dtype)).isfinite()
+    assert cross_entropy(half.float().sigmoid(), target).isfinite()
+
+# %% [markdown]
+# **Not this.** Do not only raise eps: in bf16 even `1 - 1e-3` is 1, and with a larger eps confident wrong
+# predictions get no gradient.
+
+# %%
+assert torch.tensor(1 - 1e-3).bfloat16() == 1
+wrong = torch.tensor([15.0], requires_grad=True)
+cross_entropy(wrong.sigmoid(), torch.zeros(1), eps=1e-2).backward()
+assert wrong.grad == 0
 
 # %% [markdown]
 # ## A norm written by hand overflows above 256
 #
 # `AMP0006` <!-- failure
 # symptoms = [
-#   "some gradients are zero",
-#   "the output of a layer is all zeros",
-#   "a Dice or IoU loss is NaN",
+#   "the gradients of all layers before a norm of my own are zero", "the output of a norm is all zeros in half precision", "a Dice or IoU loss is NaN",
+#   "RMSNorm or LayerNorm of my own gives zeros in fp16",
+#   "the sum over the pixels of an image is inf in half precision",
 # ]
+# words = "rmsnorm layernorm variance square distance sum dice iou soft_dice_score segmentation overflow zeros"
 # -->
 #
-# **What you see.** There is no NaN and no message. The output of a layer is exactly zero, and no
-# layer before it learns through it.
+# **What you see.** The output of a layer is exactly zero, and no layer before it learns. Or a Dice loss is
+# NaN. There is no message.
 #
-# **The smallest program that does it.** We write root-mean-square normalisation out.
+# **The smallest program that does it.** We write root-mean-square normalisation by hand.
 
 
 # %%
@@ -266,114 +454,91 @@ def rms_norm(h):
     return h * torch.rsqrt((h * h).mean(-1, keepdim=True) + 1e-4)
 
 
+weight = torch.eye(2, requires_grad=True)
 with torch.autocast("cpu", dtype=torch.float16):
-    h = (150 * x) @ torch.eye(2)  # (1, 2): 150 and 300, in fp16
+    h = (150 * x) @ weight  # (1, 2): 150 and 300, in fp16
     print(rms_norm(h))
-    assert rms_norm(h).count_nonzero() == 0
-    weight = torch.eye(2, requires_grad=True)
-    rms_norm((150 * x) @ weight).sum().backward()
+    rms_norm(h).sum().backward()
+assert rms_norm(h).count_nonzero() == 0
 assert weight.grad.count_nonzero() == 0
 
 # %% [markdown]
-# **Why.** 300 times 300 is 90,000, which is infinite in fp16. The root of the mean is infinite too,
-# and a number divided by infinity is 0. Autocast leaves a multiplication as it is (on CUDA it runs
-# `pow` in fp32), so it stays in fp16. Squares, variances and distances that are written by hand can
-# overflow long before their inputs do. So can a sum over the pixels of an image, as in a Dice or
-# IoU loss: 512 x 512 ones are 262,144. (Autocast for CUDA returns a sum in fp32, but a model in
-# fp16 does not.) A sum that is written as a matmul, such as the costs of a matcher, overflows under
-# autocast on CUDA too.
+# **Why.** The square of a number above 256 is infinite in fp16, and a number divided by infinity is 0.
+# Autocast leaves a multiplication in fp16, so squares, variances and distances overflow long before their
+# inputs do.
 #
-# **The fix.** Use the library's function, here `F.rms_norm`, which does not overflow, or call
-# `.float()` on the input, such as the logits of a loss. For a matmul that is not enough, since
-# autocast casts it again: make an island, as in section 1, or divide by the number before it. (In
-# bf16 nothing overflows, but costs that are close may become equal.)
+# A sum over an image overflows too, as in a Dice or IoU loss: 512 x 512 ones are 262,144. Autocast for CUDA
+# runs `pow` and `sum` in fp32, but a model that is cast to fp16 does
+# not. <!-- tests/notebooks/test_08a_values.py -->
+#
+# **The fix.** Use the library's function, such as `F.rms_norm`, which does not overflow. Or call `.float()`
+# on the input of the formula, such as the logits of a loss.
 
 # %%
 exact = rms_norm(150 * x)
 with torch.autocast("cpu", dtype=torch.float16):
     torch.testing.assert_close(rms_norm(h.float()), exact, rtol=1e-3, atol=0)  # 11 bits
-    library = F.rms_norm(h, (2,)).float()
-    torch.testing.assert_close(library, exact, rtol=1e-3, atol=0)
-with cuda_rules():
-    fake = torch.rand(2, device="cuda").half()
-    assert ((fake * fake).dtype, fake.pow(2).dtype) == (torch.float16, torch.float32)
-    assert fake.sum().dtype is torch.float32
+    torch.testing.assert_close(F.rms_norm(h, (2,)).float(), exact, rtol=1e-3, atol=0)
 pixels = torch.ones(512, 512).half().sum()
-assert pixels.isinf()
 assert (2 * pixels / (pixels + pixels)).isnan()  # a Dice score
 
-# %%
-points = torch.full((1, 1000), 10.0)
-with torch.autocast("cpu", dtype=torch.float16):
-    assert (points @ points.T / 1000).isinf()  # fp32 points, and 100,000 in fp16
-    assert (points / 1000) @ points.T == 100
-    with torch.autocast("cpu", enabled=False):
-        assert points @ points.T / 1000 == 100
-assert torch.tensor([1.2266, 1.2250]).bfloat16().diff() == 0
-
 # %% [markdown]
-# **Notice it earlier.** Look at the gradients of a step. If a whole layer has only zeros, find out
-# why. `find_nonfinite` names the op that made an infinity which something was then divided by, or
-# which was still there when an error ended the block, as that of SciPy's matcher
-# does. <!-- tests/numerics/test_nonfinite.py -->
+# **Notice it earlier.** Look at the gradients of one step. If those of a whole layer are zero, wrap the step
+# in `find_nonfinite`: it also names an infinity by which something was
+# divided. <!-- tests/numerics/test_nonfinite.py -->
 
 # %% [markdown]
 # ## Training is fine but evaluation is NaN
 #
 # `AMP0007` <!-- failure
 # symptoms = [
-#   "training works, but evaluation gives NaN",
+#   "training works, but evaluation gives NaN", "model.eval() gives NaN, model.train() does not",
+#   "running_mean and running_var of BatchNorm are NaN",
+#   "validation loss is NaN and training loss is fine with AMP",
+#   "a checkpoint of a good run predicts NaN",
 # ]
+# words = "batchnorm batch norm running_mean running_var buffers eval validation inference"
 # -->
 #
-# **What you see.** After one bad batch and one skipped step, training goes on as if nothing had
-# happened. Later the model gives NaN in evaluation.
+# **What you see.** The scaler skipped one step after a bad batch, and training went on as if nothing had
+# happened. Later the model returns NaN in evaluation.
 #
-# **The smallest program that does it.** A model has batch normalisation, and one batch overflows.
-
+# **The smallest program that does it.** A model has batch normalisation, and the second of four batches
+# overflows.
 
 # %%
-def train_step(model, optimizer, scaler, batch):
-    """An ordinary AMP step; returns the loss."""
+model, optimizer = make(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+scaler = torch.amp.GradScaler("cpu")
+batches = [torch.randn(8, 2) * factor for factor in (1, 1e6, 1, 1)]
+for batch in batches:
     optimizer.zero_grad()
     with torch.autocast("cpu", dtype=torch.float16):
         loss = F.mse_loss(model(batch), torch.ones(8, 1))
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
-    return loss.item()
-
-
-# %% [markdown]
-# The second of the four batches has values that are too large for fp16.
-
-# %%
-model, optimizer = make(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
-scaler = torch.amp.GradScaler("cpu")
-batches = [torch.randn(8, 2) * factor for factor in (1, 1e6, 1, 1)]  # the second overflows
-losses = [train_step(model, optimizer, scaler, batch) for batch in batches]
-print("training, loss finite:", *[math.isfinite(loss) for loss in losses])
-print("evaluation:", model.eval()(x).item())
-assert [math.isfinite(loss) for loss in losses] == [True, False, True, True]
+print(f"last training loss {loss.item():.2f}, evaluation {model.eval()(x).item():.2f}")
+assert loss.isfinite()
 assert model(x).isnan()
-assert not all(b.isfinite().all() for b in model.buffers())
+assert all(parameter.isfinite().all() for parameter in model.parameters())
+assert not all(buffer.isfinite().all() for buffer in model.buffers())
 
 # %% [markdown]
-# **Why.** The scaler skips the optimizer, which protects only the *parameters*. The running mean
-# and variance of batch normalisation are *buffers*, and the forward pass has already updated them.
-# Training does not use them, but evaluation does.
+# **Why.** The scaler skips the optimizer step, which protects only the parameters. The running mean and
+# variance of batch normalisation are buffers, and the forward pass has already made them NaN. Training
+# does not use them, but evaluation does.
 #
-# **The fix.** Let `update_bn` measure the statistics anew, on good batches. Then repair the
-# overflow.
+# **The fix.** Measure the running statistics again on good batches, with
+# `torch.optim.swa_utils.update_bn(loader, model)`. Then repair the overflow, or it will happen again.
 
 # %%
-assert all(parameter.isfinite().all() for parameter in model.parameters())
-good = [batches[0], batches[2], batches[3]]
-torch.optim.swa_utils.update_bn(good, model)
-print("evaluation, output finite:", model.eval()(x).isfinite().item())
-assert model(x).isfinite()
+torch.optim.swa_utils.update_bn([batches[0], batches[2], batches[3]], model)
+assert model.eval()(x).isfinite()
 
 # %% [markdown]
+# **Not this.** Do not evaluate in training mode to avoid the NaN: each prediction then depends on the other
+# samples of its batch, and the buffers stay NaN in the checkpoint.
+#
 # **Notice it earlier.** Before each checkpoint, check
 # `all(b.isfinite().all() for b in model.buffers())`.
 
@@ -381,17 +546,19 @@ assert model(x).isfinite()
 # ## Anomaly detection stops at a harmless overflow
 #
 # `AMP0008` <!-- failure
-# messages = [
-#   "Function 'MulBackward0' returned nan values in its 0th output.",
+# messages = ["Function '{name}' returned nan values in its {n}th output."]
+# symptoms = [
+#   "set_detect_anomaly raises with AMP, without it training is fine",
+#   "anomaly detection stops in the first steps of mixed precision",
+#   "backward returned nan values, but the loss is finite",
 # ]
+# words = "detect_anomaly set_detect_anomaly CudnnBatchNormBackward MmBackward0 LogSoftmaxBackward0 SoftmaxBackward0 DivBackward0"
 # -->
 #
-# **What you see.** `backward` raises
-# `Function 'MulBackward0' returned nan values in its 0th output.`
-# (or names another function). It does so only with anomaly detection switched on, in a run that
-# trains well without it.
+# **What you see.** With anomaly detection, `backward` raises
+# `Function 'MulBackward0' returned nan values in its 0th output.` Without it, the run trains well.
 #
-# **The smallest program that does it.** A gradient overflows at the present scale, and a mask
+# **The smallest program that does it.** A gradient overflows at the present loss scale, and a mask
 # multiplies it by 0.
 
 
@@ -406,24 +573,24 @@ def masked_step(scaler):
     return weights.grad
 
 
-message = message_of(lambda: masked_step(torch.amp.GradScaler("cpu", init_scale=2.0**17)))
-print(message)
-assert "Function 'MulBackward0' returned nan values in its 0th output." in message
+print(message_of(lambda: masked_step(torch.amp.GradScaler("cpu", init_scale=2.0**17))))
 
 # %% [markdown]
-# **Why.** Overflows are how the scaler finds its scale
-# ([notebook 03](03_grad_scaler_step_by_step.ipynb)). Infinity times 0 is NaN, and the scaler would
-# skip the step and halve the scale. Anomaly detection does not know that, and raises first.
+# **Why.** `GradScaler` raises the scale until gradients overflow, then skips the step and halves the scale.
+# Such an overflow can produce NaN, since infinity times 0 is NaN. Anomaly detection does not know about the
+# scaler and stops.
 #
-# **The fix.** Use a scale that does not overflow. A NaN that you find then is not the scaler's.
+# **The fix.** Search for the NaN with a scale of 1: `GradScaler(init_scale=1.0)`. If the error remains, or if
+# you use no scaler, the NaN is real, and the message names the op.
 
 # %%
-calm = torch.amp.GradScaler("cpu", init_scale=1.0)  # or enabled=False, in bf16 or fp32
-assert masked_step(calm).tolist() == [0.0, 1.0]
+assert masked_step(torch.amp.GradScaler("cpu", init_scale=1.0)).tolist() == [0.0, 1.0]
 
 # %% [markdown]
-# **Notice it earlier.** If the NaN ends once `ScaleLog` shows a halved scale, it was probably only
-# the scaler at work.
+# **Not this.** Do not leave the scaler out of a run in fp16 because of this message: small gradients then
+# become zero ([notebook 03](03_grad_scaler_step_by_step.ipynb)). Switch anomaly detection off instead.
+#
+# **Notice it earlier.** If the NaN ends once `ScaleLog` shows a halved scale, it was probably harmless.
 
 # %% [markdown]
 # ## Further reading
