@@ -50,6 +50,7 @@ VOCABULARY = ROOT / "notebooks" / "course" / "search_words.toml"
 INDEX = ROOT / "notebooks" / "08_when_amp_breaks.py"
 PAGES = ("docs/*.md", "README.md", "CHEATSHEET.md", "data/README.md")
 
+_SYMPTOMS = 2  # of a failure that the index shows; its page has all
 _BOOST = {"title": 4, "symptoms": 4, "messages": 3, "words": 3, "text": 1}
 _HEADING = re.compile(r"^##+ (.+?)$", re.MULTILINE)
 _ENTRY = re.compile(r"^`(AMP\d{4})` <!-- failure\n(.*?)^-->", re.MULTILINE | re.DOTALL)
@@ -292,7 +293,7 @@ def _what_you_see(entry: Entry) -> str:
     """The messages and symptoms of a failure, for a cell of a table."""
     messages = [*entry.data.get("messages", []), *entry.data.get("quoted", [])]
     shown = [f"`` {_readable(message)} ``" for message in messages]
-    shown += entry.data.get("symptoms", [])
+    shown += entry.data.get("symptoms", [])[:_SYMPTOMS]
     return "<br>".join(text.replace("|", "\\|") for text in shown)
 
 
