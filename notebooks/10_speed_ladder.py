@@ -410,6 +410,15 @@ _ = figures.speedup_over_size(config["sizes"], {str(low): by_size})
 # size, so the share of the matmuls grows. A larger batch helps for the same reason. AMP pays from a size
 # on if the whole interval lies above 1 at this size and at all larger ones.
 #
+# So one network on one machine has many speed-ups. Before you compare two, check that these are the same:
+#
+# | what differs | why the speed-up differs | measured in |
+# |---|---|---|
+# | size of picture and batch | casts and calls take a smaller share of a larger step | the figure above |
+# | memory layout | with channels last, AMP needs no reordering copies | [Climb](#Climb) |
+# | training or inference | a training step also updates the weights in FP32 | [04](04_fp32_vs_amp.ipynb#Time-of-a-training-step) |
+# | kinds of layers | depthwise and thin layers have little work for each cast | [05](05_cifar10_mobilenet.ipynb#Find-the-slow-layers) |
+#
 # ## Let advise try the changes
 #
 # For your own model, `advise` (on the command line `amp-lab advise`) tries *recipes*, which combine these
