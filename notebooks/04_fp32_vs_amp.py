@@ -317,7 +317,7 @@ for precision in precisions:
         assert 0.45 < share < 0.75  # the activations are half as wide
 
 _ = figures.time_and_memory(
-    training, peak_mib or saved_mib, "peak" if peak_mib else "kept for backward"
+    training, peak_mib or saved_mib, "peak" if peak_mib else "saved activations"
 )
 
 # %% [markdown]

@@ -22,8 +22,8 @@ def gap_and_change(gap: Tensor, changes: Mapping[str, Tensor]) -> Axes:
     smallest = float(gap.min())
     largest = float(gap.max())
     ends = [smallest, largest]
-    ax.plot(ends, ends, "--", color=style.GUIDE, label="as far as the gap")
+    ax.plot(ends, ends, "--", color=style.GUIDE, label="change equal to the gap")
     ax.set_xscale("log")
     ax.set_yscale("log")
     x_label = "gap between the two best classes in fp32"
-    return style.label(ax, x_label, "moved by", legend="best")
+    return style.label(ax, x_label, "change of the gap in bf16", legend="best")

@@ -48,7 +48,7 @@ def loss_from_fp32(losses: Mapping[str, Sequence[Values]], window_steps: int = 1
     steps = window_steps + np.arange(exact.shape[1])
     spread = exact - exact.mean(0)
     low, high = _range(spread)
-    ax.fill_between(steps, low, high, color=style.GRID, label="fp32, its seeds")
+    ax.fill_between(steps, low, high, color=style.GRID, label="range of fp32's seeds")
     others = [name for name in losses if name != "fp32"]
     for i, name in enumerate(others):
         difference = _smooth(losses[name], window_steps) - exact

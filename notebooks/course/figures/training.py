@@ -127,7 +127,7 @@ def gradient_norm_in_step(norms: Mapping[str, float], scaled: Sequence[str]) -> 
             text = f"{length:,.0f}"
         ax.annotate(text, (stage, length), **off_the_line)
     at_top: Options = {"transform": ax.get_xaxis_transform(), "va": "top"}
-    ax.text(-0.45, 0.96, "scaled: do not look", **at_top)
+    ax.text(-0.45, 0.96, "scaled: do not read", **at_top)
     right_of_border = first_true - 0.45
     ax.text(right_of_border, 0.96, "true: clip, log, step", **at_top)
     ax.set_yscale("log", base=2)
