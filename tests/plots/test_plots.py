@@ -55,7 +55,10 @@ FIGURES = {  # figure: its arguments, and what stands on its axes
     "error_growth": ((ERRORS, "head"), ["relative error", "module"]),
     "errors_by_layer": ((LAYERS,), ["layer", "in dB"]),
     "exponents_against_fp16": ((EXPONENTS, (1.0, 256.0)), ["log2 of |gradient", "(%)"]),
-    "gap_and_change": ((torch.rand(9) + 1, {"bf16": torch.rand(9) + 1}), ["gap", "change of the gap in bf16"]),
+    "gap_and_change": (
+        (torch.rand(9) + 1, {"bf16": torch.rand(9) + 1}),
+        ["gap", "change of the gap"],
+    ),
     "gradient_norm_in_step": (({"backward": 9e4, "clip": 1.0}, ["backward"]), ["length", "stage"]),
     "gradients_against_fp16": ((torch.randn(99) * 8 - 25, (1, 256)), ["log2 of |gradient", "num"]),
     "loss_and_accuracy": ((SEEDS, SEEDS), ["epoch", "loss (cross-entropy)", "accuracy"]),

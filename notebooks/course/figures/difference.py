@@ -26,4 +26,4 @@ def gap_and_change(gap: Tensor, changes: Mapping[str, Tensor]) -> Axes:
     ax.set_xscale("log")
     ax.set_yscale("log")
     x_label = "gap between the two best classes in fp32"
-    return style.label(ax, x_label, "change of the gap in bf16", legend="best")
+    return style.label(ax, x_label, "change of the gap", legend="best")
