@@ -17,6 +17,7 @@
 # - [Gradients are unscaled twice](#Gradients-are-unscaled-twice);
 # - [An optimizer has no gradients](#An-optimizer-has-no-gradients);
 # - [Scaler methods are called in the wrong order](#Scaler-methods-are-called-in-the-wrong-order);
+# - [The optimizer steps without the scaler](#The-optimizer-steps-without-the-scaler);
 # - [The optimizer needs a closure](#The-optimizer-needs-a-closure);
 # - [The scheduler warns that it came before the optimizer](#The-scheduler-warns-that-it-came-before-the-optimizer).
 #
@@ -25,19 +26,17 @@
 
 # %% tags=["nbval-ignore-output"]
 import math
+import pickle
 import warnings
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from course import figures, start
+from course import start
 from course.failures import make, message_of, warnings_of
 
-from amp_lab.numerics import gradient_underflow
-
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
-figures.use_style()
 x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 
 # %% [markdown]
@@ -47,24 +46,27 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 # messages = [
 #   "Attempting to unscale FP16 gradients.",
 # ]
-# quoted = [
-#   "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'",
+# symptoms = [
+#   "LoRA fine-tuning with fp16 mixed precision fails in clip_grad_norm_ of accelerate",
+#   "Trainer with fp16=True and a model loaded with torch_dtype=torch.float16 fails at the first step",
+#   "resuming a DreamBooth LoRA training in fp16 raises a ValueError of the GradScaler",
+#   "how to train a model that was converted with model.half() with a GradScaler",
 # ]
+# words = "unscale lora 8bit diffusers peft accelerate"
 # -->
 #
 # **What you see.** `scaler.step` or `scaler.unscale_` raises
 # `Attempting to unscale FP16 gradients.`
 #
-# **The smallest program that does it.** A model is converted with `.half()`, or loaded from a
-# checkpoint in half precision, and then trained with a scaler.
+# **The smallest program that does it.** We convert a model with `.half()` and train it with a scaler.
 
 
 # %%
-def step_with_parameters_in(dtype):
-    model, optimizer = make()
-    model.to(dtype)
+def step_with_parameters_in(dtype, optimizer_class=torch.optim.SGD, **options):
+    model, _ = make()
+    optimizer = optimizer_class(model.to(dtype).parameters(), **options)
     scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(model(x.to(dtype)).sum()).backward()
+    scaler.scale(model(x.to(dtype)).abs().sum()).backward()
     scaler.step(optimizer)
 
 
@@ -73,48 +75,50 @@ print(message)
 assert "Attempting to unscale FP16 gradients." in message
 
 # %% [markdown]
-# **Why.** By default a gradient has the dtype of its parameter. Divided by the scale *in fp16*, a
-# small one would vanish again, which the scale is there to
-# prevent. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
+# **Why.** A trained parameter is in fp16, so its gradient is in fp16 too. The scaler refuses to divide
+# a gradient by the scale in fp16, because small values would become
+# zero. <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# On the CPU, bf16 parameters are not refused, and may fail as in section 29. On CUDA the same step
-# raises another error,
-# `"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16'`
-# ([issue 127176](https://github.com/pytorch/pytorch/issues/127176)).
+# Three causes are easy to miss:
+# - Transformers 5 loads a checkpoint in the dtype in which it is
+#   stored. <!-- tests/notebooks/test_08c_scaler.py -->
+# - In PEFT, a layer in `modules_to_save` is trained in the dtype of the base
+#   model. <!-- tests/notebooks/test_08c_scaler.py -->
+# - Diffusers scripts [resumed adapters in
+#   fp16](https://github.com/huggingface/diffusers/issues/6552).
 #
-# **The fix.** Keep the parameters in fp32, and let autocast make the fp16 copies. `.float()`
-# converts them back.
+# A fused optimizer, or bf16 on the CPU, raises nothing, but [the weights may soon stop
+# moving](08b_learning.ipynb#Half-precision-weights-stop-moving). On CUDA, bf16 raises [another
+# error](https://github.com/pytorch/pytorch/issues/127176).
 
 # %%
-model, optimizer = make()
-model.half().float()  # as after loading half-precision weights
-scaler = torch.amp.GradScaler("cpu")
-with torch.autocast("cpu", dtype=torch.float16):
-    loss = model(x).sum()
-scaler.scale(loss).backward()
-scaler.step(optimizer)
-assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-step_with_parameters_in(torch.bfloat16)  # no message, on the CPU
+step_with_parameters_in(torch.float16, torch.optim.AdamW, fused=True)
+step_with_parameters_in(torch.bfloat16)
 
 # %% [markdown]
-# **Notice it earlier.** Before each optimizer step, assert that every *trained* parameter is in fp32. A
-# frozen base may be in 16 bits. A `model.half()` inside of an evaluation changes the weights for good,
-# so that an assertion at the top of the program comes too early.
-
+# **The fix.** Convert every parameter that you train to fp32, and let autocast make the fp16 copies.
+# Frozen weights may stay in fp16. Load the model with `dtype=torch.float32`, or for LoRA call
+# `cast_mixed_precision_params(model, torch.float16)` of PEFT or `cast_training_params(model)` of
+# Diffusers.
+#
+# Without a library, convert them in a loop:
 
 # %%
-def check_trained(model):
-    assert all(p.dtype is torch.float32 for p in model.parameters() if p.requires_grad)
+adapted = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)).half()
+for parameter in adapted.parameters():
+    if parameter.requires_grad:
+        parameter.data = parameter.data.float()
+scaler = torch.amp.GradScaler("cpu")
+with torch.autocast("cpu", dtype=torch.float16):
+    loss = adapted(x).sum()
+scaler.scale(loss).backward()
+scaler.step(torch.optim.SGD(adapted[1].parameters(), lr=0.1))
+assert adapted[1].weight.grad.dtype is torch.float32
 
-
-adapted = nn.Sequential(nn.Linear(4, 4).half().requires_grad_(False), nn.Linear(4, 4))
-check_trained(adapted)  # an adapter on a frozen base
-try:
-    check_trained(model.half())
-except AssertionError:
-    model.float()
-else:
-    raise AssertionError("fp16 parameters were not noticed")
+# %% [markdown]
+# **Not this.** Do not change `allow_fp16` to `True` in the source of `GradScaler`. The message
+# disappears, but small gradients become zero when they are divided by the
+# scale. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %% [markdown]
 # ## Gradients are unscaled twice
@@ -123,6 +127,13 @@ else:
 # messages = [
 #   "unscale_() has already been called on this optimizer since the last update().",
 # ]
+# symptoms = [
+#   "gradient accumulation with AMP and gradient clipping raises a RuntimeError",
+#   "gradient_accumulation_steps above 1 fails in clip_grad_norm_ with fp16",
+#   "error in the next iteration after I skip optimizer steps with a large gradient norm",
+#   "the Trainer fails at the end of the first epoch with gradient accumulation in fp16",
+# ]
+# words = "accelerator sync_gradients max_grad_norm SAM"
 # -->
 #
 # **What you see.** `scaler.unscale_` raises
@@ -152,16 +163,19 @@ print(message)
 assert "unscale_() has already been called on this optimizer since the last update()." in message
 
 # %% [markdown]
-# **Why.** `unscale_` divides in place. After the first call, the second backward pass would add
-# *scaled* gradients to unscaled ones, and the second call would divide the first batch's part
-# twice.
+# **Why.** `unscale_` divides the gradients in place, so it may run only once for an optimizer until
+# `scaler.update()` is called. Either the loop clips after every batch of an accumulation, or an
+# iteration called `unscale_` and then left out `update()`. <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# The message also comes where a step is skipped after `unscale_`, and `update` with it: call
-# `scaler.update()` in every iteration that called
-# `unscale_`. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
+# The Trainer of some Transformers releases of 2023 did this at the end of an epoch ([issue
+# 23935](https://github.com/huggingface/transformers/issues/23935)).
 #
-# **The fix.** Accumulate scaled gradients, and unscale and clip once, before the step. Here the
-# weights are then those of a loop without a scaler:
+# **The fix.** Call `unscale_` and clip once, after the last batch of the accumulation, and call
+# `scaler.update()` in every iteration that called `unscale_`. With Accelerate, [clip only `if
+# accelerator.sync_gradients`](https://huggingface.co/docs/accelerate/package_reference/accelerator). If
+# the error comes from the Trainer, update Transformers and Accelerate.
+#
+# The weights are then those of a loop without a scaler:
 
 # %%
 model, optimizer = make()
@@ -172,7 +186,9 @@ optimizer.step()
 torch.testing.assert_close(accumulate(clip_each=False), model[0].weight.detach())
 
 # %% [markdown]
-# **Notice it earlier.** Keep `unscale_`, clipping, `step` and `update` together in the loop.
+# **Not this.** Do not call `scaler.update()` after every batch of the accumulation. The message
+# disappears, but scaled gradients are then added to unscaled
+# ones. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %% [markdown]
 # ## An optimizer has no gradients
@@ -183,14 +199,18 @@ torch.testing.assert_close(accumulate(clip_each=False), model[0].weight.detach()
 # ]
 # symptoms = [
 #   "some gradients are `None`",
+#   "without the scaler the loss does not change at all, with it there is an AssertionError",
+#   "scaler.step raises an AssertionError with my custom loss",
+#   "AssertionError of scaler.step after freezing the backbone",
 # ]
+# words = "found_inf_per_device requires_grad detach custom loss unused"
 # -->
 #
 # **What you see.** `scaler.step` raises
 # `No inf checks were recorded for this optimizer.`
 #
-# **The smallest program that does it.** Two parts have an optimizer each, but only one got a
-# gradient. The other is frozen, or its turn comes in another step.
+# **The smallest program that does it.** A model has two parts with an optimizer each. The body is
+# frozen, so only the head gets a gradient.
 
 
 # %%
@@ -213,68 +233,40 @@ print(message)
 assert "No inf checks were recorded for this optimizer." in message
 
 # %% [markdown]
-# **Why.** `step` looks for infinities in the gradients of that optimizer, but it has none: every
-# `.grad` is `None`. The same happens if you leave out `backward()`, or build the optimizer for
-# another copy of the model, or if the graph is cut between the weights and the loss. It is cut by
-# - `.item()`, `float()` and `.detach()`, and by `torch.tensor([loss_a, loss_b])`, which copies numbers;
-# - ops without a derivative, such as `argmax`, `histc`, comparisons, and casts to whole numbers.
+# **Why.** `scaler.step` looks for infinities in the gradients of this optimizer, but every `.grad` is
+# `None`. Either its parameters are frozen or belong to another copy of the model, or the loss does not
+# depend on them. `.item()`, `.detach()`, `torch.tensor(...)` and ops without a derivative such as
+# `argmax` cut a loss off. <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# If the loss is a tensor, `backward()` then raises the message of section 25. With `requires_grad_()`
-# on it nothing is raised, and the weights still get no gradient. (`round` and `sign` do not cut the graph. Their
-# derivative is 0, so the gradients are zeros.) <!-- tests/notebooks/test_08_when_amp_breaks.py -->
+# A fused optimizer raises only at `update`: `No inf checks were recorded prior to
+# update.` <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# **The fix.** If the part is meant to be frozen, do not step its optimizer. If it is not, keep the
-# losses as tensors, and put them together with `torch.stack` or `+`. In place of an op without a
-# derivative take one that has a useful one, such as the cross-entropy for an accuracy.
+# **The fix.** Call `scaler.step` only for optimizers whose parameters have gradients. If the part
+# should train, build the optimizer from the parameters of the model that computes the loss. Keep the
+# loss a tensor: combine losses with `+` or `torch.stack`, and use a differentiable loss instead of
+# `argmax`.
 
 # %%
 assert two_parts(step_both=False) == [False, True]
-
-
-def gradient_through(loss_of):
-    """The gradient of a weight for `loss_of(outputs)`, whether or not the loss has a graph."""
-    model, _ = make()
-    loss = loss_of(model(x))
-    if not loss.requires_grad:  # or backward() would raise
-        loss.requires_grad_()
-    loss.backward()
-    return model[0].weight.grad
-
+model, _ = make()
+torch.stack([*model(x)[0]]).sum().backward()
+assert model[0].weight.grad is not None
 
 # %% [markdown]
-# Seven ways to cut the graph, one to keep it, and `round` and `sign`:
-
-# %%
-cuts = (
-    lambda outputs: torch.tensor(outputs.sum().item()),
-    lambda outputs: outputs.sum().detach(),
-    lambda outputs: torch.tensor([*outputs[0]]).sum(),
-    lambda outputs: outputs.argmax().float(),
-    lambda outputs: torch.histc(outputs, bins=4).sum(),
-    lambda outputs: (outputs > 0).float().mean(),
-    lambda outputs: outputs.long().float().mean(),
-)
-with warnings.catch_warnings(action="ignore"):  # torch.tensor warns that it makes numbers
-    assert [gradient_through(cut) for cut in cuts] == [None] * len(cuts)
-assert gradient_through(lambda outputs: torch.stack([*outputs[0]]).sum()).count_nonzero() == 4
-for flat in (torch.round, torch.sign):
-    assert not gradient_through(lambda outputs, flat=flat: flat(outputs).sum()).any()
-
-# %% [markdown]
-# `gradient_underflow` looks at the graph of a loss before you train with it:
+# **Not this.** Do not call `loss.requires_grad_()`, or [pass `requires_grad=True` to
+# `torch.tensor`](https://github.com/open-mmlab/mmsegmentation/issues/3230). Then `backward()` runs, but
+# the weights still get no gradient.
 
 # %%
 model, _ = make()
-copied = torch.tensor([1.0, 2.0], requires_grad=True).sum()
-message = message_of(lambda: gradient_underflow(model, copied))
-assert "the loss does not depend on the model" in message
-message = message_of(lambda: gradient_underflow(model, model(x).sum().detach()))
-assert "the loss has no graph" in message
+loss = torch.tensor(model(x).sum().item()).requires_grad_()
+loss.backward()
+assert model[0].weight.grad is None
 
 # %% [markdown]
-# **Notice it earlier.** Print the names of the parameters whose `.grad` is `None` after one step.
-# Before that, `gradient_underflow(model, loss)` refuses such a loss: it has no graph, or it does
-# not depend on the model. `amp-lab memory --loss` refuses a loss that has no graph. <!-- tests/tracing/test_memory.py -->
+# **Notice it earlier.** After one `backward()`, print the names of the parameters whose `.grad` is
+# `None`. Before it, `gradient_underflow(model, loss)` refuses a loss that has no graph, or that does
+# not depend on the model. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %% [markdown]
 # ## Scaler methods are called in the wrong order
@@ -286,90 +278,121 @@ assert "the loss has no graph" in message
 #   "No inf checks were recorded prior to update.",
 #   "Attempted unscale_ but _scale is None.",
 #   "Attempted step but _scale is None.",
+#   "Attempted update but _scale is None.",
+#   "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after scaler.update().",
 # ]
 # symptoms = [
-#   "the logged loss is off by a factor of 2 at times",
+#   "the loss that I log is wrong by a factor of 2 after scaler.update()",
+#   "right order of scale, unscale_, clip, step and update of the GradScaler",
+#   "scaler.update() fails with accelerate although scaler.step is commented out",
 # ]
+# words = "manual_backward Lightning Fabric deepcopy"
 # -->
 #
-# **What you see.** The scaler raises one of these:
-# - `step() has already been called since the last update().`
-# - `unscale_() is being called after step().`
-# - `No inf checks were recorded prior to update.`
-# - `Attempted step but _scale is None.`
-# - `Attempted unscale_ but _scale is None.`
+# **What you see.** The scaler raises one of the seven messages that are printed below.
 #
-# **The smallest program that does it.** After one backward pass, we make the calls named on the
-# left.
+# **The smallest program that does it.** After one backward pass, we make the calls that are printed on
+# the left. `_scale is None` means that the loss was never scaled.
 
 
 # %%
 def call(*names, scaled=True):
-    """One backward pass, then methods of the scaler in this order."""
+    """One backward pass, then methods of the scaler in this order; returns the scaler."""
     model, optimizer = make()
     scaler = torch.amp.GradScaler("cpu")
     loss = model(x).sum()
     (scaler.scale(loss) if scaled else loss).backward()
     for name in names:
         getattr(scaler, name)(*([] if name == "update" else [optimizer]))
+    return scaler
 
 
-messages = {
-    "step, step": message_of(lambda: call("step", "step")),
-    "step, unscale_": message_of(lambda: call("step", "unscale_")),
-    "update": message_of(lambda: call("update")),
-    "step without scale": message_of(lambda: call("step", scaled=False)).split("  ")[0],
-    "unscale_, the same": message_of(lambda: call("unscale_", scaled=False)).split("  ")[0],
-}
-for names, message in messages.items():
-    print(f"{names:<20}{message}")
-
-# %%
-assert "step() has already been called since the last update()." in messages["step, step"]
-assert "unscale_() is being called after step()." in messages["step, unscale_"]
-assert "No inf checks were recorded prior to update." in messages["update"]
-assert "Attempted step but _scale is None." in messages["step without scale"]
-assert "Attempted unscale_ but _scale is None." in messages["unscale_, the same"]
-once_more = nn.Parameter(torch.zeros(1))
-once_more.grad = torch.ones(1)
-plain_sgd = torch.optim.SGD([once_more], lr=1.0)
-plain_sgd.step(), plain_sgd.step()  # an optimizer itself does not refuse
-assert once_more.item() == -2
+messages = {"step, pickle": message_of(lambda: pickle.dumps(call("step")))}
+for calls in ("step, step", "step, unscale_", "update"):
+    messages[calls] = message_of(lambda calls=calls: call(*calls.split(", ")))
+for name in ("step", "unscale_", "update"):
+    message = message_of(lambda name=name: call(name, scaled=False))
+    messages[f"no scale, {name}"] = message.split("  ")[0]
+for calls, message in messages.items():
+    print(f"{calls:<20}{message}")
+assert len(set(messages.values())) == 7
 
 # %% [markdown]
-# **Why.** `update` ends an iteration. Without a new scale it needs the result of at least one `step`
-# or `unscale_`, and makes the scaler forget it. A second `step` would apply the same gradients once
-# more. Without `scale(loss)` there is nothing to undo.
+# **Why.** The scaler records which optimizers have unscaled gradients and which have stepped, until
+# `update` clears the record. It refuses a call that would divide gradients twice, apply them twice, or
+# divide gradients of a loss that was never scaled.
 #
-# In Lightning's manual optimization it is `self.manual_backward(loss)` that scales, and
-# `loss.backward()` does not. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
+# **The fix.** In [every iteration](https://docs.pytorch.org/docs/stable/notes/amp_examples.html) call
+# `scaler.scale(loss).backward()`, then `scaler.unscale_(optimizer)` if you clip, then
+# `scaler.step(optimizer)` for each optimizer, then `scaler.update()` once. With a library, leave the
+# scaler alone and replace `loss.backward()` by `accelerator.backward(loss)`, `fabric.backward(loss)`,
+# or in Lightning `self.manual_backward(loss)`. <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# **The fix.** Use one order in every iteration: `unscale_` if you need it, `step`, `update`. With
-# several optimizers, call `step` for each and `update` [once, after
-# them](https://docs.pytorch.org/docs/stable/notes/amp_examples.html).
+# Log the loss before it is scaled. `get_scale()` after `update` belongs to the next step, so a loss
+# divided by it is off by a factor of 2 when the scale has changed. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %%
-call("unscale_", "step", "update")  # unscale_ only for those who clip or log
-call("step", "update")
-assert message_of(lambda: call("update", "step")) == messages["update"]
+call("unscale_", "step", "update")
+_ = pickle.dumps(call("step", "update"))
 
 # %% [markdown]
-# `get_scale()` after `update` is the scale of the next step. A loss that is divided by it is off, by
-# default by a factor of 2, wherever the scale has changed. Log the loss before it is scaled.
+# **Notice it earlier.** If `scale` is left out in a later iteration only, nothing is raised, and its
+# gradients are much too small. <!-- tests/notebooks/test_08c_scaler.py -->
+
+# %% [markdown]
+# ## The optimizer steps without the scaler
+#
+# `AMP0131` <!-- failure
+# symptoms = [
+#   "optimizer.step() is called instead of scaler.step(optimizer)",
+#   "optimizer.step() and scaler.step(optimizer) are both called",
+#   "with GradScaler and SGD the weights explode at the first step",
+#   "AMP works with Adam but diverges at once with SGD",
+# ]
+# words = "bypass twice 65536 explodes"
+# -->
+#
+# **What you see.** With SGD the loss is huge or NaN after one step. With Adam the run looks normal, until
+# it is NaN for good.
+#
+# **The smallest program that does it.** The loss is scaled, but the loop still calls
+# `optimizer.step()`.
+
 
 # %%
-scaler = torch.amp.GradScaler("cpu")
-parameter = nn.Parameter(torch.ones(1))
-parameter.grad = torch.tensor([math.inf])
-scaled_loss = scaler.scale(torch.ones(()))  # the loss is 1
-scaler.unscale_(torch.optim.SGD([parameter], lr=0.1))
-scaler.update()
-assert scaled_loss / scaler.get_scale() == 2
-scaler.update(1024.0)  # with a new scale it needs no step
+def weight_after_step(optimizer_class, by_scaler, gradient=1.0):
+    """A weight of 1 after one step with a learning rate of 0.1."""
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = optimizer_class([weight], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(gradient * weight.sum()).backward()
+    scaler.step(optimizer) if by_scaler else optimizer.step()
+    return weight.item()
+
+
+for optimizer_class in (torch.optim.SGD, torch.optim.Adam):
+    moved = weight_after_step(optimizer_class, by_scaler=False)
+    print(f"{optimizer_class.__name__:<6}{moved:.1f}")
+assert weight_after_step(torch.optim.SGD, by_scaler=False) < -6000
+assert math.isnan(weight_after_step(torch.optim.Adam, by_scaler=False, gradient=math.inf))
 
 # %% [markdown]
-# **Notice it earlier.** A forgotten `update` raises in the second iteration. A `scale` that is left
-# out later raises nothing. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
+# **Why.** After `scaler.scale(loss).backward()` the gradients are too large by the scale, 65536 at
+# first. Only `scaler.step(optimizer)` divides them and skips the step if one is infinite. Adam hides
+# the factor, because it divides a gradient by its own size, but an infinite gradient makes its weights
+# NaN.
+#
+# **The fix.** Replace every `optimizer.step()` by `scaler.step(optimizer)`, and call `scaler.update()`
+# after it. Do not [call both](https://github.com/IAHispano/Applio/pull/860): the weights would be
+# updated twice.
+
+# %%
+assert math.isclose(weight_after_step(torch.optim.SGD, by_scaler=True), 0.9, rel_tol=1e-4)
+assert weight_after_step(torch.optim.Adam, by_scaler=True, gradient=math.inf) == 1  # skipped
+
+# %% [markdown]
+# **Not this.** Do not lower the learning rate, or clip, to make up for the scale. The scale changes
+# during training, and infinite gradients are still applied.
 
 # %% [markdown]
 # ## The optimizer needs a closure
@@ -378,13 +401,20 @@ scaler.update(1024.0)  # with a new scale it needs no step
 # messages = [
 #   "Closure use is not currently supported if GradScaler is enabled.",
 # ]
+# quoted = [
+#   "AMP and the LBFGS optimizer are not compatible.",
+# ]
 # symptoms = [
 #   "SAM, or another optimizer with two passes, gives NaN in fp16",
+#   "how to use L-BFGS with mixed precision",
+#   "sharpness-aware minimization with GradScaler and autocast",
 # ]
+# words = "LBFGS first_step second_step Lightning"
 # -->
 #
 # **What you see.** `scaler.step` raises
-# `Closure use is not currently supported if GradScaler is enabled.`
+# `Closure use is not currently supported if GradScaler is enabled.` Lightning says
+# `AMP and the LBFGS optimizer are not compatible.` <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The smallest program that does it.** L-BFGS [needs a
 # closure](https://docs.pytorch.org/docs/stable/optim.html), with which it
@@ -392,7 +422,7 @@ scaler.update(1024.0)  # with a new scale it needs no step
 
 
 # %%
-def lbfgs(scaler, dtype, by_position=False):
+def lbfgs(scaler, dtype):
     """One step of L-BFGS under autocast; returns the loss before and after."""
     model, _ = make()
     optimizer = torch.optim.LBFGS(model.parameters())
@@ -407,34 +437,24 @@ def lbfgs(scaler, dtype, by_position=False):
         return loss.detach()
 
     closure()  # `step` of a scaler needs gradients
-    if by_position:
-        scaler.step(optimizer, closure)
-    else:
-        scaler.step(optimizer, closure=closure)
+    scaler.step(optimizer, closure=closure)
     return losses[0], closure().item()
 
 
-# %% [markdown]
-# An enabled scaler refuses the closure if it is passed by name:
-
-
-# %%
 message = message_of(lambda: lbfgs(torch.amp.GradScaler("cpu"), torch.float16))
 print(message)
 assert "Closure use is not currently supported if GradScaler is enabled." in message
-_ = lbfgs(torch.amp.GradScaler("cpu"), torch.float16, by_position=True)  # no message
 
 # %% [markdown]
-# **Why.** The closure runs `backward` inside the optimizer, where the scaler can neither unscale the
-# gradients nor look at them. It notices only a closure that is passed *by name*. With
-# `scaler.step(optimizer, closure)`, once there are gradients, there is no message, and you train on
-# scaled gradients that nobody checks. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
+# **Why.** The closure runs `backward` inside the optimizer's step, where the scaler cannot unscale the
+# gradients or check them for infinities.
 #
-# An optimizer that steps in two passes, such as SAM, has the same trouble: no scaler skips its
-# first step, so a single overflow can make the weights NaN for
-# good. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
+# SAM has [the same problem](https://github.com/davda54/sam/issues/97), because it steps twice in an
+# iteration. If you call its first step yourself, no scaler skips it, and one overflow makes the weights
+# NaN for good. <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# **The fix.** Use bf16 or fp32, and disable the scaler. It then hands the closure on.
+# **The fix.** Use bf16 or fp32 with `GradScaler(enabled=False)`, which passes the closure on to the
+# optimizer.
 
 # %%
 before, after = lbfgs(torch.amp.GradScaler("cpu", enabled=False), torch.bfloat16)
@@ -442,8 +462,9 @@ print(f"loss {before:.1f} -> {after:.1f}")
 assert after < 0.01 * before
 
 # %% [markdown]
-# **Notice it earlier.** Search your code for `closure`: it does not go together with an enabled
-# scaler.
+# **Not this.** Do not write `scaler.step(optimizer, closure)`. Passed by position, the closure is not
+# noticed, and the optimizer steps with scaled gradients that nobody
+# checks. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %% [markdown]
 # ## The scheduler warns that it came before the optimizer
@@ -452,12 +473,21 @@ assert after < 0.01 * before
 # messages = [
 #   "Detected call of `lr_scheduler.step()` before `optimizer.step()`.",
 # ]
+# quoted = [
+#   "Detected call of `scheduler.step()` before `optimizer.step()`.",
+# ]
+# symptoms = [
+#   "warning about the order of the scheduler and the optimizer although I call scaler.step first",
+#   "lr_scheduler is ahead of the optimizer because scaler.step skipped steps",
+#   "how to know whether the scaler skipped optimizer.step",
+# ]
+# words = "OneCycleLR warmup UserWarning Lightning"
 # -->
 #
 # **What you see.** The scheduler warns
 # ``Detected call of `lr_scheduler.step()` before `optimizer.step()`.``
 #
-# **The smallest program that does it.** In the usual loop, the very first step is skipped.
+# **The smallest program that does it.** The loop has the right order, but the first step overflows.
 
 
 # %%
@@ -484,23 +514,29 @@ print(message)
 assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`." in message
 
 # %% [markdown]
-# **Why.** The order in the loop is right, but the scaler skipped `optimizer.step()` because of an
-# overflow. The schedule is then one step ahead of the training.
+# **Why.** The scaler [skipped](https://github.com/pytorch/pytorch/issues/44511) `optimizer.step()`
+# because of an overflow, which is normal in the first iterations. The scheduler advanced all the same,
+# so the schedule is one step ahead of the training.
 #
-# **The fix.** With one optimizer, `update` lowers the scale if and only if the step was skipped
-# (unless the scale is 0 already). So advance the schedule only if the scale did not
-# fall. <!-- tests/numerics/test_scale_log.py -->
+# **The fix.** Compare `scaler.get_scale()` before and after `scaler.update()`, and advance the schedule
+# only if the scale did not fall. With one optimizer, `update` lowers the scale exactly when the step
+# was skipped (unless the scale is 0 already). <!-- tests/numerics/test_scale_log.py -->
 
 # %%
 assert warnings_of(lambda: schedule(only_if_stepped=True)) == ""
 assert schedule(only_if_stepped=True) == [1.0, 0.5, 0.25]
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+
+# %% [markdown]
+# **Not this.** Do not filter the warning, or call `optimizer.step()` once before the loop to avoid it.
+# The schedule stays ahead by every skipped step.
+
+# %%
+with warnings.catch_warnings(action="ignore"):
     assert schedule(only_if_stepped=False) == [0.5, 0.25, 0.125]  # one step ahead
 
 # %% [markdown]
-# **Notice it earlier.** `ScaleLog` counts the skipped steps. Each puts the schedule one step ahead,
-# but PyTorch checks only at the scheduler's first call. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
+# **Notice it earlier.** `ScaleLog` counts the skipped steps. PyTorch checks only at the scheduler's
+# first call. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %% [markdown]
 # ## Further reading
