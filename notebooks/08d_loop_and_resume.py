@@ -13,47 +13,54 @@
 # why it happens, and the fix.
 #
 # **What you'll learn.** You will be able to repair:
-# - [Clipping leaves next to nothing of the gradients](#Clipping-leaves-next-to-nothing-of-the-gradients);
+# - [Gradients are clipped while they are still scaled](#Gradients-are-clipped-while-they-are-still-scaled);
 # - [Clipping refuses a norm that is not finite](#Clipping-refuses-a-norm-that-is-not-finite);
-# - [The state of the scaler cannot be loaded](#The-state-of-the-scaler-cannot-be-loaded);
 # - [The loss stands still because the whole loop is in one block](#The-loss-stands-still-because-the-whole-loop-is-in-one-block);
-# - [After resuming the loss jumps or is NaN](#After-resuming-the-loss-jumps-or-is-NaN).
+# - [After resuming the loss jumps or is NaN](#After-resuming-the-loss-jumps-or-is-NaN);
+# - [Weights and optimizer state have different dtypes](#Weights-and-optimizer-state-have-different-dtypes);
+# - [The state of the scaler cannot be loaded](#The-state-of-the-scaler-cannot-be-loaded);
+# - [torch.load refuses a checkpoint with a scaler](#torch.load-refuses-a-checkpoint-with-a-scaler).
 #
 # **What you need.** No GPU. This notebook is a reference: go to the section that you need. All failures
 # are in the [index](08_when_amp_breaks.ipynb).
 
 # %% tags=["nbval-ignore-output"]
+import io
 from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from course import figures, start
+from course import start
 from course.failures import make, message_of
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
-figures.use_style()
 x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 
 # %% [markdown]
-# ## Clipping leaves next to nothing of the gradients
+# ## Gradients are clipped while they are still scaled
 #
 # `AMP0015` <!-- failure
 # symptoms = [
-#   "the loss does not fall, or stops falling",
-#   "logged gradients are 65536 times too large, or jump by a factor of 2",
+#   "the loss stops decreasing when I add clip_grad_norm_ with torch.cuda.amp",
+#   "the logged gradient norm is huge in fp16, such as 80000",
+#   "logged gradients are 65536 times too large",
+#   "the logged grad_norm of clip_grad_norm_ jumps by a factor of 2 in fp16",
+#   "clip_grad_norm_ is called before unscale_ in fp16",
 # ]
+# words = "clipping clip_grad_norm_ clip_grad_value_ max_grad_norm wandb hook"
 # -->
 #
-# **What you see.** There is no message. The model learns without clipping, but hardly with it.
+# **What you see.** There is no message. The model learns without clipping, but hardly with it. The
+# logged gradient norm is huge, and jumps by a factor of 2 from time to time.
 #
-# **The smallest program that does it.** We clip to a norm of 1 straight after `backward`.
+# **The smallest program that does it.** We clip to a norm of 1 right after `backward`.
 
 
 # %%
 def clipped_step(unscale):
-    """One step with clipping; returns the norm that was found, and how far the weights moved."""
+    """One step with clipping; returns the norm before it, and how far the weights moved."""
     model, optimizer = make(lr=1.0)
     start = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     scaler = torch.amp.GradScaler("cpu")
@@ -72,12 +79,14 @@ print(f"norm before clipping {norm:.1e}, moved by {moved:.1e}")
 assert moved < 2e-5
 
 # %% [markdown]
-# **Why.** The gradients were still scaled by 65536 when they were cut to a norm of 1. They were
-# divided *afterwards*, so that only 1.5e-5 is left. Adam rescales its gradients and so hides most
-# of it ([notebook 05](05_cifar10_mobilenet.ipynb) shows how well), but nearly *every* step is
-# clipped.
+# **Why.** The gradients were clipped while they were still multiplied by the loss scale, such as
+# 65536. `scaler.step` divides them by the scale afterwards, so almost nothing is left of them.
 #
-# **The fix.** Call `scaler.unscale_(optimizer)` before you clip.
+# `clip_grad_value_` has the same effect. Adam hides most of it, because it rescales its gradients
+# ([notebook 05](05_cifar10_mobilenet.ipynb)). <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+#
+# **The fix.** Call `scaler.unscale_(optimizer)` after the backward pass and before you clip or log
+# gradients. `scaler.step` does not divide them a second time.
 
 # %%
 norm, moved = clipped_step(unscale=True)
@@ -85,132 +94,92 @@ print(f"norm before clipping {norm:.1e}, moved by {moved:.1e}")
 assert abs(moved - 1) < 1e-3  # the full length that clipping allows
 
 # %% [markdown]
-# What reads gradients in `backward()` sees them scaled too: a hook (`register_hook`), `wandb.watch`
-# ([a report](https://github.com/wandb/wandb/issues/4369)), or [Lightning's
-# `on_after_backward`](https://github.com/Lightning-AI/pytorch-lightning/blob/master/src/lightning/pytorch/core/hooks.py).
-# Log them after `unscale_`.
-
-# %%
-seen = []
-weight = nn.Parameter(torch.ones(1))
-weight.register_hook(lambda gradient: seen.append(gradient.item()))
-scaler = torch.amp.GradScaler("cpu")
-scaler.scale(2 * weight.sum()).backward()
-scaler.unscale_(torch.optim.SGD([weight], lr=0.1))
-assert (seen, weight.grad.item()) == ([131072.0], 2.0)
-
-# %% [markdown]
-# **Notice it earlier.** Log the norm that `clip_grad_norm_` returns: here it is 2.9e5 when it is
-# still scaled, and 4.5 when it is not.
+# **Not this.** Do not raise `max_norm` to the size of the scaled gradients. The scale changes during
+# training, so the limit would change with it. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+#
+# Code that reads gradients during `backward()` sees scaled ones too: a hook (`register_hook`) or
+# `wandb.watch` ([a report](https://github.com/wandb/wandb/issues/4369)). <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+#
+# **Notice it earlier.** Log the norm that `clip_grad_norm_` returns: here it is 2.9e5 if it is still
+# scaled, and 4.5 if it is not.
 
 # %% [markdown]
 # ## Clipping refuses a norm that is not finite
 #
 # `AMP0016` <!-- failure
 # messages = [
-#   "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be clipped.",
+#   "The total norm of order {any} for gradients from `parameters` is non-finite, so it cannot be clipped.",
 # ]
+# symptoms = [
+#   "clip_grad_norm_ raises because the gradient norm is inf, although the scaler would skip the step",
+#   "error_if_nonfinite stops training in fp16",
+# ]
+# words = "Fabric clip_gradients"
 # -->
 #
 # **What you see.** `clip_grad_norm_` raises
 # ``The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be clipped.``
 #
-# **The smallest program that does it.** We tell clipping to be strict, in a step that overflows.
+# **The smallest program that does it.** We clip with `error_if_nonfinite=True` in a step that overflows.
+# Lightning Fabric's `clip_gradients` [sets it by
+# default](https://github.com/lightly-ai/lightly-train/issues/255).
 
 
 # %%
-def overflowing_step(strict):
-    """A step with an infinite gradient; returns whether the weights are as before."""
+def overflowing_step(strict, replace=False):
+    """The scale after a step with an infinite gradient."""
     model, optimizer = make()
-    before = model[0].weight.detach().clone()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(x).sum() * torch.inf).backward()
+    if replace:
+        for parameter in model.parameters():
+            parameter.grad.nan_to_num_()
     scaler.unscale_(optimizer)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=strict)
     scaler.step(optimizer)
     scaler.update()
-    return torch.equal(model[0].weight, before)
+    return scaler.get_scale()
 
 
 message = message_of(lambda: overflowing_step(strict=True))
 print(message)
-assert (
-    "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be clipped."
-    in message
-)
+assert "of order 2.0 for gradients from `parameters` is non-finite" in message
 
 # %% [markdown]
-# **Why.** In fp32 an infinite gradient is a fault, and strict clipping finds it. With a scaler,
-# an overflow now and then is normal, and `scaler.step` deals with it in the next line.
+# **Why.** A gradient is infinite or NaN, and clipping was told to raise in that case
+# (`error_if_nonfinite=True`). With a `GradScaler` an overflow now and then is normal, because
+# `scaler.step` skips that step and `scaler.update` lowers the scale.
 #
-# **The fix.** In fp16, leave `error_if_nonfinite=False`, the default. `unscale_` has noted the
-# infinity, so `step` skips the optimizer. In bf16 the scaler is disabled and skips nothing, so keep
-# the error: without it, an infinite gradient makes its weight NaN, and a NaN gradient all weights that
-# are clipped with it. <!-- tests/notebooks/test_07_training_recipes.py -->
+# **The fix.** In fp16, keep the default `error_if_nonfinite=False` and let the scaler skip the step.
+# Without a scaler, as in bf16, nothing skips the step: keep the error, and find the cause of the infinity.
+# <!-- tests/notebooks/test_07_training_recipes.py -->
 
 # %%
-assert overflowing_step(strict=False)
+assert overflowing_step(strict=False) == 32768  # half of 65536: the step was skipped
+
+# %% [markdown]
+# **Not this.** Do not replace infinite gradients by numbers (`nan_to_num_`) before `unscale_`. The scaler
+# then sees no overflow: it keeps the scale, and the optimizer steps with arbitrary gradients.
+
+# %%
+assert overflowing_step(strict=False, replace=True) == 65536
 
 # %% [markdown]
 # **Notice it earlier.** Count the norms that are not finite: each skipped step has one.
-
-# %% [markdown]
-# ## The state of the scaler cannot be loaded
-#
-# `AMP0017` <!-- failure
-# messages = [
-#   "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler.",
-# ]
-# -->
-#
-# **What you see.** `scaler.load_state_dict` raises
-# `The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler.`
-#
-# **The smallest program that does it.** We load the checkpoint of a bf16 run into an fp16 run.
-
-# %%
-from_bf16 = torch.amp.GradScaler("cpu", enabled=False).state_dict()
-scaler = torch.amp.GradScaler("cpu")
-message = message_of(lambda: scaler.load_state_dict(from_bf16))
-print(message)
-assert (
-    "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
-    in message
-)
-
-# %% [markdown]
-# **Why.** A disabled scaler has no state, and saves an empty dict. The other way round nothing is
-# raised, because a disabled scaler ignores what it is told to load.
-#
-# **The fix.** Load the state only if there is one. A fresh scaler finds a lower scale in a few steps;
-# upwards it doubles after 2000 steps without an overflow, by default ([notebook
-# 03](03_grad_scaler_step_by_step.ipynb)).
-
-# %%
-for saved in (from_bf16, torch.amp.GradScaler("cpu", init_scale=1024.0).state_dict()):
-    scaler = torch.amp.GradScaler("cpu")
-    if saved:
-        scaler.load_state_dict(saved)
-    print(f"resumed with a scale of {scaler.get_scale():.0f}")
-assert scaler.get_scale() == 1024
-disabled = torch.amp.GradScaler("cpu", enabled=False)
-disabled.load_state_dict(saved)  # nothing is raised
-assert disabled.get_scale() == 1
-
-# %% [markdown]
-# **Notice it earlier.** Save the precision in the checkpoint, and compare it when you resume.
 
 # %% [markdown]
 # ## The loss stands still because the whole loop is in one block
 #
 # `AMP0026` <!-- failure
 # symptoms = [
-#   "the loss does not fall, or stops falling",
+#   "the loss stays exactly the same in every step, autocast is around the whole training loop",
+#   "the KL to the reference model stays 0, or swapping in other weights (EMA, reference) has no effect",
 # ]
+# words = "stale cache cache_enabled frozen flat GRPO DPO"
 # -->
 #
-# **What you see.** On the same batch the loss is the same in every step, if all trained weights are
-# cast and nothing in the model is random. Otherwise it may fall too slowly.
+# **What you see.** On the same batch the loss is exactly the same in every step. Or a KL divergence from
+# a reference model stays 0 ([a report](https://github.com/X-GenGroup/Flow-Factory/pull/186)).
 #
 # **The smallest program that does it.** We put a second autocast block around the whole loop.
 
@@ -236,13 +205,16 @@ print("one block around the loop:", *[f"{loss:.1f}" for loss in stuck])
 assert stuck[0] == stuck[1] == stuck[2]
 
 # %% [markdown]
-# **Why.** The casts of trained weights are kept until the outermost block ends. The optimizer changes
-# the weights, but the forward pass still uses the old casts, so the loss is 0.3 in all three steps.
-# An outer block with `enabled=False` has the same effect.
+# **Why.** Autocast keeps the 16-bit copies of trained weights until the outermost block ends. Inside one
+# block around the loop, the optimizer changes the weights, but the forward pass uses the old copies.
 #
-# **The fix.** Use one block for each forward pass, and none around it. The casts also go stale if
-# you load other values into the weights between two forward passes, such as averaged ones (EMA). The
-# second pass would then still use the first ones. End the block before you swap them.
+# An outer block with `enabled=False` has the same effect. The copies also get stale if you load other
+# values into the weights between two forward passes, such as averaged ones (EMA).
+#
+# **The fix.** Open one autocast block for each forward pass, and none around the loop. End the block
+# before you step, evaluate, or load other weights.
+#
+# If a library opens the outer block, call `torch.clear_autocast_cache()` after each change of the weights.
 
 # %%
 learning = losses_of(nullcontext())
@@ -251,120 +223,275 @@ assert learning[0] == stuck[0]
 assert learning[2] < learning[1] < learning[0]
 assert losses_of(torch.autocast("cpu", enabled=False)) == stuck
 model, _ = make()
-other = {name: 2 * value for name, value in model.state_dict().items()}
 with torch.autocast("cpu", dtype=torch.bfloat16):
     before = model(x)
-    model.load_state_dict(other)
-    assert torch.equal(model(x), before)  # the swap is not seen
-with torch.autocast("cpu", dtype=torch.bfloat16):
+    model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
+    assert torch.equal(model(x), before)  # the loaded weights are not used
+    torch.clear_autocast_cache()
     assert not torch.equal(model(x), before)
 
 # %% [markdown]
-# **Notice it earlier.** Stop and look when two losses of the same batch are equal.
+# **Notice it earlier.** Train on one batch for a few steps: two equal losses in a row are a bug.
 
 # %% [markdown]
 # ## After resuming the loss jumps or is NaN
 #
 # `AMP0046` <!-- failure
 # symptoms = [
-#   "the loss is NaN or jumps after resuming from a checkpoint",
-#   "a resumed run deviates from one without a break, or its optimizer counts wrong steps",
-#   "the loaded model is worse than the one that was saved",
+#   "the loss jumps after resuming from a checkpoint in mixed precision",
+#   "the loss is NaN after resuming from a checkpoint",
+#   "the scaler skips the first steps after resuming, or at the start of every epoch",
+#   "the loss of a resumed run deviates from one without a break, or Adam counts wrong steps",
+#   "the loss is worse after resuming from a checkpoint that was saved in fp16",
 # ]
+# words = "spike restart continue scaler.pt rng_state grad_norm"
 # -->
 #
-# **What you see.** A run was fine when its checkpoint was saved. After loading it, the loss is NaN in
-# the second step or much higher than before, or the first steps are skipped.
+# **What you see.** A run was fine when its checkpoint was saved. After loading it, the loss is higher or
+# NaN, the first steps are skipped, or the run deviates from one without a break.
 #
-# **The smallest program that does it.** We save the state of Adam for an fp32 weight, and load it
-# for the same weight in fp16 and in fp32.
+# **The smallest program that does it.** A weight is near its optimum, so the signs of its gradients
+# alternate. We go on with the saved Adam, and with a new one.
 
 
 # %%
-def step_of_adam(weight, state=None):
-    """One step with a gradient of 1e-5, from a saved state; returns the optimizer."""
-    adam = torch.optim.Adam([weight])
+def train(gradients, state=None):
+    """One step of Adam for each gradient; returns its state, and how far the weight moved."""
+    weight = nn.Parameter(torch.zeros(1))
+    adam = torch.optim.Adam([weight], lr=1e-3)
     if state is not None:
         adam.load_state_dict(state)
-    weight.grad = torch.full_like(weight, 1e-5)
-    adam.step()
-    return adam
+    for gradient in gradients:
+        weight.grad = torch.full((1,), gradient)
+        adam.step()
+    return adam.state_dict(), weight.abs().item()
 
 
-saved = step_of_adam(nn.Parameter(torch.ones(1))).state_dict()
+state, _ = train([1.0, -1.0] * 50)
+_, with_new = train([0.01])
+_, with_saved = train([0.01], state)
+print(f"first step: {with_saved:.0e} with the saved Adam, {with_new:.0e} with a new one")
+assert with_new > 10 * with_saved
+
+# %% [markdown]
+# **Why.** The checkpoint lacks a part of the run's state, usually that of the optimizer or the scaler,
+# or a part was saved in 16 bits. A new Adam moves each weight by the full learning rate in its first
+# step. A new `GradScaler` starts at 65536, so the first steps may overflow and are skipped.
+#
+# Other causes: <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# - The weights were saved with `.half()`. They lost digits, and a running variance above 65504 became
+#   infinite.
+# - The *optimizer's* state was saved in 16 bits. Adam's `step` is a tensor too: in bf16, 301 becomes 300,
+#   and so does 300 + 1. Set `step` to the true number, in fp32, before you load such a file.
+# - `dcp.load` filled the `state_dict()` of a new optimizer, which is empty. Use `get_state_dict`
+#   ([notebook 11](11_scale_out.ipynb#Save-on-four,-resume-on-two-(optional))).
+# - The NaN was in the checkpoint already, often in [buffers of batch
+#   normalisation](08a_values.ipynb#Training-is-fine-but-evaluation-is-NaN).
+#
+# **The fix.** Save and load everything that a step changes: model, optimizer, scaler, learning rate
+# scheduler, random state, and the position in the data. Save each tensor in the dtype that it has in
+# training. Create the scaler once, not in each epoch.
+
+# %%
+scaler = torch.amp.GradScaler("cpu")
+scaler.load_state_dict(torch.amp.GradScaler("cpu", init_scale=1024.0).state_dict())
+assert scaler.get_scale() == 1024
+assert torch.tensor(1e5).half().isinf()
+step = torch.tensor(301.0).bfloat16()
+assert step == step + 1 == 300
+
+# %% [markdown]
+# **Not this.** Do not leave out the optimizer's state because the loss is NaN after loading it: the
+# first steps are then too large. Repair the state, or its dtype.
+#
+# **Notice it earlier.** Before you save, check that all parameters and buffers are finite. `amp-lab
+# migrate` finds a checkpoint without the state of the scaler. <!-- tests/migrate/test_mistakes.py -->
+
+# %% [markdown]
+# ## Weights and optimizer state have different dtypes
+#
+# `AMP0140` <!-- failure
+# messages = [
+#   "expected dtype {dtype} for `end` but got dtype {dtype}",
+# ]
+# quoted = [
+#   "expected dtype {dtype} for `end`, but got dtype {dtype}",
+#   "params, grads, {any} must have same dtype, device, and layout",
+# ]
+# symptoms = [
+#   "optimizer.step() fails with a dtype error after the model was cast or a checkpoint was loaded",
+#   "dtype error when a moving average (EMA) in fp32 is updated with bf16 weights",
+#   "loading the optimizer state casts fp32 moments to bf16 or fp16, parameters become NaN",
+# ]
+# words = "lerp_ exp_avg exp_avg_sq AdamW Muon"
+# -->
+#
+# **What you see.** `optimizer.step()`, or the update of a moving average of the weights (EMA), raises one
+# of these, with other dtypes too:
+# - ``expected dtype float for `end` but got dtype c10::BFloat16``
+# - ``expected dtype torch.float32 for `end`, but got dtype torch.bfloat16`` (compiled)
+# - `params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout` ([fused, on a
+#   GPU](https://github.com/pytorch/pytorch/issues/110758))
+#
+# Or nothing is raised, and the weights are NaN soon after the optimizer's state was loaded.
+#
+# **The smallest program that does it.** We cast the model between two steps.
+
+# %%
+model = nn.Linear(2, 1)
+adam = torch.optim.Adam(model.parameters())
+model(x).sum().backward()
+adam.step()
+model.bfloat16()
+message = message_of(adam.step)
+print(message)
+assert "expected dtype float for `end` but got dtype c10::BFloat16" in message
+
+# %% [markdown]
+# **Why.** The moments of the optimizer, or the averaged weights, have another dtype than the weights,
+# because the model was cast after they were made. Adam and most averages use `lerp`, which refuses two
+# dtypes.
+#
+# **The fix.** Cast the model first, then make the optimizer and the average, and load their states last.
+# With autocast do not cast the model at all. For an fp32 average of bf16 weights, cast in the update:
+# `average.lerp_(weight.float(), 0.1)`. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+
+# %%
+adam = torch.optim.Adam(model.parameters())
+adam.step()
+assert adam.state[model.weight]["exp_avg"].dtype is torch.bfloat16
+
+# %% [markdown]
+# **Not this.** Do not load fp32 state into the optimizer of an fp16 model. `load_state_dict` casts the
+# state to the dtype of the weights: small second moments become 0, and Adam divides by 0.
+#
+# We load the second moment of a gradient of 1e-5, which is 1e-13:
+
+# %%
+weight = nn.Parameter(torch.ones(1))
+weight.grad = torch.full_like(weight, 1e-5)
+trained = torch.optim.Adam([weight])
+trained.step()
 for dtype in (torch.float16, torch.float32):
     weight = nn.Parameter(torch.ones(1, dtype=dtype))
-    moment = step_of_adam(weight, saved).state[weight]["exp_avg_sq"]
-    print(f"{dtype}: second moment {moment.item():.0e}, weight {weight.item():.3f}")
-    assert moment.dtype is dtype
+    weight.grad = torch.full_like(weight, 1e-5)
+    adam = torch.optim.Adam([weight])
+    adam.load_state_dict(trained.state_dict())
+    adam.step()
+    print(f"{dtype}: weight {weight.item():.3f} after a step")
     assert weight.isfinite().all() == (dtype is torch.float32)
 
 # %% [markdown]
-# **Why.** `load_state_dict` of an optimizer casts its state to the dtype of the weights. Adam's second
-# moments are squares of gradients. In fp16 small ones become 0, and the step divides by 0 (unless Adam
-# is fused). In bf16 they keep 8 bits. Five other causes: <!-- tests/notebooks/test_08_when_amp_breaks.py -->
-# - The weights were saved with `.half()`. Digits are lost, and a running variance above 65504 is infinite.
-#   Save what you go on from in fp32.
-# - The state of the *optimizer* was saved in 16 bits. Loading casts the moments back, but not Adam's
-#   `step`, which is a tensor too: in bf16 301 is 300, and 300 + 1 is 300 again. Save the state as it is.
-#   In an old file, set `step` to the true number, in fp32, before you load it.
-# - The state of the *scaler* was not loaded. A fresh one starts at 65536, so the gradients may overflow
-#   and the first steps are skipped. That makes no weight NaN.
-# - `dcp.load` filled a new optimizer's own `state_dict()`, which is empty, and so the moments are
-#   missing. Use `get_state_dict` ([notebook 11](11_scale_out.ipynb#Save-on-four,-resume-on-two-(optional))).
-# - The NaN is in the checkpoint, often in the buffers of batch normalisation
-#   ([section 7](08a_values.ipynb#Training-is-fine-but-evaluation-is-NaN)).
+# A fused Adam does not divide by 0. In bf16 the moments keep 8 bits. If your own optimizer keeps fp32 state
+# for 16-bit weights ([notebook 16](16_low_precision_state.ipynb)), put the saved tensors into
+# `optimizer.state` after loading. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
-# **The fix.** Keep the weights in fp32, and make and load the optimizer after that. Save and load the
-# state of the scaler too. If the weights are in 16 bits on purpose, and the state in fp32 (an optimizer
-# of your own, as in [notebook 16](16_low_precision_state.ipynb)), put the saved tensors back after
-# loading:
-
-# %%
-weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-adam = torch.optim.Adam([weight])
-adam.load_state_dict(saved)
-assert adam.state[weight]["exp_avg_sq"].dtype is torch.bfloat16
-parameters = [weight for group in adam.param_groups for weight in group["params"]]
-for number, state in saved["state"].items():  # numbered in the order of the parameters
-    adam.state[parameters[number]].update(state)
-assert torch.equal(adam.state[weight]["exp_avg_sq"], saved["state"][0]["exp_avg_sq"])
-weight.grad = torch.ones(1, dtype=torch.bfloat16)
-assert "expected dtype float for `end`" in message_of(adam.step)  # PyTorch's own Adam refuses it
-assert torch.tensor(1e5).half().isinf()
-saved["state"][0]["step"] = torch.tensor(301.0).bfloat16()
-weight = nn.Parameter(torch.ones(1))
-assert step_of_adam(weight, saved).state[weight]["step"] == 300  # 301 and one step
-saved["state"][0]["step"] = torch.tensor(301.0)
-assert step_of_adam(weight, saved).state[weight]["step"] == 302
+# **Notice it earlier.** After loading, compare the dtypes of the weights and of the optimizer's state.
 
 # %% [markdown]
-# PyTorch's own Adam refuses this state in another dtype than the weight, as it does if the model is cast
-# between two steps. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
+# ## The state of the scaler cannot be loaded
 #
-# A scaler that was loaded does not skip the first step:
+# `AMP0017` <!-- failure
+# messages = [
+#   "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler.",
+# ]
+# symptoms = [
+#   "scaler.load_state_dict fails because the checkpoint is of a bf16 or fp32 run",
+#   "the checkpoint was saved without AMP and I want to resume with AMP",
+# ]
+# -->
+#
+# **What you see.** `scaler.load_state_dict` raises
+# `The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler.`
+#
+# **The smallest program that does it.** We load the checkpoint of a bf16 run into an fp16 run.
+
+# %%
+from_bf16 = torch.amp.GradScaler("cpu", enabled=False).state_dict()
+scaler = torch.amp.GradScaler("cpu")
+message = message_of(lambda: scaler.load_state_dict(from_bf16))
+print(message)
+assert "The source state dict is empty, possibly because it was saved from a disabled" in message
+
+# %% [markdown]
+# **Why.** The checkpoint was saved by a run whose scaler was disabled, such as one in bf16, in fp32, or
+# on a machine without a GPU. A disabled `GradScaler` has no state and saves an empty dict.
+#
+# In the other direction nothing is raised: a disabled scaler ignores what it loads. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+#
+# **The fix.** Load the scaler's state only if the saved dict is not empty. A new scaler finds its scale
+# by itself.
+#
+# [Notebook 03](03_grad_scaler_step_by_step.ipynb) shows how.
+
+# %%
+for saved in (from_bf16, torch.amp.GradScaler("cpu", init_scale=1024.0).state_dict()):
+    scaler = torch.amp.GradScaler("cpu")
+    if saved:
+        scaler.load_state_dict(saved)
+    print(f"resumed with a scale of {scaler.get_scale():.0f}")
+assert scaler.get_scale() == 1024
+
+# %% [markdown]
+# **Notice it earlier.** Save the precision in the checkpoint, and compare it when you resume.
+
+# %% [markdown]
+# ## torch.load refuses a checkpoint with a scaler
+#
+# `AMP0142` <!-- failure
+# messages = [
+#   "Unsupported global: GLOBAL torch.amp.grad_scaler.GradScaler was not an allowed global by default.",
+# ]
+# quoted = [
+#   "Unsupported global: GLOBAL torch.cuda.amp.grad_scaler.GradScaler was not an allowed global by default.",
+#   "Unsupported global: GLOBAL deepspeed.runtime.fp16.loss_scaler.{name} was not an allowed global by default.",
+# ]
+# symptoms = [
+#   "torch.load fails with weights_only since PyTorch 2.6, the checkpoint contains the GradScaler",
+#   "Weights only load failed when resuming, LossScaler or GradScaler is not an allowed global",
+# ]
+# words = "UnpicklingError WeightsUnpickler add_safe_globals pickle"
+# torch = "2.6 and later, by default"
+# -->
+#
+# **What you see.** `torch.load` raises `Weights only load failed.` Further down it says
+# `Unsupported global: GLOBAL torch.amp.grad_scaler.GradScaler was not an allowed global by default.`
+# A checkpoint of DeepSpeed names [its own
+# class](https://github.com/modelscope/ms-swift/issues/5808) instead.
+#
+# **The smallest program that does it.** We save the scaler itself.
 
 
 # %%
-def first_step_is_skipped(scaler):
-    """Whether a step with a gradient of 10 in fp16 overflows at the scaler's present scale."""
-    weight = nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    scaler.scale((10 * weight.half()).float().sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    return weight.item() == 1
+def saved_and_loaded(content):
+    """What `torch.load` returns after `content` was saved."""
+    file = io.BytesIO()
+    torch.save(content, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)  # the default since PyTorch 2.6
 
 
-fresh = torch.amp.GradScaler("cpu")
-assert first_step_is_skipped(fresh)
-loaded = torch.amp.GradScaler("cpu")
-loaded.load_state_dict(torch.amp.GradScaler("cpu", init_scale=1024.0).state_dict())
-assert not first_step_is_skipped(loaded)
+scaler = torch.amp.GradScaler("cpu")
+message = message_of(lambda: saved_and_loaded({"scaler": scaler}))
+refused = "Unsupported global: GLOBAL torch.amp.grad_scaler.GradScaler was not an allowed global"
+assert refused in message
+print(message[message.index(refused) :].partition(" Please")[0])
 
 # %% [markdown]
-# **Notice it earlier.** Before you save, check that all parameters and buffers are finite. `amp-lab
-# migrate` finds a checkpoint without the state of the scaler. <!-- tests/migrate/test_mistakes.py -->
+# **Why.** The checkpoint contains the scaler object instead of its `state_dict()`. From PyTorch 2.6 on,
+# `torch.load` reads only tensors, numbers, strings and containers by default, because loading other
+# objects can run code.
+#
+# **The fix.** Save `scaler.state_dict()`, and load it with `scaler.load_state_dict`. Load an old file of
+# your own once with `weights_only=False`, and save it again with the state.
+
+# %%
+state = saved_and_loaded({"scaler": scaler.state_dict(), "dtype": torch.float16})
+assert state["scaler"]["scale"] == 65536
+
+# %% [markdown]
+# **Not this.** Do not pass `weights_only=False` for a file of somebody else: it can run any code on your
+# machine. Allowing the class with `safe_globals` is not enough: then the next class is refused. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 
 # %% [markdown]
 # ## Further reading

@@ -1,0 +1,270 @@
+"""Notebook 08d: what it says of clipping, the loop and a resumed run, beyond its own assertions."""
+
+import copy
+import io
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+
+def loaded(content, **options):
+    """What `torch.load` returns after `content` was saved."""
+    file = io.BytesIO()
+    torch.save(content, file)
+    file.seek(0)
+    return torch.load(file, **options)
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_clipping_values_of_scaled_gradients_leaves_next_to_nothing(unscale):
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), torch.amp.GradScaler("cpu")
+    scaler.scale((weight * torch.tensor([0.5, 0.25])).sum()).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    nn.utils.clip_grad_value_([weight], 1.0)
+    scaler.step(optimizer)
+    expected = [0.5, 0.25] if unscale else [2.0**-16, 2.0**-16]
+    assert (-weight).tolist() == expected
+
+
+def test_adam_hides_that_its_gradients_were_clipped_while_scaled():
+    moved = []
+    for unscale in (False, True):
+        weight = nn.Parameter(torch.zeros(1))
+        adam, scaler = torch.optim.Adam([weight], lr=0.1), torch.amp.GradScaler("cpu")
+        scaler.scale(weight.sum()).backward()
+        if unscale:
+            scaler.unscale_(adam)
+        nn.utils.clip_grad_norm_([weight], 1.0)
+        scaler.step(adam)
+        moved.append(-weight.item())
+    assert moved[0] == pytest.approx(moved[1], rel=1e-3)
+
+
+def test_a_limit_for_scaled_gradients_is_another_one_after_an_overflow():
+    limits = []
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), torch.amp.GradScaler("cpu")
+    for factor in (1.0, torch.inf, 1.0):
+        weight.data.zero_()
+        optimizer.zero_grad()
+        scaler.scale(factor * 10 * weight.sum()).backward()
+        nn.utils.clip_grad_norm_([weight], 65536.0)
+        scaler.step(optimizer)
+        scaler.update()
+        limits.append(-weight.item())
+    assert limits == pytest.approx([1.0, 0.0, 2.0])
+
+
+def test_a_hook_sees_a_scaled_gradient():
+    seen = []
+    weight = nn.Parameter(torch.ones(1))
+    weight.register_hook(lambda gradient: seen.append(gradient.item()))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(2 * weight.sum()).backward()
+    scaler.unscale_(torch.optim.SGD([weight], lr=0.1))
+    assert (seen, weight.grad.item()) == ([131072.0], 2.0)
+
+
+def first_step_is_skipped(scaler):
+    """Whether a step with a gradient of 10 in fp16 overflows at the scaler's present scale."""
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler.scale((10 * weight.half()).float().sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return weight.item() == 1
+
+
+def test_a_new_scaler_skips_a_step_that_a_loaded_one_takes():
+    assert first_step_is_skipped(torch.amp.GradScaler("cpu"))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.load_state_dict(torch.amp.GradScaler("cpu", init_scale=1024.0).state_dict())
+    assert not first_step_is_skipped(scaler)
+
+
+@pytest.mark.parametrize(("step", "after"), [(torch.tensor(301.0), 302), ("in bf16", 300)])
+def test_the_step_of_adam_is_kept_as_it_was_saved(step, after):
+    weight = nn.Parameter(torch.ones(1))
+    adam = torch.optim.Adam([weight])
+    weight.grad = torch.ones(1)
+    adam.step()
+    state = adam.state_dict()
+    state["state"][0]["step"] = torch.tensor(301.0).bfloat16() if step == "in bf16" else step
+    adam.load_state_dict(state)
+    adam.step()
+    assert adam.state[weight]["step"] == after
+
+
+def test_a_new_optimizer_has_no_state_to_be_filled():
+    assert torch.optim.Adam([nn.Parameter(torch.ones(1))]).state_dict()["state"] == {}
+
+
+def test_the_random_state_is_part_of_a_run():
+    state = torch.get_rng_state()
+    mask = nn.functional.dropout(torch.ones(100))
+    assert not torch.equal(nn.functional.dropout(torch.ones(100)), mask)
+    torch.set_rng_state(loaded({"random": state})["random"])
+    assert torch.equal(nn.functional.dropout(torch.ones(100)), mask)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "said"),
+    [
+        ("Adam", {}, "expected dtype float for `end` but got dtype c10::BFloat16"),
+        ("AdamW", {"foreach": True}, "expected dtype float for `end` but got dtype c10::BFloat16"),
+        ("NAdam", {}, "expected dtype float for `end` but got dtype c10::BFloat16"),
+        ("Muon", {}, "expected dtype float for `end` but got dtype c10::BFloat16"),
+        ("Adam", {"fused": True}, "expected scalar type BFloat16 but found Float"),
+    ],
+)
+def test_optimizers_refuse_a_model_that_was_cast_between_two_steps(optimizer, options, said):
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = getattr(torch.optim, optimizer)(model.parameters(), **options)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    model.bfloat16()
+    with pytest.raises(RuntimeError, match=said):
+        optimizer.step()
+
+
+def test_an_average_in_fp32_takes_weights_that_are_cast():
+    average, weight = torch.zeros(2), torch.ones(2).bfloat16()
+    with pytest.raises(RuntimeError, match="expected dtype float for `end`"):
+        average.lerp_(weight, 0.1)
+    average.lerp_(weight.float(), 0.1)
+    assert average.tolist() == pytest.approx([0.1, 0.1])
+
+
+def test_lerp_has_another_wording_if_it_is_compiled():
+    with pytest.raises(RuntimeError, match=r"expected dtype torch\.float32 for `end`, but"):
+        torch.ones(2, device="meta").lerp(torch.ones(2, device="meta").bfloat16(), 0.1)
+
+
+def saved_adam():
+    """The state of Adam after a step with a gradient of 1e-5 in fp32."""
+    weight = nn.Parameter(torch.ones(1))
+    weight.grad = torch.full_like(weight, 1e-5)
+    adam = torch.optim.Adam([weight])
+    adam.step()
+    return adam.state_dict()
+
+
+def test_fused_adam_loads_a_small_moment_into_fp16_and_does_not_divide_by_zero():
+    """It adds its epsilon in fp32."""
+    weight = nn.Parameter(torch.ones(1).half())
+    weight.grad = torch.full_like(weight, 1e-5)
+    adam = torch.optim.Adam([weight], fused=True)
+    adam.load_state_dict(saved_adam())
+    adam.param_groups[0]["fused"] = True  # it was loaded too
+    adam.step()
+    assert adam.state[weight]["exp_avg_sq"].dtype is torch.float16
+    assert adam.state[weight]["exp_avg_sq"] == 0
+    assert weight.isfinite()
+
+
+def test_saved_tensors_can_be_put_back_after_loading():
+    state = saved_adam()
+    weight = nn.Parameter(torch.ones(1).bfloat16())
+    adam = torch.optim.Adam([weight])
+    adam.load_state_dict(state)
+    assert adam.state[weight]["exp_avg_sq"].dtype is torch.bfloat16
+    assert adam.state[weight]["exp_avg_sq"].float() != state["state"][0]["exp_avg_sq"]
+    parameters = [weight for group in adam.param_groups for weight in group["params"]]
+    for number, tensors in state["state"].items():
+        adam.state[parameters[number]].update(tensors)
+    assert torch.equal(adam.state[weight]["exp_avg_sq"], state["state"][0]["exp_avg_sq"])
+
+
+def test_a_disabled_scaler_ignores_what_it_loads():
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    scaler.load_state_dict(torch.amp.GradScaler("cpu", init_scale=1024.0).state_dict())
+    assert scaler.get_scale() == 1
+
+
+def test_allowing_the_class_of_the_scaler_is_not_enough():
+    scaler = torch.amp.GradScaler("cpu")
+    with (
+        torch.serialization.safe_globals([torch.amp.GradScaler]),
+        pytest.raises(Exception, match=r"GLOBAL collections\.defaultdict was not"),
+    ):
+        loaded(scaler, weights_only=True)
+    assert loaded(scaler, weights_only=False).get_scale() == 65536
+
+
+def test_a_loaded_checkpoint_is_a_second_copy_of_the_weights_until_it_is_deleted():
+    model = nn.Linear(2, 2)
+    checkpoint = loaded(model.state_dict(), map_location="cpu")
+    model.load_state_dict(checkpoint)
+    assert model.weight.data_ptr() != checkpoint["weight"].data_ptr()
+    copy_of_weight = weakref.ref(checkpoint["weight"])
+    del checkpoint
+    assert copy_of_weight() is None
+
+
+def test_a_checkpoint_can_be_mapped_into_memory(tmp_path):
+    torch.save({"weight": torch.ones(2)}, tmp_path / "checkpoint.pt")
+    checkpoint = torch.load(tmp_path / "checkpoint.pt", map_location="cpu", mmap=True)
+    assert checkpoint["weight"].tolist() == [1, 1]
+
+
+def test_bf16_gradients_stop_growing_when_they_are_accumulated():
+    for dtype, total in ((torch.bfloat16, 256), (torch.float32, 512)):
+        weight = nn.Parameter(torch.ones(1, dtype=dtype))
+        for _ in range(512):
+            weight.sum().backward()
+        assert weight.grad == total
+
+
+def test_a_compiled_model_has_other_names_and_strict_false_loads_none_of_them():
+    model = nn.Linear(2, 2)
+    checkpoint = torch.compile(model).state_dict()
+    other = nn.Linear(2, 2)
+    before = other.weight.detach().clone()
+    with pytest.raises(
+        RuntimeError, match=r'Unexpected key\(s\) in state_dict: "_orig_mod.weight"'
+    ):
+        other.load_state_dict(checkpoint)
+    other.load_state_dict(checkpoint, strict=False)
+    assert torch.equal(other.weight, before)
+    other.load_state_dict({n.replace("_orig_mod.", ""): value for n, value in checkpoint.items()})
+    assert torch.equal(other.weight, model.weight)
+    model.compile()
+    assert list(model.state_dict()) == list(other.state_dict())
+
+
+def test_saving_inside_an_autocast_block_saves_fp32():
+    model = nn.Linear(2, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.ones(1, 2))
+        dtypes = {value.dtype for value in loaded(model.state_dict()).values()}
+    assert dtypes == {torch.float32}
+
+
+def test_half_casts_the_model_itself_and_float_restores_nothing():
+    model = nn.Linear(1, 1)
+    model.weight.data.fill_(1e5)
+    half = copy.deepcopy(model).half()
+    assert half.weight.isinf()
+    assert model.weight.item() == 1e5
+    model.half()
+    model.float()
+    assert model.weight.isinf()
+
+
+def test_a_scaler_whose_growth_tracker_was_set_refuses_its_first_scale():
+    scaler = torch.amp.GradScaler("cpu")
+    scaler._growth_tracker = torch.zeros((), dtype=torch.int32)
+    with pytest.raises(AssertionError, match="_growth_tracker initialized before _scale"):
+        scaler.scale(torch.ones(1))
+
+
+def test_a_loop_that_gives_a_name_another_value_casts_no_parameter():
+    model = nn.Linear(2, 2).bfloat16()
+    for parameter in model.parameters():
+        parameter = parameter.float()
+    assert model.weight.dtype is torch.bfloat16
+    assert model.float().weight.dtype is torch.float32
