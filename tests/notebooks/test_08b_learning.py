@@ -1,0 +1,254 @@
+"""Notebook 08b and its other failures: what their sentences say, where no cell asserts it."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from amp_lab.difference import compare_runs
+from amp_lab.numerics import find_nonfinite
+
+
+def scaled_steps(loss_of, steps, scaler=None):
+    """Train two weights; return them, and the loss scale at the end."""
+    scaler = scaler or torch.amp.GradScaler("cpu")
+    weights = nn.Parameter(torch.tensor([0.0, 2.0]))
+    optimizer = torch.optim.SGD([weights], lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(weights)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return weights.detach(), scaler.get_scale()
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda w: w.square().sqrt().sum(),
+        lambda w: w.log().sum(),
+        lambda w: (w / w).sum(),
+        lambda w: math.nan * w.sum(),
+        lambda w: ((w + 3).half() * 30000).float().softmax(0)[0],  # both are inf in fp16
+    ],
+)
+def test_what_is_not_finite_at_any_scale_takes_the_scale_to_0(loss_of):
+    weights, scale = scaled_steps(loss_of, steps=170)
+    assert scale == 0
+    assert weights.tolist() == [0.0, 2.0]
+
+
+def test_find_nonfinite_names_the_square_root():
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    with find_nonfinite(model) as finder:
+        model(torch.ones(1, 2)).square().sqrt().sum().backward()
+    assert "sqrt" in str(finder.report)
+
+
+def test_gradients_whose_nan_became_0_teach_the_weight_nothing():
+    weights = nn.Parameter(torch.tensor([0.0, 2.0]))
+    optimizer = torch.optim.SGD([weights], lr=0.1)
+    for _ in range(10):
+        optimizer.zero_grad()
+        (weights - 1).square().mul(torch.tensor([math.inf, 1.0])).sum().backward()
+        weights.square().sqrt().sum().backward()
+        weights.grad.nan_to_num_(0.0, 0.0, 0.0)
+        optimizer.step()
+    assert weights[0] == 0
+    assert weights[1] != 2
+
+
+def test_gradients_that_became_zero_stay_zero_at_any_learning_rate():
+    assert 1e6 * torch.tensor(1e-4 / 16384).half() == 0
+
+
+def test_the_cleared_cache_does_what_another_block_does():
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad():
+            model(x)
+        torch.clear_autocast_cache()
+        model(x).sum().backward()
+    assert model.weight.grad is not None
+
+
+def test_data_that_forward_casts_stays_cast():
+    """A loss with weights of its own, as a library of metric losses had."""
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.W = nn.Parameter(torch.ones(2, 2))
+
+        def forward(self, x):
+            self.W.data = self.W.to(x.dtype)
+            return (x @ self.W).sum()
+
+    loss = Loss()
+    loss(torch.ones(1, 2).bfloat16())
+    assert loss.W.dtype is torch.bfloat16
+    loss.W.data = loss.W.float()
+    loss(torch.ones(1, 2))
+    assert loss.W.dtype is torch.float32
+
+
+def test_the_learning_rate_that_moves_a_weight_of_1_is_too_long_for_a_small_one():
+    weights = torch.tensor([1.0, 0.001]).bfloat16()
+    moved = weights - 0.004
+    assert moved[0] < 1
+    assert moved[1].abs() > 2 * weights[1]
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "RMSprop", "NAdam"])
+def test_optimizers_that_divide_by_zero_in_fp16(name):
+    for gradient, is_broken in ((0.0, torch.isnan), (1e-4, torch.isinf)):
+        weight = nn.Parameter(torch.ones(1).half())
+        weight.grad = torch.full_like(weight, gradient)
+        getattr(torch.optim, name)([weight]).step()
+        assert is_broken(weight).all()
+
+
+def average_of(model, average):
+    """The average of a weight that is 1, and then 2 for a thousand steps."""
+    for value in [1.0] + [2.0] * 1000:
+        nn.init.constant_(model.weight, value)
+        average.update_parameters(model)
+    return average.module.weight[0, 0].item()
+
+
+def test_an_average_of_bf16_weights_needs_fp32():
+    """AMP0122."""
+    model = nn.Linear(2, 2).bfloat16()
+    in_bf16 = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+    assert average_of(model, in_bf16) == 1
+    in_fp32 = AveragedModel(
+        model, avg_fn=lambda average, weight, _: average.lerp(weight.float(), 1e-3)
+    ).float()
+    assert average_of(model, in_fp32) == pytest.approx(2 - 0.999**1000, rel=1e-3)
+    one = torch.ones(1).bfloat16()
+    assert one.lerp(2 * one, 0.5) == 1.5  # a decay of 0.5 is more than rounding
+
+
+def test_timesteps_and_a_noise_schedule_in_bf16():
+    """AMP0124."""
+    assert torch.tensor([998.0, 999.0]).bfloat16().tolist() == [1000, 1000]
+    schedule = torch.tensor([0.9999, 0.98])  # how much of an image is left after each step
+    assert (1 - schedule.bfloat16()).sqrt()[0] == 0  # no noise
+    assert (1 - schedule).sqrt().bfloat16()[0] > 0
+    none = 1 - schedule.bfloat16()[0]
+    assert (none / none).isnan()
+
+
+class BoxMask(nn.Module):
+    """Which rows of an image lie in a box, counted from above."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, box):  # first and last row
+        box = box.to(self.dtype)
+        rows = torch.arange(2100, dtype=box.dtype)
+        return ((rows >= box[0]) & (rows <= box[1])).float().cumsum(0)
+
+
+def test_diff_names_an_arange_in_fp16_only_if_the_boxes_are_cast():
+    """AMP0125: rows 2048 and 2049 are the same number of fp16, so the box gets both."""
+    box = torch.tensor([10.0, 2048.0])
+    exact, rounded = BoxMask(), BoxMask(torch.float16)
+    assert rounded(box)[-1] == exact(box)[-1] + 1
+
+    def under_autocast(box):
+        with torch.autocast("cpu", dtype=torch.float16):
+            return exact(box)
+
+    assert compare_runs(exact, rounded, box).first.op == "arange"
+    assert compare_runs(exact, under_autocast, box).first is None
+
+
+def test_boxes_that_nms_shifts_have_no_width_in_half_precision():
+    """AMP0125."""
+    edges = torch.tensor([53000.0, 53030.0])
+    assert edges.half().diff() == 32  # one spacing
+    assert edges.bfloat16().diff() == 0
+
+
+def test_a_router_in_bf16_chooses_other_experts_even_if_its_logits_are_cast():
+    """AMP0126."""
+    torch.manual_seed(0)
+    tokens, router = torch.randn(2048, 64), torch.randn(64, 64) / 8
+
+    def experts_of(logits):
+        return logits.topk(2).indices.sort(dim=-1).values
+
+    exact = experts_of(tokens @ router)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = experts_of((tokens @ router).float())
+        with torch.autocast("cpu", enabled=False):
+            assert torch.equal(experts_of(tokens @ router), exact)
+    assert not torch.equal(rounded, exact)
+
+
+def test_one_scaler_for_two_losses_has_the_scale_that_the_sick_one_leaves():
+    """AMP0129: the small gradient of the first loss becomes zero in fp16."""
+    weights = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    first, second = (torch.optim.SGD([weight], lr=1.0) for weight in weights)
+
+    def small_loss(weight):
+        return 1e-3 * (weight.half() * 1e-4).float().sum()  # a gradient of 1e-7 times the scale
+
+    def after_40_steps(scaler_of_first, scaler_of_second):
+        for _ in range(40):
+            for optimizer in (first, second):
+                optimizer.zero_grad()
+            scaler_of_first.scale(small_loss(weights[0])).backward()
+            scaler_of_second.scale(weights[1].sum() * math.nan).backward()
+            scaler_of_first.step(first)
+            scaler_of_second.step(second)
+            for scaler in {scaler_of_first, scaler_of_second}:
+                scaler.update()
+        return weights[0].grad.item()
+
+    shared = torch.amp.GradScaler("cpu")
+    assert after_40_steps(shared, shared) == 0
+    assert after_40_steps(torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu")) > 0
+
+
+def test_a_ratio_of_probabilities_needs_the_logits_in_fp32():
+    """AMP0090: log-probabilities of -7 are 2^-5 apart in bf16."""
+    torch.manual_seed(0)
+    old = torch.randn(64, 1000)
+    old, new = old.bfloat16(), (old + 0.01 * torch.randn(64, 1000)).bfloat16()
+
+    def log_ratio(dtype):
+        return F.log_softmax(new.to(dtype), -1).double() - F.log_softmax(old.to(dtype), -1).double()
+
+    exact = log_ratio(torch.float64)
+    assert (log_ratio(torch.float32) - exact).abs().max() < 1e-4
+    assert (log_ratio(torch.bfloat16) - exact).abs().max() > 1e-2
+    assert torch.tensor(-10.0).bfloat16() + 2**-6 == -10  # less than half of the distance, 2^-4
+
+
+def test_a_dequantized_weight_is_cast_to_the_dtype_of_the_input():
+    """AMP0085: with a bias, as in the report."""
+    x, bias = torch.ones(1, 2).bfloat16(), torch.zeros(2).bfloat16()
+    weight = torch.ones(2, 2).to(torch.float8_e4m3fn).float() * torch.ones(())
+    with pytest.raises(RuntimeError, match="must have the same dtype"):
+        F.linear(x, weight, bias)
+    assert F.linear(x, weight.to(x.dtype), bias).dtype is torch.bfloat16
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert F.linear(x, weight, bias).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_is_promoted_to_nothing_and_has_few_operations(dtype):
+    stored = torch.ones(2, 2).to(dtype)
+    with pytest.raises(RuntimeError, match="Promotion for Float8 Types is not supported"):
+        stored + torch.ones(2, 2)
+    name = str(dtype).removeprefix("torch.float8_")
+    with pytest.raises(NotImplementedError, match=f"not implemented for 'Float8_{name}'"):
+        stored + stored
