@@ -9,104 +9,96 @@
 # %% [markdown]
 # # Replace ops and devices that refuse half precision
 #
-# **What you'll do.** Look up one failure: its message or symptom, the smallest program that shows it,
-# why it happens, and the fix.
+# **What you'll do.** Look up one failure: its message or symptom, the smallest program that shows it, why it
+# happens, and the fix.
 #
 # **What you'll learn.** You will be able to repair:
 # - [BCELoss is refused on a GPU](#BCELoss-is-refused-on-a-GPU);
 # - [An op does not exist in half precision](#An-op-does-not-exist-in-half-precision);
 # - [NumPy does not know bf16](#NumPy-does-not-know-bf16);
 # - [Autocast refuses the device or its dtype](#Autocast-refuses-the-device-or-its-dtype);
+# - [The GPU has no bf16](#The-GPU-has-no-bf16);
 # - [An FFT is refused in half precision](#An-FFT-is-refused-in-half-precision);
 # - [MPS has no float64](#MPS-has-no-float64);
-# - [Flash attention refuses fp32](#Flash-attention-refuses-fp32).
+# - [Flash attention refuses fp32](#Flash-attention-refuses-fp32);
+# - [Attention finds no kernel](#Attention-finds-no-kernel).
 #
-# **What you need.** No GPU. This notebook is a reference: go to the section that you need. All failures
-# are in the [index](08_when_amp_breaks.ipynb).
+# **What you need.** No GPU. This notebook is a reference: go to the section that you need. All failures are
+# in the [index](08_when_amp_breaks.ipynb).
 
 # %% tags=["nbval-ignore-output"]
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import nullcontext
 from unittest import mock
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from course import figures, start
-from course.failures import cuda_rules, make, message_of
+from course import start
+from course.failures import cuda_rules, message_of, warnings_of
+
+from amp_lab import xray
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
-figures.use_style()
-x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 
 # %% [markdown]
 # ## BCELoss is refused on a GPU
 #
 # `AMP0022` <!-- failure
-# messages = [
-#   "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.",
+# messages = ["torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast."]
+# symptoms = [
+#   "BCELoss raises an error under mixed precision but runs in fp32",
+#   "binary_cross_entropy is unsafe to autocast, but my model ends with a sigmoid",
+#   "BCELoss works under autocast on the CPU and fails on the GPU",
+#   "after replacing BCELoss by BCEWithLogitsLoss the loss stays above 0.3",
 # ]
+# words = "BCE sigmoid binary segmentation detector YOLO objectness DETR matcher GAN discriminator"
 # -->
 #
-# **What you see.** On CUDA and ROCm, but not on the CPU, the loss raises
-# `torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.`
+# **What you see.** Under autocast on a GPU, the loss raises
+# `torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.` The same line runs
+# on a CPU and on MPS. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
-# **The smallest program that does it.** The program needs the rules of CUDA. If CUDA or ROCm is
-# there, it runs on the GPU as well.
-
+# **The smallest program that does it.** We use autocast's rules for CUDA on fake tensors, which need no GPU.
+# If there is a GPU, the loss runs there as well.
 
 # %%
-def bce():
-    logits, target = torch.rand(4, device="cuda"), torch.rand(4, device="cuda")
-    nn.BCELoss()(logits.sigmoid(), target)
-
-
 with cuda_rules():
-    message = message_of(bce).splitlines()[0]
-    assert torch.rand(4, device="cuda").sigmoid().dtype is torch.float32  # refused even so
+    p = torch.rand(4, device="cuda").sigmoid()
+    message = message_of(lambda: nn.BCELoss()(p, p)).splitlines()[0]
+    assert p.dtype is torch.float32  # refused all the same
 print(message)
-assert (
-    "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast."
-    in message
-)
 if torch.cuda.is_available():  # the real thing
     with torch.autocast("cuda", dtype=torch.float16):
-        assert message in message_of(bce)
+        p = torch.rand(4, device="cuda")
+        assert message in message_of(lambda: nn.BCELoss()(p, p))
 
 # %% [markdown]
-# **Why.** The loss takes the logarithm of a probability p, and the gradient of that is 1/p. For a
-# small p this is more than fp16 can hold. If p is fp16, its gradient has to be fp16 too, so a cast
-# to fp32 in between would not help. This is the reason that [PyTorch's
-# documents](https://docs.pytorch.org/docs/stable/amp.html) give. Besides, a probability very close to 1 rounds to exactly
-# 1 in fp16. Autocast refuses fp32 inputs as well. On the CPU it computes the loss in fp32.
+# **Why.** The gradient of this loss for a probability p is 1/p. For a small p, it is larger than the largest
+# number of fp16, so autocast refuses the loss on a GPU, even if its inputs are fp32.
 #
-# **The fix.** Leave out the sigmoid, and give the logits to the loss that has it built in. Up to
-# rounding, that loss has the same value unless the sigmoid saturates, where it is the right one, and
-# autocast computes it in fp32.
+# A cast to fp32 inside the loss would not help: if p is fp16, its gradient has to be fp16 too. This is the
+# reason that [PyTorch's documents](https://docs.pytorch.org/docs/stable/amp.html) give.
 #
-# Where there are only probabilities, as in the cost of a matching, leave autocast for that line:
-# `with torch.autocast("cuda", enabled=False):`, on `p.float()`. Do not give *them* to the loss with
-# logits: it would take their sigmoid once more. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
+# **The fix.** Remove the sigmoid, and pass the logits to `nn.BCEWithLogitsLoss`, which autocast computes in
+# fp32. If you only have probabilities, compute the loss on `p.float()` inside
+# `with torch.autocast("cuda", enabled=False):`. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+#
+# **Not this.** Do not pass probabilities to the loss with logits: it applies a second sigmoid. The message is
+# gone, but even a perfect prediction has a loss of 0.31.
 
 # %%
 with cuda_rules():
     logits = torch.rand(4, device="cuda").half()
     assert F.binary_cross_entropy_with_logits(logits, logits).dtype is torch.float32
-logits, target = torch.tensor([-2.0, 0.5, 20.0]), torch.tensor([0.0, 1.0, 1.0])
-expected = F.binary_cross_entropy(logits.sigmoid(), target)
-torch.testing.assert_close(F.binary_cross_entropy_with_logits(logits, target), expected)
-saturated = torch.tensor(200.0), torch.tensor(0.0)  # the loss is log(1 + exp(200)), which is 200
-assert F.binary_cross_entropy_with_logits(*saturated) == 200
-assert F.binary_cross_entropy(saturated[0].sigmoid(), saturated[1]) == 100
-with torch.autocast("cpu", dtype=torch.bfloat16):
-    assert F.binary_cross_entropy(logits.sigmoid().bfloat16(), target).dtype is torch.float32
-assert torch.tensor(20.0).half().sigmoid() == 1  # the log of 1 minus this is minus infinity
-unlikely = torch.tensor([2.0**-24], requires_grad=True)  # a probability that fp16 can hold
+unlikely = torch.tensor([2.0**-24], requires_grad=True)  # fp16 can hold this probability
 F.binary_cross_entropy(unlikely, torch.ones(1)).backward()
-assert unlikely.grad.isfinite()
-assert unlikely.grad.half().isinf()  # its gradient is none that fp16 can hold
+assert unlikely.grad.half().isinf()  # but not its gradient
+perfect, target = torch.ones(1), torch.ones(1)
+assert F.binary_cross_entropy(perfect, target) == 0
+assert F.binary_cross_entropy_with_logits(perfect, target) > 0.31  # the second sigmoid
 
 # %% [markdown]
 # **Notice it earlier.** Test the loss under `cuda_rules` in a unit test, which needs no GPU.
@@ -116,42 +108,72 @@ assert unlikely.grad.half().isinf()  # its gradient is none that fp16 can hold
 #
 # `AMP0023` <!-- failure
 # messages = [
+#   "\"{name}\" not implemented for 'half'", "\"{name}\" not implemented for 'Bfloat16'",
 #   "quantile() input tensor must be either float or double dtype",
-#   "linalg.inv: Low precision dtypes not supported. Got Half",
-#   "\"lu_cpu\" not implemented for 'Half'",
+#   "{name}: Low precision dtypes not supported. Got {dtype}",
+#   "This function doesn't handle types other than float and double",
+#   "view_as_complex is only supported for half, float and double tensors, but got a tensor of",
 # ]
+# quoted = [
+#   "expected a tensor with 2 or more dimensions of float, double, cfloat or cdouble types",
+#   "Expected both inputs to be Half, Float or Double tensors but got BFloat16",
+#   "ConvTranspose 3D with BF16 or FP16 types is not supported on MPS",
+# ]
+# symptoms = [
+#   "SVD, QR, Cholesky or the inverse of a matrix fails in fp16 or bf16",
+#   "interpolate with antialias or bicubic fails in half precision",
+#   "a CUDA extension fails with mixed precision and works in fp32",
+#   "an op is still refused in half precision after I called .float()",
+#   "quantile, cdist or the CTC loss is refused in half precision",
+# ]
+# words = """linalg eigh det pinv lstsq matrix_rank pca_lowrank pdist upsample_bilinear2d erfinv trunc_normal_
+# compute_indices_weights_cubic gamma dirichlet sparse torch_scatter torch_cluster kernel rotary rope polar"""
 # -->
 #
-# **What you see.** An op raises one of these:
-# - `quantile() input tensor must be either float or double dtype`
+# **What you see.** An op raises one of these, with other names and dtypes:
+# - `"lu_cpu" not implemented for 'Half'`
 # - `linalg.inv: Low precision dtypes not supported. Got Half`
-# - `"lu_cpu" not implemented for 'Half'`, or another name in the quotes.
+# - `quantile() input tensor must be either float or double dtype`
 #
-# **The smallest program that does it.** We take a quantile under the rules of CUDA, and the inverse
-# and the determinant of a matrix that is already fp16.
+# **The smallest program that does it.** We give ops 16-bit tensors, and take a quantile under autocast's
+# rules for CUDA.
 
 # %%
+half, brain = torch.eye(2).half(), torch.eye(2).bfloat16()
+for call in (
+    lambda: torch.linalg.det(half),
+    lambda: torch.cdist(brain, brain),
+    lambda: torch.linalg.inv(half),
+    lambda: torch.linalg.lstsq(half, half),
+    lambda: torch.view_as_complex(brain),
+):
+    print(message_of(call))
 with cuda_rules():
-    a = torch.rand(2, 2, device="cuda") @ torch.rand(2, 2, device="cuda")
-    quantile = message_of(lambda: a.quantile(0.5))
-inverse = message_of(lambda: torch.linalg.inv(torch.eye(2).half()))
-determinant = message_of(lambda: torch.linalg.det(torch.eye(2).half()))
-print(quantile, inverse, determinant, sep="\n")
-assert "quantile() input tensor must be either float or double dtype" in quantile
-assert "linalg.inv: Low precision dtypes not supported. Got Half" in inverse
-assert "\"lu_cpu\" not implemented for 'Half'" in determinant
+    print(message_of(lambda: torch.rand(2, device="cuda").half().quantile(0.5)))
 
 # %% [markdown]
-# **Why.** These ops have no half-precision kernel, and autocast does not help everywhere. On the
-# CPU it casts for the quantile and the inverse, but on CUDA it casts for neither.
+# **Why.** The op has no kernel for this dtype, in PyTorch or in a package with its own kernels. Its input is
+# 16-bit because of the layer before it, and autocast casts only the ops on its list.
 #
-# **The fix.** Call `.float()` on the input of that one op. If the message stays, autocast casts it
-# again, since the op is on its list, as `mm` and `addmm` are. `torch.sparse.mm` calls `addmm`, and
-# has no kernel for 16 bits on some devices, such as `"addmm_sparse_cuda"`
-# ([a report](https://github.com/Lightning-AI/pytorch-lightning/issues/5282)). Then switch autocast off
-# *and* call `.float()`, inside:
+# The list differs from device to device: on a CPU it has the quantile and the inverse, but not the
+# determinant, and on CUDA it has none of the three. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# Later versions of torch add kernels, such as [bf16 interpolation on
+# CUDA](https://github.com/pytorch/pytorch/issues/88536).
+#
+# **The fix.** Call `.float()` on the input of that one op, and cast the result back if the next layer needs
+# it. If the message stays, autocast casts the input again inside the op. Then also run the op inside
+# `with torch.autocast(device_type, enabled=False):`.
+#
+# The second case happens if the op is itself on the list, as `torch.sparse.mm` is, or contains a matrix
+# multiplication, as [`torch.pca_lowrank`](https://github.com/pytorch/pytorch/issues/99710) does.
+#
+# **Not this.** Do not cast only the last step, if a 16-bit matmul made the matrix that you decompose. The
+# rounding has already changed it: a Gram or covariance matrix may no longer be positive definite. Start the
+# fp32 part before that matmul.
 
 # %%
+for op in (torch.linalg.det, torch.linalg.inv):
+    assert op(half.float()).dtype is torch.float32
 adjacency, features = torch.eye(2).to_sparse(), torch.ones(2, 2)
 with torch.autocast("cpu", dtype=torch.bfloat16):
     assert torch.sparse.mm(adjacency.float(), features.float()).dtype is torch.bfloat16
@@ -159,153 +181,219 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.sparse.mm(adjacency.float(), features.float()).dtype is torch.float32
 
 # %%
-with cuda_rules():
-    a = torch.rand(2, 2, device="cuda") @ torch.rand(2, 2, device="cuda")
-    assert a.float().quantile(0.5).dtype is torch.float32
-with torch.autocast("cpu", dtype=torch.float16):
-    for op in (torch.linalg.inv, partial(torch.quantile, q=0.5)):
-        assert op(torch.eye(2).half()).dtype is torch.float32
-listed = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
-assert not any("quantile" in op or "linalg_inv" in op for op in listed)
-assert torch.linalg.det(torch.eye(2).half().float()) == 1
+data = torch.tensor([[1.0, 1.0], [1.0, 1.01]])
+rounded = data.half().T @ data.half()
+assert "not positive-definite" in message_of(lambda: torch.linalg.cholesky(rounded.float()))
+assert torch.linalg.cholesky(data.T @ data).isfinite().all()
 
 # %% [markdown]
-# **Notice it earlier.** Run `amp-lab xray` on the model ([notebook 09](09_xray_your_model.ipynb)). It
-# stops at an op that refuses the dtype itself, as the quantile and the inverse do. A missing kernel,
-# such as that of the determinant, shows in a real run alone: `--real`. <!-- tests/remedies/test_dtype_remedies.py -->
+# **Notice it earlier.** Run `amp-lab xray` on the model ([notebook 09](09_xray_your_model.ipynb)). It stops
+# at an op that refuses the dtype, as the quantile and the inverse do. A missing kernel, such as that of the
+# determinant, shows only in a real run: `--real`. <!-- tests/remedies/test_dtype_remedies.py -->
 
 # %% [markdown]
 # ## NumPy does not know bf16
 #
 # `AMP0024` <!-- failure
-# messages = [
-#   "Got unsupported ScalarType BFloat16",
+# messages = ["Got unsupported ScalarType BFloat16", "Unsupported dtype in DLTensor."]
+# quoted = ["can't convert np.ndarray of type {any}Bfloat16. The only supported types are"]
+# symptoms = [
+#   "a bf16 tensor cannot be converted to a NumPy array",
+#   "matplotlib, sklearn or a metric fails on a bf16 prediction",
+#   "embeddings from a model in bf16 cannot be saved with np.save",
+#   "torch.from_numpy refuses a bfloat16 array that comes from JAX",
 # ]
+# words = "numpy array asarray plot matplotlib pandas sklearn metric ml_dtypes jax dlpack fp8 TypeError"
 # -->
 #
-# **What you see.** `.numpy()` raises
-# `Got unsupported ScalarType BFloat16`
+# **What you see.** `.numpy()`, or a function that calls it, raises `Got unsupported ScalarType BFloat16`
 #
 # **The smallest program that does it.** We turn a prediction into an array, for a plot or a metric.
 
 # %%
-model, _ = make()
 with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
-    prediction = model(x)
-message = message_of(prediction.numpy)
-print(message)
-assert "Got unsupported ScalarType BFloat16" in message
+    prediction = nn.Linear(2, 2)(torch.ones(1, 2))
+print(message_of(prediction.numpy))
+print(message_of(lambda: np.from_dlpack(prediction)))
 
 # %% [markdown]
-# **Why.** NumPy has no bf16. It does have fp16, so an fp16 prediction gives no message, and
-# adding 1 to it stays in fp16.
+# **Why.** NumPy has no bf16 and no FP8. It does have fp16, so an fp16 prediction becomes a float16 array
+# without a message.
 #
-# **The fix.** Convert what leaves the block to fp32. A list needs no conversion.
+# **The fix.** Convert to fp32 first: `prediction.detach().float().cpu().numpy()`. `tolist()` needs no
+# conversion.
+#
+# To keep the bits, go through 16-bit integers in both directions. This also converts an array of
+# `ml_dtypes.bfloat16`, as JAX makes them, with `array.view(np.int16)`.
+#
+# **Not this.** Do not convert with `.half().numpy()`: numbers over 65504 become infinite, and what NumPy
+# computes from the array stays in fp16.
 
 # %%
 assert prediction.float().numpy().dtype == "float32"
 assert prediction.tolist() == prediction.float().tolist()
-assert (prediction.half().numpy() + 1).dtype == "float16"  # and so it goes on
+bits = prediction.view(torch.int16).numpy()
+assert torch.equal(torch.from_numpy(bits).view(torch.bfloat16), prediction)
+assert torch.tensor([1e6]).bfloat16().half().isinf()
+assert (prediction.half().numpy() + 1).dtype == "float16"
 
 # %% [markdown]
-# **Notice it earlier.** As in section 18, let `forward` end with `.float()`.
+# **Notice it earlier.** Let `forward` end with `.float()` ([a half-precision
+# output](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) causes other failures too).
 
 # %% [markdown]
 # ## Autocast refuses the device or its dtype
 #
 # `AMP0036` <!-- failure
 # messages = [
-#   "Current CUDA Device does not support bfloat16. Please switch dtype to float16.",
 #   "User specified an unsupported autocast device_type",
-#   "unsupported scalarType",
+#   "unknown device type for autocast in get_autocast_dispatch_key_from_device_type",
+#   "Expected `device_type` of type `str`, got",
+#   "In {name} autocast, but the target dtype is not supported. Disabling autocast.",
+#   "{name} Autocast only supports dtypes of torch.bfloat16, torch.float16 currently.",
 # ]
 # quoted = [
-#   "CUBLAS_STATUS_NOT_SUPPORTED",
+#   "RuntimeError: unsupported scalarType", "{name} Autocast only supports dtype of {dtype} currently.",
+#   "User specified autocast device_type must be",
+#   "Currently, AutocastCPU only support Bfloat16 as the autocast_cpu_dtype",
+#   "Tried to use AMP with the `{name}` backend, but the backend has not registered a module",
 # ]
+# symptoms = [
+#   "torch.autocast does not work on a Mac",
+#   "autocast switches itself off with a warning about the target dtype",
+#   "autocast with dtype float32 works on CUDA and is disabled on CPU, MPS or XPU",
+#   "autocast does not accept cuda:0", "autocast fails on the meta device",
+#   "which device_type do I pass to autocast for an AMD or Intel GPU",
+# ]
+# words = "mps xpu npu hip rocm meta hpu privateuseone device_type maybe_autocast rotary nnsight"
 # -->
 #
-# **What you see.** The line that makes the block raises one of these:
-# - `Current CUDA Device does not support bfloat16. Please switch dtype to float16.`
+# **What you see.** The line that opens the block raises one of the first two, or gives the third as a
+# warning:
 # - `User specified an unsupported autocast device_type 'meta'`, or another type in its place
 # - `unsupported scalarType`
+# - `In MPS autocast, but the target dtype is not supported. Disabling autocast.`, or another device
 #
-# Or a matmul in the block raises `CUBLAS_STATUS_NOT_SUPPORTED`
-# when calling a function with `CUDA_R_16BF` among its arguments.
-#
-# **The smallest program that does it.** We ask for bf16 on a card for which PyTorch says that it has
-# none. There may be no such card here, so we replace two functions of PyTorch. Then
-# a block takes the type from its input, which is on `meta`. The island of section 1 does so without
-# a dtype.
-
+# **The smallest program that does it.** We ask for autocast on `meta`, with and without a dtype, and for fp32
+# on MPS. This runs on every machine.
 
 # %%
-@contextmanager
-def card_without_bf16():
-    """Inside: PyTorch believes that CUDA is here, on a card that cannot hold bf16."""
-    common = torch.cuda.amp.common
-    with (
-        mock.patch.object(common, "amp_definitely_not_available", return_value=False),
-        mock.patch.object(torch.cuda, "is_bf16_supported", return_value=False),
-    ):
-        yield
-
-
-with card_without_bf16():
-    no_bf16 = message_of(lambda: torch.autocast("cuda", dtype=torch.bfloat16))
-on_meta, meta_x = nn.Linear(2, 2, device="meta"), x.to("meta")
-no_autocast = message_of(lambda: torch.autocast(meta_x.device.type, dtype=torch.bfloat16))
-no_dtype = message_of(lambda: Island(on_meta)(meta_x))
-print(no_bf16, no_autocast, no_dtype, sep="\n")
-assert no_bf16.endswith("does not support bfloat16. Please switch dtype to float16.")
-assert no_autocast == "User specified an unsupported autocast device_type 'meta'"
-assert no_dtype == "unsupported scalarType"  # there is no default to look up
+print(message_of(lambda: torch.autocast("meta", dtype=torch.bfloat16)))
+print(message_of(lambda: torch.autocast("meta", enabled=False)))  # no default dtype to look up
+print(message_of(lambda: torch.is_autocast_enabled("meta")))
+print(message_of(lambda: torch.autocast(torch.device("cpu"))))
+print(warnings_of(lambda: torch.autocast("mps", dtype=torch.float32)))
 
 # %% [markdown]
-# **Why.** NVIDIA's GPUs have bf16 [from capability 8
-# on](https://github.com/pytorch/pytorch/blob/main/torch/cuda/__init__.py), which is Ampere. PyTorch
-# asks whether the card can hold a bf16 tensor, which may be emulated
-# ([`is_bf16_supported`](https://docs.pytorch.org/docs/stable/generated/torch.cuda.is_bf16_supported.html)).
-# So bf16 may not pay even if there is no message, and on a P100 cuBLAS [refused its
-# matmuls](https://github.com/pytorch/pytorch/issues/57773). `meta`, like some other types, has no
-# autocast and no dtype for it, and even a block that switches autocast off is refused. On AMD's
-# GPUs the type is [`"cuda"`](https://docs.pytorch.org/docs/stable/notes/hip.html), and `"hip"` has no
-# autocast.
+# **Why.** `torch.autocast` takes the type of a device, such as `"cuda"`, `"cpu"`, `"mps"` or `"xpu"`, that
+# has autocast in this version of torch. The dtype has to be fp16 or bf16. With another dtype, autocast warns
+# and switches itself off, except on CUDA, which also takes fp32.
+# <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
-# **The fix.** Use fp16 on such a card, as the message says, and train with a scaler
-# ([notebook 19](19_choose_your_precision.ipynb#The-decision) has the choice for each kind of card).
-# If the type comes from a tensor, ask whether it has autocast before you make a block.
+# On AMD's GPUs the type is [`"cuda"`](https://docs.pytorch.org/docs/stable/notes/hip.html), not `"hip"`. MPS
+# has autocast for fp16 from torch 2.5 on, and for bf16 from 2.6 on
+# ([Accelerate](https://github.com/huggingface/accelerate/blob/main/src/accelerate/accelerator.py)).
+#
+# **The fix.** Pass `tensor.device.type`, not `str(tensor.device)`, and name the dtype. To run a block in
+# fp32, write `enabled=False`, not `dtype=torch.float32`. If the device may have no autocast, ask
+# `torch.amp.is_autocast_available(device_type)` first, and skip the block.
+
 
 # %%
-with card_without_bf16():
-    assert torch.autocast("cuda", dtype=torch.float16).fast_dtype is torch.float16  # no error
-
-
 def fp32_block(device_type):
     """Autocast off, where there is one to be switched off."""
     available = torch.amp.is_autocast_available(device_type)
     return torch.autocast(device_type, enabled=False) if available else nullcontext()
 
 
-for inputs, layer in ((meta_x, on_meta), (x, nn.Linear(2, 2))):
-    with torch.autocast("cpu", dtype=torch.bfloat16), fp32_block(inputs.device.type):
-        assert layer(inputs).dtype is torch.float32
-assert not torch.amp.is_autocast_available("hip")
+for device_type in ("meta", "cpu"):
+    layer, x = nn.Linear(2, 2, device=device_type), torch.ones(1, 2, device=device_type)
+    with torch.autocast("cpu", dtype=torch.bfloat16), fp32_block(device_type):
+        assert layer(x).dtype is torch.float32
+assert warnings_of(lambda: torch.autocast("mps", enabled=False)) == ""
 
 # %% [markdown]
-# **Notice it earlier.** Before the first run, `recommend_precision(device)` of this collection's
-# package measures what a device is fast in. <!-- tests/core/test_device.py -->
+# **Not this.** Do not hide the warning with `warnings.filterwarnings("ignore")`: the block then runs in fp32,
+# and the model is as slow and needs as much memory as without autocast.
+#
+# **Notice it earlier.** Assert `torch.is_autocast_enabled(device_type)` once inside the block.
+
+# %% [markdown]
+# ## The GPU has no bf16
+#
+# `AMP0160` <!-- failure
+# messages = ["Current CUDA Device does not support bfloat16. Please switch dtype to float16."]
+# quoted = [
+#   "CUBLAS_STATUS_NOT_SUPPORTED when calling {any}CUDA_R_16BF",
+#   "CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemm",
+#   "Feature {any}.bf16{any} requires .target sm_80 or higher",
+#   "Sparse operations with CUDA tensors of BFloat16 type are not supported on GPUs with compute",
+#   "sparse_mm: CUDA BFloat16 requires compute capability",
+# ]
+# symptoms = [
+#   "bf16 is slower than fp32 on a T4 or V100",
+#   "torch.cuda.is_bf16_supported returns True on a T4, although it has no bf16",
+#   "bf16 crashes on an old GPU such as an M40, P40, P100 or GTX 1080",
+#   "Triton cannot compile a bf16 kernel on a T4", "which precision for Colab's T4 or Kaggle's P100",
+# ]
+# words = "RTX 2080 Turing Volta Pascal Maxwell pre-Ampere emulated emulation cublasGemmStridedBatchedEx ptxas"
+# -->
+#
+# **What you see.** On a GPU before Ampere, one of these is raised, or bf16 is as slow as fp32 or slower:
+# - `Current CUDA Device does not support bfloat16. Please switch dtype to float16.`
+# - `CUBLAS_STATUS_NOT_SUPPORTED when calling`, and then a function with `CUDA_R_16BF` among its arguments
+# - `Feature '.bf16' requires .target sm_80 or higher`, from Triton and so from `torch.compile`
+#
+# **The smallest program that does it.** We replace two functions of PyTorch, to imitate a GPU without bf16.
+
+# %%
+without_bf16 = mock.patch.multiple(
+    torch.cuda, is_available=lambda: True, is_bf16_supported=lambda: False
+)
+with without_bf16:
+    print(message_of(lambda: torch.autocast("cuda", dtype=torch.bfloat16)))
+
+# %% [markdown]
+# **Why.** NVIDIA's GPUs compute in bf16 from compute capability 8.0 on, which is Ampere. On an older GPU,
+# such as a T4, V100 or P100, PyTorch emulates bf16, which is slow, and other libraries refuse it.
+#
+# Reports name [an M40](https://github.com/opendatalab/MinerU/issues/1508) and [a
+# P100](https://github.com/pytorch/pytorch/issues/57773) for cuBLAS, and [a
+# T4](https://github.com/unslothai/unsloth/issues/501) for Triton.
+#
+# **The fix.** Use fp16 on such a GPU, and train with a `GradScaler`. If the model was trained in bf16 and
+# gives NaN in fp16, use fp32 ([why](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it)).
+
+# %%
+with without_bf16:
+    assert torch.autocast("cuda", dtype=torch.float16).fast_dtype is torch.float16  # no error
+
+# %% [markdown]
+# **Not this.** Do not choose bf16 because `torch.cuda.is_bf16_supported()` returns True: it does so on a GPU
+# that only emulates bf16. Pass `including_emulation=False`.
+# <!-- tests/notebooks/test_19_choose_your_precision.py -->
+#
+# **Notice it earlier.** Run `amp-lab doctor`, or `recommend_precision(device)`, which measures what a device
+# is fast in. <!-- tests/core/test_device.py -->
 
 # %% [markdown]
 # ## An FFT is refused in half precision
 #
 # `AMP0038` <!-- failure
-# messages = [
-#   "Unsupported dtype Half",
-#   "MKL FFT doesn't support tensors of type: Half`; an op that has no kernel for `ComplexHalf",
-# ]
+# messages = ["Unsupported dtype half", "Unsupported dtype Bfloat16"]
 # quoted = [
-#   "cuFFT only supports dimensions whose sizes are powers of two when computing in half precision",
+#   "cuFFT only supports dimensions whose sizes are powers of two when computing in",
+#   "cuFFT doesn't support bfloat16 with compute capability less than",
+#   "cuFFT doesn't support signals of half type with compute capability less than",
+#   "MKL FFT doesn't support tensors of type", "\"{name}\" not implemented for 'Complexhalf'",
+#   "ComplexHalf support is experimental and many operators don't support it yet.",
 # ]
+# symptoms = [
+#   "torch.fft or rfft fails under autocast or with model.half()", "stft or a mel spectrogram fails in fp16",
+#   "a Fourier neural operator fails in mixed precision", "complex numbers in half precision have no matmul",
+#   "an FFT in fp16 runs for 512 pixels and fails for 500",
+# ]
+# words = "rfft2 irfft istft audio vocoder FNO neuraloperator inpainting FFC complex32 chalf power of two torchaudio"
 # -->
 #
 # **What you see.** The transform raises one of these:
@@ -313,75 +401,43 @@ assert not torch.amp.is_autocast_available("hip")
 #   ([its source](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/CuFFTPlanCache.h))
 # - `Unsupported dtype Half`, on the CPU
 #
-# **The smallest program that does it.** We take the spectrum of 100 fp16 numbers.
-# A GPU runs the same line, if one is
-# here [*(not yet seen on a GPU)*](../data/results/README.md "notebooks").
+# **The smallest program that does it.** We take the spectrum of 100 numbers in 16 bits. If there is a GPU,
+# the same line runs there [*(not yet seen on a GPU)*](../data/results/README.md "notebooks").
 
 # %%
 signal = torch.ones(100)
-message = message_of(lambda: torch.fft.rfft(signal.half()))
-print(message)
-assert message == "Unsupported dtype Half"
+for dtype in (torch.float16, torch.bfloat16):
+    print(message_of(lambda: torch.fft.rfft(signal.to(dtype))))  # noqa: B023 (called at once)
 if torch.cuda.is_available():
     on_cuda = message_of(lambda: torch.fft.rfft(signal.half().cuda()))
     assert "cuFFT only supports dimensions whose sizes are powers of two" in on_cuda
 
 # %% [markdown]
-# **Why.** On CUDA no transform is on autocast's list, so it gets whatever the layer before it
-# returned. cuFFT has half-precision kernels only for powers of two, and 100 is not one. The CPU has
-# none at all, but autocast casts there for all but `hfft2`, `hfftn` and their inverses.
+# **Why.** On CUDA, autocast casts no transform, so it gets the 16-bit output of the layer before it. cuFFT
+# has 16-bit kernels only for sizes that are powers of two. A CPU has
+# none. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
-# `torch.stft` calls the same kernels. A CPU words it differently there: `MKL FFT doesn't support tensors
-# of type: Half`, or without MKL `expected scalar type Double but found Half`. On CUDA the complex
-# numbers in 16 bits (`ComplexHalf`) that come out have no matmul. <!-- tests/tracing/test_kernel_limits.py -->
+# `torch.stft` calls the same kernels. On a CPU it says `MKL FFT doesn't support tensors of type: Half`, or
+# without MKL `expected scalar type Double but found Half`. On CUDA its results are complex numbers in 16 bits
+# (`ComplexHalf`), which have no matmul. <!-- tests/tracing/test_kernel_limits.py -->
 #
-# **The fix.** Call `.float()` before the transform. On CUDA you can also pad to a power of two. In a
-# model that was cast by `.half()` the window and the filters are buffers, and were cast too: call
-# `.float()` on the part that makes the features, *after* `model.half()`, give it an fp32 signal, and
-# cast the features to the dtype of the next layer.
-# (For bf16, older versions raise
-# [`Unsupported dtype BFloat16`](https://github.com/pytorch/pytorch/issues/117844) on CUDA too, for
-# any size.)
+# **The fix.** Call `.float()` on the input of the transform. Cast its real result, such as the power of the
+# spectrum, back to the dtype of the next layer.
+#
+# If the model was cast by `.half()`, its window and filters are buffers and were cast too. Then call
+# `.float()` on the module that makes the features, *after* `model.half()`.
+# <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+#
+# **Not this.** Do not pad the signal to a power of two only to stay in fp16: a power spectrum easily exceeds
+# 65504, even for 512 ones.
 
 # %%
 assert torch.fft.rfft(signal.half().float()).dtype is torch.complex64
-with torch.autocast("cpu", dtype=torch.float16):
-    assert torch.fft.rfft(signal.half()).dtype is torch.complex64
-kinds = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
-transforms = {f"aten::fft_{kind}{dims}" for kind in kinds for dims in ("", "2", "n")}
-missing = transforms.difference(
-    torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
-)
-assert missing == {f"aten::fft_{name}" for name in ("hfft2", "hfftn", "ihfft2", "ihfftn")}
-listed = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
-assert not any("fft" in op for op in listed)
-
-
-# %%
-class Features(nn.Module):
-    """The power of a short-time Fourier transform, through filters."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("window", torch.ones(16))
-        self.register_buffer("filters", torch.ones(2, 9))
-
-    def forward(self, x):
-        spectrum = torch.stft(x.float(), 16, window=self.window, return_complex=True)
-        return self.filters @ spectrum.abs().square()
-
-
-model = nn.ModuleDict({"features": Features(), "encoder": nn.Conv1d(2, 2, 1)}).half()
-assert "the same dtype" in message_of(lambda: model["features"](signal.half()))  # the filters
-model["features"].float()
-features = model["features"](signal.half()).to(model["encoder"].weight.dtype)
-assert model["encoder"](features).dtype is torch.float16
-assert torch.fft.rfft(torch.ones(400)).abs().square().max() > 65504
+assert torch.fft.rfft(torch.ones(512)).abs().square().max() > 65504
 
 # %% [markdown]
-# **Notice it earlier.** Search the model for `torch.fft` and `stft`, and put these calls into an
-# fp32 island, together with a matrix product that follows, such as that of a mel spectrogram: the
-# power of a spectrum may exceed 65504, as that of 400 ones does.
+# **Notice it earlier.** Search the model for `torch.fft` and `stft`, and run these parts, together with a
+# matmul that follows, in an fp32 block: `with torch.autocast(device_type, enabled=False):`.
 
 # %% [markdown]
 # ## MPS has no float64
@@ -389,94 +445,155 @@ assert torch.fft.rfft(torch.ones(400)).abs().square().max() > 65504
 # `AMP0039` <!-- failure
 # quoted = [
 #   "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.",
+#   "Cannot convert a float64 Tensor to MPS as the MPS framework doesn't support float64.",
+#   "Required aspect fp64 is not supported on the device",
 # ]
+# symptoms = [
+#   "moving a tensor to the GPU of a Mac fails because of float64",
+#   "code with .double() runs on CUDA and fails on a Mac", "a float64 NumPy array cannot be moved to mps",
+#   "GradScaler fails on MPS or on an Intel Arc because of fp64",
+# ]
+# words = "mps Mac M1 M2 M3 Apple Silicon double float64 numpy xpu Intel Arc A770 complex128 from_numpy"
 # -->
 #
 # **What you see.** On a Mac, moving a tensor to the device raises
-# `Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.`
-# It goes on with `Please use float32 instead.` We quote it from PyTorch's
-# [source](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/EmptyTensor.cpp).
+# `Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.` We quote it
+# from PyTorch's [source](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/EmptyTensor.cpp). An
+# Intel Arc A says `Required aspect fp64 is not supported on the device` ([a
+# report](https://github.com/intel/torch-xpu-ops/issues/1742)).
 #
-# **The smallest program that does it.** We send a NumPy array to the device. Nobody asked for
-# float64, but it is NumPy's default.
+# **The smallest program that does it.** We send a NumPy array to the device. Nobody asked for float64, but it
+# is NumPy's default.
 
 # %%
 weights = torch.from_numpy(np.ones(3))
 print(weights.dtype)
-assert weights.dtype is torch.float64
 if torch.backends.mps.is_available():
     assert "the MPS framework doesn't support float64" in message_of(lambda: weights.to("mps"))
 
 # %% [markdown]
-# **Why.** Apple's framework does not support float64. It can slip in with all that is computed with
-# NumPy, such as class weights or targets. The tensor need not be yours:
-# `GradScaler.unscale_` made one in older versions ([issue
-# 142397](https://github.com/pytorch/pytorch/issues/142397)).
+# **Why.** Apple's GPUs, and Intel's Arc A, have no float64. Everything that NumPy computes is float64 by
+# default, such as class weights or targets.
 #
-# **The fix.** Convert to fp32 on the host, before you move the tensor.
-
+# A `.double()` in the model has the same effect. The tensor need not be yours: in older versions,
+# `GradScaler.unscale_` made one ([issue 142397](https://github.com/pytorch/pytorch/issues/142397)).
+#
+# **The fix.** Convert the tensor to fp32 before you move it: `torch.from_numpy(array).float().to("mps")`. In
+# the model, replace `.double()` and `dtype=torch.float64` by their fp32 forms.
 
 # %%
-def to_fp32_device(tensor, device):
-    """The tensor on the device, and in fp32 if it was float64."""
-    return (tensor.float() if tensor.dtype is torch.float64 else tensor).to(device)
-
-
-assert to_fp32_device(weights, device).dtype is torch.float32
-assert to_fp32_device(torch.tensor([1]), device).dtype is torch.int64
+assert weights.dtype is torch.float64
+assert weights.float().to(device).dtype is torch.float32
 
 # %% [markdown]
-# **Notice it earlier.** Assert in the data set that no tensor is float64. That check runs on any
-# machine.
+# **Notice it earlier.** Assert in the data set that no tensor is float64. That check runs on any machine.
 
 # %% [markdown]
 # ## Flash attention refuses fp32
 #
 # `AMP0043` <!-- failure
-# quoted = [
-#   "FlashAttention only support fp16 and bf16 data type",
+# quoted = ["FlashAttention only support fp16 and bf16 data type"]
+# symptoms = [
+#   "flash_attention_2 fails because the model is in float32",
+#   "flash attention works in training under autocast and fails in inference",
+#   "q and k are fp32 after the rotary embedding and v is bf16",
+#   "flash attention gets fp32 after a LoRA fine-tuning with PEFT",
 # ]
+# words = "flash-attn flash_attn_func flash_attention_2 FA2 attn_implementation torch_dtype QKNorm rope LoRA"
 # -->
 #
 # **What you see.** The package `flash-attn`, or PyTorch's copy of its kernel, raises
-# `FlashAttention only support fp16 and bf16 data type`
-# We quote it from its
+# `FlashAttention only support fp16 and bf16 data type`. We quote it from its
 # [source](https://github.com/Dao-AILab/flash-attention/blob/main/csrc/flash_attn/flash_api.cpp).
 #
-# **The smallest program that does it.** The kernel needs a GPU, but how q becomes fp32 can be seen
-# anywhere. We multiply it by cosines in fp32, as a rotation does, inside an autocast block.
+# **The smallest program that does it.** The kernel needs a GPU, but how q becomes fp32 can be seen anywhere.
+# Inside an autocast block, we multiply q by cosines in fp32, as a rotary embedding does.
 
 # %%
 cosines = torch.ones(2)  # fp32, as rotary embeddings often keep them
-model, _ = make()
 with torch.autocast("cpu", dtype=torch.bfloat16):
-    v = model(x)[None, None]  # (1, 1, 1, 2): batch, heads, tokens, features
+    v = nn.Linear(2, 2)(torch.ones(1, 1, 1, 2))  # batch, heads, tokens, features
     q = v * cosines
 print(f"v is {v.dtype}, q is {q.dtype}")
-assert v.dtype is torch.bfloat16
 assert q.dtype is torch.float32
 
 # %% [markdown]
-# **Why.** This kernel takes 16 bits alone, and autocast casts for PyTorch's ops, not for a function of
-# another package. Its inputs are fp32 if the model was loaded in fp32 and runs without
-# autocast ([an example](https://github.com/QwenLM/Qwen3/issues/406)), or if a norm or a rotation
-# before the kernel returns fp32.
+# **Why.** The kernel takes only fp16 and bf16, and autocast casts for PyTorch's ops, not for a function of
+# another package. The inputs are fp32 if the model was loaded in fp32 and runs without autocast, or if a norm
+# or a rotary embedding before the kernel returns fp32.
 #
-# **The fix.** Cast q, k and v to 16 bits right before the call. Or call PyTorch's own attention, for
-# which autocast casts. A model that only runs inference can be loaded in bf16.
+# **The fix.** Cast q, k and v to one 16-bit dtype right before the call, or call
+# `F.scaled_dot_product_attention`, for which autocast casts. For inference with transformers, load the model
+# in 16 bits: `from_pretrained(..., dtype="auto")`, in older versions `torch_dtype="auto"` ([an
+# example](https://github.com/QwenLM/Qwen3/issues/406)).
 
 # %%
-q_cast = q.to(v.dtype)
-assert q_cast.dtype is torch.bfloat16
+assert q.to(v.dtype).dtype is torch.bfloat16
 with torch.autocast("cpu", dtype=torch.bfloat16):
     assert F.scaled_dot_product_attention(q, q, v).dtype is torch.bfloat16
 
 # %% [markdown]
+# **Not this.** Do not call `.half()` or `.bfloat16()` on a model that you train only to silence this message:
+# [small updates then round away](08b_learning.ipynb#Half-precision-weights-stop-moving). Train fp32 weights
+# under autocast.
+#
 # **Notice it earlier.** Assert `q.dtype is k.dtype is v.dtype` before the call, and print the dtype once.
+
+# %% [markdown]
+# ## Attention finds no kernel
+#
+# `AMP0162` <!-- failure
+# messages = ["No available kernel. Aborting execution"]
+# quoted = [
+#   "No viable backend for scaled_dot_product_attention was found.",
+#   "Expected query, key and value to all be of dtype: {", "Flash attention kernel not used because:",
+#   "Flash attention only supports gpu architectures in the range",
+# ]
+# symptoms = [
+#   "scaled_dot_product_attention fails inside sdpa_kernel", "attention runs in fp16 and fails in fp32",
+#   "flash attention was forced, and sampling or evaluation in fp32 fails",
+#   "sdp_kernel with enable_math=False fails in fp32",
+# ]
+# words = "sdpa sdpa_kernel sdp_kernel SDPBackend FLASH_ATTENTION EFFICIENT_ATTENTION CUDNN enable_math head_dim"
+# -->
+#
+# **What you see.** `F.scaled_dot_product_attention` raises `No available kernel. Aborting execution.`
+# Warnings before it give a reason for each kernel, such as
+# `Expected query, key and value to all be of dtype: {Half, BFloat16}`.
+#
+# **The smallest program that does it.** A model allows only flash attention, and gets fp32. X-ray follows the
+# rules of CUDA, and needs no GPU.
+
+
+# %%
+class FlashOnly(nn.Module):
+    """Attention that allows only one kernel."""
+
+    def forward(self, x):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(x, x, x)
+
+
+tokens = torch.rand(1, 2, 16, 64)  # batch, heads, tokens, features
+print(message_of(lambda: xray(FlashOnly(), tokens, dtype=torch.float32)).split(";")[0])
+
+# %% [markdown]
+# **Why.** `sdpa_kernel` allows no kernel that takes this call. Flash attention and cuDNN's take only fp16 and
+# bf16, on Ampere or newer, and only some masks and head sizes. The block often runs outside autocast in one
+# place, such as evaluation.
+#
+# **The fix.** Run the call under autocast, or cast q, k and v to fp16 or bf16. If fp32 is wanted, or the GPU
+# is older, also allow `SDPBackend.MATH`, which takes everything. <!-- tests/tracing/test_kernel_limits.py -->
+
+# %%
+assert not xray(FlashOnly(), tokens, dtype=torch.bfloat16).raised
+
+# %% [markdown]
+# **Notice it earlier.** Run X-ray with the dtype of evaluation, too. It knows the kernels' limits on dtypes,
+# masks and head sizes. <!-- tests/tracing/test_kernel_limits.py -->
 
 # %% [markdown]
 # ## Further reading
 #
-# - [Automatic mixed precision
-#   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): the right order of calls
-#   for clipping, accumulation, several losses, models and optimizers.
+# - [Which ops autocast casts on each device](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference).
+# - [Known problems of each device](19_choose_your_precision.ipynb#Known-problems-of-each-device).

@@ -1,0 +1,165 @@
+"""Notebook 08f: what it says of ops and devices and no cell shows."""
+
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import build_pairs
+import write_failures
+from amp_lab.failures.patterns import flat, pattern
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+
+
+@contextmanager
+def rules_of(device_type: str) -> Iterator[None]:
+    """Inside: fake tensors, and autocast to fp16 as on a device that need not be here."""
+    before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    torch.set_autocast_enabled(device_type, True)
+    torch.set_autocast_dtype(device_type, FP16)
+    try:
+        with FakeTensorMode():
+            yield
+    finally:
+        torch.set_autocast_enabled(device_type, before[0])
+        torch.set_autocast_dtype(device_type, before[1])
+
+
+def autocast_list(device_type: str) -> set[str]:
+    """The ops that autocast casts on a device."""
+    key = f"Autocast{device_type.upper()}"
+    return set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+
+
+@pytest.mark.parametrize(
+    ("device_type", "is_refused"), [("cuda", True), ("xpu", True), ("mps", False), ("cpu", False)]
+)
+def test_the_loss_of_probabilities_is_refused_on_some_devices_alone(device_type, is_refused):
+    with rules_of(device_type):
+        p = torch.empty(2, device=device_type)
+        if is_refused:
+            with pytest.raises(RuntimeError, match="unsafe to autocast"):
+                F.binary_cross_entropy(p, p)
+        else:
+            assert F.binary_cross_entropy(p, p).dtype is FP32
+        with torch.autocast(device_type, enabled=False):
+            assert F.binary_cross_entropy(p, p).dtype is FP32
+
+
+def test_probabilities_as_logits_give_another_loss():
+    p, target = torch.tensor([0.25, 0.75]), torch.tensor([0.0, 1.0])
+    as_logits = F.binary_cross_entropy_with_logits(p, target)
+    assert not torch.isclose(as_logits, F.binary_cross_entropy(p, target), rtol=0.1)
+
+
+def test_logits_give_the_same_loss_as_their_probabilities():
+    logits, target = torch.tensor([-2.0, 0.5, 20.0]), torch.tensor([0.0, 1.0, 1.0])
+    expected = F.binary_cross_entropy(logits.sigmoid(), target)
+    torch.testing.assert_close(F.binary_cross_entropy_with_logits(logits, target), expected)
+
+
+def test_autocast_casts_for_other_ops_on_a_cpu_than_on_cuda():
+    matrix = torch.eye(2).half()
+    with torch.autocast("cpu", dtype=FP16):
+        assert torch.linalg.inv(matrix).dtype is matrix.quantile(0.5).dtype is FP32
+        with pytest.raises(NotImplementedError, match="not implemented for 'Half'"):
+            torch.linalg.det(matrix)
+    for name in ("quantile", "linalg_inv", "linalg_det", "fft"):
+        assert not any(name in op for op in autocast_list("cuda"))
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+def test_what_else_ops_say_that_do_not_exist_in_16_bits(dtype):
+    matrix = torch.eye(2).to(dtype)
+    with pytest.raises(RuntimeError, match="expected a tensor with 2 or more dimensions of float"):
+        torch.linalg.pinv(matrix)
+    if dtype is BF16:
+        with pytest.raises(NotImplementedError, match="Expected both inputs to be Half, Float or"):
+            torch.complex(matrix, matrix)
+
+
+@pytest.mark.parametrize("other", ["Long", "Int", "Float", "Bool", "ComplexFloat", "Byte"])
+def test_a_missing_kernel_for_another_dtype_is_no_failure_of_precision(other):
+    source = build_pairs.find(["08f"])[0]
+    found = {entry.code: entry for entry in write_failures.in_notebook(source)}["AMP0023"]
+    regexes = [pattern(found.code, message).regex for message in found.data["messages"]]
+
+    def is_found(dtype: str) -> bool:
+        text = flat(f"RuntimeError: \"log_vml_cpu\" not implemented for '{dtype}'")
+        return any(re.search(regex, text, re.IGNORECASE) for regex in regexes)
+
+    assert is_found("Half")
+    assert is_found("BFloat16")
+    assert not is_found(other)
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "cpu", "mps", "xpu"])
+def test_cuda_alone_takes_fp32_for_autocast(device_type):
+    available = mock.patch.object(
+        torch.cuda.amp.common, "amp_definitely_not_available", return_value=False
+    )
+    with available, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.autocast(device_type, dtype=FP32)
+    said = [str(warning.message) for warning in caught]
+    assert any("Disabling autocast" in message for message in said) == (device_type != "cuda")
+
+
+class Features(nn.Module):
+    """The power of a short-time Fourier transform, through filters."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("window", torch.ones(16))
+        self.register_buffer("filters", torch.ones(2, 9))
+
+    def forward(self, x):
+        spectrum = torch.stft(x.float(), 16, window=self.window, return_complex=True)
+        return self.filters @ spectrum.abs().square()
+
+
+def test_the_part_that_transforms_is_cast_back_after_half():
+    signal = torch.ones(100).half()
+    model = nn.ModuleDict({"features": Features(), "encoder": nn.Conv1d(2, 2, 1)}).half()
+    with pytest.raises(RuntimeError, match="the same dtype"):
+        model["features"](signal)  # the filters
+    model["features"].float()
+    features = model["features"](signal).to(model["encoder"].weight.dtype)
+    assert model["encoder"](features).dtype is FP16
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+@pytest.mark.parametrize("kind", ["fft", "rfft", "fft2"])
+def test_a_cpu_has_no_transform_in_16_bits(kind, dtype):
+    with pytest.raises(RuntimeError, match=r"Half|BFloat16"):
+        getattr(torch.fft, kind)(torch.ones(8, 8, dtype=dtype))
+
+
+def test_fp8_is_stored_and_cast_but_not_added():
+    """AMP0164."""
+    x = torch.ones(2).to(torch.float8_e4m3fn)
+    with pytest.raises(NotImplementedError, match="not implemented for 'Float8_e4m3fn'"):
+        x + x
+    with pytest.raises(RuntimeError, match="Promotion for Float8 Types is not supported"):
+        x * torch.ones(2)
+    assert torch.equal(torch.cat([x, x]).float(), torch.ones(4))
+    assert torch.equal((x.bfloat16() + x.bfloat16()).to(x.dtype).float(), torch.full((2,), 2.0))
+    assert torch.finfo(x.dtype).max == 448
+
+
+def test_an_array_of_ml_dtypes_goes_through_integers():
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
+    numpy = pytest.importorskip("numpy")
+    array = numpy.array([1.5, -2.0], dtype=ml_dtypes.bfloat16)
+    with pytest.raises(TypeError, match=r"can't convert np.ndarray of type .*bfloat16"):
+        torch.from_numpy(array)
+    tensor = torch.from_numpy(array.view(numpy.int16)).view(BF16)
+    assert tensor.tolist() == [1.5, -2.0]
