@@ -17,32 +17,32 @@
 # - [A thread runs without autocast or in another dtype](#A-thread-runs-without-autocast-or-in-another-dtype);
 # - [Autocast makes the model no faster](#Autocast-makes-the-model-no-faster);
 # - [The memory is not halved](#The-memory-is-not-halved);
+# - [Inference under autocast takes more memory](#Inference-under-autocast-takes-more-memory);
 # - [A size is not a multiple of 16 or 8](#A-size-is-not-a-multiple-of-16-or-8);
-# - [CUDA is out of memory](#CUDA-is-out-of-memory).
+# - [CUDA is out of memory](#CUDA-is-out-of-memory);
+# - [Memory grows with each step or in evaluation](#Memory-grows-with-each-step-or-in-evaluation).
 #
 # **What you need.** No GPU. This notebook is a reference: go to the section that you need. All failures
 # are in the [index](08_when_amp_breaks.ipynb).
 
 # %% tags=["nbval-ignore-output"]
-import inspect
 import math
-import re
-import threading
-from functools import partial
-from unittest import mock
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from course import figures, start
+from course import start
 from course.failures import make, message_of, warnings_of
+from course.measuring import saved_bytes
 
-from amp_lab import DeviceError, Precision, compare, forecast_memory, largest_batch
+from amp_lab import forecast_memory, largest_batch
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
-figures.use_style()
-x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
+x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of some programs below
+wide, _ = make(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
 
 # %% [markdown]
 # ## Autocast or the scaler is switched off
@@ -50,94 +50,85 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 # `AMP0031` <!-- failure
 # messages = [
 #   "CUDA is not available or torch_xla is imported. Disabling autocast.",
-#   "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.",
-#   "In CPU autocast, but the target dtype is not supported. Disabling autocast.",
+#   "torch.cuda.amp.GradScaler is enabled, but CUDA is not available. Disabling.",
+#   "In {name} autocast, but the target dtype is not supported. Disabling autocast.",
+#   "{name} Autocast only supports dtypes of torch.bfloat16, torch.float16 currently.",
+# ]
+# quoted = [
+#   "User provided device_type of 'cuda', but CUDA is not available. Disabling",
+#   "CPU Autocast only supports dtype of torch.bfloat16 currently.",
 # ]
 # symptoms = [
-#   "a step is no faster than before, or even slower",
-#   "training uses as much memory as before, or more",
+#   "autocast or the GradScaler is disabled, and training goes on in fp32",
+#   "mixed precision is ignored on the CPU or on a machine without a GPU",
+#   "`is_autocast_enabled()` is False inside the autocast block",
+#   "`scaler.get_scale()` is 1, or the scaler is not enabled",
 # ]
+# words = "warning disabled ignored torch_xla TPU Colab Kaggle MPS XPU HPU CPU-only yolov5"
 # -->
 #
-# **What you see.** One of these warnings appears, and is easily lost in a log:
-# - `CUDA is not available or torch_xla is imported. Disabling autocast.`
-# - `torch.cuda.amp.GradScaler is enabled, but CUDA is not available.`
-# - `In CPU autocast, but the target dtype is not supported. Disabling autocast.`
+# **What you see.** One of the warnings below, which are easily missed in a log. Training is as slow as
+# in fp32 and needs as much memory.
 #
-# **The smallest program that does it.** A script for a GPU runs on a machine without one, or asks
-# for a dtype that autocast does not know. (Where CUDA or ROCm is there, the first two do not warn.)
+# **The smallest program that does it.** A script for CUDA runs on a machine without a GPU, or asks
+# autocast for fp32. (On a machine with a GPU, only the dtype warns.)
 
 # %%
-warned = {
-    "autocast": warnings_of(lambda: torch.autocast("cuda")),
-    "scaler": " ".join(warnings_of(lambda: torch.amp.GradScaler("cuda")).split()),
-    "dtype": warnings_of(lambda: torch.autocast("cpu", dtype=torch.float32)).partition("\n")[0],
-}
-print(*warned.values(), sep="\n")
-expected = {
-    "autocast": "CUDA is not available or torch_xla is imported. Disabling autocast.",
-    "scaler": "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.",
-    "dtype": "In CPU autocast, but the target dtype is not supported. Disabling autocast.",
-}
-for what, message in expected.items():
-    assert (message in warned[what]) is (what == "dtype" or not torch.cuda.is_available())
-with mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", return_value=False):
-    assert not warnings_of(lambda: (torch.autocast("cuda"), torch.amp.GradScaler("cuda")))
+warned = warnings_of(lambda: (torch.autocast("cuda"), torch.amp.GradScaler("cuda")))
+wrong_dtype = warnings_of(lambda: torch.autocast("cpu", dtype=torch.float32))
+for line in [*warned.splitlines(), *wrong_dtype.splitlines()]:
+    print(" ".join(line.split()))
+assert ("CUDA is not available" in warned) is not torch.cuda.is_available()
+assert "In CPU autocast, but the target dtype is not supported." in wrong_dtype
 
 # %% [markdown]
-# **Why.** For `"cuda"` autocast and the scaler switch themselves off, and the run goes on in fp32.
-# For `"xpu"` and `"mps"` both stay on, without a warning, and products of CPU tensors are fp32
-# ([notebook 02](02_autocast_dtypes.ipynb)).
+# **Why.** PyTorch sees no GPU, or the dtype of autocast is neither fp16 nor bf16. Autocast and the
+# scaler then switch themselves off with a warning, and training goes on in fp32.
 #
-# **The fix.** Take the name from the device that the tensors are on, and refuse a device that is
-# not there. `Precision` of this collection's package raises an error.
+# For `"xpu"` and `"mps"` there is no warning if the device is missing. Both stay on, but autocast
+# leaves tensors on the CPU in fp32.
+#
+# **The fix.** If `torch.cuda.is_available()` is False on a machine with a GPU, install a build of
+# PyTorch that fits the GPU and its driver. Pass the device of the tensors,
+# `torch.autocast(x.device.type, dtype=torch.bfloat16)`, and only fp16 or bf16 as the dtype.
+#
+# **Not this.** `warnings.filterwarnings("ignore")` hides the warning, but autocast stays off.
 
 # %%
 with torch.autocast(x.device.type, dtype=torch.bfloat16):
     assert (x @ x.T).dtype is torch.bfloat16
-for name in ("xpu", "mps"):
-    assert not warnings_of(lambda name=name: (torch.autocast(name), torch.amp.GradScaler(name)))
-    assert torch.amp.GradScaler(name).is_enabled()
-    with torch.autocast(name, dtype=torch.float16):
-        assert torch.is_autocast_enabled(name)
-        assert (x @ x.T).dtype is torch.float32
-absent = "xpu" if torch.cuda.is_available() else "cuda"
-try:
-    Precision.BF16.autocast(absent)
-    raised = False
-except DeviceError:
-    raised = True
-assert raised
+with torch.autocast("xpu", dtype=torch.float16):  # neither a warning nor an effect
+    assert torch.is_autocast_enabled("xpu")
+    assert (x @ x.T).dtype is torch.float32
 
 # %% [markdown]
-# **Notice it earlier.** Use `warnings.simplefilter("error")` in tests, and print the dtype of one
-# output.
+# **Notice it earlier.** In tests, turn warnings into errors with `warnings.simplefilter("error")`, and
+# assert the dtype of one output.
 
 # %% [markdown]
 # ## A thread runs without autocast or in another dtype
 #
 # `AMP0032` <!-- failure
 # symptoms = [
-#   "a step is no faster than before, or even slower",
+#   "autocast is off in a thread, such as that of a server, a callback or a ThreadPoolExecutor",
+#   "nn.DataParallel ignores autocast, or computes in fp16 in place of bf16",
+#   "bf16 overflows only in DataParallel, with several GPUs in one process",
 # ]
+# words = "threading thread-local ThreadPoolExecutor to_thread FastAPI Gradio replicas parallel_apply"
 # -->
 #
-# **What you see.** Code that runs a model in threads may be as slow as in fp32, or use the wrong half
-# precision.
+# **What you see.** A model that runs in a thread is as slow as in fp32, or computes in the wrong 16-bit
+# dtype. No message appears.
 #
-# **The smallest program that does it.** We start two threads, each inside an fp16 block. The second
-# enters autocast again, but does not say in which dtype.
+# **The smallest program that does it.** We call two functions in a thread, from inside an fp16 block.
+# The second function enters autocast itself, but does not pass a dtype.
 
 
 # %%
 def in_a_thread(function):
     """What `function()` returns when another thread calls it inside an fp16 block."""
-    results = []
-    with torch.autocast("cpu", dtype=torch.float16):
-        thread = threading.Thread(target=lambda: results.append(function()))
-        thread.start()
-        thread.join()
-    return results[0]
+    with torch.autocast("cpu", dtype=torch.float16), ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
 
 
 def enter_again(**options):
@@ -150,22 +141,14 @@ print("in the thread:", *found)
 assert found == (torch.float32, torch.bfloat16)
 
 # %% [markdown]
-# **Why.** Autocast's switch and its dtype both belong to a thread, and a new thread has the
-# defaults. On several GPUs `nn.DataParallel` has a thread for each. It enters autocast again there,
-# but leaves out the dtype, as `enter_again()` does. What was meant to be bf16 therefore runs in fp16.
-# Its source shows it:
-
-# %%
-source = inspect.getsource(nn.parallel.parallel_apply)
-(block,) = re.findall(r"autocast\([^)]*enabled=autocast_enabled[^)]*\)", source)
-print(block)
-assert "dtype" not in block
-assert torch.get_autocast_dtype("cuda") is torch.float16
-
-# %% [markdown]
-# **The fix.** Enter autocast with its dtype in the function that the thread runs, or use it as a
-# decorator of `forward`. Replace `DataParallel` by DDP, which has processes
-# ([notebook 11](11_scale_out.ipynb)).
+# **Why.** Autocast's switch and its dtype belong to one thread. A new thread starts with autocast off
+# and with the default dtype, which is fp16 on CUDA. `nn.DataParallel` starts a thread for each GPU and
+# enters autocast there without a dtype, so bf16 becomes fp16.
+# <!-- tests/notebooks/test_08g_speed_and_memory.py -->
+#
+# **The fix.** Enter autocast with its dtype inside the function that the thread runs, or decorate the
+# model's `forward` with `torch.autocast`. Replace `nn.DataParallel` by `DistributedDataParallel`,
+# which uses processes ([notebook 11](11_scale_out.ipynb#DDP)).
 
 # %%
 assert in_a_thread(lambda: enter_again(dtype=torch.float16)) is torch.float16
@@ -174,22 +157,28 @@ assert in_a_thread(decorated) is torch.float16
 
 # %% [markdown]
 # **Notice it earlier.** In `forward`, assert `torch.is_autocast_enabled(device.type)`, and the dtype
-# that `torch.get_autocast_dtype(device.type)` gives.
+# that `torch.get_autocast_dtype(device.type)` returns.
 
 # %% [markdown]
 # ## Autocast makes the model no faster
 #
 # `AMP0033` <!-- failure
 # symptoms = [
-#   "a profile of a server or a sampler is full of casts and copies",
-#   "a step is no faster than before, or even slower",
+#   "AMP or fp16 training is slower than fp32", "a step is no faster than before, or even slower",
+#   "mixed precision gives no speed-up, an epoch takes the same time",
+#   "`--fp16`, `--amp` or `precision=16` makes no difference to the speed",
+#   "inference is not faster, or slower, with autocast",
+#   "GPU utilisation is low with AMP, or the same as in fp32",
+#   "fp16 is no faster with channels_last, cudnn.benchmark or compile",
+#   "a profile of a server or a sampler in fp16 is full of casts and copies",
 # ]
+# words = "speedup slowdown _to_copy profiler utilization data loader bottleneck convolution"
 # -->
 #
-# **What you see.** A step takes as long as before, or longer.
+# **What you see.** A step takes as long as before, or longer. A profile shows many casts (`_to_copy`).
 #
-# **The smallest program that does it.** We use a network of five small layers. `CountOps` counts
-# the ops that are not views.
+# **The smallest program that does it.** We count the ops of five small layers. `CountOps` leaves out
+# views, which do no work.
 
 
 # %%
@@ -214,159 +203,164 @@ print(f"fp32: {plain.ops} ops; autocast: {amp.ops} ops, {amp.casts} of them cast
 assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 
 # %% [markdown]
-# **Why.** Each forward pass casts five weights, five biases and the input, so 5 ops became 16. This
-# pays only from some size of the products on ([notebook
-# 10](10_speed_ladder.ipynb#From-which-size-on-does-AMP-pay?)). Seven other reasons:
-# - The hardware has no fast path for the dtype ([your hardware](../docs/hardware.md)).
-# - The limit is the data loader or the launching of kernels, and not arithmetic ([notebook
-#   10](10_speed_ladder.ipynb#Where-AMP-loses)).
-# - Each use of a weight casts it anew. So it is under `torch.inference_mode()`, where a server or a
-#   sampler of many steps has one block around all of them
-#   ([section 34](#The-memory-is-not-halved) counts). Cast the weights once, and the inputs too,
-#   or take `torch.no_grad()` ([notebook 18](18_inference_and_export.ipynb#Ways-to-run-it)).
-# - Large ops stay in fp32. `amp-lab xray` lists them ([notebook 09](09_xray_your_model.ipynb)).
-#   For one product of an island on CUDA,
-#   [`torch.mm(…, out_dtype=torch.float32)`](https://github.com/pytorch/torchtitan/issues/4273) keeps
-#   16-bit inputs and returns fp32, but has no backward pass of its own.
-# - Sizes are not multiples of 8, or of 16 in FP8
-#   ([section 44](#A-size-is-not-a-multiple-of-16-or-8)).
-# - The "fp32" you compare with is really TF32
-#   ([section 37](08h_compile_and_processes.ipynb#TF32-is-set-in-the-old-and-in-the-new-way)).
-# - The clock was read before the GPU had finished ([notebook
-#   04](04_fp32_vs_amp.ipynb#How-not-to-measure)).
+# **Why.** AMP speeds up large matrix multiplications and convolutions, on hardware with fast 16-bit
+# units. Small layers become slower, because autocast adds a cast for each weight, bias and input. If
+# the data loader or the CPU is the bottleneck, faster matmuls change nothing.
 #
-# **The fix.** Use large products in a dtype that the device accelerates; the command [`amp-lab
-# doctor`](../docs/hardware.md) says which. We time the forward pass of a linear layer, small and
-# large:
+# In the program above, 5 ops became 16. Other causes:
+# - **The hardware** has no fast units for this dtype ([known
+#   problems](19_choose_your_precision.ipynb#Known-problems-of-each-device)).
+# - **Autocast casts weights again in each use**: frozen weights, and all weights under
+#   `torch.inference_mode()`.
+# - **Large ops stay in fp32**. `amp-lab xray` lists them ([notebook 09](09_xray_your_model.ipynb)).
+# - **Sizes** are [not multiples of 8](#A-size-is-not-a-multiple-of-16-or-8).
+# - **Convolutions** do not use
+#   [`channels_last`](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html).
+# - **"fp32" is [really TF32](08h_compile_and_processes.ipynb#TF32-is-set-in-the-old-and-in-the-new-way)**,
+#   or the clock was read [before the GPU had finished](04_fp32_vs_amp.ipynb#How-not-to-measure).
+#
+# **The fix.** Time one step in each precision, on a batch that is already on the GPU. If AMP is faster
+# there, make the data loader faster. If not, use larger batches and a dtype that `amp-lab doctor`
+# reports as fast. For inference, cast the weights once.
+#
+# [Notebook 10](10_speed_ladder.ipynb#Where-AMP-loses) shows from which size on AMP pays. For
+# convolutions, also [let cuDNN search](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html)
+# for the fastest kernel: `torch.backends.cudnn.benchmark = True`.
+#
+# **Not this.** Do not call `model.half()` before training to avoid the casts. fp16 weights lose small
+# updates.
 
-
-# %% tags=["nbval-ignore-output"]
-def forward(layer, batch, enabled):
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled), torch.no_grad():
-        return layer(batch)
-
-
-for width in (16, 512):
-    layer, batch = nn.Linear(width, width).to(device), torch.ones(width, width, device=device)
-    steps = {p: partial(forward, layer, batch, p == "bf16") for p in ("fp32", "bf16")}
-    timed = compare(steps, device=device, budget_s=2)
-    print(f"width {width}:", timed, sep="\n")
-assert forward(layer, batch, enabled=True).dtype is torch.bfloat16
+# %%
+frozen = nn.Linear(16, 16).requires_grad_(False)
+with CountOps() as again, torch.autocast("cpu", dtype=torch.bfloat16):
+    frozen(inputs), frozen(inputs)
+small.bfloat16()
+with CountOps() as once:
+    small(inputs.bfloat16())
+assert (again.casts, once.casts) == (6, 1)  # the only cast is that of the inputs
+assert torch.tensor(1.0).half() + 1e-4 == 1  # an update of an fp16 weight
 
 # %% [markdown]
-# The last column is the speed-up, with its interval. Here the small layer was slower in bf16, where
-# it needs casts, and the large one was faster. Whether a large layer gains depends on the hardware.
-#
-# **Notice it earlier.** Measure one step in each precision before the long run.
-# [Notebook 04](04_fp32_vs_amp.ipynb) shows how.
+# **Notice it earlier.** Measure one step in each precision before the long run ([notebook
+# 04](04_fp32_vs_amp.ipynb#Time-of-a-training-step)).
 
 # %% [markdown]
 # ## The memory is not halved
 #
 # `AMP0034` <!-- failure
 # symptoms = [
-#   "training uses as much memory as before, or more",
-#   "inference uses more memory with autocast than without, or memory grows under `no_grad`",
+#   "training with AMP uses as much memory as before, or more",
+#   "fp16 or bf16 does not halve the GPU memory",
+#   "GPU memory usage of training is the same with and without autocast",
+#   "mixed precision training takes 16 or 18 bytes per parameter",
 # ]
+# words = "VRAM usage reduce half saves activations Adam states large model"
 # -->
 #
-# **What you see.** The peak memory is the same as in fp32, or higher, in training or in inference.
+# **What you see.** The peak memory of a training step is the same as in fp32, or higher.
 #
-# **The smallest program that does it.** The weights are large, and the batch is a single example.
-# `kept_bytes` adds up what the forward pass keeps for the backward pass, beside the parameters.
+# **The smallest program that does it.** The weights are large, and the batch is a single example. We
+# add up what the forward pass saves for the backward pass, without the parameters.
 
 
 # %%
-def kept_bytes(model, batch, enabled):
-    """Bytes of the tensors that are kept for backward, each storage once, parameters aside."""
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept = {}
-
-    def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-        return tensor
-
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled),
-    ):
-        loss = model(batch).square().mean()
-    assert loss.requires_grad  # the graph is alive, so no storage was used twice
-    return sum(s.nbytes() for address, s in kept.items() if address not in parameters)
+def saved(batch, enabled):
+    """Bytes that the forward pass of `wide` saves, with autocast on or off."""
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+        return saved_bytes(wide, lambda model: model(batch).square().mean())
 
 
-wide, _ = make(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
-single = [kept_bytes(wide, torch.ones(1, 512), enabled) for enabled in (False, True)]
-print(f"batch of 1: fp32 {single[0] / 1024:.0f} KiB, autocast {single[1] / 1024:.0f} KiB")
-assert single[1] > 50 * single[0]
+single = torch.ones(1, 512)
+fp32, amp = saved(single, enabled=False), saved(single, enabled=True)
+print(f"batch of 1: fp32 {fp32 / 1024:.0f} KiB, autocast {amp / 1024:.0f} KiB")
+assert amp > 50 * fp32
 
 # %% [markdown]
-# **Why.** Autocast narrows *activations*. The weights, the gradients and the two moments of Adam stay
-# fp32 and take 16 bytes for each parameter. The casts of the weights take 2 bytes more, and those
-# that a gradient needs are kept for the backward pass. With many weights and few activations, that is
-# more than before: 515 KiB here in place of 6.
+# **Why.** Autocast makes activations smaller, but not the weights, gradients and optimizer state. With
+# Adam these take 16 bytes per parameter in fp32, and autocast adds a 16-bit copy of the weights. A
+# large model with a small batch can therefore need more memory than in fp32.
+# <!-- tests/notebooks/test_08g_speed_and_memory.py -->
 #
-# Another cause is a parameter in fp32 that meets an activation outside of the ops that autocast
-# casts, such as a gate with a number for each channel. The product is fp32, and so is what follows,
-# up to the next op that autocast casts. Cast the parameter: `h * gate.to(h.dtype)`.
+# A parameter in fp32 can also undo the saving, for example a gate with one number per channel: a 16-bit
+# activation times this gate is fp32. Cast the gate: `h * gate.to(h.dtype)`.
 #
-# And the cast of an *expanded* tensor is written out in full, though the tensor itself is not. Cast it
-# before you expand it.
+# **The fix.** Make the batch larger, because AMP saves memory on activations. If activations fill the
+# memory, use gradient checkpointing. If weights and Adam's state do, use an optimizer with less state,
+# LoRA or sharding (FSDP). <!-- tests/remedies/test_memory_remedies.py -->
 #
-# **The fix.** AMP usually saves memory on a large batch, so make the batch larger. With 2048 examples
-# it keeps 6.5 MiB in place of 12. Other means are gradient checkpointing, sharding, or an optimizer
-# with less state. <!-- tests/remedies/test_memory_remedies.py -->
+# **Not this.** Do not train with `model.bfloat16()` to save memory. Without fp32 weights, small updates
+# are rounded away ([notebook 16](16_low_precision_state.ipynb#Weights-in-bf16)).
 
 # %%
-batch = torch.ones(2048, 512)
-fp32, amp = (kept_bytes(wide, batch, enabled) for enabled in (False, True))
+many = torch.ones(2048, 512)
+fp32, amp = saved(many, enabled=False), saved(many, enabled=True)
 print(f"batch of 2048: fp32 {fp32 / 2**20:.1f} MiB, autocast {amp / 2**20:.1f} MiB")
 assert 0.5 < amp / fp32 < 0.6
-adam = torch.optim.Adam(wide.parameters())
-wide(batch).sum().backward()
-adam.step()
-moments = [t for state in adam.state.values() for t in state.values() if t.dim() > 0]
-always = [*wide.parameters(), *(p.grad for p in wide.parameters()), *moments]
-assert sum(t.nbytes for t in always) == 16 * sum(p.numel() for p in wide.parameters())
 h, gate = torch.ones(1, 2, dtype=torch.bfloat16), nn.Parameter(torch.ones(2))
 assert (h * gate).dtype is torch.float32
 assert (h * gate.to(h.dtype)).dtype is torch.bfloat16
-assert gate.expand(1024, 2).to(h.dtype).untyped_storage().nbytes() == 1024 * 2 * 2
-assert gate.to(h.dtype).expand(1024, 2).untyped_storage().nbytes() == 2 * 2
+assert torch.tensor(1.0).bfloat16() + 1e-3 == 1  # an update of a bf16 weight
 
 # %% [markdown]
-# In inference under `no_grad`, the block keeps the casts of weights that require a gradient until
-# it ends. If all weights are cast, that is half as much again as the fp32 weights take. Use
-# `torch.inference_mode()`, which keeps none, or an autocast with `cache_enabled=False`. Or cast the model once, `model.bfloat16()`, which
-# halves the weights ([notebook 18](18_inference_and_export.ipynb#Ways-to-run-it)). We count the
-# casts of two passes:
+# **Notice it earlier.** `amp-lab memory` forecasts the memory of your model in each precision, and says
+# what saves how much. <!-- tests/tracing/test_memory.py -->
+
+# %% [markdown]
+# ## Inference under autocast takes more memory
+#
+# `AMP0171` <!-- failure
+# symptoms = [
+#   "inference uses more memory with autocast than without",
+#   "memory grows under `no_grad` inside the autocast block",
+#   "out of memory in `generate` or in sampling only with fp16 or autocast",
+#   "evaluation with `--fp16` needs more memory than in fp32",
+# ]
+# words = "no_grad cache_enabled clear_autocast_cache weights twice sampling serving"
+# -->
+#
+# **What you see.** A model needs more memory for inference with autocast than in fp32. The memory grows
+# with each layer, and is freed when the block ends ([a
+# report](https://github.com/huggingface/transformers/issues/8403)).
+#
+# **The smallest program that does it.** We run a layer twice inside one block and count the casts. If
+# the second pass makes fewer casts, autocast has kept copies from the first.
 
 
 # %%
-def casts_of_two_passes(mode):
-    """How many casts two passes through a linear layer make inside one block."""
-    layer, _ = make()
-    with mode, torch.autocast("cpu", dtype=torch.bfloat16), CountOps() as counted:
-        layer(x)
-        layer(x)
+def casts_of_two_passes(mode, **options):
+    layer = nn.Linear(2, 2)
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16, **options)
+    with mode, autocast, CountOps() as counted:
+        layer(x), layer(x)
     return counted.casts
 
 
-held = casts_of_two_passes(torch.no_grad())
-released = casts_of_two_passes(torch.inference_mode())
-with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-    with CountOps() as counted:
-        layer, _ = make()
-        layer(x), layer(x)
-    assert counted.casts == released
-print(f"casts: {held} under no_grad, {released} under inference_mode")
-assert held == 4  # weight and bias once, the input twice
-assert released == 6  # all of them twice, since none was kept
-assert all(p.dtype is torch.bfloat16 for p in make()[0].bfloat16().parameters())
+kept = casts_of_two_passes(torch.no_grad())
+freed = casts_of_two_passes(torch.inference_mode())
+print(f"casts: {kept} under no_grad, {freed} under inference_mode")
+assert kept == 4  # weight and bias once, the input twice
+assert freed == 6  # all of them twice
 
 # %% [markdown]
-# **Notice it earlier.** Count before you run: with Adam 16 bytes a parameter, under autocast two
-# more for the casts, plus the activations. `amp-lab memory` does it for your model, and for inference with `--eval`. <!-- tests/tracing/test_inference_memory.py -->
+# **Why.** The weights stay in fp32, and autocast makes a 16-bit copy of each. Under
+# `torch.no_grad()`, autocast keeps the copies of weights that require a gradient until the block
+# ends. All copies together take half as much memory as the weights.
+#
+# **The fix.** Use `torch.inference_mode()` or `torch.autocast(…, cache_enabled=False)`, which keep no
+# copies. A model that only runs inference needs no autocast: cast it once with `model.bfloat16()`,
+# which halves its weights ([notebook 18](18_inference_and_export.ipynb#Ways-to-run-it)).
+#
+# **Not this.** `torch.cuda.empty_cache()` does not free the copies, because autocast still holds them.
+# It [releases only unused
+# memory](https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.empty_cache.html).
+
+# %%
+assert casts_of_two_passes(torch.no_grad(), cache_enabled=False) == freed
+assert all(p.nbytes == 2 * p.numel() for p in nn.Linear(2, 2).bfloat16().parameters())
+
+# %% [markdown]
+# **Notice it earlier.** `amp-lab memory --eval` forecasts inference, under autocast and with weights
+# cast once. <!-- tests/tracing/test_inference_memory.py -->
 
 # %% [markdown]
 # ## A size is not a multiple of 16 or 8
@@ -374,128 +368,146 @@ assert all(p.dtype is torch.bfloat16 for p in make()[0].bfloat16().parameters())
 # `AMP0044` <!-- failure
 # messages = [
 #   "Expected self.size(1) to be divisible by 16, but got self.size(1)=",
-#   "Expected both dimensions of mat2 to be divisible by 16",
+#   "Expected both dimensions of mat2 to be {name} by 16 but got",
+#   "stride along {any} dim to be multiple of 16 bytes, got",
 # ]
 # quoted = [
-#   "Expected trailing dimension of mat1 to be divisible by 16",
+#   "Expected trailing dimension of {name} to be divisible by 16",
+#   "Expected mat_b shape to be divisible by 16", "mat2 shape ({any}) must be divisible by 16",
+#   "FP8 execution requires the product of all dimensions except the last to be divisible by",
+#   "FP8 execution requires 2D input matrices with height divisible by 8",
+#   "Tensor dimensions are not compatible for FP8 execution", "MXFP8 requires tensor dims",
+#   "is not divisible by weight quantization block_{name} = {n}",
 # ]
 # symptoms = [
-#   "a step is no faster than before, or even slower",
+#   "FP8 fails for some layers or batch sizes", "a size is not a multiple of 8 or 16 in fp16 or FP8",
+#   "pad the vocabulary or the batch to a multiple of 8, 16 or 64 for fp16 tensor cores",
 # ]
+# words = "divisible padding alignment shape torchao Transformer Engine vLLM SGLang _scaled_mm"
 # -->
 #
-# **What you see.** A matrix product in FP8 raises one of these, on a GPU or when it is compiled:
-# - `Expected trailing dimension of mat1 to be divisible by 16`, or `mat_a` in place of `mat1`
-# - `Expected self.size(1) to be divisible by 16, but got self.size(1)=`, followed by the size
-# - `Expected both dimensions of mat2 to be divisible by 16`
+# **What you see.** A matmul in FP8 raises one of the messages below. In fp16 and bf16 there is no
+# message, but the matmul may be slower than it could be.
 #
-# In fp16 and bf16 there is no message, but the product may be slower than it could be.
-#
-# **The smallest program that does it.** We multiply in FP8 on the device `meta`, whose tensors have
-# no data. PyTorch checks their sizes by the rules of CUDA. First the inner size is 100, then there
-# are as many columns as GPT-2 has tokens in its vocabulary, 50257. (The first message is that of
-# [the kernel itself](https://github.com/pytorch/ao/issues/571).)
+# **The smallest program that does it.** On the device `meta` tensors have no data, but PyTorch checks
+# their sizes by the rules of CUDA. We multiply in FP8 with an inner size of 100, then with the 50257
+# columns of GPT-2's vocabulary, and last in a grouped matmul, as in a mixture of experts. (CUDA's
+# kernels, [torchao](https://github.com/pytorch/ao/issues/571), [Transformer
+# Engine](https://github.com/NVIDIA/TransformerEngine/issues/1422) and vLLM use other words.)
 
 
 # %%
-def shape_in_fp8(rows, inner, columns):
-    """The shape of a product of (rows, inner) and (inner, columns) in FP8, without data."""
-    left = torch.empty(rows, inner, dtype=torch.float8_e4m3fn, device="meta")
-    right = torch.empty(columns, inner, dtype=torch.float8_e4m3fn, device="meta")
-    one = torch.ones((), device="meta")  # the scale of either
-    return torch._scaled_mm(left, right.T, one, one, out_dtype=torch.bfloat16).shape
+def fp8(rows, columns):
+    return torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device="meta")
 
 
-inner_message = message_of(lambda: shape_in_fp8(32, 100, 64))
-columns_message = message_of(lambda: shape_in_fp8(32, 64, 50257))
-print(inner_message, columns_message, sep="\n")
-assert "Expected self.size(1) to be divisible by 16, but got self.size(1)=" in inner_message
-assert "Expected both dimensions of mat2 to be divisible by 16" in columns_message
+def product_shape(rows, inner, columns):
+    one = torch.ones((), device="meta")  # the scale of both
+    return torch._scaled_mm(fp8(rows, inner), fp8(columns, inner).T, one, one).shape
+
+
+scales = torch.ones(32, device="meta"), torch.ones(64, device="meta")
+print(message_of(lambda: product_shape(32, 100, 64)))
+print(message_of(lambda: product_shape(32, 64, 50257)))
+print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, *scales)))
 
 # %% [markdown]
-# **Why.** Tensor cores take pieces of 16 bytes: 16 numbers in FP8, 8 in fp16 and bf16, 4 in TF32.
-# PyTorch's FP8 products refuse other inner sizes and numbers of columns. In 16 bits other sizes run
-# too, but multiples of 16 bytes are more efficient, and on an A100 those of 128 bytes, which are 64
-# numbers ([NVIDIA's
-# guide](https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html#requirements-tc)).
-# The sizes of a linear layer are its inputs, its outputs, and the rows, which are batch x tokens:
-# the gradient of the weight sums over them.
+# **Why.** Tensor cores read pieces of 16 bytes: 16 numbers in FP8, or 8 in fp16 and bf16. FP8 matmuls
+# refuse other sizes. In fp16 and bf16 other sizes run, but may be slower. Formats with a scale per
+# block need multiples of the block: 32 in MXFP8, 128 in many FP8 checkpoints.
 #
-# **The fix.** Pad. nanoGPT makes GPT-2's vocabulary of 50257 a [multiple of
-# 64](https://github.com/karpathy/nanoGPT/blob/master/model.py), which is 50304. No token has the new
-# numbers, and the logits of the others stay the same. Leave the new ones out before you choose a
-# token. Drop the last batch if it is smaller (`drop_last=True`), and pad the tokens.
-
+# NVIDIA
+# [recommends](https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html#requirements-tc)
+# multiples of 16 bytes, and of 128 bytes on an A100, for inputs, outputs and rows of a linear layer.
+# The rows are batch size times tokens.
+#
+# **The fix.** Pad the vocabulary to a multiple of 64 and the tokens in the collate function, and use
+# `drop_last=True` for the last batch. Or leave the layer in bf16. If an FP8 checkpoint fails in vLLM or
+# SGLang, use a smaller tensor-parallel size.
+#
+# nanoGPT pads [50257 to 50304](https://github.com/karpathy/nanoGPT/blob/master/model.py). The logits of
+# real tokens stay the same. Leave out the new ones before you choose a token.
 
 # %%
-def padded(size, multiple):
-    """The smallest multiple that is not below `size`."""
-    return math.ceil(size / multiple) * multiple
-
-
-assert padded(50257, 64) == 50304
-assert shape_in_fp8(33, padded(100, 16), 50304) == (33, 50304)  # any number of rows will do
-head = nn.Linear(2, 5, bias=False)  # a vocabulary of 5
-larger = nn.Linear(2, padded(5, 8), bias=False)
+padded = math.ceil(50257 / 64) * 64
+assert product_shape(33, 112, padded) == (33, 50304)  # any number of rows
+head, larger = (nn.Linear(2, size, bias=False) for size in (5, 8))
 with torch.no_grad():
     larger.weight[:5] = head.weight
 torch.testing.assert_close(larger(x)[:, :5], head(x))
 
 # %% [markdown]
-# **Notice it earlier.** `amp-lab xray` names the products on a GPU whose sizes are not multiples of 8.
-# `amp-lab rehearse` leaves out the layers that FP8 would refuse, and says why. <!-- tests/tracing/test_advice.py, tests/formats/test_rehearsal.py -->
+# **Notice it earlier.** `amp-lab xray` lists the matmuls whose sizes are not multiples of 8. `amp-lab
+# rehearse` skips the layers that FP8 would refuse. <!-- tests/tracing/test_advice.py, tests/formats/test_rehearsal.py -->
 
 # %% [markdown]
 # ## CUDA is out of memory
 #
 # `AMP0045` <!-- failure
 # quoted = [
-#   "torch.OutOfMemoryError: CUDA out of memory.",
+#   "CUDA out of memory", "torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError",
+#   "HIP out of memory", "XPU out of memory", "MPS backend out of memory",
+#   "CUDA error: out of memory", "CUDA driver error: out of memory",
+#   "cuda runtime error (2) : out of memory", "CUDA ran out of memory outside PyTorch's allocator",
+#   "Allocation on device {any} would exceed allowed memory. (out of memory)",
+#   "DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory",
 # ]
+# symptoms = [
+#   "out of memory (OOM) in fp16 or bf16 too", "the largest batch that fits into GPU memory",
+#   "GPU memory is full, the model does not fit", "how much VRAM does fp16 or bf16 training need",
+# ]
+# words = "OOM VRAM OutOfMemoryError GiB capacity allocated batch size checkpointing smaller"
 # -->
 #
-# **What you see.** A step raises
-# `torch.OutOfMemoryError: CUDA out of memory.`
-# It goes on with `Tried to allocate` and a size. Older versions say `torch.cuda.OutOfMemoryError`, which
-# is the same class. We quote it from PyTorch's
+# **What you see.** A step raises `torch.OutOfMemoryError: CUDA out of memory. Tried to allocate …`.
+# Older versions raise `torch.cuda.OutOfMemoryError`, which is the same class. On other devices the
+# message begins with `HIP`, `XPU` or `MPS backend`. We quote it from PyTorch's
 # [source](https://github.com/pytorch/pytorch/blob/main/c10/cuda/CUDACachingAllocator.cpp).
 #
-# **The smallest program that does it.** We need no GPU to see that a step does not fit:
-# `forecast_memory` counts its bytes without running it. The card of this example has 24 MiB.
+# **The smallest program that does it.** `forecast_memory` counts the bytes of a step without running it.
+# We assume a GPU of 24 MiB.
+
 
 # %%
-card = 24 * 2**20  # bytes
-
-
 def peak_of(batch):
-    """Bytes of a training step of section 34's model with Adam, under bf16 autocast on a GPU."""
+    """Bytes of a training step of `wide` with Adam, under bf16 autocast on a GPU."""
     inputs = torch.empty(batch, 512, device="meta")
     return forecast_memory(wide, inputs, precision="bf16").peak
 
 
-print(f"4096 examples need {peak_of(4096) / 2**20:.0f} MiB of {card / 2**20:.0f} MiB")
-assert peak_of(4096) > card
+memory = 24 * 2**20  # bytes
+print(f"4096 examples need {peak_of(4096) / 2**20:.0f} MiB of {memory / 2**20:.0f} MiB")
+assert peak_of(4096) > memory
 assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 
 # %% [markdown]
-# **Why.** Weights, gradients, optimizer state and saved activations have to fit at the same time.
-# - If the *first* step fails, they are too large, or another process uses the GPU (`nvidia-smi`).
-# - If memory grows in *each* step, your code probably keeps graphs: a running total of `loss` holds all
-#   of them, and one of `loss.item()` none.
-# - If only *evaluation* fails, check that it runs under `torch.inference_mode()` (section 34).
-# - If the message says that much memory is reserved but unallocated, it may be fragmented. Set
-#   `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, as the message says. (On RDNA4 it [has given
-#   NaN](https://github.com/pytorch/pytorch/issues/195202).)
+# **Why.** Weights, gradients, optimizer state and activations have to fit into the GPU at the same
+# time, beside the memory of other processes (`nvidia-smi`). A resumed run fails if `torch.load` puts
+# the checkpoint onto the GPU too. Evaluation fails if it builds a graph or collects outputs.
 #
-# **The fix.** Ask `amp-lab memory my_model.py:MODEL --input 8,3,224,224 --memory 24GiB` with your
-# model and card: it forecasts each precision and the largest batch, and if that is too little, says
-# what saves how much ([Will it fit?](../docs/your_model.md#will-it-fit)). Then use a batch that fits,
-# and add up the gradients of several, which gives the gradient of the large one, up to rounding and
-# without batch normalisation.
+# Where the error appears shows what is too large:
+# - **In the forward or backward pass**: the activations, so the batch, image or sequence is too large.
+# - **In the first `optimizer.step()`**: the optimizer state, which Adam allocates there.
+# - **After many steps, or in evaluation**: [memory
+#   grows](#Memory-grows-with-each-step-or-in-evaluation).
+# - **Only after resuming**: the checkpoint is on the GPU.
+# - **With much memory reserved but unallocated**: the memory is fragmented. Set
+#   `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, as the message says.
+#
+# **The fix.** Use a smaller batch and add up the gradients of several batches, use gradient
+# checkpointing, and load checkpoints with `map_location="cpu"`. `amp-lab memory my_model.py:MODEL
+# --input 8,3,224,224 --memory 24GiB` forecasts the largest batch, and what else saves how much.
+#
+# The added gradients equal that of the large batch, up to rounding and without batch normalisation.
+# ([More on the forecast](../docs/your_model.md#does-training-fit-into-memory).)
+#
+# **Not this.** `torch.cuda.empty_cache()` in each step makes the step slower and gives your process no
+# more memory, because PyTorch [already reuses what it has
+# cached](https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.empty_cache.html).
 
 
 # %%
-def gradient_of_batches(batches):
+def gradient_of(batches):
     """The gradient of the mean loss over batches of one size."""
     wide.zero_grad()
     for batch in batches:
@@ -503,22 +515,86 @@ def gradient_of_batches(batches):
     return wide[0].weight.grad.clone()
 
 
-fits = largest_batch(wide, (512,), memory_bytes=card, precision="bf16")
+fits = largest_batch(wide, (512,), memory_bytes=memory, precision="bf16")
 print(f"{fits} examples fit")
-assert peak_of(fits) <= card < peak_of(fits + 1)
+assert peak_of(fits) <= memory < peak_of(fits + 1)
 large = torch.randn(8, 512)
-torch.testing.assert_close(gradient_of_batches(large.split(4)), gradient_of_batches([large]))
-loss = wide(large).square().mean()
-total = 0.0 + loss  # a running total
-assert total.requires_grad  # so it holds the graph
-assert isinstance(loss.item(), float)
+torch.testing.assert_close(gradient_of(large.split(4)), gradient_of([large]))
 
 # %% [markdown]
-# **Notice it earlier.** Run `amp-lab memory` before you rent the card.
+# **Notice it earlier.** Run `amp-lab memory` before you rent the GPU.
+
+# %% [markdown]
+# ## Memory grows with each step or in evaluation
+#
+# `AMP0170` <!-- failure
+# quoted = ["return torch.cat((tensor1, tensor2), dim=0){any}out of memory"]
+# symptoms = [
+#   "GPU memory grows with each iteration or epoch until it is full", "memory leak in a loop",
+#   "memory runs out only in evaluation or validation",
+#   "evaluation collects logits until memory is full", "a list of losses keeps memory",
+#   "Trainer runs out of memory in `evaluate` or `compute_metrics`",
+# ]
+# words = "OOM increases accumulate eval_accumulation_steps preprocess_logits_for_metrics detach item"
+# -->
+#
+# **What you see.** Each step, or each batch of an evaluation, needs more memory than the one before.
+#
+# **The smallest program that does it.** We evaluate three batches and keep something of each.
+# `held_by` counts the tensors that graphs still hold at the end.
+
+
+# %%
+alive = weakref.WeakSet()
+
+
+class Saved:
+    """A tensor that a graph holds for its backward pass."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor.detach()
+        alive.add(self)
+
+
+def held_by(collect):
+    """How many tensors graphs hold if we keep `collect(logits)` of three batches."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+        kept.extend(collect(wide(torch.ones(4, 512))) for _ in range(3))
+    return len(alive)
+
+
+losses = held_by(lambda logits: logits.mean())
+numbers = held_by(lambda logits: logits.mean().item())
+print(f"tensors held by three losses: {losses}, by three numbers: {numbers}")
+assert losses > numbers == 0
+
+# %% [markdown]
+# **Why.** A loss or an output that you keep holds its graph, and the graph holds all activations of its
+# batch. Without a graph the outputs alone can fill the memory: logits have batch size x tokens x
+# vocabulary numbers.
+#
+# `loss.backward()` frees the activations. So `total_loss += loss` after the backward pass keeps little,
+# but in an evaluation without `no_grad` it keeps everything.
+#
+# **The fix.** Evaluate under `torch.inference_mode()`, add up `loss.item()`, and keep
+# `logits.argmax(-1).cpu()` in place of the logits. In transformers' Trainer set
+# `eval_accumulation_steps`, or reduce the logits in `preprocess_logits_for_metrics`.
+#
+# **Not this.** `model.eval()` alone still builds a graph. It changes only layers such as dropout.
+
+# %%
+assert held_by(lambda logits: logits.mean().backward() or logits) == 0
+assert held_by(lambda logits: logits.argmax(-1)) == 0
+with torch.inference_mode():
+    assert held_by(lambda logits: logits) == 0
+assert wide.eval()(torch.ones(1, 512)).requires_grad
+
+# %% [markdown]
+# **Notice it earlier.** Print `torch.cuda.memory_allocated()` after each step. It has to stay the same.
 
 # %% [markdown]
 # ## Further reading
 #
-# - [Automatic mixed precision
-#   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): the right order of calls
-#   for clipping, accumulation, several losses, models and optimizers.
+# - [CUDA's memory management](https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management):
+#   what PyTorch allocates, reserves and caches.

@@ -1,0 +1,270 @@
+"""What notebook 08g and its table of other failures state without an assertion beside it."""
+
+import inspect
+import io
+import re
+import tomllib
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import write_failures
+from amp_lab.failures import read_explanation
+from amp_lab.failures.patterns import flat, pattern
+from amp_lab.failures.reference import reference_from
+
+ROWS = {
+    row["code"]: row
+    for row in tomllib.loads(
+        (write_failures.OTHERS / "08g_speed_and_memory.toml").read_text(encoding="utf-8")
+    )["failure"]
+}
+OUT_OF_MEMORY = {
+    "torch 1.13": (
+        "RuntimeError: CUDA out of memory. Tried to allocate 4.16 GiB (GPU 0; 10.76 GiB total "
+        "capacity; 2.82 GiB already allocated; 4.18 GiB free; 4.33 GiB reserved in total)"
+    ),
+    "torch 2.0": (
+        "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 8.00 "
+        "GiB total capacity; 7.06 GiB already allocated; 0 bytes free; 7.29 GiB reserved in total "
+        "by PyTorch) If reserved memory is >> allocated memory try setting max_split_size_mb"
+    ),
+    "torch 2.1": (
+        "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.70 GiB. GPU 0 has a "
+        "total capacty of 6.00 GiB of which 0 bytes is free."
+    ),
+    "torch 2.5": (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 546.00 MiB. GPU 0 has a "
+        "total capacity of 15.77 GiB of which 514.19 MiB is free. Process 5 has 15.25 GiB in use."
+    ),
+    "the class alone": "torch.OutOfMemoryError",
+    "ROCm": "torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB.",
+    "XPU": "torch.OutOfMemoryError: XPU out of memory. Tried to allocate 4.66 GiB.",
+    "MPS": (
+        "RuntimeError: MPS backend out of memory (MPS allocated: 7.43 GB, other allocations: 24.46 "
+        "GB, max allowed: 32.00 GB). Tried to allocate 129.21 MB on private pool."
+    ),
+    "the driver": "RuntimeError: CUDA error: out of memory",
+    "very old": "RuntimeError: cuda runtime error (2) : out of memory at THCStorage.cu:58",
+    "cudaMallocAsync": (
+        "torch.OutOfMemoryError: Allocation on device 0 would exceed allowed memory. (out of "
+        "memory)"
+    ),
+    "Windows": (
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:72] data. DefaultCPUAllocator: not enough "
+        "memory: you tried to allocate 4096 bytes."
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return reference_from(write_failures.reference())
+
+
+def is_quoted(code: str, message: str) -> bool:
+    """Whether a pattern of the row `code` matches the message."""
+    patterns = [pattern(code, quoted).regex for quoted in ROWS[code]["quoted"]]
+    return any(re.search(regex, flat(message), re.IGNORECASE) for regex in patterns)
+
+
+@pytest.mark.parametrize("wording", OUT_OF_MEMORY)
+def test_each_wording_of_out_of_memory_is_found(reference, wording):
+    found = read_explanation(OUT_OF_MEMORY[wording], reference)
+    assert found.by_message
+    assert found.failures[0].code == "AMP0045"
+
+
+def test_the_cpu_runs_out_of_memory_in_the_words_that_are_quoted(reference):
+    with pytest.raises(RuntimeError, match="you tried to allocate") as error:
+        torch.empty(2**50)
+    assert read_explanation(str(error.value), reference).failures[0].code == "AMP0045"
+
+
+@pytest.mark.parametrize(
+    ("traceback", "code"),
+    [
+        (
+            'File "/venv/torch/optim/adam.py", line 179, in _init_group\n'
+            '    state["exp_avg"] = torch.zeros_like(\n                       ^^^^^^^^^^^^^^^^^',
+            "AMP0172",
+        ),
+        (
+            'File "/venv/torch/serialization.py", line 669, in _deserialize\n'
+            "    return obj.to(device=device)\n           ^^^^^^^^^^^^^^^^^^^^^\n"
+            '  File "/venv/torch/storage.py", line 298, in to\n'
+            "    return _to(self, device, non_blocking)\n           ^^^^^^^^^^\n"
+            '  File "/venv/torch/_utils.py", line 108, in _to\n'
+            "    untyped_storage = torch.UntypedStorage(self.size(), device=device)",
+            "AMP0173",
+        ),
+        ('File "modeling_llama.py", line 1, in forward\n    logits = logits.float()', "AMP0179"),
+        (
+            'File "/venv/torch/nn/functional.py", line 3494, in cross_entropy\n'
+            "    return torch._C._nn.cross_entropy_loss(\n           ^^^^^^^^^^^^^^^",
+            "AMP0179",
+        ),
+        (
+            'File "/venv/transformers/trainer_pt_utils.py", line 86, in torch_pad_and_concatenate\n'
+            "    return torch.cat((tensor1, tensor2), dim=0)",
+            "AMP0170",
+        ),
+    ],
+)
+def test_the_last_line_of_a_traceback_says_why_memory_ran_out(reference, traceback, code):
+    text = f"{traceback}\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert read_explanation(text, reference).failures[0].code == code
+
+
+def test_the_code_lines_that_these_patterns_quote_are_in_torch():
+    for where, line in (
+        (torch.optim.Adam, 'state["exp_avg"] = torch.zeros_like('),
+        (torch.optim.Adam, 'state["exp_avg_sq"] = torch.zeros_like('),
+        (torch.serialization, "return obj.to(device=device)"),
+        (torch.storage, "return _to(self, device, non_blocking)"),
+        (nn.functional, "torch._C._nn.cross_entropy_loss("),
+    ):
+        assert line in inspect.getsource(where)
+
+
+def test_transformers_concatenates_the_outputs_of_an_evaluation():
+    utils = pytest.importorskip("transformers.trainer_pt_utils", exc_type=ImportError)
+    assert "return torch.cat((tensor1, tensor2), dim=0)" in inspect.getsource(utils)
+
+
+def test_data_parallel_enters_autocast_without_a_dtype():
+    source = inspect.getsource(nn.parallel.parallel_apply)
+    (block,) = re.findall(r"autocast\([^)]*enabled=autocast_enabled[^)]*\)", source)
+    assert "dtype" not in block
+    assert torch.get_autocast_dtype("cuda") is torch.float16
+
+
+def test_adam_takes_16_bytes_a_parameter_and_half_of_them_from_the_first_step_on():
+    model = nn.Linear(8, 8)
+    adam = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    assert not adam.state
+    adam.step()
+    moments = [t for state in adam.state.values() for t in state.values() if t.dim() > 0]
+    numbers = sum(p.numel() for p in model.parameters())
+    assert sum(t.nbytes for t in moments) == 8 * numbers
+    kept = [*model.parameters(), *(p.grad for p in model.parameters()), *moments]
+    assert sum(t.nbytes for t in kept) == 16 * numbers
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_loading_keeps_the_dtype_of_the_model_unless_it_assigns(assign):
+    model = nn.Linear(2, 2)
+    state = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=assign)
+    assert model.weight.dtype is (torch.bfloat16 if assign else torch.float32)
+
+
+def test_a_checkpoint_is_loaded_to_where_map_location_says():
+    """`meta` stands for a GPU, on which a tensor without `map_location` would be again."""
+    file = io.BytesIO()
+    torch.save(torch.ones(2), file)
+    file.seek(0)
+    assert torch.load(file, map_location="meta").device.type == "meta"
+    file.seek(0)
+    assert torch.load(file).device.type == "cpu"
+    assert "map_location" in torch.load.__doc__
+
+
+def fp8(*size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.float8_e4m3fn, device="meta")
+
+
+def scale(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "scale_a", "scale_b"),
+    [
+        (fp8(32, 64), fp8(64, 64).t(), scale(32), scale(64)),
+        (fp8(32, 64), fp8(64, 64).t(), scale(32, 1), scale(64, 1)),
+        (fp8(32, 64), fp8(64, 64).t(), scale(), scale(dtype=torch.bfloat16)),
+        (fp8(32, 64), fp8(64, 64).t(), scale(32, 1, dtype=torch.bfloat16), scale(1, 64)),
+        (fp8(32, 64), fp8(64, 64).t(), scale(64, 1).t()[:, ::2].t(), scale(1, 64)),
+        (fp8(32, 64), fp8(64, 64), scale(), scale()),
+        (fp8(64, 32).t(), fp8(64, 64).t(), scale(), scale()),
+        (fp8(32, 64), fp8(64, 64).t(), *[scale(7, dtype=torch.float8_e8m0fnu)] * 2),
+        (fp8(32, 64), fp8(64, 64).t().bfloat16(), scale(), scale()),
+    ],
+)
+def test_an_fp8_matmul_refuses_scales_and_layouts_in_the_words_that_are_quoted(
+    left, right, scale_a, scale_b
+):
+    with pytest.raises(RuntimeError) as error:
+        torch._scaled_mm(left, right, scale_a, scale_b, out_dtype=torch.bfloat16)
+    assert is_quoted("AMP0175", str(error.value)), str(error.value)
+
+
+def test_an_fp8_matmul_takes_one_scale_for_each_row():
+    product = torch._scaled_mm(
+        fp8(32, 64), fp8(48, 64).t(), scale(32, 1), scale(1, 48), out_dtype=torch.bfloat16
+    )
+    assert product.shape == (32, 48)
+
+
+def save_casts(context, op, *args, **kwargs):
+    is_cast = op is torch.ops.aten._to_copy.default
+    return CheckpointPolicy.MUST_SAVE if is_cast else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def gradients_of_two_parts(cache_enabled: bool, selective: bool) -> None:
+    """Two checkpointed parts with one weight."""
+    layer, x = nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
+    contexts = partial(create_selective_checkpoint_contexts, save_casts)
+    options = {"context_fn": contexts} if selective else {}
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache_enabled):
+        hidden = checkpoint(layer, x, use_reentrant=False, **options)
+        loss = checkpoint(layer, hidden, use_reentrant=False, **options).float().sum()
+    loss.backward()
+
+
+def test_selective_checkpointing_misses_a_cast_that_autocast_had_cached():
+    with pytest.raises(RuntimeError) as error:
+        gradients_of_two_parts(cache_enabled=True, selective=True)
+    assert is_quoted("AMP0177", str(error.value)), str(error.value)
+    gradients_of_two_parts(cache_enabled=False, selective=True)
+    gradients_of_two_parts(cache_enabled=True, selective=False)
+
+
+class TwoMethods(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.layer(x).dtype
+
+    def encode(self, x):
+        return self.layer(x).dtype
+
+
+def test_accelerate_puts_only_the_forward_of_the_prepared_model_under_autocast():
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    prepared, x = accelerator.prepare(TwoMethods()), torch.ones(1, 2)
+    assert accelerator.mixed_precision == "bf16"
+    assert prepared(x) is torch.bfloat16
+    assert prepared.encode(x) is torch.float32
+    assert TwoMethods()(x) is torch.float32
+    with accelerator.autocast():
+        assert prepared.encode(x) is torch.bfloat16
+
+
+def test_accelerate_refuses_fp16_on_the_cpu_only_in_the_words_that_are_quoted():
+    accelerate = pytest.importorskip("accelerate.accelerator")
+    source = inspect.getsource(accelerate)
+    for message in ROWS["AMP0067"]["quoted"][1:5]:
+        assert message in source
