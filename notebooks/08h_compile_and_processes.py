@@ -13,12 +13,14 @@
 # why it happens, and the fix.
 #
 # **What you'll learn.** You will be able to repair:
-# - [A compiled model has other gradients](#A-compiled-model-has-other-gradients);
+# - [A compiled model has different gradients](#A-compiled-model-has-different-gradients);
 # - [The scaler is inside a compiled function](#The-scaler-is-inside-a-compiled-function);
 # - [An LSTM fails under autocast on the CPU](#An-LSTM-fails-under-autocast-on-the-CPU);
 # - [TF32 is set in the old and in the new way](#TF32-is-set-in-the-old-and-in-the-new-way);
-# - [Old names warn](#Old-names-warn);
-# - [DDP refuses the model or its step](#DDP-refuses-the-model-or-its-step).
+# - [torch.cuda.amp warns that it is deprecated](#torch.cuda.amp-warns-that-it-is-deprecated);
+# - [DDP waits for a parameter without a gradient](#DDP-waits-for-a-parameter-without-a-gradient);
+# - [FSDP refuses parameters of two dtypes](#FSDP-refuses-parameters-of-two-dtypes);
+# - [The ranks of a distributed run diverge](#The-ranks-of-a-distributed-run-diverge).
 #
 # **What you need.** No GPU. This notebook is a reference: go to the section that you need. All failures
 # are in the [index](08_when_amp_breaks.ipynb).
@@ -28,86 +30,82 @@ import warnings
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from course import figures, start
+from course import start
 from course.failures import make, message_of, warnings_of
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
-figures.use_style()
 x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 
-# %%
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-
 # %% [markdown]
-# ## A compiled model has other gradients
+# ## A compiled model has different gradients
 #
 # `AMP0027` <!-- failure
 # symptoms = [
 #   "`torch.compile` changes the gradients",
+#   "gradients are different after `torch.compile`, outputs are the same",
+#   "a gradient of an fp32 region is infinite in the compiled model only",
+#   "the compiled backward pass ignores autocast(enabled=False)",
 # ]
+# words = "aot_eager AOTAutograd backward_pass_autocast island grad_norm inductor"
 # -->
 #
-# **What you see.** With `torch.compile` the gradients differ, although the outputs are the same.
+# **What you see.** With `torch.compile` the gradients differ from those in eager mode, although the
+# outputs are the same. A gradient may be [infinite only in the compiled
+# model](https://github.com/pytorch/pytorch/issues/153044).
 #
-# **The smallest program that does it.** We compile an fp32 island, and call it inside a block. (The
-# backend `aot_eager` needs no C++ compiler.)
+# **The smallest program that does it.** A function switches autocast off to compute in fp32. We
+# compile it, and call it inside an autocast block.
 
 
 # %%
-def island(x, weight):
+def fp32_matmul(x):
     with torch.autocast("cpu", enabled=False):
         return x @ weight
 
 
-def called_in_a_block(function):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return function(torch.full((1, 2), 1.001), weight)
+def gradient(function, block=True):
+    """The gradient of the weight, if `function` is called in an autocast block or outside."""
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=block):
+        output = function(torch.full((1, 2), 1.001))
+    return torch.autograd.grad(output.sum(), weight)[0][0].item()
 
 
 weight = torch.full((2, 1), 1.001, requires_grad=True)
-compiled = torch.compile(island, backend="aot_eager")
-gradients = {}
-for name, function in {"eager": island, "compiled": compiled}.items():
-    output = called_in_a_block(function)
-    (gradient,) = torch.autograd.grad(output.sum(), weight)
-    gradients[name] = gradient[0].item()
-    print(f"{name:<10}output {output.item():.3f}  gradient {gradients[name]:.3f}")
-assert (gradients["eager"], gradients["compiled"]) == (torch.tensor(1.001).item(), 1.0)
+eager = gradient(fp32_matmul)
+compiled = gradient(torch.compile(fp32_matmul, backend="aot_eager"))
+print(f"gradient: eager {eager:.3f}, compiled {compiled:.3f}")
+assert (eager, compiled) == (torch.tensor(1.001).item(), 1.0)
 
 # %% [markdown]
-# **Why.** The compiler plans the backward pass together with the forward pass, and assumes that the
-# autocast around the call is on in `backward()` too. So the island's gradient went through bf16 and
-# is 1.000, while in fp32 it is 1.001. CUDA graphs made with `torch.cuda.make_graphed_callables` [do
-# so too](https://github.com/pytorch/pytorch/issues/120930), and [want
-# `cache_enabled=False`](https://github.com/pytorch/pytorch/issues/71631).
+# **Why.** `torch.compile` plans the backward pass together with the forward pass. It [assumes that the
+# autocast around the call is also on in
+# `backward()`](https://docs.pytorch.org/docs/stable/torch.compiler_backward.html), so the gradients of
+# a region with `autocast(enabled=False)` are computed in 16 bits.
 #
-# **The fix.** Put the block *inside* the compiled function, where the compiler sees its end. Or set
-# `torch._functorch.config.backward_pass_autocast = "off"`, which is not a public interface.
+# **The fix.** Open the autocast block *inside* the compiled function, where the compiler sees its end.
+# Or set `torch._functorch.config.backward_pass_autocast = "off"` before you compile.
 
 
 # %%
 @torch.compile(backend="aot_eager")
-def with_its_block(x, weight):
+def with_its_block(x):
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        return island(x, weight)
+        return fp32_matmul(x)
 
 
-output = with_its_block(torch.full((1, 2), 1.001), weight)
-(gradient,) = torch.autograd.grad(output.sum(), weight)
-assert gradient[0].item() == gradients["eager"]
-torch.compiler.reset()  # or `compiled` would keep the graph that it has
+assert gradient(with_its_block, block=False) == eager
+torch.compiler.reset()  # forget the compiled code
 with torch._functorch.config.patch(backward_pass_autocast="off"):
-    output = called_in_a_block(torch.compile(island, backend="aot_eager"))
-(gradient,) = torch.autograd.grad(output.sum(), weight)
-assert gradient[0].item() == gradients["eager"]
+    assert gradient(torch.compile(fp32_matmul, backend="aot_eager")) == eager
 
 # %% [markdown]
-# **Notice it earlier.** Before the long run, compare the gradients of one step, compiled and not
+# **Notice it earlier.** Before a long run, compare the gradients of one step, compiled and not
 # compiled.
 
 # %% [markdown]
@@ -116,12 +114,22 @@ assert gradient[0].item() == gradients["eager"]
 # `AMP0041` <!-- failure
 # messages = [
 #   "Attempted to inline function marked as skipped",
+#   "Dynamo developers have intentionally marked that the function `GradScaler.{name}` should not be traced.",
 # ]
+# quoted = [
+#   "inline in skipfiles: GradScaler.{name} ",
+# ]
+# symptoms = [
+#   "torch.compile of the whole training step has a graph break at the GradScaler",
+#   "fullgraph=True fails at scaler.scale(loss)",
+#   "can I compile a train step with the grad scaler in it",
+# ]
+# words = "dynamo Unsupported gb0008 fullgraph graph break train_step scaler.step unscale_ compile"
 # -->
 #
 # **What you see.** With `fullgraph=True`, the compiled function raises
 # `Attempted to inline function marked as skipped`
-# Without it there is no message, but the graph breaks there.
+# and names a method of `GradScaler`. Without `fullgraph=True` the graph breaks there, without a message.
 #
 # **The smallest program that does it.** We compile a function that scales the loss.
 
@@ -129,18 +137,17 @@ assert gradient[0].item() == gradients["eager"]
 scaler = torch.amp.GradScaler("cpu")
 whole = torch.compile(lambda h: scaler.scale(h.sum()), backend="aot_eager", fullgraph=True)
 message = message_of(lambda: whole(x))
-print(message.splitlines()[0])
+print(*message.splitlines()[:2], sep="\n")
 assert "Attempted to inline function marked as skipped" in message
-assert "grad_scaler.py" in message
 broken = torch._dynamo.explain(lambda h: scaler.scale(h.sum()))(x)
 assert len(broken.break_reasons) == 1
 
 # %% [markdown]
-# **Why.** The compiler has been told to skip the file that defines the scaler, as the message goes on
-# to say.
+# **Why.** `torch.compile` does not trace the function that the message names. PyTorch marks the whole
+# file of `GradScaler` as one that it does not trace.
 #
-# **The fix.** Compile the model, or the function that computes the loss, including autocast. Leave
-# `scale`, `step` and `update` outside.
+# **The fix.** Compile the model, or the function that computes the loss, including autocast. Call
+# `scale`, `unscale_`, `step` and `update` outside of it.
 
 # %%
 loss_of = torch.compile(lambda h: h.sum(), backend="aot_eager", fullgraph=True)
@@ -156,61 +163,57 @@ assert scaler.scale(loss_of(x)) == 3 * scaler.get_scale()
 # messages = [
 #   "could not create a primitive descriptor for the LSTM forward propagation primitive",
 # ]
+# quoted = [
+#   "could not create a primitive descriptor for an LSTM forward propagation primitive",
+#   "could not create a primitive descriptor for the LSTM backward propagation primitive",
+# ]
+# symptoms = [
+#   "nn.LSTM crashes under torch.autocast on a CPU but runs on a GPU",
+#   "LSTM in bf16 works on one CPU and not on another",
+#   "training an LSTM with precision bf16 without a GPU fails in oneDNN",
+# ]
+# words = "mkldnn oneDNN AVX512 avx512_bf16 recurrent ocr"
 # -->
 #
-# **What you see.** `nn.LSTM` on an fp32 input under `torch.autocast("cpu")` raises
+# **What you see.** `nn.LSTM` with an fp32 input under `torch.autocast("cpu")` raises
 # `could not create a primitive descriptor for the LSTM forward propagation primitive`
 # The same program may run on another machine. `nn.GRU` and `nn.RNN` run. <!-- tests/core/test_cpu.py -->
 #
-# **The smallest program that does it.** We run an LSTM in both 16-bit formats. fp16 fails wherever
-# oneDNN trains it; whether bf16 fails depends on your CPU. <!-- tests/core/test_cpu.py -->
-
+# **The smallest program that does it.** We run an LSTM in both 16-bit formats. Whether it fails depends
+# on your CPU. <!-- tests/core/test_cpu.py -->
 
 # %% tags=["nbval-ignore-output"]
-def outcome_of(dtype):
-    """What becomes of an LSTM under autocast to `dtype` on this CPU."""
-    layer, sequence = nn.LSTM(4, 8), torch.ones(3, 2, 4)  # (T, B, C)
+sequence = torch.ones(3, 2, 4)  # (T, B, C)
+message = "could not create a primitive descriptor for the LSTM forward propagation primitive"
+for dtype in (torch.bfloat16, torch.float16):
+    outcome = "runs"
     try:
         with torch.autocast("cpu", dtype=dtype):
-            layer(sequence)
+            nn.LSTM(4, 8)(sequence)
     except RuntimeError as error:
-        return str(error).partition(".")[0]
-    return "runs"
-
-
-for dtype in (torch.bfloat16, torch.float16):
-    outcome = outcome_of(dtype)
+        outcome = str(error).partition(".")[0]
     print(f"{dtype}: {outcome}")
-    message = "could not create a primitive descriptor for the LSTM forward propagation primitive"
     assert outcome in ("runs", message)
 
 # %% [markdown]
-# **Why.** For an LSTM in fp32, torch picks the kernel of oneDNN, a library that comes with it. After
-# that, autocast casts the tensors to 16 bits. On x86 oneDNN has an LSTM in bf16 from AVX-512 on, and
-# none that trains in fp16 ([measured on one CPU, limited to older
-# instructions](../data/results/cpu-ops-xeon-2-cores.json)). <!-- tests/core/test_cpu.py -->
+# **Why.** For an LSTM with an fp32 input, torch chooses the kernel of oneDNN, its library for CPUs. Then
+# autocast casts the tensors to 16 bits, for which oneDNN may have no LSTM on your CPU.
 #
-# **The fix.** Run the layer in an fp32 region: switch autocast off around it, and give it fp32.
+# On x86, oneDNN has an LSTM in bf16 from AVX-512 on, and none that trains in fp16 ([measured on one
+# CPU](../data/results/cpu-ops-xeon-2-cores.json)). <!-- tests/core/test_cpu.py -->
+#
+# **The fix.** Run the layer in fp32: open `torch.autocast("cpu", enabled=False)` around it, and cast its
+# input with `.float()`.
 
 # %%
-layer, sequence = nn.LSTM(4, 8), torch.ones(3, 2, 4)  # (T, B, C)
-
-
-def in_fp32(sequence):
-    with torch.autocast("cpu", enabled=False):
-        return layer(sequence.float())
-
-
 for dtype in (torch.bfloat16, torch.float16):
-    with torch.autocast("cpu", dtype=dtype):
-        output, _ = in_fp32(sequence)
-    output.sum().backward()
+    with torch.autocast("cpu", dtype=dtype), torch.autocast("cpu", enabled=False):
+        output, _ = nn.LSTM(4, 8)(sequence.float())
     assert output.dtype is torch.float32
-    assert layer.weight_ih_l0.grad.isfinite().all()
 
 # %% [markdown]
-# **Notice it earlier.** `amp-lab doctor` says where an LSTM fails on your CPU, and `amp-lab xray
-# --device cpu` names the layers of your model that will. <!-- tests/core/test_cpu.py -->
+# **Notice it earlier.** `amp-lab doctor` reports whether an LSTM fails on your CPU. `amp-lab xray
+# --device cpu` names the layers of your model that will fail. <!-- tests/core/test_cpu.py -->
 
 # %% [markdown]
 # ## TF32 is set in the old and in the new way
@@ -218,155 +221,151 @@ for dtype in (torch.bfloat16, torch.float16):
 # `AMP0037` <!-- failure
 # messages = [
 #   "you have used mix of the legacy and new APIs to set the TF32 status for cublas matmul.",
+#   "you have used mix of the legacy and new APIs to set the matmul precision.",
+#   "you have used a mix of the legacy and new APIs to set the TF32 flags.",
+# ]
+# quoted = [
+#   "Please use the new API settings to control TF32 behavior, such as torch.backends.cudnn.conv.fp32_precision",
 # ]
 # symptoms = [
-#   "fp32 results differ between two GPUs",
+#   "setting torch.backends.cuda.matmul.fp32_precision makes torch.compile fail",
+#   "reading allow_tf32 raises a RuntimeError",
+#   "warning about the new API for TF32 that comes from a library",
 # ]
+# words = "allow_tf32 fp32_precision set_float32_matmul_precision cudnn cublas InductorError vllm"
 # -->
 #
-# **What you see.** A message contains
+# **What you see.** An error contains
 # `you have used mix of the legacy and new APIs to set the TF32 status for cublas matmul.`
-# It may come from code that only reads the setting, such as
-# [`torch.compile`](https://github.com/pytorch/pytorch/issues/166387). Or there is no message, and
-# fp32 results of two GPUs differ: each product in a sum by up to a thousandth, and the sum by more
-# where it cancels.
+# or the same about `the matmul precision` or `the TF32 flags`. Often the line that fails only *reads* a
+# setting, such as [one inside `torch.compile`](https://github.com/pytorch/pytorch/issues/166387). Torch
+# 2.9 also [warns](https://github.com/huggingface/transformers/issues/42371): `Please use the new API
+# settings to control TF32 behavior`.
 #
-# **The smallest program that does it.** One line sets TF32 by the old name, another by the new one,
-# and the third reads it. This happens when a library and your script each have their own.
-
+# **The smallest program that does it.** One line sets a new name, and another line reads an old name.
+# This happens when a library and your script use different names.
 
 # %%
-def read_tf32_after_both():
-    """Set TF32 in the old and in the new way, and read it; leaves it off."""
-    matmul = torch.backends.cuda.matmul
-    try:
-        matmul.allow_tf32 = True
-        matmul.fp32_precision = "ieee"
-        return matmul.allow_tf32
-    finally:
-        matmul.allow_tf32 = False
-
-
-message = message_of(read_tf32_after_both)
-print(message)
-assert (
-    "you have used mix of the legacy and new APIs to set the TF32 status for cublas matmul"
-    in message
-)
+matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+matmul.fp32_precision = "tf32"
+messages = [message_of(lambda: matmul.allow_tf32)]
+messages.append(message_of(torch.get_float32_matmul_precision))
+cudnn.conv.fp32_precision = "ieee"
+messages.append(message_of(lambda: cudnn.allow_tf32))
+matmul.fp32_precision, cudnn.conv.fp32_precision = "ieee", "tf32"  # the defaults
+print(*messages, sep="\n")
+assert all("mix of the legacy and new APIs" in message for message in messages)
 
 # %% [markdown]
-# **Why.** Since Ampere, NVIDIA's GPUs can round the inputs of fp32 products to
-# [TF32](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices),
-# which has the range of fp32 and 11 significant bits. PyTorch has two sets of names for that
-# switch, and refuses to answer when they contradict each other.
+# **Why.** PyTorch has an old name (`allow_tf32`) and a new name (`fp32_precision`) for each [TF32
+# switch](19_choose_your_precision.ipynb#What-fp32-means). Setting a new name does not change the old
+# one, so reading the old name raises an error when the two contradict each other.
 #
-# **The fix.** Set the mode of products with `torch.set_float32_matmul_precision`, and that of
-# convolutions with `torch.backends.cudnn.allow_tf32`. Whoever changes the new name, `fp32_precision`,
-# by itself may get this error when anyone reads an old one. [Notebook
-# 19](19_choose_your_precision.ipynb#What-fp32-means) shows what each mode changes.
+# **The fix.** Set TF32 for matmuls with `torch.set_float32_matmul_precision`, and for convolutions with
+# `torch.backends.cudnn.allow_tf32`: these two set both names. Leave `fp32_precision` alone as long as
+# any library reads the old names.
 
 # %%
-matmul = torch.backends.cuda.matmul
 for mode, new_name, is_tf32 in (("high", "tf32", True), ("highest", "ieee", False)):
     torch.set_float32_matmul_precision(mode)
     assert (matmul.fp32_precision, matmul.allow_tf32) == (new_name, is_tf32)
-assert 2 * 2**-11 < 0.001  # two factors, each rounded to 11 bits, against fp32's 24
 
 # %% [markdown]
-# **Notice it earlier.** Search your code and your libraries for `allow_tf32` and `fp32_precision`, and
-# print the setting when a run starts.
+# **Notice it earlier.** Search your code and your libraries for `allow_tf32` and `fp32_precision`.
 
 # %% [markdown]
-# ## Old names warn
+# ## torch.cuda.amp warns that it is deprecated
 #
 # `AMP0035` <!-- failure
 # messages = [
 #   "`torch.cuda.amp.autocast(args...)` is deprecated.",
+#   "`torch.cpu.amp.autocast(args...)` is deprecated.",
 #   "`torch.cuda.amp.GradScaler(args...)` is deprecated.",
+#   "`torch.cpu.amp.GradScaler(args...)` is deprecated.",
 #   "`torch.cuda.amp.custom_fwd(args...)` is deprecated.",
+#   "`torch.cuda.amp.custom_bwd(args...)` is deprecated.",
 #   "full(): argument 'fill_value' (position 2) must be Number, not str",
+#   "autocast.__init__() missing 1 required positional argument: 'device_type'",
+#   "custom_fwd() missing 1 required keyword-only argument: 'device_type'",
 # ]
 # quoted = [
-#   "ImportError: cannot import name 'amp' from 'apex'",
+#   "full() received an invalid combination of arguments - got (tuple, str, device=torch.device, dtype=torch.dtype)",
 # ]
+# symptoms = [
+#   "FutureWarning from torch.cuda.amp, is it harmful",
+#   "how to get rid of the autocast deprecation warning",
+#   "what replaces torch.cuda.amp.GradScaler",
+# ]
+# words = "FutureWarning torch.amp migrate rename custom_fwd custom_bwd yolov5"
 # -->
 #
-# **What you see.** One of these warnings appears, or an import fails:
-# - `` `torch.cuda.amp.autocast(args...)` is deprecated. ``
-# - `` `torch.cuda.amp.GradScaler(args...)` is deprecated. ``
-# - `` `torch.cuda.amp.custom_fwd(args...)` is deprecated. ``, or `custom_bwd`
-# - `ImportError: cannot import name 'amp' from 'apex'`
-# - `full(): argument 'fill_value' (position 2) must be Number, not str`, after the warning was half
-#   followed
+# **What you see.** A `FutureWarning` says that `` `torch.cuda.amp.autocast(args...)` is deprecated. ``
+# The same happens with `GradScaler`, `custom_fwd` and `custom_bwd`. If only a part of a line is changed,
+# an error follows, such as `missing 1 required positional argument: 'device_type'`.
 #
-# **The smallest program that does it.** We use the old names. The last line gives a device to the
-# old class.
+# **The smallest program that does it.** We use the old names, and then change only a part.
 
 # %%
-old_autocast = warnings_of(lambda: torch.cuda.amp.autocast(enabled=False))
-old_scaler = warnings_of(lambda: torch.cuda.amp.GradScaler(enabled=False))
-old_decorator = warnings_of(lambda: torch.cuda.amp.custom_fwd(make))
-print(old_autocast, old_scaler, old_decorator, sep="\n")
-assert "`torch.cuda.amp.autocast(args...)` is deprecated." in old_autocast
-assert "`torch.cuda.amp.GradScaler(args...)` is deprecated." in old_scaler
-assert "`torch.cuda.amp.custom_fwd(args...)` is deprecated." in old_decorator
+old, cpu = torch.cuda.amp, torch.cpu.amp
+kinds = old.autocast, cpu.autocast, old.GradScaler, cpu.GradScaler
+calls = [lambda kind=kind: kind(enabled=False) for kind in kinds]
+calls += [lambda: old.custom_fwd(make), lambda: old.custom_bwd(make)]
+warned = [warnings_of(call) for call in calls]
+print(*warned, sep="\n")
+assert all("is deprecated. Please use `torch.amp." in text for text in warned)
+
+# %%
 with warnings.catch_warnings(action="ignore"):
-    message = message_of(lambda: torch.cpu.amp.GradScaler("cpu").scale(torch.ones(1)))
-assert "full(): argument 'fill_value' (position 2) must be Number, not str" in message
+    print(message_of(lambda: cpu.GradScaler("cpu").scale(torch.ones(1))).partition("\n")[0])
+print(message_of(lambda: torch.amp.autocast(enabled=False)))
+print(message_of(lambda: torch.amp.custom_fwd(make)))
 
 # %% [markdown]
-# **Why.** The functions have moved to `torch.amp`, which serves several kinds of devices. The names
-# in `torch.cuda.amp` still work, for the device `"cuda"`. The first argument of the old `GradScaler`
-# is the scale and not a device, so a device stands where a number should. Apex [removed its
-# `amp`](https://github.com/NVIDIA/apex/pull/1896) in 2025.
+# **Why.** The functions have moved to `torch.amp`, where the type of device is an argument. The old
+# names still work in torch 2.15, and the results do not change.
+# <!-- tests/notebooks/test_13_from_apex.py -->
 #
-# **The fix.** Write `torch.autocast("cuda", dtype=…)`, `torch.amp.GradScaler("cuda")` and
-# `@torch.amp.custom_fwd(device_type="cuda")`, also in place of `apex.amp`. `amp-lab migrate`
-# rewrites the names of torch, and says for the lines of Apex what to write ([notebook
-# 13](13_from_apex.ipynb)). If a library imports `apex.amp`, as [older versions of
-# transformers](https://github.com/huggingface/transformers/issues/38095) do, update the library.
+# The first argument of the *old* `GradScaler` is the scale, so a device there fails later in `full()`.
+# <!-- tests/notebooks/test_08h_compile_and_processes.py -->
+#
+# **The fix.** Write `torch.autocast("cuda", dtype=torch.float16)`, `torch.amp.GradScaler("cuda")` and
+# `@torch.amp.custom_fwd(device_type="cuda")`. `amp-lab migrate` rewrites the old names. If the warning
+# comes from a library, update the library.
 
 # %%
 assert warnings_of(lambda: torch.autocast("cuda", dtype=torch.float16, enabled=False)) == ""
 assert warnings_of(lambda: torch.amp.GradScaler("cuda", enabled=False)) == ""
 assert warnings_of(lambda: torch.amp.custom_fwd(make, device_type="cuda")) == ""
-with warnings.catch_warnings(action="ignore"):
-    assert torch.cuda.amp.autocast(enabled=False).device == "cuda"
 
 # %% [markdown]
+# Always pass `dtype`, because [the new class has another
+# default](13_from_apex.ipynb#From-torch.cuda.amp-to-torch.amp).
+#
+# **Not this.** `warnings.filterwarnings("ignore")` also hides the warning that autocast is disabled.
+#
 # **Notice it earlier.** Run the tests with `python -W error::FutureWarning`.
 
 # %% [markdown]
-# ## DDP refuses the model or its step
+# ## DDP waits for a parameter without a gradient
 #
 # `AMP0040` <!-- failure
 # messages = [
-#   "SyncBatchNorm layers only work with GPU modules",
 #   "Expected to have finished reduction in the prior iteration before starting a new one.",
-#   "FSDP expects uniform original parameter dtype but got",
-# ]
-# quoted = [
-#   "Must flatten tensors with uniform dtype but got",
+#   "Your training graph has changed in this iteration",
 # ]
 # symptoms = [
-#   "the ranks of a distributed run drift apart, have other gradient norms, or skip different steps",
+#   "DDP fails in the second step with amp because a layer is not used",
+#   "parameters that were not used in producing loss",
+#   "find_unused_parameters error in mixed precision after a branch is skipped",
 # ]
+# words = "find_unused_parameters static_graph unused reducer DistributedDataParallel branch"
 # -->
 #
-# **What you see.** DDP raises one of these:
-# - `SyncBatchNorm layers only work with GPU modules`
-# - `Expected to have finished reduction in the prior iteration before starting a new one.`
+# **What you see.** The second step of a DDP model raises
+# `Expected to have finished reduction in the prior iteration before starting a new one.`
+# With `static_graph=True` it may be `Your training graph has changed in this iteration`.
 #
-# FSDP2 raises `FSDP expects uniform original parameter dtype but got`, and the older FSDP
-# `Must flatten tensors with uniform dtype but got`
-# ([a report](https://github.com/huggingface/trl/issues/1723)).
-#
-# Or there is no message, but the ranks drift apart: their losses differ, or their scalers skip
-# different steps.
-#
-# **The smallest program that does it.** A process group of one process is enough. The first model
-# has synchronised batch normalisation and is on the CPU. The second has a layer that its forward
-# pass does not use. The third has trained weights in two dtypes.
+# **The smallest program that does it.** The model has a layer that not every step uses.
 
 
 # %%
@@ -380,81 +379,157 @@ def group_of_one():
         dist.destroy_process_group()
 
 
-class Unused(nn.Module):
-    """Two layers, of which only the first one is used."""
+class Branch(nn.Sequential):
+    """Two layers. `both` says whether the second one is used too."""
 
-    def __init__(self):
-        super().__init__()
-        self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    def forward(self, x):
-        return self.used(x)
-
-
-# %% [markdown]
-# The second model fails in its second step, and the third in its forward pass:
+    def forward(self, x, both):
+        return self[1](self[0](x)) if both else self[0](x)
 
 
 # %%
-def two_steps(**options):
-    model = DistributedDataParallel(Unused(), **options)
-    for _ in range(2):
-        model(x).sum().backward()
+def train(*steps, **options):
+    model = DistributedDataParallel(Branch(nn.Linear(2, 2), nn.Linear(2, 2)), **options)
+    for both in steps:
+        model(x, both).sum().backward()
 
 
 with group_of_one():
-    norms = nn.SyncBatchNorm.convert_sync_batchnorm(
-        nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    )
-    messages = [message_of(lambda: DistributedDataParallel(norms)), message_of(two_steps)]
-    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
-    mesh = init_device_mesh("cpu", (1,))
-    fully_shard(mixed, mesh=mesh)
-    messages.append(message_of(lambda: mixed(x)).partition(" {")[0])
-print(*[message.partition(" This error")[0] for message in messages], sep="\n")
-assert "SyncBatchNorm layers only work with GPU modules" in messages[0]
-assert (
-    "Expected to have finished reduction in the prior iteration before starting a new one."
-    in messages[1]
-)
-assert "FSDP expects uniform original parameter dtype but got" in messages[2]
+    unused = message_of(lambda: train(False, False))
+    changed = message_of(lambda: train(False, True, static_graph=True))
+print(unused.partition(" This error")[0], changed, sep="\n")
+assert "Expected to have finished reduction in the prior iteration" in unused
 
 # %% [markdown]
-# **Why.** DDP refuses `SyncBatchNorm` on a CPU. It averages a bucket [when each of its
-# gradients is ready](https://docs.pytorch.org/docs/stable/notes/ddp.html), so a parameter that
-# never gets one leaves it waiting. FSDP2 wants one dtype for all
-# trained weights of a `fully_shard`. (A frozen base in bf16 with adapters in fp32 is not
-# refused.) Ranks drift apart without a message when a gradient changes after the average, or when
-# the scaler checks it before. [Notebook 11](11_scale_out.ipynb) shows both. And they do when the
-# scalers have different scales, such as after one rank alone has loaded its state: each rank divides
-# the same average by its own scale. With accumulation, put
-# forward *and* backward of all batches but the last one into
-# [`model.no_sync()`](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
+# **Why.** DDP averages a group of gradients [when all of them are
+# ready](https://docs.pytorch.org/docs/stable/notes/ddp.html). A parameter that gets no gradient leaves
+# its group waiting, and the next step finds it unfinished.
 #
-# **The fix.** On a CPU, test with plain batch normalisation. Take unused layers out, or set
-# [`find_unused_parameters=True`](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html),
-# which costs a walk through the graph in each step. For FSDP, cast the trained weights to fp32
-# (in bf16 there are no [fp32 master
-# weights](../docs/several_machines.md#what-is-in-which-dtype)), or call `fully_shard` on each module
-# of another dtype first. Give all ranks the scaler's state of one.
+# **The fix.** Remove the layers that the loss does not use, or freeze them with
+# `requires_grad_(False)` before you create the DDP model. If the use changes from step to step, pass
+# `find_unused_parameters=True`, which searches the graph in each step.
 
 # %%
 with group_of_one():
-    two_steps(find_unused_parameters=True)
-    mesh = init_device_mesh("cpu", (1,))
-    one_dtype = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()).float()
-    fully_shard(one_dtype, mesh=mesh)
-    assert one_dtype(x).dtype is torch.float32
-    own = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
-    for module in (own[1], own):
-        fully_shard(module, mesh=mesh)
+    train(False, False, find_unused_parameters=True)
+
+# %% [markdown]
+# **Notice it earlier.** In a unit test, run two steps in a process group of one.
+
+# %% [markdown]
+# ## FSDP refuses parameters of two dtypes
+#
+# `AMP0181` <!-- failure
+# messages = [
+#   "FSDP expects uniform original parameter dtype but got",
+#   "Must flatten tensors with uniform dtype but got",
+# ]
+# quoted = [
+#   "`FlatParameter` requires uniform dtype but got",
+#   "FSDP expects uniform reduce dtype but got",
+# ]
+# symptoms = [
+#   "FSDP with LoRA or QLoRA fails because adapter and base model have different dtypes",
+#   "fully_shard cannot mix bf16 and fp32 parameters",
+#   "keep the norm layers in fp32 and the rest in bf16 with FSDP",
+# ]
+# words = "FSDP FSDP2 fully_shard peft LoRA QLoRA axolotl accelerate bnb_4bit_quant_storage use_orig_params"
+# -->
+#
+# **What you see.** FSDP2 raises `FSDP expects uniform original parameter dtype but got`, and the older
+# FSDP `Must flatten tensors with uniform dtype but got`. Often the model has a base in bf16 and
+# [adapters in fp32](https://github.com/huggingface/peft/issues/484).
+#
+# **The smallest program that does it.** A model with trained weights in two dtypes:
+
+
+# %%
+def two_dtypes():
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
+
+
+def run_sharded(*modules):
+    """Call `fully_shard` on each of the modules, and then run the last one under autocast."""
+    for module in modules:
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert own(x).dtype is torch.bfloat16
-    base = nn.Linear(2, 2).bfloat16().requires_grad_(False)
-    frozen = nn.Sequential(nn.Linear(2, 2), base)
-    fully_shard(frozen, mesh=mesh)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert frozen(x).dtype is torch.bfloat16
+        return modules[-1](x)
+
+
+with group_of_one():
+    new = message_of(lambda: run_sharded(two_dtypes())).partition(" {")[0]
+    cpu = torch.device("cpu")
+    with warnings.catch_warnings(action="ignore"):  # one process has nothing to shard
+        old = message_of(lambda: FullyShardedDataParallel(two_dtypes(), device_id=cpu))
+print(new, old, sep="\n")
+assert new == "FSDP expects uniform original parameter dtype but got"
+assert old.startswith("Must flatten tensors with uniform dtype but got")
+
+# %% [markdown]
+# **Why.** FSDP puts the parameters of a unit (a module that you wrap) into common buffers, and a buffer
+# has one dtype. FSDP2 checks only the parameters that are trained.
+#
+# **The fix.** Cast all trained weights to fp32 before you wrap the model, and let
+# `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` cast them for the computation. Or wrap each module
+# that has another dtype first, as a unit of its own.
+
+# %%
+with group_of_one():
+    assert run_sharded(two_dtypes().float()).dtype is torch.bfloat16
+    model = two_dtypes()
+    assert run_sharded(model[1], model).dtype is torch.bfloat16
+    model = two_dtypes()
+    model[1].requires_grad_(False)  # FSDP2 does not check a frozen module
+    assert run_sharded(model).dtype is torch.bfloat16
+
+# %% [markdown]
+# For QLoRA, store the quantized base in the dtype of the rest:
+# [`bnb_4bit_quant_storage=torch.bfloat16`](https://huggingface.co/docs/bitsandbytes/fsdp_qlora).
+#
+# **Not this.** `model.to(torch.bfloat16)` also removes the message. But then there are no fp32 master
+# weights, and small updates are lost.
+
+# %%
+one = torch.tensor(1.0).bfloat16()
+assert one + 2**-9 == one
+
+# %% [markdown]
+# **Notice it earlier.** `amp-lab xray FILE.py:CALLABLE --parallel fsdp` [reports units with two
+# dtypes](../docs/several_machines.md#show-the-dtype-of-each-parameter) before the first step.
+
+# %% [markdown]
+# ## The ranks of a distributed run diverge
+#
+# `AMP0182` <!-- failure
+# symptoms = [
+#   "the ranks of a distributed run drift apart, have other gradient norms, or skip different steps",
+#   "the GradScaler has a different scale on each GPU",
+#   "DDP with fp16: parameters are no longer the same on all ranks",
+#   "loss differs between ranks after resuming from a checkpoint",
+# ]
+# words = "DDP GradScaler scale rank desync out of sync join uneven inputs no_sync all_reduce"
+# -->
+#
+# **What you see.** There is no message. The ranks have different weights or gradient norms, or their
+# scalers skip different steps.
+#
+# **The smallest program that does it.** Two ranks have different loss scales. Each has a gradient of 1:
+
+# %%
+scales = torch.tensor([1024.0, 2048.0])  # of two ranks
+unscaled = scales.mean() / scales  # DDP averages, and each rank divides by its own scale
+assert unscaled.tolist() == [1.5, 0.75]
+
+# %% [markdown]
+# **Why.** DDP averages the *scaled* gradients, and each rank divides the average by the scale of its own
+# `GradScaler`. If the scales differ, [the ranks train different
+# models](https://github.com/pytorch/pytorch/issues/136009).
+#
+# Scales differ if only one rank loads the state of its scaler, or if the ranks run [different numbers of
+# steps](https://github.com/pytorch/pytorch/issues/90057). Ranks also diverge if you average gradients
+# yourself [after the scaler has checked them](11_scale_out.ipynb#One-decision-about-the-loss-scale).
+#
+# **The fix.** Load the same scaler state on every rank, and give all ranks the same number of steps. If
+# you average gradients yourself, do so before `scaler.unscale_`.
 
 # %%
 with group_of_one():
@@ -464,17 +539,17 @@ with group_of_one():
     scaler.load_state_dict(states[0])
     assert scaler.get_scale() == 1024
 
-# %%
-scales = torch.tensor([1024.0, 2048.0])  # of two ranks, each with a gradient of 1
-assert (scales.mean() / scales).tolist() == [1.5, 0.75]
-assert not dist.is_initialized()
-
 # %% [markdown]
-# **Notice it earlier.** Run two steps in a process group of one, as here, in a unit test.
+# With gradient accumulation, put forward *and* backward of all batches but the last one into
+# [`model.no_sync()`](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
+#
+# **Notice it earlier.** Every 1000 steps, gather the scale and the sum of the weights of all ranks, and
+# compare them.
 
 # %% [markdown]
 # ## Further reading
 #
-# - [Automatic mixed precision
-#   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): the right order of calls
-#   for clipping, accumulation, several losses, models and optimizers.
+# - PyTorch, [`torch.compile` has different autograd
+#   semantics](https://docs.pytorch.org/docs/stable/torch.compiler_backward.html).
+# - PyTorch, [`fully_shard`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html): the
+#   dtypes of FSDP2.
