@@ -1,0 +1,349 @@
+"""Notebook 08h, and the failures of its area that have no section there."""
+
+import functools
+import io
+import warnings
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from course.failures import message_of, warnings_of
+
+import write_failures
+from amp_lab.failures import read_explanation
+from amp_lab.failures.reference import Reference, reference_from
+
+BF16 = torch.bfloat16
+IS_2_15 = hasattr(torch._inductor.config, "numerics")
+x = torch.ones(2, 2)
+
+
+@pytest.fixture
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@functools.cache
+def reference() -> Reference:
+    """What is written in the notebooks now."""
+    return reference_from(write_failures.reference())
+
+
+def code_of(message: str) -> str:
+    """The failure that a message leads to first."""
+    return read_explanation(message, reference()).failures[0].code
+
+
+# --- compiled functions ---
+
+
+class TorchAutocast:
+    def __init__(self):
+        self.block = torch.autocast("cpu", dtype=BF16)
+
+    def __enter__(self):
+        self.block.__enter__()
+
+    def __exit__(self, *error):
+        self.block.__exit__(*error)
+
+
+@contextmanager
+def from_a_function():
+    with torch.autocast("cpu", dtype=BF16):
+        yield
+
+
+def product_in(block):
+    def product(x):
+        with block():
+            return x @ x.T
+
+    return product
+
+
+def test_a_class_around_autocast_breaks_the_graph_and_a_function_does_not():
+    how = {"backend": "aot_eager", "fullgraph": True}
+    message = message_of(lambda: torch.compile(product_in(TorchAutocast), **how)(x))
+    assert code_of(f"torch._dynamo.exc.Unsupported: {message}") == "AMP0180"
+    assert torch.compile(product_in(from_a_function), **how)(x).dtype is BF16
+    whole = torch.compile(product_in(lambda: torch.autocast("cpu", dtype=BF16)), **how)
+    assert whole(x).dtype is BF16
+
+
+def test_without_fullgraph_the_class_around_autocast_is_not_compiled():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append([node for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    assert torch.compile(product_in(TorchAutocast), backend=backend)(x).dtype is BF16
+    assert not any("matmul" in str(node.target) for graph in graphs for node in graph)
+
+
+def square_over(x):
+    return x * x / x
+
+
+def test_a_compiled_kernel_rounds_once_and_strict_numerics_as_often_as_eager_mode():
+    large = torch.full((8,), 300.0).half()
+    assert square_over(large).isinf().all()
+    with warnings.catch_warnings(action="ignore"):  # of torch 2.11
+        assert (torch.compile(square_over)(large) == 300).all()
+        torch.compiler.reset()
+        emulated = torch.compile(square_over, options={"emulate_precision_casts": True})
+        if torch.__version__.startswith("2.11."):
+            assert (emulated(large) == 300).all()
+    if IS_2_15:
+        assert emulated(large).isinf().all()
+        torch.compiler.reset()
+        strict = torch.compile(square_over, options={"numerics": "strict"})
+        assert strict(large).isinf().all()
+
+
+def test_autocast_causes_another_compilation_and_a_stance_refuses_it():
+    compiled = torch.compile(lambda x: x @ x, backend="eager")
+    compiled(x)
+    with torch.compiler.set_stance("fail_on_recompile"), torch.autocast("cpu", dtype=BF16):
+        message = message_of(lambda: compiled(x))
+    assert "GLOBAL_STATE changed: autocast" in message
+    assert code_of(message) == "AMP0184"
+    assert torch._dynamo.config.recompile_limit == 8
+
+
+def test_traced_under_autocast_a_shared_weight_is_a_constant():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.layer(x) @ self.layer.weight
+
+    def trace(**options):
+        with warnings.catch_warnings(action="ignore"), torch.autocast("cpu", BF16, **options):
+            return torch.jit.trace(Shared(), x)
+
+    assert code_of(f"RuntimeError: {message_of(trace)}") == "AMP0082"
+    assert trace(cache_enabled=False)(x).dtype is BF16
+
+
+# --- checkpointing ---
+
+
+class Rotary(nn.Module):
+    """Stores a cast of its table, so its second call computes in another dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.full((2,), 1 + 2**-9)
+
+    def forward(self, x):
+        rotated = x.bfloat16() * self.table
+        self.table = self.table.bfloat16()
+        return rotated.exp()
+
+
+class CastsWhereUsed(Rotary):
+    def forward(self, x):
+        return (x.bfloat16() * self.table.bfloat16()).exp()
+
+
+def gradient_of(run):
+    inputs = torch.ones(2, requires_grad=True)
+    run(inputs).sum().backward()
+    return inputs.grad
+
+
+def test_a_module_that_stores_a_cast_cannot_be_checkpointed():
+    message = message_of(
+        lambda: gradient_of(lambda x: checkpoint(Rotary(), x, use_reentrant=False))
+    )
+    assert code_of(f"CheckpointError: {message}") == "AMP0080"
+    module = CastsWhereUsed()
+    right = gradient_of(module)
+    assert torch.equal(gradient_of(lambda x: checkpoint(module, x, use_reentrant=False)), right)
+
+
+@pytest.mark.parametrize(
+    "options", [{"use_reentrant": True}, {"use_reentrant": False, "determinism_check": "none"}]
+)
+def test_without_its_check_a_checkpoint_gives_a_wrong_gradient(options):
+    right = gradient_of(Rotary())
+    assert not torch.equal(gradient_of(lambda x: checkpoint(Rotary(), x, **options)), right)
+
+
+# --- names and modes ---
+
+
+def test_the_old_scaler_takes_a_device_for_its_scale():
+    with warnings.catch_warnings(action="ignore"):
+        scaler = torch.cpu.amp.GradScaler("cpu")
+    message = message_of(lambda: scaler.scale(torch.ones(1)))
+    assert code_of(f"TypeError: {message}") == "AMP0035"
+
+
+def test_an_unknown_mode_of_fp32_matmuls_has_no_effect():
+    before = torch.get_float32_matmul_precision()
+    message = warnings_of(lambda: torch.set_float32_matmul_precision("tf32"))
+    assert torch.get_float32_matmul_precision() == before
+    if message:  # torch warns once in a process
+        assert code_of(message) == "AMP0187"
+
+
+# --- several processes ---
+
+
+def test_a_gradient_of_another_dtype_cannot_be_assigned():
+    weight = nn.Parameter(torch.ones(2))
+    message = message_of(lambda: setattr(weight, "grad", torch.ones(2).bfloat16()))
+    assert code_of(f"RuntimeError: {message}") == "AMP0195"
+    weight.grad = torch.ones(2).bfloat16().to(weight.dtype)
+
+
+def test_sync_batch_norm_is_refused_on_a_cpu(group_of_one):
+    norms = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(norms)
+    for refused in (lambda: DistributedDataParallel(model), lambda: model(x)):
+        assert code_of(f"ValueError: {message_of(refused)}") == "AMP0191"
+
+
+def test_a_collective_wants_one_dtype(group_of_one):
+    low = torch.ones(2).bfloat16()
+    for refused in (
+        lambda: dist.all_gather([torch.ones(2)], low),
+        lambda: dist.all_gather_into_tensor(torch.ones(2), low),
+    ):
+        assert code_of(f"RuntimeError: {message_of(refused)}") == "AMP0190"
+
+
+def shard(model, **policy):
+    mesh = init_device_mesh("cpu", (1,))
+    return fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
+
+
+class TakesAnObject(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, given):
+        return self.layer(given["x"] if isinstance(given, dict) else given.x)
+
+
+def test_fsdp2_casts_tensors_in_a_dict_but_not_in_another_object(group_of_one):
+    model = shard(TakesAnObject(), param_dtype=BF16)
+    assert model({"x": x}).dtype is BF16
+    with pytest.raises(RuntimeError, match="must have the same dtype"):
+        model(SimpleNamespace(x=x))
+
+
+def test_fsdp2_casts_no_buffer_and_keeps_the_dtype_of_the_weights(group_of_one):
+    model = nn.Linear(2, 2)
+    model.register_buffer("table", torch.ones(2))
+    shard(model, param_dtype=BF16)
+    assert model(x).dtype is BF16
+    assert model.table.dtype is torch.float32
+    low = shard(nn.Linear(2, 2).bfloat16(), param_dtype=BF16)
+    low(x).sum().backward()
+    assert low.weight.dtype is low.weight.grad.dtype is BF16
+
+
+class Branch(nn.Sequential):
+    def forward(self, x, both):
+        return self[1](self[0](x)) if both else self[0](x)
+
+
+def test_fsdp2_accumulates_in_two_dtypes_in_torch_2_11(group_of_one):
+    model = Branch(nn.Linear(2, 2), nn.Linear(2, 2))
+    shard(model, param_dtype=BF16, reduce_dtype=torch.float32)
+
+    def accumulate():
+        for is_last in (False, True):
+            model.set_requires_gradient_sync(is_last)
+            model(x, both=is_last).sum().backward()
+
+    if IS_2_15:
+        accumulate()
+    if torch.__version__.startswith("2.11."):
+        assert code_of(f"AssertionError: {message_of(accumulate)}") == "AMP0192"
+
+
+# --- export ---
+
+
+def session_of(model, example, *, newer, dtype=None, **options):
+    """A session of ONNX Runtime, exported in an autocast block if a dtype is given."""
+    onnxruntime = pytest.importorskip("onnxruntime", reason="pip install onnxruntime onnxscript")
+    pytest.importorskip("onnxscript", reason="pip install onnxruntime onnxscript")
+    file = io.BytesIO()
+    block = torch.autocast("cpu", dtype=dtype or BF16, enabled=dtype is not None)
+    with warnings.catch_warnings(action="ignore"), block:
+        torch.onnx.export(model.eval(), (example,), file, dynamo=newer, **options)
+    return onnxruntime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_onnx_runtime_refuses_a_norm_that_was_exported_under_autocast(newer):
+    def norm():
+        return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+
+    example = torch.randn(2, 4)
+    message = message_of(lambda: session_of(norm(), example, newer=newer, dtype=torch.float16))
+    assert code_of(message) == "AMP0062"
+    session_of(norm().half(), example.half(), newer=newer)
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_onnx_runtime_refuses_bf16_and_another_input_dtype(newer):
+    example = torch.randn(2, 4)
+    refused = message_of(
+        lambda: session_of(nn.Linear(4, 4).bfloat16(), example.bfloat16(), newer=newer)
+    )
+    assert code_of(refused) == "AMP0196"
+    session = session_of(nn.Linear(4, 4).half(), example.half(), newer=newer)
+    name = session.get_inputs()[0].name
+    assert code_of(message_of(lambda: session.run(None, {name: example.numpy()}))) == "AMP0075"
+    session.run(None, {name: example.half().numpy()})
+
+
+@pytest.mark.parametrize(("opset", "is_refused"), [(14, True), (15, False)])
+def test_a_batch_norm_takes_fp32_weights_from_opset_15_on(opset, is_refused):
+    model = nn.Sequential(nn.Conv1d(2, 2, 1), nn.BatchNorm1d(2))
+    how = {"newer": False, "dtype": torch.float16, "opset_version": opset}
+    if is_refused:
+        message = message_of(lambda: session_of(model, torch.randn(1, 2, 4), **how))
+        assert "BatchNormalization" in message
+    else:
+        session_of(model, torch.randn(1, 2, 4), **how)
+
+
+def test_the_older_exporter_multiplies_bf16_by_a_scalar_wrongly():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.p = nn.Parameter(torch.tensor(1.0), requires_grad=False)
+
+        def forward(self, x):
+            return x * self.p
+
+    message = message_of(lambda: session_of(Scaled(), x.bfloat16(), newer=False, dtype=BF16))
+    assert code_of(f"RuntimeError: {message}") == "AMP0084"
