@@ -37,12 +37,19 @@ const AmpExplain = (() => {
     const lower = line.toLowerCase();
     let lastError = 0;
     for (const found of line.matchAll(ERROR)) lastError = found.index;
-    const best = new Map();
+    const matches = [], decided = new Set();
     for (const pattern of reference.patterns) {
       if (!lower.includes(pattern.fragment)) continue;
       const end = endOfLastMatch(pattern, line);
       if (end === null) continue;
       const isExact = pattern.exact !== "" && lower.includes(pattern.exact);
+      matches.push([pattern, end, isExact]);
+      if (isExact) decided.add(pattern.regex);
+    }
+    // Messages that differ in their dtypes alone: only the one with the dtypes of the text counts.
+    const best = new Map();
+    for (const [pattern, end, isExact] of matches) {
+      if (!isExact && decided.has(pattern.regex)) continue;
       const rank = (end > lastError ? 1e6 : 0) + pattern.literal + (isExact ? 10 : 0);
       best.set(pattern.code, Math.max(rank, best.get(pattern.code) ?? 0));
     }

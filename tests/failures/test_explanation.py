@@ -1,5 +1,6 @@
 """`explain`: a message is recognised in whatever it comes in, and what is unknown is called so."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -16,6 +17,7 @@ from amp_lab.failures.patterns import flat, pattern
 SEEN = json.loads(Path(__file__).with_name("seen.json").read_text(encoding="utf-8"))
 MESSAGE = "mat1 and mat2 must have the same dtype, but got Half and Float"
 CODE = "AMP0018"
+CASES = {"AMP0018": "Half and Float", "AMP0019": "Float and Half"}  # of one pattern
 REFERENCE = load_reference()
 
 
@@ -45,6 +47,35 @@ def test_numbers_and_names_may_differ():
     other = pattern("X", "\"{name}\" not implemented for '{dtype}'")
     assert re.search(other.regex, "\"lu_cpu\" not implemented for 'BFloat16'", re.IGNORECASE)
     assert not re.search(other.regex, "'x' not implemented for strings", re.IGNORECASE)
+
+
+def test_a_tensor_on_another_device_is_no_matter_of_precision():
+    message = "Input type (torch.cuda.HalfTensor) and weight type (torch.cuda.FloatTensor)"
+    one = pattern("X", message)
+    assert re.search(one.regex, message.replace("torch.cuda.HalfTensor", "CUDABFloat16Type"))
+    assert not re.search(one.regex, message.replace("torch.cuda.HalfTensor", "torch.FloatTensor"))
+    other = pattern("X", message.replace("cuda.", ""))
+    assert re.search(
+        other.regex,
+        message.replace("torch.cuda.HalfTensor", "CPUBFloat16Type").replace("cuda.", ""),
+    )
+    assert not re.search(other.regex, message)
+
+
+def test_windows_writes_struct_before_a_dtype():
+    text = "Input type (float) and bias type (c10::Half) should be the same"
+    one = pattern("X", text)
+    assert re.search(one.regex, text.replace("c10::Half", "struct c10::BFloat16"), re.IGNORECASE)
+
+
+def test_of_messages_that_differ_in_their_dtypes_the_one_with_those_of_the_text_counts():
+    both = tuple(pattern(code, f"got {dtypes}") for code, dtypes in CASES.items())
+    reference = dataclasses.replace(REFERENCE, patterns=both)
+    for code, dtypes in CASES.items():
+        found = read_explanation(f"RuntimeError: got {dtypes}", reference).failures
+        assert [failure.code for failure in found] == [code]
+    found = read_explanation("RuntimeError: got BFloat16 and Half", reference).failures
+    assert {failure.code for failure in found} == set(CASES)
 
 
 def test_a_pattern_is_as_specific_as_its_characters():

@@ -97,7 +97,7 @@ def _by_message(text: str, reference: Reference) -> list[Failure]:
     last_error = 0
     for found in _ERROR.finditer(line):
         last_error = found.start()
-    best: dict[str, tuple[bool, int]] = {}
+    matches: list[tuple[Pattern, int, bool]] = []
     lower = line.lower()
     for pattern in reference.patterns:
         if pattern.fragment not in lower:
@@ -105,6 +105,12 @@ def _by_message(text: str, reference: Reference) -> list[Failure]:
         end = _end_of_last_match(pattern, line)
         if end is not None:
             is_exact = pattern.exact != "" and pattern.exact in lower
+            matches.append((pattern, end, is_exact))
+    # Messages that differ in their dtypes alone: only the one with the dtypes of the text counts.
+    decided = {pattern.regex for pattern, _, is_exact in matches if is_exact}
+    best: dict[str, tuple[bool, int]] = {}
+    for pattern, end, is_exact in matches:
+        if is_exact or pattern.regex not in decided:
             rank = (end > last_error, pattern.literal + 10 * is_exact)
             best[pattern.code] = max(rank, best.get(pattern.code, (False, 0)))
     codes = sorted(best, key=lambda code: (not best[code][0], -best[code][1], code))

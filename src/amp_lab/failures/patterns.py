@@ -1,7 +1,8 @@
 """Messages as regular expressions, and the text that they are looked for in.
 
 A message is written as torch prints it. What differs from one program to the next is tolerated:
-dtypes, numbers, quotation marks and line breaks. A placeholder stands for what else may differ:
+dtypes, numbers, quotation marks and line breaks. Devices are not: a tensor on another device is no
+matter of precision. A placeholder stands for what else may differ:
 ``{dtype}``, ``{n}`` for a number, ``{name}`` for a word, ``{any}`` for up to 300 characters.
 `site/explain/explain.js` reads a text in the same way; a test compares the two.
 """
@@ -11,7 +12,7 @@ import re
 from amp_lab.failures.reference import Pattern
 
 DTYPE = (
-    r"(?:(?:c10::|at::|torch\.(?:cuda\.)?|CUDA|CPU)*"
+    r"(?:(?:struct |c10::|at::|torch\.(?:cuda\.)?|CUDA|CPU)*"
     r"(?:complex(?:half|float|double|\d+)?|u?int\d*|b?float\d*(?:_\w+)?|half|double|long|bool|char"
     r"|byte|short|b?fp?\d+|tf32)(?:tensor|type)?)"
 )
@@ -50,7 +51,7 @@ def pattern(code: str, message: str) -> Pattern:
         if kind == "placeholder":
             regex += _PLACEHOLDERS[text]
         elif kind == "dtype":
-            regex += DTYPE
+            regex += _dtype(text)
         elif kind == "number":
             regex += NUMBER
         elif kind == "quote":
@@ -63,6 +64,15 @@ def pattern(code: str, message: str) -> Pattern:
     has_placeholder = any(placeholder in message for placeholder in _PLACEHOLDERS)
     exact = "" if has_placeholder else flat(message).lower()
     return Pattern(code, regex, literal, max(runs, key=len), exact)
+
+
+def _dtype(text: str) -> str:
+    """Any dtype in place of that of the message, on the same device if the message names one."""
+    if re.fullmatch(r"torch\.cuda\.\w+Tensor", text):
+        return r"(?:torch\.cuda\.\w+Tensor|CUDA\w+Type)"
+    if re.fullmatch(r"torch\.\w+Tensor", text):
+        return r"(?:torch\.\w+Tensor|CPU\w+Type)"
+    return DTYPE
 
 
 def flat(text: str) -> str:
