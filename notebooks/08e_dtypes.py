@@ -14,12 +14,16 @@
 #
 # **What you'll learn.** You will be able to repair:
 # - [A half precision output leaves the block](#A-half-precision-output-leaves-the-block);
+# - [The model is in half precision but its input is
+#   fp32](#The-model-is-in-half-precision-but-its-input-is-fp32);
 # - [Writing into a buffer fails](#Writing-into-a-buffer-fails);
-# - [A function of your own fails in backward](#A-function-of-your-own-fails-in-backward);
-# - [Two dtypes are nested around one weight](#Two-dtypes-are-nested-around-one-weight).
+# - [A custom autograd function fails in backward](#A-custom-autograd-function-fails-in-backward);
+# - [fp16 and bf16 are mixed in one model](#fp16-and-bf16-are-mixed-in-one-model);
+# - [The input is float64 or an integer](#The-input-is-float64-or-an-integer).
 #
 # **What you need.** No GPU. This notebook is a reference: go to the section that you need. All failures
-# are in the [index](08_when_amp_breaks.ipynb).
+# are in the [index](08_when_amp_breaks.ipynb). Most programs call one layer of each kind, and print the
+# message of each layer that refuses its input.
 
 # %% tags=["nbval-ignore-output"]
 
@@ -27,12 +31,33 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from course import figures, start
-from course.failures import cuda_rules, make, message_of
+from course import start
+from course.failures import make, message_of
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
-figures.use_style()
 x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
+HALF = (torch.float16, torch.bfloat16)
+
+
+# %%
+def layers():
+    """One layer of each kind that checks its dtypes."""
+    linear = [nn.Linear(2, 2), nn.Linear(2, 2, bias=False)]
+    conv = [nn.Conv1d(1, 1, 1), nn.Conv1d(1, 1, 1, bias=False)]
+    return nn.ModuleList([*linear, *conv, nn.GRU(2, 2), nn.LayerNorm(2), nn.PReLU()])
+
+
+def refusals(calls, *inputs):
+    """Print and return the messages of those `calls` that refuse the inputs."""
+    messages = []
+    for call in calls:
+        try:
+            call(*inputs)
+        except (RuntimeError, ValueError) as error:
+            messages.append(str(error))
+    print(*messages, sep="\n")
+    return messages
+
 
 # %% [markdown]
 # ## A half precision output leaves the block
@@ -40,127 +65,185 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 # `AMP0018` <!-- failure
 # messages = [
 #   "mat1 and mat2 must have the same dtype, but got Half and Float",
+#   "mat1 and mat2 must have the same dtype, but got BFloat16 and Float",
 #   "expected m1 and m2 to have the same dtype, but got: c10::Half != float",
-#   "expected scalar type Float but found Half",
+#   "expected scalar type Half but found Float", "expected scalar type Float but found Half",
+#   "expected scalar type BFloat16 but found Float", "expected scalar type Float but found BFloat16",
 #   "Input type (c10::Half) and bias type (float) should be the same",
 #   "RNN input dtype (torch.float16) does not match weight dtype (torch.float32).",
-#   "mixed dtype (CPU): expect parameter to have scalar type of Float",
-#   "Found dtype Float but expected Half",
-#   "expected dtype c10::Half for `end` but got dtype float",
+#   "prelu: Type promoting not supported. Got Half and Float",
+#   "dot : expected both vectors to have same dtype, but found Half and Float",
+#   "both inputs should have same dtype",
+#   "All tensors must have the same dtype, got input1: c10::Half, input2: float, weight: float",
+#   "Input dtypes must be the same, got: input float, batch1: c10::Half, batch2: c10::Half",
+#   "addmv input tensors must have the same dtype, but got Float, Half, and Float",
+#   "Found dtype Float but expected Half", "expected dtype c10::Half for `end` but got dtype float",
 # ]
 # quoted = [
+#   "expected mat1 and mat2 to have the same dtype, but got: c10::Half != float",
 #   "Input type (torch.cuda.HalfTensor) and weight type (torch.cuda.FloatTensor) should be the same",
+#   "Input type (CUDABFloat16Type) and weight type (torch.cuda.FloatTensor) should be the same",
+#   "Input type (CPUBFloat16Type) and weight type (torch.FloatTensor) should be the same",
+#   "Expected object of scalar type Float but got scalar type Half",
 # ]
 # symptoms = [
-#   "short inputs work, until the first longer one raises; then all raise",
+#   "only forward runs under autocast, and the loss outside raises about half and float",
+#   "the criterion gets a float16 output and a float32 target",
+#   "the error comes after the autocast block, in the line that uses the output",
+#   "metrics or the loss outside of autocast complain about two dtypes",
 # ]
+# words = "linear matmul bmm baddbmm einsum tensordot conv2d lerp huber_loss mse_loss bce criterion head"
 # -->
 #
-# **What you see.** An op raises one of these, with other dtypes too and in either order:
+# **What you see.** An op after the block raises one of these. For a layer, the first dtype is that of
+# the input, and the second one is that of the weights: <!-- tests/notebooks/test_08e_dtypes.py -->
 # - `mat1 and mat2 must have the same dtype, but got Half and Float`
 # - `expected m1 and m2 to have the same dtype, but got: c10::Half != float`
-# - `expected scalar type Float but found Half`
-# - `Input type (c10::Half) and bias type (float) should be the same`
+# - `expected scalar type Half but found Float`
 # - `Input type (torch.cuda.HalfTensor) and weight type (torch.cuda.FloatTensor) should be the same`
 #   ([a report](https://github.com/baaivision/See3D/issues/11))
-# - `RNN input dtype (torch.float16) does not match weight dtype (torch.float32).`
-# - `mixed dtype (CPU): expect parameter to have scalar type of Float`
-# - `Found dtype Float but expected Half`
-# - ``expected dtype c10::Half for `end` but got dtype float``, where weights are averaged; from
-#   `optimizer.step()` see
-#   [section 46](08d_loop_and_resume.ipynb#After-resuming-the-loss-jumps-or-is-NaN) <!-- tests/notebooks/test_08_when_amp_breaks.py -->
+# - `Found dtype Float but expected Half`, of a loss ([a
+#   report](https://github.com/pytorch/pytorch/issues/50941))
+# - ``expected dtype c10::Half for `end` but got dtype float``, where weights are averaged (from
+#   `optimizer.step()`, see [notebook 08d](08d_loop_and_resume.ipynb#After-resuming-the-loss-jumps-or-is-NaN))
 #
 # **The smallest program that does it.** We use the output of a block after the block has ended.
 
 # %%
+OPS = [
+    lambda h: h[None] @ torch.eye(2)[None],  # bmm, which einsum calls too
+    lambda h: torch.eye(2)[None] @ h.expand(1, 2, 2),
+    lambda h: torch.baddbmm(torch.eye(2)[None], h[None].mT, h[None]),
+    lambda h: h @ torch.ones(2),  # mv
+    lambda h: h[0] @ torch.ones(2),  # dot
+    lambda h: torch.tensordot(h, torch.eye(2), 1),
+    lambda h: nn.Bilinear(2, 2, 2)(h, x),
+    lambda h: F.huber_loss(h, x).backward(),
+    lambda h: h.lerp(x, 0.5),
+]
 model, _ = make()
-with torch.autocast("cpu", dtype=torch.float16):
-    h = model(x)  # (1, 2), fp16
-messages = {
-    "linear": message_of(lambda: model(h)),
-    "mm": message_of(lambda: h @ torch.eye(2)),
-    "bmm": message_of(lambda: torch.eye(2)[None] @ h.expand(1, 2, 2)),
-    "conv2d": message_of(lambda: nn.Conv2d(1, 1, 1)(h[None, None])),
-    "gru": message_of(lambda: nn.GRU(2, 2)(h[None])).partition(" Convert")[0],
-    "norm": message_of(lambda: nn.LayerNorm(2).half()(h.float())),
-    "huber": message_of(lambda: F.huber_loss(h, h.detach().float()).backward()),
-    "lerp": message_of(lambda: h.lerp(h.float(), 0.5)),
-}
-for name, message in messages.items():
-    print(f"{name:<8}{message}")
-
-# %%
-assert "mat1 and mat2 must have the same dtype, but got Half and Float" in messages["linear"]
-assert "expected m1 and m2 to have the same dtype, but got: c10::Half != float" in messages["mm"]
-assert "expected scalar type Float but found Half" in messages["bmm"]
-assert "Input type (c10::Half) and bias type (float) should be the same" in messages["conv2d"]
-rnn = "RNN input dtype (torch.float16) does not match weight dtype (torch.float32)."
-assert rnn in messages["gru"]
-assert "mixed dtype (CPU): expect parameter to have scalar type of Float" in messages["norm"]
-assert "Found dtype Float but expected Half" in messages["huber"]
-assert "expected dtype c10::Half for `end` but got dtype float" in messages["lerp"]
+for dtype in HALF:
+    with torch.autocast("cpu", dtype=dtype):
+        h = model(x)  # (1, 2), in half precision
+    messages = refusals([*layers(), *OPS], h)
+    assert len(messages) == 6 + len(OPS)  # LayerNorm takes it
 
 # %% [markdown]
-# **Why.** Autocast stops casting at the end of the block, but results in low precision stay so. A
-# model or an input that you converted by hand fails in the same way, with no autocast at all. Then
-# it is often a tensor beside the weights that stayed in fp32, such as the class weights of a loss,
-# a sampling grid, or the initial state of an RNN. (Another wording is [`expected mat1 and mat2 to
-# have the same dtype`](https://github.com/Vaibhavs10/fast-whisper-finetuning/issues/14).) <!-- tests/notebooks/test_08_when_amp_breaks.py -->
+# **Why.** Autocast casts inputs only inside its block, but what the block returned stays in half
+# precision. The next op outside then gets a half-precision input and fp32 weights. If you do not use
+# autocast, you converted the input by hand but not the model.
 #
-# Inside the block an op raises such a message where it writes in place (`addmm_`) or into `out=`:
-# autocast casts neither ([notebook
-# 02](02_autocast_dtypes.ipynb#What-is-eligible,-and-what-is-not)). If `backward()` raises it, see
-# [section 20](#A-function-of-your-own-fails-in-backward). <!-- tests/remedies/test_dtype_remedies.py -->
+# If the message names other dtypes, the cause is different:
+# - `Float and Half`: [the model is in half precision but its input is
+#   fp32](#The-model-is-in-half-precision-but-its-input-is-fp32).
+# - `BFloat16 and Half`: [fp16 and bf16 are mixed in one model](#fp16-and-bf16-are-mixed-in-one-model).
+# - `Double`, `Long` or `Byte`: [the input is float64 or an
+#   integer](#The-input-is-float64-or-an-integer).
+# - If `backward()` raises it: [a custom autograd function fails in
+#   backward](#A-custom-autograd-function-fails-in-backward).
+# - `self and mat2`: the weight and the bias of one layer have two dtypes.
 #
-# Or it is a table that `forward` makes anew for a longer input. The new one is fp32, and the module
-# keeps it, so that short inputs fail from then on. Make it with the dtype and the device of the old
-# one: `longer.to(self.table)`.
+# Inside the block, ops that write in place (`addmm_`) or into `out=` raise it too, because autocast casts for
+# neither ([notebook 02](02_autocast_dtypes.ipynb#What-is-eligible,-and-what-is-not)). Use the op that
+# returns a new tensor, such as `addmm`. <!-- tests/remedies/test_dtype_remedies.py -->
 #
-# In quantization-aware training the fused fake-quantize module takes fp32 alone, and is not on
-# autocast's list. The one that is not fused is on it: make the settings with
-# `get_default_qat_qconfig_mapping("fbgemm", version=0)`. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
+# **The fix.** Move the line into the block, or convert what leaves the block with `.float()`.
 #
-# **The fix.** Move the line into the block, or convert what leaves the block to fp32. Replace an op that
-# writes in place by the one that returns a new tensor, such as `addmm_` by `addmm`.
+# **Not this.** Do not call `model.half()` to make the dtypes match. Weights in fp16 ignore small updates,
+# and `GradScaler` refuses [their gradients](08c_scaler.ipynb#The-parameters-are-fp16).
 
 # %%
 with torch.autocast("cpu", dtype=torch.float16):
-    inside = model(model(x))
-outside = model(h.float())
-torch.testing.assert_close(inside.float(), outside, rtol=2e-3, atol=2e-3)  # 11 bits
-with torch.autocast("cpu", dtype=torch.float16):
-    assert "must have the same dtype" in message_of(
-        lambda: torch.zeros(1, 2).addmm_(h, torch.eye(2))
-    )
-    assert torch.addmm(torch.zeros(1, 2), h, torch.eye(2)).dtype is torch.float16
-weighted = message_of(lambda: F.cross_entropy(h, torch.tensor([0]), weight=torch.ones(2)))
-assert "expected scalar type Half but found Float" in weighted
-
-
-# %%
-class Table(nn.Module):
-    """Adds a table, which it makes longer for an input that is longer than any before."""
-
-    def __init__(self, keeps_dtype):
-        super().__init__()
-        self.keeps_dtype = keeps_dtype
-        self.register_buffer("table", torch.zeros(2, 2))
-
-    def forward(self, x):  # (T, 2)
-        if len(x) > len(self.table):
-            longer = torch.zeros(len(x), 2)
-            self.table = longer.to(self.table) if self.keeps_dtype else longer
-        return x + self.table[: len(x)]
-
-
-for keeps_dtype, dtype in ((False, torch.float32), (True, torch.float16)):
-    table, short = Table(keeps_dtype).half(), torch.ones(1, 2).half()
-    assert table(short).dtype is torch.float16
-    assert table(short.expand(3, 2)).dtype is dtype
-    assert table(short).dtype is dtype  # the short one again
+    output = model(x)
+    inside = model(output)
+outside = model(output.float())
+torch.testing.assert_close(inside.float(), outside, rtol=2e-3, atol=2e-3)  # fp16 has 11 bits
+F.huber_loss(output.float(), x).backward()
+weight, update = torch.tensor(1.0), 1e-4
+assert weight - update < 1
+assert weight.half() - update == 1  # fp16 weights lose the update
 
 # %% [markdown]
-# **Notice it earlier.** Let the model's `forward` end with `.float()` on what it returns.
+# **Notice it earlier.** Let `forward` end with `.float()` on what it returns.
+
+# %% [markdown]
+# ## The model is in half precision but its input is fp32
+#
+# `AMP0150` <!-- failure
+# messages = [
+#   "mat1 and mat2 must have the same dtype, but got Float and Half",
+#   "mat1 and mat2 must have the same dtype, but got Float and BFloat16",
+#   "expected m1 and m2 to have the same dtype, but got: float != c10::Half",
+#   "Input type (float) and bias type (c10::Half) should be the same",
+#   "RNN input dtype (torch.float32) does not match weight dtype (torch.float16).",
+#   "RNN input dtype (torch.float32) does not match weight dtype (torch.bfloat16).",
+#   "mixed dtype (CPU): expect parameter to have scalar type of Float",
+#   "prelu: Type promoting not supported. Got Float and Half",
+# ]
+# quoted = [
+#   "expected mat1 and mat2 to have the same dtype, but got: float != c10::Half",
+#   "Input type (torch.cuda.FloatTensor) and weight type (torch.cuda.HalfTensor) should be the same",
+#   "Input type (torch.FloatTensor) and weight type (torch.HalfTensor) should be the same",
+#   "Input type (torch.cuda.FloatTensor) and weight type (CUDABFloat16Type) should be the same",
+#   "Input type (torch.FloatTensor) and weight type (CPUBFloat16Type) should be the same",
+#   "argument #1 'input' to have the same type as tensor for argument #2 'weight'; but type torch.cuda.",
+# ]
+# symptoms = [
+#   "the model was loaded in float16 and its first layer refuses the input",
+#   "model.half() and then the input does not match the weights",
+#   "inference with torch_dtype=torch.bfloat16 fails because the input is float32",
+#   "the pipeline was loaded in half precision and the vae or text encoder complains about float",
+# ]
+# words = "torch_dtype from_pretrained pixel_values input_features layernorm batchnorm diffusers comfyui"
+# -->
+#
+# **What you see.** A layer raises one of these, with the dtype of its input first:
+# - `mat1 and mat2 must have the same dtype, but got Float and Half`
+# - `Input type (float) and bias type (c10::Half) should be the same`
+# - `mixed dtype (CPU): expect parameter to have scalar type of Float`
+# - `Expected tensor for argument #1 'input' to have the same type as tensor for argument #2 'weight'`, of a
+#   norm on CUDA ([a report](https://github.com/GVCLab/PersonaLive/issues/57))
+#
+# **The smallest program that does it.** We convert the layers and not their input.
+
+# %%
+for dtype in HALF:
+    messages = refusals(layers().to(dtype), x)
+    assert len(messages) == len(layers())
+
+# %% [markdown]
+# **Why.** The weights were loaded in half precision (`dtype=torch.float16`) or converted with `.half()`. The
+# input is fp32, and no autocast is on. A layer does not convert its input.
+#
+# If the input is in half precision too, look for an fp32 tensor inside the model. Often it is a table of
+# positions, or a mask that `forward` creates with `torch.arange` or `torch.zeros`. `+`, `*`, `torch.cat`,
+# `torch.stack` and `torch.where` then return fp32 without a message, and a later layer raises.
+#
+# Autocast does not help in every layer. On a CPU, a norm whose weights are in half precision refuses an fp32
+# input inside the block too.
+#
+# **The fix.** For inference, cast the input to the dtype of the weights:
+# `x.to(next(model.parameters()).dtype)`. For training, keep the weights in fp32 and use autocast. Create
+# tensors inside `forward` with the dtype and the device of the tensors that they are combined with.
+#
+# **Not this.** Do not cast the whole batch to half precision. Ids and labels are integers, and fp16 rounds
+# 2049 to 2048.
+
+# %%
+loaded = layers().half()
+dtype = next(loaded.parameters()).dtype
+assert refusals(loaded, x.to(dtype)) == []
+with torch.autocast("cpu", dtype=torch.float16):
+    assert refusals(layers(), x) == []
+    assert "mixed dtype" in message_of(lambda: nn.LayerNorm(2).half()(x))
+half = x.half()
+for wider in (half + x, torch.cat([half, x]), torch.stack([half, x]), torch.where(x > 1, half, x)):
+    assert wider.dtype is torch.float32
+assert (half + torch.arange(2, dtype=half.dtype, device=half.device)).dtype is torch.float16
+assert torch.tensor(2049).half() == 2048  # an id that was cast
+
+# %% [markdown]
+# **Notice it earlier.** Print `{p.dtype for p in model.parameters()}` after loading a model.
 
 # %% [markdown]
 # ## Writing into a buffer fails
@@ -169,138 +252,121 @@ for keeps_dtype, dtype in ((False, torch.float32), (True, torch.float16)):
 # messages = [
 #   "Index put requires the source and destination dtypes match, got Float for the destination and Half for the source.",
 #   "index_add_(): self (Float) and source (Half) must have the same scalar type",
+#   "index_reduce_(): self (Float) and source (Half) must have the same scalar type",
+#   "index_copy_(): self and source expected to have the same dtype, but got (self) Float and (source) Half",
+#   "put_(): self and source expected to have the same dtype, but got self.dtype = Float and source.dtype = Half",
 #   "masked_scatter: expected self and source to have same dtypes but got",
 #   "scatter(): Expected self.dtype to be equal to src.dtype",
+#   "Expected out tensor to have dtype c10::Half, but got float instead",
 # ]
+# quoted = [
+#   "masked_scatter_: expected self and source to have same dtypes but got",
+#   "Expected out tensor to have dtype float, but got c10::Half instead",
+# ]
+# symptoms = [
+#   "assigning to a slice of a tensor by index fails under autocast",
+#   "image features cannot be merged into the text embeddings because of their dtype",
+#   "writing to the kv cache by index raises in bfloat16",
+#   "scatter_add or index_add in a graph network fails with amp",
+#   "the out= tensor has the wrong dtype, float instead of half",
+# ]
+# words = "index_put masked_scatter scatter_reduce kv cache inputs_embeds image_features llava moe zeros"
 # -->
 #
 # **What you see.** The line that writes raises one of these:
 # - `Index put requires the source and destination dtypes match, got Float for the destination and Half for the source.`
 # - `index_add_(): self (Float) and source (Half) must have the same scalar type`
-# - `scatter(): Expected self.dtype to be equal to src.dtype`
+# - `scatter(): Expected self.dtype to be equal to src.dtype`, also of `scatter_add_`
 # - `masked_scatter: expected self and source to have same dtypes but got`
 #
-# **The smallest program that does it.** We collect features in a tensor that was made with
-# `torch.zeros`.
+# **The smallest program that does it.** We write features into a tensor that was made with `torch.zeros`.
 
 
 # %%
-def collect(write):
-    """Call `write(buffer, index, features)` inside an autocast block."""
+def filled(write):
+    """A buffer that `write(buffer, index, features)` has filled inside an autocast block."""
     model, _ = make()
     with torch.autocast("cpu", dtype=torch.float16):
-        features = model(x)  # (1, 2), fp16
-        write(torch.zeros(4, 2), torch.tensor([2]), features)
+        buffer, features = torch.zeros(4, 2), model(x)  # fp32, and (1, 2) in fp16
+        write(buffer, torch.tensor([2]), features)
+    return buffer
 
 
-messages = [
-    message_of(lambda: collect(lambda buffer, i, f: buffer.__setitem__(i, f))),  # buffer[i] = f
-    message_of(lambda: collect(lambda buffer, i, f: buffer.index_add_(0, i, f))),
-    message_of(lambda: collect(lambda buffer, i, f: buffer.scatter_(0, i[None].expand(1, 2), f))),
-    message_of(lambda: collect(lambda buffer, i, f: buffer.masked_scatter_(buffer == 0, f))),
+WRITES = [
+    lambda b, i, f: b.__setitem__(i, f),  # b[i] = f
+    lambda b, i, f: b.index_add_(0, i, f),
+    lambda b, i, f: b.index_reduce_(0, i, f, "mean"),
+    lambda b, i, f: b.index_copy_(0, i, f),
+    lambda b, i, f: b.put_(i, f[0, :1]),
+    lambda b, i, f: b.masked_scatter(b == 0, f),
+    lambda b, i, f: b.scatter_add(0, i[None].expand(1, 2), f),
+    lambda b, i, f: torch.bmm(f[None].detach(), x.half().mT[None], out=b[:1, :1, None]),
 ]
-print(*messages, sep="\n")
-
-# %%
-assert (
-    "Index put requires the source and destination dtypes match, got Float for the destination and Half for the source."
-    in messages[0]
-)
-assert "index_add_(): self (Float) and source (Half) must have the same scalar type" in messages[1]
-assert "scatter(): Expected self.dtype to be equal to src.dtype" in messages[2]
-masked = "masked_scatter: expected self and source to have same dtypes but got"
-assert masked in messages[3]
+assert len(refusals([lambda write=write: filled(write) for write in WRITES])) == len(WRITES)
 
 # %% [markdown]
-# **Why.** Autocast leaves in-place operations alone, since it cannot change the dtype of a tensor
-# that already exists. `torch.zeros` makes that tensor in fp32 by default, with or without autocast.
-# (An index that is a number does not raise: `buffer[2] = f` casts.)
+# **Why.** `torch.zeros` makes an fp32 buffer, with or without autocast, but the features are in half
+# precision. Autocast does not cast for ops that write into a tensor, because it cannot change the dtype of
+# an existing tensor.
 #
-# Without the underscore, `masked_scatter`, `scatter` and `index_add` fail in the same way, since
-# they are not on autocast's list either. `masked_scatter` is met where the features of an image
-# [take their
-# places](https://github.com/huggingface/transformers/blob/main/src/transformers/models/llava/modeling_llava.py)
-# among the embeddings of a text.
+# If the index is a number or a slice, nothing is raised: `buffer[2] = f` casts. `masked_scatter`, `scatter`
+# and `index_add` return a new tensor and raise too, because they are on no list of autocast. Models of images
+# and text [merge features](https://github.com/huggingface/transformers/blob/main/src/transformers/models/llava/modeling_llava.py)
+# with `masked_scatter`. <!-- tests/notebooks/test_08e_dtypes.py -->
 #
-# The dtypes can also be the other way round: an fp32 parameter, such as the embedding of a mask, is
-# written into an activation in 16 bits. Or the buffer is in bf16, the model was cast to bf16, and
-# no autocast is on: then a layer computes in a dtype that it keeps as an attribute, as some layers with
-# quantized weights do. `model.to()` does not change it, so give it the dtype when you quantize.
-# `amp-lab xray` names the layer. <!-- tests/remedies/test_dtype_remedies.py -->
+# In the other direction, an fp32 tensor is written into a half-precision buffer. It is often an fp32
+# parameter, such as the embedding of a mask, or the output of a layer with a dtype of its own. Quantized
+# layers have one, and `model.to()` does not change it, so set it when you quantize. `amp-lab xray` names
+# the layer. <!-- tests/remedies/test_dtype_remedies.py -->
 #
-# **The fix.** Cast the features when you write them, or make the buffer in their dtype. A gradient goes
-# back through the cast.
+# **The fix.** Cast what you write, `buffer[i] = f.to(buffer.dtype)`, or make the buffer in the dtype of the
+# features with `f.new_zeros(shape)`. Gradients flow through the cast.
 
 # %%
-collect(lambda buffer, i, f: buffer.__setitem__(2, f[0]))  # buffer[2] = f[0]
-out_of_place = [
-    message_of(lambda: collect(lambda buffer, i, f: buffer.masked_scatter(buffer == 0, f))),
-    message_of(lambda: collect(lambda buffer, i, f: buffer.scatter(0, i[None].expand(1, 2), f))),
-    message_of(lambda: collect(lambda buffer, i, f: buffer.index_add(0, i, f))),
-]
-assert [message.split()[0] for message in out_of_place] == [
-    "masked_scatter:",
-    "scatter():",
-    "index_add_():",
-]
-for key in ("AutocastCPU", "AutocastCUDA", "AutocastXPU", "AutocastMPS"):
-    listed = torch._C._dispatch_get_registrations_for_dispatch_key(key)
-    names = {op.partition(".")[0] for op in listed}  # without the overload
-    assert not names & {"aten::masked_scatter", "aten::scatter", "aten::index_add"}
-collect(lambda buffer, i, f: buffer.__setitem__(i, f.to(buffer.dtype)))
-collect(lambda buffer, i, f: buffer.index_add_(0, i, f.to(buffer.dtype)))
-collect(lambda _, i, f: f.new_zeros(4, 2).scatter_(0, i[None].expand(1, 2), f))
-assert h.new_zeros(4, 2).dtype is torch.float16
-
-# %%
+assert filled(lambda b, i, f: b.__setitem__(i, f.to(b.dtype)))[2].any()
+assert filled(lambda b, i, f: b.index_add_(0, i, f.to(b.dtype)))[2].any()
+assert filled(lambda b, i, f: b.__setitem__(2, f[0]))[2].any()  # b[2] = f[0] casts
+assert x.half().new_zeros(4, 2).dtype is torch.float16
 embedding, activation = nn.Parameter(torch.ones(2)), torch.zeros(3, 2).half()
 activation[torch.tensor([1])] = embedding.to(activation.dtype)
 activation.sum().backward()
 assert embedding.grad.tolist() == [1.0, 1.0]
 
-
-class Quantized(nn.Module):
-    """A layer with int8 weights that computes in a dtype of its own."""
-
-    def __init__(self, precision=torch.float32):
-        super().__init__()
-        self.precision = precision
-        self.register_buffer("weight", torch.ones(2, 2, dtype=torch.int8))
-
-    def forward(self, x):
-        return F.linear(x.to(self.precision), self.weight.to(self.precision))
-
-
-assert Quantized().to(torch.bfloat16)(x.bfloat16()).dtype is torch.float32
-assert Quantized(torch.bfloat16)(x.bfloat16()).dtype is torch.bfloat16
-
 # %% [markdown]
 # **Notice it earlier.** Look for `torch.zeros` and `torch.empty` inside every `forward`.
 
 # %% [markdown]
-# ## A function of your own fails in backward
+# ## A custom autograd function fails in backward
 #
 # `AMP0020` <!-- failure
-# messages = [
-#   "expected scalar type Half but found Float",
+# quoted = [
+#   "user_fn(self, *args){any}expected scalar type Half but found Float",
+#   "user_fn(self, *args){any}mat1 and mat2 must have the same dtype, but got Half and Float",
+#   "user_fn(self, *args){any}expected mat1 and mat2 to have the same dtype, but got: c10::Half != float",
+#   "user_fn(self, *args){any}expected mat1 and mat2 to have the same dtype, but got: float != c10::Half",
 # ]
 # symptoms = [
+#   "the backward of my autograd.Function gets a half gradient and float tensors",
+#   "my custom autograd.Function works without autocast and fails with it",
+#   "custom_fwd and custom_bwd: which dtype does the kernel get",
 #   "gradients of a checkpointed block are less exact, or overflow, and the loss is the same",
+#   "my checkpoint function forgets the dtype of autocast",
 # ]
+# words = "torch.autograd.Function save_for_backward custom_fwd custom_bwd cast_inputs triton kernel"
 # -->
 #
-# **What you see.** `backward()` raises
-# `expected scalar type Half but found Float`
-# or one of the messages of section 18.
+# **What you see.** `backward()` raises `expected scalar type Half but found Float`, or another message of
+# [the first section](#A-half-precision-output-leaves-the-block). The traceback ends in a `backward` that
+# you or a library wrote, after the line `return user_fn(self, *args)`.
 #
-# **The smallest program that does it.** We write a batched product as an `autograd.Function`.
+# **The smallest program that does it.** We write a batched matmul as an `autograd.Function`.
 
 
 # %%
 class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)  # the arguments, fp32, and not autocast's casts of them
+        ctx.save_for_backward(a, b)  # the arguments in fp32, not autocast's casts of them
         return a @ b
 
     @staticmethod
@@ -322,154 +388,213 @@ print(message)
 assert "expected scalar type Half but found Float" in message
 
 # %% [markdown]
-# **Why.** `forward` runs inside the block, where autocast casts for the product. `backward` runs
-# outside, and meets an fp16 gradient and fp32 tensors.
+# **Why.** The function's `forward` runs inside the block, where autocast casts for each op. Its `backward`
+# runs outside the block and combines an fp16 gradient with the saved fp32 tensors.
 #
-# **The fix.** Use the two decorators of `torch.amp`. With `cast_inputs`, both directions compute in
-# that dtype, without autocast. Use this for a kernel that was written for one dtype.
+# **The fix.** Decorate `forward` with `torch.amp.custom_fwd` and `backward` with `torch.amp.custom_bwd`, so
+# that `backward` runs under autocast if `forward` did. With `cast_inputs=torch.float32`, both run in fp32
+# without autocast. Use this for a kernel that was written for one dtype.
 #
-# Without `cast_inputs` the decorators cast nothing: `backward` runs under autocast if `forward` did.
-# Use that where `forward` calls layers, as in a checkpoint of your own; or take
-# `torch.utils.checkpoint.checkpoint(…, use_reentrant=False)`, which does it for you. [Notebook
-# 02](02_autocast_dtypes.ipynb#Your-own-autograd-functions) shows both
-# decorators. <!-- tests/notebooks/test_07_training_recipes.py -->
-#
-# A checkpoint of your own that notes only whether autocast was on raises nothing. It computes the
-# block again in the default dtype, which is fp16 on CUDA and bf16 on a CPU, so the gradients are less
-# exact or overflow. Note `torch.get_autocast_dtype(device_type)` too, and give it as `dtype=`.
-# `amp-lab migrate` finds it. <!-- tests/remedies/test_migrate_remedies.py -->
+# [Notebook 02](02_autocast_dtypes.ipynb#Your-own-autograd-functions) shows both ways.
 
 
 # %%
-class AmpProduct(torch.autograd.Function):
-    forward = staticmethod(
-        torch.amp.custom_fwd(Product.forward, device_type="cpu", cast_inputs=torch.float32)
-    )
-    backward = staticmethod(torch.amp.custom_bwd(Product.backward, device_type="cpu"))
+def decorated(**options):
+    class Decorated(torch.autograd.Function):
+        forward = staticmethod(torch.amp.custom_fwd(Product.forward, device_type="cpu", **options))
+        backward = staticmethod(torch.amp.custom_bwd(Product.backward, device_type="cpu"))
+
+    return Decorated
 
 
-assert torch.equal(backward_through(AmpProduct), torch.full((1, 2, 2), 2.0))
-
-
-class UnderAutocast(torch.autograd.Function):
-    forward = staticmethod(torch.amp.custom_fwd(Product.forward, device_type="cpu"))
-    backward = staticmethod(torch.amp.custom_bwd(Product.backward, device_type="cpu"))
-
-
-assert torch.equal(backward_through(UnderAutocast), torch.full((1, 2, 2), 2.0))
-
-# %%
-model, _ = make()
-with torch.autocast("cpu", dtype=torch.float16):
-    enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-with torch.autocast("cpu", enabled=enabled):
-    assert model(x).dtype is torch.bfloat16
-with torch.autocast("cpu", enabled=enabled, dtype=dtype):
-    assert model(x).dtype is torch.float16
+for options in ({}, {"cast_inputs": torch.float32}):
+    assert torch.equal(backward_through(decorated(**options)), torch.full((1, 2, 2), 2.0))
 
 # %% [markdown]
-# A kernel of another package, or one of your own in `torch.library`, gets what comes in, 16 bits and
-# fp32 mixed: autocast casts for the ops that it knows. Cast what you give it (for a loss, to fp32), or give your
-# own op a rule with `torch.library.register_autocast`. If the message comes in the forward pass of a
-# model in fp16, see [section 18](#A-half-precision-output-leaves-the-block). Under `torch.vmap` the
-# backward pass of a norm [may raise it](https://github.com/pytorch/pytorch/issues/184890).
-
-# %%
-dtypes_seen = []
-
-
-@torch.library.custom_op("notebook08::doubled", mutates_args=())
-def doubled(value: torch.Tensor) -> torch.Tensor:
-    dtypes_seen.append(value.dtype)
-    return 2 * value
-
-
-with torch.autocast("cpu", dtype=torch.bfloat16):
-    doubled(torch.ones(1).bfloat16())
-torch.library.register_autocast("notebook08::doubled", "cpu", torch.float32)
-with torch.autocast("cpu", dtype=torch.bfloat16):
-    doubled(torch.ones(1).bfloat16())
-assert dtypes_seen == [torch.bfloat16, torch.float32]
-
-# %% [markdown]
+# A checkpoint function of your own can go wrong without a message. If it stores only whether autocast was on,
+# it recomputes the block in the default dtype (fp16 on CUDA, bf16 on a CPU), so gradients are less exact or
+# overflow. Store `torch.get_autocast_dtype(device_type)` too, or use `torch.utils.checkpoint.checkpoint(…,
+# use_reentrant=False)`. `amp-lab migrate` finds such code. <!-- tests/remedies/test_migrate_remedies.py -->
+#
+# Autocast does not cast for a kernel of another package or an op of `torch.library`. Cast their inputs, or
+# give your op a rule with `torch.library.register_autocast`. Under `torch.vmap`, the backward pass of a norm
+# [may raise the message](https://github.com/pytorch/pytorch/issues/184890) too. <!-- tests/notebooks/test_08e_dtypes.py -->
+#
 # **Notice it earlier.** Test each function of your own once under autocast, with a backward pass.
 
 # %% [markdown]
-# ## Two dtypes are nested around one weight
+# ## fp16 and bf16 are mixed in one model
 #
 # `AMP0021` <!-- failure
 # messages = [
-#   "encountered during backward but not found in storage",
 #   "mat1 and mat2 must have the same dtype, but got BFloat16 and Half",
-#   "Unexpected floating ScalarType in at::autocast::prioritize",
+#   "mat1 and mat2 must have the same dtype, but got Half and BFloat16",
+#   "expected m1 and m2 to have the same dtype, but got: c10::BFloat16 != c10::Half",
+#   "Input type (c10::BFloat16) and bias type (c10::Half) should be the same",
+#   "expected scalar type BFloat16 but found Half", "expected scalar type Half but found BFloat16",
+#   "RNN input dtype (torch.bfloat16) does not match weight dtype (torch.float16).",
+#   "RNN input dtype (torch.float16) does not match weight dtype (torch.bfloat16).",
+#   "Unexpected floating ScalarType in",
 # ]
+# quoted = [
+#   "expected mat1 and mat2 to have the same dtype, but got: c10::BFloat16 != c10::Half",
+#   "Input type (CUDABFloat16Type) and weight type (torch.cuda.HalfTensor) should be the same",
+#   "Input type (torch.cuda.HalfTensor) and weight type (CUDABFloat16Type) should be the same",
+# ]
+# symptoms = [
+#   "bfloat16 and float16 are mixed, for weights and inputs",
+#   "bf16 autocast around a model that was loaded in fp16",
+#   "a bf16 block inside an fp16 block uses the wrong weights",
+#   "torch.cat under autocast fails with a bfloat16 tensor", "two autocast dtypes for one shared layer",
+# ]
+# words = "nested autocast cache cache_enabled promote cat stack addcmul bnb_4bit_compute_dtype"
 # -->
 #
 # **What you see.** An op raises one of these:
 # - `mat1 and mat2 must have the same dtype, but got BFloat16 and Half`
+# - `Input type (c10::BFloat16) and bias type (c10::Half) should be the same`
+#   ([a report](https://github.com/vladmandic/sdnext/issues/1431))
 # - `Unexpected floating ScalarType in at::autocast::prioritize`
 #
-# **The smallest program that does it.** An fp16 block contains a bf16 block for a delicate part,
-# and one layer is used in both. For the second message, we pass a bf16 tensor in an fp16 block to
-# an op that combines tensors: `cat` on the CPU, `addcmul` on CUDA.
+# **The smallest program that does it.** We call layers in one dtype with an input in the other. Then we nest
+# a bf16 block in an fp16 block, and use one fp32 weight in both. Last, we join bf16 tensors in an fp16 block.
 
 
 # %%
 def nested(**options):
     model, _ = make()
     with torch.autocast("cpu", dtype=torch.float16):
-        model(x)  # the cast of the weight goes into the cache
+        model(x)  # the fp16 cast of the weight goes into the cache
         with torch.autocast("cpu", dtype=torch.bfloat16, **options):
             return model(x)
 
 
-def concatenate(tensor):
+def joined(tensor):
     with torch.autocast("cpu", dtype=torch.float16):
         return torch.cat([tensor, tensor])
 
 
-def add_products(tensor):
-    return torch.addcmul(tensor, tensor, tensor)
-
-
-message, promoted = message_of(nested), message_of(lambda: concatenate(x.bfloat16()))
-with cuda_rules():
-    on_cuda = message_of(lambda: add_products(torch.rand(2, device="cuda").bfloat16()))
-print(message, promoted, on_cuda, sep="\n")
-assert "mat1 and mat2 must have the same dtype, but got BFloat16 and Half" in message
-assert "Unexpected floating ScalarType in at::autocast::prioritize" in promoted
-assert on_cuda == promoted
+for dtype, other in (HALF, HALF[::-1]):
+    refusals(layers().to(dtype), x.to(other))
+messages = refusals([nested, lambda: joined(x.bfloat16())])
+assert "mat1 and mat2 must have the same dtype, but got BFloat16 and Half" in messages[0]
+assert "Unexpected floating ScalarType in at::autocast::prioritize" in messages[1]
 
 # %% [markdown]
-# **Why.** Autocast keeps the cast of a trained fp32 weight until the outermost block ends (except in
-# `inference_mode`), and does not note its dtype. So the inner block casts the input to bf16, but
-# finds an fp16 weight. The second message is about the policy *promote* ([notebook
-# 02](02_autocast_dtypes.ipynb)). It looks for the widest of the inputs, and knows only fp32 and the
-# dtype of the block, even if all inputs are bf16, as those of a model with bf16 weights in a block
-# that is fp16 by default.
+# **Why.** One tensor is fp16 and the other one is bf16. Usually the weights were loaded in one of the two,
+# and the input, the autocast block or a quantized layer uses the other. With fp32 weights, the cause is a
+# block that is nested in a block of the other dtype, because both share autocast's cache.
 #
-# The same cache breaks *selective* checkpointing if two regions use one weight. The first region
-# casts the weight. The forward pass of the second finds that cast, and records none. In the backward
-# pass the second region runs again, with an empty cache, so it does cast. That op was
-# `encountered during backward but not found in storage`. With `cache_enabled=False` each region
-# records a cast of its own. <!-- tests/notebooks/test_07_training_recipes.py -->
+# The cache keeps the cast of a trained fp32 weight until the outermost block ends, and does not store its
+# dtype. So the inner block casts the input to bf16, but finds an fp16 weight.
 #
-# **The fix.** Switch the cache off in the inner block. For the second message, use one half
-# precision everywhere: give the block the dtype of the weights, or make the bf16 tensor fp32.
+# `prioritize` belongs to the ops that autocast runs in the widest dtype of their inputs ([notebook
+# 02](02_autocast_dtypes.ipynb)), such as `cat` on a CPU and `addcmul` on CUDA. They accept only fp32 and the
+# dtype of the block. <!-- tests/notebooks/test_08e_dtypes.py -->
+#
+# **The fix.** Use one of the two dtypes for the weights, the inputs and the autocast block. If you nest
+# blocks of two dtypes on purpose, open the inner one with `cache_enabled=False`.
+#
+# **Not this.** Do not convert a bf16 model to fp16. Values beyond 65504 become infinite, in the weights
+# and [in the activations](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504).
 
 # %%
-assert nested(cache_enabled=False).dtype is torch.bfloat16
-assert concatenate(x.bfloat16().float()).dtype is torch.float32
+assert refusals(layers().bfloat16(), x.bfloat16()) == []
 with torch.autocast("cpu", dtype=torch.bfloat16):
     assert torch.cat([x.bfloat16(), x.bfloat16()]).dtype is torch.bfloat16
+assert nested(cache_enabled=False).dtype is torch.bfloat16
+assert torch.tensor(1e5).bfloat16().half() == torch.inf  # the unsafe way
 
 # %% [markdown]
-# **Notice it earlier.** Use one dtype for the whole model, and fp32 for a delicate part
-# (section 1).
+# **Notice it earlier.** Print the dtype of the weights next to the dtype that you give to `autocast`.
+
+# %% [markdown]
+# ## The input is float64 or an integer
+#
+# `AMP0151` <!-- failure
+# messages = [
+#   "mat1 and mat2 must have the same dtype, but got Double and Float",
+#   "mat1 and mat2 must have the same dtype, but got Long and Float",
+#   "mat1 and mat2 must have the same dtype, but got Byte and Float",
+#   "mat1 and mat2 must have the same dtype, but got Double and BFloat16",
+#   "expected m1 and m2 to have the same dtype, but got: double != float",
+#   "expected m1 and m2 to have the same dtype, but got: long int != float",
+#   "expected scalar type Double but found Float", "expected scalar type Long but found Float",
+#   "Input type (double) and bias type (float) should be the same",
+#   "Input type (long int) and bias type (float) should be the same",
+#   "Input type (unsigned char) and bias type (float) should be the same",
+#   "RNN input dtype (torch.float64) does not match weight dtype (torch.float32).",
+#   "mixed dtype (CPU): all inputs must share same datatype.", "Found dtype Double but expected Float",
+#   "Found dtype Long but expected Float",
+# ]
+# quoted = [
+#   "mat1 and mat2 must have the same dtype, but got Float and Double",
+#   "mat1 and mat2 must have the same dtype, but got Double and Half",
+#   "mat1 and mat2 must have the same dtype, but got BFloat16 and Double",
+#   "mat1 and mat2 must have the same dtype, but got Int and Float",
+#   "expected mat1 and mat2 to have the same dtype, but got: double != float",
+#   "expected scalar type Float but found Double", "expected scalar type Double but found Half",
+#   "expected scalar type Float but found Long", "expected scalar type Long but found Int",
+#   "expected target dtype to be Long or Byte, but got",
+#   "Expected object of scalar type Float but got scalar type Double",
+#   "Input type (double) and bias type (c10::Half) should be the same",
+#   "Input type (unsigned char) and bias type (c10::Half) should be the same",
+#   "Input type (torch.cuda.DoubleTensor) and weight type (torch.cuda.FloatTensor) should be the same",
+#   "Input type (torch.DoubleTensor) and weight type (torch.FloatTensor) should be the same",
+#   "Input type (torch.cuda.ByteTensor) and weight type (torch.cuda.FloatTensor) should be the same",
+#   "Input type (torch.cuda.ByteTensor) and weight type (CUDABFloat16Type) should be the same",
+# ]
+# symptoms = [
+#   "a tensor from a numpy array or a pandas frame is double and the model float32",
+#   "torch.from_numpy gives float64 and the layer wants float32",
+#   "uint8 images do not go into a float32 model", "cross_entropy wants targets of dtype long",
+#   "autocast does not cast a float64 input",
+# ]
+# words = "numpy pandas from_numpy torch.tensor double long byte uint8 int64 targets labels"
+# -->
+#
+# **What you see.** The message names `Double`, `Long`, `Int` or `Byte`:
+# - `mat1 and mat2 must have the same dtype, but got Double and Float`
+# - `Input type (double) and bias type (float) should be the same`
+# - `expected scalar type Double but found Float`
+# - `mixed dtype (CPU): all inputs must share same datatype.`
+# - `expected scalar type Long but found Float`, of `cross_entropy` with targets that are floats. Newer
+#   versions say `expected target dtype to be Long or Byte, but got Float`.
+#
+# **The smallest program that does it.** We call layers and a loss with float64, int64 and uint8 arrays.
+
+# %%
+huber = lambda target: F.huber_loss(x.clone().requires_grad_(), target).backward()  # noqa: E731
+for array in (x.double().numpy(), x.long().numpy(), x.byte().numpy()):
+    refusals([*layers(), huber], torch.from_numpy(array))
+print(message_of(lambda: F.cross_entropy(x, torch.tensor([1.0]))))
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    (message,) = refusals([nn.Linear(2, 2)], x.double())
+assert "but got Double and BFloat16" in message
+
+# %% [markdown]
+# **Why.** The input is not fp32. `torch.from_numpy` keeps the dtype of an array, and NumPy and pandas
+# compute in float64. Ids are int64, and pixels are uint8. Autocast does not help, because it casts neither
+# float64 nor integers.
+#
+# **The fix.** Convert the input where you load it: `torch.from_numpy(array).float()`, and `/ 255` for
+# pixels. Class targets of `cross_entropy` need `.long()`.
+#
+# **Not this.** Do not call `model.double()` or `torch.set_default_dtype(torch.float64)`. Autocast leaves
+# float64 alone, so nothing runs in half precision, and the memory doubles.
+
+# %%
+for array in (x.double().numpy(), x.long().numpy(), x.byte().numpy()):
+    assert refusals([*layers(), huber], torch.from_numpy(array).float()) == []
+F.cross_entropy(x, torch.tensor([1.0]).long())
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    assert nn.Linear(2, 2).double()(x.double()).dtype is torch.float64  # the unsafe way
+
+# %% [markdown]
+# **Notice it earlier.** Check the dtypes of one batch: `assert batch.dtype is torch.float32`.
 
 # %% [markdown]
 # ## Further reading
 #
-# - [Automatic mixed precision
-#   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): the right order of calls
-#   for clipping, accumulation, several losses, models and optimizers.
+# - [Autocast op reference](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference): the ops that
+#   autocast casts for, and the dtypes in which they run.

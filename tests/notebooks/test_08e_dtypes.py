@@ -1,0 +1,242 @@
+"""Notebook 08e, and the rows of its area: what no cell of the notebook asserts."""
+
+from collections.abc import Callable
+
+import peft
+import pytest
+import torch
+import torchvision
+from torch import nn
+from torch.nn import functional as F
+
+from course.failures import cuda_rules
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("weights", "inputs", "said"),
+    [
+        (FP32, FP16, "Half and Float"),
+        (FP16, FP32, "Float and Half"),
+        (FP32, BF16, "BFloat16 and Float"),
+    ],
+)
+def test_a_message_has_the_dtypes_in_the_order_of_the_program(weights, inputs, said):
+    with pytest.raises(RuntimeError, match=f"mat1 and mat2 .* but got {said}"):
+        nn.Linear(2, 2, dtype=weights)(torch.ones(1, 2, dtype=inputs))
+
+
+@pytest.mark.parametrize("beside", ["class weights", "sampling grid", "initial state"])
+def test_a_tensor_beside_the_weights_that_stayed_in_fp32_is_refused(beside):
+    x = torch.ones(1, 2).half()
+    calls = {
+        "class weights": lambda: F.cross_entropy(x, torch.tensor([0]), weight=torch.ones(2)),
+        "sampling grid": lambda: F.grid_sample(
+            x[None, None], torch.zeros(1, 1, 1, 2), align_corners=False
+        ),
+        "initial state": lambda: nn.GRU(2, 2).half()(x[None], torch.zeros(1, 1, 2)),
+    }
+    said = "expected scalar type Half but found Float|must have the same dtype"
+    with pytest.raises(RuntimeError, match=said):
+        calls[beside]()
+
+
+class Table(nn.Module):
+    """Adds a table, which it makes longer for an input that is longer than any before."""
+
+    def __init__(self, keeps_dtype: bool):
+        super().__init__()
+        self.keeps_dtype = keeps_dtype
+        self.register_buffer("table", torch.zeros(2, 2))
+
+    def forward(self, x):  # (T, 2)
+        if len(x) > len(self.table):
+            longer = torch.zeros(len(x), 2)
+            self.table = longer.to(self.table) if self.keeps_dtype else longer
+        return x + self.table[: len(x)]
+
+
+@pytest.mark.parametrize(("keeps_dtype", "dtype"), [(False, FP32), (True, FP16)])
+def test_a_table_that_is_made_longer_keeps_its_dtype_only_if_it_is_cast(keeps_dtype, dtype):
+    table, short = Table(keeps_dtype).half(), torch.ones(1, 2).half()
+    assert table(short).dtype is FP16
+    assert table(short.expand(3, 2)).dtype is dtype
+    assert table(short).dtype is dtype  # the short one again
+
+
+@pytest.mark.filterwarnings("ignore")  # the old quantization of torch says that it is old
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_fake_quantization_that_is_fused_takes_fp32_alone_and_the_other_one_runs(dtype):
+    from torch.ao.quantization import get_default_qat_qconfig_mapping
+    from torch.ao.quantization.quantize_fx import prepare_qat_fx
+
+    x = torch.randn(2, 4)
+
+    def prepared(**version):
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).train()
+        return prepare_qat_fx(model, get_default_qat_qconfig_mapping("fbgemm", **version), (x,))
+
+    with torch.autocast("cpu", dtype=dtype):
+        with pytest.raises(RuntimeError, match="expected scalar type Float but found"):
+            prepared()(x)
+        output = prepared(version=0)(x)
+    output.float().sum().backward()
+    assert output.dtype is dtype
+
+
+@pytest.mark.parametrize("key", ["AutocastCPU", "AutocastCUDA", "AutocastXPU", "AutocastMPS"])
+def test_no_autocast_has_the_ops_that_write_out_of_place(key):
+    listed = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    names = {op.partition(".")[0] for op in listed}  # without the overload
+    assert not names & {"aten::masked_scatter", "aten::scatter", "aten::index_add"}
+
+
+def test_an_op_with_a_rule_of_its_own_gets_the_dtype_of_the_rule():
+    dtypes = []
+
+    @torch.library.custom_op("notebook08e::doubled", mutates_args=())
+    def doubled(value: torch.Tensor) -> torch.Tensor:
+        dtypes.append(value.dtype)
+        return 2 * value
+
+    with torch.autocast("cpu", dtype=BF16):
+        doubled(torch.ones(1).bfloat16())
+    torch.library.register_autocast("notebook08e::doubled", "cpu", FP32)
+    with torch.autocast("cpu", dtype=BF16):
+        doubled(torch.ones(1).bfloat16())
+    assert dtypes == [BF16, FP32]
+
+
+def test_addcmul_on_cuda_knows_only_fp32_and_the_dtype_of_the_block():
+    with cuda_rules(FP16):
+        tensor = torch.rand(2, device="cuda").bfloat16()
+        with pytest.raises(RuntimeError, match="Unexpected floating ScalarType in at::autocast"):
+            torch.addcmul(tensor, tensor, tensor)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_ops_of_torchvision_cast_inside_a_block_only(inside):
+    features, boxes = torch.ones(1, 1, 4, 4).bfloat16(), torch.tensor([[0.0, 0, 0, 1, 1]])
+    scores = torch.ones(1).bfloat16()
+    with torch.autocast("cpu", dtype=BF16, enabled=inside):
+        if inside:
+            assert torchvision.ops.roi_align(features, boxes, 1).dtype is BF16
+            assert torchvision.ops.nms(boxes[:, 1:], scores, 0.5).tolist() == [0]
+            return
+        with pytest.raises(RuntimeError, match=r"have the same type as .*rois"):
+            torchvision.ops.roi_align(features, boxes, 1)
+        with pytest.raises(RuntimeError, match="dets should have the same type as scores"):
+            torchvision.ops.nms(boxes[:, 1:], scores, 0.5)
+    assert torchvision.ops.roi_align(features.float(), boxes, 1).dtype is FP32
+
+
+ATTENTION = torch.ones(1, 1, 2, 2).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("query", "mask", "passes"),
+    [(BF16, FP32, True), (BF16, torch.bool, True), (FP32, BF16, False), (BF16, torch.long, False)],
+)
+def test_a_mask_of_attention_is_boolean_or_has_the_dtype_of_the_query(query, mask, passes):
+    q, mask = ATTENTION.to(query), torch.ones(2, 2).to(mask)
+    if passes:
+        assert F.scaled_dot_product_attention(q, q, q, attn_mask=mask).dtype is query
+        return
+    with pytest.raises(RuntimeError, match="Expected attn_mask dtype to be bool"):
+        F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    assert F.scaled_dot_product_attention(q, q, q, attn_mask=mask.bool()).dtype is query
+
+
+def test_a_norm_under_autocast_returns_fp32_which_attention_casts_inside_the_block_only():
+    with cuda_rules(BF16):
+        v = torch.ones(1, 1, 2, 2, device="cuda", dtype=BF16)
+        q = F.rms_norm(v, (2,))
+        assert q.dtype is FP32
+        assert F.scaled_dot_product_attention(q, q, v).dtype is BF16
+    with pytest.raises(RuntimeError, match="Expected query, key, and value to have the same dtype"):
+        F.scaled_dot_product_attention(ATTENTION.float(), ATTENTION.float(), ATTENTION)
+
+
+INTEGERS: dict[str, Callable[[], object]] = {
+    "counter": lambda: nn.BatchNorm1d(2).num_batches_tracked.mul_(0.99),
+    "target": lambda: F.binary_cross_entropy_with_logits(torch.ones(2), torch.ones(2).long()),
+    "index": lambda: torch.arange(2).clamp_(0, torch.tensor(1.0)),
+    "out": lambda: torch.add(torch.ones(2), 1, out=torch.ones(2).long()),
+}
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_an_integer_tensor_cannot_take_a_float(kind):
+    said = r"result type Float can't be cast to the desired output type (Long|long int)"
+    with pytest.raises(RuntimeError, match=said):
+        INTEGERS[kind]()
+
+
+def test_an_integer_target_or_index_that_is_converted_first_is_taken():
+    target = torch.ones(2).long()
+    assert F.binary_cross_entropy_with_logits(torch.ones(2), target.float()) > 0
+    assert torch.arange(2).clamp_(0, torch.tensor(1.0).long()).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("weight", [torch.int8, torch.float8_e4m3fn])
+def test_a_weight_times_its_scale_is_fp32_and_the_bias_is_not(weight):
+    x, bias, scale = torch.ones(1, 2).bfloat16(), torch.ones(2).bfloat16(), torch.ones(2, 1)
+    product = torch.ones(2, 2).to(weight).to(x.dtype) * scale
+    with pytest.raises(RuntimeError, match=r"self and mat2 .* but got BFloat16 and Float"):
+        F.linear(x, product, bias)
+    with torch.autocast("cpu", dtype=BF16):
+        assert F.linear(x, product, bias).dtype is BF16
+    assert F.linear(x, product.to(x.dtype), bias).dtype is BF16
+
+
+class Norm(nn.Module):
+    """As the norms of language models: the weight is multiplied last."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, hidden):
+        return self.weight * F.rms_norm(hidden.float(), (4,)).to(hidden.dtype)
+
+
+def test_a_norm_in_fp32_before_a_layer_in_bf16_needs_autocast():
+    """As after `prepare_model_for_kbit_training`."""
+    model, x = nn.Sequential(Norm(), nn.Linear(4, 4).bfloat16()), torch.ones(1, 4).bfloat16()
+    with pytest.raises(RuntimeError, match=r"mat1 and mat2 .* but got Float and BFloat16"):
+        model(x)
+    with torch.autocast("cpu", dtype=BF16):
+        assert model(x).dtype is BF16
+
+
+@pytest.mark.parametrize(("casts", "dtype"), [(True, FP32), (False, BF16)])
+def test_peft_keeps_adapters_in_fp32_unless_told_otherwise(casts, dtype):
+    config = peft.LoraConfig(target_modules=["0"], r=2)
+    base = nn.Sequential(nn.Linear(4, 4)).bfloat16()
+    model = peft.get_peft_model(base, config, autocast_adapter_dtype=casts)
+    adapters = {p.dtype for name, p in model.named_parameters() if "lora" in name}
+    assert adapters == {dtype}
+
+
+def test_weights_in_fp8_are_cast_by_hand_or_by_autocast():
+    x, weight = torch.ones(1, 2).bfloat16(), torch.ones(2, 2).to(torch.float8_e4m3fn)
+    with pytest.raises(RuntimeError, match="c10::BFloat16 != c10::Float8_e4m3fn"):
+        F.linear(x, weight)
+    with pytest.raises(RuntimeError, match="Promotion for Float8 Types is not supported"):
+        x + weight
+    assert F.linear(x, weight.to(x.dtype)).dtype is BF16
+    with torch.autocast("cpu", dtype=BF16):
+        assert F.linear(x, weight).dtype is BF16
+
+
+def test_a_weight_takes_a_gradient_of_its_own_dtype_or_of_the_one_it_is_told():
+    master, weight = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1).half())
+    with pytest.raises(RuntimeError, match="assign a gradient with dtype 'c10::Half'"):
+        master.grad = torch.ones(1).half()
+    with pytest.raises(RuntimeError, match="assign a gradient with dtype 'float'"):
+        weight.grad = torch.ones(1)
+    master.grad = torch.ones(1).half().to(master.dtype)
+    weight.grad_dtype = FP32
+    weight.grad = torch.ones(1)
+    assert (master.grad.dtype, weight.grad.dtype) == (FP32, FP32)
