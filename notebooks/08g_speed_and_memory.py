@@ -51,8 +51,6 @@ wide, _ = make(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
 # messages = [
 #   "CUDA is not available or torch_xla is imported. Disabling autocast.",
 #   "torch.cuda.amp.GradScaler is enabled, but CUDA is not available. Disabling.",
-#   "In {name} autocast, but the target dtype is not supported. Disabling autocast.",
-#   "{name} Autocast only supports dtypes of torch.bfloat16, torch.float16 currently.",
 # ]
 # quoted = [
 #   "User provided device_type of 'cuda', but CUDA is not available. Disabling",

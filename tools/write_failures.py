@@ -50,7 +50,7 @@ VOCABULARY = ROOT / "notebooks" / "course" / "search_words.toml"
 INDEX = ROOT / "notebooks" / "08_when_amp_breaks.py"
 PAGES = ("docs/*.md", "README.md", "CHEATSHEET.md", "data/README.md")
 
-_SYMPTOMS = 2  # of a failure that the index shows; its page has all
+_MESSAGES = 2  # of a failure that the index shows; its page has all
 _BOOST = {"title": 4, "symptoms": 4, "messages": 3, "words": 3, "text": 1}
 _HEADING = re.compile(r"^##+ (.+?)$", re.MULTILINE)
 _ENTRY = re.compile(r"^`(AMP\d{4})` <!-- failure\n(.*?)^-->", re.MULTILINE | re.DOTALL)
@@ -290,10 +290,11 @@ def _name(entry: Entry) -> str:
 
 
 def _what_you_see(entry: Entry) -> str:
-    """The messages and symptoms of a failure, for a cell of a table."""
+    """The first messages of a failure, or its first symptom, for a cell of a table."""
     messages = [*entry.data.get("messages", []), *entry.data.get("quoted", [])]
-    shown = [f"`` {_readable(message)} ``" for message in messages]
-    shown += entry.data.get("symptoms", [])[:_SYMPTOMS]
+    shown = [f"`` {_readable(message)} ``" for message in messages[:_MESSAGES]]
+    if not shown:
+        shown = entry.data["symptoms"][:1]
     return "<br>".join(text.replace("|", "\\|") for text in shown)
 
 

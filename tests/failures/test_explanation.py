@@ -17,6 +17,7 @@ from amp_lab.failures.patterns import flat, pattern
 SEEN = json.loads(Path(__file__).with_name("seen.json").read_text(encoding="utf-8"))
 MESSAGE = "mat1 and mat2 must have the same dtype, but got Half and Float"
 CODE = "AMP0018"
+NAMES = ("bf16 ", "fp16 ", "accelerate ", "cuBLAS ", "xFormers ")  # which begin in lower case
 CASES = {"AMP0018": "Half and Float", "AMP0019": "Float and Half"}  # of one pattern
 REFERENCE = load_reference()
 
@@ -187,7 +188,7 @@ def test_each_message_finds_its_own_failure(code):
 def test_a_failure_says_why_and_what_to_do_in_a_few_sentences(code):
     failure: Failure = REFERENCE.failures[code]
     for text in (failure.cause, failure.cure):
-        assert text[0].isupper() or text[0] in "`0123456789", text
+        assert text[0].isupper() or text[0] in "`0123456789" or text.startswith(NAMES), text
         assert text.endswith((".", "!", "`", ")", ":")), text
         assert 20 <= len(text) <= 700, text
     assert failure.messages or failure.symptoms

@@ -103,7 +103,7 @@ def test_the_cpu_runs_out_of_memory_in_the_words_that_are_quoted(reference):
             "    return _to(self, device, non_blocking)\n           ^^^^^^^^^^\n"
             '  File "/venv/torch/_utils.py", line 108, in _to\n'
             "    untyped_storage = torch.UntypedStorage(self.size(), device=device)",
-            "AMP0173",
+            "AMP0141",
         ),
         ('File "modeling_llama.py", line 1, in forward\n    logits = logits.float()', "AMP0179"),
         (

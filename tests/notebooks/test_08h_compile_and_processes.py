@@ -215,7 +215,7 @@ def test_an_unknown_mode_of_fp32_matmuls_has_no_effect():
 def test_a_gradient_of_another_dtype_cannot_be_assigned():
     weight = nn.Parameter(torch.ones(2))
     message = message_of(lambda: setattr(weight, "grad", torch.ones(2).bfloat16()))
-    assert code_of(f"RuntimeError: {message}") == "AMP0195"
+    assert code_of(f"RuntimeError: {message}") == "AMP0159"
     weight.grad = torch.ones(2).bfloat16().to(weight.dtype)
 
 
