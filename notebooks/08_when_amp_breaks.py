@@ -82,26 +82,26 @@ assert failure.code == "AMP0018"
 #
 # | what goes wrong | what you see |
 # |---|---|
-# | [The loss is NaN because an activation exceeds 65504](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0001` | `` Loss is nan, stopping training ``<br>`` Loss is inf, stopping training `` |
-# | [A mask value does not fit into fp16](08a_values.ipynb#A-mask-value-does-not-fit-into-fp16) `AMP0004` | `` value cannot be converted to type c10::Half without overflow ``<br>`` value cannot be converted to type c10::BFloat16 without overflow `` |
+# | [The loss is NaN because an activation exceeds 65504](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0001` | `` Loss is nan, stopping training `` |
+# | [A mask value does not fit into fp16](08a_values.ipynb#A-mask-value-does-not-fit-into-fp16) `AMP0004` | `` value cannot be converted to type c10::Half without overflow `` |
 # | [Attention is NaN for a row that is masked everywhere](08a_values.ipynb#Attention-is-NaN-for-a-row-that-is-masked-everywhere) `AMP0110` | attention gives NaN with padding |
-# | [Sampling finds inf or NaN in the probabilities](08a_values.ipynb#Sampling-finds-inf-or-NaN-in-the-probabilities) `AMP0065` | `` probability tensor contains either `inf`, `nan` or element < 0 ``<br>`` Expected parameter logits (Tensor of shape …) of distribution Categorical(logits: …) to satisfy the constraint …, but found invalid values `` |
+# | [Sampling finds inf or NaN in the probabilities](08a_values.ipynb#Sampling-finds-inf-or-NaN-in-the-probabilities) `AMP0065` | `` probability tensor contains either `inf`, `nan` or element < 0 `` |
 # | [NaN because an epsilon of 1e-8 is zero in fp16](08a_values.ipynb#NaN-because-an-epsilon-of-1e-8-is-zero-in-fp16) `AMP0005` | eps is too small for half precision |
 # | [The logarithm of a probability is -inf](08a_values.ipynb#The-logarithm-of-a-probability-is--inf) `AMP0111` | focal loss is NaN in mixed precision |
 # | [A norm written by hand overflows above 256](08a_values.ipynb#A-norm-written-by-hand-overflows-above-256) `AMP0006` | the gradients of all layers before a norm of my own are zero |
 # | [Training is fine but evaluation is NaN](08a_values.ipynb#Training-is-fine-but-evaluation-is-NaN) `AMP0007` | training works, but evaluation gives NaN |
 # | [Anomaly detection stops at a harmless overflow](08a_values.ipynb#Anomaly-detection-stops-at-a-harmless-overflow) `AMP0008` | `` Function '…' returned nan values in its …th output. `` |
 # | [The input holds NaN or numbers above 65504](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0112` | `` overflow encountered in cast `` |
-# | [The image is black because the VAE gives NaN in fp16](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0064` | `` invalid value encountered in cast ``<br>`` NaN detected in latents `` |
-# | [Stable Diffusion's Unet gives NaN in fp16](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0117` | `` A tensor with all NaNs was produced in Unet. ``<br>`` A tensor with all NaNs was produced. `` |
-# | [An attention kernel gives NaN](17_language_model.ipynb#One-dtype-for-q,-k-and-v) `AMP0113` | `` Function 'ScaledDotProductCudnnAttentionBackward0' returned nan values in its 0th output. ``<br>`` cuDNN SDPA backward got grad_output.strides() != output.strides() `` |
-# | [The Trainer logs loss 0.0 and grad_norm nan](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0114` | `` {'loss': 0.0, 'grad_norm': nan ``<br>`` {'loss': '0', 'grad_norm': 'nan' `` |
+# | [The image is black because the VAE gives NaN in fp16](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0064` | `` invalid value encountered in cast `` |
+# | [Stable Diffusion's Unet gives NaN in fp16](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0117` | `` A tensor with all NaNs was produced in Unet. `` |
+# | [An attention kernel gives NaN](17_language_model.ipynb#One-dtype-for-q,-k-and-v) `AMP0113` | `` Function 'ScaledDotProductCudnnAttentionBackward0' returned nan values in its 0th output. `` |
+# | [The Trainer logs loss 0.0 and grad_norm nan](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0114` | `` {'loss': 0.0, 'grad_norm': nan `` |
 # | [The CTC loss is inf or NaN](08a_values.ipynb) `AMP0115` | `` Function 'CtcLossBackward0' returned nan values in its 0th output. `` |
 # | [A gradient penalty is inf or NaN under AMP](07_training_recipes.ipynb#Penalise-gradients) `AMP0116` | WGAN-GP goes NaN with mixed precision |
 # | [NaN in bf16, although fp16 and fp32 are fine](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0118` | NaN in bf16 only, fp16 is fine |
 # | [Attention in bf16 gives NaN on an AMD GPU](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0119` | NaN losses on ROCm from the first step |
-# | [fp16 gives NaN on a GTX 16 or a Quadro T](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0077` | `` AMP checks failed ``<br>`` AMP: checks failed `` |
-# | [The cost matrix of a Hungarian matcher is inf or NaN](08a_values.ipynb#A-norm-written-by-hand-overflows-above-256) `AMP0087` | `` cost matrix is infeasible ``<br>`` matrix contains invalid numeric entries `` |
+# | [fp16 gives NaN on a GTX 16 or a Quadro T](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0077` | `` AMP checks failed `` |
+# | [The cost matrix of a Hungarian matcher is inf or NaN](08a_values.ipynb#A-norm-written-by-hand-overflows-above-256) `AMP0087` | `` cost matrix is infeasible `` |
 # | [A convolution's gradients are NaN or 1e20 in bf16 on a CPU](../docs/hardware.md#wrong-gradients-in-bf16) `AMP0089` | gradients of a convolution are NaN or 1e20 in bf16, on a CPU |
 # | [The text or decision differs in bf16 or in another batch](17_language_model.ipynb#The-same-prompt,-another-text) `AMP0098` | another text or decision comes out in bf16, or in another batch |
 # | [A model that was trained in bf16 gives NaN in fp16](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) `AMP0100` | a model that was trained in bf16 gives NaN in fp16 |
@@ -118,9 +118,9 @@ assert failure.code == "AMP0018"
 # | [Adam makes fp16 weights NaN](08b_learning.ipynb#Adam-makes-fp16-weights-NaN) `AMP0121` | parameters are NaN after one step of Adam |
 # | [Positions or counts are wrong beyond 256](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256) `AMP0030` | results are good on short inputs and bad on long ones in bf16 |
 # | [A loss summed up in bf16 is too small](08b_learning.ipynb#A-loss-summed-up-in-bf16-is-too-small) `AMP0123` | the logged loss moves in steps, stands still or falls to 0 in bf16, and `loss.item()` is right |
-# | [Weights were cast to FP8 without a scale](08b_learning.ipynb#Weights-were-cast-to-FP8-without-a-scale) `AMP0120` | `` not implemented for 'Float8_e4m3fn' ``<br>`` mat1 and mat2 must have the same dtype, but got Float and Float8_e4m3fn `` |
-# | [DeepSpeed or fairseq stops because the loss scale is at its minimum](08b_learning.ipynb#The-loss-scale-falls-towards-0) `AMP0070` | `` Current loss scale already at minimum - cannot decrease scale anymore. ``<br>`` Minimum loss scale reached (0.0001). Your loss is probably exploding. `` |
-# | [Apex or DeepSpeed logs an overflow and skips steps](08b_learning.ipynb#The-loss-scale-falls-towards-0) `AMP0071` | `` Gradient overflow.  Skipping step, loss scaler … reducing loss scale to ``<br>`` OVERFLOW! Rank … Skipping step. Attempted loss scale: … `` |
+# | [Weights were cast to FP8 without a scale](08b_learning.ipynb#Weights-were-cast-to-FP8-without-a-scale) `AMP0120` | `` not implemented for 'Float8_e4m3fn' `` |
+# | [DeepSpeed or fairseq stops because the loss scale is at its minimum](08b_learning.ipynb#The-loss-scale-falls-towards-0) `AMP0070` | `` Current loss scale already at minimum - cannot decrease scale anymore. `` |
+# | [Apex or DeepSpeed logs an overflow and skips steps](08b_learning.ipynb#The-loss-scale-falls-towards-0) `AMP0071` | `` Gradient overflow.  Skipping step, loss scaler … reducing loss scale to `` |
 # | [One loss of a GAN pulls down the loss scale of the other](07_training_recipes.ipynb#Use-several-losses-and-optimizers) `AMP0129` | GAN training in fp16: the scale falls because of the discriminator, and the generator learns nothing |
 # | [An average of weights (EMA) stands still in bf16](08b_learning.ipynb#Half-precision-weights-stop-moving) `AMP0122` | EMA weights do not change in bf16 |
 # | [8-bit Adam gives NaN or trains worse](16_low_precision_state.ipynb#State-in-fewer-bits) `AMP0128` | 8-bit Adam gives NaN after a few steps, 32-bit Adam does not |
@@ -138,18 +138,18 @@ assert failure.code == "AMP0018"
 # | [The parameters are fp16](08c_scaler.ipynb#The-parameters-are-fp16) `AMP0009` | `` Attempting to unscale FP16 gradients. `` |
 # | [Gradients are unscaled twice](08c_scaler.ipynb#Gradients-are-unscaled-twice) `AMP0010` | `` unscale_() has already been called on this optimizer since the last update(). `` |
 # | [An optimizer has no gradients](08c_scaler.ipynb#An-optimizer-has-no-gradients) `AMP0011` | `` No inf checks were recorded for this optimizer. `` |
-# | [Scaler methods are called in the wrong order](08c_scaler.ipynb#Scaler-methods-are-called-in-the-wrong-order) `AMP0012` | `` step() has already been called since the last update(). ``<br>`` unscale_() is being called after step(). `` |
+# | [Scaler methods are called in the wrong order](08c_scaler.ipynb#Scaler-methods-are-called-in-the-wrong-order) `AMP0012` | `` step() has already been called since the last update(). `` |
 # | [The optimizer steps without the scaler](08c_scaler.ipynb#The-optimizer-steps-without-the-scaler) `AMP0131` | optimizer.step() is called instead of scaler.step(optimizer) |
-# | [The optimizer needs a closure](08c_scaler.ipynb#The-optimizer-needs-a-closure) `AMP0013` | `` Closure use is not currently supported if GradScaler is enabled. ``<br>`` AMP and the LBFGS optimizer are not compatible. `` |
-# | [The scheduler warns that it came before the optimizer](08c_scaler.ipynb#The-scheduler-warns-that-it-came-before-the-optimizer) `AMP0014` | `` Detected call of `lr_scheduler.step()` before `optimizer.step()`. ``<br>`` Detected call of `scheduler.step()` before `optimizer.step()`. `` |
-# | [The scaler cannot unscale bf16 gradients](08c_scaler.ipynb#The-parameters-are-fp16) `AMP0130` | `` "_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16' ``<br>`` "_amp_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16' `` |
+# | [The optimizer needs a closure](08c_scaler.ipynb#The-optimizer-needs-a-closure) `AMP0013` | `` Closure use is not currently supported if GradScaler is enabled. `` |
+# | [The scheduler warns that it came before the optimizer](08c_scaler.ipynb#The-scheduler-warns-that-it-came-before-the-optimizer) `AMP0014` | `` Detected call of `lr_scheduler.step()` before `optimizer.step()`. `` |
+# | [The scaler cannot unscale bf16 gradients](08c_scaler.ipynb#The-parameters-are-fp16) `AMP0130` | `` "_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16' `` |
 # | [Two optimizers share one scaler, and update is called between their steps](07_training_recipes.ipynb#Use-several-losses-and-optimizers) `AMP0132` | GAN in mixed precision with one GradScaler for generator and discriminator |
 # | [A gradient penalty is computed from scaled gradients](07_training_recipes.ipynb#Penalise-gradients) `AMP0133` | WGAN-GP with mixed precision: the gradient penalty is huge, inf or NaN |
-# | [The loss that the scaler gets is not one tensor](07_training_recipes.ipynb#Use-several-losses-and-optimizers) `AMP0134` | `` outputs must be a Tensor or an iterable of Tensors ``<br>`` 'map' object has no attribute 'backward' `` |
-# | [The scaler does not run on the device of the gradients](08c_scaler.ipynb) `AMP0135` | `` Could not run 'aten::_amp_foreach_non_finite_check_and_unscale_' with arguments from the '…' backend ``<br>`` Could not run 'aten::_amp_non_finite_check_and_unscale_' with arguments from the '…' backend `` |
-# | [The scaler refuses a setting](03_grad_scaler_step_by_step.ipynb) `AMP0136` | `` The growth factor must be > 1.0. ``<br>`` The backoff factor must be < 1.0. `` |
+# | [The loss that the scaler gets is not one tensor](07_training_recipes.ipynb#Use-several-losses-and-optimizers) `AMP0134` | `` outputs must be a Tensor or an iterable of Tensors `` |
+# | [The scaler does not run on the device of the gradients](08c_scaler.ipynb) `AMP0135` | `` Could not run 'aten::_amp_foreach_non_finite_check_and_unscale_' with arguments from the '…' backend `` |
+# | [The scaler refuses a setting](03_grad_scaler_step_by_step.ipynb) `AMP0136` | `` The growth factor must be > 1.0. `` |
 # | [Lightning clips scaled gradients in manual optimization](08d_loop_and_resume.ipynb#Clipping-leaves-next-to-nothing-of-the-gradients) `AMP0137` | self.clip_gradients in manual optimization with precision 16-mixed hardly trains |
-# | [Lightning refuses to clip with a fused optimizer](07_training_recipes.ipynb#Clip-gradients) `AMP0074` | `` The current optimizer, …, does not allow for gradient clipping because it performs unscaling of gradients internally. ``<br>`` does not allow for gradient clipping because it performs unscaling of gradients internally `` |
+# | [Lightning refuses to clip with a fused optimizer](07_training_recipes.ipynb#Clip-gradients) `AMP0074` | `` The current optimizer, …, does not allow for gradient clipping because it performs unscaling of gradients internally. `` |
 # | [The ranks of FSDP need one decision about the loss scale](11_scale_out.ipynb#One-decision-about-the-loss-scale) `AMP0138` | FSDP in fp16 hangs or the ranks diverge after an overflow |
 # | [The optimizer's step was replaced after the scheduler was made](13_from_apex.ipynb) `AMP0139` | `` Seems like `optimizer.step()` has been overridden after learning rate scheduler initialization. `` |
 #
@@ -161,132 +161,132 @@ assert failure.code == "AMP0018"
 # | [Clipping refuses a norm that is not finite](08d_loop_and_resume.ipynb#Clipping-refuses-a-norm-that-is-not-finite) `AMP0016` | `` The total norm of order … for gradients from `parameters` is non-finite, so it cannot be clipped. `` |
 # | [The loss stands still because the whole loop is in one block](08d_loop_and_resume.ipynb#The-loss-stands-still-because-the-whole-loop-is-in-one-block) `AMP0026` | the loss stays exactly the same in every step, autocast is around the whole training loop |
 # | [After resuming the loss jumps or is NaN](08d_loop_and_resume.ipynb#After-resuming-the-loss-jumps-or-is-NaN) `AMP0046` | the loss jumps after resuming from a checkpoint in mixed precision |
-# | [Weights and optimizer state have different dtypes](08d_loop_and_resume.ipynb#Weights-and-optimizer-state-have-different-dtypes) `AMP0140` | `` expected dtype … for `end` but got dtype … ``<br>`` expected dtype … for `end`, but got dtype … `` |
+# | [Weights and optimizer state have different dtypes](08d_loop_and_resume.ipynb#Weights-and-optimizer-state-have-different-dtypes) `AMP0140` | `` expected dtype … for `end` but got dtype … `` |
 # | [The state of the scaler cannot be loaded](08d_loop_and_resume.ipynb#The-state-of-the-scaler-cannot-be-loaded) `AMP0017` | `` The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler. `` |
-# | [torch.load refuses a checkpoint with a scaler](08d_loop_and_resume.ipynb#torch.load-refuses-a-checkpoint-with-a-scaler) `AMP0142` | `` Unsupported global: GLOBAL torch.amp.grad_scaler.GradScaler was not an allowed global by default. ``<br>`` Unsupported global: GLOBAL torch.cuda.amp.grad_scaler.GradScaler was not an allowed global by default. `` |
+# | [torch.load refuses a checkpoint with a scaler](08d_loop_and_resume.ipynb#torch.load-refuses-a-checkpoint-with-a-scaler) `AMP0142` | `` Unsupported global: GLOBAL torch.amp.grad_scaler.GradScaler was not an allowed global by default. `` |
 # | [A loop of p = p.float() over the parameters changes nothing](08d_loop_and_resume.ipynb) `AMP0093` | `` p = p.float() `` |
-# | [Memory runs out only when a run is resumed](08d_loop_and_resume.ipynb) `AMP0141` | `` default_restore_location…CUDA out of memory. Tried to allocate ``<br>`` CUDA out of memory when resuming training `` |
+# | [Memory runs out only when a run is resumed](08d_loop_and_resume.ipynb) `AMP0141` | `` default_restore_location…CUDA out of memory. Tried to allocate `` |
 # | [Accumulated gradients differ from those of one large batch](07_training_recipes.ipynb#Accumulate-gradients) `AMP0143` | gradient accumulation gives another loss, or worse results, than one large batch |
 # | [The gradient norm is inf in a few steps, and training goes on](03_grad_scaler_step_by_step.ipynb#The-scale-over-a-whole-training-run) `AMP0144` | grad_norm is inf in the first steps of training, and nothing else is wrong |
-# | [Names in a checkpoint begin with _orig_mod](08d_loop_and_resume.ipynb) `AMP0145` | `` Unexpected key(s) in state_dict: …_orig_mod. ``<br>`` Missing key(s) in state_dict: …_orig_mod. `` |
+# | [Names in a checkpoint begin with _orig_mod](08d_loop_and_resume.ipynb) `AMP0145` | `` Unexpected key(s) in state_dict: …_orig_mod. `` |
 # | [A checkpoint is fp32, and so twice as large as expected](18_inference_and_export.ipynb#Ways-to-run-it) `AMP0146` | the checkpoint of a mixed precision run is twice as large as expected |
 # | [Evaluation gives other metrics than during training](18_inference_and_export.ipynb#Ways-to-run-it) `AMP0147` | evaluation without autocast gives another accuracy than with autocast |
-# | [Weights become infinite because the model was cast to fp16 for evaluation or saving](08d_loop_and_resume.ipynb) `AMP0148` | `` Skipping checkpoint save at epoch …: EMA contains NaN/Inf ``<br>`` Skipping checkpoint save at epoch …: EMA and model contain NaN/Inf `` |
+# | [Weights become infinite because the model was cast to fp16 for evaluation or saving](08d_loop_and_resume.ipynb) `AMP0148` | `` Skipping checkpoint save at epoch …: EMA contains NaN/Inf `` |
 # | [The scaler's growth tracker is set before its scale](08d_loop_and_resume.ipynb) `AMP0149` | `` _growth_tracker initialized before _scale `` |
 #
 # ### Repair dtypes that do not match
 #
 # | what goes wrong | what you see |
 # |---|---|
-# | [A half precision output leaves the block](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) `AMP0018` | `` mat1 and mat2 must have the same dtype, but got Half and Float ``<br>`` mat1 and mat2 must have the same dtype, but got BFloat16 and Float `` |
-# | [The model is in half precision but its input is fp32](08e_dtypes.ipynb#The-model-is-in-half-precision-but-its-input-is-fp32) `AMP0150` | `` mat1 and mat2 must have the same dtype, but got Float and Half ``<br>`` mat1 and mat2 must have the same dtype, but got Float and BFloat16 `` |
-# | [Writing into a buffer fails](08e_dtypes.ipynb#Writing-into-a-buffer-fails) `AMP0019` | `` Index put requires the source and destination dtypes match, got Float for the destination and Half for the source. ``<br>`` index_add_(): self (Float) and source (Half) must have the same scalar type `` |
-# | [A custom autograd function fails in backward](08e_dtypes.ipynb#A-custom-autograd-function-fails-in-backward) `AMP0020` | `` user_fn(self, *args)…expected scalar type Half but found Float ``<br>`` user_fn(self, *args)…mat1 and mat2 must have the same dtype, but got Half and Float `` |
-# | [fp16 and bf16 are mixed in one model](08e_dtypes.ipynb#fp16-and-bf16-are-mixed-in-one-model) `AMP0021` | `` mat1 and mat2 must have the same dtype, but got BFloat16 and Half ``<br>`` mat1 and mat2 must have the same dtype, but got Half and BFloat16 `` |
-# | [The input is float64 or an integer](08e_dtypes.ipynb#The-input-is-float64-or-an-integer) `AMP0151` | `` mat1 and mat2 must have the same dtype, but got Double and Float ``<br>`` mat1 and mat2 must have the same dtype, but got Long and Float `` |
+# | [A half precision output leaves the block](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) `AMP0018` | `` mat1 and mat2 must have the same dtype, but got Half and Float `` |
+# | [The model is in half precision but its input is fp32](08e_dtypes.ipynb#The-model-is-in-half-precision-but-its-input-is-fp32) `AMP0150` | `` mat1 and mat2 must have the same dtype, but got Float and Half `` |
+# | [Writing into a buffer fails](08e_dtypes.ipynb#Writing-into-a-buffer-fails) `AMP0019` | `` Index put requires the source and destination dtypes match, got Float for the destination and Half for the source. `` |
+# | [A custom autograd function fails in backward](08e_dtypes.ipynb#A-custom-autograd-function-fails-in-backward) `AMP0020` | `` user_fn(self, *args)…expected scalar type Half but found Float `` |
+# | [fp16 and bf16 are mixed in one model](08e_dtypes.ipynb#fp16-and-bf16-are-mixed-in-one-model) `AMP0021` | `` mat1 and mat2 must have the same dtype, but got BFloat16 and Half `` |
+# | [The input is float64 or an integer](08e_dtypes.ipynb#The-input-is-float64-or-an-integer) `AMP0151` | `` mat1 and mat2 must have the same dtype, but got Double and Float `` |
 # | [One tensor inside a half-precision model stays in fp32](08e_dtypes.ipynb#The-model-is-in-half-precision-but-its-input-is-fp32) `AMP0060` | `` Expected tensor for argument #1 'weight' to have the same type as tensor for argument #1 'per_sample_weights' `` |
-# | [A kernel of another package refuses half precision or mixed dtypes](08e_dtypes.ipynb#A-custom-autograd-function-fails-in-backward) `AMP0078` | `` input should have the same type as rois ``<br>`` Expected tensor for argument #1 'input' to have the same type as tensor for argument #2 'rois' `` |
-# | [The attention mask has another dtype than the query](17_language_model.ipynb#One-dtype-for-q,-k-and-v) `AMP0081` | `` Expected attn_mask dtype to be bool or float or to match query dtype ``<br>`` Expected attn_mask dtype to be bool or to match query dtype `` |
+# | [A kernel of another package refuses half precision or mixed dtypes](08e_dtypes.ipynb#A-custom-autograd-function-fails-in-backward) `AMP0078` | `` input should have the same type as rois `` |
+# | [The attention mask has another dtype than the query](17_language_model.ipynb#One-dtype-for-q,-k-and-v) `AMP0081` | `` Expected attn_mask dtype to be bool or float or to match query dtype `` |
 # | [A model from Accelerate or Fabric returns fp32](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0094` | the output of a model prepared by accelerate is float32 although mixed precision is on |
-# | [Attention gets q, k and v in two dtypes](17_language_model.ipynb#One-dtype-for-q,-k-and-v) `AMP0097` | `` Expected query, key, and value to have the same dtype ``<br>`` Query/Key/Value should either all have the same dtype `` |
-# | [An integer tensor cannot take the result of an in-place op](08e_dtypes.ipynb#The-input-is-float64-or-an-integer) `AMP0152` | `` result type Float can't be cast to the desired output type Long ``<br>`` result type Half can't be cast to the desired output type Long `` |
-# | [The weight and the bias of one layer have two dtypes](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) `AMP0153` | `` self and mat2 must have the same dtype, but got BFloat16 and Float ``<br>`` self and mat2 must have the same dtype, but got Float and BFloat16 `` |
+# | [Attention gets q, k and v in two dtypes](17_language_model.ipynb#One-dtype-for-q,-k-and-v) `AMP0097` | `` Expected query, key, and value to have the same dtype `` |
+# | [An integer tensor cannot take the result of an in-place op](08e_dtypes.ipynb#The-input-is-float64-or-an-integer) `AMP0152` | `` result type Float can't be cast to the desired output type Long `` |
+# | [The weight and the bias of one layer have two dtypes](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) `AMP0153` | `` self and mat2 must have the same dtype, but got BFloat16 and Float `` |
 # | [A LoRA model trains, but generate() or evaluation raises](08e_dtypes.ipynb#The-model-is-in-half-precision-but-its-input-is-fp32) `AMP0154` | `` fast_lora.py…to have the same dtype `` |
-# | [FP8 weights reach an op that has no FP8](08e_dtypes.ipynb#The-model-is-in-half-precision-but-its-input-is-fp32) `AMP0155` | `` mat1 and mat2 must have the same dtype, but got BFloat16 and Float8_e4m3fn ``<br>`` mat1 and mat2 must have the same dtype, but got Half and Float8_e4m3fn `` |
-# | [A quantized layer computes in another dtype than the model](08e_dtypes.ipynb#Writing-into-a-buffer-fails) `AMP0156` | `` Expected Tensor argument scales to have dtype torch.bfloat16, but got torch.float32 instead ``<br>`` self and mat2 must have the same dtype, but got Half and Char `` |
+# | [FP8 weights reach an op that has no FP8](08e_dtypes.ipynb#The-model-is-in-half-precision-but-its-input-is-fp32) `AMP0155` | `` mat1 and mat2 must have the same dtype, but got BFloat16 and Float8_e4m3fn `` |
+# | [A quantized layer computes in another dtype than the model](08e_dtypes.ipynb#Writing-into-a-buffer-fails) `AMP0156` | `` Expected Tensor argument scales to have dtype torch.bfloat16, but got torch.float32 instead `` |
 # | [Quantization-aware training fails under autocast](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) `AMP0157` | `` fused_moving_avg_obs_fake_quant…expected scalar type Float but found Half `` |
 # | [Selective checkpointing of a shared weight fails in backward](08e_dtypes.ipynb#fp16-and-bf16-are-mixed-in-one-model) `AMP0158` | `` encountered during backward but not found in storage `` |
-# | [A gradient of another dtype is assigned to a weight](08e_dtypes.ipynb#Writing-into-a-buffer-fails) `AMP0159` | `` attempting to assign a gradient with dtype '…' to a tensor with grad_dtype '…' ``<br>`` attempting to assign a gradient with dtype 'float' to a tensor with grad_dtype '…' `` |
+# | [A gradient of another dtype is assigned to a weight](08e_dtypes.ipynb#Writing-into-a-buffer-fails) `AMP0159` | `` attempting to assign a gradient with dtype '…' to a tensor with grad_dtype '…' `` |
 #
 # ### Replace ops and devices that refuse half precision
 #
 # | what goes wrong | what you see |
 # |---|---|
 # | [BCELoss is refused on a GPU](08f_ops_and_devices.ipynb#BCELoss-is-refused-on-a-GPU) `AMP0022` | `` torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast. `` |
-# | [An op does not exist in half precision](08f_ops_and_devices.ipynb#An-op-does-not-exist-in-half-precision) `AMP0023` | `` "…" not implemented for 'half' ``<br>`` "…" not implemented for 'Bfloat16' `` |
-# | [NumPy does not know bf16](08f_ops_and_devices.ipynb#NumPy-does-not-know-bf16) `AMP0024` | `` Got unsupported ScalarType BFloat16 ``<br>`` Unsupported dtype in DLTensor. `` |
-# | [Autocast refuses the device or its dtype](08f_ops_and_devices.ipynb#Autocast-refuses-the-device-or-its-dtype) `AMP0036` | `` User specified an unsupported autocast device_type ``<br>`` unknown device type for autocast in get_autocast_dispatch_key_from_device_type `` |
-# | [The GPU has no bf16](08f_ops_and_devices.ipynb#The-GPU-has-no-bf16) `AMP0160` | `` Current CUDA Device does not support bfloat16. Please switch dtype to float16. ``<br>`` CUBLAS_STATUS_NOT_SUPPORTED when calling …CUDA_R_16BF `` |
-# | [An FFT is refused in half precision](08f_ops_and_devices.ipynb#An-FFT-is-refused-in-half-precision) `AMP0038` | `` Unsupported dtype half ``<br>`` Unsupported dtype Bfloat16 `` |
-# | [MPS has no float64](08f_ops_and_devices.ipynb#MPS-has-no-float64) `AMP0039` | `` Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64. ``<br>`` Cannot convert a float64 Tensor to MPS as the MPS framework doesn't support float64. `` |
+# | [An op does not exist in half precision](08f_ops_and_devices.ipynb#An-op-does-not-exist-in-half-precision) `AMP0023` | `` "…" not implemented for 'half' `` |
+# | [NumPy does not know bf16](08f_ops_and_devices.ipynb#NumPy-does-not-know-bf16) `AMP0024` | `` Got unsupported ScalarType BFloat16 `` |
+# | [Autocast refuses the device or its dtype](08f_ops_and_devices.ipynb#Autocast-refuses-the-device-or-its-dtype) `AMP0036` | `` User specified an unsupported autocast device_type `` |
+# | [The GPU has no bf16](08f_ops_and_devices.ipynb#The-GPU-has-no-bf16) `AMP0160` | `` Current CUDA Device does not support bfloat16. Please switch dtype to float16. `` |
+# | [An FFT is refused in half precision](08f_ops_and_devices.ipynb#An-FFT-is-refused-in-half-precision) `AMP0038` | `` Unsupported dtype half `` |
+# | [MPS has no float64](08f_ops_and_devices.ipynb#MPS-has-no-float64) `AMP0039` | `` Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64. `` |
 # | [Flash attention refuses fp32](08f_ops_and_devices.ipynb#Flash-attention-refuses-fp32) `AMP0043` | `` FlashAttention only support fp16 and bf16 data type `` |
-# | [Attention finds no kernel](08f_ops_and_devices.ipynb#Attention-finds-no-kernel) `AMP0162` | `` No available kernel. Aborting execution ``<br>`` No viable backend for scaled_dot_product_attention was found. `` |
-# | [A sparse matmul has no half-precision kernel, and .float() does not help](08f_ops_and_devices.ipynb#An-op-does-not-exist-in-half-precision) `AMP0061` | `` "addmm_sparse_cuda" not implemented for 'half' ``<br>`` "addmm_sparse_cuda" not implemented for 'Bfloat16' `` |
+# | [Attention finds no kernel](08f_ops_and_devices.ipynb#Attention-finds-no-kernel) `AMP0162` | `` No available kernel. Aborting execution `` |
+# | [A sparse matmul has no half-precision kernel, and .float() does not help](08f_ops_and_devices.ipynb#An-op-does-not-exist-in-half-precision) `AMP0061` | `` "addmm_sparse_cuda" not implemented for 'half' `` |
 # | [vLLM refuses bf16 on a GPU before Ampere](08f_ops_and_devices.ipynb#The-GPU-has-no-bf16) `AMP0068` | `` Bfloat16 is only supported on GPUs with compute capability of at least 8.0. `` |
 # | [vLLM refuses fp16 for a model that was trained in bf16](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) `AMP0168` | `` The model type '…' does not support float16. Reason: `` |
-# | [MPS has no bf16 on this macOS, and no FP8](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0069` | `` BFloat16 is not supported on MPS ``<br>`` Trying to convert BFloat16 to the MPS backend but it does not have support for that dtype `` |
-# | [MPS aborts because two dtypes meet in one op](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) `AMP0167` | `` error: input types 'tensor<…f16>' and 'tensor<…f32>' are not broadcast compatible ``<br>`` error: input types 'tensor<…f32>' and 'tensor<…f16>' are not broadcast compatible `` |
-# | [xFormers has no attention kernel for these inputs](08f_ops_and_devices.ipynb#Attention-finds-no-kernel) `AMP0072` | `` No operator found for `memory_efficient_attention_forward` ``<br>`` No operator found for `memory_efficient_attention_backward` `` |
+# | [MPS has no bf16 on this macOS, and no FP8](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0069` | `` BFloat16 is not supported on MPS `` |
+# | [MPS aborts because two dtypes meet in one op](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) `AMP0167` | `` error: input types 'tensor<…f16>' and 'tensor<…f32>' are not broadcast compatible `` |
+# | [xFormers has no attention kernel for these inputs](08f_ops_and_devices.ipynb#Attention-finds-no-kernel) `AMP0072` | `` No operator found for `memory_efficient_attention_forward` `` |
 # | [transformers casts hidden states back for flash attention](08f_ops_and_devices.ipynb#Flash-attention-refuses-fp32) `AMP0073` | `` The input hidden states seems to be silently casted in float32 `` |
-# | [transformers warns of the dtype when it loads a model with flash attention](08f_ops_and_devices.ipynb#Flash-attention-refuses-fp32) `AMP0169` | `` You are attempting to use Flash Attention … without specifying a ``<br>`` Flash Attention … only supports torch.float16 and torch.bfloat16 dtypes `` |
+# | [transformers warns of the dtype when it loads a model with flash attention](08f_ops_and_devices.ipynb#Flash-attention-refuses-fp32) `AMP0169` | `` You are attempting to use Flash Attention … without specifying a `` |
 # | [Flash attention needs Ampere or newer](08f_ops_and_devices.ipynb#Attention-finds-no-kernel) `AMP0161` | `` FlashAttention only supports Ampere GPUs or newer `` |
-# | [The GPU has no FP8 matmul](15_below_16_bits.ipynb#Which-GPU-supports-which-format) `AMP0163` | `` torch._scaled_mm is only supported on CUDA devices with compute capability ``<br>`` torch._scaled_mm is only supported on devices with compute capability `` |
-# | [An FP8 tensor has no arithmetic](15_below_16_bits.ipynb#Formats-of-a-single-value) `AMP0164` | `` "…" not implemented for 'Float8_…' ``<br>`` Promotion for Float8 Types is not supported, attempted to promote `` |
-# | [torch or a package was not built for this GPU](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0165` | `` no kernel image is available for execution on the device ``<br>`` with CUDA capability sm_… is not compatible with the current PyTorch installation `` |
-# | [A 16-bit matmul fails inside cuBLAS](08f_ops_and_devices.ipynb#The-GPU-has-no-bf16) `AMP0166` | `` CUBLAS_STATUS_EXECUTION_FAILED when calling …CUDA_R_16 ``<br>`` CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemm `` |
-# | [A model in fp16 runs on a CPU with an older torch](08f_ops_and_devices.ipynb) `AMP0066` | `` "LayerNormKernelImpl" not implemented for 'half' ``<br>`` "addmm_impl_cpu_" not implemented for 'half' `` |
+# | [The GPU has no FP8 matmul](15_below_16_bits.ipynb#Which-GPU-supports-which-format) `AMP0163` | `` torch._scaled_mm is only supported on CUDA devices with compute capability `` |
+# | [An FP8 tensor has no arithmetic](15_below_16_bits.ipynb#Formats-of-a-single-value) `AMP0164` | `` "…" not implemented for 'Float8_…' `` |
+# | [torch or a package was not built for this GPU](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0165` | `` no kernel image is available for execution on the device `` |
+# | [A 16-bit matmul fails inside cuBLAS](08f_ops_and_devices.ipynb#The-GPU-has-no-bf16) `AMP0166` | `` CUBLAS_STATUS_EXECUTION_FAILED when calling …CUDA_R_16 `` |
+# | [A model in fp16 runs on a CPU with an older torch](08f_ops_and_devices.ipynb) `AMP0066` | `` "LayerNormKernelImpl" not implemented for 'half' `` |
 #
 # ### Find the speed and the memory that AMP should save
 #
 # | what goes wrong | what you see |
 # |---|---|
-# | [Autocast or the scaler is switched off](08g_speed_and_memory.ipynb#Autocast-or-the-scaler-is-switched-off) `AMP0031` | `` CUDA is not available or torch_xla is imported. Disabling autocast. ``<br>`` torch.cuda.amp.GradScaler is enabled, but CUDA is not available. Disabling. `` |
+# | [Autocast or the scaler is switched off](08g_speed_and_memory.ipynb#Autocast-or-the-scaler-is-switched-off) `AMP0031` | `` CUDA is not available or torch_xla is imported. Disabling autocast. `` |
 # | [A thread runs without autocast or in another dtype](08g_speed_and_memory.ipynb#A-thread-runs-without-autocast-or-in-another-dtype) `AMP0032` | autocast is off in a thread, such as that of a server, a callback or a ThreadPoolExecutor |
 # | [Autocast makes the model no faster](08g_speed_and_memory.ipynb#Autocast-makes-the-model-no-faster) `AMP0033` | AMP or fp16 training is slower than fp32 |
 # | [The memory is not halved](08g_speed_and_memory.ipynb#The-memory-is-not-halved) `AMP0034` | training with AMP uses as much memory as before, or more |
 # | [Inference under autocast takes more memory](08g_speed_and_memory.ipynb#Inference-under-autocast-takes-more-memory) `AMP0171` | inference uses more memory with autocast than without |
-# | [A size is not a multiple of 16 or 8](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8) `AMP0044` | `` Expected self.size(1) to be divisible by 16, but got self.size(1)= ``<br>`` Expected both dimensions of mat2 to be … by 16 but got `` |
-# | [CUDA is out of memory](08g_speed_and_memory.ipynb#CUDA-is-out-of-memory) `AMP0045` | `` CUDA out of memory ``<br>`` torch.OutOfMemoryError `` |
+# | [A size is not a multiple of 16 or 8](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8) `AMP0044` | `` Expected self.size(1) to be divisible by 16, but got self.size(1)= `` |
+# | [CUDA is out of memory](08g_speed_and_memory.ipynb#CUDA-is-out-of-memory) `AMP0045` | `` CUDA out of memory `` |
 # | [Memory grows with each step or in evaluation](08g_speed_and_memory.ipynb#Memory-grows-with-each-step-or-in-evaluation) `AMP0170` | `` return torch.cat((tensor1, tensor2), dim=0)…out of memory `` |
-# | [A trainer refuses fp16 or bf16 on this machine](08g_speed_and_memory.ipynb#Autocast-or-the-scaler-is-switched-off) `AMP0067` | `` fp16 mixed precision requires a GPU ``<br>`` fp16 mixed precision requires a device in `` |
+# | [A trainer refuses fp16 or bf16 on this machine](08g_speed_and_memory.ipynb#Autocast-or-the-scaler-is-switched-off) `AMP0067` | `` fp16 mixed precision requires a GPU `` |
 # | [16-bit weights become fp32 when they are loaded](07_training_recipes.ipynb#Load-half-precision-weights) `AMP0092` | a resumed run takes twice the memory, in 16-bit weights |
 # | [A Keras model gives NaN or is no faster under a dtype policy](12_keras.ipynb#When-compile-adds-a-loss-scale) `AMP0101` | `mixed_float16` in Keras gives NaN |
-# | [The first optimizer step is out of memory](16_low_precision_state.ipynb#Bytes-per-parameter) `AMP0172` | `` state["exp_avg"] = torch.zeros_like(…out of memory ``<br>`` state["exp_avg_sq"] = torch.zeros_like(…out of memory `` |
+# | [The first optimizer step is out of memory](16_low_precision_state.ipynb#Bytes-per-parameter) `AMP0172` | `` state["exp_avg"] = torch.zeros_like(…out of memory `` |
 # | [nvidia-smi shows more memory than PyTorch has allocated](08g_speed_and_memory.ipynb#CUDA-is-out-of-memory) `AMP0174` | nvidia-smi shows more memory than `torch.cuda.memory_allocated()` |
-# | [An FP8 or FP4 matmul refuses its scales, its layout or its dtypes](15_below_16_bits.ipynb#Compare-with-PyTorch's-FP8-matmul) `AMP0175` | `` Invalid scaling configuration. ``<br>`` Invalid blockwise scaling configuration. `` |
+# | [An FP8 or FP4 matmul refuses its scales, its layout or its dtypes](15_below_16_bits.ipynb#Compare-with-PyTorch's-FP8-matmul) `AMP0175` | `` Invalid scaling configuration. `` |
 # | [16 bits are slow on this GPU or CPU](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0176` | fp16 is no faster on a P100, GTX 10 or GTX 16 |
-# | [Selective checkpointing does not find a cast](07_training_recipes.ipynb#Checkpoint-activations) `AMP0177` | `` aten._to_copy.default encountered during backward but not found in storage ``<br>`` aten._to_copy.default encountered during backward, but not found in storage `` |
+# | [Selective checkpointing does not find a cast](07_training_recipes.ipynb#Checkpoint-activations) `AMP0177` | `` aten._to_copy.default encountered during backward but not found in storage `` |
 # | [The precision flag of accelerate or DeepSpeed has no effect](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0178` | `mixed_precision` of accelerate has no effect |
-# | [The logits of a language model are out of memory](17_language_model.ipynb#The-loss-over-a-large-vocabulary) `AMP0179` | `` logits = logits.float()…CUDA out of memory ``<br>`` torch._C._nn.cross_entropy_loss(…out of memory `` |
+# | [The logits of a language model are out of memory](17_language_model.ipynb#The-loss-over-a-large-vocabulary) `AMP0179` | `` logits = logits.float()…CUDA out of memory `` |
 #
 # ### Repair compiled and distributed training
 #
 # | what goes wrong | what you see |
 # |---|---|
 # | [A compiled model has different gradients](08h_compile_and_processes.ipynb#A-compiled-model-has-different-gradients) `AMP0027` | `torch.compile` changes the gradients |
-# | [The scaler is inside a compiled function](08h_compile_and_processes.ipynb#The-scaler-is-inside-a-compiled-function) `AMP0041` | `` Attempted to inline function marked as skipped ``<br>`` Dynamo developers have intentionally marked that the function `GradScaler.…` should not be traced. `` |
-# | [An LSTM fails under autocast on the CPU](08h_compile_and_processes.ipynb#An-LSTM-fails-under-autocast-on-the-CPU) `AMP0042` | `` could not create a primitive descriptor for the LSTM forward propagation primitive ``<br>`` could not create a primitive descriptor for an LSTM forward propagation primitive `` |
-# | [TF32 is set in the old and in the new way](08h_compile_and_processes.ipynb#TF32-is-set-in-the-old-and-in-the-new-way) `AMP0037` | `` you have used mix of the legacy and new APIs to set the TF32 status for cublas matmul. ``<br>`` you have used mix of the legacy and new APIs to set the matmul precision. `` |
-# | [torch.cuda.amp warns that it is deprecated](08h_compile_and_processes.ipynb#torch.cuda.amp-warns-that-it-is-deprecated) `AMP0035` | `` `torch.cuda.amp.autocast(args...)` is deprecated. ``<br>`` `torch.cpu.amp.autocast(args...)` is deprecated. `` |
-# | [DDP waits for a parameter without a gradient](08h_compile_and_processes.ipynb#DDP-waits-for-a-parameter-without-a-gradient) `AMP0040` | `` Expected to have finished reduction in the prior iteration before starting a new one. ``<br>`` Your training graph has changed in this iteration `` |
-# | [FSDP refuses parameters of two dtypes](08h_compile_and_processes.ipynb#FSDP-refuses-parameters-of-two-dtypes) `AMP0181` | `` FSDP expects uniform original parameter dtype but got ``<br>`` Must flatten tensors with uniform dtype but got `` |
+# | [The scaler is inside a compiled function](08h_compile_and_processes.ipynb#The-scaler-is-inside-a-compiled-function) `AMP0041` | `` Attempted to inline function marked as skipped `` |
+# | [An LSTM fails under autocast on the CPU](08h_compile_and_processes.ipynb#An-LSTM-fails-under-autocast-on-the-CPU) `AMP0042` | `` could not create a primitive descriptor for the LSTM forward propagation primitive `` |
+# | [TF32 is set in the old and in the new way](08h_compile_and_processes.ipynb#TF32-is-set-in-the-old-and-in-the-new-way) `AMP0037` | `` you have used mix of the legacy and new APIs to set the TF32 status for cublas matmul. `` |
+# | [torch.cuda.amp warns that it is deprecated](08h_compile_and_processes.ipynb#torch.cuda.amp-warns-that-it-is-deprecated) `AMP0035` | `` `torch.cuda.amp.autocast(args...)` is deprecated. `` |
+# | [DDP waits for a parameter without a gradient](08h_compile_and_processes.ipynb#DDP-waits-for-a-parameter-without-a-gradient) `AMP0040` | `` Expected to have finished reduction in the prior iteration before starting a new one. `` |
+# | [FSDP refuses parameters of two dtypes](08h_compile_and_processes.ipynb#FSDP-refuses-parameters-of-two-dtypes) `AMP0181` | `` FSDP expects uniform original parameter dtype but got `` |
 # | [The ranks of a distributed run diverge](08h_compile_and_processes.ipynb#The-ranks-of-a-distributed-run-diverge) `AMP0182` | the ranks of a distributed run drift apart, have other gradient norms, or skip different steps |
 # | [Compiled and eager results differ](18_inference_and_export.ipynb#What-torch.compile-changes) `AMP0095` | torch.compile changes the results in bf16 a little |
 # | [NaN appears only with torch.compile](08h_compile_and_processes.ipynb#A-compiled-model-has-different-gradients) `AMP0183` | torch.compile makes the loss NaN |
-# | [A wrapper of autocast breaks the compiled graph](08h_compile_and_processes.ipynb#The-scaler-is-inside-a-compiled-function) `AMP0180` | `` setattr() is not supported on type autocast ``<br>`` Dynamo does not know how to enter a `…autocast` context manager. `` |
+# | [A wrapper of autocast breaks the compiled graph](08h_compile_and_processes.ipynb#The-scaler-is-inside-a-compiled-function) `AMP0180` | `` setattr() is not supported on type autocast `` |
 # | [Autocast makes torch.compile compile again](18_inference_and_export.ipynb#What-torch.compile-changes) `AMP0184` | `` GLOBAL_STATE changed: autocast `` |
 # | [A compiled model is no faster](10_speed_ladder.ipynb#Climb) `AMP0096` | a compiled model is no faster |
 # | [A CUDA graph refuses the cache of autocast](08h_compile_and_processes.ipynb#A-compiled-model-has-different-gradients) `AMP0079` | `` make_graphed_callables does not support the autocast caching. `` |
 # | [Checkpointing recomputes a tensor in another dtype](07_training_recipes.ipynb#Checkpoint-activations) `AMP0080` | `` Recomputed values for the following tensors have different metadata than during the forward pass. `` |
 # | [Selective checkpointing does not find a cast of autocast](07_training_recipes.ipynb#Checkpoint-activations) `AMP0185` | `` encountered during backward but not found in storage. `` |
 # | [fp32 results differ between two GPUs](19_choose_your_precision.ipynb#What-fp32-means) `AMP0186` | fp32 results differ between two GPUs |
-# | [A hint to use TF32](19_choose_your_precision.ipynb#What-fp32-means) `AMP0187` | `` TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. ``<br>`` that has Tensor Cores. To properly utilize them, you should set `torch.set_float32_matmul_precision('medium' \| 'high')` `` |
-# | [Apex is missing or has no amp](13_from_apex.ipynb) `AMP0188` | `` cannot import name 'amp' from 'apex' ``<br>`` No module named 'apex' `` |
+# | [A hint to use TF32](19_choose_your_precision.ipynb#What-fp32-means) `AMP0187` | `` TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. `` |
+# | [Apex is missing or has no amp](13_from_apex.ipynb) `AMP0188` | `` cannot import name 'amp' from 'apex' `` |
 # | [One rank waits for another that skipped a step](../docs/several_machines.md#questions-about-fsdp2) `AMP0189` | `` Watchdog caught collective operation timeout `` |
-# | [The ranks send tensors of different dtypes](11_scale_out.ipynb#What-does-each-rank-send-and-hold?) `AMP0190` | `` Received data size doesn't match expected size. Is there a distributed collective mismatch in your code? ``<br>`` Invalid usage of tensors with different dtypesFound … and … `` |
+# | [The ranks send tensors of different dtypes](11_scale_out.ipynb#What-does-each-rank-send-and-hold?) `AMP0190` | `` Received data size doesn't match expected size. Is there a distributed collective mismatch in your code? `` |
 # | [Gradients are infinite with several ranks only](11_scale_out.ipynb#One-decision-about-the-loss-scale) `AMP0091` | gradients are infinite with several ranks only |
-# | [SyncBatchNorm refuses the device or the dtype](08h_compile_and_processes.ipynb#DDP-waits-for-a-parameter-without-a-gradient) `AMP0191` | `` SyncBatchNorm layers only work with GPU modules ``<br>`` SyncBatchNorm expected input tensor to be on GPU `` |
+# | [SyncBatchNorm refuses the device or the dtype](08h_compile_and_processes.ipynb#DDP-waits-for-a-parameter-without-a-gradient) `AMP0191` | `` SyncBatchNorm layers only work with GPU modules `` |
 # | [FSDP2 has gradients of two dtypes when it accumulates](../docs/several_machines.md#questions-about-fsdp2) `AMP0192` | `` FSDP reduce-scatter expects uniform gradient dtype but got `` |
 # | [FSDP2 leaves an input or a buffer in fp32](../docs/several_machines.md#show-the-dtype-of-each-parameter) `AMP0193` | with FSDP2 and param_dtype bf16 a layer gets a Float input and BFloat16 weights |
 # | [FSDP2 trains bf16 weights without fp32 master weights](../docs/several_machines.md#show-the-dtype-of-each-parameter) `AMP0194` | accelerate with FSDP2 and mixed_precision bf16 trains worse than DeepSpeed or FSDP1 |
-# | [ONNX Runtime finds two dtypes at one operator](18_inference_and_export.ipynb#Export) `AMP0062` | `` Type parameter (T) of Optype (…) bound to different types (tensor(…) and tensor(…) ``<br>`` Type parameter (T) bound to different types (tensor(…) and tensor(…) `` |
+# | [ONNX Runtime finds two dtypes at one operator](18_inference_and_export.ipynb#Export) `AMP0062` | `` Type parameter (T) of Optype (…) bound to different types (tensor(…) and tensor(…) `` |
 # | [ONNX Runtime refuses an arange in fp16](18_inference_and_export.ipynb#Export) `AMP0063` | `` Type 'tensor(…)' of input parameter (…) of operator (Range) in node (…) is invalid `` |
 # | [An ONNX model expects another input dtype](18_inference_and_export.ipynb#Export) `AMP0075` | `` Unexpected input data type. Actual: (tensor(…)) , expected: (tensor(…)) `` |
 # | [ONNX finds fp32 weights at a norm with an fp16 input](18_inference_and_export.ipynb#Export) `AMP0083` | `` scale has inconsistent type tensor(…) `` |
 # | [The export of a bf16 model fails with ComplexDouble](18_inference_and_export.ipynb#Export) `AMP0084` | `` ScalarType ComplexDouble is an unexpected tensor scalar type `` |
 # | [ONNX Runtime has no operators in bf16](18_inference_and_export.ipynb#Export) `AMP0196` | `` NOT_IMPLEMENTED : Could not find an implementation for … node with name … `` |
-# | [An ONNX or TensorRT model in fp16 gives NaN or wrong results](18_inference_and_export.ipynb#Export) `AMP0197` | `` Detected finite FP32 values which would overflow in FP16 and converted them to the closest finite FP16 value. ``<br>`` TensorRT encountered issues when converting weights between types and that could affect accuracy. `` |
-# | [TensorRT warns that a layer norm may overflow in fp16](18_inference_and_export.ipynb#Export) `AMP0076` | `` Running layernorm after self-attention in FP16 may cause overflow ``<br>`` Running layernorm after self-attention with FP16 Reduce or Pow may cause overflow `` |
+# | [An ONNX or TensorRT model in fp16 gives NaN or wrong results](18_inference_and_export.ipynb#Export) `AMP0197` | `` Detected finite FP32 values which would overflow in FP16 and converted them to the closest finite FP16 value. `` |
+# | [TensorRT warns that a layer norm may overflow in fp16](18_inference_and_export.ipynb#Export) `AMP0076` | `` Running layernorm after self-attention in FP16 may cause overflow `` |
 # | [torch.jit.trace fails inside an autocast block](18_inference_and_export.ipynb#Export) `AMP0082` | `` Cannot insert a Tensor that requires grad as a constant. Consider making it a parameter or input, or detaching the gradient `` |
 # | [An exported model computes in another dtype than expected](18_inference_and_export.ipynb#Export) `AMP0099` | an exported model computes in another dtype than expected |
 # <!-- end of the index -->

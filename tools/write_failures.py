@@ -50,7 +50,7 @@ VOCABULARY = ROOT / "notebooks" / "course" / "search_words.toml"
 INDEX = ROOT / "notebooks" / "08_when_amp_breaks.py"
 PAGES = ("docs/*.md", "README.md", "CHEATSHEET.md", "data/README.md")
 
-_MESSAGES = 2  # of a failure that the index shows; its page has all
+_MESSAGES = 1  # of a failure that the index shows; its page has all
 _BOOST = {"title": 4, "symptoms": 4, "messages": 3, "words": 3, "text": 1}
 _HEADING = re.compile(r"^##+ (.+?)$", re.MULTILINE)
 _ENTRY = re.compile(r"^`(AMP\d{4})` <!-- failure\n(.*?)^-->", re.MULTILINE | re.DOTALL)
@@ -290,7 +290,7 @@ def _name(entry: Entry) -> str:
 
 
 def _what_you_see(entry: Entry) -> str:
-    """The first messages of a failure, or its first symptom, for a cell of a table."""
+    """The first message of a failure, or its first symptom, for a cell of a table."""
     messages = [*entry.data.get("messages", []), *entry.data.get("quoted", [])]
     shown = [f"`` {_readable(message)} ``" for message in messages[:_MESSAGES]]
     if not shown:

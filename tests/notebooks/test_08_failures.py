@@ -1,4 +1,4 @@
-"""Notebooks 08 and 08a to 08h: every failure has the same parts, and its cells print its messages."""
+"""Notebooks 08 and 08a to 08h: the same parts for every failure, whose cells print its messages."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,6 @@ from pathlib import Path
 import nbformat
 import pytest
 
-import build_pairs
 import write_failures
 from amp_lab.failures import read_explanation
 from amp_lab.failures.patterns import flat, pattern

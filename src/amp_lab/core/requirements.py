@@ -1,7 +1,7 @@
 """What has to be installed: torch, which is taken as it is found, and the packages of the extras.
 
-`amp-lab` itself needs lunr, numpy and tqdm. What else a command or function needs is asked for here, in
-one line, when it is missing.
+`amp-lab` itself needs lunr, numpy and tqdm. What else a command or function needs is asked for
+here, in one line, when it is missing.
 """
 
 import logging
