@@ -264,7 +264,7 @@ check(layer, -0.7756, -2.9002)
 # are finite, so training continues. **A skipped step is not an error. Skipping is how the scaler finds
 # its scale.** As a rule of thumb, a few skipped steps at the start and one now and then are normal. If
 # the scale keeps falling, the gradients are probably inf or NaN at *any* scale: see [notebook
-# 08](08_when_amp_breaks.ipynb), section 2.
+# 08b](08b_learning.ipynb#The-loss-scale-falls-towards-0).
 #
 # A scaler costs one pass over all gradients in each step. With an ordinary optimizer, the CPU also
 # [waits for the

@@ -148,7 +148,7 @@ assert failure.code == "AMP0018"
 # | [The loss that the scaler gets is not one tensor](07_training_recipes.ipynb#Use-several-losses-and-optimizers) `AMP0134` | `` outputs must be a Tensor or an iterable of Tensors `` |
 # | [The scaler does not run on the device of the gradients](08c_scaler.ipynb) `AMP0135` | `` Could not run 'aten::_amp_foreach_non_finite_check_and_unscale_' with arguments from the '…' backend `` |
 # | [The scaler refuses a setting](03_grad_scaler_step_by_step.ipynb) `AMP0136` | `` The growth factor must be > 1.0. `` |
-# | [Lightning clips scaled gradients in manual optimization](08d_loop_and_resume.ipynb#Clipping-leaves-next-to-nothing-of-the-gradients) `AMP0137` | self.clip_gradients in manual optimization with precision 16-mixed hardly trains |
+# | [Lightning clips scaled gradients in manual optimization](08d_loop_and_resume.ipynb#Gradients-are-clipped-while-they-are-still-scaled) `AMP0137` | self.clip_gradients in manual optimization with precision 16-mixed hardly trains |
 # | [Lightning refuses to clip with a fused optimizer](07_training_recipes.ipynb#Clip-gradients) `AMP0074` | `` The current optimizer, …, does not allow for gradient clipping because it performs unscaling of gradients internally. `` |
 # | [The ranks of FSDP need one decision about the loss scale](11_scale_out.ipynb#One-decision-about-the-loss-scale) `AMP0138` | FSDP in fp16 hangs or the ranks diverge after an overflow |
 # | [The optimizer's step was replaced after the scheduler was made](13_from_apex.ipynb) `AMP0139` | `` Seems like `optimizer.step()` has been overridden after learning rate scheduler initialization. `` |
