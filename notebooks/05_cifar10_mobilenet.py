@@ -71,8 +71,8 @@ assert loss.dtype is weight.dtype is weight.grad.dtype is torch.float32
 #
 # ## Settings and data
 #
-# The full scale trains the whole network in batches of 128. The quick scale trains a narrower network
-# with fewer blocks, so two CPU cores can train it six times quickly.
+# The full scale trains the whole network in batches of 128. The quick scale trains a narrower network with
+# fewer blocks, because we train it six times and two CPU cores should need little time.
 
 # %%
 DOWNLOAD = False  # True: fetch CIFAR-10 (170 MB) into data/ if it is not there
@@ -229,9 +229,9 @@ _ = figures.loss_and_accuracy(losses, accuracies)
 assert all((loss[:, -1] < 0.5 * loss[:, 0]).all() for loss in losses.values())  # all have learned
 
 # %% [markdown]
-# The training loss is on the left. The accuracy on held-out images is on the right. Each line is the
-# mean over three seeds. The band around a line reaches from the lowest seed to the highest. Two seeds of
-# one precision differ more than the means of two precisions do.
+# The training loss is on the left. The accuracy on held-out images is on the right. Each line is the mean
+# over three seeds. The band around a line reaches from the lowest to the highest result of the seeds. The
+# results of two seeds in one precision differ by more than the mean results of the two precisions.
 #
 # ## Is the accuracy the same?
 #
@@ -301,16 +301,16 @@ _ = figures.time_by_kind(kind_times)
 assert list(kind_times) == list(KINDS)
 
 # %% [markdown]
-# Each kind of layer has two bars: FP32 on the left, and autocast, hatched, on the right. The number
-# above a hatched bar is the speed-up. The thin lines are the intervals. Grey bars mean that the machine
-# was too busy. On this CPU the depthwise layers are slower under autocast. The four with stride 2 lose
-# more time than all other layers gain. On another device, look for a kind of layer that autocast makes
+# Each kind of layer has two bars: FP32 on the left, and autocast, hatched, on the right. The number above a
+# hatched bar is the speed-up. The thin lines are the intervals of the speed-ups. Grey bars mean that the
+# machine was too busy. On this CPU the depthwise layers are slower under autocast. The four with stride 2
+# lose more time than all other layers gain. On another device, look for a kind of layer that autocast makes
 # much slower.
 #
 # ## Keep the slow layers in FP32
 #
-# You can disable autocast inside an autocast block. We call such a region an *fp32 island*. A depthwise
-# layer becomes an island if the whole interval of its kind's speed-up lies below 1x.
+# You can disable autocast inside an autocast block. We call such a region an *fp32 island*. We put
+# depthwise layers of one kind into an island if their speed-up is below 1x, with its whole interval.
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 
 
@@ -356,9 +356,9 @@ print(step_times)
 assert list(step_times.samples_s) == [*both, "islands"]
 
 # %% [markdown]
-# The number beside each time is its speed-up over FP32, with its interval. One of the two is faster only
-# if the whole interval lies above or below 1x. If the machine was busy, stop the other programs and run
-# the cell again. <!-- tests/core/test_timing.py -->
+# The number beside each time is its speed-up over FP32, with its interval. A ratio shows a difference only
+# if its whole interval lies above or below 1x. If the machine was busy, stop the other programs and run the
+# cell again. <!-- tests/core/test_timing.py -->
 #
 # ## Resume: to the last bit
 #
@@ -462,7 +462,8 @@ folder.cleanup()
 # - AMP changes or adds eight marked lines: six in the training loop, one in the evaluation, and one that
 #   creates the scaler. With `enabled=`, one loop serves every precision. One scaler serves the whole
 #   run.
-# - A difference in accuracy counts if it is larger than the seeds and the number of test images explain.
+# - A difference in accuracy counts if it is larger than the spread of the seeds plus the uncertainty from
+#   the number of test images.
 # - Time autocast on your shapes. If it is slower than FP32, time the layers by kind, and run the slow
 #   kinds in FP32.
 # - A checkpoint also needs the scaler and the random states. To see that nothing is missing, check that

@@ -139,9 +139,10 @@ assert not limits.trusted or promise > 1 or low != recommended  # as doctor foun
 #
 # ## Climb
 #
-# Each rung is a function that does one step and returns the loss. Before a rung is timed, `add` checks
-# that it still learns the same: the losses of its first five steps must be close to those of FP32.
-# `float32_mode` turns TF32 off for FP32, because an NVIDIA GPU may otherwise use TF32. <!-- tests/core/test_precision.py -->
+# Each rung is a function that does one step and returns the loss. Before `add` times a rung, it checks that
+# training still works: the losses of the first five steps must be close to those of FP32. `float32_mode`
+# turns TF32 off for FP32, because an NVIDIA GPU may otherwise use TF32.
+# <!-- tests/core/test_precision.py -->
 
 # %%
 rungs, losses = {}, {}
@@ -159,7 +160,7 @@ def add(name, precision, step):
 
 
 # %% [markdown]
-# **The ground: FP32.** The plain step reads the loss after every step, as a loop that prints it does.
+# **The ground: FP32.** The plain rung reads the loss after every step, like a loop that prints the loss.
 
 
 # %%
@@ -188,8 +189,9 @@ assert add("plain", Precision.FP32, plain_step(inputs, target)) == 0
 assert losses["plain"][-1] < losses["plain"][0]  # it learns
 
 # %% [markdown]
-# **Rung 1: AMP.** We run the forward pass under autocast and, in fp16, use a gradient scaler. Rungs 2 to
-# 4 keep the changes of the rungs before them, so the step takes the model and the optimizer as arguments.
+# **Rung 1: AMP.** We run the forward pass under autocast and, in fp16, use a gradient scaler. Each rung
+# keeps the changes of the rungs before it. We therefore pass the model and the optimizer to the step as
+# arguments.
 
 
 # %%
@@ -258,9 +260,9 @@ print(f"relative difference from FP32 in the losses of five steps: {difference:.
 assert difference > 0
 
 # %% [markdown]
-# Now we time all rungs. `compare` runs them in turns, so a slower machine affects all. It gives each
-# speed-up with an interval, and leaves out the rounds in which another program used the machine. <!-- tests/core/test_timing.py --> Which
-# rung do you expect to bring the largest gain?
+# Now we time all rungs. `compare` runs them in turns, so a slowdown of the machine affects all of them. It
+# gives each speed-up with an interval, and leaves out the rounds in which another program used the machine.
+# <!-- tests/core/test_timing.py --> Which rung do you expect to bring the largest gain?
 
 
 # %% tags=["nbval-ignore-output"]
@@ -319,7 +321,7 @@ assert moved_bytes["AMP"] < moved_bytes["plain"]
 
 # %% [markdown]
 # Autocast makes the activations and their gradients half as large, so AMP moves about half the bytes. A
-# rung can therefore gain more than we expect from the matmuls.
+# rung can therefore gain more than the FLOPs of the matmuls suggest.
 #
 # The **roofline** shows both limits in one figure. The horizontal axis is the number of FLOPs for each
 # byte moved. The vertical axis is the FLOP/s reached. Under the slope, moving the data takes longer than
@@ -406,11 +408,13 @@ for size in config["sizes"]:
 _ = figures.speedup_over_size(config["sizes"], {str(low): by_size})
 
 # %% [markdown]
-# AMP gains more with a larger picture. Calls of ops and casts of weights take the same time at every
-# size, so the share of the matmuls grows. A larger batch helps for the same reason. AMP pays from a size
-# on if the whole interval lies above 1 at this size and at all larger ones.
+# AMP gains more with a larger picture. Calling an op and casting a weight take the same time at every size.
+# With a larger picture the matmuls take longer, so their share of the time grows. A larger batch helps for
+# the same reason. AMP is worth it from the first size at which the whole interval lies above 1 and stays
+# above 1 for all larger sizes.
 #
-# So one network on one machine has many speed-ups. Before you compare two, check that these are the same:
+# So one network on one machine has many speed-ups. Before you compare two speed-ups, check that nothing in
+# the first column differs:
 #
 # | what differs | why the speed-up differs | measured in |
 # |---|---|---|
@@ -421,9 +425,10 @@ _ = figures.speedup_over_size(config["sizes"], {str(low): by_size})
 #
 # ## Let advise try the changes
 #
-# For your own model, `advise` (on the command line `amp-lab advise`) tries *recipes*, which combine these
-# changes, on a copy. It forecasts the memory in each precision and trains for some steps. It compares
-# losses and gradients with those of FP32, times what passes, and prints the lines of code to write. <!-- tests/advisor/test_advise.py -->
+# `advise` (on the command line `amp-lab advise`) tries *recipes*, which combine these changes. It tries
+# them on a copy of your model. It forecasts the memory in each precision and trains for some steps. It
+# compares losses and gradients with those of FP32, measures the time of each recipe that passes, and prints
+# the lines of code to write. <!-- tests/advisor/test_advise.py -->
 #
 # Here it gets a small ConvModel and little time.
 
@@ -443,10 +448,10 @@ assert all(candidate.verdict for candidate in advice.candidates)
 advice
 
 # %% [markdown]
-# Read the last column first: one recipe for training and one for inference are *recommended*, and the
-# others say why they are not. A recipe replaces a simpler one only if it takes [at least 3 %
-# less](../src/amp_lab/advisor/session.py) time. For training, `advise` recommends only a recipe that
-# learned like FP32 in the steps that it tried. <!-- tests/advisor/test_advise.py -->
+# Read the last column first: one recipe for training and one for inference are *recommended*. For the
+# others, this column gives the reason against them. A recipe replaces a simpler one only if it takes [at
+# least 3 % less](../src/amp_lab/advisor/session.py) time. For training, `advise` recommends only a recipe
+# that learned like FP32 in the steps that it tried. <!-- tests/advisor/test_advise.py -->
 
 # %% [markdown]
 # ## Summary

@@ -171,9 +171,9 @@ assert off["right"] < 1 / 1000
 assert off["wrong"] > 1.8
 
 # %% [markdown]
-# With the float16 sigmoid, the loss of the right prediction is over a thousand times too small. The
-# loss of the wrong prediction is nearly twice as large. To avoid this, create the last layer in float32
-# without an activation, and use a loss with `from_logits=True`.
+# With the float16 sigmoid, the loss of the right prediction is over a thousand times too small. For the
+# wrong prediction, the loss is nearly twice as large as the exact loss. To avoid this, create the last
+# layer in float32 without an activation, and use a loss with `from_logits=True`.
 #
 # ## When compile adds a loss scale
 #
@@ -226,8 +226,8 @@ assert by_layer.optimizer.initial_scale == 2**15
 assert torch.amp.GradScaler("cpu").get_growth_interval() == by_layer.optimizer.dynamic_growth_steps
 
 # %% [markdown]
-# To clip gradients, set `clipnorm` on the inner optimizer. Its gradients are already divided by the
-# scale, so you need no `unscale_`. <!-- tests/notebooks/test_12_keras.py -->
+# To clip gradients, set `clipnorm` on the inner optimizer. The inner optimizer receives gradients that are
+# already divided by the scale, so you need no `unscale_`. <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## Fit
 #
@@ -370,8 +370,8 @@ def new_net():
 
 
 # %% [markdown]
-# The next function trains the network in float16. The scale starts far too high, so that steps are
-# skipped, and doubles after five good steps:
+# The next function trains the network in float16. The scale starts far too high, so that some steps are
+# skipped. It doubles after five good steps:
 
 
 # %%

@@ -37,9 +37,9 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # %% [markdown]
 # ## The idea in five lines
 #
-# Which precision is fast depends on the hardware, so measure it. `describe_device` times a matmul in
-# each precision, and multiplies numbers whose result is known to see how the device rounds. Before you
-# run this: what do you expect of your machine? <!-- tests/core/test_device.py -->
+# Which precision is fast depends on the hardware, so measure it. `describe_device` times a matmul in each
+# precision. It also multiplies numbers whose exact product we know, to find out how the device rounds.
+# Before you run this: what do you expect of your machine? <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)
@@ -59,7 +59,8 @@ assert report.values["bf16"].input_bits == 8
 # - **bits** of an input's significand that are used: 24 in fp32, 11 in fp16 and TF32, 8 in bf16;
 # - **subnormals**: numbers below the format's normal range, which some devices make 0;
 # - **sums**: the largest error of a sum of 4,096 products, in units of the last place of the result
-#   (*ulp*). In 16 bits 0.5 is the best. Several may mean that the device adds in 16 bits.
+#   (*ulp*). For a 16-bit result, 0.5 ulp is the best possible value. An error of several ulp may mean that
+#   the device adds in 16 bits.
 #
 # `amp-lab doctor` prints the same with the speeds. <!-- tests/core/test_device.py -->
 #
@@ -110,13 +111,14 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #
 # - **bf16** wherever it is fast. It has the range of fp32, so training needs no scaler.
 # - **fp16** where only fp16 is fast: on V100, T4 and RTX 20. Training needs a scaler.
-# - **fp32** where nothing is faster, as on GTX 10 and GTX 16, which have no tensor cores. Also where digits
-#   matter more than time: solvers, statistics, small differences of large numbers.
+# - **fp32** where nothing is faster, as on GTX 10 and GTX 16, which have no tensor cores. Use fp32 as well
+#   where digits matter more than time: in solvers, in statistics, and for small differences of large
+#   numbers.
 #
-# Training keeps fp32 weights under autocast. For inference cast the weights once, to half their size. If both
-# 16-bit formats are fast, `choose` returns bf16 for inference too, because it does not know your model's
-# values. If these stay far below 65504, fp16 is usually more accurate: it has three more bits ([notebook
-# 18](18_inference_and_export.ipynb)).
+# Training keeps fp32 weights under autocast. For inference, cast the weights once. This halves their
+# memory. If both 16-bit formats are fast, `choose` returns bf16 for inference too, because it does not know
+# your model's values. If these stay far below 65504, fp16 is usually more accurate: it has three more bits
+# ([notebook 18](18_inference_and_export.ipynb)).
 #
 # Begin with this, then measure: `amp-lab advise` times each precision on your model and machine ([notebook
 # 10](10_speed_ladder.ipynb)). Try FP8 for training only after bf16 works ([notebook
@@ -268,11 +270,11 @@ assert not in_fp16.isfinite().all()
 #
 # If a value is larger, you have two remedies:
 #
-# - **Keep such layers in fp32**, and the rest in fp16. Models of transformers can name them in
-#   `_keep_in_fp32_modules`, as T5 does.
-# - **Move a power of two** (exercise 4). Divide one layer's weight and bias by it, and multiply the next
-#   layer's weight by it. The result is exactly the same if the function between the layers returns twice
-#   the output for twice the input. ReLU does, and GELU does not.
+# - **Keep such layers in fp32**, and the rest in fp16. In the transformers library, a model class can name
+#   such layers in `_keep_in_fp32_modules`, as T5 does.
+# - **Move a factor from one layer to the next** (exercise 4). Divide one layer's weight and bias by it, and
+#   multiply the next layer's weight by it. The result is exactly the same if the function between the
+#   layers returns twice the output for twice the input. ReLU does, and GELU does not.
 #   <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## What other frameworks call it
@@ -361,7 +363,7 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # differ from their names: Fabric's `16-mixed` computes in bf16, and accelerate's `fp16` in fp32.
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
-# By their documentation the settings for fp16
+# According to their documentation, the settings for fp16
 # ([`16-mixed`](https://lightning.ai/docs/fabric/latest/fundamentals/precision.html),
 # [`fp16=True`](https://huggingface.co/docs/transformers/en/mixed_precision_training),
 # [`mixed_float16`](https://keras.io/api/mixed_precision/)) do the same on a GPU, with fp16 instead of bf16
