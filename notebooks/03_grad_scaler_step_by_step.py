@@ -197,8 +197,8 @@ show("after step", layer)
 check(layer, -0.7756, -2.9002, [-0.0591, 1.0])
 
 # %% [markdown]
-# `update` comes last in the iteration, after you have called `scaler.step` for every optimizer. It
-# adjusts the scale for the next iteration and clears the record of unscaled optimizers.
+# `update` comes last in the iteration, after you have called `scaler.step` for every optimizer. It adjusts
+# the scale for the next iteration, and clears the record of which optimizers have unscaled gradients.
 
 # %%
 scaler.update()  # AMP
@@ -210,8 +210,8 @@ assert (scaler.get_scale(), good_steps) == (4096, 1)
 # %% [markdown]
 # No gradient overflowed, so `update` counted a *good* step and left the scale at 4096.
 #
-# Call the methods in this order. For example, a second `unscale_` would divide the gradients by 4096
-# again, so the scaler raises an error if `update` has not been called in between. [Notebook
+# Call the methods in this order, each once per step. A second `unscale_` would divide the gradients by 4096
+# again. The scaler raises an error if you call `unscale_` twice without `update` in between. [Notebook
 # 08](08_when_amp_breaks.ipynb) shows other mistakes.
 
 # %%
@@ -295,9 +295,9 @@ assert torch.amp.GradScaler(device.type).get_growth_interval() == 2000
 # ## The scale over a whole training run
 #
 # With both rules, the scale climbs until a gradient overflows, falls by half and climbs again. To plot
-# this, we fit a linear layer to noisy data, with a growth interval of 10. This time the loss is in the
-# autocast block too. Autocast runs `mse_loss` in fp32, so the scale may exceed 65504: only the gradients
-# of fp16 tensors have to fit into fp16.
+# this, we fit a linear layer to noisy data, with a growth interval of 10. This time autocast computes the
+# loss in fp32. Because `mse_loss` runs in fp32, the scale may exceed 65504. Only the gradients of fp16
+# tensors have to fit into fp16.
 
 # %%
 torch.manual_seed(0)
@@ -318,7 +318,8 @@ for _ in range(300):
     optimizer.zero_grad()
 
 # %% [markdown]
-# The scale halves exactly in the skipped steps, so we find these steps in the list of scales.
+# The scale halves in each skipped step and in no other, so the list of scales shows which steps were
+# skipped.
 
 # %%
 after_each = pairwise([*scales, scaler.get_scale()])
@@ -334,8 +335,8 @@ assert max(scales) > 65504
 # %% [markdown]
 # The scale doubles every ten steps until a gradient overflows. Each cross marks an overflow: the step is
 # skipped and the scale halves. The crosses are at different heights, because every batch has a different
-# largest gradient. The loss still ends at the level of the noise. By default a doubling takes 2000 good
-# steps, and in the long run every halving needs a doubling. So at most one step in 2000 is skipped,
+# largest gradient. The loss still ends at the level of the noise. By default the scale doubles after 2000
+# good steps. In the long run it doubles as often as it halves. So at most one step in 2000 is skipped,
 # unless the scale keeps falling.
 #
 # ## A scaler written by hand

@@ -155,7 +155,7 @@ assert finder.report.module == "0"
 # without overflow` (older versions say `at::Half`). Or there is no message, and attention is NaN.
 #
 # **The smallest program that does it.** We mask attention scores with -1e9, once by filling and once by
-# adding. In bf16 even the lowest fp32 number is too large.
+# adding. Even `torch.finfo(torch.float32).min` is outside the range of bf16.
 
 # %%
 with torch.autocast("cpu", dtype=torch.float16):
@@ -212,7 +212,7 @@ assert (torch.tensor([-16.0, -15.0]).half() + lowest).isinf().tolist() == [True,
 # **What you see.** Attention returns NaN for padded positions, in every dtype. Then the loss or the
 # gradients are NaN.
 #
-# **The smallest program that does it.** The first of two positions may attend to nothing.
+# **The smallest program that does it.** All keys are masked for the first of two positions.
 
 
 # %%
@@ -233,7 +233,7 @@ assert attend(v, hidden)[0].isnan().all()
 # In fp16 the scores may also have [become -inf by addition](#A-mask-value-does-not-fit-into-fp16).
 #
 # **The fix.** Use `F.scaled_dot_product_attention`, which returns 0 for such a row since torch 2.5. In
-# attention of your own, let a row that sees nothing see everything, and leave it out of the loss.
+# attention that you write yourself, unmask every fully masked row, and exclude this row from the loss.
 
 # %%
 ones = torch.ones(1, 2, 2)
@@ -483,9 +483,9 @@ pixels = torch.ones(512, 512).half().sum()
 assert (2 * pixels / (pixels + pixels)).isnan()  # a Dice score
 
 # %% [markdown]
-# **Notice it earlier.** Look at the gradients of one step. If those of a whole layer are zero, wrap the step
-# in `find_nonfinite`: it also names an infinity by which something was
-# divided. <!-- tests/numerics/test_nonfinite.py -->
+# **Notice it earlier.** Look at the gradients of one step. If those of a whole layer are zero, wrap the
+# step in `find_nonfinite`: it also reports a division by infinity.
+# <!-- tests/numerics/test_nonfinite.py -->
 
 # %% [markdown]
 # ## Training is fine but evaluation is NaN

@@ -129,9 +129,9 @@ for dtype in HALF:
     assert len(messages) == 6 + len(OPS)  # LayerNorm takes it
 
 # %% [markdown]
-# **Why.** Autocast casts inputs only inside its block, but what the block returned stays in half
-# precision. The next op outside then gets a half-precision input and fp32 weights. If you do not use
-# autocast, you converted the input by hand but not the model.
+# **Why.** Autocast casts inputs only inside its block, but what the block returned stays in half precision.
+# The next op outside then gets a half-precision input and fp32 weights. If you do not use autocast, you
+# probably converted the input by hand but not the model.
 #
 # If the message names other dtypes, the cause is different:
 # - `Float and Half`: [the model is in half precision but its input is
@@ -164,7 +164,7 @@ assert weight - update < 1
 assert weight.half() - update == 1  # fp16 weights lose the update
 
 # %% [markdown]
-# **Notice it earlier.** Let `forward` end with `.float()` on what it returns.
+# **Notice it earlier.** End `forward` with `.float()` on its result.
 
 # %% [markdown]
 # ## The model is in half precision but its input is fp32
@@ -216,8 +216,8 @@ for dtype in HALF:
 # input is fp32, and no autocast is on. A layer does not convert its input.
 #
 # If the input is in half precision too, look for an fp32 tensor inside the model. Often it is a table of
-# positions, or a mask that `forward` creates with `torch.arange` or `torch.zeros`. `+`, `*`, `torch.cat`,
-# `torch.stack` and `torch.where` then return fp32 without a message, and a later layer raises.
+# positions, or a mask that `forward` creates with `torch.zeros` or with `torch.arange` of floats. `+`, `*`,
+# `torch.cat`, `torch.stack` and `torch.where` then return fp32 without a message, and a later layer raises.
 #
 # Autocast does not help in every layer. On a CPU, a norm whose weights are in half precision refuses an fp32
 # input inside the block too.
@@ -310,8 +310,9 @@ assert len(refusals([lambda write=write: filled(write) for write in WRITES])) ==
 # an existing tensor.
 #
 # If the index is a number or a slice, nothing is raised: `buffer[2] = f` casts. `masked_scatter`, `scatter`
-# and `index_add` return a new tensor and raise too, because they are on no list of autocast. Models of images
-# and text [merge features](https://github.com/huggingface/transformers/blob/main/src/transformers/models/llava/modeling_llava.py)
+# and `index_add` return a new tensor, but they raise the error too, because no list of autocast names them.
+# Models of images and text [merge
+# features](https://github.com/huggingface/transformers/blob/main/src/transformers/models/llava/modeling_llava.py)
 # with `masked_scatter`. <!-- tests/notebooks/test_08e_dtypes.py -->
 #
 # In the other direction, an fp32 tensor is written into a half-precision buffer. It is often an fp32
@@ -411,14 +412,16 @@ for options in ({}, {"cast_inputs": torch.float32}):
     assert torch.equal(backward_through(decorated(**options)), torch.full((1, 2, 2), 2.0))
 
 # %% [markdown]
-# A checkpoint function of your own can go wrong without a message. If it stores only whether autocast was on,
-# it recomputes the block in the default dtype (fp16 on CUDA, bf16 on a CPU), so gradients are less exact or
-# overflow. Store `torch.get_autocast_dtype(device_type)` too, or use `torch.utils.checkpoint.checkpoint(…,
-# use_reentrant=False)`. `amp-lab migrate` finds such code. <!-- tests/remedies/test_migrate_remedies.py -->
+# If you write your own activation checkpointing, it can go wrong without a message. If it stores only
+# whether autocast was on, it recomputes the block in the default dtype (fp16 on CUDA, bf16 on a CPU), so
+# gradients are less exact or overflow. Store `torch.get_autocast_dtype(device_type)` too, or use
+# `torch.utils.checkpoint.checkpoint(…, use_reentrant=False)`. `amp-lab migrate` finds such code.
+# <!-- tests/remedies/test_migrate_remedies.py -->
 #
-# Autocast does not cast for a kernel of another package or an op of `torch.library`. Cast their inputs, or
-# give your op a rule with `torch.library.register_autocast`. Under `torch.vmap`, the backward pass of a norm
-# [may raise the message](https://github.com/pytorch/pytorch/issues/184890) too. <!-- tests/notebooks/test_08e_dtypes.py -->
+# Autocast does not cast the inputs of a kernel from another package, or of an op made with `torch.library`.
+# Cast their inputs, or give your op a rule with `torch.library.register_autocast`. Under `torch.vmap`, the
+# backward pass of a norm [may raise the message](https://github.com/pytorch/pytorch/issues/184890) too.
+# <!-- tests/notebooks/test_08e_dtypes.py -->
 #
 # **Notice it earlier.** Test each function of your own once under autocast, with a backward pass.
 
@@ -482,8 +485,9 @@ assert "Unexpected floating ScalarType in at::autocast::prioritize" in messages[
 
 # %% [markdown]
 # **Why.** One tensor is fp16 and the other one is bf16. Usually the weights were loaded in one of the two,
-# and the input, the autocast block or a quantized layer uses the other. With fp32 weights, the cause is a
-# block that is nested in a block of the other dtype, because both share autocast's cache.
+# and the input, the autocast block or a quantized layer uses the other. With fp32 weights, one block is
+# nested in a block of the other dtype. Both use the same cache of casts, so the inner block gets weights in
+# the outer dtype.
 #
 # The cache keeps the cast of a trained fp32 weight until the outermost block ends, and does not store its
 # dtype. So the inner block casts the input to bf16, but finds an fp16 weight.

@@ -387,10 +387,10 @@ assert all(p.nbytes == 2 * p.numel() for p in nn.Linear(2, 2).bfloat16().paramet
 # **What you see.** A matmul in FP8 raises one of the messages below. In fp16 and bf16 there is no
 # message, but the matmul may be slower than it could be.
 #
-# **The smallest program that does it.** On the device `meta` tensors have no data, but PyTorch checks
-# their sizes by the rules of CUDA. We multiply in FP8 with an inner size of 100, then with the 50257
-# columns of GPT-2's vocabulary, and last in a grouped matmul, as in a mixture of experts. (CUDA's
-# kernels, [torchao](https://github.com/pytorch/ao/issues/571), [Transformer
+# **The smallest program that does it.** Tensors on the `meta` device have no data, but PyTorch checks their
+# sizes with the rules of CUDA. We multiply in FP8 with an inner size of 100, then with the 50257 columns of
+# GPT-2's vocabulary, and last in a grouped matmul, as in a mixture of experts. (CUDA's kernels,
+# [torchao](https://github.com/pytorch/ao/issues/571), [Transformer
 # Engine](https://github.com/NVIDIA/TransformerEngine/issues/1422) and vLLM use other words.)
 
 
@@ -424,7 +424,7 @@ print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, 
 # SGLang, use a smaller tensor-parallel size.
 #
 # nanoGPT pads [50257 to 50304](https://github.com/karpathy/nanoGPT/blob/master/model.py). The logits of
-# real tokens stay the same. Leave out the new ones before you choose a token.
+# real tokens stay the same. Ignore the logits of the padding tokens before you choose a token.
 
 # %%
 padded = math.ceil(50257 / 64) * 64
@@ -489,15 +489,17 @@ assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 # - **After many steps, or in evaluation**: [memory
 #   grows](#Memory-grows-with-each-step-or-in-evaluation).
 # - **Only after resuming**: the checkpoint is on the GPU.
-# - **With much memory reserved but unallocated**: the memory is fragmented. Set
-#   `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, as the message says.
+# - **With much memory reserved but unallocated**: the memory is fragmented. Set the variable that the
+#   message names, `PYTORCH_ALLOC_CONF` or in older versions `PYTORCH_CUDA_ALLOC_CONF`, to
+#   `expandable_segments:True`.
 #
-# **The fix.** Use a smaller batch and add up the gradients of several batches, use gradient
-# checkpointing, and load checkpoints with `map_location="cpu"`. `amp-lab memory my_model.py:MODEL
-# --input 8,3,224,224 --memory 24GiB` forecasts the largest batch, and what else saves how much.
+# **The fix.** Use a smaller batch and accumulate gradients: divide each loss by the number of batches. You
+# can also use gradient checkpointing. Load checkpoints with `map_location="cpu"`. `amp-lab memory
+# my_model.py:MODEL --input 8,3,224,224 --memory 24GiB` forecasts the largest batch, and what else saves how
+# much.
 #
-# The added gradients equal that of the large batch, up to rounding and without batch normalisation.
-# ([More on the forecast](../docs/your_model.md#does-training-fit-into-memory).)
+# The accumulated gradients equal those of the large batch up to rounding, if the model has no batch
+# normalisation. ([More on the forecast](../docs/your_model.md#does-training-fit-into-memory).)
 #
 # **Not this.** `torch.cuda.empty_cache()` in each step makes the step slower and gives your process no
 # more memory, because PyTorch [already reuses what it has

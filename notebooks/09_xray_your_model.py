@@ -9,9 +9,9 @@
 # %% [markdown]
 # # X-ray your model before you rent the GPU
 #
-# **What you'll do.** Write a small tracer that prints the dtype of each op, and run it under CUDA's
-# autocast rules on a machine that need not have CUDA. Then apply the complete tool, `xray`, to a
-# ResNet-50, an LSTM and a GPT, and forecast whether a training step fits into a GPU's memory.
+# **What you'll do.** Write a small tracer that prints the dtype of each op. Run it under CUDA's autocast
+# rules, even on a machine without CUDA. Then apply the complete tool, `xray`, to a ResNet-50, an LSTM and a
+# GPT, and forecast whether a training step fits into a GPU's memory.
 #
 # **What you'll learn.**
 # - why you can see autocast's decisions without the device;
@@ -326,8 +326,8 @@ for backend in BACKENDS:
 #
 # How much does the rounding matter? The loss of an untrained language model is about the logarithm of its
 # vocabulary size, here about 11. Near 11, fp16 numbers are 2^-7 apart, and bf16 numbers 2^-4. Rounding
-# changes the loss of each token by up to half of this distance. In the mean over many tokens, these
-# errors mostly cancel. We measure both in bf16:
+# changes the loss of each token by up to half of this distance. In the mean over many tokens, these errors
+# mostly cancel. We measure both errors in bf16:
 
 # %%
 target = torch.randint(50304, (64,))
@@ -361,9 +361,9 @@ memory
 # every column, and AMP adds copies of the weights. In this network the activations take most of the
 # memory, so almost twice the batch fits.
 #
-# Leave some room, because the forecast counts only tensors. It does not include the driver, the
-# workspaces of cuDNN and cuBLAS, and gaps between blocks of memory. We expect it to come within 10 % of
-# what a GPU's allocator counts [*(not yet seen on a GPU)*](../data/results/README.md "memory-forecast").
+# Leave some room, because the forecast counts only tensors. It does not include the driver, the workspaces
+# of cuDNN and cuBLAS, or gaps between blocks of memory. We expect it to come within 10 % of what a GPU's
+# allocator counts [*(not yet seen on a GPU)*](../data/results/README.md "memory-forecast").
 
 # %%
 fp32, fp16 = memory["fp32"], memory["fp16"]
@@ -494,7 +494,8 @@ planted
 #   and still returns fp32. Give it `logits.float()`.
 # - AMP nearly halves the activations, but not weights, gradients and optimizer state. With AdamW and one
 #   sequence, the peak of a 7B transformer stays the same.
-# - When two runs differ, `first_difference` names the first op whose error rounding does not explain.
+# - When two runs differ, `first_difference` names the first op with an error that is too large for
+#   rounding.
 #
 # Next, [notebook 10](10_speed_ladder.ipynb) makes a step faster, one change at a time.
 #

@@ -16,7 +16,7 @@
 # **What you'll learn.**
 # - why the losses are the same as with one process, and how closely they agree;
 # - which precision choices are new: the dtypes in which weights and gradients are sent;
-# - how all processes decide alike about the loss scale, and how this goes wrong;
+# - how all processes agree on the loss scale, and when they do not;
 # - in an optional section, how to save on four processes and resume on two.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast and [notebook
@@ -100,8 +100,9 @@ assert config["batch"] % counts[-1] == 0
 parameters = sum(p.numel() for p in new_model(config).parameters())
 
 # %% [markdown]
-# This is the plain loop. It trains for one epoch, and returns the loss of every step and the bytes of
-# weights, gradients and optimizer state at the end. We run it in fp32 and with bf16 autocast.
+# This is the plain loop. It trains for one epoch (for more, call `sampler.set_epoch(epoch)` before each),
+# and returns the loss of every step and the bytes of weights, gradients and optimizer state at the end. We
+# run it in fp32 and with bf16 autocast.
 
 
 # %%
@@ -135,8 +136,8 @@ for name, dtype in PRECISIONS.items():
 #
 # With n processes, each rank takes an n-th of every batch, and the gradients are averaged.
 # `DistributedSampler` decides which samples a rank gets. It draws the same permutation as `RandomSampler`
-# does from the same seed, and rank r takes every n-th sample of it. So in each step, the ranks together
-# get the batch of one process. <!-- tests/notebooks/test_11_scale_out.py -->
+# does from the same seed, and rank r takes every n-th sample of it. So in each step, the ranks together get
+# the same batch that a single process would get. <!-- tests/notebooks/test_11_scale_out.py -->
 #
 # [`torchrun`](https://docs.pytorch.org/docs/stable/elastic/run.html) starts n copies of one script. Each
 # copy first joins the *process group*. The group's
@@ -207,10 +208,11 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 # %% [markdown]
 # ## FSDP2
 #
-# [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) divides the model: it
-# cuts each parameter into n *shards*. Each rank holds one shard of the weight, of its gradient and of the
+# [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) divides the model: it cuts
+# each parameter into n *shards*. Each rank holds one shard of the weight, of its gradient and of the
 # optimizer state. FSDP2 gathers the whole weights of a layer for its forward pass, and again for its
-# backward pass. Then it sums the gradients and scatters the sum.
+# backward pass. Then it averages the gradients over the ranks, and each rank keeps its shard of the
+# average.
 #
 # You choose the precision with a
 # [`MixedPrecisionPolicy`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html):
@@ -219,7 +221,8 @@ def train_ddp(config, data, dtype, device, sums_in=torch.float32):
 #   it. The shards stay fp32.
 # - `reduce_dtype`: FSDP2 sends and sums the gradients in it. Always set it, because its default changed
 #   in PyTorch 2.15.
-# - `output_dtype`: the dtype of the output. Set fp32 in the outermost call, for the loss. <!-- tests/tracing/test_sharding.py -->
+# - `output_dtype`: the dtype of the output. In the policy of the outermost module, set fp32, so that the
+#   loss is fp32. <!-- tests/tracing/test_sharding.py -->
 #
 # Autocast chooses a dtype for each *op*. The policy chooses one for each *module*, so norms run in bf16
 # too. <!-- tests/tracing/test_sharding.py -->
@@ -310,9 +313,9 @@ for n in counts[1:]:
         assert difference < TOLERANCES[compute]
 
 # %% [markdown]
-# All set-ups repeat the losses of one process, fp32 far more closely than bf16. **Keep the global batch,
-# and you can keep the learning rate.** If you keep the batch of each process instead, the global batch
-# grows n times and may need a different learning rate.
+# All set-ups have nearly the same losses as one process. In fp32 they are far closer than in bf16. **Keep
+# the global batch, and you can keep the learning rate.** If you keep the batch of each process instead, the
+# global batch grows n times and may need a different learning rate.
 #
 # ## What does each rank send and hold?
 #
@@ -341,7 +344,7 @@ _ = figures.sent_bytes(bars, most)
 # - With **`reduce_dtype=bf16`**, the bytes of the gradients halve as well.
 #
 # You saw [at the beginning](#The-idea-in-five-lines) that a sum in bf16 loses more with more ranks. bf16
-# weights with fp32 sums are a safe choice.
+# weights that are sent in bf16, with sums in fp32, are a safe choice. The stored weights stay in fp32.
 #
 # The next cell checks these ratios.
 
@@ -360,15 +363,15 @@ assert fsdp_bytes == 16 / most
 
 # %% [markdown]
 # With DDP, every rank holds as much as one process: weights, gradients and AdamW's two averages, in fp32.
-# With FSDP2, a rank holds an n-th of that. Activations, and the gathered weights of the layer that is
-# running, come on top.
+# With FSDP2, a rank holds an n-th of that. In addition, a rank holds its activations and the gathered
+# weights of the layer that is running.
 #
 # ## One decision about the loss scale
 #
 # With fp16, every rank has its own `GradScaler`, which decides whether to skip the step. If the scalers
 # decide differently, the ranks train different models from then on. To see what makes them agree, we let
-# only the last rank overflow, with DDP and with FSDP2: in its batch, or in its gradient after all
-# communication. Before you run this: in which of the four cases does the first rank *not* skip?
+# only the last rank overflow, either in its batch or in its gradient after all communication. We do this
+# with DDP and with FSDP2. Before you run this: in which of the four cases does the first rank *not* skip?
 
 
 # %%

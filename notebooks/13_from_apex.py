@@ -278,7 +278,7 @@ torch.testing.assert_close(ours, theirs, rtol=SAME, atol=SAME)
 # |---|---|
 # | `delay_unscale=True`, to accumulate | `scale(loss).backward()` for each micro-batch, then one `step` |
 # | `num_losses=2`, `loss_id=1` | one scaler for all losses; with several optimizers, a `step` for each, then one `update` |
-# | `loss_scale=128.0` | `init_scale=128.0`, and `scaler.update(128.0)` instead of `update()`; an overflow skips the step |
+# | `loss_scale=128.0` | `init_scale=128.0`, and `scaler.update(128.0)` instead of `update()`; unlike in Apex, an overflow then skips the step |
 # | `min_loss_scale`, `max_loss_scale` | `scaler.update(float(limit))` after `update()` if `get_scale()` is beyond the limit |
 # | `keep_batchnorm_fp32` | not needed: weights and statistics of batch norm stay fp32 |
 # | `cast_model_outputs` | `.float()` on the output, after the autocast block |
@@ -398,7 +398,7 @@ if find_spec("libcst") is not None:
 #
 # [Apex's manual](https://nvidia.github.io/apex/amp.html#checkpointing) asked for a checkpoint with the
 # states of model, optimizer and `amp`. The state of `amp` is an `OrderedDict` of the loss scalers. Many
-# checkpoints differ from this:
+# checkpoints have these complications:
 #
 # - names begin with `module.` if the model was wrapped for several GPUs;
 # - at O2 the weights are fp32 but hold fp16 values, because Apex's `state_dict` [cast
@@ -488,7 +488,7 @@ folder.cleanup()
 #
 # - O1 is autocast with `GradScaler`. Our losses were equal to the last bit. The lists of ops differ for
 #   cross-entropy, so pass `logits.float()`.
-# - O2 is the same, but stores the weights twice. With Adam it takes 20 bytes per parameter; autocast
+# - O2 is close to O1, but stores the weights twice. With Adam it takes 20 bytes per parameter; autocast
 #   takes 16.
 # - O3 is `model.half()`. It loses small updates, and our second loss was NaN.
 # - In the loop, `scale_loss` becomes `scale(loss).backward()`. You now write out what Apex did at the end

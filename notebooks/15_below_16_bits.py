@@ -15,7 +15,7 @@
 #
 # **What you'll learn.**
 # - which numbers E4M3, E5M2 and E2M1 can represent, and why each needs a scale;
-# - which values an outlier damages if the tensor, each row or each block has a scale;
+# - which values an outlier damages if there is one scale per tensor, per row or per block;
 # - what MX and NVFP4 are;
 # - which layers to keep in 16 bits, and what a simulation cannot tell you.
 #
@@ -64,7 +64,7 @@ assert (scaled / gradient - 1).abs().max() < 2**-4
 #
 # ## Formats of a single value
 #
-# The format of a single value is called an *element*. `ELEMENTS` lists elements with their limits:
+# A single value is called an *element*. `ELEMENTS` lists elements with their limits:
 
 # %%
 for name in ("fp16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "int8"):
@@ -85,8 +85,8 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 # To round a value by hand:
 #
 # 1. Clip it to the largest number of the format, as torchao does. <!-- tests/formats/test_scaling.py -->
-# 2. Find the power of two just below it. Divide this power by 2^(mantissa bits) to get the spacing of the
-#    numbers there.
+# 2. Find the largest power of two that is not above the value, but at least the format's smallest normal
+#    number. Divide this power by 2^(mantissa bits) to get the spacing of the numbers there.
 # 3. Round the value to a multiple of that spacing.
 
 
@@ -205,9 +205,9 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 #
 # A linear layer has up to three matmuls in a training step: the output, the gradient of the input
 # (*dgrad*), and the gradient of the weight (*wgrad*). We round the operands of all three, as most of
-# [torchao's recipes](https://github.com/pytorch/ao/blob/main/torchao/float8/config.py) do. Values that
-# share a scale lie along the dimension that the matmul sums over, so the weight is rounded twice: for the
-# output and for dgrad.
+# [torchao's recipes](https://github.com/pytorch/ao/blob/main/torchao/float8/config.py) do. In the formats
+# with blocks or rows, the values that share a scale lie along the dimension that the matmul sums over. The
+# weight is therefore rounded twice: once for the output and once for dgrad.
 #
 # Everything else stays in fp32: the other ops, the weights that the optimizer updates, and the
 # accumulation. A Hopper GPU, in contrast, accumulates FP8 in about 14 bits ([DeepSeek-V3's
@@ -412,11 +412,10 @@ assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 # %% [markdown]
 # ## Test your own model
 #
-# `rehearse` tests these formats on your model. It runs one step in fp32, and repeats the matmuls of
-# linear layers and convolutions in each format. Their errors show which layers are better left in 16
-# bits. Then it runs the whole model with the other layers rounded. In our GPT, we first make one of the
-# 256 features inside the second block about a million times as large:
-# <!-- tests/formats/test_rehearsal.py -->
+# `rehearse` tests these formats on your model. It runs one step in fp32, and repeats the matmuls of linear
+# layers and convolutions in each format. Their errors show which layers are better left in 16 bits. Then it
+# runs the whole model with all remaining layers rounded. In our GPT, we first make one of the 256 features
+# inside the second block about a million times as large: <!-- tests/formats/test_rehearsal.py -->
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -447,9 +446,9 @@ report
 # - The code at the end converts the model with torchao. `rehearse` ran it on a copy first.
 #   <!-- tests/formats/test_rehearsal.py -->
 #
-# The command is `amp-lab rehearse`. `--steps` trains in each format and in bf16. `--for h100` forecasts
-# which layers would be faster on an H100. On a GPU, FP8 matmuls need sizes that are multiples of 16
-# ([what to pad](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8)). This is why the head,
+# The command is `amp-lab rehearse`. `rehearse --steps` also trains in each format and in bf16. `--for h100`
+# forecasts which layers would be faster on an H100. On a GPU, FP8 matmuls need sizes that are multiples of
+# 16 ([what to pad](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8)). This is why the head,
 # `token.weight`, has a star. <!-- tests/cli/test_rehearse_command.py -->
 
 # %%
@@ -469,8 +468,8 @@ assert report.formats[1].gradients_off < 0.02
 #   of its block, so smaller blocks help.
 # - Most of torchao's recipes round the operands of all three matmuls of a linear layer. We accumulate in
 #   fp32, but [a Hopper GPU](#Train-with-rounded-matmuls) in about 14 bits.
-# - A format that fails in a rehearsal is not worth a large run. A format that passes can still fail in
-#   one.
+# - A format that fails in a rehearsal is not worth a large run. A format that passes the check can still
+#   fail in a long run.
 #
 # [Notebook 10](10_speed_ladder.ipynb) measures the speed of each precision on your device.
 #

@@ -142,10 +142,10 @@ class Adam:
 # does. In bf16 this loses small updates. Three other ways keep them:
 # <!-- code -->
 #
-# - [**Stochastic rounding**](https://arxiv.org/abs/2010.06192) rounds up or down at random. A sum that
-#   lies three tenths of the way to the next number is rounded up in three of ten cases, so no update is
-#   lost on average. A bf16 number is the upper half of an fp32 number. The code adds 16 random bits to
-#   the lower half, then sets it to zero.
+# - [**Stochastic rounding**](https://arxiv.org/abs/2010.06192) rounds up or down at random. A sum that lies
+#   three tenths of the way to the next number is rounded up in three cases out of ten. On average, the
+#   result is exact. A bf16 number is the upper half of an fp32 number. The code adds 16 random bits to the
+#   lower half of the number, which may carry into the upper half. Then it sets the lower half to zero.
 # - **Kahan summation** keeps a second bf16 number for each weight. This number stores the rounding error,
 #   which is added to the next update.
 # - **fp32 masters** are a copy of the weights in fp32. The optimizer updates this copy, then casts it to
@@ -343,8 +343,8 @@ assert square == 1
 
 # %% [markdown]
 # The second moment does not shrink, so the steps after a large gradient stay too small. With a scale for
-# each block of values, eight bits and fewer can do better. We use blocks of 256 values (128 in four
-# bits), as [torchao does](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py), and compare:
+# each block of values, even eight bits can be enough. We use blocks of 256 values (128 in four bits), as
+# [torchao does](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py), and compare:
 #
 # - *INT8*: evenly spaced numbers from -127 to 127;
 # - *E4M3*: numbers that lie closer together near zero;
@@ -424,11 +424,11 @@ for name, store in (("INT8", int8), ("E4M3", e4m3), ("INT8, no zero", without_ze
 assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
 
 # %% [markdown]
-# INT8 stores a large share of the squares as 0. For such a square, the next step computes 0.999 * 0 +
-# 0.001 * g², and divides by the root of this small number. If the next gradient g is 0 too, the step
-# divides by epsilon alone, and the update can become huge. E4M3 covers over five orders of magnitude, so
-# it loses far fewer squares. Without a zero, a small square is stored as the smallest number, which only
-# makes the update too small.
+# INT8 stores a large share of the squares as 0. For such a square, the next step computes 0.999 * 0 + 0.001
+# * g², and divides by the root of this small number. If the next gradient g is also 0, the step divides the
+# remaining mean by epsilon alone, and the update can become huge. E4M3 covers over five orders of
+# magnitude, so it loses far fewer squares. Without a zero, a small square is stored as the smallest number,
+# which only makes the update too small.
 #
 # torchao's [4-bit optimizer](https://github.com/pytorch/ao/blob/main/torchao/optim/subclass_4bit.py) has
 # no zero for its squares. Its 8-bit optimizer has a zero, but [its other numbers come close to

@@ -10,13 +10,13 @@
 # # Train and fine-tune a language model in each precision
 #
 # **What you'll do.** Train a small GPT on Python's own source code in fp32, fp16 and bf16. Find out which
-# parts of it run in fp32, fine-tune it with LoRA, and let it write.
+# parts of it run in fp32, fine-tune it with LoRA, and generate text.
 #
 # **What you'll learn.**
 # - which parts of a transformer run in fp32 under autocast, and what to do when dtypes do not match;
 # - how much memory the loss over a large vocabulary takes, and how to take less;
 # - which dtypes to use for a LoRA adapter and its base, and what merging loses;
-# - why the same prompt can give another text in bf16, in another batch or with a cache.
+# - why the same prompt can give a different text in bf16, in a different batch or with a cache.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb), on autocast's rules. You need no GPU,
 # no download and no weights: the text is the source of Python's standard library.
@@ -63,7 +63,8 @@ assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 # today's language models:
 #
 # - The *residual stream* begins as the embedding of the tokens. Each block adds to it twice.
-# - A block consists of causal attention and an MLP of two layers. An RMSNorm comes before each of the two.
+# - A block consists of causal attention and an MLP of two layers. An RMSNorm comes before the attention and
+#   before the MLP.
 # - Rotary embeddings rotate q and k by angles that grow with the position.
 # - The embedding and the last layer share one weight matrix (tied weights).
 #
@@ -160,7 +161,8 @@ assert message.startswith("Expected query, key, and value to have the same dtype
 #
 # `lm.train` is the loop of [notebook 04](04_fp32_vs_amp.ipynb). Its first loss scale for fp16 is small
 # enough that no step is skipped. We train with three seeds in each precision. The test loss is always
-# computed in fp32, so that only the training differs. What changes it more, the precision or the seed?
+# computed in fp32, so that only the training differs. What changes the test loss more, the precision or the
+# seed?
 
 # %% tags=["nbval-ignore-output"]
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -187,12 +189,12 @@ print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 #
 # ## The loss over a large vocabulary
 #
-# Our vocabulary is a few characters. Llama 3 has [128,256
-# tokens](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py).
-# With many tokens in a batch, the logits can be the largest tensor of the step. At the peak of the
-# backward pass, four tensors of their size are in memory: the logits in bf16 (the model's output), and
-# three in fp32: the log-softmax, its gradient, and the gradient of its input. For a batch of 8 x 2048
-# tokens: <!-- tests/notebooks/test_17_language_model.py -->
+# Our vocabulary has one entry for each character that occurs. Llama 3 has [128,256
+# tokens](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). With
+# many tokens in a batch, the logits can be the largest tensor of the step. At the peak of the backward
+# pass, four tensors of their size are in memory: the logits in bf16 (the model's output), and three in
+# fp32: the log-softmax, its gradient, and the gradient of its input. For a batch of 8 x 2048 tokens:
+# <!-- tests/notebooks/test_17_language_model.py -->
 
 # %%
 values = 8 * 2048 * 128_256
@@ -307,8 +309,8 @@ assert dtypes["blocks.0.qkv"] == dtypes["blocks.1"] == torch.bfloat16  # no fp32
 # ### What merging loses
 #
 # Merging adds the update to the weight, so that inference needs no adapter. If you store the sum in bf16,
-# each value is rounded. A small learning rate makes small updates, so we scale our update to four sizes.
-# How much is left of an update that is a thousand times smaller than the weight?
+# each value is rounded. The size of an update depends on the learning rate, so we try our update at four
+# sizes. How much is left of an update that is a thousand times smaller than the weight?
 
 # %% tags=["nbval-ignore-output"]
 layer = adapted.blocks[1].up
@@ -405,7 +407,8 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 # - Load a model in the dtype that you want, and do not cast it afterwards: its rotation rates must be fp32.
 # - Outside autocast, q, k and v need one dtype. On CUDA flash attention needs 16 bits.
 # - LoRA: keep the frozen base in bf16 and the adapters in fp32. If you merge, merge in fp32.
-# - Texts can diverge at near ties, by precision, batch or cache. Compare losses and single decisions.
+# - Texts can diverge at near ties, by precision, batch or cache. Compare losses and the choice of each next
+#   token.
 #
 # A model that was trained in bf16 may overflow in fp16, and [notebook
 # 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) shows how to find out.

@@ -77,7 +77,7 @@ def add_absent_device(command: argparse.ArgumentParser) -> None:
     """Add ``--device`` and ``--for``, for a device that need not be in this machine."""
     names = "cuda (also for ROCm; the default), xpu, mps, cpu"
     command.add_argument("--device", metavar="NAME", help=names)
-    gpus = "a GPU, which this machine need not have: h100, rtx-4090, t4, …"
+    gpus = "a GPU, even one that is not in this machine: h100, rtx-4090, t4, …"
     command.add_argument("--for", dest="gpu", metavar="GPU", help=gpus)
 
 

@@ -301,7 +301,7 @@ class Inference(Use):
     def measure(self, choose_matmul: MatmulChoice) -> None:
         """Run the model in fp32, and keep its output.
 
-        Raises `NumericsError` if no number of the output is finite.
+        Raises `NumericsError` if every number in the output is inf or NaN.
         """
         self._output = self._run(choose_matmul)
         total = 0
