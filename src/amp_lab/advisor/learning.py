@@ -41,7 +41,8 @@ TOLERANCE = {Precision.FP32: 1e-3, Precision.TF32: 0.02, Precision.FP16: 0.02, P
 _NO_LOSS_SCALE = remedy(
     "advise.no_loss_scale",
     "no loss scale keeps the model's gradients in fp16's range",
-    "These gradients do not fit into fp16 at any loss scale. Use bf16, which has the range of fp32.",
+    "These gradients do not fit into fp16 at any loss scale. Use bf16, which has the range of "
+    "fp32.",
 )
 _FIRST_LOSS_SCALE = remedy(
     "advise.first_loss_scale",

@@ -35,7 +35,8 @@ def load_dataset(
 
     Args:
         name: A key of `DATASETS`: "digits", "cifar10", "caltech256", "folder", "stdlib" or "text".
-        folder: Path of the folder with the data files. The module of the data set in `train/data/` describes them.
+        folder: Path of the folder with the data files. The module of the data set in `train/data/`
+            describes them.
         image_size: Height and width of the images in pixels. None is the default of the data set.
         limit: The most training samples; None is all. The test samples are cut to the same share.
             Each class keeps its share too.
