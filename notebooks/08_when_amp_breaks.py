@@ -100,11 +100,11 @@ assert failure.code == "AMP0018"
 # | [A gradient penalty is inf or NaN under AMP](07_training_recipes.ipynb#Penalise-gradients) `AMP0116` | WGAN-GP goes NaN with mixed precision |
 # | [NaN in bf16, although fp16 and fp32 are fine](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0118` | NaN in bf16 only, fp16 is fine |
 # | [Attention in bf16 gives NaN on an AMD GPU](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0119` | NaN losses on ROCm from the first step |
-# | [fp16 gives NaN on a GTX 16 or a Quadro T](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0077` | `` AMP checks failed `` |
+# | [fp16 gives NaN on a GTX 16, or ultralytics' AMP check fails](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0077` | `` AMP checks failed `` |
 # | [The cost matrix of a Hungarian matcher is inf or NaN](08a_values.ipynb#A-norm-written-by-hand-overflows-above-256) `AMP0087` | `` cost matrix is infeasible `` |
 # | [A convolution's gradients are NaN or 1e20 in bf16 on a CPU](../docs/hardware.md#wrong-gradients-in-bf16) `AMP0089` | gradients of a convolution are NaN or 1e20 in bf16, on a CPU |
 # | [The text or decision differs in bf16 or in another batch](17_language_model.ipynb#The-same-prompt,-another-text) `AMP0098` | another text or decision comes out in bf16, or in another batch |
-# | [A model that was trained in bf16 gives NaN in fp16](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) `AMP0100` | a model that was trained in bf16 gives NaN in fp16 |
+# | [A model that was trained in bf16 gives NaN in fp16](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) `AMP0100` | `` Casting torch.bfloat16 to torch.float16. `` |
 #
 # ### Find out why a model learns nothing
 #
@@ -118,9 +118,9 @@ assert failure.code == "AMP0018"
 # | [Adam makes fp16 weights NaN](08b_learning.ipynb#Adam-makes-fp16-weights-NaN) `AMP0121` | parameters are NaN after one step of Adam |
 # | [Positions or counts are wrong beyond 256](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256) `AMP0030` | results are good on short inputs and bad on long ones in bf16 |
 # | [A loss summed up in bf16 is too small](08b_learning.ipynb#A-loss-summed-up-in-bf16-is-too-small) `AMP0123` | the logged loss moves in steps, stands still or falls to 0 in bf16, and `loss.item()` is right |
-# | [Weights were cast to FP8 without a scale](08b_learning.ipynb#Weights-were-cast-to-FP8-without-a-scale) `AMP0120` | `` not implemented for 'Float8_e4m3fn' `` |
+# | [Weights were cast to FP8 without a scale](08b_learning.ipynb#Weights-were-cast-to-FP8-without-a-scale) `AMP0120` | `` mat1 and mat2 must have the same dtype, but got Float and Float8_e4m3fn `` |
 # | [DeepSpeed or fairseq stops because the loss scale is at its minimum](08b_learning.ipynb#The-loss-scale-falls-towards-0) `AMP0070` | `` Current loss scale already at minimum - cannot decrease scale anymore. `` |
-# | [Apex or DeepSpeed logs an overflow and skips steps](08b_learning.ipynb#The-loss-scale-falls-towards-0) `AMP0071` | `` Gradient overflow.  Skipping step, loss scaler … reducing loss scale to `` |
+# | [Apex or DeepSpeed logs an overflow and skips steps](08b_learning.ipynb#The-loss-scale-falls-towards-0) `AMP0071` | `` overflow detected, setting loss scale to: `` |
 # | [One loss of a GAN pulls down the loss scale of the other](07_training_recipes.ipynb#Use-several-losses-and-optimizers) `AMP0129` | GAN training in fp16: the scale falls because of the discriminator, and the generator learns nothing |
 # | [An average of weights (EMA) stands still in bf16](08b_learning.ipynb#Half-precision-weights-stop-moving) `AMP0122` | EMA weights do not change in bf16 |
 # | [8-bit Adam gives NaN or trains worse](16_low_precision_state.ipynb#State-in-fewer-bits) `AMP0128` | 8-bit Adam gives NaN after a few steps, 32-bit Adam does not |
@@ -130,6 +130,7 @@ assert failure.code == "AMP0018"
 # | [Log-probabilities of the trainer and of vLLM differ](17_language_model.ipynb#The-same-prompt,-another-text) `AMP0127` | vLLM logprobs and the trainer's logprobs do not match in bf16 |
 # | [A KL divergence or a ratio of probabilities is noisy in bf16](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) `AMP0090` | a KL divergence, or a ratio of probabilities, is noisy in bf16 |
 # | [FP8 with a scale for each row gives NaN with LoRA](15_below_16_bits.ipynb#The-values-that-share-a-scale) `AMP0088` | FP8 with a scale for each row gives NaN with LoRA |
+# | [An FP8 KV cache makes long texts worse](18_inference_and_export.ipynb) `AMP0199` | vLLM with an fp8 KV cache prints garbled text for long prompts |
 #
 # ### Repair errors of the GradScaler
 #
@@ -146,7 +147,7 @@ assert failure.code == "AMP0018"
 # | [Two optimizers share one scaler, and update is called between their steps](07_training_recipes.ipynb#Use-several-losses-and-optimizers) `AMP0132` | GAN in mixed precision with one GradScaler for generator and discriminator |
 # | [A gradient penalty is computed from scaled gradients](07_training_recipes.ipynb#Penalise-gradients) `AMP0133` | WGAN-GP with mixed precision: the gradient penalty is huge, inf or NaN |
 # | [The loss that the scaler gets is not one tensor](07_training_recipes.ipynb#Use-several-losses-and-optimizers) `AMP0134` | `` outputs must be a Tensor or an iterable of Tensors `` |
-# | [The scaler does not run on the device of the gradients](08c_scaler.ipynb) `AMP0135` | `` Could not run 'aten::_amp_foreach_non_finite_check_and_unscale_' with arguments from the '…' backend `` |
+# | [The scaler does not run on the device of the gradients](08c_scaler.ipynb) `AMP0135` | `` self._scale.double()…Cannot convert a MPS Tensor to float64 `` |
 # | [The scaler refuses a setting](03_grad_scaler_step_by_step.ipynb) `AMP0136` | `` The growth factor must be > 1.0. `` |
 # | [Lightning clips scaled gradients in manual optimization](08d_loop_and_resume.ipynb#Gradients-are-clipped-while-they-are-still-scaled) `AMP0137` | self.clip_gradients in manual optimization with precision 16-mixed hardly trains |
 # | [Lightning refuses to clip with a fused optimizer](07_training_recipes.ipynb#Clip-gradients) `AMP0074` | `` The current optimizer, …, does not allow for gradient clipping because it performs unscaling of gradients internally. `` |
@@ -220,11 +221,12 @@ assert failure.code == "AMP0018"
 # | [transformers casts hidden states back for flash attention](08f_ops_and_devices.ipynb#Flash-attention-refuses-fp32) `AMP0073` | `` The input hidden states seems to be silently casted in float32 `` |
 # | [transformers warns of the dtype when it loads a model with flash attention](08f_ops_and_devices.ipynb#Flash-attention-refuses-fp32) `AMP0169` | `` You are attempting to use Flash Attention … without specifying a `` |
 # | [Flash attention needs Ampere or newer](08f_ops_and_devices.ipynb#Attention-finds-no-kernel) `AMP0161` | `` FlashAttention only supports Ampere GPUs or newer `` |
-# | [The GPU has no FP8 matmul](15_below_16_bits.ipynb#Which-GPU-supports-which-format) `AMP0163` | `` torch._scaled_mm is only supported on CUDA devices with compute capability `` |
+# | [The GPU has no FP8 matmul](15_below_16_bits.ipynb#Which-GPU-supports-which-format) `AMP0163` | `` Rowwise scaling is not currently supported on your device `` |
 # | [An FP8 tensor has no arithmetic](15_below_16_bits.ipynb#Formats-of-a-single-value) `AMP0164` | `` "…" not implemented for 'Float8_…' `` |
 # | [torch or a package was not built for this GPU](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0165` | `` no kernel image is available for execution on the device `` |
 # | [A 16-bit matmul fails inside cuBLAS](08f_ops_and_devices.ipynb#The-GPU-has-no-bf16) `AMP0166` | `` CUBLAS_STATUS_EXECUTION_FAILED when calling …CUDA_R_16 `` |
 # | [A model in fp16 runs on a CPU with an older torch](08f_ops_and_devices.ipynb) `AMP0066` | `` "LayerNormKernelImpl" not implemented for 'half' `` |
+# | [This torch is too old for float8](15_below_16_bits.ipynb#Formats-of-a-single-value) `AMP0198` | `` has no attribute 'float8_…' `` |
 #
 # ### Find the speed and the memory that AMP should save
 #
@@ -243,8 +245,8 @@ assert failure.code == "AMP0018"
 # | [A Keras model gives NaN or is no faster under a dtype policy](12_keras.ipynb#When-compile-adds-a-loss-scale) `AMP0101` | `mixed_float16` in Keras gives NaN |
 # | [The first optimizer step is out of memory](16_low_precision_state.ipynb#Bytes-per-parameter) `AMP0172` | `` state["exp_avg"] = torch.zeros_like(…out of memory `` |
 # | [nvidia-smi shows more memory than PyTorch has allocated](08g_speed_and_memory.ipynb#CUDA-is-out-of-memory) `AMP0174` | nvidia-smi shows more memory than `torch.cuda.memory_allocated()` |
-# | [An FP8 or FP4 matmul refuses its scales, its layout or its dtypes](15_below_16_bits.ipynb#Compare-with-PyTorch's-FP8-matmul) `AMP0175` | `` Invalid scaling configuration. `` |
-# | [16 bits are slow on this GPU or CPU](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0176` | fp16 is no faster on a P100, GTX 10 or GTX 16 |
+# | [An FP8 or FP4 matmul refuses its scales, its layout or its dtypes](15_below_16_bits.ipynb#Compare-with-PyTorch's-FP8-matmul) `AMP0175` | `` CUBLAS_STATUS_NOT_SUPPORTED when calling …cublasLtMatmul `` |
+# | [16 bits are slow on this GPU or CPU](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0176` | `` Requested … compute type, but the target device or backend do not support efficient `` |
 # | [Selective checkpointing does not find a cast](07_training_recipes.ipynb#Checkpoint-activations) `AMP0177` | `` aten._to_copy.default encountered during backward but not found in storage `` |
 # | [The precision flag of accelerate or DeepSpeed has no effect](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0178` | `mixed_precision` of accelerate has no effect |
 # | [The logits of a language model are out of memory](17_language_model.ipynb#The-loss-over-a-large-vocabulary) `AMP0179` | `` logits = logits.float()…CUDA out of memory `` |

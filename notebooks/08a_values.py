@@ -439,6 +439,7 @@ assert wrong.grad == 0
 #   "the gradients of all layers before a norm of my own are zero", "the output of a norm is all zeros in half precision", "a Dice or IoU loss is NaN",
 #   "RMSNorm or LayerNorm of my own gives zeros in fp16",
 #   "the sum over the pixels of an image is inf in half precision",
+#   "the mean or sum of many fp16 numbers is nan or inf",
 # ]
 # words = "rmsnorm layernorm variance square distance sum dice iou soft_dice_score segmentation overflow zeros"
 # -->

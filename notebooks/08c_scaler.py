@@ -349,7 +349,7 @@ _ = pickle.dumps(call("step", "update"))
 #   "with GradScaler and SGD the weights explode at the first step",
 #   "AMP works with Adam but diverges at once with SGD",
 # ]
-# words = "bypass twice 65536 explodes"
+# words = "bypass twice 65536 explodes optimizer.step after scaler.update"
 # -->
 #
 # **What you see.** With SGD the loss is huge or NaN after one step. With Adam the run looks normal, until

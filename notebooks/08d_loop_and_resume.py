@@ -244,7 +244,7 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 #   "the loss of a resumed run deviates from one without a break, or Adam counts wrong steps",
 #   "the loss is worse after resuming from a checkpoint that was saved in fp16",
 # ]
-# words = "spike restart continue scaler.pt rng_state grad_norm"
+# words = "spike bump restart continue restore scaler.pt rng_state grad_norm"
 # -->
 #
 # **What you see.** A run was fine when its checkpoint was saved. After loading it, the loss is higher or

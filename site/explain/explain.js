@@ -3,8 +3,9 @@
 "use strict";
 
 const AmpExplain = (() => {
-  const MOST = 3, MAX_CHARACTERS = 1e6, LONGEST_QUESTION = 3000;
+  const MOST = 3, MAX_CHARACTERS = 1e6, LONGEST_QUESTION = 3000, LONGEST_MESSAGE = 400;
   const ERROR = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:/g;
+  const PRINTED = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning)\b ?[:(]/g;
   const PREFIX = /^\s*(?:[\w.]*(?:Error|Exception|Warning)\b:?\s*)+/;
   const FRAME = new RegExp(
     '^[ \\t│]*File "([^"\\n]+)", line (\\d+)(?:, in ([^\\n]+))?(?:\\n([^\\n]*))?' +
@@ -63,17 +64,17 @@ const AmpExplain = (() => {
     return results.sort((a, b) => rounded(b) - rounded(a) || (a.ref < b.ref ? -1 : 1));
   }
 
-  /** What is searched for by its words: the last error, or else the whole of a short text. */
+  /** What is searched for by its words: the last error or warning, or the whole of a short text. */
   function questionOf(line) {
-    const errors = [...line.matchAll(ERROR)];
-    if (errors.length) return line.slice(errors.at(-1).index);
+    const printed = [...line.matchAll(PRINTED)];
+    if (printed.length) return line.slice(printed.at(-1).index).slice(0, LONGEST_MESSAGE);
     return line.length <= LONGEST_QUESTION ? line : "";
   }
 
   function isAboutPrecision(question, reference) {
     const words = new Set(termsOf(question, reference.synonyms));
     if (reference.subject_words.some((word) => words.has(word))) return true;
-    const hasError = question.search(ERROR) >= 0;
+    const hasError = question.search(PRINTED) >= 0;
     return !hasError && reference.symptom_words.some((word) => words.has(word));
   }
 

@@ -10,6 +10,8 @@ from amp_lab.failures.reference import Failure, Page, Pattern, Reference, load_r
 MOST = 3  # failures, or pages, that are shown
 MAX_CHARACTERS = 1_000_000  # of a log, from its end
 _LONGEST_QUESTION = 3000  # characters: a longer text is a log
+_LONGEST_MESSAGE = 400  # characters after the name of an error: what follows is other output
+_PRINTED = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning)\b ?[:(]")
 _ERROR = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:")
 _PREFIX = re.compile(r"^\s*(?:[\w.]*(?:Error|Exception|Warning)\b:?\s*)+")
 _WORD = re.compile(r"[a-z0-9]+")
@@ -126,14 +128,14 @@ def _end_of_last_match(pattern: Pattern, line: str) -> int | None:
 
 
 def question_of(text: str) -> str:
-    """What is searched for by its words: the last error, or else the whole of a short text.
+    """What is searched for by its words: the last error or warning, or the whole of a short text.
 
     The files of a traceback and the progress of a run would only add words that mean nothing.
     """
     line = flat(text)
-    errors = [found.start() for found in _ERROR.finditer(line)]
-    if errors:
-        return line[errors[-1] :]
+    printed = [found.start() for found in _PRINTED.finditer(line)]
+    if printed:
+        return line[printed[-1] :][:_LONGEST_MESSAGE]
     return line if len(line) <= _LONGEST_QUESTION else ""
 
 
@@ -164,7 +166,7 @@ def _is_about_precision(question: str, reference: Reference) -> bool:
     words = set(terms_of(question, reference.synonyms))
     if reference.subject_words & words:
         return True
-    return _ERROR.search(question) is None and bool(reference.symptom_words & words)
+    return _PRINTED.search(question) is None and bool(reference.symptom_words & words)
 
 
 def last_own_line(text: str) -> OwnLine | None:
