@@ -309,6 +309,8 @@ assert failure.code == "AMP0018"
 # not, why. A hint and a solution are folded away below each.
 
 # %%
+import torch  # noqa: F401  # for your answers
+
 from course.exercises import checks_of
 
 exercises = checks_of("08_when_amp_breaks")

@@ -126,8 +126,8 @@ def names(wanted: list[str]) -> set[str]:
     return found - {PROJECT["project"]["name"]}
 
 
-def test_the_wheel_itself_needs_two_packages():
-    assert names(PROJECT["project"]["dependencies"]) == {"numpy", "tqdm"}
+def test_the_wheel_itself_needs_three_packages():
+    assert names(PROJECT["project"]["dependencies"]) == {"lunr", "numpy", "tqdm"}
 
 
 def test_every_other_package_that_is_imported_has_an_extra():
@@ -138,7 +138,7 @@ def test_every_other_package_that_is_imported_has_an_extra():
                 imported |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 imported.add(node.module.partition(".")[0])
-    others = imported - sys.stdlib_module_names - {"amp_lab", "numpy", "tqdm", "torch"}
+    others = imported - sys.stdlib_module_names - {"amp_lab", "lunr", "numpy", "tqdm", "torch"}
     assert others - TORCH_BRINGS - IN_A_GROUP - A_KERNEL_BRINGS == set(requirements._EXTRAS)
     for module, extra in requirements._EXTRAS.items():
         package = requirements._NAMES.get(module, module)

@@ -199,6 +199,11 @@ def test_a_megabyte_of_anything_takes_no_time_that_grows_with_its_square(unit):
     explain(unit * (2**20 // len(unit)))  # pytest itself would stand still
 
 
+def test_an_exception_is_refused_with_what_to_pass():
+    with pytest.raises(TypeError, match=r"not ValueError: pass str\(error\)"):
+        explain(ValueError(MESSAGE))
+
+
 def test_a_message_is_found_without_lunr():
     program = (
         "import sys; sys.modules['lunr'] = None; from amp_lab import explain;"

@@ -62,10 +62,15 @@ def explain(text: str) -> list[Failure]:
     Returns:
         The failures, best first, at most three. The list is empty if the text is unknown.
 
+    Raises:
+        TypeError: If `text` is not a string, such as the exception itself: pass ``str(error)``.
+
     Example:
         found = explain("RuntimeError: expected scalar type BFloat16 but found Float")
         print(found[0].code, found[0].cure)
     """
+    if not isinstance(text, str):
+        raise TypeError(f"explain takes a string, not {type(text).__name__}: pass str(error)")
     return list(read_explanation(text).failures)
 
 
