@@ -305,8 +305,8 @@ assert failure.code == "AMP0018"
 #
 # ## Exercises
 #
-# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
-# not, why. A hint and a solution are folded away below each.
+# Replace the dots with your answer and run the cell. It says whether the answer is right and, if not,
+# why. A hint and a solution are folded below each exercise.
 
 # %%
 import torch  # noqa: F401  # for your answers

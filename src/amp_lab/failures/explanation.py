@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from amp_lab.failures.graph_breaks import graph_break
 from amp_lab.failures.patterns import flat
@@ -155,12 +156,16 @@ def _by_words(question: str, reference: Reference) -> list[Failure | Page]:
     terms = terms_of(question, reference.synonyms)
     ranked: list[Failure | Page] = []
     if terms:
-        found = reference.index.search(" ".join(terms))
-        found.sort(key=lambda result: (-round(result["score"], 6), result["ref"]))
-        for result in found:
-            key = result["ref"]
+        for key in _search(reference, " ".join(terms)):
             ranked.append(reference.failures.get(key) or reference.pages[key])
     return ranked
+
+
+def _search(reference: Reference, terms: str) -> list[str]:
+    """The keys of what the index finds, best first; those of equal score by their key."""
+    results: list[dict[str, Any]] = reference.index.search(terms)
+    results.sort(key=lambda result: (-round(result["score"], 6), result["ref"]))
+    return [result["ref"] for result in results]
 
 
 def _is_about_precision(question: str, reference: Reference) -> bool:
