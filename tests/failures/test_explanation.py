@@ -199,6 +199,18 @@ def test_a_megabyte_of_anything_takes_no_time_that_grows_with_its_square(unit):
     explain(unit * (2**20 // len(unit)))  # pytest itself would stand still
 
 
+def test_words_are_refused_without_lunr_in_one_line():
+    program = (
+        "import sys; sys.modules['lunr'] = None; from amp_lab.cli import main; sys.exit(main())"
+    )
+    command = [sys.executable, "-c", program, "explain", "the loss is nan"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "amp-lab explain: finding a text by its words needs lunr: pip install lunr\n"
+    )
+
+
 def test_an_exception_is_refused_with_what_to_pass():
     with pytest.raises(TypeError, match=r"not ValueError: pass str\(error\)"):
         explain(ValueError(MESSAGE))

@@ -25,6 +25,7 @@ _EXTRAS = {  # a module: the extra in pyproject.toml that brings it
     "tokenizers": "train",
     "torchvision": "train",
 }
+_OWN = {"lunr", "numpy", "tqdm"}  # which pip installs with the wheel, and a bare checkout may lack
 _NAMES = {
     "PIL": "pillow",
     "sklearn": "scikit-learn",
@@ -54,7 +55,7 @@ def require_torch() -> None:
 
 @contextmanager
 def needed_for(what: str) -> Iterator[None]:
-    """The block that imports packages of an extra, which `what` needs, such as ``drawing``.
+    """The block that imports packages which `what` needs, such as ``drawing``.
 
     If one is not installed, it raises a `RequirementError` that begins with `what` and has the
     command to install it. Any other error stays as it is.
@@ -65,6 +66,8 @@ def needed_for(what: str) -> Iterator[None]:
         module = (error.name or "").partition(".")[0]
         if module == "torch":
             raise RequirementError(f"torch is not installed: {_HOW_TO_GET_TORCH}") from None
+        if module in _OWN:
+            raise RequirementError(f"{what} needs {module}: pip install {module}") from None
         if module not in _EXTRAS:  # the user's own module, or a mistake of this package
             raise
         package = _NAMES.get(module, module)

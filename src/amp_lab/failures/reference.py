@@ -8,10 +8,9 @@ import functools
 import json
 from dataclasses import dataclass
 from importlib import resources
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    import lunr.index
+from amp_lab.core.requirements import needed_for
 
 
 @dataclass(frozen=True)
@@ -79,9 +78,10 @@ class Reference:
     index_data: dict[str, Any]
 
     @functools.cached_property
-    def index(self) -> "lunr.index.Index":
-        """Finds failures by their code and pages by their path. A message is found without it."""
-        import lunr.index
+    def index(self) -> Any:
+        """A lunr index of failures by code and pages by path. A message is found without it."""
+        with needed_for("finding a text by its words"):
+            import lunr.index
 
         return lunr.index.Index.load(self.index_data)
 
