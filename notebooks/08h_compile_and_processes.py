@@ -112,6 +112,7 @@ with torch._functorch.config.patch(backward_pass_autocast="off"):
 # ## The scaler is inside a compiled function
 #
 # `AMP0041` <!-- failure
+# general = true
 # messages = [
 #   "Attempted to inline function marked as skipped",
 #   "Dynamo developers have intentionally marked that the function `GradScaler.{name}` should not be traced.",
@@ -349,6 +350,7 @@ assert warnings_of(lambda: torch.amp.custom_fwd(make, device_type="cuda")) == ""
 # ## DDP waits for a parameter without a gradient
 #
 # `AMP0040` <!-- failure
+# general = true
 # messages = [
 #   "Expected to have finished reduction in the prior iteration before starting a new one.",
 #   "Your training graph has changed in this iteration",

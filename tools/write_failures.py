@@ -18,6 +18,8 @@ and a comment in TOML, which nobody sees who reads the notebook:
 - `symptoms`: what people describe where there is no message.
 - `words`: other words that people search for.
 - `torch`: which versions raise it, if not all do.
+- `general`: true if its messages often have causes that are not about precision. They then count
+  only in a text that has a word of the subject, such as autocast.
 
 The first paragraphs after **Why.**, **The fix.** and **Not this.** are the cause, the cure, and a
 cure that is unsafe.
@@ -58,7 +60,7 @@ _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 _LINK = re.compile(r"\[([^]]+)\]\([^)]*\)")
 _ADDRESS = re.compile(r"\]\((https?://[^)\s]+)\)")
 _BEGIN, _END = "# <!-- index of failures -->\n", "# <!-- end of the index -->\n"
-_KEYS = {"messages", "quoted", "symptoms", "words", "torch"}
+_KEYS = {"messages", "quoted", "symptoms", "words", "torch", "general"}
 
 
 class FailureError(Exception):
@@ -217,7 +219,8 @@ def reference() -> dict[str, Any]:
     patterns = []
     for entry in found:
         for message in [*entry.data.get("messages", []), *entry.data.get("quoted", [])]:
-            patterns.append(pattern(entry.code, message)._asdict())
+            one = pattern(entry.code, message, general=entry.data.get("general", False))
+            patterns.append(one._asdict())
     return {
         "failures": [_row(entry) for entry in found],
         "patterns": patterns,

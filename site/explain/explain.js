@@ -34,13 +34,18 @@ const AmpExplain = (() => {
     return end;
   }
 
+  function hasSubject(line, reference) {
+    const words = new Set(termsOf(line, reference.synonyms));
+    return reference.subject_words.some((word) => words.has(word));
+  }
+
   function byMessage(line, reference) {
     const lower = line.toLowerCase();
     let lastError = 0;
     for (const found of line.matchAll(ERROR)) lastError = found.index;
     const matches = [], decided = new Set();
     for (const pattern of reference.patterns) {
-      if (!lower.includes(pattern.fragment)) continue;
+      if (!lower.includes(pattern.fragment) || (pattern.general && !hasSubject(line, reference))) continue;
       const end = endOfLastMatch(pattern, line);
       if (end === null) continue;
       const isExact = pattern.exact !== "" && lower.includes(pattern.exact);
@@ -72,8 +77,8 @@ const AmpExplain = (() => {
   }
 
   function isAboutPrecision(question, reference) {
+    if (hasSubject(question, reference)) return true;
     const words = new Set(termsOf(question, reference.synonyms));
-    if (reference.subject_words.some((word) => words.has(word))) return true;
     const hasError = question.search(PRINTED) >= 0;
     return !hasError && reference.symptom_words.some((word) => words.has(word));
   }

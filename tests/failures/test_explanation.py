@@ -158,6 +158,12 @@ def test_an_unknown_text_comes_with_the_nearest_pages():
     assert 1 <= len(explanation.nearest) <= 3
 
 
+def test_a_message_with_other_causes_counts_only_beside_a_word_of_the_subject():
+    message = "RuntimeError: Expected to have finished reduction in the prior iteration before"
+    assert explain(f"{message} starting a new one.") == []
+    assert explain(f"with torch.autocast\n{message} starting a new one.")[0].code == "AMP0040"
+
+
 def test_a_graph_break_under_autocast_is_explained_by_torch_itself():
     text = (
         "torch._dynamo.exc.Unsupported: Graph break under `torch.autocast`\n"
@@ -181,7 +187,7 @@ def test_each_message_finds_its_own_failure(code):
         text = re.sub(
             r"\{(\w+)\}", lambda found: {"n": "7", "dtype": "Half"}.get(found[1], "x"), message
         )
-        assert explain(f"RuntimeError: {text}")[0].code == code, message
+        assert explain(f"with autocast\nRuntimeError: {text}")[0].code == code, message
 
 
 @pytest.mark.parametrize("code", sorted(REFERENCE.failures))

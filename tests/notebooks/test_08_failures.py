@@ -66,7 +66,7 @@ def test_what_the_cells_print_leads_to_their_failure(source):
     cells_of = sections(source)
     for entry in write_failures.in_notebook(source):
         for message in entry.data.get("messages", []):
-            found = read_explanation(f"RuntimeError: {message}").failures
+            found = read_explanation(f"with autocast\nRuntimeError: {message}").failures
             assert found[0].code == entry.code, message
         assert cells_of[entry.title]
 

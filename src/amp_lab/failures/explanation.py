@@ -108,7 +108,7 @@ def _by_message(text: str, reference: Reference) -> list[Failure]:
     matches: list[tuple[Pattern, int, bool]] = []
     lower = line.lower()
     for pattern in reference.patterns:
-        if pattern.fragment not in lower:
+        if pattern.fragment not in lower or (pattern.general and not has_subject(line, reference)):
             continue
         end = _end_of_last_match(pattern, line)
         if end is not None:
@@ -168,14 +168,19 @@ def _search(reference: Reference, terms: str) -> list[str]:
     return [result["ref"] for result in results]
 
 
+def has_subject(line: str, reference: Reference) -> bool:
+    """Whether the text has a word of the subject, such as fp16, NaN or autocast."""
+    return not reference.subject_words.isdisjoint(terms_of(line, reference.synonyms))
+
+
 def _is_about_precision(question: str, reference: Reference) -> bool:
     """Whether the question has a word of the subject, such as fp16, NaN or autocast.
 
     A description without an error message may have a more general word instead, such as loss.
     """
-    words = set(terms_of(question, reference.synonyms))
-    if reference.subject_words & words:
+    if has_subject(question, reference):
         return True
+    words = set(terms_of(question, reference.synonyms))
     return _PRINTED.search(question) is None and bool(reference.symptom_words & words)
 
 

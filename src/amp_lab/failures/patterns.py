@@ -37,8 +37,8 @@ _FRAME = re.compile(r"[│╭╮╰╯─❱┃]")
 _BLANKS = re.compile(r"\s+")
 
 
-def pattern(code: str, message: str) -> Pattern:
-    """The pattern of a message of the failure `code`."""
+def pattern(code: str, message: str, *, general: bool = False) -> Pattern:
+    """The pattern of a message of the failure `code`; see `Pattern` for `general`."""
     regex = ""
     literal = 0
     runs = [""]  # of characters that have to be as they are written
@@ -63,7 +63,7 @@ def pattern(code: str, message: str) -> Pattern:
             literal += 1
     has_placeholder = any(placeholder in message for placeholder in _PLACEHOLDERS)
     exact = "" if has_placeholder else flat(message).lower()
-    return Pattern(code, regex, literal, max(runs, key=len), exact)
+    return Pattern(code, regex, literal, max(runs, key=len), exact, general)
 
 
 def _dtype(text: str) -> str:

@@ -58,6 +58,8 @@ class Pattern(NamedTuple):
     """The longest run of those characters, in lower case: a text without it cannot match."""
     exact: str
     """The message in lower case if it has no placeholder, else empty."""
+    general: bool
+    """Whether it also has other causes, so that it counts only in a text about precision."""
 
 
 @dataclass(frozen=True)
