@@ -6,6 +6,7 @@ const AmpExplain = (() => {
   const MOST = 3, MAX_CHARACTERS = 1e6, LONGEST_QUESTION = 3000, LONGEST_MESSAGE = 400;
   const ERROR = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:/g;
   const PRINTED = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning)\b ?[:(]/g;
+  const CODE = /(?<![A-Za-z0-9_])AMP[0-9]{4}(?![A-Za-z0-9_])/gi;
   const PREFIX = /^\s*(?:[\w.]*(?:Error|Exception|Warning)\b:?\s*)+/;
   const FRAME = new RegExp(
     '^[ \\t│]*File "([^"\\n]+)", line (\\d+)(?:, in ([^\\n]+))?(?:\\n([^\\n]*))?' +
@@ -37,6 +38,13 @@ const AmpExplain = (() => {
   function hasSubject(line, reference) {
     const words = new Set(termsOf(line, reference.synonyms));
     return reference.subject_words.some((word) => words.has(word));
+  }
+
+  /** The codes of failures that stand in the text, in the order of the text, each once. */
+  function byCode(line, reference) {
+    const known = new Set(reference.failures.map(({ code }) => code));
+    const codes = (line.match(CODE) ?? []).map((code) => code.toUpperCase());
+    return [...new Set(codes)].filter((code) => known.has(code));
   }
 
   function byMessage(line, reference) {
@@ -98,7 +106,7 @@ const AmpExplain = (() => {
     const text = given.slice(-MAX_CHARACTERS);
     const ownLine = lastOwnLine(text);
     const line = flat(text);
-    const found = byMessage(line, reference);
+    const found = [...new Set([...byCode(line, reference), ...byMessage(line, reference)])];
     if (found.length) return { codes: found.slice(0, MOST), nearest: [], ownLine, byMessage: true };
     const question = questionOf(line);
     const ranked = search(index, termsOf(question, reference.synonyms)).map(({ ref }) => ref);

@@ -41,6 +41,36 @@ def test_a_message_is_recognised_though_it_is_printed_otherwise(text):
     assert explain(text)[0].code == CODE
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "AMP0004",
+        "amp0004",
+        "\x1b[31mAMP0004\x1b[0m",
+        "what is AMP0004?",
+        "use torch.finfo(x.dtype).min (or .max) instead of the number (AMP0004).",
+        f"... AMP0004\nRuntimeError: {MESSAGE}",
+    ],
+)
+def test_a_code_in_the_text_is_found_first(text):
+    explanation = read_explanation(text)
+    assert explanation.failures[0].code == "AMP0004"
+    assert explanation.by_message
+
+
+def test_codes_come_in_the_order_of_the_text_and_before_messages():
+    found = explain(f"(AMP0020); (AMP0004); (amp0020)\nRuntimeError: {MESSAGE}")
+    assert [failure.code for failure in found] == ["AMP0020", "AMP0004", CODE]
+    again = explain(f"RuntimeError: {MESSAGE}\n{CODE}")
+    assert [failure.code for failure in again].count(CODE) == 1
+
+
+@pytest.mark.parametrize("text", ["AMP9999", "AMP00040", "XAMP0004", "AMP004"])
+def test_a_code_that_there_is_not_is_unknown(text):
+    assert explain(text) == []
+    assert explain(f"{text} RuntimeError: {MESSAGE}")[0].code == CODE
+
+
 def test_numbers_and_names_may_differ():
     one = pattern("X", "Expected self.size(1) to be divisible by 16, but got self.size(1)=17")
     text = "Expected self.size(1) to be divisible by 8, but got self.size(1)=3"
@@ -200,7 +230,9 @@ def test_a_failure_says_why_and_what_to_do_in_a_few_sentences(code):
     assert failure.messages or failure.symptoms
 
 
-@pytest.mark.parametrize("unit", ["\n", " ", "a", "1", "[", "Error", 'File "', "torch.float16 "])
+@pytest.mark.parametrize(
+    "unit", ["\n", " ", "a", "1", "[", "Error", 'File "', "torch.float16 ", "AMP"]
+)
 def test_a_megabyte_of_anything_takes_no_time_that_grows_with_its_square(unit):
     explain(unit * (2**20 // len(unit)))  # pytest itself would stand still
 

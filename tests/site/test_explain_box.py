@@ -21,6 +21,16 @@ UNKNOWN = [
     "ValueError: could not write the checkpoint to the cluster",
     "",
     "hello",
+    "AMP9999",
+]
+CODES = [
+    "AMP0004",
+    "amp0004",
+    "\x1b[31mAMP0004\x1b[0m",
+    "AMP00040",
+    "use torch.finfo(x.dtype).min instead of the number (AMP0004).",
+    "(AMP0020); (AMP0004); (amp0020) expected scalar type BFloat16 but found Float",
+    "AMP9999 the loss is NaN in fp16",
 ]
 ANSWER = """(text) => {
   const found = AmpExplain.explain(text, AmpReference, lunr.Index.load(AmpReference.index));
@@ -54,7 +64,7 @@ def in_python(text: str) -> list:
 
 def test_the_browser_and_the_command_give_the_same_answers(page, site):
     page.goto((site / INDEX).as_uri())
-    texts = [case["text"] for case in SEEN] + UNKNOWN + [TRACEBACK]
+    texts = [case["text"] for case in SEEN] + UNKNOWN + CODES + [TRACEBACK]
     for failure in REFERENCE.failures.values():
         texts += [*failure.messages, *failure.symptoms]
     assert len(texts) > 200

@@ -24,14 +24,16 @@ def add(commands) -> None:
     explain = commands.add_parser(
         "explain",
         help="what an error message or a symptom means, and what to do",
-        description="Explain an error message, a warning, a log or a symptom of mixed precision.",
+        description="Explain an error message, a warning, a log or a symptom of mixed precision, "
+        "or the code of a failure that a tool names.",
         epilog="Exit code: 0 if it is known, 1 if it is unknown.",
     )
     explain.add_argument(
         "text",
         nargs="*",
         metavar="TEXT",
-        help="a message, a symptom in your words, or the path of a log (default: stdin)",
+        help="a message, a symptom in your words, a code such as AMP0004, or the path of a log "
+        "(default: stdin)",
     )
     explain.add_argument("--json", action="store_true", help="print JSON, for other programs")
     explain.set_defaults(run=run, needs_torch=False)
@@ -43,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
 
     text = _given(options.text)
     if not text.strip():
-        raise OptionError("the text is empty: give a message, a symptom, or a log on stdin")
+        raise OptionError("the text is empty: give a message, a symptom, a code, or a log on stdin")
     explanation = read_explanation(text)
     if options.json:
         print(json.dumps(dataclasses.asdict(explanation), indent=1))

@@ -16,6 +16,7 @@ _PRINTED = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning)\b 
 _ERROR = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:")
 _PREFIX = re.compile(r"^\s*(?:[\w.]*(?:Error|Exception|Warning)\b:?\s*)+")
 _WORD = re.compile(r"[a-z0-9]+")
+_CODE = re.compile(r"(?<![A-Za-z0-9_])AMP[0-9]{4}(?![A-Za-z0-9_])", re.IGNORECASE)
 # A frame of a traceback: Python's own, then IPython's.
 _FRAME = re.compile(
     r"""^[ \t│]*File\ "(?P<file>[^"\n]+)",\ line\ (?P<line>\d+)(?:,\ in\ (?P<function>[^\n]+))?
@@ -47,18 +48,20 @@ class Explanation:
     """Where an unknown text has the most words in common with."""
     own_line: OwnLine | None = None
     by_message: bool = False
-    """Whether a message was recognised; otherwise the failures were found by their words."""
+    """Whether a code or a message was recognised; otherwise the failures were found by words."""
 
 
 def explain(text: str) -> list[Failure]:
     """Find the failures that a message, a log or a description of a symptom is about.
 
-    A message is recognised although dtypes, numbers, names, prefixes and line breaks differ. Of a
-    log, the last error counts most. A description is compared by its words (BM25, by lunr).
+    A code such as ``AMP0004`` in the text comes first. The tools print it at the end of their
+    advice. A message is recognised although dtypes, numbers, names, prefixes and line breaks
+    differ. Of a log, the last error counts most. A description is compared by its words (BM25, by
+    lunr).
 
     Args:
-        text: An error message, a warning, a whole log, or a symptom in your own words. Only the
-            last million characters are read.
+        text: The code of a failure, an error message, a warning, a whole log, or a symptom in your
+            own words. Only the last million characters are read.
 
     Returns:
         The failures, best first, at most three. The list is empty if the text is unknown.
@@ -82,17 +85,24 @@ def read_explanation(text: str, reference: Reference | None = None) -> Explanati
     own_line = last_own_line(text)
     question = question_of(text)
     is_about_precision = _is_about_precision(question, reference)
-    by_message = _by_message(text, reference)
+    recognised = _by_code(text, reference)
+    recognised += [found for found in _by_message(text, reference) if found not in recognised]
     break_ = graph_break(text) if is_about_precision else None
     if break_ is not None:
-        by_message.append(break_)
-    if by_message:
-        return Explanation(tuple(by_message[:MOST]), own_line=own_line, by_message=True)
+        recognised.append(break_)
+    if recognised:
+        return Explanation(tuple(recognised[:MOST]), own_line=own_line, by_message=True)
     ranked = _by_words(question, reference)
     if ranked and is_about_precision:
         failures = [found for found in ranked if isinstance(found, Failure)]
         return Explanation(tuple(failures[:MOST]), own_line=own_line)
     return Explanation((), nearest=tuple(ranked[:MOST]), own_line=own_line)
+
+
+def _by_code(text: str, reference: Reference) -> list[Failure]:
+    """The failures whose codes stand in the text, in the order of the text, each once."""
+    codes = dict.fromkeys(code.upper() for code in _CODE.findall(flat(text)))
+    return [reference.failures[code] for code in codes if code in reference.failures]
 
 
 def _by_message(text: str, reference: Reference) -> list[Failure]:
