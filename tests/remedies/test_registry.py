@@ -8,7 +8,9 @@ from remedy_tests import remedies_tested
 
 import amp_lab
 import list_remedies
+from amp_lab import explain
 from amp_lab.core.remedies import REMEDIES, remedy
+from amp_lab.failures import load_reference
 
 
 def test_every_remedy_has_a_test_and_every_test_a_remedy():
@@ -29,6 +31,27 @@ def test_a_code_is_given_once():
     code = next(iter(list_remedies.all_remedies()))
     with pytest.raises(ValueError, match=code):
         remedy(code, "", "")
+
+
+def test_the_failure_of_a_remedy_is_in_the_reference_and_ends_its_text():
+    failures = load_reference().failures
+    with_failure = [found for found in list_remedies.all_remedies().values() if found.failure]
+    assert len(with_failure) > 40
+    for found in with_failure:
+        assert found.failure in failures, found.code
+        assert found.text.removesuffix(".").endswith(f" ({found.failure})"), found.text
+        assert found.text.count("AMP0") == 1, found.text
+        assert explain(found.text)[0].code == found.failure
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("cast x", "cast x (AMP0018)"), ("Cast x. Then {y}.", "Cast x. Then z (AMP0018).")],
+)
+def test_the_code_of_the_failure_ends_the_sentence(text, shown, monkeypatch):
+    monkeypatch.setattr("amp_lab.core.remedies.REMEDIES", {})
+    assert remedy("a.b", "", text, failure="AMP0018").sentence(y="z") == shown
+    assert remedy("a.c", "", text).text == text
 
 
 def test_the_list_names_remedy_and_test(capsys, monkeypatch):

@@ -43,6 +43,7 @@ _NO_LOSS_SCALE = remedy(
     "no loss scale keeps the model's gradients in fp16's range",
     "These gradients do not fit into fp16 at any loss scale. Use bf16, which has the range of "
     "fp32.",
+    failure="AMP0003",
 )
 _FIRST_LOSS_SCALE = remedy(
     "advise.first_loss_scale",

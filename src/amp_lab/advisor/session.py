@@ -55,6 +55,7 @@ _SMALLER_BATCH = remedy(
     "advise.smaller_batch",
     "a step in fp32 does not fit into the device's memory",
     "the fp32 baseline needs {sizes}: use a smaller batch",
+    failure="AMP0045",
 )
 _MORE_MINUTES = remedy(
     "advise.more_minutes",
@@ -72,6 +73,7 @@ _MADE_INSIDE = remedy(
     "weights and inputs are cast, and the model raises, since it makes fp32 inside",
     "weights and inputs are in {dtype} here, and something inside is not, such as a tensor that "
     "the model makes or casts by itself: cast it, x.to(torch.{dtype})",
+    failure="AMP0060",
 )
 _SAYS_DTYPES = re.compile(r"\bd?type\b")  # as errors do where fp32 meets 16 bits
 _NEW_BYTES_PER_S = 2e9  # rate of new memory from the operating system: 1 to 5 µs for 4 KiB

@@ -15,6 +15,7 @@ NO_PRIMITIVE_REMEDY = remedy(
     "an LSTM under autocast that oneDNN has no kernel for on this CPU",
     "oneDNN has no kernel for it on this CPU, so run the layer in fp32: "
     'with torch.autocast("cpu", enabled=False), on x.float()',
+    failure="AMP0042",
 ).text
 
 LIMITS: dict[str, tuple[str, ...]] = {

@@ -15,6 +15,7 @@ class Remedy:
     code: str  # such as "nonfinite.log": the tool, and what it is about
     when: str  # the situation, as a clause
     text: str  # the sentences, with {names} for what is only known in the situation
+    failure: str = ""  # the failure that it is about, such as "AMP0004", which ends the text too
 
     def sentence(self, **facts: object) -> str:
         """The text with the facts filled in."""
@@ -25,9 +26,30 @@ REMEDIES: dict[str, Remedy] = {}
 """All remedies of the modules that were imported, by code."""
 
 
-def remedy(code: str, when: str, text: str) -> Remedy:
-    """Define a remedy and return it; raises `ValueError` if there is one of that code."""
+def remedy(code: str, when: str, text: str, failure: str = "") -> Remedy:
+    """Define a remedy and return it.
+
+    Args:
+        code: The tool, and what the remedy is about.
+        when: The situation, as a clause.
+        text: The sentences, with ``{names}`` for what is only known in the situation.
+        failure: The code of the failure in the reference of `amp_lab.failures` that the remedy is
+            about; empty if it is about none. The text then ends with the code, so that everything
+            that prints the text names the code.
+
+    Raises:
+        ValueError: There is a remedy of that code already.
+    """
     if code in REMEDIES:
         raise ValueError(f"there is a remedy {code!r} already")
-    REMEDIES[code] = Remedy(code, when, text)
+    if failure:
+        text = _with_failure(text, failure)
+    REMEDIES[code] = Remedy(code, when, text, failure)
     return REMEDIES[code]
+
+
+def _with_failure(text: str, failure: str) -> str:
+    """The text with the code of its failure in brackets at the end, before the last full stop."""
+    without_stop = text.removesuffix(".")
+    stop = text[len(without_stop) :]
+    return f"{without_stop} ({failure}){stop}"

@@ -43,6 +43,7 @@ _MERGED = remedy(
     "In {run}, an input of this op has lost values: {op.merged}. If they are positions or counts, "
     "compute with them in fp32: do not cast them, and put the ops that use them in "
     "with torch.autocast({op.log.device_type!r}, enabled=False).",
+    failure="AMP0030",
 )
 _REASONS = {
     "nonfinite": "The op's result in {run} has {op.nonfinite}.",

@@ -53,6 +53,7 @@ _PAD_ROWS = remedy(
     "rehearse.pad_rows",
     "kernels of a format cannot sum over so many rows",
     "its weight gradient sums over {rows} rows, not a multiple of {multiple}: pad batch x tokens",
+    failure="AMP0044",
 )
 _TRAIN = remedy(
     "rehearse.train",

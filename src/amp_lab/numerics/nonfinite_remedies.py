@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amp_lab.core.remedies import Remedy, remedy
+from amp_lab.core.remedies import Remedy
 from amp_lab.numerics.autocast_effect import runs_in_fp32
 from amp_lab.numerics.op_constants import FILLING
+from amp_lab.numerics.op_remedies import BACKWARD, FORWARD, nonfinite_remedy
 from amp_lab.numerics.power_remedies import (
     BOTH_SIGNS,
     divides_by_both_signs,
@@ -20,14 +21,9 @@ if TYPE_CHECKING:
     from amp_lab.numerics.nonfinite_report import NonfiniteReport
 
 
-def _remedy(code: str, when: str, text: str) -> Remedy:
-    """Define a remedy of `find_nonfinite`: `remedy` with ``nonfinite.`` before its code."""
-    return remedy(f"nonfinite.{code}", when, text)
-
-
 # What was not finite before any op of the block ran, by the kind of tensor.
 _BEFORE = {
-    "parameter": _remedy(
+    "parameter": nonfinite_remedy(
         "parameter",
         "a weight was inf or NaN when it was first used",
         "The weights were broken before they were used. If an optimizer step did it, its gradients "
@@ -36,29 +32,31 @@ _BEFORE = {
         "does not. In bf16 and fp32 nothing skips it: "
         "clip_grad_norm_(parameters, max_norm, error_if_nonfinite=True) raises before the step.",
     ),
-    "buffer": _remedy(
+    "buffer": nonfinite_remedy(
         "buffer",
         "a buffer was inf or NaN when it was first used",
         "Look at what wrote this buffer, or at the checkpoint it came from.",
     ),
-    "statistics": _remedy(
+    "statistics": nonfinite_remedy(
         "statistics",
         "the running statistics of a norm were inf or NaN",
         "The running statistics took in a batch that was not finite. Call reset_running_stats(), "
         "or go back to the last good checkpoint, and find that batch.",
+        failure="AMP0007",
     ),
-    "input": _remedy(
+    "input": nonfinite_remedy(
         "input",
         "the model was given an inf or a NaN",
         "Its input contained it. Check the data and their preprocessing: missing values, a "
         "division by a standard deviation of 0, a cast to fp16 of values over 65504.",
+        failure="AMP0112",
     ),
-    "gradient": _remedy(
+    "gradient": nonfinite_remedy(
         "gradient",
         "a gradient was inf or NaN before the backward pass",
         "It is left from an earlier backward pass: call zero_grad() before this one.",
     ),
-    "constant": _remedy(
+    "constant": nonfinite_remedy(
         "constant",
         "a tensor from outside the block was inf or NaN",
         "No op of this block made it. Look at targets, constants, what was computed before, and "
@@ -67,40 +65,43 @@ _BEFORE = {
 }
 
 # Remedies that do not depend on the op.
-_MASKED_SOFTMAX = _remedy(
+_MASKED_SOFTMAX = nonfinite_remedy(
     "masked_softmax",
     "softmax or attention was given a row that is -inf everywhere",
     "A row is masked everywhere, so softmax divides 0 by 0. Leave one position of each row "
     "unmasked, or use masked_fill with torch.finfo(dtype).min instead of -inf. Do not add that "
     "number: the sum can be -inf again.",
+    failure="AMP0110",
 )
-_MASKED = _remedy(
+_MASKED = nonfinite_remedy(
     "masked",
     "a mask of -inf was multiplied by 0 or subtracted",
     "0 * -inf and -inf - -inf are NaN. Mask after the arithmetic, with torch.where or "
     "masked_fill, or fill in (do not add) a finite value such as torch.finfo(dtype).min.",
 )
-_NO_VALUES = _remedy(
+_NO_VALUES = nonfinite_remedy(
     "no_values",
     "an op was given an empty tensor",
     "It was given no values: the mean of nothing is NaN. Skip empty batches.",
 )
-_LOSS_SCALE = _remedy(
+_LOSS_SCALE = nonfinite_remedy(
     "loss_scale",
     "a gradient overflowed while the loss was scaled",
     "The loss was scaled by {scale:g}. If that alone makes it overflow, GradScaler handles it: "
     "scaler.step(optimizer) skips the step, and scaler.update() lowers the scale. A plain "
     "optimizer.step() skips nothing. If it still overflows at a scale of 1 (ScaleLog shows the "
-    "scale), it is a real bug; then:",
+    "scale), it is a real bug: do what follows.",
+    failure="AMP0144",
 )
-_BYPASSED = _remedy(
+_BYPASSED = nonfinite_remedy(
     "bypassed",
     "an optimizer stepped by itself on the gradients of a scaled loss",
     "An optimizer took a step by itself, although the loss was scaled. optimizer.step() skips no "
     "inf or NaN and does not divide by the scale, so the weights may be broken now: go back to the "
     "last good ones, and call scaler.step(optimizer) and then scaler.update() in its place.",
+    failure="AMP0131",
 )
-HALF_WEIGHTS = _remedy(
+HALF_WEIGHTS = nonfinite_remedy(
     "half_weights",
     "weights that are trained are fp16, and a GradScaler is used",
     "The weights that are trained are fp16. GradScaler refuses their gradients (Attempting to "
@@ -108,16 +109,18 @@ HALF_WEIGHTS = _remedy(
     "in fp32: load or make the model with dtype=torch.float32, or convert it with model.float(). "
     "Then run the forward pass under torch.autocast. Or use bf16 without a GradScaler: "
     "model.bfloat16(), with inputs in bf16.",
+    failure="AMP0009",
 )
-MASK_VALUE = _remedy(
+MASK_VALUE = nonfinite_remedy(
     "mask_value",
     "a number in the code, such as a mask of -1e9, does not fit the dtype",
     "A number in the code is too large for the dtype of this tensor, as -1e9 is for fp16. If it "
     "is a mask, fill in the lowest number that the dtype has: "
     "scores.masked_fill(mask, torch.finfo(scores.dtype).min). Do not add that number: the sum can "
     "be -inf again.",
+    failure="AMP0004",
 )
-_EPS = _remedy(
+_EPS = nonfinite_remedy(
     "eps",
     "an eps that protects a division, a root or a logarithm is 0 in the dtype",
     "The eps of {eps:g} is 0 in fp16 and protects against nothing. Compute this part in fp32, on "
@@ -126,46 +129,50 @@ _EPS = _remedy(
     "enough: the derivative of 1 / x is 1 / x ** 2, and 1e8 is inf in fp16. In inference the eps "
     "may stay as it is, since fp32 holds it. If the next layer has fp16 weights, cast the result "
     "back: .to(x.dtype).",
+    failure="AMP0005",
 )
 
 # What exceeds 65504 in fp16. How to compute a part in fp32 depends on where its weights are.
 _OVERFLOW = "{what} exceeds 65504, the largest number of fp16. Use bf16, which has fp32's range"
-_OVERFLOW_AUTOCAST = _remedy(
+_OVERFLOW_AUTOCAST = nonfinite_remedy(
     "fp16_overflow.autocast",
     "a value exceeded 65504 under autocast, with fp32 weights",
     f"{_OVERFLOW}, or compute this part in fp32, up to where its values are small again: with "
     "torch.autocast(device_type, enabled=False), on x.float().",
+    failure="AMP0001",
 )
 _IN_BF16 = f"{_OVERFLOW} (model.bfloat16(), with inputs in bf16)"
 _PART = (
     "part.float(), called with x.float(), or x.float() before an op without weights; the result "
     "fits back into fp16 only where its values are small again"
 )
-_OVERFLOW_CAST = _remedy(
+_OVERFLOW_CAST = nonfinite_remedy(
     "fp16_overflow.cast",
     "a value exceeded 65504 with weights in fp16, in an op that autocast leaves in fp16",
     f"{_IN_BF16}, or compute this part in fp32: {_PART}. Do not rely on autocast to fp16 instead: "
     "{autocast}.",
+    failure="AMP0001",
 )
-_OVERFLOW_FP32_OP = _remedy(
+_OVERFLOW_FP32_OP = nonfinite_remedy(
     "fp16_overflow.fp32_op",
     "a value exceeded 65504 with weights in fp16, in an op that autocast runs in fp32",
     f"{_IN_BF16}. Or keep the weights in fp32 and use torch.autocast, which on {{device!r}} runs "
     f"{{op}} in fp32. To compute one part in fp32: {_PART}.",
+    failure="AMP0001",
 )
-_OVERFLOW_GRADIENT = _remedy(
+_OVERFLOW_GRADIENT = nonfinite_remedy(
     "fp16_overflow.gradient",
     "a gradient exceeded 65504 with weights in fp16",
     f"{_IN_BF16}. Or keep the weights in fp32, and train under torch.autocast with a GradScaler, "
     "which skips such a step and lowers the scale of the loss until the gradients fit.",
 )
-_SCORES = _remedy(
+_SCORES = nonfinite_remedy(
     "attention_scores",
     "a product of activations, such as attention scores, exceeded 65504",
     "If these are attention scores: divide the queries by sqrt(d) before the matmul, or call "
     "F.scaled_dot_product_attention.",
 )
-_RANGE = _remedy(
+_RANGE = nonfinite_remedy(
     "range",
     "a result exceeded the range of bf16 or fp32",
     "The result exceeds the range of {dtype}: see how its inputs came to be so large, or whether "
@@ -175,154 +182,13 @@ _RANGE = _remedy(
 _NEAR_ZERO = 1e-2
 """A divisor of a larger magnitude makes no result infinite by itself. The remedies add as much."""
 
-# Keys are beginnings of names of ops, with spaces between; the first key that fits is taken.
-_BACKWARD = {
-    "sqrt": _remedy(
-        "backward.sqrt",
-        "the backward pass of sqrt at 0",
-        "The derivative of sqrt is infinite at 0: torch.sqrt(x + 1e-6).",
-    ),
-    "rsqrt": _remedy(
-        "backward.rsqrt",
-        "the backward pass of rsqrt near 0",
-        "The derivative of rsqrt is infinite at 0 and soon exceeds fp16: torch.rsqrt(x + 1e-2).",
-    ),
-    "pow": _remedy(
-        "backward.pow",
-        "the backward pass of a power below 1 at 0",
-        "The derivative of a power below 1 is infinite at 0: (x + 1e-6) ** p.",
-    ),
-    "log1p": _remedy(
-        "backward.log1p",
-        "the backward pass of log1p at -1",
-        "The derivative of log1p is infinite at -1: torch.log1p(x.clamp_min(-0.99)).",
-    ),
-    "log": _remedy(
-        "backward.log",
-        "the backward pass of a logarithm at 0",
-        "The derivative of log is infinite at 0: torch.log(x.clamp_min(1e-4)). Where torch.where "
-        "discards the result, replace the input before the log as well: 0 * inf is NaN.",
-    ),
-    "div reciprocal": _remedy(
-        "backward.div",
-        "the backward pass of a division by nearly 0",
-        "The divisor is nearly zero, and the derivative is larger still: in fp16, a / (b + 1e-2), "
-        "if b is not negative.",
-    ),
-    "linalg": _remedy(
-        "backward.linalg",
-        "the backward pass of a decomposition with equal eigenvalues or singular values",
-        "The derivative is undefined at equal eigenvalues or singular values. Unequal offsets on "
-        "the diagonal separate them: "
-        "x + torch.linspace(1e-3, 1e-2, x.shape[-1], device=x.device).diag().",
-    ),
-    "acosh": _remedy(
-        "backward.acosh",
-        "the backward pass of acosh at 1",
-        "The derivative is infinite at 1: torch.acosh(x.clamp_min(1.01)).",
-    ),
-    "acos asin": _remedy(
-        "backward.acos",
-        "the backward pass of acos or asin at -1 or 1",
-        "The derivative is infinite at -1 and 1: clamp the input, x.clamp(-0.99, 0.99) in 16 bits.",
-    ),
-}
-_DERIVATIVE = _remedy(
+_DERIVATIVE = nonfinite_remedy(
     "backward.other",
     "the backward pass of another op",
     "An infinite derivative, or 0 * inf: keep the input of this op away from where its derivative "
     "is infinite, before the op. A torch.where behind it does not help.",
 )
-_FORWARD = {
-    "logit": _remedy(
-        "logit",
-        "logit of 0 or 1",
-        "Keep the input inside (0, 1): torch.logit(x.float(), eps=1e-6). Without the cast, "
-        "1 - eps is 1 in 16 bits on a CPU.",
-    ),
-    "log1p": _remedy(
-        "log1p",
-        "log1p of -1 or less",
-        "log1p is -inf at -1, and NaN below: torch.log1p(x.clamp_min(-0.99)).",
-    ),
-    "log": _remedy(
-        "log",
-        "a logarithm of 0 or of a negative number",
-        "The log of 0 is -inf, and of a negative number NaN: clamp the input "
-        "(x.clamp_min(1e-4)), or stay in log space: log_softmax, logsigmoid, "
-        "binary_cross_entropy_with_logits.",
-    ),
-    "xlogy": _remedy(
-        "xlogy",
-        "xlogy of a negative second argument",
-        "The logarithm of a negative number: clamp the second argument.",
-    ),
-    "div": _remedy(
-        "div",
-        "a division by 0",
-        "A division by zero. If the divisor is 0 only because it was rounded to 16 bits, as "
-        "1 - 0.9999 is in bf16, compute it in fp32, from values that never were in 16 bits; an eps "
-        "would hide a wrong result. Else add an eps to the divisor or clamp it (F.normalize has "
-        "one). In fp16 compute this part in fp32, on x.float(), with an eps of 1e-3 or more: "
-        "gradients can be 1 / eps, and overflow fp16 with a smaller one and a loss scale of 65536.",
-    ),
-    "reciprocal": _remedy(
-        "reciprocal",
-        "the reciprocal of 0",
-        "A division by zero: x.float().clamp_min(1e-3).reciprocal(), for an input that is not "
-        "negative. Without the cast the derivative, 1 / x ** 2, is inf in fp16.",
-    ),
-    "rsqrt": _remedy(
-        "rsqrt",
-        "rsqrt of 0 or of a negative number",
-        "A division by zero, or the root of a negative number: torch.rsqrt(x.clamp_min(0) + 1e-2).",
-    ),
-    "sqrt": _remedy(
-        "sqrt",
-        "the root of a negative number",
-        "The root of a negative number: torch.sqrt(x.clamp_min(0)); with an eps, x.clamp_min(1e-6),"
-        " if gradients are needed, since the derivative at 0 is infinite.",
-    ),
-    "exp": _remedy(
-        "exp",
-        "an exponential out of range",
-        "The exponential overflows fp16 from 11.1 on, and fp32 and bf16 from 88.7: subtract the "
-        "largest value first, as softmax and logsumexp do, or use softplus. For a sigmoid by hand, "
-        "1 / (1 + exp(-x)), use torch.sigmoid.",
-    ),
-    "acosh": _remedy(
-        "acosh",
-        "acosh of a number below 1",
-        "Its input must be at least 1: torch.acosh(x.clamp_min(1.01)).",
-    ),
-    "acos asin": _remedy(
-        "acos",
-        "acos or asin of a number outside [-1, 1]",
-        "Clamp its input to [-1, 1]: x.clamp(-1, 1), or (-0.99, 0.99) if gradients are needed.",
-    ),
-    "std": _remedy(
-        "std",
-        "the standard deviation of a single value",
-        "The deviation of a single value is NaN: use correction=0, or more values.",
-    ),
-    "var": _remedy(
-        "var",
-        "the variance of a single value",
-        "The variance of a single value is NaN: use correction=0, or more values.",
-    ),
-    "nll_loss": _remedy(
-        "nll_loss",
-        "a mean over no targets",
-        "The mean over no targets: all of them are ignore_index, or the class weights are 0. Use "
-        "reduction='sum', divided by the number of targets but at least by 1.",
-    ),
-    "to_copy": _remedy(
-        "cast",
-        "a value that does not fit the dtype that it is cast to",
-        "The value does not fit the dtype it is cast to: clamp it first, or use bf16.",
-    ),
-}
-_UNKNOWN = _remedy(
+_UNKNOWN = nonfinite_remedy(
     "other",
     "another op made a NaN",
     "0 * inf, inf - inf or 0 / 0: see which of its inputs is zero or very large, and why.",
@@ -391,7 +257,7 @@ def _on_backward_op(report: NonfiniteReport) -> Remedy | None:
         return BOTH_SIGNS
     if not _has_infinite_derivative(report):
         return None
-    return _by_op(report, _BACKWARD)
+    return _by_op(report, BACKWARD)
 
 
 def _has_infinite_derivative(report: NonfiniteReport) -> bool:
@@ -439,7 +305,7 @@ def _on_forward_op(report: NonfiniteReport) -> Remedy | None:
         return remedy_for_power(report)
     if divides_by_both_signs(report):
         return BOTH_SIGNS
-    return _by_op(report, _FORWARD)
+    return _by_op(report, FORWARD)
 
 
 def _fp16_overflow(report: NonfiniteReport) -> Remedy:
@@ -463,7 +329,7 @@ def _begins(report: NonfiniteReport, *starts: str) -> bool:
 
 
 def _by_op(report: NonfiniteReport, remedies: dict[str, Remedy]) -> Remedy | None:
-    """The remedy in `_FORWARD` or `_BACKWARD` whose key the name of the op fits."""
+    """The remedy in `FORWARD` or `BACKWARD` whose key the name of the op fits."""
     for starts, entry in remedies.items():
         if _begins(report, *starts.split(" ")):
             return entry

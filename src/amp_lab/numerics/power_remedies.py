@@ -29,6 +29,7 @@ _TOO_LARGE_FOR_FP16 = remedy(
     "nonfinite.pow.fp16",
     "a power exceeds fp16, and fits fp32",
     "The power exceeds fp16 and fits fp32: x.float() ** p, which keeps both signs and all values.",
+    failure="AMP0006",
 )
 _TOO_LARGE = remedy(
     "nonfinite.pow.range",

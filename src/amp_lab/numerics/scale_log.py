@@ -16,6 +16,7 @@ _BELOW_ONE = remedy(
     "scale_log.below_one",
     "the loss scale fell below 1",
     "A scale below 1 means that gradients overflow unscaled: see find_nonfinite",
+    failure="AMP0002",
 )
 
 

@@ -27,17 +27,20 @@ _SCALE = remedy(
     "underflow.scale",
     "some loss scale keeps the gradients in fp16's range",
     "A loss scale from {low} to {high} keeps 99.9 % of all and overflows none.",
+    failure="AMP0003",
 )
 _NO_SCALE = remedy(
     "underflow.no_scale",
     "the gradients span more than fp16's range, whatever the loss scale",
     "No loss scale keeps 99.9 % and overflows none: {high}, the largest that does not overflow, "
     "loses {lost:.2g} %. Use bf16, which has the range for all.",
+    failure="AMP0003",
 )
 _NONFINITE = remedy(
     "underflow.nonfinite",
     "some gradients are inf or NaN without any loss scale",
     "{count:,} values are inf or NaN already: see find_nonfinite.",
+    failure="AMP0002",
 )
 _FP16_ALREADY = remedy(
     "underflow.fp16_already",

@@ -20,6 +20,7 @@ _WIDE_LOGITS = remedy(
     "dtype.rnnt_loss",
     "torchaudio's rnnt_loss gets logits in bf16",
     "call it with logits.float()",
+    failure="AMP0023",
 )
 
 # Ops that convert a number to the dtype of their result, and whether a call raises if the number is

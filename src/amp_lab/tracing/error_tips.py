@@ -14,6 +14,7 @@ _NO_KERNEL = remedy(
     "dtype.no_kernel",
     "an op has no kernel for 16 bits on the device that the model runs on",
     "there is no kernel of this op for 16 bits: call .float() on what it gets",
+    failure="AMP0023",
 )
 _NO_KERNEL_SAYS = (
     "not implemented for 'Half'",
@@ -26,11 +27,13 @@ _TIPS = {  # remedy by a phrase of the error's message
         "dtype.bce",
         "binary cross-entropy of probabilities under autocast",
         "use binary_cross_entropy_with_logits, on logits",
+        failure="AMP0022",
     ).text,
     "without overflow": remedy(
         "dtype.fill_value",
         "a mask is filled with a number that its dtype does not hold",
         "use torch.finfo(x.dtype).min (or .max) instead of the number",
+        failure="AMP0004",
     ).text,
     "_to_copy.default encountered during backward but not found in storage": remedy(
         "dtype.selective_checkpoint",
@@ -38,6 +41,7 @@ _TIPS = {  # remedy by a phrase of the error's message
         "two regions of selective checkpointing (context_fn) use a weight that autocast has cast "
         "once: open autocast with cache_enabled=False; for a forecast, in the model's forward, "
         "around the regions",
+        failure="AMP0158",
     ).text,
     NO_PRIMITIVE: NO_PRIMITIVE_REMEDY,
     **dict.fromkeys(_NO_KERNEL_SAYS, _NO_KERNEL.text),
@@ -48,6 +52,7 @@ _CUSTOM_FUNCTION = remedy(
     "the backward of an autograd.Function mixes dtypes, since it ignores autocast",
     "under autocast the forward of {name} needs @torch.amp.custom_fwd(device_type={device!r}), its "
     "backward @torch.amp.custom_bwd(device_type={device!r})",
+    failure="AMP0020",
 )
 
 _COPIED_VALUES = remedy(
@@ -55,6 +60,7 @@ _COPIED_VALUES = remedy(
     "torch.tensor makes a tensor of the values of others, which a fake tensor has not",
     "torch.tensor copies values and cuts the graph, so that nothing before it gets a gradient: "
     "write torch.stack([...])",
+    failure="AMP0011",
 )
 # What torch.tensor raises for a list of fake tensors.
 _NO_VALUES_SAYS = ("Found no NVIDIA driver", "its data is not allocated yet")

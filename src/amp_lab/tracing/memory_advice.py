@@ -12,6 +12,7 @@ _EIGHT_BIT_STATE = remedy(
     "memory.eight_bit_state",
     "a step with Adam does not fit",
     "Adam's state in 8 bits, torchao.optim.AdamW8bit (--optimizer adamw-8bit), {saves}",
+    failure="AMP0172",
 )
 _SHARD = remedy(
     "memory.shard",
@@ -22,7 +23,8 @@ _LOW_WEIGHTS = remedy(
     "memory.low_weights",
     "a step with fp32 weights does not fit",
     "weights, gradients and state in bf16, a function that returns model.bfloat16(), {saves}; "
-    "small updates are lost then without stochastic rounding (notebook 16)",
+    "small updates are lost then without the stochastic rounding of notebook 16",
+    failure="AMP0029",
 )
 _ADAPTERS = remedy(
     "memory.adapters",
@@ -34,6 +36,7 @@ _CHECKPOINT = remedy(
     "activations take much of a step that does not fit",
     "torch.utils.checkpoint around each block (use_reentrant=False) keeps only what goes into the "
     "blocks, of {activations} of activations, and computes the rest again",
+    failure="AMP0045",
 )
 
 

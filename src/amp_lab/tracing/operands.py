@@ -21,24 +21,28 @@ _INPUT = remedy(
     "dtype.inputs_of_a_cast_model",
     "an op of a model cast to fp16 or bf16 gets an input in fp32",
     "{op} gets float32 from {wide} and {dtype} from {low}: give {wide} in {dtype}",
+    failure="AMP0150",
 )
 _OWN = remedy(
     "dtype.own_tensor_of_a_cast_model",
     "an op of a model with 16-bit weights gets fp32 from a buffer, a weight or an attribute",
     "{op} gets float32 from {wide} and {dtype} from {low}: cast {name} where it is used, "
     "{name}.to(torch.{dtype})",
+    failure="AMP0060",
 )
 _COMPUTED = remedy(
     "dtype.computed_in_a_cast_model",
     "an op of a model with 16-bit weights gets fp32 that the model computes",
     "{op} gets float32 from {wide} and {dtype} from {low}: cast the first before it, "
     "x.to(torch.{dtype})",
+    failure="AMP0060",
 )
 _WRITE = remedy(
     "dtype.write",
     "values of another dtype are written into a tensor, by x[i] = y, index_add, scatter, …",
     "what is written{place} has another dtype than the tensor that it is written into: write "
     "values.to(target.dtype)",
+    failure="AMP0019",
 )
 _WRITTEN = remedy(
     "dtype.written_by_a_layer",
@@ -46,12 +50,14 @@ _WRITTEN = remedy(
     "the float32 is from {wide}, in a model with weights in {dtype}: if that casts to a dtype of "
     "its own, as layers with quantized weights may, model.to() does not change it, so give it "
     "torch.{dtype} when you make it",
+    failure="AMP0156",
 )
 _IN_PLACE = remedy(
     "dtype.in_place",
     "a matmul that writes in place, x.addmm_, or into out=, gets fp32 and 16 bits",
     "autocast does not cast for in-place ops, nor for out=: cast what the op gets{place} to the "
     "dtype of the tensor that it writes, a.to(target.dtype)",
+    failure="AMP0019",
 )
 _OUT_OF_PLACE = remedy(
     "dtype.out_of_place",

@@ -24,6 +24,7 @@ _TWO_DTYPES = remedy(
     "a unit of FSDP2 has trained parameters of two dtypes",
     "{place} fails at the first step: FSDP2 needs one stored dtype for the trained parameters of "
     "a fully_shard call, and finds {dtypes}: give each dtype a call of its own.",
+    failure="AMP0181",
 )
 _IN_NO_UNIT = remedy(
     "sharding.in_no_unit",
@@ -36,6 +37,7 @@ _NO_MASTER_WEIGHTS = remedy(
     "trained parameters are stored in 16 bits",
     "{names}: trained and stored in {dtype}, so there are no fp32 master weights, and small steps "
     "of the optimizer are rounded away: keep the model in fp32, and leave {dtype} to {to}.",
+    failure="AMP0029",
 )
 _UPCAST = remedy(
     "sharding.upcast",
@@ -68,12 +70,14 @@ _BUFFERS = remedy(
     "gives fp32 or, in convolutions, an error, unless forward casts: buffer.to(x.dtype). A buffer "
     "that forward hands to another unit is cast there: where it has to stay in fp32, as angles of "
     "positions do, give that unit's policy cast_forward_inputs=False.",
+    failure="AMP0193",
 )
 _INPUTS = remedy(
     "sharding.inputs_not_cast",
     "cast_forward_inputs is off",
     "Inputs {names} reach the {low} model in fp32, since cast_forward_inputs is off: cast them in "
     "forward, except those that should stay fp32.",
+    failure="AMP0193",
 )
 
 

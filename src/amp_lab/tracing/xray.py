@@ -55,6 +55,7 @@ _TRAINED_CAST = remedy(
     "the same, and the model is in training mode",
     "If you train it so, small steps of the optimizer are rounded away, and a norm's weight of 1 "
     "may never change: keep the weights in fp32, model.float(), and leave {short} to autocast.",
+    failure="AMP0029",
 )
 
 

@@ -22,12 +22,14 @@ _UNSCALED_EACH_BATCH = remedy(
     "unscale_ runs for each of several batches that one step sums",
     "{scaler}.unscale_ runs for each batch, and must run once per step: call it before clipping "
     "and {scaler}.step({optimizer})",
+    failure="AMP0010",
 )
 _UNSCALED_BY_ANOTHER = remedy(
     "migrate.unscaled_by_another",
     "one scaler unscales, and another one steps",
     "{scaler} unscales, and {other}.step({optimizer}) unscales again: use only {other}, and scale "
     "the loss with it too",
+    failure="AMP0010",
 )
 
 

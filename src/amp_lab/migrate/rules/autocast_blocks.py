@@ -19,6 +19,7 @@ _LOOP_IN_ONE_BLOCK = remedy(
     "one autocast block is around a loop of training steps",
     "all steps run in this autocast block, which keeps the casts of the weights from the first: "
     "open a block for each forward pass, inside the loop",
+    failure="AMP0026",
 )
 
 

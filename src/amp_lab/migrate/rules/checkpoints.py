@@ -18,23 +18,27 @@ _NOT_SAVED = remedy(
     "a checkpoint that training goes on from lacks the scaler",
     "the checkpoint holds the optimizer, but not {scaler}: save {scaler}.state_dict() too, or the "
     "scale restarts",
+    failure="AMP0046",
 )
 _NOT_LOADED = remedy(
     "migrate.not_loaded",
     "training goes on from a checkpoint without the scaler's state",
     "training goes on without the state of {scaler}: load it, and save {scaler}.state_dict() too, "
     "or the scale restarts",
+    failure="AMP0046",
 )
 _NEVER_LOADED = remedy(
     "migrate.never_loaded",
     "a scaler's state is saved, and not loaded where the optimizer's is",
     "{scaler}.state_dict() is saved and never loaded, so the scale restarts: call "
     "{scaler}.load_state_dict(...) where {optimizer}'s state is loaded",
+    failure="AMP0046",
 )
 _NEVER_SAVED = remedy(
     "migrate.never_saved",
     "a scaler's state is loaded, and not saved where the optimizer's is",
     "{scaler} loads a state that is never saved: save {scaler}.state_dict() with the optimizer's",
+    failure="AMP0046",
 )
 
 

@@ -17,6 +17,7 @@ _MADE_EACH_EPOCH = remedy(
     "a scaler is made anew in each epoch",
     "{scaler} is made anew in each epoch, so its scale starts over: make it once, before the loop "
     "over epochs",
+    failure="AMP0046",
 )
 
 

@@ -15,6 +15,7 @@ _RESTORED_WITHOUT_DTYPE = remedy(
     "the backward of an autograd.Function turns autocast on as forward had it, without its dtype",
     "whether autocast was on is restored here, and its dtype is not, so this computes in the "
     "default one: in forward keep torch.get_autocast_dtype(device_type) too, and give it as dtype=",
+    failure="AMP0020",
 )
 _FUNCTIONS = {"torch.autograd.Function", "torch.autograd.function.Function"}
 

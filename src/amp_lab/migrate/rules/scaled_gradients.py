@@ -32,29 +32,34 @@ _CLIPPED_SCALED = remedy(
     "migrate.clipped_scaled",
     "gradients are clipped while they are scaled",
     "scaled gradients are clipped: call {scaler}.unscale_({optimizer}) before",
+    failure="AMP0015",
 )
 _CLIPPED_IN_BOTH = remedy(
     "migrate.clipped_in_both",
     "gradients are clipped after two branches, in one of which they are scaled",
     "scaled gradients are clipped: call {scaler}.unscale_({optimizer}) in the branch that scales "
     "the loss, after its backward",
+    failure="AMP0015",
 )
 _STEPPED_TWICE = remedy(
     "migrate.stepped_twice",
     "an optimizer steps after its scaler has stepped it",
     "{scaler}.step({optimizer}) includes it: delete {optimizer}.step()",
+    failure="AMP0131",
 )
 _STEPPED_IN_BOTH = remedy(
     "migrate.stepped_in_both",
     "an optimizer steps after two branches, in one of which its scaler has stepped it",
     "{scaler}.step({optimizer}) includes it, but only in its own branch: move {optimizer}.step() "
     "into the branch without the scaler",
+    failure="AMP0131",
 )
 _STEPPED_PAST = remedy(
     "migrate.stepped_past",
     "an optimizer steps with scaled gradients, past its scaler",
     "{optimizer}.step() bypasses the scaler, which would skip inf and NaN gradients{rest}: "
     "write {scaler}.step({optimizer})",
+    failure="AMP0131",
 )
 _STEPPED_PAST_IN_BOTH = remedy(
     "migrate.stepped_past_in_both",
@@ -62,6 +67,7 @@ _STEPPED_PAST_IN_BOTH = remedy(
     "{optimizer}.step() bypasses the scaler, which would skip inf and NaN gradients{rest}: write "
     "{scaler}.step({optimizer}) in the branch that scales the loss, and move {optimizer}.step() "
     "into the other one",
+    failure="AMP0131",
 )
 
 _STEPPED_IN_PASSES = remedy(
@@ -71,6 +77,7 @@ _STEPPED_IN_PASSES = remedy(
     "in bfloat16 without a scaler; or, before each of the two steps, call "
     "{scaler}.unscale_({optimizer}) and {scaler}.update(), and if a gradient is not finite, put "
     "the weights of before the batch back and go on to the next",
+    failure="AMP0013",
 )
 _TWO_PASS_METHODS = {"first_step", "second_step", "ascent_step", "descent_step"}
 

@@ -23,12 +23,14 @@ _NEVER_UPDATED = remedy(
     "migrate.never_updated",
     "a scaler steps, and its scale is never updated",
     "{scaler} is never updated, so its next step raises: call {scaler}.update() after the step",
+    failure="AMP0012",
 )
 _PATH_WITHOUT_UPDATE = remedy(
     "migrate.path_without_update",
     "unscale_ or step of a scaler has run, and a path to the next batch skips its update",
     "{scaler}.{done}({optimizer}) has run, and no {scaler}.update() follows on the path of line "
     '{line}, so the next {after} raises "{error}": call {scaler}.update() on that path too',
+    failure="AMP0012",
 )
 # What torch raises, by (the last method on the path, the first method of the next step).
 _ERRORS = {

@@ -44,6 +44,7 @@ _WITHOUT_SCALER = remedy(
     "the forward pass runs in float16, where small gradients become 0 without a scaler: make "
     "scaler = torch.amp.GradScaler({device}) once, and write scaler.scale(loss).backward(), "
     "scaler.step({optimizer}) and scaler.update(); or give autocast dtype=torch.bfloat16",
+    failure="AMP0003",
 )
 
 

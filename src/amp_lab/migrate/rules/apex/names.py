@@ -140,6 +140,7 @@ UNUSED = remedy(
     "an import of Apex is left over",
     "nothing in this file uses {name}, and without Apex its import fails: delete the import, "
     "unless another file imports {name} from here",
+    failure="AMP0188",
 )
 SECTIONS = {  # the heading in notebook 13 that explains a name, and the names inside of it
     "apex.amp.initialize": "What each level did, and what replaces it today",

@@ -138,4 +138,5 @@ DEVICE_AS_SCALE = remedy(
     "an old GradScaler is given a device, and takes it for the scale",
     "the old GradScaler takes {written} for the scale and fails: write torch.amp.GradScaler"
     "({written})",
+    failure="AMP0035",
 )

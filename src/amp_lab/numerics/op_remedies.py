@@ -1,0 +1,154 @@
+"""Remedies of `find_nonfinite` for single ops, in the forward and in the backward pass."""
+
+from amp_lab.core.remedies import Remedy, remedy
+
+
+def nonfinite_remedy(code: str, when: str, text: str, failure: str = "") -> Remedy:
+    """Define a remedy of `find_nonfinite`: `remedy` with ``nonfinite.`` before its code."""
+    return remedy(f"nonfinite.{code}", when, text, failure)
+
+
+# Keys are beginnings of names of ops, with spaces between; the first key that fits is taken.
+BACKWARD = {
+    "sqrt": nonfinite_remedy(
+        "backward.sqrt",
+        "the backward pass of sqrt at 0",
+        "The derivative of sqrt is infinite at 0: torch.sqrt(x + 1e-6).",
+        failure="AMP0002",
+    ),
+    "rsqrt": nonfinite_remedy(
+        "backward.rsqrt",
+        "the backward pass of rsqrt near 0",
+        "The derivative of rsqrt is infinite at 0 and soon exceeds fp16: torch.rsqrt(x + 1e-2).",
+    ),
+    "pow": nonfinite_remedy(
+        "backward.pow",
+        "the backward pass of a power below 1 at 0",
+        "The derivative of a power below 1 is infinite at 0: (x + 1e-6) ** p.",
+    ),
+    "log1p": nonfinite_remedy(
+        "backward.log1p",
+        "the backward pass of log1p at -1",
+        "The derivative of log1p is infinite at -1: torch.log1p(x.clamp_min(-0.99)).",
+    ),
+    "log": nonfinite_remedy(
+        "backward.log",
+        "the backward pass of a logarithm at 0",
+        "The derivative of log is infinite at 0: torch.log(x.clamp_min(1e-4)). Where torch.where "
+        "discards the result, replace the input before the log as well: 0 * inf is NaN.",
+    ),
+    "div reciprocal": nonfinite_remedy(
+        "backward.div",
+        "the backward pass of a division by nearly 0",
+        "The divisor is nearly zero, and the derivative is larger still: in fp16, a / (b + 1e-2), "
+        "if b is not negative.",
+    ),
+    "linalg": nonfinite_remedy(
+        "backward.linalg",
+        "the backward pass of a decomposition with equal eigenvalues or singular values",
+        "The derivative is undefined at equal eigenvalues or singular values. Unequal offsets on "
+        "the diagonal separate them: "
+        "x + torch.linspace(1e-3, 1e-2, x.shape[-1], device=x.device).diag().",
+    ),
+    "acosh": nonfinite_remedy(
+        "backward.acosh",
+        "the backward pass of acosh at 1",
+        "The derivative is infinite at 1: torch.acosh(x.clamp_min(1.01)).",
+    ),
+    "acos asin": nonfinite_remedy(
+        "backward.acos",
+        "the backward pass of acos or asin at -1 or 1",
+        "The derivative is infinite at -1 and 1: clamp the input, x.clamp(-0.99, 0.99) in 16 bits.",
+    ),
+}
+FORWARD = {
+    "logit": nonfinite_remedy(
+        "logit",
+        "logit of 0 or 1",
+        "Keep the input inside (0, 1): torch.logit(x.float(), eps=1e-6). Without the cast, "
+        "1 - eps is 1 in 16 bits on a CPU.",
+    ),
+    "log1p": nonfinite_remedy(
+        "log1p",
+        "log1p of -1 or less",
+        "log1p is -inf at -1, and NaN below: torch.log1p(x.clamp_min(-0.99)).",
+    ),
+    "log": nonfinite_remedy(
+        "log",
+        "a logarithm of 0 or of a negative number",
+        "The log of 0 is -inf, and of a negative number NaN: clamp the input "
+        "(x.clamp_min(1e-4)), or stay in log space: log_softmax, logsigmoid, "
+        "binary_cross_entropy_with_logits.",
+        failure="AMP0111",
+    ),
+    "xlogy": nonfinite_remedy(
+        "xlogy",
+        "xlogy of a negative second argument",
+        "The logarithm of a negative number: clamp the second argument.",
+    ),
+    "div": nonfinite_remedy(
+        "div",
+        "a division by 0",
+        "A division by zero. If the divisor is 0 only because it was rounded to 16 bits, as "
+        "1 - 0.9999 is in bf16, compute it in fp32, from values that never were in 16 bits; an eps "
+        "would hide a wrong result. Else add an eps to the divisor or clamp it (F.normalize has "
+        "one). In fp16 compute this part in fp32, on x.float(), with an eps of 1e-3 or more: "
+        "gradients can be 1 / eps, and overflow fp16 with a smaller one and a loss scale of 65536.",
+    ),
+    "reciprocal": nonfinite_remedy(
+        "reciprocal",
+        "the reciprocal of 0",
+        "A division by zero: x.float().clamp_min(1e-3).reciprocal(), for an input that is not "
+        "negative. Without the cast the derivative, 1 / x ** 2, is inf in fp16.",
+    ),
+    "rsqrt": nonfinite_remedy(
+        "rsqrt",
+        "rsqrt of 0 or of a negative number",
+        "A division by zero, or the root of a negative number: torch.rsqrt(x.clamp_min(0) + 1e-2).",
+    ),
+    "sqrt": nonfinite_remedy(
+        "sqrt",
+        "the root of a negative number",
+        "The root of a negative number: torch.sqrt(x.clamp_min(0)); with an eps, x.clamp_min(1e-6),"
+        " if gradients are needed, since the derivative at 0 is infinite.",
+    ),
+    "exp": nonfinite_remedy(
+        "exp",
+        "an exponential out of range",
+        "The exponential overflows fp16 from 11.1 on, and fp32 and bf16 from 88.7: subtract the "
+        "largest value first, as softmax and logsumexp do, or use softplus. For a sigmoid by hand, "
+        "1 / (1 + exp(-x)), use torch.sigmoid.",
+    ),
+    "acosh": nonfinite_remedy(
+        "acosh",
+        "acosh of a number below 1",
+        "Its input must be at least 1: torch.acosh(x.clamp_min(1.01)).",
+    ),
+    "acos asin": nonfinite_remedy(
+        "acos",
+        "acos or asin of a number outside [-1, 1]",
+        "Clamp its input to [-1, 1]: x.clamp(-1, 1), or (-0.99, 0.99) if gradients are needed.",
+    ),
+    "std": nonfinite_remedy(
+        "std",
+        "the standard deviation of a single value",
+        "The deviation of a single value is NaN: use correction=0, or more values.",
+    ),
+    "var": nonfinite_remedy(
+        "var",
+        "the variance of a single value",
+        "The variance of a single value is NaN: use correction=0, or more values.",
+    ),
+    "nll_loss": nonfinite_remedy(
+        "nll_loss",
+        "a mean over no targets",
+        "The mean over no targets: all of them are ignore_index, or the class weights are 0. Use "
+        "reduction='sum', divided by the number of targets but at least by 1.",
+        failure="AMP0112",
+    ),
+    "to_copy": nonfinite_remedy(
+        "cast",
+        "a value that does not fit the dtype that it is cast to",
+        "The value does not fit the dtype it is cast to: clamp it first, or use bf16.",
+    ),
+}
