@@ -48,7 +48,7 @@ def reference() -> Reference:
 
 def code_of(message: str) -> str:
     """The failure that a message leads to first."""
-    return read_explanation(message, reference()).failures[0].code
+    return read_explanation(f"with autocast\n{message}", reference()).failures[0].code
 
 
 # --- compiled functions ---
