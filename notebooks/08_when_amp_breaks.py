@@ -84,12 +84,12 @@ assert failure.code == "AMP0018"
 # |---|---|
 # | [The loss is NaN because an activation exceeds 65504](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0001` | `` Loss is nan, stopping training `` |
 # | [A mask value does not fit into fp16](08a_values.ipynb#A-mask-value-does-not-fit-into-fp16) `AMP0004` | `` value cannot be converted to type c10::Half without overflow `` |
-# | [Attention is NaN for a row that is masked everywhere](08a_values.ipynb#Attention-is-NaN-for-a-row-that-is-masked-everywhere) `AMP0110` | attention gives NaN with padding |
+# | [Attention is NaN for a row that is masked everywhere](08a_values.ipynb#Attention-is-NaN-for-a-row-that-is-masked-everywhere) `AMP0110` | sdpa in bfloat16 returns nan for shorter sentences of a padded batch, eager does not |
 # | [Sampling finds inf or NaN in the probabilities](08a_values.ipynb#Sampling-finds-inf-or-NaN-in-the-probabilities) `AMP0065` | `` probability tensor contains either `inf`, `nan` or element < 0 `` |
 # | [NaN because an epsilon of 1e-8 is zero in fp16](08a_values.ipynb#NaN-because-an-epsilon-of-1e-8-is-zero-in-fp16) `AMP0005` | eps is too small for half precision |
 # | [The logarithm of a probability is -inf](08a_values.ipynb#The-logarithm-of-a-probability-is--inf) `AMP0111` | focal loss is NaN in mixed precision |
-# | [A norm written by hand overflows above 256](08a_values.ipynb#A-norm-written-by-hand-overflows-above-256) `AMP0006` | the gradients of all layers before a norm of my own are zero |
-# | [Training is fine but evaluation is NaN](08a_values.ipynb#Training-is-fine-but-evaluation-is-NaN) `AMP0007` | training works, but evaluation gives NaN |
+# | [A norm written by hand overflows above 256](08a_values.ipynb#A-norm-written-by-hand-overflows-above-256) `AMP0006` | eval_loss is nan with fp16_full_eval and label smoothing over a large vocabulary |
+# | [Training is fine but evaluation is NaN](08a_values.ipynb#Training-is-fine-but-evaluation-is-NaN) `AMP0007` | every output is a normal number in train(), but NaN after model.eval() |
 # | [Anomaly detection stops at a harmless overflow](08a_values.ipynb#Anomaly-detection-stops-at-a-harmless-overflow) `AMP0008` | `` Function '…' returned nan values in its …th output. `` |
 # | [The input holds NaN or numbers above 65504](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0112` | `` overflow encountered in cast `` |
 # | [The image is black because the VAE gives NaN in fp16](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0064` | `` invalid value encountered in cast `` |
@@ -97,14 +97,17 @@ assert failure.code == "AMP0018"
 # | [An attention kernel gives NaN](17_language_model.ipynb#One-dtype-for-q,-k-and-v) `AMP0113` | `` Function 'ScaledDotProductCudnnAttentionBackward0' returned nan values in its 0th output. `` |
 # | [The Trainer logs loss 0.0 and grad_norm nan](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0114` | `` {'loss': 0.0, 'grad_norm': nan `` |
 # | [The CTC loss is inf or NaN](08a_values.ipynb) `AMP0115` | `` Function 'CtcLossBackward0' returned nan values in its 0th output. `` |
-# | [A gradient penalty is inf or NaN under AMP](07_training_recipes.ipynb#Penalise-gradients) `AMP0116` | WGAN-GP goes NaN with mixed precision |
-# | [NaN in bf16, although fp16 and fp32 are fine](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0118` | NaN in bf16 only, fp16 is fine |
+# | [A gradient penalty is inf or NaN under AMP](07_training_recipes.ipynb#Penalise-gradients) `AMP0116` | GAN losses are NaN after a short time with amp, fine with amp=False |
+# | [NaN in bf16, although fp16 and fp32 are fine](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0118` | bf16 training goes well for most of an epoch, then the loss turns to nan with sampled negatives or a softmax |
 # | [Attention in bf16 gives NaN on an AMD GPU](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0119` | NaN losses on ROCm from the first step |
 # | [fp16 gives NaN on a GTX 16, or ultralytics' AMP check fails](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0077` | `` AMP checks failed `` |
 # | [The cost matrix of a Hungarian matcher is inf or NaN](08a_values.ipynb#A-norm-written-by-hand-overflows-above-256) `AMP0087` | `` cost matrix is infeasible `` |
 # | [A convolution's gradients are NaN or 1e20 in bf16 on a CPU](../docs/hardware.md#wrong-gradients-in-bf16) `AMP0089` | gradients of a convolution are NaN or 1e20 in bf16, on a CPU |
 # | [The text or decision differs in bf16 or in another batch](17_language_model.ipynb#The-same-prompt,-another-text) `AMP0098` | another text or decision comes out in bf16, or in another batch |
 # | [A model that was trained in bf16 gives NaN in fp16](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) `AMP0100` | `` Casting torch.bfloat16 to torch.float16. `` |
+# | [SageAttention gives black images or video](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0205` | black image or video with sage attention, fine with sdpa |
+# | [A 0-d fp32 tensor does not promote an fp16 tensor](02_autocast_dtypes.ipynb) `AMP0206` | multiplying a half tensor by a float scalar tensor gives inf |
+# | [GPTQ fails in its Cholesky decomposition or gives NaN](18_inference_and_export.ipynb) `AMP0207` | GPTQ: the input is not positive-definite |
 #
 # ### Find out why a model learns nothing
 #
@@ -112,11 +115,11 @@ assert failure.code == "AMP0018"
 # |---|---|
 # | [The loss scale falls towards 0](08b_learning.ipynb#The-loss-scale-falls-towards-0) `AMP0002` | the loss scale keeps falling, or every step is skipped |
 # | [A layer does not learn because its gradients underflow](08b_learning.ipynb#A-layer-does-not-learn-because-its-gradients-underflow) `AMP0003` | in fp16 some gradients are exactly zero |
-# | [Weights get no gradient after an evaluation pass](08b_learning.ipynb#Weights-get-no-gradient-after-an-evaluation-pass) `AMP0025` | some gradients are None under autocast |
+# | [Weights get no gradient after an evaluation pass](08b_learning.ipynb#Weights-get-no-gradient-after-an-evaluation-pass) `AMP0025` | first forward in no_grad, second should train, but the weights get no gradient under fp16 |
 # | [The scaler runs with bf16 or the dtype is not the one you meant](08b_learning.ipynb#The-scaler-runs-with-bf16-or-the-dtype-is-not-the-one-you-meant) `AMP0028` | the loss scale grows and grows |
-# | [Half precision weights stop moving](08b_learning.ipynb#Half-precision-weights-stop-moving) `AMP0029` | bf16 weights never move: after many Adam steps they are the same as at the start |
+# | [Half precision weights stop moving](08b_learning.ipynb#Half-precision-weights-stop-moving) `AMP0029` | a model loaded in torch_dtype bfloat16 trains worse, with a higher final loss, than one loaded in fp32 |
 # | [Adam makes fp16 weights NaN](08b_learning.ipynb#Adam-makes-fp16-weights-NaN) `AMP0121` | parameters are NaN after one step of Adam |
-# | [Positions or counts are wrong beyond 256](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256) `AMP0030` | results are good on short inputs and bad on long ones in bf16 |
+# | [Positions or counts are wrong beyond 256](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256) `AMP0030` | the rotary cache has wrong values once the model is cast to bfloat16 |
 # | [A loss summed up in bf16 is too small](08b_learning.ipynb#A-loss-summed-up-in-bf16-is-too-small) `AMP0123` | the logged loss moves in steps, stands still or falls to 0 in bf16, and `loss.item()` is right |
 # | [Weights were cast to FP8 without a scale](08b_learning.ipynb#Weights-were-cast-to-FP8-without-a-scale) `AMP0120` | `` mat1 and mat2 must have the same dtype, but got Float and Float8_e4m3fn `` |
 # | [DeepSpeed or fairseq stops because the loss scale is at its minimum](08b_learning.ipynb#The-loss-scale-falls-towards-0) `AMP0070` | `` Current loss scale already at minimum - cannot decrease scale anymore. `` |
@@ -131,6 +134,10 @@ assert failure.code == "AMP0018"
 # | [A KL divergence or a ratio of probabilities is noisy in bf16](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) `AMP0090` | a KL divergence, or a ratio of probabilities, is noisy in bf16 |
 # | [FP8 with a scale for each row gives NaN with LoRA](15_below_16_bits.ipynb#The-values-that-share-a-scale) `AMP0088` | FP8 with a scale for each row gives NaN with LoRA |
 # | [An FP8 KV cache makes long texts worse](18_inference_and_export.ipynb) `AMP0199` | vLLM with an fp8 KV cache prints garbled text for long prompts |
+# | [LoRA was merged into 4-bit weights](17_language_model.ipynb#What-merging-loses) `AMP0200` | the merged 4-bit model is worse than base plus adapter |
+# | [Small LoRA weights become zero when they are saved in fp16](01_number_formats.ipynb) `AMP0201` | a LoRA saved in fp16 has no effect |
+# | [Gradients are summed in bf16 over many ranks](11_scale_out.ipynb) `AMP0202` | training in bf16 is unstable with many GPUs and stable with few |
+# | [Static FP8 scales come from too little calibration data](15_below_16_bits.ipynb) `AMP0203` | a statically quantized FP8 model is much less accurate than with dynamic scales |
 #
 # ### Repair errors of the GradScaler
 #
@@ -236,7 +243,7 @@ assert failure.code == "AMP0018"
 # | [A thread runs without autocast or in another dtype](08g_speed_and_memory.ipynb#A-thread-runs-without-autocast-or-in-another-dtype) `AMP0032` | autocast is off in a thread, such as that of a server, a callback or a ThreadPoolExecutor |
 # | [Autocast makes the model no faster](08g_speed_and_memory.ipynb#Autocast-makes-the-model-no-faster) `AMP0033` | AMP or fp16 training is slower than fp32 |
 # | [The memory is not halved](08g_speed_and_memory.ipynb#The-memory-is-not-halved) `AMP0034` | training with AMP uses as much memory as before, or more |
-# | [Inference under autocast takes more memory](08g_speed_and_memory.ipynb#Inference-under-autocast-takes-more-memory) `AMP0171` | inference uses more memory with autocast than without |
+# | [Inference under autocast takes more memory](08g_speed_and_memory.ipynb#Inference-under-autocast-takes-more-memory) `AMP0171` | inference inside torch.autocast has a higher max memory than the float run |
 # | [A size is not a multiple of 16 or 8](08g_speed_and_memory.ipynb#A-size-is-not-a-multiple-of-16-or-8) `AMP0044` | `` Expected self.size(1) to be divisible by 16, but got self.size(1)= `` |
 # | [CUDA is out of memory](08g_speed_and_memory.ipynb#CUDA-is-out-of-memory) `AMP0045` | `` CUDA out of memory `` |
 # | [Memory grows with each step or in evaluation](08g_speed_and_memory.ipynb#Memory-grows-with-each-step-or-in-evaluation) `AMP0170` | `` return torch.cat((tensor1, tensor2), dim=0)…out of memory `` |
@@ -250,6 +257,7 @@ assert failure.code == "AMP0018"
 # | [Selective checkpointing does not find a cast](07_training_recipes.ipynb#Checkpoint-activations) `AMP0177` | `` aten._to_copy.default encountered during backward but not found in storage `` |
 # | [The precision flag of accelerate or DeepSpeed has no effect](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0178` | `mixed_precision` of accelerate has no effect |
 # | [The logits of a language model are out of memory](17_language_model.ipynb#The-loss-over-a-large-vocabulary) `AMP0179` | `` logits = logits.float()…CUDA out of memory `` |
+# | [A model in 8 or 4 bits is slower than in 16](18_inference_and_export.ipynb) `AMP0204` | load_in_8bit or 4-bit inference is slower than fp16 |
 #
 # ### Repair compiled and distributed training
 #
@@ -263,15 +271,15 @@ assert failure.code == "AMP0018"
 # | [DDP waits for a parameter without a gradient](08h_compile_and_processes.ipynb#DDP-waits-for-a-parameter-without-a-gradient) `AMP0040` | `` Expected to have finished reduction in the prior iteration before starting a new one. `` |
 # | [FSDP refuses parameters of two dtypes](08h_compile_and_processes.ipynb#FSDP-refuses-parameters-of-two-dtypes) `AMP0181` | `` FSDP expects uniform original parameter dtype but got `` |
 # | [The ranks of a distributed run diverge](08h_compile_and_processes.ipynb#The-ranks-of-a-distributed-run-diverge) `AMP0182` | the ranks of a distributed run drift apart, have other gradient norms, or skip different steps |
-# | [Compiled and eager results differ](18_inference_and_export.ipynb#What-torch.compile-changes) `AMP0095` | torch.compile changes the results in bf16 a little |
-# | [NaN appears only with torch.compile](08h_compile_and_processes.ipynb#A-compiled-model-has-different-gradients) `AMP0183` | torch.compile makes the loss NaN |
+# | [Compiled and eager results differ](18_inference_and_export.ipynb#What-torch.compile-changes) `AMP0095` | log-probs differ between eager and torch.compile in bfloat16, allclose fails |
+# | [NaN appears only with torch.compile](08h_compile_and_processes.ipynb#A-compiled-model-has-different-gradients) `AMP0183` | torch.compile with reduce-overhead or max-autotune goes to NaN, plain compile is fine |
 # | [A wrapper of autocast breaks the compiled graph](08h_compile_and_processes.ipynb#The-scaler-is-inside-a-compiled-function) `AMP0180` | `` setattr() is not supported on type autocast `` |
 # | [Autocast makes torch.compile compile again](18_inference_and_export.ipynb#What-torch.compile-changes) `AMP0184` | `` GLOBAL_STATE changed: autocast `` |
 # | [A compiled model is no faster](10_speed_ladder.ipynb#Climb) `AMP0096` | a compiled model is no faster |
 # | [A CUDA graph refuses the cache of autocast](08h_compile_and_processes.ipynb#A-compiled-model-has-different-gradients) `AMP0079` | `` make_graphed_callables does not support the autocast caching. `` |
 # | [Checkpointing recomputes a tensor in another dtype](07_training_recipes.ipynb#Checkpoint-activations) `AMP0080` | `` Recomputed values for the following tensors have different metadata than during the forward pass. `` |
 # | [Selective checkpointing does not find a cast of autocast](07_training_recipes.ipynb#Checkpoint-activations) `AMP0185` | `` encountered during backward but not found in storage. `` |
-# | [fp32 results differ between two GPUs](19_choose_your_precision.ipynb#What-fp32-means) `AMP0186` | fp32 results differ between two GPUs |
+# | [fp32 results differ between two GPUs](19_choose_your_precision.ipynb#What-fp32-means) `AMP0186` | logits on two GPUs differ although everything is float32 |
 # | [A hint to use TF32](19_choose_your_precision.ipynb#What-fp32-means) `AMP0187` | `` TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. `` |
 # | [Apex is missing or has no amp](13_from_apex.ipynb) `AMP0188` | `` cannot import name 'amp' from 'apex' `` |
 # | [One rank waits for another that skipped a step](../docs/several_machines.md#questions-about-fsdp2) `AMP0189` | `` Watchdog caught collective operation timeout `` |
@@ -280,7 +288,7 @@ assert failure.code == "AMP0018"
 # | [SyncBatchNorm refuses the device or the dtype](08h_compile_and_processes.ipynb#DDP-waits-for-a-parameter-without-a-gradient) `AMP0191` | `` SyncBatchNorm layers only work with GPU modules `` |
 # | [FSDP2 has gradients of two dtypes when it accumulates](../docs/several_machines.md#questions-about-fsdp2) `AMP0192` | `` FSDP reduce-scatter expects uniform gradient dtype but got `` |
 # | [FSDP2 leaves an input or a buffer in fp32](../docs/several_machines.md#show-the-dtype-of-each-parameter) `AMP0193` | with FSDP2 and param_dtype bf16 a layer gets a Float input and BFloat16 weights |
-# | [FSDP2 trains bf16 weights without fp32 master weights](../docs/several_machines.md#show-the-dtype-of-each-parameter) `AMP0194` | accelerate with FSDP2 and mixed_precision bf16 trains worse than DeepSpeed or FSDP1 |
+# | [FSDP2 trains bf16 weights without fp32 master weights](../docs/several_machines.md#show-the-dtype-of-each-parameter) `AMP0194` | FSDP with a model loaded in bfloat16 has a higher loss than with fp32 parameters and mixed precision |
 # | [ONNX Runtime finds two dtypes at one operator](18_inference_and_export.ipynb#Export) `AMP0062` | `` Type parameter (T) of Optype (…) bound to different types (tensor(…) and tensor(…) `` |
 # | [ONNX Runtime refuses an arange in fp16](18_inference_and_export.ipynb#Export) `AMP0063` | `` Type 'tensor(…)' of input parameter (…) of operator (Range) in node (…) is invalid `` |
 # | [An ONNX model expects another input dtype](18_inference_and_export.ipynb#Export) `AMP0075` | `` Unexpected input data type. Actual: (tensor(…)) , expected: (tensor(…)) `` |
@@ -291,6 +299,9 @@ assert failure.code == "AMP0018"
 # | [TensorRT warns that a layer norm may overflow in fp16](18_inference_and_export.ipynb#Export) `AMP0076` | `` Running layernorm after self-attention in FP16 may cause overflow `` |
 # | [torch.jit.trace fails inside an autocast block](18_inference_and_export.ipynb#Export) `AMP0082` | `` Cannot insert a Tensor that requires grad as a constant. Consider making it a parameter or input, or detaching the gradient `` |
 # | [An exported model computes in another dtype than expected](18_inference_and_export.ipynb#Export) `AMP0099` | an exported model computes in another dtype than expected |
+# | [Flash attention gives different results with the same seed](17_language_model.ipynb) `AMP0208` | same seed, but the loss differs from run to run with flash attention |
+# | [A matmul in 16 bits differs between two GPU models](18_inference_and_export.ipynb#Which-decisions-change?) `AMP0209` | fp16 results on an A100 differ from those on a 3090 |
+# | [A Core ML model in fp16 gives wrong outputs](18_inference_and_export.ipynb#Export) `AMP0210` | the converted Core ML model is wrong or NaN on the neural engine |
 # <!-- end of the index -->
 
 # %% [markdown]

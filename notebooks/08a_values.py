@@ -51,6 +51,8 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 #   "Loss became infinite or NaN at iteration={n}", "NaN or Inf found in input tensor.",
 # ]
 # symptoms = [
+#   "NaN from a later stage of the backbone in fp16, where qkv or the output was cast to float before",
+#   "validation loss is NaN in the very first evaluation when fp16 is on, without fp16 it is a number",
 #   "the loss is NaN, in the first step or later", "NaN loss with mixed precision", "loss nan in fp16",
 #   "NaN after one or two epochs with mixed precision, without it everything is fine",
 #   "T5 fine-tuning in fp16 gives NaN, in fp32 it is fine",
@@ -201,6 +203,7 @@ assert (torch.tensor([-16.0, -15.0]).half() + lowest).isinf().tolist() == [True,
 #
 # `AMP0110` <!-- failure
 # symptoms = [
+#   "sdpa in bfloat16 returns nan for shorter sentences of a padded batch, eager does not",
 #   "attention gives NaN with padding", "softmax of a row of -inf is NaN",
 #   "the outputs of padding tokens are NaN",
 #   "MultiheadAttention returns NaN when a whole sequence is padding",
@@ -436,6 +439,8 @@ assert wrong.grad == 0
 #
 # `AMP0006` <!-- failure
 # symptoms = [
+#   "eval_loss is nan with fp16_full_eval and label smoothing over a large vocabulary",
+#   "a mean over a million half values is wrong",
 #   "the gradients of all layers before a norm of my own are zero", "the output of a norm is all zeros in half precision", "a Dice or IoU loss is NaN",
 #   "RMSNorm or LayerNorm of my own gives zeros in fp16",
 #   "the sum over the pixels of an image is inf in half precision",
@@ -493,6 +498,8 @@ assert (2 * pixels / (pixels + pixels)).isnan()  # a Dice score
 #
 # `AMP0007` <!-- failure
 # symptoms = [
+#   "every output is a normal number in train(), but NaN after model.eval()",
+#   "validation outputs are NaN only in eval mode, running_mean and running_var are inf",
 #   "training works, but evaluation gives NaN", "model.eval() gives NaN, model.train() does not",
 #   "running_mean and running_var of BatchNorm are NaN",
 #   "validation loss is NaN and training loss is fine with AMP",

@@ -184,6 +184,7 @@ assert (report.outputs.lost(1.0), report.smallest_scale) == (1, 8)
 #
 # `AMP0025` <!-- failure
 # symptoms = [
+#   "first forward in no_grad, second should train, but the weights get no gradient under fp16",
 #   "some gradients are None under autocast",
 #   "element 0 of tensors does not require grad and does not have a grad_fn, only with autocast",
 #   "no gradient after a torch.no_grad() pass in the same autocast block",
@@ -303,6 +304,8 @@ assert set(scales_in(torch.bfloat16, enabled=False)) == {1.0}
 #
 # `AMP0029` <!-- failure
 # symptoms = [
+#   "a model loaded in torch_dtype bfloat16 trains worse, with a higher final loss, than one loaded in fp32",
+#   "whole unet in bf16 slowly degrades, does the optimizer need fp32 copies of the weights",
 #   "bf16 weights never move: after many Adam steps they are the same as at the start",
 #   "pure bf16 training stagnates, while with fp32 weights the loss goes on falling",
 #   "weights of norms (RMSNorm, LayerNorm) stay exactly 1.0 in bf16",
@@ -424,6 +427,8 @@ assert first_step(torch.ones(1).half(), [1e-4], fused=True, lr=1e-4) == [1.0]
 #
 # `AMP0030` <!-- failure
 # symptoms = [
+#   "the rotary cache has wrong values once the model is cast to bfloat16",
+#   "with bf16 the loss starts much higher the longer the samples are",
 #   "results are good on short inputs and bad on long ones in bf16",
 #   "RoPE in bf16 loses precision for a long context",
 #   "many positions give the same embedding in bf16",

@@ -308,6 +308,8 @@ assert torch.tensor(1.0).bfloat16() + 1e-3 == 1  # an update of a bf16 weight
 #
 # `AMP0171` <!-- failure
 # symptoms = [
+#   "inference inside torch.autocast has a higher max memory than the float run",
+#   "evaluation runs out of memory with no_grad and autocast around the whole dataloader loop",
 #   "inference uses more memory with autocast than without",
 #   "memory grows under `no_grad` inside the autocast block",
 #   "out of memory in `generate` or in sampling only with fp16 or autocast",

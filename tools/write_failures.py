@@ -53,7 +53,9 @@ INDEX = ROOT / "notebooks" / "08_when_amp_breaks.py"
 PAGES = ("docs/*.md", "README.md", "CHEATSHEET.md", "data/README.md")
 
 _MESSAGES = 1  # of a failure that the index shows; its page has all
-_BOOST = {"title": 4, "symptoms": 4, "messages": 3, "words": 3, "text": 1}
+# Found with practice questions: which weights, and how much a long text counts less (`_B`, `_K1`).
+_BOOST = {"title": 2, "symptoms": 2, "messages": 0.3, "words": 1, "text": 1}
+_B, _K1 = 0.5, 0.8  # of BM25
 _HEADING = re.compile(r"^##+ (.+?)$", re.MULTILINE)
 _ENTRY = re.compile(r"^`(AMP\d{4})` <!-- failure\n(.*?)^-->", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
@@ -265,8 +267,15 @@ def _index(found: list[Entry], all_pages: list[dict[str, str]], synonyms: dict[s
         fields = {"title": page["title"], "words": page["headings"]}
         empty = dict.fromkeys(_BOOST, "")
         documents.append({"key": page["page"]} | empty | _terms(fields, synonyms))
-    names = [{"field_name": name, "boost": boost} for name, boost in _BOOST.items()]
-    return lunr.lunr(ref="key", fields=names, documents=documents).serialize()
+    builder = lunr.get_default_builder()
+    builder.ref("key")
+    builder.b(_B)
+    builder.k1(_K1)
+    for name, boost in _BOOST.items():
+        builder.field(name, boost)
+    for document in documents:
+        builder.add(document)
+    return builder.build().serialize()
 
 
 def _terms(fields: dict[str, str], synonyms: dict[str, str]) -> dict[str, str]:

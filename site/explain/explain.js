@@ -7,6 +7,7 @@ const AmpExplain = (() => {
   const ERROR = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:/g;
   const PRINTED = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning)\b ?[:(]/g;
   const CODE = /(?<![A-Za-z0-9_])AMP[0-9]{4}(?![A-Za-z0-9_])/gi;
+  const VOWEL_Y = /([aeiou])ys?$/;
   const PREFIX = /^\s*(?:[\w.]*(?:Error|Exception|Warning)\b:?\s*)+/;
   const FRAME = new RegExp(
     '^[ \\t│]*File "([^"\\n]+)", line (\\d+)(?:, in ([^\\n]+))?(?:\\n([^\\n]*))?' +
@@ -26,7 +27,8 @@ const AmpExplain = (() => {
   /** The words of a text as the index has them, without the names of exceptions before it. */
   function termsOf(text, synonyms) {
     const words = flat(text).replace(PREFIX, "").toLowerCase().match(/[a-z0-9]+/g) ?? [];
-    return words.map((word) => (Object.hasOwn(synonyms, word) ? synonyms[word] : word));
+    // lunr's stemmers in Python and JavaScript treat a "y" after a vowel differently.
+    return words.map((word) => (Object.hasOwn(synonyms, word) ? synonyms[word] : word).replace(VOWEL_Y, "$1i"));
   }
 
   function endOfLastMatch(pattern, line) {

@@ -23,11 +23,19 @@
 
   const found = fromReference();
   const pages = new Set(found.map(([page]) => page));
-  for (const { ref } of AmpExplain.search(index, terms)) {
+  // A page counts by its best section, and a quarter of the next three.
+  const scores = new Map();
+  for (const { ref, score } of AmpExplain.search(index, terms)) {
     const section = AmpSearchData.sections[Number(ref)];
-    if (pages.has(section[0])) continue;
-    pages.add(section[0]);
-    found.push(section);
+    const page = scores.get(section[0]);
+    if (!page) scores.set(section[0], { section, score, sections: 1 });
+    else if (page.sections < 4) {
+      page.score += score / 4;
+      page.sections += 1;
+    }
+  }
+  for (const { section } of [...scores.values()].sort((a, b) => b.score - a.score)) {
+    if (!pages.has(section[0])) found.push(section);
   }
 
   const heading = document.createElement("p");

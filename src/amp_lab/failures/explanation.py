@@ -16,6 +16,9 @@ _PRINTED = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning)\b 
 _ERROR = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:")
 _PREFIX = re.compile(r"^\s*(?:[\w.]*(?:Error|Exception|Warning)\b:?\s*)+")
 _WORD = re.compile(r"[a-z0-9]+")
+_VOWEL_Y = re.compile(
+    r"([aeiou])ys?$"
+)  # which lunr's stemmers in Python and JavaScript treat unlike
 _CODE = re.compile(r"(?<![A-Za-z0-9_])AMP[0-9]{4}(?![A-Za-z0-9_])", re.IGNORECASE)
 # A frame of a traceback: Python's own, then IPython's.
 _FRAME = re.compile(
@@ -158,7 +161,7 @@ def question_of(text: str) -> str:
 def terms_of(text: str, synonyms: dict[str, str]) -> list[str]:
     """The words of a text as the index has them, without the names of exceptions before it."""
     words = _WORD.findall(_PREFIX.sub("", flat(text)).lower())
-    return [synonyms.get(word, word) for word in words]
+    return [_VOWEL_Y.sub(r"\1i", synonyms.get(word, word)) for word in words]
 
 
 def _by_words(question: str, reference: Reference) -> list[Failure | Page]:
