@@ -119,7 +119,7 @@ def test_search_works_from_a_file(visit):
 def test_a_section_that_was_found_opens_at_its_heading(visit):
     page = visit("search.html")
     page.goto(f"{page.url}?q=gradient+accumulation+recipe")
-    page.locator("ul.search li a", has_text="07").first.wait_for()
+    page.locator("ul.search li a").first.wait_for()
     link = page.locator("ul.search li a[href*='#']").first
     anchor = unquote(link.get_attribute("href").partition("#")[2])
     link.click()
