@@ -17,6 +17,11 @@ from amp_lab.core.errors import NumericsError
 from amp_lab.core.tensors import storage_key, stored_values, tensors_in
 from amp_lab.numerics.call_stack import applied_loss_scale, is_in_scaler, user_line
 from amp_lab.numerics.error_notes import add_note
+from amp_lab.numerics.model_weights import (
+    trains_fp16_weights,
+    watch_gathered,
+    weights_dtype,
+)
 from amp_lab.numerics.nonfinite_report import NonfiniteReport, left_by_error
 from amp_lab.numerics.op_constants import (
     constant_beyond,
@@ -26,6 +31,7 @@ from amp_lab.numerics.op_constants import (
     keeps_zero,
     lost_eps,
 )
+from amp_lab.numerics.stored_parts import is_sharded, parts_of
 from amp_lab.numerics.tensor_summary import TensorSummary, is_finite, summarise
 from amp_lab.numerics.watched_ops import REDUCTIONS, Call, Site, among, argument_summaries, outputs
 
@@ -43,6 +49,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
     parameter or running statistic that is not finite is reported when its module is called.
 
     Compiled functions, optimizers that work on lists of tensors, and other threads are not watched.
+    In a model of FSDP2, each rank looks at its own shards.
     The host waits for each op, so use the block for one step only.
 
     Args:
@@ -112,6 +119,9 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             after = module.register_forward_hook(self._leave, always_call=True)
             self._installed.callback(before.remove)
             self._installed.callback(after.remove)
+            if any(map(is_sharded, module.parameters(recurse=False))):
+                gathered = watch_gathered(module, name, self._watch_gradient)
+                self._installed.callback(gathered.remove)
         self._watch_parameters()
         self._installed.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         for parameter in self._model.parameters():
@@ -286,7 +296,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         """The lost eps of the first of these tensors that has one, and a zero."""
         for tensor in tensors:
             noted = self._lost_eps.get(storage_key(tensor))
-            if noted is not None and not tensor.all():
+            if noted is not None and not all(part.all() for part in parts_of(tensor)):
                 _, eps = noted
                 return eps
         return None
@@ -386,24 +396,12 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             value=value,
             number=len(self._all_origins),
             loss_scale=self._loss_scale,
-            weights=self._weights_of(site.module),
-            half_weights=self._trains_fp16_weights(),
+            weights=weights_dtype(self._model, site.module),
+            half_weights=trains_fp16_weights(self._model),
             **facts,
         )
         self._all_origins.append(origin)
         return origin
-
-    def _weights_of(self, name: str | None) -> torch.dtype | None:
-        """The dtype of a module's own weights, or else of the model's first weight."""
-        if name is not None:
-            own = _first_dtype(self._model.get_submodule(name).parameters(recurse=False))
-            if own is not None:
-                return own
-        return _first_dtype(self._model.parameters())
-
-    def _trains_fp16_weights(self) -> bool:
-        parameters = self._model.parameters()
-        return any(p.requires_grad and p.dtype is torch.float16 for p in parameters)
 
     def _note_earlier(self, tensor: Tensor, kind: str, name: str, site: Site) -> NonfiniteReport:
         """Make and note the origin of a tensor that was not finite before any op of the block."""
@@ -480,11 +478,6 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
 def _storage(tensor: Tensor) -> StorageWeakRef:
     """A weak reference; while it exists, no other storage gets the same address."""
     return StorageWeakRef(stored_values(tensor).untyped_storage())
-
-
-def _first_dtype(parameters: Iterator[nn.Parameter]) -> torch.dtype | None:
-    """The dtype of the first floating-point parameter."""
-    return next((p.dtype for p in parameters if p.is_floating_point()), None)
 
 
 def _living(by_storage: dict) -> dict:

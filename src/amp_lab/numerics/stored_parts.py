@@ -1,6 +1,7 @@
 """The tensors that a subclass such as torchao's quantized weights keeps its values in."""
 
 import functools
+import sys
 import warnings
 
 import torch
@@ -16,8 +17,13 @@ _can_compute: dict[type, bool] = {}
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensor itself, or the plain tensors in which a subclass keeps its values.
 
-    Empty for a subclass that does not tell them, with a warning, once for each class.
+    Of a DTensor, it is this rank's shard: reading all shards would take a collective, which hangs
+    unless every rank reads the same tensors. Empty for a subclass that does not tell its parts,
+    with a warning, once for each class.
     """
+    if is_sharded(tensor):
+        shard: torch.Tensor = getattr(tensor, "_local_tensor")  # noqa: B009
+        return parts_of(shard)
     if type(tensor) in _PLAIN or _computes(tensor):
         return [tensor]
     if not is_traceable_wrapper_subclass(tensor):
@@ -28,6 +34,12 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     for name in names:
         parts += parts_of(getattr(tensor, name))
     return parts
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor, as the parameters of FSDP2 are."""
+    dtensor = sys.modules.get("torch.distributed.tensor")  # which takes long to load
+    return dtensor is not None and isinstance(tensor, dtensor.DTensor)
 
 
 def _computes(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from amp_lab.core.report import dtype_name, percent
 from amp_lab.core.tensors import stored_values
-from amp_lab.numerics.stored_parts import parts_of
+from amp_lab.numerics.stored_parts import is_sharded, parts_of
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class TensorSummary:
     inf: int  # … are inf
     neg_inf: int  # … are -inf
     stored_as: tuple[torch.dtype, ...] = ()  # dtypes of the parts of a tensor subclass
+    sharded: bool = False  # whether only this rank's shard was read, of a DTensor
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -40,6 +41,8 @@ class TensorSummary:
 
     def __str__(self) -> str:
         text = f"{dtype_name(self.dtype)} {self.shape}"
+        if self.sharded:
+            text += ", of which this rank's shard was read"
         if self.stored_as:
             dtypes = " and ".join(dict.fromkeys(map(dtype_name, self.stored_as)))
             text += f" stored as {dtypes}, of which the floating-point values were read"
@@ -65,7 +68,7 @@ def summarise(name: str, tensor: Tensor) -> TensorSummary:
     else:
         parts = parts_of(tensor)
         values = _numbers(parts)
-        if not any(part is tensor for part in parts):
+        if not is_sharded(tensor) and not any(part is tensor for part in parts):
             stored_as = tuple(part.dtype for part in parts)
     low = math.nan
     high = math.nan
@@ -84,6 +87,7 @@ def summarise(name: str, tensor: Tensor) -> TensorSummary:
         inf=int((values == math.inf).sum()),
         neg_inf=int((values == -math.inf).sum()),
         stored_as=stored_as,
+        sharded=is_sharded(tensor),
     )
 
 

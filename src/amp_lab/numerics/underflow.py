@@ -13,6 +13,7 @@ from amp_lab.core.errors import NumericsError, first_line
 from amp_lab.core.remedies import remedy
 from amp_lab.core.report import Printed, Table, listed, percent
 from amp_lab.numerics.gradient_histogram import GradientCount, log2_of, together
+from amp_lab.numerics.stored_parts import is_sharded
 from amp_lab.tracing.backward import nodes_below
 
 # What autocast runs in low precision, by the name of its backward node. The gradient of an op's
@@ -274,6 +275,11 @@ def gradient_underflow(
         row.add((gradient,))
         rows.append(row)
     if not rows:
+        if any(map(is_sharded, parameters)):
+            raise NumericsError(
+                "gradient_underflow: the parameters are sharded, and the loss depends on the ones "
+                "that were gathered; measure before you call fully_shard"
+            )
         raise NumericsError("gradient_underflow: the loss does not depend on the model")
     return UnderflowReport(
         rows=(*outputs, *rows),

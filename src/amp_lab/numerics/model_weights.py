@@ -1,0 +1,49 @@
+"""The dtypes of a model's weights, and the weights that FSDP2 gathers."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from amp_lab.numerics.stored_parts import is_sharded
+
+
+def weights_dtype(model: nn.Module, name: str | None) -> torch.dtype | None:
+    """The dtype of the weights of the module with this name, or else of the model's first one."""
+    if name is not None:
+        own = _first_dtype(model.get_submodule(name).parameters(recurse=False))
+        if own is not None:
+            return own
+    return _first_dtype(model.parameters())
+
+
+def _first_dtype(parameters: Iterator[nn.Parameter]) -> torch.dtype | None:
+    """The dtype of the first floating-point parameter."""
+    return next((p.dtype for p in parameters if p.is_floating_point()), None)
+
+
+def trains_fp16_weights(model: nn.Module) -> bool:
+    """Whether a parameter that requires a gradient is fp16."""
+    return any(p.requires_grad and p.dtype is torch.float16 for p in model.parameters())
+
+
+def watch_gathered(
+    module: nn.Module, name: str, watch: Callable[[Tensor, str], None]
+) -> RemovableHandle:
+    """Call `watch` with each parameter that FSDP2 gathers for a module, and with its name.
+
+    Autograd's gradients are those of the gathered parameters. FSDP2 sets `.grad` of the sharded
+    ones itself, without calling their hooks. Returns the handle of the hook that calls `watch`.
+    """
+    seen: set[int] = set()  # ids; FSDP2 keeps a gathered parameter, and gathers into it again
+
+    def look(module: nn.Module, args: tuple) -> None:
+        for own_name, parameter in module.named_parameters(recurse=False):
+            is_gathered = parameter.requires_grad and not is_sharded(parameter)
+            if is_gathered and id(parameter) not in seen:
+                seen.add(id(parameter))
+                watch(parameter, f"{name}.{own_name}".lstrip("."))
+
+    # FSDP2 gathers in a hook that it put before all others, so this one comes after it.
+    return module.register_forward_pre_hook(look)
