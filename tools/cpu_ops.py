@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from amp_lab.core.cpu import matrix_instructions
-from amp_lab.core.device import device_name
+from amp_lab.core.device_facts import device_name
 from amp_lab.core.errors import first_line
 from amp_lab.core.files import atomic_write
 from amp_lab.core.timing import measure

@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from amp_lab.core.device import device_name, pick_device
+from amp_lab.core.device import pick_device
+from amp_lab.core.device_facts import device_name
 from amp_lab.core.files import atomic_write
 
 ROOT = Path(__file__).resolve().parent.parent

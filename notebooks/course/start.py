@@ -18,7 +18,8 @@ if importlib.util.find_spec("amp_lab") is None:
     sys.path.append(str(Path(__file__).resolve().parents[2] / "src"))
 
 from amp_lab.core.cpu import onednn_has_bf16
-from amp_lab.core.device import backend_name, device_name, pick_device
+from amp_lab.core.device import pick_device
+from amp_lab.core.device_facts import backend_name, device_name
 from amp_lab.core.errors import AmpLabError, OptionError
 from amp_lab.core.requirements import require_torch
 

@@ -104,10 +104,10 @@ def test_inference_needs_the_memory_of_a_forward_pass(capsys, monkeypatch):
     layers = (nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
     model, values = nn.Sequential(*layers), torch.randn(32, 32)
     needed = forecast_inference(model, values, device_type="cpu", precision="fp32").peak
-    monkeypatch.setattr("amp_lab.core.device.memory_bytes", lambda device: needed)
+    monkeypatch.setattr("amp_lab.core.device_facts.memory_bytes", lambda device: needed)
     assert "error of the output" in printed(capsys, "my_net.py:net", *INPUT, "--eval")
     assert main(["rehearse", "my_net.py:net", *INPUT]) == 2
     assert "a step needs" in capsys.readouterr().err
-    monkeypatch.setattr("amp_lab.core.device.memory_bytes", lambda device: needed - 1)
+    monkeypatch.setattr("amp_lab.core.device_facts.memory_bytes", lambda device: needed - 1)
     assert main(["rehearse", "my_net.py:net", *INPUT, "--eval"]) == 2
     assert "a forward pass needs" in capsys.readouterr().err

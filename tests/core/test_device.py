@@ -16,7 +16,9 @@ from amp_lab import (
     recommend_precision,
 )
 from amp_lab.core import device as device_module
-from amp_lab.core.device import _recommend, memory_bytes
+from amp_lab.core import device_matmuls
+from amp_lab.core.device import _recommend
+from amp_lab.core.device_facts import memory_bytes
 from amp_lab.core.errors import AmpLabError, OptionError
 from amp_lab.core.timing import Comparison, Measurement
 
@@ -214,8 +216,8 @@ def timed(monkeypatch, seconds, disturbed=0):
         ("compare", compare),
         ("has_tf32", lambda device_type: False),
     ):
-        monkeypatch.setattr(device_module, name, stand_in)
-    return *device_module._matmul_rates(CPU), asked
+        monkeypatch.setattr(device_matmuls, name, stand_in)
+    return *device_matmuls.matmul_rates(CPU), asked
 
 
 def test_rates_are_of_one_size_and_a_slow_precision_of_the_small_one_alone(monkeypatch):
@@ -229,17 +231,17 @@ def test_rates_are_of_one_size_and_a_slow_precision_of_the_small_one_alone(monke
 
 
 def test_a_fast_device_gets_larger_matrices_until_they_fill_it(monkeypatch):
-    monkeypatch.setattr(device_module, "measure", lambda fn, **_: Measurement((fn(),), None, None))
-    monkeypatch.setattr(device_module, "make_matmul", lambda device, p, n: lambda: n / 1e5)
-    assert device_module.filling_size(CPU, 8192, seconds=10e-3) == 1024  # the first of 10 ms
-    assert device_module.filling_size(CPU, 8192, seconds=1) == 8192
+    monkeypatch.setattr(device_matmuls, "measure", lambda fn, **_: Measurement((fn(),), None, None))
+    monkeypatch.setattr(device_matmuls, "make_matmul", lambda device, p, n: lambda: n / 1e5)
+    assert device_matmuls.filling_size(CPU, 8192, seconds=10e-3) == 1024  # the first of 10 ms
+    assert device_matmuls.filling_size(CPU, 8192, seconds=1) == 8192
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
 def test_on_a_busy_machine_facts_decide_and_not_rates(monkeypatch, has_bf16):
     """A rate of fp16 that was measured wrongly once made notebook 00 train for an hour."""
     wrong = {Precision.FP32: 1e9, Precision.TF32: None, Precision.FP16: 1e12, Precision.BF16: 1e9}
-    monkeypatch.setattr(device_module, "_matmul_rates", lambda where: (wrong, False))
+    monkeypatch.setattr(device_module, "matmul_rates", lambda where: (wrong, False))
     monkeypatch.setattr(device_module, "has_bf16_instructions", lambda: has_bf16)
     report = device_module._describe.__wrapped__(CPU, "CPU")
     assert not report.trusted
@@ -271,7 +273,9 @@ def test_rates_of_a_busy_machine_are_not_trusted(monkeypatch):
 
 
 def test_a_product_is_one_in_its_precision():
-    found = {p: device_module.make_matmul(CPU, Precision(p), 8)() for p in ("fp32", "fp16", "bf16")}
+    found = {
+        p: device_matmuls.make_matmul(CPU, Precision(p), 8)() for p in ("fp32", "fp16", "bf16")
+    }
     assert {name: matmul.dtype for name, matmul in found.items()} == {
         "fp32": torch.float32,
         "fp16": torch.float16,
@@ -282,7 +286,7 @@ def test_a_product_is_one_in_its_precision():
 
 def test_values_of_products_on_this_cpu():
     for precision, bits in {"fp32": 24, "fp16": 11, "bf16": 8}.items():
-        found = device_module.measure_matmul_numerics(torch.device("cpu"), Precision(precision))
+        found = device_matmuls.measure_matmul_numerics(torch.device("cpu"), Precision(precision))
         assert found.input_bits == bits
         if precision == "fp32":  # units for bf16 take subnormals as 0, on some CPUs too
             assert found.subnormals
@@ -297,9 +301,9 @@ def test_an_input_that_is_rounded_is_found():
         return (left.bfloat16() @ right.bfloat16()).float()
 
     cpu, fp32 = torch.device("cpu"), torch.float32
-    assert device_module._input_bits(cpu, fp32, as_tf32) == 11
-    assert device_module._input_bits(cpu, fp32, as_bf16) == 8
-    assert device_module._input_bits(cpu, fp32, device_module._convolve) == 24
+    assert device_matmuls._input_bits(cpu, fp32, as_tf32) == 11
+    assert device_matmuls._input_bits(cpu, fp32, as_bf16) == 8
+    assert device_matmuls._input_bits(cpu, fp32, device_matmuls._convolve) == 24
 
 
 def test_sums_in_a_narrow_format_are_found(monkeypatch):
@@ -312,7 +316,7 @@ def test_sums_in_a_narrow_format_are_found(monkeypatch):
         return sums
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", narrow)
-    found = device_module.measure_matmul_numerics(torch.device("cpu"), Precision.FP16)
+    found = device_matmuls.measure_matmul_numerics(torch.device("cpu"), Precision.FP16)
     assert found.error > 8
 
 
@@ -353,7 +357,7 @@ def test_report_of_this_cpu():
 def test_with_other_threads_a_device_is_described_anew(monkeypatch):
     measured = []
     monkeypatch.setattr(
-        device_module, "_matmul_rates", lambda _: measured.append(1) or (rates(), True)
+        device_module, "matmul_rates", lambda _: measured.append(1) or (rates(), True)
     )
     device_module._describe.cache_clear()
     threads = torch.get_num_threads()
@@ -377,5 +381,5 @@ def test_memory_of_a_container_is_what_it_may_use(monkeypatch):
         assert str(path) == "/sys/fs/cgroup/memory.max"
         return "1048576\n"
 
-    monkeypatch.setattr("amp_lab.core.device.Path.read_text", limited)
+    monkeypatch.setattr("amp_lab.core.device_facts.Path.read_text", limited)
     assert memory_bytes(CPU) == 2**20

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from amp_lab.core.backends import backend
-from amp_lab.core.device import describe_device, filling_size, make_matmul
+from amp_lab.core.device import describe_device
+from amp_lab.core.device_matmuls import filling_size, make_matmul
 from amp_lab.core.precision import Precision
 from amp_lab.core.tensors import tensors_in
 from amp_lab.core.timing import compare

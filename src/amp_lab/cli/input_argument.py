@@ -39,7 +39,7 @@ class InputSpec:
         """
         import torch
 
-        from amp_lab.core.device import memory_bytes
+        from amp_lab.core.device_facts import memory_bytes
 
         dtype = getattr(torch, self.dtype)
         if not with_values:  # on meta a large input takes no memory

@@ -24,7 +24,8 @@ def require_memory(
     `what` begins the message, and says what wants to run the step. With `inference` the step is a
     forward pass; `size` replaces the batch size. Without a forecast nothing is raised.
     """
-    from amp_lab.core.device import memory_bytes, pick_device
+    from amp_lab.core.device import pick_device
+    from amp_lab.core.device_facts import memory_bytes
     from amp_lab.core.report import bytes_text
 
     device = pick_device(name)

@@ -1,46 +1,37 @@
-"""The device: choose it, describe it, and measure which precisions it accelerates."""
+"""The device: choose it, describe it, and recommend a precision for it.
+
+What it says of itself is in `device_facts`, and how its matmuls are measured in `device_matmuls`.
+"""
 
 import functools
 import os
-import platform
-import re
-import subprocess
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from amp_lab.core.backends import BACKENDS, backend
-from amp_lab.core.cpu import has_bf16_instructions, matrix_instructions
+from amp_lab.core.cpu import has_bf16_instructions
+from amp_lab.core.device_facts import backend_name, device_name, memory_bytes
+from amp_lab.core.device_matmuls import (
+    MatmulNumerics,
+    fp32_bits_as_set,
+    matmul_rates,
+    measure_matmul_numerics,
+    precisions_here,
+)
 from amp_lab.core.errors import DeviceError
 from amp_lab.core.gpus import matmuls_of
-from amp_lab.core.precision import Precision, has_tf32, require_backend
-from amp_lab.core.timing import compare, measure
+from amp_lab.core.precision import Precision, require_backend
 
 # A precision counts as accelerated when its matmul is at least this many times as fast as
 # fp32's. Less drowns in the casts that autocast inserts, and in the noise of a shared machine.
 ACCELERATED = 1.25
-_SMALL = 256  # the edge of the matrices that are tried first
 
 # Names that people give a device, such as "rocm", and torch's name for it.
 _ALSO_KNOWN_AS: dict[str, str] = {}
 for _row in BACKENDS.values():
     _ALSO_KNOWN_AS.update(dict.fromkeys(_row.also_called, _row.type))
-
-
-@dataclass(frozen=True)
-class MatmulNumerics:
-    """What a device's matmul does to values, found by products whose result is known."""
-
-    error: float
-    """Largest error of a sum of 4,096 products in units in the last place of the result: 0.5 where
-    sums are kept in a wider format and rounded once. In fp32 several are usual."""
-    input_bits: int
-    """Bits of significand that are left of an fp32 input: 24, or 11 in TF32, or 8 in bf16."""
-    subnormals: bool
-    """Whether the smallest subnormal number, times 1, is itself; some devices make it zero."""
 
 
 @dataclass(frozen=True)
@@ -176,13 +167,13 @@ def _describe(device: torch.device, backend_text: str) -> DeviceReport:
     except RuntimeError as error:  # a GPU that this torch has no kernels for, or a broken driver
         reason = str(error).splitlines()[0]
         raise DeviceError(f"{str(device)!r} is there, but torch cannot use it: {reason}") from error
-    rates, trusted = _matmul_rates(device)
+    rates, trusted = matmul_rates(device)
     if trusted:
         recommended, reason = _recommend(rates)
     else:
         recommended, reason = _recommend_unmeasured(device)
     values = dict.fromkeys(Precision)  # None for a precision that the device does not have
-    for precision in _precisions_here(device):
+    for precision in precisions_here(device):
         values[precision] = measure_matmul_numerics(device, precision)
     return DeviceReport(
         device=device,
@@ -191,10 +182,7 @@ def _describe(device: torch.device, backend_text: str) -> DeviceReport:
         memory_bytes=memory_bytes(device),
         rates=rates,
         values=values,
-        fp32_bits_as_set=(
-            _input_bits(device, torch.float32, torch.matmul),
-            _input_bits(device, torch.float32, _convolve),
-        ),
+        fp32_bits_as_set=fp32_bits_as_set(device),
         trusted=trusted,
         recommended=recommended,
         reason=reason,
@@ -252,123 +240,6 @@ def recommend_precision(device: torch.device | str) -> Precision:
     return describe_device(device).recommended
 
 
-def _matmul_rates(device: torch.device) -> tuple[dict[Precision, float | None], bool]:
-    """FLOP/s of a square matmul in each precision, and whether the figures can be trusted.
-
-    None stands for a precision that the device does not have. The size is the same for all: it
-    doubles until the product takes 10 ms in fp32, enough to fill the device. On a CPU it stops at
-    1024. A precision that is emulated, and so more than ten times as slow as fp32, is timed at the
-    first, small size alone: at 1024 one call of fp16 takes seconds on many CPUs.
-    """
-    precisions = _precisions_here(device)
-    small_s = {}
-    for precision in precisions:
-        matmul = make_matmul(device, precision, _SMALL)
-        small_s[precision] = measure(matmul, device=device, repeats=2).median_s
-    longest_s = 10 * small_s[Precision.FP32]
-    # The precisions that the device does not emulate.
-    native = [precision for precision in precisions if small_s[precision] <= longest_s]
-    largest = 1024 if backend(device).is_host else 8192
-    n = filling_size(device, largest, seconds=10e-3)
-    matmuls: dict[str, Callable] = {p: make_matmul(device, p, n) for p in native}
-    compared = compare(matmuls, device=device, budget_s=3)
-    rates = dict.fromkeys(Precision)
-    for precision in precisions:  # FLOPs of the product, over its seconds
-        if precision in native:
-            rates[precision] = 2 * n**3 / compared.median_s(precision)
-        else:
-            rates[precision] = 2 * _SMALL**3 / small_s[precision]
-    return rates, compared.trusted
-
-
-def _precisions_here(device: torch.device) -> list[Precision]:
-    """All precisions, without TF32 on a device that does not have it."""
-    return [p for p in Precision if p is not Precision.TF32 or has_tf32(device.type)]
-
-
-def filling_size(device: torch.device, largest: int, *, seconds: float) -> int:
-    """The first n of 256, 512, … at which a product of n x n matrices takes `seconds` in fp32.
-
-    If none below `largest` does, it is the first that is not below `largest`.
-    """
-    n = _SMALL
-    while n < largest:
-        matmul = make_matmul(device, Precision.FP32, n)
-        if measure(matmul, device=device, warmup=1, repeats=2).median_s >= seconds:
-            break
-        n *= 2
-    return n
-
-
-def make_matmul(device: torch.device, precision: Precision, n: int) -> Callable[[], torch.Tensor]:
-    """A function that multiplies two n x n matrices in a precision, (n, n) @ (n, n).
-
-    It takes 2 n^3 FLOPs: n^3 multiplications and about as many additions.
-    """
-    generator = torch.Generator(device).manual_seed(0)
-    left = torch.randn(n, n, device=device, generator=generator).to(precision.dtype)
-    right = torch.randn(n, n, device=device, generator=generator).to(precision.dtype)
-    mode = _without_autocast(precision)
-
-    def multiply() -> torch.Tensor:
-        with mode.autocast(device.type):
-            return left @ right
-
-    return multiply
-
-
-def _without_autocast(precision: Precision) -> Precision:
-    """The precision to set for operands that are in the precision's dtype already."""
-    if precision is Precision.TF32:
-        return Precision.TF32
-    return Precision.FP32
-
-
-def measure_matmul_numerics(device: torch.device, precision: Precision) -> MatmulNumerics:
-    """What a matmul in a precision does to values on a device."""
-    dtype = precision.dtype
-    eps = torch.finfo(dtype).eps
-    generator = torch.Generator().manual_seed(0)
-    left = torch.rand(32, 4096, generator=generator).to(dtype)
-    right = torch.rand(32, 4096, generator=generator).to(dtype)
-    smallest_subnormal = torch.tensor(torch.finfo(dtype).smallest_normal * eps)
-    subnormals = smallest_subnormal.to(dtype).expand(16, 16)
-    identity = torch.eye(16, dtype=dtype)
-    with _without_autocast(precision).autocast(device.type):
-        sums = (left.to(device) @ right.T.to(device)).cpu().double()  # (32, 32)
-        times_one = (subnormals.to(device) @ identity.to(device)).cpu()
-        bits = _input_bits(device, dtype, torch.matmul)
-    # All values are positive, so no sum is small, and fp64 is exact enough to compare with.
-    exact = left.double() @ right.T.double()
-    # A result from 2^e to 2^(e+1) has its last place at 2^e * eps; `frexp` gives e + 1.
-    exponents = torch.frexp(exact).exponent.double() - 1
-    last_place = torch.exp2(exponents) * eps
-    error = ((sums - exact).abs() / last_place).max().item()
-    keeps_subnormals = bool((times_one == subnormals).all())
-    return MatmulNumerics(error=error, input_bits=bits, subnormals=keeps_subnormals)
-
-
-def _input_bits(device: torch.device, dtype: torch.dtype, multiply: Callable) -> int:
-    """How many bits of significand an input keeps in a product.
-
-    `multiply` takes two (n, n) matrices and returns their product. Each 1 + 2^-k, for k from 1 to
-    32, is multiplied by 1. It stays above 1 if the bit of 2^-k is kept.
-    """
-    size = 32
-    inputs = (1 + torch.exp2(-torch.arange(1.0, 1 + size))).to(dtype)
-    identity = torch.eye(size, dtype=dtype, device=device)
-    out = multiply(torch.diag(inputs).to(device), identity)
-    is_kept = out.cpu().diagonal() > 1
-    return 1 + int(is_kept.sum())
-
-
-def _convolve(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The product of (n, k) and (k, m), as a convolution with kernels of 1 x 1: (n, m)."""
-    images = left[:, :, None, None]
-    weight = right.T[:, :, None, None]
-    return torch.nn.functional.conv2d(images, weight)[:, :, 0, 0]
-
-
 def _speedup(rates: dict[Precision, float | None], precision: Precision) -> float:
     """Rate of `precision` as a multiple of fp32's; 0 if its rate is None."""
     fp32 = rates[Precision.FP32]
@@ -412,80 +283,3 @@ def _recommend_unmeasured(device: torch.device) -> tuple[Precision, str]:
             return Precision.FP16, f"{has} tensor cores for fp16 alone; use a gradient scaler"
         return Precision.FP32, f"{has} no tensor cores"
     return Precision.FP32, f"{busy}: measure again when it is idle"
-
-
-def device_name(device: torch.device) -> str:
-    """The name that the maker gave the device, or else the type of processor."""
-    module = torch.get_device_module(device.type)
-    if hasattr(module, "get_device_name"):
-        return module.get_device_name(device)
-    if platform.system() == "Darwin":  # CPU and GPU of an Apple chip share its name
-        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        answer = subprocess.run(command, capture_output=True, text=True)
-        return answer.stdout.strip() or platform.machine()
-    try:
-        cpuinfo = Path("/proc/cpuinfo").read_text()
-    except OSError:  # not Linux
-        return platform.processor() or platform.machine()
-    # "model name      : AMD EPYC 9654 96-Core Processor", once for each core
-    match = re.search(r"^model name.*?:(.*)", cpuinfo, re.MULTILINE)
-    if match is None:
-        return platform.machine()
-    return match[1].strip()
-
-
-def backend_name(device: torch.device) -> str:
-    """What torch uses to drive the device, such as ``CUDA 13.0, compute capability 9.0``.
-
-    For a CPU these are its matrix instructions and the number of threads.
-    """
-    if backend(device).is_host:
-        return f"CPU, {matrix_instructions()}, {torch.get_num_threads()} threads"
-    if device.type == "cuda" and torch.version.hip:
-        return f"ROCm {torch.version.hip}"
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        return f"CUDA {torch.version.cuda}, compute capability {major}.{minor}"
-    return device.type.upper()
-
-
-def memory_bytes(device: torch.device) -> int | None:
-    """Bytes of a device's memory; on a CPU, of what this process may use. None if unknown."""
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory()
-    if not backend(device).is_host:
-        return torch.accelerator.get_memory_info(device)[1]  # free bytes, then all
-    try:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError):  # no sysconf, as on Windows
-        return None
-    try:  # a container may be allowed less than the machine has
-        allowed = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return total
-    if allowed == "max":
-        return total
-    return min(total, int(allowed))
-
-
-def free_bytes() -> int | None:
-    """Bytes of main memory that this process could take now; None if unknown."""
-    total = memory_bytes(torch.device("cpu"))
-    try:
-        lines = Path("/proc/meminfo").read_text()
-    except OSError:  # not Linux
-        return total
-    free = total
-    # "MemAvailable:   12345678 kB", where kB stands for 1,024 bytes
-    available = re.search(r"^MemAvailable:\s+(\d+) kB", lines, re.MULTILINE)
-    if available:
-        free = int(available[1]) * 1024
-    try:  # the limit of a container, and what it uses of it
-        taken = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        allowed = int(Path("/sys/fs/cgroup/memory.max").read_text())
-    except (OSError, ValueError):  # there is no limit, or it is "max"
-        return free
-    left = max(0, allowed - taken)
-    if free is None:
-        return left
-    return min(free, left)

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 
-from amp_lab.core.device import free_bytes
+from amp_lab.core.device_facts import free_bytes
 from amp_lab.core.errors import TraceError, with_type
 from amp_lab.core.report import bytes_text
 from amp_lab.core.tensors import (
