@@ -16,7 +16,8 @@ from torch.utils.checkpoint import (
 from amp_lab import forecast_memory
 from amp_lab.core.errors import TraceError
 from amp_lab.model_call import ModelCall
-from amp_lab.tracing.memory import memory_table, parse_bytes
+from amp_lab.tracing.memory import memory_table
+from amp_lab.tracing.memory_arguments import parse_bytes
 from amp_lab.tracing.memory_result import MemoryTable
 
 WIDTH, DEPTH = 512, 6

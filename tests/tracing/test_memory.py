@@ -23,7 +23,8 @@ from amp_lab.core.errors import DeviceError, TraceError
 from amp_lab.core.optimizers import OPTIMIZERS
 from amp_lab.core.torch_versions import function_nodes_need_their_parents
 from amp_lab.models.gpt import Gpt, Size
-from amp_lab.tracing.memory import compare_memory, parse_bytes
+from amp_lab.tracing.memory import compare_memory
+from amp_lab.tracing.memory_arguments import parse_bytes
 
 pytestmark = pytest.mark.slow
 

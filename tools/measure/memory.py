@@ -19,7 +19,8 @@ from amp_lab.core.device import pick_device
 from amp_lab.core.optimizers import OPTIMIZERS
 from amp_lab.core.precision import Precision
 from amp_lab.models.gpt import SIZES, Block
-from amp_lab.tracing.memory import forecast_memory, largest_batch, parse_bytes
+from amp_lab.tracing.memory import forecast_memory, largest_batch
+from amp_lab.tracing.memory_arguments import parse_bytes
 from recording import parser, record
 
 PRECISIONS = (Precision.FP32, Precision.FP16, Precision.BF16)

@@ -15,7 +15,8 @@ from amp_lab.core.precision import Precision
 from amp_lab.core.report import bytes_text
 from amp_lab.model_call import ModelCall
 from amp_lab.recipes import INFERENCE, TRAINING, Recipe, uses_of
-from amp_lab.tracing.memory import memory_table, parse_bytes
+from amp_lab.tracing.memory import memory_table
+from amp_lab.tracing.memory_arguments import parse_bytes
 from amp_lab.tracing.xray import xray_call
 from amp_lab.tracing.xray_result import Xray
 

@@ -80,7 +80,8 @@ def _run_inference(options: argparse.Namespace) -> None:
 
 def _run_training(options: argparse.Namespace) -> None:
     """Print the forecast of a training step. Raises `OptionError` with an option of inference."""
-    from amp_lab.tracing.memory import MemoryTable, memory_table
+    from amp_lab.tracing.memory import memory_table
+    from amp_lab.tracing.memory_result import MemoryTable
 
     if options.tokens is not None:
         raise OptionError("--tokens is for the KV cache of inference: add --eval, or leave it out")

@@ -3,7 +3,8 @@
 Import `xray`, `op_table`, `forecast_memory` and `largest_batch` from `amp_lab`.
 """
 
-from amp_lab.tracing.memory import compare_memory, parse_bytes
+from amp_lab.tracing.memory import compare_memory
+from amp_lab.tracing.memory_arguments import parse_bytes
 from amp_lab.tracing.op_table import differences
 from amp_lab.tracing.xray_result import compare_xrays
 

@@ -31,12 +31,12 @@ from amp_lab.tracing.kv_cache import (
     token_count,
     with_tokens,
 )
-from amp_lab.tracing.memory import (
+from amp_lab.tracing.memory_arguments import memory_and_limit
+from amp_lab.tracing.memory_by_batch import (
     Forecasts,
     MemoryByBatch,
     errors_naming_inputs,
     forecast_each,
-    memory_and_limit,
 )
 from amp_lab.tracing.real_run import Passes
 from amp_lab.tracing.steps import TraceableStep, TracedStep, steps_on

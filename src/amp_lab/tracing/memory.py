@@ -1,27 +1,29 @@
 """The memory of a training step: a forecast, several side by side, and the largest batch."""
 
 import dataclasses
-import re
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from fractions import Fraction
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from amp_lab.core.errors import AmpLabError, TraceError, first_line, with_type
+from amp_lab.core.errors import TraceError, first_line
 from amp_lab.core.precision import Precision
 from amp_lab.core.remedies import remedy
 from amp_lab.model_call import ModelCall
 from amp_lab.tracing.answered import answered
 from amp_lab.tracing.decisions import Decisions, NoValues, ValuesNeeded
 from amp_lab.tracing.memory_advice import ways_out
+from amp_lab.tracing.memory_arguments import (
+    Dtypes,
+    Shapes,
+    inputs_of_shapes,
+    memory_and_limit,
+    parse_bytes,
+)
+from amp_lab.tracing.memory_by_batch import Forecasts, MemoryByBatch, forecast_each
 from amp_lab.tracing.memory_result import MemoryForecast, MemoryTable
 from amp_lab.tracing.real_run import Passes
-from amp_lab.tracing.steps import TraceableStep
 from amp_lab.tracing.training_step import LossFunction, TrainingStep, training_steps
 
 _FORECAST_EACH_BATCH = remedy(
@@ -29,10 +31,6 @@ _FORECAST_EACH_BATCH = remedy(
     "the largest batch of a model whose course depends on values",
     "forecast each batch by itself, with forecast_memory and inputs that have values",
 )
-
-Shapes = Sequence[int] | Sequence[Sequence[int]]
-Dtypes = torch.dtype | Sequence[torch.dtype]
-StepT = TypeVar("StepT", bound=TraceableStep)
 
 
 def forecast_memory(
@@ -216,61 +214,6 @@ def memory_table(
     return dataclasses.replace(table, ways_out=tuple(ways_out(table, with_optimizer)))
 
 
-def memory_and_limit(
-    memory_bytes: int | str | None, reserve: float
-) -> tuple[int, int] | tuple[None, None]:
-    """All bytes of a memory, and how many are left without `reserve`, a share of it from 0 to 1.
-
-    Both are None if `memory_bytes` is.
-    """
-    if memory_bytes is None:
-        return None, None
-    total = parse_bytes(memory_bytes)
-    return total, int(total * (1 - reserve))
-
-
-@dataclasses.dataclass
-class Forecasts:
-    """The forecasts of several steps, and what is known besides, by the column of the step."""
-
-    forecasts: list[Any] = dataclasses.field(default_factory=list)  # for the batch that was given
-    errors: dict[str, TraceError] = dataclasses.field(default_factory=dict)  # of those without one
-    largest: dict[str, int] = dataclasses.field(default_factory=dict)  # batch that fits
-    no_largest: dict[str, str] = dataclasses.field(default_factory=dict)  # why there is none
-    by_batch: dict[str, "MemoryByBatch"] = dataclasses.field(default_factory=dict)
-
-    def fields(self) -> dict[str, Any]:
-        """The values of a `ForecastTable`, by the names of its fields."""
-        return {
-            "forecasts": tuple(self.forecasts),
-            "largest": self.largest,
-            "failed": {column: str(error) for column, error in self.errors.items()},
-            "no_largest": self.no_largest,
-        }
-
-
-def forecast_each(steps: Iterable[StepT], add: Callable[[Forecasts, StepT], None]) -> Forecasts:
-    """Call `add` for each step, which adds a forecast; collect the errors of those that fail.
-
-    Raises the first error if all steps fail, or the one in fp32, which is one of the model or its
-    inputs. If a step needs values, `answered` repeats all of them with those of a real run.
-    """
-    found = Forecasts()
-    for step in steps:
-        try:
-            add(found, step)
-        except ValuesNeeded:
-            raise
-        except TraceError as error:
-            if step.precision is Precision.FP32:
-                raise
-            found.errors[step.column] = error
-    if not found.forecasts:
-        first_error = next(iter(found.errors.values()))
-        raise first_error
-    return found
-
-
 def _forecast_each_precision(
     steps: list[TrainingStep],
     call: ModelCall,
@@ -313,177 +256,3 @@ def _curves(
         peaks = tuple(by_batch.forecast(batch).peak for batch in batches)
         curves[precision] = (batches, peaks)
     return curves
-
-
-_UNITS = {"": 1, "b": 1}  # bytes of each unit: kb, kib, mb, mib, …
-for _power, _letter in enumerate("kmgt", start=1):
-    _UNITS[f"{_letter}b"] = 1000**_power
-    _UNITS[f"{_letter}ib"] = 1024**_power
-
-
-def parse_bytes(text: str | int) -> int:
-    """The number of bytes in ``"24GiB"`` (24 x 2^30), ``"24 GB"`` (24 x 10^9) or ``"25769803776"``.
-
-    Raises `TraceError` for anything else, for a bare ``"24G"`` (it does not say which of the two it
-    means), less than one byte or more than 2^62, and less than 1 MiB in a text without a unit.
-    """
-    if isinstance(text, str) and text.strip().isdecimal() and int(text) < 2**20:
-        raise TraceError(f"memory {text!r} would be {text} bytes: give a unit, as {text}GiB")
-    count = _count_of_bytes(str(text))
-    if count is None:
-        raise TraceError(f"memory {text!r}: give bytes, as 24GiB (24 x 2^30) or 24GB (24 x 10^9)")
-    if not 1 <= count <= 2**62:
-        raise TraceError(f"memory {text!r}: give from one byte to 2^62")
-    return int(count)
-
-
-def _count_of_bytes(text: str) -> Fraction | None:
-    """The bytes that a text such as "1.5 GB" says; None for other texts, and for "1.5 b"."""
-    # Such as ``24gib``, ``1.5 gb`` or ``.5gib``: the number, and the unit or nothing.
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip().lower())
-    if match is None:
-        return None
-    unit = _UNITS.get(match[2])
-    if unit is None:
-        return None
-    number = Fraction(match[1])  # exact, unlike 1.1 * 10**9
-    if unit == 1 and number.denominator > 1:
-        return None
-    return number * unit
-
-
-def inputs_of_shapes(input_shape: Shapes, input_dtype: Dtypes, *, batched: bool) -> tuple:
-    """Inputs of these shapes and dtypes, on ``meta``.
-
-    If `batched`, the first size of each shape is the batch. Else every shape gets a batch of 1 in
-    front, unless all have 1 there. Raises `TraceError` for inputs that do not go together.
-    """
-    shapes = _checked_shapes(input_shape)
-    if isinstance(input_dtype, torch.dtype):
-        dtypes = [input_dtype] * len(shapes)
-    else:
-        dtypes = list(input_dtype)
-    if len(dtypes) != len(shapes):
-        counts = f"{len(dtypes)} input dtypes for {len(shapes)} inputs"
-        raise TraceError(f"{counts}: give one for all, or one for each")
-    batches = {shape[0] for shape in shapes}
-    if batched and len(batches) > 1:
-        text = ", ".join(map(str, shapes))
-        raise TraceError(
-            f"inputs of shapes {text}: the first size is the batch; give the same for all"
-        )
-    if not batched and batches != {1}:
-        shapes = [(1, *shape) for shape in shapes]
-    inputs = []
-    for shape, dtype in zip(shapes, dtypes, strict=True):
-        inputs.append(torch.empty(shape, dtype=dtype, device="meta"))
-    return tuple(inputs)
-
-
-def _checked_shapes(input_shape: Any) -> list[tuple[int, ...]]:
-    """One shape or several as a list; raises `TraceError` for a size that is not 1 or more."""
-    if input_shape and all(isinstance(shape, Sequence) for shape in input_shape):
-        shapes = [tuple(shape) for shape in input_shape]
-    else:
-        shapes = [tuple(input_shape)]
-    for sizes in shapes:
-        if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-            raise TraceError(f"input shape {sizes}: give sizes of 1 or more")
-    return shapes
-
-
-@contextmanager
-def errors_naming_inputs(model: nn.Module, inputs: str) -> Iterator[None]:
-    """The block in which a model gets inputs that the user did not give, as ``a batch of 7``.
-
-    Errors of the model become a `TraceError` that names these inputs, and so does a `TraceError`.
-    Other errors of this package stay as they are.
-    """
-    try:
-        yield
-    except ValuesNeeded:  # a TraceError that `answered` waits for
-        raise
-    except TraceError as error:
-        raise TraceError(f"{error} (tried with {inputs})") from error
-    except AmpLabError:
-        raise
-    except Exception as error:
-        message = f"{type(model).__name__}: {with_type(error)}"
-        raise TraceError(f"{message} (tried with {inputs})") from error
-
-
-class MemoryByBatch:
-    """The memory of a step as a function of the batch, from two traces; a third has to agree.
-
-    `largest` is the largest batch within `limit` bytes, and 0 if none fits or there is no limit.
-    `earlier` is the same step in other precisions: if the trace of one batch equals that of one of
-    them, its function is taken, and no other batch is traced. Raises `TraceError` if the memory is
-    not linear in the batch.
-    """
-
-    # Batches to trace: not 1, with which some ops and layers do something else.
-    _FIRST, _SECOND, _THIRD = 2, 3, 7
-
-    def __init__(
-        self,
-        step: TraceableStep,
-        call: ModelCall,
-        limit: int | None,
-        earlier: Iterable["MemoryByBatch"] = (),
-    ):
-        self._step = step
-        self._call = call
-        self._second_storages = self._trace(self._SECOND).storages
-        for other in earlier:  # bf16 mostly needs just what fp16 does
-            if self._second_storages.equals(other._second_storages):
-                self._first_trace = dataclasses.replace(other._first_trace, step=step)
-                self._slope = other._slope
-                self.largest = other.largest
-                return
-        self._first_trace = self._trace(self._FIRST)
-        storages = self._first_trace.storages
-        # Another log would mean that another batch allocates at other times, or other things.
-        self._require_linear(np.array_equal(storages.log, self._second_storages.log))
-        # Bytes of each storage per item of the batch, since the two batches differ by one.
-        self._slope = self._second_storages.sizes - storages.sizes
-        self.largest = 0
-        if limit is not None:
-            self.largest = self.largest_within(limit)
-        third = self._THIRD
-        if self.largest > self._SECOND:  # check the batch that the user will run
-            third = self.largest
-        self._require_linear(self.forecast(third) == self._trace(third).forecast())
-
-    def _trace(self, batch: int) -> Any:
-        """The trace of the step for a batch, a `TracedStep`."""
-        with errors_naming_inputs(self._call.model, f"a batch of {batch}"):
-            return self._step.trace(self._call.without_values(batch, self._step.traced_on))
-
-    def _require_linear(self, is_linear: bool) -> None:
-        """Raise `TraceError` unless what was compared shows that the memory is linear."""
-        if not is_linear:
-            raise TraceError(
-                f"{type(self._step.run.model).__name__}: its memory is not a constant plus a "
-                "multiple of the batch; forecast the batches one by one"
-            )
-
-    def forecast(self, batch: int, optimizer: str | None = None) -> Any:
-        """A `MemoryForecast`, with `optimizer` if given, or an `InferenceForecast`, for a batch."""
-        traced = self._first_trace
-        if optimizer is not None:
-            step = dataclasses.replace(traced.step, optimizer=optimizer)
-            traced = dataclasses.replace(traced, step=step)
-        sizes = traced.storages.sizes + self._slope * (batch - self._FIRST)  # linear in batch
-        storages = dataclasses.replace(traced.storages, sizes=sizes)
-        input_shapes = self._call.without_values(batch, "meta").shapes
-        resized = dataclasses.replace(traced, input_shapes=input_shapes, storages=storages)
-        return resized.forecast()
-
-    def largest_within(self, limit: int) -> int:
-        """The largest batch whose peak is at most `limit` bytes; 0 if none is."""
-        too_large = 1  # once the loop has ended
-        while self.forecast(too_large).peak <= limit:
-            too_large *= 2
-        # The peak never falls as the batch grows, so batches are in the order of their peaks, and
-        # bisection finds the first one from 1 on that is too large.
-        return bisect_right(range(too_large), limit, lo=1, key=lambda n: self.forecast(n).peak) - 1

@@ -1,0 +1,102 @@
+"""What a memory forecast is asked: how much memory there is, and which shapes the inputs have."""
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from amp_lab.core.errors import TraceError
+
+Shapes = Sequence[int] | Sequence[Sequence[int]]
+Dtypes = torch.dtype | Sequence[torch.dtype]
+
+_UNITS = {"": 1, "b": 1}  # bytes of each unit: kb, kib, mb, mib, …
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS[f"{_letter}b"] = 1000**_power
+    _UNITS[f"{_letter}ib"] = 1024**_power
+
+
+def memory_and_limit(
+    memory_bytes: int | str | None, reserve: float
+) -> tuple[int, int] | tuple[None, None]:
+    """All bytes of a memory, and how many are left without `reserve`, a share of it from 0 to 1.
+
+    Both are None if `memory_bytes` is.
+    """
+    if memory_bytes is None:
+        return None, None
+    total = parse_bytes(memory_bytes)
+    return total, int(total * (1 - reserve))
+
+
+def parse_bytes(text: str | int) -> int:
+    """The number of bytes in ``"24GiB"`` (24 x 2^30), ``"24 GB"`` (24 x 10^9) or ``"25769803776"``.
+
+    Raises `TraceError` for anything else, for a bare ``"24G"`` (it does not say which of the two it
+    means), less than one byte or more than 2^62, and less than 1 MiB in a text without a unit.
+    """
+    if isinstance(text, str) and text.strip().isdecimal() and int(text) < 2**20:
+        raise TraceError(f"memory {text!r} would be {text} bytes: give a unit, as {text}GiB")
+    count = _count_of_bytes(str(text))
+    if count is None:
+        raise TraceError(f"memory {text!r}: give bytes, as 24GiB (24 x 2^30) or 24GB (24 x 10^9)")
+    if not 1 <= count <= 2**62:
+        raise TraceError(f"memory {text!r}: give from one byte to 2^62")
+    return int(count)
+
+
+def _count_of_bytes(text: str) -> Fraction | None:
+    """The bytes that a text such as "1.5 GB" says; None for other texts, and for "1.5 b"."""
+    # Such as ``24gib``, ``1.5 gb`` or ``.5gib``: the number, and the unit or nothing.
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip().lower())
+    if match is None:
+        return None
+    unit = _UNITS.get(match[2])
+    if unit is None:
+        return None
+    number = Fraction(match[1])  # exact, unlike 1.1 * 10**9
+    if unit == 1 and number.denominator > 1:
+        return None
+    return number * unit
+
+
+def inputs_of_shapes(input_shape: Shapes, input_dtype: Dtypes, *, batched: bool) -> tuple:
+    """Inputs of these shapes and dtypes, on ``meta``.
+
+    If `batched`, the first size of each shape is the batch. Else every shape gets a batch of 1 in
+    front, unless all have 1 there. Raises `TraceError` for inputs that do not go together.
+    """
+    shapes = _checked_shapes(input_shape)
+    if isinstance(input_dtype, torch.dtype):
+        dtypes = [input_dtype] * len(shapes)
+    else:
+        dtypes = list(input_dtype)
+    if len(dtypes) != len(shapes):
+        counts = f"{len(dtypes)} input dtypes for {len(shapes)} inputs"
+        raise TraceError(f"{counts}: give one for all, or one for each")
+    batches = {shape[0] for shape in shapes}
+    if batched and len(batches) > 1:
+        text = ", ".join(map(str, shapes))
+        raise TraceError(
+            f"inputs of shapes {text}: the first size is the batch; give the same for all"
+        )
+    if not batched and batches != {1}:
+        shapes = [(1, *shape) for shape in shapes]
+    inputs = []
+    for shape, dtype in zip(shapes, dtypes, strict=True):
+        inputs.append(torch.empty(shape, dtype=dtype, device="meta"))
+    return tuple(inputs)
+
+
+def _checked_shapes(input_shape: Any) -> list[tuple[int, ...]]:
+    """One shape or several as a list; raises `TraceError` for a size that is not 1 or more."""
+    if input_shape and all(isinstance(shape, Sequence) for shape in input_shape):
+        shapes = [tuple(shape) for shape in input_shape]
+    else:
+        shapes = [tuple(input_shape)]
+    for sizes in shapes:
+        if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise TraceError(f"input shape {sizes}: give sizes of 1 or more")
+    return shapes
