@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from amp_lab.bench.results import BenchComparison, Results, Row
+from amp_lab.bench.comparison import BenchComparison
+from amp_lab.bench.result_row import Row
+from amp_lab.bench.results import Results
 from amp_lab.bench.results_file import load_results
 from amp_lab.core.errors import OptionError
 from amp_lab.core.timing import Ratio

@@ -10,7 +10,7 @@ from tiny_workloads import CLASSIFIER, GPT, INFERENCE, MATMUL, TRAINING
 from torch import nn
 
 from amp_lab.bench import rungs, runner
-from amp_lab.bench.results import Row
+from amp_lab.bench.result_row import Row
 from amp_lab.bench.rungs import RUNGS, Ladder, make_step, rungs_of, use_fp8
 from amp_lab.bench.workloads import gpt_workload
 from amp_lab.core.errors import OptionError

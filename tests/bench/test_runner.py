@@ -11,7 +11,8 @@ from torch import nn
 
 from amp_lab.bench import runner
 from amp_lab.bench.limits import Ceilings
-from amp_lab.bench.results import Results, Row
+from amp_lab.bench.result_row import Row
+from amp_lab.bench.results import Results
 from amp_lab.bench.results_file import load_results
 from amp_lab.bench.rungs import Ladder
 from amp_lab.bench.workloads import Problem, Workload, convmodel_workload

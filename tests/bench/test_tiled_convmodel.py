@@ -10,7 +10,7 @@ from torch import nn
 from amp_lab.bench import cpp_tiles, rungs, runner, tiled_convmodel
 from amp_lab.bench.convmodel import ConvModel, quantized_sine
 from amp_lab.bench.fused_convmodel import FusedStep
-from amp_lab.bench.results import Row
+from amp_lab.bench.result_row import Row
 from amp_lab.bench.tiled_convmodel import TiledStep, tiled_unsupported_reason
 from amp_lab.bench.workloads import convmodel_workload
 from amp_lab.core.errors import OptionError

@@ -3,10 +3,10 @@
 An optimization is called a rung. Each time is compared with the roofline of the device.
 """
 
+from amp_lab.bench.comparison import BenchComparison
 from amp_lab.bench.convmodel import ConvModel, quantized_sine
 from amp_lab.bench.fused_convmodel import FusedStep
 from amp_lab.bench.limits import count_step, measure_ceilings
-from amp_lab.bench.results import BenchComparison
 from amp_lab.bench.results_file import load_results
 from amp_lab.bench.rungs import RUNGS
 from amp_lab.bench.runner import run_bench

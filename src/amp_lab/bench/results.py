@@ -1,28 +1,22 @@
-"""The results of a benchmark: one row per measurement, their table, their figures, their file."""
+"""The results of a benchmark: its rows with the device's limits, its figures, and its file."""
 
 import itertools
-import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from amp_lab.bench.limits import Ceilings
-from amp_lab.core.errors import OptionError
+from amp_lab.bench.result_row import BASELINE, Row, quotient
+from amp_lab.bench.results_table import head_and_lines
 from amp_lab.core.files import save
 from amp_lab.core.report import Printed, Table, listed, plural, rate_text
-from amp_lab.core.timing import Comparison, Estimate, Ratio, time_text
+from amp_lab.core.timing import Estimate
 
 SCHEMA = "amp-lab bench 2"  # written into each file; another number means other fields
-STATES = ("ok", "failed", "out of memory", "not run")
-BASELINE = ("fp32", "eager")  # precision and rung that every row of a workload is compared with
 # A rate above 1.1 times the measured limit is impossible, so its time or its count is wrong. Up to
 # there, the limit itself may have been measured too low.
 _TOLERANCE = 1.1
-
-_TitledCells = tuple[str, list[str]]
-"""A title such as ``gpt 4x128``, and the cells of one row of the table below it."""
 
 
 class _Point(NamedTuple):
@@ -30,138 +24,6 @@ class _Point(NamedTuple):
 
     intensity: float  # FLOPs per byte
     rate: Estimate  # FLOP/s
-
-
-@dataclass
-class Row:
-    """One workload in one precision on one rung."""
-
-    workload: str
-    size: str
-    precision: str
-    rung: str
-    status: str  # one of `STATES`; only ``ok`` has figures that may be compared
-    trusted: bool = False  # whether the machine was quiet, and the figures are possible
-    reason: str = ""  # why it is not ok, or not trusted
-    unit: str = ""
-    items: int = 0  # how many of `unit` a step has
-    samples_s: list[float] = field(default_factory=list)  # seconds of a step, by round
-    rounds: int = 0  # in which all rungs of the workload took turns
-    disturbed: int = 0  # those in which something else used the machine
-    median_s: float | None = None
-    iqr_s: float | None = None  # interquartile range of the samples
-    speedup: float | None = None  # over fp32 eager: median of the ratios within each round
-    speedup_interval: list[float] | None = None  # 95 % interval of it
-    items_per_s: float | None = None
-    peak_bytes: int | None = None  # most bytes in tensors; None where the device keeps no count
-    flops: int | None = None  # counted for one eager step
-    flops_per_s: float | None = None
-    moved_bytes: int | None = None  # what the ops of the eager step read and write, counted
-    least_bytes: int | None = None  # inputs, weights and optimizer state, see `limits.Count`
-    floor_s: float | None = None  # the longer of FLOPs and least bytes at the measured limits
-    share_of_limit: float | None = None  # `floor_s` over the median: 1 is as fast as the device can
-    # Relative difference from fp32 eager, in the Euclidean norm: of the first loss when the
-    # workload trains, else of the output.
-    error: float | None = None
-    progress: float | None = None  # fall of the loss in the first steps, over that in fp32 eager
-
-    @property
-    def title(self) -> str:
-        """Workload and size."""
-        return f"{self.workload} {self.size}"
-
-    @property
-    def setting(self) -> str:
-        """Precision and rung."""
-        return f"{self.precision} {self.rung}"
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        """Workload, size, precision and rung: rows of two results are compared if these agree."""
-        return self.workload, self.size, self.precision, self.rung
-
-    @property
-    def is_baseline(self) -> bool:
-        """Whether this row is fp32 eager, which the rows of its workload are compared with."""
-        return (self.precision, self.rung) == BASELINE
-
-    @property
-    def milliseconds(self) -> Estimate:
-        """The median time of a step in ms with its interval, for a row that has samples."""
-        # `Comparison` computes the bootstrap interval; its only function gets the name "".
-        samples = {"": tuple(self.samples_s)}
-        comparison = Comparison(samples, self.disturbed, reason="")
-        milliseconds = comparison.time_s("").times(1e3)
-        return replace(milliseconds, trusted=self.trusted)
-
-    @property
-    def speedup_estimate(self) -> Ratio | None:
-        """The speed-up over fp32 eager with its interval; None if fp32 eager was not timed."""
-        if self.speedup is None or self.speedup_interval is None:
-            return None
-        low, high = self.speedup_interval
-        return Ratio(self.speedup, (low, high), self.trusted)
-
-    def distrust(self, reason: str) -> None:
-        """Mark the figures as not to be trusted; an earlier reason is kept."""
-        if self.trusted:
-            self.trusted = False
-            self.reason = reason
-
-    def stop(self, status: str, reason: str) -> None:
-        """Mark the row as one without a result: a status other than ``ok``, and the reason."""
-        self.status = status
-        self.reason = reason
-
-
-# The cells of a row in the table.
-
-
-def _setting(row: Row) -> str:
-    """Precision and rung, indented below the title, with a ``?`` if the row is not trusted."""
-    if row.trusted:
-        return f"  {row.setting}"
-    return f"  {row.setting} ?"
-
-
-def _time(row: Row) -> str:
-    """The median time of a step, such as ``12.3 ms``."""
-    median_s = row.median_s or math.nan  # a row whose status is ok has a time
-    return time_text(median_s)
-
-
-def _spread(row: Row) -> str:
-    """The interquartile range as a share of the median, such as ``3%``."""
-    share = quotient(row.iqr_s, row.median_s)
-    return _text(share, "{:.0%}")
-
-
-def _speedup(row: Row) -> str:
-    """The speed-up with its interval; ``-`` if unknown, and ``1.00x`` for fp32 eager itself."""
-    if row.is_baseline:
-        return "1.00x"
-    return _text(row.speedup_estimate, "{}")
-
-
-def _memory(row: Row) -> str:
-    """The peak memory, such as ``1,024 MiB``; ``-`` if it is unknown."""
-    mebibytes = quotient(row.peak_bytes, 2**20)
-    return _text(mebibytes, "{:,.0f} MiB")
-
-
-_COLUMNS: dict[str, Callable[[Row], str]] = {
-    "": _setting,
-    "time": _time,
-    "spread": _spread,
-    "speed-up": _speedup,
-    "per second": lambda row: f"{_figure(row.items_per_s)} {row.unit}",
-    "memory": _memory,
-    "FLOP/s": lambda row: rate_text(row.flops_per_s, "FLOP/s"),
-    "of limit": lambda row: _text(row.share_of_limit, "{:.0%}"),
-    "off fp32": lambda row: _text(row.error, "{:.1e}"),
-    "learns": lambda row: _text(row.progress, "{:.0%}"),
-}
-"""The columns of the table: heading, and the function that writes a row's cell."""
 
 
 @dataclass(repr=False)
@@ -280,20 +142,8 @@ class Results(Printed, Ceilings):
 
     def _table(self) -> Table:
         """One line for each row, below its title; a row without a result has only its status."""
-        columns = dict(_COLUMNS)
-        if all(row.peak_bytes is None for row in self.rows):  # as on a CPU
-            del columns["memory"]
-        titled: list[_TitledCells] = []
-        for row in self.rows:
-            if row.status == "ok":
-                cells = [write_cell(row) for write_cell in columns.values()]
-            else:
-                blank = [""] * (len(columns) - 2)  # behind the setting and the status
-                cells = [f"  {row.setting}", row.status, *blank]
-            titled.append((row.title, cells))
-        head = list(columns)
-        lines = _with_titles(titled)
-        number_columns = range(1, len(columns))
+        head, lines = head_and_lines(self.rows)
+        number_columns = range(1, len(head))
         return Table(head, lines, self.title(), self._facts(), right=number_columns)
 
     def title(self) -> str:
@@ -364,127 +214,8 @@ def _ladder_bar(row: Row) -> tuple:
     return row.precision, row.rung, row.milliseconds, floor_ms, text
 
 
-def _with_titles(titled: list[_TitledCells]) -> list[list[str]]:
-    """The rows of a table: each title on a row of its own, above the rows that share it."""
-    lines: list[list[str]] = []
-    for title, group in itertools.groupby(titled, key=lambda pair: pair[0]):
-        rows = [cells for _, cells in group]
-        blank = [""] * (len(rows[0]) - 1)
-        lines.append([title, *blank])
-        lines.extend(rows)
-    return lines
-
-
-@dataclass(repr=False)
-class BenchComparison(Printed):
-    """Several results side by side: the rows that all of them have.
-
-    Raises `OptionError` if there is no such row.
-    """
-
-    results: list[Results]
-    names: list[str]
-
-    def __post_init__(self):
-        """Raise `OptionError` if no row is in all results."""
-        if self.common():
-            return
-        names = ", ".join(self.names)
-        raise OptionError(
-            f"{names} have nothing in common: no workload of one size, in one precision, on one "
-            "rung (was one of them measured with --quick?)"
-        )
-
-    def common(self) -> list[tuple[Row, ...]]:
-        """The rows with a result in all results; each tuple has one row of each result.
-
-        They are in the order of the first result.
-        """
-        by_key: dict[tuple[str, ...], list[Row]] = {}
-        for result in self.results:
-            for row in result.rows:
-                if row.status == "ok":
-                    by_key.setdefault(row.key, []).append(row)
-        count = len(self.results)
-        return [tuple(rows) for rows in by_key.values() if len(rows) == count]
-
-    def _contents(self) -> dict[str, Any]:
-        """For JSON, the figures of the common rows, a list with one value of each result."""
-        contents = []
-        for rows in self.common():
-            figures: dict[str, Any] = {"key": rows[0].key}
-            for name in ("median_s", "speedup", "speedup_interval", "trusted"):
-                figures[name] = [getattr(row, name) for row in rows]  # one of each result
-            contents.append(figures)
-        return {"names": self.names, "rows": contents}
-
-    def best_speedups(self) -> dict[str, dict[str, Ratio]]:
-        """Return the best speed-up by name of the result and title, for `plots.best_speedups`.
-
-        Only rows that all results have are considered. A speed-up that is not trusted is taken only
-        if none of its title is.
-        """
-        best: list[dict[str, Ratio]] = [{} for _ in self.results]
-        for rows in self.common():
-            for best_of_result, row in zip(best, rows, strict=True):
-                speedup = row.speedup_estimate
-                if speedup is None:
-                    continue
-                so_far = best_of_result.get(row.title)
-                if so_far is None or _rank(speedup) > _rank(so_far):
-                    best_of_result[row.title] = speedup
-        return dict(zip(self.names, best, strict=True))
-
-    def _table(self) -> Table:
-        """One line for each common row, with time and speed-up of each result."""
-        titled: list[_TitledCells] = []
-        for rows in self.common():
-            first = rows[0]
-            cells = [f"  {first.setting}"]
-            for row in rows:
-                cells.append(_time(row))
-                cells.append(_speedup(row))
-            titled.append((first.title, cells))
-        head = [""]
-        for name in self.names:
-            head += [name, "speed-up"]
-        caption = "Time of a step, and speed-up over fp32 eager on the same device"
-        facts: list[str] = []
-        for name, result in zip(self.names, self.results, strict=True):
-            facts.append(f"{name}: {result.title()}")
-        lines = _with_titles(titled)
-        number_columns = range(1, len(head))
-        return Table(head, lines, caption, facts, right=number_columns)
-
-
-def _rank(speedup: Ratio) -> tuple[bool, float]:
-    """A key that sorts trusted speed-ups above the others, and then by size."""
-    return speedup.trusted, speedup.median
-
-
 def _is_above(rate: float | None, limit: float | None) -> bool:
     """Whether a rate is impossible at this limit; False if one of the two is unknown."""
     if rate is None or limit is None:
         return False
     return rate > _TOLERANCE * limit
-
-
-def quotient(dividend: float | None, divisor: float | None) -> float | None:
-    """The quotient of two figures; None if one of them is unknown or the divisor is 0."""
-    if dividend is None or not divisor:
-        return None
-    return dividend / divisor
-
-
-def _figure(value: float | None) -> str:
-    """Three digits, or the whole integer part: ``12.3``, ``4,567``; ``-`` for None."""
-    if value is None or value < 100:
-        return _text(value, "{:.3g}")
-    return f"{value:,.0f}"
-
-
-def _text(value: float | Ratio | None, form: str) -> str:
-    """A value in a format such as ``{:.0%}``; ``-`` for None."""
-    if value is None:
-        return "-"
-    return form.format(value)

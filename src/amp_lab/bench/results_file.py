@@ -7,7 +7,8 @@ import reprlib
 from pathlib import Path
 from typing import Any
 
-from amp_lab.bench.results import SCHEMA, STATES, Results, Row
+from amp_lab.bench.result_row import STATES, Row
+from amp_lab.bench.results import SCHEMA, Results
 from amp_lab.core.errors import OptionError
 from amp_lab.core.files import read_json, require_types
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from amp_lab.bench.limits import Ceilings, Count, count_step, measure_ceilings
-from amp_lab.bench.results import BASELINE, Results, Row, quotient
+from amp_lab.bench.result_row import Row, write_times
+from amp_lab.bench.results import Results
 from amp_lab.bench.rungs import EAGER, RUNGS, Ladder, Rung, RungStep, make_step, rungs_of
 from amp_lab.bench.workloads import WORKLOADS, workloads
 from amp_lab.core.allocator import keep_memory
@@ -22,7 +23,7 @@ from amp_lab.core.backends import backend
 from amp_lab.core.device import DeviceReport, describe_device
 from amp_lab.core.errors import OptionError, first_line
 from amp_lab.core.precision import Precision
-from amp_lab.core.timing import Measurement, Rounds, allocated_bytes, is_out_of_memory, measure
+from amp_lab.core.timing import Rounds, allocated_bytes, is_out_of_memory, measure
 
 CHECKED_STEPS = 5  # the first training steps, whose losses are compared with those of fp32 eager
 TOLERANCES = {  # by precision: (of the first loss or the output, of the fall of the loss)
@@ -256,7 +257,7 @@ def _run_workload(
             started = time.perf_counter()
             _time_round(ready, timed, pace.turn_s)
             round_s = time.perf_counter() - started
-            _fill([configuration.row for configuration in ready], timed)
+            write_times([configuration.row for configuration in ready], timed)
             after_round(results)
     # The next workload needs the memory of these models, graphs and compiled functions.
     ready.clear()
@@ -470,31 +471,3 @@ def _time(configuration: _Configuration, turn_s: float) -> float:
         measured = measure(run, device=ladder.device, warmup=warmup, repeats=1)
     configuration.seconds = measured.samples_s[0] / calls
     return configuration.seconds
-
-
-def _fill(rows: Sequence[Row], timed: Rounds) -> None:
-    """Write the times and speed-ups of all rounds so far into the rows of a workload."""
-    rows_by_setting = {row.setting: row for row in rows if row.status == "ok"}
-    comparison = timed.comparison(list(rows_by_setting))
-    baseline = " ".join(BASELINE)  # the setting of fp32 eager
-    for setting, row in rows_by_setting.items():
-        row.trusted = comparison.trusted
-        row.reason = comparison.reason
-        row.rounds = len(timed.all)
-        row.disturbed = comparison.disturbed
-        _write_samples(row, comparison.samples_s[setting])
-        if baseline in rows_by_setting:
-            speedup = comparison.ratio(baseline, setting)
-            row.speedup = speedup.median
-            row.speedup_interval = list(speedup.interval)
-
-
-def _write_samples(row: Row, samples_s: tuple[float, ...]) -> None:
-    """Write the seconds of a step by round, their median and spread, and the rates into a row."""
-    measured = Measurement(samples_s, peak_bytes=None, reserved_bytes=None)
-    row.samples_s = list(measured.samples_s)
-    row.median_s = measured.median_s
-    row.iqr_s = measured.iqr_s
-    row.items_per_s = row.items / measured.median_s
-    row.flops_per_s = quotient(row.flops, row.median_s)
-    row.share_of_limit = quotient(row.floor_s, row.median_s)
