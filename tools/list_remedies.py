@@ -24,14 +24,16 @@ MODULES = (
     "amp_lab.numerics.scale_log",
     "amp_lab.numerics.underflow",
     "amp_lab.recipes.loss",
-    "amp_lab.tracing.advice",
     "amp_lab.tracing.answered",
+    "amp_lab.tracing.cast_advice",
     "amp_lab.tracing.fake_device",
     "amp_lab.tracing.kernel_limits",
     "amp_lab.tracing.memory",
     "amp_lab.tracing.memory_advice",
     "amp_lab.tracing.operands",
+    "amp_lab.tracing.precision_advice",
     "amp_lab.tracing.sharding_result",
+    "amp_lab.tracing.size_advice",
     "amp_lab.tracing.xray",
 )
 """The modules that define remedies."""

@@ -1,0 +1,127 @@
+"""Which casts are too many, which lose values, and which are missing?
+
+`advice` says how to add a rule.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+import torch
+
+from amp_lab.core.remedies import remedy
+from amp_lab.core.report import bytes_text, dtype_name, listed, short_name
+from amp_lab.core.tensors import LOWER_DTYPES, largest_integer
+from amp_lab.tracing.advice_rules import Rules, weight_casts
+from amp_lab.tracing.records import Cast, bytes_of, place_of, places_of
+from amp_lab.tracing.tracer import Tracer
+
+RULES = Rules()
+
+_FROZEN = remedy(
+    "xray.frozen",
+    "no parameter of a model requires a gradient, so that autocast casts all weights in each call",
+    "No parameter requires a gradient, so autocast keeps no cast of a weight: each use casts it "
+    "anew, {size} in this forward pass. Cast weights and inputs once, model.to(torch.{dtype}), and "
+    "leave autocast off.",
+)
+_OTHER_HALF = remedy(
+    "xray.other_half",
+    "autocast casts weights from one 16-bit format to the other",
+    "Autocast casts weights in {own} to {low}, {loss}: give autocast dtype=torch.{dtype}, or keep "
+    "the weights in fp32, model.float().",
+)
+# What autocast loses when it casts weights from the other 16-bit format to this one.
+_LOSS_OF_CAST = {
+    torch.float16: "which makes those above 65504 inf and small ones 0",
+    torch.bfloat16: "which leaves them 8 bits",
+}
+_INTEGERS = remedy(
+    "xray.integers",
+    "autocast casts whole numbers to 16 bits, such as positions of tokens",
+    "{called} in {where}: autocast casts whole numbers to {low}, which has all of them only up to "
+    "{most:,}. If they are positions or counts that can be larger, compute this in fp32: "
+    "with torch.autocast({device!r}, enabled=False).",
+)
+_MIXED_OP = remedy(
+    "xray.mixed_op",
+    "an op that is not torch's gets fp32 and 16 bits under autocast, which has no rule for it",
+    "{op} in {where} gets {mixed}: autocast has no rule for the op and casts none of them. If its "
+    "kernel takes one dtype alone, as that of flash attention does, cast them before the call, "
+    "{casts}; or give autocast a rule, torch.library.register_autocast({op!r}, {device!r}, "
+    "torch.{dtype}); or, if an autograd.Function calls the op, write above its forward "
+    "@torch.amp.custom_fwd(device_type={device!r}, cast_inputs=torch.{dtype}) and above its "
+    "backward @torch.amp.custom_bwd(device_type={device!r}).",
+)
+
+
+@RULES.under_autocast
+def _parameters_cast_at_each_use(trace: Tracer) -> Iterator[str]:
+    """Report parameters that autocast casts several times, because it does not cache the cast."""
+    uncached = [cast for cast in weight_casts(trace) if not cast.cached]
+    uses = Counter((cast.what, cast.to_dtype) for cast in uncached)
+    # `cast.what` is "parameter head.weight".
+    repeated = [what.removeprefix("parameter ") for (what, _), n in uses.items() if n > 1]
+    if repeated:
+        yield (
+            f"{listed(repeated, 3)}: cast again for each use, up to {max(uses.values())} times; "
+            "autocast caches only whole parameters in fp32 that require a gradient."
+        )
+
+
+@RULES.under_autocast
+def _frozen_model(trace: Tracer) -> Iterator[str]:
+    """Report a model without trainable parameters, whose weights autocast casts at each use."""
+    casts = weight_casts(trace)
+    if trace.is_frozen and casts:
+        yield _FROZEN.sentence(size=bytes_text(bytes_of(casts)), dtype=dtype_name(trace.dtype))
+
+
+@RULES.under_autocast
+def _weights_in_the_other_16_bit_format(trace: Tracer) -> Iterator[str]:
+    """Report weights in bf16 that autocast casts to fp16, or the other way round."""
+    weight_dtypes = {cast.from_dtype for cast in weight_casts(trace)}
+    for dtype in weight_dtypes.intersection(LOWER_DTYPES) - {trace.dtype}:  # at most one
+        yield _OTHER_HALF.sentence(
+            own=short_name(dtype),
+            low=short_name(trace.dtype),
+            loss=_LOSS_OF_CAST[trace.dtype],
+            dtype=dtype_name(dtype),
+        )
+
+
+@RULES.under_autocast
+def _casts_of_integers(trace: Tracer) -> Iterator[str]:
+    """Report functions for which autocast casts whole numbers, such as positions, to 16 bits."""
+    casts_by_function: dict[str, list[Cast]] = defaultdict(list)
+    for cast in trace.casts:
+        if cast.of_integers and cast.to_dtype is trace.dtype:
+            casts_by_function[cast.called].append(cast)
+    for called, casts in casts_by_function.items():
+        yield _INTEGERS.sentence(
+            called=called,
+            where=places_of(casts),
+            low=short_name(trace.dtype),
+            most=largest_integer(trace.dtype),
+            device=trace.device_type,
+        )
+
+
+@RULES.under_autocast
+def _ops_with_mixed_dtypes(trace: Tracer) -> Iterator[str]:
+    """Report custom ops that get fp32 and 16-bit tensors, since autocast has no rule for them."""
+    dtype = dtype_name(trace.dtype)
+    for call, modules in trace.mixed.items():
+        mixed = []
+        casts = []
+        for argument_dtype, names in call.arguments:
+            mixed.append(f"{listed(names)} in {short_name(argument_dtype)}")
+            if argument_dtype is not trace.dtype:  # only these arguments need a cast
+                casts += [f"{name}.to(torch.{dtype})" for name in names]
+        yield _MIXED_OP.sentence(
+            op=call.op,
+            where=listed([place_of(module) for module in modules], 3),
+            mixed=" and ".join(mixed),
+            casts=", ".join(casts),
+            device=trace.device_type,
+            dtype=dtype,
+        )
