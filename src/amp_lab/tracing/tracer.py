@@ -2,9 +2,9 @@
 
 Two modes watch it. `Tracer` sits above autocast and sees which functions of torch the model calls;
 `_Ops` sits below autocast and shows the tracer the ops of each call, with the dtypes that they get.
+What they see stands in an `OpLog`.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from amp_lab.core.backends import backend
 from amp_lab.core.errors import TraceError, first_line
 from amp_lab.core.report import listed
-from amp_lab.core.tensors import LOWER_DTYPES, named_tensors, tensor_key, tensors_in
+from amp_lab.core.tensors import named_tensors, tensor_key, tensors_in
 from amp_lab.tracing.attention import ATTENTION, Attention
 from amp_lab.tracing.backward import (
     functions_of_the_model,
@@ -38,14 +38,15 @@ from amp_lab.tracing.fake_device import (
     needs_memory,
     remedy_for,
 )
+from amp_lab.tracing.op_log import OpLog
 from amp_lab.tracing.operands import MixedCall, Operand, SourceKind, Sources, mixed_call
 from amp_lab.tracing.ops_seen import computes_nothing, flops, has_autocast_rule, op_name
-from amp_lab.tracing.records import LOSS, RNN_LAYERS, Cast, OpRecord, place_of, widest
+from amp_lab.tracing.records import LOSS, RNN_LAYERS, place_of
+from amp_lab.tracing.rnn_calls import rnn_flops, run_first_step
 from amp_lab.tracing.running_module import ModuleCalls, Outputs, RunningModule, outputs_of
 from amp_lab.tracing.torch_call import NORMS, TorchCall
 
 _CALLED_INSIDE = {"instance_norm": ("batch_norm",)}  # autocast's rule may be that of this op
-_INTEGERS = {torch.int16, torch.int32, torch.int64}
 # A cast inside one of these functions is the model's, not autocast's.
 _CASTING_FUNCTIONS = {
     "to", "half", "float", "double", "bfloat16", "type", "type_as", "_to_copy", "copy_",
@@ -67,10 +68,10 @@ class Tracer(TorchFunctionMode):
         self.dtype = dtype
         self._run = run
         self._backend = backend(device_type)
-        self.rows: list[OpRecord] = []
-        self.casts: list[Cast] = []
-        # Ops that autocast widened, each with the function for which it casts the result back.
-        self.bounces: list[tuple[OpRecord, str]] = []
+        self._log = OpLog(device_type)
+        self.rows = self._log.rows
+        self.casts = self._log.casts
+        self.bounces = self._log.bounces
         # Calls with mixed dtypes of ops that are not torch's, each with the modules that make it.
         self.mixed: dict[MixedCall, list[str]] = {}
         self.outputs: Outputs = {}
@@ -87,10 +88,6 @@ class Tracer(TorchFunctionMode):
         self._running = RunningModule()
         self._calls: list[TorchCall] = []  # calls that are running, the innermost last
         self._sources = Sources()
-        # The next two are by the key of a storage.
-        self._names: dict[int, str] = {}  # of parameters, buffers and inputs
-        self._written_by: dict[int, OpRecord] = {}  # the op that wrote it last
-        self._pending: list[Cast] = []  # casts of the inputs of the op that comes next
 
     def follow(self) -> "Tracer":
         """Run the model and the loss, keep the error if one of them fails, and return this tracer.
@@ -134,7 +131,7 @@ class Tracer(TorchFunctionMode):
         self._sources.name_attributes(run.model)
 
     def _name_tensor(self, tensor: torch.Tensor, kind: SourceKind, text: str) -> None:
-        self._names.setdefault(tensor_key(tensor), text)
+        self._log.names.setdefault(tensor_key(tensor), text)
         self._sources.name(tensor, kind, text)
 
     def _run_model(self) -> object:
@@ -234,7 +231,7 @@ class Tracer(TorchFunctionMode):
             raise
         finally:
             self._calls.pop()
-            self._pending = []  # casts of a call do not count for the next one
+            self._log.end_call()
 
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, fake_tensor.FakeTensor):
@@ -269,15 +266,15 @@ class Tracer(TorchFunctionMode):
         if call.name == ATTENTION:
             flop_count = Attention(*args, **kwargs).flops()
         elif call.is_rnn:
-            flop_count = self._rnn_flops(ins)
+            flop_count = rnn_flops(ins, self._log.names)
             call.given_dtype = ins[0].dtype
         if self._run.is_fake and call.name in RNN_LAYERS:
-            out = self._run_rnn_step(call, func, args)
+            out = run_first_step(call, func, args, self.device_type)
         else:
             out = func(*args, **kwargs)
         if call.name == ATTENTION:
             out = self._in_kernel_layout(out)
-        self._add_row(call, call.name, ins, tensors_in(out), flop_count)
+        self._log.add_row(self._module, call, call.name, ins, tensors_in(out), flop_count)
         return out
 
     def _in_kernel_layout(self, out: torch.Tensor) -> torch.Tensor:
@@ -288,48 +285,6 @@ class Tracer(TorchFunctionMode):
         if not self._run.is_fake or self._backend.is_host or out.dim() != 4:
             return out
         return out.transpose(1, 2).contiguous().transpose(1, 2)  # (B, T, H, D) in memory
-
-    def _run_rnn_step(self, call: TorchCall, func: Callable, args: tuple) -> Any:
-        """Run a recurrent layer over its first step alone, since the others run the same ops.
-
-        A packed sequence is run in full. First sets `call.autocast_dtype` to the dtype to which
-        autocast casts on this backend, and returns what `func` returns for all steps.
-        """
-        if call.name in self._backend.rnns_without_rule:
-            call.autocast_dtype = None  # it runs as without autocast
-        elif call.autocast_dtype is not None:
-            # Fake tensors do not reach the kernel that casts to this dtype.
-            call.autocast_dtype = self._backend.fused_rnn_dtype or call.autocast_dtype
-        steps = args[0]
-        # torch.lstm takes (input, states, weights, …), or (data, batch sizes, states, weights, …)
-        # for packed sequences. torch.gru is alike, but has one tensor of states.
-        packed_argument = args[1 if call.name == "lstm" else 2]
-        is_packed = isinstance(packed_argument, torch.Tensor)
-        if not is_packed:
-            is_batch_first = args[-1]
-            time_dim = 1 if is_batch_first else 0  # (B, T, C), or (T, B, C)
-            args = (steps.narrow(time_dim, start=0, length=1), *args[1:])
-        with autocast_on(
-            self.device_type, call.autocast_dtype, enabled=call.autocast_dtype is not None
-        ):
-            out, *states = func(*args)
-        if not is_packed:  # the output has as many steps as the input
-            out = out.expand(*steps.shape[:2], out.shape[-1]).contiguous()
-        return (out, *states)
-
-    def _rnn_flops(self, ins: list[torch.Tensor]) -> int:
-        """FLOPs of a recurrent layer: in each step each weight is multiplied once for each item.
-
-        `ins` are the tensors that it gets: the input first, then states and weights.
-        """
-        weights = 0
-        for tensor in ins[1:]:
-            # A state may be a matrix too, so the dimensions alone do not tell a weight.
-            is_parameter = self._names.get(tensor_key(tensor), "").startswith("parameter ")
-            if tensor.dim() == 2 and is_parameter:
-                weights += tensor.numel()
-        steps = math.prod(ins[0].shape[:-1])
-        return 2 * steps * weights
 
     # Ops that a function runs
 
@@ -371,102 +326,13 @@ class Tracer(TorchFunctionMode):
         self._sources.note_op(ins, outs, output_text)
         changes_dtype = name == "_to_copy" and args[0].dtype != outs[0].dtype
         if changes_dtype and call.inserts_cast(args[0], outs[0]):
-            self._note_cast(call, args[0], outs[0])
+            self._log.add_cast(self._module, call, args[0], outs[0])
             return
         flop_count = flops(func, args, kwargs, out)
         if not call.is_one_row:
-            self._add_row(call, name, ins, outs, flop_count)
+            self._log.add_row(self._module, call, name, ins, outs, flop_count)
         elif call.is_rnn:
             call.note_inside(name, args, outs[0], is_matmul=flop_count > 0)
-
-    def _add_row(self, call: TorchCall, name: str, ins: list, outs: list, flop_count: int) -> None:
-        """Add a row for an op, or for a call that is one row as a whole.
-
-        `ins` and `outs` are the tensors that it got and returned. The dtypes of a call's arguments
-        are those before autocast's casts.
-        """
-        row = OpRecord(
-            module=self._module,
-            op=name,
-            in_dtypes=tuple(call.dtypes.get(call.key(t), t.dtype) for t in ins),
-            out_dtypes=tuple(t.dtype for t in outs),
-            in_shapes=tuple(tuple(t.shape) for t in ins),
-            out_shapes=tuple(tuple(t.shape) for t in outs),
-            called=call.name or name,
-            flops=flop_count,
-            autocast=call.autocast_dtype is not None,
-            widened=self._is_widened(call, name, ins, outs),
-            product_dtype=widest(call.matmul_dtypes),
-            given_dtype=call.given_dtype,
-        )
-        self.rows.append(row)
-        self._pending = []
-        for tensor in outs:
-            self._written_by[tensor_key(tensor)] = row
-
-    def _is_widened(self, call: TorchCall, name: str, ins: list, outs: list) -> bool:
-        """Whether autocast makes an op compute in fp32 with an input that was in 16 bits.
-
-        `ins` and `outs` are the tensors that the op got and returned.
-        """
-        if any(_widens(cast.from_dtype, cast.to_dtype) for cast in self._pending):
-            return True
-        # A softmax may need no cast: autocast calls it with the argument `dtype` set to fp32.
-        is_softmax = name in ("_softmax", "_log_softmax")
-        if not is_softmax or call.autocast_dtype is None or call.casts_itself:
-            return False
-        return _widens(ins[0].dtype, outs[0].dtype)
-
-    def _note_cast(self, call: TorchCall, source: torch.Tensor, result: torch.Tensor) -> None:
-        """Add a cast that autocast has inserted."""
-        storage = call.origin(source)
-        row = self._written_by.get(storage)
-        if row is None:
-            source_text = f"a tensor made in {place_of(self._module)}"
-        else:
-            source_text = f"output of {row.called} in {place_of(row.module)}"
-        cast = Cast(
-            module=self._module,
-            from_dtype=source.dtype,
-            to_dtype=result.dtype,
-            what=self._names.get(storage, source_text),
-            cached=self._is_cached(call, source, result),
-            shape=call.shapes.get(call.key(source), tuple(source.shape)),
-            called=call.name,
-            of_integers=row is not None and _gives_integers(row),
-        )
-        self.casts.append(cast)
-        self._pending.append(cast)
-        if row is None:
-            return
-        # A later cast of this result is still a cast of that op's output.
-        self._written_by[tensor_key(result)] = row
-        narrows = result.dtype in LOWER_DTYPES and source.dtype not in LOWER_DTYPES
-        # Autocast widened the op's inputs, and now casts its output back to 16 bits.
-        if row.widened and narrows:
-            self.bounces.append((row, call.name))
-
-    def _is_cached(self, call: TorchCall, source: torch.Tensor, result: torch.Tensor) -> bool:
-        """Whether autocast caches a cast, by the rule of cached_cast in ATen/autocast_mode.cpp."""
-        if call.name in RNN_LAYERS and self._backend.fused_rnn_dtype is not None:
-            return False  # a library that takes all weights as one flat copy has no cached casts
-        if source.dtype is not torch.float32 or result.dtype is not call.autocast_dtype:
-            return False
-        if not source.requires_grad or not source.is_leaf or source._is_view():
-            return False
-        return torch.is_autocast_cache_enabled() and not torch.is_inference_mode_enabled()
-
-
-def _widens(before: torch.dtype, after: torch.dtype) -> bool:
-    """Whether a cast leads from 16 bits to a wider dtype."""
-    return before in LOWER_DTYPES and after not in LOWER_DTYPES
-
-
-def _gives_integers(row: OpRecord) -> bool:
-    """Whether the output of an op holds integers: ``arange``, or a cast from an integer dtype."""
-    if row.op == "arange":
-        return True
-    return row.op == "_to_copy" and row.in_dtypes[0] in _INTEGERS
 
 
 class _Ops(PlainOpsMode):

@@ -1,0 +1,122 @@
+"""What a trace writes down: a row for each op, and each cast that autocast inserted."""
+
+import torch
+
+from amp_lab.core.backends import backend
+from amp_lab.core.tensors import LOWER_DTYPES, tensor_key
+from amp_lab.tracing.records import RNN_LAYERS, Cast, OpRecord, place_of, widest
+from amp_lab.tracing.torch_call import TorchCall
+
+_INTEGERS = {torch.int16, torch.int32, torch.int64}
+
+
+class OpLog:
+    """The rows and the casts of a trace, and which op each cast tensor comes from."""
+
+    def __init__(self, device_type: str):
+        self._backend = backend(device_type)
+        self.rows: list[OpRecord] = []
+        self.casts: list[Cast] = []
+        # Ops that autocast widened, each with the function for which it casts the result back.
+        self.bounces: list[tuple[OpRecord, str]] = []
+        # The next two are by the key of a storage.
+        self.names: dict[int, str] = {}  # of parameters, buffers and inputs
+        self._written_by: dict[int, OpRecord] = {}  # the op that wrote it last
+        self._pending: list[Cast] = []  # casts of the inputs of the op that comes next
+
+    def end_call(self) -> None:
+        """Forget casts that no op has followed: those of a call do not count for the next one."""
+        self._pending = []
+
+    def add_row(
+        self, module: str, call: TorchCall, name: str, ins: list, outs: list, flop_count: int
+    ) -> None:
+        """Add a row for an op, or for a call that is one row as a whole.
+
+        `ins` and `outs` are the tensors that it got and returned. The dtypes of a call's arguments
+        are those before autocast's casts.
+        """
+        row = OpRecord(
+            module=module,
+            op=name,
+            in_dtypes=tuple(call.dtypes.get(call.key(t), t.dtype) for t in ins),
+            out_dtypes=tuple(t.dtype for t in outs),
+            in_shapes=tuple(tuple(t.shape) for t in ins),
+            out_shapes=tuple(tuple(t.shape) for t in outs),
+            called=call.name or name,
+            flops=flop_count,
+            autocast=call.autocast_dtype is not None,
+            widened=self._is_widened(call, name, ins, outs),
+            product_dtype=widest(call.matmul_dtypes),
+            given_dtype=call.given_dtype,
+        )
+        self.rows.append(row)
+        self._pending = []
+        for tensor in outs:
+            self._written_by[tensor_key(tensor)] = row
+
+    def _is_widened(self, call: TorchCall, name: str, ins: list, outs: list) -> bool:
+        """Whether autocast makes an op compute in fp32 with an input that was in 16 bits.
+
+        `ins` and `outs` are the tensors that the op got and returned.
+        """
+        if any(_widens(cast.from_dtype, cast.to_dtype) for cast in self._pending):
+            return True
+        # A softmax may need no cast: autocast calls it with the argument `dtype` set to fp32.
+        is_softmax = name in ("_softmax", "_log_softmax")
+        if not is_softmax or call.autocast_dtype is None or call.casts_itself:
+            return False
+        return _widens(ins[0].dtype, outs[0].dtype)
+
+    def add_cast(
+        self, module: str, call: TorchCall, source: torch.Tensor, result: torch.Tensor
+    ) -> None:
+        """Add a cast that autocast has inserted."""
+        storage = call.origin(source)
+        row = self._written_by.get(storage)
+        if row is None:
+            source_text = f"a tensor made in {place_of(module)}"
+        else:
+            source_text = f"output of {row.called} in {place_of(row.module)}"
+        cast = Cast(
+            module=module,
+            from_dtype=source.dtype,
+            to_dtype=result.dtype,
+            what=self.names.get(storage, source_text),
+            cached=self._is_cached(call, source, result),
+            shape=call.shapes.get(call.key(source), tuple(source.shape)),
+            called=call.name,
+            of_integers=row is not None and _gives_integers(row),
+        )
+        self.casts.append(cast)
+        self._pending.append(cast)
+        if row is None:
+            return
+        # A later cast of this result is still a cast of that op's output.
+        self._written_by[tensor_key(result)] = row
+        narrows = result.dtype in LOWER_DTYPES and source.dtype not in LOWER_DTYPES
+        # Autocast widened the op's inputs, and now casts its output back to 16 bits.
+        if row.widened and narrows:
+            self.bounces.append((row, call.name))
+
+    def _is_cached(self, call: TorchCall, source: torch.Tensor, result: torch.Tensor) -> bool:
+        """Whether autocast caches a cast, by the rule of cached_cast in ATen/autocast_mode.cpp."""
+        if call.name in RNN_LAYERS and self._backend.fused_rnn_dtype is not None:
+            return False  # a library that takes all weights as one flat copy has no cached casts
+        if source.dtype is not torch.float32 or result.dtype is not call.autocast_dtype:
+            return False
+        if not source.requires_grad or not source.is_leaf or source._is_view():
+            return False
+        return torch.is_autocast_cache_enabled() and not torch.is_inference_mode_enabled()
+
+
+def _widens(before: torch.dtype, after: torch.dtype) -> bool:
+    """Whether a cast leads from 16 bits to a wider dtype."""
+    return before in LOWER_DTYPES and after not in LOWER_DTYPES
+
+
+def _gives_integers(row: OpRecord) -> bool:
+    """Whether the output of an op holds integers: ``arange``, or a cast from an integer dtype."""
+    if row.op == "arange":
+        return True
+    return row.op == "_to_copy" and row.in_dtypes[0] in _INTEGERS
