@@ -23,12 +23,14 @@ _FROZEN = remedy(
     "No parameter requires a gradient, so autocast keeps no cast of a weight: each use casts it "
     "anew, {size} in this forward pass. Cast weights and inputs once, model.to(torch.{dtype}), and "
     "leave autocast off.",
+    failure="AMP0033",
 )
 _OTHER_HALF = remedy(
     "xray.other_half",
     "autocast casts weights from one 16-bit format to the other",
     "Autocast casts weights in {own} to {low}, {loss}: give autocast dtype=torch.{dtype}, or keep "
     "the weights in fp32, model.float().",
+    failure="AMP0021",
 )
 # What autocast loses when it casts weights from the other 16-bit format to this one.
 _LOSS_OF_CAST = {
@@ -41,6 +43,7 @@ _INTEGERS = remedy(
     "{called} in {where}: autocast casts whole numbers to {low}, which has all of them only up to "
     "{most:,}. If they are positions or counts that can be larger, compute this in fp32: "
     "with torch.autocast({device!r}, enabled=False).",
+    failure="AMP0030",
 )
 _MIXED_OP = remedy(
     "xray.mixed_op",
@@ -51,6 +54,7 @@ _MIXED_OP = remedy(
     "torch.{dtype}); or, if an autograd.Function calls the op, write above its forward "
     "@torch.amp.custom_fwd(device_type={device!r}, cast_inputs=torch.{dtype}) and above its "
     "backward @torch.amp.custom_bwd(device_type={device!r}).",
+    failure="AMP0078",
 )
 
 

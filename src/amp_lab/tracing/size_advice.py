@@ -19,6 +19,7 @@ _ROWS_OF_THE_INPUT = remedy(
     "a number of rows, which is batch x tokens, is no multiple of 8",
     "Numbers of rows come from this input, as its batch x tokens, and not from the model: give "
     "the input that you will train with.",
+    failure="AMP0044",
 )
 
 
