@@ -67,6 +67,23 @@ def test_a_model_without_any_matmul_is_not_sent_to_16_bits():
     assert not says("rehearse.in_16_bits", str(refused.value))
 
 
+@does("rehearse.quantised")
+@pytest.mark.slow  # torchao takes seconds to load
+@pytest.mark.filterwarnings("ignore")  # torchao's own
+def test_a_model_is_rehearsed_before_it_is_quantised():
+    quantization = pytest.importorskip("torchao.quantization")
+    model, x = mlp().eval(), torch.randn(16, 16)
+    assert rehearse(model, x).layers
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    with pytest.raises(NumericsError, match=r"0\.weight is quantised .*Int8Tensor") as refused:
+        rehearse(model, x)
+    assert says("rehearse.quantised", str(refused.value))
+    model.append(nn.Linear(16, 32))  # such as an adapter
+    found = rehearse(model, x)
+    assert {layer.layer.name for layer in found.layers} == {"3"}
+    assert any("Not rehearsed: linear with 0.weight" in remark for remark in found.watch)
+
+
 class Weights(nn.Module):
     """Weights whose gradients are these numbers."""
 

@@ -133,3 +133,38 @@ def test_scaled_dot_product_attention_in_place_of_flex_attention(device_type, at
     query, key, value = torch.randn(3, 2, 4, 128, 16, dtype=torch.bfloat16)
     flex, plain = attend(query, key, value), F.scaled_dot_product_attention(query, key, value)
     assert (flex.shape, flex.dtype) == (plain.shape, plain.dtype)
+
+
+@does("trace.no_fake")
+@pytest.mark.parametrize("is_custom_op", [True, False], ids=["custom_op", "define"])
+def test_an_op_of_torch_library_with_a_fake(is_custom_op):
+    name = f"amp_lab_tests::square{int(is_custom_op)}"
+    if is_custom_op:
+        op = torch.library.custom_op(
+            name, torch.square, mutates_args=(), schema="(Tensor x) -> Tensor"
+        )
+    else:
+        torch.library.define(name, "(Tensor x) -> Tensor")
+        torch.library.impl(name, "CPU", torch.square)
+        op = getattr(torch.ops.amp_lab_tests, f"square{int(is_custom_op)}")
+    torch.library.register_autograd(
+        name,
+        lambda ctx, gradient: 2 * ctx.saved_tensors[0] * gradient,
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+
+    class Squares(nn.Linear):
+        def forward(self, x):
+            return op(super().forward(x))
+
+    model, x = Squares(8, 8), torch.randn(4, 8)
+    traces = (xray, functools.partial(forecast_memory, precision="bf16"))
+    for trace in traces:
+        with pytest.raises(TraceError) as refused:
+            trace(model, x)
+        assert says("trace.no_fake", str(refused.value))
+    assert xray(model, x, device_type="cpu", real=True).raised is None
+    (registered,) = re.findall(r"@(torch\.library\.register_fake\(.*?\))", str(refused.value))
+    eval(registered, {"torch": torch})(lambda x: torch.empty_like(x))
+    for trace in traces:
+        assert trace(model, x)

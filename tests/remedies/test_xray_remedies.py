@@ -440,3 +440,30 @@ def test_only_what_was_an_integer_may_be_a_position(dtype):
 
     found = xray(Scores(), torch.ones(3, 4, dtype=dtype), dtype=BF16)
     assert says("xray.integers", advice(found)) == (dtype is torch.int64)
+
+
+@does("xray.unknown_work")
+@DEVICES
+def test_the_work_of_an_op_of_ones_own_with_a_formula(device):
+    op = torch.library.custom_op(
+        f"amp_lab_tests::product_for_{device}",
+        lambda x, weight: x @ weight,
+        mutates_args=(),
+        schema="(Tensor x, Tensor weight) -> Tensor",
+    )
+    op.register_fake(lambda x, weight: x.new_empty(len(x), weight.shape[1]))
+
+    class Multiplies(nn.Linear):
+        def forward(self, x):
+            return op(super().forward(x), self.weight)
+
+    model, x = Multiplies(8, 8), torch.randn(4, 8)
+    with torch.no_grad():
+        said = advice(xray(model, x, device_type=device))
+        assert says("xray.unknown_work", said)
+        (code,) = re.findall(r"torch\.utils\.flop_counter\.register_flop_formula\([\w.]+\)", said)
+        register = eval(code, {"torch": torch})
+        register(lambda x, weight, *_, out_shape=None: 2 * x[0] * x[1] * weight[1])
+        found = xray(model, x, device_type=device)
+    assert not says("xray.unknown_work", advice(found))
+    assert sum(row.flops for row in found.rows) == 2 * (2 * 4 * 8 * 8)

@@ -5,6 +5,7 @@ import weakref
 import torch
 import torchvision.models as tv
 from torch import nn
+from torch._subclasses.fake_tensor import get_plain_tensors
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -95,6 +96,13 @@ def tensors_given(inputs):
     return [tensor for _, tensor in named_tensors(inputs, open_objects=True)]
 
 
+def parts_of(model):
+    """The parameters and buffers of a model; of a quantised one the tensors inside."""
+    tensors = [*model.parameters(), *model.buffers()]
+    parts = [part for tensor in tensors for part in get_plain_tensors(tensor, out=[])]
+    return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
 class Saved:
     """A tensor that autograd saved; it lives as long as the graph that needs it."""
 
@@ -107,7 +115,7 @@ def bytes_kept(model, precision, *args, **kwargs):
 
     What was saved for an output that nobody holds any more is not among them.
     """
-    own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
+    own = {part.untyped_storage()._cdata for part in parts_of(model)}
     saved = weakref.WeakSet()
 
     def pack(tensor):
@@ -128,7 +136,7 @@ def real_peaks(model, precision, *args, **kwargs):
     """The most in use in the forward and backward pass, beyond what was there, and gradients."""
     meter = Meter()
     inputs = tensors_given((args, kwargs))
-    for tensor in [*model.parameters(), *model.buffers(), *inputs]:
+    for tensor in [*parts_of(model), *inputs]:
         meter.see(tensor, count=False)
     with meter:
         with cpu_autocast(precision):

@@ -494,4 +494,4 @@ def test_complex_products_are_said_to_be_left_alone():
             return torch.fft.irfft(torch.fft.rfft(x) @ self.weight)
 
     said = "\n".join(xray(Spectral(), torch.randn(8, 64), dtype=BF16).advice)
-    assert re.search(r"complex numbers .*leaves alone", said)
+    assert re.search(r"stays in fp32, because .*leaves alone complex numbers", said)

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_lab.core.tensors import tensors_in
@@ -76,6 +78,8 @@ class _Interception(TorchFunctionMode):
         """Run a torch function, by a handler if it has one that does not return None."""
         kwargs = kwargs or {}
         op = getattr(func, "__name__", "").strip("_")  # "matmul", also for `__matmul__`
+        if isinstance(func, OpOverload) and func.namespace != "aten":
+            op = func._schema.name  # "mine::op", which may multiply
         self._is_replaceable = False  # a handler may change it
         out = None
         if op in _HANDLERS and len(args) > 1:  # with operands as keywords torch computes it
@@ -102,7 +106,8 @@ class _Interception(TorchFunctionMode):
             is_written = op == "setitem" or out is tensors[0]
             if is_written:
                 del self._sources[_root(tensors[0])]
-        if op not in _MATMULS or self._is_replaceable:
+        is_own = "::" in op and None in names  # an op of torch.library on an activation
+        if not is_own and (op not in _MATMULS or self._is_replaceable):
             return
         for tensor, name in zip(operands, names, strict=True):
             if name and tensor.dim() > 1:
@@ -114,12 +119,12 @@ class _Interception(TorchFunctionMode):
     ) -> Matmul | None:
         """Return the function of `choose_matmul` for a weight, or None to let torch multiply.
 
-        torch multiplies if the weight is neither a parameter nor a view of one, or if there are no
-        values. For a parameter or a view of one, sets `_is_replaceable`. `kind`, `inner` and
-        `outer` are those of `Layer`.
+        torch multiplies if the weight is neither a parameter nor a view of one, if it is made of
+        other tensors, as quantised weights are, or if there are no values. For any other parameter
+        or a view of one, sets `_is_replaceable`. `kind`, `inner` and `outer` are those of `Layer`.
         """
         root = _root(weight)
-        if not isinstance(root, nn.Parameter) or root not in self._sources:
+        if not isinstance(root, nn.Parameter) or root not in self._sources or is_wrapper(root):
             return None
         self._is_replaceable = True
         if not values.numel():

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
 from amp_lab.core.device import preserve_random_state
 from amp_lab.core.errors import AmpLabError, NumericsError, OptionError, TraceError, with_type
@@ -30,6 +31,7 @@ from amp_lab.formats.scaling import FORMATS, Counts, Format, format_of
 from amp_lab.formats.uses import Inference, MatmulChoice, Training, Use
 from amp_lab.model_call import ModelCall
 from amp_lab.recipes import INFERENCE, TRAINING
+from amp_lab.tracing.fake_device import tip_for, untraceable_reason
 
 DEFAULT = tuple(form.name for form in FORMATS.values() if form.torchao)
 # A layer is left out where it is so much worse than normally distributed values in the same format.
@@ -46,6 +48,11 @@ _IN_16_BITS = remedy(
     "rehearse.in_16_bits",
     "no matmul of a model can be rehearsed: all are of conv3d, say, or of computed weights",
     "run it in 16 bits, under torch.autocast(device_type, torch.bfloat16)",
+)
+_QUANTISED = remedy(
+    "rehearse.quantised",
+    "the weights of a model are tensors of a library for quantisation",
+    "{weight} is quantised already ({kind}): rehearse the model before that",
 )
 _FEW_LAYERS = 3  # in a model with no more layers, the first and the last are converted too
 _ROUTERS = {"gate", "gating", "router", "switch"}  # names of modules that choose experts
@@ -117,7 +124,9 @@ def rehearse(
             raise
         except Exception as error:  # the user's model and loss may raise any exception
             problem = f"{type(model).__name__} fails in {use_class.step}"
-            raise TraceError(f"{problem}: {with_type(error)}") from error
+            reason = untraceable_reason(error) or with_type(error)
+            tip = tip_for(error, model, "rehearse", call.device.type)
+            raise TraceError(f"{problem}: {reason}{tip}") from error
         return _result(runner, layers, reports, row)
 
 
@@ -199,6 +208,10 @@ def _rehearse_step(
 def _no_matmul_message(use: Use) -> str:
     """The error for a model without a matmul that can be replaced, with advice if it has others."""
     problem = f"{type(use.call.model).__name__} multiplies by no parameter that can be rounded"
+    for name, parameter in use.call.model.named_parameters():
+        if is_wrapper(parameter):
+            kind = type(parameter).__name__
+            return f"{problem}: {_QUANTISED.sentence(weight=name, kind=kind)}"
     unreplaced = _unreplaced_ops(use)
     if not unreplaced:
         return problem

@@ -6,8 +6,7 @@ If that is impossible, the trace is refused, with a remedy that has been tried.
 import contextlib
 import dataclasses
 import functools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 from torch._ops import OpOverload
@@ -23,7 +22,7 @@ from amp_lab.tracing.decisions import (
     OtherCourse,
     ValuesNeeded,
 )
-from amp_lab.tracing.fake_device import FOR_REAL, attribute_set, remedy_for
+from amp_lab.tracing.fake_device import FOR_REAL, remedy_for
 from amp_lab.tracing.real_run import Passes, decisions_of
 
 _BUILD_ON_CPU = remedy(
@@ -92,8 +91,7 @@ def _with_decisions(
         unmarked |= {refusal.op}
         try:
             decisions = decisions_of(call, passes, unmarked)
-            with _transformers_reads_masks():
-                return trace(call, decisions)
+            return trace(call, decisions)
         except ValuesNeeded as error:
             refusal = error
         except NotAnswered as error:
@@ -105,21 +103,6 @@ def _with_decisions(
             raise type(error)(f"{refusal}, and {error}: {advice}") from error
     advice = _working_remedy(trace, call, verb, for_real, refusal)
     raise TraceError(f"{refusal}, which fake tensors have not: {advice}") from refusal
-
-
-@contextlib.contextmanager
-def _transformers_reads_masks() -> Iterator[None]:
-    """The block in which transformers asks for the values of a fake mask, as for a real one's.
-
-    transformers drops an attention mask if all its values are 1, but never looks at fake tensors.
-    The real run takes that decision, so the trace has to ask for it too.
-    """
-    owner = sys.modules.get("transformers.utils.import_utils")
-    if not hasattr(owner, "is_fake_tensor"):  # transformers is not imported, or is an older one
-        yield
-        return
-    with attribute_set(owner, "is_fake_tensor", lambda tensor: False):
-        yield
 
 
 def _working_remedy(

@@ -56,6 +56,12 @@ _MIXED_OP = remedy(
     "backward @torch.amp.custom_bwd(device_type={device!r}).",
     failure="AMP0078",
 )
+_UNKNOWN_WORK = remedy(
+    "xray.unknown_work",
+    "an op that is not torch's has no formula for its work",
+    "{op} in {where}: its work is not known, and is in no share above. If it multiplies matrices, "
+    "register a formula, torch.utils.flop_counter.register_flop_formula(torch.ops.{packet}).",
+)
 
 
 @RULES.under_autocast
@@ -128,4 +134,15 @@ def _ops_with_mixed_dtypes(trace: Tracer) -> Iterator[str]:
             casts=", ".join(casts),
             device=trace.device_type,
             dtype=dtype,
+        )
+
+
+@RULES.always
+def _unknown_work(trace: Tracer) -> Iterator[str]:
+    """Report custom ops whose FLOPs nobody has given a formula for."""
+    for op, modules in trace.unknown_work.items():
+        yield _UNKNOWN_WORK.sentence(
+            op=op,
+            where=listed([place_of(module) for module in modules], 3),
+            packet=op.replace("::", "."),
         )

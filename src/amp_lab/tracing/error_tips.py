@@ -1,9 +1,11 @@
 """Remedies for torch's errors that low precision causes, on fake tensors and on real ones."""
 
+import re
 import traceback
 from collections.abc import Iterator
 
 import torch
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
 from amp_lab.core.cpu import NO_PRIMITIVE, NO_PRIMITIVE_REMEDY
 from amp_lab.core.remedies import remedy
@@ -21,6 +23,12 @@ _NO_KERNEL_SAYS = (
     "not implemented for 'BFloat16'",
     "Low precision dtypes not supported",  # torch.linalg
     "must be either float or double dtype",  # quantile
+)
+NO_FAKE = remedy(
+    "trace.no_fake",
+    "an op of torch.library has no fake, which says what it returns",
+    "write a function with its arguments that returns empty results of the right shapes and "
+    'dtypes, below @torch.library.register_fake("{op}")',
 )
 _TIPS = {  # remedy by a phrase of the error's message
     "are unsafe to autocast": remedy(
@@ -62,6 +70,8 @@ _COPIED_VALUES = remedy(
     "write torch.stack([...])",
     failure="AMP0011",
 )
+# What an op of torch.library.custom_op raises on fake tensors.
+_NO_FAKE_SAYS = re.compile(r"There was no fake impl registered for <CustomOpDef\(([^)]+)\)>")
 # What torch.tensor raises for a list of fake tensors.
 _NO_VALUES_SAYS = ("Found no NVIDIA driver", "its data is not allocated yet")
 
@@ -81,6 +91,17 @@ def tips_for(error: Exception, op: str, device_type: str) -> list[str]:
     for name in _functions_without_autocast(error):
         tips.append(_CUSTOM_FUNCTION.sentence(name=name, device=device_type))
     return tips
+
+
+def op_without_fake(error: Exception) -> str:
+    """The name of an op of torch.library that lacks a fake, such as ``mine::op``; "" if none does.
+
+    Ops of torch itself are left out: nobody can write their fakes.
+    """
+    if isinstance(error, UnsupportedOperatorException):
+        return "" if error.func.namespace == "aten" else error.func.name().partition(".")[0]
+    match = _NO_FAKE_SAYS.match(str(error))
+    return match[1] if match else ""
 
 
 def _functions_without_autocast(error: Exception) -> Iterator[str]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
 from amp_lab.core.errors import TraceError, first_line
 from amp_lab.core.precision import Precision
@@ -246,8 +247,8 @@ def _forecast_with_cache(
 def _linear_weight_shapes(model: nn.Module) -> list[torch.Size]:
     """The shapes of the weights of linear layers that torchao would quantize.
 
-    Left out are weights that another module shares, and weights that are no parameters, such as
-    those that a parametrization computes at each use.
+    Left out are weights that another module shares, those that are quantized already, and weights
+    that are no parameters, such as those that a parametrization computes at each use.
     """
     owner_counts: Counter[int] = Counter()  # how many modules have a parameter, by its `id`
     for module in model.modules():
@@ -255,7 +256,9 @@ def _linear_weight_shapes(model: nn.Module) -> list[torch.Size]:
             owner_counts[id(parameter)] += 1
     shapes = []
     for module in model.modules():
-        if isinstance(module, nn.Linear) and owner_counts[id(module.weight)] == 1:
+        if not isinstance(module, nn.Linear) or is_wrapper(module.weight):
+            continue
+        if owner_counts[id(module.weight)] == 1:
             shapes.append(module.weight.shape)
     return shapes
 
@@ -381,5 +384,6 @@ class TracedInference(TracedStep):
             weight_casts=at_peak["cast_cache"],
             temporaries=at_peak["temporaries"],
             decisions=self.decisions,
+            caveat=self.storages.caveat,
             largest_at_peak=self.storages.largest(events, int(in_use.max())),
         )

@@ -60,6 +60,7 @@ class InferenceForecast(Printed):
     kept_under_no_grad: int = 0  # how much higher the peak is under `torch.no_grad`
     cache: CacheForecast | None = None  # the KV cache in the output, if there is one
     decisions: str = ""  # remark on decisions that were taken from a run on the CPU
+    caveat: str = ""  # remark on ops whose kernels may take memory that is not counted
     largest_at_peak: str = field(default="", compare=False)
     """The largest activation or temporary at the peak, if it is large."""
 
@@ -169,6 +170,8 @@ class InferenceTable(ForecastTable):
             )
         if self.forecasts[0].decisions:
             yield self.forecasts[0].decisions
+        if self.forecasts[0].caveat:
+            yield self.forecasts[0].caveat
         yield from self._cache_facts()
 
     def _fit_facts(self, memory: str) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """What tracers ask of an op: whether it computes anything, its autocast rule and its FLOPs."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,17 @@ def flops(func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> in
     if formula is None:
         return 0
     return formula(*args, **kwargs, out_val=out)
+
+
+def has_unknown_work(func: OpOverload, outs: Sequence[torch.Tensor]) -> bool:
+    """Whether an op is none of torch's, computes numbers, and has no formula for its FLOPs.
+
+    `outs` are its results. Ops that return integers alone, such as indices, multiply nothing.
+    """
+    packet = func._overloadpacket
+    if func.namespace == "aten" or func._schema.name in _FLOPS_BY_NAME or packet in flop_registry:
+        return False
+    return any(tensor.is_floating_point() or tensor.is_complex() for tensor in outs)
 
 
 # Each formula gets the op's arguments as its schema has them, with shapes in place of tensors.

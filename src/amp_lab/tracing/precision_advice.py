@@ -129,7 +129,7 @@ def _work_not_in_low_precision(trace: Tracer) -> Iterator[str]:
         if share < least_share:
             continue
         untouched = " autocast leaves it untouched," if is_untouched else ""
-        dtype_text = short_name(dtype) if dtype else "complex numbers or integers"
+        dtype_text = short_name(dtype) if dtype else "integers"
         stays = f"{100 * share:.1f} % of the work stays in {dtype_text}"
         yield f"{subject}:{untouched} {stays}, because {reason}."
 
@@ -143,8 +143,8 @@ def _not_low_reason(row: OpRecord, trace: Tracer) -> str:
         return "autocast is switched off there"
     if row.dtype is torch.float64:
         return "autocast leaves fp64 alone"
-    if row.dtype is None:
-        return "autocast leaves alone what is no floating-point number"
+    if row.dtype is None or any(dtype.is_complex for dtype in row.in_dtypes):
+        return "autocast leaves alone complex numbers and integers"
     # "addmm_" is in place, "__matmul__" is not.
     if row.called.endswith("_") and not row.called.endswith("__"):
         return "autocast does not cast for in-place ops"

@@ -44,9 +44,10 @@ class OpRecord:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype that the op computed in; None if it has no floating-point tensors.
+        """The dtype that the op computed in; None if it has only integers.
 
-        It is `product_dtype`, or else the wider one of the first floating-point input and output.
+        It is `product_dtype`, or else the wider one of the first input and output that are no
+        integers. A complex number counts as its two parts: complex64 as fp32.
         """
         if self.product_dtype is not None:
             return self.product_dtype
@@ -94,10 +95,10 @@ def is_of_loss(row: OpRecord) -> bool:
 
 
 def _first_float(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
-    """The first floating-point dtype; None if there is none."""
+    """The first floating-point dtype, or that of a complex number's parts; None if none."""
     for dtype in dtypes:
-        if dtype.is_floating_point:
-            return dtype
+        if dtype.is_floating_point or dtype.is_complex:
+            return dtype.to_real()
     return None
 
 
@@ -129,3 +130,26 @@ def places_of(records: Iterable[OpRecord | Cast]) -> str:
     """The modules of some ops or casts for a sentence, each once, and at most the first three."""
     modules = dict.fromkeys(record.module for record in records)
     return listed([place_of(module) for module in modules], 3)
+
+
+def sizes_not_multiples_of_8(row: OpRecord) -> str:
+    """The sizes of a matmul or convolution that are not multiples of 8: "10 output features".
+
+    "" if all of them are, and for other ops.
+    """
+    sizes = {}
+    if row.op == "convolution":
+        image, weight = row.in_shapes[:2]  # (N, C, …), (output channels, C per group, …)
+        is_depthwise = weight[1] == 1 and image[1] > 1
+        if is_depthwise:
+            return "1 channel for each group (depthwise)"
+        sizes = {"input channels": image[1], "output channels": row.out_shapes[0][1]}
+    elif row.op in ("mm", "addmm"):
+        left, right = row.in_shapes[-2:]  # (rows, inner), (inner, columns), after addmm's bias
+        sizes = {"input features": right[0], "output features": right[1]}
+        if left[0] > 8:  # with fewer rows it is the batch that is small
+            sizes["rows"] = left[0]
+    elif row.op in ("bmm", "baddbmm"):
+        left, right = row.in_shapes[-2:]  # with a batch in front
+        sizes = {"rows": left[1], "inner size": left[2], "columns": right[2]}
+    return ", ".join(f"{size:,} {what}" for what, size in sizes.items() if size % 8)

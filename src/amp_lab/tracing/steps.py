@@ -15,6 +15,7 @@ from amp_lab.core.errors import AmpLabError, TraceError, first_line
 from amp_lab.core.precision import Precision
 from amp_lab.model_call import ModelCall
 from amp_lab.tracing.decisions import Decisions, MemoryNeeded, Replay, ValuesNeeded
+from amp_lab.tracing.error_tips import NO_FAKE, op_without_fake
 from amp_lab.tracing.fake_device import (
     NEEDS_VALUES,
     ModelRun,
@@ -27,6 +28,7 @@ from amp_lab.tracing.fake_device import (
     untraceable_reason,
 )
 from amp_lab.tracing.storage_ledger import StorageTrace
+from amp_lab.tracing.transformers_masks import masks_of_transformers
 
 # In the error of fake tensors for an op that gets tensors of two devices.
 _MIXED_DEVICES = "to be on the same device"
@@ -82,7 +84,7 @@ class TraceableStep:
         shapes = call.shapes
 
         def trace() -> TracedStep:
-            with self.run.replaying(decisions) as replay:
+            with self.run.replaying(decisions) as replay, masks_of_transformers(call, decisions):
                 with _one_line_errors(call.model, shapes, self.device_type):
                     traced = self._trace(call, replay)
                 replay.require_done()  # the trace has to take all decisions of the real run
@@ -155,6 +157,10 @@ def _one_line_error(
         return ValuesNeeded(f"{name}: the result of {error.func} depends on values", error.func)
     if needs_memory(error):
         return MemoryNeeded(f"{name}: it reads the memory of a tensor")
+    without_fake = op_without_fake(error)
+    if without_fake:
+        cure = NO_FAKE.sentence(op=without_fake)
+        return TraceError(f"{name}: its op {without_fake} has no fake: {cure}")
     if isinstance(error, fake_tensor.UnsupportedOperatorException):
         cure = remedy_for(error, model, "forecast")
         return TraceError(f"{name}: torch cannot run {error.func} without values: {cure}")

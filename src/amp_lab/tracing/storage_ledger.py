@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, get_plain_tensors
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_lab.core.report import short_name
+from amp_lab.core.report import listed, short_name
 from amp_lab.core.tensors import LOWER_DTYPES, storage_key, stored_values, tensors_in
 from amp_lab.tracing.fake_device import is_composite, takes_wrappers
 from amp_lab.tracing.memory_result import amount
@@ -121,6 +121,7 @@ class StorageLedger(TorchDispatchMode):
         self._watches: dict[int, weakref.ref] = {}  # by number; they note when a storage is freed
         self._makers: list[Maker] = []  # of each storage
         self._op = ""  # the op that is running
+        self._own_ops: dict[str, None] = {}  # ops that are not torch's, as an ordered set
         self._running: list[str] | None = None  # names of running modules, the innermost last
         for kind, tensors in kinds.items():
             self.set_kind(kind, tensors)
@@ -171,7 +172,9 @@ class StorageLedger(TorchDispatchMode):
         result = run(*args, **kwargs)
         if func is _DEVICE_OF:  # the most frequent op, which allocates nothing
             return result
-        self._op = func._schema.name.rpartition("::")[2]
+        namespace, _, self._op = func._schema.name.rpartition("::")
+        if namespace != "aten":
+            self._own_ops[func._schema.name] = None
         for tensor in tensors_in(result):
             self._storage_number(tensor)
         self._op = ""
@@ -304,6 +307,7 @@ class StorageLedger(TorchDispatchMode):
             log=log,
             marks=dict(self._marks),
             makers=tuple(self._makers),
+            own_ops=tuple(self._own_ops),
         )
 
     def _ordered_events(self) -> list[int]:
@@ -349,6 +353,14 @@ class StorageTrace:
     log: np.ndarray  # (events,) i: storage i was made; ~i, which is below 0: it was freed
     marks: dict[str, int]  # name of a moment: how many events came before it
     makers: tuple[Maker, ...] = ()  # of each storage
+    own_ops: tuple[str, ...] = ()  # ops that are not torch's, such as ``mine::op``
+
+    @property
+    def caveat(self) -> str:
+        """A sentence on ops whose kernels may take memory that nobody sees; "" without any."""
+        if not self.own_ops:
+            return ""
+        return f"Of {listed(self.own_ops, 3)} only results count, not what the kernel allocates."
 
     def equals(self, other: "StorageTrace") -> bool:
         """Whether two traces have the same storages and events, whatever made the storages."""

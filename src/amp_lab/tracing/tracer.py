@@ -28,6 +28,7 @@ from amp_lab.tracing.backward import (
     seeds_of,
 )
 from amp_lab.tracing.decisions import MemoryNeeded, NotAnswered, ValuesNeeded
+from amp_lab.tracing.error_tips import NO_FAKE, op_without_fake
 from amp_lab.tracing.fake_device import (
     FOR_REAL,
     NEEDS_VALUES,
@@ -40,7 +41,13 @@ from amp_lab.tracing.fake_device import (
 )
 from amp_lab.tracing.op_log import OpLog
 from amp_lab.tracing.operands import MixedCall, Operand, SourceKind, Sources, mixed_call
-from amp_lab.tracing.ops_seen import computes_nothing, flops, has_autocast_rule, op_name
+from amp_lab.tracing.ops_seen import (
+    computes_nothing,
+    flops,
+    has_autocast_rule,
+    has_unknown_work,
+    op_name,
+)
 from amp_lab.tracing.records import LOSS, RNN_LAYERS, place_of
 from amp_lab.tracing.rnn_calls import rnn_flops, run_first_step
 from amp_lab.tracing.running_module import ModuleCalls, Outputs, RunningModule, outputs_of
@@ -73,7 +80,9 @@ class Tracer(TorchFunctionMode):
         self.casts = self._log.casts
         self.bounces = self._log.bounces
         # Calls with mixed dtypes of ops that are not torch's, each with the modules that make it.
-        self.mixed: dict[MixedCall, list[str]] = {}
+        self.mixed: dict[MixedCall, dict[str, None]] = {}
+        # Ops whose FLOPs nobody knows, such as ``mine::op``, each with the modules that call it.
+        self.unknown_work: dict[str, dict[str, None]] = {}
         self.outputs: Outputs = {}
         self.loss_dtype: torch.dtype | None = None
         self.error: Exception | None = None  # of the model or the loss: the rows end there
@@ -151,6 +160,10 @@ class Tracer(TorchFunctionMode):
         """The error to raise if only fake tensors fail here; None if the model itself does."""
         if isinstance(error, NEEDS_VALUES):
             return ValuesNeeded(f"{self._failed_op} depends on values", error.func)
+        without_fake = op_without_fake(error)
+        if without_fake:
+            cure = f"{NO_FAKE.sentence(op=without_fake)}; or {FOR_REAL.text}"
+            return TraceError(f"{self._failed_op} has no fake: {cure}")
         if isinstance(error, _NO_FAKE_RULE):
             cure = f"{remedy_for(error, self._run.model, 'X-ray')}; or {FOR_REAL.text}"
             return TraceError(f"{self._failed_op}: torch cannot run it on fake tensors; {cure}")
@@ -306,9 +319,7 @@ class Tracer(TorchFunctionMode):
         call = mixed_call(func, args, kwargs)
         if call is None or has_autocast_rule(func.name(), self.device_type):
             return
-        modules = self.mixed.setdefault(call, [])
-        if self._module not in modules:
-            modules.append(self._module)
+        self.mixed.setdefault(call, {})[self._module] = None
 
     def note_op(self, func: OpOverload, args: tuple, kwargs: dict, out: object) -> None:
         """Note an op with its result `out`; this is called below autograd and autocast.
@@ -329,6 +340,8 @@ class Tracer(TorchFunctionMode):
             self._log.add_cast(self._module, call, args[0], outs[0])
             return
         flop_count = flops(func, args, kwargs, out)
+        if has_unknown_work(func, outs):
+            self.unknown_work.setdefault(func._schema.name, {})[self._module] = None
         if not call.is_one_row:
             self._log.add_row(self._module, call, name, ins, outs, flop_count)
         elif call.is_rnn:

@@ -231,6 +231,8 @@ class TracedTraining(TracedStep):
         for class_name in sorted(rnns):
             yield f"{class_name}{_RNN_CAVEAT}"
         yield from _caveat_of_low_weights(model, self.step.precision)
+        if self.storages.caveat:
+            yield self.storages.caveat
         if self.decisions:
             yield self.decisions
 

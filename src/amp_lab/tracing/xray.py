@@ -36,6 +36,7 @@ from amp_lab.tracing.module_table import module_rows
 from amp_lab.tracing.operands import low_operand, remedy_for_mixed
 from amp_lab.tracing.records import place_of
 from amp_lab.tracing.tracer import Tracer
+from amp_lab.tracing.transformers_masks import masks_of_transformers
 from amp_lab.tracing.xray_result import Xray
 
 _UNDER_AUTOCAST = remedy(
@@ -245,6 +246,7 @@ def _trace_on_fakes(
             on_fake_device(call, device_type) as run,
             default_device,
             run.replaying(decisions) as replay,
+            masks_of_transformers(run.call, decisions),
         ):
             tracer = Tracer(device_type, dtype, run).follow()
             if tracer.error is None:  # a run that fails takes fewer decisions than the real one
