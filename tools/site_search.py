@@ -11,7 +11,7 @@ from typing import Any
 
 import failure_pages
 
-_FIELDS = ("title", "heading", "messages", "text")
+_FIELDS = {"title": 1, "heading": 1, "messages": 2, "text": 1}  # and how much each counts
 _B = 0.3  # of BM25: how much a long section counts less; found with practice queries
 _EXCERPT = 180  # characters
 _FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
@@ -30,7 +30,7 @@ class Section:
     heading: str
     text: str
     excerpt: str  # shown below the title
-    messages: str = ""  # of a page about a failure
+    messages: str = ""  # of a page about a failure; or the questions that a page answers
 
 
 def data_script(root: Path, sources: Path) -> str:
@@ -51,8 +51,8 @@ def data_script(root: Path, sources: Path) -> str:
     builder = lunr.get_default_builder()
     builder.ref("key")
     builder.b(_B)
-    for name in _FIELDS:
-        builder.field(name)
+    for name, boost in _FIELDS.items():
+        builder.field(name, boost)
     for document in documents:
         builder.add(document)
     index = builder.build().serialize()
@@ -64,6 +64,7 @@ def data_script(root: Path, sources: Path) -> str:
 def sections(sources: Path, reference: dict[str, Any]) -> list[Section]:
     """The sections of all pages among the sources of the site."""
     failures = {failure["code"]: failure for failure in reference["failures"]}
+    questions = reference["questions"]
     found: list[Section] = []
     for path in sorted([*sources.rglob("*.md"), *sources.rglob("*.ipynb")]):
         name = path.relative_to(sources).as_posix()
@@ -72,7 +73,8 @@ def sections(sources: Path, reference: dict[str, Any]) -> list[Section]:
         if failure is not None:
             found.append(_of_failure(page, failure, _markdown(path)))
         elif not name.startswith("notebooks/08"):  # its failures have pages of their own
-            found += _of_page(page, _markdown(path))
+            asked = questions.get(page.removesuffix(".html"), [])
+            found += _of_page(page, _markdown(path), " ".join(asked))
     return found
 
 
@@ -89,8 +91,8 @@ def _of_failure(page: str, failure: dict[str, Any], markdown: str) -> Section:
     )
 
 
-def _of_page(page: str, markdown: str) -> list[Section]:
-    """The sections of a page, each with its heading."""
+def _of_page(page: str, markdown: str, questions: str) -> list[Section]:
+    """The sections of a page, each with its heading; the first has the questions as well."""
     markdown = _FENCE.sub(lambda fence: fence[0].replace("#", " "), markdown)
     parts = _HEADING.split(markdown)
     title = ""
@@ -100,7 +102,8 @@ def _of_page(page: str, markdown: str) -> list[Section]:
         anchor = _plain(parts[number + 1]).replace(" ", "-")
         if not title:
             title, anchor = heading, ""
-        found.append(Section(page, anchor, title, heading, text, text[:_EXCERPT]))
+        found.append(Section(page, anchor, title, heading, text, text[:_EXCERPT], questions))
+        questions = ""
     return found
 
 

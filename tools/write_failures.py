@@ -230,7 +230,8 @@ def reference() -> dict[str, Any]:
         "subject_words": vocabulary["subject_words"],
         "symptom_words": vocabulary["symptom_words"],
         "synonyms": synonyms,
-        "index": _index(found, all_pages, synonyms),
+        "questions": vocabulary["questions"],
+        "index": _index(found, all_pages, vocabulary["questions"], synonyms),
     }
 
 
@@ -251,7 +252,12 @@ def _row(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _index(found: list[Entry], all_pages: list[dict[str, str]], synonyms: dict[str, str]) -> Any:
+def _index(
+    found: list[Entry],
+    all_pages: list[dict[str, str]],
+    questions: dict[str, list[str]],
+    synonyms: dict[str, str],
+) -> Any:
     """The search index of failures, by code, and of pages, by path."""
     documents = []
     for entry in found:
@@ -264,7 +270,8 @@ def _index(found: list[Entry], all_pages: list[dict[str, str]], synonyms: dict[s
         }
         documents.append({"key": entry.code} | _terms(fields, synonyms))
     for page in all_pages:
-        fields = {"title": page["title"], "words": page["headings"]}
+        asked = " ".join(questions.get(page["page"].rpartition(".")[0], []))
+        fields = {"title": page["title"], "words": f"{page['headings']} {asked}"}
         empty = dict.fromkeys(_BOOST, "")
         documents.append({"key": page["page"]} | empty | _terms(fields, synonyms))
     builder = lunr.get_default_builder()

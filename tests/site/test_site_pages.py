@@ -254,7 +254,7 @@ def small_root(folder: Path, readme: str) -> Path:
     (folder / "README.md").write_text(readme)
     (folder / "src" / "amp_lab" / "__init__.py").write_text('"""Doc."""\n_EXPORTS = {}\n')
     (folder / "src" / "amp_lab" / "failures").mkdir()
-    reference = {"failures": [], "synonyms": {}}
+    reference = {"failures": [], "synonyms": {}, "questions": {}}
     (folder / "src" / "amp_lab" / "failures" / "reference.json").write_text(json.dumps(reference))
     toml = '[[section]]\ncaption = "A"\npages = ["api/index.md"]\n[playgrounds]\n'
     (folder / "site" / "contents.toml").write_text(toml)
