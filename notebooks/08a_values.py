@@ -307,9 +307,7 @@ assert probabilities_in(torch.float16).argmax() == 0  # so greedy decoding choos
 # cause is a model that was trained in bf16 and runs in fp16, where its hidden values overflow.
 #
 # Other causes are [a row that is masked everywhere](#Attention-is-NaN-for-a-row-that-is-masked-everywhere),
-# and weights that are NaN because training diverged. `Categorical` can also refuse finite probabilities in
-# 16 bits, because their sum is rounded to a number other than 1. Pass logits in fp32 instead:
-# `Categorical(logits=logits.float())`. <!-- tests/notebooks/test_08a_values.py -->
+# and weights that are NaN because training diverged.
 #
 # **The fix.** Load the model in the dtype in which it was trained, usually `dtype=torch.bfloat16`. On a GPU
 # without bf16, use fp32, or keep the layers that overflow in fp32.
