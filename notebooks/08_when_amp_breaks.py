@@ -35,8 +35,8 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 
 # %%
 message = """
-RuntimeError: mat1 and mat2 must have the same dtype, but got Float
-and BFloat16
+RuntimeError: mat1 and mat2 must have the same dtype, but got Half
+and Float
 """
 failure = explain(message)[0]
 print(failure.code, failure.title)
