@@ -47,7 +47,7 @@ def test_a_failure_is_a_section_with_the_same_parts_in_order(source):
         assert [part for part in known if part in PARTS] == PARTS, heading
         assert known == sorted(known, key=(PARTS + OPTIONAL).index), heading
         code = [cell.source for cell in cells if cell.cell_type == "code"]
-        assert sum("assert" in cell for cell in code) >= 2, heading
+        assert any("assert" in cell for cell in code), heading
 
 
 @each_notebook
@@ -66,7 +66,8 @@ def test_what_the_cells_print_leads_to_their_failure(source):
     cells_of = sections(source)
     for entry in write_failures.in_notebook(source):
         for message in entry.data.get("messages", []):
-            found = read_explanation(f"with autocast\nRuntimeError: {message}").failures
+            text = message.replace("{dtype}", "Half")
+            found = read_explanation(f"with autocast\nRuntimeError: {text}").failures
             assert found[0].code == entry.code, message
         assert cells_of[entry.title]
 

@@ -253,6 +253,7 @@ class TwoMethods(nn.Module):
 
 def test_accelerate_puts_only_the_forward_of_the_prepared_model_under_autocast():
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)  # another test may have made one
     accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
     prepared, x = accelerator.prepare(TwoMethods()), torch.ones(1, 2)
     assert accelerator.mixed_precision == "bf16"
@@ -261,6 +262,7 @@ def test_accelerate_puts_only_the_forward_of_the_prepared_model_under_autocast()
     assert TwoMethods()(x) is torch.float32
     with accelerator.autocast():
         assert prepared.encode(x) is torch.bfloat16
+    accelerate.state.AcceleratorState._reset_state(True)
 
 
 def test_accelerate_refuses_fp16_on_the_cpu_only_in_the_words_that_are_quoted():
