@@ -241,7 +241,8 @@ assert "No inf checks were recorded for this optimizer." in message
 # A fused optimizer raises only at `update`: `No inf checks were recorded prior to
 # update.` <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# **The fix.** Call `scaler.step` only for optimizers whose parameters have gradients. If the part
+# **The fix.** Call `scaler.step` only for optimizers whose parameters have gradients, and leave out
+# `scaler.update()` too if no optimizer steps. If the part
 # should train, build the optimizer from the parameters of the model that computes the loss. Keep the
 # loss a tensor: combine losses with `+` or `torch.stack`, and use a differentiable loss instead of
 # `argmax`.
@@ -292,7 +293,7 @@ assert model[0].weight.grad is None
 # **What you see.** The scaler raises one of the seven messages that are printed below.
 #
 # **The smallest program that does it.** After one backward pass, we make the calls that are printed on
-# the left. `_scale is None` means that the loss was never scaled.
+# the left. `_scale is None` means that this scaler has not scaled a loss yet.
 
 
 # %%
@@ -378,13 +379,13 @@ assert math.isnan(weight_after_step(torch.optim.Adam, by_scaler=False, gradient=
 
 # %% [markdown]
 # **Why.** After `scaler.scale(loss).backward()` the gradients are too large by the scale, 65536 at
-# first. Only `scaler.step(optimizer)` divides them and skips the step if one is infinite. Adam hides
+# first. `scaler.step(optimizer)` divides them and skips the step if one is infinite. Adam hides
 # the factor, because it divides a gradient by its own size, but an infinite gradient makes its weights
 # NaN.
 #
 # **The fix.** Replace every `optimizer.step()` by `scaler.step(optimizer)`, and call `scaler.update()`
 # after it. Do not [call both](https://github.com/IAHispano/Applio/pull/860): the weights would be
-# updated twice.
+# updated twice, and the plain step would use scaled gradients if it came first.
 
 # %%
 assert math.isclose(weight_after_step(torch.optim.SGD, by_scaler=True), 0.9, rel_tol=1e-4)
