@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import peft
 import pytest
 import torch
 import torchvision
@@ -210,8 +209,10 @@ def test_a_norm_in_fp32_before_a_layer_in_bf16_needs_autocast():
         assert model(x).dtype is BF16
 
 
+@pytest.mark.filterwarnings("ignore")  # of the packages that PEFT imports
 @pytest.mark.parametrize(("casts", "dtype"), [(True, FP32), (False, BF16)])
 def test_peft_keeps_adapters_in_fp32_unless_told_otherwise(casts, dtype):
+    peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["0"], r=2)
     base = nn.Sequential(nn.Linear(4, 4)).bfloat16()
     model = peft.get_peft_model(base, config, autocast_adapter_dtype=casts)
