@@ -19,7 +19,7 @@ NOTEBOOKS = ROOT / "notebooks"
 SETTINGS = ROOT / "tools" / "jupyterlab_settings"
 START = "notebooks/00_start_here.ipynb"  # what JupyterLab opens on
 # Not in the list of files: a notebook stands there once, as its .ipynb, which saves the .py too.
-HIDDEN = ("__pycache__", ".*", "*~", "[0-9][0-9]_*.py", "*.png")
+HIDDEN = ("__pycache__", ".*", "*~", "[0-9][0-9]_*.py", "[0-9][0-9][a-z]_*.py", "*.png")
 
 
 def main(argv: list[str] | None = None) -> int:
