@@ -11,6 +11,8 @@ from typing import Any
 
 BOX = '<div class="explain" data-depth="{depth}">\n<p>This box needs JavaScript.</p>\n</div>'
 
+# What the file leaves out where it is empty.
+_LEFT_OUT: dict[str, Any] = {"messages": [], "symptoms": [], "unsafe": "", "sources": []}
 _ENTRY = re.compile(r"^`AMP\d{4}` <!-- failure\n.*?^-->\n*", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`(AMP\d{4})`")
 _LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
@@ -19,7 +21,9 @@ _LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
 def read_reference(root: Path) -> dict[str, Any]:
     """The data of the reference in the repository at `root`."""
     file = root / "src" / "amp_lab" / "failures" / "reference.json"
-    return json.loads(file.read_text(encoding="utf-8"))
+    data = json.loads(file.read_text(encoding="utf-8"))
+    data["failures"] = [_LEFT_OUT | failure for failure in data["failures"]]
+    return data
 
 
 def pages(root: Path) -> dict[str, str]:
@@ -31,9 +35,17 @@ def pages(root: Path) -> dict[str, str]:
 
 
 def data_script(root: Path) -> str:
-    """The reference as a script, since a page that is opened from a file cannot fetch data."""
-    data = json.dumps(read_reference(root), ensure_ascii=False)
-    return f'"use strict";\nconst AmpReference = {data};\n'
+    """What the box reads: the reference, its patterns and its index.
+
+    It is a script, since a page that is opened from a file cannot fetch data.
+    """
+    from amp_lab.failures.reference import reference_from
+
+    data = read_reference(root)
+    reference = reference_from(data)
+    data["patterns"] = [pattern._asdict() for pattern in reference.patterns]
+    data["index"] = reference.index.serialize()
+    return f'"use strict";\nconst AmpReference = {json.dumps(data, ensure_ascii=False)};\n'
 
 
 def link_codes(text: str) -> str:

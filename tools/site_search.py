@@ -37,7 +37,7 @@ def data_script(root: Path, sources: Path) -> str:
     """The index and its sections as a script, since a page from a file cannot fetch data."""
     import lunr
 
-    from amp_lab.failures.explanation import terms_of
+    from amp_lab.failures.words import terms_of
 
     reference = failure_pages.read_reference(root)
     found = sections(sources, reference)

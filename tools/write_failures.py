@@ -39,11 +39,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import lunr
-
 import build_pairs
-from amp_lab.failures.explanation import terms_of
-from amp_lab.failures.patterns import pattern
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "src" / "amp_lab" / "failures" / "reference.json"
@@ -53,9 +49,6 @@ INDEX = ROOT / "notebooks" / "08_when_amp_breaks.py"
 PAGES = ("docs/*.md", "README.md", "CHEATSHEET.md", "data/README.md")
 
 _MESSAGES = 1  # of a failure that the index shows; its page has all
-# Found with practice questions: which weights, and how much a long text counts less (`_B`, `_K1`).
-_BOOST = {"title": 2, "symptoms": 2, "messages": 0.3, "words": 1, "text": 1}
-_B, _K1 = 0.5, 0.8  # of BM25
 _HEADING = re.compile(r"^##+ (.+?)$", re.MULTILINE)
 _ENTRY = re.compile(r"^`(AMP\d{4})` <!-- failure\n(.*?)^-->", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
@@ -80,7 +73,6 @@ class Entry(NamedTuple):
     cause: str
     cure: str
     unsafe: str
-    text: str  # what else is said, for the search
     sources: list[str]
 
 
@@ -127,7 +119,6 @@ def in_notebook(source: Path) -> list[Entry]:
                 cause=parts["Why"],
                 cure=parts["The fix"],
                 unsafe=parts["Not this"],
-                text=_plain(section),
                 sources=_ADDRESS.findall(section),
             )
         )
@@ -154,7 +145,6 @@ def others(source: Path) -> list[Entry]:
                 cause=row["cause"],
                 cure=row["cure"],
                 unsafe=row.get("unsafe", ""),
-                text="",
                 sources=row.get("sources", []),
             )
         )
@@ -214,31 +204,30 @@ def _page(page: str, text: str) -> dict[str, str]:
 
 def reference() -> dict[str, Any]:
     """The data of `reference.json`."""
-    found = entries()
     vocabulary = tomllib.loads(VOCABULARY.read_text(encoding="utf-8"))
-    synonyms = {word: to for to, words in vocabulary["synonyms"].items() for word in words}
-    all_pages = pages()
-    patterns = []
-    for entry in found:
-        for message in [*entry.data.get("messages", []), *entry.data.get("quoted", [])]:
-            one = pattern(entry.code, message, general=entry.data.get("general", False))
-            patterns.append(one._asdict())
+    questions = vocabulary["questions"]
+    synonyms = {}
+    for to, words in vocabulary["synonyms"].items():
+        synonyms |= dict.fromkeys(words, to)
+    all_pages = []
+    for page in pages():
+        asked = questions.get(page["page"].rpartition(".")[0], [])
+        words = " ".join([page["headings"], *asked])
+        all_pages.append({"page": page["page"], "title": page["title"], "words": words})
     return {
-        "failures": [_row(entry) for entry in found],
-        "patterns": patterns,
-        "pages": [{"page": page["page"], "title": page["title"]} for page in all_pages],
+        "failures": [_row(entry) for entry in entries()],
+        "pages": all_pages,
         "subject_words": vocabulary["subject_words"],
         "symptom_words": vocabulary["symptom_words"],
         "synonyms": synonyms,
-        "questions": vocabulary["questions"],
-        "index": _index(found, all_pages, vocabulary["questions"], synonyms),
+        "questions": questions,
     }
 
 
 def _row(entry: Entry) -> dict[str, Any]:
     """The failure as `amp_lab.failures.Failure` reads it."""
     messages = [*entry.data.get("messages", []), *entry.data.get("quoted", [])]
-    return {
+    row = {
         "code": entry.code,
         "title": entry.title,
         "cause": entry.cause,
@@ -247,47 +236,12 @@ def _row(entry: Entry) -> dict[str, Any]:
         "page": entry.page,
         "messages": messages,
         "symptoms": entry.data.get("symptoms", []),
+        "words": entry.data.get("words", ""),
+        "general": entry.data.get("general", False),
         "torch": entry.data.get("torch", ""),
         "sources": list(dict.fromkeys(entry.sources)),
     }
-
-
-def _index(
-    found: list[Entry],
-    all_pages: list[dict[str, str]],
-    questions: dict[str, list[str]],
-    synonyms: dict[str, str],
-) -> Any:
-    """The search index of failures, by code, and of pages, by path."""
-    documents = []
-    for entry in found:
-        fields = {
-            "title": entry.title,
-            "symptoms": " ".join(entry.data.get("symptoms", [])),
-            "messages": " ".join([*entry.data.get("messages", []), *entry.data.get("quoted", [])]),
-            "words": entry.data.get("words", ""),
-            "text": entry.text or f"{entry.cause} {entry.cure}",
-        }
-        documents.append({"key": entry.code} | _terms(fields, synonyms))
-    for page in all_pages:
-        asked = " ".join(questions.get(page["page"].rpartition(".")[0], []))
-        fields = {"title": page["title"], "words": f"{page['headings']} {asked}"}
-        empty = dict.fromkeys(_BOOST, "")
-        documents.append({"key": page["page"]} | empty | _terms(fields, synonyms))
-    builder = lunr.get_default_builder()
-    builder.ref("key")
-    builder.b(_B)
-    builder.k1(_K1)
-    for name, boost in _BOOST.items():
-        builder.field(name, boost)
-    for document in documents:
-        builder.add(document)
-    return builder.build().serialize()
-
-
-def _terms(fields: dict[str, str], synonyms: dict[str, str]) -> dict[str, str]:
-    """The fields with the words that a search for them would have."""
-    return {name: " ".join(terms_of(text, synonyms)) for name, text in fields.items()}
+    return {name: value for name, value in row.items() if value}
 
 
 def index_of_failures(found: list[Entry]) -> str:
@@ -329,11 +283,22 @@ def generated() -> dict[Path, str]:
     after = rest.partition(_END)[2]
     if not after:
         raise FailureError(f"{INDEX.name}: no place for the index between {_BEGIN} and {_END}")
-    data = json.dumps(reference(), ensure_ascii=False, indent=None, separators=(",", ":"))
     return {
-        REFERENCE: data + "\n",
+        REFERENCE: _one_row_a_line(reference()),
         INDEX: f"{before}{_BEGIN}{index_of_failures(entries())}{_END}{after}",
     }
+
+
+def _one_row_a_line(data: dict[str, Any]) -> str:
+    """JSON with a line for each failure and page, so that a change of one is a line in a diff."""
+    parts = []
+    for name, value in data.items():
+        text = json.dumps(value, ensure_ascii=False)
+        if isinstance(value, list) and isinstance(value[0], dict):
+            rows = [json.dumps(row, ensure_ascii=False) for row in value]
+            text = "[\n" + ",\n".join(rows) + "\n]"
+        parts.append(f"{json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from failure_messages import printed
 
 import write_failures
 from amp_lab.failures import read_explanation
@@ -55,10 +56,10 @@ def test_the_cells_of_a_failure_print_its_messages(source):
     cells_of = sections(source)
     for entry in write_failures.in_notebook(source):
         outputs = [out for cell in cells_of[entry.title] for out in cell.get("outputs", [])]
-        printed = flat("\n".join(out.get("text", "") for out in outputs))
+        output = flat("\n".join(out.get("text", "") for out in outputs))
         for message in entry.data.get("messages", []):
             regex = pattern(entry.code, message).regex
-            assert re.search(regex, printed, re.IGNORECASE), (entry.code, message)
+            assert re.search(regex, output, re.IGNORECASE), (entry.code, message)
 
 
 @each_notebook
@@ -66,8 +67,7 @@ def test_what_the_cells_print_leads_to_their_failure(source):
     cells_of = sections(source)
     for entry in write_failures.in_notebook(source):
         for message in entry.data.get("messages", []):
-            text = message.replace("{dtype}", "Half")
-            found = read_explanation(f"with autocast\nRuntimeError: {text}").failures
+            found = read_explanation(printed(message)).failures
             assert found[0].code == entry.code, message
         assert cells_of[entry.title]
 

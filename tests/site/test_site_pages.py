@@ -254,7 +254,9 @@ def small_root(folder: Path, readme: str) -> Path:
     (folder / "README.md").write_text(readme)
     (folder / "src" / "amp_lab" / "__init__.py").write_text('"""Doc."""\n_EXPORTS = {}\n')
     (folder / "src" / "amp_lab" / "failures").mkdir()
-    reference = {"failures": [], "synonyms": {}, "questions": {}}
+    reference = {"failures": [], "subject_words": [], "symptom_words": []}
+    reference |= {"synonyms": {}, "questions": {}}
+    reference["pages"] = [{"page": "README.md", "title": "Title", "words": ""}]
     (folder / "src" / "amp_lab" / "failures" / "reference.json").write_text(json.dumps(reference))
     toml = '[[section]]\ncaption = "A"\npages = ["api/index.md"]\n[playgrounds]\n'
     (folder / "site" / "contents.toml").write_text(toml)

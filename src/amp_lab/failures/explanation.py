@@ -7,6 +7,7 @@ from typing import Any
 from amp_lab.failures.graph_breaks import graph_break
 from amp_lab.failures.patterns import flat
 from amp_lab.failures.reference import Failure, Page, Pattern, Reference, load_reference
+from amp_lab.failures.words import terms_of
 
 MOST = 3  # failures, or pages, that are shown
 MAX_CHARACTERS = 1_000_000  # of a log, from its end
@@ -14,11 +15,6 @@ _LONGEST_QUESTION = 3000  # characters: a longer text is a log
 _LONGEST_MESSAGE = 400  # characters after the name of an error: what follows is other output
 _PRINTED = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning)\b ?[:(]")
 _ERROR = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:")
-_PREFIX = re.compile(r"^\s*(?:[\w.]*(?:Error|Exception|Warning)\b:?\s*)+")
-_WORD = re.compile(r"[a-z0-9]+")
-_VOWEL_Y = re.compile(
-    r"([aeiou])ys?$"
-)  # which lunr's stemmers in Python and JavaScript treat unlike
 _CODE = re.compile(r"(?<![A-Za-z0-9_])AMP[0-9]{4}(?![A-Za-z0-9_])", re.IGNORECASE)
 # A frame of a traceback: Python's own, then IPython's.
 _FRAME = re.compile(
@@ -156,12 +152,6 @@ def question_of(text: str) -> str:
     if printed:
         return line[printed[-1] :][:_LONGEST_MESSAGE]
     return line if len(line) <= _LONGEST_QUESTION else ""
-
-
-def terms_of(text: str, synonyms: dict[str, str]) -> list[str]:
-    """The words of a text as the index has them, without the names of exceptions before it."""
-    words = _WORD.findall(_PREFIX.sub("", flat(text)).lower())
-    return [_VOWEL_Y.sub(r"\1i", synonyms.get(word, word)) for word in words]
 
 
 def _by_words(question: str, reference: Reference) -> list[Failure | Page]:

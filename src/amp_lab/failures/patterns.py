@@ -8,8 +8,7 @@ matter of precision. A placeholder stands for what else may differ:
 """
 
 import re
-
-from amp_lab.failures.reference import Pattern
+from typing import NamedTuple
 
 DTYPE = (
     r"(?:(?:struct |c10::|at::|torch\.(?:cuda\.)?|CUDA|CPU)*"
@@ -35,6 +34,21 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _RANK = re.compile(r"^[ \t]*\[(?:rank)?\d+\]:", re.MULTILINE)
 _FRAME = re.compile(r"[│╭╮╰╯─❱┃]")
 _BLANKS = re.compile(r"\s+")
+
+
+class Pattern(NamedTuple):
+    """A message as a regular expression. Python and JavaScript read it alike."""
+
+    code: str
+    regex: str
+    literal: int
+    """How many characters have to be as they are written. More of them make a better match."""
+    fragment: str
+    """The longest run of those characters, in lower case: a text without it cannot match."""
+    exact: str
+    """The message in lower case if it has no placeholder, else empty."""
+    general: bool
+    """Whether it also has other causes, so that it counts only in a text about precision."""
 
 
 def pattern(code: str, message: str, *, general: bool = False) -> Pattern:

@@ -8,9 +8,10 @@ import functools
 import json
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
-from amp_lab.core.requirements import needed_for
+from amp_lab.failures.patterns import Pattern, pattern
+from amp_lab.failures.words import build_index
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,11 @@ class Failure:
     """The messages that lead here, with placeholders such as ``{dtype}``."""
     symptoms: tuple[str, ...] = ()
     """What people see and describe where no message is printed."""
+    words: str = ""
+    """Other words that people search for."""
+    general: bool = False
+    """Whether its messages often have other causes, so that they count only beside a word of the
+    subject."""
     torch: str = ""
     """Which versions of torch raise it; empty if all supported versions do."""
     sources: tuple[str, ...] = ()
@@ -45,21 +51,8 @@ class Page:
 
     title: str
     page: str
-
-
-class Pattern(NamedTuple):
-    """A message as a regular expression. Python and JavaScript read it alike."""
-
-    code: str
-    regex: str
-    literal: int
-    """How many characters have to be as they are written. More of them make a better match."""
-    fragment: str
-    """The longest run of those characters, in lower case: a text without it cannot match."""
-    exact: str
-    """The message in lower case if it has no placeholder, else empty."""
-    general: bool
-    """Whether it also has other causes, so that it counts only in a text about precision."""
+    words: str
+    """Its headings, and the questions that it answers."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +70,11 @@ class Reference:
     """Further words of which a description without a message may have one instead."""
     synonyms: dict[str, str]
     """A word that people type, and the word that the index has for it."""
-    index_data: dict[str, Any]
 
     @functools.cached_property
     def index(self) -> Any:
         """A lunr index of failures by code and pages by path. A message is found without it."""
-        with needed_for("finding a text by its words"):
-            import lunr.index
-
-        return lunr.index.Index.load(self.index_data)
+        return build_index(self.failures.values(), self.pages.values(), self.synonyms)
 
 
 @functools.cache
@@ -98,17 +87,19 @@ def load_reference() -> Reference:
 def reference_from(data: dict[str, Any]) -> Reference:
     """Make the reference from the data of `reference.json`."""
     failures = {}
+    patterns = []
     for row in data["failures"]:
         failure = Failure(**{name: _frozen(value) for name, value in row.items()})
         failures[failure.code] = failure
+        for message in failure.messages:
+            patterns.append(pattern(failure.code, message, general=failure.general))
     return Reference(
         failures=failures,
-        patterns=tuple(Pattern(**row) for row in data["patterns"]),
+        patterns=tuple(patterns),
         pages={row["page"]: Page(**row) for row in data["pages"]},
         subject_words=frozenset(data["subject_words"]),
         symptom_words=frozenset(data["symptom_words"]),
         synonyms=data["synonyms"],
-        index_data=data["index"],
     )
 
 
