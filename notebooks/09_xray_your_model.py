@@ -535,7 +535,7 @@ exercises.check_number_of_casts(number_of_casts)
 # ```
 #
 # There are 3 + 2 + 1 casts. The first linear layer needs its input, weight and bias cast. The second
-# needs only weight and bias cast, because ReLU returns fp16. The norm needs only its input cast up to
+# needs a cast only for its weight and bias: its input comes from ReLU and is fp16 already. The norm needs only its input cast up to
 # fp32.
 #
 # </details>
