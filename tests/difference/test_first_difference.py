@@ -417,11 +417,11 @@ class Part(nn.Module):
 
 
 FAILURES = {  # what raises in 16 bits, at which op, and the advice on it
-    "no kernel": (torch.linalg.det, "at _linalg_det in", "call .float() on what it gets"),
+    "no kernel": (torch.linalg.det, "at _linalg_det in", "call .float() on its inputs"),
     "none before the op": (lambda y: torch.quantile(y, 0.5), "in", "call .float()"),
     "a dtype that FFTs do not take": (torch.fft.rfft, "in", "transform x.float() instead"),
     "a number": (lambda y: y.masked_fill(y > 0, -1e9), "at masked_fill in", "torch.finfo(x.dtype)"),
-    "mixed": (lambda y: torch.ones(4, 4) @ y, "at mm in", "cast the first before it"),
+    "mixed": (lambda y: torch.ones(4, 4) @ y, "at mm in", "cast the float32 tensor before the op"),
     "mixed in place": (
         lambda y: torch.ones(4, 4).addmm_(y, y),
         "at addmm_ in",

@@ -475,7 +475,7 @@ def test_a_choice_whose_arms_would_become_equal_stays_whole(made):
         ("normalization.fused_layer_norm.MixedFusedLayerNorm", "write torch.nn.LayerNorm"),
         ("contrib.optimizers.FP16_Optimizer", "keep the model in float32"),
         ("contrib.optimizers.DistributedFusedAdam", "fully_shard"),
-        ("contrib.optimizers.fused_lamb.FusedLAMB", "keep Apex for it"),
+        ("contrib.optimizers.fused_lamb.FusedLAMB", "keep Apex for this"),
         ("optimizers.FusedLAMB", "no such optimizer"),
         ("contrib.group_norm.GroupNorm", "write torch.nn.GroupNorm"),
         ("contrib.xentropy.SoftmaxCrossEntropyLoss", "torch.nn.functional.cross_entropy"),
@@ -484,7 +484,7 @@ def test_a_choice_whose_arms_would_become_equal_stays_whole(made):
         ("pyprof.nvtx.init", "torch.profiler"),
         ("amp.register_half_function", "drop it"),
         ("amp.register_float_function", 'torch.autocast("cuda", enabled=False)'),
-        ("amp._amp_state.loss_scalers", "what keeps a state"),
+        ("amp._amp_state.loss_scalers", "the scaler has the state"),
         ("fp16_utils.network_to_half", "keep the model in float32"),
     ],
 )

@@ -244,7 +244,7 @@ def test_a_program_that_follows_the_advice_runs(name):
 @pytest.mark.parametrize("name", NO_EQUAL)
 def test_what_has_no_equal_is_nowhere_in_torch(name):
     last = NO_EQUAL[name].rpartition(".")[2]
-    assert "torch has no equal of" in ADVICE[name].text
+    assert "torch has no equivalent" in ADVICE[name].text
     assert not any(hasattr(home, last) for home in (torch, nn, torch.optim, nn.parallel))
 
 

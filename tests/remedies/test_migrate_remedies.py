@@ -95,7 +95,7 @@ CASES = {
     "made_each_epoch": Case(
         "for epoch in range(2):\n    scaler = GradScaler('cpu')\n" + EPOCH,
         "scaler = GradScaler('cpu')\nfor epoch in range(2):\n" + EPOCH,
-        "make it once, before the loop over epochs",
+        "create the scaler once, before the loop over epochs",
         moves(1 - 0.6**3, 1 - 0.6**5),  # a step moves by 0.4 of what is left: 1 and 2, or 1 and 4
     ),
     "never_updated": Case(
@@ -330,7 +330,7 @@ def test_a_checkpoint_that_keeps_the_dtype_of_autocast():
     head = HEAD + "import torch\n"
     said = found(head + CHECKPOINT)
     assert says("migrate.restored_without_dtype", said)
-    assert "keep torch.get_autocast_dtype(device_type) too, and give it as dtype=" in said
+    assert "also save torch.get_autocast_dtype(device_type), and pass it as dtype=" in said
     right = CHECKPOINT.replace(
         '    ctx.enabled = torch.is_autocast_enabled("cpu")\n',
         '    ctx.enabled = torch.is_autocast_enabled("cpu")\n'

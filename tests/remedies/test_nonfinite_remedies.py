@@ -737,10 +737,10 @@ def test_a_result_beyond_fp32():
     total = {"loss_fn": torch.sum}
     grown = Apply(lambda x: x * torch.tensor(1e30))
     advice = only(find(grown, torch.tensor([1e10]), **total), "range")
-    assert "how its inputs came to be so large" in advice
+    assert "why the inputs are so large" in advice
     assert healed(grown, torch.tensor([1e5]), **total)
     at_one = Apply(torch.atanh)
-    assert "where this op is infinite" in only(find(at_one, torch.ones(1), **total), "range")
+    assert "whether this op is infinite" in only(find(at_one, torch.ones(1), **total), "range")
     assert healed(at_one, torch.tensor([0.9]), **total)
 
 
@@ -780,7 +780,7 @@ def test_a_division_by_zero(dtype):
         return x.detach().norm(dim=-1, keepdim=True)
 
     advice = only(find(model(lambda x: (x + 1) / norm(x)), x), "div")
-    assert "add an eps to the divisor or clamp it (F.normalize has one)" in advice
+    assert "add an eps to the divisor or clamp it (F.normalize has an eps)" in advice
     assert healed(model(lambda x: (x + 1) / (norm(x) + 1e-2)), x)
     assert healed(model(lambda x: (x + 1) / norm(x).clamp_min(1e-2)), x)
     assert healed(model(lambda x: F.normalize(x, dim=-1, eps=1e-2)), x)
@@ -849,7 +849,7 @@ def test_an_eps_that_is_zero_in_fp16(name):
     cured = scaled_gradient(lambda x: function(x.float(), 1e-3), ROWS.half(), scale)
     exact = scaled_gradient(lambda x: function(x, 1e-3), ROWS.double(), 1.0)
     assert cured.dtype is torch.float16
-    assert "the eps may stay as it is" in advice
+    assert "you can keep the eps" in advice
     assert function(ROWS.float(), 1e-8).isfinite().all()
     assert "cast the result back: .to(x.dtype)" in advice
     x = ROWS.half()
@@ -939,9 +939,9 @@ def test_a_cast_that_does_not_fit():
 def test_a_product_of_zero_and_infinity():
     large = torch.tensor(3e38)
     advice = only(find(Apply(lambda x: (x * large * 10 * 0).sum()), torch.ones(1)), "range")
-    assert "came to be so large" in advice
+    assert "why the inputs are so large" in advice
     model = Apply(lambda x: torch.fmod(x, 0.0))
-    assert "which of its inputs is zero" in only(find(model, torch.ones(1)), "other")
+    assert "which input is zero" in only(find(model, torch.ones(1)), "other")
     assert healed(Apply(lambda x: torch.fmod(x, 1.0)), torch.ones(1))
 
 

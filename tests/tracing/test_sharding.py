@@ -24,8 +24,8 @@ AUTOCAST = {"ddp_under_autocast": s.plain_ddp}
 MISTAKES = {  # and what is said of them
     s.policy_on_top_of_bf16: "there are no fp32 master weights",
     s.upcast_of_bf16: "cast to fp32 from bf16, which adds traffic",
-    s.upcast_that_is_undone: "norm.weight, norm.bias: weights of norms, stored in fp32 and",
-    s.norm_in_bf16: "norm.weight, norm.bias: weights of norms, stored in fp32 and computed in bf16",
+    s.upcast_that_is_undone: "norm.weight, norm.bias: norm weights, stored in fp32 and",
+    s.norm_in_bf16: "norm.weight, norm.bias: norm weights, stored in fp32 and computed in bf16",
     s.summed_in_bf16: "gradients are summed in bf16",
     s.two_stored_dtypes_in_a_unit: "fails at the first step: FSDP2 needs one stored dtype",
     s.root_left_out: "last.weight, last.bias: not managed by FSDP2",

@@ -70,9 +70,9 @@ _KEEP_MEMORY = remedy(
 )
 _MADE_INSIDE = remedy(
     "advise.made_inside",
-    "weights and inputs are cast, and the model raises, since it makes fp32 inside",
-    "weights and inputs are in {dtype} here, and something inside is not, such as a tensor that "
-    "the model makes or casts by itself: cast it, x.to(torch.{dtype})",
+    "weights and inputs are cast, and the model raises because it creates fp32 tensors",
+    "weights and inputs are in {dtype} here, but a tensor inside the model is not, such as one "
+    "that the model creates or casts itself: cast this tensor, x.to(torch.{dtype})",
     failure="AMP0060",
 )
 _SAYS_DTYPES = re.compile(r"\bd?type\b")  # as errors do where fp32 meets 16 bits

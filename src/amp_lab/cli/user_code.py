@@ -23,9 +23,9 @@ from amp_lab.core.remedies import remedy
 FORM = "PACKAGE.MODULE:CALLABLE"
 _GUARD = remedy(
     "cli.guard_script",
-    "a file defines the model and then fails, as a script that trains when it is imported may",
-    "line {line} of {file} runs when the file is imported: put it, and what else is not needed for "
-    '{name}, under if __name__ == "__main__":',
+    "a file defines the model and then fails, as a script that trains on import may",
+    "line {line} of {file} runs when the file is imported: put this line, and other code that "
+    '{name} does not need, under if __name__ == "__main__":',
 )
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Import, ast.ImportFrom)
 _END_AT_ONCE = os._exit  # the real one, which `_trap_exit` replaces for a while

@@ -12,7 +12,7 @@ NO_PRIMITIVE = "could not create a primitive descriptor"
 """The beginning of oneDNN's error for an op that it has no kernel for on this CPU."""
 NO_PRIMITIVE_REMEDY = remedy(
     "cpu.no_primitive",
-    "an LSTM under autocast that oneDNN has no kernel for on this CPU",
+    "an LSTM runs under autocast, and oneDNN has no kernel for it on this CPU",
     "oneDNN has no kernel for it on this CPU, so run the layer in fp32: "
     'with torch.autocast("cpu", enabled=False), on x.float()',
     failure="AMP0042",

@@ -17,7 +17,7 @@ from amp_lab.core.remedies import remedy
 
 _GIVE_TENSORS = remedy(
     "trace.give_tensors",
-    "an input is an object that cannot be copied, or whose attributes are out of sight",
+    "an input is an object that cannot be copied, or whose attributes cannot be read",
     "give the model its tensors in a dict or a dataclass",
 )
 

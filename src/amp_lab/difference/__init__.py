@@ -25,8 +25,8 @@ __all__ = ["Difference", "RunComparison", "compare_runs", "first_difference"]
 _OWN_INPUTS = remedy(
     "diff.own_inputs",
     "two models whose weights differ in dtype are given the same inputs",
-    "the weights of {run} are {weights}, and its inputs {inputs}: give each run inputs of its own, "
-    "as first_difference(lambda: a(x), lambda: b(x.to(torch.{weights})))",
+    "the weights of {run} are {weights}, but its inputs are {inputs}: give each run inputs in the "
+    "dtype of its weights, first_difference(lambda: a(x), lambda: b(x.to(torch.{weights})))",
 )
 
 

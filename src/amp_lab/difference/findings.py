@@ -39,9 +39,9 @@ _TIMES_THE_SMALLER_ERROR = 64.0
 
 _MERGED = remedy(
     "diff.merged",
-    "16 bits make whole numbers or evenly spaced values, such as positions, equal in one run",
+    "whole numbers or evenly spaced values, such as positions, become equal in one run in 16 bits",
     "In {run}, an input of this op has lost values: {op.merged}. If they are positions or counts, "
-    "compute with them in fp32: do not cast them, and put the ops that use them in "
+    "compute with them in fp32: do not cast them, and run the ops that use them in "
     "with torch.autocast({op.log.device_type!r}, enabled=False).",
     failure="AMP0030",
 )

@@ -46,13 +46,13 @@ _OPERANDS = {
 """The operands ``(left, right)`` of each matmul, as the reports name them."""
 _IN_16_BITS = remedy(
     "rehearse.in_16_bits",
-    "no matmul of a model can be rehearsed: all are of conv3d, say, or of computed weights",
-    "run it in 16 bits, under torch.autocast(device_type, torch.bfloat16)",
+    "no matmul of a model can be rehearsed, as in a model of conv3d layers or computed weights",
+    "run the model in 16 bits, under torch.autocast(device_type, torch.bfloat16)",
 )
 _QUANTISED = remedy(
     "rehearse.quantised",
-    "the weights of a model are tensors of a library for quantisation",
-    "{weight} is quantised already ({kind}): rehearse the model before that",
+    "a library has quantised the weights of a model",
+    "{weight} is quantised already ({kind}): rehearse the model before you quantise it",
 )
 _FEW_LAYERS = 3  # in a model with no more layers, the first and the last are converted too
 _ROUTERS = {"gate", "gating", "router", "switch"}  # names of modules that choose experts

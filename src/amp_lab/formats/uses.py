@@ -51,13 +51,13 @@ MatmulChoice = Callable[[Layer], Matmul | None]
 
 _PAD_ROWS = remedy(
     "rehearse.pad_rows",
-    "kernels of a format cannot sum over so many rows",
+    "the number of rows does not fit the kernels of a format",
     "its weight gradient sums over {rows} rows, not a multiple of {multiple}: pad batch x tokens",
     failure="AMP0044",
 )
 _TRAIN = remedy(
     "rehearse.train",
-    "the gradients in bf16 are far from fp32's already",
+    "the gradients in bf16 already differ much from the gradients in fp32",
     "bf16 gradients differ {off:.0%} from fp32's: train instead (steps=20, or --steps 20).",
 )
 _LR = 1e-3

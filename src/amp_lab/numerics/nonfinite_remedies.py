@@ -26,41 +26,41 @@ _BEFORE = {
     "parameter": nonfinite_remedy(
         "parameter",
         "a weight was inf or NaN when it was first used",
-        "The weights were broken before they were used. If an optimizer step did it, its gradients "
-        "were not finite or the learning rate is too high. Go back to the last good checkpoint. In "
-        "fp16 autocast, scaler.step(optimizer) skips such a step, and a plain optimizer.step() "
-        "does not. In bf16 and fp32 nothing skips it: "
+        "The weights were inf or NaN before their first use. If an optimizer step caused this, its "
+        "gradients were inf or NaN, or the learning rate is too high. Go back to the last good "
+        "checkpoint. In fp16 autocast, scaler.step(optimizer) skips such a step, but a plain "
+        "optimizer.step() does not. In bf16 and fp32 nothing skips such a step: "
         "clip_grad_norm_(parameters, max_norm, error_if_nonfinite=True) raises before the step.",
     ),
     "buffer": nonfinite_remedy(
         "buffer",
         "a buffer was inf or NaN when it was first used",
-        "Look at what wrote this buffer, or at the checkpoint it came from.",
+        "Check the code that writes this buffer, or the checkpoint that the buffer comes from.",
     ),
     "statistics": nonfinite_remedy(
         "statistics",
         "the running statistics of a norm were inf or NaN",
-        "The running statistics took in a batch that was not finite. Call reset_running_stats(), "
-        "or go back to the last good checkpoint, and find that batch.",
+        "A batch with an inf or a NaN has updated the running statistics. Call "
+        "reset_running_stats(), or go back to the last good checkpoint, and find that batch.",
         failure="AMP0007",
     ),
     "input": nonfinite_remedy(
         "input",
         "the model was given an inf or a NaN",
-        "Its input contained it. Check the data and their preprocessing: missing values, a "
-        "division by a standard deviation of 0, a cast to fp16 of values over 65504.",
+        "The input contained an inf or a NaN. Check the data and the preprocessing: missing "
+        "values, a division by a standard deviation of 0, a cast to fp16 of values over 65504.",
         failure="AMP0112",
     ),
     "gradient": nonfinite_remedy(
         "gradient",
         "a gradient was inf or NaN before the backward pass",
-        "It is left from an earlier backward pass: call zero_grad() before this one.",
+        "The gradient is left from an earlier backward pass: call zero_grad() before this one.",
     ),
     "constant": nonfinite_remedy(
         "constant",
         "a tensor from outside the block was inf or NaN",
-        "No op of this block made it. Look at targets, constants, what was computed before, and "
-        "memory from torch.empty that was never written.",
+        "No op of this block made the inf or NaN. Check targets, constants, tensors from before "
+        "the block, and memory from torch.empty that was never written.",
     ),
 }
 
@@ -82,29 +82,30 @@ _MASKED = nonfinite_remedy(
 _NO_VALUES = nonfinite_remedy(
     "no_values",
     "an op was given an empty tensor",
-    "It was given no values: the mean of nothing is NaN. Skip empty batches.",
+    "The op got an empty tensor: the mean of no values is NaN. Skip empty batches.",
 )
 _LOSS_SCALE = nonfinite_remedy(
     "loss_scale",
     "a gradient overflowed while the loss was scaled",
-    "The loss was scaled by {scale:g}. If that alone makes it overflow, GradScaler handles it: "
-    "scaler.step(optimizer) skips the step, and scaler.update() lowers the scale. A plain "
-    "optimizer.step() skips nothing. If it still overflows at a scale of 1 (ScaleLog shows the "
-    "scale), it is a real bug: do what follows.",
+    "The loss was scaled by {scale:g}. If only the scale makes the gradient overflow, GradScaler "
+    "handles it: scaler.step(optimizer) skips the step, and scaler.update() lowers the scale. A "
+    "plain optimizer.step() skips nothing. If the gradient still overflows at a scale of 1 "
+    "(ScaleLog shows the scale), it is a real bug: follow the rest of this advice.",
     failure="AMP0144",
 )
 _BYPASSED = nonfinite_remedy(
     "bypassed",
-    "an optimizer stepped by itself on the gradients of a scaled loss",
-    "An optimizer took a step by itself, although the loss was scaled. optimizer.step() skips no "
-    "inf or NaN and does not divide by the scale, so the weights may be broken now: go back to the "
-    "last good ones, and call scaler.step(optimizer) and then scaler.update() in its place.",
+    "optimizer.step() was called directly on the gradients of a scaled loss",
+    "The code called optimizer.step() directly, although the loss was scaled. optimizer.step() "
+    "skips no inf or NaN and does not divide by the scale, so the weights may be broken now: go "
+    "back to the last good weights, and call scaler.step(optimizer) and then scaler.update() "
+    "instead.",
     failure="AMP0131",
 )
 HALF_WEIGHTS = nonfinite_remedy(
     "half_weights",
-    "weights that are trained are fp16, and a GradScaler is used",
-    "The weights that are trained are fp16. GradScaler refuses their gradients (Attempting to "
+    "trainable weights are fp16, and a GradScaler is used",
+    "The trainable weights are fp16. GradScaler refuses their gradients (Attempting to "
     "unscale FP16 gradients), so it neither skips a step nor lowers the scale. Keep these weights "
     "in fp32: load or make the model with dtype=torch.float32, or convert it with model.float(). "
     "Then run the forward pass under torch.autocast. Or use bf16 without a GradScaler: "
@@ -123,12 +124,12 @@ MASK_VALUE = nonfinite_remedy(
 _EPS = nonfinite_remedy(
     "eps",
     "an eps that protects a division, a root or a logarithm is 0 in the dtype",
-    "The eps of {eps:g} is 0 in fp16 and protects against nothing. Compute this part in fp32, on "
-    "x.float(), with an eps of 1e-3 or more: where x is 0, a gradient can be 1 / eps, and goes "
-    "back into fp16 multiplied by the loss scale. An eps of 1e-4 without the cast is often not "
-    "enough: the derivative of 1 / x is 1 / x ** 2, and 1e8 is inf in fp16. In inference the eps "
-    "may stay as it is, since fp32 holds it. If the next layer has fp16 weights, cast the result "
-    "back: .to(x.dtype).",
+    "The eps of {eps:g} is 0 in fp16, so it has no effect. Compute this part in fp32, on "
+    "x.float(), with an eps of 1e-3 or more: where x is 0, a gradient can be 1 / eps, and this "
+    "gradient is multiplied by the loss scale and cast back to fp16. An eps of 1e-4 without the "
+    "cast is often not enough: the derivative of 1 / x is 1 / x ** 2, and 1e8 is inf in fp16. In "
+    "inference, fp32 alone is enough: you can keep the eps. If the next layer has fp16 weights, "
+    "cast the result back: .to(x.dtype).",
     failure="AMP0005",
 )
 
@@ -175,8 +176,8 @@ _SCORES = nonfinite_remedy(
 _RANGE = nonfinite_remedy(
     "range",
     "a result exceeded the range of bf16 or fp32",
-    "The result exceeds the range of {dtype}: see how its inputs came to be so large, or whether "
-    "one lies where this op is infinite.",
+    "The result exceeds the range of {dtype}: find out why the inputs are so large, or whether "
+    "this op is infinite at one of them.",
 )
 
 _NEAR_ZERO = 1e-2
@@ -185,13 +186,14 @@ _NEAR_ZERO = 1e-2
 _DERIVATIVE = nonfinite_remedy(
     "backward.other",
     "the backward pass of another op",
-    "An infinite derivative, or 0 * inf: keep the input of this op away from where its derivative "
-    "is infinite, before the op. A torch.where behind it does not help.",
+    "The derivative is infinite, or this is 0 * inf: before the op, move its input away from "
+    "values at which the derivative is infinite. A torch.where after the op does not help.",
 )
 _UNKNOWN = nonfinite_remedy(
     "other",
     "another op made a NaN",
-    "0 * inf, inf - inf or 0 / 0: see which of its inputs is zero or very large, and why.",
+    "The op computed 0 * inf, inf - inf or 0 / 0: find out which input is zero or very large, and "
+    "why.",
 )
 
 

@@ -90,10 +90,11 @@ FORWARD = {
         "div",
         "a division by 0",
         "A division by zero. If the divisor is 0 only because it was rounded to 16 bits, as "
-        "1 - 0.9999 is in bf16, compute it in fp32, from values that never were in 16 bits; an eps "
-        "would hide a wrong result. Else add an eps to the divisor or clamp it (F.normalize has "
-        "one). In fp16 compute this part in fp32, on x.float(), with an eps of 1e-3 or more: "
-        "gradients can be 1 / eps, and overflow fp16 with a smaller one and a loss scale of 65536.",
+        "1 - 0.9999 is in bf16, compute it in fp32, from values that were never in 16 bits; an eps "
+        "would hide a wrong result. Otherwise, add an eps to the divisor or clamp it (F.normalize "
+        "has an eps). In fp16, compute this part in fp32, on x.float(), with an eps of 1e-3 or "
+        "more: gradients can be 1 / eps, so with a smaller eps and a loss scale of 65536 they "
+        "overflow fp16.",
     ),
     "reciprocal": nonfinite_remedy(
         "reciprocal",
@@ -142,8 +143,8 @@ FORWARD = {
     "nll_loss": nonfinite_remedy(
         "nll_loss",
         "a mean over no targets",
-        "The mean over no targets: all of them are ignore_index, or the class weights are 0. Use "
-        "reduction='sum', divided by the number of targets but at least by 1.",
+        "The mean is over no targets: all targets are ignore_index, or the class weights are 0. "
+        "Use reduction='sum', divided by the number of targets but at least by 1.",
         failure="AMP0112",
     ),
     "to_copy": nonfinite_remedy(

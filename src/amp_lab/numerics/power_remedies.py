@@ -47,10 +47,10 @@ _EXPONENT = remedy(
 BOTH_SIGNS = remedy(
     "nonfinite.both_signs",
     "a division by numbers near 0 of both signs, or a negative power of them",
-    "The divisor x is 0 or nearly 0, and has both signs. Keep it away from 0 on its own side: "
-    "torch.where(x < 0, x.clamp_max(-1e-2), x.clamp_min(1e-2)) in place of x. Neither clamp_min "
-    "by itself nor an eps that is added is right here: the first changes each negative value, and "
-    "the second makes some of them 0.",
+    "The divisor x is 0 or nearly 0, and has both signs. Keep its sign and move it away from 0: "
+    "torch.where(x < 0, x.clamp_max(-1e-2), x.clamp_min(1e-2)) instead of x. Do not use clamp_min "
+    "alone, which changes every negative value. Do not add an eps, which makes some negative "
+    "values 0.",
 )
 
 

@@ -15,7 +15,7 @@ from amp_lab.numerics.error_notes import add_note
 _BELOW_ONE = remedy(
     "scale_log.below_one",
     "the loss scale fell below 1",
-    "A scale below 1 means that gradients overflow unscaled: see find_nonfinite",
+    "A scale below 1 means that gradients overflow even without scaling: see find_nonfinite",
     failure="AMP0002",
 )
 

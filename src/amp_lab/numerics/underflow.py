@@ -27,14 +27,14 @@ _LOW_PRECISION_NODES = (
 _SCALE = remedy(
     "underflow.scale",
     "some loss scale keeps the gradients in fp16's range",
-    "A loss scale from {low} to {high} keeps 99.9 % of all and overflows none.",
+    "A loss scale from {low} to {high} keeps 99.9 % of all values, and none overflows.",
     failure="AMP0003",
 )
 _NO_SCALE = remedy(
     "underflow.no_scale",
     "the gradients span more than fp16's range, whatever the loss scale",
-    "No loss scale keeps 99.9 % and overflows none: {high}, the largest that does not overflow, "
-    "loses {lost:.2g} %. Use bf16, which has the range for all.",
+    "No loss scale keeps 99.9 % of the values without overflow: {high}, the largest that does not "
+    "overflow, loses {lost:.2g} %. Use bf16, which has the range for all values.",
     failure="AMP0003",
 )
 _NONFINITE = remedy(
@@ -47,8 +47,9 @@ _FP16_ALREADY = remedy(
     "underflow.fp16_already",
     "some gradients were computed in fp16",
     "Some gradients were computed in fp16, which flushed the smallest to zero before they could be "
-    "counted. So it is not known how many fp16 loses, nor which loss scale keeps them. Compute the "
-    "loss again in fp32 or bf16, with fp32 weights and without fp16 autocast, to see that.",
+    "counted. So this report cannot show how many values fp16 loses, or which loss scale keeps "
+    "them. To see that, compute the loss again in fp32 or bf16, with fp32 weights and without fp16 "
+    "autocast.",
 )
 _ABOUT = (
     "zero %: of all values, those that are zero in any precision. Of the others, in fp16 "

@@ -10,8 +10,8 @@ from amp_lab.core.remedies import remedy
 
 OWN_LOSS = remedy(
     "advise.own_loss",
-    "a model is to be trained, and no loss was given",
-    "No loss was given, so {loss} is used here: pass yours.",
+    "you train a model, but gave no loss",
+    "You gave no loss, so this uses {loss}: pass your loss.",
 )
 
 

@@ -27,18 +27,18 @@ from amp_lab.tracing.real_run import Passes, decisions_of
 
 _BUILD_ON_CPU = remedy(
     "trace.values",
-    "the course of a model on meta, or of inputs there, depends on values",
+    "a model takes branches that depend on values, but the model or its inputs are on meta",
     "build the model and its inputs on the CPU, where they have values",
 )
 _EVAL = remedy(
     "trace.eval",
-    "the course of a model depends on values in training mode alone",
-    "put the model into evaluation mode, model.eval(), which is --eval",
+    "a model takes branches that depend on values only in training mode",
+    "put the model into evaluation mode: model.eval(), or --eval",
 )
 _WITHOUT_LOSS = remedy(
     "trace.without_loss",
-    "only the loss asks for values",
-    "leave out the loss, loss_fn, which is --loss",
+    "only the loss depends on values",
+    "leave out the loss: loss_fn, or --loss",
 )
 _Result = TypeVar("_Result")
 # Traces a call of a model, with the decisions of a real run, or without any; returns its result.

@@ -19,10 +19,10 @@ RULES = Rules()
 
 _FROZEN = remedy(
     "xray.frozen",
-    "no parameter of a model requires a gradient, so that autocast casts all weights in each call",
-    "No parameter requires a gradient, so autocast keeps no cast of a weight: each use casts it "
-    "anew, {size} in this forward pass. Cast weights and inputs once, model.to(torch.{dtype}), and "
-    "leave autocast off.",
+    "no parameter of a model requires a gradient, so autocast casts all weights in each call",
+    "No parameter requires a gradient, so autocast keeps no cast of a weight: each use casts the "
+    "weight again, {size} in this forward pass. Cast weights and inputs once, "
+    "model.to(torch.{dtype}), and turn autocast off.",
     failure="AMP0033",
 )
 _OTHER_HALF = remedy(
@@ -39,17 +39,17 @@ _LOSS_OF_CAST = {
 }
 _INTEGERS = remedy(
     "xray.integers",
-    "autocast casts whole numbers to 16 bits, such as positions of tokens",
-    "{called} in {where}: autocast casts whole numbers to {low}, which has all of them only up to "
-    "{most:,}. If they are positions or counts that can be larger, compute this in fp32: "
+    "autocast casts whole numbers, such as token positions, to 16 bits",
+    "{called} in {where}: autocast casts whole numbers to {low}, which is exact only up to "
+    "{most:,}. If these are positions or counts that can be larger, compute this op in fp32: "
     "with torch.autocast({device!r}, enabled=False).",
     failure="AMP0030",
 )
 _MIXED_OP = remedy(
     "xray.mixed_op",
-    "an op that is not torch's gets fp32 and 16 bits under autocast, which has no rule for it",
-    "{op} in {where} gets {mixed}: autocast has no rule for the op and casts none of them. If its "
-    "kernel takes one dtype alone, as that of flash attention does, cast them before the call, "
+    "a custom op gets fp32 and 16-bit tensors, and autocast has no rule for the op",
+    "{op} in {where} gets {mixed}: autocast has no rule for the op, so it does not cast them. If "
+    "the kernel takes only one dtype, as in flash attention, cast them before the call, "
     "{casts}; or give autocast a rule, torch.library.register_autocast({op!r}, {device!r}, "
     "torch.{dtype}); or, if an autograd.Function calls the op, write above its forward "
     "@torch.amp.custom_fwd(device_type={device!r}, cast_inputs=torch.{dtype}) and above its "
@@ -58,9 +58,10 @@ _MIXED_OP = remedy(
 )
 _UNKNOWN_WORK = remedy(
     "xray.unknown_work",
-    "an op that is not torch's has no formula for its work",
-    "{op} in {where}: its work is not known, and is in no share above. If it multiplies matrices, "
-    "register a formula, torch.utils.flop_counter.register_flop_formula(torch.ops.{packet}).",
+    "a custom op has no formula for its FLOPs",
+    "{op} in {where}: its FLOPs are unknown, so the shares above leave them out. If the op "
+    "multiplies matrices, register a formula, "
+    "torch.utils.flop_counter.register_flop_formula(torch.ops.{packet}).",
 )
 
 

@@ -15,7 +15,7 @@ from amp_lab.tracing.operands import remedies_for_writes
 _NO_KERNEL = remedy(
     "dtype.no_kernel",
     "an op has no kernel for 16 bits on the device that the model runs on",
-    "there is no kernel of this op for 16 bits: call .float() on what it gets",
+    "this op has no kernel for 16 bits: call .float() on its inputs",
     failure="AMP0023",
 )
 _NO_KERNEL_SAYS = (
@@ -26,7 +26,7 @@ _NO_KERNEL_SAYS = (
 )
 NO_FAKE = remedy(
     "trace.no_fake",
-    "an op of torch.library has no fake, which says what it returns",
+    "a custom op of torch.library has no fake implementation",
     "write a function with its arguments that returns empty results of the right shapes and "
     'dtypes, below @torch.library.register_fake("{op}")',
 )
@@ -39,7 +39,7 @@ _TIPS = {  # remedy by a phrase of the error's message
     ).text,
     "without overflow": remedy(
         "dtype.fill_value",
-        "a mask is filled with a number that its dtype does not hold",
+        "a mask is filled with a number outside the range of its dtype",
         "use torch.finfo(x.dtype).min (or .max) instead of the number",
         failure="AMP0004",
     ).text,
@@ -57,7 +57,7 @@ _TIPS = {  # remedy by a phrase of the error's message
 }
 _CUSTOM_FUNCTION = remedy(
     "dtype.custom_function",
-    "the backward of an autograd.Function mixes dtypes, since it ignores autocast",
+    "the backward of an autograd.Function mixes dtypes, because backward runs without autocast",
     "under autocast the forward of {name} needs @torch.amp.custom_fwd(device_type={device!r}), its "
     "backward @torch.amp.custom_bwd(device_type={device!r})",
     failure="AMP0020",
@@ -65,8 +65,8 @@ _CUSTOM_FUNCTION = remedy(
 
 _COPIED_VALUES = remedy(
     "dtype.copied_values",
-    "torch.tensor makes a tensor of the values of others, which a fake tensor has not",
-    "torch.tensor copies values and cuts the graph, so that nothing before it gets a gradient: "
+    "torch.tensor copies the values of other tensors, but fake tensors have no values",
+    "torch.tensor copies values and cuts the graph, so tensors before it get no gradient: "
     "write torch.stack([...])",
     failure="AMP0011",
 )

@@ -13,7 +13,7 @@ from amp_lab.core.tensors import storage_key
 
 QUANTISED = remedy(
     "trace.quantised",
-    "a model whose weights are tensors of a library for quantisation",
+    "a library has quantised the weights of a model",
     "trace the model before it is quantised",
 )
 REAL_ALONE = "for kernels that take real tensors alone"

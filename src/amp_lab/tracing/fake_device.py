@@ -38,7 +38,7 @@ _DETECTOR = remedy(
 )
 _LAZY = remedy(
     "trace.lazy",
-    "a lazy layer has not seen an input yet",
+    "a lazy layer has not run on any input yet",
     "call the model once on inputs that have values, model(x), where it is built",
 )
 _TORCHSCRIPT = remedy(
@@ -60,7 +60,7 @@ _CAUSAL_MASK = remedy(
 )
 _PART = remedy(
     "trace.part",
-    "an op of the model depends on values, and a part of it does not",
+    "an op of the model depends on values, but one part of the model has no such op",
     "{verb} model.{part} by itself",
 )
 _PARTS = remedy(
@@ -70,9 +70,9 @@ _PARTS = remedy(
 )
 FOR_REAL = remedy(
     "xray.for_real",
-    "fake tensors cannot follow a model, and a run on the CPU takes another course, or has an op "
-    "that has no rule for fake tensors",
-    'run it for real on the CPU, xray(..., device_type="cpu", real=True), which is '
+    "fake tensors cannot follow a model, because a run on the CPU takes other branches, or because "
+    "an op has no rule for fake tensors",
+    'run the model with real tensors on the CPU: xray(..., device_type="cpu", real=True), or '
     "amp-lab xray --device cpu --real",
 )
 _QUANTISED_MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")

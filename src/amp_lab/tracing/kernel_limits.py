@@ -31,15 +31,16 @@ _FFT = remedy(
 _NO_ATTENTION_KERNEL = remedy(
     "dtype.no_attention_kernel",
     "sdpa_kernel allows no kernel that takes the dtype, mask or head size of an attention",
-    "flash attention takes only fp16 and bf16, no mask and heads of up to 256, so allow the kernel "
-    "that takes everything too: sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])",
+    "flash attention takes only fp16 and bf16, no mask and heads of up to 256, so also allow the "
+    "math kernel, which takes every call: "
+    "sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])",
     failure="AMP0162",
 )
 _FUSED_FAKE_QUANTIZATION = remedy(
     "dtype.fused_fake_quantization",
     "quantization-aware training under autocast uses the fused fake quantization",
-    "make its settings with get_default_qat_qconfig_mapping(BACKEND, version=0), whose fake "
-    "quantization is not fused, and which autocast runs in fp32",
+    "create the qconfig mapping with get_default_qat_qconfig_mapping(BACKEND, version=0): its fake "
+    "quantization is not fused, so autocast runs it in fp32",
     failure="AMP0157",
 )
 REMEDIES_BY_MESSAGE = {

@@ -28,8 +28,8 @@ from amp_lab.tracing.training_step import LossFunction, TrainingStep, training_s
 
 _FORECAST_EACH_BATCH = remedy(
     "memory.each_batch",
-    "the largest batch of a model whose course depends on values",
-    "forecast each batch by itself, with forecast_memory and inputs that have values",
+    "largest_batch gets a model that takes branches that depend on values",
+    "forecast each batch separately, with forecast_memory and inputs that have values",
 )
 
 

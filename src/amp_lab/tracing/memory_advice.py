@@ -34,8 +34,8 @@ _ADAPTERS = remedy(
 _CHECKPOINT = remedy(
     "memory.checkpoint",
     "activations take much of a step that does not fit",
-    "torch.utils.checkpoint around each block (use_reentrant=False) keeps only what goes into the "
-    "blocks, of {activations} of activations, and computes the rest again",
+    "torch.utils.checkpoint around each block (use_reentrant=False) saves only the inputs of the "
+    "blocks, instead of {activations} of activations, and recomputes the rest",
     failure="AMP0045",
 )
 

@@ -25,44 +25,44 @@ _INPUT = remedy(
 )
 _OWN = remedy(
     "dtype.own_tensor_of_a_cast_model",
-    "an op of a model with 16-bit weights gets fp32 from a buffer, a weight or an attribute",
+    "an op of a 16-bit model gets an fp32 tensor: a buffer, a weight or an attribute",
     "{op} gets float32 from {wide} and {dtype} from {low}: cast {name} where it is used, "
     "{name}.to(torch.{dtype})",
     failure="AMP0060",
 )
 _COMPUTED = remedy(
     "dtype.computed_in_a_cast_model",
-    "an op of a model with 16-bit weights gets fp32 that the model computes",
-    "{op} gets float32 from {wide} and {dtype} from {low}: cast the first before it, "
+    "an op of a 16-bit model gets an fp32 tensor that the model computes",
+    "{op} gets float32 from {wide} and {dtype} from {low}: cast the float32 tensor before the op, "
     "x.to(torch.{dtype})",
     failure="AMP0060",
 )
 _WRITE = remedy(
     "dtype.write",
     "values of another dtype are written into a tensor, by x[i] = y, index_add, scatter, …",
-    "what is written{place} has another dtype than the tensor that it is written into: write "
+    "the values that are written{place} have another dtype than the target tensor: write "
     "values.to(target.dtype)",
     failure="AMP0019",
 )
 _WRITTEN = remedy(
     "dtype.written_by_a_layer",
-    "the same, of fp32 that a layer of a model in 16 bits returns, into a tensor in 16 bits",
-    "the float32 is from {wide}, in a model with weights in {dtype}: if that casts to a dtype of "
-    "its own, as layers with quantized weights may, model.to() does not change it, so give it "
-    "torch.{dtype} when you make it",
+    "a layer of a 16-bit model returns fp32 values, which are written into a 16-bit tensor",
+    "the float32 values come from {wide}, in a model with weights in {dtype}: if this layer sets "
+    "its output dtype itself, as layers with quantized weights may, model.to() does not change "
+    "that, so pass torch.{dtype} when you create the layer",
     failure="AMP0156",
 )
 _IN_PLACE = remedy(
     "dtype.in_place",
     "a matmul that writes in place, x.addmm_, or into out=, gets fp32 and 16 bits",
-    "autocast does not cast for in-place ops, nor for out=: cast what the op gets{place} to the "
-    "dtype of the tensor that it writes, a.to(target.dtype)",
+    "autocast does not cast for in-place ops or out=: cast the inputs of the op{place} to the "
+    "dtype of the target tensor, a.to(target.dtype)",
     failure="AMP0019",
 )
 _OUT_OF_PLACE = remedy(
     "dtype.out_of_place",
-    "the same, and autocast casts for the op where it does not write in place",
-    "or, under autocast, which casts for torch.{op}, assign its result, "
+    "a matmul in place gets fp32 and 16 bits, and autocast has a rule for the op out of place",
+    "or, under autocast, which casts for torch.{op}, assign the result, "
     "target = torch.{op}({arguments})",
 )
 # The begin of torch's messages, such as ``Index put requires the source and destination dtypes

@@ -30,22 +30,22 @@ _LOSS_IN_LOW_PRECISION = remedy(
 )
 _LOSS_IN_THE_MODEL = remedy(
     "xray.loss_in_the_model",
-    "an op of a loss that the model itself computes runs in fp16 or bf16, and it returns logits",
+    "the model computes its loss itself, partly in fp16 or bf16, and also returns logits",
     "{where}: its {op} {what}, inside the model: call the model without targets, and compute the "
     "loss outside autocast from its output{place}, cast by .float().",
 )
 _LOSS_ALONE = remedy(
     "xray.loss_alone",
-    "an op of a loss that the model itself computes runs in fp16 or bf16, and it returns no logits",
-    "{where}: its {op} {what}, inside the model: let the model return what the loss is computed "
-    "from, and compute the loss outside autocast, from output.float().",
+    "the model computes its loss itself, partly in fp16 or bf16, and returns no logits",
+    "{where}: its {op} {what}, inside the model: let the model return the inputs of the loss, and "
+    "compute the loss outside autocast, from output.float().",
 )
 _NO_RULE = remedy(
     "xray.no_rule",
-    "autocast has no rule for a matmul, such as grouped_mm of experts, and leaves it in fp32",
-    "autocast on {device} has no rule that casts this call: cast its operands where it is called, "
+    "autocast has no rule for a matmul, such as the grouped_mm of experts, which then runs in fp32",
+    "autocast on {device} has no rule that casts this call: cast the operands before the call, "
     "x.to(torch.{dtype}), or, in a library's model, cast weights and inputs once, "
-    "model.to(torch.{dtype}), and leave autocast off",
+    "model.to(torch.{dtype}), and turn autocast off",
 )
 
 

@@ -23,13 +23,13 @@ _TWO_DTYPES = remedy(
     "sharding.two_dtypes",
     "a unit of FSDP2 has trained parameters of two dtypes",
     "{place} fails at the first step: FSDP2 needs one stored dtype for the trained parameters of "
-    "a fully_shard call, and finds {dtypes}: give each dtype a call of its own.",
+    "a fully_shard call, but these have {dtypes}: call fully_shard once for each dtype.",
     failure="AMP0181",
 )
 _IN_NO_UNIT = remedy(
     "sharding.in_no_unit",
     "a trained parameter is in no unit of FSDP2",
-    "{names}: not managed by FSDP2, so their gradients are not reduced and the ranks drift apart: "
+    "{names}: not managed by FSDP2, so their gradients are not reduced and the ranks diverge: "
     "call fully_shard on the model itself, last.",
 )
 _NO_MASTER_WEIGHTS = remedy(
@@ -41,15 +41,14 @@ _NO_MASTER_WEIGHTS = remedy(
 )
 _UPCAST = remedy(
     "sharding.upcast",
-    "param_dtype is wider than what the parameters are stored in",
+    "param_dtype is wider than the dtype in which the parameters are stored",
     "{names}: cast to {wide} from {stored}, which adds traffic but no precision: store them in "
     "{wide}, or leave param_dtype out and give inputs in {stored}.",
 )
 _LOW_NORMS = remedy(
     "sharding.low_norms",
     "a policy computes norms in 16 bits",
-    "{names}: weights of norms, stored in fp32 and computed in {low}; if they were meant to stay "
-    "in fp32, {keep}.",
+    "{names}: norm weights, stored in fp32 and computed in {low}; to keep them in fp32, {keep}.",
 )
 _LOW_SUM_FSDP = remedy(
     "sharding.low_sum.fsdp",
@@ -67,9 +66,10 @@ _BUFFERS = remedy(
     "sharding.buffers",
     "buffers in fp32 meet activations in 16 bits",
     "{names}: buffers stay in fp32, since a policy casts only parameters and inputs. Mixing dtypes "
-    "gives fp32 or, in convolutions, an error, unless forward casts: buffer.to(x.dtype). A buffer "
-    "that forward hands to another unit is cast there: where it has to stay in fp32, as angles of "
-    "positions do, give that unit's policy cast_forward_inputs=False.",
+    "gives fp32 or, in convolutions, an error, unless forward casts: buffer.to(x.dtype). If "
+    "forward passes a buffer to another unit, that unit casts the buffer: if the buffer has to "
+    "stay in fp32, such as position angles, set cast_forward_inputs=False in the policy of that "
+    "unit.",
     failure="AMP0193",
 )
 _INPUTS = remedy(

@@ -16,8 +16,8 @@ RULES = Rules()
 
 _ROWS_OF_THE_INPUT = remedy(
     "xray.rows_of_the_input",
-    "a number of rows, which is batch x tokens, is no multiple of 8",
-    "Numbers of rows come from this input, as its batch x tokens, and not from the model: give "
+    "a number of rows (batch x tokens) is not a multiple of 8",
+    "The number of rows is the batch x tokens of this input, and not a size of the model: give "
     "the input that you will train with.",
     failure="AMP0044",
 )

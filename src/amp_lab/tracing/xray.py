@@ -41,20 +41,20 @@ from amp_lab.tracing.xray_result import Xray
 
 _UNDER_AUTOCAST = remedy(
     "dtype.cast_model_under_autocast",
-    "a model cast to fp16 or bf16 gets fp32 somewhere, and runs if autocast casts that",
-    "or run it under autocast to {dtype}, dtype=torch.{dtype} (amp-lab xray --dtype {short}), "
-    "where it runs",
+    "a model cast to fp16 or bf16 gets fp32 somewhere, but runs under autocast",
+    "or run the model under autocast to {dtype}, which works: dtype=torch.{dtype} "
+    "(amp-lab xray --dtype {short})",
 )
 _AUTOCAST_OFF = remedy(
     "xray.cast_model",
-    "the weights of a model are all in fp16 or bf16, and no dtype was asked for",
+    "the weights of a model are all in fp16 or bf16, and you gave no dtype",
     "All weights are in {short}, so the model runs as it is, without autocast; "
     "dtype=torch.{dtype} (amp-lab xray --dtype {short}) turns autocast on.",
 )
 _TRAINED_CAST = remedy(
     "xray.trained_cast_model",
-    "the same, and the model is in training mode",
-    "If you train it so, small steps of the optimizer are rounded away, and a norm's weight of 1 "
+    "the weights of a model in training mode are all in fp16 or bf16, and you gave no dtype",
+    "If you train it like this, small optimizer steps are rounded away, and a norm's weight of 1 "
     "may never change: keep the weights in fp32, model.float(), and leave {short} to autocast.",
     failure="AMP0029",
 )

@@ -20,7 +20,7 @@ TRIGGERS = MISTAKE_TRIGGERS
 _UNSCALED_EACH_BATCH = remedy(
     "migrate.unscaled_each_batch",
     "unscale_ runs for each of several batches that one step sums",
-    "{scaler}.unscale_ runs for each batch, and must run once per step: call it before clipping "
+    "{scaler}.unscale_ runs for each batch, but must run once per step: call it before clipping "
     "and {scaler}.step({optimizer})",
     failure="AMP0010",
 )

@@ -15,28 +15,28 @@ PART = "mistakes"
 TRIGGERS = MISTAKE_TRIGGERS
 _NOT_SAVED = remedy(
     "migrate.not_saved",
-    "a checkpoint that training goes on from lacks the scaler",
+    "training resumes from a checkpoint that was saved without the scaler",
     "the checkpoint holds the optimizer, but not {scaler}: save {scaler}.state_dict() too, or the "
     "scale restarts",
     failure="AMP0046",
 )
 _NOT_LOADED = remedy(
     "migrate.not_loaded",
-    "training goes on from a checkpoint without the scaler's state",
-    "training goes on without the state of {scaler}: load it, and save {scaler}.state_dict() too, "
+    "training resumes from a checkpoint, but does not load the scaler's state",
+    "training resumes without the state of {scaler}: load it, and save {scaler}.state_dict() too, "
     "or the scale restarts",
     failure="AMP0046",
 )
 _NEVER_LOADED = remedy(
     "migrate.never_loaded",
-    "a scaler's state is saved, and not loaded where the optimizer's is",
+    "a scaler's state is saved, but not loaded with the optimizer's",
     "{scaler}.state_dict() is saved and never loaded, so the scale restarts: call "
     "{scaler}.load_state_dict(...) where {optimizer}'s state is loaded",
     failure="AMP0046",
 )
 _NEVER_SAVED = remedy(
     "migrate.never_saved",
-    "a scaler's state is loaded, and not saved where the optimizer's is",
+    "a scaler's state is loaded, but not saved with the optimizer's",
     "{scaler} loads a state that is never saved: save {scaler}.state_dict() with the optimizer's",
     failure="AMP0046",
 )

@@ -14,9 +14,9 @@ PART = "mistakes"
 TRIGGERS = MISTAKE_TRIGGERS
 _MADE_EACH_EPOCH = remedy(
     "migrate.made_each_epoch",
-    "a scaler is made anew in each epoch",
-    "{scaler} is made anew in each epoch, so its scale starts over: make it once, before the loop "
-    "over epochs",
+    "each epoch creates a new scaler",
+    "each epoch creates a new {scaler}, so the scale starts over: create the scaler once, before "
+    "the loop over epochs",
     failure="AMP0046",
 )
 

@@ -12,9 +12,9 @@ PART = "mistakes"
 TRIGGERS = MISTAKE_TRIGGERS
 _RESTORED_WITHOUT_DTYPE = remedy(
     "migrate.restored_without_dtype",
-    "the backward of an autograd.Function turns autocast on as forward had it, without its dtype",
-    "whether autocast was on is restored here, and its dtype is not, so this computes in the "
-    "default one: in forward keep torch.get_autocast_dtype(device_type) too, and give it as dtype=",
+    "the backward of an autograd.Function restores autocast without the dtype of forward",
+    "this restores whether autocast was on, but not its dtype, so the block runs in the default "
+    "dtype: in forward also save torch.get_autocast_dtype(device_type), and pass it as dtype=",
     failure="AMP0020",
 )
 _FUNCTIONS = {"torch.autograd.Function", "torch.autograd.function.Function"}

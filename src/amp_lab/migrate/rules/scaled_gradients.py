@@ -56,7 +56,7 @@ _STEPPED_IN_BOTH = remedy(
 )
 _STEPPED_PAST = remedy(
     "migrate.stepped_past",
-    "an optimizer steps with scaled gradients, past its scaler",
+    "optimizer.step() is called directly, with scaled gradients",
     "{optimizer}.step() bypasses the scaler, which would skip inf and NaN gradients{rest}: "
     "write {scaler}.step({optimizer})",
     failure="AMP0131",
@@ -75,8 +75,8 @@ _STEPPED_IN_PASSES = remedy(
     "an optimizer of two passes, such as SAM, steps on the gradients of a scaled loss",
     "{scaler} cannot skip {optimizer}.{step}(){rest}, so one overflow makes the weights NaN: train "
     "in bfloat16 without a scaler; or, before each of the two steps, call "
-    "{scaler}.unscale_({optimizer}) and {scaler}.update(), and if a gradient is not finite, put "
-    "the weights of before the batch back and go on to the next",
+    "{scaler}.unscale_({optimizer}) and {scaler}.update(), and if a gradient is inf or NaN, "
+    "restore the weights from before the batch and continue with the next batch",
     failure="AMP0013",
 )
 _TWO_PASS_METHODS = {"first_step", "second_step", "ascent_step", "descent_step"}

@@ -97,19 +97,19 @@ _ADVICE |= {  # a module's advice is for all its names without an entry of their
     "apex.amp.register_float_function": _FLOAT,
     "apex.amp.register_promote_function": _PROMOTES,
     "apex.amp.init": f"drop it: put {_AUTOCAST}, and make {_SCALER}",
-    "apex.amp": "torch.amp is always there; what keeps a state, as this module did, is the scaler",
+    "apex.amp": "torch.amp is always there; the scaler has the state that this module had",
     "apex.optimizers.FusedAdam": (
         "write torch.optim.AdamW(..., weight_decay=0.0, fused=True), or torch.optim.Adam if it has "
         "adam_w_mode=False; bias_correction=False has no equal"
     ),
     "apex.optimizers.FusedSGD": "write torch.optim.SGD(..., fused=True)",
     "apex.optimizers.FP16_Optimizer": _MASTERS,
-    "apex.optimizers": "torch.optim has no such optimizer: take torch.optim.AdamW, and tune anew",
+    "apex.optimizers": "torch.optim has no such optimizer: use torch.optim.AdamW, and tune it",
     "apex.parallel.DistributedDataParallel": (
         "write torch.nn.parallel.DistributedDataParallel(model, device_ids=[local_rank]), for "
         "delay_allreduce=True with find_unused_parameters=True"
     ),
-    "apex.parallel": "torch has no equal of it: see whether it is still needed",
+    "apex.parallel": "torch has no equivalent: check whether you still need it",
     "apex.normalization.FusedRMSNorm": "write torch.nn.RMSNorm(..., eps=1e-5)",
     "apex.normalization.MixedFusedRMSNorm": "write torch.nn.RMSNorm(..., eps=1e-5)",
     "apex.normalization": "write torch.nn.LayerNorm",
@@ -124,12 +124,12 @@ _ADVICE |= {  # a module's advice is for all its names without an entry of their
         'write torch.nn.functional.cross_entropy(..., ignore_index=0, reduction="none"), and '
         "label_smoothing= for its smoothing"
     ),
-    "apex.contrib": "torch has no equal of it: keep Apex for it, or see what torch.nn has",
-    "apex.transformer": "torch has no equal of it: Megatron-LM has its own by now",
+    "apex.contrib": "torch has no equivalent: keep Apex for this, or look in torch.nn",
+    "apex.transformer": "torch has no equivalent: Megatron-LM now has its own version",
     "apex.mlp": "write torch.nn.Sequential of Linear and ReLU; torch.compile fuses them",
     "apex.multi_tensor_apply": "torch's optimizers and clip_grad_norm_ take many tensors at once",
     "apex.pyprof": "use torch.profiler, or torch.autograd.profiler.emit_nvtx",
-    "apex": "torch has no equal of this name: see what it does, and whether it is still needed",
+    "apex": "torch has no equivalent of this name: see what it does, and whether you still need it",
 }
 ADVICE = {
     name: remedy(f"migrate.{name}", f"{name} is used and not rewritten", text)

@@ -4,8 +4,8 @@ from amp_lab.core.remedies import remedy
 
 REPLACED = remedy(
     "migrate.replaced",
-    "a test or other code puts something else in the place of an old name",
-    "{old} is replaced here: replace torch.amp.{name}, where that is used",
+    "a test or other code replaces an old name, as mock.patch does",
+    "{old} is replaced here: where the code uses torch.amp.{name}, replace that name",
 )
 REPLACED_ELSEWHERE = remedy(
     "migrate.replaced_elsewhere",
@@ -14,7 +14,7 @@ REPLACED_ELSEWHERE = remedy(
 )
 AMBIGUOUS = remedy(
     "migrate.ambiguous",
-    "a name may be an old name of torch or something else, depending on the path taken",
+    "depending on the branch taken, a name is an old name of torch or something else",
     "{name} is bound to different things (lines {lines}): give them different names, then use "
     "torch.amp with its device",
 )
@@ -26,13 +26,13 @@ TWO_THINGS = remedy(
 )
 NO_TORCH = remedy(
     "migrate.no_torch",
-    "the file has no name for torch where an old name is used",
+    "a file uses an old name where the name torch is not available",
     "write torch.amp.{name} for {written}, and import torch",
 )
 GIVE_DTYPE = remedy(
     "migrate.give_dtype",
-    "an autocast without a dtype is used where the file has no name for torch",
-    "import torch, and give it dtype=torch.{dtype}",
+    "a file uses autocast without a dtype where the name torch is not available",
+    "import torch, and pass dtype=torch.{dtype}",
 )
 COMMENT_INSIDE = remedy(
     "migrate.comment_inside",
@@ -41,8 +41,8 @@ COMMENT_INSIDE = remedy(
 )
 IN_MAGIC = remedy(
     "migrate.in_magic",
-    "a magic of IPython uses an old name",
-    "a magic, which is left as it is, uses {old}: use torch.amp there",
+    "an IPython magic uses an old name",
+    "a magic uses {old}, and migrate does not change magics: use torch.amp there",
 )
 IN_F_STRING = remedy(
     "migrate.in_f_string",
@@ -51,12 +51,12 @@ IN_F_STRING = remedy(
 )
 MODULE_AS_VALUE = remedy(
     "migrate.module_as_value",
-    "a module of old names is assigned or handed on",
-    "{old} is used as a value: use torch.amp, and give its device {device!r} in each call",
+    "a module of old names is assigned or passed on",
+    "{old} is used as a value: use torch.amp, and pass the device {device!r} in each call",
 )
 CLASS_AS_VALUE = remedy(
     "migrate.class_as_value",
-    "an old class is handed on, and called elsewhere",
+    "an old class is passed on and called elsewhere",
     '{old} is used as a value: write functools.partial(torch.amp.{name}, "{device}"{defaults})',
 )
 ATTRIBUTE = remedy(
@@ -67,7 +67,7 @@ ATTRIBUTE = remedy(
 DELETED = remedy(
     "migrate.deleted",
     "the code deletes an old name after use",
-    "its name is deleted here: write torch.amp.{name} where it is used, and drop this line",
+    "this line deletes the name: write torch.amp.{name} where the name is used, and drop this line",
 )
 COMPARED = remedy(
     "migrate.compared",
@@ -76,19 +76,19 @@ COMPARED = remedy(
 )
 SCALER_COMPARED = remedy(
     "migrate.scaler_compared",
-    "a scaler is made in a file that asks for its class",
+    "a scaler is created in a file that checks for its class",
     "{name} is compared with (line {line}): write torch.amp.{name} in all places, here and in "
     "other files",
 )
 ONE_CLASS = remedy(
     "migrate.one_class",
-    "the class of an object tells its device",
+    "the code reads the device of an object from its class",
     'torch.amp.{name} is one class for all devices: ask for its device, here "{device}"',
 )
 SUBCLASS = remedy(
     "migrate.subclass",
     "a class derives from an old one",
-    "a class derives from it: derive from torch.amp.{name}, and give "
+    "a class derives from the old one: derive from torch.amp.{name}, and pass "
     '"{device}" first in super().__init__',
 )
 BARE_DECORATOR = remedy(
@@ -99,43 +99,43 @@ BARE_DECORATOR = remedy(
 CALLED_BY_POSITION = remedy(
     "migrate.called_by_position",
     "a partial of autocast may be called with positional arguments",
-    "what calls it may give arguments by position, whose order is another now: write "
+    "the caller may pass arguments by position, and their order has changed: write "
     'functools.partial(torch.amp.autocast, "{device}", dtype=torch.{dtype}, …), '
     "and enabled=… where it is called",
 )
 POSITIONAL = remedy(
     "migrate.positional",
     "autocast gets positional arguments that cannot be counted",
-    'its positional arguments changed their order: write torch.amp.autocast("{device}", enabled=…, '
-    "dtype=…, cache_enabled=…)",
+    "the order of the positional arguments has changed: write "
+    'torch.amp.autocast("{device}", enabled=…, dtype=…, cache_enabled=…)',
 )
 DOUBLE_STAR = remedy(
     "migrate.double_star",
-    "autocast gets ** arguments, in a file that may change the dtype in force",
-    'its ** may leave out the dtype: write torch.amp.autocast("{device}", …), with '
-    "dtype=torch.{dtype} unless the ** hold one",
+    "autocast gets ** arguments, in a file that may change the current autocast dtype",
+    'the ** arguments may lack a dtype: write torch.amp.autocast("{device}", …), and if they do, '
+    "add dtype=torch.{dtype}",
 )
 CLASS_IMPORTED = remedy(
     "migrate.class_imported",
     "a file imports an old class for other files",
-    "{name} is not used here, or not only: import it from torch.amp where it is used, with its "
+    "other files may use {name} from here: import {name} from torch.amp there, and pass the "
     'device "{device}"',
 )
 MODULE_IMPORTED = remedy(
     "migrate.module_imported",
     "a class body imports a module of old names",
-    "{name} is not used here, or not only: use torch.amp where it is used, with its device "
+    "other code may use {name} from this class: use torch.amp there, and pass the device "
     '"{device}"',
 )
 STAR = remedy(
     "migrate.star",
-    "a file imports everything of a module of old names",
-    "from {module} import *: import the names that are used from torch.amp, and give each call its "
-    "device",
+    "a file imports everything from a module of old names",
+    "from {module} import *: import the names that you use from torch.amp, and pass the device in "
+    "each call",
 )
 DEVICE_AS_SCALE = remedy(
     "migrate.device_as_scale",
-    "an old GradScaler is given a device, and takes it for the scale",
+    "an old GradScaler gets a device as its first argument, which is the scale",
     "the old GradScaler takes {written} for the scale and fails: write torch.amp.GradScaler"
     "({written})",
     failure="AMP0035",

@@ -9,15 +9,15 @@ from amp_lab.migrate.tree.rewriter import Finding
 
 _FOR_OLDER_AUTOCAST = remedy(
     "migrate.for_older_autocast",
-    "only autocast is rewritten, and torch 1.10 or 1.11 is to be supported too",
+    "only autocast is rewritten, and the code must also support torch 1.10 or 1.11",
     "to support torch 1.10 and 1.11 too, write torch.autocast for torch.amp.autocast",
 )
 _FOR_BOTH = {  # by a pattern of the names that each is about
     "GradScaler": remedy(
         "migrate.for_both.scaler",
-        "GradScaler is rewritten, and an older torch is to be supported too",
+        "GradScaler is rewritten, and the code must also support an older torch",
         """\
-to support older versions too, leave GradScaler() as it was, without a device, and import it so:
+to support older versions too, keep GradScaler() without a device, and import it like this:
 
     try:
         from torch.amp import GradScaler
@@ -27,9 +27,9 @@ to support older versions too, leave GradScaler() as it was, without a device, a
     ),
     "custom_(?:fwd|bwd)": remedy(
         "migrate.for_both.custom",
-        "custom_fwd or custom_bwd is rewritten, and an older torch is to be supported too",
+        "custom_fwd or custom_bwd is rewritten, and the code must also support an older torch",
         """\
-to support older versions too, leave @custom_fwd and @custom_bwd as they were, and import them so:
+to support older versions too, keep the old @custom_fwd and @custom_bwd, and import them like this:
 
     import functools
 
