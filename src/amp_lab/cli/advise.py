@@ -1,4 +1,4 @@
-"""`amp-lab advise`: which precision to use for a model, and the lines to write."""
+"""`amp-lab advise`: recommend a precision for a model, and print the lines to write."""
 
 import argparse
 import time
@@ -18,7 +18,7 @@ def add(commands) -> None:
     """Add the command to the parser's `commands`."""
     advise = commands.add_parser(
         "advise",
-        help="which precision to use for your model on this machine, and the code for it",
+        help="recommend a precision for your model on this machine, with the code for it",
         description="Find the precision to use for a model on this machine: compare a few training "
         "steps in each precision with fp32, time training and inference, forecast the memory, and "
         "print a ranking with the code to write.",
@@ -33,10 +33,10 @@ def add(commands) -> None:
         type=float,
         default=2.0,
         metavar="N",
-        help="minutes that it may take (default: 2)",
+        help="minutes that the measurement may take (default: 2)",
     )
-    option("--memory", metavar="SIZE", help="the budget of memory, such as 24GiB")
-    option("--html", metavar="FILE", help="also write everything to a web page")
+    option("--memory", metavar="SIZE", help="memory budget, such as 24GiB")
+    option("--html", metavar="FILE", help="also write the advice to a web page")
     advise.set_defaults(run=run)
 
 

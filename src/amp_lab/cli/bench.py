@@ -17,12 +17,12 @@ def add(commands) -> None:
     bench = commands.add_parser(
         "bench",
         help="time training and inference in each precision, next to the peak of this device",
-        description="Time workloads in each precision, from the usual recipe towards the limit of "
-        "the device. Print a table, and write it as JSON with pictures next to it.",
+        description="Time workloads in each precision, first as usual, then with one optimization "
+        "after the other. Print a table, and write it as JSON with pictures next to it.",
     )
     option = bench.add_argument
     option("--workload", action="append", metavar="NAME", help="may be repeated (default: all)")
-    low = "fp32, tf32, fp16, bf16; may be repeated (default: those that the device accelerates)"
+    low = "fp32, tf32, fp16, bf16; may be repeated (default: all that the device accelerates)"
     option("--precision", action="append", metavar="NAME", help=low)
     option("--rung", action="append", metavar="NAME", help="may be repeated")
     option("--list", action="store_true", help="print the names of workloads and rungs, and stop")
@@ -41,7 +41,7 @@ def add(commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure or read results, print them, and draw them; return the exit code.
 
-    It is 130 if the user interrupted the measuring, after something was timed.
+    The exit code is 130 if the user interrupted the measurement after the first timing.
     """
     from amp_lab import bench
 

@@ -1,4 +1,4 @@
-"""`amp-lab diff`: the first op where two runs of a model part by more than rounding explains."""
+"""`amp-lab diff`: find the first op where two runs diverge by more than rounding explains."""
 
 import argparse
 import contextlib
@@ -42,9 +42,9 @@ def add(commands) -> None:
     add_model(diff)
     option = diff.add_argument
     option("other", nargs="?", metavar="B", help=f"a second model, as {FORM}; or give {_VARIANTS}")
-    of = "for the second run; for both runs if you give B or --compile"
-    option("--precision", choices=("fp32", "tf32", "fp16", "bf16"), help=of)
-    option("--device", metavar="NAME", help=f"cpu, cuda, xpu or mps: {of}")
+    which = "of the second run; of both runs if you give B or --compile"
+    option("--precision", choices=("fp32", "tf32", "fp16", "bf16"), help=f"precision {which}")
+    option("--device", metavar="NAME", help=f"device {which}: cpu, cuda, xpu or mps")
     option("--compile", action="store_true", help="compile the second run, and compare by module")
     option("--batch-sizes", metavar="N,M", help="compare two batch sizes, in evaluation mode")
     option("--same-weights", action="store_true", help="give B the weights of A")
@@ -53,7 +53,7 @@ def add(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Compare, print what was found, and draw it if asked."""
+    """Compare the runs, print the result, and draw it with --figure."""
     sizes = _check_options(options)
     largest = None
     if sizes is not None:

@@ -1,4 +1,4 @@
-"""`amp-lab doctor`: what this machine can do."""
+"""`amp-lab doctor`: describe this machine, and recommend a precision."""
 
 import argparse
 import sys
@@ -13,8 +13,9 @@ def add(commands) -> None:
     """Add the command to the parser's `commands`."""
     doctor = commands.add_parser(
         "doctor",
-        help="what this machine has, and which precision to use on it",
-        description="Describe a device, measure which precisions it accelerates, say which to use.",
+        help="describe this machine, and recommend a precision for it",
+        description="Describe a device, measure which precisions it accelerates, and recommend "
+        "one.",
     )
     names = "cpu, cuda, cuda:1, xpu, mps (default: AMP_LAB_DEVICE, else accelerator)"
     doctor.add_argument("--device", metavar="NAME", help=names)
@@ -22,7 +23,7 @@ def add(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Describe the device, measure it, and print what to use."""
+    """Describe the device, measure it, and print the recommended precision."""
     import torch
 
     from amp_lab.core.cpu import NO_PRIMITIVE_REMEDY, lstm_remarks

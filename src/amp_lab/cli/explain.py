@@ -1,4 +1,4 @@
-"""`amp-lab explain`: what an error message, a log or a symptom is about, and what to do."""
+"""`amp-lab explain`: explain an error message, a log or a symptom, and how to fix it."""
 
 import argparse
 import dataclasses
@@ -23,10 +23,10 @@ def add(commands) -> None:
     """Add the command to the parser's `commands`."""
     explain = commands.add_parser(
         "explain",
-        help="what an error message or a symptom means, and what to do",
+        help="explain an error message or a symptom, and how to fix it",
         description="Explain an error message, a warning, a log or a symptom of mixed precision, "
         "or the code of a failure that a tool names.",
-        epilog="Exit code: 0 if it is known, 1 if it is unknown.",
+        epilog="Exit code: 0 if the text is known, 1 if it is unknown.",
     )
     explain.add_argument(
         "text",
@@ -40,7 +40,7 @@ def add(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what is known of the text; return 0 if it is known, 1 if not."""
+    """Print the explanation of the text; return 0 if the text is known, 1 if not."""
     from amp_lab.failures import read_explanation
 
     text = _given(options.text)

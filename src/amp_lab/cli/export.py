@@ -1,4 +1,4 @@
-"""`amp-lab export`: write a run as one file: its checkpoint, or its model for use elsewhere."""
+"""`amp-lab export`: write the checkpoint or the model of a run as one file."""
 
 import argparse
 from pathlib import Path
@@ -14,16 +14,17 @@ def add(commands) -> None:
         help="write a trained model as one checkpoint, safetensors, ONNX or pt2",
         description="Write the checkpoint of a run as one file that plain torch.load reads; the "
         "shards of FSDP are joined. Or write the model for use elsewhere: its weights "
-        "(.safetensors), for ONNX Runtime (.onnx), or as a program of torch.export (.pt2). The "
-        "command first reads the content of such a file back, runs it, and compares its outputs.",
+        "(.safetensors), for ONNX Runtime (.onnx), or as a torch.export program (.pt2). Before the "
+        "command writes a model, it reads the content back, runs it, and compares the outputs.",
     )
     option = export.add_argument
     forms = ["checkpoint", *_FORMATS.values()]
     option("run_folder", metavar="DIR", help="the folder of the run")
     option("file", metavar="FILE", help="the file to write")
     option("--format", choices=forms, help="default: from the ending of FILE, else checkpoint")
-    option("--dtype", choices=("fp32", "fp16", "bf16"), help="cast the model to it (default: fp32)")
-    option("--data", metavar="DIR", help="data of the run (default: the path that it used)")
+    dtypes = ("fp32", "fp16", "bf16")
+    option("--dtype", choices=dtypes, help="cast the model to this dtype (default: fp32)")
+    option("--data", metavar="DIR", help="data of the run (default: the path that the run used)")
     option("--force", action="store_true", help="replace FILE if it exists")
     export.set_defaults(run=run)
 

@@ -1,7 +1,7 @@
-"""The inputs of a model as the command line names them.
+"""Read the inputs of a model from the command line.
 
-An ``--input`` is a text such as ``8,3,224,224`` or ``labels=int64:2,128<32000``; ``--batch`` names
-the user's own function.
+An ``--input`` is a text such as ``8,3,224,224`` or ``labels=int64:2,128<32000``. ``--batch`` names
+a function of the user.
 """
 
 import difflib

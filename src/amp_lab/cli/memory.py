@@ -25,22 +25,22 @@ def add(commands) -> None:
         description="Print the memory that a training step needs in each precision, whether it "
         "fits into a GPU's memory, and the largest batch that fits. With --eval, forecast a "
         "forward pass under inference_mode: with autocast, with weights cast once, and with "
-        "weights in int8 and int4. The table has the KV cache too, if the model returns one.",
+        "weights in int8 and int4. If the model returns a KV cache, the table includes it.",
     )
     add_model(memory)
     option = memory.add_argument
     precisions = (
         "fp32, tf32, fp16, bf16; may be repeated (default: fp32, bf16, and fp16 without --eval)"
     )
-    reserve = "percent of the memory that is left to driver and fragmentation (default: 10)"
+    reserve = "percent of the memory to leave free, for driver and fragmentation (default: 10)"
     add_absent_device(memory)
-    budget = "the budget of memory, such as 24GiB (default: that of the GPU given by --for)"
+    budget = "memory budget, such as 24GiB (default: the memory of the GPU given by --for)"
     option("--memory", metavar="SIZE", help=budget)
     option("--reserve", type=_share, default=0.1, metavar="PERCENT", help=reserve)
     option("--precision", action="append", metavar="NAME", help=precisions)
     optimizers = f"one of {', '.join(OPTIMIZERS)} (default: adam)"
     option("--optimizer", metavar="NAME", help=optimizers)
-    ranks = "ranks of FSDP2 that share weights, gradients and optimizer state (default: 1)"
+    ranks = "FSDP2 ranks that share weights, gradients and optimizer state (default: 1)"
     option("--fsdp-ranks", type=int, metavar="N", help=ranks)
     tokens = "with --eval: forecast the KV cache for sequences of N tokens"
     option("--tokens", type=_tokens, metavar="N", help=tokens)

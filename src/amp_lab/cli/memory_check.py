@@ -20,9 +20,10 @@ def require_memory(
 ) -> None:
     """Raise `OptionError` if a step is forecast to need more memory than the device has.
 
-    Linux would kill the process in such a step. `name` is the device, None for the default one.
-    `what` begins the message, and says what wants to run the step. With `inference` the step is a
-    forward pass; `size` replaces the batch size. Without a forecast nothing is raised.
+    Linux would kill the process in such a step. `name` is the device; None is the default device.
+    `what` names the command or option that runs the step, and begins the message. With `inference`,
+    the step is a forward pass. `size` replaces the batch size. If there is no forecast, the
+    function does not raise.
     """
     from amp_lab.core.device import pick_device
     from amp_lab.core.device_facts import memory_bytes

@@ -1,4 +1,4 @@
-"""`amp-lab migrate`: old mixed-precision code to today's names."""
+"""`amp-lab migrate`: update old mixed-precision code to today's names."""
 
 import argparse
 import itertools
@@ -17,30 +17,30 @@ def add(commands) -> None:
     """Add the command to the parser's `commands`."""
     migrate = commands.add_parser(
         "migrate",
-        help="update old AMP and Apex code to today's names, and find its mistakes",
+        help="update old AMP and Apex code to today's names, and find mistakes",
         description="Print a diff from torch.cuda.amp, torch.cpu.amp and NVIDIA Apex to torch.amp. "
-        "Below it, list by line what you have to change by hand, and mistakes. Only --write "
-        "changes files and notebooks.",
+        "Below the diff, list the lines that you have to change by hand, and mistakes. Only "
+        "--write changes files and notebooks.",
     )
     option = migrate.add_argument
     option("paths", nargs="+", metavar="PATH", help="a file, notebook or folder")
     parts = ["torch", "apex", "mistakes"]
-    help_text = "look only at this, instead of all three; may be given twice"
+    help_text = "use only these rules, instead of all three; may be repeated"
     option("--select", action="append", choices=parts, help=help_text)
-    option("--mark", action="store_true", help="write comments above Apex code that is left to you")
+    option("--mark", action="store_true", help="write comments above Apex code to change by hand")
     say = "print text with a diff (default), or annotations for GitHub"
     option("--format", choices=["text", "github"], default="text", help=say)
     one_of = migrate.add_mutually_exclusive_group().add_argument
     one_of("--write", action="store_true", help="change the files")
-    one_of("--check", action="store_true", help="exit with 1 if something is left to do")
+    one_of("--check", action="store_true", help="exit with code 1 if code still needs a change")
     one_of("--diff", action="store_true", help="print only a patch for `git apply`")
     migrate.set_defaults(run=run, needs_torch=False)  # it only reads code
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what is to be done, or do it; return the exit code.
+    """Print the changes, or make them with --write; return the exit code.
 
-    It is 2 after an error in a file, and 1 with --check if something is to be done.
+    The exit code is 2 after an error in a file, and 1 with --check if code still needs a change.
     """
     # Imported here, since it needs libcst, which the other commands do not.
     from amp_lab.migrate import SELECTIONS, Wanted, migrate_paths

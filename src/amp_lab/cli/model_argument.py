@@ -1,6 +1,6 @@
-"""The model, the inputs and the loss that the options of a command name.
+"""Load the model, the inputs and the loss that the options of a command name.
 
-`add_model` adds the options to a command, and `load_model` loads the model that they name.
+`add_model` adds the options to a command, and `load_model` loads the model.
 """
 
 import argparse
@@ -38,13 +38,13 @@ _TIMEOUT_S = 600
 
 @dataclass
 class LoadedModel:
-    """The model that the options name, and what a command wants to know of it besides."""
+    """The model that the options name, with further facts that a command needs."""
 
     call: "ModelCall"
     returned: int = 0  # length of the tuple that the callable returned; 0 for a model alone
     form: str = ""  # the `python_form` of what --batch returns
     observer: "Observer" = field(init=False)
-    """It notes mistakes in the inputs and the loss when the model runs."""
+    """Notes mistakes in the inputs and the loss when the model runs."""
 
 
 def add_model(command: argparse.ArgumentParser) -> None:
@@ -61,8 +61,8 @@ def add_model(command: argparse.ArgumentParser) -> None:
     batch = (
         "in place of --input, a callable that returns a tensor, a tuple, a dict, or (args, kwargs)"
     )
-    loss = "computes the loss from the output; or .NAME, an attribute of the output"
-    limit = f"seconds after which the command stops, if the model hangs (default: {_TIMEOUT_S})"
+    loss = "a callable that computes the loss from the output; or .NAME, an attribute of the output"
+    limit = f"stop after this time, for example if the model hangs (default: {_TIMEOUT_S})"
     option("target", metavar=FORM, help=target)
     option("--with", action="append", dest="arguments", metavar="NAME=VALUE", help=argument)
     option("--input", action="append", metavar="[NAME=][DTYPE:]SIZES", help=shapes)
@@ -74,7 +74,7 @@ def add_model(command: argparse.ArgumentParser) -> None:
 
 
 def add_absent_device(command: argparse.ArgumentParser) -> None:
-    """Add ``--device`` and ``--for``, for a device that need not be in this machine."""
+    """Add ``--device`` and ``--for``, which may name a device that is not in this machine."""
     names = "cuda (also for ROCm; the default), xpu, mps, cpu"
     command.add_argument("--device", metavar="NAME", help=names)
     gpus = "a GPU, even one that is not in this machine: h100, rtx-4090, t4, …"
@@ -82,7 +82,7 @@ def add_absent_device(command: argparse.ArgumentParser) -> None:
 
 
 def use_absent_device(options: argparse.Namespace) -> None:
-    """Set the device, and the memory if none is given, to those of the GPU that ``--for`` names.
+    """Set the device, and the memory if none is given, from the GPU that ``--for`` names.
 
     Raises `OptionError` for an unknown GPU, and if ``--device`` is given too.
     """
@@ -105,11 +105,12 @@ def load_model(
 ) -> Iterator[LoadedModel]:
     """The block in which the model that the options name can be run.
 
-    With `with_values` the model is built on the CPU with seed 0, and the inputs have values; else
-    it is built on ``meta`` where a trace needs no values. `target` replaces the option's.
+    With `with_values`, the model is built on the CPU with seed 0, and the inputs have values.
+    Otherwise the model is built on ``meta`` if a trace needs no values. `target` replaces the
+    target of the options.
 
-    The user's code prints nothing in the block, and its exceptions become errors of one line, so
-    run the model there. Raises `AmpLabError`.
+    Run the model in the block: the user's code prints nothing there, and its exceptions become
+    errors of one line. Raises `AmpLabError`.
     """
     target = target or options.target
     with user_code_guard(repr(target), options.timeout):

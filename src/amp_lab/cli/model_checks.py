@@ -24,9 +24,9 @@ class Observer:
     """Watches a model run and notes mistakes in its inputs, which fake tensors do not show."""
 
     def __init__(self, call: ModelCall, below: Sequence[int | None]):
-        """`below` has a number for each input that its values are below, or None if unknown.
+        """`below` has an upper bound for the values of each input, or None if it is unknown.
 
-        If it is empty, the bounds are found from the values.
+        If `below` is empty, the bounds are found from the values.
         """
         self._model = call.model
         self._inputs = call.named_inputs()
@@ -35,7 +35,7 @@ class Observer:
             self._below = [_upper_bound(tensor) for _, tensor in self._inputs]
         self._by_storage: dict[int | None, int] = {}  # index of the input with this storage
         self.problem: str | None = None
-        """The mistake in a line, which says more than torch's error does."""
+        """The mistake in one line, with more detail than torch's error."""
         self._outputs: list[tuple[str, torch.Size]] = []  # name and shape, if floating-point
 
     @contextlib.contextmanager

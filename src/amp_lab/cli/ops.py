@@ -11,7 +11,8 @@ def add(commands) -> None:
     ops = commands.add_parser(
         "ops",
         help="autocast's rule for each op, on any device",
-        description="Print the autocast rule of every op on a backend, each checked by a call.",
+        description="Print the autocast rule of every op on a backend. A call of the op checks "
+        "each rule.",
     )
     add_absent_device(ops)
     ops.add_argument(
@@ -19,7 +20,7 @@ def add(commands) -> None:
         choices=("fp16", "bf16"),
         help="autocast's dtype (default: the backend's default)",
     )
-    ops.add_argument("--against", metavar="NAME", help="print what differs on another backend")
+    ops.add_argument("--against", metavar="NAME", help="print ops that differ on another backend")
     add_format(ops)
     ops.set_defaults(run=run)
 

@@ -1,4 +1,4 @@
-"""How the commands print: results in the format asked for, and errors in a line."""
+"""Print the results of commands in the chosen format, and errors in one line."""
 
 import argparse
 import contextlib
@@ -41,9 +41,9 @@ def screen_width() -> int | None:
 def tell(line: str, at_once: bool = False) -> None:
     """Print an error to stderr, in one line.
 
-    Of the processes that torchrun started on a machine, the first prints an error that all have,
-    and torchrun then ends the others. So the others wait three seconds, and print theirs only if
-    they are still there. `at_once` is for an error that only this process has: it does not wait.
+    If all processes that torchrun started on a machine have the same error, the first process
+    prints it, and torchrun then ends the others. So the others wait three seconds before they
+    print. `at_once` is for an error that only this process has: this process does not wait.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0" and not at_once:
         time.sleep(3)
@@ -51,7 +51,7 @@ def tell(line: str, at_once: bool = False) -> None:
 
 
 def say_aside(line: str) -> None:
-    """Print a line to stderr; if that fails, the exit code still tells of an error."""
+    """Print a line to stderr; if that fails, the exit code still shows the error."""
     with contextlib.suppress(OSError):  # such as a full disk
         print(line, file=sys.stderr, flush=True)
 
@@ -66,8 +66,8 @@ def _in_one_line(text: str) -> str:
 def open_closed_streams() -> None:
     """Open the null device for each standard stream that was closed before Python began.
 
-    Otherwise the next file that is opened would get its number, and what is printed be written
-    into that file.
+    Otherwise the next file that is opened would get the number of that stream, and printed text
+    would go into that file.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -89,7 +89,7 @@ def _open_if_closed(number: int) -> None:
 
 
 def replace_unencodable() -> None:
-    """Print a question mark, without an error, for what the terminal cannot encode."""
+    """Print a question mark for each character that the terminal cannot encode."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
@@ -124,8 +124,8 @@ def require_figure(path: str, what: str) -> None:
 def require_output(path: str | os.PathLike, ours: bool = False) -> None:
     """Raise `OptionError` now, and not after minutes, if a file could not or should not be written.
 
-    A file that is there must not be replaced, unless it is empty, has our mark at its beginning, or
-    `ours` is set: then the caller knows that it may be.
+    An existing file may be replaced only if it is empty, if our mark is at its beginning, or if the
+    caller sets `ours`.
     """
     beginning = b""
     try:

@@ -1,4 +1,4 @@
-"""`amp-lab rehearse`: what becomes of a model below 16 bits, on any machine."""
+"""`amp-lab rehearse`: measure the errors of a model below 16 bits, on any machine."""
 
 import argparse
 
@@ -12,7 +12,7 @@ def add(commands) -> None:
     """Add the command to the parser's `commands`."""
     rehearse = commands.add_parser(
         "rehearse",
-        help="how accurate your model is in FP8, MXFP8, MXFP4 and NVFP4, on any machine",
+        help="measure the errors of your model in FP8, MXFP8, MXFP4 and NVFP4, on any machine",
         description="Run a training step of a model with operands rounded to formats below 16 "
         "bits. Print the error of each layer, the layers to leave in bf16, and torchao's code for "
         "the others. With --eval, run a forward pass and print the code for inference.",
@@ -41,7 +41,7 @@ def add(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Rehearse, draw it if asked, and print what was found."""
+    """Rehearse, draw the errors with --figure, and print the result."""
     from amp_lab.core.gpus import gpu_of
     from amp_lab.formats.rehearsal import DEFAULT, rehearse
     from amp_lab.formats.scaling import format_of

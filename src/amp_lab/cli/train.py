@@ -1,6 +1,6 @@
 """`amp-lab train`: train an image classifier or a language model, in a folder, resumably.
 
-Its options are the fields in `train/train_options.py`: to add one, add a field there.
+The options are the fields in `train/train_options.py`. To add an option, add a field there.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def add(commands) -> None:
         "folder --out. To continue a run that was stopped or killed, use --resume: it ends with "
         "the same result as a run without interruption.",
     )
-    heading = "settings of the run; with --resume, only --epochs can change (to more)"
+    heading = "settings of the run; with --resume, you can only increase --epochs"
     settings = parser.add_argument_group(heading)
     for field in dataclasses.fields(RunConfig):
         # No default: a run that is resumed takes what is not given from its folder.

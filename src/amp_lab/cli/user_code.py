@@ -67,9 +67,10 @@ def _are_identifiers(path: str) -> bool:
 def user_code_guard(what: str, timeout: float) -> Iterator[None]:
     """The block in which the user's code runs.
 
-    Its output is dropped, since it would mix with the table or the JSON. The current folder is on
-    ``sys.path``, and ``sys.argv`` has no options of ours. What it raises becomes an `OptionError`
-    that begins with `what`. After `timeout` seconds the whole process ends with exit code 2.
+    The output of the code is dropped, since it would mix with the table or the JSON. The current
+    folder is on ``sys.path``, and ``sys.argv`` has no options of ours. An exception of the code
+    becomes an `OptionError` that begins with `what`. After `timeout` seconds the whole process ends
+    with exit code 2.
     """
     arguments = sys.argv
     path = list(sys.path)
@@ -88,7 +89,7 @@ def user_code_guard(what: str, timeout: float) -> Iterator[None]:
 
 
 def call_user_function(what: str, function: Any, arguments: dict[str, Any]) -> Any:
-    """Call the user's function; what it raises becomes an `OptionError` that begins with `what`."""
+    """Call the user's function; its exceptions become an `OptionError` that begins with `what`."""
     try:
         return function(**arguments)
     except (KeyboardInterrupt, AmpLabError):

@@ -1,4 +1,4 @@
-"""`amp-lab xray`: what autocast does to a model."""
+"""`amp-lab xray`: show the dtypes of a model under autocast."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -26,9 +26,9 @@ def add(commands) -> None:
     """Add the command to the parser's `commands`."""
     xray = commands.add_parser(
         "xray",
-        help="which dtype each op of your model gets under autocast, on any device",
-        description="Print the dtypes that a model runs in under autocast, with advice. Usually "
-        "nothing is computed, so you do not need the device.",
+        help="show the dtype of each op of your model under autocast, on any device",
+        description="Print the dtypes of a model's ops under autocast, with advice. Usually the "
+        "command computes no values, so you do not need the device.",
     )
     add_model(xray)
     add_absent_device(xray)
@@ -38,7 +38,7 @@ def add(commands) -> None:
         choices=_DTYPES,
         help="autocast's dtype; fp32: autocast off (default: the backend's default)",
     )
-    other = "print what differs on another device (mps), in another dtype (bf16), or in both"
+    other = "print ops that differ on another device (mps), in another dtype (bf16), or in both"
     option("--against", metavar="OTHER", help=f"{other} (cpu:bf16)")
     option(
         "--real",
@@ -47,11 +47,14 @@ def add(commands) -> None:
     )
     depth = "print a row for each module, N levels deep, with its output and its parameters"
     option("--depth", type=_depth, metavar="N", help=depth)
-    sharded = "print the dtypes of each parameter under DDP or FSDP2, as `train` or TARGET shards"
+    sharded = "print the dtypes of each parameter under DDP or FSDP2, as in `train` or in TARGET"
     option("--parallel", choices=("ddp", "fsdp"), help=sharded)
-    low = "with --parallel (default: bf16, or the policy of a TARGET that calls fully_shard)"
+    low = (
+        "precision with --parallel (default: bf16, or the policy of a TARGET that calls "
+        "fully_shard)"
+    )
     option("--precision", choices=_DTYPES, help=low)
-    reduce = "with --parallel: the dtype that gradients are summed in (default: fp32)"
+    reduce = "with --parallel: dtype in which gradients are summed (default: fp32)"
     option("--reduce-dtype", choices=_DTYPES, help=reduce)
     xray.set_defaults(run=run)
 
@@ -64,7 +67,7 @@ def _depth(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """X-ray the model, and print what was found."""
+    """X-ray the model, and print the result."""
     from amp_lab.tracing import compare_xrays
     from amp_lab.tracing.xray import xray_call
 
