@@ -1,4 +1,4 @@
-"""The recipes that `advise` tries, each with what it found out about it."""
+"""The recipes that `advise` tries, each with its measurements and its verdict."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ class Candidate:
 
 
 def first_recipes(use: str, precisions: list[Precision]) -> list[Recipe]:
-    """The recipes to try first: each precision under autocast and, where it can be, cast."""
+    """The recipes to try first: each precision under autocast and, if possible, cast."""
     castable = {Precision.BF16}
     if use == INFERENCE:  # fp16 weights cannot be trained: GradScaler refuses their gradients
         castable.add(Precision.FP16)

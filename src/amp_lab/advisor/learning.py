@@ -87,8 +87,8 @@ class Learning:
     def check(self, candidate: Candidate) -> Step:
         """Train with a recipe, record in the candidate how it differs from fp32; return the step.
 
-        A difference that is too large is its `reason`. Raises `TooSlow` in a step that takes much
-        longer than fp32's.
+        If the difference is too large, it becomes the `reason` of the candidate. Raises `TooSlow`
+        if a step takes much longer than a step in fp32.
         """
         step, gradients = self._run(candidate)
         self._judge(candidate, gradients)
@@ -196,9 +196,9 @@ class Fp32Outputs:
         self._output = floats(step())
 
     def check(self, candidate: Candidate) -> Step:
-        """Infer with a recipe, record in the candidate how far its output is off; return the step.
+        """Infer with a recipe, record the error of its output in the candidate; return the step.
 
-        An output that is too far off is its `reason`.
+        If the error is too large, it becomes the `reason` of the candidate.
         """
         step = Step(self._call, candidate.recipe, self._device)
         off = distance(floats(step()), self._output)
@@ -252,8 +252,8 @@ fp32 has 24 bits, and sums of many values lose some of them."""
 def fp16_remarks(call: ModelCall, device: torch.device) -> tuple[float, list[str]]:
     """A first loss scale for fp16, and remarks for the user.
 
-    The scale is `GradScaler`'s default if none keeps the gradients, or if what fp16 would lose
-    cannot be counted.
+    The scale is the default of `GradScaler` if no scale keeps the gradients, or if the values that
+    fp16 would lose cannot be counted.
     """
     step = Step(call, Recipe(TRAINING), device)
     with Precision.FP32.autocast(device.type):

@@ -45,14 +45,14 @@ class Outlook:
     def memory_of(self, recipe: Recipe) -> tuple[int | None, int | None]:
         """Peak bytes and largest batch of a recipe, each None if it was not forecast.
 
-        Layout, fusion and compilation are left out of account.
+        The forecast ignores layout, fusion and compilation.
         """
         return self.memory.get((recipe.use, recipe.autocasts, recipe.cast), (None, None))
 
     def rejection(self, recipe: Recipe) -> tuple[str, str]:
-        """A verdict, such as ``raises``, and its reason for a recipe that need not be tried.
+        """A verdict, such as ``raises``, and its reason, if the forecast rules a recipe out.
 
-        Two empty texts for one that may run.
+        Both texts are empty if the recipe may run.
         """
         raised = self.raises.get((recipe.use, recipe.precision))
         if raised and recipe.autocasts:
@@ -65,7 +65,7 @@ class Outlook:
         return "", ""
 
     def candidate(self, recipe: Recipe) -> Candidate:
-        """The candidate of a recipe, with its forecast, and a verdict if it need not be tried."""
+        """The candidate of a recipe: its forecast, and a verdict if the forecast rules it out."""
         verdict, reason = self.rejection(recipe)
         peak_bytes, largest_batch = self.memory_of(recipe)
         return Candidate(recipe, verdict, reason, peak_bytes, largest_batch)
@@ -79,10 +79,10 @@ def trace_and_forecast(
 ) -> Outlook:
     """X-ray a model in bf16 and fp16, and forecast its memory.
 
-    `gpu` is given if the device is not here. `memory`, such as ``"24GiB"``, is the budget; by
-    default it is the memory of the device. A model that cannot be traced raises `TraceError` for
-    an absent device; if the device is here the model may still run, and the error is kept as
-    `problem`.
+    Give `gpu` if the device is not in this machine. `memory`, such as ``"24GiB"``, is the budget;
+    by default it is the memory of the device. If the model cannot be traced, the function raises
+    `TraceError` for an absent device. If the device is in this machine, the model may still run, so
+    the error is stored as `problem`.
     """
     outlook = Outlook(device)
     if memory is not None:
@@ -104,7 +104,7 @@ def trace_and_forecast(
 
 
 def forecast(call: ModelCall, outlook: Outlook, gpu: Gpu) -> Advice:
-    """Advice for a GPU that is not here: X-rays and forecasts, without times."""
+    """Advice for a GPU that is not in this machine: X-rays and forecasts, without times."""
     matmuls = gpu.architecture.matmuls
     precisions = [Precision.FP32]
     if Precision.TF32 in matmuls:

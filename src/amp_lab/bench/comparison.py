@@ -1,4 +1,4 @@
-"""Several benchmarks side by side, such as those of two devices."""
+"""Several benchmarks side by side, for example on two devices."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +13,9 @@ from amp_lab.core.timing import Ratio
 
 @dataclass(repr=False)
 class BenchComparison(Printed):
-    """Several results side by side: the rows that all of them have.
+    """Several results side by side: the rows that all results have.
 
-    Raises `OptionError` if there is no such row.
+    Raises `OptionError` if the results have no row in common.
     """
 
     results: list[Results]
@@ -57,8 +57,8 @@ class BenchComparison(Printed):
     def best_speedups(self) -> dict[str, dict[str, Ratio]]:
         """Return the best speed-up by name of the result and title, for `plots.best_speedups`.
 
-        Only rows that all results have are considered. A speed-up that is not trusted is taken only
-        if none of its title is.
+        Only rows that all results have count. A speed-up that is not trusted is used only if its
+        title has no trusted speed-up.
         """
         best: list[dict[str, Ratio]] = [{} for _ in self.results]
         for rows in self.common():

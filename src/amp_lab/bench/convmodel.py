@@ -1,6 +1,6 @@
 """The quantized-sine problem: a network learns a picture from the coordinates of its pixels.
 
-Problem and network are those of AMD's ROCm blog, "Automatic mixed precision in PyTorch using AMD
+Problem and network are from AMD's ROCm blog, "Automatic mixed precision in PyTorch using AMD
 GPUs" (March 2024). The work of four 1x1 convolutions over a large image is nearly all matmul, which
 reduced precision speeds up most.
 """

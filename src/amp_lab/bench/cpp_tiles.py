@@ -22,8 +22,8 @@ _MULTIPLE = 32  # of pixels and of channels: the kernels work on 32 x 32 numbers
 class CppTiles:
     """The C++ kernels for a number of pixels and of channels, with matrices in bf16.
 
-    Both have to be multiples of 32; other sizes raise `OptionError`. `parts` and `shares` count the
-    partial sums and the partial weight gradients, one for each thread.
+    Pixels and channels have to be multiples of 32; other sizes raise `OptionError`. `parts` and
+    `shares` count the partial sums and the partial weight gradients, one for each thread.
     """
 
     dtypes = (torch.bfloat16,)
@@ -47,8 +47,8 @@ class CppTiles:
     def run(self, name: str, *tensors: Tensor) -> None:
         """Run the function `name` of tiled_convmodel.cpp, with tensors in its parameters' order.
 
-        They are contiguous, on the CPU, and in float32 or bf16. The function writes its results to
-        some of them.
+        The tensors are contiguous, on the CPU, and in float32 or bf16. The function writes its
+        results to some of the tensors.
         """
         addresses = []
         for t in tensors:

@@ -3,9 +3,9 @@
 Every layer of the ConvModel works on each pixel alone, except batch normalisation, which needs the
 mean and variance of its whole input before the next layer may begin. So a step takes five passes
 over the pixels, and within a pass a block of pixels stays in the cache. Cheap values are computed
-again: only the outputs of the two large convolutions and one gradient are saved. The gradients are
-those of Ioffe and Szegedy, "Batch normalization" (2015), rearranged so that each is a multiple of
-the gradient above, plus a multiple of the convolution's output, plus a constant.
+again: only the outputs of the two large convolutions and one gradient are saved. The formulas of
+the gradients are from Ioffe and Szegedy, "Batch normalization" (2015), rearranged so each gradient
+is a multiple of the gradient above, plus a multiple of the convolution's output, plus a constant.
 
 Names: z1, z2 and z3 are the outputs of the first three convolutions, without their biases. Batch
 normalisation n makes z * scale + shift of them, and ReLU the activation a. g is the gradient of a

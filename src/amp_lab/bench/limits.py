@@ -166,8 +166,8 @@ def count_step(
 ) -> Count:
     """Count FLOPs and bytes of one call of `step`, which must be eager, by running it twice.
 
-    The least bytes of inference are those of inputs and weights, in their dtypes. A training step
-    with Adam reads and writes each weight and two numbers of optimizer state, in fp32.
+    Inference has to read at least the inputs and the weights, in their dtypes. A training step with
+    Adam also reads and writes each weight and two numbers of optimizer state, in fp32.
     """
     with FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as flops:
         step()

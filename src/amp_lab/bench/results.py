@@ -110,7 +110,8 @@ class Results(Printed, Ceilings):
     def distrust_impossible(self) -> None:
         """Distrust the rows that are faster than the device can be.
 
-        If fp32 eager is one of them, all rows of its workload are, for their speed-ups are wrong.
+        If fp32 eager is one of these rows, all rows of the workload are distrusted, because their
+        speed-ups are wrong.
         """
         # The rows of a workload follow each other, as `groupby` needs.
         for _, rows_of_title in itertools.groupby(self.rows, key=lambda row: row.title):
@@ -125,7 +126,7 @@ class Results(Printed, Ceilings):
                         other.distrust(f"the baseline, fp32 eager, is not trusted: {reason}")
 
     def impossible_reason(self, row: Row) -> str:
-        """The rate of a row that is above the device's limit, in words; empty if none is."""
+        """The rate of a row that exceeds the device's limit, in words; empty if no rate does."""
         flops_per_s = row.flops_per_s
         flops_limit = self.flops_per_s.get(row.precision)
         if _is_above(flops_per_s, flops_limit):

@@ -1,4 +1,4 @@
-"""The table of a benchmark: which columns it has, and what stands in them."""
+"""The table of a benchmark: its columns and its cells."""
 
 import itertools
 import math

@@ -26,7 +26,7 @@ _INITIAL_SCALE = 2.0**12
 
 @dataclass(frozen=True)
 class Ladder:
-    """A workload in one precision on one device, which has some of the rungs."""
+    """A workload in one precision on one device, for which some of the rungs exist."""
 
     workload: Workload
     precision: Precision
@@ -201,9 +201,10 @@ def rungs_of(ladder: Ladder) -> list[Rung]:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether torchao has float8 for a device that is here.
+    """Whether torchao has float8 for a device in this machine.
 
-    It has float8 for NVIDIA's GPUs from Ada on, AMD's from MI300 on (type ``cuda`` too), and XPUs.
+    torchao has float8 for NVIDIA GPUs from Ada on, AMD GPUs from MI300 on (type ``cuda`` too), and
+    XPUs.
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         return device.type == "xpu" and torch.xpu.is_available()
@@ -238,7 +239,7 @@ def use_fp8(model: nn.Module, *, emulate: bool = False) -> nn.Module:
 def gains_from_fp8(outer: int, inner: int) -> bool:
     """Whether torchao's filter for ``rowwise`` converts a linear layer of these sizes.
 
-    `outer` is the number of output features, `inner` that of input features.
+    `outer` is the number of output features, `inner` the number of input features.
     """
     if outer % 16 or inner % 16:  # the float8 kernels need multiples of 16
         return False
@@ -262,7 +263,7 @@ class _WithLoss(nn.Module):
 def make_step(ladder: Ladder, rung: Rung) -> RungStep:
     """Make the step with all rungs up to `rung`, with a new model and new data from one seed.
 
-    Raises `OptionError` where a rung needs a package, a compiler or instructions that are not here.
+    Raises `OptionError` if a rung needs a package, a compiler or instructions that are missing.
     """
     torch.manual_seed(0)
     workload = ladder.workload

@@ -102,7 +102,7 @@ def run_bench(
 ) -> Results:
     """Time workloads in every precision on every rung, against fp32 eager and the device's limits.
 
-    `names` of workloads, `precisions` and `rungs` choose what is timed. The default is all
+    `names` selects the workloads; `precisions` and `rungs` select the rows. The default is all
     workloads and rungs, in the precisions that the device accelerates. fp32 and eager are always
     included, since the others are compared with them.
 
@@ -113,9 +113,9 @@ def run_bench(
     has small sizes, leaves out rungs that take long to compile, and ends in three minutes; rows
     with too few rounds by then are not trusted.
 
-    `say` gets a line about what is measured next. `after_round` gets the results so far; a
-    `KeyboardInterrupt` returns them, marked as not complete. On a CPU, the process keeps freed
-    memory from then on (`keep_memory`). Raises `OptionError` for an unknown name.
+    `say` is called with a line before each measurement. `after_round` is called with the results so
+    far; a `KeyboardInterrupt` returns them, marked as not complete. On a CPU, the process keeps
+    freed memory from then on (`keep_memory`). Raises `OptionError` for an unknown name.
     """
     _check_names("workload", names, list(WORKLOADS))
     _check_names("precision", precisions, [str(p) for p in Precision])

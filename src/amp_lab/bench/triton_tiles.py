@@ -6,9 +6,9 @@ the weight gradient is too large for that, and has a separate kernel. So, with 2
 and g2 are read seven, four and three times, where a CPU reads them three times, twice and once.
 
 Names: matrices are (pixels, channels), row by row. `p` are the indices of a tile's pixels, `c` and
-`k` those of channels, and C is the number of channels. `rows` holds constants of each channel, one
-row after the other. `below` is the input of a layer: the coordinates if FIRST, else the output z of
-the layer below. `above` is the gradient that comes from above: g if FIRST, else dy.
+`k` the indices of channels, and C is the number of channels. `rows` holds constants of each
+channel, one row after the other. `below` is the input of a layer: the coordinates if FIRST, else
+the output z of the layer below. `above` is the gradient that comes from above: g if FIRST, else dy.
 """
 
 import torch

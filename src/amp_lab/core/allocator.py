@@ -1,4 +1,4 @@
-"""Memory of tensors on the CPU: whether the C library keeps it or takes it anew each time."""
+"""Memory of tensors on the CPU: whether the C library keeps it or allocates it again each time."""
 
 import ctypes
 import sys
@@ -14,14 +14,14 @@ ENVIRONMENT = "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1000000000000"
 
 
 def keep_memory() -> bool:
-    """Make the C library reuse the memory of freed CPU tensors; return whether that could be set.
+    """Make the C library reuse the memory of freed CPU tensors; return whether this succeeded.
 
-    By default glibc takes the memory of each tensor of 32 MiB or more from the operating system and
-    returns it when the tensor is freed; that of smaller ones too when much is free. The system then
-    has to fill every page of 4 KiB with zeros again, which may take as long as the step that uses
-    it, and happens more often in fp32 than in 16 bits, whose tensors are half as large. The setting
-    lasts for the rest of the process, whose memory then never shrinks, and shows its effect after a
-    few steps. Source: mallopt(3).
+    By default, glibc gets the memory of each tensor of 32 MiB or more from the operating system,
+    and returns this memory when the tensor is freed. If much memory is free, glibc also returns the
+    memory of smaller tensors. The system then has to fill every page of 4 KiB with zeros again,
+    which may take as long as the step that uses the page. This happens more often in fp32 than in
+    16 bits, because tensors in 16 bits are half as large. The setting lasts for the rest of the
+    process, so its memory never shrinks, and takes effect after a few steps. Source: mallopt(3).
 
     Returns False without Linux and glibc. `ENVIRONMENT` does the same for a whole program.
     """

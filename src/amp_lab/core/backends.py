@@ -1,4 +1,4 @@
-"""What is true of each type of device, in a row for each: to support another, add its row."""
+"""The facts about each type of device, one row for each. To support another type, add a row."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True)
 class Backend:
-    """The facts about one type of device. The defaults are for a GPU of which nothing is known."""
+    """The facts about one type of device. The defaults are for an unknown GPU."""
 
     type: str  # its name in torch: "cuda" stands for AMD's GPUs too
     key: str = "PrivateUse1"  # its name in the dispatcher's keys: "CUDA" in AutocastCUDA
@@ -20,15 +20,16 @@ class Backend:
     has_graphs: bool = False  # whether torch.compile can record its kernels, as CUDA graphs do
     has_triton: bool = False  # whether Triton has kernels for it
     foreach: bool = False
-    """Whether torch's optimizers work on all parameters in one call, unless told otherwise, and
-    then need room for temporaries as large as all of them (torch.optim, "foreach")."""
+    """Whether torch's optimizers by default work on all parameters in one call, which needs memory
+    for temporaries as large as all parameters (torch.optim, "foreach")."""
     fused_attention: bool = False  # whether torch runs flash or memory-efficient attention there
     fused_rnn_dtype: torch.dtype | None = None
-    """What autocast casts recurrent layers to, whatever its own dtype, with the weights as one flat
-    copy that is not cached (ATen/cudnn/AutocastRNN.cpp); None: they are cast as all else."""
+    """The dtype to which autocast casts recurrent layers, whatever its own dtype, with the weights
+    as one flat copy that is not cached (ATen/cudnn/AutocastRNN.cpp); None: autocast casts these
+    layers like all other layers."""
     rnns_without_rule: tuple[str, ...] = ()
     """Recurrent layers that autocast does not cast, by the name of their function in torch, such
-    as ``lstm``: the backend runs them as ops of its own (ATen/native/RNN.cpp)."""
+    as ``lstm``: the backend runs these layers as special ops (ATen/native/RNN.cpp)."""
 
     def is_available(self) -> bool:
         """Whether this machine and this torch have such a device; False for an unknown type."""
@@ -72,6 +73,6 @@ BACKENDS = {
 
 
 def backend(device: torch.device | str) -> Backend:
-    """The row of a device or of a type of device; the defaults for a type without one."""
+    """The row of a device or of a type of device; the defaults for a type without a row."""
     name = device.type if isinstance(device, torch.device) else device
     return BACKENDS.get(name, Backend(name))

@@ -1,4 +1,4 @@
-"""The CPU at hand: its matrix instructions, and what torch cannot run on it in low precision."""
+"""The CPU of this machine: its matrix instructions, and layers that fail in low precision."""
 
 import functools
 import os
@@ -71,9 +71,9 @@ def _avx512_instructions() -> list[str]:
 
 
 def has_bf16_instructions() -> bool:
-    """Whether this CPU has instructions that multiply in bf16, so that it is faster than fp32.
+    """Whether this CPU has instructions that multiply in bf16, so bf16 is faster than fp32.
 
-    With AVX-512 alone oneDNN takes bf16 too, but converts it to fp32 and back.
+    With AVX-512 alone, oneDNN accepts bf16 too, but converts it to fp32 and back.
     """
     if not onednn_has_bf16():
         return False
@@ -101,12 +101,16 @@ def onednn_has_fp16() -> bool:
 def lstm_error(
     dtype: torch.dtype, *, with_gradients: bool, input_dtype: torch.dtype = torch.float32
 ) -> str | None:
-    """What torch raises for an `nn.LSTM` under autocast to `dtype` on this CPU; None if it runs.
+    """The error of an `nn.LSTM` under autocast to `dtype` on this CPU; None if the layer runs.
 
-    Autocast casts the layer after torch has chosen oneDNN's kernel for it, which exists in bf16
-    from AVX-512 on, in fp16 for inference with AVX-512 FP16 alone, and for training in fp16 on no
-    CPU. torch chooses by the dtype of the input, `input_dtype`: of one that is in 16 bits already
-    it asks whether oneDNN has the kernel, and takes its own if not (`use_mkldnn` in
+    Autocast casts the layer after torch has chosen oneDNN's kernel. This kernel exists
+
+    - in bf16 from AVX-512 on,
+    - in fp16 for inference only with AVX-512 FP16,
+    - in fp16 for training on no CPU.
+
+    torch chooses by the dtype of the input, `input_dtype`. For an input in 16 bits, torch checks
+    whether oneDNN has the kernel, and otherwise uses a kernel of ATen (`use_mkldnn` in
     ATen/native/RNN.cpp). Layers with projections, `nn.GRU` and `nn.RNN` have other kernels, which
     always run.
     """

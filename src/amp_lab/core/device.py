@@ -1,6 +1,6 @@
 """The device: choose it, describe it, and recommend a precision for it.
 
-What it says of itself is in `device_facts`, and how its matmuls are measured in `device_matmuls`.
+`device_facts` reads the name, backend and memory. `device_matmuls` measures the matmuls.
 """
 
 import functools
@@ -41,7 +41,7 @@ class DeviceReport:
     device: torch.device
     """The device that was measured."""
     name: str
-    """The name that its maker gave the device."""
+    """The name of the device, from its manufacturer."""
     backend: str
     """The backend that torch uses for it, e.g. ``CUDA 13.0, compute capability 9.0``."""
     memory_bytes: int | None
@@ -49,7 +49,7 @@ class DeviceReport:
     rates: dict[Precision, float | None]
     """Measured rate of a matmul in FLOP/s; None for a precision that the device does not have."""
     values: dict[Precision, MatmulNumerics | None]
-    """How accurate the same matmul is in each precision; None as in `rates`."""
+    """The accuracy of the same matmul in each precision; None as in `rates`."""
     fp32_bits_as_set: tuple[int, int]
     """Bits of significand that an fp32 input keeps in a matmul and in a convolution, with the modes
     that are set in this process: 24, or 11 if TF32 is allowed and available."""
@@ -62,9 +62,9 @@ class DeviceReport:
 
     @property
     def accelerated(self) -> tuple[Precision, ...]:
-        """The precisions whose matmul is measurably faster than fp32's, fastest first.
+        """The precisions with a measurably faster matmul than fp32, fastest first.
 
-        If the rates are not `trusted`: the `recommended` precision alone, or none if that is fp32.
+        If the rates are not `trusted`, this is only the `recommended` precision, or none for fp32.
         """
         if self.trusted:
             faster = [p for p in Precision if self.speedup(p) >= ACCELERATED]

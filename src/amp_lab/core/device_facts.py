@@ -1,4 +1,4 @@
-"""What a device says of itself: its name, its backend, and its memory."""
+"""The facts that a device reports: its name, its backend, and its memory."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ from amp_lab.core.cpu import matrix_instructions
 
 
 def device_name(device: torch.device) -> str:
-    """The name that the maker gave the device, or else the type of processor."""
+    """The name of the device from its manufacturer, or else the type of processor."""
     module = torch.get_device_module(device.type)
     if hasattr(module, "get_device_name"):
         return module.get_device_name(device)
@@ -33,9 +33,9 @@ def device_name(device: torch.device) -> str:
 
 
 def backend_name(device: torch.device) -> str:
-    """What torch uses to drive the device, such as ``CUDA 13.0, compute capability 9.0``.
+    """The backend that torch uses for the device: ``CUDA 13.0, compute capability 9.0``.
 
-    For a CPU these are its matrix instructions and the number of threads.
+    For a CPU, the text has the matrix instructions and the number of threads.
     """
     if backend(device).is_host:
         return f"CPU, {matrix_instructions()}, {torch.get_num_threads()} threads"
@@ -48,7 +48,7 @@ def backend_name(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """Bytes of a device's memory; on a CPU, of what this process may use. None if unknown."""
+    """Bytes of memory of the device; on a CPU, the limit of this process. None if unknown."""
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     if not backend(device).is_host:

@@ -1,4 +1,4 @@
-"""What a matmul in each precision is like on a device: how fast, and what it does to values."""
+"""Measure a matmul in each precision on a device: its speed and its rounding."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,24 +14,24 @@ _SMALL = 256  # the edge of the matrices that are tried first
 
 @dataclass(frozen=True)
 class MatmulNumerics:
-    """What a device's matmul does to values, found by products whose result is known."""
+    """How a device's matmul rounds, found by products with a known result."""
 
     error: float
-    """Largest error of a sum of 4,096 products in units in the last place of the result: 0.5 where
-    sums are kept in a wider format and rounded once. In fp32 several are usual."""
+    """Largest error of a sum of 4,096 products, in units in the last place (ulp) of the result: 0.5
+    if sums have a wider format and are rounded once. In fp32, several ulp are usual."""
     input_bits: int
-    """Bits of significand that are left of an fp32 input: 24, or 11 in TF32, or 8 in bf16."""
+    """Bits of significand that a matmul keeps of an fp32 input: 24, 11 in TF32, 8 in bf16."""
     subnormals: bool
-    """Whether the smallest subnormal number, times 1, is itself; some devices make it zero."""
+    """Whether the smallest subnormal number times 1 stays the same; some devices return zero."""
 
 
 def matmul_rates(device: torch.device) -> tuple[dict[Precision, float | None], bool]:
     """FLOP/s of a square matmul in each precision, and whether the figures can be trusted.
 
-    None stands for a precision that the device does not have. The size is the same for all: it
-    doubles until the product takes 10 ms in fp32, enough to fill the device. On a CPU it stops at
-    1024. A precision that is emulated, and so more than ten times as slow as fp32, is timed at the
-    first, small size alone: at 1024 one call of fp16 takes seconds on many CPUs.
+    None stands for a precision that the device does not have. All precisions have the same size,
+    which doubles until the matmul takes 10 ms in fp32, enough to fill the device. On a CPU, the
+    largest size is 1024. An emulated precision, more than ten times as slow as fp32, is timed only
+    at the first, small size, because at 1024 one call in fp16 takes seconds on many CPUs.
     """
     precisions = precisions_here(device)
     small_s = {}
@@ -62,7 +62,7 @@ def precisions_here(device: torch.device) -> list[Precision]:
 def filling_size(device: torch.device, largest: int, *, seconds: float) -> int:
     """The first n of 256, 512, … at which a product of n x n matrices takes `seconds` in fp32.
 
-    If none below `largest` does, it is the first that is not below `largest`.
+    If no n below `largest` takes so long, the result is the first n that is at least `largest`.
     """
     n = _SMALL
     while n < largest:
@@ -76,7 +76,7 @@ def filling_size(device: torch.device, largest: int, *, seconds: float) -> int:
 def make_matmul(device: torch.device, precision: Precision, n: int) -> Callable[[], torch.Tensor]:
     """A function that multiplies two n x n matrices in a precision, (n, n) @ (n, n).
 
-    It takes 2 n^3 FLOPs: n^3 multiplications and about as many additions.
+    The product takes 2 n^3 FLOPs: n^3 multiplications and about as many additions.
     """
     generator = torch.Generator(device).manual_seed(0)
     left = torch.randn(n, n, device=device, generator=generator).to(precision.dtype)
@@ -98,7 +98,7 @@ def _without_autocast(precision: Precision) -> Precision:
 
 
 def measure_matmul_numerics(device: torch.device, precision: Precision) -> MatmulNumerics:
-    """What a matmul in a precision does to values on a device."""
+    """How a matmul in a precision rounds on a device."""
     dtype = precision.dtype
     eps = torch.finfo(dtype).eps
     generator = torch.Generator().manual_seed(0)
@@ -122,7 +122,7 @@ def measure_matmul_numerics(device: torch.device, precision: Precision) -> Matmu
 
 
 def fp32_bits_as_set(device: torch.device) -> tuple[int, int]:
-    """Bits that an fp32 input keeps in a matmul and in a convolution, with the modes that are set.
+    """Bits that a matmul and a convolution keep of an fp32 input, with the modes that are set.
 
     See `DeviceReport.fp32_bits_as_set`.
     """

@@ -1,4 +1,4 @@
-"""The errors that the user can put right, each with a message of one line."""
+"""The errors that the user can fix, each with a message of one line."""
 
 
 class AmpLabError(Exception):
@@ -28,19 +28,19 @@ class DeviceError(AmpLabError, ValueError):
 
 
 class DataError(AmpLabError):
-    """A data set, or a file of one, is not there, cannot be read, or is not what it should be."""
+    """A data set, or a file of it, is missing, cannot be read, or has the wrong content."""
 
 
 class CheckpointError(AmpLabError):
-    """A checkpoint cannot be written, or what is there is no whole checkpoint."""
+    """A checkpoint cannot be written, or an existing file is not a complete checkpoint."""
 
 
 class RunError(AmpLabError, ValueError):
-    """A training run cannot start, or go on, as it was asked to."""
+    """A training run cannot start or resume with the given settings."""
 
 
 class ParallelError(AmpLabError, RuntimeError):
-    """Several processes cannot work together: not started so, lost, too late, or one failed."""
+    """Several processes cannot work together: one was not started, lost, too late, or failed."""
 
 
 class OtherRankError(AmpLabError):
@@ -62,8 +62,8 @@ class RequirementError(AmpLabError, ImportError):
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, without a full stop at its end.
 
-    The second line comes with it if the first ends with a colon. If the message is empty, it is
-    the name of the error's type.
+    If the first line ends with a colon, the second line follows it. If the message is empty, the
+    result is the name of the error's type.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:

@@ -1,4 +1,4 @@
-"""A measured value, and how sure it is: medians with their intervals, and ratios of times."""
+"""Measured values with their uncertainty: medians with intervals, and ratios of times."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -10,21 +10,21 @@ _NARROWEST = 0.02  # an interval reaches at least this share of the median to ei
 
 @dataclass(frozen=True)
 class Estimate:
-    """A measured value, and how sure it is."""
+    """A measured value with its uncertainty."""
 
     median: float
     interval: tuple[float, float]
-    """95 % interval of the median; at least 2 % to either side: by so much two measurements of the
-    same differ on a machine that shares its cores (`tools/measure/timing.py`)."""
+    """95 % interval of the median; at least 2 % to either side, because two measurements of the
+    same function differ by as much on a machine with shared cores (`tools/measure/timing.py`)."""
     trusted: bool = True
-    """Whether the machine was quiet enough to tell."""
+    """Whether the machine was quiet enough to trust the value."""
 
     def is_above(self, value: float) -> bool:
-        """Whether it is larger than `value`, as far as this measurement can tell."""
+        """Whether the estimate is larger than `value`, beyond its uncertainty."""
         return self.trusted and self.interval[0] > value
 
     def is_below(self, value: float) -> bool:
-        """Whether it is smaller than `value`, as far as this measurement can tell."""
+        """Whether the estimate is smaller than `value`, beyond its uncertainty."""
         return self.trusted and self.interval[1] < value
 
     def times(self, factor: float) -> Self:

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and files of a user's that may be anything."""
+"""Write files atomically, and read files of the user with care."""
 
 import contextlib
 import errno
@@ -30,8 +30,8 @@ _ABANDONED_S = 3600.0  # a partial file of this age was left by a process that w
 def open_regular(path: Path) -> Iterator[io.BufferedReader]:
     """The block in which a file is open, to read its bytes.
 
-    Raises `OSError` if it cannot be opened, or is a pipe, a device or the like, from which one may
-    read for ever.
+    Raises `OSError` if the file cannot be opened, or if it is a pipe or a device, which may never
+    end.
     """
     with open(path, "rb", opener=_open_without_waiting) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -59,7 +59,7 @@ def read_regular(path: Path, max_bytes: int | None = None) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds. Raises `OSError` as `read_regular`, and `ValueError` for no JSON."""
+    """The content of a JSON file. Raises `OSError` as `read_regular`; `ValueError` if invalid."""
     text = read_regular(path, _MAX_JSON_BYTES)
     try:
         return json.loads(text, parse_constant=_number, parse_int=_number, parse_float=_number)
@@ -121,12 +121,12 @@ def _has_type(value: object, kind: Any) -> bool:
 def atomic_write(
     path: Path, parts: Iterable[bytes | memoryview], like: os.stat_result | None = None
 ) -> None:
-    """Write a file so that at any moment the old one or the new one is there, whole.
+    """Write a file so that at any moment either the old file or the new one is complete.
 
-    `parts` are its bytes, in pieces. They are written beside `path` under another name, and the
-    file is renamed to `path` only when it is safely on the disk. It gets the owner and the mode of
-    `like`, if given. Raises `OSError` if any of that fails, or `path` is a link, a device or
-    another thing that is no file, and leaves what was under `path` as it was.
+    `parts` are the bytes, in pieces. They are written to a temporary file next to `path`, which is
+    renamed to `path` only when it is safely on the disk. The file gets the owner and the mode of
+    `like`, if given. Raises `OSError` if a step fails, or if `path` is a link, a device or
+    something else that is not a file; an old file at `path` then stays unchanged.
     """
     require_writable(path)
     _remove_old_partials(path)
@@ -171,7 +171,7 @@ def save(
 
 
 def require_writable(path: Path) -> None:
-    """Raise `OSError` if `atomic_write` would, as far as that can be seen without writing."""
+    """Raise `OSError` if `atomic_write` would; checks only what is visible without writing."""
     with contextlib.suppress(FileNotFoundError):
         kind = os.lstat(path).st_mode
         if stat.S_ISDIR(kind):

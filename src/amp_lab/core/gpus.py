@@ -1,6 +1,6 @@
-"""The GPUs that `--for` and the documentation name, in a row for each: to support another, add one.
+"""The GPUs that `--for` and the documentation name. To support another GPU, add a row.
 
-A row holds what its maker publishes. A figure for which no source was found is left out.
+A row has the published figures of the manufacturer. Figures without a source are left out.
 """
 
 import difflib
@@ -16,15 +16,15 @@ _MAKERS = {"nvidia", "geforce", "tesla", "quadro", "amd", "instinct", "intel", "
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the GPUs of a generation have in common."""
+    """The facts that all GPUs of a generation share."""
 
     name: str
     matmuls: tuple[str, ...] = ()
-    """The formats in which its matmuls are faster than in fp32, without those that it emulates."""
+    """The formats in which matmuls are faster than in fp32, without emulated formats."""
     capability: tuple[int, int] | None = None
-    """The compute capability from which NVIDIA's GPUs are of this generation."""
+    """The lowest compute capability of NVIDIA GPUs of this generation."""
     device_type: str = "cuda"
-    """The name that torch has for such a device; ROCm's is ``cuda`` too."""
+    """torch's name for such a device; ``cuda`` for ROCm too."""
 
 
 _16_BITS = ("bf16", "fp16")
@@ -65,12 +65,12 @@ class Gpu:
 
     @property
     def key(self) -> str:
-        """The name by which `--for` knows it, such as ``rtx-4090``."""
+        """The name for `--for`, such as ``rtx-4090``."""
         return self.name.lower().replace(" ", "-")
 
     @property
     def memory_bytes(self) -> int | None:
-        """Its memory, with as many GiB as it is sold with GB; about so many are there.
+        """The memory, with the advertised number of GB taken as GiB, which is about right.
 
         Memory with error correction has up to a sixteenth less. The forecasts leave a tenth free.
         """
@@ -195,6 +195,6 @@ def absent_gpu(name: str) -> Gpu:
 
 
 def unknown_gpu(device_type: str) -> Gpu:
-    """A row for a GPU of which only the type is known, such as ``cuda``."""
+    """A row for a GPU if only the type is known, such as ``cuda``."""
     architecture = Architecture(device_type, _16_BITS, device_type=device_type)
     return Gpu(device_type, architecture, memory_gb=None, source="")

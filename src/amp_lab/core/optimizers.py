@@ -1,6 +1,6 @@
-"""The optimizers of the memory forecast, a row for each: to forecast another one, add its row.
+"""The optimizers of the memory forecast, one row for each. To forecast another, add a row.
 
-torch is imported where an optimizer is made, since `amp-lab memory --help` lists the names.
+torch is imported only when an optimizer is created, since `amp-lab memory --help` lists the names.
 """
 
 from collections.abc import Iterable
@@ -20,21 +20,21 @@ class QuantizedState:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The facts about one optimizer; its memory is that of its real step, on ``meta`` tensors."""
+    """The facts about one optimizer. Its memory is measured in a real step on ``meta`` tensors."""
 
     name: str  # what `forecast_memory` and ``--optimizer`` take
     class_name: str  # in `torch.optim`; in `torchao.optim` if `quantized` is given
     settings: dict[str, float] = field(default_factory=dict)  # keywords of the class
     loops: bool = False
-    """Whether its step is a loop over the parameters even on a GPU. Temporaries of the last
-    parameter live on in a loop, so the parameters cannot be counted one by one."""
+    """Whether the step is a loop over the parameters even on a GPU. In a loop, temporaries of the
+    previous parameter still exist, so the parameters cannot be counted one by one."""
     rest: str = ""  # the optimizer of parameters that are not matrices, if this one refuses them
     takes_sparse: bool = False  # whether it takes sparse gradients
     in_eight_bits: str = ""  # the optimizer that has the same state in eight bits, if there is one
     quantized: QuantizedState | None = None  # then torchao need not be installed
 
     def make(self, parameters: Iterable[Any], **options: Any) -> Any:
-        """Make it for some parameters; `options` are further keywords of its class."""
+        """Create the optimizer for parameters; `options` are further keywords of its class."""
         import torch
 
         return getattr(torch.optim, self.class_name)(parameters, **self.settings, **options)

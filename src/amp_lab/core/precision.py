@@ -127,10 +127,10 @@ def require_backend(device_type: str) -> None:
 
 @functools.cache
 def has_tf32(device_type: str) -> bool:
-    """Whether a float32 matmul on this device rounds its inputs to TF32 when it may.
+    """Whether a float32 matmul on this device rounds its inputs to TF32 if TF32 is allowed.
 
-    Found by trying: 1 + 2^-12 times the identity is unchanged in IEEE arithmetic, and loses its
-    last bit with TF32's 10 bits of mantissa. The device must be there.
+    The function multiplies 1 + 2^-12 by the identity: the result is unchanged in IEEE arithmetic,
+    but loses its last bit with the 10 mantissa bits of TF32. The device must be in this machine.
     """
     left = torch.full((256, 256), 1 + 2**-12, device=device_type)
     with _Float32Mode(device_type, "tf32"):

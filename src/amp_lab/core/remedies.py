@@ -1,8 +1,8 @@
-"""What the tools advise: each piece of advice once, and when it applies.
+"""The advice of the tools: each remedy once, with the situation in which it applies.
 
-A tool defines its remedies beside the rules that choose among them. A test in `tests/remedies`
-makes the situation of each and does what its sentence says; `python tools/list_remedies.py` lists
-every remedy with its test, and a remedy without one fails the tests.
+A tool defines its remedies next to the rules that choose among them. For each remedy, a test in
+`tests/remedies` creates the situation and follows the advice. `python tools/list_remedies.py` lists
+every remedy with its test. A remedy without a test fails the tests.
 """
 
 from dataclasses import dataclass
@@ -30,15 +30,15 @@ def remedy(code: str, when: str, text: str, failure: str = "") -> Remedy:
     """Define a remedy and return it.
 
     Args:
-        code: The tool, and what the remedy is about.
+        code: The tool and the subject of the remedy.
         when: The situation, as a clause.
-        text: The sentences, with ``{names}`` for what is only known in the situation.
+        text: The sentences, with ``{names}`` for facts that are known only in the situation.
         failure: The code of the failure in the reference of `amp_lab.failures` that the remedy is
-            about; empty if it is about none. The text then ends with the code, so that everything
-            that prints the text names the code.
+            about; empty if there is none. The text then ends with the code, so every tool that
+            prints the text shows the code.
 
     Raises:
-        ValueError: There is a remedy of that code already.
+        ValueError: If a remedy with this code already exists.
     """
     if code in REMEDIES:
         raise ValueError(f"there is a remedy {code!r} already")

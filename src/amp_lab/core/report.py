@@ -1,4 +1,4 @@
-"""Tables as text, as Markdown and as HTML, and the words that stand in them."""
+"""Tables as text, as Markdown and as HTML, and the text of their cells."""
 
 import html
 import json
@@ -37,8 +37,8 @@ class Table:
     def text(self, width: int | None = None) -> str:
         """The table in columns, with rules under the head and above the foot.
 
-        With a `width`, in characters, longer cells and sentences are wrapped. Numbers and words of
-        the head are not broken, so a table of very many columns may still be wider.
+        With a `width`, in characters, longer cells and sentences are wrapped. Numbers and words in
+        the head are not broken, so a table with many columns may still be wider.
         """
         advice = _wrapped_all(self.advice, width, bullet="- ")
         if self.advice:
@@ -321,7 +321,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
-    """At most `most` names, and how many more there are: ``a, b and 3 more``."""
+    """At most `most` names, and the number of other names: ``a, b and 3 more``."""
     shown = ", ".join(names[:most])
     more = len(names) - most
     if more <= 0:

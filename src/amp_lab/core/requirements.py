@@ -1,7 +1,7 @@
-"""What has to be installed: torch, which is taken as it is found, and the packages of the extras.
+"""Check the installed packages: torch, in the version that is installed, and the extras.
 
-`amp-lab` itself needs lunr, numpy and tqdm. What else a command or function needs is asked for
-here, in one line, when it is missing.
+`amp-lab` itself needs lunr, numpy and tqdm. If a command or function needs another package that is
+missing, this module raises an error of one line.
 """
 
 import logging
@@ -38,7 +38,7 @@ _HOW_TO_GET_TORCH = (
 
 
 def require_torch() -> None:
-    """Load torch; raise `RequirementError` if there is none, or one that is too old."""
+    """Load torch; raise `RequirementError` if torch is missing or too old."""
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a shared library is missing
@@ -55,10 +55,10 @@ def require_torch() -> None:
 
 @contextmanager
 def needed_for(what: str) -> Iterator[None]:
-    """The block that imports packages which `what` needs, such as ``drawing``.
+    """The block that imports packages for `what`, such as ``drawing``.
 
-    If one is not installed, it raises a `RequirementError` that begins with `what` and has the
-    command to install it. Any other error stays as it is.
+    If a package is not installed, the block raises a `RequirementError` that begins with `what` and
+    has the command to install the package. Any other error stays as it is.
     """
     try:
         yield
@@ -77,7 +77,7 @@ def needed_for(what: str) -> Iterator[None]:
 
 @contextmanager
 def nothing_logged() -> Iterator[None]:
-    """The block in which packages log no warnings; their exceptions say what matters."""
+    """The block in which packages log no warnings; their exceptions contain the reason."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -87,9 +87,9 @@ def nothing_logged() -> Iterator[None]:
 
 
 def require_matplotlib(what: str) -> None:
-    """Raise `RequirementError` now, and not after minutes of work, if nothing can be drawn.
+    """Raise `RequirementError` now, and not after minutes of work, if matplotlib is missing.
 
-    `what` needs matplotlib, and begins the message.
+    `what` names the function or option that needs matplotlib, and begins the message.
     """
     try:
         with nothing_logged(), needed_for(what):

@@ -1,4 +1,4 @@
-"""Tensors in the structures that models take and return, and what identifies their storages."""
+"""Tensors in the structures that models take and return, and the identity of storages."""
 
 import copy
 import dataclasses
@@ -26,7 +26,7 @@ _COMPRESSED_LAYOUTS = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, tor
 
 
 def largest_integer(dtype: torch.dtype) -> int:
-    """The number up to which a dtype has all whole numbers: 256 for bf16, 2048 for fp16."""
+    """The number up to which a dtype represents every integer: 256 for bf16, 2048 for fp16."""
     # `eps` is the step between numbers from 1 to 2, so 2 / eps is where the step becomes 2.
     return int(2 / torch.finfo(dtype).eps)
 
@@ -51,8 +51,9 @@ def stored_values(tensor: torch.Tensor) -> torch.Tensor:
 def storage_key(tensor: torch.Tensor) -> int | None:
     """A number that identifies a tensor's storage; None for oneDNN's tensors, which have none.
 
-    It is the address of the storage object: fake tensors, and those on ``meta``, have no data. Once
-    a storage is freed, another may get the same number: keep the storage, or a weak reference.
+    The number is the address of the storage object, because fake tensors and ``meta`` tensors have
+    no data. After a storage is freed, another storage may get the same number, so keep the storage
+    or a weak reference.
     """
     try:
         return tensor.untyped_storage()._cdata
@@ -74,8 +75,8 @@ def named_leaves(
     """Path and value of each leaf of tuples, lists, mappings and dataclasses.
 
     The path of ``x`` in ``[{"image": x}]`` is ``.0.image``. An object of another class is a leaf.
-    With `open_objects`, the tensors in it are leaves in its place, if it has any, as a batch of
-    graphs does. Only a cache of keys and values is a leaf all the same.
+    With `open_objects`, if an object contains tensors, as a batch of graphs does, these tensors
+    are the leaves instead of the object. A cache of keys and values is always a leaf.
     """
     # Sequences and dataclasses are treated as mappings from now on.
     if isinstance(structure, (list, tuple)):
@@ -106,11 +107,12 @@ def named_tensors(
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: Any) -> Any:
     """A copy of `structure` in which `function` has replaced every tensor.
 
-    Tensors are looked for in tuples, lists, dicts, dataclasses and the attributes of objects, such
-    as a batch of graphs. A cache of keys and values is copied too, since a model writes into it.
+    The function finds tensors in tuples, lists, dicts, dataclasses and the attributes of objects,
+    such as a batch of graphs. A cache of keys and values is copied too, since models write into
+    the cache.
 
-    Raises `TraceError` for an object that cannot be copied, and for one that has a method `to` but
-    no attributes to look at.
+    Raises `TraceError` for an object that cannot be copied, and for an object that has a method
+    `to` but no attributes.
     """
 
     def map_leaf(leaf: Any) -> Any:
@@ -169,7 +171,7 @@ def _hides_its_tensors(thing: Any) -> bool:
 def is_cache(thing: object) -> bool:
     """Whether an object is a cache of keys and values, such as transformers' `DynamicCache`.
 
-    It is one if its class has "cache" in its name, and it has attributes and cannot be called.
+    The name of its class must contain "cache", and it must have attributes and not be callable.
     """
     if "cache" not in type(thing).__name__.lower():
         return False
@@ -177,9 +179,9 @@ def is_cache(thing: object) -> bool:
 
 
 def parts_of(thing: Any, *, open_objects: bool) -> dict[str, Any]:
-    """The values in a mapping, tuple or list, by name or number; of another object its attributes.
+    """The values in a mapping, tuple or list, by name or number; or the attributes of an object.
 
-    Empty for tensors and code and, without `open_objects`, for all other objects.
+    Empty for tensors and code, and without `open_objects` also for all other objects.
     """
     if isinstance(thing, Mapping):
         return {str(key): value for key, value in thing.items()}

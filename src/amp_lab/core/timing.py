@@ -1,4 +1,4 @@
-"""Time and peak memory of a piece of code, measured so that the figures can be trusted."""
+"""Measure the time and the peak memory of a piece of code, with figures that you can trust."""
 
 import contextlib
 import gc
@@ -119,7 +119,7 @@ def allocated_bytes(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error of torch means that memory ran out; on a CPU only its text tells."""
+    """Whether an error of torch means that memory ran out; on a CPU, the message decides."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
@@ -147,7 +147,7 @@ class Comparison:
     samples_s: dict[str, tuple[float, ...]]
     """By name, one value for each round. A trusted result leaves out the disturbed rounds."""
     disturbed: int
-    """Number of rounds in which something else used the machine."""
+    """Number of rounds in which another program used the machine."""
     reason: str
     """Why you should not trust the result; empty if you can."""
     apart: bool = False
@@ -173,7 +173,7 @@ class Comparison:
         return Estimate(median, interval, self.trusted)
 
     def ratio(self, name: str, to: str) -> Ratio:
-        """Return the time of `name` divided by that of `to`: 2 means that `to` is twice as fast.
+        """Return the time of `name` divided by the time of `to`: 2 means `to` is twice as fast.
 
         This is the median of the ratios within each round, with a bootstrap interval (Efron and
         Tibshirani 1993, percentile method, seeded). Raises `KeyError` for an unknown name.
@@ -287,7 +287,7 @@ def compare(
 class Rounds:
     """Rounds of timings that belong together, and which of them something else disturbed.
 
-    `compare` fills them; so does whoever has to time its functions in another way.
+    `compare` fills the rounds, and so does code that times functions in another way.
     """
 
     def __init__(self, device: torch.device):
@@ -303,7 +303,7 @@ class Rounds:
     def next(self) -> Iterator[dict[str, float]]:
         """The block of one round, which puts the seconds of each function into the dictionary.
 
-        When the block ends, the round is added to `all`, and to `quiet` and `still` if it is so.
+        When the block ends, the round is added to `all`; and to `quiet` and `still` if it was so.
         """
         self.watch.start_round()
         seconds: dict[str, float] = {}

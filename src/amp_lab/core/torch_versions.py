@@ -24,12 +24,12 @@ class _Identity(torch.autograd.Function):
 
 @functools.cache
 def function_nodes_need_their_parents() -> bool:
-    """Whether a backward node of an `autograd.Function` is freed although Python still holds it.
+    """Whether a backward node of an `autograd.Function` is freed while Python still refers to it.
 
-    That happens when its tensor, and the nodes that lead to it, are gone. It then has no
-    `next_functions` any more.
+    This happens when the tensor of the node, and the nodes that lead to it, are freed. The node
+    then has no `next_functions`.
 
-    Delete when torch >= 2.15 is required: there it is never, and this is always False.
+    Delete when torch >= 2.15 is required: there, such a node is not freed, so this returns False.
     """
     with torch.enable_grad():  # the caller may have switched it off
         node = _Identity.apply(torch.ones(1, requires_grad=True)).grad_fn
@@ -92,9 +92,9 @@ def fsdp_reduced_dtype(parameter: Any) -> torch.dtype:
 
 
 def dimension_by_name(kind: str) -> str | list[str]:
-    """An argument for an overload that takes a dimension's name: of the type that `kind` names.
+    """An argument for an overload that takes the name of a dimension, of the type `kind`.
 
-    A text for a `kind` of ``str``, else a list with that text, for ``List[str]``.
+    The argument is a text for ``str``, and a list with that text for ``List[str]``.
 
     Delete when torch >= 2.15 is required, which has no such overloads.
     """
@@ -108,7 +108,7 @@ def dimension_by_name(kind: str) -> str | list[str]:
 def fused_gru_on_fakes() -> Iterator[None]:
     """The block in which the fused GRU cell of a GPU can run on fake tensors.
 
-    Delete when torch >= 2.15 is required, which has the shapes of its outputs.
+    Delete when torch >= 2.15 is required: this version knows the shapes of the outputs.
     """
     cell = "_thnn_fused_gru_cell"
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{cell}", "Meta"):

@@ -13,7 +13,7 @@ from amp_lab.difference.rounding import relative_error
 
 @dataclass(frozen=True)
 class Pair:
-    """The same op in both runs; or one op that only one run has."""
+    """The same op in both runs, or an op that only one run has."""
 
     records: tuple[CheckedOp, ...]  # (of A, of B), or the only one
     exact_difference: float = math.nan  # relative, of the two results in fp64; NaN for one op
@@ -22,7 +22,7 @@ class Pair:
 
     @property
     def b_or_a(self) -> CheckedOp:
-        """The op of B; that of A if B does not have it."""
+        """The op in run B; the op in run A if B does not have the op."""
         return self.records[-1]
 
     @property

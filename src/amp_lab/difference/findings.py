@@ -1,7 +1,7 @@
 """Find the first difference of two aligned runs that rounding does not explain.
 
-There are six kinds of findings. Each op is judged by itself, so that errors which earlier ops have
-accumulated neither hide a finding nor cause one:
+There are six kinds of findings. Each op is judged separately, so errors from earlier ops neither
+hide a finding nor cause one:
 
 - ``function``: the two ops return different results in exact arithmetic, and so do the runs.
 - ``nonfinite``: one run has an inf or a NaN where fp64 has numbers, as when fp16 overflows.

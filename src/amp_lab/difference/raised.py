@@ -1,4 +1,4 @@
-"""Report a run that raises: at which op, in which module, and what to do about it."""
+"""Report a run that raises: the op, the module and the remedies."""
 
 import traceback
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ class Failure:
 
 
 class RunRaised(NumericsError):
-    """A run raised. The message tells the error, the op and module, and the remedies."""
+    """A run raised. The message has the error, the op, the module and the remedies."""
 
     def __init__(self, run: str, failure: Failure, device_type: str, has_low_weights: bool):
         """`run` is "A" or "B"; `has_low_weights` says whether a weight or buffer is in 16 bits."""
@@ -57,10 +57,11 @@ class RunRaised(NumericsError):
 
 
 def failure_above_ops(error: Exception, names: Mapping[nn.Module, str]) -> Failure:
-    """Find where an error arose that no op raised, but autocast or the model's own code.
+    """Find the place of an error that autocast or the model's own code raised, not an op.
 
     Returns the innermost module in the traceback, and the function of `torch.nn.functional` that
-    its code called; a part that the traceback does not have is "". `names` are those of modules.
+    the module called; "" stands for a part that the traceback does not have. `names` are the names
+    of the modules.
     """
     module = None
     op = ""

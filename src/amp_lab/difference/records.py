@@ -43,7 +43,7 @@ class CheckedOp:
 
 @dataclass
 class RunLog:
-    """All ops of a run, and what the run is set to compute in."""
+    """All ops of a run, and the formats in which the run computes."""
 
     name: str  # "A" or "B"
     records: list[CheckedOp] = field(default_factory=list)
@@ -59,7 +59,7 @@ class RunLog:
 
     @property
     def end(self) -> float:
-        """The largest relative error among the run's results; without any, that of the last op."""
+        """The largest relative error of the run's results, or else the error of the last op."""
         if not self.results:
             return self.records[-1].error
         return max(rounding.relative_error(result, exact) for result, exact in self.results)

@@ -8,7 +8,7 @@ import torch
 from amp_lab.core.report import Printed, Table, short_name
 
 LARGE = 0.1
-"""A relative error of a run's result from which on even its first digit may be wrong."""
+"""The relative error of a result from which on even the first digit may be wrong."""
 
 
 def location_text(op: str | None, module: str, module_type: str) -> str:

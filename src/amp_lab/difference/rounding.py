@@ -58,7 +58,7 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def float32_roundoff(op: str, device_type: str) -> float:
-    """Unit roundoff of fp32 arithmetic in this op; that of TF32 or bf16 if torch is set to it."""
+    """Unit roundoff of fp32 arithmetic in this op; of TF32 or bf16 if torch is set to use it."""
     backends: Any = torch.backends
     # Each library has its own setting: cuDNN and cuBLAS on a GPU, oneDNN on a CPU.
     convolutions = backends.cudnn
@@ -125,7 +125,7 @@ def _view_as_real(tensor: Tensor) -> Tensor:
 
 
 def relative_error(result: Tensor, exact: Tensor) -> float:
-    """Root mean square of the error, divided by that of the exact result; inf for a NaN."""
+    """Root mean square of the error, relative to the exact result's; inf for a NaN."""
     left, right = without_masks(result, exact)
     error = rms(left - right)
     if math.isnan(error):
@@ -250,9 +250,9 @@ def widen_inputs(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
 def effective_roundoff(func: Any, inputs: tuple, result: Tensor) -> float:
     """The unit roundoff that explains the error of an op's result; 0 if fp64 cannot compute it.
 
-    It is the error, compared with fp64 on the same inputs (as `widen_inputs` returns them), divided
-    by |result| + amplification of the error model; inf if the error is not finite, or if this sum
-    is 0.
+    The result is the error, compared with fp64 on the same inputs (from `widen_inputs`), divided by
+    |result| + amplification of the error model. It is inf if the error is inf or NaN, or if this
+    sum is 0.
     """
     exact = _first_result(func, inputs)
     if exact is None or exact.shape != result.shape:
@@ -309,7 +309,7 @@ def _change_of_result(func: Any, inputs: tuple, exact: Tensor, seed: int) -> flo
 def with_strides_of(tensor: Tensor, shadow: Tensor) -> Tensor:
     """The shadow with the strides of its tensor, so that both can be viewed in the same way.
 
-    It keeps its own strides if the tensor is expanded.
+    If the tensor is expanded, the shadow keeps its own strides.
     """
     strides = tensor.stride()
     shadow = shadow.to(_WIDER.get(tensor.dtype, tensor.dtype))

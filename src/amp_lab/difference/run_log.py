@@ -34,9 +34,9 @@ _SETTINGS = (bool, int, float, str, torch.dtype)  # types of an op's arguments b
 def record_run(name: str, run: Callable[[], Any], other: RunLog | None = None) -> RunLog:
     """Call `run`; return the log of its ops. The buffers of its models are restored afterwards.
 
-    `other` is the log of the run to compare with. Weights and inputs that differ from its own only
-    in format get the same fp64 values, so that the cast of a model is no difference by itself.
-    Raises `RunRaised` if the run raises.
+    `other` is the log of the run to compare with. If weights and inputs differ from those in
+    `other` only in format, they get the same fp64 values, so the cast of a model alone is no
+    difference. Raises `RunRaised` if the run raises.
     """
     recorder = _Recorder(RunLog(name), other)
     has_fastpath = torch.backends.mha.get_fastpath_enabled()

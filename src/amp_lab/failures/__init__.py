@@ -1,4 +1,4 @@
-"""Which failure is this? The reference of messages and symptoms, and `explain`."""
+"""Find the failure behind a message or a symptom: the reference, and `explain`."""
 
 from amp_lab.failures.explanation import Explanation, OwnLine, explain, read_explanation
 from amp_lab.failures.reference import Failure, Page, Reference, load_reference

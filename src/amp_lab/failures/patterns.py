@@ -1,8 +1,8 @@
-"""Messages as regular expressions, and the text that they are looked for in.
+"""Messages as regular expressions, and the text in which they are searched.
 
-A message is written as torch prints it. What differs from one program to the next is tolerated:
-dtypes, numbers, quotation marks and line breaks. Devices are not: a tensor on another device is no
-matter of precision. A placeholder stands for what else may differ:
+A message is written as torch prints it. Dtypes, numbers, quotation marks and line breaks may
+differ, because they change from one program to the next. Devices may not differ, because a tensor
+on another device has nothing to do with precision. Placeholders stand for other differences:
 ``{dtype}``, ``{n}`` for a number, ``{name}`` for a word, ``{any}`` for up to 300 characters.
 `site/explain/explain.js` reads a text in the same way; a test compares the two.
 """

@@ -1,4 +1,4 @@
-"""Replaces a model's matmuls with its parameters by other functions while the model runs."""
+"""Replace the matmuls of a model that use its parameters by other functions while it runs."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ class Layer:
     outer: int  # the other size of the parameter: values in a row of the result
 
     def misfit(self, inner_multiple: int, outer_multiple: int) -> str:
-        """The reason why kernels with these multiples cannot multiply it; empty if they can."""
+        """The reason why kernels with these multiples cannot run the layer; empty if they can."""
         if self.inner % inner_multiple:
             return f"{self.inner} to {self.outer}: no multiple of {inner_multiple}"
         if self.outer % outer_multiple:
@@ -44,13 +44,14 @@ def intercepted(
 ) -> Iterator[dict[str, dict[str, None]]]:
     """In the block, multiply by the model's parameters with the functions of `choose_matmul`.
 
-    `choose_matmul` returns the function for a layer, or None to let torch multiply. Matmuls with a
-    parameter or with a view of it, such as a transposed one or a single expert, are replaced, and
-    convolutions of one and two dimensions, as matmuls of their patches.
+    `choose_matmul` returns the function for a layer, or None to let torch multiply. The block
+    replaces matmuls with a parameter or with a view of a parameter, such as a transposed parameter
+    or a single expert. It also replaces convolutions of one and two dimensions, as matmuls of their
+    patches.
 
-    Yields the weights that cannot be replaced, by op, such as ``{"einsum": {"w": None}}``, where
-    the inner dict is an ordered set. Among them are recurrent layers, ``einsum``, and weights that
-    are computed from parameters first.
+    Yields the weights with matmuls that cannot be replaced, by op, such as
+    ``{"einsum": {"w": None}}``, where the inner dict is an ordered set. Examples are recurrent
+    layers, ``einsum``, and weights that are computed from parameters.
     """
     with _Interception(model, choose_matmul) as mode:
         yield mode.unreplaced

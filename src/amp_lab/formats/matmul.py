@@ -56,9 +56,9 @@ class MatmulFormats:
     ) -> Tensor:
         """``left @ right.T`` for one of `MATMULS`, with both operands rounded to their formats.
 
-        The last dimension, which is summed over, is the one that blocks and rows lie along. In the
-        two matmuls of the backward pass `left` is the gradient. `counts`, one for each operand,
-        count the values that were clipped, flushed and so on. The result is in fp32.
+        The matmul sums over the last dimension, and blocks and rows lie along this dimension. In
+        the two matmuls of the backward pass, `left` is the gradient. `counts`, one for each
+        operand, count the values that were clipped, flushed and so on. The result is in fp32.
         """
         left_format, right_format = self.of(which)
         if which == GRAD_WEIGHT:
@@ -93,9 +93,9 @@ def operands(
 ) -> tuple[Tensor, Tensor]:
     """The operands ``(left, right)`` of one of `MATMULS`, which is ``left @ right.T``.
 
-    They are those of the linear layer ``values @ weight.T``, of shapes ``(…, in)`` and
-    ``(out, in)``. The two matmuls of the backward pass need `grad`, the gradient ``(…, out)`` of
-    the output; without it, `which` has to be `FORWARD`.
+    The linear layer is ``values @ weight.T``, of shapes ``(…, in)`` and ``(out, in)``. The two
+    matmuls of the backward pass need `grad`, the gradient ``(…, out)`` of the output; without
+    `grad`, `which` has to be `FORWARD`.
     """
     rows = values.reshape(-1, values.shape[-1])
     if grad is None:
@@ -107,7 +107,7 @@ def operands(
 
 
 def recipe(form: str | Format) -> MatmulFormats:
-    """The formats of all operands when torchao trains in a format; gradients may have another."""
+    """The formats of all operands when torchao trains in a format; gradients may differ."""
     form = format_of(form)
     return MatmulFormats(form, gradient=form.gradient or None)
 
@@ -128,11 +128,11 @@ def quantized_linear(
 ) -> Tensor:
     """`values @ weight.T`, of shapes ``(…, in)`` and ``(out, in)``, with rounded operands, in fp32.
 
-    Its backward pass rounds the operands of dgrad (gradient of `values`) and wgrad (gradient of
-    `weight`) too. Each matmul quantises its operands along the dimension that it sums over, since
-    the hardware needs blocks and rows to lie along it; so dgrad quantises the weight a second time.
-    Sums are in fp32. Wgrad sums over the rows of `values`, to which zeros are appended where they
-    do not fill a block.
+    The backward pass also rounds the operands of dgrad (gradient of `values`) and wgrad (gradient
+    of `weight`). Each matmul quantises its operands along the dimension that it sums over, because
+    the hardware needs blocks and rows along this dimension. So dgrad quantises the weight a second
+    time. Sums are in fp32. Wgrad sums over the rows of `values`; if the rows do not fill a block,
+    zeros are appended.
 
     Raises what `quantize` raises; ``in`` and ``out`` have to be multiples of the format's block.
     """
@@ -144,9 +144,9 @@ def quantized_linear(
 def hadamard(values: Tensor, size: int = HADAMARD, seed: int = 0) -> Tensor:
     """Apply a random Hadamard transform to every `size` neighbours of the last dimension.
 
-    Its signs are drawn from the seed. The transform is orthogonal, so a matmul of two transformed
-    tensors along that dimension has the same result. `size` has to be a power of two that divides
-    the dimension; otherwise `NumericsError` is raised.
+    The signs of the transform are drawn from the seed. The transform is orthogonal, so a matmul of
+    two transformed tensors along this dimension has the same result. Raises `NumericsError` unless
+    `size` is a power of two that divides the dimension.
     """
     length = values.shape[-1]
     is_power_of_two = size > 0 and not size & (size - 1)

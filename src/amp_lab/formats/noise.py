@@ -1,4 +1,4 @@
-"""How large rounding errors are: SQNR in dB, and what is usual for a format."""
+"""The size of rounding errors: SQNR in dB, and the usual value for a format."""
 
 import functools
 import math
@@ -12,7 +12,7 @@ from amp_lab.formats.scaling import Counts
 
 @functools.cache
 def usual_noise(formats: MatmulFormats, which: str) -> tuple[float, float]:
-    """SQNR in dB of a matmul of normally distributed values, and the share of them that become 0.
+    """SQNR in dB of a matmul of normally distributed values, and the share of values that become 0.
 
     `which` is one of `MATMULS`.
     """

@@ -1,4 +1,4 @@
-"""What `rehearse` returns: a table of layers and formats, with verdicts and torchao's code."""
+"""The result of `rehearse`: a table of layers and formats, with verdicts and torchao's code."""
 
 import html
 import math
@@ -29,14 +29,14 @@ class LayerReport:
     rows: int  # rows of its input, in all calls together
     format: str
     decibels: dict[str, float] = field(default_factory=dict)
-    """Signal to quantisation noise ratio (SQNR) of each of its matmuls, three in training."""
+    """Signal to quantisation noise ratio (SQNR) of each matmul of the layer; three in training."""
     loss_change: float | None = None
-    """The change of the loss that the error of its output makes in training, to first order."""
+    """The first-order change of the loss in training, caused by the error of the layer's output."""
     shares: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By operand (``input``, ``weight``, ``gradient``) the shares of its values that are
-    ``clipped``, ``flushed`` to zero, ``subnormal`` and ``nonfinite``."""
+    """By operand (``input``, ``weight``, ``gradient``), the shares of values that are ``clipped``,
+    ``flushed`` to zero, ``subnormal`` and ``nonfinite``."""
     left_out: str = ""
-    """The reason why the layer is better left in bf16; empty if it can be converted."""
+    """The reason to leave the layer in bf16; empty if you can convert the layer."""
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -110,7 +110,7 @@ class InferenceReport(FormatReport):
     """The output of the whole model in a format."""
 
     output_off: float | None = 0.0
-    """Norm of the output's error, relative to the norm of fp32's output; None if shapes differ."""
+    """Norm of the output's error, relative to the fp32 output's norm; None if shapes differ."""
 
     def judge(self, bf16: "InferenceReport") -> None:
         """Set the verdict: ``passes the check``, or the reason why it fails."""

@@ -1,7 +1,7 @@
 """Forecasts of how long a linear layer takes on a GPU in each format, from peak rates and bytes.
 
-The formulas are those of torchao's roofline (`torchao.testing.training`), which underestimates the
-time of small matmuls, as torchao says itself. The rates are in `core.gpus`.
+The formulas are from torchao's roofline (`torchao.testing.training`). According to torchao, it
+underestimates the time of small matmuls. The rates are in `core.gpus`.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ _BLOCK_INPUT_CASTS = [_Cast(2, 1)]  # of the other recipes
 
 
 def has_forecast(gpu: Gpu, form: Format) -> bool:
-    """Whether the formulas are for this format, and the GPU's rates for it are known."""
+    """Whether the formulas apply to this format, and the GPU's rates for the format are known."""
     if not form.torchao or form.matmul not in gpu.architecture.matmuls:
         return False
     return gpu.bandwidth is not None and {form.element.bits, _SIXTEEN_BITS} <= set(gpu.rates)
@@ -60,8 +60,8 @@ def has_forecast(gpu: Gpu, form: Format) -> bool:
 def step_s(gpu: Gpu, form: Format, rows: int, inner: int, outer: int) -> float:
     """Seconds of a linear layer in a training step: its three matmuls, and the casts.
 
-    The layer makes ``(rows, outer)`` of ``(rows, inner)``. The format is bf16, or one that
-    `has_forecast`.
+    The layer maps ``(rows, inner)`` to ``(rows, outer)``. The format is bf16, or another format
+    for which `has_forecast` is true.
     """
     time = _matmul_s(gpu, form, rows, inner, outer)
     time += _matmul_s(gpu, form, rows, outer, inner)  # the gradient of the input
@@ -78,8 +78,8 @@ def step_s(gpu: Gpu, form: Format, rows: int, inner: int, outer: int) -> float:
 def forward_s(gpu: Gpu, form: Format, rows: int, inner: int, outer: int) -> float:
     """Seconds of a linear layer in inference: its matmul, and the cast of its input.
 
-    The weight was cast once, before. The formulas are torchao's for inference. The arguments are
-    those of `step_s`.
+    The weight has been cast once, before. The formulas are torchao's for inference. The arguments
+    are the same as for `step_s`.
     """
     time = _matmul_s(gpu, form, rows, inner, outer)
     if form.element.bits == _SIXTEEN_BITS:

@@ -1,4 +1,4 @@
-"""Quantises tensors to formats below 16 bits: which values share a scale, and how it is found."""
+"""Quantise tensors to formats below 16 bits, with a scale for each block of values."""
 
 import math
 from collections.abc import Sequence
@@ -38,11 +38,11 @@ class Format:
 
     The other fields are for a format that GPUs or libraries have:
 
-    - `matmul` is the name that GPUs' `matmuls` have for it (see `core.gpus`).
-    - `torchao` is torchao's name for its recipe. A forecast of times and torchao's lines need it.
-    - `gradient` names the format to which that recipe rounds gradients, if it is another one.
-    - `rank` is its place in the order in which `rehearse` recommends formats that pass: those that
-      libraries have held safe for longest come first.
+    - `matmul` is the name of the format in the `matmuls` of GPUs (see `core.gpus`).
+    - `torchao` is the name of torchao's recipe. A forecast of times and torchao's lines need it.
+    - `gradient` names the format to which this recipe rounds gradients, if that format differs.
+    - `rank` is the place in the order in which `rehearse` recommends formats that pass: formats
+      that libraries have considered safe for longest come first.
     """
 
     name: str
@@ -112,7 +112,7 @@ FORMATS = {
         Format("nvfp4", _E2M1, (1, 16), "e4m3", matmul="nvfp4", torchao="nvfp4", rank=4),
     )
 }
-"""The formats by name. To add one, add its row: all else that has to know a format reads it."""
+"""The formats by name. To add a format, add a row: all other code reads the row."""
 
 
 @dataclass
@@ -128,8 +128,9 @@ class Counts:
     def add(self, values: Tensor, scaled: Tensor, rounded: Tensor, element: Element) -> None:
         """Count the values of one call, all three in fp32 and of one shape.
 
-        `values` are those to be quantised, `scaled` are multiplied by the factor of their block,
-        and `rounded` are the numbers of the element to which `scaled` were rounded.
+        `values` are the values before quantisation. `scaled` are the values multiplied by the
+        factor of their block. `rounded` are the numbers of the element to which `scaled` were
+        rounded.
         """
         before = scaled.abs()
         after = rounded.abs()
@@ -168,15 +169,15 @@ def quantize(
 ) -> Tensor:
     """Quantise `values` to a format and dequantise them: returns fp32 in the same shape.
 
-    `form` is a name of `FORMATS` or a `Format`. A row is the last dimension; the dimensions before
-    it are flattened. `amax` replaces the largest magnitude of a format with one scale for the
-    tensor, as delayed scaling does. With a `generator`, elements are rounded stochastically, but
+    `form` is a name in `FORMATS` or a `Format`. A row is the last dimension; the dimensions before
+    it are flattened. If the format has one scale for the tensor, `amax` replaces the largest
+    magnitude, as in delayed scaling. With a `generator`, elements are rounded stochastically, but
     not scales. `counts`, if given, adds up how many values were clipped, flushed and so on.
 
-    The result equals torchao's (float8, MXTensor, NVFP4Tensor) bit for bit, but a tensor of zeros
-    in NVFP4, for which torchao divides zero by zero, stays zero. A NaN makes all values that share
-    its scale NaN. The result has no gradient. `torch.compile(quantize)` gives the same bits, in
-    fewer passes over memory.
+    The result equals torchao's (float8, MXTensor, NVFP4Tensor) bit for bit, with one exception: a
+    tensor of zeros in NVFP4, for which torchao divides zero by zero, stays zero. A NaN makes all
+    values that share its scale NaN. The result has no gradient. `torch.compile(quantize)` gives the
+    same bits, in fewer passes over memory.
 
     Raises `NumericsError` for a format that does not exist, for values that are not floating-point
     or have no dimension, and for a shape that blocks do not divide evenly.

@@ -1,4 +1,4 @@
-"""Code with which torchao converts a model to a format for training, and a try of that code."""
+"""Code with which torchao converts a model to a format for training, and a test run of the code."""
 
 import importlib.util
 import json
@@ -113,7 +113,7 @@ def converted_kind(form: str) -> str:
 def untried_reason(form: str, device: torch.device) -> str:
     """The reason why the code cannot be tried here; empty if it can.
 
-    `device` makes no difference in training: `torchao_inference.untried_reason` has it too.
+    `device` has no effect in training; `torchao_inference.untried_reason` has the same argument.
     """
     if importlib.util.find_spec("torchao") is None:
         return "torchao is not installed"

@@ -1,4 +1,4 @@
-"""Code with which torchao converts a model to a format for inference, and a try of that code."""
+"""Code with which torchao converts a model to a format for inference, and a test run of it."""
 
 import importlib.util
 from collections.abc import Sequence

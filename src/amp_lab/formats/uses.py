@@ -73,8 +73,8 @@ class Use(ABC):
     """Runs a copy of a model with other matmuls, for training or for inference.
 
     Call `measure` first, then `report` for each format, bf16 before the others, then `judge` and
-    `result`. `remarks` are sentences for the reader. `unreplaced` has the weights, by op, whose
-    matmuls cannot be replaced, see `intercepted`.
+    `result`. `remarks` are sentences for the reader. `unreplaced` has the weights, by op, with
+    matmuls that cannot be replaced, see `intercepted`.
     """
 
     step: ClassVar[str]  # names the run in an error, such as "an fp32 step"
@@ -109,16 +109,17 @@ class Use(ABC):
         """Forecast of the seconds that a layer takes on a GPU, for an input of `rows` rows."""
 
     def gain(self, gpu: Gpu, form: Format, sizes: Sequence[tuple[int, int, int]]) -> float:
-        """Forecast of the speed-up over bf16 of layers of ``(rows, inner, outer)``, together."""
+        """Forecast of the total speed-up over bf16 for layers of ``(rows, inner, outer)``."""
         bf16_s = sum(self.seconds(gpu, FORMATS["bf16"], *size) for size in sizes)
         form_s = sum(self.seconds(gpu, form, *size) for size in sizes)
         return bf16_s / form_s
 
     @abstractmethod
     def measure(self, choose_matmul: MatmulChoice) -> None:
-        """Run the model in fp32, and keep the results, with which `report` compares.
+        """Run the model in fp32, and store the results, because `report` compares with them.
 
-        `choose_matmul` returns a layer's matmul in fp32, which also measures its rounding errors.
+        `choose_matmul` returns a function for the fp32 matmul of a layer. The function also
+        measures the rounding errors of the layer.
         """
 
     @abstractmethod
@@ -148,7 +149,7 @@ class Use(ABC):
 class Training(Use):
     """A training step: three matmuls of each layer, and the loss and gradients of the model.
 
-    Raises `NumericsError` for a model without a weight to be trained or without a loss.
+    Raises `NumericsError` for a model without a trainable weight or without a loss.
     """
 
     step = "an fp32 step"
@@ -179,11 +180,11 @@ class Training(Use):
         return recipe(form)
 
     def misfit(self, layer: Layer, form: Format) -> str:
-        """Check both sizes of the weight, since one of the three matmuls sums over each."""
+        """Check both sizes of the weight, since a matmul of the step sums over each of them."""
         return layer.misfit(form.multiple, form.multiple)
 
     def misfit_of_rows(self, layer: Layer, form: Format, wgrad_rows: Sequence[int]) -> str:
-        """Check the rows of the batch, which wgrad sums over; of linear layers alone."""
+        """Check the rows of the batch in linear layers, since wgrad sums over the rows."""
         misfits = [rows for rows in sorted(wgrad_rows) if rows % form.multiple]
         if not misfits or layer.kind != "linear":
             return ""
@@ -194,13 +195,13 @@ class Training(Use):
         return roofline.step_s(gpu, form, rows, inner, outer)
 
     def measure(self, choose_matmul: MatmulChoice) -> None:
-        """Take a step in fp32, and keep its loss and gradients."""
+        """Run a step in fp32, and store the loss and the gradients."""
         self._loss, self._gradients = self._run(choose_matmul)
 
     def report(
         self, form: str, layers: int, left_out: int, choose_matmul: MatmulChoice
     ) -> TrainingReport:
-        """Take the same step in a format, unless `layers` is 0, and compare it with fp32's."""
+        """Run the same step in a format, unless `layers` is 0, and compare it with fp32."""
         report = TrainingReport(form, layers, left_out)
         if layers:
             loss, gradients = self._run(choose_matmul)
@@ -286,10 +287,10 @@ class Inference(Use):
         return inference_recipe(form)
 
     def misfit(self, layer: Layer, form: Format) -> str:
-        """Check both sizes of the weight: the inner one has to be a multiple of `form.multiple`.
+        """Check both sizes of the weight: the inner size has to be a multiple of `form.multiple`.
 
-        The outer one has to be a multiple of 16, and of the rows of a block where a block has
-        several. The rows of the input need no multiple.
+        The outer size has to be a multiple of 16, and, if a block has several rows, a multiple of
+        the number of these rows. The number of input rows is not limited.
         """
         # The least of the two, since bf16 needs no multiple.
         outer_multiple = min(form.multiple, max(_MULTIPLE, form.block[0]))
@@ -300,7 +301,7 @@ class Inference(Use):
         return roofline.forward_s(gpu, form, rows, inner, outer)
 
     def measure(self, choose_matmul: MatmulChoice) -> None:
-        """Run the model in fp32, and keep its output.
+        """Run the model in fp32, and store the output.
 
         Raises `NumericsError` if every number in the output is inf or NaN.
         """
@@ -322,7 +323,7 @@ class Inference(Use):
     def report(
         self, form: str, layers: int, left_out: int, choose_matmul: MatmulChoice
     ) -> InferenceReport:
-        """Run the model in a format, unless `layers` is 0, and compare its output with fp32's."""
+        """Run the model in a format, unless `layers` is 0, and compare the output with fp32."""
         report = InferenceReport(form, layers, left_out)
         self._reports.append(report)
         if layers:

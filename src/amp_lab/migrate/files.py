@@ -26,7 +26,7 @@ from amp_lab.migrate.tree.nesting import with_room_to_recurse
 from amp_lab.migrate.tree.rewriter import Edit, Finding, apply
 
 MAX_BYTES = 1 << 19
-"""The most Python code in one file: for twice as much, the tree and its positions took 620 MB."""
+"""The largest size of Python code in one file; at twice this size, the tree took 620 MB."""
 _MAX_FILE_BYTES = 1 << 26
 """The largest file that is read: a notebook may be large because of its pictures."""
 _SUFFIXES = (".py", ".pyi", ".pyw", ".ipynb")
@@ -64,9 +64,9 @@ class Result:
     written: bool = False
     """Whether the migrated text was written to the file."""
     error: str | None = None
-    """Why the file was not migrated."""
+    """The reason why the file was not migrated."""
     skipped: str | None = None
-    """Why a file in a folder was not read, such as a link."""
+    """The reason why a file in a folder, such as a link, was not read."""
 
     def __bool__(self) -> bool:
         return bool(self.lines or self.error or self.skipped)
@@ -110,9 +110,9 @@ def migrate_paths(
 
 
 def find(path: Path) -> Iterator[Path]:
-    """Yield the Python files, notebooks and links to folders in a folder; of a file, only itself.
+    """Yield the Python files, notebooks and links to folders in a folder; for a file, itself.
 
-    A folder that cannot be listed is yielded too: to read it raises the error to report.
+    A folder that cannot be listed is yielded too: reading the folder raises the error to report.
     """
     if not path.is_dir():
         yield path
@@ -141,7 +141,7 @@ def _is_skipped(folder: Path) -> bool:
 
 
 def has_names(path: Path) -> bool:
-    """Whether a file has a text that triggers a rule, so that it is worth parsing.
+    """Whether a file has a text that triggers a rule, so the file has to be parsed.
 
     False for a named pipe, which is not opened.
     """

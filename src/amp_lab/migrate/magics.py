@@ -34,7 +34,7 @@ _OLD_NAME = re.compile(
 def without_magics(cell: str) -> str:
     """A text of the same length as a cell, with its IPython syntax blanked.
 
-    Old names in a blanked line remain, as a statement: so a rule sees that they are used there.
+    Old names in a blanked line remain as a statement, so a rule sees that the line uses them.
     """
     if cell.lstrip().startswith("%%"):  # such as %%bash: the whole cell may be another language
         return _blank(cell)

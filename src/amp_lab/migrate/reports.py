@@ -1,4 +1,4 @@
-"""The results in formats for other tools: annotations of GitHub, and a patch for git."""
+"""The results in formats for other tools: GitHub annotations, and a patch for git."""
 
 import difflib
 import os
@@ -24,9 +24,9 @@ _LEVELS = {
 
 
 def format_github(results: Iterable["Result"]) -> str:
-    """GitHub workflow commands, one a line, for each finding and each error of a file.
+    """GitHub workflow commands, one on each line, for each finding and each error of a file.
 
-    GitHub shows each as an annotation of the file.
+    GitHub shows each command as an annotation of the file.
     """
     lines = []
     for result in results:
@@ -71,7 +71,7 @@ def _relative(path: Path) -> str:
 def patch(path: Path, old: bytes, new: bytes) -> bytes:
     """The patch, for `git apply` in the working directory, from a file's old content to its new.
 
-    Raises `OptionError` for a file outside of that directory, or with a name that git would quote.
+    Raises `OptionError` for a file outside the working directory, or with a name that git quotes.
     """
     name = os.path.relpath(path)
     if name.startswith("..") or re.search(r"[\r\n\t\"\\]", name.replace(os.sep, "/")):

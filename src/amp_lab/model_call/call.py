@@ -1,4 +1,4 @@
-"""`ModelCall`: a model with its inputs and its loss; how they are copied, moved and resized."""
+"""`ModelCall`: a model with its inputs and its loss, which you can copy, move and resize."""
 
 import copy
 import dataclasses
@@ -14,10 +14,10 @@ from amp_lab.core.tensors import map_tensors, named_tensors
 
 @dataclasses.dataclass(frozen=True)
 class ModelCall:
-    """A call of a model, and a loss of what it returns: ``loss_fn(model(*args, **kwargs))``.
+    """A call of a model, and a loss of its output: ``loss_fn(model(*args, **kwargs))``.
 
-    Each method returns another call, and leaves the inputs of this one as they are. Tensors are
-    found in tuples, lists, dicts, dataclasses and the attributes of objects.
+    Each method returns another call, and does not change the inputs of this call. Tensors are found
+    in tuples, lists, dicts, dataclasses and the attributes of objects.
     """
 
     model: nn.Module
@@ -26,7 +26,7 @@ class ModelCall:
     loss_fn: Callable[[Any], Any] | None = None  # takes the output
 
     def output(self) -> Any:
-        """What the model returns."""
+        """The output of the model."""
         return self.model(*self.args, **self.kwargs)
 
     def result(self) -> Any:
@@ -56,7 +56,7 @@ class ModelCall:
 
     @property
     def batch(self) -> int:
-        """The first size of the first tensor that has one; 1 if there is none."""
+        """The first size of the first tensor with a dimension; 1 if there is no such tensor."""
         for shape in self.shapes:
             if shape:
                 return shape[0]
@@ -64,7 +64,7 @@ class ModelCall:
 
     @property
     def fixed_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of the tensors that do not grow with the batch: of another first size."""
+        """The shapes of the tensors with another first size, which do not grow with the batch."""
         batch = self.batch
         return tuple(shape for shape in self.shapes if shape[:1] != (batch,))
 
@@ -104,9 +104,9 @@ class ModelCall:
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "ModelCall":
-        """The call on a device, and in a dtype: that of weights, buffers and floating-point inputs.
+        """The call on a device, with weights, buffers and floating-point inputs in a dtype.
 
-        The model itself is moved and cast, as `nn.Module.to` does: make a copy first to keep it.
+        The model itself is moved and cast, as in `nn.Module.to`: make a copy first to keep it.
         """
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,10 +118,10 @@ class ModelCall:
         return self.map_inputs(moved)
 
     def with_batch(self, batch: int) -> "ModelCall":
-        """The call with another batch: rows of the inputs are repeated, or the last ones left out.
+        """The call with another batch: rows of the inputs are repeated, or the last rows left out.
 
-        Every tensor whose first size is the batch has rows. Others stay as they are, such as
-        positions that all items share.
+        If the first size of a tensor is the batch, the tensor has rows. Other tensors, such as
+        positions that all items share, stay unchanged.
         """
         old_batch = self.batch
 

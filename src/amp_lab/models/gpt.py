@@ -80,7 +80,7 @@ class Block(nn.Module):
             nn.init.normal_(layer.weight, std=residual_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The residual stream (B, T, width) after the block, given that before it."""
+        """The residual stream (B, T, width) after the block, from the residual stream before it."""
         # `hidden` is reused, so that a tensor that no gradient needs is freed at once.
         hidden = self.norm1(x)
         hidden = self.qkv(hidden)
@@ -126,9 +126,9 @@ def generate(
 ) -> Tensor | None:
     """Generate text: `tokens` int64 (T,), then `count` tokens that are sampled from the model.
 
-    Returns both together, int64 (T + count,), or None if a logit is not finite. The model sees the
-    last `context` tokens; `seed` is that of the sampling. At temperature 0, or very close to it,
-    each new token is the likeliest.
+    Returns both together, int64 (T + count,), or None if a logit is inf or NaN. The model sees the
+    last `context` tokens; `seed` is the seed of the sampling. At temperature 0, or very close to 0,
+    each new token is the most probable token.
     """
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):

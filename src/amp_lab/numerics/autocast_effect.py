@@ -1,4 +1,4 @@
-"""What autocast to fp16 would do with an op that overflowed in a model with fp16 weights."""
+"""Predict how autocast to fp16 would run an op that overflowed in a model with fp16 weights."""
 
 import functools
 
@@ -18,9 +18,9 @@ def runs_in_fp32(op: str, device_type: str) -> bool:
 
 
 def what_autocast_does(op: str, device_type: str) -> str:
-    """A clause on what autocast to fp16 does with an op that it does not run in fp32.
+    """A clause that describes how autocast to fp16 runs an op that does not run in fp32.
 
-    Such as ``on 'cuda' it runs bmm in fp16 as well``.
+    An example is ``on 'cuda' it runs bmm in fp16 as well``.
     """
     if device_type not in BACKENDS:
         return f"amp_lab has no table of autocast on {device_type!r}"

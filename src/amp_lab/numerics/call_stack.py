@@ -1,4 +1,4 @@
-"""Who called an op, from the call stack: a line of the user's code, or a `GradScaler`."""
+"""Find the caller of an op in the call stack: a line of the user's code, or a `GradScaler`."""
 
 import contextlib
 import itertools
@@ -20,9 +20,9 @@ _LIBRARIES = (
 
 
 def user_line() -> str | None:
-    """The innermost line of the call stack that is of neither torch nor this package.
+    """The innermost line of the call stack outside of torch and this package.
 
-    Such as ``model.py:12, forward: x = x.log()``; None if there is no such line.
+    An example is ``model.py:12, forward: x = x.log()``. None if there is no such line.
     """
     for frame, number in traceback.walk_stack(sys._getframe()):
         code = frame.f_code
@@ -33,7 +33,7 @@ def user_line() -> str | None:
 
 
 def applied_loss_scale(args: tuple) -> float | None:
-    """The loss scale, if a product, `args[0] * args[1]`, is the one in `GradScaler.scale`.
+    """The loss scale, if the product `args[0] * args[1]` is computed in `GradScaler.scale`.
 
     None for any other product.
     """

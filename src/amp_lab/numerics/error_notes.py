@@ -11,9 +11,9 @@ _NOTES = {  # a part of the error's message: the remedy
 
 
 def add_note(error: BaseException | None, tool: str) -> None:
-    """Add the remedy to an error that has one, once; Python shows a note below the error.
+    """Add the remedy to an error as a note, once. Python shows a note below the error.
 
-    `tool` is the name that the note begins with.
+    An error without a remedy stays unchanged. The note begins with `tool`.
     """
     if error is None:
         return

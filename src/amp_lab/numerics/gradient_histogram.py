@@ -59,7 +59,7 @@ def _count_by_key(values: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class GradientCount:
-    """What would become of the gradient values of one or several layers in fp16.
+    """Counts of the gradient values of one or several layers that fp16 would change.
 
     Each value is treated as ``(gradient * scale).to(torch.float16)``; scales are powers of two.
     """
@@ -149,7 +149,7 @@ class GradientCount:
     def histogram(self) -> dict[int, int]:
         """For each exponent k with values, the number of magnitudes in (2^k, 2^(k+1)].
 
-        Zeros are left out; -127 has all smaller magnitudes too.
+        Zeros are left out. The entry -127 also counts all smaller magnitudes.
         """
         counts = torch.zeros(256).long().index_add_(0, _TO_ZERO[1:] + 127, self._bins[1:])
         return {exponent: count for exponent, count in enumerate(counts.tolist(), -127) if count}

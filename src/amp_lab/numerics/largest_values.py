@@ -17,14 +17,16 @@ from amp_lab.numerics.watched_ops import outputs
 def largest_values(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str, float]:
     """The largest magnitude that each module computes, by its name, in the order of the calls.
 
-    Runs the model once on `inputs`, without gradients and in its own dtypes: call `eval()` first
-    where that matters, and leave autocast off. A module's value is the largest in its output and
-    in the results of the ops in its own code, over all its calls; inf and NaN count as `inf`. The
-    model itself is named "". The largest number of fp16 is 65504, of bf16 and fp32 3.4e38.
+    The model runs once on `inputs`, without gradients and in its own dtypes. If the mode matters,
+    call `eval()` first. Leave autocast off. The value of a module is the largest magnitude in its
+    output and in the results of the ops in its own code, over all its calls; inf and NaN count as
+    `inf`. The name of the model itself is "". The largest number of fp16 is 65504, and of bf16 and
+    fp32 3.4e38.
 
-    Not counted are integers, and values below -1e30, which are masks (-inf, `finfo.min`). In a
-    model with 16-bit weights ops in fp32 are not counted either, as in many norms, since they stay
-    in fp32. What happens inside a kernel, such as in fused attention, is not seen.
+    Integers are not counted, and neither are values below -1e30, which are masks (-inf,
+    `finfo.min`). In a model with 16-bit weights, ops in fp32, as in many norms, are not counted
+    either, because they stay in fp32. Values inside a kernel, such as fused attention, are not
+    visible.
     """
     maxima = _Maxima(model)
     mha = torch.backends.mha

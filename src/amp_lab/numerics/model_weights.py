@@ -10,7 +10,7 @@ from amp_lab.numerics.stored_parts import is_sharded
 
 
 def weights_dtype(model: nn.Module, name: str | None) -> torch.dtype | None:
-    """The dtype of the weights of the module with this name, or else of the model's first one."""
+    """The dtype of the weights in the module with this name, or else of the first weight."""
     if name is not None:
         own = _first_dtype(model.get_submodule(name).parameters(recurse=False))
         if own is not None:
@@ -33,8 +33,9 @@ def watch_gathered(
 ) -> RemovableHandle:
     """Call `watch` with each parameter that FSDP2 gathers for a module, and with its name.
 
-    Autograd's gradients are those of the gathered parameters. FSDP2 sets `.grad` of the sharded
-    ones itself, without calling their hooks. Returns the handle of the hook that calls `watch`.
+    Autograd computes the gradients of the gathered parameters. FSDP2 sets `.grad` of the sharded
+    parameters itself, without calling their hooks. Returns the handle of the hook that calls
+    `watch`.
     """
     seen: set[int] = set()  # ids; FSDP2 keeps a gathered parameter, and gathers into it again
 

@@ -1,4 +1,4 @@
-"""The first value that is not finite, and the op that made it."""
+"""Find the first inf or NaN, and the op that made it."""
 
 import contextlib
 import dataclasses
@@ -44,9 +44,9 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
     All ops of the block are watched, also those in the loss, under autocast, in activation
     checkpointing and in custom functions. The report is on an inf or NaN that reaches a gradient,
     the output of the model, or a single number outside the model, such as the loss. A mask of -inf
-    is therefore not reported. If no inf or NaN arrives there, the report is on an inf by which
-    something was divided, or on an inf whose tensor still existed when an error ended the block. A
-    parameter or running statistic that is not finite is reported when its module is called.
+    is therefore not reported. If no inf or NaN arrives there, the report is on an inf in a divisor,
+    or on an inf in a tensor that still existed when an error ended the block. An inf or NaN in a
+    parameter or running statistic is reported when its module is called.
 
     Compiled functions, optimizers that work on lists of tensors, and other threads are not watched.
     In a model of FSDP2, each rank looks at its own shards.

@@ -1,4 +1,4 @@
-"""What to do about an inf or a NaN: the remedies of `find_nonfinite`, and which one fits."""
+"""The remedies of `find_nonfinite` for an inf or a NaN, and the choice among them."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ _UNKNOWN = nonfinite_remedy(
 
 
 def remedies_for(report: NonfiniteReport) -> list[Remedy]:
-    """What to do about a finding, in the order in which to say it."""
+    """The remedies for a finding, in the order in which to print them."""
     found = _on_cause(report)
     if report.bypassed:
         return [_BYPASSED, *found]

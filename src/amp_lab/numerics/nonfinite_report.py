@@ -1,4 +1,4 @@
-"""The report of `find_nonfinite`, and what to do about it."""
+"""The report of `find_nonfinite`, with its remedies."""
 
 import dataclasses
 import textwrap

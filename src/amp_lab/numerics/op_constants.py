@@ -33,7 +33,7 @@ def _name(func: Any) -> str:
 
 
 def constant_beyond(call: Call, dtype: torch.dtype) -> float | None:
-    """A constant argument that is beyond the range of `dtype`, as -1e9 is beyond fp16's.
+    """A constant argument outside the range of `dtype`, such as -1e9 for fp16.
 
     None if there is no such constant, in a backward pass, and for integers.
     """
@@ -54,9 +54,9 @@ def exponent(call: Call) -> float | None:
 
 
 def lost_eps(call: Call, dtype: torch.dtype) -> float | None:
-    """A constant, such as an eps of 1e-8, that an op adds or clamps to and that is 0 in fp16.
+    """A constant, such as an eps of 1e-8, that an op adds or clamps to, and that is 0 in fp16.
 
-    `dtype` is that of the result. None if there is no such constant, or for another dtype.
+    `dtype` is the dtype of the result. None if there is no such constant, or for another dtype.
     """
     if dtype is not torch.float16 or _name(call.func) not in _GUARDING or call.is_backward:
         return None
@@ -73,7 +73,7 @@ def keeps_zero(call: Call) -> bool:
 
 
 def divisor(call: Call) -> Tensor | None:
-    """The tensor that an op divides by; None if it divides by none."""
+    """The tensor that an op divides by; None if there is no divisor."""
     name = _name(call.func)
     index = _DIVISORS.get(name)
     if name == "pow" and isinstance(call.args[1], (int, float)) and call.args[1] < 0:
@@ -87,7 +87,7 @@ def divisor(call: Call) -> Tensor | None:
 
 
 def infinite_at_zero(call: Call) -> list[Tensor]:
-    """The inputs of an op in which a 0 makes the result infinite or NaN."""
+    """The inputs of an op for which a value of 0 makes the result infinite or NaN."""
     divided_by = divisor(call)
     if divided_by is not None:
         return [divided_by]

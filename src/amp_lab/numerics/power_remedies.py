@@ -55,7 +55,7 @@ BOTH_SIGNS = remedy(
 
 
 def remedy_for_power(report: NonfiniteReport) -> Remedy:
-    """What to do about a power in a forward pass."""
+    """The remedy for a power in a forward pass."""
     base = input_of(report, "self")
     if base is None and input_of(report, "exponent") is not None:  # as in 2 ** x
         return _EXPONENT

@@ -1,4 +1,4 @@
-"""The tensors that a subclass such as torchao's quantized weights keeps its values in."""
+"""The tensors in which a subclass, such as torchao's quantized weights, stores its values."""
 
 import functools
 import sys
@@ -15,11 +15,11 @@ _can_compute: dict[type, bool] = {}
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensor itself, or the plain tensors in which a subclass keeps its values.
+    """The tensor itself, or the plain tensors in which a subclass stores its values.
 
-    Of a DTensor, it is this rank's shard: reading all shards would take a collective, which hangs
-    unless every rank reads the same tensors. Empty for a subclass that does not tell its parts,
-    with a warning, once for each class.
+    For a DTensor, the result is the shard of this rank. Reading all shards would need a collective,
+    which hangs if not every rank reads the same tensors. If a subclass does not list its parts, the
+    result is empty, with one warning for each class.
     """
     if is_sharded(tensor):
         shard: torch.Tensor = getattr(tensor, "_local_tensor")  # noqa: B009

@@ -31,7 +31,7 @@ class TensorSummary:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Which of ``NaN``, ``inf`` and ``-inf`` are among the values."""
+        """The kinds among the values: ``NaN``, ``inf`` and ``-inf``."""
         return frozenset(self._counts())
 
     def _counts(self) -> dict[str, int]:
@@ -61,7 +61,7 @@ class TensorSummary:
 
 
 def summarise(name: str, tensor: Tensor) -> TensorSummary:
-    """The summary of a tensor; one without memory, as on ``meta``, counts as zeros."""
+    """The summary of a tensor; a tensor without memory, as on ``meta``, counts as zeros."""
     stored_as: tuple[torch.dtype, ...] = ()
     if _is_without_values(tensor):
         values = torch.zeros(tensor.shape)
@@ -142,7 +142,7 @@ def _is_part_finite(tensor: Tensor) -> bool:
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """The values of a tensor in a dtype and layout that have sums and comparisons."""
+    """The values of a tensor in a dtype and layout that support sums and comparisons."""
     values = stored_values(tensor.detach())
     if values.layout is not torch.strided:  # oneDNN's own layout
         values = values.to_dense()

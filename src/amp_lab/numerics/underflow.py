@@ -87,7 +87,7 @@ class UnderflowReport(Printed):
 
     @property
     def half(self) -> bool:
-        """Whether some gradients were fp16 already. What fp16 has lost cannot be counted then."""
+        """Whether some gradients were already fp16. Then the lost values cannot be counted."""
         return self.total.half
 
     @property
@@ -225,9 +225,9 @@ def gradient_underflow(
 ) -> UnderflowReport:
     """Count, layer by layer, the gradient values that fp16 would lose at each loss scale.
 
-    The report covers the gradients that are fp16 under autocast: those of the parameters, and those
-    of the outputs of matmuls, convolutions and recurrent layers. One backward pass runs and keeps
-    the graph, so ``loss.backward()`` still works afterwards. No `.grad` is written.
+    The report covers the gradients that are fp16 under autocast: gradients of the parameters, and
+    gradients of the outputs of matmuls, convolutions and recurrent layers. One backward pass runs
+    and keeps the graph, so ``loss.backward()`` still works afterwards. No `.grad` is written.
 
     Args:
         model: The model whose parameters get the gradients.

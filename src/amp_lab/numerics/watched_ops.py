@@ -40,13 +40,13 @@ class Call:
 
     @property
     def is_backward(self) -> bool:
-        """Whether it computes a gradient."""
+        """Whether the op computes a gradient."""
         return self.node is not None and not self.recomputed
 
     def places_nonfinite(self, kinds: frozenset[str]) -> bool:
-        """Whether it writes an inf or NaN that stands in the code, such as a mask.
+        """Whether the op writes an inf or NaN from the code, such as the value of a mask.
 
-        `kinds` are those in its result: ``NaN``, ``inf``, ``-inf``.
+        `kinds` are the kinds in the result: ``NaN``, ``inf``, ``-inf``.
         """
         if self.is_backward:
             return False
@@ -103,9 +103,9 @@ def _results(func: Any, all_finite: bool) -> int:
 
 
 def outputs(func: Any, out: object, *, all_finite: bool) -> list[Tensor]:
-    """The results of an op that have to be looked at.
+    """The results of an op that have to be checked.
 
-    With `all_finite` no inf or NaN was seen before, so ops that only copy are left out.
+    With `all_finite`, all values so far were finite, so ops that only copy are left out.
     """
     count = _results(func, all_finite)
     if not count:
@@ -121,7 +121,7 @@ def outputs(func: Any, out: object, *, all_finite: bool) -> list[Tensor]:
 def argument_summaries(call: Call, bad: list[Tensor]) -> Iterator[TensorSummary]:
     """Summaries of an op's floating-point inputs, named as in its schema, without those in `bad`.
 
-    Of a list of tensors each is named by its number: ``tensors[0]``.
+    The tensors of a list are named by their numbers: ``tensors[0]``.
     """
     names = [argument.name for argument in call.func._schema.arguments]
     for name, argument in [*zip(names, call.args, strict=False), *call.kwargs.items()]:

@@ -1,4 +1,4 @@
-"""Counts the communication of this process: every collective with its dtype and its bytes."""
+"""Count the communication of this process: every collective with its dtype and its bytes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,11 +88,11 @@ class Collective:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that a rank has to send at least.
+        """The minimum number of bytes that a rank has to send.
 
         A ring algorithm sends no more (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms
         for clusters of workstations", 2009, https://doi.org/10.1016/j.jpdc.2008.09.002). A library
-        may: gloo sends twice as much where it makes a `reduce_scatter` from an `all_reduce`.
+        may send more: gloo sends twice as much if it makes a `reduce_scatter` from an `all_reduce`.
         """
         return round(_sent_share(self.kind, self.ranks) * self.payload_bytes)
 
@@ -124,7 +124,7 @@ class Communication(Printed):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank has to send at least: see `Collective.sent_bytes`."""
+        """The minimum number of bytes that this rank has to send: see `Collective.sent_bytes`."""
         return sum(call.sent_bytes for call in self.calls)
 
     def totals(self) -> dict[tuple[str, torch.dtype], "Communication"]:
@@ -157,11 +157,14 @@ def count_communication() -> Iterator[Communication]:
             train_step()
         print(sent)
 
-    It counts collectives of DDP's reducer, its communication hooks, FSDP2, DTensor and calls of
-    `torch.distributed`, on any backend. It does not count what another thread issues, such as a
-    callback of a hook's future; barriers, which have no payload; and the sizes of Python objects,
-    which are sent through a store.
-    Raises `ParallelError` in the block for a collective whose payload is not known.
+    The block counts collectives of DDP's reducer, its communication hooks, FSDP2, DTensor and calls
+    of `torch.distributed`, on any backend. It does not count
+
+    - collectives of another thread, such as a callback of a hook's future;
+    - barriers, which have no payload;
+    - the sizes of Python objects, which are sent through a store.
+
+    Raises `ParallelError` in the block for a collective with an unknown payload.
     """
     with _Counter() as counter:
         yield counter.communication

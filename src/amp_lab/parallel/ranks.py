@@ -1,4 +1,4 @@
-"""One of the processes that train a model together: how they agree, and how it wraps the model."""
+"""The ranks that train a model together: how they communicate, and how they wrap the model."""
 
 import contextlib
 import enum
@@ -33,7 +33,7 @@ class Parallel(enum.StrEnum):
 class Ranks:
     """The processes that train a model together, as this one sees them.
 
-    Without a `kind`, it is this process alone. `device` is where this rank computes, and
+    Without a `kind`, there is only this process. `device` is the device of this rank, and
     `reduce_dtype`, a key of `REDUCE_DTYPES`, is the dtype in which gradients are summed.
 
     Methods that communicate (`each`, `first`, `gather`, `total`, …) must be called on every rank.
@@ -60,10 +60,10 @@ class Ranks:
         return f"{self.size} {self.kind} {processes}, gradients summed in {self.reduce_dtype}"
 
     def each(self, call: Callable[[], _T]) -> _T:
-        """Run `call` on every rank; return its value on this one once all are done.
+        """Run `call` on every rank; return the value of this rank when all ranks are done.
 
         If `call` fails on a rank, its error is raised on that rank, and an `OtherRankError` on the
-        others, so that no rank waits for one that has failed.
+        other ranks, so no rank waits for a rank that has failed.
         """
         if self.kind is None:
             return call()
@@ -99,7 +99,7 @@ class Ranks:
         return values
 
     def total(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor over the ranks, as a new tensor; a process alone gets `tensor`."""
+        """The sum of a tensor over the ranks, as a new tensor; a single process gets `tensor`."""
         if self.kind is None:
             return tensor
         tensor = tensor.clone()  # all_reduce works in place
@@ -109,8 +109,8 @@ class Ranks:
     def largest_before(self, number: int) -> int:
         """The largest number that any rank passed to the previous call; 0 in the first call.
 
-        The numbers are sent while the next step is computed, so no rank waits for them. A process
-        alone gets the number of this call.
+        The numbers are sent while the next step is computed, so no rank waits for them. A single
+        process gets the number of this call.
         """
         if self.kind is None:
             return number
@@ -146,9 +146,9 @@ class Ranks:
     def wrap(self, model: nn.Module, precision: Precision) -> nn.Module:
         """Move `model` to the device and return the module to train: itself, or wrapped by DDP.
 
-        Make the optimizer afterwards, since FSDP2 replaces the parameters. FSDP2 gathers weights
-        and computes in the dtype of `precision`, without autocast. Batch norms keep fp32 weights,
-        as they do their statistics.
+        Create the optimizer afterwards, since FSDP2 replaces the parameters. FSDP2 gathers weights
+        and computes in the dtype of `precision`, without autocast. The weights and statistics of
+        batch norms stay in fp32.
         """
         if self.kind is Parallel.FSDP:
             self._shard(model, precision)  # it moves the shards to the device
@@ -170,7 +170,7 @@ class Ranks:
     def mesh(self) -> Any:
         """The `DeviceMesh` of all ranks, from the process group that `join` made.
 
-        A mesh that makes a group itself would not have our timeout.
+        A mesh that creates its own group would not have our timeout.
         """
         from torch.distributed.device_mesh import DeviceMesh  # here, since it takes a second
 
@@ -229,7 +229,7 @@ class Ranks:
     def gradient_sync(self, model: nn.Module, *, enabled: bool) -> Iterator[None]:
         """A context for a forward and backward pass; averages gradients over ranks if `enabled`.
 
-        `model` is what `wrap` returned. For a process alone, the context does nothing.
+        `model` is the module that `wrap` returned. For a single process, the context does nothing.
         """
         wrapped: Any = model  # by DDP or FSDP2, which add the methods below
         if self.kind is Parallel.FSDP:
@@ -251,9 +251,9 @@ ALONE = Ranks()
 
 
 def require_same(settings: list[dict]) -> None:
-    """Raise `ParallelError` if the settings of a rank differ from those of rank 0, as text.
+    """Raise `ParallelError` if the settings of a rank, as text, differ from the settings of rank 0.
 
-    `settings` has {name: value} of each rank, in their order. A missing value is as None.
+    `settings` has {name: value} for each rank, in order. A missing value counts as None.
     """
     first_settings = settings[0]
     for rank, rank_settings in enumerate(settings):

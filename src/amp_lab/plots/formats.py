@@ -19,7 +19,7 @@ _MAX_NAMES = 16  # of layers below the axis
 def errors_by_layer(reports: Sequence[Any]) -> Figure:
     """SQNR (signal to quantisation noise) of each layer's worst matmul, a line for each format.
 
-    `reports` are those of a `Rehearsal`. A layer that the format leaves in 16 bits has an open
+    `reports` are a `Rehearsal`'s reports. A layer that the format leaves in 16 bits has an open
     marker; a layer that the format cannot be used for has none.
     """
     # Both dicts are used as ordered sets.

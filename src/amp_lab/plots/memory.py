@@ -1,4 +1,4 @@
-"""Memory, and what ranks send each other."""
+"""Memory, and communication between ranks."""
 
 from collections.abc import Mapping, Sequence
 

@@ -15,7 +15,7 @@ _POINT_MARKS = "osD^vP*X"
 Bar = tuple[str, str, Estimate | None, float | None, str]
 """(precision, rung, milliseconds, milliseconds at the device's limit, text beside the bar).
 
-Both numbers may be None, where they are not known.
+Each number is None if it is unknown.
 """
 Point = tuple[str, str, float, Estimate]
 """(label, precision, FLOPs per byte, FLOP/s)."""
@@ -24,7 +24,7 @@ Point = tuple[str, str, float, Estimate]
 def speed_ladder(panels: Mapping[str, Sequence[Bar]]) -> Figure:
     """Bars of the time of a step, from the lowest rung to the highest; a panel for each title.
 
-    A tick shows how long the step would take at the device's limit, where that is known.
+    A tick shows the time of the step at the device's limit, if the limit is known.
     """
     heights = [len(bars) + 1.5 for bars in panels.values()]  # in bars: 1.5 for title and ticks
     height = 0.26 * sum(heights) + 0.6  # in inches: 0.6 for the label of the x axis
@@ -72,7 +72,7 @@ def roofline(roofs: Mapping[str, float], bytes_per_s: float, points: Sequence[Po
     """The roofline of a device: FLOP/s against FLOPs per byte, with the roof of each precision.
 
     `roofs` is {precision: peak FLOP/s}, for at most four, and `bytes_per_s` the memory bandwidth.
-    The points have at most eight different labels, each with a marker of its own.
+    The points have at most eight different labels, each with a separate marker.
     """
     figure, ax = style.subplots(size=(8.0, 4.2))
     _draw_roofs(ax, roofs, bytes_per_s, points)

@@ -150,9 +150,9 @@ def save(path: str | PathLike[str], draw: Callable[..., Figure], *arguments: obj
 def subplots(
     rows: int = 1, columns: int = 1, size: Size | None = None, **options: Any
 ) -> tuple[Figure, Any]:
-    """As `pyplot.subplots`, with a size in inches, or of the style; `image` can use it too.
+    """Like `pyplot.subplots`, with a size in inches or from the style; also works in `image`.
 
-    Returns the figure, and its axes: one, or an array of several, as matplotlib gives them.
+    Returns the figure and its axes: one, or an array of several, as in matplotlib.
     """
     figure = _new_figure.get()(figsize=size)
     return figure, figure.subplots(rows, columns, **options)
@@ -201,8 +201,8 @@ def segment_options(parts: Iterable[str], greys: Sequence[Grey]) -> dict[str, Op
 def bar(ax: Axes, at: Any, length: float, text: str, size: int = 9, **options: Any) -> None:
     """Draw a bar at position `at`, a number or a name, with a text beyond its end; "" for none.
 
-    The bar is horizontal, or vertical if its options have a ``width`` in place of a ``height``.
-    `size` is the font size of a horizontal bar's text; that of a vertical one has the usual size.
+    The bar is horizontal, or vertical if its options have a ``width`` instead of a ``height``.
+    `size` is the font size of the text of a horizontal bar; a vertical bar has the usual font size.
     """
     if "width" in options:
         vertical = ax.bar(at, length, **options)
@@ -440,7 +440,7 @@ def legend_beside(
 ) -> None:
     """Draw one legend for all axes, outside of them; each label stands in it once.
 
-    `options` are those of matplotlib's `Figure.legend`.
+    `options` are the options of matplotlib's `Figure.legend`.
     """
     handle_of: dict[str, Any] = {}
     for ax in figure.axes:

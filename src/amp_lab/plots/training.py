@@ -1,4 +1,4 @@
-"""Training runs: losses, accuracies and scores, and the loss scale with what it does."""
+"""Training runs: losses, accuracies and scores, and the loss scale with the skipped steps."""
 
 from collections.abc import Mapping, Sequence
 

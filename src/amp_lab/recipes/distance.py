@@ -1,4 +1,4 @@
-"""How far a step's tensors are from those of the same step in fp32."""
+"""The distance of a step's tensors from the tensors of the same step in fp32."""
 
 import math
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ def norm(tensors: Sequence[Tensor]) -> float:
 
 
 def distance(tensors: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
-    """The relative distance of tensors from a reference, in the Euclidean norm of all together.
+    """The relative distance of tensors from a reference, in the Euclidean norm of all tensors.
 
-    It is the absolute distance if the reference is all zeros.
+    If the reference is all zeros, the distance is absolute.
     """
     errors = []
     for tensor, exact in zip(tensors, reference, strict=True):

@@ -41,7 +41,7 @@ class OutputLoss:
 
 
 def loss_of(output: Any) -> OutputLoss | None:
-    """A loss for such an output: its own loss, or the mean square of a tensor in it.
+    """A loss for such an output: the loss in the output, or the mean square of one of its tensors.
 
     None if no tensor in the output has a gradient.
     """

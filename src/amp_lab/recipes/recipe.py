@@ -30,7 +30,7 @@ class Recipe:
         return self.precision.dtype is not torch.float32 and not self.cast
 
     def dtype_for(self, model: nn.Module) -> torch.dtype | None:
-        """The dtype to which weights and inputs of a model are cast; None if they need no cast."""
+        """The dtype to which the weights and inputs of a model are cast; None without a cast."""
         if self.cast:
             return self.precision.dtype
         if any(parameter.dtype in LOWER_DTYPES for parameter in model.parameters()):

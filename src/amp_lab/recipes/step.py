@@ -1,4 +1,4 @@
-"""A step by a recipe: the same lines are run here and printed."""
+"""A step of a recipe: this module runs the same lines that it prints."""
 
 from collections.abc import Callable
 from typing import Any
@@ -44,7 +44,7 @@ def step_code(
     """The lines that move model and inputs to the device, and define ``step``.
 
     For training, `optimizer` is the name of a class in `torch.optim`, `lr` its learning rate, and
-    `scale` the first loss scale, which only fp16 has.
+    `scale` the first loss scale, only for fp16.
     """
     code = []
     if recipe.precision is Precision.TF32:
@@ -121,7 +121,7 @@ def _under_autocast(recipe: Recipe, line: str) -> str:
 class Step:
     """The code of a recipe on a copy of a model: each call is one step, or one inference.
 
-    It runs on `device`; by default where the model is.
+    The step runs on `device`; the default is the device of the model.
     """
 
     def __init__(
@@ -159,6 +159,6 @@ class Step:
 
     @torch.no_grad()
     def add_noise(self) -> None:
-        """Change each weight by a random factor, as far from 1 as bf16's rounding error."""
+        """Multiply each weight by a random factor; it differs from 1 by bf16's rounding error."""
         for weight in self.trained:
             weight.mul_(1 + _NOISE * torch.randn_like(weight))

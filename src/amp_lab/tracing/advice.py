@@ -1,9 +1,9 @@
-"""Which remarks does an X-ray make, and in which order? First a summary, last what is not known.
+"""The remarks of an X-ray and their order: first a summary, last the unknown facts.
 
-A rule is a function that takes the trace and yields sentences; it yields none if it does not apply.
-To add one, write it in the file of its subject, `precision_advice`, `size_advice` or `cast_advice`,
-with `@RULES.under_autocast` above it, or `@RULES.always`, at the place of its remarks among the
-others.
+A rule is a function that takes the trace and yields sentences. It yields no sentence if it does not
+apply. To add a rule, write the function in the file of its subject, `precision_advice`,
+`size_advice` or `cast_advice`, with the decorator `@RULES.under_autocast` or `@RULES.always`. The
+order of the functions in the file is the order of the remarks.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What the rules of X-ray's advice share: the list that they are in, and how they group ops."""
+"""Shared by the rules of X-ray's advice: the list of rules, and the grouping of ops."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -23,12 +23,12 @@ class Rules:
         """Those that apply to a trace without autocast too."""
 
     def under_autocast(self, rule: Rule) -> Rule:
-        """Add a rule to those that apply under autocast."""
+        """Add a rule that applies only under autocast."""
         self.all.append(rule)
         return rule
 
     def always(self, rule: Rule) -> Rule:
-        """Add a rule to those that apply to any trace."""
+        """Add a rule that applies to every trace."""
         self.without_autocast.append(rule)
         return self.under_autocast(rule)
 

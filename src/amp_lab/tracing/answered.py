@@ -1,6 +1,6 @@
 """Trace a model whose branches depend on values, with the decisions of a real run on the CPU.
 
-If that is impossible, the trace is refused, with a remedy that has been tried.
+If this is impossible, the trace is refused, and the message has a remedy that has been tried.
 """
 
 import contextlib
@@ -54,9 +54,9 @@ def answered(
 ) -> _Result:
     """Return the result of `trace`; if it needs values, run the model on the CPU to get them.
 
-    `verb` names in messages what the trace does to a model, such as "forecast"; `passes` are
-    those that it follows. `for_real`, if given, runs the model on the CPU instead of the trace: one
-    more remedy to try, after the others.
+    `verb` is the word in messages for the action of the trace, such as "forecast"; `passes` are
+    the passes that the trace follows. `for_real`, if given, runs the model on the CPU instead of
+    the trace: one more remedy to try, after the other remedies.
 
     Raises `TraceError` if the run on the CPU does not have the values, or if the model reads the
     memory of a tensor. The message names the first remedy that works on this model.

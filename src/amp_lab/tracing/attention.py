@@ -47,11 +47,11 @@ class Attention(NamedTuple):
 
 @contextmanager
 def attention_of(device: Backend) -> Iterator[None]:
-    """The block in which attention runs as on this type of device, which need not be there.
+    """The block in which attention runs as on this type of device, even without such a device.
 
     If the device has fused attention, each call runs the first of `KERNELS` that the program allows
-    and that takes the call. Otherwise attention runs as matmuls and a softmax. For a CPU nothing
-    is changed.
+    and that takes the call. Otherwise, attention runs as matmuls and a softmax. For a CPU, nothing
+    changes.
     """
 
     def run(*args, **kwargs) -> torch.Tensor:

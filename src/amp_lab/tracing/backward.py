@@ -1,8 +1,8 @@
-"""Run a backward pass without torch's engine, which would ask an absent device for its streams.
+"""Run a backward pass without torch's engine, which would request streams of an absent device.
 
-The nodes of the graph are torch's; only the order in which they run is computed here. As in the
-engine, a node is ready when all its gradients have arrived, the latest ready node runs first, and
-its saved tensors are freed after it. Source: `evaluate_function` in torch/csrc/autograd/engine.cpp.
+The nodes of the graph are torch's; only their order is computed here. As in the engine, a node is
+ready when all its gradients have arrived, the latest ready node runs first, and its saved tensors
+are freed afterwards. Source: `evaluate_function` in torch/csrc/autograd/engine.cpp.
 """
 
 import heapq
@@ -38,8 +38,8 @@ def seeds_of(output: object) -> Seeds:
 def run_backward(seeds: Seeds) -> dict[int, torch.Tensor]:
     """Run a backward pass; return the gradients of the leaves by the leaf's `id`.
 
-    Empties `seeds`, so that no node lives longer than in torch's engine. With torch 2.11, tensors
-    that an `autograd.Function` saved may still be freed later than in the engine. Raises
+    The function empties `seeds`, so no node lives longer than in torch's engine. With torch 2.11,
+    tensors that an `autograd.Function` saved may still be freed later than in the engine. Raises
     `TraceError` for checkpointing with ``use_reentrant=True``.
     """
     walk = _Walk(seeds)

@@ -1,4 +1,4 @@
-"""Which casts are too many, which lose values, and which are missing?
+"""Find casts that are unnecessary, casts that lose values, and missing casts.
 
 `advice` says how to add a rule.
 """

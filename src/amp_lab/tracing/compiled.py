@@ -1,7 +1,7 @@
 """Recognize models that torch.compile has compiled.
 
-A trace sees the ops of their eager mode: a trace is a dispatch mode, and the compiler does not
-compile code that runs under one.
+A trace of such a model has the ops of eager mode, because a trace is a dispatch mode, and the
+compiler does not compile code under a dispatch mode.
 """
 
 from torch import nn

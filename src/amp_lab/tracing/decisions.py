@@ -1,8 +1,8 @@
 """Record decisions that depend on values in a real run, and replay them on fake tensors.
 
 Examples are a branch on ``x.sum() > 0``, or the number of rows of ``x.nonzero()``. A fake tensor
-has no values to decide by. So a run on the CPU records the results of such ops, and a trace takes
-them in the same order.
+has no values for such decisions. So a run on the CPU records the results of these ops, and a trace
+uses the results in the same order.
 """
 
 import functools
@@ -44,7 +44,7 @@ class MemoryNeeded(TraceError):
 
 
 class NotAnswered(TraceError):
-    """The real run cannot answer what a trace asks for. The message says why."""
+    """The real run does not have the values for a trace. The message has the reason."""
 
 
 class NoValues(NotAnswered):
@@ -52,19 +52,19 @@ class NoValues(NotAnswered):
 
 
 class OtherCourse(NotAnswered):
-    """The trace asks for other decisions than the real run recorded."""
+    """The trace needs other decisions than the real run recorded."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The result, in a real run, of an op whose result or its size depends on values."""
+    """The result of an op in a real run, if the result or its size depends on values."""
 
     module: str  # qualified name of the module that called the op, or LOSS
     op: OpOverload
     shapes: tuple[tuple[int, ...], ...]  # of the op's input tensors
     result: Any  # a number, or tensors on meta
     if_finite: bool | int | float | None = None
-    """For a check for inf or NaN: its result if all values are finite. None: not such a check."""
+    """For a check for inf or NaN, the result if all values are finite; None for other ops."""
 
     @property
     def says_finite(self) -> bool:
@@ -84,7 +84,7 @@ class Decisions:
 
 
 def is_unmarked(op: OpOverload) -> bool:
-    """Whether an op is known here to depend on values, although torch does not mark it."""
+    """Whether an op depends on values, although torch does not mark the op."""
     return op is _CTC_LOSS or op._schema.name == _NMS
 
 
@@ -97,7 +97,7 @@ def _has_value_dependence(op: OpOverload) -> bool:
 def depends_on_values(op: OpOverload, args: tuple, unmarked: frozenset[OpOverload]) -> bool:
     """Whether the result of an op, or the size of it, depends on values.
 
-    `unmarked` are further ops that do, as in `Decisions`.
+    `unmarked` are further ops that depend on values, as in `Decisions`.
     """
     if op is not _INDEX:
         return _has_value_dependence(op) or op in unmarked
@@ -148,7 +148,7 @@ class Replay:
 
     @property
     def remark(self) -> str:
-        """A remark on the decisions taken and the checks answered with none; "" without any."""
+        """A remark on the replayed decisions and the checks answered with "none found", or ""."""
         sentences = []
         if self._taken:
             decisions = plural(self._taken, "decision")
@@ -165,16 +165,17 @@ class Replay:
         return " ".join(sentences)
 
     def answers(self, op: OpOverload, args: tuple) -> bool:
-        """Whether an op depends on values, so that `answer` has to be called in place of it."""
+        """Whether an op depends on values, so you have to call `answer` instead of the op."""
         return depends_on_values(op, args, self._decisions.unmarked)
 
     def answer(self, op: OpOverload, args: tuple, kwargs: dict, fake: Callable[..., Any]) -> Any:
         """Return the result that an op had in the real run, with fake tensors.
 
-        For a check for inf or NaN that the real run did not make: its result for finite values.
-        `fake` makes a tensor of a size, stride, dtype and device. Raises `OtherCourse` if the next
-        decision of the real run is of another op, in another module, or for other shapes; for a
-        check for inf or NaN only if, besides, the outputs of the real run were not finite.
+        For a check for inf or NaN that the real run did not make, return the result for finite
+        values. `fake` creates a tensor with a size, stride, dtype and device. Raises `OtherCourse`
+        if the next decision of the real run is from another op, from another module, or for other
+        shapes. For a check for inf or NaN, it raises only if the outputs of the real run also
+        contained an inf or a NaN.
         """
         inputs = (args, kwargs)
         if_finite = found_in_finite_values(op, args)
@@ -206,9 +207,9 @@ class Replay:
         return tree_map_only(torch.Tensor, fake_result, self._decisions.sequence[position].result)
 
     def require_done(self) -> None:
-        """Raise `OtherCourse` if the trace did not ask for all decisions of the real run.
+        """Raise `OtherCourse` if the trace did not use all decisions of the real run.
 
-        Checks for inf or NaN that found none may be left.
+        Unused checks for inf or NaN are allowed if they found none.
         """
         for decision in self._decisions.sequence[self._position :]:
             if not decision.says_finite:

@@ -1,8 +1,8 @@
 """Register an idle device guard for a type of device that this torch was built without.
 
-torch asks a *device guard* for the current stream when it records for autograd or copies. Without a
-guard for the device it aborts the process. There is no public function to register one, so
-`idle_guard` writes into the table of guards in libc10.
+torch gets the current stream from a *device guard* when it records for autograd or copies. Without
+a guard for the device, torch aborts the process. There is no public function to register a guard,
+so `idle_guard` writes into the table of guards in libc10.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 def idle_guard(row: Backend) -> Iterator[None]:
     """The block in which a backend's device type uses the guard of ``meta``, which does nothing.
 
-    If the device type has a guard already, that one stays. Raises `DeviceError` if the table of
+    If the device type already has a guard, this guard stays. Raises `DeviceError` if the table of
     guards cannot be found in libc10.
     """
     device_types: Any = torch._C._autograd.DeviceType

@@ -1,4 +1,4 @@
-"""Make fake tensors raise as kernels do: for dtypes, sizes, and numbers too large for a dtype."""
+"""Make fake tensors raise like kernels: for dtypes, sizes, and numbers too large for a dtype."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -72,9 +72,13 @@ _RULES: dict[str, Callable[[OpOverload, Sequence[Any], Mapping[str, Any]], Any]]
 class StrictFakeMode(FakeTensorMode):
     """A fake tensor mode that raises where the kernels of the device would raise.
 
-    Three kinds of ops raise: those whose result depends on values, unless a `replay` has the result
-    of a real run; those that the kernels of a device refuse (`kernel_limits`); and those that get a
-    number too large for their dtype. No op is ever run for real on zeros, as torch's own mode may.
+    Three kinds of ops raise:
+
+    - ops with a result that depends on values, except if a `replay` has the result of a real run;
+    - ops that the kernels of a device refuse (`kernel_limits`);
+    - ops that get a number too large for their dtype.
+
+    Unlike torch's mode, this mode never runs an op on real tensors of zeros.
     """
 
     def __init__(self):

@@ -77,9 +77,9 @@ _NO_VALUES_SAYS = ("Found no NVIDIA driver", "its data is not allocated yet")
 
 
 def tips_for(error: Exception, op: str, device_type: str) -> list[str]:
-    """The sentences of the remedies for an error; empty if the error is not known here.
+    """The sentences of the remedies for an error; empty if there is no remedy for the error.
 
-    `op` is the op that failed, such as "addmm", or "" if that is not known.
+    `op` is the op that failed, such as "addmm", or "" if the op is unknown.
     """
     message = str(error)
     tips = [tip for phrase, tip in _TIPS.items() if phrase in message]
@@ -94,9 +94,9 @@ def tips_for(error: Exception, op: str, device_type: str) -> list[str]:
 
 
 def op_without_fake(error: Exception) -> str:
-    """The name of an op of torch.library that lacks a fake, such as ``mine::op``; "" if none does.
+    """The name of a custom op without a fake implementation, such as ``mine::op``; "" if none.
 
-    Ops of torch itself are left out: nobody can write their fakes.
+    Ops of torch itself are left out, because users cannot write their fake implementations.
     """
     if isinstance(error, UnsupportedOperatorException):
         return "" if error.func.namespace == "aten" else error.func.name().partition(".")[0]

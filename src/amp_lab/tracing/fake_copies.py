@@ -1,4 +1,4 @@
-"""Make fake copies of a model's tensors and inputs; refuse tensors that can have none."""
+"""Make fake copies of a model's tensors and inputs; refuse tensors that cannot be copied."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -22,8 +22,8 @@ REAL_ALONE = "for kernels that take real tensors alone"
 class FakeCopies:
     """Makes fake copies of tensors on one device.
 
-    A tensor is copied once, so tied weights stay tied. Tensors that share a storage share one as
-    copies, too.
+    A tensor is copied once, so tied weights stay tied. If tensors share a storage, so do their
+    copies.
     """
 
     def __init__(self, device: torch.device):

@@ -1,4 +1,4 @@
-"""Run a model as if on a device that is not in this machine: fake tensors, its autocast rules."""
+"""Run a model as on a device that is not in this machine: fake tensors, and its autocast rules."""
 
 import collections
 import dataclasses
@@ -115,11 +115,11 @@ def checked_dtype(device_type: str, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def dtype_for(model: nn.Module, device_type: str) -> torch.dtype:
-    """The dtype for autocast if the user gives none, chosen by the dtypes of the weights.
+    """The default dtype for autocast, chosen by the dtypes of the weights.
 
     - No weights in 16 bits: the default of autocast on this type of device.
     - All weights in one 16-bit dtype: float32, which stands for "without autocast".
-    - Others, such as a bf16 base with fp32 adapters: their 16-bit dtype, fp16 before bf16.
+    - Other models, such as a bf16 base with fp32 adapters: the 16-bit dtype, fp16 before bf16.
     """
     dtypes = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
     low_dtypes = low_weight_dtypes(model)
@@ -138,7 +138,7 @@ def low_weight_dtypes(model: nn.Module) -> list[torch.dtype]:
 def autocast_on(
     device_type: str, dtype: torch.dtype | None = None, *, enabled: bool = True
 ) -> Iterator[None]:
-    """Like `torch.autocast`, but works without the device; no `dtype`: the default of the device.
+    """Like `torch.autocast`, but works without the device. None as `dtype` is the device's default.
 
     Raises `DeviceError` for a dtype that autocast does not take.
     """
@@ -158,7 +158,7 @@ def autocast_on(
 def absent_device(device_type: str) -> Iterator[None]:
     """The block in which fake tensors of a device type work without such a device.
 
-    Attention then runs as on that device. If the device is there, nothing else is changed.
+    Attention then runs as on that device. If the device is in this machine, nothing else changes.
 
     Raises `DeviceError` if no device guard can be registered (see `device_guard`).
     """
@@ -214,19 +214,19 @@ def errors_not_logged() -> AbstractContextManager:
 
 @functools.cache
 def takes_wrappers(types: tuple[type, ...]) -> bool:
-    """Whether an op gets a wrapper subclass, a tensor that is made of tensors.
+    """Whether an op gets a wrapper subclass, which is a tensor that contains other tensors.
 
-    `types` are the types of the op's tensors, as torch gives them to `__torch_dispatch__`.
-    The wrapper runs other ops on its inner tensors. A dispatch mode sees those.
+    `types` are the types of the op's tensors, as torch passes them to `__torch_dispatch__`.
+    The wrapper runs other ops on its inner tensors, and a dispatch mode gets these ops.
     """
     return any(hasattr(tensor_type, "__tensor_flatten__") for tensor_type in types)
 
 
 @functools.cache
 def is_composite(func: OpOverload) -> bool:
-    """Whether an op of aten is one that torch can decompose; False for ops of other libraries.
+    """Whether torch can decompose an op of aten; False for ops of other libraries.
 
-    Such ops arrive in a mode only from a wrapper's code.
+    Composite ops reach a mode only from the code of a wrapper.
     """
     if func.namespace != "aten":
         return False
@@ -237,7 +237,7 @@ def is_composite(func: OpOverload) -> bool:
 class PlainOpsMode(TorchDispatchMode):
     """A mode that calls `run_op` for each op that is neither composite nor on wrapper subclasses.
 
-    Composite ops and those on wrappers are first taken apart, into ops on plain tensors.
+    Composite ops and ops on wrappers are first split into ops on plain tensors.
     """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -257,9 +257,9 @@ class PlainOpsMode(TorchDispatchMode):
 def remedy_for(error: Exception, model: nn.Module, verb: str) -> str:
     """The remedy for an op that fake tensors cannot run, usually to trace a part of the model.
 
-    `verb` is what to do with the part, such as "forecast". The part is the outermost module with
-    a name such as "backbone" in which the error did not occur. Without one, the remedy is to trace
-    the parts before the failing op one by one.
+    `verb` is the action for the part, such as "forecast". The part is the outermost module with
+    a name such as "backbone" in which the error did not occur. If there is no such module, the
+    remedy is to trace the parts before the failing op one by one.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     # nn.Transformer has a remedy of its own.
@@ -276,7 +276,7 @@ def remedy_for(error: Exception, model: nn.Module, verb: str) -> str:
 
 
 def untraceable_reason(error: Exception) -> str:
-    """Say why a trace fails, for errors in flex_attention, whose messages do not tell; else ""."""
+    """The reason why a trace fails, for errors in flex_attention with unclear messages, or ""."""
     return "no trace can follow flex_attention" if _is_flex(error) else ""
 
 
@@ -289,8 +289,8 @@ def _is_flex(error: Exception) -> bool:
 def tip_for(error: Exception, model: nn.Module, verb: str, device_type: str, op: str = "") -> str:
     """The remedies for an error as text to append, each as "; remedy"; "" if there is none.
 
-    Besides the remedies for this error, there is one for any error of a torchvision detector or of
-    a quantised model. `op` is the op that failed; "" if it is not known.
+    A torchvision detector and a quantised model have one more remedy for every error. `op` is the
+    op that failed; "" if the op is unknown.
     """
     tips = tips_for(error, op, device_type)
     if _is_flex(error):
@@ -310,7 +310,7 @@ def needs_memory(error: Exception) -> bool:
 def require_model(model: object) -> None:
     """Raise `TraceError` unless `model` is an nn.Module that can be traced.
 
-    DDP's and DataParallel's wrappers, TorchScript and lazy layers cannot.
+    The wrappers of DDP and DataParallel, TorchScript and lazy layers cannot be traced.
     """
     if not isinstance(model, nn.Module):
         description = f"a {type(model).__name__}"
@@ -343,7 +343,7 @@ def _module_text(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ModelRun:
-    """A call of a model on one device, which is fake if `on_fake_device` made it."""
+    """A call of a model on one device. The device is fake if `on_fake_device` created the call."""
 
     call: ModelCall  # its inputs are on the device; the model is the user's own
     parameters: dict[str, torch.Tensor]  # by name; a tied one is the same tensor under each name
@@ -362,7 +362,7 @@ class ModelRun:
         return self.mode is not None
 
     def output(self) -> Any:
-        """What the model returns, with fake weights if it is fake."""
+        """The output of the model, computed with fake weights if the run is fake."""
         call = self.call
         if not self.is_fake:
             return call.output()
@@ -375,8 +375,8 @@ class ModelRun:
     def replaying(self, decisions: Decisions | None) -> Iterator[Replay]:
         """The block in which ops that depend on values return the results of a real run.
 
-        Yields the `Replay` that answers them. Without decisions it answers none, and those ops
-        raise. Only a fake run takes decisions.
+        Yields the `Replay` with these results. Without decisions, it has no results, and the ops
+        raise. Only a fake run uses decisions.
         """
         replay = Replay(decisions or Decisions())
         if decisions is None:
@@ -390,12 +390,12 @@ class ModelRun:
 def on_fake_device(call: ModelCall, device_type: str) -> Iterator[ModelRun]:
     """The block in which a model runs on fake tensors of `device_type`; yields a `ModelRun`.
 
-    New tensors in the block are fake, and on `device_type` by default. The model's own tensors are
-    neither moved nor changed; those that share memory share it as fake copies too. Use the fake
-    tensors only inside the block: after it, torch looks for the device again.
+    New tensors in the block are fake, and on `device_type` by default. The tensors of the model are
+    neither moved nor changed. If they share memory, their fake copies share memory too. Use the
+    fake tensors only inside the block: after the block, torch looks for the device again.
 
     Raises `DeviceError` for an unknown device type, and `TraceError` for a model that has no fake
-    copy: one with lazy, sparse or sharded tensors, some quantised ones, or one of TorchScript.
+    copy: a TorchScript model, or a model with lazy, sparse, sharded or some quantised tensors.
     """
     device = torch.device(checked_backend(device_type))
     model = call.model
@@ -439,9 +439,9 @@ _CONTAINERS = (list, collections.OrderedDict, dict, set)
 def attributes_restored(model: nn.Module) -> Iterator[None]:
     """The block at whose end the attributes of all modules get their old values back.
 
-    So do lists, dicts and sets in attributes. A fake tensor left there, such as torchvision's
-    anchors, would break the next real call. Containers that did not change are not written to,
-    since some configs are dicts that forbid it.
+    Lists, dicts and sets in attributes get their old content back. A fake tensor that stayed there,
+    such as torchvision's anchors, would break the next real call. The block does not write to
+    containers that did not change, since some configs are dicts that forbid writing.
     """
     saved: list[tuple[Any, Any, Any]] = []  # (container type, container, shallow copy of it)
     for module in model.modules():

@@ -1,8 +1,8 @@
-"""Follow checks for inf or NaN through a trace, and compute what they return for finite values.
+"""Follow checks for inf or NaN through a trace, and compute their results for finite values.
 
-Models ask ``if x.dtype == torch.float16 and torch.isinf(x).any()``. A trace in fp16 has no values
-to answer that with, and the real run, in fp32, does not ask. But if all values are finite, the
-result is known: isinf returns False everywhere, and any() of that is False.
+Models check ``if x.dtype == torch.float16 and torch.isinf(x).any()``. A trace in fp16 has no values
+for this check, and the real run, in fp32, does not make the check. But if all values are finite,
+the result is known: isinf returns False everywhere, so any() returns False.
 """
 
 import math
@@ -40,9 +40,9 @@ _FOLLOWED = {*_CHECKS, *_ELEMENTWISE, *_SUMS, *_KEEPS_ELEMENTS}
 
 
 def remember_check(op: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
-    """If an op is part of a check, store on `out` the value of its elements for finite inputs.
+    """If an op is part of a check, store the value of its elements for finite inputs on `out`.
 
-    `out` is the result of the op. `found_in_finite_values` reads the value.
+    `out` is the result of the op. `found_in_finite_values` reads the stored value.
     """
     if not isinstance(out, torch.Tensor):
         return
@@ -62,7 +62,7 @@ def remember_check(op: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any
 def found_in_finite_values(op: OpOverload, args: tuple) -> bool | int | float | None:
     """The number that a check for inf or NaN reads, if all values are finite.
 
-    None if the op is not the one that reads a number (``item()``), or reads something else.
+    None if the op does not read a number, as ``item()`` does, or if the number is not a check.
     """
     if op is not torch.ops.aten._local_scalar_dense.default:
         return None

@@ -1,6 +1,6 @@
 """Forecast the memory of inference for each way to run a model, and the largest batch.
 
-A way is a precision and how the model gets there: "fp32", "bf16 autocast", "bf16 cast", "int8".
+A way is a precision, with autocast or cast weights: "fp32", "bf16 autocast", "bf16 cast", "int8".
 """
 
 import dataclasses
@@ -81,7 +81,7 @@ def forecast_inference(
     autocast: bool = False,
     **kwargs: Any,
 ) -> InferenceForecast:
-    """Forecast the memory of a forward pass on a device that need not be in this machine.
+    """Forecast the memory of a forward pass on any device, even one that this machine lacks.
 
     The pass is ``model(*inputs, **kwargs)`` under `torch.inference_mode`. Call ``model.eval()``
     first, because the forecast does not change the mode of the model. The forecast does not include
@@ -134,8 +134,8 @@ def inference_table(
 ) -> InferenceTable:
     """Forecast the inference of a model in each way, side by side.
 
-    A low precision among `precisions` has two ways, autocast and cast; any other has one. If the
-    last precision is a low one, int8 and int4 follow from its cast.
+    A low precision among `precisions` has two ways, autocast and cast; any other precision has one.
+    If the last precision is a low precision, int8 and int4 are computed from its cast way.
 
     With `memory_bytes`, such as "24GiB", also find the largest batch that fits; `reserve` is the
     share of the memory, from 0 to 1, to leave free. With `tokens`, also forecast the KV cache for
@@ -364,7 +364,7 @@ class InferenceStep(TraceableStep):
 
 @dataclass(frozen=True)
 class TracedInference(TracedStep):
-    """What a forward pass allocated, and the tensors in its output that may be a KV cache."""
+    """The allocations of a forward pass, and the tensors in its output that may be a KV cache."""
 
     cached: tuple[CachedTensor, ...] = ()
 

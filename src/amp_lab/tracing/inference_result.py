@@ -45,7 +45,7 @@ class CacheForecast:
 class InferenceForecast(Printed):
     """The memory of one forward pass in bytes; made by `forecast_inference`.
 
-    Each part is what is in use at the peak. The parts add up to `peak`.
+    Each part is the memory in use at the peak. The parts add up to `peak`.
     """
 
     model: str
@@ -71,7 +71,7 @@ class InferenceForecast(Printed):
 
     @property
     def run(self) -> str:
-        """What this is a forecast of."""
+        """The run that is forecast, in words."""
         return f"one forward pass under inference_mode on {self.device_type}"
 
     @property
@@ -91,7 +91,7 @@ class InferenceForecast(Printed):
         return sum(self.parts.values())
 
     def with_smaller_weights(self, way: str, saved: int) -> "InferenceForecast":
-        """The forecast of a way that differs only in weights that take `saved` bytes less."""
+        """The forecast of a way that differs only in the weights, which take `saved` bytes less."""
         weights = self.weights - saved
         # The text on the largest tensor has its share of the peak, which is another one here.
         return replace(self, way=way, weights=weights, largest_at_peak="")
@@ -108,7 +108,7 @@ class InferenceForecast(Printed):
 
     @property
     def weights_and_cache(self) -> int | None:
-        """Bytes of the weights plus the KV cache for the tokens that were asked for, if any."""
+        """Bytes of the weights, plus the KV cache for the given number of tokens, if any."""
         if self.cache is None or self.cache.nbytes_asked is None:
             return None
         return self.weights + self.cache.nbytes_asked

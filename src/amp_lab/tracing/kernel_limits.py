@@ -1,8 +1,9 @@
 """Arguments that real kernels refuse and fake tensors accept: a table, each row with its source.
 
-`StrictFakeMode` looks up every op in it, so that X-ray, the memory forecast and `advise --for`
-raise where the device would. To add a limit, write a function that returns the error of a call, and
-add a row to `LIMITS`. Each limit needs a source, since a wrong one would refuse models that run.
+`StrictFakeMode` looks up every op in the table, so X-ray, the memory forecast and `advise --for`
+raise the error that the device would raise. To add a limit, write a function that returns the error
+of a call, and add a row to `LIMITS`. Each limit needs a source, since a wrong limit would refuse
+models that run.
 
 Checked elsewhere: sizes of `_scaled_mm` (FP8), which fake tensors check
 (`torch/_meta_registrations.py`, `_check_scaled_mm_sizes`); the LSTM of a CPU without AVX-512, which

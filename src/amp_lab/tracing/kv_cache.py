@@ -27,7 +27,7 @@ _OTHER_OUTPUT_NAME = re.compile(r"attention|hidden|logits|loss", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class CachedTensor:
-    """The size of a tensor in a model's output that is part of a cache, or may be."""
+    """The size of a tensor in a model's output that is, or may be, part of a cache."""
 
     path: tuple[str, ...]  # in the output: ("output", "past_key_values", "layers", "0", "keys")
     shape: tuple[int, ...]
@@ -46,15 +46,15 @@ class _Leaf(NamedTuple):
 
 
 def cached_tensors(output: object) -> tuple[CachedTensor, ...]:
-    """Return the tensors in a model's output that are part of a cache, or may be.
+    """Return the tensors in a model's output that are, or may be, part of a cache.
 
     - Inside a value with the name of a cache, such as transformers' `past_key_values`, all tensors
       of two or more dimensions.
     - Without such a name: pairs of a key and a value, and floating-point tensors of four or more
-      dimensions, except the first tensor of the output, and except those with a name such as
+      dimensions, except the first tensor of the output, and tensors with a name such as
       "attentions".
 
-    Tensors of one shape that are the same part of one storage count once.
+    If tensors with the same shape are the same part of a storage, they count once.
     """
     cached: dict[tuple, CachedTensor] = {}
     leaves = _leaves({"output": output}, path=(), is_named=False, seen_ids=set())
@@ -148,9 +148,9 @@ def token_count(call: ModelCall) -> int | None:
 
 
 def with_tokens(call: ModelCall, count: int) -> ModelCall:
-    """The call with `count` tokens in each sequence; as it is if no input has tokens.
+    """The call with `count` tokens in each sequence; unchanged if no input has tokens.
 
-    Resized are ids, embeddings, masks, positions and labels; their values are lost.
+    The function resizes ids, embeddings, masks, positions and labels, whose values are lost.
     """
     current_count = token_count(call)
 
@@ -213,10 +213,10 @@ def forecast_cache(
 
     `candidates` are the tensors that `cached_tensors` returned for a pass with `tokens` tokens in
     each of its `sequences` (both are counts; `tokens` is None if no input has tokens).
-    `trace_with_tokens` returns those of a pass with another number of tokens, and may raise
+    `trace_with_tokens` returns the tensors of a pass with another number of tokens, and may raise
     `TraceError`. The bytes of a token are the difference between two passes.
-    With `tokens_asked`, and if the cache grows, a third pass has that many tokens, since a sliding
-    window may have stopped growing before.
+    If the cache grows, a third pass has `tokens_asked` tokens, if given, since a sliding window may
+    stop growing before.
     """
     if not candidates:
         return None

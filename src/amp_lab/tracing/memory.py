@@ -43,7 +43,7 @@ def forecast_memory(
     fsdp_ranks: int = 1,
     **kwargs: Any,
 ) -> MemoryForecast:
-    """Forecast the memory of one training step on a device that need not be in this machine.
+    """Forecast the memory of one training step on any device, even one that this machine lacks.
 
     The step is ``loss_fn(model(*inputs, **kwargs)).backward(); optimizer.step()``, under autocast
     for fp16 and bf16. The forecast is for the second step and later steps: the optimizer already
@@ -63,8 +63,8 @@ def forecast_memory(
         precision: A `Precision`: "fp32", "tf32", "fp16" or "bf16".
         optimizer: A key of `OPTIMIZERS` in `amp_lab.core.optimizers`, such as "adam" or "sgd".
         loss_fn: A function that computes a loss of one number from the output. Give it if the loss
-            needs much memory, as the loss of a language model does. Without it, each floating-point
-            output gets a gradient of its own size.
+            needs much memory, as the loss of a language model does. Without a loss, each
+            floating-point output gets a gradient of the same size.
         fsdp_ranks: The number of FSDP2 ranks. The forecast is for each rank, with the blocks of
             `amp-lab train`.
         **kwargs: The keyword arguments of the call.
@@ -156,9 +156,10 @@ def compare_memory(
 ) -> MemoryTable:
     """Forecast a step in several precisions, side by side, with the largest batch that fits.
 
-    The forecasts are for `input_shape` as it is, whose first size is the batch; a model with
-    several inputs is given as to `largest_batch`. `options` are those of `memory_table`, among them
-    ``memory_bytes="24GiB"``, ``precisions=["fp32", "bf16"]`` and ``device_type="cuda"``.
+    The forecasts are for exactly `input_shape`, and its first size is the batch. For a model with
+    several inputs, give a sequence of shapes, as for `largest_batch`. `options` are the options of
+    `memory_table`, for example ``memory_bytes="24GiB"``, ``precisions=["fp32", "bf16"]`` and
+    ``device_type="cuda"``.
     """
     inputs = inputs_of_shapes(input_shape, input_dtype, batched=True)
     try:
@@ -186,9 +187,9 @@ def memory_table(
     """`compare_memory` for inputs of any structure, with a share of the memory kept free.
 
     `options` are the optimizer and fsdp_ranks of `forecast_memory`. The largest batch is computed
-    only if `memory_bytes` is given. tf32 needs as much as fp32. Where the memory is not a constant
-    plus a multiple of the batch, the table has the forecast of the batch of `call`, and no largest
-    batch. The rest is as for `forecast_memory`.
+    only if `memory_bytes` is given. tf32 needs as much memory as fp32. If the memory is not a
+    constant plus a multiple of the batch, the table has the forecast for the batch of `call`, and
+    no largest batch. All else is as in `forecast_memory`.
     """
     total, limit = memory_and_limit(memory_bytes, reserve)
     precisions = list(precisions)  # an iterator could be read only once

@@ -1,4 +1,4 @@
-"""Advice for a training step that does not fit into memory, with the bytes that each one saves."""
+"""Advice for a training step that does not fit into memory, with the bytes that it saves."""
 
 from collections.abc import Callable, Iterator
 
@@ -45,8 +45,8 @@ def ways_out(
 ) -> Iterator[str]:
     """Sentences on how to make a step smaller, if it does not fit in any precision of the table.
 
-    `with_optimizer` returns the forecast in a precision of the table with another optimizer; None
-    if there is none. Yields nothing if the step fits, or no memory was given.
+    `with_optimizer` returns the forecast in a precision of the table with another optimizer, or
+    None. Yields nothing if the step fits, or if no memory was given.
     """
     spare = table.spare
     if table.memory_bytes is None or max(spare.values()) >= 0:

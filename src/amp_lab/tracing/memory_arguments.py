@@ -1,4 +1,4 @@
-"""What a memory forecast is asked: how much memory there is, and which shapes the inputs have."""
+"""The arguments of a memory forecast: the size of the memory, and the shapes of the inputs."""
 
 import re
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ for _power, _letter in enumerate("kmgt", start=1):
 def memory_and_limit(
     memory_bytes: int | str | None, reserve: float
 ) -> tuple[int, int] | tuple[None, None]:
-    """All bytes of a memory, and how many are left without `reserve`, a share of it from 0 to 1.
+    """The bytes of a memory, and the bytes without `reserve`, a share of the memory from 0 to 1.
 
-    Both are None if `memory_bytes` is.
+    Both are None if `memory_bytes` is None.
     """
     if memory_bytes is None:
         return None, None
@@ -34,8 +34,8 @@ def memory_and_limit(
 def parse_bytes(text: str | int) -> int:
     """The number of bytes in ``"24GiB"`` (24 x 2^30), ``"24 GB"`` (24 x 10^9) or ``"25769803776"``.
 
-    Raises `TraceError` for anything else, for a bare ``"24G"`` (it does not say which of the two it
-    means), less than one byte or more than 2^62, and less than 1 MiB in a text without a unit.
+    Raises `TraceError` for any other text, for a bare ``"24G"``, which may mean GiB or GB, for less
+    than one byte or more than 2^62 bytes, and for less than 1 MiB in a text without a unit.
     """
     if isinstance(text, str) and text.strip().isdecimal() and int(text) < 2**20:
         raise TraceError(f"memory {text!r} would be {text} bytes: give a unit, as {text}GiB")
@@ -65,8 +65,9 @@ def _count_of_bytes(text: str) -> Fraction | None:
 def inputs_of_shapes(input_shape: Shapes, input_dtype: Dtypes, *, batched: bool) -> tuple:
     """Inputs of these shapes and dtypes, on ``meta``.
 
-    If `batched`, the first size of each shape is the batch. Else every shape gets a batch of 1 in
-    front, unless all have 1 there. Raises `TraceError` for inputs that do not go together.
+    If `batched`, the first size of each shape is the batch. Otherwise, every shape gets a batch of
+    1 in front, except if all shapes already begin with 1. Raises `TraceError` for shapes and dtypes
+    that do not match.
     """
     shapes = _checked_shapes(input_shape)
     if isinstance(input_dtype, torch.dtype):

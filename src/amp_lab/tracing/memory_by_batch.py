@@ -1,6 +1,6 @@
-"""How the memory of a step grows with the batch, and which batch is the largest that fits.
+"""The growth of a step's memory with the batch, and the largest batch that fits.
 
-It is the same for the step of training (`memory`) and that of inference (`inference_memory`).
+Both training (`memory`) and inference (`inference_memory`) use this module.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ class MemoryByBatch:
     """The memory of a step as a function of the batch, from two traces; a third has to agree.
 
     `largest` is the largest batch within `limit` bytes, and 0 if none fits or there is no limit.
-    `earlier` is the same step in other precisions: if the trace of one batch equals that of one of
-    them, its function is taken, and no other batch is traced. Raises `TraceError` if the memory is
-    not linear in the batch.
+    `earlier` is the same step in other precisions: if the trace of one batch equals a trace in
+    another precision, the function for that precision is used, and no other batch is traced. Raises
+    `TraceError` if the memory is not linear in the batch.
     """
 
     # Batches to trace: not 1, with which some ops and layers do something else.
@@ -89,7 +89,7 @@ class MemoryByBatch:
         return resized.forecast()
 
     def largest_within(self, limit: int) -> int:
-        """The largest batch whose peak is at most `limit` bytes; 0 if none is."""
+        """The largest batch with a peak of at most `limit` bytes; 0 if no batch fits."""
         too_large = 1  # once the loop has ended
         while self.forecast(too_large).peak <= limit:
             too_large *= 2
@@ -102,8 +102,8 @@ class MemoryByBatch:
 def errors_naming_inputs(model: nn.Module, inputs: str) -> Iterator[None]:
     """The block in which a model gets inputs that the user did not give, as ``a batch of 7``.
 
-    Errors of the model become a `TraceError` that names these inputs, and so does a `TraceError`.
-    Other errors of this package stay as they are.
+    Errors of the model, and a `TraceError`, become a `TraceError` that names these inputs. Other
+    errors of this package stay as they are.
     """
     try:
         yield
@@ -120,7 +120,7 @@ def errors_naming_inputs(model: nn.Module, inputs: str) -> Iterator[None]:
 
 @dataclasses.dataclass
 class Forecasts:
-    """The forecasts of several steps, and what is known besides, by the column of the step."""
+    """The forecasts of several steps, with further facts, by the column of the step."""
 
     forecasts: list[Any] = dataclasses.field(default_factory=list)  # for the batch that was given
     errors: dict[str, TraceError] = dataclasses.field(default_factory=dict)  # of those without one
@@ -141,8 +141,9 @@ class Forecasts:
 def forecast_each(steps: Iterable[StepT], add: Callable[[Forecasts, StepT], None]) -> Forecasts:
     """Call `add` for each step, which adds a forecast; collect the errors of those that fail.
 
-    Raises the first error if all steps fail, or the one in fp32, which is one of the model or its
-    inputs. If a step needs values, `answered` repeats all of them with those of a real run.
+    If all steps fail, the function raises the first error. If the step in fp32 fails, it raises
+    that error, because the model or its inputs are the cause. If a step needs values, `answered`
+    repeats all steps with the values of a real run.
     """
     found = Forecasts()
     for step in steps:

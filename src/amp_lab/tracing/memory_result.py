@@ -1,4 +1,4 @@
-"""What the memory forecasts return: one or several, as text, as a table, as JSON, as a figure."""
+"""The results of memory forecasts, one or several: as text, as a table, as JSON, as a figure."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ class ForecastTable(Printed):
     """Forecasts for one model side by side, a column each.
 
     A forecast has `column`, its heading, such as "bf16"; `parts`, the bytes in each row; `peak` in
-    bytes; and `run`, what it is a forecast of.
+    bytes; and `run`, a description of the step.
     """
 
     forecasts: tuple[Any, ...]
@@ -29,7 +29,7 @@ class ForecastTable(Printed):
 
     @property
     def spare(self) -> dict[str, int]:
-        """By column, the bytes of usable memory that are left free; negative if it needs more.
+        """By column, the bytes of usable memory that stay free; negative if a step needs more.
 
         The reserve is not usable. Without `memory_bytes` the values have no meaning.
         """
@@ -137,9 +137,9 @@ class MemoryForecast(Printed):
     gradients: int  # of all parameters, each in its dtype, before the optimizer's step
     optimizer: int  # state that the optimizer keeps from step to step
     activations: int
-    """Saved activations: what autograd keeps at the end of the forward pass for the backward pass,
-    including the inputs that it needs. Each storage counts once. Parameters and their casts do not
-    count."""
+    """Saved activations: the tensors that autograd keeps at the end of the forward pass for the
+    backward pass, including the inputs that it needs. Each storage counts once. Parameters and
+    their casts do not count."""
     cast_cache: int  # copies of weights in low precision, which autocast keeps until its block ends
     cast_kept: int  # bytes of `cast_cache` that autograd keeps after the block
     phases: dict[str, int]  # the most in use at one time in "forward", "backward" and "optimizer"
@@ -147,7 +147,7 @@ class MemoryForecast(Printed):
     caveats: tuple[str, ...] = ()  # sentences on what may make the forecast wrong
     fsdp_ranks: int = 1  # number of FSDP2 ranks; the forecast is for each rank
     largest_at_peak: str = field(default="", compare=False)
-    """The largest activation or temporary at the peak, in words; "" if that is small."""
+    """The largest activation or temporary at the peak, in words; "" if it is small."""
 
     @property
     def peak(self) -> int:
@@ -262,7 +262,7 @@ def bytes_row(label: str, counts: Iterable[int | None], unit: int) -> list[str]:
 
 
 def columns_by_text(texts: dict[str, str]) -> dict[str, str]:
-    """For each different text, the columns that have it, joined: ``fp32, bf16 cast``.
+    """For each different text, the columns with this text, joined: ``fp32, bf16 cast``.
 
     `texts` has the text of each column.
     """

@@ -1,4 +1,4 @@
-"""Build a model on ``meta``, where it takes no memory, if a trace needs no values of it."""
+"""Build a model on ``meta``, where it takes no memory, if a trace does not need its values."""
 
 import gc
 import importlib.machinery
@@ -23,15 +23,15 @@ _FACTORIES_OF_VALUES = (torch.tensor, torch.as_tensor, torch.randint)
 def build_on_meta(factory: Callable[[], Any], model_and_inputs: Callable[[Any], tuple]) -> Any:
     """Call `factory` with ``meta`` as the default device; return its result, or None.
 
-    For a trace, weights without values are as good as weights with values, and take no time to
-    make. Returns None if values may be needed after all:
+    A trace does not need the values of weights, and weights without values take no time to create.
+    Returns None if values may be needed after all:
 
     - The factory raises, for example because it reads values.
-    - A tensor besides the weights, buffers and inputs is on ``meta`` too, such as a table in an
-      attribute or a closure. The model may read its values when it is called.
+    - Another tensor than the weights, buffers and inputs is also on ``meta``, such as a table in an
+      attribute or a closure. The model may read its values during a call.
 
-    `model_and_inputs` extracts (model, inputs) from the result of the factory. A result whose model
-    is no `nn.Module`, or has lazy weights, is returned for the caller to refuse.
+    `model_and_inputs` extracts (model, inputs) from the result of the factory. If the model is not
+    an `nn.Module`, or has lazy weights, the result is returned, and the caller has to refuse it.
     """
     watch = _TensorWatch()
     try:

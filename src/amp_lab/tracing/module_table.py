@@ -78,7 +78,7 @@ def _dtypes_text(outputs_of_calls: tuple[Outputs, ...]) -> str:
 def module_rows(model: nn.Module, calls: ModuleCalls) -> list[ModuleRow]:
     """A row for each module, in the order of `named_modules`; a shared module has one row.
 
-    `calls` are those that hooks counted in a forward pass.
+    `calls` are the calls that hooks counted in a forward pass.
     """
     names: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
@@ -157,8 +157,8 @@ class ModuleTable(Printed):
     ) -> "ModuleTable":
         """Make the table of the rows down to `depth`; raises `OptionError` for a wrong depth.
 
-        `flops` are those of the forward pass and the loss; `facts` are sentences to print below the
-        table, besides its own.
+        `flops` counts the forward pass and the loss. `facts` are further sentences to print below
+        the table.
         """
         if depth is not None:
             if not isinstance(depth, int) or depth < 1:
@@ -169,12 +169,12 @@ class ModuleTable(Printed):
 
     @property
     def parameters(self) -> int:
-        """Numbers in the parameters of the model; tied ones count once."""
+        """The number of values in the parameters of the model; tied parameters count once."""
         return self.rows[0].parameters
 
     @property
     def trainable(self) -> int:
-        """The numbers in `parameters` that require a gradient."""
+        """The number of these values that require a gradient."""
         return self.parameters - self.rows[0].frozen
 
     def _contents(self) -> dict[str, Any]:

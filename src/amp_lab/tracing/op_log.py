@@ -1,4 +1,4 @@
-"""What a trace writes down: a row for each op, and each cast that autocast inserted."""
+"""The log of a trace: a row for each op, and each cast that autocast inserted."""
 
 import torch
 
@@ -11,7 +11,7 @@ _INTEGERS = {torch.int16, torch.int32, torch.int64}
 
 
 class OpLog:
-    """The rows and the casts of a trace, and which op each cast tensor comes from."""
+    """The rows and the casts of a trace, and the op that made each cast tensor."""
 
     def __init__(self, device_type: str):
         self._backend = backend(device_type)
@@ -25,7 +25,7 @@ class OpLog:
         self._pending: list[Cast] = []  # casts of the inputs of the op that comes next
 
     def end_call(self) -> None:
-        """Forget casts that no op has followed: those of a call do not count for the next one."""
+        """Forget casts without a following op: casts of a call do not count for the next call."""
         self._pending = []
 
     def add_row(
@@ -33,8 +33,8 @@ class OpLog:
     ) -> None:
         """Add a row for an op, or for a call that is one row as a whole.
 
-        `ins` and `outs` are the tensors that it got and returned. The dtypes of a call's arguments
-        are those before autocast's casts.
+        `ins` and `outs` are the inputs and outputs. For a call, the inputs have their dtypes from
+        before autocast's casts.
         """
         row = OpRecord(
             module=module,

@@ -98,7 +98,7 @@ _BY_OP: dict[str, dict[str, Any]] = {
 
 
 class Sizes(NamedTuple):
-    """Shapes for the tensor arguments of an op that are in none of the tables above."""
+    """Shapes for the tensor arguments of an op that the tables above do not list."""
 
     shapes: Iterable[tuple[int, ...]]  # in the order of the arguments
     with_indices: bool = False  # whether tensors named in `_MAYBE_INDICES` get integers
@@ -107,8 +107,8 @@ class Sizes(NamedTuple):
 def sizes_to_try(op: OpOverload) -> Iterator[Sizes]:
     """Yield shapes that the op may take, to be tried one after the other.
 
-    First all tensors have the same number of dimensions, then their numbers differ. If a tensor has
-    one of the names in `_MAYBE_INDICES`, the same shapes follow with integers for it.
+    First all tensors have the same number of dimensions, then different numbers. If a tensor has a
+    name in `_MAYBE_INDICES`, the same shapes follow with integers for this tensor.
     """
     names = [argument.name for argument in op._schema.arguments if _needs_shape(op, argument)]
     # Most ops take two dimensions, so those come first. A fourth tensor is like the third.

@@ -1,8 +1,8 @@
-"""The op table of autocast: which policy each op has on a backend, and what a call returns.
+"""The op table of autocast: the policy of each op on a backend, and the dtype that a call returns.
 
 The policies are observed, not copied from torch. The dispatcher lists the ops for which autocast
-has a kernel on a backend. A call of the op is then caught between that kernel and the op itself:
-the dtypes that arrive there show the policy.
+has a kernel on a backend. This module then intercepts a call of the op between the autocast kernel
+and the op. The dtypes that arrive there show the policy.
 """
 
 import dataclasses
@@ -199,8 +199,8 @@ def _ops_with_kernel(device_type: str) -> Iterator[tuple[str, OpOverload]]:
 def policies(op: str, device_type: str, dtype: torch.dtype) -> set[str]:
     """The policies of an op's overloads on a backend; empty if autocast leaves the op alone.
 
-    `op` is without "aten::" and without an overload, `dtype` what autocast lowers to. Only this op
-    is tried, so this takes some milliseconds, where `op_table` takes seconds.
+    `op` is the name without "aten::" and without an overload; `dtype` is the dtype that autocast
+    lowers to. Only this op is called, so this takes milliseconds, while `op_table` takes seconds.
 
     Raises `DeviceError` for an unknown device type.
     """

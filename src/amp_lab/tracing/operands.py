@@ -1,4 +1,4 @@
-"""Ops whose operands differ in dtype: where each operand comes from, and what to do about it."""
+"""Ops with operands of different dtypes: the source of each operand, and the remedies."""
 
 import re
 import traceback
@@ -84,7 +84,7 @@ _PACKAGE_FOLDER = Path(__file__).parent.parent
 
 
 class SourceKind(Enum):
-    """The kinds of places that the values of a tensor come from."""
+    """The kinds of sources of a tensor's values."""
 
     INPUT = "input"
     OWN = "own"  # a parameter, a buffer or an attribute of the model
@@ -96,7 +96,7 @@ _REMEDIES = {SourceKind.INPUT: _INPUT, SourceKind.OWN: _OWN, SourceKind.COMPUTED
 
 @dataclass(frozen=True)
 class Source:
-    """Where the values of a tensor come from."""
+    """The source of a tensor's values."""
 
     kind: SourceKind
     text: str  # such as ``input 0``, ``buffer table``, ``the output of float in 'up'``
@@ -114,7 +114,7 @@ class Operand:
 
 
 class Sources:
-    """Follows where tensors in fp32 come from, through the ops that compute with them."""
+    """Follows the sources of tensors in fp32, through the ops that compute with them."""
 
     def __init__(self) -> None:
         # Both by the key of a tensor's storage.
@@ -122,7 +122,7 @@ class Sources:
         self._computed: dict[int, Source] = {}  # results of ops, in fp32 alone
 
     def name(self, tensor: torch.Tensor, kind: SourceKind, text: str) -> None:
-        """Set the source of a tensor that is there before the model runs, unless it has one."""
+        """Set the source of a tensor that exists before the run, if it has no source yet."""
         self._named.setdefault(tensor_key(tensor), Source(kind, text))
 
     def name_attributes(self, model: nn.Module) -> None:
@@ -135,7 +135,7 @@ class Sources:
                     self.name(value, SourceKind.OWN, text)
 
     def note_op(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], text: str) -> None:
-        """Note the source of an op's fp32 outputs: that of its first input in fp32, or the op.
+        """Note the source of an op's fp32 outputs: the source of its first fp32 input, or the op.
 
         `text` describes the outputs, as ``output of float in 'up'``.
         """
@@ -154,7 +154,7 @@ class Sources:
                 self._computed.pop(key, None)
 
     def source_of(self, tensor: torch.Tensor) -> Source:
-        """Where a tensor comes from; one that no op made counts as made by the model's code."""
+        """The source of a tensor; if no op made the tensor, the source is the model's code."""
         key = tensor_key(tensor)
         return self._named.get(key) or self._computed.get(key) or _UNKNOWN_SOURCE
 
@@ -165,7 +165,7 @@ class Sources:
 
 
 def low_operand(operands: tuple[Operand, ...]) -> Operand | None:
-    """The first operand in 16 bits, if another one is in fp32; else None."""
+    """The first operand in 16 bits, if another operand is in fp32; else None."""
     if not any(operand.dtype is torch.float32 for operand in operands):
         return None
     return next((operand for operand in operands if operand.dtype in LOWER_DTYPES), None)
@@ -174,11 +174,11 @@ def low_operand(operands: tuple[Operand, ...]) -> Operand | None:
 def remedy_for_mixed(
     error: Exception, op: str, operands: tuple[Operand, ...], has_low_weights: bool
 ) -> str:
-    """What to do about an op that got fp32 and 16 bits; "" for other errors and an unsure cause.
+    """The remedy for an op that got fp32 and 16 bits; "" for other errors and an unsure cause.
 
     `op` is the name of the op and `operands` are its arguments. `has_low_weights` says whether the
     model has weights in 16 bits: if not, only a buffer or an attribute of the model is sure to be
-    the cause. What to cast for a write and for a matmul in place is in `remedies_for_writes`.
+    the cause. `remedies_for_writes` has the casts for a write and for a matmul in place.
     """
     low = low_operand(operands)
     if low is None or "type" not in str(error):  # torch says "dtype" or "scalar type"
@@ -251,9 +251,9 @@ def is_write(error: Exception) -> bool:
 
 
 def remedies_for_writes(error: Exception, op: str, device_type: str) -> list[str]:
-    """What to do about a write of another dtype, or a matmul in place or into ``out=``.
+    """The remedies for a write of another dtype, or a matmul in place or into ``out=``.
 
-    `op` is the one that failed, or "" if that is not known. The list is empty for other errors.
+    `op` is the op that failed, or "" if the op is unknown. The list is empty for other errors.
     """
     code_line = user_line(error)
     where = f" at {code_line}" if code_line else ""

@@ -1,4 +1,4 @@
-"""What tracers ask of an op: whether it computes anything, its autocast rule and its FLOPs."""
+"""The facts about an op that tracers need: does it compute values, its autocast rule, its FLOPs."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -31,10 +31,10 @@ def has_autocast_rule(name: str, device_type: str) -> bool:
 
 
 def flops(func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
-    """Multiplications plus additions of a call, if of a matmul, convolution or attention.
+    """Multiplications plus additions of a call of a matmul, convolution or attention.
 
-    0 for any other op. `out` is what the call returned. Attention counts in full, although a causal
-    kernel may leave out up to half of it.
+    0 for any other op. `out` is the result of the call. Attention counts in full, although a causal
+    kernel may leave out up to half of the work.
     """
     packet = func._overloadpacket
     own_formula = FLOP_FORMULAS.get(packet) or _FLOPS_BY_NAME.get(func._schema.name)
@@ -48,7 +48,7 @@ def flops(func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> in
 
 
 def has_unknown_work(func: OpOverload, outs: Sequence[torch.Tensor]) -> bool:
-    """Whether an op is none of torch's, computes numbers, and has no formula for its FLOPs.
+    """Whether an op is a custom op that computes numbers, and has no formula for its FLOPs.
 
     `outs` are its results. Ops that return integers alone, such as indices, multiply nothing.
     """

@@ -1,4 +1,4 @@
-"""Run a model once for real on the CPU, and record each decision that it takes on values."""
+"""Run a model once on the CPU, with values, and record each decision that depends on values."""
 
 import enum
 import functools
@@ -76,14 +76,14 @@ def decisions_of(
     passes: Passes = Passes.OWN_BACKWARD,
     unmarked: frozenset[OpOverload] = frozenset(),
 ) -> Decisions:
-    """Run a model and its loss on the CPU in fp32, and return the decisions taken on values.
+    """Run a model and its loss on the CPU in fp32, and return the decisions that depend on values.
 
-    It makes these passes, without autocast: a backward pass may ask for values too. No
-    optimizer runs, since a forecast takes its bytes from the shapes of the parameters alone.
+    The run makes `passes`, without autocast: a backward pass may need values too. No optimizer
+    runs, because a forecast needs only the shapes of the parameters for its bytes.
 
-    The model runs on copies of its weights, buffers and inputs, those in 16 bits widened to fp32.
-    Afterwards its attributes and every generator of random numbers are as before. `unmarked` are
-    ops whose results count as decisions although torch does not mark them.
+    The model runs on copies of its weights, buffers and inputs; 16-bit tensors are widened to fp32.
+    Afterwards, the attributes of the model and every random number generator are as before.
+    `unmarked` are ops that count as decisions, although torch does not mark them.
 
     Raises `NotAnswered` if a tensor has no values, the run fails, it would take more than
     `SHARE_OF_MEMORY` of the free memory, or it takes longer than `LIMIT_S`.

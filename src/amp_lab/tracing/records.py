@@ -1,4 +1,4 @@
-"""What an X-ray notes while a model runs: a record for each op and for each cast."""
+"""The records of an X-ray: one for each op and one for each cast."""
 
 import math
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ RNN_LAYERS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}  # functions of torch, each
 
 @dataclass(frozen=True)
 class OpRecord:
-    """One op that computed something, with the tensors that it got below autograd and autocast.
+    """One op that computed values, with the tensors that it got below autograd and autocast.
 
     Views have no record. The casts that autocast inserted are in `Xray.casts`. Attention, norms and
     recurrent layers are one record each, since their kernels depend on the GPU.
@@ -46,8 +46,8 @@ class OpRecord:
     def dtype(self) -> torch.dtype | None:
         """The dtype that the op computed in; None if it has only integers.
 
-        It is `product_dtype`, or else the wider one of the first input and output that are no
-        integers. A complex number counts as its two parts: complex64 as fp32.
+        The dtype is `product_dtype`, or else the wider dtype of the first input and the first
+        output that are not integers. A complex number counts as its two parts: complex64 as fp32.
         """
         if self.product_dtype is not None:
             return self.product_dtype
@@ -81,7 +81,7 @@ class Cast:
 
     @property
     def is_of_parameter(self) -> bool:
-        """Whether a parameter was cast, or any view of one, such as a slice."""
+        """Whether a parameter was cast, or any view of a parameter, such as a slice."""
         return self.what.startswith("parameter ")
 
 

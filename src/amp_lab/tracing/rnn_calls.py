@@ -1,4 +1,4 @@
-"""A call of a recurrent layer: how it runs on fake tensors, and how much work it is."""
+"""A call of a recurrent layer: its run on fake tensors, and its FLOPs."""
 
 import math
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from amp_lab.tracing.torch_call import TorchCall
 
 
 def run_first_step(call: TorchCall, func: Callable, args: tuple, device_type: str) -> Any:
-    """Run a recurrent layer over its first step alone, since the others run the same ops.
+    """Run a recurrent layer only over its first step, since the other steps run the same ops.
 
-    A packed sequence is run in full. First sets `call.autocast_dtype` to the dtype to which
-    autocast casts on this backend, and returns what `func` returns for all steps.
+    A packed sequence is run in full. The function first sets `call.autocast_dtype` to the dtype to
+    which autocast casts on this backend. It returns the result of `func` for all steps.
     """
     traced_backend = backend(device_type)
     if call.name in traced_backend.rnns_without_rule:
@@ -43,8 +43,8 @@ def run_first_step(call: TorchCall, func: Callable, args: tuple, device_type: st
 def rnn_flops(ins: list[torch.Tensor], names: dict[int, str]) -> int:
     """FLOPs of a recurrent layer: in each step each weight is multiplied once for each item.
 
-    `ins` are the tensors that it gets: the input first, then states and weights. `names` are those
-    of `OpLog`.
+    `ins` are the tensors that the layer gets: the input first, then states and weights. `names` are
+    the names in `OpLog`.
     """
     weights = 0
     for tensor in ins[1:]:

@@ -1,4 +1,4 @@
-"""Hooks of a model that tell which module's code is running, and what each module returns."""
+"""Hooks of a model that record which module is running, and the outputs of each module."""
 
 import functools
 from collections import Counter, defaultdict
@@ -46,7 +46,7 @@ def _hooks(
 
 
 class ModuleCalls:
-    """Counts the calls of each module, and keeps the dtypes and shapes that they return."""
+    """Counts the calls of each module, and records the dtypes and shapes of their outputs."""
 
     def __init__(self) -> None:
         # Both by the name of a module.
@@ -69,7 +69,7 @@ class ModuleCalls:
 
 
 class RunningModule:
-    """Knows the module whose code is running, from hooks of a model."""
+    """Tracks the module that is running, with hooks of a model."""
 
     def __init__(self) -> None:
         self._names = [""]  # of the modules that are running, the innermost last; "": none is
@@ -81,7 +81,7 @@ class RunningModule:
 
     @property
     def name_or_loss(self) -> str:
-        """The same, but `LOSS` if no module is running."""
+        """The name as in `name`, but `LOSS` if no module is running."""
         return self.name if len(self._names) > 1 else LOSS
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""A training step on one of the ranks of FSDP2: torch's own code, on fake tensors."""
+"""A training step on one of the ranks of FSDP2: the code of torch, on fake tensors."""
 
 import copy
 import dataclasses
@@ -24,10 +24,10 @@ from amp_lab.tracing.training_step import TrainingStep, checked_result
 def trace_sharded(
     step: TrainingStep, call: ModelCall, replay: Replay
 ) -> tuple[list[torch.Tensor], StorageTrace]:
-    """Run two steps; return the shards with a gradient, and what the second step allocates.
+    """Run two steps; return the shards with a gradient, and the allocations of the second step.
 
-    The shards are this rank's, of each parameter that got a gradient. The first step makes buffers
-    that FSDP2 uses again. Both steps take the decisions that `replay` has from a real run.
+    The shards are this rank's shards of each parameter with a gradient. The first step allocates
+    buffers that FSDP2 uses again. Both steps use the decisions of a real run in `replay`.
     """
     with group_of(step.ranks):
         model = sharded(step.run.model, step.run.parameters | step.run.buffers, step.precision)
@@ -70,10 +70,10 @@ def sharded(
     precision: Precision,
     reduce_dtype: str = "fp32",
 ) -> nn.Module:
-    """A copy of the model, sharded as `train` shards it, with fake tensors.
+    """A copy of the model, sharded as in `train`, with fake tensors.
 
     `tensors` has a fake tensor for each parameter and buffer, by name. `reduce_dtype` is the short
-    name of the dtype in which gradients are summed. Needs a process group, as `group_of` makes.
+    name of the dtype in which gradients are summed. Needs a process group, as from `group_of`.
     """
     # New fakes for each trace: FSDP2 frees a parameter once it is cut into shards.
     fakes = {}

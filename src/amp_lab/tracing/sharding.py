@@ -37,8 +37,8 @@ def xray_sharding(
 ) -> ShardingXray:
     """Show in which dtype FSDP2 or DDP stores, gathers, computes and sums each parameter.
 
-    A model that is already in DDP or sharded by `fully_shard` is read as it is and not changed. Any
-    other model is treated as `amp-lab train` would treat it. No other process is started.
+    A model that is already in DDP or sharded by `fully_shard` is not changed. Any other model is
+    wrapped or sharded as in `amp-lab train`. No other process is started.
 
     Args:
         model: The model: sharded by `fully_shard`, in DistributedDataParallel, or neither.

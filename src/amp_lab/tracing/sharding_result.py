@@ -1,7 +1,8 @@
-"""The result of `xray_sharding`: a table of dtypes, and what to look at.
+"""The result of `xray_sharding`: a table of dtypes, and advice.
 
-A rule is a function that yields sentences on what it finds, or none: to add a rule, write it and
-add it to `RULES`. Its docstring says which parameters, buffers or units it looks for.
+A rule is a function that yields sentences on its findings, or no sentence. To add a rule, write the
+function and add it to `RULES`. Its docstring describes the parameters, buffers or units that it
+looks for.
 """
 
 import posixpath
@@ -83,7 +84,7 @@ _INPUTS = remedy(
 
 @dataclass(frozen=True)
 class ShardedParameter:
-    """A parameter, and the dtypes that it goes through in a training step."""
+    """A parameter, and its dtypes in a training step."""
 
     name: str
     unit: str | None  # the name of its unit; None: it is in none
@@ -153,11 +154,11 @@ class ShardingXray(Printed):
         return self.kind == "FSDP2"
 
     def unit(self, name: str | None) -> Unit | None:
-        """The unit of this name; None if there is none."""
+        """The unit with this name; None if there is no such unit."""
         return next((unit for unit in self.units if unit.name == name), None)
 
     def parameters_in(self, unit: str | None) -> list[ShardedParameter]:
-        """The parameters in the unit of this name; for None, those that are in no unit."""
+        """The parameters in the unit with this name; for None, the parameters in no unit."""
         return [p for p in self.parameters if p.unit == unit]
 
     def _table(self) -> Table:

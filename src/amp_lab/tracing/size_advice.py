@@ -1,4 +1,4 @@
-"""Which sizes of matmuls and convolutions do not fill the tiles of matrix units?
+"""Find sizes of matmuls and convolutions that do not fill the tiles of matrix units.
 
 `advice` says how to add a rule.
 """

@@ -1,4 +1,4 @@
-"""What a training step and a forward pass share: a model on a fake device, and how it is traced."""
+"""Shared by training steps and forward passes: a model on a fake device, and its trace."""
 
 import dataclasses
 import gc
@@ -40,10 +40,10 @@ _Result = TypeVar("_Result")
 def steps_on(
     model: nn.Module, device_type: str, precisions: Iterable[Precision | str]
 ) -> Iterator[tuple[ModelRun, list[Precision]]]:
-    """The block in which a model can be traced; it gives the model and the checked precisions.
+    """The block in which a model can be traced; yields the model and the checked precisions.
 
-    Raises `TraceError` for what is no model, and for no precision or an unknown one; `DeviceError`
-    for an unknown device type.
+    Raises `TraceError` if `model` is not a model, or for a missing or unknown precision;
+    `DeviceError` for an unknown device type.
     """
     names = list(precisions)
     if not names:
@@ -59,7 +59,7 @@ def steps_on(
 
 @dataclass(frozen=True)
 class TraceableStep:
-    """A training step or a forward pass without its inputs; its subclasses say what runs."""
+    """A training step or a forward pass without its inputs; the subclasses define the step."""
 
     run: ModelRun  # the model on its fake device; the inputs in it are not used
     device_type: str
@@ -78,8 +78,8 @@ class TraceableStep:
     def trace(self, call: ModelCall, decisions: Decisions | None = None) -> Any:
         """Run the step once, with the fake inputs of `call`; return its `TracedStep`.
 
-        `decisions` are those of a real run on such inputs, if the course of the model depends on
-        values. Raises `TraceError` for a step that fails or that no trace can follow.
+        `decisions` are the decisions of a real run on such inputs, if branches of the model depend
+        on values. Raises `TraceError` for a step that fails or that no trace can follow.
         """
         shapes = call.shapes
 

@@ -1,4 +1,4 @@
-"""When each storage is allocated and freed while ops run on a device."""
+"""Record when each storage is allocated and freed while ops run on a device."""
 
 import functools
 import itertools
@@ -103,9 +103,9 @@ class Maker(NamedTuple):
 
 
 class StorageLedger(TorchDispatchMode):
-    """The mode in which each storage on a device is noted when it is made and when it ends.
+    """A mode that records when each storage on a device is allocated and freed.
 
-    `kinds` has tensors that are there from the beginning, by their kind, such as "weights".
+    `kinds` has the tensors that exist at the beginning, by their kind, such as "weights".
     """
 
     def __init__(self, device_type: str, **kinds: Iterable[torch.Tensor]):
@@ -130,8 +130,8 @@ class StorageLedger(TorchDispatchMode):
     def naming_modules(self, model: nn.Module) -> Iterator[None]:
         """The block in which the ledger knows which module of `model` runs.
 
-        The hooks are torch's global ones: a module with hooks of its own may take another course,
-        such as `nn.TransformerEncoderLayer` without its fast path.
+        The hooks are torch's global hooks, because hooks on a module may change its behaviour: with
+        hooks, `nn.TransformerEncoderLayer` does not use its fast path.
         """
         names = {module: name for name, module in model.named_modules()}
         running = self._running = [LOSS]  # an op that runs outside of all modules is the loss's
@@ -229,8 +229,8 @@ class StorageLedger(TorchDispatchMode):
     def seeing_resizes(self) -> Iterator[None]:
         """The block in which resizing a storage counts as freeing it and making a new one.
 
-        FSDP2 frees and allocates gathered weights by resizing. If autograd saves them, they do not
-        count as activations.
+        FSDP2 frees and allocates gathered weights by resizing. If autograd saves gathered weights,
+        they do not count as activations.
         """
         resize = torch.UntypedStorage.resize_
 
@@ -261,7 +261,7 @@ class StorageLedger(TorchDispatchMode):
         return numbers
 
     def set_kind(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Set the kind of the storages of these tensors, except those that have one already."""
+        """Set the kind of the storages of these tensors; a storage with a kind keeps it."""
         for tensor in tensors:
             for number in self._numbers_of(tensor):
                 self._kinds.setdefault(number, kind)
@@ -282,14 +282,14 @@ class StorageLedger(TorchDispatchMode):
         return torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
 
     def mark(self, name: str) -> None:
-        """Give the present moment a name, which the trace will have in `marks`."""
+        """Give the present moment a name, which is then in the `marks` of the trace."""
         self._marks[name] = len(self._log)
 
     def trace(self, activations_at: str | None = None) -> "StorageTrace":
         """The trace up to the last mark.
 
-        Storages that autograd has saved, and that live at the mark `activations_at`, are
-        activations.
+        A storage is an activation if autograd has saved it and it exists at the mark
+        `activations_at`.
         """
         self._watches.clear()  # storages that end from here on are no longer noted
         log = np.array(self._ordered_events(), np.int64)
@@ -346,7 +346,7 @@ def _alive(log: np.ndarray, storages: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class StorageTrace:
-    """When storages were made and freed, as arrays; made by `StorageLedger.trace`."""
+    """The allocations and frees of storages, as arrays; made by `StorageLedger.trace`."""
 
     sizes: np.ndarray  # (storages,) bytes
     kinds: np.ndarray  # (storages,) index into KINDS
@@ -357,13 +357,13 @@ class StorageTrace:
 
     @property
     def caveat(self) -> str:
-        """A sentence on ops whose kernels may take memory that nobody sees; "" without any."""
+        """A sentence on ops with kernels that may take hidden memory; "" without such ops."""
         if not self.own_ops:
             return ""
         return f"Of {listed(self.own_ops, 3)} only results count, not what the kernel allocates."
 
     def equals(self, other: "StorageTrace") -> bool:
-        """Whether two traces have the same storages and events, whatever made the storages."""
+        """Whether two traces have the same storages and events; the makers may differ."""
         return (
             self.marks == other.marks
             and np.array_equal(self.log, other.log)
@@ -389,8 +389,9 @@ class StorageTrace:
     def largest(self, events: int, peak: int) -> str:
         """The largest activation or temporary in use after the first `events` of the log.
 
-        Such as ``the result of addmm in 'head', fp32 values, 96 MiB, 20 % of the peak``. It is ""
-        if the tensor is small next to the `peak`, in bytes, or if no op is known to have made it.
+        An example is ``the result of addmm in 'head', fp32 values, 96 MiB, 20 % of the peak``. The
+        text is "" if the tensor is small compared with the `peak`, in bytes, or if the op that made
+        it is unknown.
         """
         is_transient = np.isin(self.kinds, [KINDS.index(kind) for kind in _TRANSIENT_KINDS])
         in_use = self._in_use_after(events) * is_transient

@@ -1,4 +1,4 @@
-"""A call of one of torch's functions: which casts in it are autocast's, and what ran inside."""
+"""A call of one of torch's functions: the casts of autocast in it, and the ops that ran inside."""
 
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ _ONE_ROW = _RNNS | NORMS | {ATTENTION, "batch_norm"}
 
 @dataclass
 class TorchCall:
-    """A call of a function of torch by the model, and the ops seen inside of it so far."""
+    """A call of a torch function by the model, and the ops that ran inside of it so far."""
 
     name: str = ""
     autocast_dtype: torch.dtype | None = None  # None: autocast is off
@@ -77,6 +77,6 @@ class TorchCall:
         return self.origin(tensor) if self.is_rnn else id(tensor)
 
     def origin(self, tensor: torch.Tensor) -> int:
-        """The key of a tensor's storage; of a copy made inside this call, that of the original."""
+        """The key of a tensor's storage; for a copy made inside this call, the original's key."""
         storage = tensor_key(tensor)
         return self.copy_sources.get(storage, storage)

@@ -1,8 +1,8 @@
 """Follow a model through one forward pass and note each op and each cast that autocast inserts.
 
-Two modes watch it. `Tracer` sits above autocast and sees which functions of torch the model calls;
-`_Ops` sits below autocast and shows the tracer the ops of each call, with the dtypes that they get.
-What they see stands in an `OpLog`.
+Two modes record the pass. `Tracer` runs above autocast and gets the torch functions that the model
+calls. `_Ops` runs below autocast and passes the ops of each call to the tracer, with the dtypes of
+their inputs. Both write to an `OpLog`.
 """
 
 from collections.abc import Callable
@@ -302,7 +302,7 @@ class Tracer(TorchFunctionMode):
     # Ops that a function runs
 
     def note_failure(self, op: str, arguments: object) -> None:
-        """Note where an error arose, unless an op inside did so; `arguments` are (args, kwargs)."""
+        """Note the place of an error, if no inner op noted it; `arguments` are (args, kwargs)."""
         if self.failed_at is None:
             self.failed_at = self._module, op
             self.failed_on = self._sources.operands(tensors_in(arguments))
@@ -324,8 +324,8 @@ class Tracer(TorchFunctionMode):
     def note_op(self, func: OpOverload, args: tuple, kwargs: dict, out: object) -> None:
         """Note an op with its result `out`; this is called below autograd and autocast.
 
-        Adds the op to the rows or, if it is a cast that autocast inserted, to the casts. An op in a
-        call that is one row adds none.
+        This adds the op to the rows or, if autocast inserted the op as a cast, to the casts. If a
+        call is one row as a whole, the ops inside add no rows.
         """
         outs = tensors_in(out)
         if not outs or computes_nothing(func):

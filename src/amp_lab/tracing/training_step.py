@@ -44,9 +44,9 @@ def training_steps(
 ) -> Iterator[list["TrainingStep"]]:
     """The block in which training steps can be traced, one for each precision.
 
-    With `fsdp_ranks` above 1 they are those of one rank of FSDP2. Entering the block takes as long
-    as half a trace. Raises `TraceError` for an unknown optimizer or precision, too many ranks and
-    what is no model; `DeviceError` for an unknown device type.
+    With `fsdp_ranks` above 1, each is the step of one rank of FSDP2. Entering the block takes as
+    long as half a trace. Raises `TraceError` for an unknown optimizer or precision, for too many
+    ranks, and if `model` is not a model; `DeviceError` for an unknown device type.
     """
     if optimizer not in OPTIMIZERS:
         raise TraceError(f"optimizer {optimizer!r}: give one of {', '.join(OPTIMIZERS)}")
@@ -168,12 +168,12 @@ def checked_result(call: ModelCall) -> Any:
 
 @dataclass(frozen=True)
 class TracedTraining(TracedStep):
-    """What a training step allocated, and the parameters that got a gradient."""
+    """The allocations of a training step, and the parameters that got a gradient."""
 
     trained: tuple[Parameter, ...] = ()  # shape and dtype of each
 
     def forecast(self) -> MemoryForecast:
-        """The forecast for this step, with an optimizer, whose memory is computed separately."""
+        """The forecast for this step with an optimizer; its memory is computed separately."""
         step = self.step
         storages = self.storages
         state, temporaries = optimizer_bytes(step.optimizer, self.trained, step.device_type)

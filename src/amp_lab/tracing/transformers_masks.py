@@ -1,4 +1,4 @@
-"""The masks that transformers makes of fake tensors, as it makes them of tensors with values."""
+"""Make the masks of transformers the same for fake tensors as for tensors with values."""
 
 import sys
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ from amp_lab.tracing.fake_device import attribute_set
 def masks_of_transformers(call: ModelCall, decisions: Decisions | None) -> Iterator[None]:
     """The block in which a fake run gets the masks of a real one, if transformers is imported.
 
-    `call` has the fake inputs. With `decisions`, transformers looks at values as it does in the
-    real run that took them. Without, it asks for none.
+    `call` has the fake inputs. With `decisions`, transformers reads values as in the real run that
+    recorded the decisions. Without `decisions`, transformers reads no values.
     """
     if decisions is None:
         with _positions_in_order(call):

@@ -1,4 +1,4 @@
-"""The result of `xray`, and how two of them differ: as text, Markdown, HTML and JSON."""
+"""The result of `xray`, and the differences of two results: as text, Markdown, HTML and JSON."""
 
 import dataclasses
 import difflib
@@ -339,9 +339,9 @@ def _flow(row: OpRecord | None) -> str:
 
 
 def compare_xrays(a: Xray, b: Xray) -> XrayComparison:
-    """Align the ops of two X-rays by module and name, and keep those that differ in a dtype.
+    """Align the ops of two X-rays by module and name, and keep ops that differ in a dtype.
 
-    An op that only one of them has counts as different.
+    An op that only one X-ray has counts as different.
     """
     # With autojunk it would ignore ops that occur in hundreds of places.
     matcher = difflib.SequenceMatcher(

@@ -1,4 +1,4 @@
-"""Exports a run as one file: its checkpoint, or its model in another format, which is checked."""
+"""Export a run as one file: its checkpoint, or its model in another format, with a check."""
 
 import copy
 import io
@@ -42,9 +42,9 @@ def export_checkpoint(
 ) -> None:
     """Write the checkpoint of the run in the folder `out` as one file, even if it is sharded.
 
-    A single process would have saved the same. If `file` exists, it is replaced if it is a
-    checkpoint, or with `force`. Raises `CheckpointError` if the run has no checkpoint or a damaged
-    one, or the file cannot be written.
+    The file is the same as the checkpoint of a run with one process. An existing `file` is replaced
+    if it is a checkpoint, or with `force`. Raises `CheckpointError` if the checkpoint of the run is
+    missing or damaged, or if the file cannot be written.
     """
     if os.path.lexists(file) and not force and not is_checkpoint(file):
         raise CheckpointError(f"{file}: exists already, and is no checkpoint; --force replaces it")
@@ -72,15 +72,18 @@ def export_model(
 
     All floating-point parameters and buffers are cast to the dtype of `precision`. A model in
     ``onnx`` or ``pt2`` takes fp32 images (B, 3, S, S) for any B, casts them, and returns fp32
-    logits (B, C); that of a text takes int64 tokens (B, T) and returns logits (B, T, C).
-    ``safetensors`` holds the weights alone. Before the file is written, its content is read back
-    and run on test images of the run, from `data` (default: where the run had them), or on random
-    ones if the images are not there. `say` is called with each line to report.
+    logits (B, C); a language model takes int64 tokens (B, T) and returns logits (B, T, C).
+    ``safetensors`` has only the weights. Before the file is written, its content is read back
+    and run on test images of the run, from `data` (default: the path that the run used), or on
+    random images if the test images are missing. `say` is called with each line to report.
 
-    Raises `CheckpointError` for a run without a checkpoint or with a damaged one, a file that
-    exists (unless `force`) or cannot be written, weights beyond the dtype's range, a model that
-    torch cannot export, and a file whose outputs are not those of the model. Then no file is
-    written.
+    Raises `CheckpointError`, and writes no file,
+
+    - if the checkpoint of the run is missing or damaged,
+    - if the file exists (unless `force`) or cannot be written,
+    - if weights are outside the range of the dtype,
+    - if torch cannot export the model,
+    - if the outputs of the file differ from the outputs of the model.
     """
     path = Path(file)
     dtype = Precision(precision).dtype
@@ -189,9 +192,9 @@ def _restore_shards(
 
 
 def load_model(out: str | os.PathLike) -> tuple[nn.Module, _State, RunConfig]:
-    """Load the model of the run in the folder `out`, on the CPU, its checkpoint and its settings.
+    """Load the model, the checkpoint and the settings of the run in the folder `out`, on the CPU.
 
-    Raises `CheckpointError` if there is no checkpoint, or it is damaged.
+    Raises `CheckpointError` if the checkpoint is missing or damaged.
     """
     state, config = _load_state(Path(out))
     model, _ = _build_and_restore(Path(out), state, config)

@@ -41,7 +41,7 @@ class EpochMetrics:
 
 @dataclass
 class Progress:
-    """How far training has come on this rank. `fit` resumes from it, and updates it."""
+    """The progress of training on this rank. `fit` resumes from the progress, and updates it."""
 
     batch: int = 0  # batches done in the current epoch
     samples: int = 0  # samples in those batches
@@ -92,8 +92,8 @@ class Progress:
 class Loop:
     """The settings of `fit` and `evaluate`, and the steps that both consist of.
 
-    Give a fused optimizer: the others make `GradScaler.step` wait for the device, to read whether a
-    gradient overflowed. Otherwise a step does not wait for it.
+    Use a fused optimizer, so a step does not wait for the device. With any other optimizer,
+    `GradScaler.step` has to wait for the device, to read whether a gradient overflowed.
     """
 
     model: nn.Module  # with several processes, the module that `Ranks.wrap` returned

@@ -1,4 +1,4 @@
-"""Finds arguments and targets in a batch, and loss and logits in the outputs of a model."""
+"""Find arguments and targets in a batch, and loss and logits in the outputs of a model."""
 
 import inspect
 import math
@@ -17,7 +17,7 @@ _TARGET_NAMES = ("labels", "targets", "target")  # keys of the targets in a batc
 class Batch(NamedTuple):
     """The arguments to call a model with, the targets, and the number of samples.
 
-    `split` makes it of a batch in one of these forms:
+    `split` makes a `Batch` from a batch in one of these forms:
 
     - ``(inputs, targets)``, where inputs may be a dict or a tuple of arguments;
     - ``(a, b, …, targets)``;
@@ -34,8 +34,8 @@ class Batch(NamedTuple):
 def split(batch: Any, model: nn.Module) -> Batch:
     """Split a batch into the arguments for `model` and the targets.
 
-    Targets in a dict are also passed to the model if it has an argument of that name. Raises
-    `OptionError` for a batch in another form than those of `Batch`.
+    Targets in a dict are also passed to the model if the model has an argument with that name.
+    Raises `OptionError` for a batch in a form that `Batch` does not describe.
     """
     if isinstance(batch, Mapping):
         return _split_mapping(batch, model)
@@ -109,8 +109,8 @@ def _tensors(values: list[Any]) -> list[Tensor]:
 def returned_loss(outputs: Any) -> Tensor | None:
     """The loss among the outputs of a model, or None.
 
-    It is the output called "loss", or the only scalar tensor. If a dict has scalar tensors alone,
-    as that of torchvision's detectors, the loss is their sum.
+    The loss is the output called "loss", or the only scalar tensor. If a dict has only scalar
+    tensors, as with torchvision's detectors, the loss is their sum.
     """
     values = _values(outputs)
     if isinstance(outputs, Mapping):
@@ -169,8 +169,8 @@ def _class_dimensions(logits: torch.Size, targets: torch.Size) -> list[int]:
 def cross_entropy(outputs: Any, targets: Any) -> Tensor:
     """Mean cross-entropy of logits (N, C, …) or (N, T, C) and classes (N, …), computed in fp32.
 
-    Floating-point targets are probabilities of the classes, of the shape of the logits. Raises
-    `OptionError` without logits or targets, and for logits (N,), as of one output for two classes.
+    Floating-point targets are class probabilities, in the shape of the logits. Raises `OptionError`
+    without logits or targets, and for logits (N,), for example of one output for two classes.
     """
     logits, dim = _logits(outputs, targets)
     if logits is None or not isinstance(targets, Tensor):
@@ -187,11 +187,11 @@ def cross_entropy(outputs: Any, targets: Any) -> Tensor:
 
 
 def accuracy(outputs: Any, targets: Any) -> Tensor:
-    """Whether each sample is classified right, bool (N,).
+    """Whether each sample is classified correctly, bool (N,).
 
-    If a sample has many targets, of pixels or tokens, it is the share of them that is classified
-    right, float (N,), and targets of -100 do not count, as in torch's losses. Returns a scalar NaN
-    if there are no logits, or the targets are no classes.
+    If a sample has many targets, such as pixels or tokens, the result is the share of correctly
+    classified targets, float (N,), and targets of -100 do not count, as in torch's losses. Returns
+    a scalar NaN if there are no logits, or if the targets are not classes.
     """
     logits, dim = _logits(outputs, targets)
     if logits is None or dim is None:

@@ -1,4 +1,4 @@
-"""A training run with a folder, in which it saves its state, and from which it can be resumed."""
+"""A training run that saves its state in a folder, and can be resumed from this folder."""
 
 import math
 import os
@@ -43,19 +43,20 @@ def train(
 ) -> signal.Signals | None:
     """Train as `config` says, in the folder `options.out`.
 
-    Returns None if the run was finished, else the signal that stopped it, after saving its state.
-    `given` has the names of the settings that the user gave. A run that is resumed takes the others
-    from its folder. On a CPU, a run that was killed at any moment and resumed ends bitwise equal to
-    one that was not, for the same torch and number of threads. `say` is called with each line to
-    report. The folder gets config.json, metrics.csv, checkpoint.pt, loss.png and accuracy.png.
+    Returns None if the run was finished, or else the signal that stopped the run, after saving its
+    state. `given` has the names of the settings that the user gave. A resumed run takes all other
+    settings from its folder. On a CPU, a run that was killed at any moment and resumed ends bitwise
+    equal to a run without interruption, with the same torch and number of threads. `say` is called
+    with each line to report. The folder gets config.json, metrics.csv, checkpoint.pt, loss.png and
+    accuracy.png.
 
-    With `parallel`, "ddp" or "fsdp", this process is one of those that torchrun started, and trains
+    With `parallel`, "ddp" or "fsdp", torchrun has started this process and others, and each trains
     on its share of every batch. A run may be resumed with another number of processes or another
     `parallel`, but then the result differs. If torchrun restarts the processes because one was
-    lost, the run resumes by itself.
+    lost, the run resumes automatically.
 
-    Raises `RunError`, `DataError`, `DeviceError`, `CheckpointError` or `ParallelError` with one
-    line that says why the run cannot start or go on.
+    Raises `RunError`, `DataError`, `DeviceError`, `CheckpointError` or `ParallelError`. The message
+    is one line with the reason why the run cannot start or resume.
     """
     group = join(
         options.parallel,
@@ -74,8 +75,8 @@ _MAX_EXPONENT = 700  # e^700 is a float, and e^710 is not
 class Run:
     """A run on this rank. `Run(…)` loads data and model, and the saved state if there is one.
 
-    The ranks agree three times: on the settings, that each could load data and model, and on the
-    state to begin with. `given` has the names of the settings that the user gave. Rank 0 locks the
+    The ranks compare the settings, check that every rank has loaded data and model, and then begin
+    with the same state. `given` has the names of the settings that the user gave. Rank 0 locks the
     folder, and releases the lock when `until_end` is closed.
     """
 
@@ -307,7 +308,7 @@ class Run:
         run_state.save_run(self.out, self.ranks, self.parts, progress, description)
 
     def train(self) -> signal.Signals | None:
-        """Train to the end and return None, or until a signal stops the run, and return that."""
+        """Train to the end and return None; or return the signal that stopped the run."""
         self._describe()
         # After a kill metrics.csv may have a row for an epoch that the checkpoint does not have.
         self._write_metrics()

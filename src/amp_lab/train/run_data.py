@@ -1,4 +1,4 @@
-"""The data of a run: checks that its settings fit them, finds where they are, and loads them."""
+"""The data of a run: check that the settings match the data, find the data, and load them."""
 
 import os
 from pathlib import Path
@@ -16,9 +16,9 @@ _TEXT_SETTINGS = ("context", "tokenizer", "vocabulary")
 
 
 def require_match(config: RunConfig) -> None:
-    """Raise `RunError` if the model or a setting does not go with the data set.
+    """Raise `RunError` if the model or a setting does not match the data set.
 
-    Text needs a GPT, images a classifier, and some settings are for one of the two alone.
+    Text needs a GPT, images a classifier, and some settings are only for one of the two.
     """
     is_text = DATASETS[config.dataset].is_text
     is_gpt = config.model in SIZES
@@ -46,10 +46,10 @@ def _require_unset(config: RunConfig, names: tuple[str, ...], data_type: str) ->
 
 
 def locate_data(config: RunConfig, data: str | None, saved: SavedRun | None, out: Path) -> str:
-    """The path of the data: `data`, else that of the `saved` run in `out`, else the folder "data".
+    """The path of the data: `data`, else the path of the `saved` run in `out`, else "data".
 
-    Raises `RunError` if there is no path for the user's own data, if the data of `saved` are no
-    longer there, and if `data` is given for a data set that comes with a library.
+    Raises `RunError` if the path of the user's data is missing, if the data of `saved` do not exist
+    any more, or if `data` is given for a data set that comes with a library.
     """
     dataset = config.dataset
     row = DATASETS[dataset]
@@ -80,7 +80,7 @@ def load_data(
 ) -> DataSplits:
     """Load the data of a run from `folder`, which may be the file of a text.
 
-    `augment` and `download` are those of `load_dataset`, and so are the errors.
+    `augment`, `download` and the errors are the same as for `load_dataset`.
     """
     options = LoadOptions(
         folder=Path(folder),

@@ -39,7 +39,7 @@ class SavedRun:
 def lock(out: Path) -> AbstractContextManager:
     """Create the folder and lock it against other runs, for a `with` block.
 
-    Raises `RunError` if another run has locked it, or nothing can be written there.
+    Raises `RunError` if another run has locked the folder, or if the folder is not writable.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -57,9 +57,12 @@ def read_saved(
     """Read the run in the folder that is to be resumed; None if the folder has no run yet.
 
     `given` has the names of the settings in `config` that the user gave now. The run is resumed
-    with `resume`, or if torchrun has restarted the processes. Raises `RunError` for a run in the
-    folder otherwise, for a damaged config.json, for a setting that the run was not started with,
-    except a larger `epochs`, and for other files of a run without a config.json.
+    with `resume`, or if torchrun has restarted the processes. Raises `RunError`
+
+    - if the folder has a run that is not resumed,
+    - if config.json is damaged,
+    - if a setting differs from the saved run, except a larger `epochs`,
+    - if the folder has other files of a run, but no config.json.
     """
     path = out / CONFIG
     if not path.exists():
@@ -127,7 +130,7 @@ def saved_data_path(out: Path) -> str | None:
 
 
 def write_config(out: Path, run: SavedRun) -> None:
-    """Write `run` into config.json, with the `_torchrun_id` of now; `RunError` if that fails."""
+    """Write `run` into config.json, with the current `_torchrun_id`; `RunError` if this fails."""
     content = {
         "config": dataclasses.asdict(run.config),
         "images": run.fingerprint,
@@ -152,7 +155,7 @@ def _torchrun_id() -> str | None:
 
 
 def write_metrics(out: Path, epochs: list[EpochMetrics]) -> None:
-    """Write metrics.csv, a row for each finished epoch; raises `RunError` if that fails."""
+    """Write metrics.csv, a row for each finished epoch; raises `RunError` if this fails."""
     text = io.StringIO(newline="")
     writer = csv.writer(text)
     writer.writerow(field.name for field in dataclasses.fields(EpochMetrics))

@@ -30,13 +30,13 @@ SHARDS = "shards"
 WRONG_CONTENT = (
     ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
-"""Errors from restoring a checkpoint that is undamaged, but of another model or no run."""
+"""Errors from restoring an undamaged checkpoint that is from another model or not from a run."""
 _MAX_CLASSES = 2**18  # the largest vocabulary of a tokenizer
 
 
 @dataclass(frozen=True)
 class TrainingObjects:
-    """The objects of a run with a state; each has an entry of its name in the checkpoint."""
+    """The objects of a run with a state; each has an entry with its name in the checkpoint."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -47,11 +47,11 @@ class TrainingObjects:
 def save_run(
     out: Path, ranks: Ranks, parts: TrainingObjects, progress: dict, description: dict
 ) -> None:
-    """Save the state of a run into its folder; at any moment the old or the new one is complete.
+    """Save the state of a run into its folder; at any moment the old or the new file is complete.
 
     `progress` is the state dict of this rank's `Progress`; `description` has the entries ``config``
     and ``classes``, and for a text its tokens. All ranks must call this together. Raises
-    `CheckpointError` on every rank if one cannot write.
+    `CheckpointError` on every rank if one rank cannot write.
     """
     # The checkpoint has the buffers of rank 0. All ranks continue with them, as after a resume.
     ranks.share_buffers(parts.model)
@@ -90,8 +90,8 @@ def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
 def load_run(out: Path, config: RunConfig) -> dict | None:
     """Load the checkpoint of the run with these settings; None if there is none yet.
 
-    For the entries of the result, see the module. Raises `CheckpointError` if it is damaged, or has
-    other settings than these, except `epochs`.
+    The docstring of the module lists the entries of the result. Raises `CheckpointError` if the
+    checkpoint is damaged, or if its settings, except `epochs`, differ.
     """
     path = out / CHECKPOINT
     if not path.exists():
@@ -106,7 +106,7 @@ def load_run(out: Path, config: RunConfig) -> dict | None:
 def require_run(path: Path, state: dict) -> RunConfig:
     """The settings of the run in `state`, which was read from the file `path`.
 
-    Raises `CheckpointError` unless it has settings, a possible number of classes, and ranks.
+    Raises `CheckpointError` if `state` lacks settings, a possible number of classes, or ranks.
     """
     for name, expected in {"config": dict, "classes": int, "ranks": list}.items():
         if not isinstance(state.get(name), expected):
@@ -129,9 +129,9 @@ def restore_run(
 ) -> Progress:
     """Load the state of `load_run` into the parts of a run; return the progress of this rank.
 
-    The state may be that of another number of ranks, sharded or not. `make_progress` turns the
-    saved state dict of a `Progress` into the object to return. Raises `CheckpointError` for the
-    state of another model; the error of a lost process stays as it is.
+    The state may be from another number of ranks, sharded or not. `make_progress` turns the saved
+    state dict of a `Progress` into the object to return. Raises `CheckpointError` for the state of
+    another model; the error of a lost process stays as it is.
     """
     settings = _settings(parts)  # before restoring, to compare with those after it
     try:

@@ -1,4 +1,4 @@
-"""Notes SIGINT and SIGTERM, so that a run can stop after the step that it is in."""
+"""Note SIGINT and SIGTERM, so a run can stop after the current step."""
 
 import signal
 import threading

@@ -117,8 +117,8 @@ class _Checked:
 class RunConfig(_Checked):
     """The settings that decide the result of a run. Raises `RunError` for a wrong value.
 
-    The default of a new field must be what runs did before it was added: a run that was saved
-    without the field is resumed with its default.
+    The default of a new field must keep the behaviour of older runs, because a run that was saved
+    without the field is resumed with the default.
     """
 
     dataset: str = setting("digits", _names_of_datasets("digits"), "NAME", _known_dataset)

@@ -1,7 +1,7 @@
 """The rules of `migrate`, and their joint edits and findings for a Python text.
 
-Each module in this folder is a rule, and so is each folder in it. To add one, write a file as the
-docstring of `amp_lab.migrate` shows: no other file has to name it.
+Each module in this folder is a rule, and so is each folder in it. To add a rule, write a file as
+the docstring of `amp_lab.migrate` shows. No other file has to name the new file.
 """
 
 import importlib
@@ -27,7 +27,7 @@ class Wanted(NamedTuple):
     select: tuple[str, ...] = SELECTIONS
     """The parts to run, by the `PART` of a rule: ``torch``, ``apex`` and ``mistakes``."""
     mark: bool = False
-    """Whether code of Apex that is to be changed by hand gets a comment above it."""
+    """Whether to put a comment above Apex code that you have to change by hand."""
     patch: bool = False
     """Whether each result gets a patch."""
 
@@ -37,7 +37,7 @@ EVERYTHING = Wanted()
 
 
 def triggered_rules(data: bytes) -> list[ModuleType]:
-    """The rules of which a file, given as bytes, has a trigger; without any, it is not parsed."""
+    """The rules with a trigger in a file, given as bytes. Without a trigger, nothing is parsed."""
     return [rule for rule in RULES if any(_has_all(data, words) for words in rule.TRIGGERS)]
 
 
@@ -71,7 +71,7 @@ def _edits_and_findings(text: str, wanted: Wanted) -> tuple[list[Edit], list[Fin
 def migrate_source(text: str, mark: bool = False) -> tuple[str, list[Finding]]:
     """The migrated text, and the findings about the lines of the old one.
 
-    With `mark`, code of Apex that is to be changed by hand gets a comment that says what to do.
+    With `mark`, Apex code that you have to change by hand gets a comment with the advice.
 
     Raises what `edits_and_findings` raises.
     """

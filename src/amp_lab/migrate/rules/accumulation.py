@@ -1,7 +1,7 @@
 """Mistakes of loops that accumulate gradients, and of several optimizers or scalers.
 
-As in `mistakes`, each rule yields the nodes that are wrong and what to do, and says nothing where
-code that is not seen may make it right.
+Each rule yields the nodes that are wrong, with the advice. A rule yields nothing for a node if code
+that the rule cannot read may make the node right.
 """
 
 from itertools import combinations
@@ -34,15 +34,15 @@ _UNSCALED_BY_ANOTHER = remedy(
 
 
 def run(file: Rewriter) -> None:
-    """Report ``unscale_`` for each batch, or by another scaler than the one that steps."""
+    """Report ``unscale_`` for each batch, or by a scaler that does not step the optimizer."""
     file.report("mistake", unscaled_in_each_batch(file.code))
     file.report("mistake", unscaled_by_another(file.code))
 
 
 def unscaled_in_each_batch(code: CodeReader) -> Mistakes:
-    """Yield each ``unscale_`` that runs for every micro-batch, where the scaler steps after some.
+    """Yield each ``unscale_`` that runs for every micro-batch, if the scaler steps less often.
 
-    torch raises at the second ``unscale_`` that no ``update`` separates from the first.
+    torch raises at the second ``unscale_`` if no ``update`` runs between the two.
     """
     for unscale in code.by_kind["unscale"]:
         if not _is_repeated_before_step(code, unscale):

@@ -50,7 +50,7 @@ def run(file: Rewriter) -> None:
 def saved_without_scaler(code: CodeReader) -> Mistakes:
     """Yield the calls that save or load an optimizer without its scaler.
 
-    Nothing if a scaler may be saved elsewhere.
+    Yields nothing if other code may save a scaler.
     """
     scalers = code.scalers_used()
     if not scalers or any(_may_be_saved_elsewhere(code, name) for name in scalers):

@@ -1,4 +1,4 @@
-"""The mistake to make a new loss scaler in each epoch, which loses the scale found so far."""
+"""Find scalers that are created again in each epoch, which loses the loss scale."""
 
 import libcst as cst
 
@@ -22,15 +22,15 @@ _MADE_EACH_EPOCH = remedy(
 
 
 def run(file: Rewriter) -> None:
-    """Report scalers that are made anew in each epoch."""
+    """Report scalers that are created again in each epoch."""
     file.report("mistake", made_each_epoch(file.code))
 
 
 def made_each_epoch(code: CodeReader) -> Mistakes:
-    """Yield each scaler that a loop over epochs makes, or a function that such a loop calls.
+    """Yield each scaler that a loop over epochs creates, directly or in a function that it calls.
 
-    Not if its state is loaded or its first scale is computed, nor if the loop makes a new
-    optimizer too, as for each fold of a cross-validation.
+    A scaler is left out if its state is loaded, if its first scale is computed, or if the loop also
+    creates a new optimizer, as for each fold of a cross-validation.
     """
     for event in code.by_kind["call"]:
         scaler = _name_of_new_scaler(code, event)

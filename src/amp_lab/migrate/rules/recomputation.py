@@ -1,4 +1,4 @@
-"""The mistake to restore autocast in the backward of an autograd.Function without its dtype."""
+"""Find backward functions of autograd.Function that restore autocast without its dtype."""
 
 import libcst as cst
 
@@ -28,8 +28,9 @@ def run(file: Rewriter) -> None:
 def restored_without_dtype(code: CodeReader) -> Mistakes:
     """Yield each autocast in a backward with ``enabled=ctx.…`` and without a dtype.
 
-    A recomputed block then runs in float16 on a GPU and in bfloat16 on a CPU, whatever it ran in.
-    Left out are the old names, which have a dtype of their own, and calls with ``*args``.
+    A recomputed block then runs in float16 on a GPU and in bfloat16 on a CPU, whatever its dtype in
+    forward was. The old names are left out, because each has a fixed default dtype, and so are
+    calls with ``*args``.
     """
     for call, scope in code.tree.calls.items():
         origin = code.origin(call.func, scope)

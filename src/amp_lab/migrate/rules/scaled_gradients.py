@@ -1,7 +1,7 @@
 """Mistakes with gradients that are still scaled: they are clipped, or an optimizer steps with them.
 
-A mistake is reported only if no path through the function makes the code right. Nothing is
-reported where a helper may do what seems to be missing, or where conditions may exclude each other.
+A mistake is reported only if no path through the function makes the code right. It is not reported
+if a helper may contain the missing call, or if conditions may exclude each other.
 """
 
 import re
@@ -83,7 +83,7 @@ _TWO_PASS_METHODS = {"first_step", "second_step", "ascent_step", "descent_step"}
 
 
 def run(file: Rewriter) -> None:
-    """Report clips and steps that work on gradients which are still scaled."""
+    """Report clipping and steps with gradients that are still scaled."""
     file.report("mistake", _clipped_scaled(file.code))
     file.report("mistake", _stepped_beside(file.code))
     file.report("mistake", _stepped_in_passes(file.code))

@@ -1,8 +1,8 @@
 """Paths through a training step that unscale gradients, and then skip the update of the scaler.
 
-``GradScaler`` notes for each optimizer that its gradients are unscaled, or that it has stepped, and
-forgets both in ``update`` alone (``torch/amp/grad_scaler.py``). So the next step raises where a
-path skips the update, as one that drops a batch with bad gradients often does.
+``GradScaler`` records for each optimizer that its gradients are unscaled, or that it has stepped,
+and resets both only in ``update`` (``torch/amp/grad_scaler.py``). So the next step raises if a path
+skips the update. A path that drops a batch with bad gradients often does this.
 """
 
 import re
@@ -81,7 +81,7 @@ def _never_updated(code: CodeReader) -> Mistakes:
 def path_without_update(code: CodeReader) -> Mistakes:
     """Yield each ``unscale_`` or ``step`` from which a path to the next batch has no ``update``.
 
-    A scaler that code outside of this file may get, and update there, is left out.
+    A scaler is left out if code outside of this file may get and update it.
     """
     for event in code.events:
         if not _starts_each_batch(code, event):
@@ -103,7 +103,7 @@ def path_without_update(code: CodeReader) -> Mistakes:
 
 
 def is_dropped(code: CodeReader, event: Event, node: cst.If, number: int) -> bool:
-    """Whether the branch `number` of an `if` drops the gradients of a batch, not sums them.
+    """Whether the branch `number` of an `if` drops the gradients of a batch (or else sums them).
 
     Parameters
     ----------

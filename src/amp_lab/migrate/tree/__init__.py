@@ -1,1 +1,1 @@
-"""A parsed file: its names and scopes, its steps of training, and what a rule found in it."""
+"""A parsed file: its names and scopes, its training steps, and the findings of the rules."""

@@ -1,7 +1,7 @@
-"""Reads the `events` of a file: its calls on a loss scaler, an optimizer or gradients, in order.
+"""Read the `events` of a file: calls on a loss scaler, an optimizer or gradients, in order.
 
-Each has the branches, loops and autocast around it, so that a rule can ask which of two surely
-runs before the other.
+Each event has the branches, loops and autocast around it, so a rule can ask whether one event
+surely runs before another.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ _WORDS = re.compile(r"[A-Za-z_]\w*")
 # Two conditions that share only such words are independent.
 _COMMON_WORDS = {"not", "self", "args", "None", "is"}
 Mistakes = Iterator[tuple[cst.CSTNode, str]]
-"""What a rule about mistakes yields: the node that is wrong, and the message for its line."""
+"""The type that a rule about mistakes yields: the wrong node, and the message for its line."""
 
 
 class _Meaning(NamedTuple):
@@ -63,7 +63,7 @@ class _Meaning(NamedTuple):
 
 
 class CodeReader:
-    """The events of a file, those of the module first, with its scalers and optimizers."""
+    """The events of a file, beginning with the module level, with its scalers and optimizers."""
 
     def __init__(self, tree: Tree):
         self.tree = tree
@@ -118,7 +118,7 @@ class CodeReader:
     def origin(self, node: cst.CSTNode | None, scope: Scope) -> str | None:
         """The imported name that an expression stands for, also after ``amp = torch.cuda.amp``.
 
-        None if there is none. `Scope.origin` does not look through such an assignment, nor through
+        None if there is no such name. `Scope.origin` follows neither such an assignment nor
         ``import *``.
         """
         parts = nodes.name_parts(node)
@@ -144,7 +144,7 @@ class CodeReader:
         return self.origin(node.func, self.tree.calls[node])
 
     def key(self, node: cst.CSTNode) -> str:
-        """The text by which objects are compared: ``self.scaler``, or code such as ``opts[0]``."""
+        """The text that identifies an object: ``self.scaler``, or code such as ``opts[0]``."""
         parts = nodes.name_parts(node)
         if parts is None:
             return self.tree.code(node).strip()
@@ -244,7 +244,7 @@ class CodeReader:
         return autocasts
 
     def autocast_of(self, call: cst.Call) -> cst.Call:
-        """The call of autocast behind ``self.context()``; for a call of autocast, that call."""
+        """The call of autocast behind ``self.context()``; a call of autocast stays as it is."""
         return self._opened_autocasts.get(call, call)
 
     def _is_disabled(self, call: cst.Call) -> bool:
@@ -324,7 +324,7 @@ class CodeReader:
     # Functions of this file.
 
     def called_function(self, node: cst.CSTNode) -> cst.FunctionDef | None:
-        """The function of this file, or any method, with the name that a call calls, if any."""
+        """The function of this file, or any method, with the name in a call; None without one."""
         if not isinstance(node, cst.Call):
             return None
         return self.functions.get(nodes.called_name(node))
@@ -343,7 +343,7 @@ class CodeReader:
     # Questions about names.
 
     def scalers_used(self) -> list[str]:
-        """The last parts of the names of scalers that are made here, enabled, and scale a loss."""
+        """The last parts of the names of enabled scalers, created here, that scale a loss."""
         enabled = self.scaler_calls.keys() - self.disabled_scalers
         return sorted(name for name in enabled if self.by_scaler["scaled", name])
 
@@ -354,7 +354,7 @@ class CodeReader:
         return all(map(self._is_new_scaler, values))
 
     def is_optimizer(self, key: str) -> bool:
-        """Whether a scaler steps the object of this name, or the name is that of an optimizer."""
+        """Whether a scaler steps the object with this name, or the name is an optimizer's."""
         if key in self.optimizer_scopes:
             return True
         sounds_like_one = _OPTIMIZER_NAME.search(last_part(key)) is not None
@@ -369,7 +369,7 @@ class CodeReader:
     def may_inherit(self, node: cst.CSTNode) -> bool:
         """Whether the class around a node may inherit methods from a class of another file.
 
-        That is from any but ``torch.nn.Module`` and ``object``.
+        ``torch.nn.Module`` and ``object`` do not count.
         """
         class_ = self.tree.around(node, cst.ClassDef)
         if class_ is None:
@@ -428,9 +428,9 @@ class CodeReader:
         return grouped(self.events, lambda event: (event.kind, last_part(event.owner)))
 
     def calls_of(self, unit: CodeUnit) -> list[Event]:
-        """The calls of the function of a unit; none if a later function of the file has its name.
+        """The calls of a unit's function; empty if a later function in the file has the same name.
 
-        None also for the module.
+        Empty also for the module.
         """
         function = unit.scope.node
         if not isinstance(function, cst.FunctionDef):
@@ -453,9 +453,10 @@ class CodeReader:
     # Questions about two events.
 
     def both_run(self, first: Event, second: Event | Exit) -> bool:
-        """Whether there surely are runs that reach both: their conditions are independent.
+        """Whether some run surely reaches both, because their conditions are independent.
 
-        Not sure if they share a variable, or if one of `second` asks about mixed precision.
+        This is not sure if the conditions share a variable, or if a condition of `second` asks
+        about mixed precision.
         """
         if first.place.excludes(second.place):
             return False
@@ -482,7 +483,7 @@ class CodeReader:
         return tests
 
     def scaled_before(self, event: Event) -> Event | None:
-        """The scaled backward whose gradients an event works on; None if that is not sure."""
+        """The scaled backward that made the gradients of an event; None if this is not sure."""
         scaled = next(event.unit.before("scaled", event), None)
         if scaled is None or last_part(scaled.owner) in self.disabled_scalers:
             return None

@@ -1,6 +1,7 @@
 """Events: the calls of a file that work on a scaler, an optimizer or gradients, and their places.
 
-`code_reader` finds them. A rule compares their order and places: which surely runs before which?
+`code_reader` finds them. A rule compares their order and places: does one event surely run before
+another?
 """
 
 import dataclasses
@@ -25,17 +26,17 @@ _Item = TypeVar("_Item")
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a statement stands: the branches that lead to it, and the loops and autocast around."""
+    """The place of a statement: the branches that lead to it, and the loops and autocast around."""
 
     arms: tuple[Arm, ...] = ()
     loops: Loops = ()
     autocast: cst.Call | None = None
-    """The call that opens the innermost autocast; None if that is off or there is none."""
+    """The call that opens the innermost autocast; None without autocast, or if it is turned off."""
     autocast_loops: int = 0
-    """How many of the loops are outside of the autocast block."""
+    """The number of loops outside of the autocast block."""
 
     def excludes(self, other: "Place") -> bool:
-        """Whether the two are in different branches of one statement, so only one of them runs."""
+        """Whether two places are in different branches of one statement, so only one place runs."""
         for node, number in self.arms:
             for other_node, other_number in other.arms:
                 if node is other_node and number != other_number:
@@ -43,9 +44,9 @@ class Place:
         return False
 
     def shares_loops(self, other: "Place") -> bool:
-        """Whether one of the two places is inside of all loops that are around the other.
+        """Whether one of the two places is inside of all loops that are around the other place.
 
-        Else each of the two is in a loop beside that of the other.
+        Otherwise the two places are in separate loops.
         """
         pairs = zip(self.loops, other.loops, strict=False)
         return all(own_loop is other_loop for own_loop, other_loop in pairs)
@@ -91,7 +92,7 @@ class Exit:
     node: cst.CSTNode
     place: Place
     order: int
-    """How many events of its unit come before it."""
+    """The number of events of the unit before the exit."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -133,7 +134,7 @@ class CodeUnit:
 
     @functools.cached_property
     def exits_by_loop(self) -> defaultdict[Loops, list[Exit]]:
-        """The exits by the loops around each, in their order."""
+        """The exits, by the loops around them, in their order."""
         return grouped(self.exits, attrgetter("place.loops"))
 
     def scales_in_loop_of(self, event: Event) -> bool:

@@ -1,9 +1,9 @@
-"""Counts how deeply Python code is nested, before it is parsed.
+"""Count how deeply Python code is nested, before the code is parsed.
 
-libcst's parser follows nested code by recursion in native code, and ends the process where the
-stack is used up. Its tree is then walked by recursion in Python, up to the interpreter's own limit.
-Both limits differ between machines and change while a program runs. So the levels are counted
-first, code with more than `MAX_LEVELS` is refused, and all other code gets enough of both.
+libcst's parser uses recursion in native code, and ends the process when the stack is full. The
+parsed tree is then walked by recursion in Python, up to the limit of the interpreter. Both limits
+differ between machines and change while a program runs. So the levels are counted first. Code with
+more than `MAX_LEVELS` is refused, and both limits are large enough for all other code.
 """
 
 import concurrent.futures
@@ -132,8 +132,8 @@ def _f_string_levels(string: str) -> int:
 def with_room_to_recurse(function: Callable[..., _Result], *arguments: object) -> _Result:
     """Call a function that recurses over code up to `MAX_LEVELS` deep, and return its result.
 
-    The function runs in a thread of its own, for which the size of the stack can be chosen, and in
-    which the frames of the caller take no room.
+    The function runs in a separate thread, because the stack size of a thread can be chosen, and
+    the frames of the caller take no room there.
     """
     old_recursion_limit = sys.getrecursionlimit()
     old_stack_bytes = threading.stack_size(_STACK_BYTES)  # sets it, and returns the old one

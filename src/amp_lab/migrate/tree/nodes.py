@@ -1,4 +1,4 @@
-"""Questions about one node of libcst's tree that its own fields answer, without its parents."""
+"""Facts about one node of libcst's tree that need only the node, not its parents."""
 
 import dataclasses
 import functools
@@ -45,7 +45,7 @@ def children(node: cst.CSTNode) -> list[cst.CSTNode]:
 def walk(node: cst.CSTNode, skip: tuple[type, ...] = ()) -> Iterator[cst.CSTNode]:
     """Yield a node and all its descendants that are code, in the order of the source.
 
-    Nodes of the types in `skip` are left out, and what is in them.
+    Nodes of the types in `skip` are left out with all their descendants.
     """
     if isinstance(node, skip):
         return
@@ -234,8 +234,10 @@ def never_passes(block: cst.BaseSuite) -> bool:
 def running_parts(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
     """The children of a node that run when the node does.
 
-    No child of a lambda, which runs later; the cases of a `match`; the body of a class, handler or
-    case; all children of any other node.
+    - a lambda: no child, because its body runs later
+    - a `match`: the cases
+    - a class, handler or case: the body
+    - any other node: all children
     """
     if isinstance(node, cst.Lambda):
         return ()
@@ -247,9 +249,9 @@ def running_parts(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
 
 
 def contexts_of(function: cst.FunctionDef) -> list[cst.BaseExpression]:
-    """The expressions that a function returns, and those of each ``with`` in which it yields.
+    """The expressions that a function returns, and the expressions of each ``with`` around a yield.
 
-    The first for ``return autocast()``, the second for a ``@contextmanager``.
+    The first are for ``return autocast()``, the second for a ``@contextmanager``.
     """
     functions = (cst.FunctionDef, cst.Lambda)  # what is defined in it runs elsewhere
     contexts: list[cst.BaseExpression] = []

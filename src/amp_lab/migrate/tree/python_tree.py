@@ -230,7 +230,7 @@ class Tree:
             parent = self.parents.get(node)
 
     def around(self, node: cst.CSTNode, kind: type[_Kind]) -> _Kind | None:
-        """The innermost ancestor of a node that is of a type; None if there is none."""
+        """The innermost ancestor of a node with a type; None if there is no such ancestor."""
         ancestors = (parent for parent, _ in self.ancestors(node))
         return next((parent for parent in ancestors if isinstance(parent, kind)), None)
 

@@ -99,8 +99,9 @@ def _number_in(subscript: cst.Subscript) -> int | None:
 def name_in_tuple(code: CodeReader, node: cst.CSTNode, scope: Scope) -> str | None:
     """The name that the value of ``state[1]`` has in the function that returned ``state``.
 
-    None for any other expression, and unless that function has one ``return``, of a tuple that has
-    this element. An element that is no name is given as its code: see `CodeReader.key`.
+    The function must have only one ``return``, and return a tuple with this element; otherwise, and
+    for any other expression, the result is None. If the element is not a name, the result is its
+    code: see `CodeReader.key`.
     """
     if not isinstance(node, cst.Subscript):
         return None

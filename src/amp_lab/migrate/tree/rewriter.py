@@ -1,4 +1,4 @@
-"""What the rules find in one file: edits of its text, and findings about its lines."""
+"""The results of the rules for one file: edits of its text, and findings about its lines."""
 
 import functools
 import re
@@ -12,7 +12,7 @@ from amp_lab.migrate.tree.python_tree import Tree
 
 
 class Finding(NamedTuple):
-    """A message about a line: what was changed, what is to be done by hand, or what is wrong."""
+    """A message about a line: a change, a change to make by hand, or a mistake."""
 
     line: int
     kind: str
@@ -39,7 +39,7 @@ class Edit(NamedTuple):
 class Rewriter:
     """One file, with the edits and findings that the rules add.
 
-    With `mark`, rules put comments above the code that is to be changed by hand.
+    With `mark`, rules put comments above the code that you have to change by hand.
     """
 
     def __init__(self, tree: Tree, mark: bool = False):
@@ -50,7 +50,7 @@ class Rewriter:
 
     @functools.cached_property
     def code(self) -> CodeReader:
-        """The steps of training in the file; to read them takes as long as parsing."""
+        """The training steps in the file. Reading them takes as long as parsing."""
         return CodeReader(self.tree)
 
     def say(self, node: cst.CSTNode, kind: str, message: str) -> None:
@@ -133,9 +133,9 @@ def _expects_error(block: cst.CSTNode) -> bool:
 
 
 def apply(text: str, edits: list[Edit]) -> str:
-    """The text with all edits made, equal ones once.
+    """The text after all edits; equal edits are made once.
 
-    Raises `ValueError` if two overlap; they may touch.
+    Raises `ValueError` if two edits overlap. Edits may touch.
     """
     parts: list[str] = []
     copied = 0  # how many characters of the old text are done with

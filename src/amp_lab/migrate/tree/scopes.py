@@ -1,4 +1,4 @@
-"""Which values the names of a source file may have, by Python's rules of scope."""
+"""Find the possible values of the names in a source file, by Python's scope rules."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ class Binding:
     """One place in the source that gives a name a value."""
 
     node: cst.CSTNode
-    """Where the name is bound: an import alias, a target, a parameter, a `def` or a `class`."""
+    """The node that binds the name: an import alias, a target, a parameter, a `def`, a `class`."""
     origin: str | None = None
-    """For an import: the dotted name of what it imports, such as ``torch.cuda.amp``."""
+    """For an import: the dotted name of the imported object, such as ``torch.cuda.amp``."""
     value: _Node = None
     """The expression assigned to the name, if it is known."""
     source: _Node = None
@@ -66,12 +66,12 @@ class Scope:
         return None
 
     def bindings_of(self, name: str) -> list[Binding]:
-        """All bindings of `name` as it is seen from this scope; empty if nothing binds it."""
+        """All bindings of `name` that are visible in this scope; empty if nothing binds it."""
         owner = self.find_scope(name)
         return owner.bindings[name] if owner is not None else []
 
     def only_binding(self, name: str) -> Binding | None:
-        """The binding of `name` as it is seen from this scope; None unless there is exactly one."""
+        """The only binding of `name` that is visible in this scope; None for several or none."""
         bindings = self.bindings_of(name)
         return bindings[0] if len(bindings) == 1 else None
 

@@ -1,7 +1,7 @@
-"""Finds code that is meant for some versions of torch only, so that a rule leaves it as it is.
+"""Find code that is only for some versions of torch, so rules do not change this code.
 
-The branch for an old torch needs the old names. A test for a torch that is older than today's
-names, such as ``>= 1.6``, does not count: it is true wherever they exist.
+The branch for an old torch needs the old names. A test for a torch version that is older than the
+new names, such as ``>= 1.6``, does not count: it is true for every torch that has the new names.
 """
 
 import functools
@@ -42,10 +42,10 @@ _Compound = cst.If | cst.Try | cst.With
 
 
 def forget_fallbacks(tree: Tree) -> None:
-    """Remove from the scopes what a handler binds when the import of an old name fails.
+    """Remove from the scopes the names that a handler binds if the import of an old name fails.
 
-    With today's names the import cannot fail, so the handler never runs. This does not hold if the
-    same `try` imports something else, which may be missing.
+    With the new names the import cannot fail, so the handler never runs. But if the same `try` also
+    imports something else, this import may fail.
     """
     tries = set()
     for alias, origin in tree.alias_origins.items():

@@ -37,7 +37,7 @@ def save_checkpoint(path: str | os.PathLike, **state) -> None:
 
     Raises:
         CheckpointError: If the file cannot be written. An older file stays unchanged.
-        TypeError: If a value could not be loaded again.
+        TypeError: If a value has a type that cannot be loaded.
 
     Example:
         model = nn.Linear(4, 2)

@@ -11,7 +11,7 @@ from amp_lab.core.backends import backend
 def random_states(device: torch.device | str = "cpu") -> dict:
     """The states of Python's, NumPy's, torch's and the device's generator, for a checkpoint.
 
-    They are under "python", "numpy", "torch" and, except for a CPU, the type of the device.
+    The keys are "python", "numpy", "torch" and, except for a CPU, the type of the device.
     """
     device = torch.device(device)
     algorithm, keys, *others = np.random.get_state()
@@ -29,7 +29,7 @@ def random_states(device: torch.device | str = "cpu") -> dict:
 
 
 def restore_random_states(states: dict, device: torch.device | str = "cpu") -> None:
-    """Restore what `random_states` returned.
+    """Restore the states that `random_states` returned.
 
     The generator of `device` stays as it is if the states were saved on another type of device.
     """

@@ -69,10 +69,10 @@ def load_shards(
 ) -> None:
     """Load the shards that `save_shards` wrote into a model and its optimizer.
 
-    `shards` is what `save_shards` returned, and `out` the parent of its folder. The model may be
-    sharded over any number of ranks, or not at all. The checksums are compared first. The files may
-    hold only tensors and plain data, so none of their code is run. Raises `CheckpointError` on
-    every rank if a file is missing, altered, of another model, or holds anything else.
+    `shards` is the result of `save_shards`, and `out` the parent of its folder. The model may be
+    sharded over any number of ranks, or not sharded. The checksums are compared first. The files
+    may contain only tensors and plain data, so none of their code is run. Raises `CheckpointError`
+    on every rank if a file is missing, altered, from another model, or has other content.
     """
 
     def compare_digests() -> None:

@@ -28,8 +28,8 @@ class Batches:
     """One pass over a data set: samples and targets, on `device`.
 
     Images are float32 (B, 3, S, S), and their targets int64 (B,). For a text both are int64 (B, T).
-    A pass may be iterated over more than once. Raises `DataError`
-    for a wrong value, and when iterated over for a file that cannot be read.
+    You can iterate over a pass more than once. Raises `DataError` for a wrong value, and during the
+    iteration for a file that cannot be read.
     """
 
     dataset: SampleSet
@@ -37,21 +37,21 @@ class Batches:
     _: KW_ONLY
     epoch: int = 0
     seed: int | None = None
-    """Seed of the order, which depends on nothing but this and `epoch`; None: not shuffled."""
+    """Seed of the order, which depends only on this seed and on `epoch`; None: not shuffled."""
     start: int = 0
-    """Number of the batch to begin at, as when a run is resumed. The batches before it are neither
+    """Number of the first batch, for example when a run is resumed. Earlier batches are neither
     read nor counted in the length."""
     drop_last: bool = False
     """Whether to leave out a last batch that is smaller than the others."""
     share: tuple[int, int] = (0, 1)
-    """(rank of this process, number of processes n). Of each batch the process gets every n-th
-    sample, as `torch.utils.data.DistributedSampler` would give it. All processes get as many
-    batches: a last batch with fewer than n samples is added to the one before it."""
+    """(rank of this process, number of processes n). The process gets every n-th sample of each
+    batch, as with `torch.utils.data.DistributedSampler`. All processes get the same number of
+    batches: a last batch with fewer than n samples is added to the batch before it."""
     workers: int = 0
-    """Processes that read ahead. Starting them takes a tenth of a second each pass on Linux and
-    seconds elsewhere, so it pays for files that must be decoded, not for images in memory."""
+    """Processes that read ahead. Starting them takes a tenth of a second in each pass on Linux, and
+    seconds elsewhere, so use them for files that must be decoded, not for images in memory."""
     device: torch.device | str = "cpu"
-    """Where the batches are put. Copies to a GPU come from pinned memory, while it computes."""
+    """The device of the batches. Copies to a GPU use pinned memory and overlap its computation."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:

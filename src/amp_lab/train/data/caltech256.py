@@ -24,9 +24,9 @@ _SUFFIXES = (".jpg", ".jpeg", ".png")
 def load(options: LoadOptions) -> DataSplits:
     """Load the photographs, or a stand-in for them; every tenth is a test image.
 
-    They are in `options.folder`, as `find_folder` says, and are downloaded if they are missing. The
-    first use decodes every file and writes caltech256.csv, a list of those that are not damaged, so
-    that later uses need not.
+    `find_folder` finds them in `options.folder`. If the photographs are missing, they are
+    downloaded. The first use decodes every file and writes caltech256.csv, a list of the undamaged
+    files, so later uses do not decode every file.
     """
     root = find_folder(options.folder)
     if root is None:
@@ -46,7 +46,7 @@ def load(options: LoadOptions) -> DataSplits:
 
 
 def find_folder(folder: Path) -> Path | None:
-    """Find the folder 256_ObjectCategories: `folder` itself, or inside it; None if not there."""
+    """Find the folder 256_ObjectCategories: `folder` or a folder in it; None if it is missing."""
     folder_itself = folder.absolute()
     candidates = [folder / FOLDER, folder / "caltech256" / FOLDER]  # torchvision uses the second
     if folder_itself.name == FOLDER:

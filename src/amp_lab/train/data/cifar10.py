@@ -31,7 +31,7 @@ MEAN_STD = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))  # of each chann
 def load(options: LoadOptions) -> DataSplits:
     """Load the photographs, or a stand-in for them, with their own split into training and test.
 
-    They are in `options.folder`/cifar-10-batches-py, and are downloaded if they are missing.
+    The files are in `options.folder`/cifar-10-batches-py. If they are missing, they are downloaded.
     """
     root = options.folder / FOLDER
     if find_folder(options.folder) is None:
@@ -81,7 +81,7 @@ def _select(dataset: CIFAR10, indices: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def find_folder(folder: Path) -> Path | None:
-    """The folder cifar-10-batches-py in `folder`; None if it is not there."""
+    """The folder cifar-10-batches-py in `folder`; None if it is missing."""
     root = folder / FOLDER
     if not root.exists():
         return None

@@ -38,7 +38,7 @@ def load(options: LoadOptions) -> DataSplits:
 
 
 def jitter(draws: torch.Tensor) -> torch.Tensor:
-    """Matrices (B, 2, 3) that turn by up to 10 degrees, scale by up to 10 %, and shift.
+    """Matrices (B, 2, 3) that rotate by up to 10 degrees, scale by up to 10 %, and shift.
 
     The shift is up to 1/16 of the image. `draws` (B, 4) are random numbers in [0, 1).
     """

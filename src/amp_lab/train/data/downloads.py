@@ -20,10 +20,10 @@ from amp_lab.core.files import open_regular
 def fetch(name: str, url: str, md5: str, folder: Path, *, may_download: bool) -> None:
     """Download the archive of the data set `name`, and unpack `folder` from it.
 
-    The archive, at `url` with this `md5`, has one folder at its top, of the same name as `folder`.
-    An archive that is there already is not downloaded again. Several processes may call this at
-    once: one downloads, and the others wait for it. Raises `DataError` if it fails or is not
-    allowed; the message says how to do it by hand.
+    The archive, at `url` with this `md5`, has one folder at its top, with the same name as
+    `folder`. An existing archive is not downloaded again. Several processes may call this function
+    at once: one process downloads, and the others wait. Raises `DataError` if the download fails or
+    is not allowed; the message says how to download the archive by hand.
     """
     parent = folder.parent
     if parent.exists() and not parent.is_dir():
@@ -50,7 +50,7 @@ def download(url: str, path: Path, *, md5: str) -> None:
     """Download `url` to `path`, which exists only once the file is complete and its MD5 is right.
 
     Until then the bytes are in ``path.part``. A later call resumes from them if the server can.
-    Raises `DataError` if the download fails, or is not the right file.
+    Raises `DataError` if the download fails, or if the file has the wrong MD5.
     """
     partial = path.with_name(f"{path.name}.part")
     try:
@@ -121,7 +121,7 @@ def _receive_once(url: str, partial: Path, present_bytes: int) -> None:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpack an archive of one folder as `folder`, which has its name; delete the archive.
+    """Unpack an archive with one folder to `folder`, of the same name; delete the archive.
 
     Raises `DataError` if the archive is damaged.
     """

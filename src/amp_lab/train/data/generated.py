@@ -1,4 +1,4 @@
-"""Generated pictures in the on-disk layout of real data sets, to run the same code without them."""
+"""Generated pictures in the on-disk layout of real data sets, to run the code without real data."""
 
 import itertools
 import json

@@ -41,9 +41,9 @@ class _Layout:
 def load(options: LoadOptions) -> DataSplits:
     """Load the images in `options.folder`.
 
-    It has a folder for each class, or two called train and val (or test) that have these. Without a
-    val or test, a tenth of each class is held out for the test, always the same. All images are
-    decoded once, before anything else.
+    The folder has a folder for each class, or two folders called train and val (or test) that
+    contain the folders of the classes. Without val or test, a tenth of each class is held out for
+    the test, always the same images. All images are decoded once at the beginning.
     """
     layout = _find_layout(options.folder.absolute())
     files = _list_images(layout, layout.train)

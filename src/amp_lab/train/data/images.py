@@ -179,7 +179,7 @@ def _warp(images: torch.Tensor, matrices: torch.Tensor, size: int) -> torch.Tens
 
 
 class ImagesOnDisk(_Augmented):
-    """Images that are read from the files in `source` when asked for, and uint8 until `finish`."""
+    """Images that are read on demand from the files in `source`, and are uint8 until `finish`."""
 
     reads_files = True
 
@@ -220,7 +220,7 @@ class ImagesOnDisk(_Augmented):
 def jitter(draws: torch.Tensor) -> torch.Tensor:
     """Matrices (B, 2, 3) for `_warp` that crop 7/8 of an image at a random place.
 
-    They also mirror half of the images, turn by up to 15 degrees, and scale by up to 10 %.
+    They also mirror half of the images, rotate by up to 15 degrees, and scale by up to 10 %.
 
     `draws` (B, 4) are random numbers in [0, 1).
     """
@@ -245,10 +245,10 @@ def affine(
     x: torch.Tensor,
     y: torch.Tensor,
 ) -> torch.Tensor:
-    """Matrices (B, 2, 3) for `_warp` from one number for each image, (B,), of each kind.
+    """Matrices (B, 2, 3) for `_warp`; each argument has one number for each image, (B,).
 
-    They mirror an image if `flip` is -1 and not 1, turn by `angle`, take `scale` times its size
-    from it, and shift by (`x`, `y`), in the coordinates of `grid_sample`.
+    The matrices mirror an image if `flip` is -1 and not 1, rotate by `angle`, crop to `scale` times
+    the size, and shift by (`x`, `y`), in the coordinates of `grid_sample`.
     """
     cos = scale * angle.cos()
     sin = scale * angle.sin()
@@ -267,8 +267,8 @@ def photographs(
 ) -> DataSplits:
     """The data set `name` of image files: normalised as ImageNet's, and augmented by `jitter`.
 
-    `paths` are relative to `root`, and `targets` (N,) are their classes. `indices` are those of the
-    training images and of the test images.
+    `paths` are relative to `root`, and `targets` (N,) are their classes. `indices` has the indices
+    of the training images and of the test images.
     """
     train, test = indices
     size = options.image_size
@@ -311,7 +311,7 @@ def find_damaged(folder: Path, paths: list[str]) -> list[str]:
 
 
 def damaged_error(damaged: Sequence[str], count: int, folder: Path) -> DataError:
-    """The error to raise for the `damaged` ones of `count` images in `folder`, with the remedy."""
+    """The error, with the remedy, for `damaged` images among `count` images in `folder`."""
     examples = listed(damaged, 3)
     return DataError(
         f"{len(damaged)} of {count} images cannot be read, {examples} in {folder}; replace them "

@@ -1,4 +1,4 @@
-"""Shared by all data sets: their samples, and what they are split into."""
+"""Shared by all data sets: their samples, and the split into training and test."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ class SampleSet(Dataset):
     """
 
     reads_files = False
-    """Whether a sample is read from its file when it is asked for. Only then do workers help."""
+    """Whether a sample is read from its file on demand. Only then do workers help."""
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -63,7 +63,7 @@ class SampleSet(Dataset):
         raise NotImplementedError
 
     def finish(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Turn the samples of `read` into those of `batch`, on the device that they are on.
+        """Turn the samples of `read` into the samples of `batch`, on their device.
 
         The result is bitwise the same on every device.
         """
@@ -88,8 +88,8 @@ class DataSplits:
     classes: tuple[str, ...]  # their names, or the tokens of a text; a target is an index
     sample_shape: tuple[int, ...]  # (3, S, S) for images of S x S pixels, (T,) for passages
     fingerprint: str
-    """Hash of the samples, their split and their order, but not of the augmentation. A run that is
-    resumed compares it, to notice that its data have changed."""
+    """Hash of the samples, their split and their order, but not of the augmentation. A resumed run
+    compares the hash, to detect that its data have changed."""
     stand_in: bool = False  # generated pictures in the layout of the real ones
     skipped: tuple[str, ...] = ()  # the damaged images that were left out
     tokens: Tokens | None = None  # of a text; None for images
@@ -111,7 +111,7 @@ class DataSplits:
 
     @property
     def unit(self) -> str:
-        """What a sample is: ``images`` or ``passages``."""
+        """The plural noun for samples: ``images`` or ``passages``."""
         if self.is_text:
             return "passages"
         return "images"
@@ -134,7 +134,7 @@ class DataSplits:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What the `load` of a data set is given. `load_dataset` says what each is for."""
+    """The options for the `load` of a data set. `load_dataset` describes each option."""
 
     folder: Path  # for the user's own text, it may be a file
     limit: int | None = None
@@ -152,7 +152,8 @@ class LoadOptions:
 def generator(*parts: int) -> torch.Generator:
     """A random generator on the CPU, seeded with several numbers, such as (seed, epoch, SHUFFLE).
 
-    Adding them up would not do: seed 1 in epoch 2 would then draw the same as seed 2 in epoch 1.
+    The sum of the numbers would not work as a seed: seed 1 in epoch 2 would draw the same numbers
+    as seed 2 in epoch 1.
     """
     sequence = np.random.SeedSequence(parts)
     (seed,) = sequence.generate_state(1, np.uint64)

@@ -26,9 +26,9 @@ _NO_TOKENS = np.zeros(0, np.int32)  # since `np.concatenate` refuses an empty li
 class Passages(SampleSet):
     """Passages of T = `context` tokens, cut from one long text: inputs and targets, int64 (T,).
 
-    The targets are the inputs shifted by one token. `tokens` are those of the text, int32 (L,), and
-    there are at most `limit` passages. With a `seed`, the passages of each epoch begin at another
-    random offset in the text.
+    The targets are the inputs shifted by one token. `tokens` are the tokens of the text, int32
+    (L,), and there are at most `limit` passages. With a `seed`, the passages of each epoch begin at
+    another random offset in the text.
     """
 
     def __init__(self, tokens: np.ndarray, context: int, limit: int | None, seed: int | None):
@@ -68,13 +68,13 @@ def load_text(name: str, sources: Iterable[str], options: LoadOptions) -> DataSp
     """Cut the text `name`, whose parts are `sources`, into tokens and passages.
 
     A sample is a passage of T = `options.context` tokens, int64 (T,), and the token that follows
-    each of them, (T,). Every tenth piece of 10,000 characters is for the test. Where the passages
-    begin depends on `options.seed` and the epoch; with None it is always the same. `options.limit`
-    keeps at most so many training passages. A token is a character, and rare characters share one
+    each of them, (T,). Every tenth piece of 10,000 characters is for the test. The positions of the
+    passages depend on `options.seed` and the epoch; with None they are always the same. There are
+    at most `options.limit` training passages. A token is a character, and rare characters share one
     token; for a tokenizer and its vocabulary, see `make_tokens`.
 
-    Raises `DataError` for a wrong option or a file that is no tokenizer, and for a text that is
-    too short.
+    Raises `DataError` for a wrong option, for a file that is not a tokenizer, and for a text that
+    is too short.
     """
     context = options.context
     if not 1 <= context <= _MAX_CONTEXT:

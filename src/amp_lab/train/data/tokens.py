@@ -40,7 +40,7 @@ class Characters:
     def of(cls, text: str) -> "Characters":
         """The tokenizer of a text: its frequent characters, in the order of their code points.
 
-        `UNKNOWN` is one of them if the text has other characters too.
+        If the text also has rare characters, `UNKNOWN` is one of the tokens.
         """
         counts = Counter(text)
         min_count = min(_MIN_OCCURRENCES, len(text) // 1000)  # a short text has few of each
@@ -56,8 +56,8 @@ class Characters:
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The token numbers of each text, int32 (T,).
 
-        A character without a token becomes `UNKNOWN`. Raises `DataError` for one if there is no
-        token `UNKNOWN`.
+        A character without a token becomes `UNKNOWN`. If there is no token `UNKNOWN`, such a
+        character raises `DataError`.
         """
         number_of = {character: number for number, character in enumerate(self.names)}
         unknown = number_of.get(UNKNOWN)
@@ -77,7 +77,7 @@ class Characters:
 
 
 class BytePairs:
-    """A tokenizer from the content of a ``tokenizer.json``, as `transformers` writes it too.
+    """A tokenizer from the content of a ``tokenizer.json``, which `transformers` also writes.
 
     `saved` is the entry of a checkpoint that `saved_tokens` reads. Raises `DataError` for any other
     content; the message calls the content `source`.
@@ -101,7 +101,7 @@ class BytePairs:
 
     @classmethod
     def of(cls, texts: Sequence[str], vocabulary: int) -> "BytePairs":
-        """Learn up to `vocabulary` tokens from texts; always the same ones from the same texts."""
+        """Learn up to `vocabulary` tokens from texts; the same texts give the same tokens."""
         with needed_for("byte pairs"):
             from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
         tokenizer = Tokenizer(models.BPE())
@@ -134,7 +134,8 @@ class BytePairs:
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The token numbers of each text, int32 (T,).
 
-        Raises `DataError` for a number beyond the vocabulary, which the model has no embedding for.
+        Raises `DataError` for a number beyond the vocabulary, because the model has no embedding
+        for it.
         """
         with _library_errors("the tokenizer cannot encode the text"):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -191,8 +192,8 @@ def make_tokens(texts: Sequence[str], tokenizer: str | None, vocabulary: int | N
 
     `tokenizer` is None for characters, `BPE` to learn byte pairs from the texts, or the path of a
     tokenizer.json. `vocabulary` is the number of tokens that `BPE` learns (default: `VOCABULARY`).
-    Raises `DataError` for a file that cannot be read or is no tokenizer, and for a vocabulary out
-    of range.
+    Raises `DataError` for a file that cannot be read or is not a tokenizer, and for a vocabulary
+    out of range.
     """
     if vocabulary is not None and tokenizer != BPE:
         raise DataError(
@@ -220,8 +221,9 @@ def make_tokens(texts: Sequence[str], tokenizer: str | None, vocabulary: int | N
 def saved_tokens(state: dict[str, Any]) -> Tokens | None:
     """The tokenizer in the checkpoint of a run; None for a run on images.
 
-    `state` is the content of the checkpoint: "characters" or "tokenizer" has what `Tokens.saved`
-    had. Raises `DataError` if it is damaged, or has not as many tokens as "classes" says.
+    `state` is the content of the checkpoint: "characters" or "tokenizer" has the value of
+    `Tokens.saved`. Raises `DataError` if the value is damaged, or if the number of tokens differs
+    from "classes".
     """
     name = "characters"
     if "tokenizer" in state:

@@ -1,4 +1,4 @@
-"""Several processes: which rank this is, how they agree, and what they send each other."""
+"""Several processes: the process group, and the communication between ranks."""
 
 from amp_lab.parallel.collectives import count_communication
 

@@ -1,4 +1,4 @@
-"""Joins the processes that torchrun started into a process group, and picks their devices."""
+"""Join the processes that torchrun started into a process group, and pick their devices."""
 
 from __future__ import annotations  # torch may be built without the classes that some name
 
@@ -24,15 +24,15 @@ _last_group: list[dist.ProcessGroup | None] = []  # keeps a group alive: see `jo
 def join(
     kind: str | None, device: torch.device, *, reduce_dtype: str = "fp32", timeout_s: float = 300
 ) -> Iterator[Ranks]:
-    """Join the process group of torchrun's processes for a block, and yield this one's `Ranks`.
+    """Join the process group of torchrun's processes for a block; yield this process's `Ranks`.
 
-    `kind` is "ddp", "fsdp", or None for a process alone. Each process takes the accelerator with
+    `kind` is "ddp", "fsdp", or None for a single process. Each process uses the accelerator with
     its local rank. Gradients are summed in `reduce_dtype`, "fp32", "bf16" or "fp16". No process
     waits for another longer than `timeout_s`.
 
     Raises `ParallelError` for a wrong argument, without torchrun, with too few devices, or if the
-    others cannot be reached, and from within the block if gloo notices that one of them has ended.
-    With NCCL the process is ended then.
+    other processes cannot be reached. If another process ends during the block, gloo raises
+    `ParallelError` in the block, and NCCL ends this process.
     """
     _require_possible(kind, reduce_dtype, timeout_s)
     if kind is None:
@@ -67,7 +67,7 @@ def join(
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an error of torch.distributed means that another process does not answer."""
+    """Whether an error of torch.distributed means that another process does not respond."""
     if not isinstance(error, RuntimeError) or not dist.is_available():
         return False
     if isinstance(error, dist.DistError):

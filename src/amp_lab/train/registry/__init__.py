@@ -12,7 +12,7 @@ PHOTOGRAPH_SIZE = 224  # pixels
 
 
 class Source(Enum):
-    """Where the files of a data set come from."""
+    """The source of the files of a data set."""
 
     LIBRARY = "a library"  # it needs no folder
     DOWNLOAD = "a download"
@@ -21,7 +21,7 @@ class Source(Enum):
 
 @dataclass(frozen=True)
 class DatasetRow:
-    """What is known of a data set before it is loaded."""
+    """The facts about a data set that are known before loading."""
 
     module: str  # the file in `train/data/`
     source: Source

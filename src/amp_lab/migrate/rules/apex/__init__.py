@@ -1,9 +1,9 @@
 """The rule that moves code from NVIDIA Apex to PyTorch, or reports what to do by hand.
 
-A name is rewritten if torch has an exact equal. A training loop is not: what `amp.initialize` and
-`amp.scale_loss` do is spread over model, optimizer and loop, so each such line is reported, and
-gets a comment with `mark`. Code that runs only where Apex is installed, beside code for where it is
-not, is left alone.
+A name is rewritten if torch has an exact equivalent. A training loop is not rewritten, because the
+equivalent of `amp.initialize` and `amp.scale_loss` is spread over model, optimizer and loop. Each
+such line is reported, and gets a comment with `mark`. If a file has code for machines with and
+without Apex, the rule does not change the code that runs only with Apex.
 """
 
 import functools
@@ -38,7 +38,7 @@ _LOOKUP_NAME = re.compile(r"(?i)find|avail|install|import|exist|has_")  # find_s
 
 
 def run(file: Rewriter) -> None:
-    """Rewrite the names of Apex in a file, or say what to do about them."""
+    """Rewrite the names of Apex in a file, or report how to replace them by hand."""
     _ApexNames(file).run()
 
 

@@ -1,6 +1,6 @@
-"""The equals of Apex's names in torch, and the advice for the names that have none.
+"""The equivalents of Apex's names in torch, and the advice for names without an equivalent.
 
-What Apex's functions do, and their arguments and defaults, is from its sources
+The behaviour, arguments and defaults of Apex's functions are from the sources of Apex
 (https://github.com/NVIDIA/apex: ``apex/amp``, ``apex/optimizers``, ``apex/normalization``).
 """
 
@@ -18,7 +18,7 @@ _INNER_MODULE = re.compile(
 
 
 class Equal(NamedTuple):
-    """The equal of a name of Apex in torch, and the arguments with which the two mean the same."""
+    """The equivalent of an Apex name in torch, and the arguments with the same meaning in both."""
 
     module: str
     """The module of torch to import from, such as ``torch.optim``."""

@@ -3,10 +3,10 @@
 The behaviour stays the same. Each old class calls the class of ``torch.amp`` with its device
 (``torch/cuda/amp`` and ``torch/cpu/amp``), but two defaults of ``autocast`` differ:
 
-- dtype: the old class has its own; today's takes the one in force, which an autocast around it may
-  have changed. So the dtype is written out, unless ``enabled=False`` makes it meaningless.
-- cache of casts: the old class turns it on; today's leaves it as it is. Hardly any code turns it
-  off, so this is not written out.
+- dtype: the old class has a fixed default; the new class uses the current autocast dtype, which an
+  outer autocast may have changed. So the dtype is written out, except with ``enabled=False``.
+- cache of casts: the old class turns the cache on; the new class does not change it. Hardly any
+  code turns the cache off, so this is not written out.
 """
 
 from collections import defaultdict
@@ -38,7 +38,7 @@ def _is_old(origin: str | None) -> TypeGuard[str]:
 
 
 def run(file: Rewriter) -> None:
-    """Rewrite the old names of torch in a file, or say what to do about them."""
+    """Rewrite the old names of torch in a file, or report how to replace them by hand."""
     _OldNames(file).run()
 
 

@@ -1,4 +1,4 @@
-"""What to write by hand where an old name of torch is not rewritten."""
+"""The advice for old names of torch that are not rewritten."""
 
 from amp_lab.core.remedies import remedy
 

@@ -1,4 +1,4 @@
-"""Finds the name of the module torch at a place in a file, or where ``import torch`` can be put."""
+"""Find the name of the module torch at a place in a file, or a place for ``import torch``."""
 
 import functools
 
@@ -19,9 +19,10 @@ class TorchName:
         """Those of them in which `at` relies on that import."""
 
     def at(self, use: Use) -> str | None:
-        """The name of torch at a use; None if nothing surely binds one and none can be imported.
+        """The name of torch at a use; None if no name is surely bound and torch cannot be imported.
 
-        If torch has to be imported for it, the scope to do so is added to `scopes_to_import`.
+        If the use needs an import of torch, the scope for the import is added to
+        `scopes_to_import`.
         """
         for name in self._names:
             if self._is_torch(name, use):
@@ -98,7 +99,7 @@ class TorchName:
     def allow_import(self, scope: Scope, statement: cst.CSTNode) -> None:
         """Allow `at` to rely on an ``import torch`` before a statement, if that name is free there.
 
-        It is free if it has no other meaning in the scope, in those around it and inside it.
+        The name is free if it has no other meaning in the scope, in outer scopes or in inner ones.
         """
         if "torch" in self._deleted_names:
             return

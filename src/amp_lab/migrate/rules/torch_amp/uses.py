@@ -18,23 +18,23 @@ _DEFAULT_DTYPES = {"cuda": "float16", "cpu": "bfloat16"}
 
 
 class ByHand(Exception):
-    """A use cannot be rewritten; the text says what to write by hand."""
+    """A use cannot be rewritten; the text says how to rewrite it by hand."""
 
 
 class OldUse(NamedTuple):
-    """A use of an old name, of an attribute of one, or of a module of old names."""
+    """A use of an old name, of an attribute of an old name, or of a module of old names."""
 
     use: Use
     old: str
-    """What the use stands for: ``torch.cuda.amp.autocast``."""
+    """The full old name of the use: ``torch.cuda.amp.autocast``."""
     name: str
-    """The last part of that name; empty for a module and an attribute."""
+    """The last part of the full name; empty for a module and an attribute."""
     device: str
     """The device of the old name; empty for an attribute."""
 
     @classmethod
     def of(cls, use: Use, old: str) -> "OldUse":
-        """The use with the parts of what it stands for."""
+        """The use with the parts of its full name."""
         name, device = OLD_NAMES.get(old) or ("", OLD_MODULES.get(old, ""))
         return cls(use, old, name, device)
 
@@ -44,7 +44,7 @@ class OldUse(NamedTuple):
         return _DEFAULT_DTYPES.get(self.device, "")
 
     def by_hand(self, advice: Remedy, **facts: object) -> ByHand:
-        """The error to raise with a remedy; `facts` are those that the use does not have."""
+        """The error to raise with a remedy; `facts` are the facts that the use does not have."""
         own = {"old": self.old, "name": self.name, "device": self.device, "dtype": self.dtype}
         return ByHand(advice.sentence(**(own | facts)))
 
@@ -82,7 +82,7 @@ class UseEdits:
         self.torch = torch
 
     def plan(self, old: OldUse) -> list[Edit]:
-        """The edits of the code around the name of a use, but not of the name. Raises `ByHand`."""
+        """The edits of the code around the name of a use, without the name. Raises `ByHand`."""
         node = old.use.node
         # A bare name as a statement: `magics` leaves it in the place of a magic that uses it.
         if isinstance(self.tree.parents[node], cst.Expr):

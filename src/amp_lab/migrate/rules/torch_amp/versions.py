@@ -1,4 +1,4 @@
-"""What to say about versions of torch when names were rewritten."""
+"""The notes about versions of torch when names were rewritten."""
 
 import re
 from collections.abc import Iterable
@@ -46,7 +46,7 @@ to support older versions too, keep the old @custom_fwd and @custom_bwd, and imp
 
 
 def notes_on_versions(findings: Iterable[Finding]) -> list[str]:
-    """The oldest torch that has all names in the rewritten code, and how to support older ones.
+    """The oldest torch with all names of the rewritten code, and how to support older versions.
 
     Empty if nothing was rewritten to ``torch.amp``.
     """
