@@ -9,10 +9,10 @@
 # %% [markdown]
 # # Repair dtypes that do not match
 #
-# **What you'll do.** Look up one failure: its message or symptom, the smallest program that shows it,
-# why it happens, and the fix.
+# **What you'll do.** Look up a failure by its error message or symptom. Each section shows the smallest
+# program that causes the failure, the reason, and the fix.
 #
-# **What you'll learn.** You will be able to repair:
+# **What you'll learn.** You will be able to repair these failures:
 # - [A half precision output leaves the block](#A-half-precision-output-leaves-the-block);
 # - [The model is in half precision but its input is
 #   fp32](#The-model-is-in-half-precision-but-its-input-is-fp32);
@@ -21,9 +21,9 @@
 # - [fp16 and bf16 are mixed in one model](#fp16-and-bf16-are-mixed-in-one-model);
 # - [The input is float64 or an integer](#The-input-is-float64-or-an-integer).
 #
-# **What you need.** No GPU. This notebook is a reference: go to the section that you need. All failures
-# are in the [index](08_when_amp_breaks.ipynb). Most programs call one layer of each kind, and print the
-# message of each layer that refuses its input.
+# **What you need.** You need no GPU. This notebook is a reference, so read only the section that you need.
+# The [index](08_when_amp_breaks.ipynb) lists all failures. Most programs below call several kinds of layers
+# and print the message of each layer that raises an error.
 
 # %% tags=["nbval-ignore-output"]
 
@@ -48,7 +48,7 @@ def layers():
 
 
 def refusals(calls, *inputs):
-    """Print and return the messages of those `calls` that refuse the inputs."""
+    """Print and return the message of each of the `calls` that raises an error."""
     messages = []
     for call in calls:
         try:
@@ -95,19 +95,20 @@ def refusals(calls, *inputs):
 # words = "linear matmul bmm baddbmm einsum tensordot conv2d lerp huber_loss mse_loss bce criterion head"
 # -->
 #
-# **What you see.** An op after the block raises one of these. For a layer, the first dtype is that of
-# the input, and the second one is that of the weights: <!-- tests/notebooks/test_08e_dtypes.py -->
+# **What you see.** An op after the autocast block raises one of these errors. An error of a layer names the
+# dtype of the input first and the dtype of the weights second: <!-- tests/notebooks/test_08e_dtypes.py -->
 # - `mat1 and mat2 must have the same dtype, but got Half and Float`
 # - `expected m1 and m2 to have the same dtype, but got: c10::Half != float`
 # - `expected scalar type Half but found Float`
 # - `Input type (torch.cuda.HalfTensor) and weight type (torch.cuda.FloatTensor) should be the same`
-#   ([a report](https://github.com/baaivision/See3D/issues/11))
-# - `Found dtype Float but expected Half`, of a loss ([a
-#   report](https://github.com/pytorch/pytorch/issues/50941))
-# - ``expected dtype c10::Half for `end` but got dtype float``, where weights are averaged (from
-#   `optimizer.step()`, see [notebook 08d](08d_loop_and_resume.ipynb#After-resuming-the-loss-jumps-or-is-NaN))
+#   ([report](https://github.com/baaivision/See3D/issues/11))
+# - `Found dtype Float but expected Half`, raised by the backward pass of a loss
+#   ([report](https://github.com/pytorch/pytorch/issues/50941))
+# - ``expected dtype c10::Half for `end` but got dtype float``, raised by `lerp`, for example in an average of
+#   weights. If `optimizer.step()` raises this error, see [notebook
+#   08d](08d_loop_and_resume.ipynb#After-resuming-the-loss-jumps-or-is-NaN).
 #
-# **The smallest program that does it.** We use the output of a block after the block has ended.
+# **The smallest program that does it.** We compute a tensor in an autocast block and use it after the block.
 
 # %%
 OPS = [
@@ -126,31 +127,33 @@ for dtype in HALF:
     with torch.autocast("cpu", dtype=dtype):
         h = model(x)  # (1, 2), in half precision
     messages = refusals([*layers(), *OPS], h)
-    assert len(messages) == 6 + len(OPS)  # LayerNorm takes it
+    assert len(messages) == 6 + len(OPS)  # of the 7 layers, only LayerNorm accepts half precision
 
 # %% [markdown]
-# **Why.** Autocast casts inputs only inside its block, but what the block returned stays in half precision.
-# The next op outside then gets a half-precision input and fp32 weights. If you do not use autocast, you
-# probably converted the input by hand but not the model.
+# **Why.** A tensor that was computed in half precision in an autocast block keeps this dtype after the block.
+# Outside the block, autocast does not cast inputs, so the next op gets a half-precision input and fp32
+# weights. If you do not use autocast, you probably converted the input to half precision but not the model.
 #
-# If the message names other dtypes, the cause is different:
-# - `Float and Half`: [the model is in half precision but its input is
+# In these cases, the cause is different:
+# - The message says `Float and Half`: [the model is in half precision but its input is
 #   fp32](#The-model-is-in-half-precision-but-its-input-is-fp32).
-# - `BFloat16 and Half`: [fp16 and bf16 are mixed in one model](#fp16-and-bf16-are-mixed-in-one-model).
-# - `Double`, `Long` or `Byte`: [the input is float64 or an
+# - The message says `BFloat16 and Half`: [fp16 and bf16 are mixed in one
+#   model](#fp16-and-bf16-are-mixed-in-one-model).
+# - The message names `Double`, `Long` or `Byte`: [the input is float64 or an
 #   integer](#The-input-is-float64-or-an-integer).
-# - If `backward()` raises it: [a custom autograd function fails in
+# - The message says `self and mat2`: the weight and the bias of one layer have different dtypes.
+# - The traceback contains `user_fn`: [a custom autograd function fails in
 #   backward](#A-custom-autograd-function-fails-in-backward).
-# - `self and mat2`: the weight and the bias of one layer have two dtypes.
 #
-# Inside the block, ops that write in place (`addmm_`) or into `out=` raise it too, because autocast casts for
-# neither ([notebook 02](02_autocast_dtypes.ipynb#What-is-eligible,-and-what-is-not)). Use the op that
-# returns a new tensor, such as `addmm`. <!-- tests/remedies/test_dtype_remedies.py -->
+# Inside the block, ops that write in place (such as `addmm_`) or into `out=` raise these errors too, because
+# autocast does not cast [their inputs](02_autocast_dtypes.ipynb#What-is-eligible,-and-what-is-not). Use the
+# op that returns a new tensor, such as `addmm`. <!-- tests/remedies/test_dtype_remedies.py -->
 #
-# **The fix.** Move the line into the block, or convert what leaves the block with `.float()`.
+# **The fix.** Move the line that fails into the autocast block. Or convert the tensors that leave the block
+# to fp32 with `.float()`.
 #
-# **Not this.** Do not call `model.half()` to make the dtypes match. Weights in fp16 ignore small updates,
-# and `GradScaler` refuses [their gradients](08c_scaler.ipynb#The-parameters-are-fp16).
+# **Not this.** Do not call `model.half()` to make the dtypes match. Weights in fp16 lose small updates, and
+# `GradScaler` raises an error for [gradients in fp16](08c_scaler.ipynb#The-parameters-are-fp16).
 
 # %%
 with torch.autocast("cpu", dtype=torch.float16):
@@ -161,10 +164,10 @@ torch.testing.assert_close(inside.float(), outside, rtol=2e-3, atol=2e-3)  # fp1
 F.huber_loss(output.float(), x).backward()
 weight, update = torch.tensor(1.0), 1e-4
 assert weight - update < 1
-assert weight.half() - update == 1  # fp16 weights lose the update
+assert weight.half() - update == 1  # a weight in fp16 loses the update
 
 # %% [markdown]
-# **Notice it earlier.** End `forward` with `.float()` on its result.
+# **Notice it earlier.** At the end of `forward`, convert the result to fp32 with `.float()`.
 
 # %% [markdown]
 # ## The model is in half precision but its input is fp32
@@ -197,14 +200,15 @@ assert weight.half() - update == 1  # fp16 weights lose the update
 # words = "torch_dtype from_pretrained pixel_values input_features layernorm batchnorm diffusers comfyui"
 # -->
 #
-# **What you see.** A layer raises one of these, with the dtype of its input first:
+# **What you see.** A layer raises one of these errors. The first two messages name the dtype of the input
+# first:
 # - `mat1 and mat2 must have the same dtype, but got Float and Half`
 # - `Input type (float) and bias type (c10::Half) should be the same`
-# - `mixed dtype (CPU): expect parameter to have scalar type of Float`
-# - `Expected tensor for argument #1 'input' to have the same type as tensor for argument #2 'weight'`, of a
-#   norm on CUDA ([a report](https://github.com/GVCLab/PersonaLive/issues/57))
+# - `mixed dtype (CPU): expect parameter to have scalar type of Float`, raised by a norm on a CPU
+# - `Expected tensor for argument #1 'input' to have the same type as tensor for argument #2 'weight'`, raised
+#   by a norm on CUDA ([report](https://github.com/GVCLab/PersonaLive/issues/57))
 #
-# **The smallest program that does it.** We convert the layers and not their input.
+# **The smallest program that does it.** We convert layers to half precision, but leave their input in fp32.
 
 # %%
 for dtype in HALF:
@@ -212,22 +216,23 @@ for dtype in HALF:
     assert len(messages) == len(layers())
 
 # %% [markdown]
-# **Why.** The weights were loaded in half precision (`dtype=torch.float16`) or converted with `.half()`. The
-# input is fp32, and no autocast is on. A layer does not convert its input.
+# **Why.** The weights are in half precision, because the model was loaded with `dtype=torch.float16` or
+# converted with `.half()`. The input is in fp32. Without autocast, a layer does not convert its input.
 #
-# If the input is in half precision too, look for an fp32 tensor inside the model. Often it is a table of
-# positions, or a mask that `forward` creates with `torch.zeros` or with `torch.arange` of floats. `+`, `*`,
-# `torch.cat`, `torch.stack` and `torch.where` then return fp32 without a message, and a later layer raises.
+# If the input is in half precision too, look for an fp32 tensor inside the model. This tensor is often a
+# table of positions, or a mask that `forward` creates with `torch.zeros` or with `torch.arange` of floats.
+# If `+`, `*`, `torch.cat`, `torch.stack` or `torch.where` combines an fp32 tensor with a half-precision
+# tensor, the result is fp32. The op itself raises no error, but a later layer does.
 #
-# Autocast does not help in every layer. On a CPU, a norm whose weights are in half precision refuses an fp32
-# input inside the block too.
+# Autocast does not help in every layer. On a CPU, a norm with half-precision weights raises the error for an
+# fp32 input even inside an autocast block.
 #
 # **The fix.** For inference, cast the input to the dtype of the weights:
-# `x.to(next(model.parameters()).dtype)`. For training, keep the weights in fp32 and use autocast. Create
-# tensors inside `forward` with the dtype and the device of the tensors that they are combined with.
+# `x.to(next(model.parameters()).dtype)`. For training, keep the weights in fp32 and use autocast. If
+# `forward` creates a tensor, give it the dtype and the device of the tensor that you combine it with.
 #
-# **Not this.** Do not cast the whole batch to half precision. Ids and labels are integers, and fp16 rounds
-# 2049 to 2048.
+# **Not this.** Do not cast the whole batch to half precision. The batch may contain integer ids and labels,
+# and fp16 rounds an id of 2049 to 2048.
 
 # %%
 loaded = layers().half()
@@ -243,7 +248,8 @@ assert (half + torch.arange(2, dtype=half.dtype, device=half.device)).dtype is t
 assert torch.tensor(2049).half() == 2048  # an id that was cast
 
 # %% [markdown]
-# **Notice it earlier.** Print `{p.dtype for p in model.parameters()}` after loading a model.
+# **Notice it earlier.** After you load a model, print the dtypes of its weights:
+# `{p.dtype for p in model.parameters()}`.
 
 # %% [markdown]
 # ## Writing into a buffer fails
@@ -273,18 +279,18 @@ assert torch.tensor(2049).half() == 2048  # an id that was cast
 # words = "index_put masked_scatter scatter_reduce kv cache inputs_embeds image_features llava moe zeros"
 # -->
 #
-# **What you see.** The line that writes raises one of these:
+# **What you see.** A line that writes into an existing tensor, the *buffer*, raises one of these errors:
 # - `Index put requires the source and destination dtypes match, got Float for the destination and Half for the source.`
 # - `index_add_(): self (Float) and source (Half) must have the same scalar type`
-# - `scatter(): Expected self.dtype to be equal to src.dtype`, also of `scatter_add_`
+# - `scatter(): Expected self.dtype to be equal to src.dtype`, raised by `scatter` and also by `scatter_add_`
 # - `masked_scatter: expected self and source to have same dtypes but got`
 #
-# **The smallest program that does it.** We write features into a tensor that was made with `torch.zeros`.
+# **The smallest program that does it.** We create a buffer with `torch.zeros` and write fp16 values to it.
 
 
 # %%
 def filled(write):
-    """A buffer that `write(buffer, index, features)` has filled inside an autocast block."""
+    """Return the buffer into which `write(buffer, index, features)` has written under autocast."""
     model, _ = make()
     with torch.autocast("cpu", dtype=torch.float16):
         buffer, features = torch.zeros(4, 2), model(x)  # fp32, and (1, 2) in fp16
@@ -305,23 +311,23 @@ WRITES = [
 assert len(refusals([lambda write=write: filled(write) for write in WRITES])) == len(WRITES)
 
 # %% [markdown]
-# **Why.** `torch.zeros` makes an fp32 buffer, with or without autocast, but the features are in half
-# precision. Autocast does not cast for ops that write into a tensor, because it cannot change the dtype of
-# an existing tensor.
+# **Why.** `torch.zeros` creates an fp32 tensor even under autocast, but the values that you write into this
+# tensor are in half precision. Autocast does not cast the inputs of an op that writes into an existing
+# tensor, because autocast cannot change the dtype of that tensor.
 #
-# If the index is a number or a slice, nothing is raised: `buffer[2] = f` casts. `masked_scatter`, `scatter`
-# and `index_add` return a new tensor, but they raise the error too, because no list of autocast names them.
-# Models of images and text [merge
+# If the index is a number or a slice, PyTorch raises no error, because `buffer[2] = f` casts `f`.
+# `masked_scatter`, `scatter` and `index_add` return a new tensor. They raise the error too, because
+# autocast has no rule for these three ops. Vision-language models use `masked_scatter` to [merge image
 # features](https://github.com/huggingface/transformers/blob/main/src/transformers/models/llava/modeling_llava.py)
-# with `masked_scatter`. <!-- tests/notebooks/test_08e_dtypes.py -->
+# into text embeddings. <!-- tests/notebooks/test_08e_dtypes.py -->
 #
-# In the other direction, an fp32 tensor is written into a half-precision buffer. It is often an fp32
-# parameter, such as the embedding of a mask, or the output of a layer with a dtype of its own. Quantized
-# layers have one, and `model.to()` does not change it, so set it when you quantize. `amp-lab xray` names
-# the layer. <!-- tests/remedies/test_dtype_remedies.py -->
+# Writing an fp32 tensor into a half-precision buffer raises the error too. The fp32 tensor is often a
+# parameter, such as the embedding of a mask token, or the output of a quantized layer. A quantized layer can
+# have an output dtype that `model.to()` does not change, so set this dtype when you quantize the model.
+# `amp-lab xray` names the layer. <!-- tests/remedies/test_dtype_remedies.py -->
 #
-# **The fix.** Cast what you write, `buffer[i] = f.to(buffer.dtype)`, or make the buffer in the dtype of the
-# features with `f.new_zeros(shape)`. Gradients flow through the cast.
+# **The fix.** Cast the values `f` that you write into the buffer: `buffer[i] = f.to(buffer.dtype)`. Gradients
+# flow through this cast. Or create the buffer in the dtype of the values, with `f.new_zeros(shape)`.
 
 # %%
 assert filled(lambda b, i, f: b.__setitem__(i, f.to(b.dtype)))[2].any()
@@ -334,7 +340,7 @@ activation.sum().backward()
 assert embedding.grad.tolist() == [1.0, 1.0]
 
 # %% [markdown]
-# **Notice it earlier.** Look for `torch.zeros` and `torch.empty` inside every `forward`.
+# **Notice it earlier.** Search every `forward` for `torch.zeros` and `torch.empty`.
 
 # %% [markdown]
 # ## A custom autograd function fails in backward
@@ -357,21 +363,22 @@ assert embedding.grad.tolist() == [1.0, 1.0]
 # -->
 #
 # **What you see.** `backward()` raises `expected scalar type Half but found Float`, or another message of
-# [the first section](#A-half-precision-output-leaves-the-block). The traceback ends in a `backward` that
-# you or a library wrote, after the line `return user_fn(self, *args)`.
+# [the first section](#A-half-precision-output-leaves-the-block). The traceback contains the line
+# `return user_fn(self, *args)` and ends in a `backward` method that you or a library wrote.
 #
-# **The smallest program that does it.** We write a batched matmul as an `autograd.Function`.
+# **The smallest program that does it.** We write a batched matmul as an `autograd.Function` and call
+# `backward()` after the autocast block.
 
 
 # %%
 class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)  # the arguments in fp32, not autocast's casts of them
+        ctx.save_for_backward(a, b)  # a and b are still in fp32: autocast casts inside the matmul
         return a @ b
 
     @staticmethod
-    def backward(ctx, grad):  # fp16, like the output
+    def backward(ctx, grad):  # grad is in fp16, like the output
         a, b = ctx.saved_tensors
         return grad @ b.mT, a.mT @ grad
 
@@ -389,14 +396,16 @@ print(message)
 assert "expected scalar type Half but found Float" in message
 
 # %% [markdown]
-# **Why.** The function's `forward` runs inside the block, where autocast casts for each op. Its `backward`
-# runs outside the block and combines an fp16 gradient with the saved fp32 tensors.
+# **Why.** The `forward` of the custom function runs inside the autocast block, where autocast casts the
+# inputs of each op. The `backward` of the function runs outside the block. There, an op gets an fp16 gradient
+# and an fp32 tensor that `forward` saved.
 #
-# **The fix.** Decorate `forward` with `torch.amp.custom_fwd` and `backward` with `torch.amp.custom_bwd`, so
-# that `backward` runs under autocast if `forward` did. With `cast_inputs=torch.float32`, both run in fp32
-# without autocast. Use this for a kernel that was written for one dtype.
+# **The fix.** Decorate `forward` with `torch.amp.custom_fwd` and `backward` with `torch.amp.custom_bwd`. Then
+# `backward` runs under autocast if `forward` did. If your function calls a kernel that supports only fp32,
+# pass `cast_inputs=torch.float32` to `custom_fwd`. The function then runs in fp32 without autocast.
 #
-# [Notebook 02](02_autocast_dtypes.ipynb#Your-own-autograd-functions) shows both ways.
+# [Notebook 02](02_autocast_dtypes.ipynb#Your-own-autograd-functions) shows the decorators with and without
+# `cast_inputs`.
 
 
 # %%
@@ -412,18 +421,21 @@ for options in ({}, {"cast_inputs": torch.float32}):
     assert torch.equal(backward_through(decorated(**options)), torch.full((1, 2, 2), 2.0))
 
 # %% [markdown]
-# If you write your own activation checkpointing, it can go wrong without a message. If it stores only
-# whether autocast was on, it recomputes the block in the default dtype (fp16 on CUDA, bf16 on a CPU), so
-# gradients are less exact or overflow. Store `torch.get_autocast_dtype(device_type)` too, or use
-# `torch.utils.checkpoint.checkpoint(…, use_reentrant=False)`. `amp-lab migrate` finds such code.
+# Activation checkpointing that you write yourself can give worse gradients without an error message. If your
+# code stores only whether autocast was on, the backward pass recomputes the layers in autocast's default
+# dtype (fp16 on CUDA, bf16 on a CPU). The gradients are then less accurate, or they overflow. Store
+# `torch.get_autocast_dtype(device_type)` too, or use `torch.utils.checkpoint.checkpoint(…,
+# use_reentrant=False)`. `amp-lab migrate` finds code that does not store the dtype.
 # <!-- tests/remedies/test_migrate_remedies.py -->
 #
-# Autocast does not cast the inputs of a kernel from another package, or of an op made with `torch.library`.
-# Cast their inputs, or give your op a rule with `torch.library.register_autocast`. Under `torch.vmap`, the
-# backward pass of a norm [may raise the message](https://github.com/pytorch/pytorch/issues/184890) too.
-# <!-- tests/notebooks/test_08e_dtypes.py -->
+# Autocast does not cast the inputs of a kernel from another package, or of an op that you define with
+# `torch.library`. Cast the inputs yourself, or register a dtype for your op with
+# `torch.library.register_autocast`. <!-- tests/notebooks/test_08e_dtypes.py -->
 #
-# **Notice it earlier.** Test each function of your own once under autocast, with a backward pass.
+# Under `torch.vmap`, the backward pass of a norm [may also raise such an
+# error](https://github.com/pytorch/pytorch/issues/184890).
+#
+# **Notice it earlier.** Test each custom function once under autocast, including its backward pass.
 
 # %% [markdown]
 # ## fp16 and bf16 are mixed in one model
@@ -453,21 +465,22 @@ for options in ({}, {"cast_inputs": torch.float32}):
 # words = "nested autocast cache cache_enabled promote cat stack addcmul bnb_4bit_compute_dtype"
 # -->
 #
-# **What you see.** An op raises one of these:
+# **What you see.** An op raises one of these errors:
 # - `mat1 and mat2 must have the same dtype, but got BFloat16 and Half`
 # - `Input type (c10::BFloat16) and bias type (c10::Half) should be the same`
-#   ([a report](https://github.com/vladmandic/sdnext/issues/1431))
+#   ([report](https://github.com/vladmandic/sdnext/issues/1431))
 # - `Unexpected floating ScalarType in at::autocast::prioritize`
 #
-# **The smallest program that does it.** We call layers in one dtype with an input in the other. Then we nest
-# a bf16 block in an fp16 block, and use one fp32 weight in both. Last, we join bf16 tensors in an fp16 block.
+# **The smallest program that does it.** We show three cases. First, we pass a bf16 input to fp16 layers, and
+# an fp16 input to bf16 layers. Second, we nest a bf16 autocast block in an fp16 block and call one fp32 model
+# in each block. Third, we concatenate bf16 tensors in an fp16 block.
 
 
 # %%
 def nested(**options):
     model, _ = make()
     with torch.autocast("cpu", dtype=torch.float16):
-        model(x)  # the fp16 cast of the weight goes into the cache
+        model(x)  # autocast casts the weight to fp16 and stores the copy in its cache
         with torch.autocast("cpu", dtype=torch.bfloat16, **options):
             return model(x)
 
@@ -484,33 +497,36 @@ assert "mat1 and mat2 must have the same dtype, but got BFloat16 and Half" in me
 assert "Unexpected floating ScalarType in at::autocast::prioritize" in messages[1]
 
 # %% [markdown]
-# **Why.** One tensor is fp16 and the other one is bf16. Usually the weights were loaded in one of the two,
-# and the input, the autocast block or a quantized layer uses the other. With fp32 weights, one block is
-# nested in a block of the other dtype. Both use the same cache of casts, so the inner block gets weights in
-# the outer dtype.
+# **Why.** An op gets one fp16 tensor and one bf16 tensor. Usually the weights were loaded in one of these
+# dtypes, but the input, the autocast block or a quantized layer uses the other dtype. If the weights are in
+# fp32, the cause is a bf16 autocast block inside an fp16 block, or the reverse. Nested blocks share a cache
+# of cast weights, so the inner block gets weights in the dtype of the outer block.
 #
-# The cache keeps the cast of a trained fp32 weight until the outermost block ends, and does not store its
-# dtype. So the inner block casts the input to bf16, but finds an fp16 weight.
+# The cache keeps the cast copy of a trained fp32 weight until the outermost block ends. The cache does not
+# check whether this copy has the dtype of the current block. So in our program, the inner block casts the
+# input to bf16 but takes an fp16 weight from the cache.
 #
-# `prioritize` belongs to the ops that autocast runs in the widest dtype of their inputs ([notebook
-# 02](02_autocast_dtypes.ipynb)), such as `cat` on a CPU and `addcmul` on CUDA. They accept only fp32 and the
-# dtype of the block. <!-- tests/notebooks/test_08e_dtypes.py -->
+# The message with `prioritize` comes from an op that autocast runs in the widest dtype of its inputs
+# ([notebook 02](02_autocast_dtypes.ipynb)), such as `cat` on a CPU or `addcmul` on CUDA. Under autocast, such
+# an op accepts only fp32 and the dtype of the block. <!-- tests/notebooks/test_08e_dtypes.py -->
 #
-# **The fix.** Use one of the two dtypes for the weights, the inputs and the autocast block. If you nest
-# blocks of two dtypes on purpose, open the inner one with `cache_enabled=False`.
+# **The fix.** Use either fp16 or bf16 everywhere: for half-precision weights, for the inputs and for the
+# autocast block. If you nest an fp16 and a bf16 block on purpose, open the inner block with
+# `cache_enabled=False`.
 #
-# **Not this.** Do not convert a bf16 model to fp16. Values beyond 65504 become infinite, in the weights
-# and [in the activations](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504).
+# **Not this.** Do not convert a bf16 model to fp16 to make the dtypes match. Weights and
+# [activations](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) above 65504 become
+# infinite.
 
 # %%
 assert refusals(layers().bfloat16(), x.bfloat16()) == []
 with torch.autocast("cpu", dtype=torch.bfloat16):
     assert torch.cat([x.bfloat16(), x.bfloat16()]).dtype is torch.bfloat16
 assert nested(cache_enabled=False).dtype is torch.bfloat16
-assert torch.tensor(1e5).bfloat16().half() == torch.inf  # the unsafe way
+assert torch.tensor(1e5).bfloat16().half() == torch.inf  # why not to convert bf16 to fp16
 
 # %% [markdown]
-# **Notice it earlier.** Print the dtype of the weights next to the dtype that you give to `autocast`.
+# **Notice it earlier.** Print the dtype of the weights and the dtype that you pass to `autocast`.
 
 # %% [markdown]
 # ## The input is float64 or an integer
@@ -557,15 +573,16 @@ assert torch.tensor(1e5).bfloat16().half() == torch.inf  # the unsafe way
 # words = "numpy pandas from_numpy torch.tensor double long byte uint8 int64 targets labels"
 # -->
 #
-# **What you see.** The message names `Double`, `Long`, `Int` or `Byte`:
+# **What you see.** Most of these messages name `Double`, `Long`, `Int` or `Byte`:
 # - `mat1 and mat2 must have the same dtype, but got Double and Float`
 # - `Input type (double) and bias type (float) should be the same`
 # - `expected scalar type Double but found Float`
-# - `mixed dtype (CPU): all inputs must share same datatype.`
-# - `expected scalar type Long but found Float`, of `cross_entropy` with targets that are floats. Newer
-#   versions say `expected target dtype to be Long or Byte, but got Float`.
+# - `mixed dtype (CPU): all inputs must share same datatype.`, raised by a norm on a CPU
+# - `expected scalar type Long but found Float`, raised by `cross_entropy` if the class targets are floats.
+#   Newer versions of PyTorch say `expected target dtype to be Long or Byte, but got Float`.
 #
-# **The smallest program that does it.** We call layers and a loss with float64, int64 and uint8 arrays.
+# **The smallest program that does it.** We pass float64, int64 and uint8 arrays to layers and to a loss. Then
+# we pass float targets to `cross_entropy`, and a float64 input to a layer under autocast.
 
 # %%
 huber = lambda target: F.huber_loss(x.clone().requires_grad_(), target).backward()  # noqa: E731
@@ -577,28 +594,28 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 assert "but got Double and BFloat16" in message
 
 # %% [markdown]
-# **Why.** The input is not fp32. `torch.from_numpy` keeps the dtype of an array, and NumPy and pandas
-# compute in float64. Ids are int64, and pixels are uint8. Autocast does not help, because it casts neither
-# float64 nor integers.
+# **Why.** The input is float64 or an integer, but the weights are fp32. `torch.from_numpy` keeps the dtype of
+# the array. NumPy and pandas compute in float64, ids are usually int64, and pixels are usually uint8.
+# Autocast does not help, because it does not cast float64 or integers.
 #
-# **The fix.** Convert the input where you load it: `torch.from_numpy(array).float()`, and `/ 255` for
-# pixels. Class targets of `cross_entropy` need `.long()`.
+# **The fix.** Convert the input where you load it, with `torch.from_numpy(array).float()`. Divide pixels by
+# 255 as well. Convert the class targets of `cross_entropy` with `.long()`.
 #
-# **Not this.** Do not call `model.double()` or `torch.set_default_dtype(torch.float64)`. Autocast leaves
-# float64 alone, so nothing runs in half precision, and the memory doubles.
+# **Not this.** Do not call `model.double()` or `torch.set_default_dtype(torch.float64)`. Autocast does not
+# cast float64, so no layer runs in half precision, and the model needs twice the memory.
 
 # %%
 for array in (x.double().numpy(), x.long().numpy(), x.byte().numpy()):
     assert refusals([*layers(), huber], torch.from_numpy(array).float()) == []
 F.cross_entropy(x, torch.tensor([1.0]).long())
 with torch.autocast("cpu", dtype=torch.bfloat16):
-    assert nn.Linear(2, 2).double()(x.double()).dtype is torch.float64  # the unsafe way
+    assert nn.Linear(2, 2).double()(x.double()).dtype is torch.float64  # autocast does not cast
 
 # %% [markdown]
-# **Notice it earlier.** Check the dtypes of one batch: `assert batch.dtype is torch.float32`.
+# **Notice it earlier.** Check the dtype of one batch of inputs: `assert batch.dtype is torch.float32`.
 
 # %% [markdown]
 # ## Further reading
 #
-# - [Autocast op reference](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference): the ops that
-#   autocast casts for, and the dtypes in which they run.
+# - [Autocast op reference](https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference): the ops
+#   whose inputs autocast casts, and the dtypes in which these ops run.
