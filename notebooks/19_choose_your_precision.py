@@ -10,17 +10,16 @@
 # # Choose your precision for a GPU, a task and a framework
 #
 # **What you'll do.** Measure how this machine rounds numbers. Write a function that chooses a precision
-# for any GPU. Check what PyTorch's fp32 modes and other frameworks' settings do to weights, gradients
-# and outputs.
+# for any GPU. Check PyTorch's fp32 modes, and the dtypes that other frameworks use.
 #
 # **What you'll learn.**
-# - which precision to begin with, on which hardware;
+# - which precision to start with on your hardware;
 # - what the fp32 modes `highest`, `high` and `medium` change;
 # - how to run a model that was trained in bf16 on a GPU without bf16;
 # - what Lightning, accelerate, transformers and Keras mean by "mixed", "true" and "bf16".
 #
-# **What you need.** [Notebook 00](00_start_here.ipynb), and [notebook 01](01_number_formats.ipynb) on number
-# formats. You need no GPU.
+# **What you need.** Read [notebook 00](00_start_here.ipynb) and [notebook 01](01_number_formats.ipynb) on
+# number formats first. You need no GPU.
 
 # %% tags=["nbval-ignore-output"]
 import torch
@@ -37,18 +36,18 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # %% [markdown]
 # ## The idea in five lines
 #
-# Which precision is fast depends on the hardware, so measure it. `describe_device` times a matmul in each
-# precision. It also multiplies numbers whose exact product we know, to find out how the device rounds.
+# The fastest precision depends on the hardware, so we measure. `describe_device` times a matmul in each
+# precision. To find out how the device rounds, it also multiplies numbers whose exact product is known.
 # Before you run this: what do you expect of your machine? <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)
-print(f"{report.name}: begin with {report.recommended}")
+print(f"{report.name}: start with {report.recommended}")
 for precision, found in report.values.items():
     if found is not None:
-        kept = "kept" if found.subnormals else "made 0"
+        kept = "are kept" if found.subnormals else "become 0"
         print(
-            f"{precision}: inputs keep {found.input_bits} bits, subnormals are {kept}, "
+            f"{precision}: inputs keep {found.input_bits} bits, subnormals {kept}, "
             f"sums are up to {found.error:.1f} ulp off"
         )
 assert report.values["bf16"].input_bits == 8
@@ -56,13 +55,13 @@ assert report.values["bf16"].input_bits == 8
 # %% [markdown]
 # Each line describes a matmul in one precision:
 #
-# - **bits** of an input's significand that are used: 24 in fp32, 11 in fp16 and TF32, 8 in bf16;
-# - **subnormals**: numbers below the format's normal range, which some devices make 0;
+# - **bits** of an input's significand that the matmul uses: 24 in fp32, 11 in fp16 and TF32, 8 in bf16;
+# - **subnormals**: numbers below the format's normal range, which some devices replace by 0;
 # - **sums**: the largest error of a sum of 4,096 products, in units of the last place of the result
 #   (*ulp*). For a 16-bit result, 0.5 ulp is the best possible value. An error of several ulp may mean that
 #   the device adds in 16 bits.
 #
-# `amp-lab doctor` prints the same with the speeds. <!-- tests/core/test_device.py -->
+# `amp-lab doctor` prints these values and the speeds. <!-- tests/core/test_device.py -->
 #
 # ## The decision
 #
@@ -70,8 +69,8 @@ assert report.values["bf16"].input_bits == 8
 # `GPUS` lists these formats for each GPU that `amp-lab advise --for` knows
 # ([NVIDIA](https://nvidia.github.io/TransformerEngine/support_matrix.html),
 # [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html)). If your GPU is not in the
-# list, find one of the same architecture: all RTX 30 are Ampere, like the RTX 3090. `choose`
-# returns the precision:
+# list, look for the same architecture: all RTX 30 are Ampere, like the RTX 3090. We print the list. Then we
+# write `choose`, which returns a precision:
 
 # %%
 kinds = {}
@@ -84,7 +83,7 @@ assert GPUS["t4"].architecture.matmuls == ("fp16",)
 
 # %%
 def choose(fast, task, trained_in="fp32"):
-    """The precision to begin with, by the fast formats; `task` is "train", "infer" or "exact"."""
+    """Return a precision for a GPU with these fast formats; `task`: "train", "infer" or "exact"."""
     if task == "exact":
         return "fp32 with TF32 off"
     form = "bf16" if "bf16" in fast else "fp16" if "fp16" in fast else "fp32"
@@ -92,7 +91,7 @@ def choose(fast, task, trained_in="fp32"):
         return "fp32"
     scaler = " with GradScaler" if form == "fp16" else ""
     how = f"{form} under autocast{scaler}" if task == "train" else f"{form}, cast once"
-    return f"{how}, if its values fit" if (form, trained_in) == ("fp16", "bf16") else how
+    return f"{how}, if the values fit" if (form, trained_in) == ("fp16", "bf16") else how
 
 
 # %%
@@ -109,28 +108,29 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # %% [markdown]
 # `choose` follows three rules:
 #
-# - **bf16** wherever it is fast. It has the range of fp32, so training needs no scaler.
-# - **fp16** where only fp16 is fast: on V100, T4 and RTX 20. Training needs a scaler.
-# - **fp32** where nothing is faster, as on GTX 10 and GTX 16, which have no tensor cores. Use fp32 as well
-#   where digits matter more than time: in solvers, in statistics, and for small differences of large
-#   numbers.
+# - **bf16** wherever bf16 is fast. It has the range of fp32, so training needs no scaler.
+# - **fp16** where only fp16 is fast: on V100, T4 and RTX 20. Training in fp16 needs a scaler.
+# - **fp32** where no other format is faster, as on GTX 10 and GTX 16, which have no tensor cores. Also use
+#   fp32 where accuracy matters more than speed: in solvers, in statistics, and for small differences of
+#   large numbers.
 #
-# Training keeps fp32 weights under autocast. For inference, cast the weights once. This halves their
-# memory. If both 16-bit formats are fast, `choose` returns bf16 for inference too, because it does not know
-# your model's values. If these stay far below 65504, fp16 is usually more accurate: it has three more bits
-# ([notebook 18](18_inference_and_export.ipynb)).
+# For training, use autocast and keep the weights in fp32. For inference, cast the weights once, which halves
+# their memory. If both 16-bit formats are fast, `choose` returns bf16, because it does not know your model's
+# values. If your values stay far below 65504, fp16 is usually more accurate for inference, because fp16 has
+# three more bits ([notebook 18](18_inference_and_export.ipynb)).
 #
-# Begin with this, then measure: `amp-lab advise` times each precision on your model and machine ([notebook
-# 10](10_speed_ladder.ipynb)). Try FP8 for training only after bf16 works ([notebook
+# Start with this precision, then measure. `amp-lab advise` times each precision on your model and machine
+# ([notebook 10](10_speed_ladder.ipynb)). Try FP8 for training only after bf16 works ([notebook
 # 15](15_below_16_bits.ipynb)).
 #
-# If your model does not *fit*, `amp-lab memory` forecasts [what takes the memory](../docs/your_model.md):
+# If your model does not fit into memory, `amp-lab memory` forecasts [what takes the
+# memory](../docs/your_model.md):
 #
-# | what takes the memory | what helps |
+# | what takes the memory | what helps (notebook) |
 # |---|---|
-# | activations | autocast, checkpointing ([07](07_training_recipes.ipynb)), a smaller batch with accumulation |
-# | weights and optimizer state | a leaner optimizer ([16](16_low_precision_state.ipynb)), sharding ([11](11_scale_out.ipynb)), training adapters alone ([17](17_language_model.ipynb)) |
-# | weights at inference | cast once, then eight bits ([18](18_inference_and_export.ipynb)) |
+# | activations | autocast, activation checkpointing ([07](07_training_recipes.ipynb)), a smaller batch with gradient accumulation |
+# | weights and optimizer state | an optimizer with less state ([16](16_low_precision_state.ipynb)), sharding ([11](11_scale_out.ipynb)), training only adapters ([17](17_language_model.ipynb)) |
+# | weights at inference | weights in 16 or eight bits ([18](18_inference_and_export.ipynb)) |
 #
 # ## Known problems of each device
 #
@@ -138,25 +138,25 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #
 # | hardware | problem | what to do |
 # |---|---|---|
-# | GTX 16 | fp16 gives NaN in some models ([report](https://github.com/pytorch/pytorch/issues/58123), [another](https://github.com/pytorch/pytorch/issues/77955)) | use fp32 |
-# | V100, GTX 10 | [the last PyTorch with kernels for them](https://github.com/pytorch/pytorch/issues/190385) is 2.14 for CUDA 12.6 | install it |
-# | V100, T4, RTX 20 | bf16 is only emulated, and TF32 does not exist | use fp16 |
-# | RTX 30, RTX 40 | [data sheets give two rates for fp16](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf); PyTorch adds in fp32, which has half of the higher rate | expect the lower rate |
-# | MI210, MI250 | 16-bit matmuls treat subnormals as 0, so PyTorch [uses bf16 inputs in fp16's backward matmuls](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) | use bf16 |
-# | MI300 | its FP8 is *fnuz*: the same bits stand for half the value that they have elsewhere | see [15](15_below_16_bits.ipynb) |
-# | Arc A | has no float64, which `GradScaler` needs ([Arc B has it](https://github.com/pytorch/pytorch/issues/147731)) | use bf16; the device is called `xpu` |
-# | Apple M | bf16 [needs macOS 14](https://github.com/pytorch/pytorch/issues/139386); M1 and M2 [emulate it](https://github.com/huggingface/transformers/pull/40458) | begin with fp32 |
-# | CPUs | [fp16 can be 60 times slower than fp32, or as fast](../data/results/README.md) | use fp16 only if `amp-lab doctor` shows that it is fast |
+# | GTX 16 | fp16 gives NaN in some models ([report](https://github.com/pytorch/pytorch/issues/58123), [another report](https://github.com/pytorch/pytorch/issues/77955)) | use fp32 |
+# | V100, GTX 10 | PyTorch 2.14 for CUDA 12.6 is [the last version with kernels for these GPUs](https://github.com/pytorch/pytorch/issues/190385) | install this version |
+# | V100, T4, RTX 20 | these GPUs emulate bf16 and have no TF32 | use fp16 |
+# | RTX 30, RTX 40 | [data sheets give two rates for fp16](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf); with sums in fp32, as in PyTorch, matmuls run at half of the higher rate | expect the lower rate |
+# | MI210, MI250 | 16-bit matmuls treat subnormals as 0, so PyTorch [casts fp16 inputs to bf16 in backward matmuls](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) | use bf16 |
+# | MI300 | its FP8 is *fnuz*: the same bits stand for half the value that they have on other GPUs | see [notebook 15](15_below_16_bits.ipynb) |
+# | Arc A | `GradScaler` needs float64, which Arc A lacks ([Arc B has float64](https://github.com/pytorch/pytorch/issues/147731)) | use bf16; PyTorch calls the device `xpu` |
+# | Apple M | bf16 [needs macOS 14](https://github.com/pytorch/pytorch/issues/139386); M1 and M2 [emulate bf16](https://github.com/huggingface/transformers/pull/40458) | start with fp32 |
+# | CPUs | [fp16 can be as fast as fp32, or 60 times slower](../data/results/README.md) | use fp16 only if `amp-lab doctor` shows that fp16 is fast |
 #
-# On an RTX 30 or RTX 40, `torch.backends.cuda.matmul.allow_fp16_accumulation` lets PyTorch add in fp16, at
-# the higher rate. Use it only for inference: sums can overflow or lose small summands
-# ([01](01_number_formats.ipynb)).
+# On an RTX 30 or RTX 40, `torch.backends.cuda.matmul.allow_fp16_accumulation = True` lets PyTorch add in
+# fp16, at the higher rate. Use this setting only for inference, because sums in fp16 can overflow or lose
+# small summands ([notebook 01](01_number_formats.ipynb)).
 #
-# `torch.cuda.is_bf16_supported()` returns True even if bf16 is only emulated, as on a T4. Pass
-# `including_emulation=False` to find out whether it is fast.
+# `torch.cuda.is_bf16_supported()` returns True even if the GPU emulates bf16, as a T4 does. Pass
+# `including_emulation=False` to find out whether bf16 is fast.
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
-# Why do subnormals matter? We count which gradients of an ordinary size become 0:
+# Why do subnormals matter? We count how many gradients of an ordinary size become 0:
 
 # %%
 torch.manual_seed(0)
@@ -164,28 +164,29 @@ gradients = torch.randn(100_000) * 1e-5
 smallest = torch.finfo(torch.float16).smallest_normal
 flushed = (gradients.half().abs() < smallest).float().mean().item()
 lost = (gradients.half() == 0).float().mean().item()
-print(f"0 in fp16: {lost:.1%}; in fp16 on a device that replaces subnormals by 0: {flushed:.1%}")
-print(f"0 in bf16: {(gradients.bfloat16() == 0).float().mean():.1%}")
+print(f"gradients that become 0 in fp16: {lost:.1%}, or {flushed:.1%} without subnormals")
+print(f"gradients that become 0 in bf16: {(gradients.bfloat16() == 0).float().mean():.1%}")
 assert lost < 0.01 < 0.99 < flushed
 assert not (gradients.bfloat16() == 0).any()
 
 # %% [markdown]
-# Without subnormals, fp16 loses nearly all of these gradients unless you use a loss scale. bf16 needs none.
+# Without subnormals, nearly all of these gradients become 0 in fp16 unless you scale the loss. In bf16, no
+# gradient becomes 0.
 #
 # ## What fp32 means
 #
 # From Ampere on, NVIDIA's GPUs can multiply fp32 tensors as
 # [**TF32**](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices),
 # which keeps 11 of the inputs' 24 bits. PyTorch has separate modes for matmuls and convolutions.
-# `torch.set_float32_matmul_precision` changes only those for matmuls:
+# `torch.set_float32_matmul_precision` changes only the modes for matmuls:
 #
 # | `set_float32_matmul_precision` | matmuls on CUDA | matmuls on a CPU | convolutions on CUDA |
 # |---|---|---|---|
 # | `"highest"`, the default | fp32 | fp32 | TF32 |
-# | `"high"` | TF32 | TF32, where the CPU has it | TF32 |
-# | `"medium"` | TF32 | bf16, where the CPU has it | TF32 |
+# | `"high"` | TF32 | TF32, if the CPU has TF32 | TF32 |
+# | `"medium"` | TF32 | bf16, if the CPU has bf16 | TF32 |
 #
-# So fp32 *convolutions* are TF32 by default. We can read the modes without a GPU (`ieee` is fp32):
+# So by default, fp32 *convolutions* run in TF32. We can read the modes without a GPU (`ieee` means fp32):
 
 
 # %%
@@ -203,15 +204,15 @@ torch.set_float32_matmul_precision(before)
 
 # %% [markdown]
 # The modes for matmuls affect only [fp32
-# tensors](https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html). Usually
-# use `"high"` when you train in fp32 on an RTX 30, an A100 or a later GPU. If a result differs from a CPU's
-# in the fourth digit, check the modes first: 11 bits are three to four digits. For work that needs every digit,
-# turn TF32 off for matmuls and convolutions:
+# tensors](https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html). If you
+# train in fp32 on an RTX 30, an A100 or a later GPU, usually choose `"high"`. If a GPU's result differs from
+# a CPU's in the fourth digit, check the modes first, because 11 bits are three to four digits. For work that
+# needs every digit, turn TF32 off for matmuls and convolutions:
 
 # %%
 kept = torch.backends.cudnn.allow_tf32
 torch.set_float32_matmul_precision("highest")
-torch.backends.cudnn.allow_tf32 = False  # convolutions, and recurrent layers
+torch.backends.cudnn.allow_tf32 = False  # for convolutions and recurrent layers
 assert modes()[0] == "ieee"
 assert "tf32" not in modes()
 torch.backends.cudnn.allow_tf32 = kept
@@ -219,10 +220,10 @@ torch.backends.cudnn.allow_tf32 = kept
 # %% [markdown]
 # ### Old names and new ones
 #
-# Each mode has an old name (`allow_tf32`) and a new name (`fp32_precision`). If you set the new name to
-# a value that contradicts the old one, the next read of the old name raises an error. A library may read
-# it, such as [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) or, in some
-# versions, [`torch.compile`](https://github.com/pytorch/pytorch/pull/189955). We cause the error:
+# Each mode has an old name (`allow_tf32`) and a new name (`fp32_precision`). If you set the new name to a
+# value that contradicts the old name, the next read of the old name raises an error. A library may read the
+# old name, for example [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256) or some
+# versions of [`torch.compile`](https://github.com/pytorch/pytorch/pull/189955). We cause the error:
 
 # %%
 matmul = torch.backends.cuda.matmul
@@ -239,14 +240,15 @@ assert mixed
 assert torch.get_float32_matmul_precision() == before
 
 # %% [markdown]
-# `torch.set_float32_matmul_precision` and `torch.backends.cudnn.allow_tf32` set both names, so these two
-# alone do not cause this error. <!-- tests/notebooks/test_19_choose_your_precision.py -->
+# `torch.set_float32_matmul_precision` and `torch.backends.cudnn.allow_tf32` set the old and the new name, so
+# alone they do not cause this error. <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## Trained in bf16, on a GPU without it
 #
-# Many language models were trained in bf16, whose largest number is 3.4e38. fp16 ends at 65504. The weights,
-# inputs and outputs of the next model all fit into fp16, but its hidden values do not. `largest_values` shows
-# the largest magnitude that each module computes: <!-- tests/numerics/test_largest_values.py -->
+# Many language models were trained in bf16, whose largest number is 3.4e38. The largest number of fp16 is
+# only 65504. The weights, inputs and outputs of the next model fit into fp16, but its hidden values do not.
+# `largest_values` shows the largest magnitude that each module computes:
+# <!-- tests/numerics/test_largest_values.py -->
 
 # %%
 torch.manual_seed(0)
@@ -259,34 +261,35 @@ for name, value in largest_values(model, x).items():
     print(f"{name or 'output'}: {value:.3g}")
 with torch.inference_mode():
     in_bf16, in_fp16 = model.bfloat16()(x.bfloat16()), model.half()(x.half())
-print(f"finite: in bf16 {in_bf16.isfinite().all()}, in fp16 {in_fp16.isfinite().all()}")
+print(f"finite outputs in bf16: {in_bf16.isfinite().all()}, in fp16: {in_fp16.isfinite().all()}")
 assert in_bf16.isfinite().all()
 assert not in_fp16.isfinite().all()
 
 # %% [markdown]
-# So **look before you cast**: run some of your inputs through the model with `largest_values`, in fp32
-# or bf16. A CPU is enough. Each value should be at most half of 65504. `amp-lab export --dtype fp16` refuses
-# a model whose outputs are not finite. <!-- tests/train/test_export.py -->
+# In fp16, the hidden values overflow, so the outputs are not finite. **Look before you cast**: run some of
+# your inputs through the model with `largest_values`, in fp32 or bf16. A CPU is enough. Each value should be
+# at most half of 65504. `amp-lab export --dtype fp16` does not export a model whose outputs are not finite.
+# <!-- tests/train/test_export.py -->
 #
 # If a value is larger, you have two remedies:
 #
-# - **Keep such layers in fp32**, and the rest in fp16. In the transformers library, a model class can name
-#   such layers in `_keep_in_fp32_modules`, as T5 does.
-# - **Move a factor from one layer to the next** (exercise 4). Divide one layer's weight and bias by it, and
-#   multiply the next layer's weight by it. The result is exactly the same if the function between the
-#   layers returns twice the output for twice the input. ReLU does, and GELU does not.
-#   <!-- tests/notebooks/test_19_choose_your_precision.py -->
+# - **Keep the layers with such values in fp32**, and the rest in fp16. In the transformers library, a model
+#   class can list these layers in `_keep_in_fp32_modules`, as T5 does.
+# - **Move a power of two from one layer to the next** (exercise 4). Divide one layer's weight and bias by
+#   this factor, and multiply the next layer's weight by the same factor. The model's outputs stay exactly
+#   the same if the function between the layers returns twice the output for twice the input. ReLU does, but
+#   GELU does not. <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # ## What other frameworks call it
 #
-# Frameworks name their settings with three words:
+# Other frameworks name their settings with three words:
 #
 # - **Mixed** usually means fp32 weights under autocast.
-# - **True** means that the model itself is cast. Gradients and optimizer state are in 16 bits too.
-# - A plain **bf16** is ambiguous: mixed in accelerate and transformers, true in torchtune, and something
-#   between the two in DeepSpeed.
+# - **True** means that the weights are cast. Gradients and optimizer state are in 16 bits too.
+# - **bf16** alone is ambiguous. In accelerate and transformers it means mixed, in torchtune it means true,
+#   and in DeepSpeed it lies between mixed and true.
 #
-# So look at the dtypes in a training step:
+# So we look at the dtypes in a training step:
 
 
 # %%
@@ -296,7 +299,7 @@ def tiny():
 
 
 def look(model, optimizer, step):
-    """The dtypes of weights, matmuls, gradients, state and outputs in a training step."""
+    """Return the dtypes of weights, matmuls, gradients, state and outputs in a training step."""
     seen = {}
 
     def note(layer, given, output):
@@ -315,7 +318,7 @@ batch = torch.randn(8, 16)
 
 # %%
 def plain(dtype=None):
-    """PyTorch by itself: autocast, or a model that is cast."""
+    """Train without a framework: under autocast, or with the model cast to `dtype`."""
     model = tiny() if dtype is None else tiny().to(dtype)
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -338,10 +341,10 @@ assert rows["autocast"] == ("float32", "bfloat16", "float32", "float32", "bfloat
 assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 
 # %% [markdown]
-# Under autocast, weights, gradients and state stay in fp32. A cast model has no fp32 weights, so small
-# updates can be rounded away ([notebook 16](16_low_precision_state.ipynb)).
+# Under autocast, weights, gradients and optimizer state stay in fp32. A model that is cast has no fp32
+# weights, so rounding can remove small updates ([notebook 16](16_low_precision_state.ipynb)).
 #
-# Our tests check other libraries in the same way, on a CPU:
+# Our tests find the dtypes of other frameworks in this way, on a CPU:
 #
 # | setting | weights | matmuls | gradients | state | outputs |
 # |---|---|---|---|---|---|
@@ -357,40 +360,39 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # | Keras `mixed_bfloat16` | fp32 | bf16 | fp32 | fp32 | bf16 |
 # | Keras `bfloat16` | bf16 | bf16 | bf16 | bf16 | bf16 |
 #
-# accelerate and Fabric wrap the model, and the wrapper always returns *fp32*. To keep accelerate's outputs
-# in 16 bits, take the model out of the wrapper with `accelerator.unwrap_model(model,
-# keep_fp32_wrapper=False)`, and call it inside `with accelerator.autocast():`. On a CPU two settings
-# differ from their names: Fabric's `16-mixed` computes in bf16, and accelerate's `fp16` in fp32.
+# accelerate and Fabric wrap the model, and the wrapper always returns *fp32*. To get 16-bit outputs from
+# accelerate, take the model out of the wrapper with `accelerator.unwrap_model(model,
+# keep_fp32_wrapper=False)`. Then call the model inside `with accelerator.autocast():`. On a CPU, two settings
+# do not do what their names say: Fabric's `16-mixed` computes in bf16, and accelerate's `fp16` computes in
+# fp32. <!-- tests/notebooks/test_19_choose_your_precision.py -->
+#
+# On a GPU, according to their documentation, the settings
+# [`16-mixed`](https://lightning.ai/docs/fabric/latest/fundamentals/precision.html),
+# [`fp16=True`](https://huggingface.co/docs/transformers/en/mixed_precision_training) and
+# [`mixed_float16`](https://keras.io/api/mixed_precision/) use fp16 instead of bf16 and include a scaler.
+#
+# Since version 5 of transformers, `from_pretrained` loads a model **in the dtype in which it was saved**. For
+# many language models this dtype is bf16. To fine-tune fp32 weights, pass `dtype=torch.float32`. A saved
+# Keras model keeps its dtype policy ([notebook 12](12_keras.ipynb)).
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
-# According to their documentation, the settings for fp16
-# ([`16-mixed`](https://lightning.ai/docs/fabric/latest/fundamentals/precision.html),
-# [`fp16=True`](https://huggingface.co/docs/transformers/en/mixed_precision_training),
-# [`mixed_float16`](https://keras.io/api/mixed_precision/)) do the same on a GPU, with fp16 instead of bf16
-# and a built-in scaler.
-#
-# Since version 5, transformers' `from_pretrained` loads a model **in the dtype that it was saved in**, which
-# for many language models is bf16. Fine-tuning then has no fp32 weights: pass `dtype=torch.float32`. A
-# saved Keras model keeps its policy ([notebook
-# 12](12_keras.ipynb)). <!-- tests/notebooks/test_19_choose_your_precision.py -->
-#
-# These frameworks could not run here. The table follows their documentation:
+# We could not run the next four frameworks here, so this table follows their documentation:
 #
 # | setting | what it does |
 # |---|---|
-# | DeepSpeed `"bf16": {"enabled": true}` | weights and matmuls in bf16; master weights and state of ZeRO in fp32; gradients accumulate in `grad_accum_dtype` ([settings](https://www.deepspeed.ai/docs/config-json/)) |
-# | torchtitan `mixed_precision_param`, `mixed_precision_reduce` | fp32 weights; with FSDP2 matmuls run in the first dtype, and gradients are summed in the second ([11](11_scale_out.ipynb)); with DDP or on one GPU, autocast to the first ([settings](https://github.com/pytorch/torchtitan/tree/main/torchtitan/config)) |
-# | torchtune `dtype: bf16` | all in bf16, as with `model.to(torch.bfloat16)` ([precision](https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html)) |
-# | JAX with Flax | no autocast; each layer has a `dtype` for matmuls and a `param_dtype` for weights ([layers](https://flax.readthedocs.io/en/stable/api_reference/flax.nnx/nn/linear.html)) |
+# | DeepSpeed `"bf16": {"enabled": true}` | weights and matmuls are in bf16; ZeRO keeps master weights and optimizer state in fp32; gradients accumulate in `grad_accum_dtype` ([settings](https://www.deepspeed.ai/docs/config-json/)) |
+# | torchtitan `mixed_precision_param`, `mixed_precision_reduce` | weights are in fp32; with FSDP2, matmuls run in `mixed_precision_param`, and gradients are summed in `mixed_precision_reduce` ([notebook 11](11_scale_out.ipynb)); with DDP or on one GPU, autocast uses `mixed_precision_param` ([settings](https://github.com/pytorch/torchtitan/tree/main/torchtitan/config)) |
+# | torchtune `dtype: bf16` | weights, gradients and optimizer state are in bf16, as with `model.to(torch.bfloat16)` ([precision](https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html)) |
+# | JAX with Flax | there is no autocast; each layer has a `dtype` for matmuls and a `param_dtype` for weights ([layers](https://flax.readthedocs.io/en/stable/api_reference/flax.nnx/nn/linear.html)) |
 #
 # ## Summary
 #
-# - Begin with bf16 where it is fast, with fp16 and a scaler where only fp16 is fast, and with fp32
-#   elsewhere. Then measure your model.
-# - By default fp32 matmuls are fp32, and fp32 convolutions may be TF32. Set each mode once:
-#   `torch.set_float32_matmul_precision` for matmuls, `torch.backends.cudnn.allow_tf32` for convolutions.
+# - Start with bf16 where bf16 is fast, with fp16 and a scaler where only fp16 is fast, and with fp32
+#   on other hardware. Then measure your model.
+# - By default, fp32 matmuls run in fp32, and fp32 convolutions may run in TF32. Set each mode once, with
+#   `torch.set_float32_matmul_precision` for matmuls and `torch.backends.cudnn.allow_tf32` for convolutions.
 # - Before you cast a bf16 model to fp16, look at its largest values.
-# - "Mixed" keeps fp32 weights. "True" in 16 bits does not.
+# - A "mixed" setting keeps fp32 weights. A "true" setting in 16 bits does not.
 #
 # ## Exercises
 #
@@ -405,8 +407,8 @@ exercises = checks_of("19_choose_your_precision")
 # %% [markdown]
 # ### 1. Decide
 #
-# Which precision do you begin with? Choose one of these for each case: "fp32", "fp16 with a scaler",
-# "fp16" (cast once), "bf16 under autocast", "bf16" (cast once), or "fp32 with TF32 off".
+# With which precision do you start in each case? Choose "fp32", "fp16 with a scaler", "fp16" (the weights are
+# cast once), "bf16 under autocast", "bf16" (the weights are cast once), or "fp32 with TF32 off".
 
 # %%
 answers = {
@@ -451,9 +453,9 @@ exercises.check_cases(answers)
 #
 # ### 2. Count the bits
 #
-# Complete `bits_left`. It returns how many bits of significand `product(a, b)` keeps of an input. To
-# find out, look for the largest k for which the product of 1 + 2^-k and 1 is still more than 1.
-# `product` takes and returns fp32 tensors of the shape (1, 1).
+# Complete `bits_left`. It returns how many bits of an input's significand the function `product(a, b)` keeps.
+# To count the bits, find the largest k for which the product of 1 + 2^-k and 1 is still more than 1.
+# `product` takes and returns fp32 tensors of shape (1, 1).
 
 
 # %%
@@ -485,7 +487,7 @@ exercises.check_bits(bits_left)
 #
 # ### 3. What comes out
 #
-# In which dtype does each of these return its outputs on a CPU? Answer with "fp32" or "bf16".
+# In which dtype does a model return its outputs on a CPU with each setting? Answer with "fp32" or "bf16".
 
 # %%
 outputs = {
@@ -499,7 +501,7 @@ exercises.check_outputs(outputs)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Fabric and accelerate wrap the model; the Trainer calls your own.
+# Fabric and accelerate wrap the model. The Trainer calls your model without a wrapper.
 #
 # </details>
 #
@@ -520,8 +522,8 @@ exercises.check_outputs(outputs)
 #
 # Complete `scale_down`. The model is a `Sequential` of a linear layer, a ReLU and a linear layer. For
 # `x` the first layer returns values beyond ±1024. Change the model in place: move a power of two from
-# the first linear layer into the last one, so that the outputs of the first layer stay within ±1024 and
-# the outputs of the model remain the same.
+# the first linear layer to the last layer. Then the outputs of the first layer should stay within ±1024,
+# and the outputs of the model should not change.
 
 
 # %%
@@ -534,8 +536,8 @@ exercises.check_scale_down(scale_down)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Divide the largest magnitude that the first layer returns by 1024, and round the logarithm of the
-# result up. Scale the bias of the first layer together with its weight.
+# Divide the largest magnitude that the first layer returns by 1024, and round the base-2 logarithm of the
+# quotient up. Scale the bias of the first layer together with its weight.
 #
 # </details>
 #
