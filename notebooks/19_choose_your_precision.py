@@ -372,7 +372,7 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # [`mixed_float16`](https://keras.io/api/mixed_precision/) use fp16 instead of bf16 and include a scaler.
 #
 # Since version 5 of transformers, `from_pretrained` loads a model **in the dtype in which it was saved**. For
-# many language models this dtype is bf16. To fine-tune fp32 weights, pass `dtype=torch.float32`. A saved
+# many language models this dtype is bf16. To fine-tune with fp32 weights, pass `dtype=torch.float32`. A saved
 # Keras model keeps its dtype policy ([notebook 12](12_keras.ipynb)).
 # <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
