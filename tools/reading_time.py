@@ -10,6 +10,7 @@ into the README's table.
 
 import argparse
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,24 +37,31 @@ class Minutes(NamedTuple):
 def minutes(source: Path) -> Minutes:
     """How long the notebook takes to read."""
     core, optional, is_optional = 0.0, 0.0, False
+    for cell_type, text in _parts_before_the_exercises(source):
+        if cell_type == "code":
+            amount = _code_minutes(text)
+        else:
+            heading = text.partition("\n")[0]
+            if heading.startswith("## "):
+                is_optional = heading.endswith("(optional)")
+            amount = _words(text) / WORDS_A_MINUTE
+        if is_optional:
+            optional += amount
+        else:
+            core += amount
+    return Minutes(core, optional)
+
+
+def _parts_before_the_exercises(source: Path) -> Iterator[tuple[str, str]]:
+    """Cell type and text of each code cell and of each section of a Markdown cell."""
     for cell in build_pairs.read_source(source).cells:
         if cell.cell_type == "code":
-            parts = [(is_optional, _code_minutes(cell.source))]
-        else:
-            parts = []
-            for section in re.split(r"^(?=## )", cell.source, flags=re.MULTILINE):
-                heading = section.partition("\n")[0]
-                if heading == "## Exercises":
-                    return Minutes(core, optional)
-                if heading.startswith("## "):
-                    is_optional = heading.endswith("(optional)")
-                parts.append((is_optional, _words(section) / WORDS_A_MINUTE))
-        for counts_as_optional, amount in parts:
-            if counts_as_optional:
-                optional += amount
-            else:
-                core += amount
-    return Minutes(core, optional)
+            yield "code", cell.source
+            continue
+        for section in re.split(r"^(?=## )", cell.source, flags=re.MULTILINE):
+            if section.startswith("## Exercises"):
+                return
+            yield cell.cell_type, section
 
 
 def _code_minutes(code: str) -> float:
