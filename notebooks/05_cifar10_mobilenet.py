@@ -118,8 +118,8 @@ def train_loader(epoch, seed):
 #
 # Both autocast and `GradScaler` take `enabled=`. If it is `False`, autocast casts nothing. The scaler
 # leaves the loss unchanged and only calls `optimizer.step`. So one loop serves every precision: we
-# enable autocast for fp16 and bf16, and the scaler for fp16 alone. With two loops, you might fix a bug
-# in only one. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
+# enable autocast for fp16 and bf16, and the scaler for fp16 alone.
+# <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # [`channels_last`](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html) is a
 # memory layout in which convolutions are usually faster. We sum the loss on the device and read it once
@@ -357,8 +357,7 @@ assert list(step_times.samples_s) == [*both, "islands"]
 
 # %% [markdown]
 # The number beside each time is its speed-up over FP32, with its interval. A ratio shows a difference only
-# if its whole interval lies above or below 1x. If the machine was busy, stop the other programs and run the
-# cell again. <!-- tests/core/test_timing.py -->
+# if its whole interval lies above or below 1x.
 #
 # ## Resume: to the last bit
 #
@@ -444,10 +443,6 @@ folder.cleanup()
 # - A new optimizer starts Adam's averages from zero.
 # - A new schedule starts from its first learning rate.
 # - With another random state, dropout drops other values.
-#
-# `save_checkpoint` first writes the file under another name, so a run that is killed while it saves
-# keeps its last checkpoint. It also adds a checksum, which `load_checkpoint` checks.
-# <!-- tests/train/checkpoint/test_checkpoint_file.py -->
 #
 # `amp-lab train` runs such a loop, with curves and checkpoints: <!-- tests/train/test_run.py -->
 #

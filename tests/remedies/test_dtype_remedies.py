@@ -294,8 +294,8 @@ def test_a_layer_with_a_dtype_of_its_own_gets_that_of_the_model(dtype, real):
     options["dtype"] = FP32
     said = complaint(Cached(dtype), x, **options)
     assert says("dtype.written_by_a_layer", said)
-    assert re.search("the float32 is from the output of .* in 'keys'", said)
-    (given,) = re.findall(r"give it (torch\.\w+)", said)
+    assert re.search("the float32 values come from the output of .* in 'keys'", said)
+    (given,) = re.findall(r"so pass (torch\.\w+)", said)
     assert complaint(Cached(dtype, eval(given)), x, **options) == ""
     for weights in (FP16, FP32):  # there the target is in fp32, made by torch.zeros
         other = complaint(Writes(dtype=weights), torch.randn(8, 8), device_type="cpu", real=real)
