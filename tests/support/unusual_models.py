@@ -205,10 +205,10 @@ MODELS = {
     "torchao float8": functools.partial(quantized, "Float8WeightOnlyConfig"),
     "peft lora": lora,
 }
+# They cannot be trained on a CPU.
+FLEX = ["flex_attention", "flex_attention, block mask"]
 # What fake tensors cannot run, and words of the line that says so.
 REFUSED = {
-    "flex_attention": "no trace can follow flex_attention; ",
-    "flex_attention, block mask": "no trace can follow flex_attention; ",
     "own op without fake": "has no fake: write a function",
 }
 LIBRARY_OF = {"torchao int8": "torchao", "torchao float8": "torchao", "peft lora": "peft"}

@@ -1,14 +1,19 @@
 """All four tools on flex_attention, own ops, experts, scans, int8 and LoRA, against real runs."""
 
+import functools
+
 import pytest
 import torch
+import torch.nn.functional as F
 from library_checks import dtypes_of_modules, module_dtypes
 from memory_models import bytes_kept, loss_of, real_peaks, tensors_given
-from unusual_models import LIBRARY_OF, MODELS, REFUSED, WIDTH
+from torch.nn.attention.flex_attention import flex_attention
+from unusual_models import FLEX, LIBRARY_OF, MODELS, REFUSED, WIDTH, FlexAttention
 
 from amp_lab import advise, forecast_inference, forecast_memory, rehearse, xray
 from amp_lab.core.errors import TraceError
 from amp_lab.model_call import ModelCall
+from amp_lab.tracing.flex_attention import flex_attention_traced
 from amp_lab.tracing.inference_memory import inference_table
 
 pytestmark = [
@@ -20,7 +25,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 TRACED = [
     pytest.param(name, marks=pytest.mark.slow) if name in LIBRARY_OF else name
     for name in MODELS
-    if name not in REFUSED
+    if name not in REFUSED and name not in FLEX
 ]
 
 
@@ -71,6 +76,66 @@ def test_what_fakes_cannot_run_is_refused_in_a_line(name, device_type):
         assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("name", FLEX)
+def test_flex_attention_on_a_gpu_is_one_row_and_saves_what_a_fused_kernel_saves(name):
+    model, inputs = built(name)
+    plain = FlexAttention(False)
+    plain.forward = functools.partial(_with_plain_attention, plain)
+    options = {"device_type": "cuda", "dtype": BF16}
+    found, expected = xray(model, *inputs, **options), xray(plain, *inputs, **options)
+    (row,) = (row for row in found.rows if row.op == "flex_attention")
+    (plain_row,) = (row for row in expected.rows if row.op == "scaled_dot_product_attention")
+    assert (row.dtype, row.out_dtypes, row.flops) == (BF16, (BF16,), plain_row.flops)
+    assert found.outputs == expected.outputs
+    options = {"device_type": "cuda", "precision": "bf16", "loss_fn": loss_of}
+    found, expected = (forecast_memory(m, *inputs, **options) for m in (model, plain))
+    of_dropout = 24  # bytes: the generator's state, which flash attention saves as well
+    assert found.activations == expected.activations - of_dropout
+    assert found.gradients == expected.gradients
+
+
+def _with_plain_attention(layer, x):
+    """The forward pass of `FlexAttention` with the attention of `torch.nn.functional`."""
+    q, k, v = (
+        part.unflatten(-1, (layer.heads, -1)).transpose(1, 2) for part in layer.qkv(x).chunk(3, -1)
+    )
+    attended = F.scaled_dot_product_attention(q, k, v)
+    return layer.out(attended.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("name", FLEX)
+def test_frozen_flex_attention_on_a_cpu_is_that_of_a_real_run(name):
+    model, inputs = built(name)
+    model.requires_grad_(False)
+    fake, real = (
+        xray(model, *inputs, device_type="cpu", dtype=BF16, real=real) for real in (False, True)
+    )
+    assert fake.outputs == real.outputs
+    for rows in (fake.rows, real.rows):
+        (row,) = (row for row in rows if row.op == "flex_attention")
+        assert (row.dtype, row.out_dtypes) == (BF16, (BF16,))
+    assert fake.casts == real.casts
+
+
+def test_real_flex_attention_gives_the_values_and_gradients_of_its_formula():
+    query, key, value = torch.randn(3, 2, 2, 16, 8, requires_grad=True).unbind()
+    bias = torch.randn(16, 16, requires_grad=True)
+
+    def with_bias(score, batch, head, row, column):
+        return score + bias[row, column]
+
+    with flex_attention_traced(any_device=True):
+        attended = flex_attention(query, key, value, score_mod=with_bias)
+    expected = torch.softmax(query @ key.mT / 8**0.5 + bias, -1) @ value
+    torch.testing.assert_close(attended, expected)
+    tensors = (query, key, value, bias)
+    found, gradients = (
+        torch.autograd.grad(output.square().sum(), tensors, retain_graph=True)
+        for output in (attended, expected)
+    )
+    torch.testing.assert_close(found, gradients)
+
+
 def test_complex_numbers_compute_in_the_dtype_of_their_parts():
     model, inputs = built("scan of complex states")
     rows = xray(model, *inputs, device_type="cuda", dtype=BF16).rows
@@ -105,23 +170,19 @@ def test_packed_sequences_get_the_mask_of_a_real_run():
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in LIBRARY_OF])
 def test_a_rehearsal_names_the_layers_or_refuses_in_a_line(name):
     model, inputs = built(name)
-    if "flex" in name:
-        for use in ("training", "inference"):
-            with pytest.raises(TraceError, match=r"follow flex_attention; rehearse it .*$"):
-                rehearse(model, *inputs, formats=["fp8"], use=use)
-        return
-    found = rehearse(model, *inputs, formats=["fp8"])
-    assert found.layers
+    for use in ("training", "inference"):
+        found = rehearse(model, *inputs, formats=["fp8"], use=use)
+        assert found.layers
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_advice_is_given_or_refused_in_a_line(name):
     model, inputs = built(name)
-    if "flex" in name:
-        with pytest.raises(TraceError, match=r"follow flex_attention; X-ray it .*$"):
+    if name in FLEX:
+        with pytest.raises(TraceError, match=r"does not support backward on CPU.*$"):
             advise(model, *inputs, device="cpu", minutes=0.02)
-        return
+        model.requires_grad_(False).eval()
     assert advise(model, *inputs, device="cpu", minutes=0.02).candidates
 
 

@@ -31,7 +31,8 @@ from amp_lab.formats.scaling import FORMATS, Counts, Format, format_of
 from amp_lab.formats.uses import Inference, MatmulChoice, Training, Use
 from amp_lab.model_call import ModelCall
 from amp_lab.recipes import INFERENCE, TRAINING
-from amp_lab.tracing.fake_device import tip_for, untraceable_reason
+from amp_lab.tracing.fake_device import tip_for
+from amp_lab.tracing.flex_attention import flex_attention_traced
 
 DEFAULT = tuple(form.name for form in FORMATS.values() if form.torchao)
 # A layer is left out where it is so much worse than normally distributed values in the same format.
@@ -116,7 +117,11 @@ def rehearse(
     use_class = _use_class(model, use)
     _check_steps(use_class, steps, seeds)
     call = ModelCall(model, inputs, kwargs, loss_fn)
-    with preserve_random_state(call.device.type), torch.enable_grad():
+    with (
+        preserve_random_state(call.device.type),
+        torch.enable_grad(),
+        flex_attention_traced(any_device=True),
+    ):
         try:
             runner = Training(call, steps, seeds) if use_class is Training else Inference(call)
             layers, reports = _rehearse_step(runner, forms, row)
@@ -124,7 +129,7 @@ def rehearse(
             raise
         except Exception as error:  # the user's model and loss may raise any exception
             problem = f"{type(model).__name__} fails in {use_class.step}"
-            reason = untraceable_reason(error) or with_type(error)
+            reason = with_type(error)
             tip = tip_for(error, model, "rehearse", call.device.type)
             raise TraceError(f"{problem}: {reason}{tip}") from error
         return _result(runner, layers, reports, row)

@@ -2,17 +2,22 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch._higher_order_ops.flex_attention import _permute_strides
 
 from amp_lab.core.backends import Backend
 from amp_lab.core.tensors import LOWER_DTYPES
 from amp_lab.tracing.kernel_limits import require_same_dtype
 
 ATTENTION = "scaled_dot_product_attention"
+FLEX_ATTENTION = "flex_attention"
+
+_IN_FLEX_ATTENTION = ContextVar("in flex_attention", default=False)
 
 
 class Attention(NamedTuple):
@@ -58,7 +63,7 @@ def attention_of(device: Backend) -> Iterator[None]:
         """Replaces torch's function: runs a kernel, or matmuls and a softmax."""
         call = Attention(*args, **kwargs)
         require_same_dtype(ATTENTION, list(call[:3]))
-        if not device.fused_attention:
+        if not device.fused_attention and not _IN_FLEX_ATTENTION.get():
             return call.in_plain_ops()
         for kernel in KERNELS:
             if kernel.is_allowed() and kernel.takes(call):
@@ -73,6 +78,16 @@ def attention_of(device: Backend) -> Iterator[None]:
         # casts, and would miss the calls that nn.MultiheadAttention makes in C++.
         library.impl(ATTENTION, run, f"Autograd{device.key}", allow_override=True)
         yield
+
+
+@contextmanager
+def running_flex_attention() -> Iterator[None]:
+    """The block in which attention runs for a call of `flex_attention`, which has one kernel."""
+    token = _IN_FLEX_ATTENTION.set(True)
+    try:
+        yield
+    finally:
+        _IN_FLEX_ATTENTION.reset(token)
 
 
 @contextmanager
@@ -196,6 +211,26 @@ def _efficient(call: Attention) -> torch.Tensor:
     )[0]
 
 
+class _FlexKernel(torch.autograd.Function):
+    """The kernels of `flex_attention` on fake tensors: the tensors that they return and save."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        output = _permute_strides(output, query.stride())
+        logsumexp = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, logsumexp)
+        return output
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
+
+
+def _flex(call: Attention) -> torch.Tensor:
+    return _FlexKernel.apply(*call[:3])
+
+
 def _added_mask(call: Attention) -> torch.Tensor | None:
     """The mask (…, H, T, S) as numbers to add to the scores: a bool mask becomes 0 and -inf.
 
@@ -214,6 +249,12 @@ _SDP_UTILS = "ATen/native/transformers/cuda/sdp_utils.cpp"
 # torch asks these in this order, but prefers cuDNN on an H100. That makes no difference here: cuDNN
 # saves the same tensors for backward as flash does.
 KERNELS: tuple[AttentionKernel, ...] = (
+    AttentionKernel(
+        _IN_FLEX_ATTENTION.get,
+        lambda call: True,
+        _flex,
+        "torch/_higher_order_ops/flex_attention.py, FlexAttentionAutogradOp",
+    ),
     AttentionKernel(
         torch.backends.cuda.flash_sdp_enabled,
         _fits_flash,

@@ -30,6 +30,7 @@ from amp_lab.tracing.device_guard import idle_guard
 from amp_lab.tracing.dtype_checks import StrictFakeMode
 from amp_lab.tracing.error_tips import tips_for
 from amp_lab.tracing.fake_copies import QUANTISED, REAL_ALONE, FakeCopies
+from amp_lab.tracing.flex_attention import flex_attention_traced
 
 _DETECTOR = remedy(
     "trace.detector",
@@ -48,9 +49,8 @@ _TORCHSCRIPT = remedy(
 )
 _FLEX = remedy(
     "trace.flex_attention",
-    "a model calls flex_attention, which fake tensors cannot run",
-    "{verb} it with F.scaled_dot_product_attention in its place: for q, k and v in 16 bits the "
-    "output has the same shape and dtype",
+    "a model that trains calls flex_attention, which torch cannot differentiate on this device",
+    '{verb} it as on a GPU, with device_type="cuda" (--device cuda); no GPU is needed for that',
 )
 _CAUSAL_MASK = remedy(
     "trace.causal_mask",
@@ -79,7 +79,8 @@ _QUANTISED_MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized"
 # Common names of parts of a model that contain no op whose result depends on values.
 _PARTS_WITHOUT_DECISIONS = ("backbone", "encoder", "features")
 
-_FLEX_MODULE = "torch.nn.attention.flex_attention"
+# A phrase of torch's error on a device where flex_attention has no backward pass.
+_NO_FLEX_BACKWARD = "FlexAttention does not support backward"
 
 # A phrase of torch's error if code reads the memory of a fake tensor.
 _NEEDS_MEMORY = "is not supported for tensor subclasses"
@@ -163,7 +164,7 @@ def absent_device(device_type: str) -> Iterator[None]:
     Raises `DeviceError` if no device guard can be registered (see `device_guard`).
     """
     row = backend(checked_backend(device_type))
-    with attention_of(row), ExitStack() as stack:
+    with attention_of(row), flex_attention_traced(), ExitStack() as stack:
         if not row.is_available():
             # For an RNN, cuDNN would read the memory of the weights, which fake tensors lack.
             stack.enter_context(attribute_set(torch.backends.cudnn, "enabled", False))
@@ -275,17 +276,6 @@ def remedy_for(error: Exception, model: nn.Module, verb: str) -> str:
     return _PART.sentence(verb=verb, part=outermost)
 
 
-def untraceable_reason(error: Exception) -> str:
-    """The reason why a trace fails, for errors in flex_attention with unclear messages, or ""."""
-    return "no trace can follow flex_attention" if _is_flex(error) else ""
-
-
-def _is_flex(error: Exception) -> bool:
-    """Whether an error was raised inside of flex_attention."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_globals.get("__name__") == _FLEX_MODULE for frame, _ in frames)
-
-
 def tip_for(error: Exception, model: nn.Module, verb: str, device_type: str, op: str = "") -> str:
     """The remedies for an error as text to append, each as "; remedy"; "" if there is none.
 
@@ -293,7 +283,7 @@ def tip_for(error: Exception, model: nn.Module, verb: str, device_type: str, op:
     op that failed; "" if the op is unknown.
     """
     tips = tips_for(error, op, device_type)
-    if _is_flex(error):
+    if _NO_FLEX_BACKWARD in str(error):
         tips.append(_FLEX.sentence(verb=verb))
     if "torchvision.models.detection" in type(model).__module__:
         tips.append(_DETECTOR.sentence(verb=verb))

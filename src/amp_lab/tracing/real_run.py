@@ -48,6 +48,7 @@ from amp_lab.tracing.fake_device import (
     autocast_on,
 )
 from amp_lab.tracing.finite_checks import remember_check
+from amp_lab.tracing.flex_attention import flex_attention_traced
 from amp_lab.tracing.running_module import RunningModule
 
 SHARE_OF_MEMORY = 0.5
@@ -96,6 +97,7 @@ def decisions_of(
         warnings.catch_warnings(),
         torch.device("cpu"),
         autocast_on("cpu", enabled=False),
+        flex_attention_traced(any_device=True),
     ):
         warnings.simplefilter("ignore")  # the trace shows the same warnings
         try:

@@ -25,7 +25,6 @@ from amp_lab.tracing.fake_device import (
     remedy_for,
     require_model,
     tip_for,
-    untraceable_reason,
 )
 from amp_lab.tracing.storage_ledger import StorageTrace
 from amp_lab.tracing.transformers_masks import masks_of_transformers
@@ -167,7 +166,7 @@ def _one_line_error(
     inputs = "no tensor as input"
     if shapes:
         inputs = f"input of shape {', '.join(map(str, shapes))}"
-    reason = untraceable_reason(error) or first_line(error)
+    reason = first_line(error)
     tip = tip_for(error, model, "forecast", device_type)  # with "; " before it, or ""
     return TraceError(f"{name} with {inputs}: {reason}{tip}")
 

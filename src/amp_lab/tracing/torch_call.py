@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from amp_lab.core.tensors import tensor_key
-from amp_lab.tracing.attention import ATTENTION
+from amp_lab.tracing.attention import ATTENTION, FLEX_ATTENTION
 from amp_lab.tracing.records import RNN_LAYERS
 
 NORMS = {"layer_norm", "group_norm", "rms_norm", "instance_norm"}
@@ -13,7 +13,8 @@ NORMS = {"layer_norm", "group_norm", "rms_norm", "instance_norm"}
 _RNNS = RNN_LAYERS | {f"{name}_cell" for name in RNN_LAYERS}
 _RNN_KERNELS = {"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "_lstm_mps"}
 # Each is one row of an X-ray, although it runs several ops: which ones depends on the device.
-_ONE_ROW = _RNNS | NORMS | {ATTENTION, "batch_norm"}
+_ATTENTIONS = {ATTENTION, FLEX_ATTENTION}
+_ONE_ROW = _RNNS | NORMS | _ATTENTIONS | {"batch_norm"}
 
 
 @dataclass
@@ -47,7 +48,7 @@ class TorchCall:
             return result.dtype in (self.autocast_dtype, torch.float32)
         # Of the casts inside, only those of arguments are autocast's: to low precision in recurrent
         # layers and attention, to fp32 in norms.
-        is_lowered = self.is_rnn or self.name == ATTENTION
+        is_lowered = self.is_rnn or self.name in _ATTENTIONS
         target_dtype = self.autocast_dtype if is_lowered else torch.float32
         key = self.key(source)
         if key not in self.dtypes or result.dtype != target_dtype:

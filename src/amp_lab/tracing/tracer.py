@@ -20,7 +20,7 @@ from amp_lab.core.backends import backend
 from amp_lab.core.errors import TraceError, first_line
 from amp_lab.core.report import listed
 from amp_lab.core.tensors import named_tensors, tensor_key, tensors_in
-from amp_lab.tracing.attention import ATTENTION, Attention
+from amp_lab.tracing.attention import ATTENTION, FLEX_ATTENTION, Attention
 from amp_lab.tracing.backward import (
     functions_of_the_model,
     lacks_formula,
@@ -278,6 +278,8 @@ class Tracer(TorchFunctionMode):
         flop_count = 0
         if call.name == ATTENTION:
             flop_count = Attention(*args, **kwargs).flops()
+        elif call.name == FLEX_ATTENTION:
+            flop_count = Attention(*args[:3]).flops()
         elif call.is_rnn:
             flop_count = rnn_flops(ins, self._log.names)
             call.given_dtype = ins[0].dtype
@@ -287,7 +289,10 @@ class Tracer(TorchFunctionMode):
             out = func(*args, **kwargs)
         if call.name == ATTENTION:
             out = self._in_kernel_layout(out)
-        self._log.add_row(self._module, call, call.name, ins, tensors_in(out), flop_count)
+        outs = tensors_in(out)
+        if call.name == FLEX_ATTENTION:  # without the statistics of the scores
+            ins, outs = ins[:3], outs[:1]
+        self._log.add_row(self._module, call, call.name, ins, outs, flop_count)
         return out
 
     def _in_kernel_layout(self, out: torch.Tensor) -> torch.Tensor:
@@ -335,9 +340,10 @@ class Tracer(TorchFunctionMode):
         call = self._calls[-1] if self._calls else TorchCall()
         output_text = f"output of {call.name or name} in {place_of(self._module)}"
         self._sources.note_op(ins, outs, output_text)
-        changes_dtype = name == "_to_copy" and args[0].dtype != outs[0].dtype
-        if changes_dtype and call.inserts_cast(args[0], outs[0]):
-            self._log.add_cast(self._module, call, args[0], outs[0])
+        # Under vmap, a copy may be of a plain number.
+        changes_dtype = name == "_to_copy" and ins and ins[0].dtype != outs[0].dtype
+        if changes_dtype and call.inserts_cast(ins[0], outs[0]):
+            self._log.add_cast(self._module, call, ins[0], outs[0])
             return
         flop_count = flops(func, args, kwargs, out)
         if has_unknown_work(func, outs):

@@ -30,8 +30,8 @@ from amp_lab.tracing.fake_device import (
     on_fake_device,
     require_model,
     tip_for,
-    untraceable_reason,
 )
+from amp_lab.tracing.flex_attention import flex_attention_traced
 from amp_lab.tracing.module_table import module_rows
 from amp_lab.tracing.operands import low_operand, remedy_for_mixed
 from amp_lab.tracing.records import place_of
@@ -277,7 +277,7 @@ def _trace_for_real(call: ModelCall, device_type: str, dtype: torch.dtype) -> Tr
         buffers=dict(call.model.named_buffers()),
         fake=lambda tensor: tensor,  # the real tensors take the place of fakes
     )
-    with preserve_random_state(device_type):
+    with preserve_random_state(device_type), flex_attention_traced():
         return Tracer(device_type, dtype, run).follow()
 
 
@@ -293,7 +293,7 @@ def _explain_error(tracer: Tracer, call: ModelCall) -> str:
     if tracer.failed_at is not None:
         module, op = tracer.failed_at
         where = f" in {place_of(module)} ({op})"
-    reason = untraceable_reason(error) or with_type(error)
+    reason = with_type(error)
     mixed = remedy_for_mixed(error, op, tracer.failed_on, bool(low_weight_dtypes(model)))
     if mixed:
         reason = f"{reason}; {mixed}"

@@ -1,0 +1,79 @@
+"""Run `flex_attention` in a trace: on fake tensors, and with gradients on a CPU.
+
+torch runs it through a compiler and a kernel of the device. Here, fake tensors run one attention op
+that saves the same tensors for the backward pass. Real tensors run torch's plain ops.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch._higher_order_ops.flex_attention import math_attention
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import flex_attention as flex_module
+from torch.overrides import handle_torch_function, has_torch_function
+
+from amp_lab.tracing.attention import running_flex_attention
+
+Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # output, log-sum-exp, largest scores
+
+
+@contextmanager
+def flex_attention_traced(*, any_device: bool = False) -> Iterator[None]:
+    """The block in which dispatch modes, fake tensors and autograd can follow `flex_attention`.
+
+    The gradient of a tensor that `score_mod` captures is missing on fake tensors.
+
+    Args:
+        any_device: Whether devices that have no backward pass for it, such as a CPU, run one in
+            plain ops, because the run stands for another device.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_replaced("flex_attention_hop", flex_attention))
+        stack.enter_context(_replaced("_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True))
+        if any_device:
+            stack.enter_context(_replaced("_validate_device", lambda query, key, value: None))
+        yield
+
+
+@contextmanager
+def _replaced(name: str, value: object) -> Iterator[None]:
+    before = getattr(flex_module, name)
+    setattr(flex_module, name, value)
+    try:
+        yield
+    finally:
+        setattr(flex_module, name, before)
+
+
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Callable,
+    block_mask: tuple,
+    scale: float,
+    kernel_options: dict,
+) -> Outputs:
+    """Stands for torch's op, under the name that an X-ray shows.
+
+    Shapes are those of `Attention`: the output is (B, H, T, V), the other results are (B, H, T).
+    """
+    tensors = (query, key, value)
+    options = (score_mod, block_mask, scale, kernel_options)
+    if has_torch_function(tensors):
+        return handle_torch_function(flex_attention, tensors, *tensors, *options)
+    if isinstance(query, FakeTensor):
+        with running_flex_attention():
+            output = F.scaled_dot_product_attention(*tensors, scale=scale, enable_gqa=True)
+        statistic = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        return output, statistic, statistic
+    device_type = query.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    # TransformGetItemToIndex lets score_mod index tensors under vmap.
+    with torch.autocast(device_type, enabled=False), TransformGetItemToIndex():
+        return math_attention(query, key, value, *options)
