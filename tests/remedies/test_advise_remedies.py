@@ -1,5 +1,6 @@
 """Each remedy of advise and of rehearse, done as it says."""
 
+import copy
 import dataclasses
 import json
 import os
@@ -82,6 +83,43 @@ def test_a_model_is_rehearsed_before_it_is_quantised():
     found = rehearse(model, x)
     assert {layer.layer.name for layer in found.layers} == {"3"}
     assert any("Not rehearsed: linear with 0.weight" in remark for remark in found.watch)
+
+
+class LongSums(nn.Module):
+    """Four layers. The second adds thousands of products of one sign."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.long = nn.Linear(16, 2048), nn.Linear(2048, 32)
+        self.inner, self.last = nn.Linear(32, 32), nn.Linear(32, 16)
+        with torch.no_grad():
+            self.long.weight.abs_()
+
+    def forward(self, x):
+        return self.last(self.inner(self.long(self.first(x).relu())))
+
+
+@does("rehearse.fast_sums")
+@pytest.mark.slow  # torchao takes seconds to load
+@pytest.mark.filterwarnings("ignore")  # torchao's own
+def test_sums_that_a_hopper_gpu_computes_inaccurately_are_added_in_fp32():
+    float8 = pytest.importorskip("torchao.float8")
+    assert not says("rehearse.fast_sums", "\n".join(rehearsed().watch))
+    model = LongSums()
+    found = rehearse(model, torch.randn(32, 16), formats=("fp8", "fp8-rowwise", "mxfp8"))
+    (remark,) = (remark for remark in found.watch if says("rehearse.fast_sums", remark))
+    assert re.search(r"less accurate in long \(\d+ dB\): ", remark)
+    assert found.of("long", "mxfp8").hopper_sums is None  # a Hopper GPU does not multiply it
+    for recipe in ("tensorwise", "rowwise"):
+        config = float8.Float8LinearConfig.from_recipe_name(recipe)
+        exact = eval(
+            re.search(r"use (Float8GemmConfig\(.*\)) as gemm_config_output", remark)[1],
+            {"Float8GemmConfig": float8.config.Float8GemmConfig},
+        )
+        config = dataclasses.replace(config, emulate=True, gemm_config_output=exact)
+        converted = float8.convert_to_float8_training(copy.deepcopy(model), config=config)
+        assert not converted.long.linear_mm_config.output.use_fast_accum
+        converted(torch.randn(32, 16)).sum().backward()
 
 
 class Weights(nn.Module):

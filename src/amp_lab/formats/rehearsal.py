@@ -1,8 +1,6 @@
 """`rehearse`: the errors of a model whose matmuls are computed in formats below 16 bits."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,18 +14,15 @@ from amp_lab.core.remedies import remedy
 from amp_lab.core.report import listed
 from amp_lab.core.tensors import named_tensors
 from amp_lab.formats.interception import Layer, Matmul
+from amp_lab.formats.layer_errors import LayerErrors, MeasuredMatmul
 from amp_lab.formats.matmul import (
     FORWARD,
-    GRAD_INPUT,
-    GRAD_WEIGHT,
     MatmulFormats,
-    operands,
     quantized_linear,
 )
-from amp_lab.formats.noise import peak_of, squares, to_decibels, usual_noise
 from amp_lab.formats.rehearsal_result import FormatReport, LayerReport, Rehearsal
 from amp_lab.formats.roofline import has_forecast
-from amp_lab.formats.scaling import FORMATS, Counts, Format, format_of
+from amp_lab.formats.scaling import FORMATS, Format, format_of
 from amp_lab.formats.uses import Inference, MatmulChoice, Training, Use
 from amp_lab.model_call import ModelCall
 from amp_lab.recipes import INFERENCE, TRAINING
@@ -35,16 +30,6 @@ from amp_lab.tracing.fake_device import tip_for
 from amp_lab.tracing.flex_attention import flex_attention_traced
 
 DEFAULT = tuple(form.name for form in FORMATS.values() if form.torchao)
-# A layer is left out where it is so much worse than normally distributed values in the same format.
-_WORSE_DB = 6.0  # lower SQNR: twice the error
-_MORE_FLUSHED = 0.25  # higher share of values that become 0
-_OUTLIER = 20.0  # a largest magnitude of this many times the root mean square explains the noise
-_OPERANDS = {
-    FORWARD: ("input", "weight"),
-    GRAD_INPUT: ("gradient", "weight"),
-    GRAD_WEIGHT: ("gradient", "input"),
-}
-"""The operands ``(left, right)`` of each matmul, as the reports name them."""
 _IN_16_BITS = remedy(
     "rehearse.in_16_bits",
     "no matmul of a model can be rehearsed, as in a model of conv3d layers or computed weights",
@@ -55,6 +40,14 @@ _QUANTISED = remedy(
     "a library has quantised the weights of a model",
     "{weight} is quantised already ({kind}): rehearse the model before you quantise it",
 )
+_FAST_SUMS = remedy(
+    "rehearse.fast_sums",
+    "the sums of a layer's FP8 products lose much in the 14 bits of a Hopper GPU",
+    "A Hopper GPU adds FP8 products in about 14 bits with use_fast_accum, and here we add them in "
+    "fp32. Its sums would be less accurate in {layers}: use Float8GemmConfig(use_fast_accum=False) "
+    "as gemm_config_output of torchao's config.",
+)
+_SUMS_DB = 6.0  # the noise of the sums is at most a quarter of that of the rounded operands
 _FEW_LAYERS = 3  # in a model with no more layers, the first and the last are converted too
 _ROUTERS = {"gate", "gating", "router", "switch"}  # names of modules that choose experts
 
@@ -140,7 +133,7 @@ def _result(
 ) -> Rehearsal:
     """Give the formats their verdicts, recommend one, and return the result."""
     use.judge()
-    watch = [*use.remarks, *_unreplaced_remarks(use)]
+    watch = [*use.remarks, *_unreplaced_remarks(use), *_remarks_on_sums(layers)]
     if gpu:
         watch += _judge_for_gpu(reports, gpu)
     passing = [format_of(report.name) for report in reports if report.passes]
@@ -156,6 +149,21 @@ def _result(
         gpu=gpu.name if gpu else None,
         watch=watch,
     )
+
+
+def _remarks_on_sums(layers: list[LayerReport]) -> list[str]:
+    """A sentence on the layers whose sums an H100 computes much less accurately than fp32."""
+    worse = {}
+    for report in layers:
+        rounding = report.decibels.get(FORWARD)
+        if rounding is None or report.hopper_sums is None or report.left_out:
+            continue
+        if report.hopper_sums < rounding + _SUMS_DB:
+            worse.setdefault(report.layer.name, f"{report.hopper_sums:.0f} dB")
+    if not worse:
+        return []
+    names = listed([f"{name} ({sums})" for name, sums in worse.items()], 3)
+    return [_FAST_SUMS.sentence(layers=names)]
 
 
 def _judge_for_gpu(reports: list[FormatReport], gpu: Gpu) -> list[str]:
@@ -235,139 +243,16 @@ def _unreplaced_remarks(use: Use) -> list[str]:
     return [f"Not rehearsed: {op}, which torch computes." for op in ops]
 
 
-def _sums() -> defaultdict[Any, float]:
-    """A dict whose values start at 0, to add to."""
-    return defaultdict(float)
-
-
-@dataclass
-class _LayerErrors:
-    """The errors of a layer's matmuls in one step, in each format; several calls add up.
-
-    Formats and matmuls are keys by name: "mxfp8", "grad_weight" (see `MATMULS`).
-    """
-
-    use: Use
-    layer: Layer
-    forms: list[Format]
-    rows: int = 0  # of the layer's input
-    wgrad_rows: set[int] = field(default_factory=set)  # numbers of rows that wgrad summed over
-    signal: dict[str, float] = field(default_factory=_sums)  # sum of squares, by matmul
-    noise: dict[tuple[str, str], float] = field(default_factory=_sums)  # by format and matmul
-    loss_change: dict[str, float] = field(default_factory=_sums)  # by format
-    counts: dict[str, dict[str, Counts]] = field(default_factory=dict)  # by format and operand
-    peaks: dict[str, float] = field(default_factory=dict)  # by operand, see `peak_of`
-
-    def add_matmul(self, which: str, left: Tensor, right: Tensor, exact: Tensor) -> None:
-        """Repeat one of the layer's matmuls in each format, and add its errors.
-
-        `which` is one of `MATMULS`, and `exact` is ``left @ right.T`` in fp32.
-        """
-        self.signal[which] += squares(exact)
-        if which == GRAD_WEIGHT:
-            self.wgrad_rows.add(left.shape[1])
-        for operand, values in zip(_OPERANDS[which], (left, right), strict=True):
-            self.peaks[operand] = max(self.peaks.get(operand, 0.0), peak_of(values))
-        for form in self.forms:
-            by_operand = self.counts.setdefault(form.name, {})
-            counts = [by_operand.setdefault(operand, Counts()) for operand in _OPERANDS[which]]
-            # Also adds to the counts.
-            rounded = self.use.formats(form).matmul(which, left, right, counts)
-            self.noise[form.name, which] += squares(rounded - exact)
-
-    def add_loss_change(self, values: Tensor, weight: Tensor, grad: Tensor) -> None:
-        """Add the change of the loss by the output's error, to first order: grad · error.
-
-        `grad` is the gradient of ``values @ weight.T``.
-        """
-        grad = grad.flatten()
-        output = values @ weight.T
-        exact = torch.linalg.vecdot(output.flatten(), grad)
-        for form in self.forms:
-            output = self.use.formats(form).matmul(FORWARD, values, weight)
-            rounded = torch.linalg.vecdot(output.flatten(), grad)
-            self.loss_change[form.name] += float(rounded - exact)
-
-    def report(self, form: Format) -> LayerReport:
-        """Return the report in a format, with only a reason if the format does not fit."""
-        report = LayerReport(self.layer, self.rows, form.name)
-        report.left_out = self.use.misfit(self.layer, form)
-        if not report.left_out:
-            report.left_out = self.use.misfit_of_rows(self.layer, form, sorted(self.wgrad_rows))
-        if report.left_out:
-            return report
-        for which, signal in self.signal.items():
-            report.decibels[which] = to_decibels(signal, self.noise[form.name, which])
-        report.loss_change = self.loss_change.get(form.name)
-        for operand, counts in self.counts[form.name].items():
-            report.shares[operand] = counts.shares()
-        if form.name != "bf16":
-            report.left_out = self._noise_reason(report, self.use.formats(form))
-        return report
-
-    def _noise_reason(self, report: LayerReport, formats: MatmulFormats) -> str:
-        """The reason why a layer is much worse than normally distributed values; empty if not.
-
-        `report` has the layer's errors and shares in a format, `formats` those of its operands.
-        """
-        for operand, shares in report.shares.items():
-            if shares["nonfinite"]:
-                return f"{shares['nonfinite']:.2g} of its {operand} are not finite"
-        usual_decibels, usual_flushed = usual_noise(formats, self.use.reference_matmul)
-        flushed_shares = [(shares["flushed"], name) for name, shares in report.shares.items()]
-        flushed, operand = max(flushed_shares)
-        if flushed > usual_flushed + _MORE_FLUSHED:
-            return f"{flushed:.0%} of its {operand} become 0"
-        which, decibels = report.worst
-        if decibels >= usual_decibels - _WORSE_DB:
-            return ""
-        noise = f"{which}: {decibels:.0f} dB where {usual_decibels:.0f} are usual"
-        # Either an outlier makes the other values of its block inaccurate, or large terms cancel.
-        operand, peak = max(self.peaks.items(), key=lambda item: item[1])
-        if peak > _OUTLIER:
-            return f"{noise}: its {operand} reaches {peak:.0f} times its root mean square"
-        return f"{noise}: its sums cancel"
-
-
-class _MeasuredMatmul(torch.autograd.Function):
-    """``values @ weight.T`` in fp32, which repeats its three matmuls in the formats.
-
-    Its result and its gradients are fp32's; the errors are added to `errors`.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, weight: Tensor, errors: _LayerErrors) -> Tensor:
-        ctx.save_for_backward(values, weight)
-        ctx.errors = errors
-        out = values @ weight.T
-        errors.rows += len(values)
-        errors.add_matmul(FORWARD, values, weight, out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # values and weight, whose gradients are computed in this order
-        gradients: list[Tensor | None] = [None, None]
-        for i, which in enumerate((GRAD_INPUT, GRAD_WEIGHT)):
-            if ctx.needs_input_grad[i]:
-                left, right = operands(which, *saved, *grads)
-                exact = left @ right.T
-                ctx.errors.add_matmul(which, left, right, exact)
-                gradients[i] = exact
-        ctx.errors.add_loss_change(*saved, *grads)
-        return *gradients, None
-
-
-def _measure_layers(use: Use, forms: list[Format]) -> list[_LayerErrors]:
+def _measure_layers(use: Use, forms: list[Format]) -> list[LayerErrors]:
     """The errors of each layer in the formats that fit it, in the order of the layers' calls."""
-    by_layer: dict[Layer, _LayerErrors] = {}
+    by_layer: dict[Layer, LayerErrors] = {}
 
     def choose_matmul(layer: Layer) -> Matmul:
         if layer not in by_layer:
             fitting = [form for form in forms if not use.misfit(layer, form)]
-            by_layer[layer] = _LayerErrors(use, layer, fitting)
+            by_layer[layer] = LayerErrors(use, layer, fitting)
         errors = by_layer[layer]
-        return lambda values, weight: _MeasuredMatmul.apply(values, weight, errors)
+        return lambda values, weight: MeasuredMatmul.apply(values, weight, errors)
 
     use.measure(choose_matmul)
     return list(by_layer.values())

@@ -35,6 +35,8 @@ class LayerReport:
     shares: dict[str, dict[str, float]] = field(default_factory=dict)
     """By operand (``input``, ``weight``, ``gradient``), the shares of values that are ``clipped``,
     ``flushed`` to zero, ``subnormal`` and ``nonfinite``."""
+    hopper_sums: float | None = None
+    """SQNR in dB of the forward matmul's sums on an H100 with `use_fast_accum`, for FP8."""
     left_out: str = ""
     """The reason to leave the layer in bf16; empty if you can convert the layer."""
 

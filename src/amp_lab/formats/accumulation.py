@@ -1,0 +1,133 @@
+"""Sums of FP8 products as an H100 computes them: in about 14 bits instead of fp32's 24.
+
+Hopper's tensor cores add 32 products and the sum so far at once. They first shift all of them to
+the largest exponent among them, and cut off what is below 13 binary places.
+
+Sources: Fasi and others, "Numerical behavior of NVIDIA tensor cores" (2021); Khattak and Mikaitis,
+"Accurate models of NVIDIA tensor cores", arXiv 2512.07004; DeepSeek-V3's report, arXiv 2412.19437,
+section 3.3.2.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from amp_lab.core.errors import NumericsError
+from amp_lab.formats.noise import squares
+
+_PRODUCTS = 32  # added at once
+_PLACES = 13  # binary places that are left after the shift
+_LEAST_EXPONENT = -132.0  # of the shift
+_NO_EXPONENT = -1000.0  # of a product that is zero
+_PIECE = 2**22  # products at a time
+_SAMPLE = 32  # rows of an operand
+_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def hopper_matmul(left: Tensor, right: Tensor, *, fast_accum: bool = True) -> Tensor:
+    """``left @ right.T`` of FP8 tensors, summed as on an H100.
+
+    This is slow: it computes every product by itself. It does not cover the order in which cuBLAS
+    adds the parts of a very long sum.
+
+    Args:
+        left: (rows, K), in `torch.float8_e4m3fn` or `torch.float8_e5m2`, finite.
+        right: (columns, K), likewise.
+        fast_accum: As `use_fast_accum` of `torch.nn.functional.scaled_mm`: whether one sum takes
+            all products. If not, partial sums of 128 products are added in fp32.
+
+    Returns:
+        The sums (rows, columns) in fp32, before any scale.
+
+    Raises:
+        NumericsError: If a tensor has another dtype, is not a matrix, or if the lengths differ.
+    """
+    for name, operand in (("left", left), ("right", right)):
+        if operand.dtype not in _DTYPES or operand.dim() != 2:
+            shape = tuple(operand.shape)
+            raise NumericsError(
+                f"hopper_matmul: {name} is {operand.dtype} of shape {shape}: give "
+                "a matrix in torch.float8_e4m3fn or torch.float8_e5m2"
+            )
+    if left.shape[1] != right.shape[1]:
+        raise NumericsError(f"hopper_matmul: rows of {left.shape[1]} and {right.shape[1]} values")
+    rows = max(1, _PIECE // (len(right) * _PRODUCTS))
+    pieces = [_matmul(piece, right, fast_accum) for piece in left.split(rows)]
+    return torch.cat(pieces)
+
+
+def noise_of_hopper_sums(left: Tensor, right: Tensor) -> tuple[float, float]:
+    """How much the sums of ``left @ right.T`` lose on an H100 with `use_fast_accum`.
+
+    A sample of the rows of both operands is rounded to E4M3, with a scale for each row.
+
+    Args:
+        left: (rows, K), in any floating-point dtype.
+        right: (columns, K), likewise.
+
+    Returns:
+        The sum of the squares of the exact sums, and that of their errors; both 0 for operands
+        that are not finite.
+    """
+    samples = [_sample_in_e4m3(operand) for operand in (left, right)]
+    exact = samples[0].double() @ samples[1].double().T
+    if not exact.isfinite().all():
+        return 0.0, 0.0
+    return squares(exact), squares(hopper_matmul(*samples) - exact)
+
+
+def _sample_in_e4m3(operand: Tensor) -> Tensor:
+    """At most `_SAMPLE` rows of an operand, evenly spaced, scaled to the range of E4M3."""
+    step = math.ceil(len(operand) / _SAMPLE)
+    rows = operand.detach()[::step].float()
+    largest = rows.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    return (rows / largest * 448).to(torch.float8_e4m3fn)
+
+
+def _matmul(left: Tensor, right: Tensor, fast_accum: bool) -> Tensor:
+    """`hopper_matmul` of a piece."""
+    values = [_in_groups(operand.double()) for operand in (left, right)]
+    exponents = [_in_groups(_exponents(operand)) for operand in (left, right)]
+    total = values[0].new_zeros(len(left), len(right), dtype=torch.float32)
+    partial = total.double()
+    for group in range(values[0].shape[1]):
+        products = values[0][:, None, group] * values[1][None, :, group]
+        exponent = exponents[0][:, None, group] + exponents[1][None, :, group]
+        exponent = exponent.where(products != 0, _NO_EXPONENT)
+        partial = _add_shifted(products, exponent.amax(-1), partial)
+        is_promoted = (group + 1) * _PRODUCTS % 128 == 0
+        if is_promoted and not fast_accum:
+            total += partial.float()
+            partial = torch.zeros_like(partial)
+    return total + partial.float()
+
+
+def _in_groups(rows: Tensor) -> Tensor:
+    """Split each row into groups of `_PRODUCTS`, the last one filled with zeros."""
+    missing = -rows.shape[1] % _PRODUCTS
+    return F.pad(rows, (0, missing)).unflatten(1, (-1, _PRODUCTS))
+
+
+def _exponents(operand: Tensor) -> Tensor:
+    """The exponents of FP8 values as hardware has them: subnormals have that of normal ones."""
+    smallest = torch.finfo(operand.dtype).smallest_normal
+    values = operand.double().abs().clamp(min=smallest)
+    return (torch.frexp(values).exponent - 1).double()
+
+
+def _add_shifted(products: Tensor, exponent: Tensor, partial: Tensor) -> Tensor:
+    """Add products (…, n) to the partial sums (…), all cut to `_PLACES` after the shift.
+
+    `exponent` (…) is the largest of the products.
+    """
+    own = torch.frexp(partial).exponent - 1.0
+    own = own.where(partial != 0, _NO_EXPONENT)
+    largest = torch.maximum(exponent, own).clamp(min=_LEAST_EXPONENT)
+    unit = torch.exp2(largest - _PLACES)
+    units = (products / unit[..., None]).trunc().sum(-1) + (partial / unit).trunc()
+    added = units * unit
+    # The result keeps as many places below its own exponent.
+    unit = torch.exp2(torch.frexp(added).exponent - 1.0 - _PLACES)
+    return (added / unit).trunc() * unit
