@@ -234,7 +234,7 @@ def gradients_of_two_parts(cache_enabled: bool, selective: bool) -> None:
 def test_selective_checkpointing_misses_a_cast_that_autocast_had_cached():
     with pytest.raises(RuntimeError) as error:
         gradients_of_two_parts(cache_enabled=True, selective=True)
-    assert is_quoted("AMP0177", str(error.value)), str(error.value)
+    assert is_quoted("AMP0158", str(error.value)), str(error.value)
     gradients_of_two_parts(cache_enabled=False, selective=True)
     gradients_of_two_parts(cache_enabled=True, selective=False)
 
