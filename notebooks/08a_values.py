@@ -53,13 +53,16 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 # symptoms = [
 #   "NaN from a later stage of the backbone in fp16, where qkv or the output was cast to float before",
 #   "validation loss is NaN in the very first evaluation when fp16 is on, without fp16 it is a number",
-#   "the loss is NaN, in the first step or later", "NaN loss with mixed precision", "loss nan in fp16",
-#   "NaN after one or two epochs with mixed precision, without it everything is fine",
+#   "NaN loss with mixed precision", "loss nan in fp16",
 #   "T5 fine-tuning in fp16 gives NaN, in fp32 it is fine",
-#   "a hidden value of a feed-forward layer becomes inf in half precision",
-#   "activations overflow in fp16, a smaller learning rate does not help",
+#   "attention scores, bmm of query and key or a self-attention module overflow to inf",
+#   "fp16=True in the trainer makes my loss nan, others train with it",
+#   "all well at first, NaN between epoch 10 and 30 with fp16, not without",
+#   "loss turns nan suddenly after thousands of iterations or 20 to 200 epochs, disabling amp fixes it",
+#   "activations overflow in fp16: lower lr, warmup, gradient and weight clipping did not help",
+#   "a few batches are nan and ruin the accumulated loss of the epoch",
 # ]
-# words = "t5 mt5 gemma overflow activation diverges explosion fine-tuning fp16 hidden states tensorboard"
+# words = "t5 mt5 gemma overflow activation diverges explosion fine-tuning fp16 hidden states tensorboard conformer mamba barlow performer collapse query key bmm conv"
 # -->
 #
 # **What you see.** The loss is `nan` in fp16. In fp32 all is well.
@@ -148,9 +151,12 @@ assert finder.report.module == "0"
 # quoted = ["value cannot be converted to type at::Half without overflow"]
 # symptoms = [
 #   "masked_fill with -1e9 fails in half precision",
-#   "an attention mask of -1e10 works in fp32 only", "a constant is too large for float16 scores",
+#   "an attention mask of -1e10 works in fp32 only",
+#   "masking the padding with -1e15 before the softmax gives NaN gradients in float16",
+#   "where() with a big negative number such as -2.38e38 crashes under autocast",
+#   "the mask constant of a policy, roformer or seq2seq is out of range with --fp16",
 # ]
-# words = "masked_fill fill_ full clamp pad index_fill attention mask scores -1e9 -1e10 1e20 finfo min transformers"
+# words = "masked_fill fill_ full clamp pad index_fill attention mask scores -1e9 -1e10 1e20 finfo min transformers big_neg neginf"
 # -->
 #
 # **What you see.** `masked_fill`, `full`, `clamp` or `pad` raises `value cannot be converted to type c10::Half
@@ -205,11 +211,14 @@ assert (torch.tensor([-16.0, -15.0]).half() + lowest).isinf().tolist() == [True,
 # symptoms = [
 #   "sdpa in bfloat16 returns nan for shorter sentences of a padded batch, eager does not",
 #   "attention gives NaN with padding", "softmax of a row of -inf is NaN",
-#   "the outputs of padding tokens are NaN",
 #   "MultiheadAttention returns NaN when a whole sequence is padding",
 #   "a TransformerEncoder gives NaN in eval mode only",
+#   "one prompt at a time is fine, in a batch the rows with padding on the left return an empty string",
+#   "batch size 1 works, larger batches have nan logits for the shorter sequences",
+#   "boolean mask with rows of all False",
+#   "nan of padded positions spreads to the other tokens in the next layer",
 # ]
-# words = "key_padding_mask src_key_padding_mask left padding fully masked softmax sdpa scaled_dot_product_attention attn_mask causal empty sequence bert gemma"
+# words = "key_padding_mask src_key_padding_mask left padding fully masked softmax sdpa scaled_dot_product_attention attn_mask causal empty sequence bert gemma batched prefill"
 # -->
 #
 # **What you see.** Attention returns NaN for padded positions, in every dtype. Then the loss or the
@@ -273,11 +282,14 @@ assert v.grad.isnan().all()
 #   "invalid multinomial distribution (encountering probability entry = infinity or NaN)",
 # ]
 # symptoms = [
-#   "model.generate fails in float16", "the logits of a language model are all NaN",
-#   "the generated text is only exclamation marks in float16",
+#   "model.generate fails in float16", "the generated text is only exclamation marks in float16",
 #   "sampling fails on a V100 or T4, in bf16 it works",
+#   "crashes while sampling the next token, for some prompts or long inputs only",
+#   "deleting the bad prompt only moves the crash to another one",
+#   "after 8-bit, AWQ or GPTQ quantization, or after SFT or QLoRA, generate crashes",
+#   "do_sample=False runs, but the answer is <unk> or ? over and over",
 # ]
-# words = "torch.multinomial generate do_sample temperature categorical llm llama qwen gemma inference garbage output device-side assert"
+# words = "torch.multinomial generate do_sample temperature categorical llm llama qwen gemma inference garbage output device-side assert unk awq gptq bloom"
 # -->
 #
 # **What you see.** `generate` or `torch.multinomial` raises
@@ -330,9 +342,11 @@ assert torch.multinomial(probabilities_in(torch.bfloat16), 1).item() in (0, 1)
 #   "eps is too small for half precision", "division by zero in fp16 although an epsilon is added",
 #   "F.normalize gives NaN in float16",
 #   "Adam makes the weights NaN after the first step, in a model in float16",
-#   "rows of zeros become NaN",
+#   "contrastive (NT-Xent) or cosine similarity loss is nan in half, in float32 not",
+#   "eps=1e-15 in a graph layer gives inf in half",
+#   "nan only for empty, constant or all-zero rows, features or embeddings",
 # ]
-# words = "eps epsilon 1e-8 1e-12 underflow normalize cosine similarity adam division by zero glide"
+# words = "eps epsilon 1e-8 1e-12 underflow normalize cosine similarity adam division by zero glide simclr"
 # -->
 #
 # **What you see.** Some values are NaN, such as those of a row of zeros.
@@ -381,10 +395,11 @@ for repaired in (rescale(h.half(), eps=tiny), rescale(h.float()), F.normalize(h.
 #
 # `AMP0111` <!-- failure
 # symptoms = [
-#   "focal loss is NaN in mixed precision",
-#   "log(0) in half precision although the probability is clamped",
-#   "clamp(eps, 1 - eps) does nothing in fp16 or bf16", "a GAN loss with log(sigmoid) becomes inf",
-#   "cross entropy written by hand gives NaN in bf16",
+#   "focal loss is NaN in mixed precision", "clamp(eps, 1 - eps) does nothing in fp16 or bf16",
+#   "a GAN loss with log(sigmoid) becomes inf", "cross entropy written by hand gives NaN in bf16",
+#   "EfficientDet, RetinaNet or CenterNet loss is nan with amp after some epochs",
+#   "torch.clamp rounds up to 1 in half",
+#   "I already add 1e-8 inside the log of the softmax and still get nan",
 # ]
 # words = "focal loss bce sigmoid log log1p clamp eps 1e-6 1e-7 gan discriminator hinge centernet efficientdet varifocal dtype"
 # -->
@@ -439,10 +454,14 @@ assert wrong.grad == 0
 # symptoms = [
 #   "eval_loss is nan with fp16_full_eval and label smoothing over a large vocabulary",
 #   "a mean over a million half values is wrong",
-#   "the gradients of all layers before a norm of my own are zero", "the output of a norm is all zeros in half precision", "a Dice or IoU loss is NaN",
+#   "the gradients of all layers before a norm of my own are zero",
+#   "the output of a norm is all zeros in half precision", "a Dice or IoU loss is NaN",
 #   "RMSNorm or LayerNorm of my own gives zeros in fp16",
-#   "the sum over the pixels of an image is inf in half precision",
 #   "the mean or sum of many fp16 numbers is nan or inf",
+#   "the norm of a perturbation or of all gradients is inf, its squares are summed in half",
+#   "metrics over the whole validation split are NaN or 0 with 16-mixed, right with precision 32",
+#   "gradient overflow in every step as soon as I use Dice loss",
+#   "the loss is always 0 because the number of elements does not fit into half",
 # ]
 # words = "rmsnorm layernorm variance square distance sum dice iou soft_dice_score segmentation overflow zeros"
 # -->
@@ -498,12 +517,14 @@ assert (2 * pixels / (pixels + pixels)).isnan()  # a Dice score
 # symptoms = [
 #   "every output is a normal number in train(), but NaN after model.eval()",
 #   "validation outputs are NaN only in eval mode, running_mean and running_var are inf",
-#   "training works, but evaluation gives NaN", "model.eval() gives NaN, model.train() does not",
-#   "running_mean and running_var of BatchNorm are NaN",
+#   "model.eval() gives NaN, model.train() does not",
 #   "validation loss is NaN and training loss is fine with AMP",
 #   "a checkpoint of a good run predicts NaN",
+#   "validation result becomes nan in epoch 34 while the train loss looks healthy",
+#   "the running mean of a batchnorm layer is nan, seen in eval only",
+#   "val_loss nan and score 0 with nnU-Net, the training loss falls",
 # ]
-# words = "batchnorm batch norm running_mean running_var buffers eval validation inference"
+# words = "batchnorm batch norm running_mean running_var buffers eval validation inference batchnorm1d"
 # -->
 #
 # **What you see.** The scaler skipped one step after a bad batch, and training went on as if nothing had
@@ -555,8 +576,10 @@ assert model.eval()(x).isfinite()
 # messages = ["Function '{name}' returned nan values in its {n}th output."]
 # symptoms = [
 #   "set_detect_anomaly raises with AMP, without it training is fine",
-#   "anomaly detection stops in the first steps of mixed precision",
 #   "backward returned nan values, but the loss is finite",
+#   "stopped in epoch 33 with autograd's anomaly check switched on, goes on smoothly without it",
+#   "I added set_detect_anomaly(True) and half precision fails at step 6, inputs have no nan",
+#   "is it safe to remove the anomaly check",
 # ]
 # words = "detect_anomaly set_detect_anomaly CudnnBatchNormBackward MmBackward0 LogSoftmaxBackward0 SoftmaxBackward0 DivBackward0"
 # -->

@@ -47,9 +47,11 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of several programs below
 #   "GradScaler halves the scale at every iteration until it is 0",
 #   "scaler.get_scale() returns 0 or a tiny number",
 #   "the scale goes below 1 and the weights stay as they were, although the loss is finite",
-#   "found_inf in every step, so optimizer.step never runs",
+#   "Fp16 Grad Scale: 0 and Loss nan after 20 iterations, no matter which learning rate",
+#   "scale went less than 1",
+#   "trained well for some thousand steps, then each step overflows and nothing is learned any more",
 # ]
-# words = "get_scale backoff_factor loss_scale ShardedGradScaler skipped steps found_inf 65536 32768"
+# words = "get_scale backoff_factor loss_scale ShardedGradScaler skipped steps found_inf 65536 32768 arcface insightface"
 # -->
 #
 # **What you see.** Every step is skipped, and the scale halves each time, from 65536 down to 0. The
@@ -122,8 +124,11 @@ assert unscaled.isnan().any()
 #   "in fp16 some gradients are exactly zero",
 #   "gradients vanish in fp16 and the layer does not learn",
 #   "fp16 without GradScaler: the loss flattens earlier than in fp32",
-#   "gradients underflow, they are flushed to zero in half precision",
 #   "zero gradients or a gradient norm of 0 in fp16, not in fp32",
+#   "half precision without loss scaling: BLEU or accuracy rises at first and then sinks",
+#   "the loss does not move in half precision, in float it learns, no nan and no error",
+#   "accuracy stays at chance or decreases in fp16",
+#   "only the small terms of a multi-task loss stop improving",
 # ]
 # words = "vanishing flush denormal subnormal small loss weight mean reduction no scaler underflow"
 # -->
@@ -185,13 +190,15 @@ assert (report.outputs.lost(1.0), report.smallest_scale) == (1, 8)
 # `AMP0025` <!-- failure
 # symptoms = [
 #   "first forward in no_grad, second should train, but the weights get no gradient under fp16",
-#   "some gradients are None under autocast",
 #   "element 0 of tensors does not require grad and does not have a grad_fn, only with autocast",
 #   "no gradient after a torch.no_grad() pass in the same autocast block",
 #   "grad_fn is None when no_grad is nested in autocast",
 #   "temporarily disabling grad does not work with AMP",
+#   "model called twice per iteration, first within torch.no_grad: linear layers have no gradient, batchnorm layers do",
+#   "p.grad is None for some layers with --mixed-precision only",
+#   "a teacher, target or self-conditioning pass breaks training with accelerate fp16",
 # ]
-# words = "no_grad inference_mode set_grad_enabled clear_autocast_cache cache_enabled weight cache eval"
+# words = "no_grad inference_mode set_grad_enabled clear_autocast_cache cache_enabled weight cache eval self-conditioning nerfstudio"
 # torch = "before the repair of December 2025, which 2.11 has"
 # -->
 #
@@ -240,15 +247,16 @@ assert model[0].weight.grad is None
 #
 # `AMP0028` <!-- failure
 # symptoms = [
-#   "the loss scale grows and grows",
-#   "with bf16 the scale of GradScaler grows until it is inf",
-#   "the GradScaler scale becomes huge, 1e30 or more, with bf16",
+#   "the loss scale grows and grows", "with bf16 the scale of GradScaler grows until it is inf",
 #   "does bf16 need a GradScaler, should I use a loss scale with bfloat16",
 #   "a run that was meant to be bf16 overflows as in fp16",
 #   "autocast without a dtype is fp16 on the GPU but bf16 on the CPU",
 #   "is a GradScaler in bf16 harmful",
+#   "why does Accelerate or the Trainer do no gradient scaling for bfloat16, the docs seem to need a scaler",
+#   "the scale doubles every 2000 steps and never comes down",
+#   "profiling shows time in the scaler though the run is bf16",
 # ]
-# words = "growth_factor growth_interval scale overflow default dtype set_autocast_dtype enabled bfloat16 scaler"
+# words = "growth_factor growth_interval scale overflow default dtype set_autocast_dtype enabled bfloat16 scaler reason"
 # -->
 #
 # **What you see.** The loss scale grows and grows, or a run that was meant to be bf16 overflows.
@@ -307,14 +315,19 @@ assert set(scales_in(torch.bfloat16, enabled=False)) == {1.0}
 #   "a model loaded in torch_dtype bfloat16 trains worse, with a higher final loss, than one loaded in fp32",
 #   "whole unet in bf16 slowly degrades, does the optimizer need fp32 copies of the weights",
 #   "bf16 weights never move: after many Adam steps they are the same as at the start",
-#   "pure bf16 training stagnates, while with fp32 weights the loss goes on falling",
 #   "weights of norms (RMSNorm, LayerNorm) stay exactly 1.0 in bf16",
 #   "weight decay has no effect on bf16 weights, the updates are rounded away",
 #   "bf16 weights or LoRA adapters do not move at a small learning rate",
 #   "the loss decreases more slowly with bf16 weights than with fp32 weights",
 #   "full bf16 training of the weights plateaus, stagnates or diverges late",
+#   "two runs that differ in dtype only: very bad convergence with bf16",
+#   "struggles to converge after all parameters were cast to bfloat16 by hand, mixed_precision=True is good",
+#   "the final loss of our FSDP framework is three times that of DeepSpeed or Megatron with the same recipe",
+#   "fine-tuning at lr 1e-6 barely improves, weights are resident in BF16",
+#   "exp_avg and exp_avg_sq are bf16, is there an fp32 main copy of the parameters",
+#   "weights are identical after 100 steps",
 # ]
-# words = "Kahan summation stochastic rounding master weights pure full bf16 AdamW RMSNorm LayerNorm LoRA peft update lost rounded stuck assign load_state_dict param_dtype"
+# words = "Kahan summation stochastic rounding master weights pure full bf16 AdamW RMSNorm LayerNorm LoRA peft update lost rounded stuck assign load_state_dict param_dtype fp32 main parameters optimizer_dtype FusedAdam convergence torchtune"
 # -->
 #
 # **What you see.** The loss stops falling, although it goes on falling with fp32 weights. Or some weights,
@@ -376,12 +389,13 @@ assert small - 1e-4 < small  # an update moves a small weight
 #
 # `AMP0121` <!-- failure
 # symptoms = [
-#   "parameters are NaN after one step of Adam",
 #   "weights are NaN or inf after the first optimizer step in fp16, though the gradients are finite",
 #   "AdamW in half precision gives NaN, SGD does not",
 #   "model.half() and Adam: the loss is NaN from the second iteration on",
+#   "after the first optimizer.step() all parameters are NaN, a lower lr makes no difference",
+#   "soft prompt, reward model or small extractor trained in float16 in front of a frozen half model",
 # ]
-# words = "Adam AdamW RMSprop Adagrad NAdam eps epsilon 1e-8 exp_avg_sq half fp16 first step second iteration"
+# words = "Adam AdamW RMSprop Adagrad NAdam eps epsilon 1e-8 exp_avg_sq half fp16 first step second iteration soft prompt frozen"
 # -->
 #
 # **What you see.** Loss and gradients are finite, but after the first step the weights are NaN or
@@ -436,8 +450,10 @@ assert first_step(torch.ones(1).half(), [1e-4], fused=True, lr=1e-4) == [1.0]
 #   "a counter in bf16 stops at 256, or in fp16 at 2048",
 #   "torch.arange in fp16 or bf16 has duplicates",
 #   "an index is out of range in bf16, 999 becomes 1000",
+#   "terrible quality once an input is as long as the maximum sequence length, sin and cos tables are built anew",
+#   "KL or logits differ between two frameworks after a bf16 checkpoint is reloaded",
 # ]
-# words = "RoPE rotary position embedding inv_freq cos sin cached arange index counter cumsum integer position_ids long context"
+# words = "RoPE rotary position embedding inv_freq cos sin cached arange index counter cumsum integer position_ids long context sin_cached cos_cached mistral"
 # -->
 #
 # **What you see.** Often there is no message. A model that is good on short inputs fails on long
@@ -496,10 +512,11 @@ assert rates.bfloat16().float().inv_freq != torch.tensor([1 / 3])
 # symptoms = [
 #   "the logged loss moves in steps, stands still or falls to 0 in bf16, and `loss.item()` is right",
 #   "the average loss of an epoch is too small in bf16",
-#   "the running loss of an epoch gets stuck in bf16",
 #   "accuracy or another metric summed up in half precision is wrong",
+#   "self.log with on_epoch=True in bf16 gives inaccurate epoch means",
+#   "the running mean gets stuck at 256 or 4096 although each step's value is right",
 # ]
-# words = "running_loss total_loss tr_loss logging metric accumulate average epoch += sum XLA_USE_BF16"
+# words = "running_loss total_loss tr_loss logging metric accumulate average epoch += sum XLA_USE_BF16 lightning on_epoch self.log"
 # -->
 #
 # **What you see.** The logged loss stands still or falls to 0, although the model trains well.
@@ -546,8 +563,10 @@ assert total_of(torch.zeros((), dtype=torch.float32)) == 2500
 #   "many weights are zero, or some are NaN, after a cast to float8",
 #   "which operations does torch.float8_e4m3fn support",
 #   "fp8 weights without a scale lose accuracy, a scaled fp8 checkpoint does not",
+#   "a LoRA looks great on the BF16 base model, bad with weight_dtype fp8_e4m3fn",
+#   "grid artefacts or noise in the picture after choosing fp8 in the loader",
 # ]
-# words = "float8 fp8 e4m3 e5m2 fp8_e4m3fn addmm_cuda mul_cuda cat_cuda abs_cuda ComfyUI weight_dtype cast scale amax 448 torchao"
+# words = "float8 fp8 e4m3 e5m2 fp8_e4m3fn addmm_cuda mul_cuda cat_cuda abs_cuda ComfyUI weight_dtype cast scale amax 448 torchao lora grid artefacts loader"
 # -->
 #
 # **What you see.** PyTorch refuses most operations on the weights. Or the model runs, but its results are

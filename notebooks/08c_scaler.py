@@ -51,8 +51,10 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 #   "Trainer with fp16=True and a model loaded with torch_dtype=torch.float16 fails at the first step",
 #   "resuming a DreamBooth LoRA training in fp16 raises a ValueError of the GradScaler",
 #   "how to train a model that was converted with model.half() with a GradScaler",
+#   "stops at the first clipping in a text-to-image or DreamBooth script with mixed_precision fp16, other precisions work",
+#   "V100 without bf16: half model, LoRA and fp16=True",
 # ]
-# words = "unscale lora 8bit diffusers peft accelerate"
+# words = "unscale lora 8bit diffusers peft accelerate kohya cogvideo text-to-image v100"
 # -->
 #
 # **What you see.** `scaler.step` or `scaler.unscale_` raises
@@ -132,8 +134,10 @@ assert adapted[1].weight.grad.dtype is torch.float32
 #   "gradient_accumulation_steps above 1 fails in clip_grad_norm_ with fp16",
 #   "error in the next iteration after I skip optimizer steps with a large gradient norm",
 #   "the Trainer fails at the end of the first epoch with gradient accumulation in fp16",
+#   "if the grad norm is over a limit I skip the step, and the iteration right after crashes in the scaler",
+#   "works with accumulation 1, not with 2",
 # ]
-# words = "accelerator sync_gradients max_grad_norm SAM"
+# words = "accelerator sync_gradients max_grad_norm SAM claims skip"
 # -->
 #
 # **What you see.** `scaler.unscale_` raises
@@ -202,8 +206,11 @@ torch.testing.assert_close(accumulate(clip_each=False), model[0].weight.detach()
 #   "without the scaler the loss does not change at all, with it there is an AssertionError",
 #   "scaler.step raises an AssertionError with my custom loss",
 #   "AssertionError of scaler.step after freezing the backbone",
+#   "optimizer made before model.cuda(), or from another copy of the model",
+#   "loss built with torch.tensor or numpy, the parameters are never updated",
+#   "the second optimizer in Lightning 16-mixed fails",
 # ]
-# words = "found_inf_per_device requires_grad detach custom loss unused"
+# words = "found_inf_per_device requires_grad detach custom loss unused frozen"
 # -->
 #
 # **What you see.** `scaler.step` raises
@@ -286,6 +293,8 @@ assert model[0].weight.grad is None
 #   "the loss that I log is wrong by a factor of 2 after scaler.update()",
 #   "right order of scale, unscale_, clip, step and update of the GradScaler",
 #   "scaler.update() fails with accelerate although scaler.step is commented out",
+#   "logged training loss is in the thousands or millions in fp16, reasonable in fp32",
+#   "may I use accelerator.scaler by hand",
 # ]
 # words = "manual_backward Lightning Fabric deepcopy"
 # -->
@@ -320,8 +329,9 @@ assert len(set(messages.values())) == 7
 
 # %% [markdown]
 # **Why.** The scaler records which optimizers have unscaled gradients and which have stepped, until
-# `update` clears the record. It refuses a call that would divide gradients twice, apply them twice, or
-# divide gradients of a loss that was never scaled.
+# `update` clears the record. It refuses to divide or apply gradients twice, to do anything before it has
+# scaled a loss, to `update` before it has checked any gradients, and to be pickled between a `step` and
+# its `update`.
 #
 # **The fix.** In [every iteration](https://docs.pytorch.org/docs/stable/notes/amp_examples.html) call
 # `scaler.scale(loss).backward()`, then `scaler.unscale_(optimizer)` if you clip, then
@@ -349,8 +359,10 @@ _ = pickle.dumps(call("step", "update"))
 #   "optimizer.step() and scaler.step(optimizer) are both called",
 #   "with GradScaler and SGD the weights explode at the first step",
 #   "AMP works with Adam but diverges at once with SGD",
+#   "nan after 4k iterations whichever learning rate: optimizer.step() stands after the if and runs as well",
+#   "GAN or voice training calls optim_g.step() and optim_d.step() with a scaler",
 # ]
-# words = "bypass twice 65536 explodes optimizer.step after scaler.update"
+# words = "bypass twice 65536 explodes optimizer.step after scaler.update if else duplicate"
 # -->
 #
 # **What you see.** With SGD the loss is huge or NaN after one step. With Adam the run looks normal, until
@@ -408,9 +420,10 @@ assert weight_after_step(torch.optim.Adam, by_scaler=True, gradient=math.inf) ==
 # symptoms = [
 #   "SAM, or another optimizer with two passes, gives NaN in fp16",
 #   "how to use L-BFGS with mixed precision",
-#   "sharpness-aware minimization with GradScaler and autocast",
+#   "scaler.step with first_step and second_step of SAM, another backward between them, can't unscale twice",
+#   "the optimizer needs two forward and backward passes per iteration",
 # ]
-# words = "LBFGS first_step second_step Lightning"
+# words = "LBFGS first_step second_step Lightning sharpness aware closure"
 # -->
 #
 # **What you see.** `scaler.step` raises
@@ -437,7 +450,6 @@ def lbfgs(scaler, dtype):
         scaler.scale(loss).backward()
         return loss.detach()
 
-    closure()  # `step` of a scaler needs gradients
     scaler.step(optimizer, closure=closure)
     return losses[0], closure().item()
 
@@ -481,8 +493,11 @@ assert after < 0.01 * before
 #   "warning about the order of the scheduler and the optimizer although I call scaler.step first",
 #   "lr_scheduler is ahead of the optimizer because scaler.step skipped steps",
 #   "how to know whether the scaler skipped optimizer.step",
+#   "warning at the very start about the learning rate scheduler, together with a line about gradient overflow",
+#   "learning rate differs after resuming because a step was skipped",
+#   "is the scheduler warning with fp16 harmless",
 # ]
-# words = "OneCycleLR warmup UserWarning Lightning"
+# words = "OneCycleLR warmup UserWarning Lightning order"
 # -->
 #
 # **What you see.** The scheduler warns
@@ -522,6 +537,11 @@ assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`." in me
 # **The fix.** Compare `scaler.get_scale()` before and after `scaler.update()`, and advance the schedule
 # only if the scale did not fall. With one optimizer, `update` lowers the scale exactly when the step
 # was skipped (unless the scale is 0 already). <!-- tests/numerics/test_scale_log.py -->
+#
+# `get_scale()` [waits for the
+# GPU](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler.get_scale). So does
+# [`scaler.step`](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py), unless the
+# optimizer is fused.
 
 # %%
 assert warnings_of(lambda: schedule(only_if_stepped=True)) == ""

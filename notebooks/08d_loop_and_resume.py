@@ -48,8 +48,12 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 #   "logged gradients are 65536 times too large",
 #   "the logged grad_norm of clip_grad_norm_ jumps by a factor of 2 in fp16",
 #   "clip_grad_norm_ is called before unscale_ in fp16",
+#   "adaptive gradient clipping (AGC) and mixed precision together make the loss increase",
+#   "the gradient norm doubles or halves every 2000 steps, without mixed precision it does not",
+#   "max_norm 1.0 practically halts training with AMP, I have to pass 1e5 or 1e6, and the value changes during the run",
+#   "gradients are super small after clipping with precision=16, close to the limit in 32",
 # ]
-# words = "clipping clip_grad_norm_ clip_grad_value_ max_grad_norm wandb hook"
+# words = "clipping clip_grad_norm_ clip_grad_value_ max_grad_norm wandb hook halts"
 # -->
 #
 # **What you see.** There is no message. The model learns without clipping, but hardly with it. The
@@ -113,6 +117,8 @@ assert abs(moved - 1) < 1e-3  # the full length that clipping allows
 # symptoms = [
 #   "clip_grad_norm_ raises because the gradient norm is inf, although the scaler would skip the step",
 #   "error_if_nonfinite stops training in fp16",
+#   "lightly-train or Fabric aborts in the first steps of 16-mixed",
+#   "how to set error_if_nonfinite=False",
 # ]
 # words = "Fabric clip_gradients"
 # -->
@@ -174,6 +180,8 @@ assert overflowing_step(strict=False, replace=True) == 65536
 # symptoms = [
 #   "the loss stays exactly the same in every step, autocast is around the whole training loop",
 #   "the KL to the reference model stays 0, or swapping in other weights (EMA, reference) has no effect",
+#   "flat loss with fp32 master weights, the same code trains with bf16 weights",
+#   "swapped-in EMA or reference weights give the same output",
 # ]
 # words = "stale cache cache_enabled frozen flat GRPO DPO"
 # -->
@@ -243,8 +251,12 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 #   "the scaler skips the first steps after resuming, or at the start of every epoch",
 #   "the loss of a resumed run deviates from one without a break, or Adam counts wrong steps",
 #   "the loss is worse after resuming from a checkpoint that was saved in fp16",
+#   "loss spikes when the training is restarted with amp, O2 or DDP, fine if mixed precision is disabled",
+#   "reload the checkpoint and continue: the loss shoots up to 30 in spite of warmup, later it recovers",
+#   "the resumed run overflows at once, an uninterrupted one does not",
+#   "Fp16 grad scale is 0 after resuming and the loss stays where it is",
 # ]
-# words = "spike bump restart continue restore scaler.pt rng_state grad_norm"
+# words = "spike bump restart continue restore scaler.pt rng_state grad_norm reload jump curve"
 # -->
 #
 # **What you see.** A run was fine when its checkpoint was saved. After loading it, the loss is higher or
@@ -322,8 +334,10 @@ assert step == step + 1 == 300
 #   "optimizer.step() fails with a dtype error after the model was cast or a checkpoint was loaded",
 #   "dtype error when a moving average (EMA) in fp32 is updated with bf16 weights",
 #   "loading the optimizer state casts fp32 moments to bf16 or fp16, parameters become NaN",
+#   "Muon's momentum buffer is fp32 and gradients are bf16 after a DeepSpeed resume",
+#   "8-bit or bf16 optimizer state has another dtype after load_state_dict",
 # ]
-# words = "lerp_ exp_avg exp_avg_sq AdamW Muon"
+# words = "lerp_ exp_avg exp_avg_sq AdamW Muon momentum_buffer ema_pytorch"
 # -->
 #
 # **What you see.** `optimizer.step()`, or the update of a moving average of the weights (EMA), raises one
@@ -398,7 +412,9 @@ for dtype in (torch.float16, torch.float32):
 # symptoms = [
 #   "scaler.load_state_dict fails because the checkpoint is of a bf16 or fp32 run",
 #   "the checkpoint was saved without AMP and I want to resume with AMP",
+#   "resume on a GPU from a checkpoint of a CPU run",
 # ]
+# words = "resume"
 # -->
 #
 # **What you see.** `scaler.load_state_dict` raises
@@ -449,8 +465,9 @@ assert scaler.get_scale() == 1024
 # symptoms = [
 #   "torch.load fails with weights_only since PyTorch 2.6, the checkpoint contains the GradScaler",
 #   "Weights only load failed when resuming, LossScaler or GradScaler is not an allowed global",
+#   "resume_from_checkpoint fails since I upgraded PyTorch",
 # ]
-# words = "UnpicklingError WeightsUnpickler add_safe_globals pickle"
+# words = "UnpicklingError WeightsUnpickler add_safe_globals pickle upgrade"
 # torch = "2.6 and later, by default"
 # -->
 #

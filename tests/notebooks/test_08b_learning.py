@@ -252,3 +252,36 @@ def test_fp8_is_promoted_to_nothing_and_has_few_operations(dtype):
     name = str(dtype).removeprefix("torch.float8_")
     with pytest.raises(NotImplementedError, match=f"not implemented for 'Float8_{name}'"):
         stored + stored
+
+
+# Rows of the table
+
+
+def scale_after_one_overflow(*, clear):
+    """The scale after 40 steps of which the fourth overflows, with or without `zero_grad`."""
+    weight, scaler = nn.Parameter(torch.ones(1)), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD([weight])
+    for step in range(40):
+        if clear:
+            optimizer.zero_grad()
+        scaler.scale(weight.sum() * (torch.inf if step == 3 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler.get_scale()
+
+
+def test_without_zero_grad_one_overflow_lasts():
+    """AMP0211."""
+    assert scale_after_one_overflow(clear=True) == 2.0**15
+    assert scale_after_one_overflow(clear=False) == 2.0**-21
+
+
+def test_the_loss_of_bf16_logits_is_bf16_without_autocast():
+    """AMP0213."""
+    logits, target = torch.tensor([[0.0, 6.001]]).bfloat16(), torch.tensor([0])
+    assert F.cross_entropy(logits, target).dtype is torch.bfloat16
+    assert F.cross_entropy(logits.float(), target).dtype is torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert F.cross_entropy(logits, target).dtype is torch.float32
+    assert torch.tensor(4.0).bfloat16() + 2**-5 == torch.tensor(4.0 + 2**-5)
+    assert torch.tensor(4.0).bfloat16() + 2**-7 == 4

@@ -434,7 +434,7 @@ def test_a_parameter_of_two_optimizers_is_divided_twice():
 
 
 def test_a_penalty_of_scaled_gradients_is_too_large_by_the_square_of_the_scale():
-    """AMP0133."""
+    """AMP0116."""
     weight, scaler = nn.Parameter(torch.ones(1)), cpu_scaler()
     loss = scaler.scale(weight.square().sum())
     (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)

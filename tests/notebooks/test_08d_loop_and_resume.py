@@ -268,3 +268,15 @@ def test_a_loop_that_gives_a_name_another_value_casts_no_parameter():
         parameter = parameter.float()
     assert model.weight.dtype is torch.bfloat16
     assert model.float().weight.dtype is torch.float32
+
+
+def test_clipping_an_infinite_norm_makes_gradients_nan():
+    """AMP0212."""
+    for max_norm, finite in ((1.0, 0.0), (torch.inf, torch.nan)):
+        weight = nn.Parameter(torch.ones(2))
+        weight.grad = torch.tensor([1.0, torch.inf])
+        assert nn.utils.clip_grad_norm_([weight], max_norm) == torch.inf
+        expected = torch.tensor([finite, torch.nan])
+        torch.testing.assert_close(weight.grad, expected, equal_nan=True)
+    weight.grad = torch.tensor([3.0, 4.0])
+    assert nn.utils.get_total_norm([weight.grad]) == 5
