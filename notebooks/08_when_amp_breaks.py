@@ -193,7 +193,7 @@ assert failure.code == "AMP0018"
 # | [fp16 and bf16 are mixed in one model](08e_dtypes.ipynb#fp16-and-bf16-are-mixed-in-one-model) `AMP0021` | `` mat1 and mat2 must have the same dtype, but got BFloat16 and Half `` |
 # | [The input is float64 or an integer](08e_dtypes.ipynb#The-input-is-float64-or-an-integer) `AMP0151` | `` mat1 and mat2 must have the same dtype, but got Double and Float `` |
 # | [One tensor inside a half-precision model stays in fp32](08e_dtypes.ipynb#The-model-is-in-half-precision-but-its-input-is-fp32) `AMP0060` | `` Expected tensor for argument #1 'weight' to have the same type as tensor for argument #1 'per_sample_weights' `` |
-# | [A kernel of another package refuses half precision or mixed dtypes](08e_dtypes.ipynb#A-custom-autograd-function-fails-in-backward) `AMP0078` | `` input should have the same type as rois `` |
+# | [A kernel of another package refuses half precision or mixed dtypes](08e_dtypes.ipynb#A-custom-autograd-function-fails-in-backward) `AMP0078` | `` Both operands must be same dtype. Got … and … `` |
 # | [The attention mask has another dtype than the query](17_language_model.ipynb#One-dtype-for-q,-k-and-v) `AMP0081` | `` Expected attn_mask dtype to be bool or float or to match query dtype `` |
 # | [A model from Accelerate or Fabric returns fp32](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0094` | the output of a model prepared by accelerate is float32 although mixed precision is on |
 # | [Attention gets q, k and v in two dtypes](17_language_model.ipynb#One-dtype-for-q,-k-and-v) `AMP0097` | `` Expected query, key, and value to have the same dtype `` |
@@ -203,7 +203,6 @@ assert failure.code == "AMP0018"
 # | [FP8 weights reach an op that has no FP8](08e_dtypes.ipynb#The-model-is-in-half-precision-but-its-input-is-fp32) `AMP0155` | `` mat1 and mat2 must have the same dtype, but got BFloat16 and Float8_e4m3fn `` |
 # | [A quantized layer computes in another dtype than the model](08e_dtypes.ipynb#Writing-into-a-buffer-fails) `AMP0156` | `` Expected Tensor argument scales to have dtype torch.bfloat16, but got torch.float32 instead `` |
 # | [Quantization-aware training fails under autocast](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) `AMP0157` | `` fused_moving_avg_obs_fake_quant…expected scalar type Float but found Half `` |
-# | [Selective checkpointing of a shared weight fails in backward](08e_dtypes.ipynb#fp16-and-bf16-are-mixed-in-one-model) `AMP0158` | `` encountered during backward but not found in storage `` |
 # | [A gradient of another dtype is assigned to a weight](08e_dtypes.ipynb#Writing-into-a-buffer-fails) `AMP0159` | `` attempting to assign a gradient with dtype '…' to a tensor with grad_dtype '…' `` |
 #
 # ### Replace ops and devices that refuse half precision
@@ -254,10 +253,12 @@ assert failure.code == "AMP0018"
 # | [nvidia-smi shows more memory than PyTorch has allocated](08g_speed_and_memory.ipynb#CUDA-is-out-of-memory) `AMP0174` | nvidia-smi shows more memory than `torch.cuda.memory_allocated()` |
 # | [An FP8 or FP4 matmul refuses its scales, its layout or its dtypes](15_below_16_bits.ipynb#Compare-with-PyTorch's-FP8-matmul) `AMP0175` | `` CUBLAS_STATUS_NOT_SUPPORTED when calling …cublasLtMatmul `` |
 # | [16 bits are slow on this GPU or CPU](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0176` | `` Requested … compute type, but the target device or backend do not support efficient `` |
-# | [Selective checkpointing does not find a cast](07_training_recipes.ipynb#Checkpoint-activations) `AMP0177` | `` aten._to_copy.default encountered during backward but not found in storage `` |
+# | [Selective checkpointing does not find a cast](07_training_recipes.ipynb#Checkpoint-activations) `AMP0158` | `` encountered during backward but not found in storage `` |
 # | [The precision flag of accelerate or DeepSpeed has no effect](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0178` | `mixed_precision` of accelerate has no effect |
 # | [The logits of a language model are out of memory](17_language_model.ipynb#The-loss-over-a-large-vocabulary) `AMP0179` | `` logits = logits.float()…CUDA out of memory `` |
 # | [A model in 8 or 4 bits is slower than in 16](18_inference_and_export.ipynb) `AMP0204` | load_in_8bit or 4-bit inference is slower than fp16 |
+# | [FP8 training is slower than bf16, or takes more memory](15_below_16_bits.ipynb#Which-GPU-supports-which-format) `AMP0230` | FP8 training is slower than bf16 or fp16 on an H100 |
+# | [A longer batch than all before is out of memory](08g_speed_and_memory.ipynb#CUDA-is-out-of-memory) `AMP0232` | GPU memory rises in jumps during the fine-tuning of a language model, out of memory after hours |
 #
 # ### Repair compiled and distributed training
 #
@@ -278,7 +279,6 @@ assert failure.code == "AMP0018"
 # | [A compiled model is no faster](10_speed_ladder.ipynb#Climb) `AMP0096` | a compiled model is no faster |
 # | [A CUDA graph refuses the cache of autocast](08h_compile_and_processes.ipynb#A-compiled-model-has-different-gradients) `AMP0079` | `` make_graphed_callables does not support the autocast caching. `` |
 # | [Checkpointing recomputes a tensor in another dtype](07_training_recipes.ipynb#Checkpoint-activations) `AMP0080` | `` Recomputed values for the following tensors have different metadata than during the forward pass. `` |
-# | [Selective checkpointing does not find a cast of autocast](07_training_recipes.ipynb#Checkpoint-activations) `AMP0185` | `` encountered during backward but not found in storage. `` |
 # | [fp32 results differ between two GPUs](19_choose_your_precision.ipynb#What-fp32-means) `AMP0186` | logits on two GPUs differ although everything is float32 |
 # | [A hint to use TF32](19_choose_your_precision.ipynb#What-fp32-means) `AMP0187` | `` TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. `` |
 # | [Apex is missing or has no amp](13_from_apex.ipynb) `AMP0188` | `` cannot import name 'amp' from 'apex' `` |
@@ -302,6 +302,7 @@ assert failure.code == "AMP0018"
 # | [Flash attention gives different results with the same seed](17_language_model.ipynb) `AMP0208` | same seed, but the loss differs from run to run with flash attention |
 # | [A matmul in 16 bits differs between two GPU models](18_inference_and_export.ipynb#Which-decisions-change?) `AMP0209` | fp16 results on an A100 differ from those on a 3090 |
 # | [A Core ML model in fp16 gives wrong outputs](18_inference_and_export.ipynb#Export) `AMP0210` | the converted Core ML model is wrong or NaN on the neural engine |
+# | [An fp16 ONNX model is slower than the fp32 model on a CPU](18_inference_and_export.ipynb#Export) `AMP0231` | the fp16 ONNX model takes two to four times as long as the fp32 model on a CPU |
 # <!-- end of the index -->
 
 # %% [markdown]

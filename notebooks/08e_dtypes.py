@@ -91,6 +91,7 @@ def refusals(calls, *inputs):
 #   "the criterion gets a float16 output and a float32 target",
 #   "the error comes after the autocast block, in the line that uses the output",
 #   "metrics or the loss outside of autocast complain about two dtypes",
+#   "the classifier head or loss outside of the block gets half features",
 # ]
 # words = "linear matmul bmm baddbmm einsum tensordot conv2d lerp huber_loss mse_loss bce criterion head"
 # -->
@@ -196,8 +197,14 @@ assert weight.half() - update == 1  # a weight in fp16 loses the update
 #   "model.half() and then the input does not match the weights",
 #   "inference with torch_dtype=torch.bfloat16 fails because the input is float32",
 #   "the pipeline was loaded in half precision and the vae or text encoder complains about float",
+#   "an image encoder such as SigLIP or CLIP in float16 gets float32 pixels and its first conv refuses",
+#   "encode_image fails in fp16 and encode_text works",
+#   "an embedding server loads the model in float16 and does not cast the pictures",
+#   "Whisper, InternVL or LLaVA in bf16 gets float32 features",
 # ]
-# words = "torch_dtype from_pretrained pixel_values input_features layernorm batchnorm diffusers comfyui"
+# words = """
+# torch_dtype from_pretrained pixel_values input_features layernorm batchnorm diffusers comfyui
+# first conv patch embedding pixels encode_image CLIP SigLIP ViT infinity cast server"""
 # -->
 #
 # **What you see.** A layer raises one of these errors. The first two messages name the dtype of the input
@@ -275,8 +282,12 @@ assert torch.tensor(2049).half() == 2048  # an id that was cast
 #   "writing to the kv cache by index raises in bfloat16",
 #   "scatter_add or index_add in a graph network fails with amp",
 #   "the out= tensor has the wrong dtype, float instead of half",
+#   "index_add_, scatter or masked assignment of a half result into a zeros tensor fails",
+#   "a preallocated output tensor is float32 and the layer writes half",
 # ]
-# words = "index_put masked_scatter scatter_reduce kv cache inputs_embeds image_features llava moe zeros"
+# words = """
+# index_put masked_scatter scatter_reduce kv cache inputs_embeds image_features llava moe zeros
+# preallocated assignment index_add_ masked PyG"""
 # -->
 #
 # **What you see.** A line that writes into an existing tensor, the *buffer*, raises one of these errors:
@@ -358,8 +369,13 @@ assert embedding.grad.tolist() == [1.0, 1.0]
 #   "custom_fwd and custom_bwd: which dtype does the kernel get",
 #   "gradients of a checkpointed block are less exact, or overflow, and the loss is the same",
 #   "my checkpoint function forgets the dtype of autocast",
+#   "the backward of a custom function computes in float16 although autocast is bfloat16",
+#   "a checkpointed layer is recomputed in another 16-bit dtype under bf16 autocast",
+#   "a Triton kernel stops in the backward pass because one operand is bf16 and the other fp32",
 # ]
-# words = "torch.autograd.Function save_for_backward custom_fwd custom_bwd cast_inputs triton kernel"
+# words = """
+# torch.autograd.Function save_for_backward custom_fwd custom_bwd cast_inputs triton kernel
+# tl.dot operand compiler backward dies gradient mamba printing"""
 # -->
 #
 # **What you see.** `backward()` raises `expected scalar type Half but found Float`, or another message of
@@ -460,9 +476,16 @@ for options in ({}, {"cast_inputs": torch.float32}):
 #   "bfloat16 and float16 are mixed, for weights and inputs",
 #   "bf16 autocast around a model that was loaded in fp16",
 #   "a bf16 block inside an fp16 block uses the wrong weights",
-#   "torch.cat under autocast fails with a bfloat16 tensor", "two autocast dtypes for one shared layer",
+#   "torch.cat under autocast fails with a bfloat16 tensor",
+#   "two autocast dtypes for one shared layer",
+#   "a bf16 picture meets an fp16 patch embedding in a server, crash at the first image",
+#   "half is multiplied by bfloat16 in the log-probability pass of GRPO",
+#   "autocast runs with its default fp16 around a bf16 model because no dtype was set",
+#   "text encoder, VAE and transformer of a pipeline have two 16-bit dtypes",
 # ]
-# words = "nested autocast cache cache_enabled promote cat stack addcmul bnb_4bit_compute_dtype"
+# words = """
+# nested autocast cache cache_enabled promote cat stack addcmul bnb_4bit_compute_dtype GRPO
+# sglang multimodal tower crops ACCELERATE_MIXED_PRECISION default dtype"""
 # -->
 #
 # **What you see.** An op raises one of these errors:
@@ -569,8 +592,12 @@ assert torch.tensor(1e5).bfloat16().half() == torch.inf  # why not to convert bf
 #   "torch.from_numpy gives float64 and the layer wants float32",
 #   "uint8 images do not go into a float32 model", "cross_entropy wants targets of dtype long",
 #   "autocast does not cast a float64 input",
+#   "a DataFrame column or np.array became torch.float64 and the linear layer wants float",
+#   "labels are int32 or float where cross_entropy wants long",
 # ]
-# words = "numpy pandas from_numpy torch.tensor double long byte uint8 int64 targets labels"
+# words = """
+# numpy pandas from_numpy torch.tensor double long byte uint8 int64 targets labels DataFrame
+# column np array regression one-hot int32 LongTensor"""
 # -->
 #
 # **What you see.** Most of these messages name `Double`, `Long`, `Int` or `Byte`:

@@ -53,6 +53,7 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 #   "binary_cross_entropy is unsafe to autocast, but my model ends with a sigmoid",
 #   "BCELoss works under autocast on the CPU and fails on the GPU",
 #   "after replacing BCELoss by BCEWithLogitsLoss the loss stays above 0.3",
+#   "sigmoid and BCE in the forward pass stop under autocast, which loss do I take instead",
 # ]
 # words = "BCE sigmoid binary segmentation detector YOLO objectness DETR matcher GAN discriminator"
 # -->
@@ -125,9 +126,13 @@ assert F.binary_cross_entropy_with_logits(perfect, target) > 0.31  # the second 
 #   "a CUDA extension fails with mixed precision and works in fp32",
 #   "an op is still refused in half precision after I called .float()",
 #   "quantile, cdist or the CTC loss is refused in half precision",
+#   "an op such as cumsum, sort, grid_sample, SVD or inverse has no half kernel, what now",
+#   "loading a model in bf16 fails in its initialization, erfinv or trunc_normal_ is missing",
 # ]
-# words = """linalg eigh det pinv lstsq matrix_rank pca_lowrank pdist upsample_bilinear2d erfinv trunc_normal_
-# compute_indices_weights_cubic gamma dirichlet sparse torch_scatter torch_cluster kernel rotary rope polar"""
+# words = """
+# linalg eigh det pinv lstsq matrix_rank pca_lowrank pdist upsample_bilinear2d erfinv
+# trunc_normal_ compute_indices_weights_cubic gamma dirichlet sparse torch_scatter torch_cluster
+# kernel rotary rope polar missing unsupported op initialization"""
 # -->
 #
 # **What you see.** An op raises one of these, with other names and dtypes:
@@ -202,8 +207,11 @@ assert torch.linalg.cholesky(data.T @ data).isfinite().all()
 #   "matplotlib, sklearn or a metric fails on a bf16 prediction",
 #   "embeddings from a model in bf16 cannot be saved with np.save",
 #   "torch.from_numpy refuses a bfloat16 array that comes from JAX",
+#   "saving embeddings, plotting a loss or computing a metric from a bf16 tensor fails at .numpy()",
 # ]
-# words = "numpy array asarray plot matplotlib pandas sklearn metric ml_dtypes jax dlpack fp8 TypeError"
+# words = """
+# numpy array asarray plot matplotlib pandas sklearn metric ml_dtypes jax dlpack fp8 TypeError
+# embeddings reranker .numpy() argsort save"""
 # -->
 #
 # **What you see.** `.numpy()`, or a function that calls it, raises `Got unsupported ScalarType BFloat16`
@@ -264,6 +272,8 @@ assert (prediction.half().numpy() + 1).dtype == "float16"
 #   "autocast with dtype float32 works on CUDA and is disabled on CPU, MPS or XPU",
 #   "autocast does not accept cuda:0", "autocast fails on the meta device",
 #   "which device_type do I pass to autocast for an AMD or Intel GPU",
+#   "autocast on an Intel or AMD GPU: which device_type, cuda, xpu or hip",
+#   "bf16 autocast on MPS falls back or is refused, float16 works",
 # ]
 # words = "mps xpu npu hip rocm meta hpu privateuseone device_type maybe_autocast rotary nnsight"
 # -->
@@ -324,6 +334,7 @@ assert warnings_of(lambda: torch.autocast("mps", enabled=False)) == ""
 # `AMP0160` <!-- failure
 # messages = ["Current CUDA Device does not support bfloat16. Please switch dtype to float16."]
 # quoted = [
+#   "Cannot select: intrinsic %llvm.amdgcn.fdot2.bf16.bf16",
 #   "CUBLAS_STATUS_NOT_SUPPORTED when calling {any}CUDA_R_16BF",
 #   "CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemm",
 #   "Feature {any}.bf16{any} requires .target sm_80 or higher",
@@ -334,9 +345,15 @@ assert warnings_of(lambda: torch.autocast("mps", enabled=False)) == ""
 #   "bf16 is slower than fp32 on a T4 or V100",
 #   "torch.cuda.is_bf16_supported returns True on a T4, although it has no bf16",
 #   "bf16 crashes on an old GPU such as an M40, P40, P100 or GTX 1080",
-#   "Triton cannot compile a bf16 kernel on a T4", "which precision for Colab's T4 or Kaggle's P100",
+#   "Triton cannot compile a bf16 kernel on a T4",
+#   "which precision for Colab's T4 or Kaggle's P100",
+#   "does a V100, T4, RTX 2080 or P100 support bf16",
+#   "a config has bfloat16 hardcoded, how do I use half on a V100",
+#   "is_bf16_supported is True on a Radeon RX 6000 and the bf16 kernel does not compile",
 # ]
-# words = "RTX 2080 Turing Volta Pascal Maxwell pre-Ampere emulated emulation cublasGemmStridedBatchedEx ptxas"
+# words = """
+# RTX 2080 Turing Volta Pascal Maxwell pre-Ampere emulated emulation cublasGemmStridedBatchedEx
+# ptxas bf16 support GPU Kaggle Colab RDNA Radeon LLVM fdot2"""
 # -->
 #
 # **What you see.** On a GPU before Ampere, one of these is raised, or bf16 is as slow as fp32 or slower:
@@ -389,11 +406,16 @@ with without_bf16:
 #   "ComplexHalf support is experimental and many operators don't support it yet.",
 # ]
 # symptoms = [
-#   "torch.fft or rfft fails under autocast or with model.half()", "stft or a mel spectrogram fails in fp16",
-#   "a Fourier neural operator fails in mixed precision", "complex numbers in half precision have no matmul",
+#   "torch.fft or rfft fails under autocast or with model.half()",
+#   "stft or a mel spectrogram fails in fp16",
+#   "a Fourier neural operator fails in mixed precision",
+#   "complex numbers in half precision have no matmul",
 #   "an FFT in fp16 runs for 512 pixels and fails for 500",
+#   "a spectrogram, mel loss or FFT layer stops training with fp16 when the length is no power of two",
 # ]
-# words = "rfft2 irfft istft audio vocoder FNO neuraloperator inpainting FFC complex32 chalf power of two torchaudio"
+# words = """
+# rfft2 irfft istft audio vocoder FNO neuraloperator inpainting FFC complex32 chalf power of two
+# torchaudio spectrogram mel loss time series image size"""
 # -->
 #
 # **What you see.** The transform raises one of these:
@@ -450,10 +472,14 @@ assert torch.fft.rfft(torch.ones(512)).abs().square().max() > 65504
 # ]
 # symptoms = [
 #   "moving a tensor to the GPU of a Mac fails because of float64",
-#   "code with .double() runs on CUDA and fails on a Mac", "a float64 NumPy array cannot be moved to mps",
+#   "code with .double() runs on CUDA and fails on a Mac",
+#   "a float64 NumPy array cannot be moved to mps",
 #   "GradScaler fails on MPS or on an Intel Arc because of fp64",
+#   "a script runs in Colab on cuda and on a MacBook it stops because something is double",
 # ]
-# words = "mps Mac M1 M2 M3 Apple Silicon double float64 numpy xpu Intel Arc A770 complex128 from_numpy"
+# words = """
+# mps Mac M1 M2 M3 Apple Silicon double float64 numpy xpu Intel Arc A770 complex128 from_numpy
+# Colab cuda works MacBook stops"""
 # -->
 #
 # **What you see.** On a Mac, moving a tensor to the device raises
@@ -498,8 +524,12 @@ assert weights.float().to(device).dtype is torch.float32
 #   "flash attention works in training under autocast and fails in inference",
 #   "q and k are fp32 after the rotary embedding and v is bf16",
 #   "flash attention gets fp32 after a LoRA fine-tuning with PEFT",
+#   "flash attention complains about the data type after a LoRA or DoRA fine-tuning",
+#   "a reranker or embedding model was loaded without a dtype and flash attention stops",
 # ]
-# words = "flash-attn flash_attn_func flash_attention_2 FA2 attn_implementation torch_dtype QKNorm rope LoRA"
+# words = """
+# flash-attn flash_attn_func flash_attention_2 FA2 attn_implementation torch_dtype QKNorm rope
+# LoRA AutoModel predict unsloth"""
 # -->
 #
 # **What you see.** The package `flash-attn`, or PyTorch's copy of its kernel, raises
@@ -550,11 +580,15 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 #   "Flash attention only supports gpu architectures in the range",
 # ]
 # symptoms = [
-#   "scaled_dot_product_attention fails inside sdpa_kernel", "attention runs in fp16 and fails in fp32",
+#   "scaled_dot_product_attention fails inside sdpa_kernel",
+#   "attention runs in fp16 and fails in fp32",
 #   "flash attention was forced, and sampling or evaluation in fp32 fails",
 #   "sdp_kernel with enable_math=False fails in fp32",
+#   "generation or sampling during training stops inside attention, training steps work",
 # ]
-# words = "sdpa sdpa_kernel sdp_kernel SDPBackend FLASH_ATTENTION EFFICIENT_ATTENTION CUDNN enable_math head_dim"
+# words = """
+# sdpa sdpa_kernel sdp_kernel SDPBackend FLASH_ATTENTION EFFICIENT_ATTENTION CUDNN enable_math
+# head_dim sampling milestone save attend flash=True"""
 # -->
 #
 # **What you see.** `F.scaled_dot_product_attention` raises `No available kernel. Aborting execution.`

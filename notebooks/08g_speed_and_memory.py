@@ -61,8 +61,12 @@ wide, _ = make(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
 #   "mixed precision is ignored on the CPU or on a machine without a GPU",
 #   "`is_autocast_enabled()` is False inside the autocast block",
 #   "`scaler.get_scale()` is 1, or the scaler is not enabled",
+#   "on a Mac with mps the code falls into the cpu branch and trains in fp32",
+#   "autocast('cuda') and GradScaler('cuda') silently do nothing without CUDA",
 # ]
-# words = "warning disabled ignored torch_xla TPU Colab Kaggle MPS XPU HPU CPU-only yolov5"
+# words = """
+# warning disabled ignored torch_xla TPU Colab Kaggle MPS XPU HPU CPU-only yolov5 Mac silently
+# no-op full precision"""
 # -->
 #
 # **What you see.** One of the warnings below, which are easily missed in a log. Training is as slow as
@@ -111,6 +115,7 @@ with torch.autocast("xpu", dtype=torch.float16):  # neither a warning nor an eff
 #   "autocast is off in a thread, such as that of a server, a callback or a ThreadPoolExecutor",
 #   "nn.DataParallel ignores autocast, or computes in fp16 in place of bf16",
 #   "bf16 overflows only in DataParallel, with several GPUs in one process",
+#   "the output of a DataParallel replica has another dtype than autocast",
 # ]
 # words = "threading thread-local ThreadPoolExecutor to_thread FastAPI Gradio replicas parallel_apply"
 # -->
@@ -169,8 +174,18 @@ assert in_a_thread(decorated) is torch.float16
 #   "GPU utilisation is low with AMP, or the same as in fp32",
 #   "fp16 is no faster with channels_last, cudnn.benchmark or compile",
 #   "a profile of a server or a sampler in fp16 is full of casts and copies",
+#   "an epoch with amp takes longer than a normal one, 0.22 s instead of 0.11 s per batch",
+#   "precision 16 and precision 32 need the same time per epoch on an A40 or RTX 30",
+#   "iterations per second drop when fp16 is on, and go up again when I turn it off",
+#   "autocast costs time per iteration in inference, casting the model once with half() is quicker",
+#   "only 1.2 or 1.5 times the speed in half precision, is that normal",
+#   "an epoch with apex O1 or amp takes just as long, only some memory is saved",
+#   "forward of a T5 or BERT after model.half() takes more ms than in full precision",
+#   "the GPU is not faster with --amp because the data loader or a small batch limits it",
 # ]
-# words = "speedup slowdown _to_copy profiler utilization data loader bottleneck convolution"
+# words = """
+# speedup slowdown _to_copy profiler utilization data loader bottleneck convolution quicker
+# longer throughput it/s seconds per iteration images per second TF32 ms pass forward apex O1"""
 # -->
 #
 # **What you see.** A step takes as long as before, or longer. A profile shows many casts (`_to_copy`).
@@ -251,8 +266,18 @@ assert torch.tensor(1.0).half() + 1e-4 == 1  # an update of an fp16 weight
 #   "fp16 or bf16 does not halve the GPU memory",
 #   "GPU memory usage of training is the same with and without autocast",
 #   "mixed precision training takes 16 or 18 bytes per parameter",
+#   "the batch size can grow by only ten percent with mixed precision",
+#   "the recipe of the tutorial reports a higher peak memory with use_amp than without",
+#   "fine-tuning a transformer with fp16 takes more GPU memory than in fp32",
+#   "are gradients stored in 2 or 4 bytes per parameter under AMP",
+#   "the VRAM is as full as before with the fp16 switch",
+#   "with LoRA and pure bf16 the GPUs are fuller than the readme says",
+#   "reducing VRAM: fp16 instead of bf16 saves nothing",
+#   "with precision bf16 the parameters print as float32 and the memory saving is small",
 # ]
-# words = "VRAM usage reduce half saves activations Adam states large model"
+# words = """
+# VRAM usage reduce half saves activations Adam states large model max_memory_allocated peak
+# halve fuller GB readme table Lightning"""
 # -->
 #
 # **What you see.** The peak memory of a training step is the same as in fp32, or higher.
@@ -314,6 +339,7 @@ assert torch.tensor(1.0).bfloat16() + 1e-3 == 1  # an update of a bf16 weight
 #   "memory grows under `no_grad` inside the autocast block",
 #   "out of memory in `generate` or in sampling only with fp16 or autocast",
 #   "evaluation with `--fp16` needs more memory than in fp32",
+#   "sampling takes more VRAM inside the autocast context than the full-precision model",
 # ]
 # words = "no_grad cache_enabled clear_autocast_cache weights twice sampling serving"
 # -->
@@ -380,10 +406,15 @@ assert all(p.nbytes == 2 * p.numel() for p in nn.Linear(2, 2).bfloat16().paramet
 #   "is not divisible by weight quantization block_{name} = {n}",
 # ]
 # symptoms = [
-#   "FP8 fails for some layers or batch sizes", "a size is not a multiple of 8 or 16 in fp16 or FP8",
+#   "FP8 fails for some layers or batch sizes",
+#   "a size is not a multiple of 8 or 16 in fp16 or FP8",
 #   "pad the vocabulary or the batch to a multiple of 8, 16 or 64 for fp16 tensor cores",
+#   "a linear layer with 10 or 15 outputs cannot run in FP8",
+#   "vocabulary of 50257 tokens is slow in half precision, 50304 is quicker",
 # ]
-# words = "divisible padding alignment shape torchao Transformer Engine vLLM SGLang _scaled_mm"
+# words = """
+# divisible padding alignment shape torchao Transformer Engine vLLM SGLang _scaled_mm 50257 50304
+# outputs classes odd"""
 # -->
 #
 # **What you see.** A matmul in FP8 raises one of the messages below. In fp16 and bf16 there is no
@@ -455,8 +486,14 @@ torch.testing.assert_close(larger(x)[:, :5], head(x))
 # symptoms = [
 #   "out of memory (OOM) in fp16 or bf16 too", "the largest batch that fits into GPU memory",
 #   "GPU memory is full, the model does not fit", "how much VRAM does fp16 or bf16 training need",
+#   "how much VRAM is needed to fine-tune a 7B, 8B or 13B model",
+#   "full fine-tuning on a 24 GB card such as a 3090 or 4090",
+#   "the model does not fit on an 80 GB card, how was it trained",
+#   "batch size 1 does not fit into 24 GB in bf16",
 # ]
-# words = "OOM VRAM OutOfMemoryError GiB capacity allocated batch size checkpointing smaller"
+# words = """
+# OOM VRAM OutOfMemoryError GiB capacity allocated batch size checkpointing smaller fit XL train
+# without 80GB 24GB"""
 # -->
 #
 # **What you see.** A step raises `torch.OutOfMemoryError: CUDA out of memory. Tried to allocate …`.
@@ -536,8 +573,15 @@ torch.testing.assert_close(gradient_of(large.split(4)), gradient_of([large]))
 #   "memory runs out only in evaluation or validation",
 #   "evaluation collects logits until memory is full", "a list of losses keeps memory",
 #   "Trainer runs out of memory in `evaluate` or `compute_metrics`",
+#   "each validation adds some GB of GPU memory",
+#   "RAM of the machine, not of the GPU, creeps up during evaluation",
+#   "the memory explodes in the middle of the validation loop",
+#   "model.eval() takes more and more GPU memory",
+#   "allocated memory climbs with each training step until it is full",
 # ]
-# words = "OOM increases accumulate eval_accumulation_steps preprocess_logits_for_metrics detach item"
+# words = """
+# OOM increases accumulate eval_accumulation_steps preprocess_logits_for_metrics detach item leak
+# creeps RAM gc.collect validation batches no_grad climbs allocation full"""
 # -->
 #
 # **What you see.** Each step, or each batch of an evaluation, needs more memory than the one before.

@@ -51,6 +51,7 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 #   "gradients are different after `torch.compile`, outputs are the same",
 #   "a gradient of an fp32 region is infinite in the compiled model only",
 #   "the compiled backward pass ignores autocast(enabled=False)",
+#   "the gradient norm after torch.compile differs from eager under amp",
 # ]
 # words = "aot_eager AOTAutograd backward_pass_autocast island grad_norm inductor"
 # -->
@@ -118,12 +119,13 @@ with torch._functorch.config.patch(backward_pass_autocast="off"):
 #   "Dynamo developers have intentionally marked that the function `GradScaler.{name}` should not be traced.",
 # ]
 # quoted = [
-#   "inline in skipfiles: GradScaler.{name} ",
+#   "inline in skipfiles: GradScaler.{name}",
 # ]
 # symptoms = [
 #   "torch.compile of the whole training step has a graph break at the GradScaler",
 #   "fullgraph=True fails at scaler.scale(loss)",
 #   "can I compile a train step with the grad scaler in it",
+#   "compiling the whole train step together with scaler.step fails or breaks the graph",
 # ]
 # words = "dynamo Unsupported gb0008 fullgraph graph break train_step scaler.step unscale_ compile"
 # -->
@@ -172,6 +174,7 @@ assert scaler.scale(loss_of(x)) == 3 * scaler.get_scale()
 #   "nn.LSTM crashes under torch.autocast on a CPU but runs on a GPU",
 #   "LSTM in bf16 works on one CPU and not on another",
 #   "training an LSTM with precision bf16 without a GPU fails in oneDNN",
+#   "a GRU, LSTM or OCR model under bf16 autocast stops on a CPU without AVX-512",
 # ]
 # words = "mkldnn oneDNN AVX512 avx512_bf16 recurrent ocr"
 # -->
@@ -232,6 +235,7 @@ for dtype in (torch.bfloat16, torch.float16):
 #   "setting torch.backends.cuda.matmul.fp32_precision makes torch.compile fail",
 #   "reading allow_tf32 raises a RuntimeError",
 #   "warning about the new API for TF32 that comes from a library",
+#   "many warnings about fp32_precision and allow_tf32 after an update of torch",
 # ]
 # words = "allow_tf32 fp32_precision set_float32_matmul_precision cudnn cublas InductorError vllm"
 # -->
@@ -296,6 +300,7 @@ for mode, new_name, is_tf32 in (("high", "tf32", True), ("highest", "ieee", Fals
 #   "FutureWarning from torch.cuda.amp, is it harmful",
 #   "how to get rid of the autocast deprecation warning",
 #   "what replaces torch.cuda.amp.GradScaler",
+#   "yellow warnings about torch.cuda.amp fill the log of an old repository, can I ignore them",
 # ]
 # words = "FutureWarning torch.amp migrate rename custom_fwd custom_bwd yolov5"
 # -->
@@ -359,6 +364,7 @@ assert warnings_of(lambda: torch.amp.custom_fwd(make, device_type="cuda")) == ""
 #   "DDP fails in the second step with amp because a layer is not used",
 #   "parameters that were not used in producing loss",
 #   "find_unused_parameters error in mixed precision after a branch is skipped",
+#   "DDP with amp complains of unused parameters after a head or branch is skipped",
 # ]
 # words = "find_unused_parameters static_graph unused reducer DistributedDataParallel branch"
 # -->
@@ -433,6 +439,8 @@ with group_of_one():
 #   "FSDP with LoRA or QLoRA fails because adapter and base model have different dtypes",
 #   "fully_shard cannot mix bf16 and fp32 parameters",
 #   "keep the norm layers in fp32 and the rest in bf16 with FSDP",
+#   "FSDP with LoRA: float32 adapters beside bfloat16 weights cannot be flattened",
+#   "Gemma or a vision tower in float32 and a bf16 language model under FSDP",
 # ]
 # words = "FSDP FSDP2 fully_shard peft LoRA QLoRA axolotl accelerate bnb_4bit_quant_storage use_orig_params"
 # -->
@@ -507,6 +515,7 @@ assert one + 2**-9 == one
 #   "the GradScaler has a different scale on each GPU",
 #   "DDP with fp16: parameters are no longer the same on all ranks",
 #   "loss differs between ranks after resuming from a checkpoint",
+#   "the loss scale of rank 0 and rank 1 differ after many steps, models drift apart",
 # ]
 # words = "DDP GradScaler scale rank desync out of sync join uneven inputs no_sync all_reduce"
 # -->
