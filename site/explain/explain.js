@@ -4,8 +4,9 @@
 
 const AmpExplain = (() => {
   const MOST = 3, MAX_CHARACTERS = 1e6, LONGEST_QUESTION = 3000, LONGEST_MESSAGE = 400;
+  const WORDS_IN_COMMON = 6, PART_IN_COMMON = 1 / 3;
   const ERROR = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:/g;
-  const PRINTED = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning)\b ?[:(]/g;
+  const PRINTED = /(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning|Unsupported)\b ?[:(]/g;
   const CODE = /(?<![A-Za-z0-9_])AMP[0-9]{4}(?![A-Za-z0-9_])/gi;
   const VOWEL_Y = /([aeiou])ys?$/;
   const PREFIX = /^\s*(?:[\w.]*(?:Error|Exception|Warning)\b:?\s*)+/;
@@ -86,11 +87,13 @@ const AmpExplain = (() => {
     return line.length <= LONGEST_QUESTION ? line : "";
   }
 
-  function isAboutPrecision(question, reference) {
+  function isAboutPrecision(question, best, reference) {
     if (hasSubject(question, reference)) return true;
+    if (question.search(PRINTED) >= 0) return false;
     const words = new Set(termsOf(question, reference.synonyms));
-    const hasError = question.search(PRINTED) >= 0;
-    return !hasError && reference.symptom_words.some((word) => words.has(word));
+    const common = Object.keys(best.matchData.metadata).length;
+    if (common >= WORDS_IN_COMMON) return true;
+    return reference.symptom_words.some((word) => words.has(word)) && common >= PART_IN_COMMON * words.size;
   }
 
   /** The last frame of a traceback that is in no library, or null. */
@@ -111,12 +114,11 @@ const AmpExplain = (() => {
     const found = [...new Set([...byCode(line, reference), ...byMessage(line, reference)])];
     if (found.length) return { codes: found.slice(0, MOST), nearest: [], ownLine, byMessage: true };
     const question = questionOf(line);
-    const ranked = search(index, termsOf(question, reference.synonyms)).map(({ ref }) => ref);
-    if (ranked.length && isAboutPrecision(question, reference)) {
-      const codes = ranked.filter((ref) => ref.startsWith("AMP")).slice(0, MOST);
-      return { codes, nearest: [], ownLine, byMessage: false };
-    }
-    return { codes: [], nearest: ranked.slice(0, MOST), ownLine, byMessage: false };
+    const results = search(index, termsOf(question, reference.synonyms));
+    const failures = results.filter(({ ref }) => ref.startsWith("AMP"));
+    const known = failures.length > 0 && isAboutPrecision(question, failures[0], reference);
+    const shown = (known ? failures : results).slice(0, MOST).map(({ ref }) => ref);
+    return { codes: known ? shown : [], nearest: known ? [] : shown, ownLine, byMessage: false };
   }
 
   return { termsOf, search, explain };

@@ -183,6 +183,24 @@ def test_what_is_not_about_precision_is_unknown(text):
     assert explain(text) == []
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "My network has 10 % accuracy after 20 epochs, I think I forgot zero_grad",
+        "Early stopping does not trigger although the validation loss gets worse",
+        "Reading ten million images from a network drive is slow and the GPUs are idle",
+        "GAN training: the discriminator wins after a few hundred iterations",
+    ],
+)
+def test_a_description_of_other_trouble_is_unknown(text):
+    assert explain(text) == []
+
+
+def test_a_description_may_have_enough_words_in_common_with_a_failure():
+    text = "A batch that fits with SGD does not fit with Adam, memory rises in the first iteration"
+    assert explain(text)[0].code == "AMP0172"
+
+
 def test_an_unknown_text_comes_with_the_nearest_pages():
     explanation = read_explanation("ValueError: could not write the checkpoint to the cluster")
     assert explanation.failures == ()

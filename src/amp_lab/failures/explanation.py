@@ -13,7 +13,11 @@ MOST = 3  # failures, or pages, that are shown
 MAX_CHARACTERS = 1_000_000  # of a log, from its end
 _LONGEST_QUESTION = 3000  # characters: a longer text is a log
 _LONGEST_MESSAGE = 400  # characters after the name of an error: what follows is other output
-_PRINTED = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning)\b ?[:(]")
+# A description without a word of the subject is known if it has this many words in common with a
+# failure; or this part of its words, if it has a more general word, such as loss.
+_WORDS_IN_COMMON = 6
+_PART_IN_COMMON = 1 / 3
+_PRINTED = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception|Warning|Unsupported)\b ?[:(]")
 _ERROR = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(?:Error|Exception)\b ?:")
 _CODE = re.compile(r"(?<![A-Za-z0-9_])AMP[0-9]{4}(?![A-Za-z0-9_])", re.IGNORECASE)
 # A frame of a traceback: Python's own, then IPython's.
@@ -83,19 +87,23 @@ def read_explanation(text: str, reference: Reference | None = None) -> Explanati
     text = text[-MAX_CHARACTERS:]
     own_line = last_own_line(text)
     question = question_of(text)
-    is_about_precision = _is_about_precision(question, reference)
     recognised = _by_code(text, reference)
     recognised += [found for found in _by_message(text, reference) if found not in recognised]
-    break_ = graph_break(text) if is_about_precision else None
+    break_ = graph_break(text) if has_subject(question, reference) else None
     if break_ is not None:
         recognised.append(break_)
     if recognised:
         return Explanation(tuple(recognised[:MOST]), own_line=own_line, by_message=True)
-    ranked = _by_words(question, reference)
-    if ranked and is_about_precision:
-        failures = [found for found in ranked if isinstance(found, Failure)]
-        return Explanation(tuple(failures[:MOST]), own_line=own_line)
-    return Explanation((), nearest=tuple(ranked[:MOST]), own_line=own_line)
+    results = _by_words(question, reference)
+    failures = [found for found in results if found["ref"] in reference.failures]
+    if failures and _is_about_precision(question, failures[0], reference):
+        best = tuple(reference.failures[found["ref"]] for found in failures[:MOST])
+        return Explanation(best, own_line=own_line)
+    nearest: list[Failure | Page] = []
+    for found in results[:MOST]:
+        key = found["ref"]
+        nearest.append(reference.failures.get(key) or reference.pages[key])
+    return Explanation((), nearest=tuple(nearest), own_line=own_line)
 
 
 def _by_code(text: str, reference: Reference) -> list[Failure]:
@@ -154,21 +162,12 @@ def question_of(text: str) -> str:
     return line if len(line) <= _LONGEST_QUESTION else ""
 
 
-def _by_words(question: str, reference: Reference) -> list[Failure | Page]:
-    """Failures and pages by their words, best first."""
+def _by_words(question: str, reference: Reference) -> list[dict[str, Any]]:
+    """What the index finds for the words, best first; results of equal score by their key."""
     terms = terms_of(question, reference.synonyms)
-    ranked: list[Failure | Page] = []
-    if terms:
-        for key in _search(reference, " ".join(terms)):
-            ranked.append(reference.failures.get(key) or reference.pages[key])
-    return ranked
-
-
-def _search(reference: Reference, terms: str) -> list[str]:
-    """The keys of what the index finds, best first; those of equal score by their key."""
-    results: list[dict[str, Any]] = reference.index.search(terms)
+    results: list[dict[str, Any]] = reference.index.search(" ".join(terms)) if terms else []
     results.sort(key=lambda result: (-round(result["score"], 6), result["ref"]))
-    return [result["ref"] for result in results]
+    return results
 
 
 def has_subject(line: str, reference: Reference) -> bool:
@@ -176,15 +175,21 @@ def has_subject(line: str, reference: Reference) -> bool:
     return not reference.subject_words.isdisjoint(terms_of(line, reference.synonyms))
 
 
-def _is_about_precision(question: str, reference: Reference) -> bool:
+def _is_about_precision(question: str, best: dict[str, Any], reference: Reference) -> bool:
     """Whether the question has a word of the subject, such as fp16, NaN or autocast.
 
-    A description without an error message may have a more general word instead, such as loss.
+    A description without an error message may have enough words in common with the best result
+    instead.
     """
     if has_subject(question, reference):
         return True
+    if _PRINTED.search(question) is not None:
+        return False
     words = set(terms_of(question, reference.synonyms))
-    return _PRINTED.search(question) is None and bool(reference.symptom_words & words)
+    common = len(best["match_data"].metadata)
+    if common >= _WORDS_IN_COMMON:
+        return True
+    return bool(reference.symptom_words & words) and common >= _PART_IN_COMMON * len(words)
 
 
 def last_own_line(text: str) -> OwnLine | None:
