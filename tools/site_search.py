@@ -5,7 +5,7 @@ Sphinx's own search finds only pages that have all words, so a pasted message fi
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,10 @@ def sections(sources: Path, reference: dict[str, Any]) -> list[Section]:
             found.append(_of_failure(page, failure, _markdown(path)))
         elif not name.startswith("notebooks/08"):  # its failures have pages of their own
             asked = questions.get(page.removesuffix(".html"), [])
-            found += _of_page(page, _markdown(path), " ".join(asked))
+            of_page = _of_page(page, _markdown(path), " ".join(asked))
+            # A question is also searched alone, so that the other questions do not dilute it.
+            found += of_page
+            found += [replace(of_page[0], heading="", text="", messages=one) for one in asked]
     return found
 
 

@@ -22,6 +22,7 @@ UNKNOWN = [
     "",
     "hello",
     "AMP9999",
+    "Early stopping does not trigger although the validation loss gets worse",
 ]
 CODES = [
     "AMP0004",
@@ -98,6 +99,8 @@ def test_an_unknown_message_is_called_so(page, site):
         ("RuntimeError: expected scalar type BFloat16 but found Float", "failures/AMP0018.html"),
         ("why is the loss scale falling towards zero every step", "failures/AMP0002.html"),
         ("which numbers does float16 have", "notebooks/01_number_formats.html"),
+        ("bf16 vs fp16 which one should I use", "notebooks/19_choose_your_precision.html"),
+        ("how much memory does amp save", "notebooks/06_caltech256_resnet50.html"),
     ],
 )
 def test_the_search_does_not_need_every_word(page, site, words, leads_to):
