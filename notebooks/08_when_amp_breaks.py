@@ -118,26 +118,28 @@ assert failure.code == "AMP0018"
 # | [Weights get no gradient after an evaluation pass](08b_learning.ipynb#Weights-get-no-gradient-after-an-evaluation-pass) `AMP0025` | first forward in no_grad, second should train, but the weights get no gradient under fp16 |
 # | [The scaler runs with bf16 or the dtype is not the one you meant](08b_learning.ipynb#The-scaler-runs-with-bf16-or-the-dtype-is-not-the-one-you-meant) `AMP0028` | the loss scale grows and grows |
 # | [Half precision weights stop moving](08b_learning.ipynb#Half-precision-weights-stop-moving) `AMP0029` | a model loaded in torch_dtype bfloat16 trains worse, with a higher final loss, than one loaded in fp32 |
-# | [Adam makes fp16 weights NaN](08b_learning.ipynb#Adam-makes-fp16-weights-NaN) `AMP0121` | parameters are NaN after one step of Adam |
+# | [Adam makes fp16 weights NaN](08b_learning.ipynb#Adam-makes-fp16-weights-NaN) `AMP0121` | weights are NaN or inf after the first optimizer step in fp16, though the gradients are finite |
 # | [Positions or counts are wrong beyond 256](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256) `AMP0030` | the rotary cache has wrong values once the model is cast to bfloat16 |
 # | [A loss summed up in bf16 is too small](08b_learning.ipynb#A-loss-summed-up-in-bf16-is-too-small) `AMP0123` | the logged loss moves in steps, stands still or falls to 0 in bf16, and `loss.item()` is right |
 # | [Weights were cast to FP8 without a scale](08b_learning.ipynb#Weights-were-cast-to-FP8-without-a-scale) `AMP0120` | `` mat1 and mat2 must have the same dtype, but got Float and Float8_e4m3fn `` |
 # | [DeepSpeed or fairseq stops because the loss scale is at its minimum](08b_learning.ipynb#The-loss-scale-falls-towards-0) `AMP0070` | `` Current loss scale already at minimum - cannot decrease scale anymore. `` |
 # | [Apex or DeepSpeed logs an overflow and skips steps](08b_learning.ipynb#The-loss-scale-falls-towards-0) `AMP0071` | `` overflow detected, setting loss scale to: `` |
 # | [One loss of a GAN pulls down the loss scale of the other](07_training_recipes.ipynb#Use-several-losses-and-optimizers) `AMP0129` | GAN training in fp16: the scale falls because of the discriminator, and the generator learns nothing |
-# | [An average of weights (EMA) stands still in bf16](08b_learning.ipynb#Half-precision-weights-stop-moving) `AMP0122` | EMA weights do not change in bf16 |
+# | [An average of weights (EMA) stands still in bf16](08b_learning.ipynb#Half-precision-weights-stop-moving) `AMP0122` | the EMA model stays at its initial weights in half precision |
 # | [8-bit Adam gives NaN or trains worse](16_low_precision_state.ipynb#State-in-fewer-bits) `AMP0128` | 8-bit Adam gives NaN after a few steps, 32-bit Adam does not |
-# | [A diffusion model gets rounded timesteps or a rounded noise schedule](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256) `AMP0124` | two timesteps of a diffusion model are the same in bf16 |
+# | [A diffusion model gets rounded timesteps or a rounded noise schedule](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256) `AMP0124` | timestep 999 becomes 1000 in half precision |
 # | [NMS keeps boxes twice, or a mask has a row too many, in half precision](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256) `AMP0125` | the same box is detected twice: NMS leaves duplicates in fp16 |
 # | [A router (MoE) chooses other experts in bf16](18_inference_and_export.ipynb#Which-decisions-change?) `AMP0126` | MoE tokens go to other experts in bf16 than in fp32 |
 # | [Log-probabilities of the trainer and of vLLM differ](17_language_model.ipynb#The-same-prompt,-another-text) `AMP0127` | vLLM logprobs and the trainer's logprobs do not match in bf16 |
-# | [A KL divergence or a ratio of probabilities is noisy in bf16](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) `AMP0090` | a KL divergence, or a ratio of probabilities, is noisy in bf16 |
+# | [A KL divergence or a ratio of probabilities is noisy in bf16](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) `AMP0090` | the KL term is not 0 for two equal models in bf16 |
 # | [FP8 with a scale for each row gives NaN with LoRA](15_below_16_bits.ipynb#The-values-that-share-a-scale) `AMP0088` | FP8 with a scale for each row gives NaN with LoRA |
 # | [An FP8 KV cache makes long texts worse](18_inference_and_export.ipynb) `AMP0199` | vLLM with an fp8 KV cache prints garbled text for long prompts |
 # | [LoRA was merged into 4-bit weights](17_language_model.ipynb#What-merging-loses) `AMP0200` | the merged 4-bit model is worse than base plus adapter |
 # | [Small LoRA weights become zero when they are saved in fp16](01_number_formats.ipynb) `AMP0201` | a LoRA saved in fp16 has no effect |
 # | [Gradients are summed in bf16 over many ranks](11_scale_out.ipynb) `AMP0202` | training in bf16 is unstable with many GPUs and stable with few |
 # | [Static FP8 scales come from too little calibration data](15_below_16_bits.ipynb) `AMP0203` | a statically quantized FP8 model is much less accurate than with dynamic scales |
+# | [The scale falls because gradients are not cleared after a skipped step](08b_learning.ipynb#The-loss-scale-falls-towards-0) `AMP0211` | scale halves in each step after one bad batch until it is 0, the next batches are fine |
+# | [The loss of a bf16 model comes in coarse steps](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) `AMP0213` | cross entropy of bf16 logits is 4.75, 5.0 or 5.0625, never between |
 #
 # ### Repair errors of the GradScaler
 #
@@ -152,7 +154,6 @@ assert failure.code == "AMP0018"
 # | [The scheduler warns that it came before the optimizer](08c_scaler.ipynb#The-scheduler-warns-that-it-came-before-the-optimizer) `AMP0014` | `` Detected call of `lr_scheduler.step()` before `optimizer.step()`. `` |
 # | [The scaler cannot unscale bf16 gradients](08c_scaler.ipynb#The-parameters-are-fp16) `AMP0130` | `` "_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16' `` |
 # | [Two optimizers share one scaler, and update is called between their steps](07_training_recipes.ipynb#Use-several-losses-and-optimizers) `AMP0132` | GAN in mixed precision with one GradScaler for generator and discriminator |
-# | [A gradient penalty is computed from scaled gradients](07_training_recipes.ipynb#Penalise-gradients) `AMP0133` | WGAN-GP with mixed precision: the gradient penalty is huge, inf or NaN |
 # | [The loss that the scaler gets is not one tensor](07_training_recipes.ipynb#Use-several-losses-and-optimizers) `AMP0134` | `` outputs must be a Tensor or an iterable of Tensors `` |
 # | [The scaler does not run on the device of the gradients](08c_scaler.ipynb) `AMP0135` | `` self._scale.double()…Cannot convert a MPS Tensor to float64 `` |
 # | [The scaler refuses a setting](03_grad_scaler_step_by_step.ipynb) `AMP0136` | `` The growth factor must be > 1.0. `` |
@@ -181,6 +182,7 @@ assert failure.code == "AMP0018"
 # | [Evaluation gives other metrics than during training](18_inference_and_export.ipynb#Ways-to-run-it) `AMP0147` | evaluation without autocast gives another accuracy than with autocast |
 # | [Weights become infinite because the model was cast to fp16 for evaluation or saving](08d_loop_and_resume.ipynb) `AMP0148` | `` Skipping checkpoint save at epoch …: EMA contains NaN/Inf `` |
 # | [The scaler's growth tracker is set before its scale](08d_loop_and_resume.ipynb) `AMP0149` | `` _growth_tracker initialized before _scale `` |
+# | [Clipping an infinite norm turns gradients into NaN](08d_loop_and_resume.ipynb#Clipping-refuses-a-norm-that-is-not-finite) `AMP0212` | in bf16 one bad batch makes all weights NaN although gradients are clipped |
 #
 # ### Repair dtypes that do not match
 #
@@ -253,7 +255,7 @@ assert failure.code == "AMP0018"
 # | [nvidia-smi shows more memory than PyTorch has allocated](08g_speed_and_memory.ipynb#CUDA-is-out-of-memory) `AMP0174` | nvidia-smi shows more memory than `torch.cuda.memory_allocated()` |
 # | [An FP8 or FP4 matmul refuses its scales, its layout or its dtypes](15_below_16_bits.ipynb#Compare-with-PyTorch's-FP8-matmul) `AMP0175` | `` CUBLAS_STATUS_NOT_SUPPORTED when calling …cublasLtMatmul `` |
 # | [16 bits are slow on this GPU or CPU](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0176` | `` Requested … compute type, but the target device or backend do not support efficient `` |
-# | [Selective checkpointing does not find a cast](07_training_recipes.ipynb#Checkpoint-activations) `AMP0158` | `` encountered during backward but not found in storage `` |
+# | [Selective checkpointing of a shared weight fails in backward](07_training_recipes.ipynb#Checkpoint-activations) `AMP0158` | `` encountered during backward but not found in storage `` |
 # | [The precision flag of accelerate or DeepSpeed has no effect](19_choose_your_precision.ipynb#What-other-frameworks-call-it) `AMP0178` | `mixed_precision` of accelerate has no effect |
 # | [The logits of a language model are out of memory](17_language_model.ipynb#The-loss-over-a-large-vocabulary) `AMP0179` | `` logits = logits.float()…CUDA out of memory `` |
 # | [A model in 8 or 4 bits is slower than in 16](18_inference_and_export.ipynb) `AMP0204` | load_in_8bit or 4-bit inference is slower than fp16 |
