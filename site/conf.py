@@ -31,6 +31,7 @@ suppress_warnings = ["myst.header"]  # README's table of contents may skip a lev
 templates_path = ["templates"]
 html_theme = "furo"
 html_title = "AMP Lab"
+html_favicon = "static/favicon.svg"
 html_baseurl = _ADDRESS
 html_css_files = ["site.css", "playground.css"]
 html_js_files = [("site.js", {"defer": "defer"})]

@@ -16,7 +16,9 @@ _B = 0.3  # of BM25: how much a long section counts less; found with practice qu
 _EXCERPT = 180  # characters
 _FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
 _HEADING = re.compile(r"^(#{1,3}) +(.+?) *#*$", re.MULTILINE)
-_NOISE = re.compile(r"<!--.*?-->|<[^>]+>|^---\n.*?^---\n|\{\w+\}", re.MULTILINE | re.DOTALL)
+_NOISE = re.compile(
+    r"<!--.*?-->|<[^>]+>|^---\n.*?^---\n|\{[\w:]+\}|-{3,}", re.MULTILINE | re.DOTALL
+)
 _LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 
 
@@ -105,9 +107,16 @@ def _of_page(page: str, markdown: str, questions: str) -> list[Section]:
         anchor = _plain(parts[number + 1]).replace(" ", "-")
         if not title:
             title, anchor = heading, ""
-        found.append(Section(page, anchor, title, heading, text, text[:_EXCERPT], questions))
+        found.append(Section(page, anchor, title, heading, text, _excerpt(text), questions))
         questions = ""
     return found
+
+
+def _excerpt(text: str) -> str:
+    """The first words of a text."""
+    if len(text) <= _EXCERPT:
+        return text
+    return text[:_EXCERPT].rpartition(" ")[0] + " …"
 
 
 def _markdown(path: Path) -> str:

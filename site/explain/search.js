@@ -49,7 +49,7 @@
     link.href = page + (anchor ? `#${encodeURIComponent(anchor)}` : "");
     link.textContent = anchor ? `${title}: ${name}` : title;
     const excerpt = document.createElement("p");
-    excerpt.textContent = text.replaceAll("`", "") + (anchor ? " …" : "");
+    excerpt.textContent = text.replaceAll("`", "");
     item.append(link, excerpt);
     items.append(item);
   }

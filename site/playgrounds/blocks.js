@@ -28,11 +28,11 @@ const AmpBlocks = (() => {
     return Math.fround(stored * tensor);
   };
   const SCHEMES = [
-    { key: "tensorwise", name: "E4M3, one scale a tensor", format: E4M3, block: Infinity, scaleBits: 0, scale: toLargest },
-    { key: "rowwise", name: "E4M3, one scale a row", format: E4M3, block: null, scaleBits: 32, scale: toLargest },
-    { key: "mxfp8", name: "MXFP8, one scale for 32", format: E4M3, block: 32, scaleBits: 8, scale: powerOfTwo(E4M3) },
-    { key: "mxfp4", name: "MXFP4, one scale for 32", format: E2M1, block: 32, scaleBits: 8, scale: powerOfTwo(E2M1) },
-    { key: "nvfp4", name: "NVFP4, one scale for 16", format: E2M1, block: 16, scaleBits: 8, scale: nvfp4 },
+    { key: "tensorwise", name: "E4M3 per tensor", format: E4M3, block: Infinity, scaleBits: 0, scale: toLargest },
+    { key: "rowwise", name: "E4M3 per row", format: E4M3, block: null, scaleBits: 32, scale: toLargest },
+    { key: "mxfp8", name: "MXFP8 per 32 values", format: E4M3, block: 32, scaleBits: 8, scale: powerOfTwo(E4M3) },
+    { key: "mxfp4", name: "MXFP4 per 32 values", format: E2M1, block: 32, scaleBits: 8, scale: powerOfTwo(E2M1) },
+    { key: "nvfp4", name: "NVFP4 per 16 values", format: E2M1, block: 16, scaleBits: 8, scale: nvfp4 },
   ];
 
   function quantised(values, scale, format) {

@@ -63,9 +63,9 @@ AmpPlayground.register("block_scaling", (box) => {
     const most = Math.max(...before.map(Math.abs), 2 ** low * 2);
     const top = Math.log2(most);
     const height = (value) => (value === 0 ? 0 : Math.max(2, (40 * (Math.log2(Math.abs(value)) - low)) / (top - low)));
-    const width = 600 / before.length;
+    const width = 320 / before.length;
     const parts = before.flatMap((value, i) => {
-      const place = { x: i * width + 0.5, width: Math.max(width - 1, 0.5) };
+      const place = { x: i * width + 0.1 * width, width: 0.8 * width };
       const lost = value !== 0 && after[i] === 0;
       const outline = { ...place, y: 42 - height(value), height: height(value) };
       const kept = { ...place, y: 42 - height(after[i]), height: height(after[i]) };
@@ -73,10 +73,18 @@ AmpPlayground.register("block_scaling", (box) => {
         ? [svg("rect", { ...outline, class: "pg-bar-lost" })]
         : [svg("rect", { ...kept, class: "pg-bar" }), svg("rect", { ...outline, class: "pg-outline" })];
     });
-    return svg("svg", { viewBox: "0 0 600 44", role: "img", "aria-label": label }, parts);
+    return svg("svg", { viewBox: "0 0 320 44", role: "img", "aria-label": label }, parts);
   }
 
   const decibels = (value) => (value === Infinity ? "exact" : Number.isNaN(value) ? "–" : `${value.toFixed(1)} dB`);
+
+  /* Which schemes keep the most, of those whose values have so many bits. */
+  function best(compared, width) {
+    const same = compared.filter(({ scheme }) => scheme.format.width === width);
+    const most = decibels(Math.max(...same.map(({ sqnr }) => sqnr)));
+    const names = same.filter(({ sqnr }) => decibels(sqnr) === most).map(({ scheme }) => scheme.name);
+    return `${names.join(" and ")} ${names.length > 1 ? "keep" : "keeps"} the most (${most})`;
+  }
 
   function show() {
     const all = rows();
@@ -86,18 +94,18 @@ AmpPlayground.register("block_scaling", (box) => {
       const { rows: made, bits } = AmpBlocks.apply(scheme, all);
       return { scheme, bits, after: made[0], ...AmpBlocks.loss(before, made[0], outlier) };
     });
-    const lines = compared.map(({ scheme, bits, sqnr, zeros, after }) => ({
-      cells: [
-        scheme.name, text(bits, 3), decibels(sqnr), percent(zeros),
-        strip(before, after, `${scheme.name}: ${percent(zeros)} of the row became zero`),
-      ],
+    const lines = compared.map(({ scheme, bits, sqnr, zeros }) => ({
+      cells: [scheme.name, text(bits, 3), decibels(sqnr), percent(zeros)],
     }));
-    const heads = ["scheme", "bits a value", "signal to noise", "became zero", "the row"];
-    results.replaceChildren(AmpPlayground.table(`A row of ${before.length} values in five schemes`, heads, lines));
-    const best = compared.reduce((a, b) => (b.sqnr > a.sqnr ? b : a));
+    const heads = ["one scale", "bits a value", "signal to noise", "became zero"];
+    const strips = compared.map(({ scheme, zeros, after }) => {
+      const said = `${scheme.name}: ${percent(zeros)} became zero`;
+      return AmpPlayground.figure(said, strip(before, after, `The row. ${said}`));
+    });
+    results.replaceChildren(AmpPlayground.table(`A row of ${before.length} values in five schemes`, heads, lines), ...strips);
     const worst = compared.reduce((a, b) => (b.zeros > a.zeros ? b : a));
     const most = worst.zeros ? ` ${worst.scheme.name}: ${percent(worst.zeros)} became zero, the most.` : "";
-    status.textContent = `${best.scheme.name} keeps the most: ${decibels(best.sqnr)}.${most}`;
+    status.textContent = `With 8 bits: ${best(compared, 8)}. With 4 bits: ${best(compared, 4)}.${most}`;
   }
 
   show();

@@ -205,22 +205,24 @@ AmpPlayground.register("number_formats", (box) => {
     const values = around.map(({ value }) => value).filter(Number.isFinite);
     if (values.length < 2) return "";
     const [low, high] = [values[0], values[values.length - 1]];
-    const x = (value) => 30 + (340 * (value - low)) / (high - low);
+    const x = (value) => 20 + (280 * (value - low)) / (high - low);
     const parts = values.flatMap((value) => [
       svg("line", { x1: x(value), x2: x(value), y1: 38, y2: 58, class: "pg-stroke" }),
     ]);
-    for (const value of [low, high]) {
-      parts.push(svg("text", { x: x(value), y: 76, "text-anchor": "middle", class: "pg-text" }, text(value, 4)));
+    const ends = [[low, "start", 2], [high, "end", 318]];
+    for (const [value, anchor, at] of ends) {
+      parts.push(svg("text", { x: at, y: 76, "text-anchor": anchor, class: "pg-text" }, text(value, 4)));
     }
     const { value } = state;
     if (value >= low && value <= high) {
       const points = `${x(value) - 6},22 ${x(value) + 6},22 ${x(value)},36`;
       parts.push(svg("polygon", { points, class: "pg-mark" }));
-      parts.push(svg("text", { x: x(value), y: 16, "text-anchor": "middle", class: "pg-text" }, text(value, 4)));
+      const middle = Math.min(Math.max(x(value), 45), 275); // so that the whole number can be read
+      parts.push(svg("text", { x: middle, y: 16, "text-anchor": "middle", class: "pg-text" }, text(value, 4)));
     }
-    const line = svg("line", { x1: 10, x2: 390, y1: 48, y2: 48, class: "pg-stroke" });
+    const line = svg("line", { x1: 5, x2: 315, y1: 48, y2: 48, class: "pg-stroke" });
     const label = `${values.length} neighbouring numbers of ${format.name}, and where ${text(value)} lies`;
-    return svg("svg", { viewBox: "0 0 400 84", role: "img", "aria-label": label, class: "pg-line" }, line, parts);
+    return svg("svg", { viewBox: "0 0 320 84", role: "img", "aria-label": label }, line, parts);
   }
 
   function chances(value) {

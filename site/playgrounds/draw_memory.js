@@ -7,7 +7,7 @@ AmpPlayground.register("memory", (box) => {
   const FREE = 0.1; // the share of the memory that is left to the driver and to fragmentation
   const PARTS = ["weights", "casts", "gradients", "optimizer", "activations"];
   const NAMES = ["weights", "weights cast by autocast", "gradients", "optimizer state", "activations"];
-  const SHADES = [0.95, 0.35, 0.7, 0.5, 0.2];
+  const SHADES = [1, 0.8, 0.55, 0.35, 0.15];
   const state = {
     parameters: 7e9, optimizer: "adam", sharding: "none", processes: 8, activations: 0, batch: 1,
   };
@@ -48,24 +48,33 @@ AmpPlayground.register("memory", (box) => {
 
   const gib = (bytes) => `${Number((bytes / 2 ** 30).toPrecision(3)).toLocaleString("en")} GiB`;
 
+  const shaded = (i, place) =>
+    svg("rect", { ...place, class: "pg-bar", "fill-opacity": SHADES[i], stroke: "currentColor", "stroke-width": 0.5 });
+
+  /* The name of a part, with the shade that it has in the bars. */
+  const named = (i) =>
+    el("span", { class: "pg-part" },
+      svg("svg", { viewBox: "0 0 12 12", class: "pg-swatch", "aria-hidden": "true" }, shaded(i, { x: 0.5, y: 0.5, width: 11, height: 11 })),
+      NAMES[i]);
+
   function bar(found, most, name) {
     let x = 0;
     const parts = PARTS.map((part, i) => {
-      const width = (600 * found[part]) / most;
+      const width = (320 * found[part]) / most;
       x += width;
-      return svg("rect", { x: x - width, y: 2, width, height: 22, class: "pg-bar", "fill-opacity": SHADES[i], stroke: "currentColor", "stroke-width": 0.5 });
+      return shaded(i, { x: x - width, y: 1, width, height: 22 });
     });
-    return svg("svg", { viewBox: "0 0 600 26", role: "img", "aria-label": `${name}: ${gib(found.total)}` }, parts);
+    return svg("svg", { viewBox: "0 0 320 24", role: "img", "aria-label": `${name}: ${gib(found.total)}` }, parts);
   }
 
   function show() {
     const found = M.PRECISIONS.map((precision) => ({ ...precision, bytes: M.parts({ ...state, precision: precision.key }) }));
     const most = Math.max(...found.map(({ bytes }) => bytes.total));
-    const rows = PARTS.map((part, i) => ({ cells: [NAMES[i], ...found.map(({ bytes }) => gib(bytes[part]))] }));
+    const rows = PARTS.map((part, i) => ({ cells: [named(i), ...found.map(({ bytes }) => gib(bytes[part]))] }));
     rows.push({ chosen: true, cells: ["together", ...found.map(({ bytes }) => gib(bytes.total))] });
-    rows.push({ cells: ["as bars", ...found.map(({ bytes, name }) => bar(bytes, most, name))] });
     const heads = ["each process keeps", ...found.map(({ name }) => name)];
-    results.replaceChildren(AmpPlayground.table("Memory by precision; the bars stack these parts from dark to light", heads, rows));
+    const bars = found.map(({ bytes, name }) => AmpPlayground.figure(`${name}: ${gib(bytes.total)}`, bar(bytes, most, name)));
+    results.replaceChildren(AmpPlayground.table("Memory by precision", heads, rows), ...bars);
     status.textContent = found.map(({ name, bytes }) => {
       // A GPU has about as many GiB as it is sold with GB.
       const fitting = AmpGpus.find(({ gb }) => gb * 2 ** 30 * (1 - FREE) >= bytes.total);

@@ -51,23 +51,23 @@ AmpPlayground.register("loss_scale", (box) => {
       if (exponent >= LOW && exponent < HIGH) bins[exponent - LOW] += 1;
     }
     const most = Math.max(...bins, 1);
-    const width = 560 / bins.length;
+    const width = 280 / bins.length;
     const parts = bins.map((count, i) => {
-      const height = (130 * count) / most;
+      const height = (112 * count) / most;
       const classes = { zero: "pg-bar-lost", overflow: "pg-bar-lost", subnormal: "pg-bar-subnormal", normal: "pg-bar" };
-      const place = { x: 20 + i * width + 0.5, y: 150 - height, width: width - 1, height };
+      const place = { x: 20 + i * width + 0.1 * width, y: 150 - height, width: 0.8 * width, height };
       return svg("rect", { ...place, class: classes[kind(LOW + i)] });
     });
     const format = state.format;
     const limits = [
-      [Math.log2(F.decode(format, 1)), "smallest"], [1 - format.bias, "normal"],
-      [Math.log2(F.decode(format, format.last)), "largest"],
+      [Math.log2(F.decode(format, 1)), "smallest", 14], [1 - format.bias, "normal", 30],
+      [Math.log2(F.decode(format, format.last)), "largest", 14],
     ];
-    for (const [at, name] of limits) {
+    for (const [at, name, y] of limits) {
       if (at < LOW || at > HIGH) continue;
       const x = 20 + (at - LOW) * width;
-      parts.push(svg("line", { x1: x, x2: x, y1: 14, y2: 150, class: "pg-guide" }));
-      parts.push(svg("text", { x, y: 11, "text-anchor": "middle", class: "pg-text" }, name));
+      parts.push(svg("line", { x1: x, x2: x, y1: y + 3, y2: 150, class: "pg-guide" }));
+      parts.push(svg("text", { x, y, "text-anchor": "middle", class: "pg-text" }, name));
     }
     for (let at = LOW; at <= HIGH; at += 12) {
       const x = 20 + (at - LOW) * width;
@@ -75,9 +75,9 @@ AmpPlayground.register("loss_scale", (box) => {
     }
     const counts = AmpScaler.outcome(values, 2 ** state.exponent, format);
     const said = describe(counts);
-    const axis = svg("line", { x1: 20, x2: 580, y1: 150, y2: 150, class: "pg-stroke" });
+    const axis = svg("line", { x1: 20, x2: 300, y1: 150, y2: 150, class: "pg-stroke" });
     const label = `Histogram of gradients times the loss scale, against the range of ${format.name}. ${said}`;
-    picture.replaceChildren(svg("svg", { viewBox: "0 0 600 172", role: "img", "aria-label": label }, parts, axis));
+    picture.replaceChildren(svg("svg", { viewBox: "0 0 320 172", role: "img", "aria-label": label }, parts, axis));
     status.textContent = said;
   }
 
@@ -139,7 +139,7 @@ AmpPlayground.register("loss_scale", (box) => {
   function drawHistory() {
     const shown = run.steps.slice(-200);
     const from = run.steps.length - shown.length;
-    const x = (i) => 40 + (540 * i) / Math.max(shown.length - 1, 1);
+    const x = (i) => 40 + (270 * i) / Math.max(shown.length - 1, 1);
     const exponents = shown.map(({ used }) => Math.log2(used));
     const low = Math.min(...exponents, 15) - 1, high = Math.max(...exponents, 17) + 1;
     const y = (value) => 120 - (105 * (value - low)) / (high - low);
@@ -158,7 +158,7 @@ AmpPlayground.register("loss_scale", (box) => {
         : `Step ${run.steps.length}: the scale is ${now} now, ${run.scaler.good} good steps in a row; ${skips} skipped in all.`;
     const label = `The scale over steps ${from + 1} to ${run.steps.length}, ${skips} of them skipped (crosses)`;
     const line = svg("polyline", { points, class: "pg-stroke" });
-    const drawing = svg("svg", { viewBox: "0 0 600 130", role: "img", "aria-label": label }, labels, line, marks);
+    const drawing = svg("svg", { viewBox: "0 0 320 130", role: "img", "aria-label": label }, labels, line, marks);
     history.replaceChildren(...(shown.length ? [drawing] : []));
     said.textContent = what;
   }

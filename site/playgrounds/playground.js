@@ -23,6 +23,10 @@ const AmpPlayground = (() => {
   const svg = (tag, attributes = {}, ...children) =>
     fill(document.createElementNS(SVG, tag), attributes, children);
 
+  /** A drawing with a line above it. It is drawn for 320 pixels: that is what a phone has. */
+  const figure = (caption, drawing) =>
+    el("figure", { class: "pg-figure" }, el("figcaption", {}, caption), drawing);
+
   const newId = (name) => `playground-${name}-${(count += 1)}`;
 
   /** A label with its control below it. */
@@ -123,6 +127,6 @@ const AmpPlayground = (() => {
   document.addEventListener("DOMContentLoaded", build);
   return {
     register: (name, builder) => builders.set(name, builder),
-    el, svg, labelled, select, slider, button, status, table, random, text, percent, power, newId,
+    el, svg, figure, labelled, select, slider, button, status, table, random, text, percent, power, newId,
   };
 })();

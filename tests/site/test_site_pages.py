@@ -23,6 +23,40 @@ LOOKED_AT = ["index.html", "api/train.html"]
 LOOKED_AT += [f"{PLAY}/{name}.html" for name in PLAYGROUNDS]
 ELSEWHERE = re.compile(r'<(?:script|link rel="(?!canonical)|img)[^>]* (?:src|href)="(?:https?:)?//')
 MAX_FIRST_PAGE, MAX_SITE = 300_000, 25_000_000
+PHONE = {"width": 390, "height": 844}
+DESKTOP = {"width": 1280, "height": 900}
+# Formulas are left out: their indices are smaller, as they are in print.
+SMALL_TEXT = """() => {
+  const small = new Set();
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    const element = node.parentElement;
+    if (!node.textContent.trim() || element.closest("math")) continue;
+    if (!element.checkVisibility()) continue;
+    const drawing = element.ownerSVGElement ? element.getScreenCTM().a : 1;
+    const size = parseFloat(getComputedStyle(element).fontSize) * drawing;
+    if (size < 11.99) small.add(`${element.outerHTML.slice(0, 100)} ${size}`);
+  }
+  return [...small];
+}"""
+SMALL_CONTROLS = """() => {
+  const small = [];
+  for (const control of document.querySelectorAll(".pg button, .pg input, .pg select")) {
+    const target = control.type === "radio" ? control.closest("label") : control;
+    const { width, height } = target.getBoundingClientRect();
+    const shown = target.checkVisibility();
+    if (shown && Math.min(width, height) < 36) small.push([control.outerHTML, width, height]);
+  }
+  return small;
+}"""
+SIZES = """(drawings) => drawings.map((drawing) => {
+  const { width, height, right } = drawing.getBoundingClientRect();
+  return [width, height, right];
+})"""
+FOCUS_IS_SEEN = """() => {
+  const { outlineStyle, outlineWidth, boxShadow } = getComputedStyle(document.activeElement);
+  return (outlineStyle !== "none" && parseFloat(outlineWidth) > 0) || boxShadow !== "none";
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +244,9 @@ def test_the_scaler_finds_its_place(visit):
 def test_blocks_and_memory_answer_what_is_typed(visit):
     page = visit(f"{PLAY}/block_scaling.html")
     page.get_by_label("Values", exact=True).select_option("typed")
-    assert re.search(r"MXFP4, .* 32: 87\.5 % .*zero", page.locator(".pg-status").inner_text())
+    assert re.search(
+        r"MXFP4 per 32 values: 87\.5 % .*zero", page.locator(".pg-status").inner_text()
+    )
     page.get_by_label("Your values").fill("1, two")
     assert "“two” is no number" in page.locator(".pg-problem").inner_text()
     page = visit(f"{PLAY}/memory.html")
@@ -230,6 +266,69 @@ def test_playgrounds_stand_in_the_notebooks_that_teach_them(visit):
 def test_without_javascript_there_is_a_table(visit):
     page = visit(f"{PLAY}/number_formats.html", java_script_enabled=False)
     assert "0.1015625" in page.locator(".playground table").inner_text()
+
+
+def test_no_page_is_wider_than_a_phone(visit, site):
+    page, wide = visit("index.html", viewport=PHONE), []
+    pages = names(site)
+    for name in pages if WEEKLY else [*LOOKED_AT, *pages[::10]]:
+        page.goto((site / name).as_uri())
+        if page.evaluate("document.documentElement.scrollWidth") > PHONE["width"]:
+            wide.append(name)
+    assert wide == []
+
+
+@pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
+def test_no_text_is_below_12_pixels(visit, site, viewport):
+    page = visit("search.html", viewport=viewport)
+    for name in [*LOOKED_AT, "notebooks/08_when_amp_breaks.html"]:
+        page.goto((site / name).as_uri())
+        if name.endswith("loss_scale.html"):
+            page.get_by_role("button", name="100 steps").click()
+        assert page.evaluate(SMALL_TEXT) == [], name
+
+
+@pytest.mark.parametrize("name", PLAYGROUNDS)
+def test_a_playground_suits_a_finger_and_a_small_screen(visit, name):
+    page = visit(f"{PLAY}/{name}.html", viewport=PHONE)
+    drawings = page.locator(".pg svg:not(.pg-swatch)").evaluate_all(SIZES)
+    assert drawings
+    for width, height, right in drawings:
+        assert width > 300, drawings
+        assert height > 20, drawings
+        assert right < PHONE["width"], drawings
+    assert page.evaluate(SMALL_CONTROLS) == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pictures_do_not_glare_in_dark_mode(visit, site, scheme):
+    page = visit("index.html", color_scheme=scheme)
+    for name in ("index.html", "notebooks/00_start_here.html"):
+        page.goto((site / name).as_uri())
+        image = page.locator("article img").first
+        dimmed = image.evaluate("(image) => getComputedStyle(image).filter")
+        assert dimmed == ("brightness(0.85)" if scheme == "dark" else "none"), name
+
+
+def test_the_keyboard_shows_where_it_is(visit, site):
+    page = visit("search.html", viewport=DESKTOP)
+    for name in ("search.html", "notebooks/08_when_amp_breaks.html", LOOKED_AT[2]):
+        page.goto((site / name).as_uri())
+        for _ in range(70):
+            page.keyboard.press("Tab")
+            if page.evaluate("document.activeElement === document.body"):
+                break
+            focused = page.evaluate("document.activeElement.outerHTML.slice(0, 200)")
+            assert page.evaluate(FOCUS_IS_SEEN), (name, focused)
+
+
+def test_the_page_of_the_search_has_a_field(visit):
+    page = visit("search.html", viewport=PHONE)
+    page.get_by_label("Type words").fill("gradient underflow")
+    page.keyboard.press("Enter")
+    page.locator("ul.search a").first.wait_for()
+    assert page.get_by_label("Type words").input_value() == "gradient underflow"
+    assert "---" not in page.locator("ul.search").inner_text()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
