@@ -59,6 +59,8 @@ def main(argv: list[str] | None = None) -> int:
         *(f"--ContentsManager.hide_globs={pattern}" for pattern in HIDDEN),
         f"--LabApp.default_url=/lab/tree/{START}",
         f"--LabApp.app_settings_dir={SETTINGS}",  # no questions about news, and no look-ups
+        # It would start `pyrefly lsp`, which takes the CPU while notebook 00 measures it.
+        "--LanguageServerManager.autodetect=False",
         *rest,
         # Last, so that it counts: it ends a server that would ask for no token.
         "--ServerApp.identity_provider_class=lab_contents.TokenRequired",

@@ -140,6 +140,8 @@ def test_lab_starts_and_answers(tmp_path):
             assert "01_number_formats.ipynb" in names
             with pytest.raises(HTTPError, match="403"):
                 urlopen(f"{address}/api/contents/notebooks")
+            status = json.load(urlopen(f"{address}/lsp/status?token=secret"))
+            assert status["sessions"] == {}  # no language server is started beside a notebook
         finally:
             server.terminate()
 
