@@ -46,6 +46,12 @@ def test_a_row_is_whole(gpu):
         ("NVIDIA GeForce RTX 3090", "rtx-3090"),
         ("Tesla T4", "t4"),
         ("AMD Instinct MI300X", "mi300x"),
+        # as drivers call them
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100"),
+        ("Tesla V100-SXM2-16GB", "v100"),
+        ("Tesla P100-PCIE-16GB", "p100"),
     ],
 )
 def test_a_gpu_is_found_by_the_names_that_people_write(name, key):
@@ -53,7 +59,14 @@ def test_a_gpu_is_found_by_the_names_that_people_write(name, key):
 
 
 @pytest.mark.parametrize(
-    ("name", "closest"), [("h2000", "h200"), ("rtx-4080", "rtx-4090"), ("mi300", "mi300x")]
+    ("name", "closest"),
+    [
+        ("h2000", "h200"),
+        ("rtx-4080", "rtx-4090"),
+        ("mi300", "mi300x"),
+        ("NVIDIA GeForce RTX 3090 Ti", "rtx-3090"),  # another GPU, with other rates
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "a100"),  # a part of a GPU
+    ],
 )
 def test_an_unknown_name_gets_the_closest(name, closest):
     with pytest.raises(OptionError, match=f"'{name}' is not in .* closest are .*{closest}"):

@@ -125,6 +125,54 @@ found = xray(torch.nn.Linear(8, 8), torch.ones(2, 8), device_type="cuda")
 assert "fp16" in str(found)
 """
 
+T4 = """
+import torch
+from amp_lab import Precision, describe_device, measure, pick_device, recommend_precision
+from amp_lab.core.gpus import gpu_of
+
+device = pick_device()
+gpu = gpu_of("t4")
+report = describe_device(device)
+assert gpu_of(report.name) is gpu
+assert report.memory_bytes == gpu.memory_bytes
+assert torch.pretend.is_bf16_supported()
+assert not torch.pretend.is_bf16_supported(including_emulation=False)
+assert report.rates["tf32"] is None
+assert report.accelerated == ("fp16",), report.rates
+assert recommend_precision(device) is Precision.FP16
+assert recommend_precision(device).grad_scaler("pretend").is_enabled()
+assert "fp16" in report.reason and "scaler" in report.reason
+
+
+def seconds(dtype):
+    x = torch.ones(256, 256, device=device, dtype=dtype)
+    return measure(lambda: x @ x, device=device, warmup=1, repeats=3).median_s
+
+
+assert seconds(torch.bfloat16) > 2 * seconds(torch.float32) > 2 * seconds(torch.float16)
+"""
+
+# What picks a dtype by itself: the commands, the notebooks' helpers, and what is timed.
+T4_CHOICES = """
+import torch
+from amp_lab import advise, pick_device
+from amp_lab.bench.runner import _choose_precisions
+from amp_lab.cli.doctor import _recipe
+from amp_lab.core.device import describe_device
+from course import emulates_bf16
+
+device = pick_device()
+report = describe_device(device)
+assert _choose_precisions(report, ()) == ["fp32", "fp16"]
+recipe = "\\n".join(_recipe(report.recommended, device.type))
+assert "float16" in recipe and "GradScaler" in recipe and "bfloat16" not in recipe
+
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+advice = advise(model, torch.randn(4, 8), gpu="t4")
+fast = {c.recipe.precision for c in advice.candidates if c.verdict == "not timed"}
+assert fast == {"fp32", "fp16"}
+"""
+
 CODES = {
     "device": DEVICE,
     "timing": TIMING,
@@ -141,6 +189,12 @@ def test_the_package_works_beside_an_accelerator_of_another_make():
     done = run(one_by_one)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]  # the last name is what failed
     assert done.stdout.split("\n")[:-1] == [*CODES]
+
+
+@pytest.mark.parametrize("code", [T4, T4_CHOICES], ids=["device", "choices"])
+def test_on_a_t4_everything_chooses_fp16_with_a_scaler(code):
+    done = run(code, PRETEND_GPU="t4")
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(
@@ -183,10 +237,11 @@ def test_a_planted_fault_is_found(tmp_path, module, line, fault, name):
 
 
 @pytest.mark.weekly
+@pytest.mark.parametrize("gpu", ["", "t4"])
 @pytest.mark.parametrize("source", build_pairs.find(), ids=lambda source: source.stem)
-def test_a_notebook_runs_on_it(source):
+def test_a_notebook_runs_on_it(source, gpu):
     code = f"import runpy; runpy.run_path({str(source)!r}, run_name='__main__')"
-    done = run(code, timeout_s=1200)
+    done = run(code, timeout_s=1200, PRETEND_GPU=gpu)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

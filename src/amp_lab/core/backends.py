@@ -19,6 +19,9 @@ class Backend:
     pins_memory: bool = True  # whether copies to it are faster from page-locked memory
     has_graphs: bool = False  # whether torch.compile can record its kernels, as CUDA graphs do
     has_triton: bool = False  # whether Triton has kernels for it
+    has_capability: bool = (
+        False  # whether NVIDIA GPUs are of this type: they have a compute capability
+    )
     foreach: bool = False
     """Whether torch's optimizers by default work on all parameters in one call, which needs memory
     for temporaries as large as all parameters (torch.optim, "foreach")."""
@@ -51,6 +54,7 @@ BACKENDS = {
             also_called=("gpu", "nvidia", "rocm", "hip", "amd"),
             has_graphs=True,
             has_triton=True,
+            has_capability=True,
             foreach=True,
             fused_attention=True,
             fused_rnn_dtype=torch.float16,

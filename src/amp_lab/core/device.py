@@ -273,8 +273,8 @@ def _recommend_unmeasured(device: torch.device) -> tuple[Precision, str]:
         if has_bf16_instructions():
             return Precision.BF16, f"{busy}, and this CPU has instructions for bf16"
         return Precision.FP32, f"{busy}, and this CPU has no instructions for bf16"
-    if device.type == "cuda" and not torch.version.hip:
-        capability = torch.cuda.get_device_capability(device)
+    if backend(device).has_capability and not torch.version.hip:
+        capability = torch.get_device_module(device.type).get_device_capability(device)
         has = f"{busy}, and compute capability {capability[0]}.{capability[1]} has"
         matmuls = matmuls_of(capability)
         if Precision.BF16 in matmuls:

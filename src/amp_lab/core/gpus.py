@@ -12,6 +12,8 @@ from amp_lab.core.backends import BACKENDS
 from amp_lab.core.errors import OptionError
 
 _MAKERS = {"nvidia", "geforce", "tesla", "quadro", "amd", "instinct", "intel", "graphics"}
+# Words that a driver adds for the form of the module and its memory: A100-SXM4-80GB.
+_FORM = re.compile(r"sxm\d?|pcie?|nvl|oam|hbm\d?e?|\d+gb")
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,9 @@ GPUS = {
         Gpu("GTX 1080 Ti", PASCAL, 11, f"{_NVIDIA}geforce/10-series/"),
         Gpu("P100", PASCAL, 16, f"{_NVIDIA}data-center/tesla-p100/"),
         Gpu("GTX 1660", TURING_GTX, 6, f"{_NVIDIA}geforce/graphics-cards/16-series/"),
-        Gpu("V100", VOLTA, 16, f"{_NVIDIA}data-center/v100/"),  # also sold with 32
-        Gpu("T4", TURING, 16, f"{_NVIDIA}data-center/tesla-t4/"),
+        # Also sold with 32 GB. The rate is that of the SXM2 module.
+        Gpu("V100", VOLTA, 16, f"{_NVIDIA}data-center/v100/", {16: 125e12}, 9e11),
+        Gpu("T4", TURING, 16, f"{_NVIDIA}data-center/tesla-t4/", {16: 65e12}, 3e11),
         Gpu("RTX 2080 Ti", TURING, 11, _ADA_PAPER),
         Gpu("A100", AMPERE, 80, f"{_NVIDIA}data-center/a100/", {16: 312e12}, 2.039e12),
         Gpu("A10", AMPERE, 24, f"{_NVIDIA}data-center/products/a10-gpu/"),
@@ -156,13 +159,13 @@ GPUS = {
 
 
 def gpu_of(name: str) -> Gpu:
-    """The GPU with a name, such as ``rtx-4090`` or ``NVIDIA GeForce RTX 4090``.
+    """The GPU with a name, such as ``rtx-4090`` or ``NVIDIA A100-SXM4-80GB``.
 
     Raises `OptionError` with the closest names for an unknown one.
     """
     words = re.findall(r"[a-z0-9]+", name.lower())
-    without_maker = [word for word in words if word not in _MAKERS]
-    key = "-".join(without_maker)
+    model = [word for word in words if word not in _MAKERS and not _FORM.fullmatch(word)]
+    key = "-".join(model)
     if key in GPUS:
         return GPUS[key]
     close = difflib.get_close_matches(key, GPUS, n=5, cutoff=0.4)
