@@ -1,37 +1,13 @@
-"""Record this device for the gallery: run the measuring tools, and print what to paste.
+"""The tables in data/results/README.md: the gallery of devices, and what our own code costs."""
 
-    pdm run record            # the parts below, about half an hour on two idle cores
-    pdm run record --list     # what is in data/results/, as the table of its README
-
-A part that fails is said, and the others still run. Nothing else may run meanwhile, and a file says
-of its own times whether they are to be trusted. The files go into data/results/, called after the
-device; add them with a pull request, and `pdm run record --write` puts them into the tables.
-"""
-
-import argparse
 import json
-import os
 import re
-import subprocess
-import sys
-import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from amp_lab.core.device import pick_device
-from amp_lab.core.device_facts import device_name
-from amp_lab.core.files import atomic_write
-
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "data" / "results"
-PARTS = {  # what writes a file, by the first word of its name
-    "bench-quick": ["-m", "amp_lab", "bench", "--quick"],
-    "latency": ["tools/measure/latency.py"],
-    "memory": ["tools/measure/memory.py"],
-    "xray": ["tools/measure/xray.py"],
-    "numerics": ["tools/measure/numerics.py"],
-    "training": ["tools/measure/training.py"],
-}
 BEGIN = "<!-- {}: made by tools/record.py --write -->"
 END = "<!-- end of the {} -->"
 NONFINITE = "numerics/nonfinite/{}/times as long as plain/{}"
@@ -77,33 +53,6 @@ COSTS = {  # what our own code costs or gains: the files, and where in them (in 
         "transformer, what its looks alone add": NONFINITE.format(TEXT, "looks alone"),
     },
 }
-
-
-def slug() -> str:
-    """The name that this device's files have: ``nvidia-h200``, ``epyc-2-cores``."""
-    device = pick_device()
-    name = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
-    if device.type == "cpu":
-        name += f"-{os.cpu_count()}-cores"
-    return name
-
-
-def run(name: str, parts: list[str]) -> list[str]:
-    """Run the parts in turn; returns those that failed."""
-    failed = []
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(("src", "notebooks", "tools"))}
-    for part in parts:
-        start = time.monotonic()
-        file = RESULTS / f"{part}-{name}.json"
-        line = [sys.executable, *PARTS[part], "--out", str(file)]
-        code = subprocess.run(line, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL).returncode
-        minutes = (time.monotonic() - start) / 60
-        outcome = f"wrote {file.relative_to(ROOT)}"
-        if code:
-            failed.append(part)
-            outcome = f"failed with {code}"
-        print(f"{part}: {outcome}, after {minutes:.0f} min", flush=True)
-    return failed
 
 
 NOTHING = "–"
@@ -177,10 +126,11 @@ def _best_for_one_image(latency: Path) -> str:
     return f"{speedup_text(speedups[fastest]['median'])} ({fastest})"
 
 
-def gallery() -> str:
-    """The table of all devices, in Markdown."""
+def gallery(more: Iterable[Path] = ()) -> str:
+    """The table of all recorded devices, then of `more` files of `amp-lab bench`, in Markdown."""
     head = ["device", "torch", "date", "TF32", "fp16", "bf16", "ConvModel", "one image"]
-    return table([head, *map(row, sorted(RESULTS.glob("bench-*.json")))])
+    files = [*sorted(RESULTS.glob("bench-*.json")), *more]
+    return table([head, *map(row, files)])
 
 
 def table(rows: list[list[str]]) -> str:
@@ -249,29 +199,3 @@ def with_tables(text: str) -> str:
         _, end, after = rest.partition(END.format(name))
         text = f"{before}{begin}\n\n{made}\n\n{end}{after}"
     return text
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the parts, print the row to paste; return 1 if a part failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
-    parser.add_argument("--name", help="what the device is called in the files' names")
-    parser.add_argument("--list", action="store_true", help="print the table of all devices")
-    parser.add_argument("--write", action="store_true", help="write the README's tables")
-    options = parser.parse_args(arguments)
-    failed = []
-    if not (options.list or options.write):
-        name = options.name or slug()
-        failed = run(name, options.part or list(PARTS))
-        print(f"\nAdd data/results/*-{name}.json, run `pdm run record --write`, and paste this:\n")
-    if options.write:
-        readme = RESULTS / "README.md"
-        atomic_write(readme, [with_tables(readme.read_text()).encode()])
-    print(gallery())
-    return int(bool(failed))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,7 +11,7 @@ from cases import some_of
 from pretend_build import library
 
 import build_pairs
-import first_gpu
+import first_gpu_parts
 from conftest import WEEKLY
 
 HERE = Path(__file__).resolve().parent
@@ -285,7 +285,7 @@ with pytest.raises(torch.OutOfMemoryError):
 @pytest.mark.weekly
 def test_the_command_for_the_first_gpu_is_rehearsed_on_it(tmp_path):
     """A run that is killed and goes on, among others; the notebooks have a test of their own."""
-    every = [part.name for part in first_gpu.PARTS if not part.name.startswith("notebook")]
+    every = [part.name for part in first_gpu_parts.PARTS if not part.name.startswith("notebook")]
     every.remove("xray")  # fake tensors have no LSTM for a device of another make
     arguments = ["--device", "pretend", "--tiny", "--minutes", "20", "--out", str(tmp_path / "out")]
     arguments += [f"--part={name}" for name in every]
@@ -293,3 +293,19 @@ def test_the_command_for_the_first_gpu_is_rehearsed_on_it(tmp_path):
     done = run(code, timeout_s=1300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(every)} of {len(every)} held" in done.stdout
+
+
+@pytest.mark.weekly
+def test_a_t4_is_recorded_on_it(tmp_path):
+    code = f"""
+import sys
+import record
+out = {str(tmp_path / "recorded.json")!r}
+assert record.main(["--tiny", "--out", out]) == 0
+sys.exit(record.main(["--write", out]))
+"""
+    done = run(code, timeout_s=900, PRETEND_GPU="t4")
+    assert "| NVIDIA T4 |" in done.stdout, done.stdout + done.stderr
+    assert "bench-quick-nvidia-t4.json: environment.rounds: 1 is a rehearsal" in done.stdout
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("record: bench-quick-nvidia-t4.json: ")

@@ -7,8 +7,10 @@ import time
 import pytest
 from cases import some_of
 
+import device_run
 import first_gpu
-from first_gpu import MARK, Part, Settings
+from device_run import MARK, Part, Settings, run_parts
+from first_gpu_parts import PARTS
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +37,7 @@ def test_one_part_that_fails_does_not_stop_the_next(settings, capsys):
         part("misses", figure({"ratio": 1.3, "limits": {"ratio: 1.3": False}})),
         part("meets", figure({"ratio": 1.0, "limits": {"ratio: 1.0": True}}), figure({"more": 2})),
     ]
-    outcomes = first_gpu.run_parts(parts, settings, 600)
+    outcomes = run_parts(parts, settings, 600, lambda outcomes: first_gpu.write(outcomes, settings))
     assert [(one.status, one.error) for one in outcomes] == [
         ("held", ""),
         ("failed", "ZeroDivisionError: division by zero"),
@@ -47,7 +49,7 @@ def test_one_part_that_fails_does_not_stop_the_next(settings, capsys):
     assert outcomes[-1].figures["more"] == 2
     written = json.loads((settings.out / "first-gpu.json").read_text())
     assert [one["status"] for one in written["parts"]] == [one.status for one in outcomes]
-    assert "2 of 6 held" in first_gpu.table(outcomes)
+    assert "2 of 6 held" in device_run.table(outcomes)
     assert "ZeroDivisionError" in (settings.out / "raises.log").read_text()
 
 
@@ -59,22 +61,22 @@ def test_what_a_part_has_started_ends_with_it(settings, tmp_path):
         f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); "
         "time.sleep(60)"
     )
-    (outcome,) = first_gpu.run_parts([part("parent", code, limit_s=1)], settings, 600)
+    (outcome,) = run_parts([part("parent", code, limit_s=1)], settings, 600)
     assert outcome.status == "too long"
     time.sleep(2.5)
     assert not late.exists()
 
 
 def test_what_there_is_no_time_for_is_said(settings):
-    outcomes = first_gpu.run_parts([part("one", "pass"), part("two", "pass")], settings, 0)
+    outcomes = run_parts([part("one", "pass"), part("two", "pass")], settings, 0)
     assert [one.status for one in outcomes] == ["no time left", "no time left"]
 
 
 def test_every_part_has_its_order_and_commands(settings):
-    names = [one.name for one in first_gpu.PARTS]
+    names = [one.name for one in PARTS]
     assert names[:2] == ["doctor", "notebook-01"]
     assert len(set(names)) == len(names)
-    for one in first_gpu.PARTS:
+    for one in PARTS:
         assert one.commands(settings)
 
 
@@ -90,9 +92,17 @@ def test_a_wrong_argument_is_said_in_one_line(capsys, arguments, said):
 
 
 def test_a_missing_package_is_said_in_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(first_gpu, "NEEDED", ("torch", "no_such_package"))
+    monkeypatch.setattr(device_run, "NEEDED", ("torch", "no_such_package"))
     assert first_gpu.main([]) == 2
     assert re.search("not installed.*: no_such_package", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("where", ["a file", "a file/folder"])
+def test_a_folder_that_cannot_be_made_is_said_in_one_line(tmp_path, capsys, where):
+    (tmp_path / "a file").touch()
+    assert first_gpu.main(["--tiny", "--device", "cpu", "--out", str(tmp_path / where)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "a file" in line
 
 
 @pytest.mark.parametrize(
@@ -100,7 +110,5 @@ def test_a_missing_package_is_said_in_one_line(monkeypatch, capsys):
 )
 def test_a_part_runs_on_the_cpu_in_small(name, settings):
     """The whole rehearsal, notebooks and bench included, runs weekly."""
-    (outcome,) = first_gpu.run_parts(
-        [one for one in first_gpu.PARTS if one.name == name], settings, 300
-    )
+    (outcome,) = run_parts([one for one in PARTS if one.name == name], settings, 300)
     assert (outcome.status, outcome.error) == ("held", "")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import first_gpu
+import first_gpu_parts
 import gpu_marks
 from gpu_marks import Statement, complaints, mark, seen, without_marks
 
@@ -33,7 +34,7 @@ def test_marks_and_list_agree(capsys):
 
 
 def test_every_statement_names_parts_that_exist():
-    parts = {part.name for part in first_gpu.PARTS}
+    parts = {part.name for part in first_gpu_parts.PARTS}
     for key, statement in gpu_marks.STATEMENTS.items():
         assert statement.parts, key
         assert set(statement.parts) <= parts, key
@@ -84,7 +85,7 @@ def test_only_a_whole_run_on_a_gpu_shows_something(tmp_path):
 
 def test_a_run_as_first_gpu_writes_it_can_be_read(tmp_path):
     outcomes = [first_gpu.Outcome("bench", "held")]
-    first_gpu._write(outcomes, first_gpu.Settings("cuda", False, tmp_path))
+    first_gpu.write(outcomes, first_gpu.Settings("cuda", False, tmp_path))
     assert list(seen([tmp_path / "first-gpu.json"], LIST)) == ["fast"]
 
 

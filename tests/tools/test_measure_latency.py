@@ -4,19 +4,20 @@ import importlib.util
 
 import pytest
 import torch
-from torch import nn
 
+from amp_lab import Precision
 from measure import latency
 
 
 @pytest.mark.weekly
-def test_all_ways_give_one_answer():
+@pytest.mark.parametrize("low", [Precision.BF16, Precision.FP16])
+def test_all_ways_give_one_answer(low):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)).eval()
+    model = latency.tiny_models()["small"]().eval()
     image = torch.rand(1, 3, 8, 8)
     with torch.inference_mode():
         wanted = model(image)
-        found = latency.ways(model, image)
+        found = latency.ways(model, image, low)
         for name, way in found.items():
             answer = way()
             answer = torch.from_numpy(answer[0]) if isinstance(answer, list) else answer

@@ -17,7 +17,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from amp_lab import advise, compare
+from amp_lab import Precision, advise, compare, recommend_precision
 from amp_lab.core.device import pick_device
 from amp_lab.model_call import ModelCall
 from amp_lab.recipes import INFERENCE, Step
@@ -30,22 +30,32 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def ways(model: nn.Module, image: Tensor) -> dict[str, Callable[[], Any]]:
-    """Functions that run a model in evaluation mode on one image (1, 3, S, S), by name."""
+def tiny_models() -> dict[str, Callable[[], nn.Module]]:
+    """A small network for images of 8 by 8 pixels: a rehearsal."""
+    parts = (nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten())
+    return {"small": lambda: nn.Sequential(*parts, nn.Linear(8 * 36, 4))}
+
+
+def ways(model: nn.Module, image: Tensor, low: Precision) -> dict[str, Callable[[], Any]]:
+    """Functions that run a model in evaluation mode on one image (1, 3, S, S), by name.
+
+    `low` is the 16-bit precision, ``fp16`` or ``bf16``.
+    """
     device = image.device.type
-    half = copy.deepcopy(model).bfloat16()
+    dtype = low.dtype
+    half = copy.deepcopy(model).to(dtype)
     compiled, compiled_half = torch.compile(copy.deepcopy(model)), torch.compile(half)
 
     def autocast() -> Tensor:
-        with torch.autocast(device, dtype=torch.bfloat16):
+        with torch.autocast(device, dtype=dtype):
             return model(image)
 
     found: dict[str, Callable[[], Any]] = {
         "fp32": lambda: model(image),
         "fp32 compiled": lambda: compiled(image),
-        "bf16 autocast": autocast,
-        "bf16 cast once": lambda: half(image.bfloat16()),
-        "bf16 cast once, compiled": lambda: compiled_half(image.bfloat16()),
+        f"{low} autocast": autocast,
+        f"{low} cast once": lambda: half(image.to(dtype)),
+        f"{low} cast once, compiled": lambda: compiled_half(image.to(dtype)),
     }
     if device == "cpu" and importlib.util.find_spec("onnxruntime"):
         found["ONNX Runtime, fp32"] = onnx(model, image)
@@ -76,13 +86,15 @@ def latency(
     budget_s: float,
 ) -> Iterator[dict[str, Any]]:
     """A row for each model: times, and what is recommended against the fastest."""
+    recommended = recommend_precision(device)
+    low = Precision.FP16 if recommended is Precision.FP16 else Precision.BF16
     for name, build in models.items():
         torch.manual_seed(0)
         model = build().to(device).eval().requires_grad_(False)
         image = torch.rand(1, 3, size, size, device=device)
         chosen = advise(model, image, device=device, minutes=minutes).chosen[INFERENCE]
         torch.compiler.reset()
-        found = ways(model, image)
+        found = ways(model, image, low)
         found["recommended"] = Step(ModelCall(model, (image,)), chosen.recipe)
         with torch.inference_mode():
             for way in found.values():
@@ -101,10 +113,17 @@ def latency(
 
 def main() -> None:
     """Measure on the default device."""
-    options = parser(__doc__ or "", ["latency"], budget_s=20).parse_args()
+    options_of = parser(__doc__ or "", ["latency"], budget_s=20)
+    options_of.add_argument("--model", choices=MODELS, action="append", help="default: all")
+    options_of.add_argument("--minutes", type=float, default=2.0, help="for advise, a model")
+    options_of.add_argument("--tiny", action="store_true", help="a small network: a rehearsal")
+    options = options_of.parse_args()
     device = pick_device()
-    how = {"minutes": 2.0, "budget_s": options.budget}
-    record({"latency": lambda: latency(MODELS, device, 224, **how)}, options, device)
+    models = {name: MODELS[name] for name in options.model or MODELS}
+    size, how = 224, {"minutes": options.minutes, "budget_s": options.budget}
+    if options.tiny:
+        models, size, how = tiny_models(), 8, {"minutes": 0.05, "budget_s": 1.0}
+    record({"latency": lambda: latency(models, device, size, **how)}, options, device)
 
 
 if __name__ == "__main__":
