@@ -149,8 +149,9 @@ def train_amp(model, optimizer, batches, dtype, scaler):
 #
 # There are [two 16-bit formats](01_number_formats.ipynb#Range). **bf16** has about the range of fp32 and
 # usually needs no scaler. **fp16** is more precise, but its largest number is 65504. As a rule of thumb,
-# use bf16 wherever the hardware supports it. `recommend_precision` times a matrix multiplication in each
-# precision and recommends one for this device: <!-- tests/core/test_device.py -->
+# use bf16 wherever the hardware is fast in it, and fp16 on [a T4, V100 or RTX 20](../docs/hardware.md#t4-v100-and-rtx-20).
+# `recommend_precision` times a matrix multiplication in each precision and recommends one for this
+# device: <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
 recommended = recommend_precision(device)

@@ -165,9 +165,10 @@ with Precision.FP32.float32_mode("cpu"):
     assert torch.backends.cudnn.conv.fp32_precision == "ieee"
 
 # %% [markdown]
-# We compare FP32 with each precision that this device accelerates. `describe_device` finds these
-# precisions by timing a matmul in each. If this device accelerates none, we use bf16 anyway, to show
-# what emulation costs. <!-- tests/core/test_device.py -->
+# We compare FP32 with each precision that this device accelerates ([only fp16 on a
+# T4](../docs/hardware.md#t4-v100-and-rtx-20)). `describe_device` finds these precisions by timing a matmul in
+# each. If this device accelerates none, we use bf16 anyway, to show what emulation
+# costs. <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)

@@ -190,19 +190,16 @@ def train(precision):
 
 
 # %% [markdown]
-# On a GPU we compare up to four precisions. On a CPU we compare only FP32 and bf16, because many CPUs are
-# [very slow in fp16](../docs/hardware.md). Every precision gets the same images in the same order.
+# We compare FP32 with each precision that this device accelerates. On a CPU we compare only FP32 and bf16,
+# because many CPUs are [very slow in fp16](../docs/hardware.md). Every precision gets the same images in
+# the same order. <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
-precisions = {
-    "cuda": [Precision.FP32, Precision.TF32, Precision.FP16, Precision.BF16],
-    "mps": [Precision.FP32, Precision.FP16],
-}.get(device.type, [Precision.FP32, Precision.BF16])
-rates = describe_device(device).rates
+precisions = [Precision.FP32, Precision.BF16]
+if device.type != "cpu":
+    precisions = [Precision.FP32, *reversed(describe_device(device).accelerated)]
 results = {}
 for precision in precisions:
-    if rates[precision] is None:  # not every GPU has TF32
-        continue
     loss, accuracy = results[precision] = train(precision)
     fp32_loss, fp32_accuracy = results[Precision.FP32]
     print(f"{precision}: loss {loss:.3f} ({loss / fp32_loss - 1:+.1%}), accuracy {accuracy:.1%}")

@@ -62,8 +62,8 @@ for name, operations, numbers in (
 #
 # ## The settings
 #
-# We climb in the 16-bit precision that `amp-lab doctor` recommends for this device, or in bf16 if it
-# recommends none.
+# We climb in the 16-bit precision that `amp-lab doctor` recommends for this device ([fp16 on a
+# T4](../docs/hardware.md#t4-v100-and-rtx-20)), or in bf16 if it recommends none.
 #
 # On Linux, we also call `keep_memory()`. Without this call, the C library returns large freed blocks [to
 # the operating system](https://man7.org/linux/man-pages/man3/mallopt.3.html), so each large CPU tensor

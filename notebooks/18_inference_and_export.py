@@ -133,8 +133,9 @@ for batch in (1, 256):
 # %% [markdown]
 # The ratios are speed-ups over fp32. On our two CPU cores bf16 took longer than fp32 for a single image, even
 # with weights cast once. With 256 images bf16 was faster, most of all when compiled. To see what bf16 alone
-# gains, compare the compiled bf16 with the *compiled* fp32. `amp-lab advise` tries such ways on [your
-# model](../docs/your_model.md).
+# gains, compare the compiled bf16 with the *compiled* fp32. On [a T4, V100 or RTX
+# 20](../docs/hardware.md#t4-v100-and-rtx-20), expect bf16 to be slow, and use fp16. `amp-lab advise` tries such ways on
+# [your model](../docs/your_model.md).
 #
 # ## Which decisions change?
 #

@@ -140,7 +140,7 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # |---|---|---|
 # | GTX 16 | fp16 gives NaN in some models ([report](https://github.com/pytorch/pytorch/issues/58123), [another report](https://github.com/pytorch/pytorch/issues/77955)) | use fp32 |
 # | V100, GTX 10 | PyTorch 2.14 for CUDA 12.6 is [the last version with kernels for these GPUs](https://github.com/pytorch/pytorch/issues/190385) | install this version |
-# | V100, T4, RTX 20 | these GPUs emulate bf16 and have no TF32 | use fp16 |
+# | V100, T4, RTX 20 | these GPUs [emulate bf16 and have no TF32](../docs/hardware.md#t4-v100-and-rtx-20) | use fp16 |
 # | RTX 30, RTX 40 | [data sheets give two rates for fp16](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf); with sums in fp32, as in PyTorch, matmuls run at half of the higher rate | expect the lower rate |
 # | MI210, MI250 | 16-bit matmuls treat subnormals as 0, so PyTorch [casts fp16 inputs to bf16 in backward matmuls](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) | use bf16 |
 # | MI300 | its FP8 is *fnuz*: the same bits stand for half the value that they have on other GPUs | see [notebook 15](15_below_16_bits.ipynb) |
@@ -151,10 +151,6 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 # On an RTX 30 or RTX 40, `torch.backends.cuda.matmul.allow_fp16_accumulation = True` lets PyTorch add in
 # fp16, at the higher rate. Use this setting only for inference, because sums in fp16 can overflow or lose
 # small summands ([notebook 01](01_number_formats.ipynb)).
-#
-# `torch.cuda.is_bf16_supported()` returns True even if the GPU emulates bf16, as a T4 does. Pass
-# `including_emulation=False` to find out whether bf16 is fast.
-# <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # Why do subnormals matter? We count how many gradients of an ordinary size become 0:
 

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -65,7 +66,8 @@ def skips_after_overflow(
     if engine == "DDP":
         model = DistributedDataParallel(model)
     else:
-        fully_shard(model)
+        # By default the mesh is of the accelerator, where ranks may be on the CPU beside one.
+        fully_shard(model, mesh=init_device_mesh(x.device.type, (dist.get_world_size(),)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler(x.device.type, init_scale=1024.0)
     is_last = dist.get_rank() == dist.get_world_size() - 1
