@@ -152,17 +152,12 @@ def seconds(dtype):
 assert seconds(torch.bfloat16) > 2 * seconds(torch.float32) > 2 * seconds(torch.float16)
 """
 
-# What picks a dtype by itself: the commands, the notebooks' helpers, and what is timed.
+# What picks a dtype by itself, after T4: bench, doctor, and advise.
 T4_CHOICES = """
-import torch
-from amp_lab import advise, pick_device
+from amp_lab import advise
 from amp_lab.bench.runner import _choose_precisions
 from amp_lab.cli.doctor import _recipe
-from amp_lab.core.device import describe_device
-from course import emulates_bf16
 
-device = pick_device()
-report = describe_device(device)
 assert _choose_precisions(report, ()) == ["fp32", "fp16"]
 recipe = "\\n".join(_recipe(report.recommended, device.type))
 assert "float16" in recipe and "GradScaler" in recipe and "bfloat16" not in recipe
@@ -191,9 +186,8 @@ def test_the_package_works_beside_an_accelerator_of_another_make():
     assert done.stdout.split("\n")[:-1] == [*CODES]
 
 
-@pytest.mark.parametrize("code", [T4, T4_CHOICES], ids=["device", "choices"])
-def test_on_a_t4_everything_chooses_fp16_with_a_scaler(code):
-    done = run(code, PRETEND_GPU="t4")
+def test_on_a_t4_everything_chooses_fp16_with_a_scaler():
+    done = run(T4 + T4_CHOICES, PRETEND_GPU="t4")
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 
