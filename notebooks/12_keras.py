@@ -20,9 +20,9 @@
 # - what replaces the names of TensorFlow 2.x.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast, and [notebook
-# 03](03_grad_scaler_step_by_step.ipynb) for the scaler. Keras and TensorFlow come with `pdm run lab`.
-# TensorFlow runs on the CPU. Without TensorFlow, as on Python 3.14, only torch runs.
-# <!-- tests/course/test_processes.py -->
+# 03](03_grad_scaler_step_by_step.ipynb) for the scaler. `pdm run sync --with tensorflow` installs
+# TensorFlow, for the CPU. Without TensorFlow, as on Python 3.14, only torch runs.
+# <!-- tests/course/test_processes.py --> <!-- tests/tools/test_sync.py -->
 
 # %% [markdown]
 # You select the Keras backend with an environment variable [before you import

@@ -1,5 +1,6 @@
 """The wheel: small, and at home beside somebody's torch and model, where nothing else is."""
 
+import email
 import importlib.metadata
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from cases import some_of
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from measure_code import ROOT
 
@@ -151,7 +153,10 @@ QUICKLY = ["--device", "cpu", "--minutes", "0.05"]
         (["memory", "my_models:TwoTower", *INPUTS, "--memory", "1GiB"], "largest batch in 1 GiB"),
         (["diff", "my_models:TwoTower", *INPUTS, "--precision", "bf16"], "They diverge nowhere"),
         (["rehearse", "my_models:TwoTower", *INPUTS], "TwoTower, rehearsed on cpu"),
-        (["advise", "my_models:TwoTower", *INPUTS, *QUICKLY], "\nThe lines to write for training "),
+        (
+            ["advise", "my_models.py:TwoTower", *INPUTS, *QUICKLY],
+            "\nThe lines to write for training ",
+        ),
         (["doctor", "--device", "cpu"], "\nUse "),
         (["ops", "--device", "mps"], "scaled_dot_product_attention"),
         (["explain", "the loss scale falls to 0"], "AMP0002"),
@@ -169,7 +174,9 @@ def test_a_command_works_on_their_model(theirs, command, said):
     some_of(
         (["migrate", "my_models.py"], "migrate needs libcst: pip install 'amp-lab[migrate]'"),
         (["bench", "--list"], "bench needs torchvision: pip install 'amp-lab[train]'"),
-        (["train", "--out", "x"], "loading data needs pillow: pip install 'amp-lab[train]'"),
+        (["train", "--out", "x"], "train needs torchvision: pip install 'amp-lab[train]'"),
+        (["sample", "x"], "loading data needs pillow: pip install 'amp-lab[train]'"),
+        (["export", "x", "y"], "export needs torchvision: pip install 'amp-lab[train]'"),
     ),
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
@@ -177,6 +184,22 @@ def test_a_command_that_needs_more_says_what(theirs, command, line):
     done = run(theirs, "amp-lab", *command)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"amp-lab {command[0]}: {line}\n"
+
+
+def test_an_extra_is_added_to_what_is_installed(theirs):
+    """The wheel need not come from an index: pip looks there only for what the extra brings."""
+    pip = ["-m", "pip", "--isolated", "install", "--no-index", "amp-lab[migrate]"]
+    done = run(theirs, "python", *pip)
+    assert done.returncode == 1
+    assert "No matching distribution found for libcst" in done.stderr
+
+
+def test_pip_refuses_a_python_that_is_too_old(built):
+    with zipfile.ZipFile(built[".whl"]) as wheel:
+        (name,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
+        about = email.message_from_string(wheel.read(name).decode())
+    wanted = SpecifierSet(about["Requires-Python"])
+    assert [f"3.{minor}.0" in wanted for minor in (10, 11, 12, 13, 14)] == [False, *[True] * 4]
 
 
 def test_every_public_name_is_there_or_says_what_it_needs(theirs):

@@ -167,7 +167,10 @@ def _run_group(
 def _installed_backends() -> tuple[str, ...]:
     """Both backends; without TensorFlow only torch, which is printed."""
     if importlib.util.find_spec("tensorflow") is None:
-        print("TensorFlow is not installed here, so this runs on the torch backend alone")
+        print(
+            "TensorFlow is not installed here, so this runs on the torch backend alone; "
+            "`pdm run sync --with tensorflow` installs TensorFlow"
+        )
         return ("torch",)
     return BACKENDS
 
