@@ -1,8 +1,10 @@
-"""The compose files for GPUs, checked without one; and the ROCm image, on a stand-in base."""
+"""The compose files for GPUs, checked without one; and images with another torch, a stand-in."""
 
 import json
 import re
 import subprocess
+import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +23,15 @@ RUN site=$(python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))') 
     && printf 'Metadata-Version: 2.1\\nName: torch\\nVersion: 2.11.0+rocm7.1\\n' \\
        > "$site/torch-2.11.0+rocm7.1.dist-info/METADATA"
 """
+
+LOOK = """
+import torch, importlib.metadata as m
+print(torch.__version__, torch.__file__)
+print([d.name for d in m.distributions() if d.name.startswith(("nvidia", "triton"))])
+"""
+# The packages of torch that are imported when the image is built.
+OF_TORCH = ("", "_dynamo/", "_inductor/", "_inductor/codegen/", "_inductor/codegen/cpp/")
+OF_TORCH += ("_inductor/compile_fx/",)
 
 
 def config(checkout, file: str, **settings: str) -> dict:
@@ -57,6 +68,14 @@ def test_settings_in_a_file_arrive(checkout, files):
     finally:
         place.unlink()
     assert json.loads(done.stdout)["services"]["lab"]["environment"].items() >= written.items()
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_what_the_image_holds_can_be_set(checkout, file):
+    index = "https://example.org/whl"
+    lab = config(checkout, file, AMP_LAB_TENSORFLOW="1", AMP_LAB_TORCH_INDEX=index)
+    assert lab["build"]["args"] == {"TENSORFLOW": "1", "TORCH_INDEX": index}
+    assert set(config(checkout, file)["build"]["args"].values()) == {""}
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -105,21 +124,53 @@ def test_the_rocm_image_keeps_the_torch_of_its_base(checkout):
     )
     service = Service(checkout, "docker/compose.rocm.yaml")
     service.compose("build", "--build-arg", "BASE=amp-lab-rocm-stand-in")
-    look = (
-        "import torch, importlib.metadata as m; print(torch.__version__, torch.__file__); "
-        "print([d.name for d in m.distributions() if d.name.startswith(('nvidia', 'triton'))])"
-    )
-    torch, packages = run_in_rocm_image("python", "-c", look).splitlines()
+    torch, packages = run_in("amp-lab-rocm", "python", "-c", LOOK).splitlines()
     assert torch == "2.11.0+rocm7.1 /opt/venv/lib/python3.11/site-packages/torch/__init__.py"
     assert packages == "[]"
-    run_in_rocm_image("python", "-c", "import amp_lab, jupyterlab, numpy, sklearn, nbval")
-    assert run_in_rocm_image("pdm", "run", "sync") == ""  # nothing to do, nothing to download
+    run_in("amp-lab-rocm", "python", "-c", "import amp_lab, jupyterlab, numpy, sklearn, nbval")
+    assert run_in("amp-lab-rocm", "pdm", "run", "sync") == ""  # nothing to do, nothing to download
 
 
-def run_in_rocm_image(*command: str) -> str:
-    """What a command prints in the ROCm image, off the network."""
+def write_wheel(index: Path, name: str, version: str, modules: tuple[str, ...]) -> None:
+    """Add a wheel that holds no more than its version to a package index in a folder."""
+    about = f"{name}-{version}.dist-info"
+    files = {f"{name}/{module}__init__.py": f"__version__ = '{version}'\n" for module in modules}
+    files[f"{about}/METADATA"] = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    files[f"{about}/WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files[f"{about}/RECORD"] = "".join(f"{file},,\n" for file in [*files, f"{about}/RECORD"])
+    (index / name).mkdir(parents=True, exist_ok=True)
+    wheel = f"{name}-{version}-py3-none-any.whl"
+    with open(index / name / "index.html", "a") as page:
+        page.write(f'<a href="{wheel}">{wheel}</a>\n')
+    with zipfile.ZipFile(index / name / wheel, "w") as archive:
+        for file, text in files.items():
+            archive.writestr(file, text)
+
+
+def test_torch_comes_from_the_index_that_is_named(checkout, tmp_path):
+    write_wheel(tmp_path / "index", "torch", "2.12.0+cpu", OF_TORCH)
+    write_wheel(tmp_path / "index", "torch", "99.0.0+cpu", OF_TORCH)  # newer than the lock's
+    write_wheel(tmp_path / "index", "torchvision", "0.27.0+cpu", ("",))
+    base = "FROM python:3.11-slim-bookworm\nCOPY index /index\n"
+    (tmp_path / "Dockerfile").write_text(base)
+    command = ["docker", "build", "--tag", "amp-lab-index-stand-in", str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True)
+    override = tmp_path / "override.yaml"
+    override.write_text("services: {lab: {image: amp-lab-index}}\n")
+    service = Service(
+        checkout, "docker/compose.yaml", override, AMP_LAB_TORCH_INDEX="file:///index"
+    )
+    service.compose("build", "--build-arg", "BASE=amp-lab-index-stand-in")
+    torch, packages = run_in("amp-lab-index", "python", "-c", LOOK).splitlines()
+    assert torch == "2.12.0+cpu /work/.venv/lib/python3.11/site-packages/torch/__init__.py"
+    assert packages == "[]"
+    assert run_in("amp-lab-index", "pdm", "run", "sync") == ""  # and it stays
+
+
+def run_in(image: str, *command: str) -> str:
+    """What a command prints in an image, off the network."""
     return subprocess.run(
-        ["docker", "run", "--rm", "--network=none", "amp-lab-rocm", *command],
+        ["docker", "run", "--rm", "--network=none", image, *command],
         capture_output=True,
         text=True,
         check=True,
