@@ -43,7 +43,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
     from jupyter_server.utils import JupyterServerAuthWarning
-    from jupyterlab.labapp import main as jupyter_lab
+    from jupyterlab.labapp import LabApp
+
+    import lab_contents
 
     # It names routes that do not ask for the token by themselves. With allow_unauthenticated_access
     # off, the server asks in their place.
@@ -68,9 +70,10 @@ def main(argv: list[str] | None = None) -> int:
     if os.environ.get("AMP_LAB_PORT"):  # a container's port has another number outside
         address = f"http://127.0.0.1:{os.environ['AMP_LAB_PORT']}"
         arguments.append(f"--ServerApp.custom_display_url={address}")
+        LabApp.serverapp_class = lab_contents.ServerApp
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         arguments.append("--allow-root")
-    return jupyter_lab(arguments) or 0
+    return LabApp.launch_instance(arguments) or 0
 
 
 def token_problem(arguments: list[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""What `tools/lab.py` changes of Jupyter's server: how it reads and saves, and who may enter.
+"""What `tools/lab.py` changes of Jupyter's server: files, who may enter, the address it prints.
 
 Opening and saving a notebook untouched changes nothing. JupyterLab writes into a notebook what its
 kernel says of its language, with the version of Python. A notebook without it counts as changed as
@@ -11,8 +11,10 @@ import sys
 from typing import Any
 
 from ipykernel.ipkernel import IPythonKernel
+from jupyter_server import serverapp
 from jupyter_server.auth.identity import PasswordIdentityProvider
 from jupyter_server.services.contents.largefilemanager import AsyncLargeFileManager
+from traitlets import Bool
 
 NO_TOKEN = (
     "lab: the token is empty, and would let anyone in who reaches this port: give a token, or "
@@ -53,3 +55,19 @@ class TokenRequired(PasswordIdentityProvider):
             print(NO_TOKEN, file=sys.stderr)
             sys.exit(2)
         super().validate_security(app, ssl_options)
+
+
+class ServerApp(serverapp.ServerApp):
+    """The server of a container: prints its address outside, which is the only one that works."""
+
+    no_browser_open_file = Bool(True)  # it is inside, and would be printed as an address too
+
+    @property
+    def display_url(self) -> str:
+        """The address, with the token unless the user has set it."""
+        return self.public_url.removesuffix("?token=...")
+
+    @property
+    def connect_url(self) -> str:
+        """The same address."""
+        return self.display_url

@@ -1,6 +1,7 @@
 """A reader's session in a real browser, with the container and with plain `pdm run lab`."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
-from conftest import OWNER, ROOT, TOKEN, free_port
+from conftest import OWNER, ROOT, TOKEN, Service, free_port
 
 NAME = "03_grad_scaler_step_by_step"
 CELL_TIMEOUT_MS = 120_000
@@ -159,6 +160,28 @@ def test_it_opens_on_the_first_notebook_and_lists_each_once_with_its_whole_name(
     cut = "items => items.filter(i => i.scrollWidth > i.clientWidth).map(i => i.innerText)"
     assert all(len(name) > 28 for name in listed.evaluate_all(cut))  # as many fit into the list
     page.close()
+
+
+def test_the_address_that_the_container_prints_opens_the_first_notebook(browser, image):
+    """The only address in the log, with the token that JupyterLab has drawn."""
+    port = free_port()
+    service = Service(image, AMP_LAB_PORT=str(port))
+    service.settings["COMPOSE_PROJECT_NAME"] = "amp-lab-address"
+    service.compose("up", "--detach", "--no-build")
+    try:
+        service.wait(service.is_healthy, "healthy")
+        (address,) = set(re.findall(r"\w+://\S+", service.log()))
+        assert address.startswith(f"http://127.0.0.1:{port}/")
+        page = browser.new_page(viewport={"width": 1440, "height": 900})
+        page.goto(address)
+        page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
+        expect(page.locator(".jp-Notebook")).to_contain_text("Train with AMP in five minutes")
+        expect(page.get_by_text("(ipykernel) | Idle")).to_be_visible(timeout=60_000)
+        page.close()
+        processes = service.run_inside("sh", "-c", "cat /proc/[0-9]*/comm").split()
+        assert set(processes) <= {"tini", "python", "sh", "cat"}  # no language server
+    finally:
+        service.compose("down", "--timeout", "5", check=False)
 
 
 def test_opening_a_notebook_and_saving_it_untouched_changes_nothing(browser, session):
