@@ -23,6 +23,7 @@ import argparse
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -42,6 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
     options, for_pdm = read_options(sys.argv[1:] if arguments is None else arguments)
     wanted = fingerprint()
     asked = [group for group in options.groups if not is_installed(group)]
+    if not os.access(sys.prefix, os.W_OK):  # in an image, which stays as it was built
+        asked = []
     if STAMP.exists() and STAMP.read_text() == wanted and not asked and not options.torch_index:
         return 0
     pdm = shutil.which("pdm")

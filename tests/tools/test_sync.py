@@ -44,6 +44,13 @@ def test_tensorflow_comes_when_asked_for(pdm):
     assert pdm.calls[1:] == [["sync"]]
 
 
+def test_an_image_stays_as_it_was_built(pdm, monkeypatch):
+    sync.main([])
+    monkeypatch.setattr(sync.os, "access", lambda path, mode: False)
+    assert sync.main(["--with", "tensorflow"]) == 0
+    assert len(pdm.calls) == 1
+
+
 def test_a_tensorflow_that_is_there_is_kept_in_step(pdm, monkeypatch):
     pdm.installed["tensorflow-cpu"] = "2.21.0"
     sync.main([])
