@@ -9,7 +9,12 @@ import torch
 from amp_lab.core.remedies import Remedy
 from amp_lab.numerics.autocast_effect import runs_in_fp32
 from amp_lab.numerics.op_constants import FILLING
-from amp_lab.numerics.op_remedies import BACKWARD, FORWARD, nonfinite_remedy
+from amp_lab.numerics.op_remedies import (
+    ATTENTION_KERNEL,
+    BACKWARD,
+    FORWARD,
+    nonfinite_remedy,
+)
 from amp_lab.numerics.power_remedies import (
     BOTH_SIGNS,
     divides_by_both_signs,
@@ -183,6 +188,9 @@ _RANGE = nonfinite_remedy(
 _NEAR_ZERO = 1e-2
 """A divisor of a larger magnitude makes no result infinite by itself. The remedies add as much."""
 
+_ATTENTION_NODES = ("scaleddotproduct", "flashattention", "efficientattention", "cudnnattention")
+"""Beginnings of the names of autograd's nodes for attention."""
+
 _DERIVATIVE = nonfinite_remedy(
     "backward.other",
     "the backward pass of another op",
@@ -257,6 +265,8 @@ def _on_backward_op(report: NonfiniteReport) -> Remedy | None:
     """The remedy for this op's derivative; None if the derivative is not at fault, or unknown."""
     if _begins(report, "div", "reciprocal", "pow") and divides_by_both_signs(report):
         return BOTH_SIGNS
+    if _begins(report, *_ATTENTION_NODES):
+        return None if _overflows_fp16(report) else ATTENTION_KERNEL
     if not _has_infinite_derivative(report):
         return None
     return _by_op(report, BACKWARD)

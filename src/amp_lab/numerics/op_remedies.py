@@ -8,6 +8,18 @@ def nonfinite_remedy(code: str, when: str, text: str, failure: str = "") -> Reme
     return remedy(f"nonfinite.{code}", when, text, failure)
 
 
+ATTENTION_KERNEL = nonfinite_remedy(
+    "attention_kernel",
+    "attention made a NaN of finite inputs",
+    "Query, key and value are finite, and attention only averages the values, so the kernel may be "
+    "at fault. On an NVIDIA GPU, call torch.backends.cuda.enable_cudnn_sdp(False) and repeat the "
+    "step. If the NaN is still there, run attention in plain ops: with "
+    "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH). If this gives finite "
+    "results, use another kernel or another version of torch. If not, this report names the op "
+    "inside of attention.",
+    failure="AMP0113",
+)
+
 # Keys are beginnings of names of ops, with spaces between; the first key that fits is taken.
 BACKWARD = {
     "sqrt": nonfinite_remedy(
@@ -62,6 +74,7 @@ BACKWARD = {
     ),
 }
 FORWARD = {
+    "scaled_dot_product flash_attention efficient_attention cudnn_attention": ATTENTION_KERNEL,
     "logit": nonfinite_remedy(
         "logit",
         "logit of 0 or 1",
