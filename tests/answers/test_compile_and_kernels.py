@@ -1,0 +1,408 @@
+"""docs/compile_and_kernels.md: its code runs, and PyTorch does what the page says."""
+
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from amp_lab import xray
+
+PAGE = (Path(__file__).parents[2] / "docs" / "compile_and_kernels.md").read_text(encoding="utf-8")
+FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SECTIONS = {section.partition("\n")[0]: section for section in PAGE.split("\n## ")[1:]}
+BF16 = torch.bfloat16
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread_and_seed"),
+    pytest.mark.filterwarnings("ignore:.*CUDA"),
+]
+
+
+def code_of(words: str) -> str:
+    """The code of the section whose heading contains these words."""
+    (section,) = (text for heading, text in SECTIONS.items() if words in heading)
+    (code,) = FENCE.findall(section)
+    return code
+
+
+def rope(q, cosine, sine):
+    """A rotary embedding, as Llama has it."""
+    first, second = q.chunk(2, -1)
+    return q * cosine + torch.cat((-second, first), -1) * sine
+
+
+@pytest.fixture
+def compiler():
+    """torch's compiler, without what an earlier test has compiled."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def error_of(result, exact) -> float:
+    """The relative error."""
+    return ((result.double() - exact).norm() / exact.norm()).item()
+
+
+def rope_inputs() -> list[torch.Tensor]:
+    return [torch.randn(2, 4, 64, 32).to(BF16) for _ in range(3)]
+
+
+def test_the_compiled_result_is_nearer_to_the_exact_one(compiler):
+    inputs = rope_inputs()
+    exact = rope(*(values.double() for values in inputs))
+    eager, compiled = rope(*inputs), torch.compile(rope)(*inputs)
+    assert (eager != compiled).float().mean().item() == pytest.approx(1 / 3, abs=0.02)
+    assert error_of(eager, exact) == pytest.approx(2.4e-3, abs=1e-4)
+    assert error_of(compiled, exact) == pytest.approx(1.7e-3, abs=1e-4)
+
+
+@pytest.mark.skipif(not hasattr(torch._inductor.config, "numerics"), reason="new in torch 2.15")
+def test_strict_numerics_keep_the_bits_of_eager_mode(compiler):
+    inputs = rope_inputs()
+    names = {"torch": torch, "function": rope}
+    exec(code_of("same bits"), names)
+    assert torch.equal(names["compiled"](*inputs), rope(*inputs))
+    torch.compiler.reset()
+    emulated = torch.compile(rope, options={"emulate_precision_casts": True})
+    assert torch.equal(emulated(*inputs), rope(*inputs))
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._inductor.config, "batch_invariant"), reason="new in torch 2.15"
+)
+def test_batch_invariant_changes_nothing_on_a_cpu_and_concerns_reductions(compiler):
+    def normed(x, weight):
+        return F.layer_norm(x, (64,)) @ weight
+
+    x, weight = torch.randn(16, 64).to(BF16), torch.randn(64, 64).to(BF16)
+    default = torch.compile(normed)(x, weight)
+    torch.compiler.reset()
+    invariant = torch.compile(normed, options={"batch_invariant": True})(x, weight)
+    assert torch.equal(default, invariant)
+    # The generators of reductions in Triton alone read it.
+    folder = Path(torch.__file__).parent / "_inductor"
+    readers = [
+        file.relative_to(folder).as_posix()
+        for file in folder.rglob("*.py")
+        if "batch_invariant" in file.read_text(encoding="utf-8")
+    ]
+    assert all("triton" in name or name in ("config.py", "runtime/hints.py") for name in readers)
+
+
+def sloped(x):
+    """NaN where the broken relu of the next test adds 1 to what it is given."""
+    return (0.5 - x.relu()).sqrt().sum()
+
+
+@pytest.fixture
+def broken_relu(compiler, monkeypatch):
+    """A wrong kernel of relu in inductor, which has it for its own tests."""
+    monkeypatch.setattr(torch._inductor.config.cpp, "inject_relu_bug_TESTING_ONLY", "accuracy")
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+
+
+@pytest.mark.slow
+def test_the_ladder_names_the_part_of_the_compiler(broken_relu, capsys):
+    batch = torch.full((8,), -0.25)
+    assert sloped(batch).isfinite()
+    exec(code_of("NaN only with"), {"torch": torch, "loss_of": sloped, "batch": batch})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines] == ["True"] * 3 + ["False"] * 2
+    assert "'inductor'" in lines[3]
+    assert "'reduce-overhead'" in lines[4]
+
+
+@pytest.mark.slow
+def test_the_ladder_is_finite_for_a_sound_model(compiler, capsys):
+    batch = torch.full((8,), -0.25)
+    exec(code_of("NaN only with"), {"torch": torch, "loss_of": sloped, "batch": batch})
+    assert capsys.readouterr().out.count("True") == 5
+
+
+def bisected(function, inputs, capsys) -> str:
+    names = {"torch": torch, "function": function, "inputs": inputs, "expected": function(*inputs)}
+    exec(code_of("compiler step"), names)
+    return capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_the_bisector_names_roundings(compiler, monkeypatch, capsys):
+    if not hasattr(torch._inductor.config, "numerics"):
+        pytest.skip("torch 2.11 does not emulate the casts on a CPU")
+    assert "'inductor_emulate_precision_casts'" in bisected(rope, rope_inputs(), capsys)
+
+
+@pytest.mark.slow
+def test_the_bisector_names_a_wrong_op(broken_relu, capsys):
+    line = bisected(sloped, [torch.full((8,), -0.25)], capsys)
+    assert "subsystem='lowerings'" in line
+    assert "relu" in line
+
+
+MODELS = """
+from torch import nn
+
+
+def build():
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU())
+"""
+
+
+@pytest.mark.slow
+def test_diff_compares_a_compiled_model_by_module(tmp_path):
+    file = tmp_path / "models.py"
+    file.write_text(MODELS, encoding="utf-8")
+    options = ["--input", "4,8", "--compile", "--precision", "bf16"]
+    command = [sys.executable, "-m", "amp_lab", "diff", f"{file}:build", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "modules in both" in done.stdout
+    assert "fp64" in done.stdout
+    assert (
+        "--compile --precision bf16"
+        in SECTIONS["Which layer differs first between eager and compiled?"]
+    )
+
+
+# Attention
+
+
+def heads(*size: int, dtype: torch.dtype = BF16) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(1, 2, *(size or (16, 32))).to(dtype) for _ in range(3))
+
+
+def test_cudnn_stands_behind_plain_ops_by_default():
+    order = [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
+    assert order[:2] == [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    assert order.index(SDPBackend.MATH) < order.index(SDPBackend.CUDNN_ATTENTION)
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+def test_a_profile_shows_the_kernel(backend, capsys):
+    q, _, _ = heads()
+    with sdpa_kernel(backend):
+        exec(
+            code_of("attention kernel ran"),
+            {"torch": torch, "model": lambda x: F.scaled_dot_product_attention(x, x, x), "x": q},
+        )
+    printed = capsys.readouterr().out
+    assert ("_scaled_dot_product_attention_math" in printed) == (backend is SDPBackend.MATH)
+    assert ("flash_attention" in printed) == (backend is SDPBackend.FLASH_ATTENTION)
+
+
+FIRST_ROW_HIDDEN = torch.ones(16, 16, dtype=torch.bool).tril()
+FIRST_ROW_HIDDEN[0] = False
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_a_row_that_is_masked_everywhere(backend, dtype):
+    q, _, v = heads(dtype=dtype)
+    infinite = torch.zeros(16, 16, dtype=dtype).masked_fill(~FIRST_ROW_HIDDEN, -math.inf)
+    least = infinite.masked_fill(~FIRST_ROW_HIDDEN, torch.finfo(dtype).min)
+    with sdpa_kernel(backend):
+        for mask in (FIRST_ROW_HIDDEN, infinite):
+            output = F.scaled_dot_product_attention(q, q, v, attn_mask=mask)
+            assert output[..., 0, :].count_nonzero() == 0
+            assert output.isfinite().all()
+        output = F.scaled_dot_product_attention(q, q, v, attn_mask=least)
+    average = v.float().mean(-2)
+    torch.testing.assert_close(output[..., 0, :].float(), average, rtol=0.02, atol=0.02)
+    by_hand = ((q @ q.mT).float() + infinite.float()).softmax(-1)
+    assert by_hand[..., 0, :].isnan().all()
+
+
+def test_a_row_that_is_masked_everywhere_in_modules_and_flex_attention():
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    attention, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(1, 4, 8)
+    hidden = torch.ones(1, 4, dtype=torch.bool)
+    assert attention(x, x, x, key_padding_mask=hidden)[0].isnan().all()
+    without = attention(x, x, x, key_padding_mask=hidden, need_weights=False)[0]
+    assert without.isfinite().all()
+
+    mask = create_block_mask(lambda b, h, i, j: (j <= i) & (i > 0), None, None, 16, 16, "cpu")
+    q, _, v = heads(dtype=torch.float32)
+    assert flex_attention(q, q, v, block_mask=mask)[..., 0, :].count_nonzero() == 0
+
+
+def test_a_nan_in_a_masked_value_reaches_the_output():
+    q, _, v = heads(4, 8, dtype=torch.float32)
+    v[..., 3, :] = math.nan
+    mask = torch.tensor([True, True, True, False]).expand(4, 4)
+    assert F.scaled_dot_product_attention(q, q, v, attn_mask=mask).isnan().all()
+    v[..., 3, :] = 0
+    assert F.scaled_dot_product_attention(q, q, v, attn_mask=mask).isfinite().all()
+
+
+def plain_attention(q, k, v):
+    return (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v
+
+
+def test_sdpa_is_nearer_to_the_exact_result_than_plain_ops():
+    q, k, v = (torch.randn(1, 4, 64, 32).to(BF16) for _ in range(3))
+    exact = plain_attention(q.double(), k.double(), v.double())
+    assert error_of(plain_attention(q, k, v), exact) == pytest.approx(5e-3, abs=1e-3)
+    assert error_of(F.scaled_dot_product_attention(q, k, v), exact) == pytest.approx(2e-3, abs=5e-4)
+
+
+def test_sdpa_stays_finite_where_scores_exceed_fp16():
+    q = torch.full((1, 1, 8, 64), 40.0, dtype=torch.float16)
+    assert (q @ q.mT).isinf().all()
+    assert F.scaled_dot_product_attention(q, q, q).isfinite().all()
+
+
+def test_autocast_casts_for_flex_attention(compiler):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q, k, v = heads(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=BF16):
+        for attend in (flex_attention, torch.compile(flex_attention)):
+            assert attend(q, k, v).dtype is BF16
+            assert attend(q, k, v.to(BF16)).dtype is BF16
+
+
+def test_a_norm_gives_fp32_queries_which_the_cast_repairs():
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project, self.norm = nn.Linear(8, 8), nn.RMSNorm(8)
+
+        def forward(self, x):
+            v = self.project(x)
+            q, k = self.norm(v), self.norm(v)
+            dtypes.append(q.dtype)
+            q, k = q.to(v.dtype), k.to(v.dtype)
+            dtypes.extend((q.dtype, k.dtype, v.dtype))
+            return q + k + v
+
+    dtypes: list[torch.dtype] = []
+    xray(Normed(), torch.randn(2, 8), device_type="cuda", dtype=BF16)
+    assert set(dtypes[1:]) == {BF16}
+    assert (dtypes[0] is torch.float32) == norm_has_a_rule()
+    code = "`q, k = q.to(v.dtype), k.to(v.dtype)`"
+    assert code in SECTIONS["Does autocast cast for flex_attention and flash-attn?"]
+
+
+# Norms, ops of your own, vmap
+
+
+def norm_has_a_rule() -> bool:
+    """Whether CUDA's autocast has a rule for rms_norm, as it has from torch 2.12 on."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
+
+
+def norm_row(norm: nn.Module):
+    model = nn.Sequential(nn.Linear(16, 64), norm, nn.Linear(64, 8))
+    found = xray(model, torch.randn(4, 16), device_type="cuda", dtype=BF16)
+    (row,) = (row for row in found.rows if row.op == "rms_norm")
+    return row
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_the_rule_for_rms_norm_and_a_norm_that_is_exempt():
+    names = {"torch": torch, "F": F}
+    exec(code_of("RMSNorm"), names)
+    exempt = names["BF16RMSNorm"]
+    assert norm_row(nn.RMSNorm(64)).dtype is (torch.float32 if norm_has_a_rule() else BF16)
+    row = norm_row(exempt(64))
+    assert (row.dtype, *row.in_dtypes) == (BF16, BF16, BF16)
+
+    norm, x = exempt(64), torch.randn(4, 64).to(BF16)
+    in_fp32 = F.rms_norm(x.float(), (64,)).to(BF16)
+    assert torch.equal(norm(x), in_fp32)
+    norm(x).sum().backward()
+    assert norm.weight.grad.dtype is torch.float32
+
+
+def test_a_weight_in_fp32_leaves_the_fused_norm():
+    x = torch.randn(4, 64).to(BF16)
+    with pytest.warns(UserWarning, match="Mismatch dtype between input and weight"):
+        torch.nn.functional.rms_norm(x, (64,), torch.ones(64))
+
+
+def test_an_op_of_your_own_gets_the_registered_dtype():
+    code = code_of("my own op")
+    op, registration = code.split("\n\n")
+    names = {"torch": torch}
+    exec(op.replace("mine::", "answers::"), names)
+    double, x = names["double"], torch.randn(3)
+    with torch.autocast("cpu", dtype=BF16):
+        assert double(x).dtype is torch.float32
+    exec(registration.replace("mine::", "answers::").replace('"cuda"', '"cpu"'), names)
+    for dtype in (BF16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            assert double(x).dtype is BF16
+    assert double(x).dtype is torch.float32
+
+
+def test_vmap_adds_the_bias_in_fp32():
+    layer, x = nn.Linear(8, 8), torch.randn(4, 8)
+    unbiased = nn.Linear(8, 8, bias=False)
+    with torch.autocast("cpu", dtype=BF16):
+        assert layer(x).dtype is BF16
+        mapped = torch.vmap(layer)(x)
+        assert mapped.dtype is torch.float32
+        assert torch.vmap(unbiased)(x).dtype is BF16
+    product = x.to(BF16) @ layer.weight.to(BF16).T
+    torch.testing.assert_close(mapped, product.float() + layer.bias, rtol=0.01, atol=0.01)
+    assert "`torch.vmap(layer)(x).to(torch.bfloat16)`" in PAGE
+
+
+# CUDA graphs, and the cache of compiled code
+
+
+def test_the_scale_changes_in_place():
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], 1.0)
+    scaler.scale(weight.sum()).backward()
+    before = scaler._scale
+    weight.grad.fill_(math.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler._scale is before
+    assert before.item() == 4.0
+
+
+PROGRAM = """
+import sys
+import torch
+from torch._dynamo.utils import counters
+
+torch.manual_seed(0)
+layer = torch.nn.Linear(8, 8)
+
+def loss_of(x):
+    with torch.autocast("cpu", dtype=getattr(torch, sys.argv[2])):
+        return layer(x).float().square().mean()
+
+options = {"emulate_precision_casts": True} if sys.argv[1] == "emulate" else None
+torch.compile(loss_of, options=options)(torch.randn(4, 8)).backward()
+print("hit" if counters["inductor"]["fxgraph_cache_hit"] else "miss")
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_takes_the_kernels_of_the_first(tmp_path):
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-c", PROGRAM, *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout.split()[-1]
+
+    assert run("default", "bfloat16") == "miss"
+    assert run("default", "bfloat16") == "hit"
+    assert run("default", "float16") == "miss"
+    assert run("emulate", "bfloat16") == "miss"
+    assert run("emulate", "bfloat16") == "hit"
