@@ -35,8 +35,7 @@ from course import figures, start
 from course.gpt import Gpt, Size
 
 from amp_lab import rehearse
-from amp_lab.formats import ELEMENTS, FORMATS, Format, quantize
-from amp_lab.formats.accumulation import hopper_matmul
+from amp_lab.formats import ELEMENTS, FORMATS, Format, hopper_matmul, quantize
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 figures.use_style()

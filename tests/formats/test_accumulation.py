@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from amp_lab.core.errors import NumericsError
-from amp_lab.formats import quantize
-from amp_lab.formats.accumulation import hopper_matmul
+from amp_lab.formats import hopper_matmul, quantize
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # What mmaemu 0.1.0 gives for these operands (accumulate with splitk=1). Its authors compared it
