@@ -6,6 +6,7 @@ trusted, or of no commit, all the same. On
 another machine than the one that the committed outputs come from, `--keep` keeps the output of each
 cell that depends on the machine and whose code did not change. If only the text changed, `--text`
 runs nothing.
+`--edition FOLDER` writes the notebooks for Colab and Kaggle, as `tools/edition.py` describes.
 `--new 20_title` makes a notebook that passes every check, to be filled with what you have to say.
 The last figure of notebook 04 is also written as a picture, for the README.
 """
@@ -32,6 +33,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from PIL import Image
 
+import edition
 from amp_lab.core.timing import Rounds
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
@@ -61,6 +63,9 @@ def main(argv: list[str] | None = None) -> int:
         "--check", action="store_true", help="run nothing; fail if a pair is out of step"
     )
     what.add_argument("--text", action="store_true", help="run nothing; only the text changed")
+    what.add_argument(
+        "--edition", type=Path, metavar="FOLDER", help="run nothing; write those for Colab, Kaggle"
+    )
     what.add_argument("--new", metavar="NN_NAME", help="make notebooks/NN_NAME.py from a template")
     parser.add_argument("--force", action="store_true", help="write figures of a busy machine too")
     parser.add_argument(
@@ -72,6 +77,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if options.new is not None:
             print(new(options.new))
+            return 0
+        if options.edition is not None:
+            check(find())
+            print(f"wrote {len(edition.write(options.edition))} notebooks to {options.edition}")
             return 0
         sources = find(options.names)
         if options.check:
@@ -91,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
                 if options.keep:
                     keep_outputs(notebook, source)
                 write_pair(notebook, source)
-    except Problem as problem:
+    except (Problem, edition.EditionError) as problem:
         print(f"notebooks: {problem}", file=sys.stderr)
         return 2
     return 0

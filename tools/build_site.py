@@ -24,6 +24,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import api_pages
+import edition
 import failure_pages
 import site_search
 
@@ -31,12 +32,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))  # where only the site is built, the package is not installed
 OUT = ROOT / "build" / "site"
 SETTINGS = ROOT / "site"
-LINK = re.compile(r"(\]\()(?!https?:|mailto:)([^)\s#]*)(#[^)\s]*)?(?=[)\s])")
-HEADING = re.compile(r"^#{1,4} +(.+?) *#*$", re.MULTILINE)
 FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
 INDEX = "notebooks/08_when_amp_breaks.ipynb"
 PLAYGROUND = re.compile(r'<div class="playground".*?^</div>$', re.MULTILINE | re.DOTALL)
 SUMMARY = re.compile(r"^## Summary", re.MULTILINE)
+TITLE = re.compile(r"^# .+$", re.MULTILINE)
 
 
 class SiteError(Exception):
@@ -99,6 +99,8 @@ def gather(root: Path, sources: Path) -> None:
                 _write(sources / "_static" / file.name, file.read_bytes())
     _write(sources / "_static" / "reference.js", failure_pages.data_script(root))
     _write(sources / "_static" / "search_data.js", site_search.data_script(root, sources))
+    if _matching(root, edition.NOTEBOOKS):
+        edition.write_archive(sources / "_static" / edition.ARCHIVE, root)
 
 
 class _Stage:
@@ -106,6 +108,7 @@ class _Stage:
 
     def __init__(self, root: Path, sources: Path, pages: set[str]):
         self.root, self.sources, self.pages = root, sources, pages
+        self.repository = edition.repository()
         settings = tomllib.loads((root / "site" / "contents.toml").read_text(encoding="utf-8"))
         self.playgrounds = {
             notebook: name
@@ -131,12 +134,17 @@ class _Stage:
         name = self.playgrounds.get(page)
         if name is not None:
             self._insert(page, notebook, name)
+        first = notebook["cells"][0]
+        links = links_to_run(edition.colab_address(self.repository, Path(page).name))
+        first["source"] = TITLE.sub(
+            lambda title: f"{title[0]}\n\n{links}", first["source"], count=1
+        )
         _write(self.sources / page, json.dumps(notebook))
 
     def _insert(self, page: str, notebook: dict[str, Any], name: str) -> None:
         """Put the playground called `name` before the summary of a notebook."""
         whole = (self.root / "site" / "playgrounds" / f"{name}.md").read_text(encoding="utf-8")
-        title = HEADING.search(whole)
+        title = edition.HEADING.search(whole)
         found = PLAYGROUND.search(whole)
         if title is None or found is None:
             raise SiteError(f'site/playgrounds/{name}.md: no title, or no <div class="playground">')
@@ -166,7 +174,7 @@ class _Stage:
                 return f"{match[1]}{'../' * up}index.md{fragment}"
             return f"{match[1]}{match[2]}{fragment}"
 
-        return LINK.sub(fitted, text)
+        return edition.LINK.sub(fitted, text)
 
     def finish_first_page(self, bar: list[tuple[str, list[str]]]) -> None:
         """Add the left bar to the first page; README's table has the notebooks' short titles."""
@@ -178,6 +186,14 @@ class _Stage:
             entries = "\n".join(titled.get(page) or _bare(page) for page in pages)
             text += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}\n```\n"
         _write(first, text)
+
+
+def links_to_run(colab: str) -> str:
+    """HTML links to open a notebook in Colab, if it has an address there, and to download all."""
+    links = [f'<a href="../_static/{edition.ARCHIVE}" download>Download the notebooks (zip)</a>']
+    if colab:
+        links.insert(0, f'<a href="{colab}">Open in Colab</a>')
+    return f'<p class="run-links">{"".join(links)}</p>'
 
 
 def _with_box(text: str) -> str:
@@ -194,7 +210,7 @@ def _bare(page: str) -> str:
 def _jupyter_anchor(path: Path, fragment: str) -> str:
     """The anchor of the heading of a Markdown page that code hosts call `fragment`."""
     text = FENCE.sub("", path.read_text(encoding="utf-8"))
-    for heading in HEADING.findall(text):
+    for heading in edition.HEADING.findall(text):
         plain = re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", heading)
         if github_anchor(plain) == fragment:
             return anchor(plain)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import unquote
@@ -14,6 +15,7 @@ import pytest
 from site_pages import ROOT, chromium, needs_sphinx, run_build
 
 import build_site
+import edition
 from conftest import WEEKLY
 
 pytestmark = pytest.mark.slow
@@ -64,7 +66,8 @@ def site(tmp_path_factory) -> Path:
     """The whole site, in which no warning came up."""
     needs_sphinx()
     out = tmp_path_factory.mktemp("built") / "site"
-    done = run_build("--out", out, "--address", "https://example.org/amp-lab")
+    address = "https://example.org/amp-lab"
+    done = run_build("--out", out, "--address", address, GITHUB_REPOSITORY="owner/name")
     assert done.returncode == 0, done.stdout + done.stderr
     return out
 
@@ -130,6 +133,33 @@ def test_the_site_is_small_and_whole(site):
         if file.suffix == ".html":
             text = file.read_text(encoding="utf-8")
             assert not ELSEWHERE.search(text), file
+
+
+def links_to_run(page: Path) -> list[str]:
+    """Where the links below the title of a notebook's page lead."""
+    found = re.search(r'<p class="run-links">(.*?)</p>', page.read_text(encoding="utf-8"))
+    return re.findall(r'href="([^"]*)"', found[1]) if found else []
+
+
+def test_each_notebook_opens_in_colab_and_can_be_downloaded(site, tmp_path, monkeypatch):
+    monkeypatch.setenv("GITHUB_REPOSITORY", "owner/name")
+    monkeypatch.setattr(edition, "_commit", lambda root: "1" * 40)
+    edition.write(tmp_path / edition.BRANCH)  # the published layout: this branch and the site
+    for notebook in (ROOT / "notebooks").glob("[0-9]*.ipynb"):
+        page = site / "notebooks" / f"{notebook.stem}.html"
+        colab, download = links_to_run(page)
+        before, _, published = colab.partition("/owner/name/blob/")
+        assert before == "https://colab.research.google.com/github"
+        assert (tmp_path / published).is_file()
+        with zipfile.ZipFile(page.parent / download) as archive:
+            names = archive.namelist()
+        assert f"amp-lab/notebooks/{notebook.name}" in names
+        assert "amp-lab/notebooks/course/start.py" in names
+
+
+def test_without_an_address_there_is_only_the_download():
+    assert "Colab" not in build_site.links_to_run("")
+    assert edition.ARCHIVE in build_site.links_to_run("")
 
 
 def test_an_address_makes_a_sitemap_and_whole_links_to_the_picture(site):

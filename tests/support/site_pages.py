@@ -1,6 +1,7 @@
 """A browser for the site, and the site itself."""
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -42,7 +43,8 @@ def needs_sphinx() -> None:
         pytest.skip("the group 'site' is not installed")
 
 
-def run_build(*arguments: str | Path) -> subprocess.CompletedProcess:
-    """`pdm run site` with these arguments."""
+def run_build(*arguments: str | Path, **settings: str) -> subprocess.CompletedProcess:
+    """`pdm run site` with these arguments, and these settings in its environment."""
     command = [sys.executable, ROOT / "tools" / "build_site.py", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    environment = os.environ | settings
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
