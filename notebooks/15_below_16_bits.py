@@ -291,7 +291,7 @@ _ = figures.loss_from_fp32(losses)
 # %% [markdown]
 # The figure shows how far each loss is above that of fp32: the mean of three seeds, with bars for their
 # range. The grey band is the range of fp32's own seeds. With scales, FP8 and MXFP8 stay within the band,
-# and the four-bit formats end a little higher. Without a scale the model learns less, because E4M3 rounds
+# and the four-bit formats may end a little higher. Without a scale the model learns less, because E4M3 rounds
 # many gradients to zero. We check this:
 
 # %%
@@ -300,7 +300,7 @@ assert mean["fp8, no scale"] > mean["fp32"] + 0.2
 for name in ("fp8", "mxfp8"):
     assert abs(mean[name] - mean["fp32"]) < max(between_seeds, 0.05)
 for name in ("mxfp4", "nvfp4"):
-    assert mean["fp32"] - 0.05 < mean[name] < mean["fp8, no scale"] - 0.1
+    assert mean["fp32"] - max(between_seeds, 0.05) < mean[name] < mean["fp8, no scale"] - 0.1
 
 # %% [markdown]
 # Do not conclude that four bits are enough for your model. A format that survives a hundred steps of a
