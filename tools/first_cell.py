@@ -26,7 +26,7 @@ NO_NETWORK = "check the network (on Kaggle: Settings > Turn on internet), then r
 # What pip prints when it fails, and what to do about it.
 ADVICE = {
     "conflicting dependencies": "pip would replace a package of this runtime: use a newer runtime",
-    "Read-only|Permission denied": "use a virtual environment that you can write to",
+    r"due to an OSError: \[Errno": "use a virtual environment that you can write to",
     "No module named pip": "install pip with `python -m ensurepip`",
     "": NO_NETWORK,
 }

@@ -27,14 +27,6 @@ COLAB = "/github/owner/name/blob/colab/"
 NOWHERE = "http://127.0.0.1:9/name"  # a port where nothing listens
 OLD_PYTHON = "import sys; sys.version_info = (3, 10, 12)\n"
 
-WHEEL = {
-    "needs_torch-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: needs-torch\nVersion: 1.0\n"
-    "Requires-Dist: torch>=999\n",
-    "needs_torch-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n"
-    "Tag: py3-none-any\n",
-    "needs_torch-1.0.dist-info/RECORD": "",
-}
-
 
 @pytest.fixture
 def written(tmp_path, monkeypatch) -> Path:
@@ -252,21 +244,32 @@ def bundled_pip() -> str:
     return str(wheels[0])
 
 
+def write_wheel(folder: Path, name: str, *needs: str) -> None:
+    """Write a wheel of an empty package, which pip can install without a network."""
+    about = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
+    about += "".join(f"Requires-Dist: {need}\n" for need in needs)
+    tags = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        for file, text in {"METADATA": about, "WHEEL": tags, "RECORD": ""}.items():
+            wheel.writestr(f"{name}-1.0.dist-info/{file}", text)
+
+
 @pytest.mark.slow
-def test_a_package_that_would_replace_torch_is_not_installed(run, beside_course, tmp_path):
-    with zipfile.ZipFile(tmp_path / "needs_torch-1.0-py3-none-any.whl", "w") as wheel:
-        for name, text in WHEEL.items():
-            wheel.writestr(name, text)
+@pytest.mark.parametrize(
+    ("package", "advice"),
+    [
+        ("needs_torch", "would replace a package of this runtime"),
+        ("no_such_package", "check the network"),
+        ("sound", "virtual environment that you can write to"),
+    ],
+)
+def test_what_pip_cannot_install_is_one_line(run, beside_course, tmp_path, package, advice):
+    write_wheel(tmp_path, "needs_torch", "torch>=999")
+    write_wheel(tmp_path, "sound")
     settings = {"PYTHONPATH": bundled_pip(), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
-    done = run(cell(packages=("needs-torch>=1",)), cwd=beside_course, **settings)
-    assert_one_line(done, "needs-torch", "would replace a package of this runtime")
-
-
-@pytest.mark.slow
-def test_a_package_that_cannot_be_had_is_one_line(run, beside_course):
-    settings = {"PYTHONPATH": bundled_pip(), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
-    done = run(cell(packages=("no-such-package>=1",)), cwd=beside_course, **settings)
-    assert_one_line(done, "no-such-package", "check the network")
+    settings["PIP_PREFIX"] = str(tmp_path / "cell.py" / "site")  # below a file
+    done = run(cell(packages=(f"{package}>=1",)), cwd=beside_course, **settings)
+    assert_one_line(done, package, advice)
 
 
 @pytest.mark.slow
