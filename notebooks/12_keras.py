@@ -323,7 +323,7 @@ def step_with_torch(self, data):
     weights = self.trainable_weights
     with torch.no_grad():
         self.optimizer.apply([weight.value.grad for weight in weights], weights)
-    return {"loss": loss}
+    return {"loss": loss.detach()}
 
 
 # %% [markdown]

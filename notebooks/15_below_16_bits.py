@@ -319,8 +319,8 @@ for name in ("mxfp4", "nvfp4"):
 #
 # ## Compare with PyTorch's FP8 matmul
 #
-# We compare our simulation with PyTorch's FP8 matmul, `torch.nn.functional.scaled_mm`. It takes the
-# rounded operands and their scales. It runs on a GPU with FP8 hardware, and also on a CPU, as here:
+# We compare our simulation with PyTorch's FP8 matmul, `torch._scaled_mm`. It takes the rounded operands
+# and their scales. It runs on a GPU with FP8 hardware, and also on a CPU, as here:
 
 # %% tags=["nbval-ignore-output"]
 a, b = torch.randn(32, 64), torch.randn(48, 64)
@@ -333,8 +333,8 @@ def to_fp8(values):
 
 
 (a8, scale_a), (b8, scale_b) = to_fp8(a), to_fp8(b)
-tensorwise = F.ScalingType.TensorWise
-real = F.scaled_mm(a8, b8.T, scale_a, tensorwise, scale_b, tensorwise, output_dtype=torch.bfloat16)
+# `F.scaled_mm` is its public form, which a CPU does not have in torch 2.11.
+real = torch._scaled_mm(a8, b8.T, scale_a, scale_b, out_dtype=torch.bfloat16)
 simulated = quantize(a, "fp8") @ quantize(b, "fp8").T
 off = ((real.float() - simulated).norm() / simulated.norm()).item()
 print(f"the real result, in bf16, is {off:.2%} off the simulated one")
