@@ -454,7 +454,7 @@ for layer in ("blocks.1.up", "blocks.1.down"):
     worst = {form: report.of(layer, form).worst[1] for form in ("fp8", "fp8-rowwise", "mxfp8")}
     assert worst["fp8"] < worst["fp8-rowwise"] < worst["mxfp8"] < 20
     assert all(report.of(layer, form).left_out for form in (*worst, "nvfp4"))
-assert report.formats[1].gradients_off < 0.02
+assert report.formats[1].gradients_off < 2**-4  # the largest rounding error of E4M3
 
 # %% [markdown]
 # ## Summary
