@@ -7,7 +7,6 @@ notebook. It reads the version of Python before anything else, so it also has to
 """
 
 import importlib.metadata
-import importlib.util
 import os
 import re
 import subprocess
