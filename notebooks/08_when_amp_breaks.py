@@ -305,6 +305,12 @@ assert failure.code == "AMP0018"
 # | [A matmul in 16 bits differs between two GPU models](18_inference_and_export.ipynb#Which-decisions-change?) `AMP0209` | fp16 results on an A100 differ from those on a 3090 |
 # | [A Core ML model in fp16 gives wrong outputs](18_inference_and_export.ipynb#Export) `AMP0210` | the converted Core ML model is wrong or NaN on the neural engine |
 # | [An fp16 ONNX model is slower than the fp32 model on a CPU](18_inference_and_export.ipynb#Export) `AMP0231` | the fp16 ONNX model takes two to four times as long as the fp32 model on a CPU |
+# | [CUDA graphs overwrite an output that you keep](../docs/compile_and_kernels.md#accessing-tensor-output-of-cudagraphs-that-has-been-overwritten) `AMP0250` | `` accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run `` |
+# | [RMSNorm returns fp32 and is slower since torch 2.12](../docs/compile_and_kernels.md#why-is-rmsnorm-in-fp32-and-slower-since-torch-212) `AMP0251` | `` Mismatch dtype between input and weight: input dtype = …, weight dtype = …, Cannot dispatch to fused implementation. `` |
+# | [The GradScaler or another read of a value stops the capture of a CUDA graph](../docs/compile_and_kernels.md#what-belongs-inside-a-cuda-graph-with-autocast-and-gradscaler) `AMP0252` | `` CUDA error: operation not permitted when stream is capturing `` |
+# | [A layer under vmap and autocast returns fp32](../docs/compile_and_kernels.md#why-is-the-output-fp32-under-vmap-and-autocast) `AMP0253` | nn.Linear under vmap and autocast returns float32 |
+# | [torch.compile compiles again in every process](../docs/compile_and_kernels.md#torchcompile-compiles-again-in-every-process-why) `AMP0254` | torch.compile compiles again at each start of the program |
+# | [sdpa and eager attention differ in bf16](../docs/compile_and_kernels.md#should-sdpa-and-eager-attention-give-the-same-result) `AMP0255` | sdpa and eager attention give different logits in bf16 |
 # <!-- end of the index -->
 
 # %% [markdown]
