@@ -1,7 +1,8 @@
 """The edition of the notebooks for Colab and Kaggle, which is generated and never edited.
 
 Each notebook gets a first cell, `tools/first_cell.py`, which installs the package and fetches
-`course/` from one commit. `pdm run notebooks --edition FOLDER` writes them; links in their text
+`course/` from one commit. Notebook 10 also gets a last cell, `tools/record_cell.py`, which records
+the device. `pdm run notebooks --edition FOLDER` writes them; links in their text
 lead to the published places. `write_archive` packs them with `course/`, the package and the pages
 that they link to, for the download on the site.
 
@@ -26,13 +27,23 @@ from urllib.parse import unquote
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = "notebooks/[0-9]*.ipynb"
 CELL = Path(__file__).resolve().parent / "first_cell.py"
+RECORD_CELL = CELL.with_name("record_cell.py")
+RECORDED = "10_speed_ladder.ipynb"  # the notebook that ends with `RECORD_CELL`
 BRANCH = "colab"  # which .github/workflows/pages.yml writes
 ARCHIVE = "amp-lab-notebooks.zip"
 GITHUB = "https://github.com/"
 LINK = re.compile(r"(\]\()(?!https?:|mailto:)([^)\s#]*)(#[^)\s]*)?(?=[)\s])")
 HEADING = re.compile(r"^#{1,4} +(.+?) *#*$", re.MULTILINE)
 # What else the archive contains: what the notebooks import, and the pages that they link to.
-ARCHIVED = ("LICENSE", "notebooks/course/**/*", "src/**/*", "docs/*.md", "data/results/*")
+ARCHIVED = (
+    "LICENSE",
+    "notebooks/course/**/*",
+    "src/**/*",
+    "docs/*.md",
+    "data/results/*",
+    "tools/*.py",
+    "tools/measure/*.py",
+)
 EXTRAS = ("export", "migrate")  # of pyproject.toml, which the notebooks use
 
 
@@ -130,7 +141,9 @@ class Edition:
                 text = with_links(text, self._published)
                 cell["source"] = text.splitlines(keepends=True)
         code = first_cell(self.address, self.commit, packages_of(notebook, self.root))
-        cells.insert(0, _code_cell(code))
+        cells.insert(0, _code_cell(code, "set-up"))
+        if name == RECORDED:
+            cells.append(_code_cell(RECORD_CELL.read_text(encoding="utf-8").strip(), "record"))
         return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 
     def _published(self, target: str, fragment: str) -> str:
@@ -186,13 +199,13 @@ def _with_anchors(text: str, linked: set[str]) -> str:
     return HEADING.sub(anchored, text)
 
 
-def _code_cell(code: str) -> dict[str, Any]:
-    """A code cell whose code is folded away in Colab and on Kaggle."""
+def _code_cell(code: str, name: str) -> dict[str, Any]:
+    """A code cell with the id `name`, whose code is folded away in Colab and on Kaggle."""
     return {
         "cell_type": "code",
         "execution_count": None,
-        "id": "set-up",
-        "metadata": {"cellView": "form", "_kg_hide-input": True, "id": "set-up"},
+        "id": name,
+        "metadata": {"cellView": "form", "_kg_hide-input": True, "id": name},
         "outputs": [],
         "source": code.splitlines(keepends=True),
     }

@@ -9,6 +9,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 import nbformat
@@ -76,8 +77,27 @@ def test_a_notebook_is_its_pair_with_one_cell_more(written):
         nbformat.validate(notebook)
         first, *others = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
         assert notebook.cells[0].source == first
+        if source.stem.startswith("10_"):
+            assert others.pop() == edition.RECORD_CELL.read_text(encoding="utf-8").strip()
         pair = read(source.with_suffix(".ipynb"))
         assert others == [cell.source for cell in pair.cells if cell.cell_type == "code"]
+
+
+@pytest.mark.parametrize("answer", ["True", "False"])
+def test_the_last_cell_of_notebook_10_records_the_device_if_asked(monkeypatch, capsys, answer):
+    calls = []
+    monkeypatch.setitem(sys.modules, "record", SimpleNamespace(record_device=record))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(record, "calls", calls, raising=False)
+    code = edition.RECORD_CELL.read_text(encoding="utf-8")
+    exec(code.replace("RECORD = False", f"RECORD = {answer}"), {})
+    assert calls == ([10] if answer == "True" else [])
+    assert ("Set RECORD to True" in capsys.readouterr().out) == (answer == "False")
+    assert (str(ROOT / "tools") == sys.path[0]) == (answer == "True")
+
+
+def record(minutes):
+    record.calls.append(minutes)
 
 
 def test_every_link_leads_to_something_that_is_published(written):
