@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from amp_lab import ScaleLog, find_nonfinite, gradient_underflow
 from amp_lab.core.errors import NumericsError
@@ -118,6 +119,22 @@ def test_transformers_shows_a_nan_without_its_filter(tmp_path, accelerate_on_cpu
     assert not any(torch.tensor(losses).isfinite())
 
 
+def test_transformers_leaves_the_optimizer_step_outside_of_the_watch(
+    tmp_path, accelerate_on_cpu, monkeypatch
+):
+    watched = []
+    step = torch.optim.AdamW.step
+
+    def note(self, *args, **kwargs):
+        watched.append(find_nonfinite._active is not None)
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", note)
+    names = of_trainer(tmp_path, 1.0, disable_tqdm=True, optim="adamw_torch")
+    exec(program("transformers"), names)
+    assert watched == [False] * 5
+
+
 def test_transformers_watches_each_batch_of_a_step(tmp_path, accelerate_on_cpu, capsys):
     names = of_trainer(
         tmp_path, 1.0, disable_tqdm=True, gradient_accumulation_steps=2, num_train_epochs=3
@@ -213,6 +230,9 @@ def test_lightning_has_no_scaler_on_a_cpu_or_in_bf16():
     bf16 = lightning.Trainer(accelerator="cpu", precision="bf16-mixed", logger=False)
     assert mixed.precision_plugin.scaler is None
     assert bf16.precision_plugin.scaler is None
+    for precision in ("bf16-true", "16-true"):
+        true = lightning.Trainer(accelerator="cpu", precision=precision, logger=False)
+        assert not hasattr(true.precision_plugin, "scaler")
 
 
 @pytest.mark.parametrize("factor", [1.0, 1e6])
@@ -246,13 +266,19 @@ def test_accelerate_has_no_scaler_on_a_cpu(precision):
 def test_fsdp2(factor, capsys):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
+        model = Net(factor)
         names = {
-            "model": Net(factor),
+            "model": model,
+            "layers": [model.first, model.last],
             "mesh": dist.device_mesh.init_device_mesh("cpu", (1,)),
             "loader": loader(),
             "loss_fn": nn.functional.mse_loss,
         }
         exec(program("FSDP2"), names)
+        gathered = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        assert gathered == [model, model.first, model.last]
+        with pytest.raises(NumericsError, match="measure before you call fully_shard"):
+            gradient_underflow(model, model(names["inputs"]).float().mean())
     finally:
         dist.destroy_process_group()
     require_printed(capsys.readouterr().out, factor)
