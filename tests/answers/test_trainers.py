@@ -362,7 +362,7 @@ def test_peft_refuses_an_old_torchao():
 
 
 def steps_taken(program: str, parallel: str) -> list[int]:
-    """The steps that a rank takes. Its own batch is NaN in step 2 on rank 0, in step 1 on rank 1."""
+    """The steps that a rank takes. Its batch is NaN in step 2 on rank 0, in step 1 on rank 1."""
     dist.init_process_group("gloo")
     model = nn.Linear(2, 2)
     if parallel == "ddp":
