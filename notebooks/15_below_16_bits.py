@@ -348,7 +348,7 @@ assert off < 2**-8  # the rounding of the result to bf16
 # Our simulation adds the products in fp32. A Hopper or Ada GPU adds FP8 products in [about 14
 # bits](https://arxiv.org/abs/2412.19437), unless the kernel moves partial sums to fp32.
 # `use_fast_accum=True` skips these moves, and torchao sets it for the output of a layer. `hopper_matmul`
-# adds as an H100 does, bit for bit. <!-- tests/formats/test_accumulation.py -->
+# adds as an H100 does, bit for bit. <!-- tests/formats/test_hopper_sums.py -->
 #
 # We sum 4096 products, first of values with both signs, then of their magnitudes. Before you run this: in
 # which case do 14 bits cost more?

@@ -50,7 +50,7 @@ _TORCHSCRIPT = remedy(
 _FLEX = remedy(
     "trace.flex_attention",
     "a model that trains calls flex_attention, which torch cannot differentiate on this device",
-    '{verb} it as on a GPU, with device_type="cuda" (--device cuda); no GPU is needed for that',
+    '{verb} it as on a GPU, with device_type="cuda" (amp-lab xray --device cuda)',
 )
 _CAUSAL_MASK = remedy(
     "trace.causal_mask",
