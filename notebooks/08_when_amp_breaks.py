@@ -142,6 +142,8 @@ assert failure.code == "AMP0018"
 # | [The loss of a bf16 model comes in coarse steps](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) `AMP0213` | cross entropy of bf16 logits is 4.75, 5.0 or 5.0625, never between |
 # | [Fine-tuning is worse since transformers 5, which loads bf16](../docs/trainers.md#why-is-fine-tuning-worse-since-transformers-5) `AMP0262` | the same fine-tuning script has a higher loss after an update to transformers 5 |
 # | [A trainer has no fp32 master weights beside a bf16 model](../docs/trainers.md#which-trainer-keeps-fp32-master-weights) `AMP0269` | where are the fp32 master weights in the Trainer, TRL, torchtune, Lightning or FSDP2 |
+# | [FP8 matmuls lose accuracy with use_fast_accum](15_below_16_bits.ipynb#Sums-in-14-bits) `AMP0280` | the error of an fp8 matmul grows with K |
+# | [An FP8 checkpoint was cast to bf16 without its scales](../docs/quantized.md#how-do-i-convert-an-fp8-checkpoint-to-bf16) `AMP0282` | an fp8 checkpoint converted to bf16 with .to(torch.bfloat16) prints garbage |
 #
 # ### Repair errors of the GradScaler
 #
@@ -187,6 +189,7 @@ assert failure.code == "AMP0018"
 # | [Clipping an infinite norm turns gradients into NaN](08d_loop_and_resume.ipynb#Clipping-refuses-a-norm-that-is-not-finite) `AMP0212` | in bf16 one bad batch makes all weights NaN although gradients are clipped |
 # | [The Trainer's model is in bf16 or fp16 after evaluate()](../docs/trainers.md#why-is-the-model-in-bf16-after-evaluate-in-the-trainer) `AMP0265` | bf16_full_eval or fp16_full_eval changes the dtype of the model |
 # | [A model that was saved in bf16 is loaded in fp32, or the other way round](../docs/trainers.md#why-is-my-checkpoint-in-fp32-after-training-in-bf16) `AMP0268` | publish a bf16 checkpoint after mixed precision training |
+# | [8-bit Adam and AdamW cannot load each other's state](../docs/quantized.md#can-i-resume-with-8-bit-adam-from-a-state-of-adamw-or-back) `AMP0281` | `` KeyError: 'state1' `` |
 #
 # ### Repair dtypes that do not match
 #
@@ -211,6 +214,8 @@ assert failure.code == "AMP0018"
 # | [Quantization-aware training fails under autocast](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) `AMP0157` | `` fused_moving_avg_obs_fake_quant…expected scalar type Float but found Half `` |
 # | [A gradient of another dtype is assigned to a weight](08e_dtypes.ipynb#Writing-into-a-buffer-fails) `AMP0159` | `` attempting to assign a gradient with dtype '…' to a tensor with grad_dtype '…' `` |
 # | [PEFT trains modules_to_save in fp16, beside adapters in fp32](../docs/trainers.md#peft-attempting-to-unscale-fp16-gradients) `AMP0267` | which dtype do LoRA adapters have in PEFT |
+# | [Quantized or integer weights cannot be trained](../docs/quantized.md#can-i-fine-tune-a-4-bit-8-bit-or-fp8-checkpoint-directly) `AMP0283` | `` You cannot perform fine-tuning on purely quantized models. `` |
+# | [A GPTQ or AWQ model takes only fp16 activations](../docs/quantized.md#why-do-gptq-and-awq-models-ask-for-float16) `AMP0285` | `` torch.bfloat16 is not supported for quantization method `` |
 #
 # ### Replace ops and devices that refuse half precision
 #
@@ -241,6 +246,7 @@ assert failure.code == "AMP0018"
 # | [A model in fp16 runs on a CPU with an older torch](08f_ops_and_devices.ipynb) `AMP0066` | `` "LayerNormKernelImpl" not implemented for 'half' `` |
 # | [This torch is too old for float8](15_below_16_bits.ipynb#Formats-of-a-single-value) `AMP0198` | `` has no attribute 'float8_…' `` |
 # | [PEFT refuses the installed torchao](../docs/trainers.md#peft-found-an-incompatible-version-of-torchao) `AMP0261` | `` Found an incompatible version of torchao. Found version …, but only versions above … are supported `` |
+# | [An FP8 checkpoint is read as fnuz, or mixed with it](../docs/quantized.md#does-an-fp8-checkpoint-work-on-an-mi300-fnuz) `AMP0286` | an FP8 model gives garbage on an MI300, on an H100 it is right |
 #
 # ### Find the speed and the memory that AMP should save
 #
@@ -321,6 +327,8 @@ assert failure.code == "AMP0018"
 # | [sdpa and eager attention differ in bf16](../docs/compile_and_kernels.md#should-sdpa-and-eager-attention-give-the-same-result) `AMP0255` | sdpa and eager attention give different logits in bf16 |
 # | [DeepSpeed refuses or ignores an autocast block](../docs/trainers.md#torchautocast-is-enabled-outside-deepspeed) `AMP0260` | `` torch.autocast is enabled outside DeepSpeed, but not in the DeepSpeed config `` |
 # | [FSDP2 computes a softmax or a norm in bf16, where autocast uses fp32](../docs/trainers.md#do-i-need-autocast-with-fsdp2) `AMP0266` | does FSDP2 need torch.autocast |
+# | [torch.ao.quantization warns that it is deprecated](../docs/quantized.md#torchaoquantization-is-deprecated-what-do-i-use) `AMP0284` | `` torch.ao.quantization is deprecated and will be removed in 2.10. `` |
+# | [ONNX ops on the block list still overflow in fp16](../docs/quantized.md#how-do-i-keep-some-onnx-ops-in-fp32-op_block_list) `AMP0287` | op_block_list or node_block_list is set, and the fp16 ONNX model still gives nan or zeros |
 # <!-- end of the index -->
 
 # %% [markdown]
