@@ -9,8 +9,8 @@
 # %% [markdown]
 # # Repair dtypes that do not match
 #
-# **What you'll do.** Look up a failure by its error message or symptom. Each section shows the smallest
-# program that causes the failure, the reason, and the fix.
+# **What you'll do.** Look up a failure by its error message, its symptom, or its code (such as `AMP0018`), which
+# `amp-lab explain` prints. Each section shows the smallest program that fails, the reason, and the fix.
 #
 # **What you'll learn.** You will be able to repair these failures:
 # - [A half precision output leaves the block](#A-half-precision-output-leaves-the-block);
@@ -24,6 +24,9 @@
 # **What you need.** You need no GPU. This notebook is a reference, so read only the section that you need.
 # The [index](08_when_amp_breaks.ipynb) lists all failures. Most programs below call several kinds of layers
 # and print the message of each layer that raises an error.
+#
+# **The names of dtypes.** Here, *half precision* means fp16 or bf16. In the messages, `Half` is only fp16,
+# `Float` is fp32, `Double` is float64, `Long` is int64 and `Byte` is uint8. <!-- tests/notebooks/test_08e_dtypes.py -->
 
 # %% tags=["nbval-ignore-output"]
 
@@ -123,7 +126,7 @@ OPS = [
     lambda h: F.huber_loss(h, x).backward(),
     lambda h: h.lerp(x, 0.5),
 ]
-model, _ = make()
+model, _ = make()  # one linear layer, in fp32
 for dtype in HALF:
     with torch.autocast("cpu", dtype=dtype):
         h = model(x)  # (1, 2), in half precision
@@ -142,7 +145,7 @@ for dtype in HALF:
 #   model](#fp16-and-bf16-are-mixed-in-one-model).
 # - The message names `Double`, `Long` or `Byte`: [the input is float64 or an
 #   integer](#The-input-is-float64-or-an-integer).
-# - The message says `self and mat2`: the weight and the bias of one layer have different dtypes.
+# - The message starts with `self and mat2`: the weight and the bias of one layer have different dtypes.
 # - The traceback contains `user_fn`: [a custom autograd function fails in
 #   backward](#A-custom-autograd-function-fails-in-backward).
 #
@@ -382,8 +385,7 @@ assert embedding.grad.tolist() == [1.0, 1.0]
 # [the first section](#A-half-precision-output-leaves-the-block). The traceback contains the line
 # `return user_fn(self, *args)` and ends in a `backward` method that you or a library wrote.
 #
-# **The smallest program that does it.** We write a batched matmul as an `autograd.Function` and call
-# `backward()` after the autocast block.
+# **The smallest program that does it.** We write a batched matmul as an `autograd.Function`.
 
 
 # %%
@@ -418,10 +420,8 @@ assert "expected scalar type Half but found Float" in message
 #
 # **The fix.** Decorate `forward` with `torch.amp.custom_fwd` and `backward` with `torch.amp.custom_bwd`. Then
 # `backward` runs under autocast if `forward` did. If your function calls a kernel that supports only fp32,
-# pass `cast_inputs=torch.float32` to `custom_fwd`. The function then runs in fp32 without autocast.
-#
-# [Notebook 02](02_autocast_dtypes.ipynb#Your-own-autograd-functions) shows the decorators with and without
-# `cast_inputs`.
+# pass `cast_inputs=torch.float32` to `custom_fwd`. The function then runs in fp32 without autocast ([notebook
+# 02](02_autocast_dtypes.ipynb#Your-own-autograd-functions)).
 
 
 # %%
@@ -523,11 +523,11 @@ assert "Unexpected floating ScalarType in at::autocast::prioritize" in messages[
 # **Why.** An op gets one fp16 tensor and one bf16 tensor. Usually the weights were loaded in one of these
 # dtypes, but the input, the autocast block or a quantized layer uses the other dtype. If the weights are in
 # fp32, the cause is a bf16 autocast block inside an fp16 block, or the reverse. Nested blocks share a cache
-# of cast weights, so the inner block gets weights in the dtype of the outer block.
+# of cast weights.
 #
-# The cache keeps the cast copy of a trained fp32 weight until the outermost block ends. The cache does not
-# check whether this copy has the dtype of the current block. So in our program, the inner block casts the
-# input to bf16 but takes an fp16 weight from the cache.
+# The cache keeps the 16-bit copy of an fp32 weight until the outermost block ends, if the weight requires a
+# gradient. The cache does not check whether this copy has the dtype of the current block. So in our program,
+# the inner block casts the input to bf16 but takes an fp16 weight from the cache.
 #
 # The message with `prioritize` comes from an op that autocast runs in the widest dtype of its inputs
 # ([notebook 02](02_autocast_dtypes.ipynb)), such as `cat` on a CPU or `addcmul` on CUDA. Under autocast, such

@@ -19,6 +19,9 @@ FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
         (FP32, FP16, "Half and Float"),
         (FP16, FP32, "Float and Half"),
         (FP32, BF16, "BFloat16 and Float"),
+        (FP32, torch.float64, "Double and Float"),
+        (FP32, torch.int64, "Long and Float"),
+        (FP32, torch.uint8, "Byte and Float"),
     ],
 )
 def test_a_message_has_the_dtypes_in_the_order_of_the_program(weights, inputs, said):
