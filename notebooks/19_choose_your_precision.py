@@ -38,7 +38,7 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 #
 # The fastest precision depends on the hardware, so we measure. `describe_device` times a matmul in each
 # precision. To find out how the device rounds, it also multiplies numbers whose exact product is known.
-# Before you run this: what do you expect of your machine? <!-- tests/core/test_device.py -->
+# Before you run the cell, predict which precision it recommends for your machine. <!-- tests/core/test_device.py -->
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)
@@ -57,9 +57,9 @@ assert report.values["bf16"].input_bits == 8
 #
 # - **bits** of an input's significand that the matmul uses: 24 in fp32, 11 in fp16 and TF32, 8 in bf16;
 # - **subnormals**: numbers below the format's normal range, which some devices replace by 0;
-# - **sums**: the largest error of a sum of 4,096 products, in units of the last place of the result
-#   (*ulp*). For a 16-bit result, 0.5 ulp is the best possible value. An error of several ulp may mean that
-#   the device adds in 16 bits.
+# - **sums**: the largest error of a sum of 4,096 products, in units in the last place of the result
+#   (*ulp*). In fp32, several ulp are usual. In fp16 and bf16, 0.5 ulp is the best possible value, and several
+#   ulp may mean that the device adds in 16 bits.
 #
 # `amp-lab doctor` prints these values and the speeds. <!-- tests/core/test_device.py -->
 #
@@ -116,12 +116,13 @@ print("T4, a model trained in bf16:", choose(turing, "infer", trained_in="bf16")
 #
 # For training, use autocast and keep the weights in fp32. For inference, cast the weights once, which halves
 # their memory. If both 16-bit formats are fast, `choose` returns bf16, because it does not know your model's
-# values. If your values stay far below 65504, fp16 is usually more accurate for inference, because fp16 has
-# three more bits ([notebook 18](18_inference_and_export.ipynb)).
+# values. If your values stay far below 65504, the largest number of fp16, then fp16 is usually more accurate
+# for inference, because it has three more bits ([notebook 18](18_inference_and_export.ipynb)). For a model
+# that was trained in bf16, [check this first](#Trained-in-bf16,-on-a-GPU-without-it).
 #
-# Start with this precision, then measure. `amp-lab advise` times each precision on your model and machine
-# ([notebook 10](10_speed_ladder.ipynb)). Try FP8 for training only after bf16 works ([notebook
-# 15](15_below_16_bits.ipynb)).
+# Start with the precision from `choose`, then measure. `amp-lab advise` times each precision on your model
+# and machine ([notebook 10](10_speed_ladder.ipynb)). Try training with fewer than 16 bits, such as in FP8, only
+# after bf16 works ([notebook 15](15_below_16_bits.ipynb)).
 #
 # If your model does not fit into memory, `amp-lab memory` forecasts [what takes the
 # memory](../docs/your_model.md):
@@ -226,7 +227,7 @@ matmul = torch.backends.cuda.matmul
 kept, mixed = matmul.fp32_precision, False
 matmul.fp32_precision = "tf32"
 try:
-    torch.get_float32_matmul_precision()
+    torch.get_float32_matmul_precision()  # an old name
 except RuntimeError as error:
     print(str(error).partition(".")[0])
     mixed = True
@@ -264,8 +265,8 @@ assert not in_fp16.isfinite().all()
 # %% [markdown]
 # In fp16, the hidden values overflow, so the outputs are not finite. **Look before you cast**: run some of
 # your inputs through the model with `largest_values`, in fp32 or bf16. A CPU is enough. Each value should be
-# at most half of 65504. `amp-lab export --dtype fp16` does not export a model whose outputs are not finite.
-# <!-- tests/train/test_export.py -->
+# at most half of 65504, because other inputs may give larger values. `amp-lab export --dtype fp16` does not
+# export a model whose outputs are not finite. <!-- tests/train/test_export.py -->
 #
 # If a value is larger, you have two remedies:
 #
@@ -278,7 +279,7 @@ assert not in_fp16.isfinite().all()
 #
 # ## What other frameworks call it
 #
-# Other frameworks name their settings with three words:
+# Other frameworks use three words:
 #
 # - **Mixed** usually means fp32 weights under autocast.
 # - **True** means that the weights are cast. Gradients and optimizer state are in 16 bits too.
@@ -340,7 +341,8 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # Under autocast, weights, gradients and optimizer state stay in fp32. A model that is cast has no fp32
 # weights, so rounding can remove small updates ([notebook 16](16_low_precision_state.ipynb)).
 #
-# Our tests find the dtypes of other frameworks in this way, on a CPU:
+# Our tests find the dtypes of other frameworks in this way, on a CPU (*Fabric* is Lightning without its
+# Trainer):
 #
 # | setting | weights | matmuls | gradients | state | outputs |
 # |---|---|---|---|---|---|
