@@ -52,6 +52,9 @@ def test_a_row_is_whole(gpu):
         ("NVIDIA H100 PCIe", "h100"),
         ("Tesla V100-SXM2-16GB", "v100"),
         ("Tesla P100-PCIE-16GB", "p100"),
+        ("AMD Radeon RX 9070 XT", "rx-9070-xt"),
+        ("NVIDIA GB10", "gb10"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
     ],
 )
 def test_a_gpu_is_found_by_the_names_that_people_write(name, key):
@@ -96,7 +99,8 @@ def test_memory_is_counted_in_gib():
         ((7, 5), GPUS["t4"].architecture.matmuls),
         ((8, 6), GPUS["a10"].architecture.matmuls),
         ((8, 9), GPUS["l4"].architecture.matmuls),
-        ((12, 1), GPUS["rtx-5090"].architecture.matmuls),
+        ((10, 3), GPUS["b300"].architecture.matmuls),
+        ((12, 1), GPUS["gb10"].architecture.matmuls),
     ],
 )
 def test_a_compute_capability_has_the_formats_of_its_architecture(capability, matmuls):

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from amp_lab.core.backends import BACKENDS
 from amp_lab.core.errors import OptionError
 
-_MAKERS = {"nvidia", "geforce", "tesla", "quadro", "amd", "instinct", "intel", "graphics"}
+_MAKERS = {"nvidia", "geforce", "tesla", "quadro", "amd", "instinct", "radeon", "intel", "graphics"}
 # Words that a driver adds for the form of the module and its memory: A100-SXM4-80GB.
-_FORM = re.compile(r"sxm\d?|pcie?|nvl|oam|hbm\d?e?|\d+gb")
+_FORM = re.compile(r"sxm\d?|pcie?|nvl|oam|hbm\d?e?|\d+gb|blackwell|server|workstation|edition")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,9 @@ _FP8 = ("tf32", *_16_BITS, "fp8")
 _BLACKWELL = (*_FP8, "mxfp8", "mxfp4", "nvfp4")
 
 # The formats are those of https://nvidia.github.io/TransformerEngine/support_matrix.html and
-# https://rocm.docs.amd.com/en/latest/reference/precision-support.html.
+# https://rocm.docs.amd.com/en/latest/reference/precision-support.html, the capabilities those of
+# https://developer.nvidia.com/cuda-gpus. RDNA: https://gpuopen.com/learn/wmma_on_rdna3/ and
+# https://rocm.blogs.amd.com/software-tools-optimization/rdna-fp8-gemm/README.html.
 PASCAL = Architecture("Pascal", capability=(6, 0))
 VOLTA = Architecture("Volta", ("fp16",), capability=(7, 0))
 TURING = Architecture("Turing", ("fp16",), capability=(7, 5))
@@ -43,12 +45,15 @@ AMPERE = Architecture("Ampere", ("tf32", *_16_BITS), capability=(8, 0))
 ADA = Architecture("Ada", _FP8, capability=(8, 9))
 HOPPER = Architecture("Hopper", _FP8, capability=(9, 0))
 BLACKWELL = Architecture("Blackwell", _BLACKWELL, capability=(10, 0))
-BLACKWELL_RTX = Architecture("Blackwell RTX", _BLACKWELL, capability=(12, 0))
+BLACKWELL_RTX = Architecture("Blackwell RTX", _BLACKWELL, capability=(12, 0))  # GB10 has 12.1
 CDNA2 = Architecture("CDNA 2", _16_BITS)
 CDNA3 = Architecture("CDNA 3", _FP8)  # its FP8 is fnuz
 CDNA4 = Architecture("CDNA 4", (*_16_BITS, "fp8", "mxfp8", "mxfp4"))
+RDNA3 = Architecture("RDNA 3", _16_BITS)  # RDNA 3.5, too
+RDNA4 = Architecture("RDNA 4", (*_16_BITS, "fp8"))
 ARC = Architecture("Arc", _16_BITS, device_type="xpu")
 APPLE = Architecture("Apple M1 to M4", device_type="mps")  # hardly faster in 16 bits
+APPLE_M5 = Architecture("Apple M5", _16_BITS, device_type="mps")  # has units for matmuls
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,16 @@ _ADA_PAPER = (
 )
 # It names the data sheet of each.
 _TORCHAO = "https://github.com/pytorch/ao/blob/main/torchao/testing/training/roofline_utils.py"
+# Reports of what NVIDIA has announced.
+_RTX_50 = (
+    "https://www.tweaktown.com/news/102469/nvidia-geforce-rtx-50-series-specs-pricing-and-"
+    "performance-plan-that-upgrade-today/index.html"
+)
+_RTX_5060 = (
+    "https://hi-tech.ua/en/nvidia-geforce-rtx-5060-graphics-cards-will-go-on-sale-from-may-19/"
+)
+_ROCM = "https://rocm.docs.amd.com/en/latest/reference/gpu-specs.html"
+_HARDWARE = "https://huggingface.co/hardware/"
 _H100_RATES = {16: 989e12, 8: 1979e12}
 _B200_RATES = {16: 2.25e15, 8: 4.5e15, 4: 9e15}
 _B200_BANDWIDTH = 7680 / 8 * 3.996e9 * 2  # 7,680 bits at 3.996 GHz, two transfers per cycle
@@ -133,6 +148,19 @@ GPUS = {
             {16: 209.5e12, 8: 419e12, 4: 1676e12},
             1.792e12,
         ),
+        Gpu("RTX 5080", BLACKWELL_RTX, 16, _RTX_50),
+        Gpu("RTX 5070 Ti", BLACKWELL_RTX, 16, _RTX_50),
+        Gpu("RTX 5070", BLACKWELL_RTX, 12, _RTX_50),
+        Gpu("RTX 5060 Ti", BLACKWELL_RTX, 16, _RTX_5060),  # also sold with 8
+        Gpu("RTX 5060", BLACKWELL_RTX, 8, _RTX_5060),
+        Gpu(
+            "RTX PRO 6000",
+            BLACKWELL_RTX,
+            96,
+            "https://itdaily.com/news/workplace/nvidia-rtx-pro-blackwell/",
+        ),
+        # DGX Spark
+        Gpu("GB10", BLACKWELL_RTX, None, "https://developer.nvidia.com/cuda-gpus"),
         Gpu(
             "MI210",
             CDNA2,
@@ -148,11 +176,21 @@ GPUS = {
         Gpu("MI325X", CDNA3, 256, f"{_AMD}mi300/mi325x.html", {16: 1307e12, 8: 2614e12}, 6e12),
         Gpu("MI350X", CDNA4, 288, f"{_AMD}mi350/mi350x.html", {16: 2309e12, 8: 4614e12}, 8e12),
         Gpu("MI355X", CDNA4, 288, f"{_AMD}mi350/mi355x.html", {16: 2516e12, 8: 5033e12}, 8e12),
+        Gpu("MI350P", CDNA4, 144, _ROCM),
+        Gpu("RX 7900 XTX", RDNA3, 24, _ROCM),
+        Gpu("Strix Halo", RDNA3, None, _ROCM),  # Radeon 8060S of the Ryzen AI Max+ 395
+        Gpu("RX 9060 XT", RDNA4, 16, _ROCM),
+        Gpu("RX 9070 XT", RDNA4, 16, _ROCM),
+        Gpu("AI PRO R9700", RDNA4, 32, _ROCM),
         Gpu(
             "Arc A770", ARC, 16, f"{_INTEL}229151/intel-arc-a770-graphics-16gb/specifications.html"
         ),
         Gpu("Arc B580", ARC, 12, f"{_INTEL}241598/intel-arc-b580-graphics/specifications.html"),
+        Gpu("Arc Pro B50", ARC, 16, f"{_HARDWARE}arc-b50"),
+        Gpu("Arc Pro B60", ARC, 24, "https://github.com/marfrit/arcint"),
+        Gpu("Arc Pro B70", ARC, 32, f"{_HARDWARE}arc-pro-b70"),
         Gpu("Apple M4", APPLE, None, "https://support.apple.com/en-us/121552"),
+        Gpu("Apple M5", APPLE_M5, None, "https://github.com/ml-explore/mlx/issues/3196"),
     )
 }
 """The GPUs by the name that `--for` takes."""
