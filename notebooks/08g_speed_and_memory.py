@@ -528,9 +528,9 @@ assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 # - **After many steps, or in evaluation**: [memory
 #   grows](#Memory-grows-with-each-step-or-in-evaluation).
 # - **Only after resuming**: the checkpoint is on the GPU.
-# - **With much memory reserved but unallocated**: the memory is fragmented. Set the variable that the
-#   message names, `PYTORCH_ALLOC_CONF` or in older versions `PYTORCH_CUDA_ALLOC_CONF`, to
-#   `expandable_segments:True`.
+# - **With much memory reserved but unallocated**: the memory is fragmented. Set
+#   `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` ([other
+#   names](../docs/memory_in_practice.md#pytorch_cuda_alloc_conf-or-pytorch_alloc_conf)).
 #
 # **The fix.** Use a smaller batch and accumulate gradients: divide each loss by the number of batches. You
 # can also use gradient checkpointing. Load checkpoints with `map_location="cpu"`. `amp-lab memory
