@@ -108,6 +108,7 @@ assert failure.code == "AMP0018"
 # | [SageAttention gives black images or video](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0205` | black image or video with sage attention, fine with sdpa |
 # | [A 0-d fp32 tensor does not promote an fp16 tensor](02_autocast_dtypes.ipynb) `AMP0206` | multiplying a half tensor by a float scalar tensor gives inf |
 # | [GPTQ fails in its Cholesky decomposition or gives NaN](18_inference_and_export.ipynb) `AMP0207` | GPTQ: the input is not positive-definite |
+# | [The derivatives in a physics-informed loss are inf or 0 in fp16](../docs/other_models.md#why-is-the-loss-of-my-pinn-inf-or-0-in-fp16) `AMP0274` | a PINN has an infinite or NaN loss with amp, and is fine in fp32 |
 #
 # ### Find out why a model learns nothing
 #
@@ -144,6 +145,9 @@ assert failure.code == "AMP0018"
 # | [A trainer has no fp32 master weights beside a bf16 model](../docs/trainers.md#which-trainer-keeps-fp32-master-weights) `AMP0269` | where are the fp32 master weights in the Trainer, TRL, torchtune, Lightning or FSDP2 |
 # | [FP8 matmuls lose accuracy with use_fast_accum](15_below_16_bits.ipynb#Sums-in-14-bits) `AMP0280` | the error of an fp8 matmul grows with K |
 # | [An FP8 checkpoint was cast to bf16 without its scales](../docs/quantized.md#how-do-i-convert-an-fp8-checkpoint-to-bf16) `AMP0282` | an fp8 checkpoint converted to bf16 with .to(torch.bfloat16) prints garbage |
+# | [A recurrent or state-space state in 16 bits forgets nothing, or stops](../docs/other_models.md#can-the-state-of-mamba-an-ssm-or-an-rnn-be-in-bf16) `AMP0273` | Mamba or another state-space model is worse or unstable in bf16 |
+# | [A sampling grid in 16 bits moves pixels](../docs/other_models.md#may-boxes-and-sampling-grids-be-in-bf16) `AMP0277` | grid_sample under autocast gives a blurred or shifted image |
+# | [The temperature of a contrastive loss does not learn in bf16](../docs/other_models.md#what-needs-fp32-in-clip-and-other-contrastive-losses) `AMP0278` | `logit_scale` does not change in bf16 |
 #
 # ### Repair errors of the GradScaler
 #
@@ -216,6 +220,7 @@ assert failure.code == "AMP0018"
 # | [PEFT trains modules_to_save in fp16, beside adapters in fp32](../docs/trainers.md#peft-attempting-to-unscale-fp16-gradients) `AMP0267` | which dtype do LoRA adapters have in PEFT |
 # | [Quantized or integer weights cannot be trained](../docs/quantized.md#can-i-fine-tune-a-4-bit-8-bit-or-fp8-checkpoint-directly) `AMP0283` | `` You cannot perform fine-tuning on purely quantized models. `` |
 # | [A GPTQ or AWQ model takes only fp16 activations](../docs/quantized.md#why-do-gptq-and-awq-models-ask-for-float16) `AMP0285` | `` torch.bfloat16 is not supported for quantization method `` |
+# | [A cast to 16 bits drops the imaginary part](../docs/other_models.md#does-autocast-work-with-complex-numbers-and-ffts) `AMP0279` | `` Casting complex values to real discards the imaginary part `` |
 #
 # ### Replace ops and devices that refuse half precision
 #
@@ -247,6 +252,8 @@ assert failure.code == "AMP0018"
 # | [This torch is too old for float8](15_below_16_bits.ipynb#Formats-of-a-single-value) `AMP0198` | `` has no attribute 'float8_…' `` |
 # | [PEFT refuses the installed torchao](../docs/trainers.md#peft-found-an-incompatible-version-of-torchao) `AMP0261` | `` Found an incompatible version of torchao. Found version …, but only versions above … are supported `` |
 # | [An FP8 checkpoint is read as fnuz, or mixed with it](../docs/quantized.md#does-an-fp8-checkpoint-work-on-an-mi300-fnuz) `AMP0286` | an FP8 model gives garbage on an MI300, on an H100 it is right |
+# | [torchvision's nms refuses half precision](../docs/other_models.md#nms_kernel-not-implemented-for-bfloat16) `AMP0275` | `` "nms_kernel" not implemented for 'BFloat16' `` |
+# | [The CTC loss refuses half precision](../docs/other_models.md#ctc_loss_cpu-not-implemented-for-half-or-bfloat16) `AMP0276` | `` "ctc_loss_cpu" not implemented for 'Half' `` |
 #
 # ### Find the speed and the memory that AMP should save
 #
@@ -275,6 +282,9 @@ assert failure.code == "AMP0018"
 # | [A longer batch than all before is out of memory](08g_speed_and_memory.ipynb#CUDA-is-out-of-memory) `AMP0232` | GPU memory rises in jumps during the fine-tuning of a language model, out of memory after hours |
 # | [Lightning or accelerate refuses the name of a precision](../docs/trainers.md#lightning-precision-is-invalid-or-received-both) `AMP0263` | `` Precision '…' is invalid. Allowed precision values: `` |
 # | [accelerate already has another precision in this process](../docs/trainers.md#acceleratorstate-has-already-been-initialized) `AMP0264` | `` AcceleratorState has already been initialized and cannot be changed, restart your runtime completely and pass `mixed_precision= `` |
+# | [The setting of PyTorch's allocator is deprecated or has no effect](../docs/memory_in_practice.md#pytorch_cuda_alloc_conf-or-pytorch_alloc_conf) `AMP0270` | `` PYTORCH_CUDA_ALLOC_CONF is deprecated, use PYTORCH_ALLOC_CONF instead `` |
+# | [The retry after an OutOfMemoryError is out of memory too](../docs/memory_in_practice.md#i-catch-the-outofmemoryerror-but-the-retry-fails-too) `AMP0271` | I catch the out of memory error, but a smaller batch fails too |
+# | [Checkpointing or accumulation does not lower the peak](../docs/memory_in_practice.md#checkpointing-is-on-but-the-peak-is-the-same-why) `AMP0272` | gradient checkpointing does not reduce memory |
 #
 # ### Repair compiled and distributed training
 #
