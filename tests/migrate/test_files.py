@@ -282,7 +282,7 @@ def test_folders_of_others_are_passed_over(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "a.py").write_text(OLD)
     (tmp_path / "mine" / "a.txt").write_text(OLD)
-    assert list(files.find(tmp_path)) == [tmp_path / "mine" / "a.py"]
+    assert files.find_source_files(tmp_path) == [tmp_path / "mine" / "a.py"]
 
 
 def test_a_file_without_the_names_is_not_parsed(tmp_path, monkeypatch):
@@ -295,7 +295,7 @@ def test_a_file_without_triggers_is_not_parsed(tmp_path, monkeypatch):
     monkeypatch.setattr(cst, "parse_module", None)  # to call it would raise
     path = tmp_path / "a.py"
     path.write_bytes(Path(argparse.__file__).read_bytes())
-    assert not files.has_names(path)
+    assert not files.has_trigger(path)
     assert list(files.migrate_paths([path])) == []
 
 

@@ -4,14 +4,12 @@ import bisect
 import dataclasses
 import difflib
 import io
-import itertools
 import json
 import os
 import re
 import stat
 import tokenize
 from collections.abc import Iterable, Iterator
-from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +18,7 @@ import libcst as cst
 from amp_lab.core import files
 from amp_lab.core.errors import OptionError, first_line
 from amp_lab.migrate.magics import without_magics
-from amp_lab.migrate.reports import patch
+from amp_lab.migrate.reports import make_patch
 from amp_lab.migrate.rules import EVERYTHING, Wanted, edits_and_findings, triggered_rules
 from amp_lab.migrate.tree.nesting import with_room_to_recurse
 from amp_lab.migrate.tree.rewriter import Edit, Finding, apply
@@ -88,18 +86,21 @@ def migrate_paths(
     Files are changed only with `write`; `wanted` selects the rules. Files without a finding are
     left out. A file that cannot be migrated is not changed, and its result has the error.
     """
-    named_paths = dict.fromkeys(map(Path, paths))  # a dict keeps the order
-    files_by_path = {path: list(find(path)) for path in named_paths}
-    for path, files_below in files_by_path.items():
-        if not files_below:
+    named_paths = dict.fromkeys(map(Path, paths))  # each once; a dict keeps the order, unlike a set
+    files_to_check: list[Path] = []
+    for path in named_paths:
+        source_files = find_source_files(path)
+        files_to_check += source_files
+        if not source_files:
             yield Result(path, error=f"{path}: contains no Python file and no notebook")
-    for path in dict.fromkeys(itertools.chain.from_iterable(files_by_path.values())):
-        # a link in a folder; one that is named itself is an error of `migrate_file`
+    for path in dict.fromkeys(files_to_check):  # a file and its folder may both be named
+        # A link inside a folder is skipped. For a link that the caller names, `migrate_file`
+        # returns an error.
         if path not in named_paths and path.is_symlink():
             yield Result(path, skipped=f"{path}: skipped, because it is a link")
             continue
         try:
-            if not has_names(path):
+            if not has_trigger(path):
                 continue
         except OSError as error:
             yield Result(path, error=f"{path}: cannot be read: {error.strerror}")
@@ -109,27 +110,28 @@ def migrate_paths(
             yield result
 
 
-def find(path: Path) -> Iterator[Path]:
-    """Yield the Python files, notebooks and links to folders in a folder; for a file, itself.
+def find_source_files(path: Path) -> list[Path]:
+    """List the Python files and notebooks at any depth in a folder; for a file, only itself.
 
-    A folder that cannot be listed is yielded too: reading the folder raises the error to report.
+    The list also has links to folders, which are not followed, and folders that cannot be listed:
+    the caller reports the former as skipped, and gets an `OSError` when it reads one of the latter.
     """
     if not path.is_dir():
-        yield path
-        return
+        return [path]
+    found_paths: list[Path] = []
     errors: list[OSError] = []
     for folder, subfolders, names in os.walk(path, onerror=errors.append):
         # os.walk goes only into the folders that remain in this list
         subfolders[:] = sorted(name for name in subfolders if not _is_skipped(Path(folder, name)))
         for name in sorted(names):
             if name.endswith(_SUFFIXES):
-                yield Path(folder, name)
+                found_paths.append(Path(folder, name))
         for name in subfolders:
             subfolder = Path(folder, name)
             if subfolder.is_symlink():
-                yield subfolder
-    for error in errors:
-        yield Path(error.filename)
+                found_paths.append(subfolder)
+    unlisted_folders = [Path(error.filename) for error in errors]
+    return found_paths + unlisted_folders
 
 
 def _is_skipped(folder: Path) -> bool:
@@ -140,12 +142,12 @@ def _is_skipped(folder: Path) -> bool:
     return os.path.exists(folder / "pyvenv.cfg")  # a virtual environment
 
 
-def has_names(path: Path) -> bool:
-    """Whether a file has a text that triggers a rule, so the file has to be parsed.
+def has_trigger(path: Path) -> bool:
+    """Whether a file has a text that triggers a rule. Only such a file has to be parsed.
 
-    False for a named pipe, which is not opened.
+    False for a named pipe, which is not opened. Raises `OSError` if the file cannot be read.
     """
-    if path.is_fifo():  # to open one would wait for its other end
+    if path.is_fifo():  # opening one waits until another process opens its other end
         return False
     return bool(triggered_rules(files.read_regular(path, _MAX_FILE_BYTES)))
 
@@ -157,7 +159,7 @@ def migrate_file(path: Path, write: bool = False, wanted: Wanted = EVERYTHING) -
     except cst.ParserSyntaxError as error:
         reason = f"line {error.raw_line} does not parse as Python"
     except (OptionError, OSError) as error:
-        # an OSError's own text would name the path once more
+        # The text of an OSError has the path, which the line below has too; `strerror` has not.
         reason = getattr(error, "strerror", None) or error
     except ValueError as error:
         reason = f"cannot be migrated: {error}"
@@ -170,14 +172,16 @@ def _migrate(path: Path, write: bool, wanted: Wanted) -> Result:
         raise OptionError("is a link: give the file itself")
     status = path.stat()
     data = files.read_regular(path, _MAX_FILE_BYTES)
-    migrate = _migrate_notebook if path.suffix == ".ipynb" else _migrate_python
-    migration = migrate(data, wanted)
+    if path.suffix == ".ipynb":
+        migration = _migrate_notebook(data, wanted)
+    else:
+        migration = _migrate_python(data, wanted)
     result = Result(path, migration.findings)
     if migration.data == data:
         return result
     result.diff = "".join(_diff(path, change) for change in migration.changes)
     if wanted.patch:
-        result.patch = patch(path, data, migration.data)
+        result.patch = make_patch(path, data, migration.data)
     if write:
         _write(path, data, migration.data, status)
         result.written = True
@@ -185,7 +189,7 @@ def _migrate(path: Path, write: bool, wanted: Wanted) -> Result:
 
 
 def _write(path: Path, old: bytes, new: bytes, status: os.stat_result) -> None:
-    """Replace a file whose content is `old`; `status` is that of when it was read.
+    """Write `new` to a file that had the content `old` and this `status` when it was read.
 
     Raises `OptionError` if it is read-only, has hard links, or has changed meanwhile.
     """
@@ -259,7 +263,9 @@ def _decode(data: bytes) -> tuple[str, str]:
 
 # A JSON string, such as "import torch\n"; group 1 without quotes, group 2 the colon after a key.
 _STRING = re.compile(r'"([^"\\]*(?:\\.[^"\\]*)*)"(\s*:)?')
-_START = attrgetter("start")
+# One line of Python inside a JSON string. It ends with \n, which JSON writes as a backslash and the
+# letter n; the last line may have no end. An escaped backslash may stand before a letter n, too.
+_LINE_IN_JSON = re.compile(r"(?:[^\\]|\\[^n])*\\n|(?:[^\\]|\\[^n])+")
 
 
 class _Cell(NamedTuple):
@@ -268,10 +274,14 @@ class _Cell(NamedTuple):
     number: int
     """From 1, among all cells."""
     text: str
+    """Its Python code."""
     start: int
     """The position of its text in the joined text of all code cells."""
     spans: list[slice]
-    """The positions in the JSON text of the strings of its source, without quotes."""
+    """Where the strings of its source are in the text of the file, which is JSON; without quotes.
+
+    A source is one string, or a list with a string for each line.
+    """
 
     @property
     def end(self) -> int:
@@ -294,46 +304,44 @@ def _migrate_notebook(data: bytes, wanted: Wanted) -> _Migration:
         edits, findings = edits_and_findings(code, wanted)
     except cst.ParserSyntaxError as error:
         raise OptionError(_syntax_error_in(cells)) from error
-    json_edits: list[Edit] = []  # of `text`; `edits` are of `code`
+    json_edits: list[Edit] = []  # of `text`, the file; `edits` are those of `code`
     changes: list[_Change] = []
-    edits = sorted(edits, key=_START)
-    for cell in cells:
-        new = apply(cell.text, _edits_in_cell(cell, edits))
+    for cell, cell_edits in zip(cells, _edits_by_cell(edits, cells), strict=True):
+        new = apply(cell.text, cell_edits)
         if new != cell.text:
             json_edits.append(_json_edit(text, cell, new))
             changes.append(_Change(f" (cell {cell.number})", cell.text, new))
     new_data = apply(text, json_edits).encode()
-    return _Migration(new_data, _in_cells(findings, code, cells), changes)
+    return _Migration(new_data, _findings_by_cell(findings, code, cells), changes)
 
 
-def _in_cells(findings: list[Finding], code: str, cells: list[_Cell]) -> list[Finding]:
-    """The findings with the number of their cell, and their line in it in place of that in `code`.
-
-    `code` is the joined text of all cells.
-    """
-    lines_before = [code.count("\n", 0, cell.start) for cell in cells]
+def _findings_by_cell(findings: list[Finding], code: str, cells: list[_Cell]) -> list[Finding]:
+    """The findings in `code`, the joined text of all cells, with lines counted in their cell."""
+    first_lines = [code.count("\n", 0, cell.start) + 1 for cell in cells]
     findings_in_cells = []
     for finding in findings:
-        # the last cell that has fewer lines before it than the number of the finding's line
-        index = bisect.bisect_left(lines_before, finding.line) - 1
-        line = finding.line - lines_before[index]
-        findings_in_cells.append(finding._replace(line=line, cell=cells[index].number))
+        index = bisect.bisect_right(first_lines, finding.line) - 1  # the last cell to start by then
+        line_in_cell = finding.line - first_lines[index] + 1
+        findings_in_cells.append(finding._replace(line=line_in_cell, cell=cells[index].number))
     return findings_in_cells
 
 
-def _edits_in_cell(cell: _Cell, edits: list[Edit]) -> list[Edit]:
-    """The edits inside one cell, with positions in its text.
+def _edits_by_cell(edits: list[Edit], cells: list[_Cell]) -> list[list[Edit]]:
+    """For each cell the edits inside it, with positions in its text.
 
-    `edits` are those of the joined text of all cells, sorted by their start.
+    `edits` have positions in the joined text of all cells.
     """
-    first = bisect.bisect_left(edits, cell.start, key=_START)
-    last = bisect.bisect_right(edits, cell.end, key=_START)
-    cell_edits = []
-    for edit in edits[first:last]:
-        # to remove the last line of a cell would also remove the newline that joins the cells
+    starts = [cell.start for cell in cells]
+    edits_by_cell: list[list[Edit]] = [[] for _ in cells]
+    for edit in edits:
+        index = bisect.bisect_right(starts, edit.start) - 1  # the last cell to start by then
+        cell = cells[index]
+        # An edit that removes the last line of a cell also removes the newline that joins the
+        # cells, which is not in the cell's text.
         end = min(edit.end, cell.end)
-        cell_edits.append(Edit(edit.start - cell.start, end - cell.start, edit.text))
-    return cell_edits
+        edit_in_cell = Edit(edit.start - cell.start, end - cell.start, edit.text)
+        edits_by_cell[index].append(edit_in_cell)
+    return edits_by_cell
 
 
 def _read_notebook(data: bytes) -> tuple[str, list[_Cell]]:
@@ -414,27 +422,28 @@ def _syntax_error_in(cells: list[_Cell]) -> str:
 def _json_edit(text: str, cell: _Cell, new: str) -> Edit:
     """The edit of `text`, the whole notebook's JSON, that gives a cell the source `new`.
 
-    A line that the old source has too is written as it was there, with the same escapes.
+    JSON can write a character in several ways, so lines that do not change are copied from `text`.
     """
-    raw = "".join(text[span] for span in cell.spans)
-    # The raw lines in JSON, each up to its \n: a backslash with the letter n.
-    raw_lines = re.findall(r"(?:[^\\]|\\[^n])*\\n|(?:[^\\]|\\[^n])+", raw)
-    raw_by_line = dict(zip(_lines_with_ends(cell.text), raw_lines, strict=True))
-    is_ascii = text.isascii()
-    lines = []
+    json_source = "".join(text[span] for span in cell.spans)
+    json_lines = _LINE_IN_JSON.findall(json_source)
+    json_by_line = dict(zip(_lines_with_ends(cell.text), json_lines, strict=True))
+    new_json_lines = []
     for line in _lines_with_ends(new):
-        if line not in raw_by_line:
-            raw_by_line[line] = json.dumps(line, ensure_ascii=is_ascii)[1:-1]  # without quotes
-        lines.append(raw_by_line[line])
+        if line not in json_by_line:
+            quoted = json.dumps(line, ensure_ascii=text.isascii())
+            json_by_line[line] = quoted[1:-1]
+        new_json_lines.append(json_by_line[line])
     start = cell.spans[0].start
     end = cell.spans[-1].stop
-    before = text[: start - 1].rstrip()  # start - 1 is the quote of the first string
-    separator = ""  # of a source that is one string
-    if before.endswith("["):
-        # The source is a list: separate its strings by the blanks that are after its bracket.
-        blanks = text[len(before) : start - 1]
-        separator = f'",{blanks}"'
-    return Edit(start, end, separator.join(lines))
+    first_quote = start - 1
+    text_before = text[:first_quote].rstrip()
+    separator = ""
+    if text_before.endswith("["):  # the source is a list with a string for each line
+        line_break = text[
+            len(text_before) : first_quote
+        ]  # between two strings as after the bracket
+        separator = f'",{line_break}"'
+    return Edit(start, end, separator.join(new_json_lines))
 
 
 def _lines_with_ends(source: str) -> list[str]:

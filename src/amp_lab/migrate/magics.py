@@ -32,7 +32,7 @@ _OLD_NAME = re.compile(
 
 
 def without_magics(cell: str) -> str:
-    """A text of the same length as a cell, with its IPython syntax blanked.
+    """The code of a cell with its IPython syntax blanked. Its length does not change.
 
     Old names in a blanked line remain as a statement, so a rule sees that the line uses them.
     """
@@ -43,18 +43,19 @@ def without_magics(cell: str) -> str:
     depth = 0  # how many brackets are open
     match = _MAGIC_OR_CONTEXT.search(cell)
     while match is not None:
-        next_start = match.end()
+        search_from = match.end()
+        may_be_magic = bool(match["line"] or match["assigned"])
         if match["bracket"]:
             depth = _depth_after(match["bracket"], depth)
-        elif match["line"] or match["assigned"]:
-            if depth == 0:
-                is_assigned = match["assigned"] is not None
-                parts += [cell[copied : match.start()], _blank(match[0], is_assigned)]
-                copied = next_start
-            else:  # the operator % at the start of a line: search on behind it
-                indent = _indent(match[0])
-                next_start = match.start() + len(indent) + 1
-        match = _MAGIC_OR_CONTEXT.search(cell, next_start)
+        elif may_be_magic and depth > 0:
+            # In brackets it is the operator % at the start of a line: search on after it.
+            search_from = match.start() + len(_indent(match[0])) + 1
+        elif may_be_magic:
+            is_assigned = match["assigned"] is not None
+            parts += [cell[copied : match.start()], _blank(match[0], is_assigned)]
+            copied = match.end()
+        # else a string, a comment or a continued line, which is passed over
+        match = _MAGIC_OR_CONTEXT.search(cell, search_from)
     parts.append(cell[copied:])
     return "".join(parts)
 
@@ -71,27 +72,30 @@ def _indent(text: str) -> str:
     return text[: len(text) - len(text.lstrip())]
 
 
-def _blank(text: str, is_assigned: bool = False) -> str:
-    """A text of the same length and lines as a magic: blanks, and the old names in it.
+def _blank(magic: str, is_assigned: bool = False) -> str:
+    """Replace a magic by blanks, except for the old names in it. Its lines keep their lengths.
 
     `is_assigned` says that it is the value of an assignment, as in ``files = !ls``.
     """
-    first, *rest = re.split(r"(\r?\n)", text)  # the lines, and the line ends between them
-    blanks = [_blank_first_line(first, is_assigned)]
-    for piece in rest:
-        names = "" if is_assigned else _old_names(piece)
-        blanks.append(piece if piece.endswith("\n") else names.ljust(len(piece)))
-    return "".join(blanks)
+    # Group 1 keeps the line ends: line, end, line, end, line.
+    first_line, *others = re.split(r"(\r?\n)", magic)
+    parts = [_blank_first_line(first_line, is_assigned)]
+    for line_end, line in zip(others[0::2], others[1::2], strict=True):
+        names = "" if is_assigned else _old_names(line)
+        parts += [line_end, names.ljust(len(line))]
+    return "".join(parts)
 
 
 def _blank_first_line(line: str, is_assigned: bool) -> str:
-    """The first line of a magic as blanks with the old names, after its indent.
+    """Replace the first line of a magic by blanks, except for its indent and the old names in it.
 
-    If there are none it becomes a 0 where code is needed: in a block, or as an assigned value.
+    Where Python needs some code, in an indented block or as an assigned value, a line without old
+    names becomes a 0.
     """
     indent = _indent(line)
     code = "" if is_assigned else _old_names(line)
-    if not code and line.strip() and (indent or is_assigned):
+    needs_code = bool(indent) or is_assigned
+    if not code and needs_code and line.strip():
         code = "0"
     return f"{indent}{code}".ljust(len(line))
 

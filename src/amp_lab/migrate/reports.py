@@ -37,7 +37,7 @@ def format_github(results: Iterable["Result"]) -> str:
             if finding.cell is None:
                 location = f"{file},line={finding.line}"
             level = _LEVELS[finding.kind]
-            text = _escape(_text(finding))
+            text = _escape(_describe(finding))
             lines.append(f"::{level} {location},title=amp-lab migrate::{text}\n")
         if result.error is not None:
             lines.append(f"::error {file},title=amp-lab migrate::{_escape(result.error)}\n")
@@ -45,14 +45,14 @@ def format_github(results: Iterable["Result"]) -> str:
 
 
 def _escape(text: str, also: str = "") -> str:
-    """A text with line ends, ``%`` and the characters `also` as a workflow command writes them.
+    """Escape line ends, ``%`` and the characters in `also` for a workflow command.
 
-    A newline becomes ``%0A``.
+    Each becomes its code after a ``%``: a newline becomes ``%0A``.
     """
     return re.sub(f"[%\r\n{also}]", lambda match: f"%{ord(match[0]):02X}", text)
 
 
-def _text(finding: "Finding") -> str:
+def _describe(finding: "Finding") -> str:
     """A finding as one text: ``mistake: …``, in a notebook after ``cell 2, line 5:``."""
     text = f"{finding.kind}: {finding.message}"
     if finding.cell is None:
@@ -68,17 +68,17 @@ def _relative(path: Path) -> str:
     return relative.replace(os.sep, "/")
 
 
-def patch(path: Path, old: bytes, new: bytes) -> bytes:
+def make_patch(path: Path, old: bytes, new: bytes) -> bytes:
     """The patch, for `git apply` in the working directory, from a file's old content to its new.
 
     Raises `OptionError` for a file outside the working directory, or with a name that git quotes.
     """
-    name = os.path.relpath(path)
-    if name.startswith("..") or re.search(r"[\r\n\t\"\\]", name.replace(os.sep, "/")):
+    name = os.path.relpath(path).replace(os.sep, "/")
+    is_outside = name.startswith("..")
+    if is_outside or re.search(r"[\r\n\t\"\\]", name):
         raise OptionError("cannot be part of a patch: run the command in a folder above it")
-    name = name.replace(os.sep, "/")
     if " " in name:
-        name += "\t"  # the tab ends the name; else its first blank would
+        name += "\t"  # git reads a name up to a tab or, if there is none, to the first blank
     before = os.fsencode(f"a/{name}")
     after = os.fsencode(f"b/{name}")
     changes = difflib.diff_bytes(
