@@ -84,49 +84,62 @@ def compare_runs(
     They show how errors grow, and which ops only one run has. Even if rounding explains each op,
     the final results may differ a lot, because errors grow on the way. `end_a` and `end_b` are the
     errors of the final results, and `jump` is the op at which the larger one grew most.
+
+    Takes the arguments of `first_difference`, and raises the same errors.
     """
     # The compiler fuses ops, so a compiled model can only be compared by module.
     if is_compiled(run_a) or is_compiled(run_b):
         return compare_modules(run_a, run_b, inputs, kwargs)
-    a = _log_run("A", run_a, inputs, kwargs)
-    # With the log of A, the weights and inputs of B that differ only in format get the same values.
-    b = _log_run("B", run_b, inputs, kwargs, other=a)
-    alignment = align(a, b)
+    log_a = _log_run("A", run_a, inputs, kwargs)
+    # A weight or input of B that differs from that of A only in its dtype gets A's values in fp64,
+    # so that the cast of a model alone is no difference.
+    log_b = _log_run("B", run_b, inputs, kwargs, other=log_a)
+    alignment = align(log_a, log_b)
     growth = []
     unmatched = Counter[str]()  # how many ops only run "A" has, and only run "B"
     for pair in alignment.pairs:
-        record = pair.b_or_a
-        if record.is_neutral:  # a cast or a copy
+        op = pair.b_or_a
+        if op.is_cast_or_copy:
             continue
         if not pair.is_matched:
-            unmatched[record.log.name] += 1
+            unmatched[op.log.name] += 1
             continue
-        errors = [matched.error for matched in pair.records]
-        growth.append(Growth(record.caller.module, record.op, *errors, apart=pair.exact_difference))
+        op_a, op_b = pair.records
+        growth.append(
+            Growth(
+                module=op.caller.module,
+                op=op.op,
+                a=op_a.error,
+                b=op_b.error,
+                apart=pair.exact_difference,
+            )
+        )
     if not growth:
         raise NumericsError("the two runs have nothing in common: no op of the one runs in a "
                             "module of the same name in the other")  # fmt: skip
-    end_a = a.end
-    end_b = b.end
+    end_a = log_a.error_at_end
+    end_b = log_b.error_at_end
     return RunComparison(
         first=first_finding(alignment),
         matched=len(growth),
         only_a=unmatched["A"],
         only_b=unmatched["B"],
-        format_a=f"{short_name(a.format)} on {a.device_type}",
-        format_b=f"{short_name(b.format)} on {b.device_type}",
+        format_a=f"{short_name(log_a.format)} on {log_a.device_type}",
+        format_b=f"{short_name(log_b.format)} on {log_b.device_type}",
         unit="ops",
         growth=tuple(growth),
         end_a=end_a,
         end_b=end_b,
-        jump=largest_jump(a if end_a > end_b else b),
+        jump=largest_jump(log_a if end_a > end_b else log_b),
     )
 
 
 def _log_run(
     name: str, run: Any, inputs: tuple, kwargs: dict[str, Any], other: RunLog | None = None
 ) -> RunLog:
-    """Call `run` and return the log of its ops; `other` is the log of the first run, if any.
+    """Call `run` and return the log of its ops.
+
+    `name` is "A" or "B"; for B, `other` is the log of A.
 
     Raises `NumericsError` if `run` cannot be called, raises, or calls no floating-point op.
     """
@@ -138,7 +151,7 @@ def _log_run(
         if not error.may_come_from_inputs:
             raise
         # Often the caller passed fp32 inputs to a model in bf16, to compare it with one in fp32.
-        advice = _advice_on_inputs(name, run, (inputs, kwargs))
+        advice = _advise_own_inputs(name, run, (inputs, kwargs))
         if not advice:
             raise
         raise NumericsError(f"{error.description}; {advice}") from error
@@ -147,10 +160,11 @@ def _log_run(
     return log
 
 
-def _advice_on_inputs(name: str, run: Any, inputs: Any) -> str:
-    """Advise to give each run its own inputs if their dtype is not that of the weights; else "".
+def _advise_own_inputs(name: str, run: Any, inputs: Any) -> str:
+    """Advise to give each run inputs in the dtype of its weights, if these inputs have another.
 
-    `inputs` are the (args, kwargs) of the run. A run that is not a module gets no advice.
+    `inputs` are the (args, kwargs) of the run. Returns "" if the dtypes agree, or for a run that is
+    not a module.
     """
     if not isinstance(run, nn.Module):
         return ""
@@ -167,4 +181,5 @@ def _advice_on_inputs(name: str, run: Any, inputs: Any) -> str:
 
 
 def _floating_dtypes(tensors: Iterable[Tensor]) -> set[torch.dtype]:
+    """The dtypes of the floating-point ones among these tensors."""
     return {tensor.dtype for tensor in tensors if tensor.is_floating_point()}

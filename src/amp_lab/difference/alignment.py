@@ -15,10 +15,11 @@ from amp_lab.difference.rounding import relative_error
 class Pair:
     """The same op in both runs, or an op that only one run has."""
 
-    records: tuple[CheckedOp, ...]  # (of A, of B), or the only one
+    records: tuple[CheckedOp, ...]  # (op of A, op of B), or the only one
     exact_difference: float = math.nan  # relative, of the two results in fp64; NaN for one op
     has_same_result: bool = False
-    """Matched: the two results are equal in fp64. Unmatched: the other run has it somewhere."""
+    """Of a matched pair: whether the two results are equal in fp64. Of a single op: whether any op
+    of the other run has its result in fp64."""
 
     @property
     def b_or_a(self) -> CheckedOp:
@@ -71,11 +72,11 @@ def align(a: RunLog, b: RunLog) -> Alignment:
     for tag, start_a, end_a, start_b, end_b in matcher.get_opcodes():
         stretch_a = records_a[start_a:end_a]
         stretch_b = records_b[start_b:end_b]
+        if tag == "equal":
+            alignment.pairs += map(_matched_pair, stretch_a, stretch_b)
+            continue
         # Unmatched ops of A and B alternate, so that an op stands next to the one that replaces it.
         for record_a, record_b in itertools.zip_longest(stretch_a, stretch_b):
-            if tag == "equal":
-                alignment.pairs.append(_matched_pair(record_a, record_b))
-                continue
             if record_a is not None:
                 alignment.pairs.append(Pair((record_a,), has_same_result=_has_result(b, record_a)))
             if record_b is not None:
@@ -85,7 +86,7 @@ def align(a: RunLog, b: RunLog) -> Alignment:
 
 def _without_casts(log: RunLog) -> list[CheckedOp]:
     """The ops of a run without its casts and copies."""
-    return [record for record in log.records if not record.is_neutral]
+    return [record for record in log.records if not record.is_cast_or_copy]
 
 
 def _alignment_key(record: CheckedOp) -> tuple[str, int, str]:
@@ -98,10 +99,10 @@ def _matched_pair(record_a: CheckedOp, record_b: CheckedOp) -> Pair:
     records = (record_a, record_b)
     common_rows = _common_rows(record_a, record_b)
     if common_rows is None:
-        # With other batch sizes a reshape may mix rows, so the results cannot be compared: they
-        # count as equal then, and as different where the batch sizes are equal.
-        is_comparable = record_a.log.batch == record_b.log.batch
-        return Pair(records, math.inf, has_same_result=not is_comparable)
+        # If the runs have the same batch size, other shapes mean another result. If not, a reshape
+        # may have mixed the rows: such results cannot be compared, and count as equal.
+        has_other_batch = record_a.log.batch != record_b.log.batch
+        return Pair(records, math.inf, has_same_result=has_other_batch)
     difference = relative_error(*common_rows)
     noise = max(record_a.noise, record_b.noise)
     return Pair(records, difference, has_same_result=difference <= noise)
@@ -145,9 +146,9 @@ def _has_result(log: RunLog, record: CheckedOp) -> bool:
     Compares their count, their sum and their root mean square.
     """
     count = record.exact.numel()
-    # Adding the same values in another order changes both figures by less than this, relative to
-    # the size of the values; 1e-300 stands for a size of 0. The sum of `count` values of random
-    # sign is about sqrt(count) times as large as one of them, and so is its tolerance.
+    # Adding the same values in another order changes the root mean square by less than this; the
+    # 1e-300 is for values that are all 0. The sum of `count` values of random sign is about
+    # sqrt(count) times as large as one of them, so its tolerance is, too.
     tolerance = 1e-9 * max(record.rms, 1e-300)
     for candidate in log.records:
         if candidate.exact.numel() != count:

@@ -26,10 +26,10 @@ _NO_GRADIENTS = (
 
 
 class _ModuleErrors(NamedTuple):
-    """Errors of one result of a module, relative to the result in fp64, by the name of a run."""
+    """Errors of one result of a module, relative to the result in fp64."""
 
-    eager: float
-    compiled: float
+    eager: float  # when the module runs eager
+    compiled: float  # when it is compiled by itself
     predicted: float  # the largest error of the compiled module that rounding explains
     dtype: torch.dtype
 
@@ -40,10 +40,11 @@ def is_compiled(run: object) -> bool:
 
 
 def compare_modules(run_a: Any, run_b: Any, inputs: tuple, kwargs: dict[str, Any]) -> RunComparison:
-    """Compare a model with its compiled version, and module by module only if they diverge.
+    """Compare a model with its compiled version; one of the two runs is compiled.
 
-    The finding is the earliest of the innermost modules that diverge when compiled by themselves.
-    Raises `NumericsError` if the two are not the same model, or if a compiled module raises.
+    Only if they diverge, the modules are compiled one by one. The finding is the earliest of the
+    innermost modules that diverge when compiled by themselves. Raises `NumericsError` if the two
+    are not the same model, or if a compiled module raises.
     """
     if is_compiled(run_a):
         return _compare(ModelCall(run_b, inputs, kwargs), run_a, ("compiled", "eager"))
@@ -59,20 +60,30 @@ def _compare(eager: ModelCall, compiled: Any, names: tuple[str, str]) -> RunComp
     modules = _matching_modules(eager.model, compiled)
     growth = []
     first = None
-    diverging = ""  # innermost module so far that diverges; only modules inside it are compared
-    agreeing = set()  # modules that do not diverge; modules inside them are skipped
+    # The modules come in the order in which they are called: outer modules before inner ones. So
+    # the search goes into the first module that diverges, then into the first of those inside it.
+    diverging = ""  # the innermost module so far that diverges; at first the model
+    agreeing: list[str] = []  # modules that do not diverge, nor will those inside them
     for name, call in _first_calls(modules, eager).items():
-        if not _is_inside(name, diverging) or any(_is_inside(name, other) for other in agreeing):
+        if not _is_inside(name, diverging):
+            continue
+        if any(_is_inside(name, outer) for outer in agreeing):
             continue
         module_type = type(call.model).__name__
         errors = _measure(name, call, compiled)
-        errors_of_runs = [getattr(errors, run) for run in names]
-        # The class of the module stands in place of an op.
-        growth.append(Growth(name, module_type, *errors_of_runs, apart=math.nan))
+        error_of = {"eager": errors.eager, "compiled": errors.compiled}
+        growth.append(
+            Growth(
+                module=name,
+                op=module_type,  # the class of the module stands in place of an op
+                a=error_of[name_a],
+                b=error_of[name_b],
+                apart=math.nan,
+            )
+        )
         if errors.compiled <= errors.predicted:
-            agreeing.add(name)
+            agreeing.append(name)
             continue
-        # The modules inside this one come next. If one of them diverges too, it takes its place.
         diverging = name
         first = _difference(name, module_type, errors, names)
     model = growth[0]  # the whole model is called before its modules
@@ -96,10 +107,11 @@ def _matching_modules(eager: Any, compiled: Any) -> dict[str, nn.Module]:
 
     Raises `NumericsError` if it is no model, or if the compiled model has other modules.
     """
-    modules = {}
+    modules = {}  # and so for a run that is no model, which has no modules to compare
     if isinstance(eager, nn.Module):
         modules = dict(eager.named_modules())
-    if modules.keys() != dict(compiled._orig_mod.named_modules()).keys():
+    compiled_modules = dict(compiled._orig_mod.named_modules())
+    if modules.keys() != compiled_modules.keys():
         raise NumericsError("a compiled model is compared with the model itself: the other run is "
                             "none, or has other modules")  # fmt: skip
     return modules
@@ -129,37 +141,45 @@ def _first_calls(modules: dict[str, nn.Module], eager: ModelCall) -> dict[str, M
     return calls
 
 
-def _measure(name: str, call: ModelCall, compiled: Any) -> _ModuleErrors:
+def _measure(name: str, call: ModelCall, compiled_model: Any) -> _ModuleErrors:
     """Run a module eager and compiled, and return the errors of one of its results.
 
-    It is the result whose compiled error is the largest relative to the prediction. `compiled` is
-    the whole compiled model. Raises `NumericsError` if the compiled module raises or returns other
-    tensors than the eager one.
+    It is the result whose compiled error is the largest relative to the prediction. Raises
+    `NumericsError` if the compiled module raises or returns other tensors than the eager one.
     """
     copies = call.map_inputs(torch.clone)  # the module may write into its inputs
-    log = record_run("A", copies.output)
+    eager_log = record_run("A", copies.output)
     subject = f"{name!r}, compiled," if name else "the model, compiled,"
+    compiled_module = compiled_model
     if name:
-        original = compiled._orig_mod.get_submodule(name)
         # Compile this module by itself, with the options of the whole model.
-        compiled = type(compiled)(original, compiled.dynamo_ctx)
+        original = compiled_model._orig_mod.get_submodule(name)
+        compiled_module = type(compiled_model)(original, compiled_model.dynamo_ctx)
     try:
-        results = _run_compiled(dataclasses.replace(call, model=compiled))
+        compiled_results = _run_compiled(dataclasses.replace(call, model=compiled_module))
     except Exception as error:  # of the model or of the compiler
         raise NumericsError(f"{subject} raises {with_type(error)}") from error
-    if len(results) != len(log.results):
+    if len(compiled_results) != len(eager_log.results):
         raise NumericsError(f"{subject} returns other tensors than without")
     errors = []
-    for (eager, exact), result in zip(log.results, results, strict=True):
-        eager_error = rounding.relative_error(eager, exact)
-        compiled_error = rounding.relative_error(result, exact)
-        # Two roundings more, since the eager result may be exact.
-        rounding_error = 2 * rounding.unit_roundoff(result.dtype)
-        predicted = _TIMES_THE_EAGER_ERROR * eager_error + rounding_error
-        errors.append(_ModuleErrors(eager_error, compiled_error, predicted, result.dtype))
+    for (eager_result, exact), result in zip(eager_log.results, compiled_results, strict=True):
+        errors.append(_errors_of_result(exact, eager_result, result))
     # For a module without floating-point results: it counts as one that does not diverge.
     no_errors = _ModuleErrors(eager=0.0, compiled=0.0, predicted=1.0, dtype=torch.float32)
     return max(errors, key=lambda error: error.compiled / error.predicted, default=no_errors)
+
+
+def _errors_of_result(exact: Tensor, eager: Tensor, compiled: Tensor) -> _ModuleErrors:
+    """The errors of one result of a module; `exact` is the result in fp64."""
+    eager_error = rounding.relative_error(eager, exact)
+    # Two roundings more, since the eager result may be exact.
+    two_roundings = 2 * rounding.unit_roundoff(compiled.dtype)
+    return _ModuleErrors(
+        eager=eager_error,
+        compiled=rounding.relative_error(compiled, exact),
+        predicted=_TIMES_THE_EAGER_ERROR * eager_error + two_roundings,
+        dtype=compiled.dtype,
+    )
 
 
 def _run_compiled(call: ModelCall) -> list[Tensor]:

@@ -16,8 +16,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Set
 from typing import NamedTuple
 
-import torch
-
 from amp_lab.core.remedies import remedy
 from amp_lab.difference.alignment import Alignment
 from amp_lab.difference.records import CheckedOp, RunLog
@@ -62,9 +60,9 @@ class _Finding(NamedTuple):
     """An op that rounding does not explain. The templates in `_REASONS` use these names."""
 
     op: CheckedOp
-    kind: str  # "function" and so on, as above
+    kind: str  # one of the six kinds in the docstring of this module
     size: float  # of the difference or error, relative to the result
-    predicted: float  # the largest that rounding explains
+    predicted: float  # the largest size that rounding explains
 
 
 def first_finding(alignment: Alignment) -> Difference | None:
@@ -74,12 +72,13 @@ def first_finding(alignment: Alignment) -> Difference | None:
     """
     findings = []
     for search in (_find_function, _find_precision, _find_order, _find_stability):
-        finding = next(search(alignment), None)
-        if finding is not None:
-            findings.append(finding)
-    positions = {}  # of each op, the index of its pair
+        first_of_kind = next(search(alignment), None)
+        if first_of_kind is not None:
+            findings.append(first_of_kind)
+    positions: dict[CheckedOp, int] = {}  # of each op, the index of its pair
     for position, pair in enumerate(alignment.pairs):
-        positions.update(dict.fromkeys(pair.records, position))
+        for record in pair.records:
+            positions[record] = position
     if findings:
         first = min(findings, key=lambda finding: positions[finding.op])
     else:
@@ -95,17 +94,21 @@ def _find_function(alignment: Alignment) -> Iterator[_Finding]:
     for pair in alignment.pairs:
         if pair.has_same_result:
             agreeing.update(pair.records)
-    # An op whose result agrees ends the path: a difference before it has vanished there.
+    # A difference that has vanished by an op whose result agrees does not reach the run's results
+    # through that op.
     relevant = _used_by_results(alignment, stops=agreeing)
     for pair in alignment.pairs:
         op = pair.b_or_a
-        if op in relevant and not op.is_neutral:
+        if op in relevant and not op.is_cast_or_copy:
             noise = max(record.noise for record in pair.records)
             yield _Finding(op, "function", size=pair.exact_difference, predicted=noise)
 
 
 def _used_by_results(alignment: Alignment, stops: Set[CheckedOp] = frozenset()) -> set[CheckedOp]:
-    """The ops that a run's results depend on, by at least one path without any of the `stops`."""
+    """The ops that the results of a run depend on, by at least one path without the ops in `stops`.
+
+    The ops in `stops` are left out too. Follows the producers of each op from the last ops back.
+    """
     used = set()
     to_visit = [*alignment.a.sinks, *alignment.b.sinks]
     while to_visit:
@@ -121,9 +124,9 @@ def _find_precision(alignment: Alignment) -> Iterator[_Finding]:
     # An inaccurate op whose result is not used does no harm.
     relevant = _used_by_results(alignment)
     for pair in alignment.pairs:
-        smaller = 0.0  # the roundoff of the op that rounds less, if both runs have it
+        smaller_roundoff = 0.0  # of the op that rounds less, if both runs have it
         if pair.is_matched:
-            smaller = min(record.roundoff for record in pair.records)
+            smaller_roundoff = min(record.roundoff for record in pair.records)
         for record in pair.records:
             if record not in relevant:
                 continue
@@ -132,22 +135,24 @@ def _find_precision(alignment: Alignment) -> Iterator[_Finding]:
                 # If one run computes this op in fp32, the other is expected to do so, too.
                 expected = min(unit_roundoff(paired.dtype) for paired in pair.records)
             predicted = expected + record.allowed
-            if record.roundoff > max(predicted, _TIMES_THE_SMALLER_ROUNDOFF * smaller):
+            limit = max(predicted, _TIMES_THE_SMALLER_ROUNDOFF * smaller_roundoff)
+            if record.roundoff > limit:
                 op = _op_to_blame(record)
                 kind = "nonfinite" if op.nonfinite else "precision"
                 yield _Finding(op, kind, max(record.roundoff, op.roundoff), predicted)
 
 
 def _op_to_blame(record: CheckedOp) -> CheckedOp:
-    """The op itself; for a cast with a finite result, the op that computes in that format.
+    """The op itself; for a cast with a finite result, the op that computes in the cast's format.
 
-    The cast is only the consequence: some op was set to compute in the narrower format.
+    Such a cast is only a consequence: the op that gets its result was set to compute in the
+    narrower format.
     """
-    is_finite_cast = record.is_neutral and not record.nonfinite
+    is_finite_cast = record.is_cast_or_copy and not record.nonfinite
     if not is_finite_cast:
         return record
     for consumer in record.log.records:
-        is_consumer = record in consumer.producers and not consumer.is_neutral
+        is_consumer = record in consumer.producers and not consumer.is_cast_or_copy
         if is_consumer and consumer.dtype == record.dtype:
             return consumer
     return record
@@ -156,24 +161,28 @@ def _op_to_blame(record: CheckedOp) -> CheckedOp:
 def _find_order(alignment: Alignment) -> Iterator[_Finding]:
     """Find sums whose terms are added in another order: equal in exact arithmetic, not rounded.
 
-    In one call of a module, only sums and ops that reorder terms differ between the runs; after
-    them the exact results agree again, and only the rounding errors do not.
+    The signs of this, in one call of a module: all ops that differ between the runs are sums or
+    reorder terms. At the next op that both runs have, the exact results agree, and the rounding
+    errors do not.
     """
-    if not alignment.same_batch or not alignment.same_precision:  # their ops need not agree
+    # With another batch size or precision, rounding errors differ anyway.
+    if not alignment.same_batch or not alignment.same_precision:
         return
     disagreeing = defaultdict(list)  # positions of pairs, by call of a module
     for position, pair in enumerate(alignment.pairs):
-        if not pair.agrees and not pair.b_or_a.is_neutral:
+        if not pair.agrees and not pair.b_or_a.is_cast_or_copy:
             disagreeing[pair.b_or_a.caller].append(position)
     for positions in disagreeing.values():
-        records = [alignment.pairs[position].b_or_a for position in positions]
-        later = alignment.pairs[positions[-1] :]
-        agreeing = next((pair for pair in later if pair.agrees), None)
-        if agreeing is None or not _SUMS_AND_ORDERS.issuperset(record.op for record in records):
+        differing_ops = [alignment.pairs[position].b_or_a for position in positions]
+        if any(record.op not in _SUMS_AND_ORDERS for record in differing_ops):
             continue
-        record_a, record_b = agreeing.records
+        later_pairs = alignment.pairs[positions[-1] :]
+        next_agreeing = next((pair for pair in later_pairs if pair.agrees), None)
+        if next_agreeing is None:
+            continue
+        record_a, record_b = next_agreeing.records
         if record_a.error != record_b.error:  # the order changed the rounding
-            sums = [record for record in records if record.op in _SUMS]
+            sums = [record for record in differing_ops if record.op in _SUMS]
             op = sums[0] if sums else record_b
             size = max(record_a.error, record_b.error)
             yield _Finding(op, "order", size, predicted=record_a.allowed)
@@ -181,44 +190,51 @@ def _find_order(alignment: Alignment) -> Iterator[_Finding]:
 
 def _find_stability(alignment: Alignment) -> Iterator[_Finding]:
     """Find ops that agree in exact arithmetic, but one run has lost far more digits by then."""
-    # Of A's format. If B has another, `u` only counts in the `predicted` of `nonfinite`.
-    u = unit_roundoff(alignment.a.format)
+    # Of A's format. If B has another, it only counts in the `predicted` of `nonfinite`.
+    format_roundoff = unit_roundoff(alignment.a.format)
     for pair in alignment.pairs:
-        if not pair.agrees or pair.b_or_a.is_neutral:
+        if not pair.agrees or pair.b_or_a.is_cast_or_copy:
             continue
-        floor = u + pair.records[0].allowed  # the error of one op that rounds as its format says
+        error_of_one_op = format_roundoff + pair.records[0].allowed
         better, worse = sorted(pair.records, key=lambda record: record.error)
         if worse.nonfinite and better.error < worse.error:
-            yield _Finding(worse, "nonfinite", worse.error, predicted=floor)
+            yield _Finding(worse, "nonfinite", worse.error, predicted=error_of_one_op)
             continue
-        limit = _TIMES_THE_SMALLER_ERROR * (better.error + floor)
+        limit = _TIMES_THE_SMALLER_ERROR * (better.error + error_of_one_op)
         if alignment.same_precision and worse.error > limit:
-            origin = _origin_of_error(worse, limit=_TIMES_THE_SMALLER_ERROR * floor)
-            # An op that itself rounds more than that is a finding of `_find_precision`.
-            if origin.roundoff <= u + origin.allowed:
-                yield _Finding(origin, "stability", origin.error, predicted=floor)
+            origin = _origin_of_error(worse, limit=_TIMES_THE_SMALLER_ERROR * error_of_one_op)
+            # An op that by itself rounds more than its format explains belongs to
+            # `_find_precision`.
+            if origin.roundoff <= format_roundoff + origin.allowed:
+                yield _Finding(origin, "stability", origin.error, predicted=error_of_one_op)
 
 
 def _find_merged(alignment: Alignment) -> Iterator[_Finding]:
-    """Find ops that in only one run get an input with merged values (see `merged_values`)."""
+    """Find ops that in only one run get an input with merged values.
+
+    These are values that differ in fp64 and are equal in 16 bits: see `merged_values`.
+    """
     relevant = _used_by_results(alignment)
     for pair in alignment.pairs:
         with_merged_input = [record for record in pair.records if record.merged]
         if len(with_merged_input) == 2:  # no difference between the runs
             continue
         for record in with_merged_input:
-            if record in relevant and not record.is_neutral:
+            if record in relevant and not record.is_cast_or_copy:
                 predicted = unit_roundoff(record.log.format) + record.allowed
                 yield _Finding(record, "merged", record.error, predicted)
 
 
 def _origin_of_error(record: CheckedOp, limit: float) -> CheckedOp:
-    """Follow the producers back to the first op whose error exceeds the limit, and return it."""
+    """Go back from an op to its producers, as long as their error exceeds the limit.
+
+    Returns the op at which this ends: its error exceeds the limit, and those of its inputs do not.
+    """
     while True:
-        sources = [producer for producer in record.producers if producer.error > limit]
-        if not sources:
+        inaccurate = [producer for producer in record.producers if producer.error > limit]
+        if not inaccurate:
             return record
-        record = sources[0]
+        record = inaccurate[0]
 
 
 def largest_jump(log: RunLog) -> Jump | None:
@@ -227,29 +243,30 @@ def largest_jump(log: RunLog) -> Jump | None:
     Only the part of an error that reaches the end counts: an inaccurate result that is added to a
     much larger one does no harm.
     """
-    floor = unit_roundoff(log.format) or unit_roundoff(torch.float32)  # never 0, to divide by it
+    # Inputs may be exact. To divide by their error, it counts as one rounding at least.
+    one_rounding = unit_roundoff(log.format)
     error_at_end = dict.fromkeys(log.records, 0.0)  # of each op, the part that reaches the end
-    op = None
+    jump_op = None
     largest_factor = 1.0
-    for record in reversed(log.records):  # so consumers of a result come before its producer
+    for record in reversed(log.records):  # so that an op comes after all ops that use its result
         if record in log.sinks:
             error_at_end[record] = record.error
         for producer in record.producers:
             passed_on = min(error_at_end[record], producer.error)
             error_at_end[producer] = max(error_at_end[producer], passed_on)
-        factor = error_at_end[record] / max(_input_error(record), floor)
+        factor = error_at_end[record] / max(_input_error(record), one_rounding)
         if factor > largest_factor:
             largest_factor = factor
-            op = record
-    if op is None:
+            jump_op = record
+    if jump_op is None:
         return None
     return Jump(
-        log.name,
-        op.caller.module,
-        op.caller.module_type,
-        op.op,
-        before=_input_error(op),
-        after=op.error,
+        run=log.name,
+        module=jump_op.caller.module,
+        module_type=jump_op.caller.module_type,
+        op=jump_op.op,
+        before=_input_error(jump_op),
+        after=jump_op.error,
     )
 
 
@@ -259,7 +276,7 @@ def _input_error(record: CheckedOp) -> float:
 
 
 def _difference(alignment: Alignment, finding: _Finding, position: int) -> Difference:
-    """The public form of a finding; `position` is the index of its pair in `alignment.pairs`."""
+    """The `Difference` for a finding; `position` is the index of its pair in `alignment.pairs`."""
     op = alignment.pairs[position].b_or_a
     records = _records_by_run(alignment, position)
     record_a = records.get("A")
@@ -268,7 +285,7 @@ def _difference(alignment: Alignment, finding: _Finding, position: int) -> Diffe
         reason = _function_reason(alignment, record_a, record_b)
     else:
         reason = _REASONS[finding.kind].format(run=finding.op.log.name, **finding._asdict())
-    # A run without such an op has the record None, and so None for the op and its dtype.
+    # If a run has no such op, its record is None, and getattr then gives None for op and dtype.
     return Difference(
         kind=finding.kind,
         module=op.caller.module,
@@ -290,12 +307,16 @@ def _records_by_run(alignment: Alignment, position: int) -> dict[str, CheckedOp]
 
     If only one run has the op, the next unmatched op counts as its replacement in the other run.
     """
-    pair, *following = alignment.pairs[position : position + 2]
-    records = pair.records
-    if following and not pair.is_matched and not following[0].is_matched:
-        # The pair's own op comes last, so that it wins if both are of the same run.
-        records = (*following[0].records, *records)
-    return {record.log.name: record for record in records}
+    pair = alignment.pairs[position]
+    records = {}
+    is_last = position + 1 == len(alignment.pairs)
+    if not pair.is_matched and not is_last:
+        next_pair = alignment.pairs[position + 1]
+        if not next_pair.is_matched:
+            records = {record.log.name: record for record in next_pair.records}
+    for record in pair.records:  # after the replacement, which may be an op of the same run
+        records[record.log.name] = record
+    return records
 
 
 def _function_reason(

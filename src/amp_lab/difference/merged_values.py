@@ -89,7 +89,7 @@ def _count_merged_neighbours(rounded: Tensor, exact: Tensor, dim: int) -> int:
 
 
 def _any_at_index(values: Tensor, dim: int) -> Tensor:
-    """Reduce a bool tensor to one dimension: at each index of `dim`, whether any value is true."""
+    """Reduce a bool tensor to the shape (size of `dim`,): whether any value at an index is true."""
     if values.dim() < 2:
         return values
     return values.movedim(dim, 0).flatten(1).any(1)

@@ -23,8 +23,8 @@ class Failure:
     module_type: str = ""  # its class; "": outside of all modules
     operands: tuple[Operand, ...] = ()  # the op's floating-point arguments
 
-    def text(self, run: str) -> str:
-        """Describe the error in one line: what run "A" or "B" raises, and where."""
+    def describe(self, run: str) -> str:
+        """Say in one line what the run ("A" or "B") raises, and where."""
         text = f"run {run} raises {with_type(self.error)}"
         if not self.op and not self.module_type:
             return text
@@ -45,7 +45,7 @@ class RunRaised(NumericsError):
     def __init__(self, run: str, failure: Failure, device_type: str, has_low_weights: bool):
         """`run` is "A" or "B"; `has_low_weights` says whether a weight or buffer is in 16 bits."""
         error = failure.error
-        self.description = failure.text(run)  # the message without remedies
+        self.description = failure.describe(run)  # the message without remedies
         known_tips = tips_for(error, failure.op, device_type)
         mixed_tip = remedy_for_mixed(error, failure.op, failure.operands, has_low_weights)
         tips = [mixed_tip, *known_tips] if mixed_tip else known_tips

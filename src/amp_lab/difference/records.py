@@ -25,7 +25,7 @@ class CheckedOp:
     log: "RunLog" = field(repr=False)
     caller: Caller
     op: str  # without namespace and overload: ``addmm``
-    is_neutral: bool  # a cast or a copy
+    is_cast_or_copy: bool
     dtype: torch.dtype  # of its output
     exact: Tensor  # its output in fp64, computed in fp64 from the beginning of the run
     noise: float  # the relative error that `exact` itself may have
@@ -43,7 +43,7 @@ class CheckedOp:
 
 @dataclass
 class RunLog:
-    """All ops of a run, and the formats in which the run computes."""
+    """All ops of a run, and the formats (dtypes) in which the run computes."""
 
     name: str  # "A" or "B"
     records: list[CheckedOp] = field(default_factory=list)
@@ -58,7 +58,7 @@ class RunLog:
     results: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (result, result in fp64)
 
     @property
-    def end(self) -> float:
+    def error_at_end(self) -> float:
         """The largest relative error of the run's results, or else the error of the last op."""
         if not self.results:
             return self.records[-1].error

@@ -100,17 +100,20 @@ def _terms_per_value(inputs: list[Tensor], result: Tensor) -> float:
 
 
 def without_masks(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both in fp64 on the device of `right`, with 0 where both have one mask, inf or NaN.
+    """Return two tensors of one shape, with 0 where both have a mask, both inf, or both NaN.
 
-    Complex tensors become pairs of real numbers, in a last dimension of 2.
+    Both are returned in fp64 on the device of `right`. Complex tensors become pairs of real
+    numbers, in a last dimension of 2.
     """
     left = _view_as_real(left.to(right.device)).double()
     right = _view_as_real(right).double()
-    # One may be a mask in fp16, -65504 or -inf, and the other the same mask in fp64, such as -1e38.
+    # A mask in fp16 may be only -65504, where the same mask is -1e38 in fp64. So one of the two has
+    # to be far below all values, and for the other it is enough to be below -6e4.
     is_far_below = (left < -_LARGEST_VALUE) | (right < -_LARGEST_VALUE)
-    is_masked = (left < _LARGEST_MASK) & (right < _LARGEST_MASK) & is_far_below
-    is_masked |= (left > _LARGEST_VALUE) & (right > _LARGEST_VALUE)
-    is_masked |= left.isnan() & right.isnan()
+    are_low = (left < _LARGEST_MASK) & (right < _LARGEST_MASK)
+    are_high = (left > _LARGEST_VALUE) & (right > _LARGEST_VALUE)
+    are_nan = left.isnan() & right.isnan()
+    is_masked = (are_low & is_far_below) | are_high | are_nan
     if bool(is_masked.any()):
         left = left.masked_fill(is_masked, 0.0)
         right = right.masked_fill(is_masked, 0.0)
@@ -134,7 +137,10 @@ def relative_error(result: Tensor, exact: Tensor) -> float:
 
 
 def nonfinite(result: Tensor, exact: Tensor) -> str:
-    """Describe an inf or NaN in a result that is finite in fp64; "" if there is none."""
+    """Describe an inf or NaN in a result that is finite in fp64; "" if there is none.
+
+    For example ``inf where fp64 has numbers up to 70000``.
+    """
     left, right = without_masks(result, exact)
     if bool(left.isfinite().all()) or not bool(right.isfinite().all()):
         return ""
@@ -156,7 +162,7 @@ def rms(tensor: Tensor) -> float:
 
 
 def widen(tensor: Tensor) -> Tensor:
-    """Copy a tensor, to fp64 or complex128 if it is floating-point or complex, else unchanged."""
+    """Copy a tensor to fp64, or to complex128 if it is complex; integers keep their dtype."""
     device = tensor.device
     if device.type in _DEVICES_WITHOUT_FP64:
         device = "cpu"
@@ -187,7 +193,10 @@ def run_in_fp64(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _widen_setting(value: Any) -> Any:
-    """Widen an argument that is a dtype, or replace a device without fp64 by the CPU."""
+    """Replace a dtype by the fp64 one, and a device without fp64 by the CPU.
+
+    Any other argument of an op is returned as it is.
+    """
     if isinstance(value, torch.dtype):
         return _WIDER.get(value, value)
     if isinstance(value, torch.device) and value.type in _DEVICES_WITHOUT_FP64:
@@ -219,27 +228,40 @@ def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
 
 
 def _lstm(inputs: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """A layer of oneDNN's LSTM, which has no fp64: (T, B, C) to (T, B, H) and two last states.
+    """Compute one layer and direction of an LSTM as oneDNN's op does, which has no fp64.
 
-    `args` are those of ``mkldnn_rnn_layer`` after its first.
+    `inputs` are (T, B, C), and `args` the other arguments of ``mkldnn_rnn_layer``, in its order.
+    Returns the outputs (T, B, H), and the last hidden and cell state, (1, B, H) each.
     """
-    weights = args[:4]
-    states = [state.reshape(1, *state.shape[-2:]) for state in args[4:6]]
+    weights = args[:4]  # two weights, and two biases that are unused if `has_biases` is False
+    hidden_and_cell = [state.reshape(1, *state.shape[-2:]) for state in args[4:6]]
     is_backwards = args[6]
     has_biases = args[11]
     if not has_biases:
         weights = weights[:2]
     if is_backwards:
         inputs = inputs.flip(0)
-    # The last arguments: layers, dropout, training, bidirectional, batch first.
-    out, *last = torch.lstm(inputs, states, weights, has_biases, 1, 0.0, False, False, False)
+    out, hidden, cell = torch.lstm(
+        inputs,
+        hidden_and_cell,
+        weights,
+        has_biases,
+        num_layers=1,
+        dropout=0.0,
+        train=False,
+        bidirectional=False,
+        batch_first=False,
+    )
     if is_backwards:
         out = out.flip(0)
-    return (out, *last)
+    return out, hidden, cell
 
 
 def widen_inputs(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """Copy the inputs of an op to fp64; call it before the op, which may write into them."""
+    """Copy the inputs of an op to fp64, and return them as (args, kwargs).
+
+    Call it before the op runs, which may write into its inputs.
+    """
     # Without an eps this op takes that of the dtype, which must be the original one.
     if name == "_fused_rms_norm" and args[3] is None:
         eps = torch.finfo(args[0].dtype).eps
@@ -250,9 +272,9 @@ def widen_inputs(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
 def effective_roundoff(func: Any, inputs: tuple, result: Tensor) -> float:
     """The unit roundoff that explains the error of an op's result; 0 if fp64 cannot compute it.
 
-    The result is the error, compared with fp64 on the same inputs (from `widen_inputs`), divided by
-    |result| + amplification of the error model. It is inf if the error is inf or NaN, or if this
-    sum is 0.
+    `inputs` are the op's (args, kwargs) in fp64, from `widen_inputs`; the error is the difference
+    of `result` from the op's result on them. The roundoff is this error, divided by |result| +
+    amplification of the error model. It is inf if the error is inf or NaN, or if this sum is 0.
     """
     exact = _first_result(func, inputs)
     if exact is None or exact.shape != result.shape:
@@ -288,7 +310,8 @@ def _first_result(func: Any, inputs: tuple) -> Tensor | None:
 def _change_of_result(func: Any, inputs: tuple, exact: Tensor, seed: int) -> float:
     """The amplification: how far the exact result moves, per unit of random relative change.
 
-    It is a root mean square over the result; 0 if the changed inputs give no result of its shape.
+    `inputs` are (args, kwargs) in fp64. The return value is a root mean square over the result, and
+    0 if the changed inputs give no result of its shape.
     """
     generator = torch.Generator().manual_seed(seed)
 

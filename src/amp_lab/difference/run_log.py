@@ -5,7 +5,7 @@ import itertools
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,17 +26,27 @@ from amp_lab.difference.result import location_text
 from amp_lab.tracing.operands import Operand, Source, SourceKind
 from amp_lab.tracing.ops_seen import computes_nothing, op_name
 
-# Casts and copies: without rounding they leave values as they are. Logs are aligned without them.
-_NEUTRAL = frozenset(("_to_copy", "clone", "copy_", "lift_fresh", "lift_fresh_copy", "detach"))
+# Without rounding, these leave values as they are. Runs in different formats have different casts.
+_CASTS_AND_COPIES = frozenset(
+    ("_to_copy", "clone", "copy_", "lift_fresh", "lift_fresh_copy", "detach")
+)
 _SETTINGS = (bool, int, float, str, torch.dtype)  # types of an op's arguments besides tensors
+
+
+class _OpRun(NamedTuple):
+    """What an op returned, and what it would have returned without rounding."""
+
+    out: Any  # the result, which the model gets
+    exact: Any  # the result on the shadows of the inputs, in fp64; None if fp64 cannot run the op
+    wide_inputs: tuple | None  # (args, kwargs), copied to fp64 before the op; None if not needed
 
 
 def record_run(name: str, run: Callable[[], Any], other: RunLog | None = None) -> RunLog:
     """Call `run`; return the log of its ops. The buffers of its models are restored afterwards.
 
-    `other` is the log of the run to compare with. If weights and inputs differ from those in
-    `other` only in format, they get the same fp64 values, so the cast of a model alone is no
-    difference. Raises `RunRaised` if the run raises.
+    `name` is "A" or "B". `other` is the log of the run to compare with: a weight or input that
+    differs from one of that run only in its dtype gets the same fp64 values, so the cast of a model
+    alone is no difference. Raises `RunRaised` if the run raises.
     """
     recorder = _Recorder(RunLog(name), other)
     has_fastpath = torch.backends.mha.get_fastpath_enabled()
@@ -57,7 +67,8 @@ def record_run(name: str, run: Callable[[], Any], other: RunLog | None = None) -
 class _Recorder(TorchDispatchMode):
     """A mode that runs each op, runs it in fp64 too, and adds a record to the log.
 
-    A shadow is the fp64 counterpart of a tensor: computed in fp64 from the beginning of the run.
+    The fp64 counterpart of a tensor, computed in fp64 from the beginning of the run, is called its
+    shadow.
     """
 
     def __init__(self, log: RunLog, other: RunLog | None):
@@ -70,10 +81,11 @@ class _Recorder(TorchDispatchMode):
         self._autocast_dtype: torch.dtype | None = None
         self._names: dict[nn.Module, str] = {}
         self._by_storage: dict[int | None, str] = {}  # names of parameters and buffers
-        self._callers = [Caller()]  # the calls that are running, the innermost last
-        self._calls: Counter[nn.Module] = Counter()
+        # The module calls that are running, the innermost last; the first is the code outside.
+        self._callers = [Caller()]
+        self._calls: Counter[nn.Module] = Counter()  # how often each module was called
         # Reference to a storage, and the ops that wrote into it last, by address of the storage.
-        self._writers: dict[int | None, tuple[StorageWeakRef, tuple[CheckedOp, ...]]] = {}
+        self._last_writers: dict[int | None, tuple[StorageWeakRef, tuple[CheckedOp, ...]]] = {}
         # (module, name in the module, buffer, copy of its first value)
         self._initial_buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         self._random_op_calls: Counter[tuple] = Counter()  # by caller and op
@@ -97,9 +109,9 @@ class _Recorder(TorchDispatchMode):
                     module._buffers[name] = buffer  # the run may have put another in its place
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        """Note that a module is called; of the first one, also note its inputs and autocast."""
+        """A hook before a module: note its call; of the first one, also its inputs and autocast."""
         if module not in self._names:
-            self._register_names(module)
+            self._register_modules(module)
         if not self._calls:
             self._note_autocast()
             self.log.batch = _batch_size(args)
@@ -111,14 +123,17 @@ class _Recorder(TorchDispatchMode):
         self._callers.append(caller)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Note that a module returns; of an outermost one, also note what computed its output."""
+        """A hook after a module: end its call; of an outermost one, note the ops of its output."""
         name = self._names[module]
-        while len(self._callers) > 1 and self._callers.pop().module != name:
-            pass  # a module inside that ended without a call of its hooks
+        # A module inside may have ended without a call of its hooks: then its call ends here, too.
+        while len(self._callers) > 1:
+            caller = self._callers.pop()
+            if caller.module == name:
+                break
         if len(self._callers) == 1:
             self.log.sinks.update(self._producers_of(output))
 
-    def _register_names(self, root: nn.Module) -> None:
+    def _register_modules(self, root: nn.Module) -> None:
         """Register the names of an outermost module, of all modules inside it, and of tensors."""
         # A run may call several models: the names of all but the first begin with their class.
         prefix = type(root).__name__ if self._names else ""
@@ -130,15 +145,18 @@ class _Recorder(TorchDispatchMode):
             for key, tensor in {**module._parameters, **module._buffers}.items():
                 if tensor is None:
                     continue
-                leaf = f"{name}.{key}".lstrip(".")
-                self.log.leaves[leaf] = tensor
-                self._by_storage.setdefault(storage_key(tensor), leaf)
-                noun = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-                source = Source(SourceKind.OWN, f"{noun} {leaf}")
-                self._sources.setdefault(storage_key(tensor), source)
+                self._register_tensor(f"{name}.{key}".lstrip("."), tensor)
                 if key in module._buffers:
                     with _disable_current_modes():  # the copy is no op of the run
                         self._initial_buffers.append((module, key, tensor, tensor.clone()))
+
+    def _register_tensor(self, name: str, tensor: Tensor) -> None:
+        """Register a parameter or buffer by its qualified name and its storage."""
+        key = storage_key(tensor)
+        noun = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+        self.log.leaves[name] = tensor
+        self._by_storage.setdefault(key, name)
+        self._sources.setdefault(key, Source(SourceKind.OWN, f"{noun} {name}"))
 
     def _note_autocast(self) -> None:
         """Note the dtype of autocast if it is on now; if it is off, keep what was noted before.
@@ -150,25 +168,23 @@ class _Recorder(TorchDispatchMode):
                 self._autocast_dtype = torch.get_autocast_dtype(device_type)
 
     def finish(self, result: Any) -> None:
-        """Complete the log: what the run is set to compute in, its results, and their ops."""
+        """Complete the log with the run's formats, its result, and the ops that computed it."""
         log = self.log
         self._note_precision()
-        for tensor in filter(_is_inexact, tensors_in(result)):
-            if tensor in self._shadows:
+        for tensor in tensors_in(result):
+            if _is_inexact(tensor) and tensor in self._shadows:
                 log.results.append((tensor.detach(), self._shadows[tensor]))
         log.batch = log.batch or _batch_size(result)
-        # The ops of what the run returns; else of what its outermost modules returned; else the
-        # last op.
         producers = self._producers_of(result)
         if producers:
             log.sinks = set(producers)
-        elif not log.sinks:
-            log.sinks = set(log.records[-1:])
+        elif not log.sinks:  # `_leave` adds what the outermost modules returned
+            log.sinks = set(log.records[-1:])  # the last op, if there is one
 
     def _note_precision(self) -> None:
         """Note the format, the device and the precision settings of the run in the log."""
         log = self.log
-        sizes = Counter({torch.float32: 0})  # how many weights there are in each dtype
+        sizes = Counter({torch.float32: 0})  # weights in each dtype; fp32 if there are none
         for tensor in log.leaves.values():
             if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
                 sizes[tensor.dtype] += tensor.numel()
@@ -199,23 +215,29 @@ class _Recorder(TorchDispatchMode):
     def _run_op(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an op on its arguments and on their shadows, record it, and return its result."""
         name = op_name(func)
-        inputs = (args, kwargs)
-        merged = None  # values that 16 bits make equal, in the first input that has any
-        if name not in _NEUTRAL and not computes_nothing(func):
-            # Looked for now, since the op may write into its inputs.
-            low = [tensor for tensor in tensors_in(inputs) if tensor.dtype in LOWER_DTYPES]
-            found = (find_merged_values(tensor, self._shadow_of(tensor)) for tensor in low)
-            merged = next(filter(None, found), None)
+        merged = None
+        if name not in _CASTS_AND_COPIES and not computes_nothing(func):
+            # Before the op runs, since it may write into its inputs.
+            merged = self._merged_values_in((args, kwargs))
         # Attention runs on the shadows like other ops: it is random only with dropout.
         if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in name:
-            out, exact, wide_inputs = self._run_random_op(func, name, args, kwargs)
+            run = self._run_random_op(func, name, args, kwargs)
         else:
-            out, exact, wide_inputs = self._run_with_shadows(func, name, args, kwargs)
-        if name == "_local_scalar_dense":
-            return exact  # so that a branch on this number is the same in both runs
-        self._set_shadows(func, tensors_in(out), tensors_in(exact))
-        self._add_record(func, name, inputs, out, wide_inputs, merged)
-        return out
+            run = self._run_with_shadows(func, name, args, kwargs)
+        if name == "_local_scalar_dense":  # of tensor.item()
+            return run.exact  # so that a branch on this number is the same in both runs
+        self._set_shadows(func, tensors_in(run.out), tensors_in(run.exact))
+        self._add_record(func, (args, kwargs), run, merged)
+        return run.out
+
+    def _merged_values_in(self, inputs: tuple) -> MergedValues | None:
+        """The values that 16 bits make equal, in the first input that has any; else None."""
+        for tensor in tensors_in(inputs):
+            if tensor.dtype in LOWER_DTYPES:
+                merged = find_merged_values(tensor, self._shadow_of(tensor))
+                if merged is not None:
+                    return merged
+        return None
 
     def _set_shadows(self, func: Any, outs: list[Tensor], exact: list[Tensor]) -> None:
         """Make `exact`, the results of an op in fp64, the shadows of its real results `outs`.
@@ -224,9 +246,10 @@ class _Recorder(TorchDispatchMode):
         Results that are integers or bools, such as an argmax, are set to those of fp64. Rounding
         could break a tie otherwise in each run, and the runs would then take different branches.
         """
-        computes = not computes_nothing(func)
+        is_view_or_empty = computes_nothing(func)
         if len(exact) not in (1, len(outs)):  # unclear which result belongs to which
             exact = []
+        # One exact result, as of attention, is that of the first output.
         for tensor, shadow in itertools.zip_longest(outs, exact[: len(outs)]):
             roundoff = rounding.unit_roundoff(tensor.dtype)
             self._largest_roundoff = max(self._largest_roundoff, roundoff)
@@ -237,41 +260,43 @@ class _Recorder(TorchDispatchMode):
                 # matter, since no other op uses them.
                 if tensor is outs[0]:
                     self._noise = max(self._noise, 64 * self._largest_roundoff)
-            if tensor in self._shadows:  # of an in-place op
+            if tensor in self._shadows:
+                # An in-place op. Its shadow is written in place too, for the views of it.
                 shadow = self._shadows[tensor].copy_(shadow)
-            elif computes and _is_inexact(tensor):
+            elif _is_inexact(tensor) and not is_view_or_empty:
                 shadow = rounding.with_strides_of(tensor, shadow)
-            if computes and not _is_inexact(tensor):
+            if not _is_inexact(tensor) and not is_view_or_empty:
                 tensor.copy_(shadow)
             self._shadows[tensor] = shadow
 
-    def _run_with_shadows(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
-        """Run an op: return its result, its result on the shadows, and copies of its inputs.
+    def _run_with_shadows(
+        self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]
+    ) -> _OpRun:
+        """Run an op on its inputs, and in fp64 on their shadows.
 
-        The second is None if fp64 cannot run it. The copies are a pair (args, kwargs) in fp64, for
-        `rounding.effective_roundoff`; None for a view.
+        `wide_inputs` of the result are for `rounding.effective_roundoff`, and None for a view.
         """
         if not tensors_in((args, kwargs)):  # such as arange or full, which can be made in fp64
             out = func(*args, **kwargs)
             if _is_inexact(out):
                 kwargs = kwargs | {"dtype": torch.float64}
-            return out, rounding.run_in_fp64(func, args, kwargs), (args, kwargs)
+            return _OpRun(out, rounding.run_in_fp64(func, args, kwargs), (args, kwargs))
         # The op itself runs last, since it may write into its arguments.
         wide_inputs = None
         if not computes_nothing(func):
             wide_inputs = rounding.widen_inputs(name, args, kwargs)
-        shadows = tree_map_only(Tensor, self._shadow_of, (args, kwargs))
-        exact = rounding.run_in_fp64(func, *shadows)
+        shadow_args, shadow_kwargs = tree_map_only(Tensor, self._shadow_of, (args, kwargs))
+        exact = rounding.run_in_fp64(func, shadow_args, shadow_kwargs)
         out = func(*args, **kwargs)
-        return out, exact, wide_inputs
+        return _OpRun(out, exact, wide_inputs)
 
-    def _run_random_op(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
-        """Run an op that draws random numbers, and return as `_run_with_shadows` does.
+    def _run_random_op(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> _OpRun:
+        """Run an op that draws random numbers, such as dropout.
 
         The seed depends on the module, the op and the count of its calls, so that both runs draw
         the same numbers. They count as exact: the result in fp64 is a copy of the result or, for
-        dropout, the shadow of the input with the same mask. In place of copies of the inputs it
-        returns None, since the roundoff of these ops is not measured.
+        dropout, the shadow of the input with the same mask. `wide_inputs` are None, since the
+        roundoff of these ops is not measured.
         """
         caller = self._callers[-1]
         self._random_op_calls[caller, name] += 1
@@ -280,15 +305,15 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         if name != "native_dropout":
             exact = [rounding.widen(tensor) for tensor in tensors_in(out)]
-            return out, exact, None
+            return _OpRun(out, exact, wide_inputs=None)
         inputs, probability, is_training = args
         keep_probability = 1 - probability
-        scale = float(keep_probability != 0)
+        scale = float(keep_probability != 0)  # 1, or 0 if dropout keeps nothing
         if is_training is not False and keep_probability:
             scale = 1 / keep_probability
-        mask = out[1]
+        _, mask = out
         exact = self._shadow_of(inputs) * mask.to(torch.float64) * scale
-        return out, (exact, mask), None
+        return _OpRun(out, (exact, mask), wide_inputs=None)
 
     def _shadow_of(self, tensor: Tensor) -> Tensor:
         """The shadow of an argument, which is made now if no op of the run computed it."""
@@ -299,8 +324,9 @@ class _Recorder(TorchDispatchMode):
     def _new_shadow(self, tensor: Tensor) -> Tensor:
         """Make the shadow of a parameter, a buffer, an input or a constant.
 
-        If the other run has the same values in another format, they are copied instead, so that the
-        formats of weights and inputs do not count as a difference.
+        If the other run has the same values in another format, the shadow is a copy of those, so
+        that the formats of weights and inputs do not count as a difference. Inputs and constants
+        have no name; they are noted in the log, where the other run finds them by their values.
         """
         name = self._by_storage.get(storage_key(tensor))
         if name is None:
@@ -319,7 +345,7 @@ class _Recorder(TorchDispatchMode):
     def raised(self, error: Exception) -> RunRaised:
         """The `RunRaised` for an error that ended the run: it says where, and what to do."""
         failure = self._failure
-        if failure is None or failure.error is not error:
+        if failure is None or failure.error is not error:  # no op raised this error
             failure = failure_above_ops(error, self._names)
         leaves = self.log.leaves.values()
         device_type = next((tensor.device.type for tensor in leaves), "cpu")
@@ -353,64 +379,73 @@ class _Recorder(TorchDispatchMode):
         """The ops that computed the tensors in a structure, each once."""
         producers: list[CheckedOp] = []
         for tensor in tensors_in(structure):
-            storage, records = self._writers.get(storage_key(tensor), (None, ()))
-            # A storage that has been freed has left its address to the storage of this tensor.
-            if storage is not None and not storage.expired():
+            entry = self._last_writers.get(storage_key(tensor))
+            if entry is None:
+                continue
+            storage, records = entry
+            # If it was freed, another storage, that of this tensor, has got its address.
+            if not storage.expired():
                 producers += records
         return tuple(dict.fromkeys(producers))
 
     def _add_record(
-        self,
-        func: Any,
-        name: str,
-        inputs: tuple,
-        out: Any,
-        wide_inputs: tuple | None,
-        merged: MergedValues | None,
+        self, func: Any, inputs: tuple, run: _OpRun, merged: MergedValues | None
     ) -> None:
         """Record an op unless it only makes a view, and note that it wrote into its outputs.
 
-        `inputs` are its (args, kwargs), and `wide_inputs` their copies in fp64, if there are any.
+        `inputs` are its (args, kwargs), and `merged` is what `_merged_values_in` found in them.
         """
-        outs = tensors_in(out)
-        producers = self._producers_of(inputs)
+        outs = tensors_in(run.out)
         if outs and _is_inexact(outs[0]) and not computes_nothing(func):
-            result = outs[0]
-            roundoff = 0.0
-            if wide_inputs:
-                roundoff = rounding.effective_roundoff(func, wide_inputs, result)
-            exact = self._shadow_of(result)
-            values, _ = rounding.without_masks(exact, exact)
-            leaves = [self._by_storage.get(storage_key(tensor)) for tensor in tensors_in(inputs)]
-            settings = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, _SETTINGS)]
-            record = CheckedOp(
-                log=self.log,
-                caller=self._callers[-1],
-                op=name,
-                is_neutral=name in _NEUTRAL,
-                dtype=result.dtype,
-                exact=exact.clone(),
-                noise=self._noise,
-                total=float(values.sum()),
-                rms=rounding.rms(values),
-                error=rounding.relative_error(result, exact),
-                nonfinite=rounding.nonfinite(result, exact),
-                roundoff=roundoff,
-                allowed=rounding.allowance(name, inputs, result),
-                producers=producers,
-                leaves=tuple(filter(None, leaves)),
-                settings=tuple(settings),
-                merged=merged,
-            )
+            record = self._new_record(func, inputs, outs[0], run.wide_inputs, merged)
             self.log.records.append(record)
-            producers = (record,)
+            writers = (record,)
+        else:  # an op without a record, such as argmax, stands for those that computed its inputs
+            writers = self._producers_of(inputs)
         if func.is_view:
             return
         for tensor in outs:
             key = storage_key(tensor)
             if key is not None:
                 # The key is an address. The weak reference keeps it from being reused.
-                self._writers[key] = (StorageWeakRef(tensor.untyped_storage()), producers)
+                self._last_writers[key] = (StorageWeakRef(tensor.untyped_storage()), writers)
+
+    def _new_record(
+        self,
+        func: Any,
+        inputs: tuple,
+        result: Tensor,
+        wide_inputs: tuple | None,
+        merged: MergedValues | None,
+    ) -> CheckedOp:
+        """Compare the first result of an op with its shadow, and make the record of the op."""
+        name = op_name(func)
+        roundoff = 0.0
+        if wide_inputs:
+            roundoff = rounding.effective_roundoff(func, wide_inputs, result)
+        exact = self._shadow_of(result)
+        values, _ = rounding.without_masks(exact, exact)
+        leaves = [self._by_storage.get(storage_key(tensor)) for tensor in tensors_in(inputs)]
+        settings = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, _SETTINGS)]
+        return CheckedOp(
+            log=self.log,
+            caller=self._callers[-1],
+            op=name,
+            is_cast_or_copy=name in _CASTS_AND_COPIES,
+            dtype=result.dtype,
+            exact=exact.clone(),
+            noise=self._noise,
+            total=float(values.sum()),
+            rms=rounding.rms(values),
+            error=rounding.relative_error(result, exact),
+            nonfinite=rounding.nonfinite(result, exact),
+            roundoff=roundoff,
+            allowed=rounding.allowance(name, inputs, result),
+            producers=self._producers_of(inputs),
+            leaves=tuple(filter(None, leaves)),
+            settings=tuple(settings),
+            merged=merged,
+        )
 
 
 def same_values(one: Tensor | None, other: Tensor | None) -> bool:
