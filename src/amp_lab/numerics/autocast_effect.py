@@ -24,10 +24,10 @@ def what_autocast_does(op: str, device_type: str) -> str:
     """
     if device_type not in BACKENDS:
         return f"amp_lab has no table of autocast on {device_type!r}"
-    found = _policies(op, device_type)
-    if found == {"lower_precision"}:
+    op_policies = _policies(op, device_type)
+    if op_policies == {"lower_precision"}:
         return f"on {device_type!r} it runs {op} in fp16 as well"
-    if found == {"banned"}:
+    if op_policies == {"banned"}:
         return f"on {device_type!r} it refuses {op}"
     inputs = "the dtype of its inputs, which is fp16 after a linear or convolution layer"
     return f"on {device_type!r} it leaves {op} in {inputs}"
@@ -43,14 +43,14 @@ def _policies(op: str, device_type: str) -> set[str]:
 
     if device_type not in BACKENDS or op.endswith("_"):
         return set()
-    for name in _names(op):
-        found = policies(name, device_type, torch.float16)
-        if found:
-            return found
+    for name in _names_in_table(op):
+        op_policies = policies(name, device_type, torch.float16)
+        if op_policies:
+            return op_policies
     return set()
 
 
-def _names(op: str) -> list[str]:
+def _names_in_table(op: str) -> list[str]:
     """The names under which an op may be in autocast's table: _softmax is softmax there."""
     names = [op, f"_{op}", op.removesuffix(_SUFFIX)]
     for prefix in _PREFIXES:

@@ -24,14 +24,17 @@ def log2_of(scale: float) -> int:
     raise NumericsError(f"loss scale {scale:g}: give a power of two from 2^-64 to 2^64")
 
 
-# A value's bin is its exponent in fp32: the bits of its magnitude, shifted right by the 23 bits of
-# the mantissa. An offset to the bits before the shift moves the edges of the bins from powers of
-# two to where fp16 rounds, for each power of two as a scale. There are three such offsets:
-#   -1    2^-25 itself still rounds to zero
-#   2^13  2^-14 - 2^-25 already rounds to the smallest normal number
-#   2^12  65520 = 2^16 - 2^4 already rounds to infinity
-# The second exponent is the first or 1 more, and the third is 1 more only if the second is. So the
-# sum of the three tells each of them. Plus 1, since the sum is -1 for zero, it is the value's key.
+# What fp16 makes of a value, at any power of two as a scale, follows from the value's exponent in
+# fp32: the bits of its magnitude, shifted right by the 23 bits of the mantissa. But fp16 does not
+# round exactly at powers of two. So an offset is added to the bits before the shift, which moves
+# the values at the edge to the next exponent. Three questions have three offsets:
+#   zero?      -1    2^-25 itself still rounds to zero
+#   normal?    2^13  2^-14 - 2^-25 already rounds to the smallest normal number
+#   infinite?  2^12  65520 = 2^16 - 2^4 already rounds to infinity
+# So a value has three exponents. They are equal, or the second is 1 more than the first, or the
+# second and the third are. The sum of the three shows which: its quotient by 3 is the first, and
+# its remainder says how many are 1 more. Values are counted by this sum. It is -1 for zero, so the
+# key of a value is the sum plus 1.
 _KEYS = 3 * 255 + 2
 _SUMS = torch.arange(-1, _KEYS - 1)
 # The three exponents of each key: for rounding to zero, to normal numbers and to infinity.
@@ -46,14 +49,19 @@ def _count_by_key(values: Tensor) -> Tensor:
     A float64 beyond fp32 becomes inf in it, and counts as a value that overflows at every scale.
     """
     bits = values.to(torch.float32).abs().view(torch.int32)
-    key = (bits + (2**23 - 1)).bitwise_right_shift_(23)  # (bits - 1) >> 23, and the 1 for zero
-    for _ in range(2):  # 2^12, then 2^13, added in place: fewer passes over memory
-        key += bits.add_(2**12) >> 23
+    # ((bits - 1) >> 23) + 1, in place as all that follows, for fewer passes over the memory.
+    key = (bits + (2**23 - 1)).bitwise_right_shift_(23)
+    bits += 2**12
+    key += bits >> 23
+    bits += 2**12  # together 2^13
+    key += bits >> 23
     bins = torch.bincount(key, minlength=_KEYS).cpu()
-    if values.dtype is torch.float64:  # what is too small for fp32 is not zero
+    if values.dtype is torch.float64:
+        # A value that is too small for fp32 became zero, but belongs to the smallest non-zero ones.
         zeros = (values == 0).sum().cpu()
         tiny = bins[0] - zeros
-        bins[:2] += torch.stack((-tiny, tiny))
+        bins[0] -= tiny
+        bins[1] += tiny
     return bins
 
 
@@ -75,7 +83,10 @@ class GradientCount:
 
     @torch.no_grad()
     def add(self, gradients: Iterable[Tensor | None]) -> None:
-        """Count the values of these gradients, which may have any layout and dtype."""
+        """Count the values of these gradients, which may have any layout and dtype.
+
+        As a hook of an autograd node, it gets all gradients that arrive there, with None for none.
+        """
         for gradient in gradients:
             if gradient is not None:
                 values = _flattened(gradient.detach())
@@ -83,9 +94,10 @@ class GradientCount:
                 self._bins += self._count(values)
 
     def _count(self, values: Tensor) -> Tensor | int:
-        """Number of finite values (n,) by key, estimated from a sample if there are many.
+        """Number of the finite ones among values (n,) by key, estimated from a sample if many.
 
-        0 without values. Inf and NaN are added to `nonfinite` here.
+        Returns a tensor (_KEYS,), or 0 without values. Also adds the number of inf and NaN to
+        `nonfinite`, and notes the size of the sample in `sample`.
         """
         if not len(values):
             return 0
@@ -212,6 +224,7 @@ def _flattened(tensor: Tensor) -> Tensor:
         tensor = tensor.values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    # The dimension with the largest stride first.
-    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.size(d)))
-    return tensor.permute(order[::-1]).reshape(-1)
+    # With the largest stride first, the values are read as they lie in memory.
+    by_stride = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.size(d)))
+    by_stride.reverse()
+    return tensor.permute(by_stride).reshape(-1)

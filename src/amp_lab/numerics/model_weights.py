@@ -10,11 +10,14 @@ from amp_lab.numerics.stored_parts import is_sharded
 
 
 def weights_dtype(model: nn.Module, name: str | None) -> torch.dtype | None:
-    """The dtype of the weights in the module with this name, or else of the first weight."""
+    """The dtype of the weights of the module with this name, or else of the model's first weight.
+
+    None for a model without floating-point weights.
+    """
     if name is not None:
-        own = _first_dtype(model.get_submodule(name).parameters(recurse=False))
-        if own is not None:
-            return own
+        module_dtype = _first_dtype(model.get_submodule(name).parameters(recurse=False))
+        if module_dtype is not None:
+            return module_dtype
     return _first_dtype(model.parameters())
 
 

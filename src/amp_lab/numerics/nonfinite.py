@@ -2,19 +2,17 @@
 
 import contextlib
 import dataclasses
-import threading
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_lab.core.errors import NumericsError
-from amp_lab.core.tensors import storage_key, stored_values, tensors_in
+from amp_lab.core.tensors import storage_key, tensors_in
+from amp_lab.numerics.call_sites import CallSites
 from amp_lab.numerics.call_stack import applied_loss_scale, is_in_scaler, user_line
 from amp_lab.numerics.error_notes import add_note
 from amp_lab.numerics.model_weights import (
@@ -31,11 +29,10 @@ from amp_lab.numerics.op_constants import (
     keeps_zero,
     lost_eps,
 )
+from amp_lab.numerics.storage_notes import StorageNotes
 from amp_lab.numerics.stored_parts import is_sharded, parts_of
 from amp_lab.numerics.tensor_summary import TensorSummary, is_finite, summarise
 from amp_lab.numerics.watched_ops import REDUCTIONS, Call, Site, among, argument_summaries, outputs
-
-_OUTSIDE = Site()  # of an op that runs outside of all modules
 
 
 class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which follows `with` too
@@ -81,16 +78,15 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
 
     def _reset(self) -> None:
         self._names: dict[nn.Module, str] = {}  # of the modules in the model
-        self._stack: list[tuple[nn.Module, Site]] = []  # being called, the innermost last
-        self._calls: Counter[nn.Module] = Counter()  # in this forward pass
-        self._site_by_node: dict[int, Site] = {}  # by the sequence number of autograd's node
-        # The op that made each inf or NaN, by the storage that holds it now; not all will matter.
-        self._origins: dict[int | None, tuple[StorageWeakRef, NonfiniteReport]] = {}
-        self._all_origins: list[NonfiniteReport] = []
+        self._sites = CallSites()
+        # Where each inf or NaN was made, by the storage that holds it now. Each origin has the form
+        # of a report, but only the first that matters is reported.
+        self._origins = StorageNotes[NonfiniteReport]()
+        self._all_origins: list[NonfiniteReport] = []  # in the order in which they were found
         self._watched: set[str] = set()  # names of parameters whose gradients are watched
         self._loss_scale: float | None = None  # what a scaler multiplied the loss by
         # By storage: an eps that was added to the tensor and is 0 in its dtype.
-        self._lost_eps: dict[int | None, tuple[StorageWeakRef, float]] = {}
+        self._lost_eps = StorageNotes[float]()
         self._divided_away: NonfiniteReport | None = None  # an inf that something was divided by
         self._bypassed = False  # whether an optimizer stepped without the scaler
         self._watching = False  # whether ops are looked at now
@@ -101,18 +97,21 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
                 "find_nonfinite: one is active already; they cannot be nested, so leave that first"
             )
         self.report = None
-        self._thread = threading.get_ident()
-        self._first = torch._C._autograd._get_sequence_nr()  # of the nodes made in this block
-        # If installing the hooks fails, those that are there are removed.
-        with contextlib.ExitStack() as self._installed:
+        self._reset()
+        # `__exit__` removes the hooks. If installing one fails, this block removes those before it.
+        with contextlib.ExitStack() as hooks:
+            self._installed = hooks
             self._install()
-            self._installed = self._installed.pop_all()
+            self._installed = hooks.pop_all()
         find_nonfinite._active = self
         self._watching = True
         return super().__enter__()
 
     def _install(self) -> None:
-        """Install the hooks, and note the gradients that are not finite already."""
+        """Install all hooks, and note the gradients that are not finite already.
+
+        What removes a hook is put on `self._installed`.
+        """
         for name, module in self._model.named_modules():
             self._names[module] = name
             before = module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
@@ -123,7 +122,8 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
                 gathered = watch_gathered(module, name, self._watch_gradient)
                 self._installed.callback(gathered.remove)
         self._watch_parameters()
-        self._installed.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        before_step = register_optimizer_step_pre_hook(self._before_step)
+        self._installed.callback(before_step.remove)
         for parameter in self._model.parameters():
             if parameter.grad is not None and not is_finite(parameter.grad):
                 self._origin_of(parameter.grad)
@@ -149,35 +149,29 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             if self._divided_away is not None and self.report is None and exc_val is None:
                 self._end_with(self._divided_away, "a divisor: what was divided by it became 0")
             if self.report is None and isinstance(exc_val, Exception):
-                origins = [origin for _, origin in _living(self._origins).values()]
-                self.report = left_by_error(exc_val, origins)
+                self.report = left_by_error(exc_val, self._origins.living())
         finally:
             self._reset()  # the object may outlive its block, and must not keep modules alive
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Note if an optimizer steps on the gradients of a scaled loss without the scaler."""
+        """A hook before an optimizer's step: note if it bypasses the scaler, on a scaled loss."""
         if self._loss_scale is None or is_in_scaler("step", "_maybe_opt_step"):
             return
-        optimized: set[int] = set()
-        for group in optimizer.param_groups:
-            optimized.update(map(id, group["params"]))
-        if optimized.isdisjoint(map(id, self._model.parameters())):
+        of_model = {id(parameter) for parameter in self._model.parameters()}
+        optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if of_model.isdisjoint(optimized):  # an optimizer of another model
             return
         self._bypassed = True
         if self.report is not None:
             self.report = dataclasses.replace(self.report, bypassed=True)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """A hook before a module: count its call, and check its parameters and the inputs."""
+        """A hook before a module: note its call, and check its parameters and the inputs."""
         is_recomputed = _in_backward()  # activation checkpointing calls modules once more
-        is_outermost = not self._stack and not is_recomputed
+        is_outermost = not self._sites.in_module and not is_recomputed
         if is_outermost:
-            self._calls.clear()
             self._loss_scale = None
-        if not is_recomputed:
-            self._calls[module] += 1
-        site = Site(self._names[module], type(module).__name__, self._calls[module])
-        self._stack.append((module, site))
+        site = self._sites.enter(module, self._names[module], is_recomputed=is_recomputed)
         if self._watching:
             with self._unwatched():
                 if is_outermost:
@@ -185,16 +179,19 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
                 self._check_state(module, site)
 
     def _leave(self, module: nn.Module, args: tuple, output: object) -> None:
-        """A hook after a module; the output of the outermost one, the model, is checked."""
-        while self._stack and self._stack.pop()[0] is not module:
-            pass  # a module inside was left by an exception that skipped its hooks
-        if not self._stack and not _in_backward():
+        """A hook after a module: note its end, and check the output of the outermost one."""
+        self._sites.leave(module)
+        if not self._sites.in_module and not _in_backward():
             self._watch_parameters()  # lazy parameters exist after the first call
             for tensor in tensors_in(output):
-                self._check(tensor, "the output of the model", masks=True)
+                self._check(tensor, "the output of the model", allow_masks=True)
 
-    def _check(self, tensor: Tensor, reached: str, *, masks: bool = False) -> None:
-        """Report a tensor, which matters, unless it is finite or, with `masks`, may be a mask."""
+    def _check(self, tensor: Tensor, reached: str, *, allow_masks: bool = False) -> None:
+        """Report a tensor in which an inf or NaN matters, unless it is finite.
+
+        `reached` says in the report what the tensor is. With `allow_masks`, a tensor whose -inf may
+        be a mask is not reported either.
+        """
         if not self._watching or not self._origins:
             return
         with self._unwatched():
@@ -203,24 +200,27 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             kinds = summarise(reached, tensor).kinds
             origin = self._origin_of(tensor)
         # -inf may be a mask for a loss that can take it, unless it is a single number.
-        is_mask = origin.placed or (kinds == {"-inf"} and tensor.numel() > 1)
-        if masks and is_mask:
+        may_be_mask = origin.placed or (kinds == {"-inf"} and tensor.numel() > 1)
+        if allow_masks and may_be_mask:
             return
         self._end_with(origin, reached)
 
     def _check_inputs(self, site: Site, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Watch the gradients of the model's inputs, and note those that are not finite."""
+        """Note the model's inputs that are not finite, and watch the gradients of all inputs."""
         by_name = {f"argument {index}": argument for index, argument in enumerate(args)}
         by_name |= kwargs
         for name, argument in by_name.items():
             for tensor in tensors_in(argument):
                 if tensor.requires_grad and tensor.is_leaf:
                     self._watch_gradient(tensor, name)
-                if not is_finite(tensor) and self._noted(tensor) is None:
+                if not is_finite(tensor) and self._origins.get(tensor) is None:
                     self._note_earlier(tensor, "input", name, site)
 
     def _check_state(self, module: nn.Module, site: Site) -> None:
-        """Report a module's own parameter or running statistic that is not finite."""
+        """Report the first parameter or running statistic of a module that is not finite.
+
+        Those of the modules inside it are checked when they are called.
+        """
         statistics = {
             name: buffer for name, buffer in module._buffers.items() if name.startswith("running_")
         }
@@ -228,7 +228,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             if tensor is None or is_finite(tensor):
                 continue
             # An op of this block may have written it, as into a batch norm's running mean.
-            origin = self._noted(tensor)
+            origin = self._origins.get(tensor)
             if origin is None:
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 full_name = f"{site.module}.{name}".lstrip(".")
@@ -239,6 +239,8 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
                 return
 
     def _watch_gradient(self, tensor: Tensor, name: str) -> None:
+        """Check each gradient that arrives at a tensor; `name` names the tensor in the report."""
+
         def check(gradient: Tensor) -> None:
             self._check(gradient, f"the gradient of {name}")
 
@@ -253,100 +255,98 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
 
     def _check_op(self, func: Any, args: tuple, kwargs: dict[str, Any], out: object) -> None:
         """Look at the results of an op; called for every op, below autograd and autocast."""
-        node = torch._C._current_autograd_node()
-        site = self._site_of(node)
-        if node is None and not self._stack and func is torch.ops.aten.mul.Tensor:
+        node = torch._C._current_autograd_node()  # None outside of a backward pass
+        site = self._sites.site_of_op(node)
+        is_outside = node is None and not self._sites.in_module
+        if is_outside and func is torch.ops.aten.mul.Tensor:
             self._loss_scale = applied_loss_scale(args) or self._loss_scale
-        returned = outputs(func, out, all_finite=not self._origins)
-        bad = [tensor for tensor in returned if not is_finite(tensor)]
-        is_recomputed = bool(node and self._stack)
+        results = outputs(func, out, all_finite=not self._origins)
+        nonfinite = [tensor for tensor in results if not is_finite(tensor)]
+        # In a backward pass, only activation checkpointing calls modules.
+        is_recomputed = node is not None and self._sites.in_module
         call = Call(func, args, kwargs, node, site, is_recomputed)
-        if bad:
-            self._handle_nonfinite(call, bad)
+        if nonfinite:
+            self._handle_nonfinite(call, nonfinite)
         elif self._origins:
-            self._check_divisor(call)
-            self._forget(returned)
-        self._follow_eps(call, returned)
+            self._note_division(call)
+            self._forget(results)
+        self._follow_eps(call, results)
 
-    def _check_divisor(self, call: Call) -> None:
-        """Note the first division by an inf that an op made."""
+    def _note_division(self, call: Call) -> None:
+        """Note the first division by an inf that an op made: its result, 0, hides the inf."""
+        if self._divided_away is not None:
+            return
         tensor = divisor(call)
         if tensor is None:
             return
-        origin = self._noted(tensor)
+        origin = self._origins.get(tensor)
         if origin is None or origin.placed or origin.phase == "before":
             return
-        is_overwritten = tensor is call.args[0] and call.name.endswith("_")  # by the result
-        if self._divided_away is None and (is_overwritten or not is_finite(tensor)):
+        # An in-place op such as reciprocal_ has overwritten the divisor with its finite result.
+        is_overwritten = tensor is call.args[0] and call.name.endswith("_")
+        if is_overwritten or not is_finite(tensor):
             self._divided_away = origin
 
-    def _follow_eps(self, call: Call, returned: list[Tensor]) -> None:
-        """Note results to which an eps was added that is 0 in their dtype, and their roots."""
-        for tensor in returned:
+    def _follow_eps(self, call: Call, results: list[Tensor]) -> None:
+        """Note the results that were meant to be above 0 by an eps that is 0 in their dtype.
+
+        These are results of an op that adds or clamps to such an eps, and of ops, such as a root,
+        that keep the zeros of such a result.
+        """
+        for tensor in results:
             eps = lost_eps(call, tensor.dtype)
             if eps is None and self._lost_eps and keeps_zero(call):
-                eps = self._eps_of(tensors_in((call.args, call.kwargs)))
-            if eps is None:
-                continue
-            if len(self._lost_eps) > 10_000:
-                self._lost_eps = _living(self._lost_eps)
-            self._lost_eps[storage_key(tensor)] = (_storage(tensor), eps)
+                eps = self._lost_eps_of(tensors_in((call.args, call.kwargs)))
+            if eps is not None:
+                self._lost_eps.put(tensor, eps)
 
-    def _eps_of(self, tensors: list[Tensor]) -> float | None:
-        """The lost eps of the first of these tensors that has one, and a zero."""
+    def _lost_eps_of(self, tensors: list[Tensor]) -> float | None:
+        """The noted eps of the first of these tensors that has one and contains a zero; or None."""
         for tensor in tensors:
-            noted = self._lost_eps.get(storage_key(tensor))
-            if noted is not None and not all(part.all() for part in parts_of(tensor)):
-                _, eps = noted
+            eps = self._lost_eps.get(tensor)
+            if eps is not None and not all(part.all() for part in parts_of(tensor)):
                 return eps
         return None
 
-    def _site_of(self, node: Any) -> Site:
-        """The site of an op, noted for its node: the module called, else where `node` was made."""
-        if self._stack:
-            site = self._stack[-1][1]
-        elif node is not None:
-            site = self._site_by_node.get(node._sequence_nr(), _OUTSIDE)
-        else:
-            site = _OUTSIDE
-        # Autograd makes an op's node, with the next number, just before it runs the op. An op
-        # without a node of its own would overwrite the last number, hence `setdefault`.
-        number = torch._C._autograd._get_sequence_nr() - 1
-        if number >= self._first and threading.get_ident() == self._thread:
-            self._site_by_node.setdefault(number, site)
-            if len(self._site_by_node) > 2**18:  # thousands of steps
-                del self._site_by_node[next(iter(self._site_by_node))]  # the oldest
-        return site
+    def _handle_nonfinite(self, call: Call, nonfinite: list[Tensor]) -> None:
+        """Find where the inf or NaN in an op's results comes from, and report it if it matters.
 
-    def _handle_nonfinite(self, call: Call, bad: list[Tensor]) -> None:
-        """Find where the inf or NaN in an op's results comes from, and report it if it matters."""
-        values = [summarise("output", tensor) for tensor in bad]
-        kinds = frozenset().union(*(value.kinds for value in values))
-        source = self._source(call, bad)
-        origin = source
-        # An op passes a mask on if the result has only the mask's kind; else the op made it.
-        if origin is None or (origin.placed and not kinds <= origin.value.kinds):
-            origin = self._originate(call, bad, values[0], source)
-        for tensor in bad:
-            self._note(tensor, origin)
+        `nonfinite` are the results of the op that are not finite.
+        """
+        summaries = [summarise("output", tensor) for tensor in nonfinite]
+        kinds = frozenset().union(*(summary.kinds for summary in summaries))
+        input_origin = self._origin_of_inputs(call, nonfinite)
+        if input_origin is None:
+            origin = self._originate(call, nonfinite, summaries[0], mask=None)
+        elif input_origin.placed and not kinds <= input_origin.value.kinds:
+            # The op has made another kind from a mask: a NaN from -inf.
+            origin = self._originate(call, nonfinite, summaries[0], mask=input_origin)
+        else:
+            origin = input_origin
+        for tensor in nonfinite:
+            self._origins.put(tensor, origin)
         for tensor in call.statistics_written:
             if not is_finite(tensor):
-                self._note(tensor, origin)
+                self._origins.put(tensor, origin)
         if call.node is not None:
             if call.node.name().endswith("AccumulateGrad"):
                 self._end_with(origin, "a gradient that was accumulated")
-        elif call.site.module is None and any(tensor.numel() == 1 for tensor in bad):
+        elif call.site.module is None and any(tensor.numel() == 1 for tensor in nonfinite):
             # A constant such as a mask matters once it is averaged.
-            is_averaged = origin is source and call.name.startswith(REDUCTIONS)
+            is_averaged = origin is input_origin and call.name.startswith(REDUCTIONS)
             if is_averaged or not origin.placed:
                 self._end_with(origin, "a single number outside the model, such as the loss")
 
-    def _source(self, call: Call, bad: list[Tensor]) -> NonfiniteReport | None:
-        """The earliest origin among the op's inputs, masks last; None if they are finite."""
+    def _origin_of_inputs(self, call: Call, nonfinite: list[Tensor]) -> NonfiniteReport | None:
+        """The earliest origin among an op's inputs, masks last; None if the inputs were finite.
+
+        `nonfinite` are the results that are not finite. Those of an in-place op are inputs, too.
+        """
         origins = []
         if call.name not in ("copy_", "fill_"):  # these overwrite all of their first argument
-            origins = [self._noted(tensor) for tensor in bad if among(tensor, call.args)]
-        written = bad + call.statistics_written
+            overwritten = [tensor for tensor in nonfinite if among(tensor, call.args)]
+            origins = [self._origins.get(tensor) for tensor in overwritten]
+        written = nonfinite + call.statistics_written
         for tensor in tensors_in((call.args, call.kwargs)):
             if not among(tensor, written) and not is_finite(tensor):
                 origins.append(self._origin_of(tensor))
@@ -354,41 +354,47 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         return min(known, key=lambda origin: (origin.placed, origin.number), default=None)
 
     def _originate(
-        self, call: Call, bad: list[Tensor], first_bad: TensorSummary, mask: NonfiniteReport | None
+        self,
+        call: Call,
+        nonfinite: list[Tensor],
+        first_summary: TensorSummary,
+        mask: NonfiniteReport | None,
     ) -> NonfiniteReport:
-        """Make the origin for this op; for a recomputed op, return that of the forward pass."""
+        """Make the origin for this op; for a recomputed op, return that of the forward pass.
+
+        `nonfinite` are the results that are not finite, and `first_summary` describes the first.
+        `mask` is the origin of the mask from which the op made them, if it did.
+        """
         if call.recomputed:
             here = ("forward", call.site.module, call.name)
             for origin in self._all_origins:
                 if (origin.phase, origin.module, origin.op) == here:
                     return origin
-        # Fields of the report.
-        facts: dict[str, Any] = {"phase": "forward", "op": call.name, "tensor": "output"}
         if call.is_backward:
-            node = call.node.name().rpartition("::")[2]
-            facts = {"phase": "backward", "op": node, "tensor": "gradient"}
+            node_name = call.node.name().rpartition("::")[2]
+            fields: dict[str, Any] = {"phase": "backward", "op": node_name, "tensor": "gradient"}
         else:
-            facts["line"] = user_line()
+            fields = {"phase": "forward", "op": call.name, "tensor": "output", "line": user_line()}
         if mask is not None:
-            facts["placed_by"] = mask.place
-        placed = call.places_nonfinite(first_bad.kinds)
+            fields["placed_by"] = mask.place
+        placed = call.places_nonfinite(first_summary.kinds)
         if not placed:
-            written = bad + call.statistics_written
-            facts["inputs"] = tuple(argument_summaries(call, written))
-        return self._new(
+            written = nonfinite + call.statistics_written
+            fields["inputs"] = tuple(argument_summaries(call, written))
+        return self._new_origin(
             call.site,
-            first_bad,
+            first_summary,
             placed=placed,
             kernel=call.name,
             name="output",
-            constant=constant_beyond(call, first_bad.dtype),
+            constant=constant_beyond(call, first_summary.dtype),
             exponent=exponent(call),
-            eps=self._eps_of(infinite_at_zero(call)),
-            **facts,
+            eps=self._lost_eps_of(infinite_at_zero(call)),
+            **fields,
         )
 
-    def _new(self, site: Site, value: TensorSummary, **facts: Any) -> NonfiniteReport:
-        """Make an origin; `facts` are the fields of the report that are not filled in here."""
+    def _new_origin(self, site: Site, value: TensorSummary, **fields: Any) -> NonfiniteReport:
+        """Make an origin; `fields` are the fields of the report that are not filled in here."""
         origin = NonfiniteReport(
             module=site.module,
             module_type=site.module_type,
@@ -398,7 +404,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             loss_scale=self._loss_scale,
             weights=weights_dtype(self._model, site.module),
             half_weights=trains_fp16_weights(self._model),
-            **facts,
+            **fields,
         )
         self._all_origins.append(origin)
         return origin
@@ -406,24 +412,34 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
     def _note_earlier(self, tensor: Tensor, kind: str, name: str, site: Site) -> NonfiniteReport:
         """Make and note the origin of a tensor that was not finite before any op of the block."""
         value = summarise(name, tensor)
-        placed = value.kinds == {"-inf"}
-        origin = self._new(site, value, placed=placed, phase="before", tensor=kind, name=name)
-        self._note(tensor, origin)
+        origin = self._new_origin(
+            site,
+            value,
+            placed=value.kinds == {"-inf"},  # -inf alone is taken for a mask
+            phase="before",
+            tensor=kind,
+            name=name,
+        )
+        self._origins.put(tensor, origin)
         return origin
 
     def _origin_of(self, tensor: Tensor) -> NonfiniteReport:
-        """The noted origin of a tensor, or a new one: it was there before the block."""
-        noted = self._noted(tensor)
-        if noted is not None:
-            return noted
-        for kind, name, held in self._state():
-            if storage_key(held) == storage_key(tensor):
+        """The noted origin of a tensor that is not finite, or else a new one.
+
+        Without a noted origin, no op of the block made the inf or NaN. The new origin says if the
+        tensor is a parameter, a buffer or a gradient of the model.
+        """
+        noted_origin = self._origins.get(tensor)
+        if noted_origin is not None:
+            return noted_origin
+        for kind, name, state in self._state():
+            if storage_key(state) == storage_key(tensor):
                 owner = name.rpartition(".")[0]
                 module = self._model.get_submodule(owner)
-                site = Site(owner, type(module).__name__, self._calls[module])
-                return self._note_earlier(tensor, kind, name, site)
-        site = self._stack[-1][1] if self._stack else _OUTSIDE
-        return self._note_earlier(tensor, "constant", "a tensor from elsewhere", site)
+                where = self._sites.last_call(module, owner)
+                return self._note_earlier(tensor, kind, name, where)
+        where = self._sites.current
+        return self._note_earlier(tensor, "constant", "a tensor from elsewhere", where)
 
     def _state(self) -> Iterator[tuple[str, str, Tensor]]:
         """The tensors that the model holds, each with its kind and its name."""
@@ -435,26 +451,15 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             if parameter.grad is not None:
                 yield "gradient", name, parameter.grad
 
-    def _noted(self, tensor: Tensor) -> NonfiniteReport | None:
-        _, origin = self._origins.get(storage_key(tensor), (None, None))
-        return origin
-
-    def _note(self, tensor: Tensor, origin: NonfiniteReport) -> None:
-        key = storage_key(tensor)
-        if key is None:  # the tensor has no storage
-            return
-        if len(self._origins) > 10_000:  # a long block, and masks in every step
-            self._origins = _living(self._origins)
-        self._origins[key] = (_storage(tensor), origin)
-
     def _forget(self, overwritten: list[Tensor]) -> None:
         """Drop the origins of memory that was overwritten with finite values."""
         for tensor in overwritten:
-            key = storage_key(tensor)
-            nbytes = tensor.numel() * tensor.itemsize
+            if self._origins.get(tensor) is None:
+                continue
             # If only a part was overwritten, the rest may still hold an inf or NaN.
-            if key in self._origins and nbytes == tensor.untyped_storage().nbytes():
-                del self._origins[key]
+            nbytes = tensor.numel() * tensor.itemsize
+            if nbytes == tensor.untyped_storage().nbytes():
+                self._origins.drop(tensor)
 
     def _end_with(self, origin: NonfiniteReport, reached: str) -> None:
         """Make this origin the report, and stop watching, since it is the first; raise if asked."""
@@ -465,7 +470,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
 
     @contextlib.contextmanager
     def _unwatched(self) -> Iterator[None]:
-        """The block for checks in hooks, whose ops must be neither watched nor recorded."""
+        """A block for checks in hooks: the mode ignores their ops, and autograd records none."""
         was_watching = self._watching
         self._watching = False
         try:
@@ -475,18 +480,9 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             self._watching = was_watching and self.report is None
 
 
-def _storage(tensor: Tensor) -> StorageWeakRef:
-    """A weak reference; while it exists, no other storage gets the same address."""
-    return StorageWeakRef(stored_values(tensor).untyped_storage())
-
-
-def _living(by_storage: dict) -> dict:
-    """The entries, tuples that begin with a weak reference to a storage, whose storage lives."""
-    return {key: entry for key, entry in by_storage.items() if not entry[0].expired()}
-
-
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1  # outside of backward passes it is -1
+    """Whether a backward pass runs now in this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 # A third of all calls. It computes nothing and has no node, so it is not looked at.

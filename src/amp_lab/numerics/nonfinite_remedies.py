@@ -207,36 +207,36 @@ _UNKNOWN = nonfinite_remedy(
 
 def remedies_for(report: NonfiniteReport) -> list[Remedy]:
     """The remedies for a finding, in the order in which to print them."""
-    found = _on_cause(report)
+    remedies = _remedies_for_cause(report)
     if report.bypassed:
-        return [_BYPASSED, *found]
-    return found
+        return [_BYPASSED, *remedies]
+    return remedies
 
 
-def _on_cause(report: NonfiniteReport) -> list[Remedy]:
+def _remedies_for_cause(report: NonfiniteReport) -> list[Remedy]:
     """What to do about the inf or NaN itself, the most important first."""
     if report.phase == "before":
-        return [_on_state(report)]
+        return [_remedy_before_ops(report)]
     # A mask, an empty input or a lost eps is the cause, in whatever op and pass it shows.
     if report.placed_by:
-        return [_on_mask(report)]
+        return [_remedy_for_mask(report)]
     if report.value.kinds == {"NaN"} and any(not summary.values for summary in report.inputs):
         return [_NO_VALUES]
     if report.eps is not None:
         return [_EPS]
     if report.phase == "backward":
-        return _on_backward(report)
-    return _on_forward(report)
+        return _remedies_in_backward(report)
+    return _remedies_in_forward(report)
 
 
-def _on_state(report: NonfiniteReport) -> Remedy:
+def _remedy_before_ops(report: NonfiniteReport) -> Remedy:
     """What to do about a tensor that was not finite before any op."""
     if report.tensor == "buffer" and "running_" in report.name:
         return _BEFORE["statistics"]
     return _BEFORE[report.tensor]
 
 
-def _on_mask(report: NonfiniteReport) -> Remedy:
+def _remedy_for_mask(report: NonfiniteReport) -> Remedy:
     """What to do about a mask of -inf that an op turned into NaN."""
     kernel = report.kernel or ""
     if "softmax" in kernel or "scaled_dot_product" in kernel:
@@ -244,83 +244,84 @@ def _on_mask(report: NonfiniteReport) -> Remedy:
     return _MASKED
 
 
-def _on_backward(report: NonfiniteReport) -> list[Remedy]:
+def _remedies_in_backward(report: NonfiniteReport) -> list[Remedy]:
     """What to do about an op of a backward pass."""
-    found = []
+    remedies = []
     if report.loss_scale is not None and _overflows(report):
-        found.append(HALF_WEIGHTS if report.half_weights else _LOSS_SCALE)
-    for_op = _on_backward_op(report)
-    if for_op is not None:
-        found.append(for_op)
-    if HALF_WEIGHTS in found:  # this remedy leads to fp32 or bf16, so it covers an overflow too
-        return found
+        remedies.append(HALF_WEIGHTS if report.half_weights else _LOSS_SCALE)
+    op_remedy = _remedy_for_derivative(report)
+    if op_remedy is not None:
+        remedies.append(op_remedy)
+    if HALF_WEIGHTS in remedies:  # this remedy leads to fp32 or bf16, so it covers an overflow too
+        return remedies
     if _overflows_fp16(report):  # may also be at fault beside the derivative of the op
-        found.append(_fp16_overflow(report))
-    elif for_op is None:
-        found.append(_DERIVATIVE)
-    return found
+        remedies.append(_remedy_for_fp16_overflow(report))
+    elif op_remedy is None:
+        remedies.append(_DERIVATIVE)
+    return remedies
 
 
-def _on_backward_op(report: NonfiniteReport) -> Remedy | None:
+def _remedy_for_derivative(report: NonfiniteReport) -> Remedy | None:
     """The remedy for this op's derivative; None if the derivative is not at fault, or unknown."""
-    if _begins(report, "div", "reciprocal", "pow") and divides_by_both_signs(report):
+    if _op_starts_with(report, "div", "reciprocal", "pow") and divides_by_both_signs(report):
         return BOTH_SIGNS
-    if _begins(report, *_ATTENTION_NODES):
+    if _op_starts_with(report, *_ATTENTION_NODES):
         return None if _overflows_fp16(report) else ATTENTION_KERNEL
     if not _has_infinite_derivative(report):
         return None
-    return _by_op(report, BACKWARD)
+    return _find_by_op(report, BACKWARD)
 
 
 def _has_infinite_derivative(report: NonfiniteReport) -> bool:
     """Whether the derivative may be at fault, and not a large gradient alone."""
     kernel = (report.kernel or "").strip("_")
-    if _begins(report, "pow"):  # else the kernel is the product with the gradient
+    if _op_starts_with(report, "pow"):
+        # The backward pass of a power also runs a product with the gradient.
         return kernel.startswith("pow")
     divisor = input_of(report, "other")
     if kernel.startswith("div") and divisor is not None:
-        return divisor.low < _NEAR_ZERO and divisor.high > -_NEAR_ZERO
+        return divisor.low < _NEAR_ZERO and divisor.high > -_NEAR_ZERO  # it may have such a value
     return True
 
 
-def _on_forward(report: NonfiniteReport) -> list[Remedy]:
+def _remedies_in_forward(report: NonfiniteReport) -> list[Remedy]:
     """What to do about an op of a forward pass."""
     if report.constant is not None and _overflows(report):
         # Only a mask is -inf alone, or filled in; data that overflow may have either sign.
-        if report.value.kinds == {"-inf"} or _begins(report, *FILLING):
+        if report.value.kinds == {"-inf"} or _op_starts_with(report, *FILLING):
             return [MASK_VALUE]
-        return [MASK_VALUE, *_on_overflow(report)]
-    return _on_overflow(report)
+        return [MASK_VALUE, *_remedies_for_result(report)]
+    return _remedies_for_result(report)
 
 
-def _on_overflow(report: NonfiniteReport) -> list[Remedy]:
+def _remedies_for_result(report: NonfiniteReport) -> list[Remedy]:
     """What to do about a result that is out of range, or where the op is not defined."""
-    for_op = _on_forward_op(report)
+    op_remedy = _remedy_for_forward_op(report)
     if _overflows_fp16(report) and not _is_at_a_pole(report):
-        found = [_fp16_overflow(report)]
+        remedies = [_remedy_for_fp16_overflow(report)]
         # The remedies for these ops are more specific than a wider format, so they come first.
-        if for_op is not None and _begins(report, "exp", "pow", "to_copy"):
-            found.insert(0, for_op)
-        if _begins(report, "bmm", "baddbmm", "matmul"):
-            found.append(_SCORES)
-        return found
-    if for_op is not None:
-        return [for_op]
+        if op_remedy is not None and _op_starts_with(report, "exp", "pow", "to_copy"):
+            remedies.insert(0, op_remedy)
+        if _op_starts_with(report, "bmm", "baddbmm", "matmul"):
+            remedies.append(_SCORES)
+        return remedies
+    if op_remedy is not None:
+        return [op_remedy]
     if report.inputs and _overflows(report):
         return [_RANGE]
     return [_UNKNOWN]
 
 
-def _on_forward_op(report: NonfiniteReport) -> Remedy | None:
+def _remedy_for_forward_op(report: NonfiniteReport) -> Remedy | None:
     """The remedy for this op; None if there is none."""
-    if _begins(report, "pow"):
+    if _op_starts_with(report, "pow"):
         return remedy_for_power(report)
     if divides_by_both_signs(report):
         return BOTH_SIGNS
-    return _by_op(report, FORWARD)
+    return _find_by_op(report, FORWARD)
 
 
-def _fp16_overflow(report: NonfiniteReport) -> Remedy:
+def _remedy_for_fp16_overflow(report: NonfiniteReport) -> Remedy:
     """What to do about a value over 65504 in fp16."""
     if report.weights is not torch.float16:
         return _OVERFLOW_AUTOCAST
@@ -331,7 +332,7 @@ def _fp16_overflow(report: NonfiniteReport) -> Remedy:
     return _OVERFLOW_CAST
 
 
-def _begins(report: NonfiniteReport, *starts: str) -> bool:
+def _op_starts_with(report: NonfiniteReport, *starts: str) -> bool:
     """Whether the name of the op begins with one of `starts`.
 
     It is compared in lower case, without underscores: ``softmax`` fits ``_softmax``, and ``sqrt``
@@ -340,11 +341,14 @@ def _begins(report: NonfiniteReport, *starts: str) -> bool:
     return (report.op or "").lower().strip("_").startswith(starts)
 
 
-def _by_op(report: NonfiniteReport, remedies: dict[str, Remedy]) -> Remedy | None:
-    """The remedy in `FORWARD` or `BACKWARD` whose key the name of the op fits."""
-    for starts, entry in remedies.items():
-        if _begins(report, *starts.split(" ")):
-            return entry
+def _find_by_op(report: NonfiniteReport, remedies: dict[str, Remedy]) -> Remedy | None:
+    """The first remedy of a table, `FORWARD` or `BACKWARD`, whose key fits the name of the op.
+
+    A key such as ``div reciprocal`` has the beginnings of names; None if no key fits.
+    """
+    for starts, remedy in remedies.items():
+        if _op_starts_with(report, *starts.split(" ")):
+            return remedy
     return None
 
 
@@ -360,9 +364,14 @@ def _overflows_fp16(report: NonfiniteReport) -> bool:
 
 def _is_at_a_pole(report: NonfiniteReport) -> bool:
     """Whether an input is zero where that alone makes the result infinite, in any precision."""
-    if _begins(report, "div"):  # whose divisor is called `other`
-        return any(x.name == "other" and x.low <= 0 <= x.high for x in report.inputs)
-    at_zero = any(x.name == "self" and x.low <= 0 for x in report.inputs)
-    if _begins(report, "pow"):
-        return at_zero and (report.exponent or 0) < 0  # None: the exponent is a tensor
-    return at_zero and _begins(report, "log", "reciprocal", "rsqrt")
+    if _op_starts_with(report, "div"):
+        divisor = input_of(report, "other")
+        return divisor is not None and divisor.low <= 0 <= divisor.high
+    argument = input_of(report, "self")
+    may_be_zero = argument is not None and argument.low <= 0
+    if _op_starts_with(report, "pow"):
+        has_negative_exponent = (
+            report.exponent is not None and report.exponent < 0
+        )  # None: a tensor
+        return may_be_zero and has_negative_exponent
+    return may_be_zero and _op_starts_with(report, "log", "reciprocal", "rsqrt")

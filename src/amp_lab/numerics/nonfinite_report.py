@@ -123,17 +123,17 @@ class NonfiniteReport:
 def left_by_error(error: Exception, origins: list[NonfiniteReport]) -> NonfiniteReport | None:
     """The report of the first inf or NaN that was still there when `error` ended the block.
 
-    `origins` are those of the tensors that still exist. An inf need not have spread: a matrix of
-    costs that SciPy refuses reaches no loss. Left out are masks, -inf alone, which may be a
-    mask, and what no forward pass made; None if nothing remains.
+    `origins` are those of the tensors that still exist. Such an inf may be the cause of the error,
+    although it reached no loss: a matrix of costs, which SciPy refuses. Only what a forward pass
+    made counts, and no -inf alone, which may be a mask. None if nothing remains.
     """
-    made = []
+    suspects = []
     for origin in origins:
-        is_mask = origin.placed or origin.value.kinds == {"-inf"}
-        if origin.phase == "forward" and not is_mask:
-            made.append(origin)
-    if not made:
+        may_be_mask = origin.placed or origin.value.kinds == {"-inf"}
+        if origin.phase == "forward" and not may_be_mask:
+            suspects.append(origin)
+    if not suspects:
         return None
-    first = min(made, key=lambda origin: origin.number)
+    first = min(suspects, key=lambda origin: origin.number)
     reached = f"a tensor that was still there when {type(error).__name__} ended the block"
     return dataclasses.replace(first, reached=reached)

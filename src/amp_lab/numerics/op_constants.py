@@ -40,7 +40,7 @@ def constant_beyond(call: Call, dtype: torch.dtype) -> float | None:
     if call.is_backward or not dtype.is_floating_point:
         return None
     largest = torch.finfo(dtype).max
-    for number in [*_numbers(call), *_cast_mask(call, largest)]:
+    for number in [*_constants(call), *_mask_in_cast(call, largest)]:
         if largest < abs(number) < math.inf:
             return number
     return None
@@ -60,7 +60,7 @@ def lost_eps(call: Call, dtype: torch.dtype) -> float | None:
     """
     if dtype is not torch.float16 or _name(call.func) not in _GUARDING or call.is_backward:
         return None
-    for number in _numbers(call):
+    for number in _constants(call):
         # fp16's smallest number is 2^-24. Half of it is a tie, which rounds to 0.
         if 0 < number <= 2.0**-25:
             return number
@@ -74,14 +74,14 @@ def keeps_zero(call: Call) -> bool:
 
 def divisor(call: Call) -> Tensor | None:
     """The tensor that an op divides by; None if there is no divisor."""
-    name = _name(call.func)
-    index = _DIVISORS.get(name)
-    if name == "pow" and isinstance(call.args[1], (int, float)) and call.args[1] < 0:
+    index = _DIVISORS.get(_name(call.func))
+    power = exponent(call)
+    if power is not None and power < 0:  # x ** -1 divides by x
         index = 0
     if index is None:
         return None
     argument = call.args[index]
-    if not isinstance(argument, Tensor):
+    if not isinstance(argument, Tensor):  # a constant
         return None
     return argument
 
@@ -96,29 +96,32 @@ def infinite_at_zero(call: Call) -> list[Tensor]:
     return []
 
 
-def _numbers(call: Call) -> Iterator[float]:
-    """The constants among an op's arguments, without sizes and dimensions."""
+def _constants(call: Call) -> Iterator[float]:
+    """The constants among an op's arguments, without sizes and dimensions.
+
+    For an op that fills a tensor with a value, also the number in a tensor without dimensions.
+    """
     is_filling = _name(call.func).startswith(FILLING)
-    for kind, argument in _arguments(call):
-        is_flag_or_size = isinstance(argument, bool) or kind == "int"
+    for type_in_schema, argument in _arguments(call):
+        is_flag_or_size = isinstance(argument, bool) or type_in_schema == "int"
         if isinstance(argument, (float, int)) and not is_flag_or_size:
             yield argument
         elif is_filling and _is_single_number(argument):
             yield argument.item()
 
 
-def _cast_mask(call: Call, largest: float) -> list[float]:
+def _mask_in_cast(call: Call, largest: float) -> list[float]:
     """The value of a mask in the input of a cast, as a list of one number; empty if there is none.
 
-    A mask is taken to be the same negative number below -`largest`, at least twice.
+    If the input has two or more values below -`largest`, and they are all equal, they are a mask.
     """
     if _name(call.func) != "to_copy":
         return []
-    source = call.args[0]
-    hidden = source[source < -largest]
-    if hidden.numel() < 2 or not (hidden == hidden[0]).all():
+    values = call.args[0]
+    too_low = values[values < -largest]
+    if too_low.numel() < 2 or not (too_low == too_low[0]).all():
         return []
-    return [hidden[0].item()]
+    return [too_low[0].item()]
 
 
 def _arguments(call: Call) -> Iterator[tuple[str, Any]]:

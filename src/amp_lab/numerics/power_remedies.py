@@ -70,13 +70,14 @@ def remedy_for_power(report: NonfiniteReport) -> Remedy:
 
 def divides_by_both_signs(report: NonfiniteReport) -> bool:
     """Whether an op divides by negative numbers, as far as its inputs were recorded."""
-    divisor = input_of(report, _divisor(report))
+    divisor = input_of(report, _divisor_name(report))
     return divisor is not None and divisor.low < 0
 
 
-def _divisor(report: NonfiniteReport) -> str:
+def _divisor_name(report: NonfiniteReport) -> str:
     """Name of the kernel's input that is the divisor, or has its sign; empty if there is none."""
-    if report.op == "ReciprocalBackward0":  # it multiplies by the squared reciprocal
+    if report.op == "ReciprocalBackward0":
+        # It multiplies the reciprocal, which has the sign of the divisor, by itself.
         return "self" if report.kernel == "mul" else ""
     kernel = (report.kernel or "").strip("_")
     if kernel.startswith("div"):

@@ -1,8 +1,7 @@
 """The loss scale over time."""
 
-import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,12 +55,13 @@ class ScaleLog:
         self._scaler = scaler
         self._steps = 0
         self._scales = _Values()  # one for each step
-        # For each optimizer: numbers of its steps, and for each whether it found an inf.
-        self._found: dict[torch.optim.Optimizer, tuple[list[int], _Values]] = {}
-        self._stepped: list[torch.optim.Optimizer] = []  # optimizers, since the last update
+        self._flags: dict[torch.optim.Optimizer, _Flags] = {}
+        # The optimizers that called `scaler.step` since the last update.
+        self._stepped: list[torch.optim.Optimizer] = []
         self._open = True
-        # Attributes of the instance that hide these methods of its class, if there are any.
-        self._before = {name: vars(scaler).get(name) for name in ("step", "update")}
+        # What `close` puts back: other code may have set these attributes of the scaler, too. None
+        # if they are only methods of its class.
+        self._attributes_before = {name: vars(scaler).get(name) for name in ("step", "update")}
         self._step = scaler.step
         self._update = scaler.update
         scaler.step = self._log_step
@@ -83,12 +83,15 @@ class ScaleLog:
         scale = getattr(self._scaler, "_scale", None)  # a scaler that is disabled has none
         if scale is not None:
             scale = scale.clone()
-        flags = {optimizer: self._found_inf(optimizer, scale) for optimizer in self._stepped}
+        found_inf = {optimizer: self._found_inf(optimizer, scale) for optimizer in self._stepped}
         self._update(*args, **kwargs)
         if scale is not None:
             self._scales.append(scale)
-        for optimizer, flag in flags.items():
-            self._log_found(optimizer, flag)
+        for optimizer, flag in found_inf.items():
+            optimizer_flags = self._flags.setdefault(optimizer, _Flags([], _Values()))
+            if flag is not None:
+                optimizer_flags.steps.append(self._steps)
+                optimizer_flags.found_inf.append(flag)
         self._stepped.clear()
         self._steps += 1
         return None
@@ -108,13 +111,6 @@ class ScaleLog:
         # `stack` copies them, since update adds the flags of all optimizers to the first of them.
         return torch.stack(flags).sum()
 
-    def _log_found(self, optimizer: torch.optim.Optimizer, flag: Tensor | None) -> None:
-        """Log for this step whether the optimizer found an inf; nothing if `flag` is None."""
-        steps, flags = self._found.setdefault(optimizer, ([], _Values()))
-        if flag is not None:
-            steps.append(self._steps)
-            flags.append(flag)
-
     @property
     def scales(self) -> list[float]:
         """The scale that each step used."""
@@ -131,9 +127,9 @@ class ScaleLog:
     def skipped_by(self) -> list[list[int]]:
         """The skipped steps of each optimizer. Optimizers are in the order of their first step."""
         skipped = []
-        for steps, flags in self._found.values():
-            found_inf = flags.tolist()
-            skipped.append(list(itertools.compress(steps, found_inf)))
+        for flags in self._flags.values():
+            steps_and_flags = zip(flags.steps, flags.found_inf.tolist(), strict=True)
+            skipped.append([step for step, found_inf in steps_and_flags if found_inf])
         return skipped
 
     def plot(self):
@@ -156,14 +152,14 @@ class ScaleLog:
             self._restore("update", self._log_update)
         self._open = False
 
-    def _restore(self, name: str, ours: Callable) -> None:
-        """Give the scaler its own method `name` back, in place of `ours`."""
-        own = vars(self._scaler)
-        if own.get(name) != ours:
-            return  # other code has wrapped ours, which only passes calls on once `_open` is False
-        del own[name]
-        if self._before[name] is not None:
-            own[name] = self._before[name]
+    def _restore(self, name: str, log_method: Callable) -> None:
+        """Put back what the scaler had as its method `name`, in place of `log_method`."""
+        attributes = vars(self._scaler)
+        if attributes.get(name) != log_method:
+            return  # other code wraps our method, which now only passes calls on
+        del attributes[name]
+        if self._attributes_before[name] is not None:
+            attributes[name] = self._attributes_before[name]
 
     def __enter__(self) -> "ScaleLog":
         return self
@@ -184,6 +180,13 @@ class ScaleLog:
         if low < 1:
             text += f". {_BELOW_ONE.text}"
         return text
+
+
+class _Flags(NamedTuple):
+    """The steps of one optimizer, and for each of them whether it found an inf."""
+
+    steps: list[int]  # their numbers, as in `skipped`
+    found_inf: "_Values"  # a number above 0 means yes
 
 
 class _Values:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from amp_lab.core.errors import AmpLabWarning
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
-_can_compute: dict[type, bool] = {}
+_summable_classes: dict[type, bool] = {}  # what `_supports_sums` has found, by class
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -24,10 +24,10 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     if is_sharded(tensor):
         shard: torch.Tensor = getattr(tensor, "_local_tensor")  # noqa: B009
         return parts_of(shard)
-    if type(tensor) in _PLAIN or _computes(tensor):
+    if type(tensor) in _PLAIN or _supports_sums(tensor):
         return [tensor]
     if not is_traceable_wrapper_subclass(tensor):
-        _warn(type(tensor))
+        _warn_unread(type(tensor))
         return []
     names, _ = tensor.__tensor_flatten__()
     parts = []
@@ -42,22 +42,22 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return dtensor is not None and isinstance(tensor, dtensor.DTensor)
 
 
-def _computes(tensor: torch.Tensor) -> bool:
-    """Whether tensors of this class have `isfinite` and `sum`, found by trying once a class."""
+def _supports_sums(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's class has `isfinite` and `sum`. Each class is tried only once."""
     kind = type(tensor)
-    if kind not in _can_compute:
+    if kind not in _summable_classes:
         try:
             values = tensor.detach()
             values.isfinite()
             values.sum()
-            _can_compute[kind] = True
+            _summable_classes[kind] = True
         except (NotImplementedError, TypeError):  # torchao raises either
-            _can_compute[kind] = False
-    return _can_compute[kind]
+            _summable_classes[kind] = False
+    return _summable_classes[kind]
 
 
 @functools.cache
-def _warn(kind: type) -> None:
+def _warn_unread(kind: type) -> None:
     """Warn, once for each class, that tensors of this class cannot be looked at."""
     message = (
         f"the values of a {kind.__name__} are not looked at: it has neither sums nor "

@@ -63,11 +63,11 @@ class TensorSummary:
 def summarise(name: str, tensor: Tensor) -> TensorSummary:
     """The summary of a tensor; a tensor without memory, as on ``meta``, counts as zeros."""
     stored_as: tuple[torch.dtype, ...] = ()
-    if _is_without_values(tensor):
+    if _has_no_memory(tensor):
         values = torch.zeros(tensor.shape)
     else:
         parts = parts_of(tensor)
-        values = _numbers(parts)
+        values = _floating_values(parts)
         if not is_sharded(tensor) and not any(part is tensor for part in parts):
             stored_as = tuple(part.dtype for part in parts)
     low = math.nan
@@ -91,21 +91,22 @@ def summarise(name: str, tensor: Tensor) -> TensorSummary:
     )
 
 
-def _numbers(parts: list[Tensor]) -> Tensor:
-    """The floating-point values of a tensor's `parts_of`, as real numbers.
+def _floating_values(parts: list[Tensor]) -> Tensor:
+    """The values of a tensor, given as its `parts_of`, as real numbers.
 
-    Those of several parts are joined into one dimension, in float64.
+    Of several parts, the values of those that are floating-point or complex are joined into one
+    dimension, in float64.
     """
     if len(parts) == 1:
-        return _real(readable(parts[0]))
+        return _as_real(readable(parts[0]))
     inexact = [part for part in parts if _may_be_infinite(part)]
-    flattened = [_real(readable(part)).flatten().double() for part in inexact]
+    flattened = [_as_real(readable(part)).flatten().double() for part in inexact]
     if not flattened:
         return torch.zeros(0)
     return torch.cat(flattened)
 
 
-def _real(values: Tensor) -> Tensor:
+def _as_real(values: Tensor) -> Tensor:
     """The values; of complex ones the real and imaginary parts, in a last dimension of 2."""
     if not values.is_complex():
         return values
@@ -118,7 +119,7 @@ def _real(values: Tensor) -> Tensor:
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether all values are finite; integers and bools always are."""
-    if not _may_be_infinite(tensor) or _is_without_values(tensor):
+    if not _may_be_infinite(tensor) or _has_no_memory(tensor):
         return True
     return all(_is_part_finite(part) for part in parts_of(tensor) if _may_be_infinite(part))
 
@@ -151,6 +152,6 @@ def readable(tensor: Tensor) -> Tensor:
     return values
 
 
-def _is_without_values(tensor: Tensor) -> bool:
+def _has_no_memory(tensor: Tensor) -> bool:
     """Whether a tensor has no memory: on ``meta``, lazy, or autograd's zero tensor."""
     return tensor.device.type == "meta" or nn.parameter.is_lazy(tensor) or tensor._is_zerotensor()

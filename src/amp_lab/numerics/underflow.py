@@ -132,15 +132,15 @@ class UnderflowReport(Printed):
         )
 
     def _contents(self) -> dict[str, Any]:
-        """The fields for JSON, with each count as `_plain` writes it, and `half`."""
+        """The fields for JSON, with each count as `_json_cells` writes it, and `half`."""
         contents = dict(vars(self))
-        contents["outputs"] = self._plain(self.outputs)
-        contents["parameters"] = self._plain(self.parameters)
-        contents["rows"] = [self._plain(row) for row in self.rows]
+        contents["outputs"] = self._json_cells(self.outputs)
+        contents["parameters"] = self._json_cells(self.parameters)
+        contents["rows"] = [self._json_cells(row) for row in self.rows]
         contents["half"] = self.half
         return contents
 
-    def _plain(self, count: GradientCount) -> dict[str, Any]:
+    def _json_cells(self, count: GradientCount) -> dict[str, Any]:
         """A count for JSON: its `_PLAIN_CELLS`, and how many values each scale loses."""
         cells = {name: getattr(count, name) for name in _PLAIN_CELLS}
         for scale in self.scales:
@@ -196,7 +196,7 @@ class UnderflowReport(Printed):
             lines += _ABOUT_HALF
         else:
             lines += _ABOUT
-            lines += self._on_scales()
+            lines += self._advice_on_scales()
         if total.nonfinite:
             lines.append(_NONFINITE.sentence(count=total.nonfinite))
         if self.unused:
@@ -207,7 +207,7 @@ class UnderflowReport(Printed):
             lines.append(f"A sample was counted of large gradients: shares may be off by {off}.")
         return lines
 
-    def _on_scales(self) -> list[str]:
+    def _advice_on_scales(self) -> list[str]:
         """A sentence on the loss scales that keep the gradients; none if unknown."""
         smallest = self.smallest_scale
         largest = self.largest_scale
@@ -258,10 +258,10 @@ def gradient_underflow(
     """
     scales = tuple(float(scale) for scale in scales)
     parameters = _checked_parameters(model, loss, scales)
-    arrivals = _low_precision_nodes(loss, parameters, _factors(model, parameters))
-    gradients = _backward(loss, list(parameters), arrivals)
-    # Each count once: the calls of a layer share one.
-    outputs = [row for row in dict.fromkeys(arrivals.values()) if row.values]
+    arrivals = _low_precision_nodes(loss, parameters, _names_in_layers(model, parameters))
+    gradients = _compute_gradients(loss, list(parameters), arrivals)
+    # `dict.fromkeys` leaves each count once, since the calls of a layer share one.
+    outputs = [count for count in dict.fromkeys(arrivals.values()) if count.values]
     half = _has_fp16(loss)
     for output in outputs:
         output.half = half
@@ -324,20 +324,20 @@ def _check_loss(loss: object) -> None:
         )
 
 
-def _factors(model: nn.Module, parameters: _Names) -> _Names:
-    """The parameters, with the names of the layers that multiply by them.
+def _names_in_layers(model: nn.Module, parameters: _Names) -> _Names:
+    """The parameters, with weights of linear layers named after the layer that multiplies by them.
 
-    A weight that embedding and head share is named after the head, which multiplies by it;
-    `named_parameters` gives such a weight once, named after the embedding.
+    `named_parameters` gives a weight that embedding and head share once, named after the embedding.
+    Here it is named after the head.
     """
-    factors = dict(parameters)
+    names = dict(parameters)
     # Reversed, so that of several layers with one weight the first gives the name.
     for name, module in reversed(list(model.named_modules())):
         if isinstance(module, nn.Linear):
             weight = module._parameters.get("weight")
             if weight is not None:  # None in a parametrized layer, which computes its weight
-                factors[weight] = f"{name}.weight"
-    return factors
+                names[weight] = f"{name}.weight"
+    return names
 
 
 def _has_fp16(loss: Tensor) -> bool:
@@ -349,7 +349,7 @@ def _has_fp16(loss: Tensor) -> bool:
     return False
 
 
-def _backward(
+def _compute_gradients(
     loss: Tensor, parameters: list[Tensor], arrivals: dict[Node, GradientCount]
 ) -> Sequence[Tensor | None]:
     """The gradients of the parameters, in their order; None for one that the loss does not use.
@@ -372,30 +372,32 @@ def _backward(
 
 
 def _low_precision_nodes(
-    loss: Tensor, parameters: _Names, factors: _Names
+    loss: Tensor, parameters: _Names, names_in_layers: _Names
 ) -> dict[Node, GradientCount]:
     """The nodes at which gradients are fp16 under autocast, in forward order, with empty counts.
 
-    `parameters` and `factors` name the parameters; `factors` is as `_factors` returns it.
-    The nodes of a layer that is called several times share one count.
+    `parameters` has the name of each parameter, and `names_in_layers` is what `_names_in_layers`
+    returns. The nodes of a layer that is called several times share one count.
     """
     nodes = nodes_below([loss.grad_fn])
     low = [node for node in nodes if node.name().startswith(_LOW_PRECISION_NODES)]
     low.sort(key=lambda node: node._sequence_nr())  # as the forward pass ran them
-    arrivals: dict[Node, GradientCount] = {}
-    of_layers: dict[object, GradientCount] = {}  # a layer that runs several times has one count
-    products: Counter[tuple[str, str]] = Counter()  # of activations, by layer and op
+    counts: dict[Node, GradientCount] = {}
+    layer_counts: dict[tuple[tuple[str, ...], str], GradientCount] = {}  # by weights and op
+    matmuls: Counter[tuple[str, str]] = Counter()  # of activations, by layer and op
     for node in low:
         op = _op_of(node).lower()
-        weights = _weights_of(node, factors)
-        if weights:  # the product of a layer
-            row = GradientCount(_layer_of(weights[-1]), f"output of {op}")
-            arrivals[node] = of_layers.setdefault((weights, op), row)
-        else:  # a product of activations, as in attention
+        weights = _weights_of(node, names_in_layers)
+        if not weights:  # a matmul of activations, as in attention
             layer = _layer_of(_nearest_parameter(node, parameters))
-            products[layer, op] += 1
-            arrivals[node] = GradientCount(layer, f"output of {op} {products[layer, op]}")
-    return arrivals
+            matmuls[layer, op] += 1
+            counts[node] = GradientCount(layer, f"output of {op} {matmuls[layer, op]}")
+            continue
+        if (weights, op) not in layer_counts:
+            layer = _layer_of(weights[-1])
+            layer_counts[weights, op] = GradientCount(layer, f"output of {op}")
+        counts[node] = layer_counts[weights, op]
+    return counts
 
 
 def _op_of(node: Any) -> str:
@@ -408,17 +410,17 @@ def _layer_of(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-def _weights_of(node: Any, factors: _Names) -> tuple[str, ...]:
+def _weights_of(node: Any, names_in_layers: _Names) -> tuple[str, ...]:
     """Names of the parameters among the inputs of an op; none for a product of activations."""
-    inputs = [_parameter_behind(inner, factors) for inner, _ in node.next_functions]
+    inputs = [_parameter_behind(inner, names_in_layers) for inner, _ in node.next_functions]
     return tuple(name for name in inputs if name)
 
 
-def _parameter_behind(node: Any, factors: _Names) -> str | None:
+def _parameter_behind(node: Any, names_in_layers: _Names) -> str | None:
     """Name of the parameter that an input of an op is, perhaps cast or transposed; else None."""
     while node is not None:
         if hasattr(node, "variable"):  # AccumulateGrad
-            return factors.get(node.variable)
+            return names_in_layers.get(node.variable)
         if _op_of(node) not in _RESHAPING:
             return None
         node = node.next_functions[0][0]

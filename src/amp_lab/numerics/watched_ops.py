@@ -51,11 +51,11 @@ class Call:
         if self.is_backward:
             return False
         arguments = tree_leaves((self.args, self.kwargs))
-        placed = [x for x in arguments if isinstance(x, float) and not math.isfinite(x)]
+        constants = [x for x in arguments if isinstance(x, float) and not math.isfinite(x)]
         if self.name in ("mul", "mul_"):
             # A product with -inf that gives only -inf makes a mask; any other is a fault.
-            return placed == [-math.inf] and kinds == {"-inf"}
-        return bool(placed)
+            return constants == [-math.inf] and kinds == {"-inf"}
+        return bool(constants)
 
     @property
     def statistics_written(self) -> list[Tensor]:
@@ -85,10 +85,10 @@ REDUCTIONS = ("sum", "mean", "dot", "mse_loss", "nll_loss", "smooth_l1", "huber"
 
 
 @functools.cache
-def _results(func: Any, all_finite: bool) -> int:
-    """How many of the op's outputs have to be looked at, from the first on.
+def _count_results(func: Any, all_finite: bool) -> int:
+    """How many of an op's outputs, from the first on, are results that have to be checked.
 
-    `all_finite` as in `outputs`.
+    `all_finite` says whether all values so far were finite: see `outputs`.
     """
     name = func._schema.name.partition("::")[2]
     if func.is_view or name.startswith(_UNSEEN):
@@ -107,27 +107,30 @@ def outputs(func: Any, out: object, *, all_finite: bool) -> list[Tensor]:
 
     With `all_finite`, all values so far were finite, so ops that only copy are left out.
     """
-    count = _results(func, all_finite)
+    count = _count_results(func, all_finite)
     if not count:
         return []
     if not isinstance(out, (tuple, list)):
         return tensors_in(out)
-    found = []
+    results = []
     for result in out[:count]:
-        found += tensors_in(result)
-    return found
+        results += tensors_in(result)
+    return results
 
 
-def argument_summaries(call: Call, bad: list[Tensor]) -> Iterator[TensorSummary]:
-    """Summaries of an op's floating-point inputs, named as in its schema, without those in `bad`.
+def argument_summaries(call: Call, written: list[Tensor]) -> Iterator[TensorSummary]:
+    """Summaries of an op's floating-point inputs, named as in its schema.
 
-    The tensors of a list are named by their numbers: ``tensors[0]``.
+    Those in `written`, which the op has overwritten, are left out. The tensors of a list are named
+    by their numbers: ``tensors[0]``.
     """
     names = [argument.name for argument in call.func._schema.arguments]
-    for name, argument in [*zip(names, call.args, strict=False), *call.kwargs.items()]:
+    arguments = dict(zip(names, call.args, strict=False)) | call.kwargs
+    for name, argument in arguments.items():
         tensors = tensors_in(argument)
         for number, tensor in enumerate(tensors):
-            if among(tensor, bad) or not (tensor.is_floating_point() or tensor.is_complex()):
+            is_inexact = tensor.is_floating_point() or tensor.is_complex()
+            if among(tensor, written) or not is_inexact:
                 continue
             label = f"{name}[{number}]" if len(tensors) > 1 else name
             yield summarise(label, tensor)
