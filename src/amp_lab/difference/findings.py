@@ -21,7 +21,7 @@ from amp_lab.difference.alignment import Alignment
 from amp_lab.difference.records import CheckedOp, RunLog
 from amp_lab.difference.result import Difference, Jump
 from amp_lab.difference.rounding import unit_roundoff
-from amp_lab.difference.run_log import same_values
+from amp_lab.difference.run_log import have_same_values
 
 # Ops that add up terms, and ops that only split terms or change their order.
 _SUMS = frozenset(("sum", "add", "add_", "sub", "sub_", "mean", "cumsum", "rsub", "div"))
@@ -335,7 +335,7 @@ def _function_reason(
     leaves_b = alignment.b.leaves
     # Other weights are the most likely cause, then another op, then other arguments.
     for name in sorted({*record_a.leaves, *record_b.leaves}):
-        if not same_values(leaves_a.get(name), leaves_b.get(name)):
+        if not have_same_values(leaves_a.get(name), leaves_b.get(name)):
             return f"{start}: {name!r} has other values in B."
     if record_a.op != record_b.op:
         return f"{start}: A calls {record_a.op} where B calls {record_b.op}."

@@ -87,16 +87,19 @@ def allowance(op: str, inputs: object, result: Tensor) -> float:
 def _terms_per_value(inputs: list[Tensor], result: Tensor) -> float:
     """Estimate how many terms are added for one value of an op's result.
 
-    One input, as in a sum: its values for each value of the result. Several inputs, as in a matmul:
-    the last size of the first input, or the size of the largest relative to the first if greater.
+    With one input, as in a sum: how many of its values there are for each value of the result. With
+    several, as in a matmul (n, k) x (k, m): k, the last size of the first input; or how many times
+    larger than the first input the largest is, if that is more.
     """
-    sizes = [tensor.numel() for tensor in inputs if tensor.is_floating_point()]
-    largest = max(sizes, default=0)
-    if len(sizes) < 2:
-        return max(1.0, largest / max(result.numel(), 1))
-    first_size = max(sizes[0], 1)
-    inner_size = inputs[0].shape[-1:]  # (inner size,), or () if the tensor is a single number
-    return max(1, *inner_size, largest / first_size)
+    counts = [tensor.numel() for tensor in inputs if tensor.is_floating_point()]
+    largest_count = max(counts, default=0)
+    if len(counts) < 2:
+        return max(1.0, largest_count / max(result.numel(), 1))
+    times_the_first = largest_count / max(counts[0], 1)
+    inner_size = 1
+    if inputs[0].dim() > 0:
+        inner_size = inputs[0].shape[-1]
+    return max(1, inner_size, times_the_first)
 
 
 def without_masks(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

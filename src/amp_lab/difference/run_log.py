@@ -52,7 +52,7 @@ def record_run(name: str, run: Callable[[], Any], other: RunLog | None = None) -
     has_fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it would run a whole layer as one op
     try:
-        with torch.no_grad(), torch.random.fork_rng(), recorder.modules(), recorder:
+        with torch.no_grad(), torch.random.fork_rng(), recorder.follow_modules(), recorder:
             torch.manual_seed(0)
             recorder.finish(run())
     except AmpLabError:
@@ -96,8 +96,9 @@ class _Recorder(TorchDispatchMode):
     # Modules
 
     @contextlib.contextmanager
-    def modules(self) -> Iterator[None]:
+    def follow_modules(self) -> Iterator[None]:
         """Follow the calls of all modules in the block, and restore buffers at its end."""
+        # Hooks for all modules in the process, since the run may call any model.
         before = hooks.register_module_forward_pre_hook(self._enter)
         after = hooks.register_module_forward_hook(self._leave, always_call=True)
         with before, after:
@@ -204,7 +205,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not self._calls:
             self._note_autocast()
-        # autocast has cast the arguments already; the ops that run here must not cast again.
+        # Autocast has cast the arguments already; the ops that run here must not cast again.
         with torch._C._DisableAutocast():
             try:
                 return self._run_op(func, args, kwargs or {})
@@ -243,8 +244,9 @@ class _Recorder(TorchDispatchMode):
         """Make `exact`, the results of an op in fp64, the shadows of its real results `outs`.
 
         A result without a match in `exact` starts anew: its shadow is a copy of itself in fp64.
-        Results that are integers or bools, such as an argmax, are set to those of fp64. Rounding
-        could break a tie otherwise in each run, and the runs would then take different branches.
+        Results that are integers or bools, such as an argmax, are set to those of fp64. Otherwise
+        rounding could break a tie in another way in each run, and the runs would then take
+        different branches.
         """
         is_view_or_empty = computes_nothing(func)
         if len(exact) not in (1, len(outs)):  # unclear which result belongs to which
@@ -308,8 +310,10 @@ class _Recorder(TorchDispatchMode):
             return _OpRun(out, exact, wide_inputs=None)
         inputs, probability, is_training = args
         keep_probability = 1 - probability
-        scale = float(keep_probability != 0)  # 1, or 0 if dropout keeps nothing
-        if is_training is not False and keep_probability:
+        scale = 1.0
+        if keep_probability == 0:
+            scale = 0.0
+        elif is_training is not False:  # None counts as True
             scale = 1 / keep_probability
         _, mask = out
         exact = self._shadow_of(inputs) * mask.to(torch.float64) * scale
@@ -336,7 +340,7 @@ class _Recorder(TorchDispatchMode):
             if name in self._other.leaves:
                 candidates = [self._other.leaves[name]]
             for candidate in candidates:
-                if candidate.dtype != tensor.dtype and same_values(candidate, tensor):
+                if candidate.dtype != tensor.dtype and have_same_values(candidate, tensor):
                     return rounding.widen(candidate).to(tensor.device)
         return rounding.widen(tensor)
 
@@ -448,7 +452,7 @@ class _Recorder(TorchDispatchMode):
         )
 
 
-def same_values(one: Tensor | None, other: Tensor | None) -> bool:
+def have_same_values(one: Tensor | None, other: Tensor | None) -> bool:
     """Whether two tensors are equal, or one is the other rounded to its dtype."""
     if one is None or other is None:
         return False

@@ -439,10 +439,9 @@ def _json_edit(text: str, cell: _Cell, new: str) -> Edit:
     text_before = text[:first_quote].rstrip()
     separator = ""
     if text_before.endswith("["):  # the source is a list with a string for each line
-        line_break = text[
-            len(text_before) : first_quote
-        ]  # between two strings as after the bracket
-        separator = f'",{line_break}"'
+        # Between two strings put the same blanks as between the bracket and the first string.
+        blanks = text[len(text_before) : first_quote]
+        separator = f'",{blanks}"'
     return Edit(start, end, separator.join(new_json_lines))
 
 

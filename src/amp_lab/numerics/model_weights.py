@@ -1,4 +1,4 @@
-"""The dtypes of a model's weights, and the weights that FSDP2 gathers."""
+"""The tensors of a model, the dtypes of its weights, and the weights that FSDP2 gathers."""
 
 from collections.abc import Callable, Iterator
 
@@ -7,6 +7,20 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from amp_lab.numerics.stored_parts import is_sharded
+
+
+def state_of(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """The tensors that a model holds: ``("parameter", "head.weight", tensor)``.
+
+    The first is ``parameter``, ``buffer`` or, for the `.grad` of a parameter, ``gradient``.
+    """
+    for name, parameter in model.named_parameters():
+        yield "parameter", name, parameter
+    for name, buffer in model.named_buffers():
+        yield "buffer", name, buffer
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            yield "gradient", name, parameter.grad
 
 
 def weights_dtype(model: nn.Module, name: str | None) -> torch.dtype | None:

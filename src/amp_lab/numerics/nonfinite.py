@@ -16,6 +16,7 @@ from amp_lab.numerics.call_sites import CallSites
 from amp_lab.numerics.call_stack import applied_loss_scale, is_in_scaler, user_line
 from amp_lab.numerics.error_notes import add_note
 from amp_lab.numerics.model_weights import (
+    state_of,
     trains_fp16_weights,
     watch_gathered,
     weights_dtype,
@@ -79,8 +80,9 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
     def _reset(self) -> None:
         self._names: dict[nn.Module, str] = {}  # of the modules in the model
         self._sites = CallSites()
-        # Where each inf or NaN was made, by the storage that holds it now. Each origin has the form
-        # of a report, but only the first that matters is reported.
+        # The origin of each inf or NaN, by the storage that holds it now: a report on the op that
+        # made it, of which only the first that matters is shown. An origin is `placed` if the code
+        # wrote the value on purpose, as a mask of -inf.
         self._origins = StorageNotes[NonfiniteReport]()
         self._all_origins: list[NonfiniteReport] = []  # in the order in which they were found
         self._watched: set[str] = set()  # names of parameters whose gradients are watched
@@ -309,7 +311,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         return None
 
     def _handle_nonfinite(self, call: Call, nonfinite: list[Tensor]) -> None:
-        """Find where the inf or NaN in an op's results comes from, and report it if it matters.
+        """Find and note the origin of the inf or NaN in an op's results; report it if it matters.
 
         `nonfinite` are the results of the op that are not finite.
         """
@@ -328,14 +330,27 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         for tensor in call.statistics_written:
             if not is_finite(tensor):
                 self._origins.put(tensor, origin)
+        is_passed_on = origin is input_origin
+        self._report_if_it_matters(call, nonfinite, origin, is_passed_on=is_passed_on)
+
+    def _report_if_it_matters(
+        self, call: Call, nonfinite: list[Tensor], origin: NonfiniteReport, *, is_passed_on: bool
+    ) -> None:
+        """Report an origin if the op's results are a parameter's gradient or a loss.
+
+        `is_passed_on` says whether the inf or NaN was in the inputs of the op already.
+        """
         if call.node is not None:
             if call.node.name().endswith("AccumulateGrad"):
                 self._end_with(origin, "a gradient that was accumulated")
-        elif call.site.module is None and any(tensor.numel() == 1 for tensor in nonfinite):
-            # A constant such as a mask matters once it is averaged.
-            is_averaged = origin is input_origin and call.name.startswith(REDUCTIONS)
-            if is_averaged or not origin.placed:
-                self._end_with(origin, "a single number outside the model, such as the loss")
+            return
+        is_outside = call.site.module is None
+        if not is_outside or all(tensor.numel() != 1 for tensor in nonfinite):
+            return
+        # A constant such as a mask matters once it is averaged.
+        is_averaged = is_passed_on and call.name.startswith(REDUCTIONS)
+        if is_averaged or not origin.placed:
+            self._end_with(origin, "a single number outside the model, such as the loss")
 
     def _origin_of_inputs(self, call: Call, nonfinite: list[Tensor]) -> NonfiniteReport | None:
         """The earliest origin among an op's inputs, masks last; None if the inputs were finite.
@@ -432,7 +447,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         noted_origin = self._origins.get(tensor)
         if noted_origin is not None:
             return noted_origin
-        for kind, name, state in self._state():
+        for kind, name, state in state_of(self._model):
             if storage_key(state) == storage_key(tensor):
                 owner = name.rpartition(".")[0]
                 module = self._model.get_submodule(owner)
@@ -440,16 +455,6 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
                 return self._note_earlier(tensor, kind, name, where)
         where = self._sites.current
         return self._note_earlier(tensor, "constant", "a tensor from elsewhere", where)
-
-    def _state(self) -> Iterator[tuple[str, str, Tensor]]:
-        """The tensors that the model holds, each with its kind and its name."""
-        for name, parameter in self._model.named_parameters():
-            yield "parameter", name, parameter
-        for name, buffer in self._model.named_buffers():
-            yield "buffer", name, buffer
-        for name, parameter in self._model.named_parameters():
-            if parameter.grad is not None:
-                yield "gradient", name, parameter.grad
 
     def _forget(self, overwritten: list[Tensor]) -> None:
         """Drop the origins of memory that was overwritten with finite values."""
