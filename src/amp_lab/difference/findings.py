@@ -68,7 +68,7 @@ class _Finding(NamedTuple):
 def first_finding(alignment: Alignment) -> Difference | None:
     """The earliest finding of all kinds; of two at the same op, the one whose search runs first.
 
-    A finding of kind `merged` counts only if there is no other. None if there is none at all.
+    A finding of kind `merged` is returned only if there is no other. None if there is none at all.
     """
     findings = []
     for search in (_find_function, _find_precision, _find_order, _find_stability):
@@ -94,8 +94,7 @@ def _find_function(alignment: Alignment) -> Iterator[_Finding]:
     for pair in alignment.pairs:
         if pair.has_same_result:
             agreeing.update(pair.records)
-    # A difference that has vanished by an op whose result agrees does not reach the run's results
-    # through that op.
+    # Where an op has the same result in both runs, the differences before it have vanished.
     relevant = _used_by_results(alignment, stops=agreeing)
     for pair in alignment.pairs:
         op = pair.b_or_a
@@ -110,7 +109,7 @@ def _used_by_results(alignment: Alignment, stops: Set[CheckedOp] = frozenset()) 
     The ops in `stops` are left out too. Follows the producers of each op from the last ops back.
     """
     used = set()
-    to_visit = [*alignment.a.sinks, *alignment.b.sinks]
+    to_visit = [*alignment.a.result_ops, *alignment.b.result_ops]
     while to_visit:
         record = to_visit.pop()
         if record not in used and record not in stops:
@@ -249,7 +248,7 @@ def largest_jump(log: RunLog) -> Jump | None:
     jump_op = None
     largest_factor = 1.0
     for record in reversed(log.records):  # so that an op comes after all ops that use its result
-        if record in log.sinks:
+        if record in log.result_ops:
             error_at_end[record] = record.error
         for producer in record.producers:
             passed_on = min(error_at_end[record], producer.error)

@@ -132,7 +132,7 @@ class _Recorder(TorchDispatchMode):
             if caller.module == name:
                 break
         if len(self._callers) == 1:
-            self.log.sinks.update(self._producers_of(output))
+            self.log.result_ops.update(self._producers_of(output))
 
     def _register_modules(self, root: nn.Module) -> None:
         """Register the names of an outermost module, of all modules inside it, and of tensors."""
@@ -178,9 +178,9 @@ class _Recorder(TorchDispatchMode):
         log.batch = log.batch or _batch_size(result)
         producers = self._producers_of(result)
         if producers:
-            log.sinks = set(producers)
-        elif not log.sinks:  # `_leave` adds what the outermost modules returned
-            log.sinks = set(log.records[-1:])  # the last op, if there is one
+            log.result_ops = set(producers)
+        elif not log.result_ops:  # `_leave` adds what the outermost modules returned
+            log.result_ops = set(log.records[-1:])  # the last op, if there is one
 
     def _note_precision(self) -> None:
         """Note the format, the device and the precision settings of the run in the log."""
