@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from cpu_kernels import needs_lstm
 from diverging_models import (
     FAULTS,
     INPUTS,
@@ -105,6 +106,25 @@ def test_a_sound_pair_is_told_nothing(kind, pair):
     first, second = SOUND[pair]
     model = make(kind)
     assert first_difference(first(model), second(model), INPUTS[kind](6)) is None
+
+
+class LastStates(nn.Module):
+    """The last hidden and cell states of an LSTM, and not its outputs."""
+
+    def __init__(self, layers, bidirectional):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 8, layers, bidirectional=bidirectional, batch_first=True)
+
+    def forward(self, x):
+        _, (hidden, cell) = self.lstm(x)
+        return hidden[-1] + 0.1 * cell[-1]
+
+
+@pytest.mark.parametrize(("layers", "bidirectional"), [(1, False), (2, True)])
+def test_the_last_states_of_an_lstm_differ_by_no_more_than_rounding(layers, bidirectional):
+    needs_lstm(torch.bfloat16)
+    model = LastStates(layers, bidirectional)
+    assert first_difference(model, runner(model, "bf16"), torch.randn(3, 5, 4)) is None
 
 
 @pytest.mark.parametrize("kind", [Transformer, Lstm, ResidualMlp])

@@ -234,7 +234,7 @@ def _lstm(inputs: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """Compute one layer and direction of an LSTM as oneDNN's op does, which has no fp64.
 
     `inputs` are (T, B, C), and `args` the other arguments of ``mkldnn_rnn_layer``, in its order.
-    Returns the outputs (T, B, H), and the last hidden and cell state, (1, B, H) each.
+    Returns the outputs (T, B, H), and the last hidden and cell state, (B, H) each.
     """
     weights = args[:4]  # two weights, and two biases that are unused if `has_biases` is False
     hidden_and_cell = [state.reshape(1, *state.shape[-2:]) for state in args[4:6]]
@@ -257,7 +257,7 @@ def _lstm(inputs: Tensor, *args: Any) -> tuple[Tensor, ...]:
     )
     if is_backwards:
         out = out.flip(0)
-    return out, hidden, cell
+    return out, hidden[0], cell[0]
 
 
 def widen_inputs(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
