@@ -79,6 +79,24 @@ class Silu(torch.autograd.Function):
         return gradient * part * (1 + x * (1 - part))
 
 
+class ScaledBy(torch.autograd.Function):
+    """Takes a number before its tensor, so that the first result of its backward is None."""
+
+    @staticmethod
+    def forward(ctx, factor, x):
+        ctx.factor = factor
+        return factor * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, ctx.factor * gradient
+
+
+class NumberFirst(nn.Linear):
+    def forward(self, x):
+        return ScaledBy.apply(2.0, super().forward(x))
+
+
 class CustomFunctions(nn.Module):
     """Two in a row, one after an op that keeps its output, and one at the end."""
 
@@ -144,6 +162,7 @@ MODELS = {
     "autoencoder": (Autoencoder, images(32)),
     "scaled": (Scaled, torch.rand(256, 64)),
     "custom functions": (CustomFunctions, torch.rand(64, 64)),
+    "number before the tensor": (lambda: NumberFirst(64, 128), torch.rand(64, 64)),
     "gru": (lambda: nn.GRU(32, 64, 2, batch_first=True), torch.rand(4, 12, 32)),
     "encoder": (
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 2),

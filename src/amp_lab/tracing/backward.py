@@ -23,10 +23,12 @@ _NEED_THEIR_PARENTS = function_nodes_need_their_parents()
 
 _NO_FORMULA = "no autograd formula was registered"  # torch's error for an op of torch.library
 
-# Where a backward pass starts, each with the gradient that it starts with.
+# Where a backward pass starts: outputs of the forward pass, each with the gradient that it gets.
 Seeds = list[tuple[GradientEdge, torch.Tensor]]
-Gradients = tuple[torch.Tensor | None, ...]  # one for each child; None: it gets none from here
-Children = tuple[tuple[Node | None, int], ...]  # `next_functions`: a node, and which of its inputs
+# `next_functions` of a node: the nodes that get its gradients, and at which of their inputs. None
+# stands for a tensor that needs no gradient.
+Children = tuple[tuple[Node | None, int], ...]
+Gradients = list[torch.Tensor | None]  # one for each child; None: it gets none from this node
 
 
 def seeds_of(output: object) -> Seeds:
@@ -42,12 +44,12 @@ def run_backward(seeds: Seeds) -> dict[int, torch.Tensor]:
     tensors that an `autograd.Function` saved may still be freed later than in the engine. Raises
     `TraceError` for checkpointing with ``use_reentrant=True``.
     """
-    walk = _Walk(seeds)
+    backward_pass = _BackwardPass(seeds)
     with torch.no_grad(), one_backward_pass():
-        while walk.ready:
+        while backward_pass.ready:
             # In one expression: a local variable would keep tensors alive that the engine frees.
-            walk.pass_on(*walk.run_next())
-    return walk.leaves
+            backward_pass.send_to_children(*backward_pass.run_next_node())
+    return backward_pass.leaf_gradients
 
 
 def functions_of_the_model(seeds: Seeds) -> list[str]:
@@ -66,7 +68,7 @@ def lacks_formula(error: RuntimeError) -> bool:
 
 
 def nodes_below(roots: Iterable[Any]) -> Iterator[Any]:
-    """Yield the roots and all nodes that they lead to, in breadth-first order."""
+    """Yield the roots, and all nodes to which `next_functions` lead from them, breadth first."""
     queue = list(dict.fromkeys(roots))
     seen = set(queue)
     for node in queue:  # the loop adds to the queue
@@ -77,28 +79,38 @@ def nodes_below(roots: Iterable[Any]) -> Iterator[Any]:
                 queue.append(child)
 
 
-class _Walk:
-    """The state of a backward pass: which nodes are to run, and the gradients that have arrived."""
+class _BackwardPass:
+    """A backward pass on its way: the nodes that can run, and the gradients computed so far.
+
+    Call `run_next_node` and `send_to_children` in turn while there are `ready` nodes. Then the
+    gradients of the leaves are in `leaf_gradients`.
+    """
 
     def __init__(self, seeds: Seeds):
-        # The gradients that have arrived at a node so far, summed: by the index of its input.
-        self._arrived: dict[Node, dict[int, torch.Tensor]] = {}
-        self._owners: dict[Node, Any] = {}  # objects that must live as long as a node
-        self._tie_breaker = itertools.count()  # for the heap, since nodes cannot be compared
-        self.ready: list[tuple[int, int, Node]] = []  # heap of (priority, tie breaker, node)
-        self.leaves: dict[int, torch.Tensor] = {}  # gradients, by the `id` of the leaf
+        """Begin at the nodes of `seeds`, and empty `seeds`."""
+        # The gradients that wait at a node, by the index of the node's input. If several gradients
+        # arrive at one input, their sum waits.
+        self._waiting: dict[Node, dict[int, torch.Tensor]] = {}
+        # For a node: Python objects that keep torch from freeing the node before it has run.
+        self._owners: dict[Node, Any] = {}
         for edge, gradient in seeds:
-            self._arrived.setdefault(edge.node, {})[edge.output_nr] = gradient
+            self._waiting.setdefault(edge.node, {})[edge.output_nr] = gradient
             self._owners[edge.node] = edge.ownership_token
-        seeds.clear()
-        # How many gradients each node still waits for. A root that no other root leads to waits for
-        # none, and can run first.
-        self._missing: Counter[Any] = Counter()
-        for node in nodes_below(self._arrived):
-            self._missing.update(child for child, _ in node.next_functions if child is not None)
-        for node in self._arrived:
-            if not self._missing[node]:
+        seeds.clear()  # the caller's list would keep all nodes alive until the end
+        # How many gradients have yet to arrive at each node.
+        self._missing_counts: Counter[Any] = Counter()
+        for node in nodes_below(self._waiting):
+            for child, _ in node.next_functions:
+                if child is not None:
+                    self._missing_counts[child] += 1
+        # A heap of (priority, tie breaker, node). Nodes cannot be compared, so numbers break ties.
+        self.ready: list[tuple[int, int, Node]] = []
+        self._tie_breaker = itertools.count()
+        for node in self._waiting:
+            # A root waits for more if another root leads to it.
+            if not self._missing_counts[node]:
                 self._push(node)
+        self.leaf_gradients: dict[int, torch.Tensor] = {}  # by the `id` of the leaf
 
     def _push(self, node: Node) -> None:
         """Mark a node as ready to run."""
@@ -106,53 +118,53 @@ class _Walk:
         # the heap gives the smallest number first.
         heapq.heappush(self.ready, (-node._sequence_nr(), next(self._tie_breaker), node))
 
-    def run_next(self) -> tuple[Children, Gradients]:
-        """Run the next node; return its children and the gradients for them.
+    def run_next_node(self) -> tuple[Children, Gradients]:
+        """Run the ready node of the highest priority; return its children and their gradients.
 
-        For the node of a leaf both are empty, and its gradient is in `leaves`. The walk holds no
-        reference to the node afterwards, so it is freed with its saved tensors.
+        For the node of a leaf both are empty, and its gradient is in `leaf_gradients`. Afterwards,
+        this object holds no reference to the node, so torch frees it with its saved tensors.
         """
         _, _, node = heapq.heappop(self.ready)
-        self._missing.pop(node, None)
-        arrived = self._arrived.pop(node, {})
+        self._missing_counts.pop(node, None)
+        gradients = self._waiting.pop(node, {})
         owner = self._owners.pop(node, None)
         if hasattr(node, "variable"):  # AccumulateGrad, the node of a leaf
-            self._store_gradient(node.variable, arrived.get(0))
-            return (), ()
-        results = [*_call(node, arrived)]  # may be fewer than the node has children
+            self._store_gradient(node.variable, gradients.get(0))
+            return (), []
+        children = node.next_functions
+        results = _call(node, gradients)
         # The engine, too, converts gradients here and not where they arrive: before it frees the
         # node's own gradients.
-        for i, (child, index) in enumerate(node.next_functions[: len(results)]):
+        for i, (child, index) in enumerate(children):
             gradient = results[i]
             if child is not None and gradient is not None:
                 results[i] = _as_expected(gradient, child._input_metadata[index])
         if _NEED_THEIR_PARENTS:  # else the node of an `autograd.Function` would be freed too early
-            for child, _ in node.next_functions:
+            for child, _ in children:
                 if isinstance(child, torch._C._FunctionBase):
                     self._owners[child] = node, owner
-        return node.next_functions, tuple(results)
+        return children, results
 
-    def pass_on(self, children: Children, results: Gradients) -> None:
+    def send_to_children(self, children: Children, gradients: Gradients) -> None:
         """Give each child its gradient; a child that misses no other gradient becomes ready.
 
-        A gradient that is None, or left out at the end of `results`, counts as arrived too.
+        A gradient that is None counts as arrived too.
         """
-        for i, (child, index) in enumerate(children):
+        for (child, index), gradient in zip(children, gradients, strict=True):
             if child is None:  # an input that needs no gradient
                 continue
-            gradient = results[i] if i < len(results) else None
             if gradient is not None:
-                self._arrive(child, index, gradient)
-            self._missing[child] -= 1
-            if not self._missing[child]:
+                self._add_gradient(child, index, gradient)
+            self._missing_counts[child] -= 1
+            if not self._missing_counts[child]:
                 self._push(child)
 
-    def _arrive(self, child: Node, index: int, gradient: torch.Tensor) -> None:
-        """Add a gradient to those that have arrived at input `index` of a node."""
-        arrived = self._arrived.setdefault(child, {})
-        if index in arrived:
-            gradient = arrived[index] + gradient
-        arrived[index] = gradient
+    def _add_gradient(self, node: Node, index: int, gradient: torch.Tensor) -> None:
+        """Add a gradient to those that wait at input `index` of a node."""
+        waiting = self._waiting.setdefault(node, {})
+        if index in waiting:
+            gradient = waiting[index] + gradient
+        waiting[index] = gradient
 
     def _store_gradient(self, leaf: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """Store the gradient of a leaf, as the engine does: the tensor itself or a copy of it.
@@ -165,7 +177,7 @@ class _Walk:
         owns_storage = gradient.is_sparse or gradient.untyped_storage().nbytes() == gradient.nbytes
         if not owns_storage:
             gradient = gradient.clone()
-        self.leaves[id(leaf)] = gradient
+        self.leaf_gradients[id(leaf)] = gradient
 
 
 def _as_expected(gradient: torch.Tensor, expected: Any) -> torch.Tensor:
@@ -180,33 +192,54 @@ def _as_expected(gradient: torch.Tensor, expected: Any) -> torch.Tensor:
     return gradient
 
 
-def _call(node: Node, arrived: dict[int, torch.Tensor]) -> Gradients:
-    """Run a node on the gradients that have arrived, by index of its input.
+def _call(node: Node, gradients_by_input: dict[int, torch.Tensor]) -> Gradients:
+    """Run a node on the gradients that have arrived, by the index of the node's input.
 
-    Returns the gradients for its children, or () if no gradient has arrived for the node itself.
-    Raises `TraceError` for reentrant checkpointing.
+    Returns a gradient, or None, for each child; only None if no gradient has arrived for the node
+    itself. Raises `TraceError` for reentrant checkpointing.
     """
-    if not arrived:
-        return ()
-    metadata = node._input_metadata
-    gradients = [arrived.get(i) for i in range(len(metadata))]
-    if isinstance(node, torch.autograd.function.BackwardCFunction):  # an autograd.Function
-        if node.name() == "CheckpointFunctionBackward":
-            raise TraceError(
-                "activation checkpointing with use_reentrant=True starts an engine of its own, "
-                "which needs the device; use use_reentrant=False"
-            )
-        # torch gives an autograd.Function zeros in place of None, unless it asks for None.
-        if getattr(node, "materialize_grads", True):
-            for i, gradient in enumerate(gradients):
-                if gradient is None:
-                    output = metadata[i]  # shape, dtype and device of the forward's output
-                    gradients[i] = torch.zeros(
-                        output.shape, dtype=output.dtype, device=output.device
-                    )
-        results = node.apply(*gradients)
-    else:
-        results = node(*gradients)  # pyrefly: ignore[not-callable]: torch's stub lacks __call__
+    children = node.next_functions
+    if not gradients_by_input:
+        return [None] * len(children)
+    gradients = [gradients_by_input.get(i) for i in range(len(node._input_metadata))]
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        return _call_custom_function(node, gradients)
+    results = _as_list(node(*gradients))  # pyrefly: ignore[not-callable]: torch's stub lacks it
+    return results + [None] * (len(children) - len(results))  # torch leaves out the last ones
+
+
+def _call_custom_function(node: Any, gradients: Gradients) -> Gradients:
+    """Run the backward method of an `autograd.Function`; return a gradient for each child.
+
+    `gradients` has one for each output of its forward method. Raises `TraceError` for reentrant
+    checkpointing.
+    """
+    if node.name() == "CheckpointFunctionBackward":
+        raise TraceError(
+            "activation checkpointing with use_reentrant=True starts an engine of its own, "
+            "which needs the device; use use_reentrant=False"
+        )
+    # torch gives an autograd.Function zeros in place of None, unless it asks for None.
+    if getattr(node, "materialize_grads", True):
+        for i, gradient in enumerate(gradients):
+            if gradient is None:
+                output = node._input_metadata[i]  # shape, dtype and device of the forward's output
+                gradients[i] = torch.zeros(output.shape, dtype=output.dtype, device=output.device)
+    results = _as_list(node.apply(*gradients))
+    # There is a result for each argument of the forward method, but a child only for each tensor.
+    # Those that need a gradient are the same among both, and in the same order.
+    is_needed = node.needs_input_grad  # a bool for each argument
+    needed = [result for result, needs in zip(results, is_needed, strict=False) if needs]
+    children = node.next_functions
+    positions = [i for i, (child, _) in enumerate(children) if child is not None]
+    of_children: Gradients = [None] * len(children)
+    for position, gradient in zip(positions, needed, strict=False):
+        of_children[position] = gradient
+    return of_children
+
+
+def _as_list(results: Any) -> list:
+    """What a node returned, as a list: nodes with one child may return a bare gradient."""
     if isinstance(results, tuple):
-        return results
-    return (results,)
+        return list(results)
+    return [results]
