@@ -1,6 +1,7 @@
 """Trace a model whose branches depend on values, with the decisions of a real run on the CPU.
 
-If this is impossible, the trace is refused, and the message has a remedy that has been tried.
+`decisions` explains what a decision is. If this is impossible, a `TraceError` is raised, whose
+message has a remedy that has been tried on this model.
 """
 
 import contextlib
@@ -54,9 +55,10 @@ def answered(
 ) -> _Result:
     """Return the result of `trace`; if it needs values, run the model on the CPU to get them.
 
-    `verb` is the word in messages for the action of the trace, such as "forecast"; `passes` are
-    the passes that the trace follows. `for_real`, if given, runs the model on the CPU instead of
-    the trace: one more remedy to try, after the other remedies.
+    `trace` takes the call and the decisions of a run on the CPU, or None for a trace without them.
+    `verb` is the word in messages for what the trace does, such as "forecast"; `passes` are the
+    passes that the trace follows. `for_real`, if given, runs the model on the CPU instead of the
+    trace: one more remedy to try, after the other remedies.
 
     Raises `TraceError` if the run on the CPU does not have the values, or if the model reads the
     memory of a tensor. The message names the first remedy that works on this model.
@@ -83,26 +85,27 @@ def _with_decisions(
     try:
         return trace(call, None)
     except ValuesNeeded as error:
-        refusal = error
+        values_needed = error
     unmarked: frozenset[OpOverload] = frozenset()
-    # Each trace may stop at a further op that depends on values and that torch does not mark. The
-    # run on the CPU is repeated with it, until the trace ends or the same op stops it again.
-    while refusal.op not in unmarked:
-        unmarked |= {refusal.op}
+    # The run on the CPU records the ops that torch marks as depending on values, and those that
+    # stopped a trace. If another op stops the next trace, run again. If the same op stops it
+    # again, values of a run do not help.
+    while values_needed.op not in unmarked:
+        unmarked |= {values_needed.op}
         try:
             decisions = decisions_of(call, passes, unmarked)
             return trace(call, decisions)
         except ValuesNeeded as error:
-            refusal = error
+            values_needed = error
         except NotAnswered as error:
             if not isinstance(error, OtherCourse):  # the run on the CPU failed, so would another
                 for_real = None
-            advice = _working_remedy(trace, call, verb, for_real, refusal)
+            advice = _working_remedy(trace, call, verb, for_real, values_needed)
             if isinstance(error, NoValues):
                 advice = f"{_BUILD_ON_CPU.text}; or {advice}"
-            raise type(error)(f"{refusal}, and {error}: {advice}") from error
-    advice = _working_remedy(trace, call, verb, for_real, refusal)
-    raise TraceError(f"{refusal}, which fake tensors have not: {advice}") from refusal
+            raise type(error)(f"{values_needed}, and {error}: {advice}") from error
+    advice = _working_remedy(trace, call, verb, for_real, values_needed)
+    raise TraceError(f"{values_needed}, which fake tensors have not: {advice}") from values_needed
 
 
 def _working_remedy(
@@ -110,14 +113,15 @@ def _working_remedy(
     call: ModelCall,
     verb: str,
     for_real: Callable[[], object] | None,
-    refusal: TraceError,
+    trace_error: TraceError,
 ) -> str:
     """The text of the first remedy that works; else the advice to trace a part of the model.
 
-    `refusal` is the error for which a remedy is sought. It has the error of an op as its cause. The
-    other arguments are those of `answered`. No remedy has decisions of a run on the CPU.
+    A remedy works if the trace with it raises nothing, also without decisions of a run on the CPU.
+    `trace_error` is the error for which a remedy is sought; its cause is the error of an op. The
+    other arguments are those of `answered`.
     """
-    # The one that changes least comes first.
+    # Each remedy with a function that tries it. The remedy that changes least comes first.
     attempts: dict[str, Callable[[], object]] = {}
     if call.model.training:
         attempts[_EVAL.text] = functools.partial(_trace_in_evaluation_mode, trace, call)
@@ -130,17 +134,18 @@ def _working_remedy(
         with contextlib.suppress(Exception):  # the user's model may raise anything
             attempt()
             return text
-    # The cause is the error of the op; its traceback tells in which modules it was raised.
-    assert isinstance(refusal.__cause__, Exception)
-    return remedy_for(refusal.__cause__, call.model, verb)
+    # The traceback of the op's error has the modules in which it was raised.
+    op_error = trace_error.__cause__
+    assert isinstance(op_error, Exception)
+    return remedy_for(op_error, call.model, verb)
 
 
 def _trace_in_evaluation_mode(trace: Trace[_Result], call: ModelCall) -> _Result:
     """The trace with all modules in evaluation mode; each then gets its old mode back."""
-    before = [(module, module.training) for module in call.model.modules()]
+    modes_before = [(module, module.training) for module in call.model.modules()]
     call.model.eval()
     try:
         return trace(call, None)
     finally:
-        for module, training in before:
+        for module, training in modes_before:
             module.training = training

@@ -1,8 +1,9 @@
 """Record decisions that depend on values in a real run, and replay them on fake tensors.
 
-Examples are a branch on ``x.sum() > 0``, or the number of rows of ``x.nonzero()``. A fake tensor
-has no values for such decisions. So a run on the CPU records the results of these ops, and a trace
-uses the results in the same order.
+A *decision* is the result of an op, if the result or its size depends on values. Examples are the
+bool in ``if x.sum() > 0``, or the rows of ``x.nonzero()``. A fake tensor has no values to compute
+it. So a *real run* on the CPU records the results of these ops, and a trace on fake tensors uses
+them in the same order.
 """
 
 import functools
@@ -17,12 +18,12 @@ from torch.utils._pytree import tree_map_only
 from amp_lab.core.errors import TraceError
 from amp_lab.core.report import plural
 from amp_lab.core.tensors import tensors_in
-from amp_lab.tracing.finite_checks import found_in_finite_values
+from amp_lab.tracing.finite_checks import result_if_finite
 from amp_lab.tracing.ops_seen import op_name
 from amp_lab.tracing.records import LOSS, place_of
 from amp_lab.tracing.running_module import RunningModule
 
-# torch marks the ops whose result, or the size of it, depends on values.
+# The tags with which torch marks ops whose result, or the size of it, depends on values.
 _VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _INDEX = torch.ops.aten.index.Tensor
 # Ops that torch does not mark. The fake rule of nms warns before it raises. The size of what
@@ -78,7 +79,7 @@ class Decisions:
 
     sequence: tuple[Decision, ...] = ()
     unmarked: frozenset[OpOverload] = frozenset()
-    """Ops that are recorded although torch does not mark them, since a trace refused them."""
+    """Ops that are recorded although torch does not mark them: an earlier trace failed at them."""
     is_finite: bool = False
     """Whether all outputs of the model and the loss are finite."""
 
@@ -107,9 +108,10 @@ def depends_on_values(op: OpOverload, args: tuple, unmarked: frozenset[OpOverloa
 
 
 def record_decision(running: RunningModule, op: OpOverload, inputs: tuple, result: Any) -> Decision:
-    """The record of an op that returned `result` for `inputs`, the op's (args, kwargs).
+    """The `Decision` of an op that returned `result` for `inputs`, the op's (args, kwargs).
 
-    `running` knows the module that called the op. Tensors of `result` are recorded on ``meta``.
+    `running` has the name of the module that called the op. The tensors of `result` are recorded on
+    ``meta``, with their shapes, strides and dtypes.
     """
 
     def on_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,7 +120,7 @@ def record_decision(running: RunningModule, op: OpOverload, inputs: tuple, resul
         )
 
     result_on_meta = tree_map_only(torch.Tensor, on_meta, result)
-    if_finite = found_in_finite_values(op, inputs[0])
+    if_finite = result_if_finite(op, inputs[0])
     return Decision(running.name_or_loss, op, _shapes_of(inputs), result_on_meta, if_finite)
 
 
@@ -128,7 +130,7 @@ def _shapes_of(inputs: tuple) -> tuple[tuple[int, ...], ...]:
 
 
 class Replay:
-    """Answers a trace with the decisions of a real run, in order.
+    """Gives a trace the decisions of a real run, in order, in place of ops that depend on values.
 
     Checks for inf or NaN may differ between the two, since a model may make some only in fp16.
     A check that only the real run made is skipped if it found none. A check that only the trace
@@ -142,25 +144,27 @@ class Replay:
 
     def restart(self) -> None:
         """Begin with the first decision again, as for a second training step."""
-        self._position = 0  # of the next decision in the real run's sequence
-        self._taken = 0  # decisions of the real run that the trace has taken
-        self._assumed = 0  # checks for inf or NaN that the real run did not make
+        self._position = 0  # index of the next decision in the real run's sequence
+        self._taken_count = 0  # how many decisions of the real run the trace has taken
+        self._assumed_count = 0  # how many checks for inf or NaN only the trace has made
 
     @property
     def remark(self) -> str:
         """A remark on the replayed decisions and the checks answered with "none found", or ""."""
         sentences = []
-        if self._taken:
-            decisions = plural(self._taken, "decision")
+        if self._taken_count:
+            decisions = plural(self._taken_count, "decision")
+            were = _were(self._taken_count)
             sentences.append(
-                f"{decisions} (branches, sizes) that depend on values {_were(self._taken)} taken "
-                "from a run on the CPU in fp32 and may differ for other inputs."
+                f"{decisions} (branches, sizes) that depend on values {were} taken from a run on "
+                "the CPU in fp32 and may differ for other inputs."
             )
-        if self._assumed:
-            checks = plural(self._assumed, "check")
+        if self._assumed_count:
+            checks = plural(self._assumed_count, "check")
+            were = _were(self._assumed_count)
             sentences.append(
-                f"{checks} for inf or NaN {_were(self._assumed)} answered with none, since a run "
-                "on the CPU in fp32, which does not make them, gives finite outputs."
+                f"{checks} for inf or NaN {were} answered with none, since a run on the CPU "
+                "in fp32, which does not make them, gives finite outputs."
             )
         return " ".join(sentences)
 
@@ -178,33 +182,24 @@ class Replay:
         contained an inf or a NaN.
         """
         inputs = (args, kwargs)
-        if_finite = found_in_finite_values(op, args)
         module = self.running.name_or_loss
-        position = self._find_position(module, op, _shapes_of(inputs), if_finite is not None)
-        if position is None:
-            if if_finite is None:
-                raise _other_course(module, op)
-            if not self._decisions.is_finite:
-                raise OtherCourse(
-                    f"the check for inf or NaN in {_decision_place(module)} is not made by the run "
-                    "on the CPU, whose outputs are not finite"
-                )
-            self._assumed += 1
-            return if_finite
-        self._position = position + 1
-        self._taken += 1
-        tensors = tensors_in(inputs)
-        float_dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
-
-        def fake_result(tensor: torch.Tensor) -> torch.Tensor:
-            dtype = tensor.dtype
-            if dtype.is_floating_point and float_dtypes:
-                # The real run was in fp32. Ops such as nonzero or index pick values of an input, so
-                # here they have the dtype of that input.
-                dtype = float_dtypes[0]
-            return fake(tensor.size(), tensor.stride(), dtype, tensors[0].device)
-
-        return tree_map_only(torch.Tensor, fake_result, self._decisions.sequence[position].result)
+        if_finite = result_if_finite(op, args)  # None if this is no check for inf or NaN
+        is_check = if_finite is not None
+        position = self._find_position(module, op, _shapes_of(inputs), is_check)
+        if position is not None:
+            self._position = position + 1
+            self._taken_count += 1
+            result = self._decisions.sequence[position].result
+            return _with_fake_tensors(result, tensors_in(inputs), fake)
+        if not is_check:
+            raise _other_course(module, op)
+        if not self._decisions.is_finite:
+            raise OtherCourse(
+                f"the check for inf or NaN in {_decision_place(module)} is not made by the run "
+                "on the CPU, whose outputs are not finite"
+            )
+        self._assumed_count += 1
+        return if_finite
 
     def require_done(self) -> None:
         """Raise `OtherCourse` if the trace did not use all decisions of the real run.
@@ -215,20 +210,44 @@ class Replay:
             if not decision.says_finite:
                 raise _other_course(decision.module, decision.op)
 
-    def _find_position(self, *expected: Any) -> int | None:
-        """The position in the sequence of the next decision, if it is the one described; else None.
+    def _find_position(
+        self, module: str, op: OpOverload, shapes: tuple[tuple[int, ...], ...], is_check: bool
+    ) -> int | None:
+        """The position in the sequence of the next decision, if it is this one; else None.
 
-        It is described by its module, op and input shapes, and by whether it is a check for inf or
-        NaN. Such checks that found none are skipped.
+        The decision is described by its module, its op, the shapes of the op's inputs, and whether
+        it is a check for inf or NaN. Such checks that found none are skipped.
         """
-        decisions = self._decisions.sequence[self._position :]
-        for position, decision in enumerate(decisions, start=self._position):
+        expected = (module, op, shapes, is_check)
+        for position in range(self._position, len(self._decisions.sequence)):
+            decision = self._decisions.sequence[position]
             was_check = decision.if_finite is not None
             if (decision.module, decision.op, decision.shapes, was_check) == expected:
                 return position
             if not decision.says_finite:
                 return None
         return None
+
+
+def _with_fake_tensors(
+    result: Any, inputs: list[torch.Tensor], fake: Callable[..., torch.Tensor]
+) -> Any:
+    """The result of a decision with its ``meta`` tensors replaced by fake ones.
+
+    `inputs` are the tensors that the op has in the trace, at least one: the fake tensors are on the
+    device of the first. `fake` is as in `Replay.answer`.
+    """
+    float_dtypes = [tensor.dtype for tensor in inputs if tensor.is_floating_point()]
+
+    def fake_like(tensor: torch.Tensor) -> torch.Tensor:
+        dtype = tensor.dtype
+        if dtype.is_floating_point and float_dtypes:
+            # The real run was in fp32. Ops such as nonzero or index pick values of an input, so
+            # here they have the dtype of that input.
+            dtype = float_dtypes[0]
+        return fake(tensor.size(), tensor.stride(), dtype, inputs[0].device)
+
+    return tree_map_only(torch.Tensor, fake_like, result)
 
 
 def _other_course(module: str, op: OpOverload) -> OtherCourse:

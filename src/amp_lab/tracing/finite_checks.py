@@ -3,6 +3,9 @@
 Models check ``if x.dtype == torch.float16 and torch.isinf(x).any()``. A trace in fp16 has no values
 for this check, and the real run, in fp32, does not make the check. But if all values are finite,
 the result is known: isinf returns False everywhere, so any() returns False.
+
+So each op of a check stores an attribute on its result: the value that all elements of the result
+have if all values of the model are finite. ``isinf(x)`` gets False, and ``isinf(x).any()`` too.
 """
 
 import math
@@ -12,9 +15,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-# The attribute of a result of a check: the value of each of its elements if the inputs are finite.
-_ELEMENT = "found_in_finite_values"
+_ATTRIBUTE = "amp_lab_element_if_finite"
 
+# The ops that begin a check, and the value of each element of their result for finite inputs.
 _CHECKS = {"isinf": False, "isposinf": False, "isneginf": False, "isnan": False, "isfinite": True}
 _COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 # Elementwise ops: if all elements of each argument are equal, so are those of the result.
@@ -42,69 +45,77 @@ _FOLLOWED = {*_CHECKS, *_ELEMENTWISE, *_SUMS, *_KEEPS_ELEMENTS}
 def remember_check(op: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
     """If an op is part of a check, store the value of its elements for finite inputs on `out`.
 
-    `out` is the result of the op. `found_in_finite_values` reads the stored value.
+    `out` is the result of the op. `result_if_finite` reads the stored value.
     """
     if not isinstance(out, torch.Tensor):
         return
     element = None
     name = op._schema.name.removeprefix("aten::").rstrip("_")
     if name in _FOLLOWED and "alpha" not in kwargs:  # by which `add` multiplies an argument
-        element = _evaluate(name, args, out)
+        element = _element_if_finite(name, args, out)
     if element is None:
-        if hasattr(out, _ELEMENT):  # of an in-place op, whose result is no check any more
-            delattr(out, _ELEMENT)
+        if hasattr(out, _ATTRIBUTE):  # of an in-place op, whose result is no check any more
+            delattr(out, _ATTRIBUTE)
         return
     if out.dtype is torch.bool:
         element = bool(element)
-    setattr(out, _ELEMENT, element)
+    setattr(out, _ATTRIBUTE, element)
 
 
-def found_in_finite_values(op: OpOverload, args: tuple) -> bool | int | float | None:
-    """The number that a check for inf or NaN reads, if all values are finite.
+def result_if_finite(op: OpOverload, args: tuple) -> bool | int | float | None:
+    """What ``item()`` returns if it ends a check for inf or NaN and all values are finite.
 
-    None if the op does not read a number, as ``item()`` does, or if the number is not a check.
+    None for an op other than ``item()``, and for a tensor that is not the result of a check.
     """
     if op is not torch.ops.aten._local_scalar_dense.default:
         return None
-    return _element_of(args[0])
+    return _stored_element(args[0])
 
 
-def _evaluate(name: str, args: tuple, out: torch.Tensor) -> bool | int | float | None:
-    """The value of each element of `out`, an op's result, for finite inputs; None if not known."""
+def _element_if_finite(name: str, args: tuple, out: torch.Tensor) -> bool | int | float | None:
+    """The value of each element of `out` if all values are finite; None if it is not known.
+
+    `out` is the result of the op of this name.
+    """
     if name in _CHECKS:
         return _CHECKS[name]
-    if name in _COMPARISONS and _is_check(*args[:2]):
+    if name in _COMPARISONS:
         left, right = args[:2]
-        if right is left:  # x != x, a check for NaN
-            right = 0.0
-        return _COMPARISONS[name](0.0, right)  # 0.0 stands for any finite value
+        if right is left and _is_float_tensor(left):  # x != x, a check for NaN
+            return _COMPARISONS[name](0.0, 0.0)  # 0.0 stands for any finite value
+        if _is_infinity(right) and _is_float_tensor(left):
+            return _COMPARISONS[name](0.0, right)
     if name in _ELEMENTWISE:
-        operands = [_element_of(operand) for operand in args[:2]]
+        operands = [_stored_element(operand) for operand in args[:2]]
         if None in operands:
             return None
         if name in _OF_BOOLS:
             operands = [bool(value) for value in operands]
         return _ELEMENTWISE[name](*operands)
-    element = _element_of(args[0])
-    if element is None or args[0].numel() == 0 or out.numel() == 0:
+    # All other ops that are followed reduce their first argument, or rearrange it.
+    reduced = args[0]
+    element = _stored_element(reduced)
+    if element is None or reduced.numel() == 0 or out.numel() == 0:
         return None
     if name in _SUMS:
-        element *= args[0].numel() // out.numel()
+        summands = reduced.numel() // out.numel()  # of each element of the result
+        return element * summands
     return element
 
 
-def _is_check(left: Any, right: Any) -> bool:
-    """Whether a comparison is a check: of a tensor with an infinity, or with itself (x != x)."""
-    if not isinstance(left, torch.Tensor) or not left.is_floating_point():
-        return False
-    return right is left or (isinstance(right, float) and math.isinf(right))
+def _is_float_tensor(operand: Any) -> bool:
+    return isinstance(operand, torch.Tensor) and operand.is_floating_point()
 
 
-def _element_of(operand: Any) -> bool | int | float | None:
+def _is_infinity(operand: Any) -> bool:
+    return isinstance(operand, float) and math.isinf(operand)
+
+
+def _stored_element(operand: Any) -> bool | int | float | None:
     """The value of each element of an operand for finite inputs; None if it is not known.
 
     A number stands for itself.
     """
     if isinstance(operand, torch.Tensor):
-        return getattr(operand, _ELEMENT, None)
+        return getattr(operand, _ATTRIBUTE, None)
     return operand
