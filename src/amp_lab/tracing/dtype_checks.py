@@ -23,9 +23,10 @@ _WIDE_LOGITS = remedy(
     failure="AMP0023",
 )
 
-# Ops that convert a number to the dtype of their result, and whether a call raises if the number is
-# too large for that dtype. A CPU does not check it for a tensor of one value; GPUs clamp in fp32.
-_ChecksNumber = Callable[[tuple, torch.Tensor], bool]  # of an op's args and its result
+# Ops that convert a number to the dtype of their result. For each a function of the op's args and
+# its result: whether real kernels check that the number is not too large for that dtype. A CPU does
+# not check it for a tensor of one value; GPUs clamp in fp32.
+_ChecksNumber = Callable[[tuple, torch.Tensor], bool]
 _CHECKS_BY_OPS: dict[str, _ChecksNumber] = {
     "fill full full_like new_full": lambda args, out: out.device.type != "cpu" or out.numel() != 1,
     "masked_fill index_fill scatter": lambda args, out: True,
@@ -38,7 +39,7 @@ for _names, _checks_number in _CHECKS_BY_OPS.items():
         _CHECKS_BY_OP[_name] = _checks_number
 # Ops whose number may come as a tensor of one value.
 _TAKE_NUMBER_FROM_TENSOR = {"masked_fill", "index_fill"}
-# Ops that leave the number in a tensor of one value as it is.
+# Ops after which a tensor of one value still has the same value.
 _KEEP_NUMBER = {"lift_fresh", "_to_copy", "detach", "clone", "alias", "view", "expand"}
 
 
@@ -55,7 +56,8 @@ def _rnnt_loss(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
     return logits.new_empty(len(logits)), torch.empty_like(logits)
 
 
-# Ops that torch's own fake tensors cannot run, or would run for real, and what runs instead.
+# Ops that torch's own fake tensors cannot run, or would run for real, and what runs instead. A rule
+# gets the op, its args and its kwargs, and returns the op's result.
 _RULES: dict[str, Callable[[OpOverload, Sequence[Any], Mapping[str, Any]], Any]] = {
     # torch's own kernel runs: cuDNN and MIOpen take only int32 targets on the CPU.
     "aten::_use_cudnn_ctc_loss": lambda func, args, kwargs: False,
@@ -74,7 +76,8 @@ class StrictFakeMode(FakeTensorMode):
 
     Three kinds of ops raise:
 
-    - ops with a result that depends on values, except if a `replay` has the result of a real run;
+    - ops with a result that depends on values, except if `replay` is set: it has the results of a
+      run with values on the CPU (see `decisions`);
     - ops that the kernels of a device refuse (`kernel_limits`);
     - ops that get a number too large for their dtype.
 
@@ -86,6 +89,7 @@ class StrictFakeMode(FakeTensorMode):
         self.replay: Replay | None = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Return the result of an op with fake tensors, or raise as a kernel would."""
         kwargs = kwargs or {}
         check_limits(func, args, kwargs)
         if self.replay is not None and self.replay.answers(func, args):
@@ -97,26 +101,36 @@ class StrictFakeMode(FakeTensorMode):
             with self:  # torch has switched the mode off while it handles an op
                 return rule(func, args, kwargs)
         out: Any = super().__torch_dispatch__(func, types, args, kwargs)
-        # torch's fake tensors ignore a number that is too large for the dtype; kernels raise.
-        name = func._schema.name.removeprefix("aten::").rstrip("_")
-        checks_number = _CHECKS_BY_OP.get(name)
-        if checks_number is not None and out.dtype.is_floating_point and checks_number(args, out):
-            # A tensor of two values, since a CPU does not check the number for a tensor of one.
-            for number in _numbers(name, args):
-                torch.empty(2, dtype=out.dtype, device="cpu").fill_(number)
+        name = func._schema.name.removeprefix("aten::").rstrip("_")  # also of an in-place op
+        _check_numbers(name, args, out)
         _set_known_number(name, args, out)
         remember_check(func, args, kwargs, out)
         return out
 
     def _empty(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Any:
+        """A fake tensor, as `Replay.answer` needs them."""
         with self:  # else the tensor would be real
             return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def _check_numbers(name: str, args: tuple, out: Any) -> None:
+    """Raise torch's error if a number among the args is too large for the dtype of the result.
+
+    `name` is that of the op, without "aten::" and the underscore of an in-place op. Fake tensors
+    ignore such a number; real kernels raise.
+    """
+    checks_number = _CHECKS_BY_OP.get(name)
+    if checks_number is None or not out.dtype.is_floating_point or not checks_number(args, out):
+        return
+    # A real tensor raises the error. It has two values, since a CPU does not check for one value.
+    for number in _numbers(name, args):
+        torch.empty(2, dtype=out.dtype, device="cpu").fill_(number)
 
 
 def _numbers(name: str, args: tuple) -> list[float]:
     """The numbers among the arguments of an op, for some ops also those in tensors of one value.
 
-    `name` is that of the op, without "aten::" and the underscore of an in-place op.
+    `name` is as in `_check_numbers`.
     """
     numbers = [argument for argument in args if isinstance(argument, (int, float))]
     if name in _TAKE_NUMBER_FROM_TENSOR:
@@ -127,7 +141,8 @@ def _numbers(name: str, args: tuple) -> list[float]:
 def _set_known_number(name: str, args: tuple, out: Any) -> None:
     """Store the value of a fake tensor of one number, if known, as its attribute `known_number`.
 
-    Models make such tensors to fill a mask: ``torch.tensor(-1e9)``.
+    `out` is the result of the op with this name and these args. Models make such tensors to fill a
+    mask: ``torch.tensor(-1e9)``.
     """
     if not isinstance(out, FakeTensor) or out.dim() or not out.is_floating_point():
         return
@@ -146,5 +161,8 @@ def _known_number(name: str, args: tuple, out: FakeTensor) -> float | None:
         return getattr(args[0], "known_number", None)
     if name not in ("full", "scalar_tensor"):
         return None
-    # torch.full and torch.tensor get the number itself; a size comes as a list.
-    return next((argument for argument in args if isinstance(argument, (int, float))), None)
+    # The args are (number,), or (size, number) with the size as a list.
+    for argument in args:
+        if isinstance(argument, (int, float)):
+            return argument
+    return None

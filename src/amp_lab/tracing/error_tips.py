@@ -18,6 +18,7 @@ _NO_KERNEL = remedy(
     "this op has no kernel for 16 bits: call .float() on its inputs",
     failure="AMP0023",
 )
+# Phrases of torch's errors for an op without a kernel for 16 bits.
 _NO_KERNEL_SAYS = (
     "not implemented for 'Half'",
     "not implemented for 'BFloat16'",
@@ -79,17 +80,17 @@ _NO_VALUES_SAYS = ("Found no NVIDIA driver", "its data is not allocated yet")
 def tips_for(error: Exception, op: str, device_type: str) -> list[str]:
     """The sentences of the remedies for an error; empty if there is no remedy for the error.
 
-    `op` is the op that failed, such as "addmm", or "" if the op is unknown.
+    `op` is the op that failed, such as "addmm", or "" if the op is unknown. `device_type` is that
+    of the model, such as "cuda".
     """
     message = str(error)
     tips = [tip for phrase, tip in _TIPS.items() if phrase in message]
     tips += remedies_for_writes(error, op, device_type)
     if op == "tensor" and any(phrase in message for phrase in _NO_VALUES_SAYS):
         tips.append(_COPIED_VALUES.text)
-    if "dtype" not in message:  # so no `autograd.Function` mixed dtypes
-        return tips
-    for name in _functions_without_autocast(error):
-        tips.append(_CUSTOM_FUNCTION.sentence(name=name, device=device_type))
+    if "dtype" in message:  # the backward of an `autograd.Function` may have mixed dtypes
+        for name in _functions_without_autocast(error):
+            tips.append(_CUSTOM_FUNCTION.sentence(name=name, device=device_type))
     return tips
 
 
@@ -99,16 +100,24 @@ def op_without_fake(error: Exception) -> str:
     Ops of torch itself are left out, because users cannot write their fake implementations.
     """
     if isinstance(error, UnsupportedOperatorException):
-        return "" if error.func.namespace == "aten" else error.func.name().partition(".")[0]
+        if error.func.namespace == "aten":
+            return ""
+        name, _, _ = error.func.name().partition(".")  # without the overload: "mine::op.default"
+        return name
     match = _NO_FAKE_SAYS.match(str(error))
-    return match[1] if match else ""
+    if match is None:
+        return ""
+    return match[1]
 
 
 def _functions_without_autocast(error: Exception) -> Iterator[str]:
-    """The names of each `autograd.Function` in the traceback whose forward ignored autocast."""
+    """The name of each `autograd.Function` whose backward is in the error's traceback.
+
+    Left out are those whose forward has the decorator `torch.amp.custom_fwd`.
+    """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         node = frame.f_locals.get("self")
         if not isinstance(node, torch.autograd.function.BackwardCFunction):
             continue
-        if not hasattr(node, "_fwd_used_autocast"):  # `custom_fwd` sets it
+        if not hasattr(node, "_fwd_used_autocast"):  # which `custom_fwd` sets
             yield type(node).__name__.removesuffix("Backward")  # torch appends it to the name

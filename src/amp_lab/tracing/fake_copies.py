@@ -30,7 +30,7 @@ class FakeCopies:
         self._device = device
         # By `id`: the original and its copy. Keeping the original keeps its `id` from being reused.
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # One-dimensional fake tensors, each a whole storage, by `storage_key` and dtype.
+        # For each storage of the originals and each dtype, a 1-D fake tensor of all its values.
         self._storages: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
 
     def of_each(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -53,8 +53,11 @@ class FakeCopies:
         return fake
 
     def _copy_plain(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake view of a fake storage, with the size, strides and offset of the tensor."""
-        # A fake storage has one dtype, so views of other dtypes get a storage of their own.
+        """A view of a fake storage, with the shape, strides and offset of the tensor.
+
+        Tensors that share a storage become views of one fake storage.
+        """
+        # A fake storage has one dtype, so views of other dtypes get another one.
         key = (storage_key(tensor), tensor.dtype)
         with torch.no_grad():
             if key not in self._storages:
@@ -65,6 +68,7 @@ class FakeCopies:
             )
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(fake, tensor.requires_grad)
+        # Detached: torch refuses some in-place ops on a view that was made under no_grad.
         return fake.detach().requires_grad_(tensor.requires_grad)
 
     def _copy_wrapper(self, tensor: Any, name: str) -> torch.Tensor:

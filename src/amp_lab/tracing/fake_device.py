@@ -93,9 +93,11 @@ def checked_backend(device_type: str) -> str:
     """Return `device_type` if its autocast can be traced here; else raise `DeviceError`."""
     if device_type in BACKENDS:
         return device_type
-    *others, last = [
-        f"{row.type!r} ({row.vendor})".removesuffix(" ()") for row in BACKENDS.values()
-    ]
+    names = []
+    for row in BACKENDS.values():
+        vendor = f" ({row.vendor})" if row.vendor else ""
+        names.append(f"{row.type!r}{vendor}")
+    *others, last = names
     raise DeviceError(f"device type {device_type!r}: give {', '.join(others)} or {last}")
 
 
@@ -122,11 +124,13 @@ def dtype_for(model: nn.Module, device_type: str) -> torch.dtype:
     - All weights in one 16-bit dtype: float32, which stands for "without autocast".
     - Other models, such as a bf16 base with fp32 adapters: the 16-bit dtype, fp16 before bf16.
     """
-    dtypes = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
     low_dtypes = low_weight_dtypes(model)
     if not low_dtypes:
         return checked_dtype(device_type, None)
-    return torch.float32 if len(dtypes) == 1 else low_dtypes[0]
+    dtypes = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
+    if len(dtypes) == 1:
+        return torch.float32
+    return low_dtypes[0]
 
 
 def low_weight_dtypes(model: nn.Module) -> list[torch.dtype]:
@@ -170,6 +174,7 @@ def absent_device(device_type: str) -> Iterator[None]:
             stack.enter_context(attribute_set(torch.backends.cudnn, "enabled", False))
             if row.type == "cuda":
                 stack.enter_context(_pretend_h100())
+            # Without a guard for the device type, autograd would abort the process.
             if row.type == "cuda" and torch.backends.cuda.is_built():
                 # FakeTensorMode does this itself only if torch knows of no accelerator at all.
                 torch._C._ensureCUDADeviceGuardSet()
@@ -242,6 +247,7 @@ class PlainOpsMode(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run an op, or split it into others, which torch sends here one by one."""
         if takes_wrappers(types):
             return NotImplemented  # torch then asks the wrapper, whose ops arrive here one by one
         kwargs = kwargs or {}
@@ -258,9 +264,10 @@ class PlainOpsMode(TorchDispatchMode):
 def remedy_for(error: Exception, model: nn.Module, verb: str) -> str:
     """The remedy for an op that fake tensors cannot run, usually to trace a part of the model.
 
-    `verb` is the action for the part, such as "forecast". The part is the outermost module with
-    a name such as "backbone" in which the error did not occur. If there is no such module, the
-    remedy is to trace the parts before the failing op one by one.
+    `error` is the error of the op, with its traceback. `verb` is the action for the part, such as
+    "forecast". The part is the outermost module with a name such as "backbone" in which the error
+    did not occur. If there is no such module, the remedy is to trace the parts before the failing
+    op one by one.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     # nn.Transformer has a remedy of its own.
@@ -268,19 +275,22 @@ def remedy_for(error: Exception, model: nn.Module, verb: str) -> str:
         return _CAUSAL_MASK.text
     # The modules whose methods are in the traceback; the ids of other objects match no module.
     failing_ids = {id(frame.f_locals.get("self")) for frame in frames}
-    others = [name for name, module in model.named_modules() if id(module) not in failing_ids]
-    names = [name for name in others if name.rpartition(".")[2] in _PARTS_WITHOUT_DECISIONS]
-    if not names:
+    traceable_names = []
+    for name, module in model.named_modules():
+        last_name = name.rpartition(".")[2]
+        if id(module) not in failing_ids and last_name in _PARTS_WITHOUT_DECISIONS:
+            traceable_names.append(name)
+    if not traceable_names:
         return _PARTS.sentence(verb=verb)
-    outermost = min(names, key=lambda name: name.count("."))  # the least nested, so the largest
+    outermost = min(traceable_names, key=lambda name: name.count("."))
     return _PART.sentence(verb=verb, part=outermost)
 
 
 def tip_for(error: Exception, model: nn.Module, verb: str, device_type: str, op: str = "") -> str:
     """The remedies for an error as text to append, each as "; remedy"; "" if there is none.
 
-    A torchvision detector and a quantised model have one more remedy for every error. `op` is the
-    op that failed; "" if the op is unknown.
+    A torchvision detector and a quantised model have one more remedy for every error. `verb` is the
+    action that failed, such as "forecast". `op` is the op that failed; "" if the op is unknown.
     """
     tips = tips_for(error, op, device_type)
     if _NO_FLEX_BACKWARD in str(error):
@@ -289,7 +299,8 @@ def tip_for(error: Exception, model: nn.Module, verb: str, device_type: str, op:
         tips.append(_DETECTOR.sentence(verb=verb))
     elif any(map(is_wrapper, model.parameters())):
         tips.append(QUANTISED.text)
-    return "".join(f"; {tip}" for tip in dict.fromkeys(tips))
+    tips_once = dict.fromkeys(tips)  # two phrases of an error may have the same remedy
+    return "".join(f"; {tip}" for tip in tips_once)
 
 
 def needs_memory(error: Exception) -> bool:
@@ -333,10 +344,12 @@ def _module_text(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ModelRun:
-    """A call of a model on one device. The device is fake if `on_fake_device` created the call."""
+    """A call of a model on one device; on fake tensors if `on_fake_device` created it."""
 
     call: ModelCall  # its inputs are on the device; the model is the user's own
-    parameters: dict[str, torch.Tensor]  # by name; a tied one is the same tensor under each name
+    # The tensors that take the place of the model's parameters and buffers, by name. A tied
+    # parameter is the same tensor under each of its names.
+    parameters: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     fake: Callable[[torch.Tensor], torch.Tensor]  # the fake copy of a tensor, such as a target
     mode: StrictFakeMode | None = None  # None: the tensors are real
@@ -363,15 +376,15 @@ class ModelRun:
 
     @contextmanager
     def replaying(self, decisions: Decisions | None) -> Iterator[Replay]:
-        """The block in which ops that depend on values return the results of a real run.
+        """The block in which ops that depend on values return the results of a run with values.
 
-        Yields the `Replay` with these results. Without decisions, it has no results, and the ops
-        raise. Only a fake run uses decisions.
+        `decisions` are these results (see `tracing.decisions`); only a fake run uses them. If they
+        are None, such ops raise. Yields the `Replay`, which counts what was used.
         """
-        replay = Replay(decisions or Decisions())
         if decisions is None:
-            yield replay
+            yield Replay(Decisions())
             return
+        replay = Replay(decisions)
         with replay.running.watched(self.model), attribute_set(self.mode, "replay", replay):
             yield replay
 
@@ -433,26 +446,38 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
     such as torchvision's anchors, would break the next real call. The block does not write to
     containers that did not change, since some configs are dicts that forbid writing.
     """
-    saved: list[tuple[Any, Any, Any]] = []  # (container type, container, shallow copy of it)
+    saved: list[tuple[Any, Any]] = []  # each container with a shallow copy of it
     for module in model.modules():
         attributes = vars(module)
         for value in (attributes, *attributes.values()):
-            for container_type in _CONTAINERS:
-                if isinstance(value, container_type):
-                    saved.append((container_type, value, container_type(value)))
-                    break
+            container_type = _container_type(value)
+            if container_type is not None:
+                saved.append((value, container_type(value)))
     try:
         yield
     finally:
-        for container_type, container, content in saved:
-            if _ids_of_contents(container) == _ids_of_contents(content):
-                continue
-            # Methods of the base type: a subclass, such as a config, may override its own.
-            container_type.clear(container)
-            if container_type is list:
-                container_type.extend(container, content)
-            else:
-                container_type.update(container, content)
+        for container, content in saved:
+            if _ids_of_contents(container) != _ids_of_contents(content):
+                _restore(container, content)
+
+
+def _container_type(value: object) -> type | None:
+    """Which of `_CONTAINERS` a value is, or is a subclass of; None if it is no container."""
+    for container_type in _CONTAINERS:
+        if isinstance(value, container_type):
+            return container_type
+    return None
+
+
+def _restore(container: Any, content: Any) -> None:
+    """Give a container its old content back; `content` is a plain list, dict or set."""
+    # Methods of the base type: a subclass, such as a config, may override its own.
+    container_type = type(content)
+    container_type.clear(container)
+    if container_type is list:
+        container_type.extend(container, content)
+    else:
+        container_type.update(container, content)
 
 
 def _ids_of_contents(container: list | dict | set) -> list[int]:
