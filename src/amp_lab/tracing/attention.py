@@ -1,5 +1,6 @@
 """Attention as one op: its arguments, its FLOPs, and its kernels on a GPU not in this machine."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -59,10 +60,14 @@ def attention_of(device: Backend) -> Iterator[None]:
     changes.
     """
 
-    def run(*args, **kwargs) -> torch.Tensor:
+    if device.is_host:  # a CPU is always there, with torch's own choice of kernel
+        yield
+        return
+
+    def run_attention(*args, **kwargs) -> torch.Tensor:
         """Replaces torch's function: runs a kernel, or matmuls and a softmax."""
         call = Attention(*args, **kwargs)
-        require_same_dtype(ATTENTION, list(call[:3]))
+        require_same_dtype(ATTENTION, [call.query, call.key, call.value])
         if not device.fused_attention and not _IN_FLEX_ATTENTION.get():
             return call.in_plain_ops()
         for kernel in KERNELS:
@@ -70,19 +75,22 @@ def attention_of(device: Backend) -> Iterator[None]:
                 return kernel.run(call)
         raise RuntimeError("No available kernel. Aborting execution.")  # torch's own error
 
-    if device.is_host:  # a CPU is always there, with torch's own choice of kernel
-        yield
-        return
-    with torch.library._scoped_library("aten", "IMPL") as library, _composite_attention(run):
+    with (
+        torch.library._scoped_library("aten", "IMPL") as library,
+        _decomposed_to(run_attention),
+    ):
         # Registered in the dispatcher, below autocast. A function mode would run before autocast
         # casts, and would miss the calls that nn.MultiheadAttention makes in C++.
-        library.impl(ATTENTION, run, f"Autograd{device.key}", allow_override=True)
+        library.impl(ATTENTION, run_attention, f"Autograd{device.key}", allow_override=True)
         yield
 
 
 @contextmanager
 def running_flex_attention() -> Iterator[None]:
-    """The block in which attention runs for a call of `flex_attention`, which has one kernel."""
+    """The block in which a call of attention stands for one of `flex_attention`.
+
+    `flex_attention` has one kernel, the first of `KERNELS`, which runs only in this block.
+    """
     token = _IN_FLEX_ATTENTION.set(True)
     try:
         yield
@@ -91,15 +99,16 @@ def running_flex_attention() -> Iterator[None]:
 
 
 @contextmanager
-def _composite_attention(run: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """The block in which a dispatch mode that decomposes attention calls `run` instead.
+def _decomposed_to(run_attention: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """The block in which a dispatch mode that decomposes attention calls `run_attention` instead.
 
     Modes decompose it under inference_mode, where no autograd kernel runs before them.
     """
+    # The functions that `OpOverload.decompose` calls, by dispatch key.
     kernels = torch.ops.aten.scaled_dot_product_attention.default.py_kernels
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     before = kernels.get(key)
-    kernels[key] = run
+    kernels[key] = run_attention
     try:
         yield
     finally:
@@ -113,12 +122,13 @@ class AttentionKernel:
     """A kernel of CUDA's attention: whether the program allows it, and which calls it takes."""
 
     is_allowed: Callable[[], bool]  # by the program, for example with `sdpa_kernel`
-    takes: Callable[[Attention], bool]
+    takes: Callable[[Attention], bool]  # whether the kernel can run a call
     run: Callable[[Attention], torch.Tensor]  # returns the output
     source: str  # the file and the function of torch that decide which calls it takes
 
 
 def _has_4d_16_bit_query(call: Attention) -> bool:
+    """Whether the query is (B, H, T, D) in fp16 or bf16."""
     return call.query.dim() == 4 and call.query.dtype in LOWER_DTYPES
 
 
@@ -128,7 +138,10 @@ def _same_heads(call: Attention) -> bool:
 
 
 def _heads_fit(call: Attention) -> bool:
-    """Whether flash and cuDNN take these heads; with GQA, keys and values may have fewer."""
+    """Whether flash and cuDNN take these heads.
+
+    With `enable_gqa`, keys and values may have fewer heads than queries.
+    """
     return call.enable_gqa or _same_heads(call)
 
 
@@ -137,14 +150,12 @@ def _fits_flash(call: Attention) -> bool:
 
     Besides, 4-D tensors, an Ampere GPU or later and, if causal, as many queries as keys.
     """
-    if not _has_4d_16_bit_query(call) or not _is_ampere_or_later():
+    if not _has_4d_16_bit_query(call) or not _is_ampere_or_later() or not _heads_fit(call):
         return False
     if call.attn_mask is not None:
         return False
-    is_square = call.query.size(-2) == call.key.size(-2)
-    if call.is_causal and not is_square:
-        return False
-    if not _heads_fit(call):
+    as_many_queries_as_keys = call.query.size(-2) == call.key.size(-2)
+    if call.is_causal and not as_many_queries_as_keys:
         return False
     head_size = call.query.size(-1)
     if head_size > 256:
@@ -153,17 +164,19 @@ def _fits_flash(call: Attention) -> bool:
 
 
 def _fits_efficient(call: Attention) -> bool:
-    """Whether memory-efficient attention takes a call: 4-D, fp32 or 16 bits, without GQA.
+    """Whether memory-efficient attention takes a call: 4-D tensors in fp32 or 16 bits.
 
-    The bytes of a head have to be a multiple of 16. bf16 needs an Ampere GPU or later.
+    Keys and values need as many heads as queries. The bytes of a head have to be a multiple of 16.
+    bf16 needs an Ampere GPU or later.
     """
     dtype = call.query.dtype
     if call.query.dim() != 4 or dtype == torch.float64 or not _same_heads(call):
         return False
     if dtype == torch.bfloat16 and not _is_ampere_or_later():
         return False
-    alignment = 8 if dtype in LOWER_DTYPES else 4  # values in the 16 bytes that it reads at once
-    return call.query.size(-1) % alignment == call.value.size(-1) % alignment == 0
+    values_per_read = 8 if dtype in LOWER_DTYPES else 4  # it reads 16 bytes at once
+    head_sizes = (call.query.size(-1), call.value.size(-1))
+    return all(size % values_per_read == 0 for size in head_sizes)
 
 
 def _fits_cudnn(call: Attention) -> bool:
@@ -173,27 +186,30 @@ def _fits_cudnn(call: Attention) -> bool:
     """
     if not _has_4d_16_bit_query(call) or not _is_ampere_or_later() or not _heads_fit(call):
         return False
-    return all(tensor.size(-1) % 8 == 0 and tensor.size(-1) <= 256 for tensor in call[:3])
+    head_sizes = [tensor.size(-1) for tensor in (call.query, call.key, call.value)]
+    return all(size % 8 == 0 and size <= 256 for size in head_sizes)
 
 
 def _is_ampere_or_later() -> bool:
+    """Whether torch reports a GPU of compute capability 8.0 or more; a pretended one counts."""
     return torch.cuda.get_device_capability() >= (8, 0)
 
 
 def _flash(call: Attention) -> torch.Tensor:
-    """Run flash attention, with heads padded to a multiple of 8 as torch does."""
+    """Run flash attention, with heads padded as torch does; return its output."""
     head_size = call.query.size(-1)
-    pad = -head_size % 8  # the kernel reads 16 bytes at once, so torch pads other sizes of a head
-    tensors = list(call[:3])
-    if pad:
-        tensors = [nn.functional.pad(tensor, (0, pad)) for tensor in tensors]
+    # The kernel reads 16 bytes at once, so torch pads other sizes of a head up to a multiple of 8.
+    padding = -head_size % 8
+    tensors = [call.query, call.key, call.value]
+    if padding:
+        tensors = [nn.functional.pad(tensor, (0, padding)) for tensor in tensors]
     scale = call.scale
     if scale is None:
-        scale = head_size**-0.5  # torch's default, of the size before padding
+        scale = 1 / math.sqrt(head_size)  # torch's default, of the size before padding
     result = torch.ops.aten._scaled_dot_product_flash_attention(
         *tensors, call.dropout_p, call.is_causal, scale=scale
     )[0]
-    if pad:
+    if padding:
         return result[..., :head_size]
     return result
 
@@ -202,7 +218,9 @@ def _efficient(call: Attention) -> torch.Tensor:
     """Run memory-efficient attention; return its output."""
     returns_logsumexp = torch.is_grad_enabled()  # the log-sum-exp of the scores, for backward
     return torch.ops.aten._scaled_dot_product_efficient_attention(
-        *call[:3],
+        call.query,
+        call.key,
+        call.value,
         _added_mask(call),
         returns_logsumexp,
         call.dropout_p,
@@ -212,10 +230,14 @@ def _efficient(call: Attention) -> torch.Tensor:
 
 
 class _FlexKernel(torch.autograd.Function):
-    """The kernels of `flex_attention` on fake tensors: the tensors that they return and save."""
+    """The kernels of `flex_attention` on fake tensors: the tensors that they return and save.
+
+    Shapes are those of `Attention`. Nothing is computed, since fake tensors have no values.
+    """
 
     @staticmethod
     def forward(ctx, query, key, value):
+        """The output (…, H, T, V), with what the kernel saves for the backward pass."""
         output = query.new_empty(*query.shape[:-1], value.shape[-1])
         output = _permute_strides(output, query.stride())
         logsumexp = query.new_empty(query.shape[:-1], dtype=torch.float32)
@@ -224,11 +246,14 @@ class _FlexKernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grad_outputs):
-        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
+        """The gradients of query, key and value."""
+        query, key, value, _, _ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 def _flex(call: Attention) -> torch.Tensor:
-    return _FlexKernel.apply(*call[:3])
+    """Run the kernel of `flex_attention`; return its output."""
+    return _FlexKernel.apply(call.query, call.key, call.value)
 
 
 def _added_mask(call: Attention) -> torch.Tensor | None:
@@ -250,7 +275,7 @@ _SDP_UTILS = "ATen/native/transformers/cuda/sdp_utils.cpp"
 # saves the same tensors for backward as flash does.
 KERNELS: tuple[AttentionKernel, ...] = (
     AttentionKernel(
-        _IN_FLEX_ATTENTION.get,
+        _IN_FLEX_ATTENTION.get,  # only a call of flex_attention takes this kernel, and always
         lambda call: True,
         _flex,
         "torch/_higher_order_ops/flex_attention.py, FlexAttentionAutogradOp",

@@ -77,11 +77,12 @@ class OpCall(NamedTuple):
         return None
 
     def is_on(self, device_type: str) -> bool:
-        """Whether the call runs on a device type; "cuda" does not stand for ROCm."""
+        """Whether the first argument is on this type of device; "cuda" does not include ROCm."""
         first = self.first
         if first is None or first.device.type != device_type:
             return False
-        return device_type != "cuda" or torch.version.hip is None
+        is_rocm = device_type == "cuda" and torch.version.hip is not None
+        return not is_rocm
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ class KernelLimit:
     """A limit of the kernels of some ops."""
 
     ops: str  # names, separated by spaces
-    refuse: Callable[[OpCall], None]  # raises torch's error, or one like it, unless a call runs
+    # Raises torch's error, or one like it, for a call that a kernel refuses; else does nothing.
+    refuse: Callable[[OpCall], None]
     source: str  # where the limit is documented or tested
 
 
@@ -111,7 +113,10 @@ def require_same_dtype(name: str, arguments: list[Any]) -> None:
 
 
 def _refuse_mixed_dtypes(*positions: int) -> Callable[[OpCall], None]:
-    """Make a `KernelLimit.refuse`: tensors among the arguments at `positions` need one dtype."""
+    """Make a `KernelLimit.refuse` that wants one dtype of the tensors at these argument positions.
+
+    An argument that is not a tensor is ignored.
+    """
 
     def refuse(call: OpCall) -> None:
         # Optional arguments, such as a weight, may be left out at the end.
@@ -123,19 +128,19 @@ def _refuse_mixed_dtypes(*positions: int) -> Callable[[OpCall], None]:
 
 def _refuse_mixed_linear_with_out(call: OpCall) -> None:
     """Refuse ``linear`` with ``out=`` unless its arguments and ``out=`` have one dtype."""
-    if call.out is not None:  # else the ops that ``linear`` calls, such as addmm, are checked
+    if call.out is not None:  # without it, ``linear`` calls ops such as addmm, which are checked
         require_same_dtype(call.title, [*call.args, call.out])
 
 
 def _refuse_wide_norm_data_on_cpu(*positions: int) -> Callable[[OpCall], None]:
-    """Make a `KernelLimit.refuse`: on a CPU no data wider than weights, as fp32 with bf16.
+    """Make a `KernelLimit.refuse` against norms of fp32 data with weights in 16 bits on a CPU.
 
-    `positions` are those of the data, which comes first, and of the weights among the arguments.
+    The first of `positions` is that of the data among the arguments, the others are those of the
+    weights and biases. A norm of 16-bit data with fp32 weights is accepted.
     """
 
     def refuse(call: OpCall) -> None:
         data, *weights = tensors_in([call.args[position] for position in positions])
-        # Weights that are wider than the data are accepted: bf16 data with fp32 weights.
         if call.is_on("cpu") and any(weight.itemsize < data.itemsize for weight in weights):
             require_same_dtype(call.name, [data, *weights])
 
@@ -147,7 +152,8 @@ def _refuse_non_floats(call: OpCall) -> None:
     first = call.first
     if first is None or first.is_floating_point() or first.is_complex():
         return
-    if first.dtype is not torch.uint8 or not call.name.startswith("upsample"):
+    is_image_to_upsample = first.dtype is torch.uint8 and call.name.startswith("upsample")
+    if not is_image_to_upsample:
         raise RuntimeError(f"{call.name} takes no tensor of {first.dtype}")
 
 
@@ -170,16 +176,16 @@ def _refuse_fft_sizes(call: OpCall) -> None:
 
     Those in bf16 are refused for all sizes on GPUs before compute capability 8.0.
     """
-    signal = call.args[0]
+    signal = call.args[0]  # `call.args[1]` are the dimensions to transform
     if not call.is_on("cuda") or signal.dtype not in _TORCH_NAMES:
         return
     precision = "bfloat16" if signal.dtype is torch.bfloat16 else "half"
     if precision == "bfloat16" and torch.cuda.get_device_capability() < (8, 0):
         raise RuntimeError("cuFFT doesn't support bfloat16 with compute capability less than SM_80")
-    sizes = [signal.shape[dim] for dim in call.args[1]]  # of the dimensions to transform
-    if call.name == "_fft_c2r":  # the last size of its result, of which its input has about half
-        sizes[-1] = call.args[3]
-    if any(size & (size - 1) for size in sizes):  # a power of two has a single bit
+    sizes = [signal.shape[dim] for dim in call.args[1]]
+    if call.name == "_fft_c2r":  # a real FFT's inverse, whose input has about half of the last size
+        sizes[-1] = call.args[3]  # the last size of its result
+    if any(size.bit_count() > 1 for size in sizes):  # a power of two has a single bit
         raise RuntimeError(
             "cuFFT only supports dimensions whose sizes are powers of two when computing in "
             f"{precision} precision, but got a signal size of {sizes}"
@@ -195,7 +201,7 @@ def _refuse_fft_in_16_bits_on_cpu(call: OpCall) -> None:
 
 def _refuse_complex_half(call: OpCall) -> None:
     """Refuse complex32 tensors on CUDA, where cuBLAS does not take them."""
-    dtypes = {tensor.dtype for tensor in call.args if isinstance(tensor, torch.Tensor)}
+    dtypes = {tensor.dtype for tensor in tensors_in(call.args)}
     if torch.complex32 in dtypes and call.is_on("cuda"):
         raise RuntimeError(f"{call.name} takes no tensor of torch.complex32 on CUDA")
 
@@ -293,7 +299,7 @@ LIMITS: tuple[KernelLimit, ...] = (
 )
 """All limits; `check_limits` looks up the op of a call in them."""
 
-_BY_OP: dict[str, list[KernelLimit]] = {}
+_BY_OP: dict[str, list[KernelLimit]] = {}  # the limits of each op, by its name
 for _limit in LIMITS:
     for _op in _limit.ops.split():
         _BY_OP.setdefault(_op, []).append(_limit)
