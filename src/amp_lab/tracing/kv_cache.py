@@ -36,7 +36,7 @@ class CachedTensor:
     is_named: bool  # whether a name in the path is that of a cache; else it has to grow to be one
 
 
-class _Leaf(NamedTuple):
+class _OutputTensor(NamedTuple):
     """A tensor in a model's output."""
 
     path: tuple[str, ...]
@@ -56,48 +56,48 @@ def cached_tensors(output: object) -> tuple[CachedTensor, ...]:
 
     If tensors with the same shape are the same part of a storage, they count once.
     """
-    cached: dict[tuple, CachedTensor] = {}
-    leaves = _leaves({"output": output}, path=(), is_named=False, seen_ids=set())
-    for number, leaf in enumerate(leaves):
-        if not _may_be_of_cache(leaf, is_first=number == 0):
+    cached: dict[tuple, CachedTensor] = {}  # by the part of a storage, which counts once
+    outputs = _tensors_of_output({"output": output}, path=(), is_named=False, seen_ids=set())
+    for number, output_tensor in enumerate(outputs):
+        if not _may_be_of_cache(output_tensor, is_first=number == 0):
             continue
-        tensor = leaf.tensor
+        tensor = output_tensor.tensor
         key = (storage_key(tensor), tensor.storage_offset(), tensor.shape)
         if key not in cached:
             cached[key] = CachedTensor(
-                path=leaf.path,
+                path=output_tensor.path,
                 shape=tuple(tensor.shape),
                 dtype=tensor.dtype,
                 nbytes=_bytes_of(tensor),
-                is_named=leaf.is_named,
+                is_named=output_tensor.is_named,
             )
     return tuple(cached.values())
 
 
-def _may_be_of_cache(leaf: _Leaf, is_first: bool) -> bool:
-    """Whether a tensor is part of a cache, or may be.
+def _may_be_of_cache(output_tensor: _OutputTensor, is_first: bool) -> bool:
+    """Whether a tensor of the output is part of a cache, or may be.
 
-    `is_first` says that it is the first tensor of the output.
+    `is_first` says that it is the first tensor of the output, so probably the logits.
     """
-    tensor = leaf.tensor
-    if leaf.is_named:
+    tensor = output_tensor.tensor
+    if output_tensor.is_named:
         return tensor.ndim > 1  # the others are counters, such as the number of tokens so far
     if not tensor.is_floating_point():
         return False
     has_cache_dimensions = tensor.ndim > 3 and not is_first  # such as (B, H, T, D)
-    if not leaf.in_pair and not has_cache_dimensions:
+    if not output_tensor.in_pair and not has_cache_dimensions:
         return False
-    return not any(_OTHER_OUTPUT_NAME.search(name) for name in leaf.path)
+    return not any(_OTHER_OUTPUT_NAME.search(name) for name in output_tensor.path)
 
 
-def _leaves(
+def _tensors_of_output(
     value: object, path: tuple[str, ...], is_named: bool, seen_ids: set[int]
-) -> Iterator[_Leaf]:
+) -> Iterator[_OutputTensor]:
     """Yield the tensors in a structure, also in attributes of dataclasses and of caches.
 
-    `path` is that of the structure in the output; `is_named` says whether it is part of a cache by
-    name. `seen_ids` has the `id` of each value that was visited, since structures may have circles;
-    it is extended.
+    `path` is that of the structure in the output; `is_named` says whether a name in the path is
+    that of a cache. `seen_ids` has the `id` of each value that was visited, since structures may
+    have circles; the function adds to it.
     """
     if id(value) in seen_ids:
         return
@@ -109,9 +109,9 @@ def _leaves(
         part_path = (*path, name)
         part_is_named = is_named or is_cache(part) or _CACHE_NAME.search(name) is not None
         if isinstance(part, torch.Tensor):
-            yield _Leaf(part_path, part, part_is_named, in_pair)
+            yield _OutputTensor(part_path, part, part_is_named, in_pair)
         else:
-            yield from _leaves(part, part_path, part_is_named, seen_ids)
+            yield from _tensors_of_output(part, part_path, part_is_named, seen_ids)
 
 
 def _is_pair(parts: list) -> bool:
@@ -158,12 +158,16 @@ def with_tokens(call: ModelCall, count: int) -> ModelCall:
         return _resize(tensor, current_count, count)
 
     args, kwargs = tree_map_only(torch.Tensor, resized, _decoder_arguments(call))
-    # The decoder's arguments are all keywords, if there is a decoder: the others stay as they are.
-    return dataclasses.replace(call, args=args or call.args, kwargs=call.kwargs | kwargs)
+    if not args:  # all resized arguments are keywords, so the positional ones stay as they are
+        args = call.args
+    return dataclasses.replace(call, args=args, kwargs=call.kwargs | kwargs)
 
 
 def _decoder_arguments(call: ModelCall) -> tuple[tuple, dict[str, Any]]:
-    """The (args, kwargs) of the decoder in an encoder-decoder model, all keywords; else all."""
+    """The arguments (args, kwargs) of a call that have tokens of the sequences with the cache.
+
+    In an encoder-decoder model these are the keywords of the decoder; else all arguments.
+    """
     kwargs = call.kwargs
     if kwargs.get("decoder_input_ids") is None:
         return call.args, kwargs
@@ -189,15 +193,16 @@ def _dimensions_of_tokens(tensor: torch.Tensor) -> tuple[int, ...]:
     """The dimensions of an input that may be its tokens, judged by its number of dimensions."""
     if tensor.ndim == 1:  # positions (T,)
         return (0,)
-    if tensor.ndim == 2 or (tensor.ndim == 3 and tensor.is_floating_point()):
-        return (1,)  # ids (B, T), embeddings (B, T, C)
+    if tensor.ndim == 2:  # ids (B, T)
+        return (1,)
+    if tensor.ndim == 3 and tensor.is_floating_point():  # embeddings (B, T, C)
+        return (1,)
     if tensor.ndim == 3:  # masks (B, T, T)
         return (1, 2)
-    if tensor.ndim != 4:
-        return ()
-    _, heads, queries, keys = tensor.shape
-    if heads == 1 and queries == keys:  # masks (B, 1, T, T)
-        return (2, 3)
+    if tensor.ndim == 4:
+        _, heads, queries, keys = tensor.shape
+        if heads == 1 and queries == keys:  # masks (B, 1, T, T)
+            return (2, 3)
     return ()
 
 
@@ -211,67 +216,92 @@ def forecast_cache(
 ) -> CacheForecast | None:
     """Forecast the cache in the output of a pass; None if there is none.
 
-    `candidates` are the tensors that `cached_tensors` returned for a pass with `tokens` tokens in
-    each of its `sequences` (both are counts; `tokens` is None if no input has tokens).
-    `trace_with_tokens` returns the tensors of a pass with another number of tokens, and may raise
-    `TraceError`. The bytes of a token are the difference between two passes.
-    If the cache grows, a third pass has `tokens_asked` tokens, if given, since a sliding window may
-    stop growing before.
+    The bytes of a token are the difference between two passes. If the cache grows, a third pass
+    has `tokens_asked` tokens, since a sliding window may stop growing before.
+
+    Args:
+        candidates: The tensors that `cached_tensors` returned for the first pass.
+        trace_with_tokens: Runs a pass with this many tokens in each sequence; returns its
+            `cached_tensors`. It may raise `TraceError`.
+        sequences: The number of sequences in the first pass.
+        tokens: The tokens in each sequence of the first pass; None if no input has tokens.
+        tokens_asked: The tokens for which the user wants the size of the cache, if any.
     """
     if not candidates:
         return None
-    growth, remarks = _measure_growth(candidates, trace_with_tokens, tokens)
-    if not growth:
+    growth = _measure_growth(candidates, trace_with_tokens, tokens)
+    cache = list(growth.bytes_per_token)  # the tensors
+    if not cache:
         return None
-    nbytes = sum(tensor.nbytes for tensor in growth)
-    counts = [count for count in growth.values() if count is not None]
-    per_token = 0  # bytes for all sequences together; 0: it does not grow, or it is not known
-    if len(counts) == len(growth):
-        per_token = sum(counts)
+    nbytes = sum(tensor.nbytes for tensor in cache)
+    remarks = list(growth.remarks)
     nbytes_asked = None
-    if tokens_asked is not None and not per_token:
+    if tokens_asked is not None and not growth.total:
         remarks.append(f"Nothing is extrapolated to {tokens_asked:,} tokens.")
     elif tokens_asked is not None:
         try:
-            asked = trace_with_tokens(tokens_asked)
+            nbytes_asked = _bytes_with_tokens(cache, trace_with_tokens(tokens_asked))
         except TraceError as error:
             remarks.append(f"For {tokens_asked:,} tokens it cannot be told: {error}.")
         else:
-            paths = {tensor.path for tensor in growth}
-            nbytes_asked = sum(tensor.nbytes for tensor in asked if tensor.path in paths)
             more_tokens = tokens_asked - (tokens or 0)  # never None: the growth was measured
-            if nbytes_asked < nbytes + per_token * more_tokens:
+            if nbytes_asked < nbytes + growth.total * more_tokens:
                 stopped = "part of it has stopped growing, as a sliding window does"
                 remarks.append(f"With {tokens_asked:,} tokens {stopped}.")
     return CacheForecast(
-        place=_common_path(list(growth)),
-        tensors=len(growth),
-        dtype=" + ".join(sorted({short_name(tensor.dtype) for tensor in growth})),
+        place=_common_path(cache),
+        tensors=len(cache),
+        dtype=" + ".join(sorted({short_name(tensor.dtype) for tensor in cache})),
         nbytes=nbytes,
         sequences=sequences,
         tokens=tokens,
-        per_token=per_token // sequences or None,
+        per_token=growth.total // sequences or None,
         tokens_asked=tokens_asked,
         nbytes_asked=nbytes_asked,
         remarks=tuple(remarks),
     )
 
 
+def _bytes_with_tokens(cache: list[CachedTensor], tensors: tuple[CachedTensor, ...]) -> int:
+    """Bytes of a cache in another pass: of those of its `tensors` that have the same paths."""
+    paths = {tensor.path for tensor in cache}
+    return sum(tensor.nbytes for tensor in tensors if tensor.path in paths)
+
+
+class _Growth(NamedTuple):
+    """How many bytes the tensors of a cache grow if each sequence gets one more token."""
+
+    # By tensor of the cache, for all sequences together. 0: it does not grow, or it is not known.
+    # None: it changes, but not in proportion to the tokens.
+    bytes_per_token: dict[CachedTensor, int | None]
+    remarks: list[str]  # sentences
+
+    @property
+    def total(self) -> int:
+        """Bytes per token of the cache as a whole; 0: it does not grow, or it is not known."""
+        total = 0
+        for count in self.bytes_per_token.values():
+            if count is None:
+                return 0
+            total += count
+        return total
+
+
 def _measure_growth(
     candidates: tuple[CachedTensor, ...],
     trace_with_tokens: Callable[[int], tuple[CachedTensor, ...]],
     tokens: int | None,
-) -> tuple[dict[CachedTensor, int | None], list[str]]:
+) -> _Growth:
     """Compare the pass of the candidates with one that has another number of tokens.
 
-    Returns how many bytes each tensor of the cache grows with a token, and remarks. The cache is
-    the candidates with the name of a cache, and those that grow. 0 means that a tensor does not
-    grow, or that it is not known; None, that it changes, but not in proportion to the tokens. If
-    there is no second pass, names and shapes decide, and a remark says so.
+    The cache in the result is the candidates that grow, and those with the name of a cache. If
+    there is no second pass, names and shapes decide, and a remark says so. The arguments are those
+    of `forecast_cache`.
     """
     if tokens is None:
         named = [tensor for tensor in candidates if tensor.is_named]
-        return dict.fromkeys(named, 0), ["No input has tokens (B, T) that it could grow with."]
+        remark = "No input has tokens (B, T) that it could grow with."
+        return _Growth(dict.fromkeys(named, 0), [remark])
     # Fewer if possible: the model may have no positions for more tokens than in its input.
     other_tokens = tokens // 2 if tokens > 1 else 2
     try:
@@ -279,7 +309,7 @@ def _measure_growth(
     except TraceError as error:
         # Without a second pass, tensors with a size that is the number of tokens are taken to grow.
         likely = [tensor for tensor in candidates if tensor.is_named or tokens in tensor.shape]
-        return dict.fromkeys(likely, 0), [f"How it grows cannot be told: {error}."]
+        return _Growth(dict.fromkeys(likely, 0), [f"How it grows cannot be told: {error}."])
     growth = {}
     for tensor in candidates:
         other = other_tensors.get(tensor.path)
@@ -287,13 +317,14 @@ def _measure_growth(
         if count or tensor.is_named:
             growth[tensor] = count
     fewer, more = sorted([other_tokens, tokens])
-    return growth, _growth_remarks(list(growth.values()), f"{fewer:,} and {more:,} tokens")
+    remarks = _growth_remarks(list(growth.values()), f"{fewer:,} and {more:,} tokens")
+    return _Growth(growth, remarks)
 
 
 def _growth_remarks(counts: list[int | None], passes: str) -> list[str]:
     """Sentences on the growth of the tensors; `passes` are the two compared: "8 and 16 tokens".
 
-    `counts` are as in `_measure_growth`.
+    `counts` are the values of `_Growth.bytes_per_token`.
     """
     if None in counts:
         return [f"It is not a multiple of the tokens ({passes})."]
