@@ -5,6 +5,7 @@ A way is a precision, with autocast or cast weights: "fp32", "bf16 autocast", "b
 
 import dataclasses
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -37,7 +38,6 @@ from amp_lab.tracing.memory_by_batch import (
     Forecasts,
     MemoryByBatch,
     errors_naming_inputs,
-    forecast_each,
 )
 from amp_lab.tracing.real_run import Passes
 from amp_lab.tracing.steps import TraceableStep, TracedStep, steps_on
@@ -52,17 +52,16 @@ class QuantizedWeights:
 
     name: str
     bits: int
-    group: int | None  # how many values share a scale; None: all values of a row
-    scale_bytes: int  # bytes of the scale and the zero point together, of each group
+    group: int | None  # how many values of a row share a scale; None: all values of a row
+    scale_bytes: int  # bytes of the scale and the zero point of a group, together
 
     def bytes_of(self, rows: int, columns: int) -> int:
         """Bytes of a weight (rows, columns), including its scales and zero points."""
-        groups = 1
+        groups_per_row = 1
         if self.group is not None:
-            groups = -(-columns // self.group)  # rounded up
-        values = rows * columns * self.bits // 8
-        scales = rows * groups * self.scale_bytes
-        return values + scales
+            groups_per_row = math.ceil(columns / self.group)
+        value_bytes = rows * columns * self.bits // 8
+        return value_bytes + rows * groups_per_row * self.scale_bytes
 
 
 QUANTIZED_WEIGHTS = (
@@ -150,9 +149,9 @@ def inference_table(
         with _steps(call.model, device_type, precisions, autocast_or_not=[True, False]) as steps:
             return _forecast_each_way(steps, call, limit, tokens, decisions)
 
-    found = answered(trace, call, "forecast", Passes.FORWARD)
+    results = answered(trace, call, "forecast", Passes.FORWARD)
     return InferenceTable(
-        **found.fields(),
+        **results.fields(),
         memory_bytes=total,
         reserve=reserve,
         tokens=tokens,
@@ -179,35 +178,52 @@ def _forecast_each_way(
     tokens: int | None,
     decisions: Decisions | None,
 ) -> Forecasts:
-    """Forecast each way. Raises what `forecast_each` raises.
+    """Forecast each way: those of `steps`, and int8 and int4 for the last of them.
 
     `limit` is the memory in bytes for the largest batch; None: none is asked for. `tokens` is how
-    many tokens in each sequence to forecast the KV cache for, or None.
+    many tokens in each sequence to forecast the KV cache for, or None. Raises the error of the way
+    in fp32, or the first one if all fail.
     """
     weight_shapes = _linear_weight_shapes(call.model)
+    last_precision = steps[-1].precision
+    results = Forecasts()
+    for step in steps:
+        with results.storing_error(step):
+            user_call = call.without_values(call.batch, step.traced_on)
+            forecast = _forecast_with_cache(step, user_call, decisions, tokens)
+            results.forecasts.append(forecast)
+            saved_bytes = {}  # by quantized format
+            if step.is_cast and step.precision is last_precision:
+                saved_bytes = _saved_by_quantization(weight_shapes, step.precision)
+            # Only the weights are smaller, so these forecasts need no trace.
+            for way, nbytes in saved_bytes.items():
+                results.forecasts.append(forecast.with_smaller_weights(way, nbytes))
+            if limit is not None:
+                _add_largest_batches(results, step, call, limit, {step.column: 0} | saved_bytes)
+    results.require_any()
+    return results
 
-    def add(found: Forecasts, step: InferenceStep) -> None:
-        given = call.without_values(call.batch, step.traced_on)
-        forecast = _forecast_with_cache(step, given, decisions, tokens)
-        found.forecasts.append(forecast)
-        saved = {step.column: 0}  # by way, the bytes by which the weights are smaller
-        # The forecasts for int8 and int4 follow from the last cast one: only weights are smaller.
-        if step.is_cast and step.precision is steps[-1].precision:
-            for way, nbytes in _saved_by_quantization(weight_shapes, step.precision).items():
-                found.forecasts.append(forecast.with_smaller_weights(way, nbytes))
-                saved[way] = nbytes
-        if limit is None:
-            return
-        try:
-            by_batch = MemoryByBatch(step, call, limit)
-        except TraceError as error:  # the decisions of a model may differ for another batch
-            found.no_largest |= dict.fromkeys(saved, first_line(error))
-            return
-        # Weights that are smaller by `nbytes` leave as many more bytes for a larger batch.
-        for way, nbytes in saved.items():
-            found.largest[way] = by_batch.largest_within(limit + nbytes)
 
-    return forecast_each(steps, add)
+def _add_largest_batches(
+    results: Forecasts,
+    step: "InferenceStep",
+    call: ModelCall,
+    limit: int,
+    saved_bytes: dict[str, int],
+) -> None:
+    """Add the largest batch within `limit` bytes to `results`, or the reason why there is none.
+
+    `saved_bytes` has the ways that differ from `step` only in their weights, the way of `step`
+    included, with the bytes by which the weights are smaller.
+    """
+    try:
+        by_batch = MemoryByBatch(step, call, limit)
+    except TraceError as error:  # the decisions of a model may differ for another batch
+        results.no_largest |= dict.fromkeys(saved_bytes, first_line(error))
+        return
+    # Weights that are smaller by `nbytes` leave as many more bytes for a larger batch.
+    for way, nbytes in saved_bytes.items():
+        results.largest[way] = by_batch.largest_within(limit + nbytes)
 
 
 def _forecast_with_cache(
@@ -218,18 +234,20 @@ def _forecast_with_cache(
 ) -> InferenceForecast:
     """Forecast a pass, including what needs further passes.
 
-    These are the peak under `torch.no_grad`, if autocast is on, and the growth of the KV cache with
-    the tokens. With `tokens`, the cache is also forecast for that many in each sequence.
+    Further passes measure the peak under `torch.no_grad`, if autocast is on, and the growth of the
+    KV cache with the tokens. With `tokens`, the cache is also forecast for that many in each
+    sequence. `call` has fake inputs.
     """
     traced = step.trace(call, decisions)
     forecast = traced.forecast()
     if step.by_autocast:
-        under_no_grad = dataclasses.replace(step, under=torch.no_grad)
-        no_grad = under_no_grad.trace(call, decisions).forecast()
-        extra_bytes = no_grad.peak - forecast.peak
+        under_no_grad = dataclasses.replace(step, grad_mode=torch.no_grad)
+        peak_under_no_grad = under_no_grad.trace(call, decisions).forecast().peak
+        extra_bytes = peak_under_no_grad - forecast.peak
         forecast = dataclasses.replace(forecast, kept_under_no_grad=extra_bytes)
 
     def trace_with_tokens(count: int) -> tuple[CachedTensor, ...]:
+        """The tensors in the output of a pass with `count` tokens that may be of a cache."""
         # Without the decisions, which may differ for another number of tokens.
         with errors_naming_inputs(call.model, f"{count:,} tokens"):
             return step.trace(with_tokens(call, count)).cached
@@ -264,9 +282,9 @@ def _linear_weight_shapes(model: nn.Module) -> list[torch.Size]:
 
 
 def _saved_by_quantization(shapes: list[torch.Size], precision: Precision) -> dict[str, int]:
-    """How many bytes each quantized format saves for weights of these shapes, by format.
+    """How many bytes int8 and int4 save for weights of these shapes; empty without shapes.
 
-    `precision` is the low one in which the weights are otherwise. Empty if there are no shapes.
+    `precision` is the low one in which the weights are otherwise.
     """
     if not shapes:
         return {}
@@ -289,8 +307,8 @@ def _steps(
 ) -> Iterator[list["InferenceStep"]]:
     """The block in which passes can be traced; yields a list with one step for each way.
 
-    `autocast_or_not` says how to get to each low precision: by autocast (True), by a cast (False),
-    or in turn by each of the two. In other precisions there is one step, without autocast.
+    Each low precision has a step for each value in `autocast_or_not`: True for one under autocast,
+    False for one with cast weights. Any other precision has one step, without autocast.
     """
     with steps_on(model, device_type, precisions) as (run, known_precisions):
         steps = []
@@ -303,10 +321,10 @@ def _steps(
 
 @dataclass(frozen=True)
 class InferenceStep(TraceableStep):
-    """A forward pass without its inputs; made by `_steps`."""
+    """A forward pass without its inputs, in one way; made by `_steps`."""
 
     by_autocast: bool  # whether autocast casts to the precision; else weights and inputs are cast
-    under: Callable = torch.inference_mode  # makes the block in which the pass runs
+    grad_mode: Callable = torch.inference_mode  # or torch.no_grad: the block that the pass runs in
 
     @property
     def is_cast(self) -> bool:
@@ -323,33 +341,34 @@ class InferenceStep(TraceableStep):
         return f"{self.precision} cast"
 
     def _trace(self, call: ModelCall, replay: Replay) -> "TracedInference":
-        """Run the pass inside a ledger of storages, with casts and autocast as the way says."""
+        """Run the pass, cast or under autocast, and record the storages that it allocates."""
         cast = functools.cache(self._cast)  # a tensor that occurs twice is cast once
         parameters = map_tensors(cast, self.run.parameters)
         buffers = map_tensors(cast, self.run.buffers)
-        # Those of a KV cache among the inputs too, which `ModelCall.tensors` leaves out.
+        # `ModelCall.tensors` leaves out those of a KV cache, so the inputs are noted here.
         inputs: list[torch.Tensor] = []
 
         def cast_input(tensor: torch.Tensor) -> torch.Tensor:
-            inputs.append(cast(tensor))
-            return inputs[-1]
+            cast_tensor = cast(tensor)
+            inputs.append(cast_tensor)
+            return cast_tensor
 
         call = call.map_inputs(cast_input)
         autocast_dtype = self.precision.dtype if self.by_autocast else None
-        with self.under():
+        with self.grad_mode():
             ledger = StorageLedger(
                 self.device_type,
                 weights=parameters.values(),
                 buffers=buffers.values(),
                 inputs=inputs,
             )
-            fakes_in_place = _reparametrize_module(call.model, parameters | buffers)
-            with ledger.naming_modules(call.model), ledger, fakes_in_place:
+            with_cast_weights = _reparametrize_module(call.model, parameters | buffers)
+            with ledger.naming_modules(call.model), ledger, with_cast_weights:
                 with autocast_on(self.device_type, autocast_dtype, enabled=self.by_autocast):
                     output = call.output()
                 ledger.mark("forward")
             cached = cached_tensors(output)  # sizes only: the tensors themselves are freed next
-            del output
+            del output  # before the end of the trace, which then sees that it is freed
         return TracedInference(self, ledger.trace(), cached=cached)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -366,13 +385,13 @@ class InferenceStep(TraceableStep):
 class TracedInference(TracedStep):
     """The allocations of a forward pass, and the tensors in its output that may be a KV cache."""
 
-    cached: tuple[CachedTensor, ...] = ()
+    cached: tuple[CachedTensor, ...] = ()  # as `cached_tensors` returns them
 
     def forecast(self) -> InferenceForecast:
         """The forecast for this pass."""
-        in_use = self.storages.in_use()  # (events,) bytes
-        events = int(np.argmax(in_use)) + 1  # how many there are up to the peak
-        at_peak = self.storages.by_kind(events)
+        in_use = self.storages.in_use()  # (events,): bytes after each allocation or free
+        events_to_peak = int(np.argmax(in_use)) + 1  # how many: the event at the peak is the last
+        at_peak = self.storages.by_kind(events_to_peak)
         return InferenceForecast(
             model=type(self.step.run.model).__name__,
             input_shapes=self.input_shapes,
@@ -385,5 +404,5 @@ class TracedInference(TracedStep):
             temporaries=at_peak["temporaries"],
             decisions=self.decisions,
             caveat=self.storages.caveat,
-            largest_at_peak=self.storages.largest(events, int(in_use.max())),
+            largest_at_peak=self.storages.largest(events_to_peak, int(in_use.max())),
         )

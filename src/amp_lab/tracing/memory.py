@@ -21,7 +21,7 @@ from amp_lab.tracing.memory_arguments import (
     memory_and_limit,
     parse_bytes,
 )
-from amp_lab.tracing.memory_by_batch import Forecasts, MemoryByBatch, forecast_each
+from amp_lab.tracing.memory_by_batch import Forecasts, MemoryByBatch
 from amp_lab.tracing.memory_result import MemoryForecast, MemoryTable
 from amp_lab.tracing.real_run import Passes
 from amp_lab.tracing.training_step import LossFunction, TrainingStep, training_steps
@@ -169,7 +169,7 @@ def compare_memory(
 
 
 def _values_needed(model: nn.Module) -> TraceError:
-    """The error for a model whose course depends on values, where only shapes were given."""
+    """The error for a model whose branches depend on values, where the user gave only shapes."""
     name = type(model).__name__
     why = "its course depends on values, and shapes have none"
     return TraceError(f"{name}: {why}: {_FORECAST_EACH_BATCH.text}")
@@ -184,35 +184,31 @@ def memory_table(
     device_type: str = "cuda",
     **options: Any,
 ) -> MemoryTable:
-    """`compare_memory` for inputs of any structure, with a share of the memory kept free.
+    """`compare_memory` for inputs of any structure.
 
-    `options` are the optimizer and fsdp_ranks of `forecast_memory`. The largest batch is computed
-    only if `memory_bytes` is given. tf32 needs as much memory as fp32. If the memory is not a
-    constant plus a multiple of the batch, the table has the forecast for the batch of `call`, and
-    no largest batch. All else is as in `forecast_memory`.
+    `options` are the `optimizer` and `fsdp_ranks` of `forecast_memory`. The largest batch is
+    computed only if `memory_bytes` is given; `reserve` is the share of this memory, from 0 to 1, to
+    leave free. If the memory of the step is not a constant plus a multiple of the batch, the table
+    has the forecast for the batch of `call`, and no largest batch. All else is as in
+    `forecast_memory`.
     """
     total, limit = memory_and_limit(memory_bytes, reserve)
-    precisions = list(precisions)  # an iterator could be read only once
+    precisions = list(precisions)  # `trace` may run twice, and an iterator can be read only once
 
     def trace(call: ModelCall, decisions: Decisions | None) -> Forecasts:
         with training_steps(call.model, device_type, precisions, **options) as steps:
             return _forecast_each_precision(steps, call, limit, decisions)
 
-    found = answered(trace, call, "forecast", Passes.BACKWARD)
+    results = answered(trace, call, "forecast", Passes.BACKWARD)
     table = MemoryTable(
-        **found.fields(),
+        **results.fields(),
         memory_bytes=total,
         reserve=reserve,
-        curves=_curves(found, call.batch),
+        curves=_curves(results, call.batch),
         fixed_shapes=call.fixed_shapes,
     )
-
-    def with_optimizer(precision: str, optimizer: str) -> MemoryForecast | None:
-        if precision not in found.by_batch:
-            return None
-        return found.by_batch[precision].forecast(call.batch, optimizer=optimizer)
-
-    return dataclasses.replace(table, ways_out=tuple(ways_out(table, with_optimizer)))
+    advice = ways_out(table, results.by_batch, call.batch)
+    return dataclasses.replace(table, ways_out=tuple(advice))
 
 
 def _forecast_each_precision(
@@ -223,37 +219,49 @@ def _forecast_each_precision(
 ) -> Forecasts:
     """Forecast each step for every batch, or, where that fails, for the batch of `call` alone.
 
-    `limit` is the memory in bytes for the largest batch, or None; `decisions` are those of a real
-    run. Raises what `forecast_each` raises.
+    `limit` is the memory in bytes for the largest batch; None: none is asked for. `decisions` are
+    those of a run on the CPU. Raises the error of the step in fp32, or the first one if all fail.
     """
+    results = Forecasts()
+    for step in steps:
+        with results.storing_error(step):
+            _add_forecast(results, step, call, limit, decisions)
+    results.require_any()
+    return results
 
-    def add(found: Forecasts, step: TrainingStep) -> None:
-        try:
-            by_batch = MemoryByBatch(step, call, limit, found.by_batch.values())
-        except Exception as error:  # a batch that was not given may make the model raise anything
-            given = call.without_values(call.batch, step.traced_on)
-            found.forecasts.append(step.trace(given, decisions).forecast())
-            found.no_largest[step.column] = first_line(error)
-            return
-        found.forecasts.append(by_batch.forecast(call.batch))
-        found.by_batch[step.column] = by_batch
-        if limit is not None:
-            found.largest[step.column] = by_batch.largest
 
-    return forecast_each(steps, add)
+def _add_forecast(
+    results: Forecasts,
+    step: TrainingStep,
+    call: ModelCall,
+    limit: int | None,
+    decisions: Decisions | None,
+) -> None:
+    """Add the forecast of a step to `results`, and its largest batch if there is a limit."""
+    try:
+        by_batch = MemoryByBatch(step, call, limit, earlier=results.by_batch.values())
+    # The model may raise anything for a batch that the user did not give.
+    except Exception as error:
+        user_call = call.without_values(call.batch, step.traced_on)
+        results.forecasts.append(step.trace(user_call, decisions).forecast())
+        results.no_largest[step.column] = first_line(error)
+        return
+    results.forecasts.append(by_batch.forecast(call.batch))
+    results.by_batch[step.column] = by_batch
+    if limit is not None:
+        results.largest[step.column] = by_batch.largest
 
 
 def _curves(
-    found: Forecasts, given_batch: int
+    results: Forecasts, user_batch: int
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """For each precision some batches, in order, and the peak in bytes at each."""
+    """The curves of the figure: for each precision some batches, and the peak in bytes at each."""
     # A quarter beyond the largest batch, so that the figure shows where the curves cross the limit.
-    beyond_largest = [5 * batch // 4 for batch in found.largest.values()]
-    end = max([2 * given_batch, 16, *beyond_largest])
-    # From 1 to `end` in sixteenths, each batch once if `end` is small.
-    batches = tuple(sorted({max(1, end * i // 16) for i in range(17)}))
+    beyond_largest = [5 * batch // 4 for batch in results.largest.values()]
+    end = max([2 * user_batch, 16, *beyond_largest])
+    batches = sorted({1, *(end * i // 16 for i in range(1, 17))})  # sixteenths of `end`, and 1
     curves = {}
-    for precision, by_batch in found.by_batch.items():
+    for precision, by_batch in results.by_batch.items():
         peaks = tuple(by_batch.forecast(batch).peak for batch in batches)
-        curves[precision] = (batches, peaks)
+        curves[precision] = (tuple(batches), peaks)
     return curves

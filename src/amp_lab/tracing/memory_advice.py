@@ -1,9 +1,10 @@
 """Advice for a training step that does not fit into memory, with the bytes that it saves."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 
 from amp_lab.core.optimizers import OPTIMIZERS
 from amp_lab.core.remedies import Remedy, remedy
+from amp_lab.tracing.memory_by_batch import MemoryByBatch
 from amp_lab.tracing.memory_result import MemoryForecast, MemoryTable, amount
 
 _RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -41,12 +42,12 @@ _CHECKPOINT = remedy(
 
 
 def ways_out(
-    table: MemoryTable, with_optimizer: Callable[[str, str], MemoryForecast | None]
+    table: MemoryTable, by_batch: Mapping[str, MemoryByBatch], batch: int
 ) -> Iterator[str]:
     """Sentences on how to make a step smaller, if it does not fit in any precision of the table.
 
-    `with_optimizer` returns the forecast in a precision of the table with another optimizer, or
-    None. Yields nothing if the step fits, or if no memory was given.
+    `by_batch` has the memory as a function of the batch, by precision, where it could be computed;
+    `batch` is the one of the table. Yields nothing if the step fits, or if no memory was given.
     """
     spare = table.spare
     if table.memory_bytes is None or max(spare.values()) >= 0:
@@ -54,10 +55,11 @@ def ways_out(
     # Each saving is counted from the forecast that is nearest to fitting.
     smallest = min(table.forecasts, key=lambda forecast: forecast.peak)
     limit = smallest.peak + spare[smallest.column]  # the usable memory in bytes
+    # The name of the same optimizer with its state in 8 bits, if there is one.
     in_eight_bits = OPTIMIZERS[smallest.optimizer_name].in_eight_bits
-    if in_eight_bits:
-        eight_bit = with_optimizer(smallest.column, in_eight_bits)
-        if eight_bit is not None and eight_bit.peak < smallest.peak:
+    if in_eight_bits and smallest.column in by_batch:
+        eight_bit = by_batch[smallest.column].forecast(batch, optimizer=in_eight_bits)
+        if eight_bit.peak < smallest.peak:
             yield _with_saving(_EIGHT_BIT_STATE, smallest, eight_bit.peak, limit)
     if smallest.fsdp_ranks == 1:
         yield _advise_sharding(smallest, limit)
@@ -74,25 +76,26 @@ def ways_out(
 
 def _advise_sharding(forecast: MemoryForecast, limit: int) -> str:
     """Advise FSDP2 on as few of `_RANKS` as make the step fit; on the most if it never does."""
-    for ranks in _RANKS:
-        share = 1 / ranks
-        peak = _peak_with(forecast, weights=share, gradients=share, state=share)
-        if peak <= limit:
-            break
-    # After the loop `ranks` and `peak` are those with which it ended.
-    return _with_saving(_SHARD, forecast, peak, limit, ranks=ranks)
+    peaks = {}  # bytes on each rank, by the number of ranks
+    for count in _RANKS:
+        peaks[count] = _peak_with(forecast, weights=1 / count, gradients=1 / count, state=1 / count)
+    enough = [count for count in _RANKS if peaks[count] <= limit]
+    ranks = enough[0] if enough else _RANKS[-1]
+    return _with_saving(_SHARD, forecast, peaks[ranks], limit, ranks=ranks)
 
 
 def _peak_with(
     forecast: MemoryForecast, *, weights: float = 1.0, gradients: float = 1.0, state: float = 1.0
 ) -> int:
-    """The peak in bytes if weights, gradients and state were scaled by these factors.
+    """The peak in bytes if weights, gradients and optimizer state were scaled by these factors.
 
-    It is an upper bound: all other tensors are taken to stay as they are.
+    It is an upper bound: all other tensors are taken to stay as they are, and gradients count as
+    smaller only where the forecast says how large they are.
     """
-    saved_in_each_phase = (1 - weights) * forecast.weights + (1 - state) * forecast.optimizer
-    # Bytes of gradients at the moment of most use in each phase. If that moment is not the peak,
-    # they are not known for forward and backward, and count as 0.
+    # Weights and state are in memory all the time.
+    saved_always = (1 - weights) * forecast.weights + (1 - state) * forecast.optimizer
+    # Bytes of gradients when the most is in use in each phase. The forecast has them for the phase
+    # of the peak and for the optimizer's step; elsewhere they count as 0.
     gradients_in = {"forward": 0, "backward": 0, "optimizer": forecast.gradients}
     gradients_in[forecast.peak_phase] = forecast.at_peak["gradients"]
     if forecast.peak_phase == "optimizer":  # its temporaries are of the size of the gradients
@@ -100,16 +103,17 @@ def _peak_with(
     peaks = []
     for phase, gradient_bytes in gradients_in.items():
         saved_gradients = (1 - gradients) * gradient_bytes
-        peaks.append(forecast.phases[phase] - saved_in_each_phase - saved_gradients)
+        peaks.append(forecast.phases[phase] - saved_always - saved_gradients)
     return int(max(peaks))
 
 
 def _with_saving(
     advice: Remedy, forecast: MemoryForecast, peak: int, limit: int, **facts: object
 ) -> str:
-    """The sentence of an advice with the bytes that it saves, from the forecast's peak to `peak`.
+    """The sentence of a remedy, with the bytes that it saves and whether the step then fits.
 
-    It also says whether `peak` is within `limit`. `facts` are further values to fill in.
+    `peak` is the peak in bytes with the remedy, and `limit` the usable memory in bytes. `facts` are
+    further values to fill into the text.
     """
     saves = f"saves about {amount(forecast.peak - peak)}"
     if peak <= limit:
