@@ -368,7 +368,7 @@ class InferenceStep(TraceableStep):
                     output = call.output()
                 ledger.mark("forward")
             cached = cached_tensors(output)  # sizes only: the tensors themselves are freed next
-            del output  # before the end of the trace, which then sees that it is freed
+            del output
         return TracedInference(self, ledger.trace(), cached=cached)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
