@@ -1,4 +1,4 @@
-"""The remarks of an X-ray and their order: first a summary, last the unknown facts.
+"""The remarks of an X-ray and their order: first a summary, last what the X-ray does not know.
 
 A rule is a function that takes the trace and yields sentences. It yields no sentence if it does not
 apply. To add a rule, write the function in the file of its subject, `precision_advice`,
@@ -25,7 +25,7 @@ PARTS = (FIRST, precision_advice.RULES, size_advice.RULES, cast_advice.RULES, LA
 def advise(trace: Tracer, raised: str | None) -> list[str]:
     """Return the remarks on a trace as sentences.
 
-    `raised` describes an error that only occurs under autocast; None if there is none.
+    `raised` describes an error of the model that only occurs under autocast; None if there is none.
     """
     lines = []
     if raised is not None:
@@ -40,26 +40,28 @@ def advise(trace: Tracer, raised: str | None) -> list[str]:
 
 @FIRST.under_autocast
 def _verdict(trace: Tracer) -> Iterator[str]:
-    """Summarize what autocast saves: the share of work in 16 bits, and the bytes written.
+    """Summarize what autocast saves: the share of FLOPs in 16 bits, and the bytes written.
 
     Yields nothing if the trace ended with an error or has no ops.
     """
     if trace.error is not None or not trace.rows:
         return
     low = short_name(trace.dtype)
-    work = f"Autocast does not speed this model up: none of its work is done in {low}"
-    low_work = work_of(filter(is_low, trace.rows))
-    if low_work:
-        work = f"{percent(low_work, work_of(trace.rows))} % of the work is done in {low}"
-    yield f"{work}{_change_in_bytes(trace)}."
+    low_flops = work_of(filter(is_low, trace.rows))
+    if low_flops:
+        share = percent(low_flops, work_of(trace.rows))
+        sentence = f"{share} % of the work is done in {low}"
+    else:
+        sentence = f"Autocast does not speed this model up: none of its work is done in {low}"
+    yield f"{sentence}{_change_in_bytes(trace)}."
 
 
 def _change_in_bytes(trace: Tracer) -> str:
-    """Compare the bytes that the forward pass writes with fp32; "" if there is no difference.
+    """Say how many bytes less the forward pass writes than in fp32; "" if there is no difference.
 
     The text continues a sentence.
     """
-    # Casts write bytes that fp32 would not, and may outweigh what smaller results save.
+    # Results in 16 bits are smaller, but casts write bytes that fp32 would not.
     saved_bytes = sum(map(_saved_bytes, trace.rows))
     cast_bytes = bytes_of(trace.casts)
     if saved_bytes > cast_bytes:
@@ -78,9 +80,12 @@ def _change_in_bytes(trace: Tracer) -> str:
 
 
 def _saved_bytes(row: OpRecord) -> int:
-    """How many bytes less an op writes than in fp32: two for each value in 16 bits."""
-    results = zip(row.out_shapes, row.out_dtypes, strict=True)
-    return sum(2 * math.prod(shape) for shape, dtype in results if dtype in LOWER_DTYPES)
+    """How many bytes less an op writes than in fp32."""
+    saved = 0
+    for shape, dtype in zip(row.out_shapes, row.out_dtypes, strict=True):
+        if dtype in LOWER_DTYPES:
+            saved += 2 * math.prod(shape)  # two bytes less for each value
+    return saved
 
 
 @LAST.under_autocast
@@ -92,7 +97,7 @@ def _no_gradient(trace: Tracer) -> Iterator[str]:
 
 @LAST.always
 def _backward_not_followed(trace: Tracer) -> Iterator[str]:
-    """Report that the backward pass was not followed, and the reason."""
+    """Report that the X-ray did not trace the backward pass, and the reason."""
     reason = trace.backward_not_followed
     if reason:
         yield f"Only the forward pass was followed: {reason}. Mixed dtypes there raise in training."

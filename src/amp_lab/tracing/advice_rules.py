@@ -39,17 +39,21 @@ def is_low(row: OpRecord) -> bool:
 
 
 def weight_casts(trace: Tracer) -> list[Cast]:
-    """The casts of parameters, in the order of a trace."""
+    """The casts of parameters that autocast inserted, in the order of a trace."""
     return [cast for cast in trace.casts if cast.is_of_parameter]
 
 
 def group_by_fact(
     pairs: Iterable[tuple[OpRecord, Any]],
 ) -> Iterator[tuple[str, list[OpRecord], Any]]:
-    """Group rows with the same function and the same fact; groups are in the order of first rows.
+    """Group ops, so that one sentence can report all ops to which the same applies.
 
-    Yields the subject of a sentence, such as ``linear in 'a', 'b'``, the rows, and the fact. A fact
-    is any value that can be hashed.
+    `pairs` are ops, each with a fact: what a rule has to say about the op, such as its dtype, as a
+    value that can be hashed. A group has the ops of the same function with the same fact. Groups
+    are in the order of their first ops.
+
+    Yields for each group the subject of a sentence, such as ``linear in 'a', 'b'``, its ops, and
+    its fact.
     """
     groups: dict[tuple[str, Any], list[OpRecord]] = defaultdict(list)
     for row, fact in pairs:

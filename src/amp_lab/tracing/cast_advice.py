@@ -69,12 +69,15 @@ _UNKNOWN_WORK = remedy(
 def _parameters_cast_at_each_use(trace: Tracer) -> Iterator[str]:
     """Report parameters that autocast casts several times, because it does not cache the cast."""
     uncached = [cast for cast in weight_casts(trace) if not cast.cached]
-    uses = Counter((cast.what, cast.to_dtype) for cast in uncached)
-    # `cast.what` is "parameter head.weight".
-    repeated = [what.removeprefix("parameter ") for (what, _), n in uses.items() if n > 1]
-    if repeated:
+    counts = Counter((cast.what, cast.to_dtype) for cast in uncached)
+    repeated_names = []
+    for (what, _), count in counts.items():
+        if count > 1:
+            repeated_names.append(what.removeprefix("parameter "))  # "parameter head.weight"
+    if repeated_names:
+        most = max(counts.values())
         yield (
-            f"{listed(repeated, 3)}: cast again for each use, up to {max(uses.values())} times; "
+            f"{listed(repeated_names, 3)}: cast again for each use, up to {most} times; "
             "autocast caches only whole parameters in fp32 that require a gradient."
         )
 
@@ -91,7 +94,9 @@ def _frozen_model(trace: Tracer) -> Iterator[str]:
 def _weights_in_the_other_16_bit_format(trace: Tracer) -> Iterator[str]:
     """Report weights in bf16 that autocast casts to fp16, or the other way round."""
     weight_dtypes = {cast.from_dtype for cast in weight_casts(trace)}
-    for dtype in weight_dtypes.intersection(LOWER_DTYPES) - {trace.dtype}:  # at most one
+    for dtype in LOWER_DTYPES:
+        if dtype is trace.dtype or dtype not in weight_dtypes:
+            continue
         yield _OTHER_HALF.sentence(
             own=short_name(dtype),
             low=short_name(trace.dtype),
@@ -121,9 +126,10 @@ def _casts_of_integers(trace: Tracer) -> Iterator[str]:
 def _ops_with_mixed_dtypes(trace: Tracer) -> Iterator[str]:
     """Report custom ops that get fp32 and 16-bit tensors, since autocast has no rule for them."""
     dtype = dtype_name(trace.dtype)
+    # `trace.mixed` has such calls, each with the names of the modules that make it.
     for call, modules in trace.mixed.items():
-        mixed = []
-        casts = []
+        mixed = []  # texts such as "q, k in bf16"
+        casts = []  # code such as "v.to(torch.bfloat16)"
         for argument_dtype, names in call.arguments:
             mixed.append(f"{listed(names)} in {short_name(argument_dtype)}")
             if argument_dtype is not trace.dtype:  # only these arguments need a cast
@@ -140,7 +146,7 @@ def _ops_with_mixed_dtypes(trace: Tracer) -> Iterator[str]:
 
 @RULES.always
 def _unknown_work(trace: Tracer) -> Iterator[str]:
-    """Report custom ops whose FLOPs nobody has given a formula for."""
+    """Report custom ops that have no registered formula for their FLOPs."""
     for op, modules in trace.unknown_work.items():
         yield _UNKNOWN_WORK.sentence(
             op=op,

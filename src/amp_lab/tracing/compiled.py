@@ -10,7 +10,8 @@ from torch import nn
 def has_compiled_modules(model: nn.Module) -> bool:
     """Whether torch.compile wraps the model or a module in it, or compiles one in place."""
     for module in model.modules():
-        # The wrapper has the original module in `_orig_mod`; `module.compile()` sets the other.
+        # `torch.compile(module)` returns a wrapper, which has the module in `_orig_mod`.
+        # `module.compile()` changes the module in place, and sets `_compiled_call_impl`.
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             return True
     return False

@@ -23,15 +23,16 @@ _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 
 @contextmanager
 def idle_guard(row: Backend) -> Iterator[None]:
-    """The block in which a backend's device type uses the guard of ``meta``, which does nothing.
+    """The block in which a type of device uses the guard of ``meta``, which does nothing.
 
-    If the device type already has a guard, this guard stays. Raises `DeviceError` if the table of
-    guards cannot be found in libc10.
+    `row` describes the type of device. If it already has a guard, this guard stays. Raises
+    `DeviceError` if the table of guards cannot be found in libc10.
     """
     device_types: Any = torch._C._autograd.DeviceType
     index = int(getattr(device_types, row.key))
     meta_index = int(device_types.Meta)
-    table_type = ctypes.c_void_p * (1 + max(index, meta_index))  # a pointer for each device type
+    # The table has a pointer to a guard for each device type; it is read up to the two of interest.
+    table_type = ctypes.c_void_p * (1 + max(index, meta_index))
     try:
         suffix = ".dylib" if sys.platform == "darwin" else ".so"
         libc10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"libc10{suffix}"))
@@ -41,9 +42,10 @@ def idle_guard(row: Backend) -> Iterator[None]:
             f"device type {row.type!r}: torch {torch.__version__} on {sys.platform} cannot do "
             "without the device: take 'cuda' or 'cpu'"
         ) from None
-    before = guards[index]  # not empty if this block is inside another
-    guards[index] = before or guards[meta_index]
+    guard_before = guards[index]  # None: there is none
+    if guard_before is None:
+        guards[index] = guards[meta_index]
     try:
         yield
     finally:
-        guards[index] = before
+        guards[index] = guard_before

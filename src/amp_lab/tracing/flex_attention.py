@@ -22,13 +22,13 @@ Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # output, log-sum-exp
 
 @contextmanager
 def flex_attention_traced(*, any_device: bool = False) -> Iterator[None]:
-    """The block in which dispatch modes, fake tensors and autograd can follow `flex_attention`.
+    """The block in which `flex_attention` runs in Python, so that a trace can follow it.
 
-    The gradient of a tensor that `score_mod` captures is missing on fake tensors.
+    On fake tensors, the gradient of a tensor that `score_mod` captures is missing.
 
     Args:
-        any_device: Whether devices that have no backward pass for it, such as a CPU, run one in
-            plain ops, because the run stands for another device.
+        any_device: Whether a device on which torch refuses its backward pass, such as a CPU, runs
+            one in plain ops. It is for runs that take the place of another device's.
     """
     with ExitStack() as stack:
         stack.enter_context(_replaced("flex_attention_hop", flex_attention))
@@ -40,6 +40,7 @@ def flex_attention_traced(*, any_device: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _replaced(name: str, value: object) -> Iterator[None]:
+    """The block in which an attribute of torch's module for flex_attention has another value."""
     before = getattr(flex_module, name)
     setattr(flex_module, name, value)
     try:
@@ -57,19 +58,22 @@ def flex_attention(
     scale: float,
     kernel_options: dict,
 ) -> Outputs:
-    """Stands for torch's op, under the name that an X-ray shows.
+    """Takes the place of torch's op `flex_attention_hop`, with the name that an X-ray shows.
 
     Shapes are those of `Attention`: the output is (B, H, T, V), the other results are (B, H, T).
+    The arguments are those of torch's op; `score_mod` and `block_mask` have no effect on fake
+    tensors.
     """
     tensors = (query, key, value)
     options = (score_mod, block_mask, scale, kernel_options)
-    if has_torch_function(tensors):
+    if has_torch_function(tensors):  # a function mode, as an X-ray has one, gets the call first
         return handle_torch_function(flex_attention, tensors, *tensors, *options)
     if isinstance(query, FakeTensor):
         with running_flex_attention():
             output = F.scaled_dot_product_attention(*tensors, scale=scale, enable_gqa=True)
-        statistic = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        return output, statistic, statistic
+        # The log-sum-exp and the largest scores have no values here, so one tensor does for both.
+        scores_summary = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        return output, scores_summary, scores_summary
     device_type = query.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)

@@ -104,6 +104,7 @@ class InferenceForecast(Printed):
         return contents
 
     def _table(self) -> Table:
+        """The printed table, with one column."""
         return InferenceTable((self,))._table()
 
     @property
@@ -123,6 +124,7 @@ class InferenceTable(ForecastTable):
     places: int | None = None  # the most positions, so tokens, that the model's config allows
 
     def _largest_cells(self) -> list[int]:
+        """Numbers of bytes, among them the largest one in the table."""
         # A forecast without a cache counts as 0, which is never the largest.
         with_cache = [forecast.weights_and_cache or 0 for forecast in self.forecasts]
         return [*super()._largest_cells(), *with_cache]
@@ -137,7 +139,7 @@ class InferenceTable(ForecastTable):
         existing = [cache for cache in caches if cache is not None]
         if not existing:
             return
-        first = existing[0]  # all have the same `sequences`, `tokens` and `tokens_asked`
+        first = existing[0]  # `label` needs what is the same for all: sequences and tokens
         yield self._cache_row(first.label(first.tokens), "nbytes", unit)
         yield self._cache_row("cache per sequence", "per_sequence", unit)
         if any(cache.per_token for cache in existing):
@@ -185,7 +187,10 @@ class InferenceTable(ForecastTable):
                 yield f"{forecast.way}: {parts} do not fit, {amount(excess)} too much."
 
     def _cache_facts(self) -> Iterator[str]:
-        """Sentences on the KV cache, equal ones once for their ways, and on what is left out."""
+        """Sentences on the KV cache of each way, and on what the forecast leaves out.
+
+        Sentences that are equal for several ways are yielded once.
+        """
         sentences_by_way = {}
         for forecast in self.forecasts:
             if forecast.cache is not None:

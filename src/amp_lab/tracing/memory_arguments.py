@@ -12,7 +12,8 @@ from amp_lab.core.errors import TraceError
 Shapes = Sequence[int] | Sequence[Sequence[int]]
 Dtypes = torch.dtype | Sequence[torch.dtype]
 
-_UNITS = {"": 1, "b": 1}  # bytes of each unit: kb, kib, mb, mib, …
+# The bytes of each unit: "kb" 1000, "kib" 1024, "mb" 1000**2, …, "tib" 1024**4.
+_UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
     _UNITS[f"{_letter}ib"] = 1024**_power
@@ -48,7 +49,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def _count_of_bytes(text: str) -> Fraction | None:
-    """The bytes that a text such as "1.5 GB" says; None for other texts, and for "1.5 b"."""
+    """The bytes in a text such as "1.5 GB"; None for other texts, and for a fraction of a byte."""
     # Such as ``24gib``, ``1.5 gb`` or ``.5gib``: the number, and the unit or nothing.
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip().lower())
     if match is None:
@@ -57,7 +58,8 @@ def _count_of_bytes(text: str) -> Fraction | None:
     if unit is None:
         return None
     number = Fraction(match[1])  # exact, unlike 1.1 * 10**9
-    if unit == 1 and number.denominator > 1:
+    is_fraction_of_a_byte = unit == 1 and number.denominator > 1
+    if is_fraction_of_a_byte:
         return None
     return number * unit
 

@@ -56,6 +56,7 @@ class ForecastTable(Printed):
         return contents
 
     def _table(self) -> Table:
+        """The printed table: a column for each forecast, a row for each part."""
         first = self.forecasts[0]
         shapes = ", ".join("x".join(map(str, shape)) for shape in first.input_shapes)
         columns = [forecast.column for forecast in self.forecasts]
@@ -184,9 +185,11 @@ class MemoryForecast(Printed):
         }
 
     def _contents(self) -> dict[str, Any]:
+        """The values for JSON."""
         return {**vars(self), "peak": self.peak, "peak_phase": self.peak_phase}
 
     def _table(self) -> Table:
+        """The printed table, with one column."""
         return MemoryTable((self,))._table()
 
 
@@ -208,19 +211,20 @@ class MemoryTable(ForecastTable):
         return plots.memory_against_batch(self.curves, self.memory_bytes)
 
     def _contents(self) -> dict[str, Any]:
+        """The values for JSON."""
         more = {"loss_left_out": self.loss_left_out, "ways_out": list(self.ways_out)}
         return super()._contents() | more
 
     def _table(self) -> Table:
+        """The printed table, with the ways to make the step smaller below it."""
         return replace(super()._table(), advice=self.ways_out)
 
     def _foot(self, unit: int) -> Iterator[list[str]]:
         """The peak, the phase that reaches it, and the largest batch."""
-        _, *others = super()._foot(unit)
-        peaks = [forecast.peak for forecast in self.forecasts]
-        yield bytes_row("peak of the step", peaks, unit)
+        peak_row, *other_rows = super()._foot(unit)
+        yield ["peak of the step", *peak_row[1:]]
         yield ["reached in", *(forecast.peak_phase for forecast in self.forecasts)]
-        yield from others
+        yield from other_rows
 
     def _facts(self) -> Iterator[str]:
         """The sentences below the table."""

@@ -5,6 +5,7 @@ import importlib.machinery
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def build_on_meta(factory: Callable[[], Any], model_and_inputs: Callable[[Any], 
     Returns None if values may be needed after all:
 
     - The factory raises, for example because it reads values.
-    - Another tensor than the weights, buffers and inputs is also on ``meta``, such as a table in an
+    - It made another tensor on ``meta`` than the weights, buffers and inputs, such as a table in an
       attribute or a closure. The model may read its values during a call.
 
     `model_and_inputs` extracts (model, inputs) from the result of the factory. If the model is not
@@ -83,16 +84,17 @@ class _TensorWatch(TorchFunctionMode):
         return False
 
 
-def _imports_on_cpu():
+def _imports_on_cpu() -> AbstractContextManager:
     """The block in which Python modules that are imported make their tensors on the CPU, as always.
 
     A module stays imported after the block, so its tensors must not stay on ``meta``.
     """
-    loader = importlib.machinery.SourceFileLoader
-    run_module = loader.exec_module
+    loader = importlib.machinery.SourceFileLoader  # Python's importer of .py files
+    original_exec_module = loader.exec_module
 
     def exec_module(self, module):
+        """Run the code of a module that is imported."""
         with torch.device("cpu"):
-            run_module(self, module)
+            original_exec_module(self, module)
 
     return attribute_set(loader, "exec_module", exec_module)

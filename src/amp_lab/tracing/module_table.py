@@ -27,7 +27,7 @@ class ModuleRow:
     own_parameters: int  # numbers in its own parameters, without those of its children
     frozen: int  # of `parameters`, those that require no gradient
     nbytes: int  # bytes of `parameters`
-    tied: dict[str, str]  # own parameters that occurred before: name here, first name in the model
+    tied: dict[str, str]  # own parameters of an earlier module too: name here, first name in model
     other_names: tuple[str, ...]  # further names of this module in the model
 
     @property
@@ -62,7 +62,9 @@ class ModuleRow:
 
 def _shapes_text(outputs: Outputs) -> str:
     """``(8, 16)`` for one tensor; ``logits (8, 16), loss ()`` for several."""
-    texts = [f"{place} {shape}".lstrip() for place, (_, shape) in outputs.items()]
+    texts = []
+    for path, (_, shape) in outputs.items():  # the path is "" if the output is one tensor
+        texts.append(f"{path} {shape}".lstrip())
     return listed(texts, _MAX_TENSORS_IN_CELL) or "no tensor"
 
 
@@ -80,10 +82,10 @@ def module_rows(model: nn.Module, calls: ModuleCalls) -> list[ModuleRow]:
 
     `calls` are the calls that hooks counted in a forward pass.
     """
-    names: dict[int, list[str]] = defaultdict(list)
+    all_names: dict[int, list[str]] = defaultdict(list)  # of each module, by its `id`
     for name, module in model.named_modules(remove_duplicate=False):
-        names[id(module)].append(name)
-    first_names: dict[int, str] = {}
+        all_names[id(module)].append(name)
+    first_names: dict[int, str] = {}  # of each parameter, as `_find_tied_parameters` needs it
     rows = []
     for name, module in model.named_modules():
         module_type = type(module)
@@ -102,7 +104,7 @@ def module_rows(model: nn.Module, calls: ModuleCalls) -> list[ModuleRow]:
             frozen=_number_count(parameters) - _number_count(trainable),
             nbytes=sum(parameter.nbytes for parameter in parameters),
             tied=_find_tied_parameters(name, module, first_names),
-            other_names=tuple(names[id(module)][1:]),
+            other_names=tuple(all_names[id(module)][1:]),
         )
         rows.append(row)
     return rows
@@ -123,9 +125,10 @@ def _depth(name: str) -> int:
 def _find_tied_parameters(
     module_name: str, module: nn.Module, first_names: dict[int, str]
 ) -> dict[str, str]:
-    """The parameters of a module that occurred before: name in the module, first name in the model.
+    """The parameters of a module that an earlier module has too.
 
-    `first_names` has the first name of each parameter so far, by `id`, and is extended.
+    Returns the first name in the model of each, by its name in the module. `first_names` has the
+    first names of all parameters so far, by the parameter's `id`; the function adds to it.
     """
     tied = {}
     for name, parameter in module.named_parameters(recurse=False):
@@ -138,7 +141,7 @@ def _find_tied_parameters(
 
 def named_outputs(outputs: Outputs) -> dict[str, dict[str, Any]]:
     """The outputs of a call for JSON: each (dtype, shape) as {"dtype": …, "shape": …}."""
-    return {place: {"dtype": dtype, "shape": shape} for place, (dtype, shape) in outputs.items()}
+    return {path: {"dtype": dtype, "shape": shape} for path, (dtype, shape) in outputs.items()}
 
 
 @dataclass(frozen=True, repr=False)
@@ -181,7 +184,7 @@ class ModuleTable(Printed):
         """The values for JSON."""
         rows = []
         for row in self.rows:
-            outputs = [named_outputs(of_call) for of_call in row.outputs]
+            outputs = [named_outputs(outputs_of_call) for outputs_of_call in row.outputs]
             rows.append({**vars(row), "outputs": outputs})
         model = self.rows[0]
         total = {
