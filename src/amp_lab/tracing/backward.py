@@ -127,7 +127,7 @@ class _BackwardPass:
         _, _, node = heapq.heappop(self.ready)
         self._missing_counts.pop(node, None)
         gradients = self._waiting.pop(node, {})
-        owner = self._owners.pop(node, None)
+        owner = self._owners.pop(node, None)  # keeps the node alive until this method returns
         if hasattr(node, "variable"):  # AccumulateGrad, the node of a leaf
             self._store_gradient(node.variable, gradients.get(0))
             return (), []
@@ -198,14 +198,12 @@ def _call(node: Node, gradients_by_input: dict[int, torch.Tensor]) -> Gradients:
     Returns a gradient, or None, for each child; only None if no gradient has arrived for the node
     itself. Raises `TraceError` for reentrant checkpointing.
     """
-    children = node.next_functions
     if not gradients_by_input:
-        return [None] * len(children)
+        return [None] * len(node.next_functions)
     gradients = [gradients_by_input.get(i) for i in range(len(node._input_metadata))]
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         return _call_custom_function(node, gradients)
-    results = _as_list(node(*gradients))  # pyrefly: ignore[not-callable]: torch's stub lacks it
-    return results + [None] * (len(children) - len(results))  # torch leaves out the last ones
+    return _as_list(node(*gradients))  # pyrefly: ignore[not-callable]: torch's stub lacks __call__
 
 
 def _call_custom_function(node: Any, gradients: Gradients) -> Gradients:
@@ -225,17 +223,23 @@ def _call_custom_function(node: Any, gradients: Gradients) -> Gradients:
             if gradient is None:
                 output = node._input_metadata[i]  # shape, dtype and device of the forward's output
                 gradients[i] = torch.zeros(output.shape, dtype=output.dtype, device=output.device)
-    results = _as_list(node.apply(*gradients))
-    # There is a result for each argument of the forward method, but a child only for each tensor.
-    # Those that need a gradient are the same among both, and in the same order.
+    return _for_children(node, _as_list(node.apply(*gradients)))
+
+
+def _for_children(node: Any, results: list) -> Gradients:
+    """Choose the gradients for the children among the results of an `autograd.Function`.
+
+    `results` has one for each argument of the forward method, or fewer, but there is a child only
+    for each tensor among the arguments. Those that need a gradient are in the same order in both.
+    """
     is_needed = node.needs_input_grad  # a bool for each argument
     needed = [result for result, needs in zip(results, is_needed, strict=False) if needs]
     children = node.next_functions
     positions = [i for i, (child, _) in enumerate(children) if child is not None]
-    of_children: Gradients = [None] * len(children)
+    gradients: Gradients = [None] * len(children)
     for position, gradient in zip(positions, needed, strict=False):
-        of_children[position] = gradient
-    return of_children
+        gradients[position] = gradient
+    return gradients
 
 
 def _as_list(results: Any) -> list:
