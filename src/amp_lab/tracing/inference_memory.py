@@ -184,7 +184,7 @@ def _forecast_each_way(
     many tokens in each sequence to forecast the KV cache for, or None. Raises the error of the way
     in fp32, or the first one if all fail.
     """
-    weight_shapes = _linear_weight_shapes(call.model)
+    weight_shapes = _quantizable_weight_shapes(call.model)
     last_precision = steps[-1].precision
     results = Forecasts()
     for step in steps:
@@ -262,7 +262,7 @@ def _forecast_with_cache(
     return dataclasses.replace(forecast, cache=cache)
 
 
-def _linear_weight_shapes(model: nn.Module) -> list[torch.Size]:
+def _quantizable_weight_shapes(model: nn.Module) -> list[torch.Size]:
     """The shapes of the weights of linear layers that torchao would quantize.
 
     Left out are weights that another module shares, those that are quantized already, and weights
@@ -289,12 +289,12 @@ def _saved_by_quantization(shapes: list[torch.Size], precision: Precision) -> di
     if not shapes:
         return {}
     saved = {}
-    for weights in QUANTIZED_WEIGHTS:
+    for quantized in QUANTIZED_WEIGHTS:
         nbytes = 0
         for rows, columns in shapes:
             nbytes += rows * columns * precision.dtype.itemsize
-            nbytes -= weights.bytes_of(rows, columns)
-        saved[weights.name] = nbytes
+            nbytes -= quantized.bytes_of(rows, columns)
+        saved[quantized.name] = nbytes
     return saved
 
 
