@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from amp_lab.bench.limits import Ceilings
 from amp_lab.bench.result_row import BASELINE, Row, quotient
-from amp_lab.bench.results_table import head_and_lines
+from amp_lab.bench.results_table import LEGEND, head_and_lines
 from amp_lab.core.files import save
 from amp_lab.core.report import Printed, Table, listed, plural, rate_text
 from amp_lab.core.timing import Estimate
@@ -161,11 +161,7 @@ class Results(Printed, Ceilings):
         memory = rate_text(self.memory_bytes_per_s, "B/s")
         facts = [
             f"The device's limits, measured: {', '.join(rates)}; memory {memory}.",
-            "Speed-up: over fp32 eager in the same rounds, with its 95 % interval. Of limit: the "
-            "time that the counted FLOPs, or the least bytes, take at those rates, over the time "
-            "measured.",
-            "Off fp32: how far the first loss, or the output, is from that of fp32 eager. Learns: "
-            "how far the loss falls in five steps, over how far it does there.",
+            *LEGEND,
         ]
         for row in self.rows:
             if row.status != "ok":
