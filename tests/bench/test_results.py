@@ -206,6 +206,13 @@ def test_the_table_has_intervals_and_marks_what_is_not_trusted():
     assert busy in table
 
 
+def test_the_table_shows_peak_memory_where_the_device_counts_it():
+    results = results_of(EAGER)
+    assert "memory" not in str(results).splitlines()[2]
+    results.rows[0].peak_bytes = 3 * 2**20
+    assert "3 MiB" in str(results)
+
+
 def test_a_bar_that_is_not_trusted_is_told_to_the_figure():
     results = results_of(EAGER, EAGER_BF16)
     results.rows[1].distrust("the machine was busy")
