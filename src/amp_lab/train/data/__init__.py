@@ -34,7 +34,7 @@ def load_dataset(
     """Load a data set, and download it if it is missing.
 
     Args:
-        name: A key of `DATASETS`: "digits", "cifar10", "caltech256", "folder", "stdlib" or "text".
+        name: A key of `DATASETS`, such as "digits" or "text".
         folder: Path of the folder with the data files. The module of the data set in `train/data/`
             describes them.
         image_size: Height and width of the images in pixels. None is the default of the data set.
