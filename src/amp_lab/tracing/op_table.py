@@ -57,7 +57,7 @@ class OpRule:
     op: str  # without "aten::", and with the overload where its overloads differ
     overloads: tuple[str, ...]  # names of overloads; the one without a name is "default"
     policy: str  # one of POLICIES
-    given: tuple[torch.dtype, ...]  # dtypes of the inputs of a call, which the policy has to change
+    given: tuple[torch.dtype, ...]  # dtypes of a call's inputs, of which the policy changes one
     observed: torch.dtype | None  # dtype of the result; None if the op could not be called
     reason: str  # why the op could not be called, in one line; else empty
     agrees: bool | None
@@ -166,34 +166,35 @@ def op_table(device_type: str, dtype: torch.dtype | None = None) -> OpTable:
     """
     dtype = checked_dtype(device_type, dtype)
     autocast = _Autocast(device_type, dtype, real=backend(device_type).is_available())
-    rules: dict[str, list[OpRule]] = {}
-    for base, op in _ops_with_kernel(device_type):
-        policy, reason = autocast.policy(op)
-        if policy is None:  # `reason` says why
-            left_out = f"{op.name()} is left out: autocast on {device_type!r} follows no policy"
-            warnings.warn(f"{left_out} ({reason})", AmpLabWarning, stacklevel=2)
+    rules_of_op: dict[str, list[OpRule]] = {}  # a rule for each overload of the op
+    for name, overload in _overloads_with_kernel(device_type):
+        policy, reason = autocast.policy(overload)
+        if policy is None:
+            why = f"autocast on {device_type!r} follows no policy ({reason})"
+            warnings.warn(f"{overload.name()} is left out: {why}", AmpLabWarning, stacklevel=2)
             continue
-        rules.setdefault(base, []).append(autocast.rule(op, policy, reason))
+        rules_of_op.setdefault(name, []).append(autocast.rule(overload, policy, reason))
     table: list[OpRule] = []
-    for base, rules_of_overloads in rules.items():
-        table += _merge_overloads(base, rules_of_overloads)
+    for name, rules in rules_of_op.items():
+        table += _merge_overloads(name, rules)
     order = list(POLICIES)
     table.sort(key=lambda rule: (order.index(rule.policy), rule.op))
     return OpTable(table, device_type, dtype, autocast.real)
 
 
-def _ops_with_kernel(device_type: str) -> Iterator[tuple[str, OpOverload]]:
-    """The name and an overload of each of torch's ops for which autocast on a backend has a kernel.
+def _overloads_with_kernel(device_type: str) -> Iterator[tuple[str, OpOverload]]:
+    """Each overload of torch's ops for which autocast on a backend has a kernel, sorted by name.
 
-    They are sorted by name.
+    Yields the name of the op, such as ``sum``, and the overload, such as ``aten.sum.dim_IntList``.
     """
     key = f"Autocast{backend(device_type).key}"
-    for name in sorted(torch._C._dispatch_get_registrations_for_dispatch_key(key)):
-        namespace, _, qualified = name.partition("::")  # such as ``aten::sum.dim``
+    for full_name in sorted(torch._C._dispatch_get_registrations_for_dispatch_key(key)):
+        namespace, _, op_and_overload = full_name.partition("::")  # such as ``aten::sum.dim``
         if namespace != "aten":  # an extension's, such as torchvision's, and only once imported
             continue
-        base, _, overload = qualified.partition(".")
-        yield base, getattr(getattr(torch.ops.aten, base), overload or "default")
+        name, _, overload_name = op_and_overload.partition(".")
+        overloads = getattr(torch.ops.aten, name)
+        yield name, getattr(overloads, overload_name or "default")
 
 
 def policies(op: str, device_type: str, dtype: torch.dtype) -> set[str]:
@@ -205,9 +206,14 @@ def policies(op: str, device_type: str, dtype: torch.dtype) -> set[str]:
     Raises `DeviceError` for an unknown device type.
     """
     autocast = _Autocast(checked_backend(device_type), dtype, real=False)
-    overloads = [overload for base, overload in _ops_with_kernel(device_type) if base == op]
-    policies_found = {autocast.policy(overload)[0] for overload in overloads}
-    return {policy for policy in policies_found if policy is not None}
+    names = set()
+    for name, overload in _overloads_with_kernel(device_type):
+        if name != op:
+            continue
+        policy = autocast.policy(overload).name
+        if policy is not None:
+            names.add(policy)
+    return names
 
 
 def differences(first: OpTable, second: OpTable) -> OpDifferences:
@@ -234,27 +240,42 @@ def _policy_of_each_overload(table: OpTable) -> dict[str, str]:
     return policy_of
 
 
-class _CaughtError(Exception):
+class _InterceptedError(Exception):
     """Raised in place of the op, once its call has passed autocast."""
 
 
-class _CatchCall(TorchDispatchMode):
-    """Stops a call of one op, of any overload, below autocast, and keeps its arguments.
+class _InterceptCall(TorchDispatchMode):
+    """Keeps the arguments with which autocast calls an op, and raises `_InterceptedError`.
 
-    It raises `_CaughtError` before the op runs.
+    The error ends the call before the op runs: it may have no kernel on this machine.
     """
 
     def __init__(self, op: OpOverload):
         super().__init__()
-        self._name = op._schema.name
+        self._name = op._schema.name  # without the overload: autocast may call another one
         self.arguments: list[Any] = []  # positional and keyword ones, with lists flattened
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func._schema.name == self._name:
             self.arguments = pytree.tree_leaves((args, kwargs))
-            raise _CaughtError
+            raise _InterceptedError
         return func(*args, **kwargs)  # a cast
+
+
+class _Policy(NamedTuple):
+    """Autocast's policy for an op."""
+
+    name: str | None  # one of POLICIES; None if the op follows none of them
+    reason: str  # what torch says of a banned op, or why the name is None; else ""
+
+
+class _Call(NamedTuple):
+    """The dtypes of a call of an op under autocast, or why the op could not be called."""
+
+    given: tuple[torch.dtype, ...]  # of the floating-point inputs
+    returned: tuple[torch.dtype, ...]  # of all tensors in the result
+    reason: str  # why the op could not be called; else ""
 
 
 @dataclass(frozen=True)
@@ -265,68 +286,85 @@ class _Autocast:
     dtype: torch.dtype
     real: bool  # whether ops are called on the device itself
 
-    def policy(self, op: OpOverload) -> tuple[str | None, str]:
-        """The name of the policy, or None if the op follows none of them; and a reason.
-
-        The reason is what torch says of a banned op, or why the policy is None. It has no meaning
-        for the other policies.
-        """
+    def policy(self, op: OpOverload) -> _Policy:
+        """Find the policy of an op, from the dtypes that autocast passes to it in two calls."""
         reasons = []
         # The kernel of cuDNN's recurrent networks knows float16 alone, which is CUDA's default. So
         # each op is tried with autocast's default dtype too, if it cannot be called with this one.
         for dtype in dict.fromkeys((self.dtype, torch.get_autocast_dtype(self.device_type))):
-            from_low, reason = self._catch_arguments(op, dtype, first=dtype)
-            from_mixed, _ = self._catch_arguments(op, dtype, first=torch.float32)
+            from_low, reason = self._intercept(op, dtype, first=dtype)
+            from_mixed, _ = self._intercept(op, dtype, first=torch.float32)
             if from_low is not None and from_mixed is not None:
-                return _policy_of(from_low, from_mixed, dtype), "it changes no dtype"
+                policy = _policy_of(from_low, from_mixed, dtype)
+                return _Policy(policy, "it changes no dtype" if policy is None else "")
             reasons.append(reason)
+        reason = reasons[0]  # the one for `self.dtype`
         # A kernel may raise for other reasons; the one of a banned op says that it is for autocast.
-        # The first reason is that of `self.dtype`.
-        if "autocast" in reasons[0]:
-            return "banned", reasons[0]
-        return None, reasons[0]
+        if "autocast" in reason:
+            return _Policy("banned", reason)
+        return _Policy(None, reason)
 
-    def _catch_arguments(
+    def _intercept(
         self, op: OpOverload, dtype: torch.dtype, first: torch.dtype
     ) -> tuple[list[Any] | None, str]:
-        """The arguments that arrive at the op below autocast, in a flat list, and "".
+        """Call an op under autocast to `dtype`, and stop the call between autocast and the op.
 
-        None and the reason if the op is not called.
+        The first floating-point input has the dtype `first`, the others have `dtype`.
 
-        The first floating-point input has the dtype `first`, the others have autocast's.
+        Returns:
+            The arguments with which autocast calls the op, in a flat list, and ""; or None and the
+            reason, if autocast does not call the op.
         """
-        catch = _CatchCall(op)
+        intercept = _InterceptCall(op)
         shapes = itertools.repeat((2, 2))  # any shape will do, since the op never runs
-        # Outside of inference mode torch may decompose the op before `catch` has seen it.
+        # Outside of inference mode torch may decompose the op before `intercept` has seen it.
         with self._fakes(), torch.inference_mode(), autocast_on(self.device_type, dtype):
             sample = Sample(op, self.device_type, first, dtype, Sizes(shapes))
             try:
-                with catch:
+                with intercept:
                     op(**sample.arguments)
-            except _CaughtError:
-                return catch.arguments, ""
+            except _InterceptedError:
+                return intercept.arguments, ""
             except RuntimeError as error:
                 return None, _reason(error)
         return None, "its kernel does not call it"
 
     def rule(self, op: OpOverload, policy: str, reason: str) -> OpRule:
-        """The rule of one overload, with what a call with the first sizes that work returned.
+        """The rule of one overload, with the dtype that a call of it returns.
 
-        `policy` and `reason` are what the method `policy` returned. A banned op is not called.
+        `policy` and `reason` are those of `_Policy`. A banned op is not called.
         """
-        rule = OpRule(
+        if policy == "banned":
+            call = _Call(given=(), returned=(), reason=reason)
+        else:
+            call = self._call(op, policy)
+        # An op may return integers, such as indices, before its values or alone.
+        floats = [dtype for dtype in call.returned if dtype.is_floating_point or dtype.is_complex]
+        observed = None
+        agrees = None
+        if floats:
+            observed = floats[0]
+            promised = self.dtype if policy == "lower_precision" else torch.float32
+            agrees = observed in (promised, promised.to_complex())
+        elif call.returned:
+            observed = call.returned[0]
+        return OpRule(
             op=op._schema.name.removeprefix("aten::"),
             overloads=(op._overloadname,),
             policy=policy,
-            given=(),
-            observed=None,
-            reason=reason,
-            agrees=None,
+            given=call.given,
+            observed=observed,
+            reason=call.reason,
+            agrees=agrees,
         )
-        if policy == "banned":
-            return rule
-        # Dtypes of the first input and of the others, such that the policy has to change one: all
-        # fp32 under "lower_precision", all low under "fp32", and one low and fp32 under "promote".
+
+    def _call(self, op: OpOverload, policy: str) -> _Call:
+        """Call an op under autocast, with inputs of which its policy has to change one.
+
+        The call has the first sizes that work.
+        """
+        # The inputs are all fp32 under "lower_precision", all low under "fp32", and under "promote"
+        # the first is low and the others are fp32.
         first = torch.float32 if policy == "lower_precision" else self.dtype
         rest = self.dtype if policy.startswith("fp32") else torch.float32
         working_sizes, reason = _find_sizes(op)
@@ -340,21 +378,11 @@ class _Autocast:
                 with nullcontext() if self.real else self._fakes():
                     sample = Sample(op, self.device_type, first, rest, sizes)
                     with autocast_on(self.device_type, self.dtype):
-                        dtypes = _returned_dtypes(op, sample)
+                        returned = _returned_dtypes(op, sample)
+                return _Call(tuple(sample.float_dtypes), tuple(returned), reason="")
             except Exception as error:  # kernels, and their fakes in Python, raise what they like
                 reason = _reason(error)
-                continue
-            floats = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
-            promised = self.dtype if policy == "lower_precision" else torch.float32
-            return dataclasses.replace(
-                rule,
-                given=tuple(sample.float_dtypes),
-                # An op may return integers, such as indices, before its values or alone.
-                observed=(floats or dtypes)[0],
-                reason="",
-                agrees=floats[0] in (promised, promised.to_complex()) if floats else None,
-            )
-        return dataclasses.replace(rule, reason=reason)
+        return _Call(given=(), returned=(), reason=reason)
 
     @contextmanager
     def _fakes(self) -> Iterator[None]:
@@ -364,10 +392,10 @@ class _Autocast:
 
 
 def _policy_of(from_low: list[Any], from_mixed: list[Any], dtype: torch.dtype) -> str | None:
-    """The policy, from the arguments that arrived at the op in two calls; None if it is no policy.
+    """The policy that shows in the arguments with which autocast called an op; None if none does.
 
-    In the first call all inputs had the low-precision `dtype`. In the second call the first input
-    was float32, and the others had `dtype`.
+    `from_low` are those of a call with all inputs in the low-precision `dtype`, `from_mixed` those
+    of a call with the first input in float32, and the others in `dtype`.
     """
     dtype_arguments = [argument for argument in from_low if isinstance(argument, torch.dtype)]
     # Autocast has set the argument `dtype`, or called the overload that takes one.
@@ -388,6 +416,7 @@ def _policy_of(from_low: list[Any], from_mixed: list[Any], dtype: torch.dtype) -
 
 
 def _float_dtypes(arguments: list[Any]) -> list[torch.dtype]:
+    """The dtypes of the floating-point tensors in a flat list of an op's arguments."""
     return [tensor.dtype for tensor in tensors_in(arguments) if tensor.is_floating_point()]
 
 
@@ -399,12 +428,11 @@ def _find_sizes(op: OpOverload) -> tuple[Sizes | None, str]:
         try:
             sample = Sample(op, "meta", first=torch.float32, rest=torch.float32, sizes=sizes)
             _returned_dtypes(op, sample)
+            return sizes, ""
         except NotImplementedError as error:  # no kernel for meta tensors: no other size will do
             return None, _reason(error)
         except Exception as error:  # mostly since these sizes do not fit together
             reason = _reason(error)
-        else:
-            return sizes, ""
     return None, reason
 
 
@@ -422,10 +450,11 @@ def _reason(error: Exception) -> str:
     return first_line(error)
 
 
-def _merge_overloads(base: str, rules: list[OpRule]) -> list[OpRule]:
+def _merge_overloads(name: str, rules: list[OpRule]) -> list[OpRule]:
     """One rule for all overloads of an op if they agree in policy and returned dtype.
 
-    Else one rule for each overload, with its full name.
+    Else one rule for each overload, with its full name, such as ``sum.dim``. `rules` has a rule for
+    each overload, and `name` is the name of the op.
     """
     # An overload that could not be called does not differ from the others.
     observed_rules = [rule for rule in rules if rule.observed is not None] or rules
@@ -434,4 +463,4 @@ def _merge_overloads(base: str, rules: list[OpRule]) -> list[OpRule]:
     if len(policy_names) == 1 and len(observed_dtypes) == 1:
         overloads = tuple(rule.overloads[0] for rule in rules)
         return [dataclasses.replace(observed_rules[0], overloads=overloads)]
-    return [dataclasses.replace(rule, op=f"{base}.{rule.overloads[0]}") for rule in rules]
+    return [dataclasses.replace(rule, op=f"{name}.{rule.overloads[0]}") for rule in rules]

@@ -32,19 +32,22 @@ _DEVICE_OF = torch.ops.prim.device.default
 _TO_COPY = torch.ops.aten._to_copy.default
 
 
-def _widest(dtype: torch.dtype, arguments: Iterable[Any]) -> torch.dtype:
-    """`dtype`, or a wider dtype of the tensors among some arguments."""
-    dtypes = (tensor.dtype for tensor in arguments if isinstance(tensor, torch.Tensor))
-    return functools.reduce(torch.promote_types, dtypes, dtype)
+def _promoted(dtype: torch.dtype, arguments: Iterable[Any]) -> torch.dtype:
+    """The dtype to which torch promotes `dtype` with the dtypes of the tensors in `arguments`."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            dtype = torch.promote_types(dtype, argument.dtype)
+    return dtype
 
 
-def _batch_norm(x, weight, bias, mean, variance, training, *_):
-    """The output, the mean and the deviation of a batch norm, as empty tensors.
+def _empty_batch_norm(x, weight, bias, mean, variance, training, *_):
+    """The three results of `native_batch_norm`, as empty tensors, instead of running it.
 
+    They are the output (N, C, …), and the mean and the inverse deviation of the batch, (C,) each.
     The last two have the widest dtype among the arguments and, except on a CPU, fp32 at the least,
     as kernels return them.
     """
-    dtype = _widest(x.dtype, (weight, bias, mean, variance))
+    dtype = _promoted(x.dtype, (weight, bias, mean, variance))
     if x.fake_device.type != "cpu":
         dtype = torch.promote_types(dtype, torch.float32)
     size = x.size(1) if training else 0  # one value a channel; empty in evaluation
@@ -54,41 +57,45 @@ def _batch_norm(x, weight, bias, mean, variance, training, *_):
     return output, batch_mean, batch_deviation
 
 
-def _norm(op: OpOverload, x, *arguments):
-    """The results of a layer or group norm, with statistics as wide as its weight.
+def _layer_or_group_norm(op: OpOverload, x, *arguments):
+    """Run a layer or group norm on fake tensors; return its statistics as wide as its weight.
 
-    On a CPU fake tensors have the statistics in the dtype of the input, unlike the kernels.
+    The results are the output, the mean and the inverse deviation. The fake kernel of a CPU gives
+    the last two the dtype of the input, unlike the real kernel.
     """
     output, mean, deviation = op(x, *arguments)
-    dtype = _widest(mean.dtype, arguments)
+    dtype = _promoted(mean.dtype, arguments)
     wide_mean = mean.new_empty(mean.shape, dtype=dtype)
     wide_deviation = deviation.new_empty(deviation.shape, dtype=dtype)
     return output, wide_mean, wide_deviation
 
 
-def _batch_norm_backward(gradient, x, weight, *settings):
-    """The gradients of input, weight and bias; None for those that the mask leaves out.
+def _empty_batch_norm_backward(gradient, x, weight, *settings):
+    """The gradients of a batch norm's input, weight and bias, as empty tensors; None if not needed.
 
-    `settings` are the other arguments of the op; the last of them is the mask, three booleans.
+    `settings` are the other arguments of the op. The last of them says which gradients are needed,
+    in three booleans.
     """
-    scale = weight
+    weight_like = weight
     if weight is None:
-        scale = x.new_empty(x.size(1), dtype=torch.float32)
+        weight_like = x.new_empty(x.size(1), dtype=torch.float32)
+    bias_like = weight_like
     output_mask = settings[-1]
     gradients = []
-    for values, is_needed in zip((x, scale, scale), output_mask, strict=True):
+    for values, is_needed in zip((x, weight_like, bias_like), output_mask, strict=True):
         gradients.append(torch.empty_like(values) if is_needed else None)
     return tuple(gradients)
 
 
-# Functions that take the place of these ops on fake tensors. Those for batch norms save a long way
-# through Python: without them a step of ResNet-50 takes twice as long.
-_SHORTCUTS: dict[OpOverload, Callable[..., Any]] = {
-    torch.ops.aten.native_batch_norm.default: _batch_norm,
-    torch.ops.aten.native_batch_norm_backward.default: _batch_norm_backward,
+# Functions that run instead of these ops on fake tensors. Those for batch norms save time: torch's
+# own fake kernels compute them step by step in Python, so that a step of ResNet-50 takes twice as
+# long.
+_FAKE_KERNELS: dict[OpOverload, Callable[..., Any]] = {
+    torch.ops.aten.native_batch_norm.default: _empty_batch_norm,
+    torch.ops.aten.native_batch_norm_backward.default: _empty_batch_norm_backward,
 }
 for _op in (torch.ops.aten.native_layer_norm.default, torch.ops.aten.native_group_norm.default):
-    _SHORTCUTS[_op] = functools.partial(_norm, _op)
+    _FAKE_KERNELS[_op] = functools.partial(_layer_or_group_norm, _op)
 
 _TRANSIENT_KINDS = ("activations", "cast_cache", "temporaries")  # freed within a step
 _LARGE_SHARE = 0.05  # of the peak: a smaller tensor is not worth a line
@@ -112,54 +119,58 @@ class StorageLedger(TorchDispatchMode):
         super().__init__()
         self._device_type = device_type
         self._sizes: list[int] = []  # of each storage, in bytes
-        # A storage has a number, in the order in which they are made.
-        self._log: list[int] = []  # i: storage i was made; ~i, which is below 0: it was freed
+        # Storages are numbered in the order in which they are made. The log has an event for each
+        # allocation and each free: i if storage i was made, and ~i, which is below 0, if storage i
+        # was freed.
+        self._log: list[int] = []
         self._marks: dict[str, int] = {}  # name of a moment: length of the log at that moment
         self._kinds: dict[int, str] = {}  # by number; a storage without a kind is a temporary
         self._saved: set[int] = set()  # numbers of storages that autograd saves
         self._numbers: dict[int, int] = {}  # by the key of a living storage
         self._watches: dict[int, weakref.ref] = {}  # by number; they note when a storage is freed
         self._makers: list[Maker] = []  # of each storage
-        self._op = ""  # the op that is running
-        self._own_ops: dict[str, None] = {}  # ops that are not torch's, as an ordered set
-        self._running: list[str] | None = None  # names of running modules, the innermost last
+        self._custom_ops: dict[str, None] = {}  # ops that are not torch's, as an ordered set
+        # Names of the running modules, the innermost last; None outside of `naming_modules`.
+        self._running: list[str] | None = None
         for kind, tensors in kinds.items():
             self.set_kind(kind, tensors)
 
     @contextmanager
     def naming_modules(self, model: nn.Module) -> Iterator[None]:
-        """The block in which the ledger knows which module of `model` runs.
+        """The block in which the ledger notes which module of `model` makes a storage.
 
         The hooks are torch's global hooks, because hooks on a module may change its behaviour: with
         hooks, `nn.TransformerEncoderLayer` does not use its fast path.
         """
         names = {module: name for name, module in model.named_modules()}
-        running = self._running = [LOSS]  # an op that runs outside of all modules is the loss's
+        running = [LOSS]  # an op that runs outside of all modules belongs to the loss
+        self._running = running
 
         def enter(module: nn.Module, args: Any) -> None:
-            # A module that is not in the model, such as one in a loss, counts to that around it.
-            running.append(names.get(module, running[-1]))
+            # A module that is not in the model, such as one in a loss, goes by the name around it.
+            name = names.get(module, running[-1])
+            running.append(name)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if len(running) > 1:
+            if len(running) > 1:  # the first name, `LOSS`, stays
                 running.pop()
 
         before = module_hooks.register_module_forward_pre_hook(enter)
         with before, module_hooks.register_module_forward_hook(leave, always_call=True):
             yield
 
-    def _maker(self, tensor: torch.Tensor) -> Maker:
-        """The maker of a new tensor: the running op, with its module or the backward pass."""
+    def _maker(self, op: str, tensor: torch.Tensor) -> Maker:
+        """The maker of a new tensor: the op, and the running module or the backward pass."""
         place = ""
         if "forward" in self._marks:  # the forward pass is over
             place = "the backward pass"
         elif self._running:
             place = place_of(self._running[-1])
         dtype = "16-bit" if tensor.dtype in LOWER_DTYPES else short_name(tensor.dtype)
-        return Maker(self._op, place, f"{dtype} values")
+        return Maker(op, place, f"{dtype} values")
 
     def __torch_dispatch__(self, func, types, args: tuple[Any, ...] = (), kwargs=None):
-        """Run an op, or the shortcut for it, and note the storages of its results."""
+        """Run an op, or its function in `_FAKE_KERNELS`, and note the storages of its results."""
         if takes_wrappers(types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -168,22 +179,24 @@ class StorageLedger(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         run = func
         if args and isinstance(args[0], FakeTensor):
-            run = _SHORTCUTS.get(func, func)
+            run = _FAKE_KERNELS.get(func, func)
         result = run(*args, **kwargs)
         if func is _DEVICE_OF:  # the most frequent op, which allocates nothing
             return result
-        namespace, _, self._op = func._schema.name.rpartition("::")
+        namespace, _, op = func._schema.name.rpartition("::")
         if namespace != "aten":
-            self._own_ops[func._schema.name] = None
+            self._custom_ops[func._schema.name] = None
         for tensor in tensors_in(result):
-            self._storage_number(tensor)
-        self._op = ""
+            self._storage_number(tensor, op)
         if func is _TO_COPY and result.dtype != args[0].dtype:
             self._note_cast(args[0], result)
         return result
 
     def _note_cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
-        """Set the kind of a weight's cast to "cast_cache", even if the model asked for the cast."""
+        """Set the kind of `result` to "cast_cache" if it is a cast of a weight.
+
+        A cast by autocast and one that the model itself makes count alike.
+        """
         source_number = self._storage_number(source)
         result_number = self._storage_number(result)
         if source_number is None or result_number is None:
@@ -191,10 +204,10 @@ class StorageLedger(TorchDispatchMode):
         if self._kinds.get(source_number) == "weights":
             self._kinds[result_number] = "cast_cache"
 
-    def _storage_number(self, tensor: torch.Tensor) -> int | None:
-        """The number of a tensor's storage, which is noted if it is new.
+    def _storage_number(self, tensor: torch.Tensor, op: str = "") -> int | None:
+        """The number of a tensor's storage; a new storage is noted first, as made by `op`.
 
-        None for a tensor on another device, or without a storage.
+        None for a tensor on another device, or without a storage. `op` is "" if no op made it.
         """
         # A fake tensor's `device` goes through all modes, which takes long; `fake_device` does not.
         device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
@@ -207,10 +220,13 @@ class StorageLedger(TorchDispatchMode):
         if number is not None:
             return number
         storage = stored_values(tensor).untyped_storage()
-        return self._note_storage(key, storage, self._maker(tensor))
+        return self._note_storage(key, storage, self._maker(op, tensor))
 
     def _note_storage(self, key: int, storage: torch.UntypedStorage, maker: Maker) -> int:
-        """Note that a storage was made, and watch when it is freed; returns its number."""
+        """Log that a storage was made, and log its end when it is freed; return its number.
+
+        `key` is the `storage_key` of its tensor.
+        """
         number = len(self._sizes)
         self._numbers[key] = number
         self._sizes.append(storage.nbytes())
@@ -237,12 +253,13 @@ class StorageLedger(TorchDispatchMode):
         def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             key = storage._cdata
-            old = self._numbers.get(key)
-            if old is not None:
-                self._log.append(~old)
-                del self._watches[old]  # the weak reference: its end is noted here
-            new = self._note_storage(key, storage, Maker(op="", place="", values=""))
-            self._kinds[new] = "gathered"  # not in KINDS: `trace` counts it as temporary
+            number = self._numbers.get(key)
+            if number is not None:
+                self._log.append(~number)
+                # Without the weak reference, the end of this storage is not logged once more.
+                del self._watches[number]
+            new_number = self._note_storage(key, storage, Maker(op="", place="", values=""))
+            self._kinds[new_number] = "gathered"  # not in KINDS: `trace` counts it as temporary
             return result
 
         torch.UntypedStorage.resize_ = resize_and_note  # pyrefly: ignore[bad-assignment]
@@ -254,8 +271,10 @@ class StorageLedger(TorchDispatchMode):
     def _numbers_of(self, tensor: torch.Tensor) -> list[int]:
         """The numbers of a tensor's storages: a quantised weight, for one, has several."""
         numbers = []
-        for part in get_plain_tensors(tensor, out=[]):
-            number = self._storage_number(part) if isinstance(part, torch.Tensor) else None
+        for inner in get_plain_tensors(tensor, out=[]):  # the tensor itself, if it has no others
+            if not isinstance(inner, torch.Tensor):
+                continue
+            number = self._storage_number(inner)
             if number is not None:
                 numbers.append(number)
         return numbers
@@ -267,9 +286,10 @@ class StorageLedger(TorchDispatchMode):
                 self._kinds.setdefault(number, kind)
 
     def noting_saved(self) -> AbstractContextManager:
-        """The block in which tensors that autograd saves are noted, as candidates for activations.
+        """The block in which tensors that autograd saves for the backward pass are noted.
 
-        Autograd keeps the same tensor, or a detached view if it has a graph.
+        `trace` counts them as activations if they still exist at the end of the forward pass. What
+        autograd gets from the hook is the same tensor, or a detached view if it has a graph.
         """
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -288,17 +308,17 @@ class StorageLedger(TorchDispatchMode):
     def trace(self, activations_at: str | None = None) -> "StorageTrace":
         """The trace up to the last mark.
 
-        A storage is an activation if autograd has saved it and it exists at the mark
-        `activations_at`.
+        `activations_at` is the name of a mark: a storage is an activation if autograd has saved it
+        and it exists at that moment. With None there are no activations.
         """
-        self._watches.clear()  # storages that end from here on are no longer noted
+        self._watches.clear()  # storages that are freed from here on are no longer noted
         log = np.array(self._ordered_events(), np.int64)
         kinds = [self._kinds.get(number, "temporaries") for number in range(len(self._sizes))]
         if activations_at is not None:
-            alive = _alive(log[: self._marks[activations_at]], len(kinds))
+            is_alive = _alive(log[: self._marks[activations_at]], len(kinds))
             for number in self._saved:
                 # An input counts as an activation once autograd saves it; a weight stays a weight.
-                if alive[number] and kinds[number] in ("inputs", "temporaries"):
+                if is_alive[number] and kinds[number] in ("inputs", "temporaries"):
                     kinds[number] = "activations"
         kinds = ["temporaries" if kind == "gathered" else kind for kind in kinds]
         return StorageTrace(
@@ -307,11 +327,11 @@ class StorageLedger(TorchDispatchMode):
             log=log,
             marks=dict(self._marks),
             makers=tuple(self._makers),
-            own_ops=tuple(self._own_ops),
+            custom_ops=tuple(self._custom_ops),
         )
 
     def _ordered_events(self) -> list[int]:
-        """The log, with storages that are freed together in the order of their numbers.
+        """The log up to the last mark, with frees that follow each other sorted.
 
         Autocast's cache is a hash table, whose tensors are freed in any order. The traces of two
         batches are compared event by event, and need the same order.
@@ -319,10 +339,15 @@ class StorageLedger(TorchDispatchMode):
         events: list[int] = []
         # From mark to mark, so that no event moves across one.
         for start, stop in itertools.pairwise([0, *self._marks.values()]):
-            # Each run is of storages that are made, or of storages that are freed.
-            runs = itertools.groupby(self._log[start:stop], lambda event: event >= 0)
-            for are_made, run in runs:
-                events += run if are_made else sorted(run)
+            frees: list[int] = []  # those since the last allocation
+            for event in self._log[start:stop]:
+                if event < 0:
+                    frees.append(event)
+                    continue
+                events += sorted(frees)
+                frees = []
+                events.append(event)
+            events += sorted(frees)
         return events
 
 
@@ -331,17 +356,20 @@ def _decode_events(log: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     `log` has the events, as in `StorageTrace`. Both arrays are (events,) int64.
     """
-    is_begin = log >= 0
-    return np.where(is_begin, log, ~log), np.where(is_begin, 1, -1)
+    is_made = log >= 0
+    numbers = np.where(is_made, log, ~log)
+    changes = np.where(is_made, 1, -1)
+    return numbers, changes
 
 
 def _alive(log: np.ndarray, storages: int) -> np.ndarray:
-    """For each storage 1.0 if it is alive after these events, else 0.0: (storages,) float64.
+    """Whether each storage is alive after these events: (storages,) bool.
 
     `log` has the events, as in `StorageTrace`, and `storages` is how many storages there are.
     """
     numbers, changes = _decode_events(log)
-    return np.bincount(numbers, changes, storages)
+    # The changes of each storage add up to 1 if it was made, and to 0 if it was freed too.
+    return np.bincount(numbers, weights=changes, minlength=storages) > 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -353,14 +381,14 @@ class StorageTrace:
     log: np.ndarray  # (events,) i: storage i was made; ~i, which is below 0: it was freed
     marks: dict[str, int]  # name of a moment: how many events came before it
     makers: tuple[Maker, ...] = ()  # of each storage
-    own_ops: tuple[str, ...] = ()  # ops that are not torch's, such as ``mine::op``
+    custom_ops: tuple[str, ...] = ()  # ops that are not torch's, such as ``mine::op``
 
     @property
     def caveat(self) -> str:
-        """A sentence on ops with kernels that may take hidden memory; "" without such ops."""
-        if not self.own_ops:
+        """A sentence on custom ops, whose kernels may allocate unseen memory; "" without any."""
+        if not self.custom_ops:
             return ""
-        return f"Of {listed(self.own_ops, 3)} only results count, not what the kernel allocates."
+        return f"Of {listed(self.custom_ops, 3)} only results count, not what the kernel allocates."
 
     def equals(self, other: "StorageTrace") -> bool:
         """Whether two traces have the same storages and events; the makers may differ."""
@@ -378,32 +406,32 @@ class StorageTrace:
 
     def by_kind(self, events: int) -> dict[str, int]:
         """Bytes of each kind in use after the first `events` of the log."""
-        in_use = self._in_use_after(events)
-        sums = np.bincount(self.kinds, in_use, minlength=len(KINDS))
+        nbytes = self._bytes_in_use(events)
+        sums = np.bincount(self.kinds, weights=nbytes, minlength=len(KINDS))
         return {kind: int(total) for kind, total in zip(KINDS, sums, strict=True)}
 
-    def _in_use_after(self, events: int) -> np.ndarray:
-        """Bytes of each storage that lives after the first `events` of the log, else 0."""
-        return _alive(self.log[:events], len(self.sizes)) * self.sizes
+    def _bytes_in_use(self, events: int) -> np.ndarray:
+        """Bytes of each storage, 0 if it is not alive after the first `events`: (storages,)."""
+        is_alive = _alive(self.log[:events], len(self.sizes))
+        return np.where(is_alive, self.sizes, 0)
 
     def largest(self, events: int, peak: int) -> str:
-        """The largest activation or temporary in use after the first `events` of the log.
+        """Describe the largest activation, cast or temporary in use after the first `events`.
 
         An example is ``the result of addmm in 'head', fp32 values, 96 MiB, 20 % of the peak``. The
         text is "" if the tensor is small compared with the `peak`, in bytes, or if the op that made
         it is unknown.
         """
+        if not len(self.sizes):
+            return ""
         is_transient = np.isin(self.kinds, [KINDS.index(kind) for kind in _TRANSIENT_KINDS])
-        in_use = self._in_use_after(events) * is_transient
-        if not len(in_use):
+        transient_bytes = np.where(is_transient, self._bytes_in_use(events), 0)
+        number = int(np.argmax(transient_bytes))
+        nbytes = int(transient_bytes[number])
+        maker = self.makers[number]
+        if not maker.op or nbytes < _LARGE_SHARE * peak:
             return ""
-        number = int(np.argmax(in_use))
-        nbytes = int(in_use[number])
-        op, place, values = self.makers[number]
-        if not op or nbytes < _LARGE_SHARE * peak:
-            return ""
-        if op == "_to_copy":
-            op = "a cast"
-        where = f" in {place}" if place else ""
+        op = "a cast" if maker.op == "_to_copy" else maker.op
+        where = f" in {maker.place}" if maker.place else ""
         size = f"{amount(nbytes)}, {100 * nbytes / peak:.0f} % of the peak"
-        return f"the result of {op}{where}, {values}, {size}"
+        return f"the result of {op}{where}, {maker.values}, {size}"
