@@ -62,12 +62,16 @@ class Passes(enum.Enum):
     """The passes that a trace follows, so that a real run has to make them too."""
 
     FORWARD = enum.auto()  # without gradients
-    OWN_BACKWARD = enum.auto()  # backward too, but only if it has an `autograd.Function` in it
+    # Backward too, but only if the model has an `autograd.Function` of its own.
+    OWN_BACKWARD = enum.auto()
     BACKWARD = enum.auto()  # both passes
 
     def gradients(self) -> AbstractContextManager:
-        """The block for the forward pass: gradients on for `BACKWARD`, off for `FORWARD`."""
-        if self is Passes.OWN_BACKWARD:  # as the caller has set them
+        """The block for the forward pass, in which gradients are on or off as the passes need it.
+
+        On for `BACKWARD`, off for `FORWARD`, as the caller has set them for `OWN_BACKWARD`.
+        """
+        if self is Passes.OWN_BACKWARD:
             return nullcontext()
         return torch.set_grad_enabled(self is Passes.BACKWARD)
 
@@ -77,17 +81,22 @@ def decisions_of(
     passes: Passes = Passes.OWN_BACKWARD,
     unmarked: frozenset[OpOverload] = frozenset(),
 ) -> Decisions:
-    """Run a model and its loss on the CPU in fp32, and return the decisions that depend on values.
+    """Run a model and its loss on the CPU in fp32, and return its decisions.
 
-    The run makes `passes`, without autocast: a backward pass may need values too. No optimizer
-    runs, because a forecast needs only the shapes of the parameters for its bytes.
+    A decision is the result of an op that depends on values, such as of ``x.sum() > 0``. The run
+    has no autocast. The model runs on copies of its weights, buffers and inputs; 16-bit tensors are
+    widened to fp32. Afterwards, the attributes of the model and every random number generator are
+    as before.
 
-    The model runs on copies of its weights, buffers and inputs; 16-bit tensors are widened to fp32.
-    Afterwards, the attributes of the model and every random number generator are as before.
-    `unmarked` are ops that count as decisions, although torch does not mark them.
+    Args:
+        call: The call of the model, with its loss.
+        passes: The passes to make: a backward pass may take decisions too. No optimizer runs,
+            because a forecast needs only the shapes of the parameters for its bytes.
+        unmarked: Ops that count as decisions, although torch does not mark them.
 
-    Raises `NotAnswered` if a tensor has no values, the run fails, it would take more than
-    `SHARE_OF_MEMORY` of the free memory, or it takes longer than `LIMIT_S`.
+    Raises:
+        NotAnswered: If a tensor has no values, the run fails, it would take more than
+            `SHARE_OF_MEMORY` of the free memory, or it takes longer than `LIMIT_S`.
     """
     _require_values(call)
     recorder = _Recorder(unmarked)
@@ -120,7 +129,7 @@ def _require_values(call: ModelCall) -> None:
 
 
 def _run_on_copies(call: ModelCall, passes: Passes, recorder: "_Recorder") -> None:
-    """Make the passes with copies of all tensors, under a recorder.
+    """Make the passes with copies of all tensors, while the recorder records the decisions.
 
     Sets `recorder.is_finite` from the output and the loss.
     """
@@ -129,7 +138,7 @@ def _run_on_copies(call: ModelCall, passes: Passes, recorder: "_Recorder") -> No
     originals = dict(model.named_parameters(remove_duplicate=False))
     originals |= dict(model.named_buffers(remove_duplicate=False))
     copies_by_name = {name: copy_of(tensor) for name, tensor in originals.items()}
-    on_copies = call.map_inputs(copy_of)
+    call_on_copies = call.map_inputs(copy_of)
     with (
         _reparametrize_module(model, copies_by_name),
         recorder.running.watched(model),
@@ -137,35 +146,35 @@ def _run_on_copies(call: ModelCall, passes: Passes, recorder: "_Recorder") -> No
         passes.gradients(),
         recorder,
     ):
-        output = on_copies.output()
-        result = output  # what the backward pass begins with
-        if call.loss_fn is not None:
-            result = call.loss_fn(output)
-        seeds = seeds_of(result)
-        results = [tensor.detach() for _, tensor in named_tensors([output, result])]
+        output = call_on_copies.output()
+        loss_or_output = output if call.loss_fn is None else call.loss_fn(output)
+        seeds = seeds_of(loss_or_output)  # the tensors that the backward pass begins with
+        results = [tensor.detach() for _, tensor in named_tensors([output, loss_or_output])]
         # Now the backward pass can free the tensors that only the graphs of these two hold.
-        del output, result
+        del output, loss_or_output
         if passes is Passes.BACKWARD:
             run_backward(seeds)
-        elif functions_of_the_model(seeds):
+        elif functions_of_the_model(seeds):  # never under `FORWARD`, which makes no graph
             try:
                 run_backward(seeds)
             except RuntimeError as error:  # at an op without a formula an X-ray ends too
                 if not lacks_formula(error):
                     raise
-    recorder.is_finite = all(map(_is_finite, results))
+    recorder.is_finite = all(_is_finite(tensor) for tensor in results)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
     """Whether a tensor has neither infinities nor NaNs; integers have none."""
     values = stored_values(tensor)
-    return not values.is_floating_point() or bool(values.float().isfinite().all())
+    if not values.is_floating_point():
+        return True
+    return bool(values.float().isfinite().all())
 
 
 class _ListsByItems(TorchFunctionMode):
     """The mode in which ``tolist`` reads a tensor item by item, as on fake tensors.
 
-    So the run takes as many decisions as the trace that replays them.
+    Each ``item()`` is a decision. So the run takes as many as the trace that replays them.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -194,10 +203,10 @@ class _Recorder(PlainOpsMode):
         self._started_at = time.monotonic()
 
     def run_op(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run an op, count its memory, and record its result if a decision depends on it."""
+        """Run an op, count its memory, and record its result if it depends on values."""
         result = func(*args, **kwargs)
-        # Of a check for inf or NaN: stores on the result what the check returns for finite values,
-        # which `record_decision` reads.
+        # If the op is part of a check for inf or NaN, this stores on the result what the check
+        # returns for finite values. `record_decision` reads it there.
         remember_check(func, args, kwargs, result)
         self._count(tensors_in(result))
         self.require_room(0)  # an op shows how much memory it takes only when it has run
@@ -235,20 +244,22 @@ class _Recorder(PlainOpsMode):
         self._in_use += size
         self._storages[key] = weakref.ref(storage, note_end)
 
-    def require_room(self, more: int) -> None:
-        """Stop the run if it would take too much memory with `more` bytes."""
+    def require_room(self, new_bytes: int) -> None:
+        """Stop the run if it would take too much memory with `new_bytes` besides those in use."""
         if self._free_bytes is None:
             return
         allowed = int(SHARE_OF_MEMORY * self._free_bytes)
-        if self._in_use + more > allowed:
+        if self._in_use + new_bytes > allowed:
             self._stop(
                 "the run on the CPU that has them takes more than "
                 f"{bytes_text(allowed)}, {100 * SHARE_OF_MEMORY:.0f} % of the free memory"
             )
 
     def _stop(self, reason: str) -> None:
-        """Raise `NotAnswered` with this reason, in whose text "them" are the model's values."""
-        # Kept, since the model may catch the error and go on.
+        """Raise `NotAnswered` with this reason, in whose text "them" are the model's values.
+
+        The reason is also stored, since the model may catch the error and go on.
+        """
         self.stop_reason = reason
         raise NotAnswered(reason)
 
@@ -259,8 +270,7 @@ def _generators_restored() -> Iterator[None]:
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     try:
-        # Of torch's generators the CPU's alone: the run uses no other device.
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # only the CPU's: the run uses no other device
             yield
     finally:
         random.setstate(python_state)

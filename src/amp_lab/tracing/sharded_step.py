@@ -24,10 +24,13 @@ from amp_lab.tracing.training_step import TrainingStep, checked_result
 def trace_sharded(
     step: TrainingStep, call: ModelCall, replay: Replay
 ) -> tuple[list[torch.Tensor], StorageTrace]:
-    """Run two steps; return the shards with a gradient, and the allocations of the second step.
+    """Run two steps on one rank of FSDP2, and record the allocations of the second.
 
-    The shards are this rank's shards of each parameter with a gradient. The first step allocates
-    buffers that FSDP2 uses again. Both steps use the decisions of a real run in `replay`.
+    The first step allocates buffers that FSDP2 uses again. In both steps, `replay` gives ops that
+    depend on values the results that they had in a real run.
+
+    Returns:
+        This rank's shard of each parameter that got a gradient, and the allocations.
     """
     with group_of(step.ranks):
         model = sharded(step.run.model, step.run.parameters | step.run.buffers, step.precision)
@@ -35,8 +38,7 @@ def trace_sharded(
         for _ in range(2):
             model.zero_grad()
             replay.restart()
-            # A new one for each step; the second one is returned.
-            ledger = StorageLedger(
+            ledger = StorageLedger(  # a new one for each step: the second step's is returned
                 "cpu",
                 weights=weights,
                 buffers=model.buffers(),

@@ -68,36 +68,52 @@ def xray_sharding(
     call = ModelCall(model, inputs, kwargs)
     # A model that is sharded or in DDP already has these settings. Only the precision of autocast
     # around DDP is not part of the model.
-    own_parallel = parallel_of(model)
-    if own_parallel is Parallel.FSDP:
-        given = {"parallel": parallel, "reduce_dtype": reduce_dtype, "precision": precision}
-        _require_unset("sharded", given)
+    if parallel_of(model) is Parallel.FSDP:
+        settings = {"parallel": parallel, "reduce_dtype": reduce_dtype, "precision": precision}
+        _require_unset("sharded", settings)
         return _read_fsdp(call)
     if isinstance(model, DistributedDataParallel):
         _require_unset("in DDP", {"parallel": parallel, "reduce_dtype": reduce_dtype})
         return _read_ddp(model, call, Precision(precision or Precision.FP32), device_type)
-    # A model that is to be treated as `train` would.
     train_precision = Precision(precision or Precision.BF16)
+    return _xray_as_in_train(call, parallel, train_precision, reduce_dtype or "fp32", device_type)
+
+
+def _xray_as_in_train(
+    call: ModelCall,
+    parallel: str | None,
+    precision: Precision,
+    reduce_dtype: str,
+    device_type: str,
+) -> ShardingXray:
+    """The X-ray of a plain model, put in DDP or sharded as `amp-lab train` would do it.
+
+    Raises `TraceError` if the model is not a module, or for an unknown `parallel` or
+    `reduce_dtype`.
+    """
+    model = call.model
     require_model(model)
-    reduce_dtype = reduce_dtype or "fp32"
     if reduce_dtype not in REDUCE_DTYPES:
         raise TraceError(f"reduce_dtype {reduce_dtype!r}: give one of {', '.join(REDUCE_DTYPES)}")
     if parallel == Parallel.DDP:
         # DDP sums gradients in their own dtype, for which None stands, unless a hook casts them.
-        reduced = None if reduce_dtype == "fp32" else REDUCE_DTYPES[reduce_dtype]
-        return _ddp_xray(call, train_precision, device_type, reduced)
+        hook_dtype = None if reduce_dtype == "fp32" else REDUCE_DTYPES[reduce_dtype]
+        return _ddp_xray(call, precision, device_type, hook_dtype)
     if parallel != Parallel.FSDP:
         name = type(model).__name__
         raise TraceError(f"{name} is neither sharded nor in DDP: give parallel='fsdp' or 'ddp'")
     # If this process is in a group already, the model is sharded over that one.
     group = nullcontext() if dist.is_initialized() else group_of(_RANKS)
     with group, on_fake_device(ModelCall(model), "cpu") as run:
-        model = sharded(model, run.parameters | run.buffers, train_precision, reduce_dtype)
-        return _read_fsdp(ModelCall(model, inputs, kwargs))
+        sharded_copy = sharded(model, run.parameters | run.buffers, precision, reduce_dtype)
+        return _read_fsdp(ModelCall(sharded_copy, call.args, call.kwargs))
 
 
 def _require_unset(state: str, settings: dict[str, str | None]) -> None:
-    """Raise `TraceError` for a setting that a model in this `state`, such as "sharded", has."""
+    """Raise `TraceError` if the caller gives a setting that the model has already.
+
+    `state` says why the model has it: "sharded" or "in DDP". A setting is not given if it is None.
+    """
     for name, value in settings.items():
         if value is not None:
             raise TraceError(f"the model is {state} already: leave out {name}")
@@ -123,13 +139,16 @@ def parallel_of(model: nn.Module) -> Parallel | None:
 
 
 def _read_fsdp(call: ModelCall) -> ShardingXray:
-    """The X-ray of a model that `fully_shard` has sharded."""
+    """The X-ray of a model that `fully_shard` has sharded.
+
+    Each call of `fully_shard` made a unit: modules whose parameters are gathered together.
+    """
     model = call.model
     names = {module: name for name, module in model.named_modules()}
     units: list[Unit] = []
-    unit_of: dict[str, str] = {}  # by the name of a module
+    unit_of: dict[str, str] = {}  # name of a module: name of its unit
     parameters: list[ShardedParameter] = []
-    managed_ids: set[int] = set()
+    managed_ids: set[int] = set()  # ids of the parameters that are in a unit
     for state, modules in _states(model).items():
         module_names = [names[module] for module in modules]
         groups = fsdp_groups(state)
@@ -138,19 +157,25 @@ def _read_fsdp(call: ModelCall) -> ShardingXray:
         unit_of |= dict.fromkeys(module_names, unit.name)
         for group in groups:
             parameters += _parameters_of_group(model, group, unit.name, names)
-            for fsdp_param in group.fsdp_params:  # a module has either of the two
+            for fsdp_param in group.fsdp_params:
+                # The model's parameter is one of these two: the second while it is gathered.
                 managed_ids.add(id(fsdp_param.sharded_param))
                 managed_ids.add(id(getattr(fsdp_param, "_unsharded_param", None)))
     # Parameters that are in no unit, so that each rank has all of them.
     for name, parameter in model.named_parameters():
         if id(parameter) not in managed_ids:
-            parameters.append(_row(model, name, parameter, None, parameter.dtype))
-    root = next((unit for unit in units if not unit.name), None)  # it casts the inputs
-    return _result(call, "FSDP2", units, parameters, unit_of, root.inputs if root else None)
+            row = _row(model, name, parameter, unit=None, computed=parameter.dtype)
+            parameters.append(row)
+    # The unit of the model itself, whose name is "", casts the inputs.
+    input_dtype = None
+    for unit in units:
+        if unit.name == "":
+            input_dtype = unit.inputs
+    return _make_xray(call, "FSDP2", units, parameters, unit_of, input_dtype)
 
 
 def _states(model: nn.Module) -> dict[Any, list[nn.Module]]:
-    """FSDP2's state of each unit, with the unit's modules: `fully_shard` may get several."""
+    """FSDP2's state of each call of `fully_shard`, with the modules that this call got."""
     from torch.distributed.fsdp import FSDPModule
 
     modules_of: dict[Any, list[nn.Module]] = {}
@@ -161,7 +186,10 @@ def _states(model: nn.Module) -> dict[Any, list[nn.Module]]:
 
 
 def _unit(name: str, policy: Any, groups: list[Any]) -> Unit:
-    """The unit of some groups of FSDP2, with its policy and the error of its first step."""
+    """The unit of one call of `fully_shard`, and the error that its first step would raise.
+
+    `policy` is its `MixedPrecisionPolicy`, and `groups` are FSDP2's groups of its parameters.
+    """
     refusal = None
     for group in groups:
         try:
@@ -189,7 +217,8 @@ def _parameters_of_group(
     reduced = None
     if trained:
         # Newer versions of torch take several dtypes in a group; the widest holds all the sums.
-        reduced = functools.reduce(torch.promote_types, map(fsdp_reduced_dtype, trained))
+        reduced_dtypes = [fsdp_reduced_dtype(fsdp_param) for fsdp_param in trained]
+        reduced = functools.reduce(torch.promote_types, reduced_dtypes)
     for fsdp_param in group.fsdp_params:
         info = fsdp_param._module_info
         name = f"{names[info.module]}.{info.param_name}".removeprefix(".")
@@ -203,56 +232,68 @@ def _parameters_of_group(
 def _read_ddp(
     ddp: DistributedDataParallel, call: ModelCall, precision: Precision, device_type: str
 ) -> ShardingXray:
-    """The X-ray of a model in DDP, as its communication hook and its ignored parameters say.
+    """The X-ray of a model that is in DDP: reads its communication hook and ignored parameters.
 
     Raises `TraceError` for a model in DDP's own mixed precision.
     """
     if ddp.mixed_precision is not None:
         raise TraceError("DDP's own mixed_precision is not read: use autocast instead")
-    reduced = None
+    hook_dtype = None
     unknown_hook = None
     for hook, _ in ddp._comm_hooks:  # one at most
         name = getattr(hook, "__name__", type(hook).__name__)
-        reduced = _COMPRESS_HOOKS.get(name)
+        hook_dtype = _COMPRESS_HOOKS.get(name)
         # A hook that is not torch's may do anything with gradients, so its dtype is not known.
-        unknown_hook = None if reduced else name
-    inner = ModelCall(ddp.module, call.args, call.kwargs)
+        unknown_hook = None if hook_dtype else name
+    unwrapped = ModelCall(ddp.module, call.args, call.kwargs)
     ignored = ddp.parameters_to_ignore
-    return _ddp_xray(inner, precision, device_type, reduced, unknown_hook, ignored)
+    return _ddp_xray(unwrapped, precision, device_type, hook_dtype, unknown_hook, ignored)
 
 
 def _ddp_xray(
     call: ModelCall,
     precision: Precision,
     device_type: str,
-    reduced: torch.dtype | None,
+    hook_dtype: torch.dtype | None,
     unknown_hook: str | None = None,
     ignored: frozenset[str] | set[str] = frozenset(),
 ) -> ShardingXray:
-    """The X-ray of a model in DDP under autocast; that of `call` has no wrapper.
+    """The X-ray of a model as it runs in DDP, under autocast to `precision`.
 
-    Gradients are summed in `reduced`, or in their own dtype if it is None; how an `unknown_hook`
-    sums them is not known. `ignored` has the names of the parameters whose gradients DDP does not
-    sum.
+    Args:
+        call: A call of the model without the wrapper of DDP.
+        precision: The precision of autocast; fp32 is without autocast.
+        device_type: The device type whose autocast is used.
+        hook_dtype: The dtype to which a communication hook casts gradients before they are summed.
+            None: they are summed in their own dtype.
+        unknown_hook: The name of a hook that is not torch's, so that its dtype is not known.
+        ignored: The names of the parameters whose gradients DDP does not sum.
     """
     autocast_dtypes = _autocast_dtypes(call, precision, device_type)
     parameters = []
     for name, parameter in call.model.named_parameters():
-        computed = autocast_dtypes.get(name, parameter.dtype)
         unit = None if name in ignored else ""  # the whole model is one unit
-        own_reduced = reduced or parameter.dtype
-        if unit is None or unknown_hook is not None:
-            own_reduced = None
-        row = _row(call.model, name, parameter, unit, computed, reduced=own_reduced)
+        computed = autocast_dtypes.get(name, parameter.dtype)
+        reduced = None
+        if name not in ignored and unknown_hook is None:
+            reduced = hook_dtype or parameter.dtype
+        row = _row(call.model, name, parameter, unit, computed, reduced=reduced)
         parameters.append(row)
-    # All buffers are in the one unit, which is the model itself.
-    return _result(call, "DDP", [Unit("")], parameters, {"": ""}, cast_to=None, hook=unknown_hook)
+    return _make_xray(
+        call,
+        "DDP",
+        [Unit("")],
+        parameters,
+        unit_of={"": ""},  # all buffers are in the one unit, which is the model itself
+        input_dtype=None,
+        hook=unknown_hook,
+    )
 
 
 def _autocast_dtypes(
     call: ModelCall, precision: Precision, device_type: str
 ) -> dict[str, torch.dtype]:
-    """The dtype after the cast of each parameter that autocast casts, by the parameter's name.
+    """The dtype to which autocast casts a parameter, by name, for each parameter that it casts.
 
     Empty if autocast is off. Raises `TraceError` for a call without inputs, and for a model that
     fails under autocast.
@@ -292,24 +333,30 @@ def _row(
     )
 
 
-def _result(
+def _make_xray(
     call: ModelCall,
     kind: str,
     units: list[Unit],
     parameters: list[ShardedParameter],
     unit_of: dict[str, str],
-    cast_to: torch.dtype | None,
+    input_dtype: torch.dtype | None,
     hook: str | None = None,
 ) -> ShardingXray:
-    """The X-ray, with the buffers and inputs besides the parameters.
+    """The X-ray of these units and parameters, with the buffers and inputs of the call.
 
-    A buffer is in the unit of its module, or of the next module around it: `unit_of` has the name
-    of the unit by the name of a module that `fully_shard` got. `cast_to` is what floating-point
-    inputs are cast to.
+    Args:
+        call: A call of the model.
+        kind: "FSDP2" or "DDP".
+        units: As in `ShardingXray`.
+        parameters: As in `ShardingXray`.
+        unit_of: For each module that `fully_shard` got, by its name, the name of its unit.
+        input_dtype: The dtype to which floating-point inputs are cast; None: they are not cast.
+        hook: As in `ShardingXray`.
     """
     model = call.model
     buffers = []
     for name, buffer in model.named_buffers():
+        # A buffer is in the unit of its module, or of the nearest module around it that has one.
         module = name.rpartition(".")[0]
         while module and module not in unit_of:
             module = module.rpartition(".")[0]
@@ -318,10 +365,10 @@ def _result(
     inputs = {}
     # An input without a name has a number: ``0``, or ``0.image`` inside a dict.
     for path, tensor in named_tensors([*call.args]) + named_tensors(call.kwargs):
-        arrives = tensor.dtype
-        if cast_to and tensor.is_floating_point():
-            arrives = cast_to
-        inputs[path.lstrip(".")] = tensor.dtype, arrives
+        arriving_dtype = tensor.dtype
+        if input_dtype is not None and tensor.is_floating_point():
+            arriving_dtype = input_dtype
+        inputs[path.lstrip(".")] = (tensor.dtype, arriving_dtype)
     return ShardingXray(
         model=type(model).__name__.removeprefix("FSDP"),  # which `fully_shard` puts before it
         kind=kind,

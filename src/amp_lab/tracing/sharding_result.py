@@ -87,14 +87,15 @@ class ShardedParameter:
     """A parameter, and its dtypes in a training step."""
 
     name: str
-    unit: str | None  # the name of its unit; None: it is in none
-    stored: torch.dtype  # in which the optimizer updates it
+    unit: str | None  # the name of its `Unit`; None: it is in none
+    # The dtypes in which it is …
+    stored: torch.dtype  # … updated by the optimizer
     gathered: torch.dtype | None  # None: each rank has all of it, or torchao gathers it
-    computed: torch.dtype  # in which it is multiplied with activations
+    computed: torch.dtype  # … multiplied with activations
     reduced: torch.dtype | None  # of its gradient's sum; None: not summed, or by an unknown hook
     trained: bool
     elements: int
-    of_norm: bool
+    of_norm: bool  # whether its module is a norm
 
     @property
     def dtypes(self) -> tuple[torch.dtype | None, ...]:
@@ -106,14 +107,14 @@ class ShardedBuffer(NamedTuple):
     """A buffer, which neither FSDP2 nor DDP casts."""
 
     name: str
-    unit: str | None
+    unit: str | None  # the name of its `Unit`; None: it is in none
     dtype: torch.dtype
-    of_norm: bool
+    of_norm: bool  # whether its module is a norm
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules whose parameters are gathered together; under DDP, the whole model."""
+    """Modules that one call of `fully_shard` got; under DDP, the whole model."""
 
     name: str  # "": the model itself; of several modules, their names with ", " between them
     # The next four are those of its `MixedPrecisionPolicy`.
@@ -127,6 +128,15 @@ class Unit:
     def inputs(self) -> torch.dtype | None:
         """The dtype that floating-point inputs are cast to; None: they are not cast."""
         return self.param_dtype if self.cast_forward_inputs else None
+
+
+class _RowCells(NamedTuple):
+    """A row of the table, without the name of the unit."""
+
+    parameters: str  # names of the parameters
+    values: int  # numbers in them, all together
+    dtypes: tuple[str, ...]  # stored, gathered, computed, reduced
+    inputs: str
 
 
 @dataclass(frozen=True, repr=False)
@@ -150,7 +160,7 @@ class ShardingXray(Printed):
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether FSDP2 shares the model; else DDP does."""
+        """Whether the model is sharded by FSDP2; else it is in DDP."""
         return self.kind == "FSDP2"
 
     def unit(self, name: str | None) -> Unit | None:
@@ -174,37 +184,38 @@ class ShardingXray(Printed):
     def _rows(self) -> Iterator[list[str]]:
         """The table's rows: one for each unit and combination of dtypes.
 
-        Units whose names differ only in numbers share their rows, if these are equal.
+        Units whose names differ only in numbers, such as ``blocks.0`` and ``blocks.1``, share their
+        rows if these are equal. The last rows are those of parameters in no unit.
         """
-        groups: dict[tuple[str | None, str], list[str | None]] = {}
-        for name in [*[unit.name for unit in self.units], None]:  # None: parameters in no unit
+        unit_names = [*[unit.name for unit in self.units], None]
+        # Units that share their rows, by their common name and these rows.
+        alike_units: dict[tuple, list[str | None]] = {}
+        for name in unit_names:
             pattern = None if name is None else _without_numbers(name)
-            key = (pattern, str(self._rows_of_unit(name)))
-            groups.setdefault(key, []).append(name)
-        for names in groups.values():
+            key = (pattern, tuple(self._rows_of_unit(name)))
+            alike_units.setdefault(key, []).append(name)
+        for (_, rows), names in alike_units.items():
             label = _label(names)
-            # The rows of the first unit stand for all, whose rows are equal.
-            for parameters, values, *cells in self._rows_of_unit(names[0]):
-                total = len(names) * int(values)
-                yield [label, parameters, f"{total:,}", *cells]
-                label = ""  # for the other rows of the unit
+            for row in rows:
+                values = len(names) * row.values
+                yield [label, row.parameters, f"{values:,}", *row.dtypes, row.inputs]
+                label = ""  # only the first row of a unit shows its name
 
-    def _rows_of_unit(self, name: str | None) -> list[list[str]]:
-        """The rows of a unit without the first cell, its name; one for each combination of dtypes.
+    def _rows_of_unit(self, name: str | None) -> list[_RowCells]:
+        """The rows of the unit with this name: one for each combination of dtypes.
 
-        The number of values has no separators yet: `_rows` multiplies it by the number of units. No
-        rows for `name` None if all parameters are in units.
+        For None, those of the parameters in no unit.
         """
-        # By the four dtypes, and whether they are trained.
-        groups: dict[tuple, list[ShardedParameter]] = {}
-        for parameter in self.parameters_in(name):
-            groups.setdefault((parameter.dtypes, parameter.trained), []).append(parameter)
         unit = self.unit(name)
         inputs = "as they come"
         if unit is not None and unit.inputs is not None:
             inputs = short_name(unit.inputs)
+        # By the four dtypes, and whether they are trained.
+        groups: dict[tuple, list[ShardedParameter]] = {}
+        for parameter in self.parameters_in(name):
+            groups.setdefault((parameter.dtypes, parameter.trained), []).append(parameter)
         if unit is not None and not groups:
-            return [["none of its own", "0", "-", "-", "-", "-", inputs]]
+            return [_RowCells("none of its own", 0, ("-", "-", "-", "-"), inputs)]
         prefix = _common_prefix(name or "")  # left out of the parameters' names
         rows = []
         for (dtypes, trained), members in groups.items():
@@ -213,8 +224,8 @@ class ShardingXray(Printed):
             stored, gathered, computed, reduced = map(short_name, dtypes)
             if not trained:
                 reduced = "frozen"
-            dtype_cells = [stored, gathered, computed, reduced]
-            rows.append([listed(local_names, 2), str(values), *dtype_cells, inputs])
+            dtype_cells = (stored, gathered, computed, reduced)
+            rows.append(_RowCells(listed(local_names, 2), values, dtype_cells, inputs))
         return rows
 
     def _facts(self) -> Iterator[str]:
@@ -242,14 +253,18 @@ def _input_text(name: str, dtype: torch.dtype, cast_dtype: torch.dtype) -> str:
 
 
 def _label(names: list[str | None]) -> str:
-    """The first cell of alike units: ``layer1``, ``blocks.*, 12 units``, ``the model``.
+    """The text in the table for units that share their rows.
 
-    `names` are theirs; None, for parameters in no unit, gives ``no unit``.
+    It is ``layer1`` for one unit, ``blocks.*, 12 units`` for several, ``the model`` for the name ""
+    and ``no unit`` for None. `names` are the names of the units.
     """
     first = names[0]
-    label = first or "the model"
     if first is None:
         label = "no unit"
+    elif first == "":
+        label = "the model"
+    else:
+        label = first
     if len(names) == 1:
         return label
     return f"{_without_numbers(label)}, {len(names)} units"
@@ -276,10 +291,9 @@ def _refused_units(xray: ShardingXray) -> Iterator[str]:
             continue
         place = f"Unit {unit.name!r}" if unit.name else "The model's own unit"
         trained = [p for p in xray.parameters_in(unit.name) if p.trained]
-        dtypes = []
-        for dtype, names in _names_by_dtype(trained, "stored").items():
-            dtypes.append(f"{dtype} ({names})")
-        if len(dtypes) > 1:
+        names_by_dtype = _names_by_dtype(trained, "stored")
+        if len(names_by_dtype) > 1:
+            dtypes = [f"{dtype} ({names})" for dtype, names in names_by_dtype.items()]
             yield _TWO_DTYPES.sentence(place=place, dtypes=" and ".join(dtypes))
         else:
             yield f"{place} fails at the first step: {unit.refusal}."
@@ -370,7 +384,10 @@ RULES: tuple[Callable[[ShardingXray], Iterator[str]], ...] = (
 
 
 def _names_by_dtype(parameters: list[ShardedParameter], attribute: str) -> dict[str, str]:
-    """The names of parameters by their dtype in an attribute, such as "stored"."""
+    """The names of parameters, grouped by their dtype, as ``{"bf16": "a.weight, b.weight"}``.
+
+    `attribute` is the name of a dtype of `ShardedParameter`, such as "stored".
+    """
     groups: dict[str, list[ShardedParameter]] = {}
     for parameter in parameters:
         dtype = short_name(getattr(parameter, attribute))

@@ -2,10 +2,10 @@
 
 import dataclasses
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,8 +31,6 @@ from amp_lab.tracing.transformers_masks import masks_of_transformers
 
 # In the error of fake tensors for an op that gets tensors of two devices.
 _MIXED_DEVICES = "to be on the same device"
-
-_Result = TypeVar("_Result")
 
 
 @contextmanager
@@ -77,22 +75,42 @@ class TraceableStep:
     def trace(self, call: ModelCall, decisions: Decisions | None = None) -> Any:
         """Run the step once, with the fake inputs of `call`; return its `TracedStep`.
 
-        `decisions` are the decisions of a real run on such inputs, if branches of the model depend
-        on values. Raises `TraceError` for a step that fails or that no trace can follow.
+        If its ops mix devices, the step runs again with the CPU as the default device. Some models
+        need tensors that are made without a device to be on the CPU. One is torchvision's SSD,
+        which computes boxes from such tensors and from sizes that it holds.
+
+        `decisions` are the results that ops which depend on values had in a real run on such
+        inputs; None: no op of the model does. Raises `TraceError` for a step that fails or that no
+        trace can follow.
         """
+        try:
+            return self._trace_once(call, decisions)
+        except TraceError as error:
+            if _MIXED_DEVICES not in str(error):
+                raise
+            first_error = error
+        try:
+            with torch.device("cpu"):
+                return self._trace_once(call, decisions)
+        except TraceError as error:
+            if _MIXED_DEVICES not in str(error):
+                raise
+            raise first_error from first_error.__cause__
+
+    def _trace_once(self, call: ModelCall, decisions: Decisions | None) -> "TracedStep":
+        """Run the step with the `decisions`, and check that it takes all of them."""
         shapes = call.shapes
-
-        def trace() -> TracedStep:
-            with self.run.replaying(decisions) as replay, masks_of_transformers(call, decisions):
-                with _one_line_errors(call.model, shapes, self.device_type):
-                    traced = self._trace(call, replay)
-                replay.require_done()  # the trace has to take all decisions of the real run
-            return dataclasses.replace(traced, input_shapes=shapes, decisions=replay.remark)
-
-        return _traced_on_either(trace)
+        with self.run.replaying(decisions) as replay, masks_of_transformers(call, decisions):
+            with _one_line_errors(call.model, shapes, self.device_type):
+                traced = self._trace(call, replay)
+            replay.require_done()
+        return dataclasses.replace(traced, input_shapes=shapes, decisions=replay.remark)
 
     def _trace(self, call: ModelCall, replay: Replay) -> "TracedStep":
-        """Run the step; the model's decisions are those of `replay`, which may be empty."""
+        """Run the step, as each subclass defines it.
+
+        `replay` gives ops that depend on values their results of a real run; it may be empty.
+        """
         raise NotImplementedError
 
 
@@ -110,34 +128,12 @@ class TracedStep:
         raise NotImplementedError
 
 
-def _traced_on_either(trace: Callable[[], _Result]) -> _Result:
-    """Call `trace`; if its ops mix devices, call it again with the CPU as the default device.
-
-    Some models need tensors that are made without a device to be on the CPU. One is torchvision's
-    SSD, which computes boxes from such tensors and from sizes that it holds. If both calls mix
-    devices, the first error is raised.
-    """
-    try:
-        return trace()
-    except TraceError as error:
-        if _MIXED_DEVICES not in str(error):
-            raise
-        first_error = error
-    try:
-        with torch.device("cpu"):
-            return trace()
-    except TraceError as error:
-        if _MIXED_DEVICES in str(error):
-            raise first_error from first_error.__cause__
-        raise
-
-
 @contextmanager
 def _one_line_errors(model: nn.Module, shapes: tuple, device_type: str) -> Iterator[None]:
     """The block in which an error of a model becomes a `TraceError` of one line.
 
-    `shapes` are those of its input tensors, a tuple each. Errors of this package stay as they are,
-    and so do those of a class that is not named below, such as `KeyError`.
+    `shapes` has the shape of each input tensor. Errors of this package stay as they are, and so do
+    those of a class that is not named below, such as `KeyError`.
     """
     try:
         yield
@@ -173,9 +169,10 @@ def _one_line_error(
 
 @contextmanager
 def _comparable_traces() -> Iterator[None]:
-    """The block without garbage collection and oneDNN, which make traces differ.
+    """The block without garbage collection and oneDNN, which would make traces differ.
 
-    Traces of two batches are compared event by event.
+    The traces of two batches have to allocate and free their storages in the same order, because
+    they are compared event by event.
     """
     collects_garbage = gc.isenabled()
     uses_onednn = torch._C._get_mkldnn_enabled()

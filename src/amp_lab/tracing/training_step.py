@@ -42,11 +42,13 @@ def training_steps(
     optimizer: str = "adam",
     fsdp_ranks: int = 1,
 ) -> Iterator[list["TrainingStep"]]:
-    """The block in which training steps can be traced, one for each precision.
+    """The block in which training steps can be traced; yields one for each precision.
 
-    With `fsdp_ranks` above 1, each is the step of one rank of FSDP2. Entering the block takes as
-    long as half a trace. Raises `TraceError` for an unknown optimizer or precision, for too many
-    ranks, and if `model` is not a model; `DeviceError` for an unknown device type.
+    With `fsdp_ranks` above 1, each is the step of one rank of FSDP2. Entering the block makes fake
+    copies of the model's tensors, which takes as long as half a trace.
+
+    Raises `TraceError` for an unknown optimizer or precision, for too many ranks, and if `model` is
+    not a model; `DeviceError` for an unknown device type.
     """
     if optimizer not in OPTIMIZERS:
         raise TraceError(f"optimizer {optimizer!r}: give one of {', '.join(OPTIMIZERS)}")
@@ -54,10 +56,10 @@ def training_steps(
         raise TraceError(f"ranks {fsdp_ranks}: give 1 to {_MOST_RANKS}")
     checked_backend(device_type)
     traced_on = "cpu" if fsdp_ranks > 1 else device_type  # FSDP2 runs on fake tensors of the CPU
-    with steps_on(model, traced_on, precisions) as (run, checked), torch.enable_grad():
+    with steps_on(model, traced_on, precisions) as (run, checked_precisions), torch.enable_grad():
         yield [
             TrainingStep(run, device_type, precision, optimizer, fsdp_ranks)
-            for precision in checked
+            for precision in checked_precisions
         ]
 
 
@@ -74,7 +76,11 @@ class TrainingStep(TraceableStep):
         return "cpu" if self.ranks > 1 else self.device_type
 
     def _trace(self, call: ModelCall, replay: Replay) -> "TracedTraining":
-        """Run the step; a sharded one runs twice, each time with the decisions of `replay`."""
+        """Run the step, and record its allocations.
+
+        A sharded step runs twice, each time with the decisions of `replay`: the results that its
+        ops which depend on values had in a real run.
+        """
         if self.ranks > 1:
             from amp_lab.tracing.sharded_step import trace_sharded  # FSDP2 is slow to load
 
@@ -99,29 +105,31 @@ class TrainingStep(TraceableStep):
             # Around the backward pass too, in which activation checkpointing calls modules again.
             _reparametrize_module(run.model, run.parameters | run.buffers),
         ):
-            gradients = run_backward(self._forward(ledger, call))
-            # `gradients` are by the id of a leaf. So are these parameters: one with two names
-            # counts once.
+            seeds = self._forward(ledger, call)
+            gradients = run_backward(seeds)  # by the id of the parameter or other leaf
+            # By id as well, so that a parameter with two names counts once.
             trained = {id(p): p for p in run.parameters.values() if id(p) in gradients}
-            self._require_known_sizes(gradients)
+            self._refuse_sparse(gradients)
             ledger.set_kind("gradients", [gradients[key] for key in trained])
             ledger.mark("backward")
         return list(trained.values()), ledger.trace(activations_at="forward")
 
-    def _require_known_sizes(self, gradients: dict[int, torch.Tensor]) -> None:
+    def _refuse_sparse(self, gradients: dict[int, torch.Tensor]) -> None:
         """Raise `TraceError` for sparse gradients of unknown size, or that the optimizer refuses.
 
         `gradients` are by the id of the parameter.
         """
         sparse = {key: gradient for key, gradient in gradients.items() if gradient.is_sparse}
-        reason = f"{self.optimizer} (not sgd) refuses them"
         if OPTIMIZERS[self.optimizer].takes_sparse:
             reason = "values decide their size"
             # Some fake gradients have no values in them and so do not show their size: a sum of
             # sparse gradients, or the gradient of an `nn.EmbeddingBag` on a CPU.
-            sparse = {key: gradient for key, gradient in sparse.items() if not gradient._nnz()}
-        if sparse:
-            names = [name for name, p in self.run.parameters.items() if id(p) in sparse]
+            refused = {key for key, gradient in sparse.items() if gradient._nnz() == 0}
+        else:
+            reason = f"{self.optimizer} (not sgd) refuses them"
+            refused = set(sparse)
+        if refused:
+            names = [name for name, p in self.run.parameters.items() if id(p) in refused]
             raise TraceError(
                 f"the gradients of {listed(names, 3)} are sparse, and {reason}: "
                 "make the embedding with sparse=False"
@@ -130,8 +138,9 @@ class TrainingStep(TraceableStep):
     def _forward(self, ledger: StorageLedger, call: ModelCall) -> Seeds:
         """Run the forward pass; return the tensors that the backward pass begins with.
 
-        Marks two moments in the ledger: "cached" in the autocast block and "forward" after it.
-        Raises `TraceError` if no gradient can reach the parameters.
+        Marks two moments in the ledger: "cached" at the end of the autocast block, with autocast's
+        cache still in memory, and "forward" after it. Raises `TraceError` if no gradient can reach
+        the parameters.
         """
         device = backend(self.device_type)
         # Where a library runs recurrent layers, its casts take the place of autocast's.
@@ -161,8 +170,10 @@ def checked_result(call: ModelCall) -> Any:
     result = call.result()
     if call.loss_fn is None or (isinstance(result, torch.Tensor) and result.numel() == 1):
         return result
-    # The shape of a tensor with dimensions; the class of anything else.
-    returned = tuple(getattr(result, "shape", ())) or type(result).__name__
+    returned = type(result).__name__
+    shape = tuple(getattr(result, "shape", ()))  # of a tensor or an array
+    if shape:
+        returned = str(shape)
     raise TraceError(f"loss_fn must return one number, not {returned}")
 
 
@@ -173,16 +184,21 @@ class TracedTraining(TracedStep):
     trained: tuple[Parameter, ...] = ()  # shape and dtype of each
 
     def forecast(self) -> MemoryForecast:
-        """The forecast for this step with an optimizer; its memory is computed separately."""
+        """The forecast of the memory of this step.
+
+        The trace has the forward and the backward pass. The state and the temporaries of the
+        optimizer are computed from the trained parameters, and added here.
+        """
         step = self.step
         storages = self.storages
         state, temporaries = optimizer_bytes(step.optimizer, self.trained, step.device_type)
         in_use = storages.in_use() + state  # the state is there all the time
         peak_events = self._peak_events(in_use)
-        phases = {name: int(in_use[event]) for name, event in peak_events.items()}
+        # The peak of each phase in bytes.
+        phases = {phase: int(in_use[event]) for phase, event in peak_events.items()}
         phases["optimizer"] += temporaries
         peak_phase = max(phases, key=phases.__getitem__)
-        events_to_peak = peak_events[peak_phase] + 1  # how many: the event at the peak is the last
+        events_to_peak = peak_events[peak_phase] + 1  # a count, which includes that event
         at_peak = storages.by_kind(events_to_peak)
         at_peak["optimizer"] += state
         if peak_phase == "optimizer":
@@ -246,11 +262,12 @@ def _caveat_of_low_weights(model: nn.Module, precision: Precision) -> Iterator[s
 
 
 class _CastOnce(TorchFunctionMode):
-    """Casts a recurrent layer's input, states and weights once, and not again in each step.
+    """Casts a recurrent layer's input, states and weights once, as autocast does for cuDNN.
 
-    Autocast does the same for libraries that take all weights as one flat copy, such as cuDNN
-    (ATen/cudnn/AutocastRNN.cpp). Fake tensors run torch's own kernels instead, for which autocast
-    casts every weight in every step.
+    For libraries that take all weights as one flat copy, autocast casts them before the call
+    (ATen/cudnn/AutocastRNN.cpp). Fake tensors run torch's own kernels instead, in which autocast
+    would cast every weight again in every time step. So this mode makes the casts, and then runs
+    the layer with autocast off.
     """
 
     def __init__(self, device: Backend):
@@ -259,8 +276,8 @@ class _CastOnce(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name not in RNN_LAYERS or not torch.is_autocast_enabled(self._type):
+        is_rnn = getattr(func, "__name__", "") in RNN_LAYERS
+        if not is_rnn or not torch.is_autocast_enabled(self._type):
             return func(*args, **kwargs)
         args, kwargs = tree_map_only(torch.Tensor, self._cast, (args, kwargs))
         with autocast_on(self._type, self._dtype, enabled=False):
