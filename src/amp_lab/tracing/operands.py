@@ -84,11 +84,11 @@ _PACKAGE_FOLDER = Path(__file__).parent.parent
 
 
 class SourceKind(Enum):
-    """The kinds of sources of a tensor's values."""
+    """Where the values of a tensor come from."""
 
-    INPUT = "input"
+    INPUT = "input"  # of the model
     OWN = "own"  # a parameter, a buffer or an attribute of the model
-    COMPUTED = "computed"
+    COMPUTED = "computed"  # by an op of the model
 
 
 _REMEDIES = {SourceKind.INPUT: _INPUT, SourceKind.OWN: _OWN, SourceKind.COMPUTED: _COMPUTED}
@@ -135,18 +135,20 @@ class Sources:
                     self.name(value, SourceKind.OWN, text)
 
     def note_op(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], text: str) -> None:
-        """Note the source of an op's fp32 outputs: the source of its first fp32 input, or the op.
+        """Note the source of an op's fp32 outputs.
 
+        An output has the source of the op's first fp32 input, so that a result of computations in
+        fp32 leads back to where fp32 came in. Without an fp32 input the op itself is the source.
         `text` describes the outputs, as ``output of float in 'up'``.
         """
-        wide = [tensor for tensor in inputs if tensor.dtype is torch.float32]
-        if wide:
-            source = self.source_of(wide[0])
+        fp32_inputs = [tensor for tensor in inputs if tensor.dtype is torch.float32]
+        if fp32_inputs:
+            source = self.source_of(fp32_inputs[0])
         else:
             source = Source(SourceKind.COMPUTED, f"the {text}")
         for tensor in outputs:
             key = tensor_key(tensor)
-            if key in self._named:  # the op writes in place
+            if key in self._named:  # the op writes in place, so the tensor keeps its source
                 continue
             if tensor.dtype is torch.float32:
                 self._computed[key] = source
@@ -154,9 +156,11 @@ class Sources:
                 self._computed.pop(key, None)
 
     def source_of(self, tensor: torch.Tensor) -> Source:
-        """The source of a tensor; if no op made the tensor, the source is the model's code."""
+        """The source of a tensor; `_UNKNOWN_SOURCE` if neither `name` nor `note_op` got it."""
         key = tensor_key(tensor)
-        return self._named.get(key) or self._computed.get(key) or _UNKNOWN_SOURCE
+        if key in self._named:
+            return self._named[key]
+        return self._computed.get(key, _UNKNOWN_SOURCE)
 
     def operands(self, tensors: Iterable[torch.Tensor]) -> tuple[Operand, ...]:
         """The floating-point tensors of an op, each with its source."""
@@ -174,42 +178,47 @@ def low_operand(operands: tuple[Operand, ...]) -> Operand | None:
 def remedy_for_mixed(
     error: Exception, op: str, operands: tuple[Operand, ...], has_low_weights: bool
 ) -> str:
-    """The remedy for an op that got fp32 and 16 bits; "" for other errors and an unsure cause.
+    """The remedy for an op that failed because it got tensors in fp32 and in 16 bits.
 
     `op` is the name of the op and `operands` are its arguments. `has_low_weights` says whether the
     model has weights in 16 bits: if not, only a buffer or an attribute of the model is sure to be
     the cause. `remedies_for_writes` has the casts for a write and for a matmul in place.
+
+    Returns "" for an error of another kind, and if the cause is not sure.
     """
     low = low_operand(operands)
     if low is None or "type" not in str(error):  # torch says "dtype" or "scalar type"
         return ""
     if is_write(error):
         return _remedy_for_written(operands, low, has_low_weights)
-    wide = next(operand.source for operand in operands if operand.dtype is torch.float32)
-    if wide.kind is not SourceKind.INPUT and _matmul_in_place(error, op) is not None:
+    wide_source = next(operand.source for operand in operands if operand.dtype is torch.float32)
+    if wide_source.kind is not SourceKind.INPUT and _matmul_in_place(error, op) is not None:
         return ""  # the tensor in fp32 may be the one that is written
-    is_buffer_or_attribute = wide.kind is SourceKind.OWN and not wide.text.startswith("parameter ")
-    if not has_low_weights and not is_buffer_or_attribute:
-        return ""
+    if not has_low_weights:
+        is_parameter = wide_source.text.startswith("parameter ")
+        if wide_source.kind is not SourceKind.OWN or is_parameter:
+            return ""
     code_line = user_line(error)
-    return _REMEDIES[wide.kind].sentence(
+    return _REMEDIES[wide_source.kind].sentence(
         op=f"{op} ({code_line})" if code_line else op,
-        wide=wide.text,
+        wide=wide_source.text,
         low=low.source.text,
         dtype=dtype_name(low.dtype),
-        name=wide.text.rpartition(" ")[2],  # ``table`` of ``buffer table``
+        name=wide_source.text.rpartition(" ")[2],  # ``table`` of ``buffer table``
     )
 
 
 def _remedy_for_written(operands: tuple[Operand, ...], low: Operand, has_low_weights: bool) -> str:
-    """Where the fp32 values come from that an op should write into a tensor in 16 bits.
+    """The remedy for an op that should write fp32 values into a tensor in 16 bits.
 
-    `low` is the first operand in 16 bits. "" if the model did not compute the values, or has no
-    weights in 16 bits.
+    It names the layer that the values come from. `low` is the first operand in 16 bits. Returns ""
+    if the model did not compute the values, or has no weights in 16 bits.
     """
     # An op that writes gets the tensor that it writes into first, and the values last.
     target, values = operands[0], operands[-1]
-    if target is not low or values.source.kind is not SourceKind.COMPUTED or not has_low_weights:
+    if target is not low or not has_low_weights:
+        return ""
+    if values.source.kind is not SourceKind.COMPUTED:
         return ""
     return _WRITTEN.sentence(wide=values.source.text, dtype=dtype_name(low.dtype))
 
@@ -228,16 +237,17 @@ def mixed_call(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> MixedCa
 
     Tensors without a dimension, such as a scale, do not count.
     """
-    parameters = [argument.name for argument in func._schema.arguments]
-    # A dict of names, in place of a set, keeps their order.
-    names_of: dict[torch.dtype, dict[str, None]] = {}
-    for name, value in [*zip(parameters, args, strict=False), *kwargs.items()]:
+    argument_names = [argument.name for argument in func._schema.arguments]
+    named_arguments = [*zip(argument_names, args, strict=False), *kwargs.items()]
+    # For each dtype the names of its arguments; a dict, in place of a set, keeps their order.
+    names_of_dtype: dict[torch.dtype, dict[str, None]] = {}
+    for name, value in named_arguments:
         for tensor in tensors_in(value):
-            if tensor.dim() and tensor.dtype in (torch.float32, *LOWER_DTYPES):
-                names_of.setdefault(tensor.dtype, {})[name] = None
-    if len(names_of) < 2:
+            if tensor.dim() > 0 and tensor.dtype in (torch.float32, *LOWER_DTYPES):
+                names_of_dtype.setdefault(tensor.dtype, {})[name] = None
+    if len(names_of_dtype) < 2:
         return None
-    arguments = tuple((dtype, tuple(names)) for dtype, names in names_of.items())
+    arguments = tuple((dtype, tuple(names)) for dtype, names in names_of_dtype.items())
     return MixedCall(func._schema.name, arguments)
 
 
@@ -273,7 +283,7 @@ def remedies_for_writes(error: Exception, op: str, device_type: str) -> list[str
 def _matmul_in_place(error: Exception, op: str) -> str | None:
     """The name of the matmul that failed to write in place or into ``out=``, such as ``addmm_``.
 
-    None for any other error. The name is `op`, or that in the message; "" if neither has one.
+    None for any other error. `op` is the op that failed, or "" if the op is unknown.
     """
     message = str(error)
     is_in_place = op.endswith("_") and op.rstrip("_") in _ADDING_MATMULS
@@ -282,11 +292,12 @@ def _matmul_in_place(error: Exception, op: str) -> str | None:
     match = _IN_PLACE_MESSAGE.match(message) or _OUT_MESSAGE.match(message)
     if match is None:
         return None
-    return match[1] or op
+    name_in_message = match[1]
+    return name_in_message or op
 
 
 def user_line(error: Exception) -> str:
-    """The innermost line of the user's code in a traceback, as ``model.py:12``; "" if none is."""
+    """The innermost line of the user's code in a traceback, as ``model.py:12``; "" if none."""
     code_line = ""
     for frame, number in traceback.walk_tb(error.__traceback__):  # the innermost comes last
         path = Path(frame.f_code.co_filename)

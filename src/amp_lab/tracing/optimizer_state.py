@@ -4,7 +4,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,62 +19,69 @@ from amp_lab.tracing.storage_ledger import StorageLedger
 Parameter = tuple[tuple[int, ...], torch.dtype]  # shape and dtype
 
 
-def optimizer_bytes(
-    name: str, parameters: Iterable[Parameter], device_type: str
-) -> tuple[int, int]:
-    """Bytes of the optimizer's state, and the most that its step takes for temporaries.
+class OptimizerBytes(NamedTuple):
+    """The memory of an optimizer, in bytes."""
 
-    `name` is a key of `OPTIMIZERS`; `parameters` are the shape and dtype of each.
+    state: int  # between steps, such as the two moments of Adam
+    temporaries: int  # the most that a step takes besides
+
+
+def optimizer_bytes(name: str, parameters: Iterable[Parameter], device_type: str) -> OptimizerBytes:
+    """The bytes of the optimizer's state, and the most that its step takes for temporaries.
+
+    `name` is a key of `OPTIMIZERS`; `parameters` has the shape and dtype of each parameter.
     """
     optimizer = OPTIMIZERS[name]
-    looped = []  # parameters of a loop, which are counted together
-    # How often a call updates these parameters, by the optimizer's name and the parameters.
-    calls: Counter[tuple[str, tuple[Parameter, ...]]] = Counter()
+    # The parameters are grouped as they can be counted: an optimizer that loops over them is asked
+    # for all at once, any other for one at a time.
+    looped = []
+    # How many equal groups there are, by the optimizer that updates them and their parameters.
+    groups: Counter[tuple[str, tuple[Parameter, ...]]] = Counter()
     for parameter in parameters:
         shape, _ = parameter
-        if optimizer.rest and len(shape) != 2:
-            calls[optimizer.rest, (parameter,)] += 1
+        if optimizer.rest and len(shape) != 2:  # Muon leaves all but matrices to AdamW
+            groups[optimizer.rest, (parameter,)] += 1
         elif optimizer.loops:
             looped.append(parameter)
         else:
-            calls[name, (parameter,)] += 1
+            groups[name, (parameter,)] += 1
     if looped:
-        calls[name, tuple(looped)] = 1
-    # A foreach call has the temporaries of all parameters together, a loop those of one at a time.
+        groups[name, tuple(looped)] = 1
+    # A foreach step has the temporaries of all groups together, a loop those of one at a time.
     is_foreach = backend(device_type).foreach and optimizer.quantized is None
     state = 0
     temporaries = 0
-    for (updated_by, updated), count in calls.items():
-        own_state, own_temporaries = _bytes_of_one_call(updated_by, updated, device_type)
-        state += count * own_state
+    for (updated_by, group), count in groups.items():
+        of_group = _bytes_of_group(updated_by, group, device_type)
+        state += count * of_group.state
         if is_foreach:
-            temporaries += count * own_temporaries
+            temporaries += count * of_group.temporaries
         else:
-            temporaries = max(temporaries, own_temporaries)
-    return state, temporaries
+            temporaries = max(temporaries, of_group.temporaries)
+    return OptimizerBytes(state, temporaries)
 
 
 @functools.cache  # a transformer has the same few shapes in every block
-def _bytes_of_one_call(
+def _bytes_of_group(
     name: str, parameters: tuple[Parameter, ...], device_type: str
-) -> tuple[int, int]:
-    """Bytes of state and of temporaries for parameters that are updated in one call."""
+) -> OptimizerBytes:
+    """The bytes for parameters that one optimizer updates; `name` is that optimizer's."""
     optimizer = OPTIMIZERS[name]
     device = backend(device_type)
     if optimizer.quantized is None:
-        return _bytes_of_two_steps(optimizer, parameters, device)
+        return _measure_step(optimizer, parameters, device)
     ((shape, dtype),) = parameters  # these optimizers are asked for one parameter at a time
     values = math.prod(shape)
     state, temporaries = _quantized_bytes(optimizer.quantized, values, dtype.itemsize)
     if device.is_host:
         state += 4  # the counter of steps, which is on the host
-    return state, temporaries
+    return OptimizerBytes(state, temporaries)
 
 
-def _bytes_of_two_steps(
+def _measure_step(
     optimizer: Optimizer, shapes_and_dtypes: tuple[Parameter, ...], device: Backend
-) -> tuple[int, int]:
-    """Bytes of state and of temporaries, from two steps of the optimizer on ``meta``.
+) -> OptimizerBytes:
+    """Measure the bytes of an optimizer for some parameters, in two steps on ``meta``.
 
     The first step makes the state, the second is measured.
     """
@@ -87,36 +94,39 @@ def _bytes_of_two_steps(
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         options = {} if optimizer.loops else {"foreach": device.foreach}
-        made = optimizer.make(parameters, **options)
-        made.step()
-        states = tensors_in(list(made.state.values()))
+        torch_optimizer = optimizer.make(parameters, **options)
+        torch_optimizer.step()
+        states = tensors_in(list(torch_optimizer.state.values()))
         ledger = StorageLedger("meta")
         # Notes these storages, so that only those of the step are new. The kind does not matter.
         ledger.set_kind("optimizer", [*parameters, *gradients, *states])
         ledger.mark("before")
         with ledger:
-            made.step()
+            torch_optimizer.step()
         ledger.mark("after")
     # torch keeps counters of steps on the host: they take memory of the device only on a CPU.
     state = sum(tensor.nbytes for tensor in states if tensor.is_meta or device.is_host)
     trace = ledger.trace()
     in_use = trace.in_use()[trace.marks["before"] - 1 :]  # from the last event before the step
-    return state, int(in_use.max() - in_use[0])
+    temporaries = int(in_use.max() - in_use[0])
+    return OptimizerBytes(state, temporaries)
 
 
-def _quantized_bytes(quantized: QuantizedState, values: int, itemsize: int) -> tuple[int, int]:
-    """Bytes of state and of temporaries for a parameter of `values` numbers of `itemsize` bytes.
+def _quantized_bytes(quantized: QuantizedState, values: int, itemsize: int) -> OptimizerBytes:
+    """The bytes of an optimizer with a quantized state, for one parameter.
 
-    The state is two moments, in blocks of values with one fp32 scale each.
+    The parameter has `values` numbers of `itemsize` bytes. The state is two moments, in blocks of
+    values with one fp32 scale each.
     """
     # torchao quantizes the moments from 4096 values on, if they fill whole blocks. Else they have
     # the dtype of the parameter, and temporaries are not counted.
     if values < 4096 or values % quantized.block:
-        return 2 * values * itemsize, 0
+        return OptimizerBytes(state=2 * values * itemsize, temporaries=0)
     scale_bytes = 4 * values // quantized.block
     moment_bytes = values * quantized.bits // 8 + scale_bytes + quantized.table_bytes
     # The step computes new scales of both moments before it writes them over the old ones.
-    return 2 * moment_bytes, values * quantized.step_bytes + 2 * scale_bytes
+    step_bytes = values * quantized.step_bytes + 2 * scale_bytes
+    return OptimizerBytes(state=2 * moment_bytes, temporaries=step_bytes)
 
 
 class _ItemsAreOne(TorchFunctionMode):

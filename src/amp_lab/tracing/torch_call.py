@@ -24,12 +24,15 @@ class TorchCall:
     name: str = ""
     autocast_dtype: torch.dtype | None = None  # None: autocast is off
     casts_itself: bool = False  # whether a cast inside is its own, or the model's, not autocast's
-    # Of its arguments, by `key`: the dtypes change with autocast's casts.
+    # Of its arguments, by `key`. The dtypes change with autocast's casts. Both are empty for a call
+    # that is not one row.
     dtypes: dict[int, torch.dtype] = field(default_factory=dict)
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    given_dtype: torch.dtype | None = None  # of a recurrent layer's input, before casts
+    # The next three are for recurrent layers alone.
+    given_dtype: torch.dtype | None = None  # of the input, before casts
     matmul_dtypes: set[torch.dtype] = field(default_factory=set)  # of matmuls inside
-    copy_sources: dict[int, int] = field(default_factory=dict)  # storage of a copy: the original's
+    # For an argument that was copied: the key of the copy's storage, and that of the original's.
+    copy_sources: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.is_one_row = self.name in _ONE_ROW
@@ -40,9 +43,14 @@ class TorchCall:
         self.dtypes = {self.key(tensor): tensor.dtype for tensor in tensors}
         self.shapes = {self.key(tensor): tuple(tensor.shape) for tensor in tensors}
 
-    def inserts_cast(self, source: torch.Tensor, result: torch.Tensor) -> bool:
-        """Whether a cast during this call is autocast's; notes the new dtype of an argument."""
-        if self.casts_itself or self.autocast_dtype is None or not source.is_floating_point():
+    def note_cast(self, source: torch.Tensor, result: torch.Tensor) -> bool:
+        """Note a cast that ran during this call; return whether autocast inserted it.
+
+        If the source is an argument of a call that is one row, `dtypes` gets its new dtype.
+        """
+        if self.autocast_dtype is None or self.casts_itself:
+            return False
+        if not source.is_floating_point():
             return False
         if not self.is_one_row:
             return result.dtype in (self.autocast_dtype, torch.float32)
@@ -59,10 +67,10 @@ class TorchCall:
         self.dtypes[key] = result.dtype
         return is_first or not self.is_rnn
 
-    def note_inside(self, name: str, args: tuple, out: torch.Tensor, is_matmul: bool) -> None:
-        """Note an op inside a recurrent layer: a matmul's dtype, or an argument's copy.
+    def note_rnn_op(self, name: str, args: tuple, out: torch.Tensor, is_matmul: bool) -> None:
+        """Note an op that ran inside a recurrent layer, if it is a matmul or copies an argument.
 
-        `is_matmul` says whether the op is a matmul.
+        `name` is the name of the op, `args` are its arguments, and `out` is its first result.
         """
         if is_matmul or name in _RNN_KERNELS:
             self.matmul_dtypes.add(out.dtype)

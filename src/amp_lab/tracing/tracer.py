@@ -49,17 +49,18 @@ from amp_lab.tracing.ops_seen import (
     op_name,
 )
 from amp_lab.tracing.records import LOSS, RNN_LAYERS, place_of
-from amp_lab.tracing.rnn_calls import rnn_flops, run_first_step
+from amp_lab.tracing.rnn_calls import rnn_autocast_dtype, rnn_flops, run_first_step
 from amp_lab.tracing.running_module import ModuleCalls, Outputs, RunningModule, outputs_of
 from amp_lab.tracing.torch_call import NORMS, TorchCall
 
-_CALLED_INSIDE = {"instance_norm": ("batch_norm",)}  # autocast's rule may be that of this op
+# Norms that call another op, whose autocast rule then applies.
+_CALLED_INSIDE = {"instance_norm": ("batch_norm",)}
 # A cast inside one of these functions is the model's, not autocast's.
 _CASTING_FUNCTIONS = {
     "to", "half", "float", "double", "bfloat16", "type", "type_as", "_to_copy", "copy_",
     "tensor", "as_tensor", "asarray",
 }  # fmt: skip
-_SDPA = F.scaled_dot_product_attention  # as it is before `attribute_set` replaces it
+_ORIGINAL_ATTENTION = F.scaled_dot_product_attention  # before `attribute_set` replaces it
 _PLAIN_NAMES = {"__matmul__": "matmul", "__rmatmul__": "matmul"}
 _NO_FAKE_RULE = (
     fake_tensor.UnsupportedOperatorException,
@@ -86,11 +87,12 @@ class Tracer(TorchFunctionMode):
         self.outputs: Outputs = {}
         self.loss_dtype: torch.dtype | None = None
         self.error: Exception | None = None  # of the model or the loss: the rows end there
-        self.decisions = ""  # a sentence on the decisions that it took from a real run
+        # A sentence, if ops that depend on values got the results that they had in a real run.
+        self.decisions = ""
         self.without_gradient = ""  # torch's error for an op that has no backward pass
         # Why the backward pass of an `autograd.Function` was not followed, in a sentence.
         self.backward_not_followed = ""
-        self.failed_at: tuple[str, str] | None = None  # module and op of the error
+        self.failed_at: tuple[str, str] | None = None  # names of the module and op of the error
         self.failed_on: tuple[Operand, ...] = ()  # the operands of that op
         self._in_loss = False
         self.module_calls = ModuleCalls()
@@ -116,7 +118,7 @@ class Tracer(TorchFunctionMode):
         ):
             try:
                 result = self._run_model()
-            except NotAnswered:
+            except NotAnswered:  # the results of a real run do not fit: not an error of the model
                 raise
             except Exception as error:  # a model may raise anything: `xray` reports or raises it
                 fake_error = self._error_of_fakes(error)
@@ -174,9 +176,10 @@ class Tracer(TorchFunctionMode):
     def _try_backward(self, result: object) -> None:
         """Run the backward pass too, if the model has an `autograd.Function` of its own.
 
-        Only such a backward pass can fail under autocast if the forward pass did not: torch's own
-        functions compute it in the dtypes of the forward pass. If it fails, `without_gradient`,
-        `backward_not_followed` or `error` says why. Raises `ValuesNeeded` if it asks for values.
+        Without one, no backward pass fails under autocast if the forward pass did not: torch's own
+        functions compute it in the dtypes of the forward pass. If it fails, one of the attributes
+        `without_gradient`, `backward_not_followed` and `error` says why. Raises `ValuesNeeded` if
+        it asks for values.
         """
         seeds = seeds_of(result)
         functions = functions_of_the_model(seeds)
@@ -223,7 +226,7 @@ class Tracer(TorchFunctionMode):
     # Functions of torch
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        """Run a function of torch, so that `note_op` knows which call its ops belong to."""
+        """Run a function of torch as the innermost of `_calls`, to which its ops then belong."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__get__":  # the model reads an attribute of a tensor
@@ -247,13 +250,19 @@ class Tracer(TorchFunctionMode):
             self._log.end_call()
 
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor of the same shape and dtype; a fake one as it is."""
         if isinstance(tensor, fake_tensor.FakeTensor):
             return tensor
         return self._run.fake(tensor)
 
     def _casts_itself(self, name: str, arguments: tuple) -> bool:
-        """Whether casts inside of a function are the model's or the function's, not autocast's."""
-        if name in _CASTING_FUNCTIONS or any(isinstance(value, torch.dtype) for value in arguments):
+        """Whether casts inside of a function are the model's or the function's, not autocast's.
+
+        `name` is the name of the function.
+        """
+        if name in _CASTING_FUNCTIONS:
+            return True
+        if any(isinstance(value, torch.dtype) for value in arguments):
             return True
         if name not in NORMS:
             return False
@@ -262,36 +271,46 @@ class Tracer(TorchFunctionMode):
         return not any(has_autocast_rule(f"aten::{op}", self.device_type) for op in ops)
 
     def _attention_inside(self, *args, **kwargs) -> object:
-        """What runs in place of `scaled_dot_product_attention` inside of multi-head attention."""
-        return self.__torch_function__(_SDPA, (), args, kwargs)
+        """Trace `scaled_dot_product_attention`, in whose place this runs in `_run_call`."""
+        return self.__torch_function__(_ORIGINAL_ATTENTION, (), args, kwargs)
 
     def _run_call(self, call: TorchCall, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run a function; add its row if all of it is one row, else its ops add theirs."""
+        """Run a function of torch, and add its rows; return its result.
+
+        Most functions have a row for each op that they run, which `note_op` adds.
+        """
         if func is F.multi_head_attention_forward:
             # torch turns this mode off inside of that function, so its attention is replaced.
             with attribute_set(F, ATTENTION, self._attention_inside):
                 return func(*args, **kwargs)
-        if not call.is_one_row:
-            return func(*args, **kwargs)
+        if call.is_one_row:
+            return self._run_as_one_row(call, func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _run_as_one_row(self, call: TorchCall, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run attention, a norm or a recurrent layer, and add one row for all of its ops."""
         ins = tensors_in((args, kwargs))
         call.note_arguments(ins)
         flop_count = 0
         if call.name == ATTENTION:
             flop_count = Attention(*args, **kwargs).flops()
         elif call.name == FLEX_ATTENTION:
-            flop_count = Attention(*args[:3]).flops()
+            query, key, value = args[:3]
+            flop_count = Attention(query, key, value).flops()
         elif call.is_rnn:
             flop_count = rnn_flops(ins, self._log.names)
             call.given_dtype = ins[0].dtype
         if self._run.is_fake and call.name in RNN_LAYERS:
+            call.autocast_dtype = rnn_autocast_dtype(call, self.device_type)
             out = run_first_step(call, func, args, self.device_type)
         else:
             out = func(*args, **kwargs)
         if call.name == ATTENTION:
             out = self._in_kernel_layout(out)
         outs = tensors_in(out)
-        if call.name == FLEX_ATTENTION:  # without the statistics of the scores
-            ins, outs = ins[:3], outs[:1]
+        if call.name == FLEX_ATTENTION:  # query, key and value; no statistics of the scores
+            ins = ins[:3]
+            outs = outs[:1]
         self._log.add_row(self._module, call, call.name, ins, outs, flop_count)
         return out
 
@@ -307,9 +326,12 @@ class Tracer(TorchFunctionMode):
     # Ops that a function runs
 
     def note_failure(self, op: str, arguments: object) -> None:
-        """Note the place of an error, if no inner op noted it; `arguments` are (args, kwargs)."""
+        """Note where an error was raised, if the op that raised it has not done so already.
+
+        `op` is the name of an op or function, and `arguments` are its (args, kwargs).
+        """
         if self.failed_at is None:
-            self.failed_at = self._module, op
+            self.failed_at = (self._module, op)
             self.failed_on = self._sources.operands(tensors_in(arguments))
 
     def note_mixed(self, func: OpOverload, args: tuple, kwargs: dict) -> None:
@@ -327,10 +349,10 @@ class Tracer(TorchFunctionMode):
         self.mixed.setdefault(call, {})[self._module] = None
 
     def note_op(self, func: OpOverload, args: tuple, kwargs: dict, out: object) -> None:
-        """Note an op with its result `out`; this is called below autograd and autocast.
+        """Note an op that ran, with its result `out`: as a cast of autocast, or as a row.
 
-        This adds the op to the rows or, if autocast inserted the op as a cast, to the casts. If a
-        call is one row as a whole, the ops inside add no rows.
+        The op ran below autograd and autocast. If a call is one row as a whole, the ops inside add
+        no rows.
         """
         outs = tensors_in(out)
         if not outs or computes_nothing(func):
@@ -340,18 +362,18 @@ class Tracer(TorchFunctionMode):
         call = self._calls[-1] if self._calls else TorchCall()
         output_text = f"output of {call.name or name} in {place_of(self._module)}"
         self._sources.note_op(ins, outs, output_text)
-        # Under vmap, a copy may be of a plain number.
-        changes_dtype = name == "_to_copy" and ins and ins[0].dtype != outs[0].dtype
-        if changes_dtype and call.inserts_cast(ins[0], outs[0]):
-            self._log.add_cast(self._module, call, ins[0], outs[0])
-            return
+        if name == "_to_copy" and ins:  # under vmap, the copy may be of a plain number
+            source, result = ins[0], outs[0]
+            if source.dtype != result.dtype and call.note_cast(source, result):
+                self._log.add_cast(self._module, call, source, result)
+                return
         flop_count = flops(func, args, kwargs, out)
         if has_unknown_work(func, outs):
             self.unknown_work.setdefault(func._schema.name, {})[self._module] = None
         if not call.is_one_row:
             self._log.add_row(self._module, call, name, ins, outs, flop_count)
         elif call.is_rnn:
-            call.note_inside(name, args, outs[0], is_matmul=flop_count > 0)
+            call.note_rnn_op(name, args, outs[0], is_matmul=flop_count > 0)
 
 
 class _Ops(PlainOpsMode):

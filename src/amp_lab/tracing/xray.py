@@ -2,9 +2,9 @@
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -129,17 +129,30 @@ def xray_call(
     _check_inputs(call, real)
     # Without the wrapper of torch.compile the model runs in eager mode.
     call = dataclasses.replace(call, model=without_wrapper(model))
-    run = _xray_for_real if real else _xray_on_fakes
-    result = run(call, device_type, dtype)
+    if real:
+        result = _build_xray(_TraceSettings(call, device_type, real=True), dtype)
+    else:
+        result = _xray_on_fakes(call, device_type, dtype)
     return dataclasses.replace(
         result, autocast_off=autocast_off, compiled=has_compiled_modules(model)
     )
 
 
-def _xray_for_real(call: ModelCall, device_type: str, dtype: torch.dtype) -> Xray:
-    """The X-ray of a copy of the model that runs on the device itself."""
-    trace_to = functools.partial(_trace_for_real, call, device_type)
-    return _build_xray(call, trace_to, dtype, real=True)
+@dataclass(frozen=True)
+class _TraceSettings:
+    """Everything that a trace needs, except the dtype of autocast."""
+
+    call: ModelCall
+    device_type: str
+    real: bool  # whether a copy of the model runs on the device itself, not on fake tensors
+    # For fake tensors: the results that ops which depend on values had in a real run.
+    decisions: Decisions | None = None
+
+    def trace(self, dtype: torch.dtype) -> Tracer:
+        """Trace a forward pass under autocast to `dtype`; float32: without autocast."""
+        if self.real:
+            return _trace_for_real(self.call, self.device_type, dtype)
+        return _trace_on_fakes(self.call, self.device_type, self.decisions, dtype)
 
 
 def _xray_on_fakes(call: ModelCall, device_type: str, dtype: torch.dtype) -> Xray:
@@ -149,16 +162,18 @@ def _xray_on_fakes(call: ModelCall, device_type: str, dtype: torch.dtype) -> Xra
     decisions of that run. If this does not help, it tries the model for real to name a remedy.
     """
 
-    def trace(call: ModelCall, decisions: Decisions | None) -> Xray:
-        trace_to = functools.partial(_trace_on_fakes, call, device_type, decisions)
-        return _build_xray(call, trace_to, dtype, real=False)
+    def xray_with(call: ModelCall, decisions: Decisions | None) -> Xray:
+        settings = _TraceSettings(call, device_type, real=False, decisions=decisions)
+        return _build_xray(settings, dtype)
 
-    for_real = functools.partial(_xray_for_real, call, "cpu", dtype)
-    return answered(trace, call, "X-ray", for_real=for_real)
+    def xray_for_real() -> Xray:
+        return _build_xray(_TraceSettings(call, "cpu", real=True), dtype)
+
+    return answered(xray_with, call, "X-ray", for_real=xray_for_real)
 
 
 def _autocast_off(model: nn.Module) -> str:
-    """A remark if the weights of a model make the default leave autocast off; else ""."""
+    """A remark if autocast is off by default, because all weights are in 16 bits; else ""."""
     if dtype_for(model, "cpu") is not torch.float32:  # float32 stands for no autocast
         return ""
     dtype = low_weight_dtypes(model)[0]
@@ -170,24 +185,19 @@ def _autocast_off(model: nn.Module) -> str:
     return remark
 
 
-def _build_xray(
-    call: ModelCall,
-    trace_to: Callable[[torch.dtype], Tracer],
-    dtype: torch.dtype,
-    real: bool,
-) -> Xray:
+def _build_xray(settings: _TraceSettings, dtype: torch.dtype) -> Xray:
     """Trace a model under autocast to `dtype`, and make an X-ray of the trace.
 
-    `trace_to` runs it under autocast to any dtype; float32 is without autocast. `real` says whether
-    it runs on the device itself. Raises `TraceError` if the model fails without autocast too.
+    Raises `TraceError` if the model fails without autocast too.
     """
-    tracer = trace_to(dtype)
-    raised = _raised_under_autocast(tracer, trace_to, call)
+    model = settings.call.model
+    tracer = settings.trace(dtype)
+    raised = _raised_under_autocast(tracer, settings)
     return Xray(
-        model=type(call.model).__name__,
+        model=type(model).__name__,
         device_type=tracer.device_type,
         dtype=tracer.dtype,
-        real=real,
+        real=settings.real,
         rows=tracer.rows,
         casts=tracer.casts,
         output_dtypes=[dtype for dtype, _ in tracer.outputs.values()],
@@ -195,16 +205,14 @@ def _build_xray(
         loss_dtype=tracer.loss_dtype,
         raised=raised,
         advice=advise(tracer, raised),
-        modules=module_rows(call.model, tracer.module_calls),
+        modules=module_rows(model, tracer.module_calls),
         decisions=tracer.decisions,
-        training=call.model.training,
+        training=model.training,
     )
 
 
-def _raised_under_autocast(
-    tracer: Tracer, trace_to: Callable[[torch.dtype], Tracer], call: ModelCall
-) -> str | None:
-    """Explain the error of `tracer`, a trace under autocast, if the model runs without autocast.
+def _raised_under_autocast(tracer: Tracer, settings: _TraceSettings) -> str | None:
+    """Explain the error of a trace that ended with one, if the model runs without autocast.
 
     None if there is no error. Raises `TraceError` if the model fails without autocast too: then the
     model or its inputs are wrong, and a table is of no use. A run without autocast that gets beyond
@@ -212,25 +220,39 @@ def _raised_under_autocast(
     """
     if tracer.error is None:
         return None
+    call = settings.call
     explained = _explain_error(tracer, call)
-    has_no_autocast = tracer.dtype is torch.float32  # then `tracer` is itself the plain trace
-    try:
-        plain = tracer if has_no_autocast else trace_to(torch.float32)
-    except (MemoryNeeded, NotAnswered) as stop:
-        return f"{explained}; the pass without autocast ends later: {stop}"
-    if plain.error is None:
+    without_autocast = tracer
+    if tracer.dtype is not torch.float32:  # autocast was on
+        try:
+            without_autocast = settings.trace(torch.float32)
+        except (MemoryNeeded, NotAnswered) as stop:
+            return f"{explained}; the pass without autocast ends later: {stop}"
+    if without_autocast.error is None:
         return explained
-    low_dtypes = low_weight_dtypes(call.model)
-    if not low_dtypes:
-        raise TraceError(_explain_error(plain, call)) from plain.error
+    if not low_weight_dtypes(call.model):
+        raise TraceError(_explain_error(without_autocast, call)) from without_autocast.error
     # A model with some weights in 16 bits may need autocast to run, so the first error counts.
-    if has_no_autocast and low_operand(tracer.failed_on):
-        dtype = low_dtypes[0]
-        cure = _UNDER_AUTOCAST.sentence(dtype=dtype_name(dtype), short=short_name(dtype))
-        with contextlib.suppress(TraceError):  # it does not matter why that trace ends
-            if trace_to(dtype).error is None:
-                explained = f"{explained}; {cure}"
-    raise TraceError(explained) from tracer.error
+    raise TraceError(explained + _autocast_tip(tracer, settings)) from tracer.error
+
+
+def _autocast_tip(tracer: Tracer, settings: _TraceSettings) -> str:
+    """The advice to turn autocast on, with "; " before it; "" unless that makes the model run.
+
+    `tracer` has the failed trace of a model with weights in 16 bits.
+    """
+    if tracer.dtype is not torch.float32:  # autocast was on already
+        return ""
+    if low_operand(tracer.failed_on) is None:  # the op fails for another reason than its dtypes
+        return ""
+    dtype = low_weight_dtypes(settings.call.model)[0]
+    try:
+        error = settings.trace(dtype).error
+    except TraceError:  # the trace ends, so nobody knows whether the model would run
+        return ""
+    if error is not None:
+        return ""
+    return f"; {_UNDER_AUTOCAST.sentence(dtype=dtype_name(dtype), short=short_name(dtype))}"
 
 
 def _trace_on_fakes(
@@ -238,7 +260,8 @@ def _trace_on_fakes(
 ) -> Tracer:
     """Trace a forward pass on fake tensors under autocast to `dtype`; float32: without autocast.
 
-    The pass takes the `decisions` of a real run, if they are given.
+    `decisions` has the results that ops which depend on values had in a real run; None: there was
+    none.
     """
 
     def trace(default_device: contextlib.AbstractContextManager) -> Tracer:
@@ -260,8 +283,10 @@ def _trace_on_fakes(
         return tracer
     # Some models need tensors that are made without a device to be on the CPU. If that does not
     # help either, the first error is the one to show.
-    on_cpu = trace(torch.device("cpu"))
-    return tracer if on_cpu.error else on_cpu
+    second_tracer = trace(torch.device("cpu"))
+    if second_tracer.error is not None:
+        return tracer
+    return second_tracer
 
 
 def _trace_for_real(call: ModelCall, device_type: str, dtype: torch.dtype) -> Tracer:
@@ -294,9 +319,10 @@ def _explain_error(tracer: Tracer, call: ModelCall) -> str:
         module, op = tracer.failed_at
         where = f" in {place_of(module)} ({op})"
     reason = with_type(error)
-    mixed = remedy_for_mixed(error, op, tracer.failed_on, bool(low_weight_dtypes(model)))
-    if mixed:
-        reason = f"{reason}; {mixed}"
+    has_low_weights = bool(low_weight_dtypes(model))
+    cure = remedy_for_mixed(error, op, tracer.failed_on, has_low_weights)
+    if cure:
+        reason = f"{reason}; {cure}"
     tip = tip_for(error, model, "X-ray", tracer.device_type, op)  # with "; " before it, or ""
     return f"{type(model).__name__} fails on input {inputs}{where}: {reason}{tip}"
 
