@@ -17,24 +17,31 @@ class OpLog:
         self._backend = backend(device_type)
         self.rows: list[OpRecord] = []
         self.casts: list[Cast] = []
-        # Ops that autocast widened, each with the function for which it casts the result back.
+        # Ops that autocast runs in fp32, whose result it then casts back to 16 bits; each with the
+        # function that needs the second cast.
         self.bounces: list[tuple[OpRecord, str]] = []
         # The next two are by the key of a storage.
         self.names: dict[int, str] = {}  # of parameters, buffers and inputs
         self._written_by: dict[int, OpRecord] = {}  # the op that wrote it last
-        self._pending: list[Cast] = []  # casts of the inputs of the op that comes next
+        self._casts_since_row: list[Cast] = []  # those of the inputs of the op that comes next
 
     def end_call(self) -> None:
         """Forget casts without a following op: casts of a call do not count for the next call."""
-        self._pending = []
+        self._casts_since_row = []
 
     def add_row(
         self, module: str, call: TorchCall, name: str, ins: list, outs: list, flop_count: int
     ) -> None:
         """Add a row for an op, or for a call that is one row as a whole.
 
-        `ins` and `outs` are the inputs and outputs. For a call, the inputs have their dtypes from
-        before autocast's casts.
+        Args:
+            module: The name of the module that runs.
+            call: The call of a torch function that the op belongs to.
+            name: The name of the op, or of the function if all of the call is one row.
+            ins: The input tensors. For a call that is one row, the row has their dtypes from before
+                autocast's casts.
+            outs: The output tensors.
+            flop_count: The FLOPs.
         """
         row = OpRecord(
             module=module,
@@ -51,7 +58,7 @@ class OpLog:
             given_dtype=call.given_dtype,
         )
         self.rows.append(row)
-        self._pending = []
+        self._casts_since_row = []
         for tensor in outs:
             self._written_by[tensor_key(tensor)] = row
 
@@ -60,18 +67,19 @@ class OpLog:
 
         `ins` and `outs` are the tensors that the op got and returned.
         """
-        if any(_widens(cast.from_dtype, cast.to_dtype) for cast in self._pending):
+        if any(_widens(cast.from_dtype, cast.to_dtype) for cast in self._casts_since_row):
             return True
+        if name not in ("_softmax", "_log_softmax"):
+            return False
         # A softmax may need no cast: autocast calls it with the argument `dtype` set to fp32.
-        is_softmax = name in ("_softmax", "_log_softmax")
-        if not is_softmax or call.autocast_dtype is None or call.casts_itself:
+        if call.autocast_dtype is None or call.casts_itself:
             return False
         return _widens(ins[0].dtype, outs[0].dtype)
 
     def add_cast(
         self, module: str, call: TorchCall, source: torch.Tensor, result: torch.Tensor
     ) -> None:
-        """Add a cast that autocast has inserted."""
+        """Add a cast that autocast has inserted, from `source` to `result`."""
         storage = call.origin(source)
         row = self._written_by.get(storage)
         if row is None:
@@ -89,10 +97,10 @@ class OpLog:
             of_integers=row is not None and _gives_integers(row),
         )
         self.casts.append(cast)
-        self._pending.append(cast)
+        self._casts_since_row.append(cast)
         if row is None:
             return
-        # A later cast of this result is still a cast of that op's output.
+        # A later cast of `result` is still a cast of that op's output.
         self._written_by[tensor_key(result)] = row
         narrows = result.dtype in LOWER_DTYPES and source.dtype not in LOWER_DTYPES
         # Autocast widened the op's inputs, and now casts its output back to 16 bits.
@@ -103,11 +111,12 @@ class OpLog:
         """Whether autocast caches a cast, by the rule of cached_cast in ATen/autocast_mode.cpp."""
         if call.name in RNN_LAYERS and self._backend.fused_rnn_dtype is not None:
             return False  # a library that takes all weights as one flat copy has no cached casts
+        if not torch.is_autocast_cache_enabled() or torch.is_inference_mode_enabled():
+            return False
         if source.dtype is not torch.float32 or result.dtype is not call.autocast_dtype:
             return False
-        if not source.requires_grad or not source.is_leaf or source._is_view():
-            return False
-        return torch.is_autocast_cache_enabled() and not torch.is_inference_mode_enabled()
+        is_trained_leaf = source.requires_grad and source.is_leaf
+        return is_trained_leaf and not source._is_view()
 
 
 def _widens(before: torch.dtype, after: torch.dtype) -> bool:

@@ -20,8 +20,9 @@ class _Pivots(tuple):
     """The shape of a tensor of LAPACK's indices, which start at 1."""
 
 
-# Values for arguments of these names, in any op. A tuple is the shape of a tensor, which is of
-# floating-point numbers unless the tuple is of one of the classes above.
+# Values for arguments of these names, in any op. A tuple stands for a tensor of this shape, with
+# floating-point numbers unless the tuple is of one of the classes above. A list has several values,
+# which `_from_table` fits to the argument.
 _BY_NAME = {
     "dim": [0],
     "dims_self": [0],
@@ -115,14 +116,14 @@ def sizes_to_try(op: OpOverload) -> Iterator[Sizes]:
     combinations = itertools.product((2, 1, 3, 4, 5), repeat=min(len(names), 3))
     alike_first = sorted(combinations, key=lambda dims: len(set(dims)))
     for dims in alike_first:
-        yield Sizes(_cubes(dims, len(names)))
+        yield Sizes(_shapes(dims, len(names)))
     if set(names).isdisjoint(_MAYBE_INDICES):
         return
     for dims in alike_first:
-        yield Sizes(_cubes(dims, len(names)), with_indices=True)
+        yield Sizes(_shapes(dims, len(names)), with_indices=True)
 
 
-def _cubes(dims: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
+def _shapes(dims: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
     """`count` shapes with `dims` as their numbers of dimensions; the last number is repeated.
 
     With `dims` (1, 2) and a `count` of 3 they are (4,), (4, 4) and (4, 4).
@@ -133,9 +134,10 @@ def _cubes(dims: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
 
 
 class Sample:
-    """Arguments for an op, by name, in `arguments`.
+    """Arguments for a call of an op; `arguments` has them by name.
 
-    The first floating-point tensor has the dtype `first`, all others have `rest`.
+    The first floating-point tensor has the dtype `first`, all others have `rest`. `sizes` has the
+    shapes of the tensors that the tables above do not list.
     """
 
     def __init__(
@@ -150,12 +152,16 @@ class Sample:
         self.arguments = {argument.name: self._value(argument) for argument in op._schema.arguments}
 
     def _value(self, argument: torch.Argument) -> Any:
-        """A value for an argument: from the op's row, its default, by its name, or by its type."""
+        """A value for an argument, from the first of these that has one.
+
+        They are the op's row in `_BY_OP`, the argument's default, its name in `_BY_NAME`, a shape
+        of `Sizes`, and its type.
+        """
         name = argument.name
-        # The op's own table comes before a default: some defaults do not fit the shapes here.
-        own_values = _own_values(self._op)
-        if name in own_values:
-            return self._from_table(own_values[name], argument)
+        # The op's row comes before a default: some defaults do not fit the shapes here.
+        values_of_op = _values_of_op(self._op)
+        if name in values_of_op:
+            return self._from_table(values_of_op[name], argument)
         if argument.has_default_value():
             return argument.default_value
         if name in _BY_NAME:
@@ -164,7 +170,7 @@ class Sample:
             return self._of_next_shape(argument)
         type_name = str(argument.type)
         if type_name.startswith("List"):
-            # N is the length that the schema asks for, as in ``int[2]``; None: any, such as 2.
+            # N is the length that the schema asks for, as in ``int[2]``; None: any, so here 2.
             return [1] * (argument.N or 2)  # pyrefly: ignore[missing-attribute]: not in the stub
         if type_name.startswith("Optional"):
             return None
@@ -181,25 +187,29 @@ class Sample:
         return self._tensor(shape)
 
     def _from_table(self, value: Any, argument: torch.Argument) -> Any:
-        """Convert a value of a table to the type that the argument takes; a shape to a tensor."""
+        """Convert a value of a table to the type that the argument takes; a shape to a tensor.
+
+        The tables have one value for a name, but overloads take it in different types. ``dim``,
+        which is ``[0]`` there, may be a list of numbers, one number, or the name of a dimension.
+        """
         type_name = str(argument.type)
         if isinstance(value, tuple):  # a shape
             return self._tensor(value)
         takes_name = type_name in ("str", "List[str]")
-        # The table has the number of a dimension, and this overload takes its name.
-        if takes_name and not isinstance(value, str):
+        if takes_name and not isinstance(value, str):  # a dimension, here by its name
             return dimension_by_name(type_name)
         if not isinstance(value, list) or not value:
             return value
-        if type_name == "Tensor":  # a list in other overloads: here as many indices
+        if type_name == "Tensor":  # other overloads take a list: here as many indices, in a tensor
             shape = _Index((len(value),))
             return self._tensor(shape)
-        if "List" not in type_name:  # this op takes one value, where others take a list
+        if "List" not in type_name:  # other overloads take a list: here its first value
             return value[0]
         if isinstance(value[0], tuple):
             return [self._tensor(shape) for shape in value]
-        # The first N values, if the schema asks for N: of a padding for images, one for sequences.
-        return value[: argument.N or None]  # pyrefly: ignore[missing-attribute]: not in the stub
+        # The schema may ask for N values. A padding for images has more than one for sequences.
+        length = argument.N or len(value)  # pyrefly: ignore[missing-attribute]: not in the stub
+        return value[:length]
 
     def _tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor of a shape, in the next dtype; of an `_Index` or `_Pivots` in integers."""
@@ -217,7 +227,7 @@ class Sample:
         return half.expand(shape).contiguous()
 
 
-def _own_values(op: OpOverload) -> dict[str, Any]:
+def _values_of_op(op: OpOverload) -> dict[str, Any]:
     """The values of `_BY_OP` for this op, by the names of its arguments; else empty."""
     name = op._schema.name.removeprefix("aten::")
     return _BY_OP.get(name, {})
@@ -227,4 +237,4 @@ def _needs_shape(op: OpOverload, argument: torch.Argument) -> bool:
     """Whether an argument takes a tensor that is in no table, so that its shape has to be tried."""
     if str(argument.type) not in ("Tensor", "List[Tensor]"):
         return False
-    return argument.name not in _BY_NAME and argument.name not in _own_values(op)
+    return argument.name not in _BY_NAME and argument.name not in _values_of_op(op)

@@ -36,15 +36,15 @@ def flops(func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> in
     0 for any other op. `out` is the result of the call. Attention counts in full, although a causal
     kernel may leave out up to half of the work.
     """
-    packet = func._overloadpacket
-    own_formula = FLOP_FORMULAS.get(packet) or _FLOPS_BY_NAME.get(func._schema.name)
-    if own_formula is not None:
+    packet = func._overloadpacket  # the op with all its overloads
+    formula = FLOP_FORMULAS.get(packet) or _FLOPS_BY_NAME.get(func._schema.name)
+    if formula is not None:
         # The wrapper passes shapes in place of tensors, as these formulas take them.
-        return shape_wrapper(own_formula)(*args, **kwargs, out_val=out)
-    formula = flop_registry.get(packet)  # torch has put `shape_wrapper` around it already
-    if formula is None:
+        return shape_wrapper(formula)(*args, **kwargs, out_val=out)
+    torch_formula = flop_registry.get(packet)  # torch has put `shape_wrapper` around it already
+    if torch_formula is None:
         return 0
-    return formula(*args, **kwargs, out_val=out)
+    return torch_formula(*args, **kwargs, out_val=out)
 
 
 def has_unknown_work(func: OpOverload, outs: Sequence[torch.Tensor]) -> bool:
@@ -52,8 +52,10 @@ def has_unknown_work(func: OpOverload, outs: Sequence[torch.Tensor]) -> bool:
 
     `outs` are its results. Ops that return integers alone, such as indices, multiply nothing.
     """
-    packet = func._overloadpacket
-    if func.namespace == "aten" or func._schema.name in _FLOPS_BY_NAME or packet in flop_registry:
+    if func.namespace == "aten":
+        return False
+    has_formula = func._schema.name in _FLOPS_BY_NAME or func._overloadpacket in flop_registry
+    if has_formula:
         return False
     return any(tensor.is_floating_point() or tensor.is_complex() for tensor in outs)
 
@@ -63,9 +65,12 @@ def has_unknown_work(func: OpOverload, outs: Sequence[torch.Tensor]) -> bool:
 
 
 def _matmul_flops(*shapes, out_shape=None, **scales) -> int:
-    """FLOPs of (K,) or (M, K) times (K,), and of (B, M, K) times (B, K, N)."""
+    """FLOPs of (K,) or (M, K) times (K,), and of (B, M, K) times (B, K, N).
+
+    `shapes` ends with those of the two operands.
+    """
     left, right = shapes[-2:]  # addmv and addbmm have the tensor that they add to before them
-    columns = math.prod(right[2:])  # N, or 1 for a vector
+    columns = math.prod(right[2:])  # N of (B, K, N); 1 for a vector (K,)
     return 2 * math.prod(left) * columns
 
 
@@ -78,8 +83,8 @@ def _convolution_backward_flops(gradient, inputs, weight, *more, out_shape=None,
     # pixel of the output, or of the input if transposed.
     image = inputs if transposed else gradient  # (N, C, …)
     pixels = image[0] * math.prod(image[2:])
-    forward = 2 * pixels * math.prod(weight)
-    return forward * (needs_input + needs_weight)
+    forward_flops = 2 * pixels * math.prod(weight)
+    return forward_flops * (needs_input + needs_weight)  # the two are booleans
 
 
 def _grouped_matmul_flops(left, right, offsets=None, *more, out_shape=None, **settings) -> int:
@@ -104,8 +109,8 @@ def _bilinear_flops(left, weight, right, *more, out_shape=None, **settings) -> i
 def _deform_convolution_flops(image, weight, *more, out_shape: Any = None, **settings) -> int:
     """FLOPs as of a convolution, without the interpolation between pixels."""
     outputs = math.prod(out_shape)
-    per_output = math.prod(weight[1:])
-    return 2 * outputs * per_output
+    weights_per_output = math.prod(weight[1:])
+    return 2 * outputs * weights_per_output
 
 
 # Formulas for ops that torch's `flop_registry` lacks or counts wrongly. They also fit

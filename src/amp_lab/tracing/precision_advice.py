@@ -57,12 +57,12 @@ def _lstm_that_fails_on_this_cpu(trace: Tracer) -> Iterator[str]:
     lstms = [row for row in trace.rows if row.op == "lstm" and is_low(row)]
     # torch chooses the kernel by the dtype of the input before autocast casts it.
     facts = [(row, (row.dtype, row.given_dtype)) for row in lstms if not _is_projected(row)]
-    for subject, _, (dtype, given_dtype) in group_by_fact(facts):
-        error = lstm_error(dtype, with_gradients=True, input_dtype=given_dtype)
+    for subject, _, (dtype, input_dtype) in group_by_fact(facts):
+        error = lstm_error(dtype, with_gradients=True, input_dtype=input_dtype)
         if error is None:
             continue
         failure = f"{subject} fails in {short_name(dtype)} on this CPU"
-        if lstm_error(dtype, with_gradients=False, input_dtype=given_dtype) is None:
+        if lstm_error(dtype, with_gradients=False, input_dtype=input_dtype) is None:
             failure += " when it trains"
         yield f"{failure}: torch raises {error!r}. {NO_PRIMITIVE_REMEDY}."
 
@@ -70,9 +70,10 @@ def _lstm_that_fails_on_this_cpu(trace: Tracer) -> Iterator[str]:
 def _is_projected(row: OpRecord) -> bool:
     """Whether an LSTM has projections (`proj_size`), which torch runs without oneDNN."""
     # Weights have two dimensions; the input, always a batch here, and the states three, biases one.
-    weights = [shape for shape in row.in_shapes if len(shape) == 2]
+    weight_shapes = [shape for shape in row.in_shapes if len(shape) == 2]
     # Without projections all weights (4 x hidden, …) have the same number of rows.
-    return len({shape[0] for shape in weights}) > 1
+    row_counts = {shape[0] for shape in weight_shapes}
+    return len(row_counts) > 1
 
 
 @RULES.always
@@ -106,14 +107,16 @@ def _place_of_logits(outputs: Outputs, row: OpRecord) -> str | None:
     "" if the output is the logits themselves. `row` is the op of the loss. Logits are in 16 bits,
     and as long in the last dimension as the input of the op. Paths with "logits" come first.
     """
-    classes = row.in_shapes[0][-1:]  # (number of classes,), or () for a single number
-    candidates = [
-        place
-        for place, (dtype, shape) in outputs.items()
-        if classes and shape[-1:] == classes and dtype in LOWER_DTYPES
-    ]
-    candidates.sort(key=lambda place: "logits" not in place)
-    return next(iter(candidates), None)
+    loss_input = row.in_shapes[0]
+    if not loss_input:  # a single number
+        return None
+    paths = []
+    for path, (dtype, shape) in outputs.items():
+        has_as_many_classes = shape[-1:] == loss_input[-1:]
+        if has_as_many_classes and dtype in LOWER_DTYPES:
+            paths.append(path)
+    paths.sort(key=lambda path: "logits" not in path)  # False comes before True
+    return paths[0] if paths else None
 
 
 @RULES.under_autocast
@@ -123,7 +126,7 @@ def _work_not_in_low_precision(trace: Tracer) -> Iterator[str]:
     facts = [(row, (row.dtype, _not_low_reason(row, trace))) for row in wide]
     for subject, rows, (dtype, reason) in group_by_fact(facts):
         share = work_of(rows) / work_of(trace.rows)
-        is_untouched = _autocast_does_nothing_near(rows, trace.rows)
+        is_untouched = _are_modules_untouched(rows, trace.rows)
         # A whole module that autocast misses is likely a mistake, so a small share is reported too.
         least_share = SMALL_SHARE if is_untouched else _LARGE_SHARE
         if share < least_share:
@@ -151,13 +154,19 @@ def _not_low_reason(row: OpRecord, trace: Tracer) -> str:
     return _NO_RULE.sentence(device=device_type, dtype=dtype_name(trace.dtype))
 
 
-def _autocast_does_nothing_near(wide_rows: list[OpRecord], rows: list[OpRecord]) -> bool:
-    """Whether no op in the modules of the wide ops has 16 bits; False if they are in no module."""
-    # The model itself and the loss are no modules that autocast could miss as a whole.
+def _are_modules_untouched(wide_rows: list[OpRecord], rows: list[OpRecord]) -> bool:
+    """Whether autocast leaves alone the modules of the wide ops: none of their ops has 16 bits.
+
+    False if the ops are in the model's own code or in the loss. `rows` are all ops of the trace.
+    """
     modules = {row.module for row in wide_rows} - {"", LOSS}
-    near = [row for row in rows if row.module in modules]
-    has_low = any(not set(LOWER_DTYPES).isdisjoint(row.in_dtypes + row.out_dtypes) for row in near)
-    return bool(modules) and not has_low
+    if not modules:
+        return False
+    for row in rows:
+        dtypes = {*row.in_dtypes, *row.out_dtypes}
+        if row.module in modules and dtypes.intersection(LOWER_DTYPES):
+            return False
+    return True
 
 
 @RULES.under_autocast
@@ -182,8 +191,10 @@ def _rounded_softmax_and_norms(trace: Tracer) -> Iterator[str]:
     """Report softmax and norms that round their input and output to 16 bits."""
     facts = []
     for row in trace.rows:
-        # The loss has a remark of its own.
-        if row.op not in _SOFTMAX | NORMS or not is_low(row) or is_of_loss(row):
+        is_softmax_or_norm = row.op in _SOFTMAX or row.op in NORMS
+        if not is_softmax_or_norm or not is_low(row):
+            continue
+        if is_of_loss(row):  # `_loss_in_low_precision` reports it
             continue
         # On CUDA a softmax may take low precision and return fp32, which rounds nothing.
         if set(row.out_dtypes).issubset(LOWER_DTYPES):

@@ -69,7 +69,7 @@ class ModuleCalls:
 
 
 class RunningModule:
-    """Tracks the module that is running, with hooks of a model."""
+    """Tracks which module of a model is running, by hooks on all its modules."""
 
     def __init__(self) -> None:
         self._names = [""]  # of the modules that are running, the innermost last; "": none is
@@ -94,7 +94,9 @@ class RunningModule:
         self._names.append(name)
 
     def _leave(self, name: str, module: nn.Module, args: tuple, output: object) -> None:
-        # Remove this module, and those above it on the stack: they ended without a call of this
+        # Remove this module, and those above it on the stack, which ended without a call of this
         # hook. The first name, "", stays.
-        while len(self._names) > 1 and self._names.pop() != name:
-            pass
+        while len(self._names) > 1:
+            removed = self._names.pop()
+            if removed == name:
+                return

@@ -16,8 +16,8 @@ from amp_lab.tracing.fake_device import attribute_set
 def masks_of_transformers(call: ModelCall, decisions: Decisions | None) -> Iterator[None]:
     """The block in which a fake run gets the masks of a real one, if transformers is imported.
 
-    `call` has the fake inputs. With `decisions`, transformers reads values as in the real run that
-    recorded the decisions. Without `decisions`, transformers reads no values.
+    `call` has the fake inputs. `decisions` has the results that ops which depend on values had in a
+    real run: with them, transformers reads values as in that run. Without, it reads no values.
     """
     if decisions is None:
         with _positions_in_order(call):
@@ -31,20 +31,23 @@ def masks_of_transformers(call: ModelCall, decisions: Decisions | None) -> Itera
 def _positions_in_order(call: ModelCall) -> Iterator[None]:
     """The block in which positions that a model numbers itself do not count as packed sequences.
 
-    transformers reads them to see whether a row holds several sequences, and makes a mask for that
-    if they are fake. A row does only if the caller gave the positions.
+    transformers reads the positions to see whether a row of the batch holds several sequences. It
+    cannot read fake ones, and then makes a mask for several. But a row has several only if the
+    caller gives the positions, as an input.
     """
-    owner = sys.modules.get("transformers.masking_utils")
-    find = getattr(owner, "find_packed_sequence_indices", None)
-    if find is None:  # transformers is not imported, or is an older one
+    masking_utils = sys.modules.get("transformers.masking_utils")
+    find_packed = getattr(masking_utils, "find_packed_sequence_indices", None)
+    if find_packed is None:  # transformers is not imported, or is an older one
         yield
         return
-    given = {storage_key(tensor) for tensor in call.tensors}
+    input_keys = {storage_key(tensor) for tensor in call.tensors}
 
-    def find_in_given(position_ids: torch.Tensor) -> torch.Tensor | None:
-        return find(position_ids) if storage_key(position_ids) in given else None
+    def find_packed_in_inputs(position_ids: torch.Tensor) -> torch.Tensor | None:
+        if storage_key(position_ids) not in input_keys:
+            return None  # no row holds several sequences
+        return find_packed(position_ids)
 
-    with attribute_set(owner, "find_packed_sequence_indices", find_in_given):
+    with attribute_set(masking_utils, "find_packed_sequence_indices", find_packed_in_inputs):
         yield
 
 
@@ -54,9 +57,9 @@ def _values_asked_for() -> Iterator[None]:
 
     transformers drops an attention mask if all its values are 1, but never looks at fake tensors.
     """
-    owner = sys.modules.get("transformers.utils.import_utils")
-    if not hasattr(owner, "is_fake_tensor"):  # transformers is not imported, or is an older one
+    import_utils = sys.modules.get("transformers.utils.import_utils")
+    if not hasattr(import_utils, "is_fake_tensor"):  # not imported, or an older transformers
         yield
         return
-    with attribute_set(owner, "is_fake_tensor", lambda tensor: False):
+    with attribute_set(import_utils, "is_fake_tensor", lambda tensor: False):
         yield

@@ -142,7 +142,7 @@ class Xray(Printed):
 class _Line:
     """A line of the table: one module, or several alike that follow each other."""
 
-    label: str
+    label: str  # the text in the first column
     class_name: str
     rows: list[OpRecord]  # of one of the modules
     casts: list[Cast]  # of one of the modules
@@ -158,7 +158,9 @@ class _Line:
         work_dtypes = [row.dtype for row in self.rows if row.flops]
         other_dtypes = [row.dtype for row in self.rows if not row.flops]
         casts = self.times * len(self.casts)
-        last_dtypes = self.rows[-1].out_dtypes if self.rows else ()
+        output = "-"
+        if self.rows and self.rows[-1].out_dtypes:
+            output = short_name(self.rows[-1].out_dtypes[0])
         return [
             self.label,
             self.class_name,
@@ -167,11 +169,14 @@ class _Line:
             self._count_text(work_dtypes),
             self._count_text(other_dtypes),
             f"{casts:,}" if casts else "-",
-            short_name(last_dtypes[0]) if last_dtypes else "-",
+            output,
         ]
 
     def _count_text(self, dtypes: list[torch.dtype | None]) -> str:
-        """``bf16``, or if there are several ``bf16 24, fp32 2``, with how many ops have each."""
+        """The dtypes of some ops: ``bf16``, or ``bf16 24, fp32 2`` with how many ops have each.
+
+        "-" if there are none.
+        """
         counts = Counter(short_name(dtype) for dtype in dtypes if dtype)
         if len(counts) < 2:
             return next(iter(counts), "-")
@@ -180,23 +185,28 @@ class _Line:
 
 
 class _Outline:
-    """The modules that ran as a tree, from which the table takes as many levels as fit."""
+    """The lines of the table: the tree of modules that ran, down to the level that fits.
+
+    A line stands for a module with all of its submodules. One level deeper, it is replaced by the
+    lines of the submodules, and by one for the ops of the module's own code, if there are any.
+    """
 
     def __init__(self, result: Xray):
-        # A line for each module, with all of its submodules, and one for the loss.
-        self._sums = {module.name: _Line("", module.kind, [], []) for module in result.modules}
-        self._sums[LOSS] = _Line(LOSS, "loss_fn", [], [])
+        # By the name of a module: a line with its ops and casts and those of all its submodules.
+        self._totals = {module.name: _Line("", module.kind, [], []) for module in result.modules}
+        self._totals[LOSS] = _Line(LOSS, "loss_fn", [], [])
         for row in result.rows:
             for module in _with_parents(row.module):
-                self._sums[module].rows.append(row)
+                self._totals[module].rows.append(row)
         for cast in result.casts:
             for module in _with_parents(cast.module):
-                self._sums[module].casts.append(cast)
-        # Of each module the direct submodules that ran, in the model's order.
+                self._totals[module].casts.append(cast)
+        # By the name of a module: its direct submodules that ran, in the model's order.
         self._submodules: dict[str, list[str]] = defaultdict(list)
         for module in result.modules:
-            if module.name and self._sums[module.name].has_records:
-                self._submodules[module.name.rpartition(".")[0]].append(module.name)
+            if module.name and self._totals[module.name].has_records:
+                parent = module.name.rpartition(".")[0]
+                self._submodules[parent].append(module.name)
         # Cached, since `_pattern` asks for the lines of the same modules again and again.
         self._cached_lines = functools.cache(self._lines_of_module)
 
@@ -216,24 +226,23 @@ class _Outline:
     def _lines(self, depth: int) -> list[_Line]:
         """The lines of the model down to a depth, and that of the loss."""
         lines = []
-        # Labels are relative to the model, whose name is "".
-        for line in self._cached_lines("", depth):
+        for line in self._cached_lines("", depth):  # "" is the name of the model
             if line.label in ("", " itself"):
                 line = dataclasses.replace(line, label=f"the model{line.label}")
             lines.append(line)
-        if self._sums[LOSS].has_records:
-            lines.append(self._sums[LOSS])
+        if self._totals[LOSS].has_records:
+            lines.append(self._totals[LOSS])
         return lines
 
     def _lines_of_module(self, module: str, depth: int) -> tuple[_Line, ...]:
-        """The lines of a module and of its submodules down to a depth.
+        """The lines of a module and of its submodules, down to a depth below the module.
 
         Labels are without the module's name: "" for all of it, " itself" for its own code, and
         ``.conv1`` for a submodule.
         """
-        total = self._sums[module]
+        total = self._totals[module]
         submodules = self._submodules[module]
-        if not depth or not submodules:
+        if depth == 0 or not submodules:
             return (total,)
         own_rows = [row for row in total.rows if row.module == module]
         own_casts = [cast for cast in total.casts if cast.module == module]
@@ -246,13 +255,17 @@ class _Outline:
             if len(alike) > 1:  # ``.blocks.0 … 11``
                 last_number = alike[-1].removeprefix(_without_number(alike[0]))
                 name += f" … {last_number}"
+            # The lines of the first one stand for all.
             for line in self._cached_lines(alike[0], depth - 1):
                 times = line.times * len(alike)
                 lines.append(dataclasses.replace(line, label=name + line.label, times=times))
         return tuple(lines)
 
     def _pattern(self, module: str) -> tuple[str, list[list[str]]]:
-        """The name without its number, and the cells of all lines: equal for modules alike."""
+        """A key that is equal for numbered modules that did the same.
+
+        It has the module's name without its number, and the cells of all lines below it.
+        """
         # `total` only scales the share of the work, and equal work has equal shares.
         cells = [line.cells(total=1) for line in self._cached_lines(module, _MAX_DEPTH)]
         return _without_number(module), cells
@@ -294,16 +307,18 @@ class XrayComparison(Printed):
         return {"names": self.names, "different": self.different}
 
     def _table(self) -> Table:
-        # By the function that was called, and the dtypes of the op in either X-ray.
+        # The module of each op, grouped by the function that the model called and by the dtypes of
+        # the op in either X-ray.
         modules_of: dict[tuple[str, str, str], list[str]] = defaultdict(list)
         for row_a, row_b in self.different:
             row = row_a or row_b
             assert row is not None, "at least one of the two ran this op"
-            modules_of[row.called, _flow(row_a), _flow(row_b)].append(row.module or "the model")
+            key = (row.called, _dtype_text(row_a), _dtype_text(row_b))
+            modules_of[key].append(row.module or "the model")
         rows = []
-        for (called, flow_a, flow_b), modules in modules_of.items():
-            places = list(dict.fromkeys(modules))
-            rows.append([called, f"{len(modules):,}", flow_a, flow_b, listed(places, 3)])
+        for (called, dtypes_a, dtypes_b), modules in modules_of.items():
+            places = list(dict.fromkeys(modules))  # each module once
+            rows.append([called, f"{len(modules):,}", dtypes_a, dtypes_b, listed(places, 3)])
         name_a, name_b = self.names
         return Table(
             ["called", "ops", name_a, name_b, "where"],
@@ -325,21 +340,21 @@ class XrayComparison(Printed):
             yield f"{name}: {low}, {plural(len(result.casts), 'cast')}, output {outputs}."
 
 
-def _flow(row: OpRecord | None) -> str:
-    """``bf16``, or ``bf16 → fp32`` for an op that computes in bf16 and returns fp32.
+def _dtype_text(row: OpRecord | None) -> str:
+    """The dtype of an op: ``bf16``, or ``bf16 → fp32`` if it computes in bf16 and returns fp32.
 
     "not run" for None, and "-" if the op has neither a dtype nor outputs.
     """
     if row is None:
         return "not run"
-    # Equal dtypes become one key.
-    dtypes = dict.fromkeys((row.dtype, *row.out_dtypes[:1]))
-    names = [short_name(dtype) for dtype in dtypes if dtype]
-    return " → ".join(names) or "-"
+    dtypes = [row.dtype, *row.out_dtypes[:1]]
+    names = [short_name(dtype) for dtype in dtypes if dtype is not None]
+    different_names = dict.fromkeys(names)  # the same name twice becomes one
+    return " → ".join(different_names) or "-"
 
 
 def compare_xrays(a: Xray, b: Xray) -> XrayComparison:
-    """Align the ops of two X-rays by module and name, and keep ops that differ in a dtype.
+    """Align the ops of two X-rays by module and name, and collect ops that differ in a dtype.
 
     An op that only one X-ray has counts as different.
     """
