@@ -51,7 +51,7 @@ def test_a_config_stands_for_its_model(capsys, target):
 def test_what_is_printed_makes_the_same_model(capsys):
     command = ["advise", "llama", *IDS, "--minutes", "0.05", "--with", "num_hidden_layers=1"]
     options = advise_options(command)
-    imports, call = advise._model_call(options)
+    imports, call = advise._model_code(options)
     names: dict = {}
     exec("\n".join(imports), names)
     model = eval(call, names)

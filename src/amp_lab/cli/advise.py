@@ -3,7 +3,7 @@
 import argparse
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from amp_lab.cli.config_target import imports_and_call, is_config
 from amp_lab.cli.memory_check import require_memory
@@ -12,6 +12,9 @@ from amp_lab.cli.printing import require_output, show
 from amp_lab.cli.user_code import find_target, user_code_guard
 from amp_lab.core.errors import OptionError
 from amp_lab.core.requirements import require_matplotlib
+
+if TYPE_CHECKING:  # it loads torch, which takes seconds
+    from amp_lab.advisor import Advice
 
 
 def add(commands) -> None:
@@ -41,44 +44,55 @@ def add(commands) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Forecast, measure, and print the advice."""
-    import torch
-
-    from amp_lab.advisor import forecast, measured, trace_and_forecast
-    from amp_lab.core.device import pick_device
-    from amp_lab.core.gpus import absent_gpu
-
+    """Measure on this machine, or forecast for the GPU of --for, and print the advice."""
     _check_options(options)
-    end = time.perf_counter() + 60 * options.minutes
-    gpu = absent_gpu(options.gpu) if options.gpu else None
-    if gpu is None:
-        device = pick_device(options.device)
-        # Checked before inputs get values; `measured` checks again, for a step with AdamW.
-        require_memory(options, options.device, "fp32, the baseline")
+    if options.gpu:
+        advice = _forecast_advice(options)
     else:
-        device = torch.device(gpu.architecture.device_type)
-
-    def trace(loaded: LoadedModel) -> tuple[Any, ...]:
-        """X-ray the model and forecast its memory.
-
-        Returns `loaded`, the `Outlook`, and the `Advice` for a device that is not here;
-        None in its place if the device is here, where it will be measured.
-        """
-        outlook = trace_and_forecast(loaded.call, device, options.memory, gpu)
-        advice = None
-        if gpu is not None:
-            advice = forecast(loaded.call, outlook, gpu)
-        return loaded, outlook, advice
-
-    loaded, outlook, advice = trace_model(options, trace, with_values=gpu is None)
-    if advice is None:  # measured here, since the hooks in the block would be timed and compiled
-        seconds = end - time.perf_counter()
-        timeout = max(options.timeout, 180 * options.minutes)  # three times --minutes, in seconds
-        with user_code_guard(repr(options.target), timeout):
-            advice = measured(loaded.call, outlook, seconds, _setup_lines(options, loaded))
+        advice = _measured_advice(options)
     if options.html:
         advice.to_html(options.html)
     show(advice, options.format)
+
+
+def _forecast_advice(options: argparse.Namespace) -> "Advice":
+    """The advice for the GPU of --for, which need not be in this machine: nothing is timed."""
+    import torch
+
+    from amp_lab.advisor import forecast, trace_and_forecast
+    from amp_lab.core.gpus import absent_gpu
+
+    gpu = absent_gpu(options.gpu)
+    device = torch.device(gpu.architecture.device_type)
+
+    def trace(loaded: LoadedModel) -> "Advice":
+        outlook = trace_and_forecast(loaded.call, device, options.memory, gpu)
+        return forecast(loaded.call, outlook, gpu)
+
+    return trace_model(options, trace)
+
+
+def _measured_advice(options: argparse.Namespace) -> "Advice":
+    """The advice for a device of this machine: training and inference are timed on it."""
+    from amp_lab.advisor import measured, trace_and_forecast
+    from amp_lab.core.device import pick_device
+
+    end = time.perf_counter() + 60 * options.minutes
+    device = pick_device(options.device)
+    # Checked before inputs get values; `measured` checks again, for a step with AdamW.
+    require_memory(options, options.device, "fp32, the baseline")
+
+    def trace(loaded: LoadedModel) -> tuple[LoadedModel, Any]:
+        """X-ray the model and forecast its memory; return the model and this `Outlook`."""
+        return loaded, trace_and_forecast(loaded.call, device, options.memory, None)
+
+    loaded, outlook = trace_model(options, trace, with_values=True)
+    # `trace_model` puts hooks on the model, which would be timed and compiled. So the model is
+    # measured only now, when they are gone.
+    seconds = end - time.perf_counter()
+    timeout = max(options.timeout, 180 * options.minutes)  # three times --minutes, in seconds
+    with user_code_guard(repr(options.target), timeout):
+        return measured(loaded.call, outlook, seconds, _setup_lines(options, loaded))
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -93,15 +107,18 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _setup_lines(options: argparse.Namespace, loaded: LoadedModel) -> str:
-    """The code that makes ``model``, ``args``, ``kwargs`` and, if there is one, ``loss_fn``."""
-    imports, call = _model_call(options)
+    """The code that makes ``model``, ``args``, ``kwargs`` and, if there is one, ``loss_fn``.
+
+    It stands before the recommended code, so that the user can run the whole.
+    """
+    model_imports, model_code = _model_code(options)
     input_imports, input_lines = _input_lines(options, loaded)
     loss_imports, loss_lines = _loss_lines(options)
-    lines = ["torch.manual_seed(0)", f"{_returned_names(options, loaded)} = {call}"]
+    model_lines = ["torch.manual_seed(0)", f"{_returned_names(options, loaded)} = {model_code}"]
     if options.eval:
-        lines.append("model.eval()")
-    all_imports = dict.fromkeys([*imports, *input_imports, *loss_imports])
-    return "\n".join([*all_imports, "", *lines, *input_lines, *loss_lines])
+        model_lines.append("model.eval()")
+    imports = dict.fromkeys([*model_imports, *input_imports, *loss_imports])  # each line once
+    return "\n".join([*imports, "", *model_lines, *input_lines, *loss_lines])
 
 
 def _returned_names(options: argparse.Namespace, loaded: LoadedModel) -> str:
@@ -141,10 +158,10 @@ def _loss_lines(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     return imports, [f"loss_fn = {loss}"]
 
 
-def _model_call(options: argparse.Namespace) -> tuple[list[str], str]:
-    """Lines that import what the target needs, and an expression for what it is or returns.
+def _model_code(options: argparse.Namespace) -> tuple[list[str], str]:
+    """Lines that import the target, and an expression for the model that it is or returns.
 
-    That is a model, or a tuple that begins with one.
+    If the target returns a tuple that begins with a model, the expression is for the tuple.
     """
     from torch import nn
 
@@ -161,15 +178,15 @@ def _model_call(options: argparse.Namespace) -> tuple[list[str], str]:
 def _import_target(target: str) -> tuple[list[str], str]:
     """Lines that import a target such as ``FILE.py:CALLABLE``, and the name that it then has."""
     module, _, name = target.rpartition(":")
-    first = name.partition(".")[0]  # of `Class.method` the class is imported
+    imported_name = name.partition(".")[0]  # of `Class.method` the class is imported
     if not module.endswith(".py"):
-        return [f"from {module} import {first}"], name
+        return [f"from {module} import {imported_name}"], name
     path = Path(module).resolve()
     folder = str(path.parent)
     lines = [
         "import sys",
         f"sys.path.insert(0, {folder!r})",
-        f"from {path.stem} import {first}",
+        f"from {path.stem} import {imported_name}",
     ]
     return lines, name
 

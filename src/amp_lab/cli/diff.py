@@ -59,15 +59,15 @@ def run(options: argparse.Namespace) -> None:
     if sizes is not None:
         largest = max(sizes)
     require_memory(options, options.device or "cpu", "the two runs", largest)
-    found = _difference(options, sizes)
+    comparison = _run_both(options, sizes)
     if options.figure:
         from amp_lab import plots
 
-        module = None
-        if found.first:
-            module = found.first.module
-        plots.save(options.figure, plots.error_growth, found.growth, module)
-    show(found, options.format)
+        module = None  # the one to mark in the figure, where the runs diverge
+        if comparison.first:
+            module = comparison.first.module
+        plots.save(options.figure, plots.error_growth, comparison.growth, module)
+    show(comparison, options.format)
 
 
 def _check_options(options: argparse.Namespace) -> tuple[int, ...] | None:
@@ -95,8 +95,11 @@ def _check_options(options: argparse.Namespace) -> tuple[int, ...] | None:
     return sizes
 
 
-def _difference(options: argparse.Namespace, sizes: tuple[int, ...] | None) -> Any:
-    """Load what the options name, run it twice, and return the `RunComparison`."""
+def _run_both(options: argparse.Namespace, sizes: tuple[int, ...] | None) -> Any:
+    """Load the models that the options name, run them, and return the `RunComparison`.
+
+    `sizes` are the batch sizes of the two runs, or None.
+    """
     with load_model(options, with_values=True) as loaded:
         if options.other:
             with load_model(options, with_values=True, target=options.other) as other:
@@ -113,39 +116,43 @@ def _difference(options: argparse.Namespace, sizes: tuple[int, ...] | None) -> A
 def _compare(
     options: argparse.Namespace, call: "ModelCall", other: Any, sizes: tuple[int, ...] | None
 ) -> Any:
-    """Compare two runs, and return the `RunComparison`.
+    """Compare run A, of the model of `call`, with run B, of the model `other`.
 
-    If the options give a second model, `other` is that model, and both run as the options say. Else
-    `other` is a copy of the first model, and only its run is as the options say: the first model
-    runs on the CPU, in what `_first_precision` returns. `sizes` are the batch sizes of the two
-    runs, or None.
+    The options give the settings of run B. If they name a second model, which is then `other`, they
+    are the settings of run A too. Otherwise `other` is a copy of the first model, and run A is on
+    the CPU in the precision of `_baseline_precision`.
+
+    `sizes` are the batch sizes of the two runs, or None. Returns the `RunComparison`.
     """
     from amp_lab.difference import compare_runs
 
     size_a, size_b = sizes or (None, None)
-    b = _Setting(_device(options), options.precision, size_b)
+    setting_b = _Setting(_device(options), options.precision, size_b)
     if options.other:
-        a = dataclasses.replace(b, size=size_a)
+        setting_a = dataclasses.replace(setting_b, size=size_a)
     else:
-        a = _Setting("cpu", _first_precision(options.precision, call.model), size_a)
-    other_call = dataclasses.replace(call, model=other)
+        precision_a = _baseline_precision(options.precision, call.model)
+        setting_a = _Setting("cpu", precision_a, size_a)
     remarks = [
-        *_input_remarks("A", call, a.precision),
-        *_input_remarks("B", other_call, b.precision),
+        *_input_remarks("A", call, setting_a.precision),
+        *_input_remarks("B", dataclasses.replace(call, model=other), setting_b.precision),
     ]
-    # If the first run casts the inputs to 16 bits, the second gets the same rounded values.
-    call = _cast_inputs(call, _input_dtype(call.model, a.precision))
-    run_a = _make_run(call, a)
-    run_b = _make_run(dataclasses.replace(call, model=other), b)
-    difference = compare_runs(run_a, run_b)
-    return dataclasses.replace(difference, remarks=(*difference.remarks, *remarks))
+    # If run A casts the inputs to 16 bits, run B gets the same rounded values.
+    call = _cast_inputs(call, _input_dtype(call.model, setting_a.precision))
+    run_a = _make_run(call, setting_a)
+    run_b = _make_run(dataclasses.replace(call, model=other), setting_b)
+    comparison = compare_runs(run_a, run_b)
+    return dataclasses.replace(comparison, remarks=(*comparison.remarks, *remarks))
 
 
-def _first_precision(second: str | None, model: Any) -> str | None:
-    """The precision of the first of two runs of one model; None for the model as it is."""
-    if not second:
+def _baseline_precision(precision: str | None, model: Any) -> str | None:
+    """The precision of a model's run A, if run B is the same model in `precision`.
+
+    None is the model in the dtypes that it has.
+    """
+    if not precision:
         return None
-    if second in _FP32_MODES and _has_low_weights(model):
+    if precision in _FP32_MODES and _has_low_weights(model):
         return None  # a model in 16 bits is compared with its own copy in fp32
     return "fp32"
 
@@ -176,8 +183,10 @@ def _is_cast(tensor: Any, dtype: Any) -> bool:
 
     from amp_lab.core.tensors import LOWER_DTYPES
 
-    known = (torch.float32, *LOWER_DTYPES)
-    return dtype in known and tensor.dtype in known and tensor.dtype is not dtype
+    castable = (torch.float32, *LOWER_DTYPES)
+    if dtype not in castable or tensor.dtype not in castable:
+        return False
+    return tensor.dtype is not dtype
 
 
 def _cast_inputs(call: "ModelCall", dtype: Any) -> "ModelCall":
@@ -197,7 +206,7 @@ def _cast_inputs(call: "ModelCall", dtype: Any) -> "ModelCall":
 def _input_remarks(run: str, call: "ModelCall", precision: str | None) -> Iterator[str]:
     """A remark if the inputs of a run are cast to the dtype of the model's weights, else nothing.
 
-    `run` is its name in the sentence: A, B or both.
+    `run` is the name of the run in the remark: "A", "B" or "both". `precision` is that of the run.
     """
     from amp_lab.core.report import short_name
 
@@ -207,10 +216,10 @@ def _input_remarks(run: str, call: "ModelCall", precision: str | None) -> Iterat
 
 
 def _make_run(call: "ModelCall", setting: _Setting) -> Callable[[], Any]:
-    """A function that runs the model, with the loss if there is one.
+    """Prepare the model for a run, and return a function that runs it, with its loss if any.
 
-    The model itself is moved to the device of `setting`, cast if it has to be, and put into
-    evaluation mode if a batch size is set.
+    The model itself is moved to the device of `setting`, cast to fp32 if this is its precision and
+    the model has weights in 16 bits, and put into evaluation mode if a batch size is set.
     """
     import torch
 
@@ -241,8 +250,9 @@ def _compare_compiled(options: argparse.Namespace, call: "ModelCall") -> Any:
     remarks = _input_remarks("both", call, options.precision)
     call = _cast_inputs(call.to(device), _input_dtype(call.model, options.precision))
     with _autocast(options.precision, device):
-        found = compare_runs(call.model, torch.compile(call.model), *call.args, **call.kwargs)
-    return dataclasses.replace(found, remarks=(*found.remarks, *remarks))
+        compiled = torch.compile(call.model)
+        comparison = compare_runs(call.model, compiled, *call.args, **call.kwargs)
+    return dataclasses.replace(comparison, remarks=(*comparison.remarks, *remarks))
 
 
 def _device(options: argparse.Namespace) -> str:

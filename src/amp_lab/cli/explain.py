@@ -14,9 +14,9 @@ from amp_lab.core.errors import OptionError
 if TYPE_CHECKING:
     from amp_lab.failures import Explanation, Failure, OwnLine, Page
 
-_READ = 2**20  # bytes, from the end
-_LABEL = 12  # characters before the text of a line
-_WIDTH = 100  # where the output is no terminal
+_MOST_BYTES = 2**20  # of a log, from its end
+_LABEL_WIDTH = 12  # characters before the text of a line
+_LINE_WIDTH = 100  # at most, and where the output is no terminal
 
 
 def add(commands) -> None:
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the explanation of the text; return 0 if the text is known, 1 if not."""
     from amp_lab.failures import read_explanation
 
-    text = _given(options.text)
+    text = _read_text(options.text)
     if not text.strip():
         raise OptionError("the text is empty: give a message, a symptom, a code, or a log on stdin")
     explanation = read_explanation(text)
@@ -56,33 +56,36 @@ def run(options: argparse.Namespace) -> int:
     return 0 if explanation.failures else 1
 
 
-def _given(words: list[str]) -> str:
-    """The text of the arguments, of the file that they name, or of stdin."""
+def _read_text(words: list[str]) -> str:
+    """The text to explain: the arguments, the file that they name, or stdin for none and for "-".
+
+    Raises `OptionError` if there is none.
+    """
     text = " ".join(words)
     if words and os.path.isfile(text):
         with open(text, "rb") as file:
-            return _decoded(_last_bytes(file), text)
+            return _decode(_read_end(file), text)
     if words and text != "-":
         return text
     if sys.stdin.isatty() and not words:
         raise OptionError("give a message, the path of a log, or a log on stdin")
-    return _decoded(_last_bytes(sys.stdin.buffer), "stdin")
+    return _decode(_read_end(sys.stdin.buffer), "stdin")
 
 
-def _last_bytes(stream: BinaryIO) -> bytes:
-    """The last MB of a file or a pipe. A file is not read before that."""
+def _read_end(stream: BinaryIO) -> bytes:
+    """The last `_MOST_BYTES` of a file or a pipe. What is before them in a file is not read."""
     if stream.seekable():
         stream.seek(0, os.SEEK_END)
-        stream.seek(max(0, stream.tell() - _READ))
-        return stream.read(_READ)
-    last = b""
-    while block := stream.read(_READ):
-        last = (last + block)[-_READ:]
-    return last
+        stream.seek(max(0, stream.tell() - _MOST_BYTES))
+        return stream.read(_MOST_BYTES)
+    end = b""
+    while block := stream.read(_MOST_BYTES):
+        end = (end + block)[-_MOST_BYTES:]
+    return end
 
 
-def _decoded(data: bytes, name: str) -> str:
-    """The data as text; raises `OptionError` if they are no text."""
+def _decode(data: bytes, name: str) -> str:
+    """The data as text; raises `OptionError` if they are binary. `name` is their file or stream."""
     if b"\0" in data:
         raise OptionError(f"{name} is binary, not a log")
     return data.decode("utf-8", errors="replace")
@@ -106,28 +109,28 @@ def _print_failure(failure: "Failure", own_line: "OwnLine | None") -> None:
         ("The fix", failure.cure),
         ("Not this", failure.unsafe),
         ("Versions", failure.torch),
-        ("Your line", _place(own_line)),
+        ("Your line", _line_text(own_line)),
         ("More", failure.page),
     ]
     for label, text in parts:
         if text:
-            print(_labelled(label, text))
+            print(_wrap(label, text))
 
 
-def _labelled(label: str, text: str) -> str:
-    """The text, wrapped, beside its label."""
+def _wrap(label: str, text: str) -> str:
+    """The label, and the text beside it, wrapped into lines."""
     return textwrap.fill(
         text,
-        width=min(screen_width() or _WIDTH, _WIDTH),
-        initial_indent=f"  {label:<{_LABEL - 2}}",
-        subsequent_indent=" " * _LABEL,
+        width=min(screen_width() or _LINE_WIDTH, _LINE_WIDTH),
+        initial_indent=f"  {label:<{_LABEL_WIDTH - 2}}",
+        subsequent_indent=" " * _LABEL_WIDTH,
         break_long_words=False,
         break_on_hyphens=False,
     )
 
 
-def _place(line: "OwnLine | None") -> str:
-    """A line of the user's code, such as ``train.py:12, in step: loss.backward()``."""
+def _line_text(line: "OwnLine | None") -> str:
+    """A line of the user's code, such as ``train.py:12, in step: loss.backward()``; "" for None."""
     if line is None:
         return ""
     function = f", in {line.function}" if line.function else ""
@@ -139,12 +142,12 @@ def _unknown(explanation: "Explanation") -> str:
     """One line for an unknown text, with the pages that have the most words in common with it."""
     if not explanation.nearest:
         return "Unknown: this reference is about mixed precision in PyTorch, and no entry fits."
-    names = "; ".join(_name(page) for page in explanation.nearest)
-    return f"Unknown: no entry of the reference fits. Nearest by words: {names}"
+    titles = "; ".join(_title_and_address(page) for page in explanation.nearest)
+    return f"Unknown: no entry of the reference fits. Nearest by words: {titles}"
 
 
-def _name(page: "Failure | Page") -> str:
-    """A page's title, with where it is."""
+def _title_and_address(page: "Failure | Page") -> str:
+    """The title of a page, and where it is: the code of a failure, the address of other pages."""
     from amp_lab.failures import Failure
 
     where = page.code if isinstance(page, Failure) else page.page

@@ -57,7 +57,10 @@ class InputSpec:
 
 
 def parse_input(text: str) -> InputSpec:
-    """The input that a text describes. Raises `OptionError`, in one line, for any other text."""
+    """The input that a text describes, such as ``labels=int64:2,128<32000``.
+
+    Raises `OptionError`, in one line, for any other text.
+    """
     name, rest = _split_name(text)
     dtype_text, _, rest = rest.rpartition(":")
     dtype = dtype_text.strip() or "float32"
@@ -75,7 +78,10 @@ def parse_input(text: str) -> InputSpec:
 
 
 def _split_name(text: str) -> tuple[str | None, str]:
-    """The name of the argument, if one stands before ``=``, and what comes after it."""
+    """The name of the argument, or None without ``NAME=``, and the text that comes after it.
+
+    Raises `OptionError` if the name cannot be that of an argument.
+    """
     stripped = text.strip()
     if "=" not in stripped:
         return None, stripped
@@ -150,16 +156,17 @@ def split_arguments(inputs: Any, what: str) -> tuple[tuple, dict[str, Any]]:
 
     if isinstance(inputs, torch.Tensor):
         return (inputs,), {}
-    args: Any = inputs
+    args: Any = ()
     kwargs: Any = {}
     if isinstance(inputs, Mapping):
-        args = ()
         kwargs = inputs
     elif not isinstance(inputs, (tuple, list)):
         kinds = "a tensor, a tuple, a dict or (args, kwargs)"
         raise OptionError(f"{what} returns a {type(inputs).__name__} as the inputs: give {kinds}")
     elif _is_args_and_kwargs(inputs):
         args, kwargs = inputs
+    else:
+        args = inputs
     if not all(isinstance(name, str) for name in kwargs):
         raise OptionError(f"{what}: the names of arguments are strings: {list(kwargs)[:3]}")
     return tuple(args), dict(kwargs)
@@ -191,7 +198,7 @@ def _parse_bound(text: str, limit: str, dtype: str) -> int:
     """The number N of ``<N``, below which integers are drawn.
 
     `limit` is the text after ``<``, and `text` the whole ``--input``. Raises `OptionError` if the
-    limit is no number that the dtype holds, or the dtype none of integers.
+    limit is not a number from 1 on that the dtype holds, or if the dtype is not one of integers.
     """
     if dtype not in _INTEGERS:
         raise OptionError(f"--input {_quote(text)}: <{limit} is for integers: give int64:{text}")

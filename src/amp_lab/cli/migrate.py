@@ -49,11 +49,12 @@ def run(options: argparse.Namespace) -> int:
         raise OptionError(f"--diff prints no --format {options.format}: leave one of them out")
     select = tuple(options.select or SELECTIONS)
     wanted = Wanted(select, mark=options.mark, patch=options.diff)
-    found = migrate_paths(options.paths, options.write, wanted)
-    if options.write:
-        found = list(found)  # `migrate_paths` is lazy; a closed pipe must not end it half-way
+    # One result after the other, as the files are read, so that the first diff is printed at once.
+    new_results = migrate_paths(options.paths, options.write, wanted)
+    if options.write:  # first change all files: a closed pipe must not end the loop half-way
+        new_results = list(new_results)
     results = []
-    for result in found:
+    for result in new_results:
         results.append(result)
         problem = result.error or result.skipped
         if problem:
@@ -78,7 +79,7 @@ def _print_diff(result: "Result", options: argparse.Namespace) -> None:
 
 
 def _report(results: "list[Result]", options: argparse.Namespace) -> None:
-    """Print what was found, in the format asked for."""
+    """Print the findings in the format of --format, and a summary."""
     from amp_lab.migrate import format_github, notes_on_versions
 
     if options.format == "github":
@@ -92,11 +93,11 @@ def _report(results: "list[Result]", options: argparse.Namespace) -> None:
 
 
 def _format_lines(results: "list[Result]") -> str:
-    """A line for each finding, ``PATH:LINE: …``, after an empty line; empty without findings."""
+    """A line for each finding, ``PATH:LINE: …``, after an empty line; "" without findings."""
     text = ""
     for result in results:
         for line in result.lines:
-            text += f"{result.path}:{line}\n"
+            text += f"{result.path}:{line}\n"  # the text of `line` begins with its number
     if not text:
         return ""
     return f"\n{text}"
@@ -115,16 +116,16 @@ def _format_summary(results: "list[Result]", is_written: bool) -> str:
     if kinds["note"]:
         counts.append(_count(kinds["note"], "note"))
     if is_written:
-        count = sum(result.written for result in results)
+        count = len([result for result in results if result.written])
         change = "changed"
     else:
-        count = sum(bool(result.diff) for result in results)
+        count = len([result for result in results if result.diff])
         change = "to change with --write"
     return f"{', '.join(counts)}; {_count(count, 'file')} {change}\n"
 
 
 def _count(number: int, noun: str) -> str:
-    """``1 file``, or ``0 files``."""
+    """A number with its noun: ``1 file``, or ``2 files``."""
     if number != 1:
         noun = f"{noun}s"
     return f"{number} {noun}"

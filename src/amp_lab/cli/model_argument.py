@@ -40,9 +40,9 @@ _TIMEOUT_S = 600
 class LoadedModel:
     """The model that the options name, with further facts that a command needs."""
 
-    call: "ModelCall"
+    call: "ModelCall"  # the model with its inputs and its loss
     returned: int = 0  # length of the tuple that the callable returned; 0 for a model alone
-    form: str = ""  # the `python_form` of what --batch returns
+    form: str = ""  # the `python_form` of what --batch returns; "" without --batch
     observer: "Observer" = field(init=False)
     """Notes mistakes in the inputs and the loss when the model runs."""
 
@@ -120,14 +120,15 @@ def load_model(
             with observer.watching():
                 yield loaded
         except AmpLabError as error:
-            if observer.problem:
+            if observer.problem:  # it says more than the error
                 raise OptionError(f"{target!r}: {observer.problem}") from error
             if _lacks_values(error):
-                raise  # for `trace_model`, which builds it with values
-            if isinstance(error, TraceError) and type(loaded.call.model).__name__ in str(error):
-                raise TraceError(f"{error}{_hint(loaded.call, str(error))}") from error
+                raise  # unchanged: `trace_model` catches it, and builds the model with values
+            is_about_model = type(loaded.call.model).__name__ in str(error)
+            if isinstance(error, TraceError) and is_about_model:
+                raise TraceError(f"{error}{_inputs_hint(loaded.call, str(error))}") from error
             raise
-        if observer.problem:
+        if observer.problem:  # a mistake that raised no error, since fake tensors have no values
             raise OptionError(f"{target!r}: {observer.problem}")
 
 
@@ -149,7 +150,7 @@ def trace_model(
 
 
 def _lacks_values(error: AmpLabError) -> bool:
-    """Whether a trace failed because the model depends on values, and had none."""
+    """Whether a trace failed because the model depends on values, but was built on ``meta``."""
     from amp_lab.tracing.decisions import NoValues
 
     return isinstance(error, NoValues)
@@ -164,9 +165,9 @@ def _seconds(text: str) -> float:
 
 
 def _load(options: argparse.Namespace, target: str, with_values: bool) -> LoadedModel:
-    """The model that `target` names, with the inputs and the loss of the options, and an observer.
+    """Build the model that `target` names, and give it the inputs and the loss of the options.
 
-    Raises `OptionError`.
+    What the options leave out is what the target itself returns. Raises `OptionError`.
     """
     from amp_lab.cli.model_checks import Observer
 
@@ -182,7 +183,7 @@ def _load(options: argparse.Namespace, target: str, with_values: bool) -> Loaded
     elif options.batch:
         args, kwargs, loaded.form = load_batch(options.batch)
         call = dataclasses.replace(call, args=args, kwargs=kwargs)
-    _check_there_are_inputs(call)
+    _require_inputs(call)
     loaded.observer = Observer(call, _upper_bounds(specs))
     loss_fn = call.loss_fn
     loss_name = f"the loss of {target}"
@@ -198,7 +199,7 @@ def _load(options: argparse.Namespace, target: str, with_values: bool) -> Loaded
 
 
 def _upper_bounds(specs: list[InputSpec]) -> list[int | None]:
-    """The `below` of each input, in the order of `ModelCall.named_inputs`."""
+    """The `below` of each input, in the order of `ModelCall.named_inputs`: by position, by name."""
     by_position = [spec.below for spec in specs if spec.name is None]
     by_name = [spec.below for spec in specs if spec.name is not None]
     return [*by_position, *by_name]
@@ -236,31 +237,35 @@ def _parse_value(text: str, value: str) -> Any:
 
 
 def _build(target: str, arguments: dict[str, Any], with_values: bool) -> LoadedModel:
-    """The model that a target is, or the model, inputs and loss that it returns."""
+    """The model that a target is or returns, with the inputs and the loss if it returns them too.
+
+    `arguments` are those of --with.
+    """
     from torch import nn
 
     from amp_lab.model_call import ModelCall
 
     if is_config(target):
-        built = _call_builder(
-            target, functools.partial(build_from_config, target, arguments), {}, with_values
-        )
-        return _unpack(target, built)
-    found = find_target(target)
-    if isinstance(found, nn.Module):  # a model that exists already, which must not be called
+        build = functools.partial(build_from_config, target, arguments)
+        return _unpack(target, _call_builder(target, build, {}, with_values))
+    model_or_builder = find_target(target)
+    if isinstance(model_or_builder, nn.Module):  # it is callable too, but must not be called
         if arguments:
             raise OptionError(f"{target!r} is a finished model: --with is for what builds one")
-        return LoadedModel(ModelCall(found))
-    if not callable(found):
-        kind = f"{target!r} is of type {type(found).__name__}"
+        return LoadedModel(ModelCall(model_or_builder))
+    if not callable(model_or_builder):
+        kind = f"{target!r} is of type {type(model_or_builder).__name__}"
         raise OptionError(f"{kind}: give a callable that returns an nn.Module")
-    return _unpack(target, _call_builder(target, found, arguments, with_values))
+    return _unpack(target, _call_builder(target, model_or_builder, arguments, with_values))
 
 
 def _call_builder(
     target: str, build: Callable[..., Any], arguments: dict[str, Any], with_values: bool
 ) -> Any:
-    """What the callable returns; built on ``meta`` if that is possible and no values are needed."""
+    """Call `build`, which the target names, with the `arguments`, and return what it returns.
+
+    Unless `with_values` is set, the model is built on ``meta``, if that is possible.
+    """
     import torch
 
     from amp_lab.tracing.meta_build import build_on_meta
@@ -327,13 +332,13 @@ def _find_loss(text: str) -> Callable[[Any], Any]:
             return _loss_of_output(output, text)
 
         return loss
-    found = find_target(text)
-    if isinstance(found, type):  # a class such as nn.MSELoss, of which the loss is an instance
-        found = call_user_function(f"--loss {text!r}", found, {})
-    if not callable(found):
-        kind = type(found).__name__
+    loss_fn = find_target(text)
+    if isinstance(loss_fn, type):  # a class such as nn.MSELoss, of which the loss is an instance
+        loss_fn = call_user_function(f"--loss {text!r}", loss_fn, {})
+    if not callable(loss_fn):
+        kind = type(loss_fn).__name__
         raise OptionError(f"--loss {text!r} is of type {kind}: give a callable, or .NAME")
-    return found
+    return loss_fn
 
 
 def _loss_of_output(output: Any, text: str) -> Any:
@@ -352,12 +357,14 @@ def _loss_of_output(output: Any, text: str) -> Any:
     raise OptionError(f"--loss {text}: {has}; some have it only if labels are given")
 
 
-def _check_there_are_inputs(call: "ModelCall") -> None:
+def _require_inputs(call: "ModelCall") -> None:
     """Raise `OptionError` if the model needs arguments and none are given."""
     from amp_lab.model_call import arguments_of
 
+    if call.args or call.kwargs:
+        return
     needed = [p.name for p in arguments_of(call.model) if p.default is p.empty]
-    if call.args or call.kwargs or not needed:
+    if not needed:
         return
     raise OptionError(
         f"{type(call.model).__name__} takes {', '.join(needed)}: add --input for each, such as "
@@ -375,11 +382,11 @@ def _ids_option(model: "nn.Module") -> str:
     return "'int64:2,128<32000'"
 
 
-def _hint(call: "ModelCall", error: str) -> str:
-    """What the model takes, or else which inputs were given, as the end of a sentence.
+def _inputs_hint(call: "ModelCall", error: str) -> str:
+    """A hint on the inputs for the end of an error message, with "; " before it, or "".
 
     `error` is the message of the failed trace. If it says that arguments are missing or too many,
-    that is what the model takes; else the inputs, if there are several; else nothing.
+    the hint is what the model takes; else, if there are several inputs, their names and shapes.
     """
     from amp_lab.core.report import dtype_name
     from amp_lab.model_call import arguments_of

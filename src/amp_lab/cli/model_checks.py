@@ -15,13 +15,18 @@ from amp_lab.model_call import ModelCall
 
 def _upper_bound(ids: torch.Tensor) -> int | None:
     """The largest of these integers plus 1; None if they have no values or are no integers."""
-    if ids.is_meta or ids.is_floating_point() or ids.is_complex() or not ids.numel():
+    if ids.is_meta or ids.numel() == 0:
+        return None
+    if ids.is_floating_point() or ids.is_complex():
         return None
     return int(ids.max()) + 1
 
 
 class Observer:
-    """Watches a model run and notes mistakes in its inputs, which fake tensors do not show."""
+    """Watches a model run and notes mistakes in its inputs and its loss.
+
+    On fake tensors, which have no values, an id beyond the vocabulary raises no error.
+    """
 
     def __init__(self, call: ModelCall, below: Sequence[int | None]):
         """`below` has an upper bound for the values of each input, or None if it is unknown.
@@ -33,14 +38,16 @@ class Observer:
         self._below = list(below)
         if not self._below:
             self._below = [_upper_bound(tensor) for _, tensor in self._inputs]
-        self._by_storage: dict[int | None, int] = {}  # index of the input with this storage
+        # While the model runs: for the key of a storage, the index of the input that has it.
+        self._by_storage: dict[int | None, int] = {}
         self.problem: str | None = None
         """The mistake in one line, with more detail than torch's error."""
-        self._outputs: list[tuple[str, torch.Size]] = []  # name and shape, if floating-point
+        # The name and shape of each floating-point output of the last run.
+        self._outputs: list[tuple[str, torch.Size]] = []
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """The block in which each run of the model is watched; no tensor is kept alive."""
+        """The block in which each run of the model is watched, by hooks on its modules."""
         with contextlib.ExitStack() as hooks:
             begin = self._model.register_forward_pre_hook(self._begin, with_kwargs=True)
             hooks.enter_context(begin)
@@ -52,7 +59,10 @@ class Observer:
             yield
 
     def watch_loss(self, loss_fn: Callable[[Any], Any], text: str) -> Callable[[Any], Any]:
-        """The loss, with a check that it returns one number; `text` names it in messages."""
+        """Wrap the loss so that a mistake sets `problem`: an error, or a result of many numbers.
+
+        `text` names the loss in messages.
+        """
 
         def loss(output: Any) -> Any:
             try:
@@ -65,11 +75,11 @@ class Observer:
                 raise
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 return value
-            found = type(value).__name__
+            returned = type(value).__name__
             shape = getattr(value, "shape", None)
             if shape is not None:
-                found = f"shape {tuple(shape)}"
-            self.problem = f"{text} must return one number, not {found}"
+                returned = f"shape {tuple(shape)}"
+            self.problem = f"{text} must return one number, not {returned}"
             raise OptionError(self.problem)
 
         return loss
@@ -78,7 +88,7 @@ class Observer:
     def loss_left_out(self) -> str | None:
         """A remark if a missing loss changes the forecast, as for a language model; else None."""
         for name, shape in self._outputs:
-            if not shape and name:  # a single number with a name, which may be the loss
+            if name and len(shape) == 0:  # a single number with a name, which may be the loss
                 has = f"the output has {name!r}"
                 return f"{has}: add --loss .{name}, or all of it is differentiated"
         embeddings = [m for m in self._model.modules() if isinstance(m, nn.Embedding)]
@@ -94,7 +104,7 @@ class Observer:
 
     def _begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """A hook before the model that notes the storages of its inputs."""
-        self.problem = None  # a problem of an earlier run, such as one with another batch
+        self.problem = None  # forget that of an earlier run, such as one with another batch
         self._by_storage = {}
         for index, (_, tensor) in enumerate(ModelCall(model, args, kwargs).named_inputs()):
             self._by_storage[storage_key(tensor)] = index
@@ -116,9 +126,10 @@ class Observer:
         return check
 
     def _check_ids(self, index: int, place: str, rows: int) -> None:
-        """Set `problem` if the input with this index has no integers, or ids beyond the rows.
+        """Set `problem` if an input that an embedding looks up has no integers, or too large ones.
 
-        `place` is the embedding in words.
+        `index` is the position of the input in `_inputs`, `place` describes the embedding, as
+        ``embedding 'tokens'``, and `rows` is the number of its rows.
         """
         name, ids = self._inputs[index]
         below = self._below[index]

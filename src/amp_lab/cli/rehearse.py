@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> None:
     require_memory(options, "cpu", "rehearse", inference=options.eval)
     with load_model(options, with_values=True) as loaded:
         call = loaded.call
-        found = rehearse(
+        rehearsal = rehearse(
             call.model,
             *call.args,
             formats=names,
@@ -75,8 +75,8 @@ def run(options: argparse.Namespace) -> None:
     if options.figure:
         from amp_lab import plots
 
-        plots.save(options.figure, plots.errors_by_layer, found.layers)
-    show(found, options.format)
+        plots.save(options.figure, plots.errors_by_layer, rehearsal.layers)
+    show(rehearsal, options.format)
 
 
 def _require_count(option: str, value: int, least: int) -> None:

@@ -48,14 +48,14 @@ def find_target(target: str) -> Any:
         module = _import_file(target, module_name)
     else:
         module = _import_module(target, module_name)
-    found: Any = module
+    named_object: Any = module
     for name in path.split("."):  # NAME may be a method: Class.method
         try:
-            found = getattr(found, name)
+            named_object = getattr(named_object, name)
         except AttributeError:
             hint = _near_name_hint(module_name, module, path)
             raise OptionError(f"{target!r}: {module_name} has no {path!r}{hint}") from None
-    return found
+    return named_object
 
 
 def _are_identifiers(path: str) -> bool:
@@ -109,13 +109,12 @@ def _call_problem(function: Any, arguments: dict[str, Any], error: BaseException
     if arguments:
         values = [f"{name}={value!r}" for name, value in arguments.items()]
         how = f"with {', '.join(values)}"
-    return (
-        f"cannot be called {how}: {with_type(error)}{_missing_arguments_hint(function, arguments)}"
-    )
+    hint = _missing_arguments_hint(function, arguments)
+    return f"cannot be called {how}: {with_type(error)}{hint}"
 
 
 def _missing_arguments_hint(function: Any, arguments: dict[str, Any]) -> str:
-    """How to give the arguments that a function still needs, as the end of a sentence.
+    """How to give the arguments that a function needs besides `arguments`, to end a sentence.
 
     Empty if it needs no more.
     """
@@ -162,11 +161,14 @@ def _time_limit(what: str, timeout: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _trap_exit() -> Iterator[None]:
-    """The block in which `os._exit` raises `SystemExit`; not in processes that are forked there."""
+    """The block in which `os._exit` raises `SystemExit`.
+
+    The real one would end the process without a message of ours. Processes that are forked in the
+    block still have the real one.
+    """
     process_id = os.getpid()
 
     def exit_by_exception(status: int) -> NoReturn:
-        """Stands in for `os._exit`, which would end the process with no message of ours."""
         if os.getpid() == process_id:
             raise SystemExit(status)
         _END_AT_ONCE(status)
@@ -182,15 +184,15 @@ def _trap_exit() -> Iterator[None]:
 def _silence_output() -> Iterator[None]:
     """The block in which nothing reaches standard output, neither from Python nor from C."""
     sys.stdout.flush()
-    real = os.dup(1)  # 1 is standard output; C writes to it directly
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
+    saved_stdout = os.dup(1)  # 1 is standard output; C writes to it directly
+    with open(os.devnull, "wb") as null:
+        os.dup2(null.fileno(), 1)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
-        os.dup2(real, 1)
-        os.close(real)
+        os.dup2(saved_stdout, 1)
+        os.close(saved_stdout)
 
 
 def _import_module(target: str, module_name: str) -> ModuleType:
@@ -204,8 +206,9 @@ def _import_module(target: str, module_name: str) -> ModuleType:
         missing = ""
         if isinstance(error, ModuleNotFoundError):
             missing = error.name or ""
-        # The module itself, or a package that it is in, is missing, and not one that it imports.
-        if missing and f"{module_name}.".startswith(f"{missing}."):
+        # Whether the module itself or a package around it is missing, not one that it imports.
+        is_target_missing = f"{module_name}.".startswith(f"{missing}.")
+        if missing and is_target_missing:
             problem = f"no module {missing!r} is installed, or in this folder"
             hint = _near_file_hint(target, module_name)
             raise OptionError(f"{target!r}: {problem}{hint}") from None
@@ -233,10 +236,10 @@ def _import_file(target: str, file: str) -> ModuleType:
     # Under the file's own name if that is free: pickle looks classes up by their module's name.
     name = path.stem if path.stem.isidentifier() else "target_file"
     loaded = sys.modules.get(name)
-    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
-        return loaded
     if loaded is not None:
-        name = f"_{name}"
+        if getattr(loaded, "__file__", None) == str(path):
+            return loaded
+        name = f"_{name}"  # another module has this name
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -258,26 +261,30 @@ def _import_error(target: str, error: BaseException) -> BaseException:
     """
     if isinstance(error, KeyboardInterrupt):
         return error
-    hint = ""
     if "relative import" in str(error):
         hint = "; give it as a module of its package, as PACKAGE.MODULE:CALLABLE"
     else:
-        hint = _main_guard_hint(target.rpartition(":")[2], error)
+        name = target.rpartition(":")[2]
+        hint = _main_guard_hint(name, error)
     return OptionError(f"{target!r} cannot be imported: {_format_error(error)}{hint}")
 
 
 def _main_guard_hint(path: str, error: BaseException) -> str:
     """What to do if a statement after the target's definition fails, as the end of a sentence.
 
-    `path` is the target's name in its module. Empty if something else fails.
+    `path` is the target's name in its module, such as ``Net`` or ``Net.build``. Empty if something
+    else fails.
     """
     name = path.partition(".")[0]
     for frame, line in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_name == "<module>" and name in frame.f_globals:
-            file = Path(frame.f_code.co_filename)
-            if not file.is_file() or _is_definition(file, line):
-                return ""
-            return f"; {_GUARD.sentence(line=line, file=file.name, name=path)}"
+        is_module_code = frame.f_code.co_name == "<module>"
+        if not is_module_code or name not in frame.f_globals:
+            continue
+        # The outermost module that has defined the name, and then failed at this line.
+        file = Path(frame.f_code.co_filename)
+        if not file.is_file() or _is_definition(file, line):
+            return ""
+        return f"; {_GUARD.sentence(line=line, file=file.name, name=path)}"
     return ""
 
 
@@ -315,35 +322,36 @@ def _models_defined_in(module: ModuleType) -> list[str]:
 
 
 def _model_hint(target: str) -> str:
-    """What to write for a target such as ``models.py`` or ``torchvision.models:``.
+    """What to write for a target without a name, such as ``models.py`` or ``torchvision.models:``.
 
-    The end of a sentence with the models that are there; empty if none is.
+    The end of a sentence with the targets of models that are there; empty if there are none.
     """
     path = target.rstrip(":")
     try:
-        module_name, names = _models_in_path(target, path)
+        targets = _targets_in(target, path)
     except OptionError:  # there is no such module
         return ""
-    if not names:
+    if not targets:
         return ""
-    meant = " or ".join(f"{module_name}:{name}" for name in names[:3])
-    return f"; did you mean {meant}?"
+    return f"; did you mean {' or '.join(targets[:3])}?"
 
 
-def _models_in_path(target: str, path: str) -> tuple[str, list[str]]:
-    """The module or file that a path without a colon names, and the models in it.
+def _targets_in(target: str, path: str) -> list[str]:
+    """The targets of the models in a file or module, such as ``models.py:Net``.
 
-    For a path such as ``PACKAGE.MODULE.NAME``: the module, and that name alone. Raises
-    `OptionError` if there is no such module.
+    `path` is the file or module; of ``PACKAGE.MODULE.NAME``, the target of that name. `target` is
+    for messages. Raises `OptionError` if there is no such module.
     """
     if path.endswith(".py"):
-        return path, _models_defined_in(_import_file(target, path))
-    if not _are_identifiers(path):
-        return path, []
-    try:
-        return path, _models_defined_in(_import_module(target, path))
-    except OptionError:
-        module_name, _, name = path.rpartition(".")
-        if module_name and hasattr(_import_module(target, module_name), name):
-            return module_name, [name]
-        raise
+        module = _import_file(target, path)
+    elif not _are_identifiers(path):
+        return []
+    else:
+        try:
+            module = _import_module(target, path)
+        except OptionError:
+            module_name, _, name = path.rpartition(".")
+            if module_name and hasattr(_import_module(target, module_name), name):
+                return [f"{module_name}:{name}"]
+            raise
+    return [f"{path}:{name}" for name in _models_defined_in(module)]

@@ -84,21 +84,21 @@ def run(options: argparse.Namespace) -> None:
             xray_call(loaded.call, device, dtype_of(name), options.real) for device, name in sides
         ]
 
-    found, *others = trace_model(options, trace, with_values=options.real)
+    result, *others = trace_model(options, trace, with_values=options.real)
     if others:
-        (other,) = others
-        if found.title == other.title:
+        (other,) = others  # at most one, that of --against
+        if result.title == other.title:
             same = f"--against {options.against!r} is the same again"
             raise OptionError(f"{same}: give another device or dtype")
-        show(compare_xrays(found, other), options.format)
+        show(compare_xrays(result, other), options.format)
     elif options.depth is not None:
-        show(found.by_module(options.depth), options.format)
+        show(result.by_module(options.depth), options.format)
     else:
-        show(found, options.format)
+        show(result, options.format)
 
 
 def _sides(options: argparse.Namespace) -> list[tuple[str, str | None]]:
-    """The device and dtype to X-ray in, then those to compare with, if any.
+    """The device and dtype to X-ray in, and with --against a second pair, to compare with.
 
     A dtype is a name such as ``bf16``, or None for the backend's own. Raises `OptionError` for
     options that do not go together.
@@ -132,7 +132,7 @@ def _run_sharded(options: argparse.Namespace) -> None:
         parallel = options.parallel
         if parallel_of(call.model) == parallel:  # the target has sharded the model itself
             parallel = None
-        found = xray_sharding(
+        result = xray_sharding(
             call.model,
             *call.args,
             parallel=parallel,
@@ -141,7 +141,7 @@ def _run_sharded(options: argparse.Namespace) -> None:
             reduce_dtype=options.reduce_dtype,
             **call.kwargs,
         )
-    show(found, options.format)
+    show(result, options.format)
 
 
 def _other_side(text: str, device: str, dtype: str | None) -> tuple[str, str | None]:
