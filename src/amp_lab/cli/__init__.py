@@ -71,10 +71,10 @@ class _MainParser(_Parser):
 
     def parse_args(self, args=None, namespace=None):
         """Parse as argparse does; an unknown option is reported with a similar one."""
-        options, rest = self.parse_known_args(args, namespace)
-        if rest:
-            hint = _did_you_mean(rest[0], self.commands.choices[options.command])
-            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            hint = _did_you_mean(unknown[0], self.commands.choices[options.command])
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return options
 
     def format_help(self) -> str:
@@ -96,27 +96,28 @@ class _MainParser(_Parser):
         return formatter.format_help()
 
 
-def _did_you_mean(given: str, parser: argparse.ArgumentParser) -> str:
+def _did_you_mean(argument: str, parser: argparse.ArgumentParser) -> str:
     """The end of a message about an unknown option, such as ``; did you mean --precision?``.
 
-    It names an option of the command with a similar name, or with that word in its help; empty if
-    there is none.
+    It names an option of the command's `parser` with a similar name, or else one with this word in
+    its help. Empty if there is none, and if the unknown `argument` is no option.
     """
-    name = given.partition("=")[0]
+    name = argument.partition("=")[0]
     if not name.startswith("--"):
         return ""
-    help_of: dict[str, str] = {}
+    help_of: dict[str, str] = {}  # option: its help text
     for action in parser._actions:
-        names = [option for option in action.option_strings if option.startswith("--")]
-        help_of.update(dict.fromkeys(names, str(action.help)))
-    near = difflib.get_close_matches(name, help_of, n=1)
+        for option in action.option_strings:
+            if option.startswith("--"):
+                help_of[option] = str(action.help)
+    suggestions = difflib.get_close_matches(name, help_of, n=1)
     word = name.strip("-").lower()
     for option, text in help_of.items():
         if word in re.findall(r"\w+", text.lower()):
-            near.append(option)
-    if not near:
+            suggestions.append(option)
+    if not suggestions:
         return ""
-    return f"; did you mean {near[0]}?"
+    return f"; did you mean {suggestions[0]}?"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -149,13 +150,14 @@ def main(argv: list[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     """Run the command; return its exit code, 0 by default. Warnings are printed in a line each."""
 
-    def print_warning(message: Warning | str, *where: object, **more: object) -> None:
+    def print_warning(message: Warning | str, *_: object, **__: object) -> None:
+        """Stands in for `warnings.showwarning`, which gets the place of the warning too."""
         show_warning(options.command, message)
 
     _refuse_empty(options)
     with warnings.catch_warnings(action="default", category=AmpLabWarning):  # whatever -W says
         warnings.showwarning = print_warning
-        with needed_for(options.command):
+        with needed_for(options.command):  # names the command if a package is missing
             if options.needs_torch:
                 require_torch()
             code = options.run(options)

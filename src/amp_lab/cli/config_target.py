@@ -30,9 +30,9 @@ def build_from_config(target: str, changes: dict[str, Any]) -> "nn.Module":
 
 
 def imports_and_call(target: str, changes: dict[str, Any]) -> tuple[list[str], str]:
-    """The line that imports the model's class, and the expression that makes the model.
+    """The code for the model: a list with the line that imports its class, and an expression.
 
-    Such as ``from transformers import AutoConfig, GPT2LMHeadModel``, and
+    They are such as ``from transformers import AutoConfig, GPT2LMHeadModel``, and
     ``GPT2LMHeadModel(AutoConfig.from_pretrained('gpt2', n_layer=2))``.
     """
     with nothing_logged():
@@ -43,9 +43,10 @@ def imports_and_call(target: str, changes: dict[str, Any]) -> tuple[list[str], s
     arguments = [repr(name_or_path)]
     for name, value in changes.items():
         arguments.append(f"{name}={value!r}")
-    config = f"AutoConfig.from_pretrained({', '.join(arguments)})"
-    name = architecture.__name__
-    return [f"from transformers import AutoConfig, {name}"], f"{name}({config})"
+    config_code = f"AutoConfig.from_pretrained({', '.join(arguments)})"
+    class_name = architecture.__name__
+    import_line = f"from transformers import AutoConfig, {class_name}"
+    return [import_line], f"{class_name}({config_code})"
 
 
 def _read(target: str, changes: dict[str, Any]) -> tuple[Any, Any]:
@@ -55,24 +56,27 @@ def _read(target: str, changes: dict[str, Any]) -> tuple[Any, Any]:
     """
     if target.endswith(".json") and not Path(target).is_file():
         raise OptionError(f"{target!r}: there is no such file")
-    config, unknown = _config(target, changes)
+    config, unknown = _load_config(target, changes)
     if unknown:
         names = ", ".join(unknown)
         raise OptionError(f"{target!r}: a {type(config).__name__} has no {names}: see --with")
-    names = config.architectures or []
-    if not names:
+    if not config.architectures:
         raise OptionError(f"{target!r}: it names no architecture; write a function instead")
+    class_name = config.architectures[0]
     transformers = importlib.import_module("transformers")
-    architecture = getattr(transformers, names[0], None)
+    architecture = getattr(transformers, class_name, None)
     if architecture is None:
-        raise OptionError(f"{target!r}: transformers {transformers.__version__} has no {names[0]}")
+        raise OptionError(
+            f"{target!r}: transformers {transformers.__version__} has no {class_name}"
+        )
     return config, architecture
 
 
-def _config(target: str, changes: dict[str, Any]) -> tuple[Any, list[str]]:
-    """The config, and those names of `changes` that it does not know.
+def _load_config(target: str, changes: dict[str, Any]) -> tuple[Any, list[str]]:
+    """The config with `changes`, and the names of those changes that it does not know.
 
-    Raises `OptionError` if it cannot be read, and `RequirementError` without transformers.
+    Raises `OptionError` if transformers cannot read it, and `RequirementError` without
+    transformers.
     """
     try:
         transformers = importlib.import_module("transformers")

@@ -20,10 +20,15 @@ def require_memory(
 ) -> None:
     """Raise `OptionError` if a step is forecast to need more memory than the device has.
 
-    Linux would kill the process in such a step. `name` is the device; None is the default device.
-    `what` names the command or option that runs the step, and begins the message. With `inference`,
-    the step is a forward pass. `size` replaces the batch size. If there is no forecast, the
-    function does not raise.
+    Linux would kill the process in such a step. If the model cannot be traced, there is no
+    forecast, and the function does not raise.
+
+    Args:
+        options: The options of the command, which name the model and its inputs.
+        name: The name of the device; None is the default device.
+        what: The command or option that runs the step: the message begins with it.
+        size: The batch size, if it is not that of the inputs.
+        inference: Whether the step is a forward pass alone.
     """
     from amp_lab.core.device import pick_device
     from amp_lab.core.device_facts import memory_bytes

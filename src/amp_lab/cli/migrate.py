@@ -97,7 +97,7 @@ def _format_lines(results: "list[Result]") -> str:
     text = ""
     for result in results:
         for line in result.lines:
-            text += f"{result.path}:{line}\n"  # the text of `line` begins with its number
+            text += f"{result.path}:{line}\n"  # `line` begins with its number, or its cell
     if not text:
         return ""
     return f"\n{text}"

@@ -41,8 +41,8 @@ def screen_width() -> int | None:
 def tell(line: str, at_once: bool = False) -> None:
     """Print an error to stderr, in one line.
 
-    If all processes that torchrun started on a machine have the same error, the first process
-    prints it, and torchrun then ends the others. So the others wait three seconds before they
+    The processes that torchrun started on a machine mostly have the same error. Then the first
+    process prints it, and torchrun ends the others. So the others wait three seconds before they
     print. `at_once` is for an error that only this process has: this process does not wait.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0" and not at_once:
@@ -104,7 +104,9 @@ def drop_unwritten() -> None:
     try:
         flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # From now on standard output goes to the null device, and so does the buffer.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
 
 
 def show_warning(command: str, message: Warning | str) -> None:
@@ -124,8 +126,8 @@ def require_figure(path: str, what: str) -> None:
 def require_output(path: str | os.PathLike, ours: bool = False) -> None:
     """Raise `OptionError` now, and not after minutes, if a file could not or should not be written.
 
-    An existing file may be replaced only if it is empty, if our mark is at its beginning, or if the
-    caller sets `ours`.
+    An existing file may be replaced only if it is empty or if its beginning says that this package
+    wrote it, which `GENERATOR` is. With `ours`, any file may be: the caller has its own check.
     """
     beginning = b""
     try:

@@ -27,8 +27,8 @@ def add(commands) -> None:
     for field in dataclasses.fields(RunConfig):
         # No default: a run that is resumed takes what is not given from its folder.
         _add_option(settings, field, default=argparse.SUPPRESS)
-    started = "start with: torchrun --nproc-per-node N -m amp_lab train … --parallel ddp"
-    groups = {"": parser, TOGETHER: parser.add_argument_group(TOGETHER, started)}
+    start_line = "start with: torchrun --nproc-per-node N -m amp_lab train … --parallel ddp"
+    groups = {"": parser, TOGETHER: parser.add_argument_group(TOGETHER, start_line)}
     for field in dataclasses.fields(RunOptions):
         group = groups[field.metadata["group"]]
         if field.default is dataclasses.MISSING:
@@ -48,10 +48,11 @@ def _add_option(group, field: dataclasses.Field, **default: object) -> None:
     if field.type is bool:
         group.add_argument(name, action="store_true", help=text, **default)
         return
-    kind = field.type
-    if get_args(kind):
-        kind = get_args(kind)[0]  # int of `int | None`
-    group.add_argument(name, metavar=field.metadata["metavar"], type=kind, help=text, **default)
+    value_type = field.type
+    if get_args(value_type):
+        value_type = get_args(value_type)[0]  # int of `int | None`
+    metavar = field.metadata["metavar"]
+    group.add_argument(name, metavar=metavar, type=value_type, help=text, **default)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -68,17 +69,17 @@ def run(options: argparse.Namespace) -> int:
         except OSError:  # the reader of a pipe has ended, or a disk is full: the run goes on
             drop_unwritten()
 
-    settings = _values(options, RunConfig)
+    settings = _fields_given(options, RunConfig)
     config = RunConfig(**settings)
-    run_options = RunOptions(**_values(options, RunOptions))
+    run_options = RunOptions(**_fields_given(options, RunOptions))
     stopped_by = runs.train(config, run_options, given=tuple(settings), say=say)
     if stopped_by is None:
         return 0
     return 128 + stopped_by  # as a shell does for a program that this signal ended
 
 
-def _values(options: argparse.Namespace, kind: type) -> dict[str, Any]:
-    """The options that are fields of the dataclass `kind`, by name, without those not given."""
-    given = vars(options)
-    names = [field.name for field in dataclasses.fields(kind)]
-    return {name: given[name] for name in names if name in given}
+def _fields_given(options: argparse.Namespace, dataclass: type) -> dict[str, Any]:
+    """The values of options that are fields of a dataclass, by name, without those not given."""
+    values = vars(options)
+    names = [field.name for field in dataclasses.fields(dataclass)]
+    return {name: values[name] for name in names if name in values}

@@ -78,7 +78,7 @@ def sharded(
     name of the dtype in which gradients are summed. Needs a process group, as from `group_of`.
     """
     # New fakes for each trace: FSDP2 frees a parameter once it is cut into shards.
-    fakes = {}
+    fakes = {}  # by the id of the model's own parameter or buffer
     for name, buffer in model.named_buffers():
         fakes[id(buffer)] = torch.empty_like(tensors[name])
     for name, parameter in model.named_parameters():
@@ -88,7 +88,8 @@ def sharded(
     with unset_fake_temporarily():
         # The first access makes the mesh. It reads ranks from a tensor, which must not be fake.
         assert ranks.mesh
-    return ranks.wrap(_copy_with_fakes(model, fakes, copies={}), precision)
+    copied = _copy_with_fakes(model, fakes, copies={})
+    return ranks.wrap(copied, precision)
 
 
 def _copy_with_fakes(
@@ -97,8 +98,8 @@ def _copy_with_fakes(
     """A copy of a module and its submodules, with fakes in place of parameters and buffers.
 
     `fakes` has the fakes by the id of the original tensor. Other attributes, such as hooks, are
-    shared with the original module. `copies` has the modules that are copied already: a module that
-    is used in two places is copied once.
+    shared with the original module. `copies` has the modules that are copied already, by the
+    original, so that a module in two places is copied once. It is empty in the first call.
     """
     if module in copies:
         return copies[module]
@@ -108,10 +109,10 @@ def _copy_with_fakes(
         if isinstance(attribute, dict):  # _parameters, _buffers, …, which are changed below
             attribute = copy.copy(attribute)
         vars(copied)[name] = attribute
-    for own_tensors in (copied._parameters, copied._buffers):
-        for name, original in own_tensors.items():
+    for tensors in (copied._parameters, copied._buffers):
+        for name, original in tensors.items():
             if original is not None:
-                own_tensors[name] = fakes[id(original)]  # pyrefly: ignore[unsupported-operation]
+                tensors[name] = fakes[id(original)]  # pyrefly: ignore[unsupported-operation]
     for name, submodule in module._modules.items():
         if submodule is not None:
             copied._modules[name] = _copy_with_fakes(submodule, fakes, copies)
@@ -120,9 +121,10 @@ def _copy_with_fakes(
 
 @contextmanager
 def group_of(ranks: int) -> Iterator[None]:
-    """The block in which this process is rank 0 of `ranks`; the other ranks do not exist.
+    """The block in which this process is rank 0 of a process group; its other ranks do not exist.
 
-    Raises `TraceError` if the process is in a group already.
+    `ranks` is the size of the group. torch's "fake" backend communicates nothing. Raises
+    `TraceError` if the process is in a group already.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers "fake"
 

@@ -26,20 +26,21 @@ _ROWS_OF_THE_INPUT = remedy(
 @RULES.under_autocast
 def _sizes_that_do_not_fill_tiles(trace: Tracer) -> Iterator[str]:
     """Report 16-bit matmuls and convolutions with sizes not multiples of 8, but no small ones."""
-    work = work_of(trace.rows)
-    large = [row for row in trace.rows if row.flops > SMALL_SHARE * work and is_low(row)]
-    rows = list(filter(sizes_not_multiples_of_8, large))
-    rows.sort(key=lambda row: row.flops, reverse=True)
-    if not rows or backend(trace.device_type).is_host:  # a CPU has no such tiles
+    if backend(trace.device_type).is_host:  # a CPU has no such tiles
         return
-    facts = [(row, sizes_not_multiples_of_8(row)) for row in rows]
+    total_flops = work_of(trace.rows)
+    large = [row for row in trace.rows if row.flops > SMALL_SHARE * total_flops and is_low(row)]
+    misfits = [row for row in large if sizes_not_multiples_of_8(row)]
+    if not misfits:
+        return
+    misfits.sort(key=lambda row: row.flops, reverse=True)
+    facts = [(row, sizes_not_multiples_of_8(row)) for row in misfits]
     texts = [f"{subject}: {sizes}" for subject, _, sizes in group_by_fact(facts)]
-    shown = "; ".join(texts[:3])  # those with the most FLOPs; `share` is that of all `rows`
-    advice = f". {_ROWS_OF_THE_INPUT.text}" if " rows" in shown else "."
+    shown = "; ".join(texts[:3])  # those with the most FLOPs
+    has_rows = " rows" in shown  # such as ``10 rows``, a size that the input gives
     if len(texts) > 3:
         shown += f"; and {len(texts) - 3} more"
-    share = percent(work_of(rows), work)
-    yield (
-        f"Matrix units take multiples of 8, but not so the sizes of {share} % of the work: "
-        f"{shown}{advice}"
-    )
+    share = percent(work_of(misfits), total_flops)
+    sentence = f"Matrix units take multiples of 8, but not so the sizes of {share} % of the work"
+    advice = f" {_ROWS_OF_THE_INPUT.text}" if has_rows else ""
+    yield f"{sentence}: {shown}.{advice}"
