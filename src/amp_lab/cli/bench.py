@@ -60,12 +60,12 @@ def run(options: argparse.Namespace) -> int:
     if recorded:
         require_output(_pictures(out).compared)
     if options.results:
-        results = _read(options)
+        results = _read_results(options)
     else:
         results = _measure(options, out)
     show(results, options.format)  # before the pictures, which take seconds
     if not options.results:
-        _draw(results, out)
+        _draw_pictures(results, out)
     if recorded:
         _compare([results, *recorded], options, out)
     if results.complete or options.results:
@@ -73,8 +73,8 @@ def run(options: argparse.Namespace) -> int:
     return 130  # as a shell counts Ctrl-C
 
 
-def _read(options: argparse.Namespace) -> "Results":
-    """The result in the file of --results. Raises `OptionError` with an option that measures."""
+def _read_results(options: argparse.Namespace) -> "Results":
+    """Read the file of --results. Raises `OptionError` if an option for measuring is given too."""
     from amp_lab.bench import load_results
 
     for name in ("workload", "precision", "rung", "rounds", "quick"):
@@ -96,8 +96,8 @@ def _measure(options: argparse.Namespace, out: Path) -> "Results":
     def say(line: str) -> None:
         say_aside(f"amp-lab bench: {line}")
 
-    def save(so_far: "Results") -> None:
-        so_far.save(out)
+    def save(results_so_far: "Results") -> None:
+        results_so_far.save(out)
 
     results = run_bench(
         pick_device(options.device),
@@ -111,12 +111,15 @@ def _measure(options: argparse.Namespace, out: Path) -> "Results":
     )
     if not results.rows:
         raise KeyboardInterrupt  # an older file of that name is left as it is
-    results.save(out)  # also the last round, after which `save` is not called if it was interrupted
+    results.save(out)  # once more: `save` is not called after a round that was interrupted
     return results
 
 
 def _require_outputs(out: Path) -> None:
-    """Raise `OptionError` if a result cannot be written, or would replace another file."""
+    """Raise `OptionError` if the results or a picture cannot be written.
+
+    That includes a file that is there and was not written by `amp-lab bench`.
+    """
     from amp_lab.bench import load_results
 
     require_output(out, ours=True)  # a file that is there is checked below
@@ -148,7 +151,7 @@ def _pictures(out: Path) -> _Pictures:
     )
 
 
-def _draw(results: "Results", out: Path) -> None:
+def _draw_pictures(results: "Results", out: Path) -> None:
     """Draw the two pictures of a result beside its file `out`."""
     from amp_lab import plots
 
@@ -159,7 +162,10 @@ def _draw(results: "Results", out: Path) -> None:
 
 
 def _compare(results: list["Results"], options: argparse.Namespace, out: Path) -> None:
-    """Print this result, the first, beside recorded ones, and draw the best speed-ups of each."""
+    """Print the first of these results beside the others, and draw the best speed-ups of each.
+
+    The first is this run's, or that of --results; the others are those of --compare.
+    """
     from amp_lab import plots
     from amp_lab.bench import BenchComparison
 
@@ -167,9 +173,9 @@ def _compare(results: list["Results"], options: argparse.Namespace, out: Path) -
     names = [Path(path).stem for path in paths]
     if len(set(names)) < len(names):  # two files in different folders have the same name
         names = paths
-    compared = BenchComparison(results, names)
+    comparison = BenchComparison(results, names)
     print()
-    show(compared, options.format)
+    show(comparison, options.format)
     picture = _pictures(out).compared
-    plots.save(picture, plots.best_speedups, compared.best_speedups())
+    plots.save(picture, plots.best_speedups, comparison.best_speedups())
     say_aside(f"\nWritten: {picture}")

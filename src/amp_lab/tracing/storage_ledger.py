@@ -119,6 +119,7 @@ class StorageLedger(TorchDispatchMode):
         super().__init__()
         self._device_type = device_type
         self._sizes: list[int] = []  # of each storage, in bytes
+        self._makers: list[Maker] = []  # of each storage
         # Storages are numbered in the order in which they are made. The log has an event for each
         # allocation and each free: i if storage i was made, and ~i, which is below 0, if storage i
         # was freed.
@@ -128,7 +129,6 @@ class StorageLedger(TorchDispatchMode):
         self._saved: set[int] = set()  # numbers of storages that autograd saves
         self._numbers: dict[int, int] = {}  # by the key of a living storage
         self._watches: dict[int, weakref.ref] = {}  # by number; they note when a storage is freed
-        self._makers: list[Maker] = []  # of each storage
         self._custom_ops: dict[str, None] = {}  # ops that are not torch's, as an ordered set
         # Names of the running modules, the innermost last; None outside of `naming_modules`.
         self._running: list[str] | None = None
@@ -172,7 +172,7 @@ class StorageLedger(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args: tuple[Any, ...] = (), kwargs=None):
         """Run an op, or its function in `_FAKE_KERNELS`, and note the storages of its results."""
         if takes_wrappers(types):
-            return NotImplemented
+            return NotImplemented  # the subclass of torch.Tensor then calls ops on what it wraps
         kwargs = kwargs or {}
         if is_composite(func):  # arrives undecomposed only in inference mode
             with self:
