@@ -23,8 +23,8 @@ def add(commands) -> None:
     option("run_folder", metavar="DIR", help="the folder of the run")
     option("--prompt", metavar="TEXT", help="the text to continue (default: a line break)")
     option("--tokens", metavar="N", type=int, default=300, help="tokens to generate (default: 300)")
-    likeliest = "sampling temperature; 0 takes the most probable token (default: 0.8)"
-    option("--temperature", metavar="X", type=float, default=0.8, help=likeliest)
+    temperature = "sampling temperature; 0 takes the most probable token (default: 0.8)"
+    option("--temperature", metavar="X", type=float, default=0.8, help=temperature)
     option("--seed", metavar="N", type=int, default=0, help="default: 0")
     option("--precision", metavar="NAME", default="fp32", help="fp32 (default), tf32, fp16, bf16")
     option("--device", metavar="NAME", help="default: AMP_LAB_DEVICE, else accelerator")
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
     prompt = torch.from_numpy(_encode(options.prompt, tokens)).long().to(device)  # (T,)
     model = model.to(device).eval()
     with precision.autocast(device.type):
-        numbers = generate(
+        token_ids = generate(
             model,
             prompt,
             options.tokens,
@@ -64,12 +64,12 @@ def run(options: argparse.Namespace) -> None:
             options.temperature,
             options.seed,
         )
-    if numbers is None:
+    if token_ids is None:
         outputs = f"the outputs of the model in {precision}"
         raise OptionError(
             f"{options.run_folder}: {outputs} are NaN or infinite, so it cannot generate text"
         )
-    print(tokens.decode(numbers.tolist()))
+    print(tokens.decode(token_ids.tolist()))
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -89,9 +89,9 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _encode(prompt: str | None, tokens: "Tokens") -> "np.ndarray":
-    """The numbers of a prompt's tokens, (T,).
+    """The ids of a prompt's tokens: (T,).
 
-    Without a prompt: the number of a line's end, or 0 if the run's tokens have no line's end.
+    Without a prompt: the id of a line break, or 0 if the run's tokens have no line break.
     Raises `OptionError` for a prompt without a token.
     """
     import numpy as np
@@ -99,7 +99,7 @@ def _encode(prompt: str | None, tokens: "Tokens") -> "np.ndarray":
     if prompt is None and not tokens.knows("\n"):
         return np.zeros(1, np.int32)
     text = "\n" if prompt is None else prompt
-    numbers = tokens.encode([text])[0]
-    if len(numbers) == 0:
+    token_ids = tokens.encode([text])[0]
+    if len(token_ids) == 0:
         raise OptionError(f"--prompt {prompt!r} contains no token of this run: give another")
-    return numbers
+    return token_ids

@@ -146,7 +146,7 @@ def op_table(device_type: str, dtype: torch.dtype | None = None) -> OpTable:
 
     Args:
         device_type: "cuda" (also for ROCm), "xpu", "mps" or "cpu".
-        dtype: The dtype that autocast lowers to: torch.float16 or torch.bfloat16. None is the
+        dtype: The dtype that autocast casts to: torch.float16 or torch.bfloat16. None is the
             default of the backend.
 
     Returns:
@@ -201,7 +201,7 @@ def policies(op: str, device_type: str, dtype: torch.dtype) -> set[str]:
     """The policies of an op's overloads on a backend; empty if autocast leaves the op alone.
 
     `op` is the name without "aten::" and without an overload; `dtype` is the dtype that autocast
-    lowers to. Only this op is called, so this takes milliseconds, while `op_table` takes seconds.
+    casts to. Only this op is called, so this takes milliseconds, while `op_table` takes seconds.
 
     Raises `DeviceError` for an unknown device type.
     """

@@ -271,7 +271,10 @@ class Tracer(TorchFunctionMode):
         return not any(has_autocast_rule(f"aten::{op}", self.device_type) for op in ops)
 
     def _attention_inside(self, *args, **kwargs) -> object:
-        """Trace `scaled_dot_product_attention`, in whose place this runs in `_run_call`."""
+        """Trace a call of `scaled_dot_product_attention` by multi-head attention.
+
+        `_run_call` puts this in place of that function.
+        """
         return self.__torch_function__(_ORIGINAL_ATTENTION, (), args, kwargs)
 
     def _run_call(self, call: TorchCall, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -315,11 +318,13 @@ class Tracer(TorchFunctionMode):
         return out
 
     def _in_kernel_layout(self, out: torch.Tensor) -> torch.Tensor:
-        """The output of attention in the memory layout of real devices' kernels.
+        """The output of attention (B, H, T, D) in the memory layout of a device's kernels.
 
         Unchanged in a real run, on a CPU, and if it has other than 4 dimensions.
         """
-        if not self._run.is_fake or self._backend.is_host or out.dim() != 4:
+        if not self._run.is_fake or self._backend.is_host:
+            return out
+        if out.dim() != 4:
             return out
         return out.transpose(1, 2).contiguous().transpose(1, 2)  # (B, T, H, D) in memory
 
@@ -335,9 +340,10 @@ class Tracer(TorchFunctionMode):
             self.failed_on = self._sources.operands(tensors_in(arguments))
 
     def note_mixed(self, func: OpOverload, args: tuple, kwargs: dict) -> None:
-        """Note a call with mixed dtypes, under autocast, of an op for which autocast has no rule.
+        """Note a call of a custom op that gets several dtypes, since autocast has no rule for it.
 
-        Ops of torch are left out: they raise an error if they cannot take mixed dtypes.
+        Only under autocast. Ops of torch are left out: they raise an error if they cannot take
+        mixed dtypes.
         """
         if func.namespace == "aten" or not self._calls:
             return
