@@ -216,7 +216,7 @@ def test_a_format_without_a_library_is_rehearsed_and_the_report_says_what_is_mis
     found = rehearse(model, torch.randn(32, 64), formats=("mxfp6-e2m3",), gpu="b200")
     assert (found.recommended, found.program) == ("mxfp6-e2m3", "")
     assert "There are no lines for mxfp6-e2m3: torchao 0.18 has no such conversion." in found.watch
-    assert "mxfp6-e2m3: no forecast, since its rate on B200 is not known." in found.watch
+    assert "mxfp6-e2m3: no forecast, since no GPU in our table multiplies it." in found.watch
     assert found.formats[1].gain is None
 
 

@@ -174,7 +174,10 @@ def _judge_for_gpu(reports: list[FormatReport], gpu: Gpu) -> list[str]:
         if form.matmul and form.matmul not in gpu.architecture.matmuls:
             report.verdict = f"{gpu.name} does not multiply it"
         elif report.layers and report.gain is None:
-            remarks.append(f"{form.name}: no forecast, since its rate on {gpu.name} is not known.")
+            reason = f"its rate on {gpu.name} is not known"
+            if not form.matmul:
+                reason = "no GPU in our table multiplies it"
+            remarks.append(f"{form.name}: no forecast, since {reason}.")
     return remarks
 
 
