@@ -67,8 +67,8 @@ for name, operations, numbers in (
 #
 # On Linux, we also call `keep_memory()`. Without this call, the C library returns large freed blocks [to
 # the operating system](https://man7.org/linux/man-pages/man3/mallopt.3.html), so each large CPU tensor
-# needs new pages, which costs time. FP32 has the larger tensors and loses more time, so AMP would look
-# faster than it is. Elsewhere the call does nothing. <!-- tests/core/test_allocator.py -->
+# needs new pages, which costs time. FP32 has larger tensors and loses more time, so AMP's speed-up would
+# look too large. On other systems the call does nothing. <!-- tests/core/test_allocator.py -->
 
 # %% tags=["nbval-ignore-output"]
 config = {
@@ -139,9 +139,9 @@ assert not limits.trusted or promise > 1 or low != recommended  # as doctor foun
 #
 # ## Climb
 #
-# Each rung is a function that does one step and returns the loss. Before `add` times a rung, it checks that
-# training still works: the losses of the first five steps must be close to those of FP32. `float32_mode`
-# turns TF32 off for FP32, because an NVIDIA GPU may otherwise use TF32.
+# Each rung is a function that does one step and returns the loss. Before we time a rung, `add` checks
+# that training still works: the losses of the first five steps must be close to those of FP32.
+# `float32_mode` turns TF32 off for FP32, because an NVIDIA GPU may otherwise use TF32.
 # <!-- tests/core/test_precision.py -->
 
 # %%
@@ -160,7 +160,7 @@ def add(name, precision, step):
 
 
 # %% [markdown]
-# **The ground: FP32.** The plain rung reads the loss after every step, like a loop that prints the loss.
+# **The start: FP32.** The plain rung reads the loss after every step, like a loop that prints the loss.
 
 
 # %%
@@ -190,8 +190,7 @@ assert losses["plain"][-1] < losses["plain"][0]  # it learns
 
 # %% [markdown]
 # **Rung 1: AMP.** We run the forward pass under autocast and, in fp16, use a gradient scaler. Each rung
-# keeps the changes of the rungs before it. We therefore pass the model and the optimizer to the step as
-# arguments.
+# keeps the changes of the rungs before it, so later rungs pass another model or optimizer to `amp_step`.
 
 
 # %%
@@ -289,7 +288,7 @@ assert list(climbed.samples_s) == list(rungs)  # every rung was timed
 
 # %% [markdown]
 # Each line shows the time of a step, its share of the peak FLOP/s, and its speed-up over the plain step.
-# In the figure, the black tick is the limit: the time of the matmuls alone.
+# In the figure, the black tick is the limit of the device: the time of the matmuls alone.
 
 # %% tags=["nbval-ignore-output"]
 _ = figures.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels": bars})
@@ -299,8 +298,8 @@ _ = figures.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels"
 # two lines and brings the step much closer to the limit. The likely reason is copies: a [channels-last
 # kernel](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html) first has to
 # reorder each tensor that has another layout. As a rule of thumb, a GPU gains more from rungs 3 and 4,
-# because it pays for [each small kernel and each
-# wait](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html).
+# because each small kernel and each wait [costs it
+# time](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html).
 #
 # ## Explain: count the bytes too
 #
@@ -337,9 +336,9 @@ assert points[0][2] < points[1][2]  # AMP computes more for each byte
 _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 
 # %% [markdown]
-# AMP lies to the right of the plain step, because it moves fewer bytes. A faster precision raises the
-# flat part but not the slope, so a step under the slope becomes faster only if it moves fewer bytes. A
-# point lies below its roof because a step also copies data inside ops, waits, and does arithmetic other
+# AMP's point lies to the right of the plain one, because AMP moves fewer bytes. A faster precision raises
+# the flat part but not the slope, so a step under the slope becomes faster only if it moves fewer bytes.
+# A point lies below its roof because a step also copies data inside ops, waits, and does arithmetic other
 # than matmuls.
 #
 # `amp-lab bench` has two more rungs, `by-hand` and `tiles`. They are written for this one network and
@@ -425,10 +424,10 @@ _ = figures.speedup_over_size(config["sizes"], {str(low): by_size})
 #
 # ## Let advise try the changes
 #
-# `advise` (on the command line `amp-lab advise`) tries *recipes*, which combine these changes. It tries
-# them on a copy of your model. It forecasts the memory in each precision and trains for some steps. It
-# compares losses and gradients with those of FP32, measures the time of each recipe that passes, and prints
-# the lines of code to write. <!-- tests/advisor/test_advise.py -->
+# `advise` (on the command line `amp-lab advise`) tries combinations of these changes, called *recipes*,
+# on a copy of your model. It forecasts the memory in each precision and trains for some steps. It
+# compares losses and gradients with those of FP32, measures the time of each recipe that passes, and
+# prints the lines of code to write. <!-- tests/advisor/test_advise.py -->
 #
 # Here it gets a small ConvModel and little time.
 
@@ -451,7 +450,7 @@ advice
 # Read the last column first: one recipe for training and one for inference are *recommended*. For the
 # others, this column gives the reason against them. A recipe replaces a simpler one only if it takes [at
 # least 3 % less](../src/amp_lab/advisor/session.py) time. For training, `advise` recommends only a recipe
-# that learned like FP32 in the steps that it tried. <!-- tests/advisor/test_advise.py -->
+# whose loss fell about as far as that of FP32 (`learns 100%`). <!-- tests/advisor/test_advise.py -->
 
 # %% [markdown]
 # ## Summary
