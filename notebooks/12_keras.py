@@ -226,7 +226,7 @@ assert by_layer.optimizer.initial_scale == 2**15
 assert torch.amp.GradScaler("cpu").get_growth_interval() == by_layer.optimizer.dynamic_growth_steps
 
 # %% [markdown]
-# To clip gradients, set `clipnorm` on the inner optimizer. The inner optimizer receives gradients that are
+# To clip gradients, set `clipnorm` on the inner (wrapped) optimizer. It receives gradients that are
 # already divided by the scale, so you need no `unscale_`. <!-- tests/notebooks/test_12_keras.py -->
 #
 # ## Fit
