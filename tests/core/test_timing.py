@@ -176,15 +176,15 @@ def test_a_round_in_which_the_cores_were_moved_is_noticed():
 
 
 def test_it_is_said_if_the_cores_lay_apart_all_the_time(monkeypatch):
-    monkeypatch.setattr(timing._Watch, "nearest_s", {})
+    monkeypatch.setattr(timing._Watch, "fastest_exchange_s", {})
     near, apart = (Rounds(torch.device("cpu")) for _ in range(2))
     fastest = min(near.watch.exchanges_s + apart.watch.exchanges_s)
-    assert near.watch.nearest_s[torch.get_num_threads()] == fastest > 0
+    assert near.watch.fastest_exchange_s[torch.get_num_threads()] == fastest > 0
     with near.next() as seconds:
         seconds["one"] = 1.0
     near.watch.exchanges_s = [1e-3] * 9
     apart.watch.exchanges_s = [4e-3] * 9
-    apart.watch.nearest_s[torch.get_num_threads()] = 1e-3
+    apart.watch.fastest_exchange_s[torch.get_num_threads()] = 1e-3
     for rounds in (near, apart):
         rounds.all = rounds.quiet = rounds.still = 12 * near.all[:1]
     assert not near.comparison(["one"]).apart

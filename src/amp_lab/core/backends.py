@@ -19,9 +19,8 @@ class Backend:
     pins_memory: bool = True  # whether copies to it are faster from page-locked memory
     has_graphs: bool = False  # whether torch.compile can record its kernels, as CUDA graphs do
     has_triton: bool = False  # whether Triton has kernels for it
-    has_capability: bool = (
-        False  # whether NVIDIA GPUs are of this type: they have a compute capability
-    )
+    has_capability: bool = False
+    """Whether NVIDIA GPUs are of this type; torch reports their compute capability."""
     foreach: bool = False
     """Whether torch's optimizers by default work on all parameters in one call, which needs memory
     for temporaries as large as all parameters (torch.optim, "foreach")."""

@@ -46,7 +46,8 @@ def check_limits() -> None:
 def matrix_instructions() -> str:
     """The instructions that matter to a matmul, such as ``AVX-512 BF16, AMX``.
 
-    A limit that is set in the environment is named behind them. Raises what `check_limits` raises.
+    If the environment limits the instructions, the text ends with the variables that do so, such as
+    ``(limited by ONEDNN_MAX_CPU_ISA=avx2)``. Raises `DeviceError` as `check_limits` does.
     """
     check_limits()
     instructions = torch.backends.cpu.get_cpu_capability()
@@ -78,7 +79,8 @@ def has_bf16_instructions() -> bool:
     if not onednn_has_bf16():
         return False
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return True  # an Arm CPU: oneDNN takes bf16 only where it has the instructions
+        # An Arm CPU. There, oneDNN computes in bf16 only if the CPU has the instructions.
+        return True
     # torch asks the CPU itself, and does not know that oneDNN may be limited.
     return torch.cpu._is_avx512_bf16_supported() and _onednn_limit() not in _WITHOUT_BF16
 
@@ -118,9 +120,7 @@ def lstm_error(
 
 
 @functools.cache
-def _lstm_error(
-    dtype: torch.dtype, with_gradients: bool, input_dtype: torch.dtype = torch.float32
-) -> str | None:
+def _lstm_error(dtype: torch.dtype, with_gradients: bool, input_dtype: torch.dtype) -> str | None:
     """The result of `lstm_error`, found by running a small layer once for each combination."""
     steps = torch.zeros(1, 1, 1, device="cpu", dtype=input_dtype)  # (T, B, C)
     # Of the input and of the hidden state, (4, 1) each: a row for each of the four gates.

@@ -106,18 +106,18 @@ def pick_device(name: str | None = None) -> torch.device:
 
 def preserve_random_state(device_type: str) -> AbstractContextManager:
     """The block after which torch draws the same random numbers as before it, on CPU and device."""
-    # `fork_rng` always restores the CPU's generator, and those of the devices that it gets: none
-    # for the CPU, for which the device type does not matter.
+    # `fork_rng` always restores the CPU's generator. The list names further devices to restore.
     if backend(device_type).is_host:
-        return torch.random.fork_rng([], device_type="cuda")
+        return torch.random.fork_rng(devices=[])
     index = torch.accelerator.current_device_index()
-    return torch.random.fork_rng([index], device_type=device_type)
+    return torch.random.fork_rng(devices=[index], device_type=device_type)
 
 
 def _checked_device(name: str, asked: str) -> torch.device:
-    """The device of this name, if it is here.
+    """The device with this name.
 
-    Else it raises a `DeviceError` that begins with `asked`, the text in which the name was given.
+    Raises `DeviceError` if it is not in this machine. The message begins with `asked`, which shows
+    what the user gave, such as ``'cuda'`` or ``AMP_LAB_DEVICE='cuda'``.
     """
     if name in _ALSO_KNOWN_AS:
         raise DeviceError(
@@ -252,34 +252,45 @@ def _recommend(rates: dict[Precision, float | None]) -> tuple[Precision, str]:
     bf16 = _speedup(rates, Precision.BF16)
     fp16 = _speedup(rates, Precision.FP16)
     tf32 = _speedup(rates, Precision.TF32)
-    rate = "its matmul runs at {:.2f}x the rate of fp32"  # of the recommended precision
     # bf16 needs no loss scale, so it may be slower than fp16, down to three quarters of its rate.
     if bf16 >= ACCELERATED and bf16 >= 0.75 * fp16:
-        reason = f"{rate.format(bf16)}, and it has the range of fp32"
-        return Precision.BF16, f"{reason}, so gradients need no scaling"
+        return Precision.BF16, (
+            f"its matmul runs at {bf16:.2f}x the rate of fp32, and it has the range of fp32, "
+            "so gradients need no scaling"
+        )
     if fp16 >= ACCELERATED:
-        reason = f"{rate.format(fp16)}, bf16's at {bf16:.2f}x"
-        return Precision.FP16, f"{reason}; its range is small, so use a gradient scaler"
+        return Precision.FP16, (
+            f"its matmul runs at {fp16:.2f}x the rate of fp32, bf16's at {bf16:.2f}x; "
+            "its range is small, so use a gradient scaler"
+        )
     if tf32 >= ACCELERATED:
-        return Precision.TF32, f"{rate.format(tf32)}, and nothing else is faster"
-    reason = f"nothing is measurably faster (bf16 {bf16:.2f}x, fp16 {fp16:.2f}x its rate)"
-    return Precision.FP32, reason
+        return Precision.TF32, (
+            f"its matmul runs at {tf32:.2f}x the rate of fp32, and nothing else is faster"
+        )
+    return Precision.FP32, (
+        f"nothing is measurably faster (bf16 {bf16:.2f}x, fp16 {fp16:.2f}x its rate)"
+    )
 
 
 def _recommend_unmeasured(device: torch.device) -> tuple[Precision, str]:
-    """The precision to use where rates cannot be trusted, by what the device has, and why."""
+    """The precision to use if the measured rates cannot be trusted, and the sentence that says why.
+
+    The instructions of a CPU or the compute capability of an NVIDIA GPU decide. On other devices,
+    the result is fp32.
+    """
     busy = "the machine was too busy to measure"
     if backend(device).is_host:
         if has_bf16_instructions():
             return Precision.BF16, f"{busy}, and this CPU has instructions for bf16"
         return Precision.FP32, f"{busy}, and this CPU has no instructions for bf16"
-    if backend(device).has_capability and not torch.version.hip:
-        capability = torch.get_device_module(device.type).get_device_capability(device)
-        has = f"{busy}, and compute capability {capability[0]}.{capability[1]} has"
-        matmuls = matmuls_of(capability)
-        if Precision.BF16 in matmuls:
-            return Precision.BF16, f"{has} tensor cores for bf16"
-        if Precision.FP16 in matmuls:
-            return Precision.FP16, f"{has} tensor cores for fp16 alone; use a gradient scaler"
-        return Precision.FP32, f"{has} no tensor cores"
-    return Precision.FP32, f"{busy}: measure again when it is idle"
+    is_nvidia = backend(device).has_capability and not torch.version.hip
+    if not is_nvidia:
+        return Precision.FP32, f"{busy}: measure again when it is idle"
+    major, minor = torch.get_device_module(device.type).get_device_capability(device)
+    matmuls = matmuls_of((major, minor))  # the formats with fast matmuls
+    gpu = f"{busy}, and compute capability {major}.{minor}"
+    if Precision.BF16 in matmuls:
+        return Precision.BF16, f"{gpu} has tensor cores for bf16"
+    if Precision.FP16 in matmuls:
+        return Precision.FP16, f"{gpu} has tensor cores for fp16 alone; use a gradient scaler"
+    return Precision.FP32, f"{gpu} has no tensor cores"

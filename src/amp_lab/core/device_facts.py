@@ -52,7 +52,8 @@ def memory_bytes(device: torch.device) -> int | None:
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     if not backend(device).is_host:
-        return torch.accelerator.get_memory_info(device)[1]  # free bytes, then all
+        _free, total = torch.accelerator.get_memory_info(device)
+        return total
     try:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError):  # no sysconf, as on Windows

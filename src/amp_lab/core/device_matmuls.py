@@ -45,8 +45,8 @@ def matmul_rates(device: torch.device) -> tuple[dict[Precision, float | None], b
     n = filling_size(device, largest, seconds=10e-3)
     matmuls: dict[str, Callable] = {p: make_matmul(device, p, n) for p in native}
     compared = compare(matmuls, device=device, budget_s=3)
-    rates = dict.fromkeys(Precision)
-    for precision in precisions:  # FLOPs of the product, over its seconds
+    rates: dict[Precision, float | None] = dict.fromkeys(Precision)  # None until measured
+    for precision in precisions:  # 2 n^3 FLOPs of the matmul, over its seconds
         if precision in native:
             rates[precision] = 2 * n**3 / compared.median_s(precision)
         else:
@@ -91,7 +91,10 @@ def make_matmul(device: torch.device, precision: Precision, n: int) -> Callable[
 
 
 def _without_autocast(precision: Precision) -> Precision:
-    """The precision to set for operands that are in the precision's dtype already."""
+    """The precision whose `autocast` block suits operands that have the precision's dtype already.
+
+    This is never fp16 or bf16, since autocast has nothing to cast.
+    """
     if precision is Precision.TF32:
         return Precision.TF32
     return Precision.FP32
@@ -101,9 +104,11 @@ def measure_matmul_numerics(device: torch.device, precision: Precision) -> Matmu
     """How a matmul in a precision rounds on a device."""
     dtype = precision.dtype
     eps = torch.finfo(dtype).eps
+    # Each element of left @ right.T is a sum of 4,096 products.
     generator = torch.Generator().manual_seed(0)
     left = torch.rand(32, 4096, generator=generator).to(dtype)
     right = torch.rand(32, 4096, generator=generator).to(dtype)
+    # A matrix of subnormal numbers, and the identity, which leaves it unchanged.
     smallest_subnormal = torch.tensor(torch.finfo(dtype).smallest_normal * eps)
     subnormals = smallest_subnormal.to(dtype).expand(16, 16)
     identity = torch.eye(16, dtype=dtype)
@@ -117,7 +122,7 @@ def measure_matmul_numerics(device: torch.device, precision: Precision) -> Matmu
     exponents = torch.frexp(exact).exponent.double() - 1
     last_place = torch.exp2(exponents) * eps
     error = ((sums - exact).abs() / last_place).max().item()
-    keeps_subnormals = bool((times_one == subnormals).all())
+    keeps_subnormals = torch.equal(times_one, subnormals)
     return MatmulNumerics(error=error, input_bits=bits, subnormals=keeps_subnormals)
 
 
@@ -135,8 +140,9 @@ def fp32_bits_as_set(device: torch.device) -> tuple[int, int]:
 def _input_bits(device: torch.device, dtype: torch.dtype, multiply: Callable) -> int:
     """How many bits of significand an input keeps in a product.
 
-    `multiply` takes two (n, n) matrices and returns their product. Each 1 + 2^-k, for k from 1 to
-    32, is multiplied by 1. It stays above 1 if the bit of 2^-k is kept.
+    `multiply` takes two (n, n) matrices and returns their product. For each k from 1 to 32, the
+    number 1 + 2^-k is multiplied by 1. The result stays above 1 if the product keeps bit k of the
+    significand.
     """
     size = 32
     inputs = (1 + torch.exp2(-torch.arange(1.0, 1 + size))).to(dtype)

@@ -99,8 +99,8 @@ def _has_type(value: object, kind: Any) -> bool:
 
     Items of lists and values of dicts are checked too. An int is also a float; a bool is neither.
     """
-    container = typing.get_origin(kind)
-    arguments = typing.get_args(kind)
+    container = typing.get_origin(kind)  # list of ``list[float]``
+    arguments = typing.get_args(kind)  # (float,)
     if container is types.UnionType:
         return any(_has_type(value, alternative) for alternative in arguments)
     if isinstance(value, (list, dict)):
@@ -171,13 +171,19 @@ def save(
 
 
 def require_writable(path: Path) -> None:
-    """Raise `OSError` if `atomic_write` would; checks only what is visible without writing."""
-    with contextlib.suppress(FileNotFoundError):
-        kind = os.lstat(path).st_mode
-        if stat.S_ISDIR(kind):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(kind):
-            raise OSError(errno.EINVAL, "what is there is no regular file", str(path))
+    """Raise `OSError` if `path` cannot be written, as far as this shows without writing.
+
+    It cannot be written if it is something other than a regular file, or if its folder does not
+    exist or does not let this process create files.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:  # a new file
+        mode = stat.S_IFREG
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "what is there is no regular file", str(path))
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     if not os.access(path.parent, os.W_OK | os.X_OK):
@@ -185,13 +191,12 @@ def require_writable(path: Path) -> None:
 
 
 def try_to_write(path: Path) -> None:
-    """Raise `OSError` if `atomic_write` would; found by opening a temporary file in the folder.
+    """Raise `OSError` if `atomic_write` would; tries to open a temporary file in the folder.
 
     `require_writable` is not enough: /proc reports that files can be written there.
     """
     require_writable(path)
-    with tempfile.TemporaryFile(dir=path.parent):
-        return  # the file is removed when the block ends
+    tempfile.TemporaryFile(dir=path.parent).close()  # closing removes it
 
 
 def _copy_owner_and_mode(path: Path, like: os.stat_result) -> None:

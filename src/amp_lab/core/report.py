@@ -49,7 +49,8 @@ class Table:
             _wrapped_all(self.facts, width),
             advice,
         ]
-        return "\n\n".join("\n".join(lines) for lines in parts if any(lines))
+        blocks = ["\n".join(lines) for lines in parts if any(lines)]  # without empty parts
+        return "\n\n".join(blocks)
 
     def _in_columns(self, width: int | None) -> list[str]:
         """The lines of the head, the rows and the foot; none if there is nothing below the head."""
@@ -69,11 +70,11 @@ class Table:
     def _widths(self, width: int | None) -> list[int]:
         """The width of each column: of its longest cell, or less if the table would not fit."""
         body = [*self.rows, *self.foot]
-        columns = [*zip(self.head, *body, strict=True)]
+        columns = list(zip(self.head, *body, strict=True))  # the cells of each column
         widths = [max(map(len, column)) for column in columns]
         if width is None:
             return widths
-        minimum = [self._minimum_width(number, column) for number, column in enumerate(columns)]
+        minimum = [self._minimum_width(index, column) for index, column in enumerate(columns)]
         available = width - len(_GAP) * (len(columns) - 1)
         while sum(widths) > available and widths != minimum:
             # One character less for the widest of the columns that may shrink.
@@ -82,38 +83,38 @@ class Table:
             widths[widest] -= 1
         return widths
 
-    def _minimum_width(self, number: int, column: Sequence[str]) -> int:
+    def _minimum_width(self, index: int, column: Sequence[str]) -> int:
         """The width below which a column is not shrunk, in characters.
 
-        `number` is the column's index, and `column` has its cells, the head first. A cell that is
-        aligned to the right, such as a number, is never wrapped.
+        `column` has the cells of the column with this index, the head first. A cell that is aligned
+        to the right, such as a number, is never wrapped.
         """
         head, *body = column
         longest_word = max(map(len, head.split()), default=0)
         longest_cell = max(map(len, body), default=0)
-        if number in self.right:
+        if index in self.right:
             return max(longest_word, longest_cell)
         return max(longest_word, min(longest_cell, _NARROWEST))
 
     def _rows_in_columns(self, rows: list[list[str]], widths: list[int]) -> Iterator[str]:
         """The lines of rows; a row takes several if one of its cells is wrapped."""
         for row in rows:
-            columns = [
-                self._cell_in_column(number, cell, width)
-                for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            height = max(map(len, columns))  # lines of the tallest cell
-            for lines, width in zip(columns, widths, strict=True):
-                lines += [" " * width] * (height - len(lines))
-            for line in zip(*columns, strict=True):
+            cells: list[list[str]] = []  # the lines of each cell
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True)):
+                cells.append(self._cell_in_column(index, cell, width))
+            height = max(map(len, cells))  # lines of the tallest cell
+            for lines, width in zip(cells, widths, strict=True):
+                blank = " " * width
+                lines.extend([blank] * (height - len(lines)))  # now all cells are as tall
+            for line in zip(*cells, strict=True):
                 yield _GAP.join(line).rstrip()
 
-    def _cell_in_column(self, number: int, cell: str, width: int) -> list[str]:
-        """The lines of a cell, each as wide as its column, which has the index `number`."""
+    def _cell_in_column(self, index: int, cell: str, width: int) -> list[str]:
+        """The lines of a cell in the column with this index, each padded to `width` characters."""
         pieces = [cell]
         if len(cell) > width:
             pieces = textwrap.wrap(cell, width, break_on_hyphens=False)
-        if number in self.right:
+        if index in self.right:
             return [piece.rjust(width) for piece in pieces]
         return [piece.ljust(width) for piece in pieces]
 
@@ -132,15 +133,15 @@ class Table:
     def _markdown_lines(self) -> Iterator[str]:
         """The lines of the table in Markdown: the head, the rule, the rows and the foot in bold."""
         yield _markdown_line(self.head)
-        yield _markdown_line([self._markdown_rule(number) for number in range(len(self.head))])
+        yield _markdown_line([self._markdown_rule(index) for index in range(len(self.head))])
         for row in self.rows:
             yield _markdown_line(row)
         for row in self.foot:
             yield _markdown_line([f"**{cell}**" for cell in row])
 
-    def _markdown_rule(self, number: int) -> str:
+    def _markdown_rule(self, index: int) -> str:
         """The rule under the head of the column with this index; it gives the alignment."""
-        if number in self.right:
+        if index in self.right:
             return "---:"
         return "---"
 

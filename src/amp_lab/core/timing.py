@@ -22,9 +22,9 @@ _FEWEST_ROUNDS = 12
 _LEAST_S = 0.7  # of measuring: a neighbour on the host comes and goes in tenths of a second
 _TURN_S = 5e-3  # the least time of a turn
 _AIM_S = 1.2 * _TURN_S  # the time that a turn is planned to take; too short a turn is repeated
-_REST_S = 3e-3  # before a turn: threads of a library that wait by spinning go to sleep meanwhile
+_PAUSE_S = 3e-3  # before a turn: threads of a library that wait by spinning go to sleep meanwhile
 # Limits beyond which a round counts as disturbed, or its cores as moved.
-_SLOWER = 1.5  # time of the calibration product, as a multiple of its median
+_SLOWER = 1.5  # time of the calibration matmul, as a multiple of its median
 _FAR_APART = 3.0  # time of an exchange between threads, as a multiple of the fastest or the median
 _WAITED = 0.03  # share of a round in which a thread was ready to run and had no core
 
@@ -269,12 +269,12 @@ def compare(
     while spent_s < budget_s or not rounds.all:  # one round even if nothing was budgeted
         is_mostly_busy = 4 * len(rounds.quiet) < len(rounds.all)
         if is_mostly_busy and spent_s > budget_s / 2:
-            break
+            break  # half of the rounds would not be quiet in the time left either
         with rounds.next() as seconds:
             for name in order:
-                time.sleep(_REST_S)
+                time.sleep(_PAUSE_S)
                 seconds[name] = _turn(functions[name], calls[name], device) / calls[name]
-        order.reverse()  # so that none is always first
+        order.reverse()  # so that no function is always first
         if len(rounds.still) >= next_check and spent_s > least_s:
             # An interval takes a thousand draws, so it is not computed after every round.
             next_check += max(1, len(rounds.still) // 4)
@@ -285,25 +285,24 @@ def compare(
 
 
 class Rounds:
-    """Rounds of timings that belong together, and which of them something else disturbed.
+    """The rounds of a comparison, sorted by whether something else disturbed them.
 
-    `compare` fills the rounds, and so does code that times functions in another way.
+    A round is a dictionary with the seconds of one call of each function, by name.
     """
 
     def __init__(self, device: torch.device):
         self.watch = _Watch(device)
         self.all: list[dict[str, float]] = []
-        """Seconds of a call by name, a dictionary a round."""
         self.quiet: list[dict[str, float]] = []
         """The rounds that no other program disturbed."""
         self.still: list[dict[str, float]] = []
-        """The quiet rounds in which the host did not move the cores."""
+        """The quiet rounds in which the host of a virtual machine did not move its cores."""
 
     @contextlib.contextmanager
     def next(self) -> Iterator[dict[str, float]]:
-        """The block of one round, which puts the seconds of each function into the dictionary.
+        """The block in which the caller times one round, and fills the dictionary with its seconds.
 
-        When the block ends, the round is added to `all`; and to `quiet` and `still` if it was so.
+        When the block ends, the round is added to `all`, and to `quiet` and `still` if it was so.
         """
         self.watch.start_round()
         seconds: dict[str, float] = {}
@@ -318,13 +317,12 @@ class Rounds:
     def comparison(self, names: list[str]) -> Comparison:
         """The comparison of these functions, each of which was timed in every round."""
         undisturbed = self.still
-        is_still = len(self.still) >= _FEWEST_ROUNDS
-        if not is_still:  # too few: also those with moved cores, whose spread widens the interval
+        has_enough_still = len(self.still) >= _FEWEST_ROUNDS
+        if not has_enough_still:  # take those with moved cores too: they widen the intervals
             undisturbed = self.quiet
-        rounds = undisturbed
         reason = _untrusted_reason(quiet=len(self.quiet), rounds=len(self.all))
-        if reason:  # not trusted: the samples are of all rounds, to show their spread
-            rounds = self.all
+        # A result that is not trusted has the samples of all rounds, to show their spread.
+        rounds = self.all if reason else undisturbed
         samples_s = {}
         for name in names:
             samples_s[name] = tuple(seconds[name] for seconds in rounds)
@@ -332,7 +330,7 @@ class Rounds:
             samples_s=samples_s,
             disturbed=len(self.all) - len(undisturbed),
             reason=reason,
-            apart=self.watch.cores_were_apart() or not is_still,
+            apart=self.watch.cores_were_apart() or not has_enough_still,
         )
 
 
@@ -347,7 +345,7 @@ def _turn(fn: Callable[[], object], calls: int, device: torch.device) -> float:
 
 
 def _calls_for_a_turn(fn: Callable[[], object], device: torch.device) -> int:
-    """How many calls make a turn that is long enough for the clock."""
+    """How many calls of `fn` make one turn, so that it lasts at least `_TURN_S` seconds."""
     calls = 1
     seconds = _turn(fn, calls, device)
     while seconds < _TURN_S and calls < 2**20:  # a limit for a function that does nothing
@@ -373,8 +371,8 @@ def _is_narrow_enough(rounds: list[dict[str, float]], precision: float) -> bool:
 
 
 def turn_s(call_s: float) -> float:
-    """Estimated seconds of a turn in `compare`, with the rest before it, for a call of `call_s`."""
-    return max(call_s, _AIM_S) + _REST_S
+    """Estimated seconds of a turn in `compare`, with the pause before it, for calls of `call_s`."""
+    return max(call_s, _AIM_S) + _PAUSE_S
 
 
 def _untrusted_reason(quiet: int, rounds: int) -> str:
@@ -387,49 +385,51 @@ def _untrusted_reason(quiet: int, rounds: int) -> str:
 
 
 class _Watch:
-    """Tells of each round whether another program used the machine, or the host moved its cores."""
+    """Detects rounds in which another program used the machine, or the host moved the cores.
 
-    nearest_s: ClassVar[dict[int, float]] = {}
+    `start_round`, before a round, and `calibrate`, after it, time a small matmul on all threads. On
+    a CPU they also time an exchange: a copy in which each thread reads what another wrote. It is
+    slow if their cores share no cache, as after the host of a virtual machine has moved them.
+    """
+
+    fastest_exchange_s: ClassVar[dict[int, float]] = {}
     """Seconds of the fastest exchange so far in this process, by the number of threads."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.factor = torch.ones(192, 192, device=device)
+        self.matrix = torch.ones(192, 192, device=device)
         self.exchanged = torch.ones(2**18)
-        # One or more for each round, in order; no exchanges on a GPU.
+        # Two or more times for each round, in order; no exchanges on a GPU.
         self.calibrations_s: list[float] = []
         self.exchanges_s: list[float] = []
         self.start_round()
 
     def start_round(self) -> None:
-        """Note where the round begins, and calibrate a first time."""
-        self.first_of_round = len(self.calibrations_s)  # and of the exchanges, if there are any
+        """Store when the round begins, and calibrate a first time."""
+        self.first_of_round = len(self.calibrations_s)  # the index, also in `exchanges_s`
         self.round_start = time.perf_counter()
         self.waited_before_s = _waited_s()
         self.stolen_before_s = _stolen_s()
         self.calibrate()
 
     def calibrate(self) -> None:
-        """Time a product that uses all threads, as the functions do: about a millisecond.
-
-        On a CPU an exchange between threads is timed too.
-        """
+        """Time a matmul of about a millisecond, and on a CPU an exchange between threads."""
         self.calibrations_s.append(self._faster_of_two(self.multiply, calls=4))
         if not backend(self.device).is_host:
             return
         exchange_s = self._faster_of_two(self.exchange, calls=1)
         self.exchanges_s.append(exchange_s)
         threads = torch.get_num_threads()
-        nearest_s = self.nearest_s.get(threads, exchange_s)
-        self.nearest_s[threads] = min(nearest_s, exchange_s)
+        fastest_s = self.fastest_exchange_s.get(threads, exchange_s)
+        self.fastest_exchange_s[threads] = min(fastest_s, exchange_s)
 
     def _faster_of_two(self, fn: Callable[[], object], calls: int) -> float:
         """Seconds of the faster of two turns of `calls` calls."""
         return min(_turn(fn, calls, self.device), _turn(fn, calls, self.device))
 
     def multiply(self) -> torch.Tensor:
-        """The calibration product, which is timed."""
-        return self.factor @ self.factor
+        """The matmul that `calibrate` times."""
+        return self.matrix @ self.matrix
 
     def exchange(self) -> None:
         """Let each thread read what another wrote, which is slow if they share no cache."""
@@ -437,11 +437,10 @@ class _Watch:
             self.exchanged = self.exchanged.flip(0)
 
     def was_disturbed(self) -> bool:
-        """Whether the product was slow in this round, or its threads or cores had to wait.
+        """Whether the matmul was slow in this round, or threads or cores had to wait.
 
-        The product is compared with its median time. Its best time is too rare, once in a hundred
-        rounds, when a neighbour on the same core of the host sleeps; and what slows all rounds
-        alike does not change the ratios.
+        The matmul is compared with its median time. The best time is too rare: it comes once in a
+        hundred rounds, when a neighbour on the same core of the host sleeps.
         """
         slowest_s = max(self.calibrations_s[self.first_of_round :])
         allowed_s = _WAITED * (time.perf_counter() - self.round_start)
@@ -454,20 +453,21 @@ class _Watch:
 
     def was_moved(self) -> bool:
         """Whether an exchange of this round was far slower or faster than usual; False on GPUs."""
-        usual_s = self._usual_exchange_s()
-        round_s = self.exchanges_s[self.first_of_round :] or [usual_s]  # none on a GPU
-        is_farther = max(round_s) > _FAR_APART * usual_s
-        is_nearer = usual_s > _FAR_APART * min(round_s)
-        return is_farther or is_nearer
+        if not self.exchanges_s:  # a GPU
+            return False
+        usual_s = statistics.median(self.exchanges_s)
+        round_s = self.exchanges_s[self.first_of_round :]
+        is_slower = max(round_s) > _FAR_APART * usual_s
+        is_faster = usual_s > _FAR_APART * min(round_s)
+        return is_slower or is_faster
 
     def cores_were_apart(self) -> bool:
         """Whether exchanges usually took much longer than this process's fastest; False on GPUs."""
-        nearest_s = self.nearest_s.get(torch.get_num_threads(), math.inf)
-        return self._usual_exchange_s() > _FAR_APART * nearest_s
-
-    def _usual_exchange_s(self) -> float:
-        """Median seconds of an exchange; 0 where none is timed, as on a GPU."""
-        return statistics.median(self.exchanges_s or [0.0])
+        if not self.exchanges_s:  # a GPU
+            return False
+        usual_s = statistics.median(self.exchanges_s)
+        fastest_s = self.fastest_exchange_s.get(torch.get_num_threads(), math.inf)
+        return usual_s > _FAR_APART * fastest_s
 
 
 def _waited_s() -> float:
