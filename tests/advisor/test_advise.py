@@ -16,7 +16,7 @@ from torch import nn
 from amp_lab import Precision, advise, gradient_underflow
 from amp_lab.advisor import session
 from amp_lab.advisor.candidates import Candidate
-from amp_lab.advisor.learning import Learning, fp16_remarks
+from amp_lab.advisor.learning import Learning, choose_loss_scale
 from amp_lab.advisor.outlook import Outlook, forecast, trace_and_forecast
 from amp_lab.core.device import DeviceReport
 from amp_lab.core.errors import DeviceError, OptionError, TraceError
@@ -163,7 +163,7 @@ def test_gradients_that_noise_turns_are_held_against_the_size_of_fp32s(planted):
     assert any("only their size is compared" in line for line in advice.watch)
     learning = Learning(ModelCall(model, batch, loss_fn=lambda y: y.square().mean()), CPU, 4.0, 1.0)
     for size, passes in [(0.0, False), (0.4, False), (0.6, True), (1.8, True), (3.0, False)]:
-        run = dataclasses.replace(learning._plain, reason="")
+        run = dataclasses.replace(learning._fp32, reason="")
         learning._judge(run, [size * gradient for gradient in learning._gradients])
         assert (run.reason == "") == passes, (size, run.reason)
 
@@ -454,7 +454,7 @@ def test_a_gradient_that_is_rounding_errors_alone_drives_no_advice():
     (keys,) = (row for row in rows if (row.layer, row.what) == ("key", "bias"))
     assert keys.lost(1.0) > 0.5
     call = ModelCall(model, (x,), loss_fn=lambda output: output.square().mean())
-    scale, said = fp16_remarks(call, CPU)
+    scale, said = choose_loss_scale(call, CPU)
     assert not any("key (bias)" in line or "of key" in line for line in said)
     assert scale == 2.0**16
 

@@ -18,7 +18,7 @@ from torch import nn
 from amp_lab import advise, rehearse, xray
 from amp_lab.advisor import session
 from amp_lab.advisor.candidates import Candidate
-from amp_lab.advisor.learning import fp16_remarks
+from amp_lab.advisor.learning import choose_loss_scale
 from amp_lab.advisor.outlook import Outlook
 from amp_lab.core.device import describe_device
 from amp_lab.core.errors import NumericsError, TraceError
@@ -136,7 +136,7 @@ class Weights(nn.Module):
 
 def remarks_of(*gradients: float) -> tuple[float, str]:
     call = ModelCall(Weights(*gradients), (torch.ones(1),), loss_fn=torch.sum)
-    scale, said = fp16_remarks(call, CPU)
+    scale, said = choose_loss_scale(call, CPU)
     return scale, "\n".join(said)
 
 
@@ -168,7 +168,7 @@ def test_of_a_model_that_is_fp16_by_itself_no_share_and_no_range_is_told():
             return super().forward(x).half().float()
 
     call = ModelCall(Halved(*[1e-9] * 500, *[1.0] * 500), (torch.ones(1),), loss_fn=torch.sum)
-    scale, said = fp16_remarks(call, CPU)
+    scale, said = choose_loss_scale(call, CPU)
     assert scale == 2.0**16  # GradScaler's own
     (remark,) = said
     assert "computes in fp16 by itself" in remark

@@ -16,11 +16,12 @@ class Candidate:
     reason: str = ""
     peak_bytes: int | None = None  # forecast
     largest_batch: int | None = None  # forecast
-    against_fp32: str = ""  # difference of its gradients and learning, or of its output
-    losses: tuple[float, ...] = ()  # of its first steps
-    time_s: Estimate | None = None  # of a step
-    speedup: Ratio | None = None  # time of the baseline over its own, measured in turns
-    seconds: float = 0.0  # of a step, from the check: fastest in training, median in inference
+    against_fp32: str = ""  # how far its gradients and losses, or its output, are from fp32's
+    losses: tuple[float, ...] = ()  # of its first training steps
+    time_s: Estimate | None = None  # seconds of a step, measured in turns with other recipes
+    speedup: Ratio | None = None  # time of the baseline over the time of this recipe
+    # Rough seconds of a step, from the check: the fastest in training, the median in inference.
+    seconds: float = 0.0
 
     @property
     def name(self) -> str:
@@ -29,13 +30,16 @@ class Candidate:
 
 
 def first_recipes(use: str, precisions: list[Precision]) -> list[Recipe]:
-    """The recipes to try first: each precision under autocast and, if possible, cast."""
+    """The recipes to try first: each precision under autocast and, if possible, with cast weights.
+
+    `use` is ``training`` or ``inference``.
+    """
     castable = {Precision.BF16}
     if use == INFERENCE:  # fp16 weights cannot be trained: GradScaler refuses their gradients
         castable.add(Precision.FP16)
-    first = []
+    recipes = []
     for precision in precisions:
-        first.append(Recipe(use, precision))
+        recipes.append(Recipe(use, precision))
         if precision in castable:
-            first.append(Recipe(use, precision, cast=True))
-    return first
+            recipes.append(Recipe(use, precision, cast=True))
+    return recipes

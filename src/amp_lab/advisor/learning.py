@@ -1,9 +1,10 @@
-"""Compare a recipe with fp32: its gradients, its learning, its output; and fp16's losses."""
+"""Compare the gradients, the losses or the output of a recipe with fp32's; choose a loss scale."""
 
 import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +31,10 @@ from amp_lab.recipes import (
 _STEPS = 10  # of a run at most
 _RATE = 1e-3  # learning rate of the runs
 _LOW_RATE = 1e-4  # learning rate of the step that shows which updates rounding loses
-_LEARNS = 0.05  # fall of the loss, as a share of the first one, from which on fp32 learns
-CHAOTIC = 0.7  # relative change of fp32's gradients by `Step.add_noise`: no direction is right
+_LEARNS = 0.05  # fp32 learns if its loss falls by more than this share of the first loss
+CHAOTIC = 0.7
+"""If `Step.add_noise` changes fp32's gradients by more than this, relative to their norm, their
+direction is random."""
 _SLOWEST = 3  # time of a step, as a multiple of fp32's, after which it is given up
 _MOST_SKIPPED = 8  # steps in which a loss scale that begins too high may be halved
 _MOST_UNCHANGED = 0.02  # share of the weights that a step may leave unchanged by rounding
@@ -56,33 +59,41 @@ class TooSlow(Exception):
     """A step took too long and was given up."""
 
 
+class _Run(NamedTuple):
+    """The result of a short training run."""
+
+    step: Step
+    gradients: list[Tensor]  # of the first step that the scaler did not skip
+
+
 class Learning:
-    """How fp32 learns from these inputs, as the baseline for other recipes.
+    """Short training runs in fp32, as the baseline for other recipes.
 
     A second run in fp32, with a little noise in the weights and another seed for dropout, shows
-    how far two correct runs may differ. All runs together may take `seconds`. `scale` is the first
-    loss scale, for fp16.
+    how far two correct runs may differ. All runs, those of `check` included, may take `seconds`
+    together. `scale` is the first loss scale for fp16.
+
+    Attributes:
+        noise: Distance between the gradients of the two runs in fp32, relative to their norm.
+        learns: Whether the loss falls in fp32.
     """
 
     def __init__(self, call: ModelCall, device: torch.device, seconds: float, scale: float):
         self._call = call
         self._device = device
         self._scale = scale
-        self._steps = 2  # of the first run; a longer one follows
-        self._plain = Candidate(Recipe(TRAINING))
+        self._fp32 = Candidate(Recipe(TRAINING))
         self._noisy = Candidate(Recipe(TRAINING))
-        self._step_limit_s = math.inf
-        self._run(self._plain)  # for the time of a step alone
-        share = seconds / 8  # for each of about eight runs; a slow model gets fewer steps
-        steps = share / max(self._plain.seconds, 1e-4)
-        self._steps = max(3, min(_STEPS, int(steps)))
-        _, self._gradients = self._run(self._plain)
-        _, noisy = self._run(self._noisy, noisy=True)
-        self.noise = distance(noisy, self._gradients)
-        self._step_limit_s = max(1.0, share, _SLOWEST * self._plain.seconds)
-        first = abs(self._plain.losses[0])
-        least = _LEARNS * first
-        self.learns = math.isfinite(first) and _fall(self._plain) > least
+        self._run(self._fp32, steps=2)  # only to time a step
+        run_s = seconds / 8  # for each of about eight runs; a slow model gets fewer steps
+        steps_in_time = int(run_s / max(self._fp32.seconds, 1e-4))
+        self._steps = max(3, min(_STEPS, steps_in_time))
+        self._gradients = self._run(self._fp32, steps=self._steps).gradients
+        noisy_gradients = self._run(self._noisy, steps=self._steps, noisy=True).gradients
+        self.noise = distance(noisy_gradients, self._gradients)
+        self._step_limit_s = max(1.0, run_s, _SLOWEST * self._fp32.seconds)
+        first_loss = abs(self._fp32.losses[0])
+        self.learns = math.isfinite(first_loss) and _fall(self._fp32) > _LEARNS * first_loss
 
     def check(self, candidate: Candidate) -> Step:
         """Train with a recipe, record in the candidate how it differs from fp32; return the step.
@@ -90,100 +101,118 @@ class Learning:
         If the difference is too large, it becomes the `reason` of the candidate. Raises `TooSlow`
         if a step takes much longer than a step in fp32.
         """
-        step, gradients = self._run(candidate)
-        self._judge(candidate, gradients)
+        step_limit_s = self._step_limit_s
+        if candidate.recipe.compiled:  # its first step compiles, which takes long
+            step_limit_s = math.inf
+        run = self._run(candidate, steps=self._steps, step_limit_s=step_limit_s)
+        self._judge(candidate, run.gradients)
         if candidate.recipe.cast and not candidate.reason:
-            # Rounding loses small updates, which the few steps above, at a high rate, do not show.
-            step.names["optimizer"].param_groups[0]["lr"] = _LOW_RATE
-            unchanged = _share_unchanged(step)
+            # In 16 bits, rounding loses small updates of the weights. The learning rate of the run
+            # is too high to show this, so one more step has a lower rate.
+            run.step.names["optimizer"].param_groups[0]["lr"] = _LOW_RATE
+            unchanged = _share_unchanged(run.step)
             if unchanged > _MOST_UNCHANGED:
-                kept = f"{unchanged:.0%} of the weights as they are"
-                candidate.reason = f"rounding keeps {kept} at a learning rate of {_LOW_RATE}"
-        return step
+                candidate.reason = (
+                    f"rounding keeps {unchanged:.0%} of the weights as they are at a learning rate "
+                    f"of {_LOW_RATE}"
+                )
+        return run.step
 
-    def _run(self, candidate: Candidate, *, noisy: bool = False) -> tuple[Step, list[Tensor]]:
-        """Train for `_steps` steps, and record losses and time in the candidate.
+    def _run(
+        self,
+        candidate: Candidate,
+        *,
+        steps: int,
+        noisy: bool = False,
+        step_limit_s: float = math.inf,
+    ) -> _Run:
+        """Train for a number of steps, and record the losses and the fastest step's time.
 
-        A loss that is not finite is the last. Steps that the scaler skips are not counted, up to
-        `_MOST_SKIPPED`. Returns the step, and the gradients of the first call that was not skipped;
-        no gradients and no losses if all were.
+        The run ends early at a loss that is not finite. Steps that the scaler skips are repeated,
+        up to `_MOST_SKIPPED` times. If all steps were skipped, there are no losses and no
+        gradients. Raises `TooSlow` if a step takes longer than `step_limit_s`.
         """
-        torch.manual_seed(int(noisy))
+        torch.manual_seed(int(noisy))  # a noisy run draws other dropout masks
         step = Step(self._call, candidate.recipe, self._device, self._scale, _RATE)
         if noisy:
             step.add_noise()
         scaler = step.names.get("scaler")
-        limit_s = math.inf if candidate.recipe.compiled else self._step_limit_s
         losses: list[float] = []
         gradients: list[Tensor] = []
         seconds: list[float] = []
-        for _ in range(self._steps + _MOST_SKIPPED):
-            before = scaler.get_scale() if scaler else 1.0
+        for _ in range(steps + _MOST_SKIPPED):
+            scale_before = scaler.get_scale() if scaler else 1.0
             start = time.perf_counter()
-            with _time_limit(limit_s, step):
+            with _time_limit(step_limit_s, step):
                 loss = step().item()
             seconds.append(time.perf_counter() - start)
-            overflowed = scaler and scaler.get_scale() < before
-            if overflowed and math.isfinite(loss):
-                continue  # the scaler skipped the step
+            # The scaler lowers its scale if the gradients overflowed, and then skips the step.
+            was_skipped = scaler and scaler.get_scale() < scale_before
+            if was_skipped and math.isfinite(loss):
+                continue  # with a lower scale, the same step may succeed
             losses.append(loss)
             if not gradients:
                 gradients = [p.grad.clone() for p in step.trained if p.grad is not None]
-            if not math.isfinite(loss) or len(losses) == self._steps:
+            if not math.isfinite(loss) or len(losses) == steps:
                 break
         candidate.losses = tuple(losses)
         candidate.seconds = min(seconds)
-        return step, gradients
+        return _Run(step, gradients)
 
-    def _judge(self, run: Candidate, gradients: list[Tensor]) -> None:
+    def _judge(self, candidate: Candidate, gradients: list[Tensor]) -> None:
         """Record in a trained candidate how far it is from fp32, and a reason if it is too far."""
-        if not run.losses:
-            run.reason = "all its gradients overflow in step 1"
+        losses = candidate.losses
+        if not losses:
+            candidate.reason = "all its gradients overflow in step 1"
             return
-        if not math.isfinite(run.losses[-1]):
-            run.reason = f"its loss is {run.losses[-1]} in step {len(run.losses)}"
+        if not math.isfinite(losses[-1]):
+            candidate.reason = f"its loss is {losses[-1]} in step {len(losses)}"
             return
-        self._compare_gradients(run, gradients)
-        if run.reason:
+        self._compare_gradients(candidate, gradients)
+        if candidate.reason:
             return
         if self.learns:
-            self._compare_falls(run)
+            self._compare_falls(candidate)
         else:  # fp32's loss does not fall, so only the first losses can be compared
-            self._compare_first_losses(run)
+            self._compare_first_losses(candidate)
 
-    def _compare_gradients(self, run: Candidate, gradients: list[Tensor]) -> None:
-        """Record how far the gradients are off; a reason if it is too far, else an empty one."""
-        off = distance(gradients, self._gradients)
-        run.against_fp32 = f"gradients {off:.1%} off"
-        run.reason = ""
-        if self.noise <= CHAOTIC:
-            # 50 %, and more where noise changes fp32's own gradients; zeros would be 100 % off.
-            allowed = min(0.9, 0.5 + 2 * self.noise)
-            if not off <= allowed:  # also for NaN
-                run.reason = f"its gradients are more than {allowed:.0%} off"
+    def _compare_gradients(self, candidate: Candidate, gradients: list[Tensor]) -> None:
+        """Record how far the gradients are from fp32's, and a reason if they are too far.
+
+        If they are close enough, the reason becomes empty.
+        """
+        difference = distance(gradients, self._gradients)
+        candidate.against_fp32 = f"gradients {difference:.1%} off"
+        candidate.reason = ""
+        if self.noise > CHAOTIC:
+            candidate.against_fp32 += f" (fp32's own, with noise: {self.noise:.0%})"
+            # The direction of fp32's gradients is random too, so only their size is compared.
+            size = norm(gradients) / (norm(self._gradients) or 1.0)
+            if not 0.5 <= size <= 2:
+                candidate.reason = f"its gradients are {size:.2g} times as large as fp32's"
             return
-        run.against_fp32 += f" (fp32's own, with noise: {self.noise:.0%})"
-        # Their direction tells nothing, so only their size is compared.
-        size = norm(gradients) / (norm(self._gradients) or 1.0)
-        if not 0.5 <= size <= 2:
-            run.reason = f"its gradients are {size:.2g} times as large as fp32's"
+        # 50 %, and more where noise changes fp32's own gradients; zeros would be 100 % off.
+        allowed = min(0.9, 0.5 + 2 * self.noise)
+        if not difference <= allowed:  # also for NaN
+            candidate.reason = f"its gradients are more than {allowed:.0%} off"
 
-    def _compare_first_losses(self, run: Candidate) -> None:
-        """Record a reason if the first loss is 5 % or more from fp32's."""
-        first = self._plain.losses[0]
-        off = abs(run.losses[0] - first) / (abs(first) or 1.0)
-        if not off < 0.05:  # also for NaN
-            run.reason = f"its first loss is {off:.1%} off"
+    def _compare_first_losses(self, candidate: Candidate) -> None:
+        """Record a reason if the first loss differs from fp32's by 5 % or more."""
+        fp32_loss = self._fp32.losses[0]
+        difference = abs(candidate.losses[0] - fp32_loss) / (abs(fp32_loss) or 1.0)
+        if not difference < 0.05:  # also for NaN
+            candidate.reason = f"its first loss is {difference:.1%} off"
 
-    def _compare_falls(self, run: Candidate) -> None:
+    def _compare_falls(self, candidate: Candidate) -> None:
         """Record the fall of the loss as a share of fp32's, and a reason if it is too different."""
-        learned = _fall(run) / _fall(self._plain)
-        noisy = _fall(self._noisy) / _fall(self._plain)
+        fp32_fall = _fall(self._fp32)
+        share = _fall(candidate) / fp32_fall
+        noisy_share = _fall(self._noisy) / fp32_fall
         # 20 %, and more where noise changes fp32's own fall, but at most 50 %.
-        allowed = min(0.5, 0.2 + 2 * abs(noisy - 1))
-        run.against_fp32 += f", learns {learned:.0%}"
-        if not abs(learned - 1) <= allowed:
-            run.reason = f"it does not learn 100% ± {allowed:.0%} of what fp32 does"
+        allowed = min(0.5, 0.2 + 2 * abs(noisy_share - 1))
+        candidate.against_fp32 += f", learns {share:.0%}"
+        if not abs(share - 1) <= allowed:  # also for NaN
+            candidate.reason = f"it does not learn 100% ± {allowed:.0%} of what fp32 does"
 
 
 class Fp32Outputs:
@@ -201,13 +230,13 @@ class Fp32Outputs:
         If the error is too large, it becomes the `reason` of the candidate.
         """
         step = Step(self._call, candidate.recipe, self._device)
-        off = distance(floats(step()), self._output)
+        difference = distance(floats(step()), self._output)
         candidate.against_fp32 = "output not finite"
-        if off < math.inf:
-            candidate.against_fp32 = f"output {off:.2%} off"
+        if difference < math.inf:
+            candidate.against_fp32 = f"output {difference:.2%} off"
         allowed = TOLERANCE[candidate.recipe.precision]
         candidate.reason = ""
-        if not off <= allowed:  # also for NaN
+        if not difference <= allowed:  # also for NaN
             candidate.reason = f"its output is more than {allowed:.1%} off"
         timing = measure(step, device=self._device, warmup=0, repeats=3)
         candidate.seconds = timing.median_s
@@ -216,7 +245,10 @@ class Fp32Outputs:
 
 @contextmanager
 def _time_limit(seconds: float, step: Step) -> Iterator[None]:
-    """In the block, a step that takes longer raises `TooSlow` at its next module or gradient."""
+    """The block in which `step` raises `TooSlow` if it takes longer than `seconds`.
+
+    Hooks check the clock after each module of the forward pass, and at each gradient of a weight.
+    """
     end = time.perf_counter() + seconds
 
     def check_clock(*_: object) -> None:
@@ -239,9 +271,9 @@ def _share_unchanged(step: Step) -> float:
     return (before == after).float().mean().item()
 
 
-def _fall(run: Candidate) -> float:
+def _fall(candidate: Candidate) -> float:
     """How far the loss fell from the first step to the last."""
-    return run.losses[0] - run.losses[-1]
+    return candidate.losses[0] - candidate.losses[-1]
 
 
 _ROUNDED = 20
@@ -249,11 +281,18 @@ _ROUNDED = 20
 fp32 has 24 bits, and sums of many values lose some of them."""
 
 
-def fp16_remarks(call: ModelCall, device: torch.device) -> tuple[float, list[str]]:
-    """A first loss scale for fp16, and remarks for the user.
+class Fp16Scaling(NamedTuple):
+    """The result of `choose_loss_scale`."""
 
-    The scale is the default of `GradScaler` if no scale keeps the gradients, or if the values that
-    fp16 would lose cannot be counted.
+    scale: float  # the first loss scale
+    remarks: list[str]  # sentences for the user: which values fp16 cannot represent
+
+
+def choose_loss_scale(call: ModelCall, device: torch.device) -> Fp16Scaling:
+    """Choose the first loss scale for fp16 from the gradients of one step in fp32.
+
+    The scale is the default of `GradScaler` if no scale keeps the gradients in fp16's range, or if
+    the gradient values that fp16 would lose cannot be counted.
     """
     step = Step(call, Recipe(TRAINING), device)
     with Precision.FP32.autocast(device.type):
@@ -262,19 +301,20 @@ def fp16_remarks(call: ModelCall, device: torch.device) -> tuple[float, list[str
     try:
         report = gradient_underflow(step.model, loss)
     except NumericsError:  # the graph cannot be followed, but steps may still run
-        return DEFAULT_SCALE, remarks
+        return Fp16Scaling(DEFAULT_SCALE, remarks)
     if report.half:  # some gradients are fp16 in fp32's step already
         unknown = "Part of the model computes in fp16 by itself: what that loses is not known."
-        return DEFAULT_SCALE, [*remarks, unknown]
+        return Fp16Scaling(DEFAULT_SCALE, [*remarks, unknown])
     rows = _above_rounding(report.rows)
     remarks += _underflow_remarks(rows)
     total = together("", rows)
-    low = total.smallest_scale
-    high = total.largest_scale
-    if low is None or high is None or low > high:
-        return DEFAULT_SCALE, [*remarks, _NO_LOSS_SCALE.text]
-    scale = max(low, min(DEFAULT_SCALE, high / 8))  # the gradients may grow eightfold
-    return scale, [*remarks, _FIRST_LOSS_SCALE.sentence(scale=scale)]
+    smallest = total.smallest_scale
+    largest = total.largest_scale
+    if smallest is None or largest is None or smallest > largest:
+        return Fp16Scaling(DEFAULT_SCALE, [*remarks, _NO_LOSS_SCALE.text])
+    # An eighth of the largest scale, so that the gradients may grow eightfold in training.
+    scale = max(smallest, min(DEFAULT_SCALE, largest / 8))
+    return Fp16Scaling(scale, [*remarks, _FIRST_LOSS_SCALE.sentence(scale=scale)])
 
 
 def _overflow_remarks(step: Step) -> list[str]:
@@ -290,9 +330,13 @@ def _overflow_remarks(step: Step) -> list[str]:
 
 def _underflow_remarks(rows: Sequence[GradientCount]) -> list[str]:
     """Remarks on the three gradients of which fp16 would lose most, if more than 1 %."""
+
+    def lost_share(row: GradientCount) -> float:
+        return row.lost(1.0)  # with a loss scale of 1, which is none
+
     remarks = []
-    for row in sorted(rows, key=lambda row: -row.lost(1.0))[:3]:
-        lost = row.lost(1.0)  # with a loss scale of 1, which is none
+    for row in sorted(rows, key=lost_share, reverse=True)[:3]:
+        lost = lost_share(row)
         if lost > 0.01:
             share = f"{lost:.0%} of the gradient values of {row.layer or 'the model'}"
             remarks.append(f"Without a loss scale fp16 loses {share} ({row.what}).")
@@ -305,7 +349,7 @@ def _above_rounding(rows: Sequence[GradientCount]) -> list[GradientCount]:
     Some gradients would be zero in exact arithmetic, such as those of the key biases in attention,
     which cancel in softmax. It does not matter that fp16 loses these.
     """
-    # The keys of a histogram are exponents of two.
-    largest_powers = {row: max(row.histogram) for row in rows if row.nonzero}
-    floor = max(largest_powers.values(), default=0) - _ROUNDED
-    return [row for row, power in largest_powers.items() if power > floor]
+    # The keys of a histogram are exponents of two, so the largest key is that of the largest value.
+    exponents = {row: max(row.histogram) for row in rows if row.nonzero}
+    lowest = max(exponents.values(), default=0) - _ROUNDED
+    return [row for row, exponent in exponents.items() if exponent > lowest]

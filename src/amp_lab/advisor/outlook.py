@@ -3,6 +3,7 @@
 import contextlib
 import math
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -23,31 +24,41 @@ from amp_lab.tracing.xray_result import Xray
 _RESERVE = 0.1  # share of the memory that is left to the driver and to fragmentation
 
 
+class MemoryForecast(NamedTuple):
+    """The memory forecast of a recipe; each figure is None if it is unknown."""
+
+    peak_bytes: int | None = None
+    largest_batch: int | None = None  # that fits into the memory budget
+
+
 @dataclass
 class Outlook:
-    """The X-rays and the memory forecasts of a model on a device."""
+    """What is known of a model on a device without running it: X-rays and memory forecasts.
+
+    An X-ray lists the ops of a step with their dtypes under autocast.
+    """
 
     device: torch.device
     memory_bytes: int | None = None  # the budget; None if it is not known
     raises: dict[tuple[str, Precision], str] = field(default_factory=dict)
-    """By use and precision: the error that autocast raises."""
+    """By use (``training`` or ``inference``) and precision: the error that autocast raises."""
     xrays: dict[Precision, Xray] = field(default_factory=dict)
-    memory: dict[tuple, tuple[int, int | None]] = field(default_factory=dict)
-    """Peak bytes and largest batch by the recipe's `use`, `autocasts` and `cast`."""
+    memory: dict[tuple[str, bool, bool], MemoryForecast] = field(default_factory=dict)
+    """By the recipe's `use`, `autocasts` and `cast`."""
     problem: TraceError | None = None  # why there is no forecast
 
     @property
     def decisions(self) -> list[str]:
-        """Remarks of X-rays that followed the decisions of a real run on the CPU, each once."""
-        decisions = [report.decisions for report in self.xrays.values() if report.decisions]
-        return list(dict.fromkeys(decisions))
+        """Sentences for models that branch on the values of tensors, each once.
 
-    def memory_of(self, recipe: Recipe) -> tuple[int | None, int | None]:
-        """Peak bytes and largest batch of a recipe, each None if it was not forecast.
-
-        The forecast ignores layout, fusion and compilation.
+        X-rays have no values, so they take the branches that a real run on the CPU took.
         """
-        return self.memory.get((recipe.use, recipe.autocasts, recipe.cast), (None, None))
+        sentences = [report.decisions for report in self.xrays.values() if report.decisions]
+        return list(dict.fromkeys(sentences))
+
+    def memory_of(self, recipe: Recipe) -> MemoryForecast:
+        """The memory forecast of a recipe, which ignores layout, fusion and compilation."""
+        return self.memory.get((recipe.use, recipe.autocasts, recipe.cast), MemoryForecast())
 
     def rejection(self, recipe: Recipe) -> tuple[str, str]:
         """A verdict, such as ``raises``, and its reason, if the forecast rules a recipe out.
@@ -57,18 +68,18 @@ class Outlook:
         raised = self.raises.get((recipe.use, recipe.precision))
         if raised and recipe.autocasts:
             return "raises", raised
-        peak, _ = self.memory_of(recipe)
+        peak = self.memory_of(recipe).peak_bytes or 0
         usable = (1 - _RESERVE) * (self.memory_bytes or math.inf)
-        too_much = (peak or 0) - usable
-        if too_much > 0:
-            return "does not fit", f"{bytes_text(too_much)} too much"
+        excess = peak - usable
+        if excess > 0:
+            return "does not fit", f"{bytes_text(excess)} too much"
         return "", ""
 
     def candidate(self, recipe: Recipe) -> Candidate:
         """The candidate of a recipe: its forecast, and a verdict if the forecast rules it out."""
         verdict, reason = self.rejection(recipe)
-        peak_bytes, largest_batch = self.memory_of(recipe)
-        return Candidate(recipe, verdict, reason, peak_bytes, largest_batch)
+        memory = self.memory_of(recipe)
+        return Candidate(recipe, verdict, reason, memory.peak_bytes, memory.largest_batch)
 
 
 def trace_and_forecast(
@@ -109,16 +120,18 @@ def forecast(call: ModelCall, outlook: Outlook, gpu: Gpu) -> Advice:
     precisions = [Precision.FP32]
     if Precision.TF32 in matmuls:
         precisions.append(Precision.TF32)
-    # Those that it has come first. X-rays are by precision.
+    # Of bf16 and fp16, those with fast matmuls on this GPU come first: False sorts before True.
     precisions += sorted(outlook.xrays, key=lambda precision: precision not in matmuls)
     candidates = []
     for use in uses_of(call.model):
         for recipe in first_recipes(use, precisions):
             candidate = outlook.candidate(recipe)
-            if not candidate.verdict and recipe.precision not in (Precision.FP32, *matmuls):
+            may_be_faster = recipe.precision in (Precision.FP32, *matmuls)
+            if not candidate.verdict and not may_be_faster:
                 candidate.verdict = "not faster"
                 candidate.reason = f"matmuls in {recipe.precision} are no faster on {gpu.name}"
-            candidate.verdict = candidate.verdict or "not timed"
+            if not candidate.verdict:
+                candidate.verdict = "not timed"
             candidates.append(candidate)
     watch = [f"Nothing was timed: only a run on {gpu.name} can tell which is the fastest."]
     if gpu.source:
@@ -128,28 +141,32 @@ def forecast(call: ModelCall, outlook: Outlook, gpu: Gpu) -> Advice:
     for precision, report in outlook.xrays.items():
         watch += [f"{precision}: {line}" for line in report.advice]
     title = f"{type(call.model).__name__} on {gpu.name}, which is not here: a forecast"
-    return Advice(title, candidates, {}, {}, watch)
+    return Advice(title, candidates, chosen={}, programs={}, watch=watch)
 
 
 def _take_xrays(call: ModelCall, precision: Precision, outlook: Outlook) -> None:
-    """X-ray a step, and a forward pass alone if the step raises; write the results to `outlook`."""
+    """X-ray a step under autocast, and write the X-ray and its errors to `outlook`."""
     report = xray_call(call, outlook.device.type, precision.dtype)
     outlook.xrays[precision] = report
     if not report.raised:
         return
-    # The loss or the backward pass may have raised, which inference does not have.
-    forward = replace(call.copy(), loss_fn=None)
-    forward.model.requires_grad_(False).eval()
-    alone = xray_call(forward, outlook.device.type, precision.dtype)
     outlook.raises[TRAINING, precision] = report.raised
-    if alone.raised:
-        outlook.raises[INFERENCE, precision] = alone.raised
+    # The loss or the backward pass may have raised. Inference has neither, so it may still run.
+    inference_call = replace(call.copy(), loss_fn=None)
+    inference_call.model.requires_grad_(False).eval()
+    inference_report = xray_call(inference_call, outlook.device.type, precision.dtype)
+    if inference_report.raised:
+        outlook.raises[INFERENCE, precision] = inference_report.raised
 
 
 def _forecast(call: ModelCall, use: str, outlook: Outlook) -> None:
-    """Forecast in `outlook` the memory of a step in fp32, under autocast, and with cast weights."""
+    """Forecast the memory of a step in fp32, under autocast, and with weights cast to bf16.
+
+    `use` is ``training`` or ``inference``. The forecasts are written to `outlook`.
+    """
     _forecast_recipe(call, Recipe(use), outlook)
-    for precision in outlook.xrays:  # the first that does not raise: both need the same memory
+    # Autocast to bf16 and to fp16 needs the same memory, so one that does not raise is enough.
+    for precision in outlook.xrays:
         if (use, precision) not in outlook.raises:
             _forecast_recipe(call, Recipe(use, precision), outlook)
             break
@@ -159,7 +176,7 @@ def _forecast(call: ModelCall, use: str, outlook: Outlook) -> None:
 
 
 def _forecast_recipe(call: ModelCall, recipe: Recipe, outlook: Outlook) -> None:
-    """Write peak bytes and largest batch of a recipe to `outlook.memory`."""
+    """Write the memory forecast of a recipe to `outlook.memory`."""
     copies = call.copy().to(dtype=recipe.dtype_for(call.model))
     if recipe.use == INFERENCE:  # without gradients a step is a forward pass
         copies.model.requires_grad_(False).eval()
@@ -173,7 +190,8 @@ def _forecast_recipe(call: ModelCall, recipe: Recipe, outlook: Outlook) -> None:
         device_type=outlook.device.type,
         optimizer="adamw",
     )
-    peak = table.forecasts[0].peak
-    # Of the only precision; without a known memory there is none.
+    peak = table.forecasts[0].peak  # of the only precision
+    # `largest` has one item too, or none if the memory of the device is unknown.
     largest_batch = next(iter(table.largest.values()), None)
-    outlook.memory[recipe.use, recipe.autocasts, recipe.cast] = (peak, largest_batch)
+    key = (recipe.use, recipe.autocasts, recipe.cast)
+    outlook.memory[key] = MemoryForecast(peak, largest_batch)

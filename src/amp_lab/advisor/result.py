@@ -68,10 +68,10 @@ class Advice(Printed):
             if c.time_s is None:
                 continue
             precision = str(c.recipe.precision)
-            rest = c.name.removeprefix(precision).lstrip(", ")
+            options = c.name.removeprefix(precision).lstrip(", ")  # such as "autocast, compiled"
             milliseconds = c.time_s.times(1e3)
             # As `plots.speed_ladder` takes it; None: the limit of the device is not known.
-            bar = (precision, rest, milliseconds, None, f"{c.speedup or ''}")
+            bar = (precision, options, milliseconds, None, f"{c.speedup or ''}")
             panels.setdefault(c.recipe.use, []).append(bar)
         if not panels:
             return ""

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from amp_lab.advisor.baseline import Baseline, Check, run_baseline
 from amp_lab.advisor.candidates import Candidate, first_recipes
-from amp_lab.advisor.learning import CHAOTIC, Fp32Outputs, Learning, TooSlow, fp16_remarks
+from amp_lab.advisor.learning import TooSlow
 from amp_lab.advisor.outlook import Outlook, forecast, trace_and_forecast
 from amp_lab.advisor.result import Advice
 from amp_lab.core.allocator import ENVIRONMENT, memory_taken
@@ -24,18 +25,7 @@ from amp_lab.core.remedies import remedy
 from amp_lab.core.report import bytes_text, dtype_name
 from amp_lab.core.timing import Comparison, Estimate, compare, turn_s
 from amp_lab.model_call import ModelCall
-from amp_lab.recipes import (
-    DEFAULT_SCALE,
-    INFERENCE,
-    OWN_LOSS,
-    TRAINING,
-    Recipe,
-    Step,
-    error_of,
-    loss_of,
-    program,
-    uses_of,
-)
+from amp_lab.recipes import INFERENCE, TRAINING, Recipe, Step, error_of, program
 from amp_lab.tracing.fake_device import tip_for
 
 _FROM_SIMPLE = (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16)  # simplest first
@@ -152,53 +142,81 @@ def measured(call: ModelCall, outlook: Outlook, seconds: float, beginning: str =
     report = describe_device(outlook.device)
     _require_memory(outlook, report.memory_bytes)
     stages = tqdm(total=4, unit="stage", leave=False, disable=None)  # shown on a terminal alone
-    watch: list[str] = []
+    watch: list[str] = []  # remarks for the user
     if outlook.problem:
         watch.append(f"No forecast: {outlook.problem}.")
     watch += [f"The forecast: {line}" for line in outlook.decisions]
-    rankings: dict[str, _Ranking] = {}
+    rankings: list[_Ranking] = []
     with stages, preserve_random_state(outlook.device.type), torch.enable_grad():
         try:
-            call, checks, scale = _fp32_checks(
-                call, outlook.device, _SHARE_OF_CHECKS * seconds, watch
-            )
+            baseline = run_baseline(call, outlook.device, _SHARE_OF_CHECKS * seconds, watch)
         except Exception as error:  # the user's model and loss may raise anything
             name = type(call.model).__name__
             failed = TraceError(f"{name} fails in an fp32 step: {with_type(error)}")
             raise (outlook.problem or failed) from error
-        *_, last_use = checks  # the keys: inference, then training if there is a loss
-        for use, check in checks.items():
+        last_use = list(baseline.checks)[-1]
+        for use, check in baseline.checks.items():
             stages.update()
             stages.set_description(use)
-            until = end
+            ranking_end = end
             if use != last_use:  # half of the time that is left
-                until = (time.perf_counter() + end) / 2
-            rankings[use] = _Ranking(use, call, outlook, check, until, seconds)
-            rankings[use].run()
-            watch += rankings[use].memory_remarks()
-        # Reversed, since training comes first in the advice.
-        chosen = {use: r.best for use, r in reversed(rankings.items()) if r.best is not None}
+                ranking_end = (time.perf_counter() + end) / 2
+            ranking = _Ranking(use, baseline.call, outlook, check, ranking_end, seconds)
+            ranking.run()
+            watch += ranking.memory_remarks()
+            rankings.append(ranking)
+        rankings.reverse()  # training comes first in the advice
+        chosen = {ranking.use: ranking.best for ranking in rankings if ranking.best is not None}
         stages.set_description("programs")
-        programs = {}
-        for use, best in chosen.items():
-            text = program(call, best.recipe, outlook.device, scale, beginning)
-            # Without a beginning there is nothing to run but the step, which has been timed. The
-            # program gets two minutes more than all steps above, to load and to compile.
-            failure = error_of(text, 120 + seconds) if beginning else ""
-            if failure:
-                watch.append(f"The program for {use} is left out, since it fails: {failure}.")
-            else:
-                programs[use] = text
-    watch += [f"Nothing can be recommended for {use}." for use in rankings if use not in chosen]
-    recipes = [best.recipe for best in chosen.values()]
-    for precision in dict.fromkeys(recipe.precision for recipe in recipes if recipe.autocasts):
-        if precision in outlook.xrays:
-            watch += outlook.xrays[precision].advice
+        # Two minutes more than all steps above, to load and to compile.
+        programs = _write_programs(
+            baseline, chosen, outlook.device, beginning, 120 + seconds, watch
+        )
+    for use in baseline.checks:
+        if use not in chosen:
+            watch.append(f"Nothing can be recommended for {use}.")
+    watch += _autocast_advice(chosen, outlook)
+    candidates = []
+    for ranking in rankings:
+        candidates += ranking.ranked()
     title = f"{type(call.model).__name__} on {report.name}, {outlook.device}"
-    ranked = []
-    for ranking in reversed(rankings.values()):
-        ranked += ranking.ranked()
-    return Advice(title, ranked, chosen, programs, watch)
+    return Advice(title, candidates, chosen, programs, watch)
+
+
+def _write_programs(
+    baseline: Baseline,
+    chosen: dict[str, Candidate],
+    device: torch.device,
+    beginning: str,
+    limit_s: float,
+    watch: list[str],
+) -> dict[str, str]:
+    """Write the program of each chosen recipe, and return the programs by use.
+
+    With the code in `beginning`, which makes model and inputs, each program is run for at most
+    `limit_s` seconds. One that fails is left out, with a remark in `watch`. Without it, only the
+    step could run, which has been timed already.
+    """
+    programs = {}
+    for use, best in chosen.items():
+        code = program(baseline.call, best.recipe, device, baseline.loss_scale, beginning)
+        failure = error_of(code, limit_s) if beginning else ""
+        if failure:
+            watch.append(f"The program for {use} is left out, since it fails: {failure}.")
+        else:
+            programs[use] = code
+    return programs
+
+
+def _autocast_advice(chosen: dict[str, Candidate], outlook: Outlook) -> list[str]:
+    """The advice of the X-rays in the precisions of the chosen recipes that use autocast."""
+    recipes = [candidate.recipe for candidate in chosen.values()]
+    precisions = [recipe.precision for recipe in recipes if recipe.autocasts]
+    advice = []
+    for precision in dict.fromkeys(precisions):  # each once
+        if precision in outlook.xrays:
+            advice += outlook.xrays[precision].advice
+    return advice
 
 
 def _require_memory(outlook: Outlook, memory_bytes: int | None) -> None:
@@ -206,49 +224,11 @@ def _require_memory(outlook: Outlook, memory_bytes: int | None) -> None:
 
     Otherwise Linux would kill the process.
     """
-    needed = 0
-    for use in (TRAINING, INFERENCE):
-        peak, _ = outlook.memory_of(Recipe(use))
-        needed = max(needed, peak or 0)
+    peaks = [outlook.memory_of(Recipe(use)).peak_bytes for use in (TRAINING, INFERENCE)]
+    needed = max(peak or 0 for peak in peaks)
     if memory_bytes and needed > memory_bytes:
         sizes = f"{bytes_text(needed)}, and {outlook.device} has {bytes_text(memory_bytes)}"
         raise TraceError(_SMALLER_BATCH.sentence(sizes=sizes))
-
-
-_Check = Callable[[Candidate], Step]  # `Learning.check` or `Fp32Outputs.check`
-
-
-def _fp32_checks(
-    call: ModelCall, device: torch.device, seconds: float, watch: list[str]
-) -> tuple[ModelCall, dict[str, _Check], float]:
-    """Run fp32 as the baseline of each use; all runs that train may take `seconds`, later ones too.
-
-    Returns the call with a loss, a check of candidates for each use, and a loss scale for fp16.
-    Adds remarks to `watch`. Without a loss that can be differentiated there is no check for
-    training.
-    """
-    checks: dict[str, _Check] = {INFERENCE: Fp32Outputs(call, device).check}
-    if TRAINING not in uses_of(call.model):
-        return call, checks, DEFAULT_SCALE
-    if call.loss_fn is None:
-        loss = loss_of(Step(call, Recipe(TRAINING), device).output())
-        if loss is None:
-            watch.append("No output has a gradient to make a loss of: training is left out.")
-            return call, checks, DEFAULT_SCALE
-        call = replace(call, loss_fn=loss)
-        watch.append(OWN_LOSS.sentence(loss=loss))
-    scale, remarks = fp16_remarks(call, device)
-    watch += remarks
-    learning = Learning(call, device, seconds, scale)
-    checks[TRAINING] = learning.check
-    if not learning.learns:
-        watch.append("fp32 does not learn here in a few steps: only first losses are compared.")
-    if learning.noise > CHAOTIC:
-        watch.append(
-            f"A little noise in the weights puts fp32's own gradients {learning.noise:.0%} off, so "
-            "only their size is compared."
-        )
-    return call, checks, scale
 
 
 @dataclass
@@ -258,35 +238,40 @@ class _Ranking:
     use: str
     call: ModelCall
     outlook: Outlook
-    check: _Check
+    check: Check
     end: float  # when its time ends, on the clock of `time.perf_counter`
-    seconds: float  # the whole time of `measured`, of which comparisons get a share
-    candidates: list[Candidate] = field(default_factory=list)
-    best: Candidate | None = None  # so far
-    _baseline: Candidate | None = None  # the first recipe that ran
-    # Of `_baseline`, of `best`, and of the candidates that are timed next.
+    seconds: float  # the total time of `measured`, of which comparisons get a share
+    candidates: list[Candidate] = field(default_factory=list)  # all recipes so far
+    best: Candidate | None = None  # the best so far; None if nothing was timed
+    _baseline: Candidate | None = None  # the first recipe that ran; speed-ups are relative to it
+    # Steps that are ready to run: of `_baseline`, `best`, and the candidates that are timed next.
     _steps: dict[Candidate, Step] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Check and time the precisions, then fusion, and then compilation."""
+        """Check and time each precision, then a fused optimizer, and then compilation.
+
+        Each stage changes the best recipe of the stage before.
+        """
         report = describe_device(self.outlook.device)
+        # Matmul rates as multiples of fp32's.
         rates = {p: report.speedup(p) for p in _FROM_SIMPLE if report.rates.get(p)}
         # Rates that are not trusted may be several times too low.
-        least = _EMULATED if report.trusted else _EMULATED / 5
-        fast = [p for p, rate in rates.items() if rate >= least]
+        least_rate = _EMULATED if report.trusted else _EMULATED / 5
+        native = [precision for precision, rate in rates.items() if rate >= least_rate]
         convolves = any(isinstance(module, nn.Conv2d) for module in self.call.model.modules())
-        new = self._check_recipes(first_recipes(self.use, fast))
+        new = self._check_recipes(first_recipes(self.use, native))
         if convolves:
             new += self._check_recipes([replace(c.recipe, channels_last=True) for c in new])
         self._time_candidates(new)
         for precision, rate in rates.items():
-            if rate < least:
+            if rate < least_rate:
                 self._skip_emulated(precision, rate, report.trusted)
-        if self.use == TRAINING and self.best:
+        if self.best is None:
+            return
+        if self.use == TRAINING:
             self._try_if_time_is_left(replace(self.best.recipe, fused=True), share=0.1)
-        if self.best:
-            for recipe in self._recipes_to_compile(self.best.recipe, channels_last=convolves):
-                self._try_if_time_is_left(recipe, share=_SHARE_TO_COMPILE[self.use])
+        for recipe in self._recipes_to_compile(self.best.recipe, channels_last=convolves):
+            self._try_if_time_is_left(recipe, share=_SHARE_TO_COMPILE[self.use])
 
     def _skip_emulated(self, precision: Precision, rate: float, trusted: bool) -> None:
         """Record a precision that is not tried, since `rate` times fp32's is too slow."""
@@ -298,31 +283,37 @@ class _Ranking:
         self.candidates.append(Candidate(Recipe(self.use, precision), verdict, reason))
 
     def _recipes_to_compile(self, best: Recipe, channels_last: bool) -> list[Recipe]:
-        """What to compile: `best`, then `best` and fp32 with `channels_last`, each once."""
+        """The recipes to try with torch.compile, without duplicates.
+
+        These are `best`, and then `best` and fp32 with the memory format `channels_last`.
+        """
         fp32 = Recipe(self.use, fused=best.fused)
-        recipes = [best]
-        for recipe in (best, fp32):
-            recipes.append(replace(recipe, channels_last=channels_last))
+        recipes = [
+            best,
+            replace(best, channels_last=channels_last),
+            replace(fp32, channels_last=channels_last),
+        ]
         return [replace(recipe, compiled=True) for recipe in dict.fromkeys(recipes)]
 
     def _try_if_time_is_left(self, recipe: Recipe, share: float) -> None:
-        """Check and time a recipe if that share of the whole time is left; else record why not."""
-        left = self.end - time.perf_counter()
-        if left > share * self.seconds:
+        """Check and time a recipe if that share of the total time is left; else record why not."""
+        left_s = self.end - time.perf_counter()
+        if left_s > share * self.seconds:
             self._time_candidates(self._check_recipes([recipe]))
             return
-        reason = f"{max(0, left):.0f} s were left: {_MORE_MINUTES.text}"
+        reason = f"{max(0, left_s):.0f} s were left: {_MORE_MINUTES.text}"
         self.candidates.append(Candidate(recipe, "not tried", reason))
 
     def memory_remarks(self) -> list[str]:
         """A remark if the baseline spends a tenth of its time on new memory from the system."""
         if self._baseline is None or self.outlook.device.type != "cpu":
             return []
-        taken = memory_taken(self._steps[self._baseline])  # bytes, of one more step
-        if taken < 0.1 * _NEW_BYTES_PER_S * self._baseline.seconds:
+        new_bytes = memory_taken(self._steps[self._baseline])  # by one more step
+        new_memory_s = new_bytes / _NEW_BYTES_PER_S
+        if new_memory_s < 0.1 * self._baseline.seconds:
             return []
         name = self._baseline.name
-        size = bytes_text(taken)
+        size = bytes_text(new_bytes)
         return [_KEEP_MEMORY.sentence(use=self.use, name=name, size=size, settings=ENVIRONMENT)]
 
     def ranked(self) -> list[Candidate]:
@@ -371,27 +362,29 @@ class _Ranking:
         return candidate
 
     def _time_candidates(self, new: list[Candidate]) -> None:
-        """Time new candidates, the simplest first, in turns with baseline and best.
+        """Time new candidates, the simplest first, in turns with the baseline and the best so far.
 
-        A recipe becomes the best if it is surely faster, and by so much that its changes are worth
-        it.
+        A candidate becomes the best if it is faster than the best beyond the uncertainty of both
+        times, and by so much that its changes are worth it.
         """
         if not new:
             return
-        self._baseline = self._baseline or new[0]
-        best_before = self.best or new[0]
-        speedup_before = best_before.speedup
+        if self._baseline is None:  # the first comparison
+            self._baseline = new[0]
+        previous_best = self.best or new[0]
+        previous_speedup = previous_best.speedup  # None in the first comparison
         new = self._drop_slow(new)
         timed = self._compare_times()
-        best = best_before
+        best = previous_best
         for candidate in new:
             ratio = timed.ratio(candidate.name, best.name)  # of times: below 1 is faster
             if ratio.is_below(1.0) and ratio.median <= _WORTHWHILE:
                 best = candidate
         self._record_times(timed, self._baseline, best)
-        if timed.trusted and speedup_before and best_before.speedup:
-            # `_record_times` has replaced the speed-up of the candidate that was the best before.
-            change = best_before.speedup.median / speedup_before.median
+        # The previous best was timed again, so `_record_times` has given it a new speed-up.
+        new_speedup = previous_best.speedup
+        if timed.trusted and previous_speedup and new_speedup:
+            change = new_speedup.median / previous_speedup.median
             baseline_time = timed.time_s(self._baseline.name)
             self._rescale_earlier(change, baseline_time, timed)
         self.best = best
@@ -406,8 +399,10 @@ class _Ranking:
         Returns the candidates that are left.
         """
         fastest_s = min(candidate.seconds for candidate in self._steps)
-        allowed_s = max(_HOPELESS * fastest_s, _SHARE_OF_COMPARISON * self.seconds / _ROUNDS)
-        # Seconds of a round that are left; below 0, there are too many candidates.
+        # A slow step is harmless if a comparison has time for it in every round.
+        harmless_s = _SHARE_OF_COMPARISON * self.seconds / _ROUNDS
+        allowed_s = max(_HOPELESS * fastest_s, harmless_s)
+        # Seconds by which a round may become longer; below 0, there are too many candidates.
         left_s = self._time_to_compare() / _FEWEST_ROUNDS - self._round_s()
         others = [candidate for candidate in new if candidate is not self._baseline]
         others.sort(key=lambda candidate: -candidate.seconds)  # the slowest first
@@ -425,7 +420,7 @@ class _Ranking:
         return [candidate for candidate in new if not candidate.verdict]
 
     def _time_to_compare(self) -> float:
-        """Seconds for the next comparison: a fifth of the time left is for what follows it."""
+        """Seconds for the next comparison: all that are left, but a fifth for what follows it."""
         return 0.8 * (self.end - time.perf_counter())
 
     def _round_s(self) -> float:
@@ -433,26 +428,26 @@ class _Ranking:
         return sum(turn_s(candidate.seconds) for candidate in self._steps)
 
     def _compare_times(self) -> Comparison:
-        """Time `_steps` in turns, for `_ROUNDS` rounds or the time left, whichever is shorter.
+        """Time the steps in `_steps` in turns, for about `_ROUNDS` rounds if the time allows them.
 
-        Even if less is left, it gets a second or its share of the whole time, whichever is longer.
+        A comparison may take at least a second, and at least its share of the total time.
         """
-        wanted_s = min(_ROUNDS * self._round_s(), self._time_to_compare())
-        budget_s = max(_SHARE_OF_COMPARISON * self.seconds, 1.0, wanted_s)
+        planned_s = min(_ROUNDS * self._round_s(), self._time_to_compare())
+        budget_s = max(_SHARE_OF_COMPARISON * self.seconds, 1.0, planned_s)
         steps = {candidate.name: step for candidate, step in self._steps.items()}
         return compare(steps, device=self.outlook.device, budget_s=budget_s, warmup=0)
 
-    def _record_times(self, timed: Comparison, first: Candidate, best: Candidate) -> None:
-        """Record times, speed-ups over `first` (the baseline) and verdicts in the candidates.
+    def _record_times(self, timed: Comparison, baseline: Candidate, best: Candidate) -> None:
+        """Record times, speed-ups over `baseline` and verdicts in the candidates that were timed.
 
-        Only the steps of `first` and `best` are kept for the next comparison.
+        Only the steps of `baseline` and `best` stay in `_steps`, for the next comparison.
         """
         for candidate in self._steps:
-            if not timed.trusted and candidate.speedup:  # keep an earlier trusted result
+            if not timed.trusted and candidate.speedup:  # keep the result of an earlier comparison
                 continue
             name = candidate.name
             candidate.time_s = timed.time_s(name)
-            candidate.speedup = timed.ratio(first.name, name)
+            candidate.speedup = timed.ratio(baseline.name, name)
             candidate.verdict = "not worth its changes"
             if timed.ratio(name, best.name).is_above(1.0):
                 candidate.verdict = "slower"
@@ -460,13 +455,14 @@ class _Ranking:
                 candidate.verdict = _TOO_BUSY
                 candidate.reason = _busy_reason(timed)
         # Frees the copies of the model that the other steps have.
-        self._steps = {candidate: self._steps[candidate] for candidate in (first, best)}
+        self._steps = {candidate: self._steps[candidate] for candidate in (baseline, best)}
 
     def _rescale_earlier(self, change: float, baseline_time: Estimate, timed: Comparison) -> None:
-        """Rescale results from before the comparison `timed`: the machine's speed may change.
+        """Rescale the results of candidates that were timed earlier, but not in `timed`.
 
-        By `change`, the factor by which the speed-up of the earlier best recipe, which was timed
-        then and in `timed`, has changed. `baseline_time` is the baseline's time in `timed`.
+        The speed of the machine may have changed since then. `change` is the factor by which the
+        speed-up of a recipe that was timed both times has changed, and `baseline_time` the time of
+        the baseline in `timed`, in seconds.
         """
         for c in self.candidates:
             if c.speedup and c.name not in timed.samples_s:
