@@ -32,9 +32,9 @@ class BenchComparison(Printed):
         )
 
     def common(self) -> list[tuple[Row, ...]]:
-        """The rows with a result in all results; each tuple has one row of each result.
+        """The rows that have figures in all results, in the order of the first result.
 
-        They are in the order of the first result.
+        Each tuple has the same workload, precision and rung from each of the results.
         """
         by_key: dict[tuple[str, ...], list[Row]] = {}
         for result in self.results:

@@ -30,7 +30,7 @@ class Ceilings:
     # Of a large matmul, by the name of the precision; None: the device does not have it.
     flops_per_s: dict[str, float | None]
     stream_bytes_per_s: dict[int, float]  # of a copy or a sum, by the bytes read and written
-    trusted: bool  # whether the matmuls' times repeated; if not, the machine was busy
+    trusted: bool  # whether the machine was quiet enough to trust the times of the matmuls
 
     def floor_s(self, precision: str, flops: int | None, nbytes: int | None) -> float | None:
         """The least seconds of a step with these FLOPs and bytes, by the roofline model.
@@ -45,9 +45,10 @@ class Ceilings:
         return max(compute_s, memory_s)
 
     def stream_rate(self, nbytes: int) -> float:
-        """The highest bytes/s at the largest measured size up to `nbytes`, or at a larger one.
+        """The highest bytes/s measured for the size `nbytes` or a larger one.
 
-        Smaller sizes do not count: they may fit in a cache that `nbytes` do not fit in.
+        If `nbytes` was not measured, the next smaller size counts too. Still smaller sizes do not
+        count: they may fit in a cache that `nbytes` do not fit in.
         """
         least_size = self._size_at_most(nbytes)
         return max(rate for size, rate in self.stream_bytes_per_s.items() if size >= least_size)
@@ -127,7 +128,8 @@ def _stream_rates(device: torch.device) -> dict[int, float]:
     if memory_bytes:  # a larger share of a small memory may not be free
         largest_bytes = min(largest_bytes, memory_bytes // 8)
     rates: dict[int, float] = {}
-    for nbytes in (2**power for power in range(16, largest_bytes.bit_length())):
+    for power in range(16, largest_bytes.bit_length()):
+        nbytes = 2**power
         source = torch.ones(nbytes // 4, device=device)  # float32, which a sum reads as a whole
         half = source[: source.numel() // 2]
         copy = torch.empty_like(half)  # half of the bytes are read, half are written
@@ -148,12 +150,13 @@ class _BytesMoved(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run the op, and count its tensors, both operands and results.
 
-        Inference mode leaves ops whole that autograd would take apart; they are taken apart here.
+        Autograd splits a composite op, such as `linear`, into simpler ones. Inference mode does
+        not, so such an op is split here.
         """
         kwargs = kwargs or {}
-        with self:
+        with self:  # torch switches the mode off in this method; count the simpler ops too
             out = func.decompose(*args, **kwargs)
-        if out is not NotImplemented:
+        if out is not NotImplemented:  # it was composite, and its simpler ops have been counted
             return out
         out = func(*args, **kwargs)
         if not computes_nothing(func):  # such as a view

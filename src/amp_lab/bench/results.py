@@ -28,7 +28,7 @@ class _Point(NamedTuple):
 
 @dataclass(repr=False)
 class Results(Printed, Ceilings):
-    """All results of one run, with the device's limits; `str` of it is the table."""
+    """All results of one run, with the device's limits as `Ceilings`; it prints as a table."""
 
     environment: dict[str, str | int | bool]  # such as "device", "torch", "date", "quick", "rounds"
     rows: list[Row]
@@ -61,13 +61,15 @@ class Results(Printed, Ceilings):
         """
         fastest = self._fastest()
         roofs: dict[str, float] = {}
-        plotted = {precision for _, precision in fastest}  # from its keys
+        plotted = {precision for _workload, precision in fastest}
         for precision, rate in self.flops_per_s.items():
             # Without any point the figure shows every roof.
             is_shown = precision in plotted or not plotted
             if is_shown and rate is not None:
                 roofs[precision] = rate
-        points = [(*names, *point) for names, point in fastest.items()]
+        points = []
+        for (workload, precision), point in fastest.items():
+            points.append((workload, precision, point.intensity, point.rate))
         return roofs, self.memory_bytes_per_s, points
 
     def _fastest(self) -> dict[tuple[str, str], _Point]:
@@ -75,34 +77,39 @@ class Results(Printed, Ceilings):
         fastest: dict[tuple[str, str], _Point] = {}
         for row in self.rows:
             is_other_fp32 = row.precision == BASELINE[0] and not row.is_baseline
-            intensity = quotient(row.flops, row.moved_bytes)
-            if is_other_fp32 or not row.trusted or not intensity or not row.flops:
+            if is_other_fp32 or not row.trusted:
                 continue
-            rate = row.milliseconds.rate(1e3 * row.flops)  # 1e3, since the time is in ms
-            names = (row.workload, row.precision)
-            best = fastest.get(names)
+            intensity = quotient(row.flops, row.moved_bytes)
+            if not intensity or not row.flops:  # the work of the step was not counted
+                continue
+            seconds = row.milliseconds.times(1e-3)
+            rate = seconds.rate(row.flops)
+            key = (row.workload, row.precision)
+            best = fastest.get(key)
             if best is None or rate.median > best.rate.median:
-                fastest[names] = _Point(intensity, rate)
+                fastest[key] = _Point(intensity, rate)
         return fastest
 
     def raise_limits(self) -> None:
         """Raise the limits to the highest rates of the run, and update each row's share of them.
 
         The limits are measured before the rows. On a machine that others use too, a matmul of the
-        workload ``product`` may find the machine less busy later. Only that workload raises limits:
-        in another one, a rate above the limit shows that its FLOPs are counted wrong. Rows that are
-        faster than the device can be are distrusted first, and raise no limit.
+        workload ``product`` may run later, when the machine is less busy. Only that workload raises
+        limits: in another one, a rate above the limit shows that its FLOPs are counted wrong. Rows
+        that are faster than the device can be are distrusted first, and raise no limit.
         """
         self.distrust_impossible()
-        # A row with a floor has counts and a time, so `or 0` below is only for the type checker.
         counted = [row for row in self.rows if row.status == "ok" and row.floor_s is not None]
         matmuls = [row for row in counted if row.workload == "product"]
-        # The list is made first: a limit that one row raises must not make another row possible.
-        for row in [row for row in matmuls if not self.impossible_reason(row)]:
-            highest = max(self.flops_per_s[row.precision] or 0.0, row.flops_per_s or 0.0)
-            self.flops_per_s[row.precision] = highest
+        # Chosen before any limit changes: a higher limit must not make another row possible.
+        possible = [row for row in matmuls if not self.impossible_reason(row)]
+        for row in possible:
+            # A row with a floor has counts and a time, so `or 0` is only for the type checker.
+            limit = self.flops_per_s[row.precision] or 0.0
+            self.flops_per_s[row.precision] = max(limit, row.flops_per_s or 0.0)
             least_bytes = row.least_bytes or 0
-            self.raise_stream_rate(least_bytes, quotient(least_bytes, row.median_s) or 0.0)
+            bytes_per_s = quotient(least_bytes, row.median_s) or 0.0
+            self.raise_stream_rate(least_bytes, bytes_per_s)
         for row in counted:
             row.floor_s = self.floor_s(row.precision, row.flops, row.least_bytes)
             row.share_of_limit = quotient(row.floor_s, row.median_s)

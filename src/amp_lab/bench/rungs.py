@@ -26,7 +26,7 @@ _INITIAL_SCALE = 2.0**12
 
 @dataclass(frozen=True)
 class Ladder:
-    """A workload in one precision on one device, for which some of the rungs exist."""
+    """A workload in one precision on one device. Its rungs are optimizations of the same step."""
 
     workload: Workload
     precision: Precision
@@ -55,10 +55,11 @@ class Rung:
     name: str
     description: str  # in one line, for the command line
     exists: Callable[[Ladder], bool] = lambda ladder: True
+    # What the rung changes: the recipe of the step, or the model before it moves to the device.
     change: Callable[[Recipe], Recipe] = lambda recipe: recipe
-    convert: Callable[[nn.Module], nn.Module] = lambda model: model  # before the recipe moves it
+    convert: Callable[[nn.Module], nn.Module] = lambda model: model
     reads_loss: bool = True  # whether the host still waits for the loss of every step
-    # For a step by hand, which of a workload's it is.
+    # The workload's step written by hand, for a rung that replaces the complete step.
     by_hand: Callable[[Workload], StepByHand | None] = lambda workload: None
     # Whether it compiles for so long that a quick run leaves it out.
     takes_long: Callable[[Ladder], bool] = lambda ladder: False
@@ -206,8 +207,10 @@ def has_fp8(device: torch.device) -> bool:
     torchao has float8 for NVIDIA GPUs from Ada on, AMD GPUs from MI300 on (type ``cuda`` too), and
     XPUs.
     """
+    if device.type == "xpu":
+        return torch.xpu.is_available()
     if device.type != "cuda" or not torch.cuda.is_available():
-        return device.type == "xpu" and torch.xpu.is_available()
+        return False
     if torch.version.hip:
         architecture = torch.cuda.get_device_properties(device).gcnArchName
         return architecture.startswith(("gfx94", "gfx95"))  # MI300 and MI350
@@ -282,7 +285,8 @@ def make_step(ladder: Ladder, rung: Rung) -> RungStep:
             break
     if call.loss_fn is not None and workload.trains:
         model = _WithLoss(model, call.loss_fn)
-    call = replace(call, model=model, loss_fn=lambda loss: loss)
+    # The output of the model is the loss already.
+    call = replace(call, model=model, loss_fn=lambda output: output)
     step = Step(call, recipe, ladder.device, _INITIAL_SCALE, problem.lr, "Adam")
     by_hand = rung.by_hand(workload)
     if by_hand:
@@ -293,13 +297,14 @@ def make_step(ladder: Ladder, rung: Rung) -> RungStep:
 def _step_by_recipe(step: Step, recipe: Recipe, *, reads_loss: bool) -> RungStep:
     """A step that follows its recipe; with `reads_loss`, the host waits for the loss."""
     (inputs,) = step.call.args
+    # These two modes of torch.compile record CUDA graphs.
     is_graph_mode = recipe.compiled and recipe.compile_mode in ("reduce-overhead", "max-autotune")
     records_graph = is_graph_mode and backend(inputs.device).has_graphs
-    is_overwritten = recipe.use == TRAINING or records_graph  # by the next call
+    is_overwritten = recipe.use == TRAINING or records_graph  # the output, by the next call
 
     def call() -> Tensor:
-        # Tells the graphs that the last step's outputs are no longer needed.
         if records_graph:
+            # Tells torch that the output of the last step is no longer needed.
             torch.compiler.cudagraph_mark_step_begin()
         out = step.run()
         if is_overwritten:

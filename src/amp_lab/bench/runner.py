@@ -51,8 +51,8 @@ _QUICK_S = 150  # the rounds of a quick run end before, since it promises to end
 _HOPELESS = 20
 
 
-class _Chosen(NamedTuple):
-    """A ladder, and those of its rungs that are tried."""
+class _PlannedLadder(NamedTuple):
+    """A workload in one precision (a `Ladder`), and those of its rungs that are tried."""
 
     ladder: Ladder
     rungs: list[Rung]
@@ -65,7 +65,9 @@ class _Configuration:
     row: Row
     ladder: Ladder
     step: RungStep
-    check: Tensor  # losses of the first steps (steps,), or the output; fp64 on the CPU
+    # What is compared with fp32: the losses of the first steps (steps,) or the output of inference,
+    # in float64 on the CPU.
+    check: Tensor
     seconds: float = 0.0  # of the latest step
 
 
@@ -173,7 +175,7 @@ def _plan(
     rungs: Sequence[str],
     *,
     quick: bool,
-) -> list[list[_Chosen]]:
+) -> list[list[_PlannedLadder]]:
     """The ladders of each workload, one for each precision, fp32 first.
 
     Raises `OptionError` for the name of a workload or a rung that this device or a quick run lacks.
@@ -185,16 +187,16 @@ def _plan(
     for name in names:
         if all(workload.name != name for workload in available):
             raise OptionError(f"workload {name!r} is not {where}")
-    plan: list[list[_Chosen]] = []
+    plan: list[list[_PlannedLadder]] = []
     planned_rungs: set[str] = set()
     for workload in available:
         if names and workload.name not in names:
             continue
-        ladders: list[_Chosen] = []
+        ladders: list[_PlannedLadder] = []
         for precision in precisions:
             ladder = Ladder(workload, precision, device)
             chosen = _choose_rungs(ladder, rungs, quick=quick)
-            ladders.append(_Chosen(ladder, chosen))
+            ladders.append(_PlannedLadder(ladder, chosen))
             planned_rungs.update(rung.name for rung in chosen)
         plan.append(ladders)
     for name in rungs:
@@ -242,7 +244,10 @@ def _new_results(report: DeviceReport, ceilings: Ceilings, *, quick: bool, round
 
 
 def _run_workload(
-    ladders: list[_Chosen], results: Results, pace: _Pace, after_round: Callable[[Results], None]
+    ladders: list[_PlannedLadder],
+    results: Results,
+    pace: _Pace,
+    after_round: Callable[[Results], None],
 ) -> None:
     """Try and time the rungs of one workload, and add their rows to the results."""
     # Each rung compiles the same source again; by default torch stops after 8 times and runs the
@@ -269,8 +274,9 @@ def _time_round(ready: list[_Configuration], timed: Rounds, turn_s: float) -> No
     """Give each configuration that has not failed one turn, and add the round to `timed`."""
     # Every other round goes backwards, so that no rung always follows the same one.
     is_backwards = len(timed.all) % 2 == 1
-    with timed.next() as seconds:  # a dict to fill, by setting
-        for configuration in reversed(ready) if is_backwards else ready:
+    order = ready[::-1] if is_backwards else ready
+    with timed.next() as seconds:  # a dict to fill: the seconds of a step by `Row.setting`
+        for configuration in order:
             row = configuration.row
             if row.status != "ok":
                 continue
@@ -278,7 +284,7 @@ def _time_round(ready: list[_Configuration], timed: Rounds, turn_s: float) -> No
                 seconds[row.setting] = _time(configuration, turn_s)
 
 
-def _prepare(ladders: list[_Chosen], results: Results) -> list[_Configuration]:
+def _prepare(ladders: list[_PlannedLadder], results: Results) -> list[_Configuration]:
     """Try the rungs of one workload in each precision, and return those that can be timed.
 
     Each rung that is tried gets a row in the results, whose status says why it cannot be timed. If
@@ -302,7 +308,7 @@ def _prepare(ladders: list[_Chosen], results: Results) -> list[_Configuration]:
                     _write_count(row, count, results)
                 if row.status == "ok":
                     ready.append(configuration)
-            if row.status == "not run" and rung is EAGER:
+            if row.status == "not run" and rung is EAGER:  # `_refuse_hopeless` has raised
                 break  # the other rungs of this precision would take as long
     return ready
 
@@ -334,10 +340,10 @@ def _write_count(row: Row, count: Count, results: Results) -> None:
 
 @contextlib.contextmanager
 def _failure_recorded(row: Row, device: torch.device) -> Iterator[None]:
-    """In the block, an error becomes the status of a row, and the benchmark goes on.
+    """The block in which an error becomes the status of a row, so that the benchmark continues.
 
-    The status is "not run" for an `OptionError`, such as that for a step that takes too long. For a
-    `RuntimeError` it is "out of memory" or "failed"; other errors are raised.
+    An `OptionError`, such as for a step that takes too long, becomes "not run". A `RuntimeError`
+    becomes "out of memory" or "failed". Other errors are raised.
     """
     try:
         yield
@@ -385,7 +391,7 @@ def _run_first_steps(
         outputs.append(step.call())
 
     with ladder.precision.float32_mode(ladder.device.type):
-        # The first call alone: if it is hopeless on a CPU, the others are not waited for.
+        # One call, then the others: a CPU whose first call is hopelessly slow skips the others.
         for calls in (1, CHECKED_STEPS - 1):
             measured = measure(call, device=ladder.device, warmup=0, repeats=calls)
             seconds = measured.samples_s[-1]
@@ -398,7 +404,7 @@ def _run_first_steps(
         raise RuntimeError("torch recorded no graph of it")
     known_peaks = [peak for peak in peaks if peak is not None]
     if known_peaks:
-        # A graph takes its memory when it is recorded, and none when it is replayed.
+        # A CUDA graph allocates its memory when it is recorded, and none when it is replayed.
         peak = max(known_peaks) if step.records_graph else known_peaks[-1]
         row.peak_bytes = peak - bytes_before  # without what earlier rungs hold
     # All losses of a workload that trains, else one output: `_judge` compares it with fp32's.
@@ -414,9 +420,10 @@ def _refuse_hopeless(seconds: float, baseline_s: float) -> None:
 
 
 def _judge(configuration: _Configuration, baseline: _Configuration | None) -> None:
-    """Write into the row how far losses or output are from fp32 eager's: `error`, `progress`.
+    """Compare losses or output with fp32 eager's; write `error` and `progress` into the row.
 
-    A row beyond the `TOLERANCES`, or without a baseline, gets the status ``failed``.
+    `baseline` is fp32 eager. A row beyond the `TOLERANCES`, or without a baseline, gets the status
+    ``failed``.
     """
     row = configuration.row
     if baseline is None:
@@ -427,11 +434,13 @@ def _judge(configuration: _Configuration, baseline: _Configuration | None) -> No
     reasons = []
     tolerance, fall_tolerance = TOLERANCES[configuration.ladder.precision]
     if configuration.ladder.workload.trains:
-        row.progress = _finite((check[0] - check[-1]) / (reference[0] - reference[-1]))
+        fall = check[0] - check[-1]  # of the loss
+        reference_fall = reference[0] - reference[-1]
+        row.progress = _finite(fall / reference_fall)
         if row.progress is None or abs(row.progress - 1) > fall_tolerance:
-            fall = "not a number" if row.progress is None else f"{row.progress:.0%}"
+            share = "not a number" if row.progress is None else f"{row.progress:.0%}"
             reasons.append(
-                f"its loss falls by {fall} of what it does in fp32, where {fall_tolerance:.0%} "
+                f"its loss falls by {share} of what it does in fp32, where {fall_tolerance:.0%} "
                 "more or less would pass"
             )
         # Only the first loss is compared: rounding makes later ones diverge in a correct step too.
