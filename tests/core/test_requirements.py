@@ -141,7 +141,7 @@ def test_every_other_package_that_is_imported_has_an_extra():
     others = imported - sys.stdlib_module_names - {"amp_lab", "lunr", "numpy", "tqdm", "torch"}
     assert others - TORCH_BRINGS - IN_A_GROUP - A_KERNEL_BRINGS == set(requirements._EXTRAS)
     for module, extra in requirements._EXTRAS.items():
-        package = requirements._NAMES.get(module, module)
+        package = requirements._PACKAGE_NAMES.get(module, module)
         assert package in names(EXTRAS[extra]) or package == "pillow", module  # torchvision's
 
 

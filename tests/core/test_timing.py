@@ -120,7 +120,7 @@ class Simulation:
 
     def __init__(self, monkeypatch, seconds, is_disturbed=lambda round_: False):
         self.now, self.turns, self.rounds = 0.0, [], 0
-        monkeypatch.setattr(timing, "_turn", self.turn)
+        monkeypatch.setattr(timing, "_time_calls", self.turn)
         monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(timing, "_Watch", lambda device: self)
         self.seconds, self.is_disturbed, self.device = seconds, is_disturbed, torch.device("cpu")

@@ -414,7 +414,7 @@ def test_the_lock_names_no_addresses():
 def test_a_machine_that_is_watched_is_quiet_or_says_why_not(monkeypatch):
     monkeypatch.setattr(timing, "_waited_s", lambda: 0.0)
     monkeypatch.setattr(timing, "_stolen_s", lambda: 0.0)
-    monkeypatch.setattr(timing, "_turn", lambda fn, calls, device: 1e-3)
+    monkeypatch.setattr(timing, "_time_calls", lambda fn, calls, device: 1e-3)
     assert build_pairs.busy_reason(seconds=0.01) == ""
     monkeypatch.setattr(timing, "_waited_s", time.perf_counter)  # its threads wait all the time
     assert "the machine was busy in" in build_pairs.busy_reason(seconds=0.01)

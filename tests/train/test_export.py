@@ -132,8 +132,8 @@ def test_a_file_with_other_outputs_is_not_written(finished, tmp_path, monkeypatc
     convert = export._convert
 
     def wrong(*arguments):
-        content, outputs = convert(*arguments)
-        return content, 1.5 * outputs
+        converted = convert(*arguments)
+        return converted._replace(outputs=1.5 * converted.outputs)
 
     monkeypatch.setattr(export, "_convert", wrong)
     told = refused_with_nothing_written("export", finished, tmp_path / "m.safetensors")

@@ -104,9 +104,9 @@ def trace_and_forecast(
         outlook.memory_bytes = describe_device(device).memory_bytes
     try:
         for precision in (Precision.BF16, Precision.FP16):
-            _take_xrays(call, precision, outlook)
+            _xray_step(call, precision, outlook)
         for use in uses_of(call.model):
-            _forecast(call, use, outlook)
+            _forecast_memory(call, use, outlook)
     except TraceError as error:
         if gpu is not None:
             raise
@@ -144,7 +144,7 @@ def forecast(call: ModelCall, outlook: Outlook, gpu: Gpu) -> Advice:
     return Advice(title, candidates, chosen={}, programs={}, watch=watch)
 
 
-def _take_xrays(call: ModelCall, precision: Precision, outlook: Outlook) -> None:
+def _xray_step(call: ModelCall, precision: Precision, outlook: Outlook) -> None:
     """X-ray a step under autocast, and write the X-ray and its errors to `outlook`."""
     report = xray_call(call, outlook.device.type, precision.dtype)
     outlook.xrays[precision] = report
@@ -159,23 +159,23 @@ def _take_xrays(call: ModelCall, precision: Precision, outlook: Outlook) -> None
         outlook.raises[INFERENCE, precision] = inference_report.raised
 
 
-def _forecast(call: ModelCall, use: str, outlook: Outlook) -> None:
+def _forecast_memory(call: ModelCall, use: str, outlook: Outlook) -> None:
     """Forecast the memory of a step in fp32, under autocast, and with weights cast to bf16.
 
     `use` is ``training`` or ``inference``. The forecasts are written to `outlook`.
     """
-    _forecast_recipe(call, Recipe(use), outlook)
+    _forecast_recipe_memory(call, Recipe(use), outlook)
     # Autocast to bf16 and to fp16 needs the same memory, so one that does not raise is enough.
     for precision in outlook.xrays:
         if (use, precision) not in outlook.raises:
-            _forecast_recipe(call, Recipe(use, precision), outlook)
+            _forecast_recipe_memory(call, Recipe(use, precision), outlook)
             break
     # A model that cannot be traced with cast weights may still run, and is tried later.
     with contextlib.suppress(TraceError):
-        _forecast_recipe(call, Recipe(use, Precision.BF16, cast=True), outlook)
+        _forecast_recipe_memory(call, Recipe(use, Precision.BF16, cast=True), outlook)
 
 
-def _forecast_recipe(call: ModelCall, recipe: Recipe, outlook: Outlook) -> None:
+def _forecast_recipe_memory(call: ModelCall, recipe: Recipe, outlook: Outlook) -> None:
     """Write the memory forecast of a recipe to `outlook.memory`."""
     copies = call.copy().to(dtype=recipe.dtype_for(call.model))
     if recipe.use == INFERENCE:  # without gradients a step is a forward pass

@@ -65,7 +65,7 @@ _MADE_INSIDE = remedy(
     "that the model creates or casts itself: cast this tensor, x.to(torch.{dtype})",
     failure="AMP0060",
 )
-_SAYS_DTYPES = re.compile(r"\bd?type\b")  # as errors do where fp32 meets 16 bits
+_NAMES_DTYPE = re.compile(r"\bd?type\b")  # an error that names a dtype: fp32 met 16 bits
 _NEW_BYTES_PER_S = 2e9  # rate of new memory from the operating system: 1 to 5 µs for 4 KiB
 
 
@@ -351,7 +351,7 @@ class _Ranking:
             tip = tip_for(error, self.call.model, verb="try", device_type=self.outlook.device.type)
             candidate.verdict = "raises"
             candidate.reason = f"{with_type(error)}{tip}"
-            if recipe.cast and _SAYS_DTYPES.search(str(error)):
+            if recipe.cast and _NAMES_DTYPE.search(str(error)):
                 made_inside = _MADE_INSIDE.sentence(dtype=dtype_name(recipe.precision.dtype))
                 candidate.reason += f"; {made_inside}"
             return candidate

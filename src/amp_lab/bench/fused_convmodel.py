@@ -40,6 +40,7 @@ class FusedStep:
 
     def __init__(self, model: ConvModel, dtype: torch.dtype, *, compiled: bool = True):
         self.dtype = dtype
+        # The functions in `_CHAINS`, compiled or not: `self.chains.head` is `_head`.
         self.chains = _chains(compiled)
         # Any: for the type checker, a layer of an `nn.Sequential` is only an `nn.Module`.
         layers: list[Any] = list(model)
@@ -57,7 +58,10 @@ class FusedStep:
         return loss
 
     def _start(self, inputs: Tensor, target: Tensor) -> None:
-        """Lay out inputs and target by pixel, cast the weights, and allocate memory to save in."""
+        """Prepare the attributes that the passes read: pixels, blocks, cast weights, and memory.
+
+        The memory is for the tensors that the forward pass saves for the backward pass.
+        """
         coordinates = inputs[0].flatten(1)  # (2, P)
         self.x = coordinates.float().contiguous()
         self.columns = self.x[:, :, None]  # (2, P, 1)
@@ -318,9 +322,9 @@ class _Normalised:
         return scale, z_factor, constant
 
 
-# --- The chains of elementwise ops, one kernel each if compiled. They compute in float32, and
-# return blocks in the dtype of z. z and a are blocks (B, C), weights and factors (C,), dy and
-# target (B,).
+# --- The chains of elementwise ops, which torch.compile turns into one kernel each. They compute in
+# float32, and return blocks in the dtype of z. The arguments z and a are blocks (B, C), weights and
+# factors (C,), dy and target (B,).
 
 
 def _first_activation(x0, x1, weight, shift, dtype):

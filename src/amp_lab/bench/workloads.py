@@ -192,7 +192,7 @@ def _matmuls(n: int, *, quick: bool = False) -> list[Workload]:
         (8, n, n),  # few rows
     ]
     if quick:
-        shapes = shapes[::2]
+        shapes = [shapes[0], shapes[2], shapes[4]]
     return [matmul_workload(*shape) for shape in shapes]
 
 

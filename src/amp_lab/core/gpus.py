@@ -104,6 +104,7 @@ _RTX_5060 = (
 )
 _ROCM = "https://rocm.docs.amd.com/en/latest/reference/gpu-specs.html"
 _HARDWARE = "https://huggingface.co/hardware/"
+# Operations per second by the bits of the operands, see `Gpu.rates`.
 _H100_RATES = {16: 989e12, 8: 1979e12}
 _B200_RATES = {16: 2.25e15, 8: 4.5e15, 4: 9e15}
 _B200_BANDWIDTH = 7680 / 8 * 3.996e9 * 2  # 7,680 bits at 3.996 GHz, two transfers per cycle

@@ -14,9 +14,16 @@ from amp_lab.core.errors import AmpLabWarning, DeviceError
 
 # Every place where torch keeps a mode for float32 arithmetic: cuBLAS and cuDNN (hipBLAS and MIOpen
 # on ROCm), and oneDNN (the CPU and XPU). Each is "ieee", "tf32", "bf16", or "none" for unset.
-_NAMES = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
-# Found by name: torch makes most of them when it is imported, so a type checker knows none.
-_FLOAT32_MODES = tuple(operator.attrgetter(name)(torch.backends) for name in _NAMES)
+_MODE_NAMES = (
+    "cuda.matmul",
+    "cudnn.conv",
+    "cudnn.rnn",
+    "mkldnn.matmul",
+    "mkldnn.conv",
+    "mkldnn.rnn",
+)
+# The objects of these names. A type checker does not know them, so they are found by name.
+_FLOAT32_MODES = tuple(operator.attrgetter(name)(torch.backends) for name in _MODE_NAMES)
 # The values of two older settings that fit a mode: float32_matmul_precision, cudnn.allow_tf32.
 _OLD_SETTINGS = {"ieee": ("highest", False), "tf32": ("high", True)}
 
@@ -138,7 +145,7 @@ def has_tf32(device_type: str) -> bool:
 
 
 class _Modes(NamedTuple):
-    """The values of torch's float32 settings, those with new names and those with old ones."""
+    """The values of torch's float32 settings. Some have an old name and new names for one mode."""
 
     new: tuple[str, ...]  # one for each of _FLOAT32_MODES
     old: tuple[str, bool] | None  # matmul precision, cudnn.allow_tf32; None: not to be read or set
@@ -171,14 +178,15 @@ class _Float32Mode(AbstractContextManager):
     def __init__(self, device_type: str, mode: str):
         self._device_type = device_type
         self._mode = mode
-        self._saved: list[tuple[_Modes, torch.autocast]] = []  # one for each nested use
+        # The modes from before a block and its autocast, for each nested use of this object.
+        self._saved: list[tuple[_Modes, torch.autocast]] = []
 
     def __enter__(self) -> None:
         before = _Modes.read()
         new = (self._mode,) * len(_FLOAT32_MODES)
-        old = _OLD_SETTINGS[self._mode]
-        if before.old is None:
-            old = None
+        old = None
+        if before.old is not None:
+            old = _OLD_SETTINGS[self._mode]
         autocast = torch.autocast(self._device_type, enabled=False)
         _Modes(new, old).write()
         autocast.__enter__()

@@ -25,8 +25,12 @@ _EXTRAS = {  # a module: the extra in pyproject.toml that brings it
     "tokenizers": "train",
     "torchvision": "train",
 }
-_OWN = {"lunr", "numpy", "tqdm"}  # which pip installs with the wheel, and a bare checkout may lack
-_NAMES = {
+_CORE_PACKAGES = {
+    "lunr",
+    "numpy",
+    "tqdm",
+}  # pip installs them with amp-lab; a checkout may lack them
+_PACKAGE_NAMES = {
     "PIL": "pillow",
     "sklearn": "scikit-learn",
 }  # packages that are not named like their module
@@ -66,11 +70,11 @@ def needed_for(what: str) -> Iterator[None]:
         module = (error.name or "").partition(".")[0]
         if module == "torch":
             raise RequirementError(f"torch is not installed: {_HOW_TO_GET_TORCH}") from None
-        if module in _OWN:
+        if module in _CORE_PACKAGES:
             raise RequirementError(f"{what} needs {module}: pip install {module}") from None
         if module not in _EXTRAS:  # the user's own module, or a mistake of this package
             raise
-        package = _NAMES.get(module, module)
+        package = _PACKAGE_NAMES.get(module, module)
         install = f"pip install 'amp-lab[{_EXTRAS[module]}]'"
         raise RequirementError(f"{what} needs {package}: {install}") from None
 

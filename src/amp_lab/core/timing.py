@@ -19,14 +19,14 @@ from amp_lab.core.backends import backend
 from amp_lab.core.estimates import Estimate, Ratio, bootstrap, estimate_median
 
 _FEWEST_ROUNDS = 12
-_LEAST_S = 0.7  # of measuring: a neighbour on the host comes and goes in tenths of a second
-_TURN_S = 5e-3  # the least time of a turn
-_AIM_S = 1.2 * _TURN_S  # the time that a turn is planned to take; too short a turn is repeated
+_LEAST_TOTAL_S = 0.7  # of measuring: a neighbour on the host comes and goes in tenths of a second
+_TURN_S = 5e-3  # the least time of a turn, which is all calls of one function in one round
+_PLANNED_TURN_S = 1.2 * _TURN_S  # a turn is planned to be longer than the least
 _PAUSE_S = 3e-3  # before a turn: threads of a library that wait by spinning go to sleep meanwhile
 # Limits beyond which a round counts as disturbed, or its cores as moved.
-_SLOWER = 1.5  # time of the calibration matmul, as a multiple of its median
+_SLOW_MATMUL = 1.5  # time of the calibration matmul, as a multiple of its median
 _FAR_APART = 3.0  # time of an exchange between threads, as a multiple of the fastest or the median
-_WAITED = 0.03  # share of a round in which a thread was ready to run and had no core
+_LONG_WAIT = 0.03  # share of a round in which a thread was ready to run and had no core
 
 
 @dataclass(frozen=True)
@@ -228,9 +228,9 @@ def compare(
 ) -> Comparison:
     """Time functions in turns, so that you can trust the ratios of their times.
 
-    A round runs all functions once. Every other round runs them in reverse order, so that a drift
-    affects all functions alike. The result is not trusted if fewer than twelve rounds, or fewer
-    than half of them, were undisturbed.
+    A round runs each function in turn, a fast one several times. Every other round reverses the
+    order, so that a drift affects all functions alike. The result is not trusted if fewer than
+    twelve rounds, or fewer than half of them, were undisturbed.
 
     Args:
         functions: The functions by name. They are called without arguments. Speed-ups are relative
@@ -259,11 +259,11 @@ def compare(
     for fn in functions.values():
         for _ in range(warmup):
             fn()
-    calls = {name: _calls_for_a_turn(fn, device) for name, fn in functions.items()}
+    calls = {name: _count_calls_for_turn(fn, device) for name, fn in functions.items()}
     rounds = Rounds(device)
     order = list(functions)
     next_check = _FEWEST_ROUNDS  # number of still rounds at which the intervals are computed next
-    least_s = min(_LEAST_S, budget_s / 4)
+    least_s = min(_LEAST_TOTAL_S, budget_s / 4)
     start = time.perf_counter()
     spent_s = 0.0
     while spent_s < budget_s or not rounds.all:  # one round even if nothing was budgeted
@@ -273,7 +273,7 @@ def compare(
         with rounds.next() as seconds:
             for name in order:
                 time.sleep(_PAUSE_S)
-                seconds[name] = _turn(functions[name], calls[name], device) / calls[name]
+                seconds[name] = _time_calls(functions[name], calls[name], device) / calls[name]
         order.reverse()  # so that no function is always first
         if len(rounds.still) >= next_check and spent_s > least_s:
             # An interval takes a thousand draws, so it is not computed after every round.
@@ -302,7 +302,7 @@ class Rounds:
     def next(self) -> Iterator[dict[str, float]]:
         """The block in which the caller times one round, and fills the dictionary with its seconds.
 
-        When the block ends, the round is added to `all`, and to `quiet` and `still` if it was so.
+        At its end, the round is added to `all`, and to `quiet` and `still` unless disturbed.
         """
         self.watch.start_round()
         seconds: dict[str, float] = {}
@@ -334,8 +334,8 @@ class Rounds:
         )
 
 
-def _turn(fn: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Seconds that `calls` calls take, between two synchronisations."""
+def _time_calls(fn: Callable[[], object], calls: int, device: torch.device) -> float:
+    """Seconds of `calls` calls of `fn` one after the other, with the device's work."""
     _synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):
@@ -344,15 +344,15 @@ def _turn(fn: Callable[[], object], calls: int, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _calls_for_a_turn(fn: Callable[[], object], device: torch.device) -> int:
+def _count_calls_for_turn(fn: Callable[[], object], device: torch.device) -> int:
     """How many calls of `fn` make one turn, so that it lasts at least `_TURN_S` seconds."""
     calls = 1
-    seconds = _turn(fn, calls, device)
+    seconds = _time_calls(fn, calls, device)
     while seconds < _TURN_S and calls < 2**20:  # a limit for a function that does nothing
         # At most tenfold at a time, since one short reading may be far off.
-        growth = _AIM_S / max(seconds, 1e-9)  # a clock may return the same time twice
+        growth = _PLANNED_TURN_S / max(seconds, 1e-9)  # a clock may return the same time twice
         calls = math.ceil(calls * min(10.0, growth))
-        seconds = _turn(fn, calls, device)
+        seconds = _time_calls(fn, calls, device)
     return calls
 
 
@@ -372,7 +372,7 @@ def _is_narrow_enough(rounds: list[dict[str, float]], precision: float) -> bool:
 
 def turn_s(call_s: float) -> float:
     """Estimated seconds of a turn in `compare`, with the pause before it, for calls of `call_s`."""
-    return max(call_s, _AIM_S) + _PAUSE_S
+    return max(call_s, _PLANNED_TURN_S) + _PAUSE_S
 
 
 def _untrusted_reason(quiet: int, rounds: int) -> str:
@@ -424,8 +424,8 @@ class _Watch:
         self.fastest_exchange_s[threads] = min(fastest_s, exchange_s)
 
     def _faster_of_two(self, fn: Callable[[], object], calls: int) -> float:
-        """Seconds of the faster of two turns of `calls` calls."""
-        return min(_turn(fn, calls, self.device), _turn(fn, calls, self.device))
+        """Seconds of `calls` calls: the faster of two tries."""
+        return min(_time_calls(fn, calls, self.device), _time_calls(fn, calls, self.device))
 
     def multiply(self) -> torch.Tensor:
         """The matmul that `calibrate` times."""
@@ -443,8 +443,8 @@ class _Watch:
         hundred rounds, when a neighbour on the same core of the host sleeps.
         """
         slowest_s = max(self.calibrations_s[self.first_of_round :])
-        allowed_s = _WAITED * (time.perf_counter() - self.round_start)
-        if slowest_s > _SLOWER * statistics.median(self.calibrations_s):
+        allowed_s = _LONG_WAIT * (time.perf_counter() - self.round_start)
+        if slowest_s > _SLOW_MATMUL * statistics.median(self.calibrations_s):
             return True
         if _waited_s() - self.waited_before_s > allowed_s:
             return True

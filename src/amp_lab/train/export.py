@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +97,7 @@ def export_model(
     data_path = data or run_folder.saved_data_path(Path(out)) or "data"
     cast_model = _CastModel(copy.deepcopy(model), dtype)  # a copy, since it casts in place
     say(_describe_cast(model, cast_model.model, dtype))
-    inputs = _inputs(config, state["classes"], data_path, dtype, say)
+    inputs = _inputs_for_check(config, state["classes"], data_path, dtype, say)
     with torch.no_grad(), _quiet_exporters():
         expected = cast_model(inputs)
         if not expected.isfinite().all():
@@ -105,20 +105,21 @@ def export_model(
                 f"{path}: not written, because outputs in {dtype_name(dtype)} are not finite; give "
                 "another --dtype"
             )
-        content, outputs = _convert(file_format, cast_model, inputs, config.model)
+        converted = _convert(file_format, cast_model, inputs, config.model)
+        outputs = converted.outputs
         largest_error = (outputs - expected).abs().max()
         relative_error = (largest_error / expected.abs().max()).item()
-        # `model` itself has not been cast. A decision is the class, or token, of the largest logit.
+        # A decision is the class, or token, with the largest logit. `model` is still in fp32.
         fp32_decisions = model(inputs).argmax(-1)
         agrees = fp32_decisions == outputs.argmax(-1)
     if not relative_error <= _TOLERANCE[dtype]:  # true for NaN as well
         problem = f"the outputs of the {file_format} file differ by {relative_error:.1%}"
         raise CheckpointError(f"{path}: not written, because {problem} from the model's")
-    save(path, [content], CheckpointError)
+    save(path, [converted.content], CheckpointError)
     agreement = f"{int(agrees.sum())} of {agrees.numel()} decisions agree with fp32"
     distance = f"outputs differ by {relative_error:.1e} from the model in {dtype_name(dtype)}"
     say(f"Checked the file: {agreement}; {distance}")
-    say(f"Written: {path} ({bytes_text(len(content))})")
+    say(f"Written: {path} ({bytes_text(len(converted.content))})")
 
 
 class _CastModel(nn.Module):
@@ -234,7 +235,7 @@ def _total_size(state: dict[str, Tensor]) -> str:
     return bytes_text(sum(tensor.nbytes for tensor in state.values()))
 
 
-def _inputs(
+def _inputs_for_check(
     config: RunConfig,
     classes: int,
     data: str | os.PathLike,
@@ -272,10 +273,15 @@ def _quiet_exporters() -> Iterator[None]:
         yield
 
 
-def _convert(
-    file_format: str, model: _CastModel, inputs: Tensor, model_name: str
-) -> tuple[bytes, Tensor]:
-    """Convert a model: the bytes of the file, and the outputs for `inputs` of the file read back.
+class _Converted(NamedTuple):
+    """A model in the format of a file."""
+
+    content: bytes  # of the file
+    outputs: Tensor  # what the content, read back, returns for the inputs of the check
+
+
+def _convert(file_format: str, model: _CastModel, inputs: Tensor, model_name: str) -> _Converted:
+    """Convert a model to a file format, read the result back, and run it on `inputs`.
 
     `model_name` is for messages, and for the metadata of safetensors. Raises `CheckpointError` if
     the exporter or the runtime cannot do it.
@@ -306,7 +312,7 @@ def _export_problem(file_format: str, model_name: str, dtype: torch.dtype, error
     )
 
 
-def _to_safetensors(model: _CastModel, inputs: Tensor, model_name: str) -> tuple[bytes, Tensor]:
+def _to_safetensors(model: _CastModel, inputs: Tensor, model_name: str) -> _Converted:
     """The bytes of a safetensors file, and the outputs with its weights: see `_convert`."""
     import safetensors.torch
 
@@ -323,7 +329,7 @@ def _to_safetensors(model: _CastModel, inputs: Tensor, model_name: str) -> tuple
         tensor.zero_()  # so that a tensor that the file lacks does not go unnoticed
     # Not strict, since of tied weights the file has only one: the other shares its memory.
     loaded.model.load_state_dict(safetensors.torch.load(content), strict=False)
-    return content, loaded(inputs)
+    return _Converted(content, loaded(inputs))
 
 
 def _export(model: _CastModel, inputs: Tensor) -> torch.export.ExportedProgram:
@@ -333,16 +339,16 @@ def _export(model: _CastModel, inputs: Tensor) -> torch.export.ExportedProgram:
     return torch.export.export(model, (example,), dynamic_shapes=(any_batch_size,))
 
 
-def _to_pt2(model: _CastModel, inputs: Tensor, model_name: str) -> tuple[bytes, Tensor]:
+def _to_pt2(model: _CastModel, inputs: Tensor, model_name: str) -> _Converted:
     """The bytes of a pt2 file, and the outputs of the program read from them: see `_convert`."""
     content = io.BytesIO()
     torch.export.save(_export(model, inputs), content)
     content.seek(0)
     loaded = torch.export.load(content).module()
-    return content.getvalue(), loaded(inputs)
+    return _Converted(content.getvalue(), loaded(inputs))
 
 
-def _to_onnx(model: _CastModel, inputs: Tensor, model_name: str) -> tuple[bytes, Tensor]:
+def _to_onnx(model: _CastModel, inputs: Tensor, model_name: str) -> _Converted:
     """The bytes of an ONNX file, and its outputs in ONNX Runtime: see `_convert`."""
     import onnxruntime
     import onnxscript  # noqa: F401  # so that a missing one is reported as other packages are
@@ -354,4 +360,4 @@ def _to_onnx(model: _CastModel, inputs: Tensor, model_name: str) -> tuple[bytes,
     content = program.model_proto.SerializeToString()
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
     (outputs,) = session.run(None, {"images": inputs.numpy()})
-    return content, torch.from_numpy(outputs)
+    return _Converted(content, torch.from_numpy(outputs))

@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ class EpochMetrics:
 
 @dataclass
 class Progress:
-    """The progress of training on this rank. `fit` resumes from the progress, and updates it."""
+    """How far training has come on this rank. `fit` continues from here, and updates the fields."""
 
     batch: int = 0  # batches done in the current epoch
     samples: int = 0  # samples in those batches
@@ -140,9 +140,7 @@ class Loop:
         samples_before = progress.samples  # 0, unless a run is resumed within the epoch
         self.model.train()
         start = time.perf_counter()
-        iterator = iter(batches)
-        # A group is the batches of one step.
-        while group := list(itertools.islice(iterator, self.accumulate)):
+        for group in _groups(batches, self.accumulate):
             self._step(group)  # this counts the group in `progress`
             if self.after_step(progress):
                 return None
@@ -171,7 +169,7 @@ class Loop:
     def _step(self, group: list[Any]) -> None:
         """Make one step of the optimizer, with the gradients of all batches in `group`.
 
-        Adds the batches, their samples, losses and metrics to `progress`.
+        Adds the number of batches and samples, and the sums of loss and metric, to `progress`.
         """
         progress = self.progress
         optimizer = self.optimizer
@@ -258,6 +256,15 @@ class Loop:
         if score.dim() == 1:  # a value for each sample; booleans are summed exactly, as integers
             return score.sum()
         return score.float().mean() * samples  # the metric has returned a mean over the samples
+
+
+def _groups(batches: Batches, size: int) -> Iterator[list[Any]]:
+    """Lists of `size` batches, in order; the last list may be shorter."""
+    iterator = iter(batches)
+    group = list(itertools.islice(iterator, size))
+    while group:
+        yield group
+        group = list(itertools.islice(iterator, size))
 
 
 def _bar(batches: Batches, description: str) -> tqdm:

@@ -112,49 +112,56 @@ def returned_loss(outputs: Any) -> Tensor | None:
     The loss is the output called "loss", or the only scalar tensor. If a dict has only scalar
     tensors, as with torchvision's detectors, the loss is their sum.
     """
-    values = _values(outputs)
-    if isinstance(outputs, Mapping):
-        named_loss = outputs.get("loss")
-        expected_scalars = len(values)  # a dict of losses alone
-    else:
-        named_loss = getattr(outputs, "loss", None)
-        expected_scalars = 1  # two would leave open which of them is the loss
+    is_dict = isinstance(outputs, Mapping)
+    named_loss = outputs.get("loss") if is_dict else getattr(outputs, "loss", None)
     if named_loss is not None:
         return named_loss
+    values = _values(outputs)
     scalars = [tensor for tensor in _tensors(values) if tensor.dim() == 0]
-    if not scalars or len(scalars) != expected_scalars:
+    if not scalars:
+        return None
+    # All values of a dict have to be losses. Elsewhere, of two scalars either may be the loss.
+    expected_scalars = len(values) if is_dict else 1
+    if len(scalars) != expected_scalars:
         return None
     return torch.stack(scalars).sum()
 
 
-def _logits(outputs: Any, targets: Any) -> tuple[Tensor | None, int | None]:
-    """The logits, which are the first tensor that is no scalar, and their dimension of classes.
+class _Logits(NamedTuple):
+    """The logits among the outputs of a model."""
 
-    The logits are None if the outputs have no such tensor, and the dimension is None if the targets
-    are no classes, or their shape does not fit. Raises `OptionError` if two dimensions fit.
+    tensor: Tensor | None  # None: the outputs have no logits
+    class_dim: int | None  # the dimension of the classes; None if the targets do not show it
+
+
+def _find_logits(outputs: Any, targets: Any) -> _Logits:
+    """Find the logits, which are the first tensor that is no scalar, and their classes' dimension.
+
+    The dimension is None if the targets are no classes, or if their shape does not fit the logits.
+    Raises `OptionError` if two dimensions fit.
     """
     candidates = [tensor for tensor in _tensors(_values(outputs)) if tensor.dim() > 0]
     if not candidates:
-        return None, None
+        return _Logits(None, None)
     logits = candidates[0]
     has_classes = isinstance(targets, Tensor) and not targets.is_floating_point()
     if not has_classes:
-        return logits, None
+        return _Logits(logits, None)
     dims = _class_dimensions(logits.shape, targets.shape)
     # Ambiguous: (N, C, L) or (N, T, C). With more dimensions it is (N, C, …), as for torch.
     if logits.dim() == 3 and len(dims) > 1:
         shapes = f"logits {tuple(logits.shape)} for targets {tuple(targets.shape)}"
         raise OptionError(f"{shapes}: the classes may be either dimension; give loss_fn and metric")
-    if not dims:
-        return logits, None
-    return logits, dims[0]
+    class_dim = dims[0] if dims else None
+    return _Logits(logits, class_dim)
 
 
 def _class_dimensions(logits: torch.Size, targets: torch.Size) -> list[int]:
-    """The dimensions of logits of this shape that may be the classes: 1, the last, both or none.
+    """The dimensions of the logits that may be the classes: dimension 1, the last, both or none.
 
-    Without the dimension of classes, the shape of the logits must be that of the targets. For
-    logits (N, C) dimension 1 is also the last, and is listed twice. Logits (N,) have no classes.
+    `logits` and `targets` are shapes. A dimension may be the classes if the logits without it have
+    the shape of the targets. For logits (N, C), dimension 1 is also the last, and is listed twice.
+    Logits (N,) have no classes.
     """
     if len(logits) < 2:
         return []
@@ -172,14 +179,14 @@ def cross_entropy(outputs: Any, targets: Any) -> Tensor:
     Floating-point targets are class probabilities, in the shape of the logits. Raises `OptionError`
     without logits or targets, and for logits (N,), for example of one output for two classes.
     """
-    logits, dim = _logits(outputs, targets)
+    logits, class_dim = _find_logits(outputs, targets)
     if logits is None or not isinstance(targets, Tensor):
         raise OptionError("no loss is returned, and it takes logits and targets: give loss_fn")
     if logits.dim() == 1 and targets.dim() == 1 and not targets.is_floating_point():
         raise OptionError(
             f"logits {tuple(logits.shape)} have no dimension of classes: give loss_fn"
         )
-    if dim is not None and dim > 1:  # torch takes the classes in dimension 1
+    if class_dim is not None and class_dim > 1:  # torch takes the classes in dimension 1
         logits = logits.flatten(0, -2)
         targets = targets.flatten()
     # Autocast hands over logits in fp16 or bf16, and some backends compute the loss in these.
@@ -193,10 +200,10 @@ def accuracy(outputs: Any, targets: Any) -> Tensor:
     classified targets, float (N,), and targets of -100 do not count, as in torch's losses. Returns
     a scalar NaN if there are no logits, or if the targets are not classes.
     """
-    logits, dim = _logits(outputs, targets)
-    if logits is None or dim is None:
+    logits, class_dim = _find_logits(outputs, targets)
+    if logits is None or class_dim is None:
         return torch.tensor(math.nan)
-    is_right = logits.argmax(dim) == targets
+    is_right = logits.argmax(class_dim) == targets
     if is_right.dim() == 1:
         return is_right
     is_counted = targets != -100

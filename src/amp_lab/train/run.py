@@ -97,7 +97,7 @@ class Run:
         self._steps = 0  # of the optimizer, in this process
         self._stopped_by = 0  # number of the signal that any rank got
         commands = ranks.gather(self._command(config, given))
-        # `_saved` is the run in the folder that is resumed; None for a new one.
+        # `_saved` is the run in the folder, which is resumed; None for a new run.
         self.config, self._saved = ranks.first(
             lambda: self._plan(config, given, commands, until_end)
         )
@@ -206,8 +206,8 @@ class Run:
         ranks = self.ranks
         precision = Precision(config.precision)
         if ranks.rank > 0:
-            # All ranks have built the same weights. From here on each draws other dropout masks, so
-            # its seed is far from the others': a multiple of 2^64 divided by the golden ratio.
+            # All ranks have built the same weights. From here on, each rank draws other dropout
+            # masks. The factor, 2^64 divided by the golden ratio, puts the seeds far apart.
             torch.manual_seed((config.seed + ranks.rank * 0x9E3779B97F4A7C15) % 2**63)
         if config.channels_last:  # before DDP, whose buckets copy the layout of the weights
             ranks.set_memory_format(self.model, torch.channels_last)
@@ -234,7 +234,7 @@ class Run:
     def _start(self, fingerprints: list[dict]) -> dict | None:
         """Write config.json, and load the checkpoint; None if the run starts from the beginning.
 
-        `fingerprints` has {"data": its fingerprint} of each rank. Called on rank 0.
+        `fingerprints` has a dict of each rank, with the fingerprint of its data. Called on rank 0.
         """
         require_same(fingerprints)
         environment = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {self.ranks}"

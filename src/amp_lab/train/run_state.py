@@ -55,10 +55,10 @@ def save_run(
     """
     # The checkpoint has the buffers of rank 0. All ranks continue with them, as after a resume.
     ranks.share_buffers(parts.model)
-    own_state = {"progress": progress, "random": random_states(ranks.device)}
+    rank_state = {"progress": progress, "random": random_states(ranks.device)}
     state = description | vars(parts)
-    state["ranks"] = ranks.gather(own_state)
-    folder_name = None
+    state["ranks"] = ranks.gather(rank_state)
+    folder_name = None  # of the shards
     if ranks.kind is Parallel.FSDP:
         from amp_lab.train.checkpoint.shards import save_shards
 
@@ -246,13 +246,11 @@ def _restore_rank(states: list[dict], ranks: Ranks) -> dict:
     progress_of_ranks = [state["progress"] for state in states]
     if ranks.size == len(states):
         return progress_of_ranks[rank]
-    # Rank 0 takes the sums of all, and the others begin at 0: at the end of the epoch the sums are
-    # added up over the ranks.
-    is_first = rank == 0
-    shared_out = {}
+    progress = dict(progress_of_ranks[0])  # most entries are the same on all ranks
+    samples = sum(saved["samples"] for saved in progress_of_ranks)
+    progress["samples"] = samples // ranks.size  # all ranks have the same number
     for name in ("loss_sum", "correct"):
-        total = sum(progress[name] for progress in progress_of_ranks)
-        shared_out[name] = total * is_first  # 0 on the other ranks
-    samples = sum(progress["samples"] for progress in progress_of_ranks)
-    shared_out["samples"] = samples // ranks.size  # every rank counts as many
-    return progress_of_ranks[0] | shared_out  # the other entries are the same on all ranks
+        total = sum(saved[name] for saved in progress_of_ranks)
+        # The end of the epoch adds up these sums over the ranks, so only rank 0 takes the total.
+        progress[name] = total if rank == 0 else 0 * total  # a tensor 0 of the same dtype
+    return progress

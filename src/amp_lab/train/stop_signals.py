@@ -1,4 +1,4 @@
-"""Note SIGINT and SIGTERM, so a run can stop after the current step."""
+"""Record SIGINT and SIGTERM, so that a run can stop after the current step."""
 
 import signal
 import threading
@@ -11,10 +11,10 @@ _SAME_REQUEST_S = 1
 
 
 class StopSignals:
-    """A block in which the first SIGINT or SIGTERM is only noted: its number is in `signal`.
+    """The block in which the first SIGINT or SIGTERM only sets the attribute `signal`.
 
-    A signal more than a second after the first has its usual effect, and ends the program.
-    Outside the main thread no signal is noted.
+    A signal more than a second after the first has its usual effect, and ends the program. Outside
+    the main thread, all signals have their usual effect.
     """
 
     def __init__(self):
@@ -26,15 +26,15 @@ class StopSignals:
         # Python lets only the main thread set signal handlers.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._handlers_before[number] = signal.signal(number, self._note)
+                self._handlers_before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *error) -> None:
         for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: object) -> None:
-        """Handle a signal: note the first, and ignore those in the second after it.
+    def _handle(self, number: int, frame: object) -> None:
+        """Record the first signal, and ignore others within a second after it.
 
         For a later one, restore the handler from before the block, and send the signal again.
         """

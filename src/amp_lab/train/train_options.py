@@ -34,7 +34,7 @@ def setting(
 _MAX_COUNT = 10**9  # a larger number is a typing error
 
 
-def _at_least(
+def _make_range_check(
     minimum: int,
     message: str = "{name} must be at least {minimum}, not {value}",
     maximum: int = _MAX_COUNT,
@@ -53,24 +53,24 @@ def _at_least(
     return check
 
 
-def _positive(name: str, value: float) -> None:
+def _require_positive(name: str, value: float) -> None:
     """Raise `RunError` unless `value` is positive and finite."""
     if not (value > 0 and math.isfinite(value)):
         raise RunError(f"{name} must be a positive number, not {value}")
 
 
-def _valid_seed(name: str, value: int) -> None:
+def _require_seed(name: str, value: int) -> None:
     """Raise `RunError` for a seed that torch's generators do not take."""
     if not 0 <= value < 2**63:
         raise RunError(f"{name} must be from 0 to 2^63 - 1, not {value}")
 
 
-def _known_dataset(name: str, value: str) -> None:
+def _require_dataset(name: str, value: str) -> None:
     """Raise `RunError` for a `value` that is not a data set."""
     _require_one_of(list(DATASETS), "data set", value)
 
 
-def _known_precision(name: str, value: str) -> None:
+def _require_precision(name: str, value: str) -> None:
     """Raise `RunError` for a `value` that is not a precision."""
     # Imported here, since it loads torch, and the command's help need not wait for it.
     from amp_lab.core.precision import Precision
@@ -84,18 +84,19 @@ def _require_one_of(names: list[str], description: str, value: str) -> None:
         raise RunError(f"unknown {description} {value!r}: use one of {', '.join(names)}")
 
 
-def _names_of_datasets(default: str) -> str:
+def _list_datasets(default: str) -> str:
     """The help's list of all data sets, the default first."""
     others = [name for name in DATASETS if name != default]
     return ", ".join([f"{default} (default)", *others])
 
 
-_count = _at_least(1)  # a check, called with name and value as `_positive` is
-_side = _at_least(1, maximum=8192)  # of an image, in pixels
+# Checks, which are called with name and value as `_require_positive` is.
+_require_count = _make_range_check(1)
+_require_side = _make_range_check(1, maximum=8192)  # of an image, in pixels
 
 
 @dataclass(frozen=True)
-class _Checked:
+class _CheckedSettings:
     """Base of a dataclass of `setting` fields: a new object checks their types and values.
 
     Raises `RunError` for the first that is wrong.
@@ -114,39 +115,47 @@ class _Checked:
 
 
 @dataclass(frozen=True)
-class RunConfig(_Checked):
+class RunConfig(_CheckedSettings):
     """The settings that decide the result of a run. Raises `RunError` for a wrong value.
 
     The default of a new field must keep the behaviour of older runs, because a run that was saved
     without the field is resumed with the default.
     """
 
-    dataset: str = setting("digits", _names_of_datasets("digits"), "NAME", _known_dataset)
+    dataset: str = setting("digits", _list_datasets("digits"), "NAME", _require_dataset)
     model: str = setting(
         "mobilenet_v2", "a classifier of torchvision, or gpt-nano … (default: {})", "NAME"
     )
-    precision: str = setting("fp32", "{} (default), tf32, fp16, bf16", "NAME", _known_precision)
+    precision: str = setting("fp32", "{} (default), tf32, fp16, bf16", "NAME", _require_precision)
     # Of all processes together. A smaller last batch of an epoch is left out: batch norm and the
     # mean over the ranks need batches of equal size.
-    batch_size: int = setting(64, "images or passages in a batch (default: {})", "N", _count)
-    epochs: int = setting(15, "default: {}", "N", _count)
+    batch_size: int = setting(
+        64, "images or passages in a batch (default: {})", "N", _require_count
+    )
+    epochs: int = setting(15, "default: {}", "N", _require_count)
     # The peak of a one-cycle schedule.
-    lr: float = setting(2e-3, "highest learning rate (default: {})", "X", _positive)
+    lr: float = setting(2e-3, "highest learning rate (default: {})", "X", _require_positive)
     # For the initial weights, the order of the images, the augmentation and dropout.
-    seed: int = setting(0, "default: {}", "N", _valid_seed)
-    image_size: int | None = setting(None, "in pixels (default: the data set's own)", "N", _side)
+    seed: int = setting(0, "default: {}", "N", _require_seed)
+    image_size: int | None = setting(
+        None, "in pixels (default: the data set's own)", "N", _require_side
+    )
     context: int | None = setting(
-        None, f"tokens in a passage of text (default: {CONTEXT})", "N", _count
+        None, f"tokens in a passage of text (default: {CONTEXT})", "N", _require_count
     )
     tokenizer: str | None = setting(
         None, "bpe, or a tokenizer.json (default: a character is a token)", "bpe|FILE"
     )
     vocabulary: int | None = setting(
-        None, "byte pairs that bpe learns (default: 4096)", "N", _count
+        None, "byte pairs that bpe learns (default: 4096)", "N", _require_count
     )
-    limit: int | None = setting(None, "train on at most N images or passages", "N", _count)
-    accumulate: int = setting(1, "batches for each optimizer step (default: {})", "N", _count)
-    clip_norm: float | None = setting(None, "clip the gradients to this norm", "X", _positive)
+    limit: int | None = setting(None, "train on at most N images or passages", "N", _require_count)
+    accumulate: int = setting(
+        1, "batches for each optimizer step (default: {})", "N", _require_count
+    )
+    clip_norm: float | None = setting(
+        None, "clip the gradients to this norm", "X", _require_positive
+    )
     pretrained: bool = setting(False, "start from ImageNet weights")
     freeze: bool = setting(False, "train only the last layer")
     channels_last: bool = setting(False, "use the memory format channels_last")
@@ -179,7 +188,7 @@ def _parallel_setting(default: object, help: str, metavar: str) -> Any:
 
 
 @dataclass(frozen=True)
-class RunOptions(_Checked):
+class RunOptions(_CheckedSettings):
     """The options that may change when a run is resumed: folders, device and processes."""
 
     out: str = setting(dataclasses.MISSING, "the folder of the run", "DIR")  # has no default
@@ -192,12 +201,12 @@ class RunOptions(_Checked):
         None, "default: AMP_LAB_DEVICE, else accelerator, else cpu", "NAME"
     )
     # None: none for images in memory, up to 8 for image files.
-    workers: int | None = setting(None, "processes that load images", "N", _at_least(0))
+    workers: int | None = setting(None, "processes that load images", "N", _make_range_check(0))
     checkpoint_every: int | None = setting(
         None,
         "also save after this many steps (default: only after each epoch)",
         "STEPS",
-        _at_least(1, "checkpoint every {value} steps: must be at least {minimum}"),
+        _make_range_check(1, "checkpoint every {value} steps: must be at least {minimum}"),
     )
     parallel: str | None = _parallel_setting(
         None, "ddp: average gradients; fsdp: also shard the model (FSDP2)", "NAME"

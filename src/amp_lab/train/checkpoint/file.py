@@ -13,9 +13,9 @@ from amp_lab.core.errors import CheckpointError
 from amp_lab.core.files import open_regular, save
 
 # A checkpoint is a file of `torch.save`, so `torch.load` reads it too. Such a file is a zip
-# archive, and a zip archive may end with a comment. Ours has the version of the format and the
-# SHA-256 of everything before the comment and its length: a file that is cut off has no comment,
-# and a changed byte changes the checksum.
+# archive, which ends with the length of a comment (2 bytes) and the comment. The comment of a
+# checkpoint has the version of the format, and the SHA-256 of all bytes before that length. A file
+# that is cut off has no comment, and a changed byte changes the checksum.
 VERSION = 1
 _COMMENT = b"amp-lab checkpoint %d sha256 %s"
 _COMMENT_BYTES = len(_COMMENT % (VERSION, b"0" * 64))
@@ -55,7 +55,7 @@ def save_checkpoint(path: str | os.PathLike, **state) -> None:
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
     if unsafe:
         raise TypeError(f"save_checkpoint: could not be read back safely: {', '.join(unsafe)}")
-    archive = buffer.getbuffer()[:-2]  # without the length of the comment, which is 0 so far
+    archive = buffer.getbuffer()[:-2]  # without the length of the comment, which is 0 here
     checksum = hashlib.sha256(archive).hexdigest()
     comment = _COMMENT % (VERSION, checksum.encode())
     comment_length = len(comment).to_bytes(2, "little")
@@ -125,10 +125,9 @@ def _require_intact(path: Path, file: BinaryIO) -> None:
     _require_version(path, int(comment[1]))
     checksum = comment[2].decode()
     before_comment = tail[:-_COMMENT_BYTES]
-    has_length = before_comment.endswith(_COMMENT_BYTES.to_bytes(2, "little"))
+    has_right_length = before_comment.endswith(_COMMENT_BYTES.to_bytes(2, "little"))
     checked_bytes = size - 2 - _COMMENT_BYTES  # 2: the length of the comment
-    is_altered = not has_length or _digest(file, checked_bytes) != checksum
-    if is_altered:
+    if not has_right_length or _digest(file, checked_bytes) != checksum:
         raise CheckpointError(f"{path}: altered since it was saved: its checksum is wrong")
 
 

@@ -6,10 +6,9 @@ import io
 import pickle
 import shutil
 import warnings
-from collections import ChainMap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -50,18 +49,17 @@ def save_shards(
     def list_files() -> list[str]:
         return sorted(path.name for path in folder.iterdir())
 
-    def digest_share() -> dict[str, str]:
-        # Each rank reads some of the files; `names` is what `list_files` returned.
-        share = names[ranks.rank :: ranks.size]
-        return {name: _digest(folder / name) for name in share}
-
     ranks.first(create)
     # Before `dcp.save`, in which the other ranks would wait for one that has failed.
     ranks.each(require_folder)
     ranks.each(save)
     names = ranks.first(list_files)
-    digests = ranks.gather(ranks.each(digest_share))
-    return {"folder": folder.name, "files": dict(ChainMap(*digests))}  # the dicts of all ranks
+    share = names[ranks.rank :: ranks.size]  # the files that this rank reads
+    digests = ranks.each(lambda: {name: _digest(folder / name) for name in share})
+    all_digests: dict[str, str] = {}
+    for digests_of_rank in ranks.gather(digests):
+        all_digests |= digests_of_rank
+    return {"folder": folder.name, "files": all_digests}
 
 
 def load_shards(
@@ -74,9 +72,14 @@ def load_shards(
     may contain only tensors and plain data, so none of their code is run. Raises `CheckpointError`
     on every rank if a file is missing, altered, from another model, or has other content.
     """
+    for name in (shards["folder"], *shards["files"]):
+        # A checkpoint may come from anyone: it must not make us read outside of its folder.
+        if name in (".", "..") or Path(name).name != name:
+            raise CheckpointError(f"{out}: its shards are said to be in {name!r}, elsewhere")
+    folder = out / shards["folder"]
+    share = sorted(shards["files"])[ranks.rank :: ranks.size]  # the files that this rank compares
 
     def compare_digests() -> None:
-        share = sorted(shards["files"])[ranks.rank :: ranks.size]  # this rank's files, by name
         for name in share:
             path = folder / name
             if not path.exists():
@@ -97,11 +100,6 @@ def load_shards(
                 optim_state_dict=states["optimizer"],
             )
 
-    for name in (shards["folder"], *shards["files"]):
-        # A checkpoint may come from anyone: it must not make us read outside of its folder.
-        if name in (".", "..") or Path(name).name != name:
-            raise CheckpointError(f"{out}: its shards are said to be in {name!r}, elsewhere")
-    folder = out / shards["folder"]
     ranks.each(compare_digests)
     ranks.each(load)
 
@@ -211,17 +209,23 @@ def _checkpoint_errors(path: Path, problem: str) -> Iterator[None]:
 
     Its message is ``path: problem (reason)``. The error of a lost process stays as it is.
     """
-    prefix = ""
     try:
         yield
-        return
     # torch collects the errors of all ranks in this one, which is no `Exception`.
     except CheckpointException as collected:
-        rank, (error, _) = min(collected.failures.items())  # {rank: (error, traceback)}
-        prefix = f"rank {rank}: "
-    except Exception as caught:  # a damaged pickle may raise anything
-        error = caught
+        rank = min(collected.failures)
+        error, _traceback = collected.failures[rank]
+        _raise_checkpoint_error(error, f"{path}: {problem}", f"rank {rank}: ")
+    except Exception as error:  # a damaged pickle may raise anything
+        _raise_checkpoint_error(error, f"{path}: {problem}")
+
+
+def _raise_checkpoint_error(error: BaseException, problem: str, prefix: str = "") -> NoReturn:
+    """Raise a `CheckpointError` in place of `error`, or `error` itself if a process was lost.
+
+    The message is ``problem (reason)``, with `prefix` before the reason.
+    """
     if is_lost(error):  # `join` reports a lost process better
         raise error
     reason = getattr(error, "strerror", None) or first_line(error)
-    raise CheckpointError(f"{path}: {problem} ({prefix}{reason})") from error
+    raise CheckpointError(f"{problem} ({prefix}{reason})") from error

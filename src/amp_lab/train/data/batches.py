@@ -64,13 +64,14 @@ class Batches:
         self._keys = self._keys_of_this_rank()
 
     def _keys_of_this_rank(self) -> list[list[int]]:
-        """This rank's share of the keys of each batch. For what a key is, see `SampleSet`.
+        """For each batch, the keys of the samples that this rank reads.
 
-        Raises `DataError` if there are fewer samples than ranks.
+        The key of sample i in epoch e is e * N + i, for a data set of N samples. Raises `DataError`
+        if there are fewer samples than ranks.
         """
         length = len(self.dataset)
         rank, ranks = self.share
-        order = torch.arange(length)
+        order = torch.arange(length)  # indices of the samples
         if self.seed is not None:
             order = torch.randperm(length, generator=generator(self.seed, self.epoch, SHUFFLE))
         if self.drop_last:
@@ -80,13 +81,15 @@ class Batches:
             raise DataError(f"{len(order)} samples are too few for {ranks} processes")
         remaining = order[self.start * self.batch_size :]
         keys = self.epoch * length + remaining
-        # A batch has at least one key for each rank.
+        if not len(keys):
+            return []
+        # A batch has at least one key for each rank. A last batch with fewer is added to the one
+        # before it.
         batches_of_keys = list(keys.split(max(self.batch_size, ranks)))
         if len(batches_of_keys) > 1 and len(batches_of_keys[-1]) < ranks:
-            last_two = batches_of_keys[-2:]
-            batches_of_keys[-2:] = [torch.cat(last_two)]
-        # Without images left, `split` returns one empty batch.
-        return [batch[rank::ranks].tolist() for batch in batches_of_keys if len(batch)]
+            last = batches_of_keys.pop()
+            batches_of_keys[-1] = torch.cat([batches_of_keys[-1], last])
+        return [batch[rank::ranks].tolist() for batch in batches_of_keys]
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -116,9 +119,12 @@ class Batches:
                 cleanup.callback(iterator._shutdown_workers)
                 cleanup.callback(atexit.unregister, iterator._shutdown_workers)
                 atexit.register(iterator._shutdown_workers)
-            while (batch := _next_batch(iterator)) is not None:
-                inputs, targets = (tensor.to(self.device, non_blocking=True) for tensor in batch)
+            batch = _next_batch(iterator)
+            while batch is not None:
+                inputs = batch[0].to(self.device, non_blocking=True)
+                targets = batch[1].to(self.device, non_blocking=True)
                 yield self.dataset.finish(inputs), targets
+                batch = _next_batch(iterator)
 
     def _read(self, keys: list[int]) -> tuple[torch.Tensor, torch.Tensor] | AmpLabError:
         """Read the samples and targets of these keys, before `SampleSet.finish`.

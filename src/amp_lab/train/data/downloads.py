@@ -86,10 +86,10 @@ def _receive(url: str, partial: Path) -> None:
 
 
 def _receive_once(url: str, partial: Path, present_bytes: int) -> None:
-    """Append to the file `partial`, which has `present_bytes`, what one connection sends.
+    """Append what one connection sends to the file `partial`, which has `present_bytes` so far.
 
-    A server that cannot resume sends the whole file, which then replaces those bytes.
-    Raises `ConnectionError` if the connection ends too early.
+    A server that cannot resume sends the complete file, which then replaces those bytes. Raises
+    `ConnectionError` if the connection ends too early.
     """
     headers = {"User-Agent": "amp-lab"}
     if present_bytes:
@@ -107,9 +107,10 @@ def _receive_once(url: str, partial: Path, present_bytes: int) -> None:
             raise error.reason from None
         raise
     with response:
-        is_rest = response.status == http.HTTPStatus.PARTIAL_CONTENT  # and not the whole file
-        start = present_bytes if is_rest else 0
-        total = None  # bytes of the whole file; a server need not say them
+        # Otherwise the server sends the complete file.
+        is_resumed = response.status == http.HTTPStatus.PARTIAL_CONTENT
+        start = present_bytes if is_resumed else 0
+        total = None  # bytes of the complete file; unknown if the server does not send a length
         if response.length is not None:
             total = start + response.length
         bar = tqdm.wrapattr(response, "read", total, desc=partial.stem, initial=start, disable=None)

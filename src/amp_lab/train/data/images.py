@@ -60,14 +60,17 @@ def split(targets: np.ndarray, every: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _choose(targets: np.ndarray, count: int) -> np.ndarray:
-    """Indices of `count` images, in which each class keeps its share (give or take one)."""
+    """Indices of `count` images, chosen so that each class keeps its share (give or take one).
+
+    `targets` (N,) are the classes of all images.
+    """
     order = _shuffled_classes(targets)
     classes = targets[order]
     sizes = np.bincount(targets)
     starts = np.cumsum(sizes) - sizes  # where each class begins in `order`
     position = np.arange(len(order)) - starts[classes]  # of an image in its class
     relative_position = (position + 0.5) / sizes[classes]  # from 0 to 1
-    # The first tenth by relative position is the first tenth of every class.
+    # Sorted by relative position, the first tenth of all images is the first tenth of each class.
     by_position = np.argsort(relative_position, kind="stable")
     chosen = order[by_position[:count]]
     return np.sort(chosen)

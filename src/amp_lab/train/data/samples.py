@@ -168,7 +168,7 @@ def fingerprint(*parts: bytes | np.ndarray) -> str:
             content = part.tobytes()
         else:
             content = part
-        # The length is hashed too, so that moving bytes from one part to the next changes the hash.
+        # Hash the length too: otherwise moving bytes from one part to the next keeps the hash.
         length = len(content).to_bytes(8, "little")
         digest.update(length + content)
     return digest.hexdigest()

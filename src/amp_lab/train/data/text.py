@@ -35,12 +35,13 @@ class Passages(SampleSet):
         self._tokens = torch.from_numpy(tokens)
         self._context = context
         self._seed = seed
-        usable = len(tokens) - context  # the rest leaves room for the offset of an epoch
-        count = usable // context
-        self._count = min(count, limit or count)
-        # A limit keeps passages that are spread evenly over the text, and not those at its start.
-        passages_per_step = count // self._count
-        self._step = passages_per_step * context  # tokens from one start of a passage to the next
+        # The passages may begin up to `context` tokens later in another epoch, so as many tokens
+        # stay free at the end of the text.
+        available = (len(tokens) - context) // context  # passages in the text
+        self._count = min(available, limit or available)
+        # With a limit, only every k-th passage is used, so that they are spread over the text.
+        every = available // self._count
+        self._step = every * context  # tokens from the start of a passage to the start of the next
 
     def __len__(self) -> int:
         return self._count

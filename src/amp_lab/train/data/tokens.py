@@ -112,8 +112,8 @@ class BytePairs:
             vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False
         )
         characters = sum(map(len, texts))
-        every = math.ceil(characters / _MAX_CHARACTERS_TO_LEARN_FROM) or 1  # 1: no characters
-        # One text in `every`, so that those to learn from are spread over all.
+        # Learn from every n-th text, so that the sample is spread over all texts.
+        every = max(1, math.ceil(characters / _MAX_CHARACTERS_TO_LEARN_FROM))
         tokenizer.train_from_iterator(texts[::every], trainer)
         return cls(tokenizer.to_str())
 

@@ -47,14 +47,14 @@ def join(
         yield Ranks(Parallel(kind), device, reduce_dtype)
         can_destroy_group = True
     except AmpLabError as error:
-        if isinstance(error, OtherRankError):  # it is raised on all ranks together
+        if isinstance(error, OtherRankError):  # all ranks raise it together
             can_destroy_group = True
         error.is_of_one_rank = True  # so that this process prints it at once
         raise
     except RuntimeError as error:
         if not is_lost(error):
             raise
-        # Without the guess at the cause that may follow.
+        # gloo may add a guess at the cause, which is left out.
         reason = first_line(error).partition(". This is typically")[0]
         problem = f"rank {os.environ['RANK']}: no answer from another process ({reason})"
         raise ParallelError(problem) from error
