@@ -39,7 +39,8 @@ def run_baseline(
     """Run the model in fp32, as the baseline of inference and training.
 
     All training runs, including later ones of the checks, may take `seconds` together. Adds remarks
-    to `watch`. Without a loss that can be differentiated, there is no check for training.
+    for the user to `watch`. Without a loss that can be differentiated, there is no check for
+    training.
     """
     checks: dict[str, Check] = {INFERENCE: Fp32Outputs(call, device).check}
     if TRAINING not in uses_of(call.model):

@@ -117,9 +117,12 @@ def advise(
     call = ModelCall(model, inputs, kwargs, loss_fn)
     if absent is not None:
         absent_device = torch.device(absent.architecture.device_type)
-        return forecast(call, trace_and_forecast(call, absent_device, memory, absent), absent)
-    outlook = trace_and_forecast(call, pick_device(str(device) if device else None), memory)
-    return measured(call, outlook, end - time.perf_counter())
+        outlook = trace_and_forecast(call, absent_device, memory, absent)
+        return forecast(call, outlook, absent)
+    name = str(device) if device else None
+    outlook = trace_and_forecast(call, pick_device(name), memory)
+    seconds_left = end - time.perf_counter()
+    return measured(call, outlook, seconds_left)
 
 
 def _absent_gpu(device: torch.device | str | None, gpu: str | None) -> Gpu | None:
@@ -233,7 +236,11 @@ def _require_memory(outlook: Outlook, memory_bytes: int | None) -> None:
 
 @dataclass
 class _Ranking:
-    """Checks, times and ranks the recipes of one use."""
+    """Checks, times and ranks the recipes for one use, ``training`` or ``inference``.
+
+    A check compares a recipe with fp32. Recipes that pass are timed side by side. A candidate is a
+    recipe with its results; its verdict is empty until it is rejected or timed.
+    """
 
     use: str
     call: ModelCall
@@ -328,14 +335,15 @@ class _Ranking:
         return sorted(self.candidates, key=rank)
 
     def _check_recipes(self, recipes: list[Recipe]) -> list[Candidate]:
-        """Check recipes, and add them to the candidates; return those that are to be timed."""
+        """Check recipes, and add them to the candidates; return those that were not rejected."""
         candidates = [self._check_recipe(recipe) for recipe in recipes]
         return [candidate for candidate in candidates if not candidate.verdict]
 
     def _check_recipe(self, recipe: Recipe) -> Candidate:
-        """Check a recipe as a new candidate, which has a verdict if it is not to be timed.
+        """Forecast and check a recipe, and add it to the candidates.
 
-        Otherwise its step is kept in `_steps`.
+        A candidate that is rejected gets a verdict and a reason. The step of any other candidate is
+        added to `_steps`, to be timed.
         """
         candidate = self.outlook.candidate(recipe)
         self.candidates.append(candidate)
@@ -393,10 +401,10 @@ class _Ranking:
             best.reason = f"the simplest; {_busy_reason(timed)}"
 
     def _drop_slow(self, new: list[Candidate]) -> list[Candidate]:
-        """Drop new candidates that are hopelessly slow, or too slow for the time that is left.
+        """Reject new candidates that are hopelessly slow, or too slow for the time that is left.
 
-        The baseline is always kept, and the fastest of the others unless it is hopelessly slow.
-        Returns the candidates that are left.
+        The baseline is never rejected, and the fastest of the others only if it is hopelessly slow.
+        Returns the candidates that were not rejected.
         """
         fastest_s = min(candidate.seconds for candidate in self._steps)
         # A slow step is harmless if a comparison has time for it in every round.

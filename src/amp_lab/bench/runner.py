@@ -73,7 +73,10 @@ class _Configuration:
 
 @dataclass(frozen=True)
 class _Pace:
-    """How many rounds a workload is timed, and how long a turn of a rung is."""
+    """How many rounds a workload is timed, and how long a turn is.
+
+    In a round, every rung gets one turn. A turn is one or more steps of a rung, timed together.
+    """
 
     rounds: int | None  # the exact number; None: until enough rounds were undisturbed
     max_rounds: int

@@ -75,9 +75,10 @@ _MAX_EXPONENT = 700  # e^700 is a float, and e^710 is not
 class Run:
     """A run on this rank. `Run(…)` loads data and model, and the saved state if there is one.
 
-    The ranks compare the settings, check that every rank has loaded data and model, and then begin
-    with the same state. `given` has the names of the settings that the user gave. Rank 0 locks the
-    folder, and releases the lock when `until_end` is closed.
+    `ranks.first` runs a function on rank 0 and returns its value on all ranks. `ranks.each` runs it
+    on every rank. If one rank fails, both raise on all ranks, so that no rank waits for another.
+    `given` has the names of the settings that the user gave. Rank 0 locks the folder, and releases
+    the lock when `until_end` is closed.
     """
 
     def __init__(

@@ -49,6 +49,7 @@ def save_shards(
     def list_files() -> list[str]:
         return sorted(path.name for path in folder.iterdir())
 
+    # `first` runs a function on rank 0, `each` on every rank. If one fails, all ranks raise.
     ranks.first(create)
     # Before `dcp.save`, in which the other ranks would wait for one that has failed.
     ranks.each(require_folder)
