@@ -24,7 +24,7 @@ def toy(monkeypatch, tmp_path):
     monkeypatch.setattr(runner.gc, "collect", int)
     monkeypatch.setattr(runner, "_TURN_S", 0.0)
     monkeypatch.setattr(runner, "_QUICK_TURN_S", 0.0)
-    monkeypatch.setitem(limits._LARGEST, "cpu", (64, 2**18))
+    monkeypatch.setattr(limits, "_LARGEST_ON_CPU", limits._Sizes(64, 2**18))
     high = limits.Ceilings(
         {"fp32": 1e15, "tf32": None, "fp16": 1e15, "bf16": 1e15}, {64: 1e18}, True
     )

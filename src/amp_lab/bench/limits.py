@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,9 +18,20 @@ from amp_lab.core.tensors import tensors_in
 from amp_lab.core.timing import compare
 from amp_lab.tracing.ops_seen import FLOP_FORMULAS, computes_nothing
 
-# The largest edge of the matrices, and the largest size of a copy in bytes. A slow device, such as
-# the GPU of a laptop, gets smaller ones: sizes grow until a matmul or copy takes `_LONG_S` seconds.
-_LARGEST = {"cpu": (2048, 2**29), "accelerator": (8192, 2**32)}
+
+class _Sizes(NamedTuple):
+    """The largest sizes that are timed.
+
+    A slow device, such as the GPU of a laptop, gets smaller ones: the sizes grow until a matmul or
+    a copy takes `_LONG_S` seconds.
+    """
+
+    edge: int  # rows and columns of a matrix
+    copy_bytes: int  # read and written by a copy
+
+
+_LARGEST_ON_CPU = _Sizes(edge=2048, copy_bytes=2**29)
+_LARGEST_ON_ACCELERATOR = _Sizes(edge=8192, copy_bytes=2**32)
 _LONG_S = 0.02
 
 
@@ -88,8 +100,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     """Time matmuls, copies and sums on a device; the fastest of several calls is the limit."""
     known_rates = describe_device(device).rates  # FLOP/s, measured in less time than here
     rates = {name: rate for name, rate in known_rates.items() if rate is not None}
-    largest_edge, _ = _largest_sizes(device)
-    n = filling_size(device, largest_edge, seconds=_LONG_S)
+    n = filling_size(device, _largest_sizes(device).edge, seconds=_LONG_S)
     # A precision with less than half of fp32's rate is emulated. It would take seconds at this
     # size, so it keeps its known rate.
     least_rate = 0.5 * rates[Precision.FP32]
@@ -110,20 +121,21 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     )
 
 
-def _largest_sizes(device: torch.device) -> tuple[int, int]:
-    """The largest edge of a matrix and the largest size of a copy in bytes, for a device."""
+def _largest_sizes(device: torch.device) -> _Sizes:
+    """The largest sizes for a device."""
     if backend(device).is_host:
-        return _LARGEST["cpu"]
-    return _LARGEST["accelerator"]
+        return _LARGEST_ON_CPU
+    return _LARGEST_ON_ACCELERATOR
 
 
 def _stream_rates(device: torch.device) -> dict[int, float]:
     """Bytes/s by size in bytes, the faster of a copy and a sum.
 
-    The sizes are powers of two, from 64 KiB to that of `_largest_sizes`, if memory allows it.
+    The sizes are powers of two, from 64 KiB to that of `_largest_sizes`, or to an eighth of the
+    device's memory if this is less.
     A slow device ends earlier, at the first size from 256 MiB that takes over `_LONG_S` seconds.
     """
-    _, largest_bytes = _largest_sizes(device)
+    largest_bytes = _largest_sizes(device).copy_bytes
     memory_bytes = describe_device(device).memory_bytes
     if memory_bytes:  # a larger share of a small memory may not be free
         largest_bytes = min(largest_bytes, memory_bytes // 8)

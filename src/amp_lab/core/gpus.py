@@ -226,9 +226,10 @@ def matmuls_of(capability: tuple[int, int]) -> tuple[str, ...]:
 
 
 def absent_gpu(name: str) -> Gpu:
-    """The GPU with a name; for a type of device such as ``cuda`` or ``rocm``, `unknown_gpu`.
+    """The GPU that ``--for NAME`` names, which need not be in this machine.
 
-    Raises `OptionError` for another name.
+    `name` is a GPU, such as ``rtx-4090``, or a type of device, such as ``cuda`` or ``rocm``: then
+    the result is `unknown_gpu`. Raises `OptionError` for another name.
     """
     for row in BACKENDS.values():
         if name in (row.type, *row.also_called):

@@ -40,7 +40,10 @@ def function_nodes_need_their_parents() -> bool:
 
 
 def one_backward_pass() -> AbstractContextManager:
-    """The block that activation checkpointing takes for one backward pass of torch's engine.
+    """The block in which activation checkpointing recomputes each region at most once.
+
+    This holds even if `backward` is called several times in the block. Older versions of torch
+    cannot do so, and the block changes nothing there.
 
     Delete when torch >= 2.15 is required: it is `torch.utils.checkpoint.GraphExecGroup`.
     """

@@ -95,7 +95,7 @@ def shorten(
 class _Augmented(SampleSet):
     """Images that are normalised and, if there is a `seed`, augmented.
 
-    `source` has the images in the form that a subclass reads: an array, or a list of paths.
+    `source` is what a subclass reads the images from: an array, or a list of paths.
     `targets` (N,) are their classes, and `size` is the side S of an image, in pixels.
     `mean_std` has the mean and the standard deviation of each channel, for pixels in [0, 1].
     `augment` turns random numbers (B, 4) in [0, 1) into the matrices (B, 2, 3) that `_warp` takes.

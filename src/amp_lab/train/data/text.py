@@ -65,8 +65,10 @@ class Passages(SampleSet):
         return int(offset)
 
 
-def load_text(name: str, sources: Iterable[str], options: LoadOptions) -> DataSplits:
-    """Cut the text `name`, whose parts are `sources`, into tokens and passages.
+def load_text(name: str, texts: Iterable[str], options: LoadOptions) -> DataSplits:
+    """Join texts, such as those of several files, and cut them into tokens and passages.
+
+    `name` is the name of the data set.
 
     A sample is a passage of T = `options.context` tokens, int64 (T,), and the token that follows
     each of them, (T,). Every tenth piece of 10,000 characters is for the test. The positions of the
@@ -80,7 +82,7 @@ def load_text(name: str, sources: Iterable[str], options: LoadOptions) -> DataSp
     context = options.context
     if not 1 <= context <= _MAX_CONTEXT:
         raise DataError(f"context={context} must be between 1 and {_MAX_CONTEXT} tokens")
-    text = "\n".join(sources)
+    text = "\n".join(texts)
     pieces = _cut_into_pieces(text)
     tokens = make_tokens(pieces, options.tokenizer, options.vocabulary)
     train, test = _split(tokens.encode(pieces))

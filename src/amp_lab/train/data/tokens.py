@@ -80,7 +80,7 @@ class BytePairs:
     """A tokenizer from the content of a ``tokenizer.json``, which `transformers` also writes.
 
     `saved` is the entry of a checkpoint that `saved_tokens` reads. Raises `DataError` for any other
-    content; the message calls the content `source`.
+    content. The message begins with `source`, such as the path of the file.
     """
 
     def __init__(self, content: str, source: str = "the tokenizer"):
