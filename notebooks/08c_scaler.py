@@ -38,6 +38,7 @@ from course.failures import make, message_of, warnings_of
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
+# make() returns a model of one linear layer, and its SGD optimizer.
 
 # %% [markdown]
 # ## The parameters are fp16
@@ -89,8 +90,9 @@ assert "Attempting to unscale FP16 gradients." in message
 # - Diffusers scripts [resumed adapters in
 #   fp16](https://github.com/huggingface/diffusers/issues/6552).
 #
-# A fused optimizer, or bf16 on the CPU, raises nothing, but [the weights may soon stop
-# moving](08b_learning.ipynb#Half-precision-weights-stop-moving). On CUDA, bf16 raises [another
+# Two cases raise nothing, but [the weights may soon stop
+# moving](08b_learning.ipynb#Half-precision-weights-stop-moving): a fused optimizer, which divides the
+# gradients by itself, and bf16 parameters on the CPU. On CUDA, bf16 parameters raise [another
 # error](https://github.com/pytorch/pytorch/issues/127176).
 
 # %%
@@ -171,7 +173,7 @@ assert "unscale_() has already been called on this optimizer since the last upda
 # `scaler.update()` is called. Either the loop clips after every batch of an accumulation, or an
 # iteration called `unscale_` and then left out `update()`. <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# The Trainer of some Transformers releases of 2023 did this at the end of an epoch ([issue
+# In some Transformers releases of 2023, the Trainer raised this error at the end of an epoch ([issue
 # 23935](https://github.com/huggingface/transformers/issues/23935)).
 #
 # **The fix.** Call `unscale_` and clip once, after the last batch of the accumulation, and call
@@ -179,7 +181,7 @@ assert "unscale_() has already been called on this optimizer since the last upda
 # accelerator.sync_gradients`](https://huggingface.co/docs/accelerate/package_reference/accelerator). If
 # the error comes from the Trainer, update Transformers and Accelerate.
 #
-# The weights are then those of a loop without a scaler:
+# The weights are then the same as after a loop without a scaler:
 
 # %%
 model, optimizer = make()
@@ -243,14 +245,14 @@ assert "No inf checks were recorded for this optimizer." in message
 # **Why.** `scaler.step` looks for infinities in the gradients of this optimizer, but every `.grad` is
 # `None`. Either its parameters are frozen or belong to another copy of the model, or the loss does not
 # depend on them. `.item()`, `.detach()`, `torch.tensor(...)` and ops without a derivative such as
-# `argmax` cut a loss off. <!-- tests/notebooks/test_08c_scaler.py -->
+# `argmax` cut a loss off from the parameters. <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # A fused optimizer raises only at `update`: `No inf checks were recorded prior to
 # update.` <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** Call `scaler.step` only for optimizers whose parameters have gradients, and leave out
-# `scaler.update()` too if no optimizer steps. If the part
-# should train, build the optimizer from the parameters of the model that computes the loss. Keep the
+# `scaler.update()` too if no optimizer steps. If the parameters without gradients should be trained,
+# build the optimizer from the parameters of the model that computes the loss. Keep the
 # loss a tensor: combine losses with `+` or `torch.stack`, and use a differentiable loss instead of
 # `argmax`.
 
@@ -273,8 +275,9 @@ assert model[0].weight.grad is None
 
 # %% [markdown]
 # **Notice it earlier.** After one `backward()`, print the names of the parameters whose `.grad` is
-# `None`. Before it, `gradient_underflow(model, loss)` refuses a loss that has no graph, or that does
-# not depend on the model. <!-- tests/notebooks/test_08c_scaler.py -->
+# `None`. Or call `gradient_underflow(model, loss)` of `amp_lab` before `backward()`: it
+# refuses a loss that has no graph, or that does not depend on the
+# model. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %% [markdown]
 # ## Scaler methods are called in the wrong order
@@ -301,8 +304,9 @@ assert model[0].weight.grad is None
 #
 # **What you see.** The scaler raises one of the seven messages that are printed below.
 #
-# **The smallest program that does it.** After one backward pass, we make the calls that are printed on
-# the left. `_scale is None` means that this scaler has not scaled a loss yet.
+# **The smallest program that does it.** Each line of the output shows the calls that we make after one
+# backward pass, and the message that they raise. `_scale is None` means that this scaler has not scaled
+# a loss yet.
 
 
 # %%
@@ -329,9 +333,9 @@ assert len(set(messages.values())) == 7
 
 # %% [markdown]
 # **Why.** The scaler records which optimizers have unscaled gradients and which have stepped, until
-# `update` clears the record. It refuses to divide or apply gradients twice, to do anything before it has
-# scaled a loss, to `update` before it has checked any gradients, and to be pickled between a `step` and
-# its `update`.
+# `update` clears the record. It refuses to divide or apply gradients twice, and to be pickled between a
+# `step` and its `update`. It also refuses every call before it has scaled a loss, and `update` before it
+# has checked any gradients.
 #
 # **The fix.** In [every iteration](https://docs.pytorch.org/docs/stable/notes/amp_examples.html) call
 # `scaler.scale(loss).backward()`, then `scaler.unscale_(optimizer)` if you clip, then
@@ -339,16 +343,18 @@ assert len(set(messages.values())) == 7
 # scaler alone and replace `loss.backward()` by `accelerator.backward(loss)`, `fabric.backward(loss)`,
 # or in Lightning `self.manual_backward(loss)`. <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# Log the loss before it is scaled. `get_scale()` after `update` belongs to the next step, so a loss
-# divided by it is off by a factor of 2 when the scale has changed. <!-- tests/notebooks/test_08c_scaler.py -->
+# Log the loss before it is scaled. After `update`, `get_scale()` returns the scale of the next step. If
+# you divide a scaled loss by it, the result is off by a factor of 2 when the scale has
+# changed. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %%
 call("unscale_", "step", "update")
 _ = pickle.dumps(call("step", "update"))
 
 # %% [markdown]
-# **Notice it earlier.** If `scale` is left out in a later iteration only, nothing is raised, and its
-# gradients are much too small. <!-- tests/notebooks/test_08c_scaler.py -->
+# **Notice it earlier.** Check that every iteration calls `scale`. The scaler raises nothing if only a
+# later iteration leaves it out, but divides the gradients of that iteration all the same, so they are
+# much too small. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %% [markdown]
 # ## The optimizer steps without the scaler
@@ -385,7 +391,7 @@ def weight_after_step(optimizer_class, by_scaler, gradient=1.0):
 
 for optimizer_class in (torch.optim.SGD, torch.optim.Adam):
     moved = weight_after_step(optimizer_class, by_scaler=False)
-    print(f"{optimizer_class.__name__:<6}{moved:.1f}")
+    print(f"{optimizer_class.__name__:<6}the weight of 1 becomes {moved:.1f}")
 assert weight_after_step(torch.optim.SGD, by_scaler=False) < -6000
 assert math.isnan(weight_after_step(torch.optim.Adam, by_scaler=False, gradient=math.inf))
 
@@ -462,9 +468,10 @@ assert "Closure use is not currently supported if GradScaler is enabled." in mes
 # **Why.** The closure runs `backward` inside the optimizer's step, where the scaler cannot unscale the
 # gradients or check them for infinities.
 #
-# SAM has [the same problem](https://github.com/davda54/sam/issues/97), because it steps twice in an
-# iteration. If you call its first step yourself, no scaler skips it, and one overflow makes the weights
-# NaN for good. <!-- tests/notebooks/test_08c_scaler.py -->
+# SAM (*sharpness-aware minimization*) has [the same
+# problem](https://github.com/davda54/sam/issues/97), because it steps twice in an iteration. If you call
+# its first step yourself, the scaler cannot skip it, and one overflow makes the weights NaN for
+# good. <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** Use bf16 or fp32 with `GradScaler(enabled=False)`, which passes the closure on to the
 # optimizer.
@@ -475,8 +482,8 @@ print(f"loss {before:.1f} -> {after:.1f}")
 assert after < 0.01 * before
 
 # %% [markdown]
-# **Not this.** Do not write `scaler.step(optimizer, closure)`. Passed by position, the closure is not
-# noticed, and the optimizer steps with scaled gradients that nobody
+# **Not this.** Do not write `scaler.step(optimizer, closure)`. The scaler does not notice a closure that
+# is passed by position, so the optimizer steps with scaled gradients that nobody
 # checks. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %% [markdown]
@@ -539,9 +546,9 @@ assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`." in me
 # was skipped (unless the scale is 0 already). <!-- tests/numerics/test_scale_log.py -->
 #
 # `get_scale()` [waits for the
-# GPU](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler.get_scale). So does
-# [`scaler.step`](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py), unless the
-# optimizer is fused.
+# GPU](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler.get_scale).
+# [`scaler.step`](https://github.com/pytorch/pytorch/blob/main/torch/amp/grad_scaler.py) waits anyway,
+# unless the optimizer is fused.
 
 # %%
 assert warnings_of(lambda: schedule(only_if_stepped=True)) == ""
@@ -549,15 +556,16 @@ assert schedule(only_if_stepped=True) == [1.0, 0.5, 0.25]
 
 # %% [markdown]
 # **Not this.** Do not filter the warning, or call `optimizer.step()` once before the loop to avoid it.
-# The schedule stays ahead by every skipped step.
+# Each skipped step still puts the schedule one more step ahead.
 
 # %%
 with warnings.catch_warnings(action="ignore"):
     assert schedule(only_if_stepped=False) == [0.5, 0.25, 0.125]  # one step ahead
 
 # %% [markdown]
-# **Notice it earlier.** `ScaleLog` counts the skipped steps. PyTorch checks only at the scheduler's
-# first call. <!-- tests/notebooks/test_08c_scaler.py -->
+# **Notice it earlier.** `ScaleLog` of `amp_lab` counts the skipped steps. PyTorch warns only at
+# the first call of the scheduler, so it misses later skipped
+# steps. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %% [markdown]
 # ## Further reading
