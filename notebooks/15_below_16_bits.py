@@ -64,7 +64,7 @@ assert (scaled / gradient - 1).abs().max() < 2**-4
 #
 # ## Formats of a single value
 #
-# A single value is called an *element*. `ELEMENTS` lists elements with their limits:
+# A single value is called an *element*. `ELEMENTS` lists the formats of elements:
 
 # %%
 for name in ("fp16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "int8"):
@@ -77,15 +77,16 @@ print("E2M1 without its negative numbers:", halves[halves >= 0].tolist())
 assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 # %% [markdown]
-# E4M3 is named after its 4 exponent bits and 3 mantissa bits. **E5M2** has a larger range but is coarser.
-# It was [meant for gradients](https://arxiv.org/abs/2209.05433). **E2M1** is the four-bit element of MXFP4
-# and NVFP4.
+# E4M3 is named after its 4 exponent bits and 3 mantissa bits. **E5M2**, [meant for
+# gradients](https://arxiv.org/abs/2209.05433), has a larger range but is coarser. **E2M1** is the four-bit
+# element of MXFP4 and NVFP4.
 #
 # To round a value by hand:
 #
 # 1. Clip it to the largest number of the format, as torchao does. <!-- tests/formats/test_scaling.py -->
-# 2. Find the largest power of two that is not above the value, but at least the format's smallest normal
-#    number. Divide this power by 2^(mantissa bits) to get the spacing of the numbers there.
+# 2. Find the largest power of two that is not above the value's magnitude. If it is below the format's
+#    smallest normal number, take that number instead. Divide it by 2^(mantissa bits) to get the spacing
+#    of the numbers there.
 # 3. Round the value to a multiple of that spacing.
 
 
@@ -108,14 +109,15 @@ assert torch.equal(e2m1, ELEMENTS["e2m1"].round(some))
 
 # %% [markdown]
 # After a `clamp`, PyTorch's cast gives the same numbers as our function. PyTorch's FP8 dtypes are for
-# storage and for matmuls. [Few other
+# storage and matmuls: [few other
 # ops](https://docs.pytorch.org/docs/stable/tensor_attributes.html) support them.
 #
 # ## The values that share a scale
 #
-# An outlier damages the values that share its scale. `FORMATS` lists which values share one. `quantize`
-# rounds a tensor to such a format, undoes the scaling, and returns the result in fp32.
-# <!-- tests/formats/test_scaling.py -->
+# A scale is chosen for the largest value. If that is an outlier, smaller values with the same scale may
+# become zero. In the formats of `FORMATS`, a tensor, a row or a *block* (neighbouring values of a row)
+# shares a scale. `quantize` rounds a tensor to such a format, undoes the scaling, and returns the result
+# in fp32. <!-- tests/formats/test_scaling.py -->
 #
 # | format | element | values that share a scale | number format of the scale |
 # |---|---|---|---|
@@ -127,8 +129,8 @@ assert torch.equal(e2m1, ELEMENTS["e2m1"].round(some))
 #
 # We measure the error as the *signal to quantisation noise ratio* (SQNR) in decibels: 20 dB is an error
 # of 10 %, 40 dB of 1 %. We round two tensors with normally distributed values. In the second, one column
-# is a million times as large, to exaggerate the *outlier channels* of real activations. Before you run
-# this: in which formats will the other columns suffer?
+# is a million times as large. Real activations have such *outlier channels*, but less extreme. Before you
+# run this: in which formats will the other columns suffer?
 
 
 # %%
@@ -153,8 +155,8 @@ _ = figures.sqnr_by_format(errors)
 # The figure shows the SQNR of all values but the outliers (higher is better). Without an outlier, the
 # error depends almost only on the element: about 31 dB in E4M3, about 20 dB in E2M1. The outlier ruins
 # the values that share its scale: the whole tensor in `fp8`, the whole row in `fp8-rowwise`. NVFP4
-# suffers as well, because its second scale covers the whole tensor. In the MX formats (`mxfp8`, `mxfp4`),
-# only one block in each row suffers. We check this:
+# suffers as well, because its second scale covers the whole tensor. In `fp8-1x128` and the MX formats
+# (`mxfp8`, `mxfp4`), only one block in each row suffers. We check this:
 
 # %% tags=["nbval-ignore-output"]
 alone, beside = errors["normal"], errors["one outlier channel"]
@@ -185,8 +187,8 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # formats lose most of the block around the outlier. NVFP4 loses less, because its blocks are smaller.
 #
 # **When is the scale known?** To scale a tensor you need its largest magnitude, which is known only after
-# the whole tensor has been computed. *Current scaling* reads the tensor twice. *Delayed scaling* reads it
-# once: it uses the largest magnitude of [earlier
+# the whole tensor has been computed. *Current scaling* reads the tensor twice: to find the magnitude, and
+# to round. *Delayed scaling* reads it once: it uses the largest magnitude of [earlier
 # steps](https://nvidia.github.io/TransformerEngine/features/low_precision_training/fp8_delayed_scaling/fp8_delayed_scaling.html).
 # But if the values grow, the largest are clipped. <!-- tests/formats/test_scaling.py -->
 #
@@ -198,8 +200,7 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # with blocks or rows, the values that share a scale lie along the dimension that the matmul sums over. The
 # weight is therefore rounded twice: once for the output and once for dgrad.
 #
-# Everything else stays in fp32: the other ops, the weights that the optimizer updates, and the sums of
-# the products.
+# All else stays in fp32: the other ops, the weights that the optimizer updates, and the sums of products.
 
 
 # %%
@@ -303,8 +304,8 @@ for name in ("mxfp4", "nvfp4"):
     assert mean["fp32"] - max(between_seeds, 0.05) < mean[name] < mean["fp8, no scale"] - 0.1
 
 # %% [markdown]
-# Do not conclude that four bits are enough for your model. A format that survives a hundred steps of a
-# tiny GPT can still fail in a long training of a large one. But **a format that fails here is not worth a
+# This does not show that four bits are enough for your model. A format that survives a hundred steps of a
+# tiny GPT can fail in a long training of a large one. But **a format that fails here is not worth a
 # large run**.
 #
 # NVIDIA's [recipe for NVFP4](https://arxiv.org/abs/2509.25149) adds three remedies, among others:
@@ -319,8 +320,8 @@ for name in ("mxfp4", "nvfp4"):
 #
 # ## Compare with PyTorch's FP8 matmul
 #
-# We compare our simulation with PyTorch's FP8 matmul, `torch._scaled_mm`. It takes the rounded operands
-# and their scales. It runs on a GPU with FP8 hardware, and also on a CPU, as here:
+# PyTorch's FP8 matmul, `torch._scaled_mm`, takes the rounded operands and their scales. It runs on a GPU
+# with FP8 hardware, and also on a CPU, as here:
 
 # %% tags=["nbval-ignore-output"]
 a, b = torch.randn(32, 64), torch.randn(48, 64)
@@ -341,14 +342,14 @@ print(f"the real result, in bf16, is {off:.2%} off the simulated one")
 assert off < 2**-8  # the rounding of the result to bf16
 
 # %% [markdown]
-# The results agree, up to the rounding of the real one to bf16.
+# The results agree, up to the rounding to bf16.
 #
 # ## Sums in 14 bits
 #
 # Our simulation adds the products in fp32. A Hopper or Ada GPU adds FP8 products in [about 14
-# bits](https://arxiv.org/abs/2412.19437), unless the kernel moves partial sums to fp32.
-# `use_fast_accum=True` skips these moves, and torchao sets it for the output of a layer. `hopper_matmul`
-# adds as an H100 does, bit for bit. <!-- tests/formats/test_hopper_sums.py -->
+# bits](https://arxiv.org/abs/2412.19437), unless the kernel moves partial sums to fp32. With its argument
+# `use_fast_accum=True`, PyTorch's FP8 matmul skips these moves. torchao sets it for the output of a layer.
+# `hopper_matmul` adds as an H100 does, bit for bit. <!-- tests/formats/test_hopper_sums.py -->
 #
 # We sum 4096 products, first of values with both signs, then of their magnitudes. Before you run this: in
 # which case do 14 bits cost more?
@@ -361,13 +362,14 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
     for fast in (True, False):
         lost = hopper_matmul(a8, b8, fast_accum=fast) - exact
         share = (lost.norm() / exact.norm()).item()
-        print(f"{kind_of_values}, use_fast_accum={fast!s:<5}: the sums are {share:.2%} off")
+        print(f"{kind_of_values:<10}  use_fast_accum={fast!s:<5}  the sums are {share:.2%} off")
         assert share < 0.01 or (fast and kind_of_values == "one sign")
 
 # %% [markdown]
-# A sum of values with one sign keeps growing, and each of its 128 additions cuts off what no longer fits
-# into 14 bits. The inputs of a layer after ReLU have one sign. If its weights have one sign too,
-# `rehearse`, below, tells you to turn `use_fast_accum` off. <!-- tests/remedies/test_advise_remedies.py -->
+# The GPU adds 32 products at a time, so each sum takes 128 additions. With one sign, the sum keeps growing,
+# and each addition cuts off what no longer fits into 14 bits. The inputs of a layer after ReLU have one
+# sign. If its weights have one sign too, `rehearse` (below) tells you to turn `use_fast_accum` off.
+# <!-- tests/remedies/test_advise_remedies.py -->
 #
 # ## Train in FP8 on a GPU
 #
@@ -394,9 +396,9 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
 # Sources: [NVIDIA](https://nvidia.github.io/TransformerEngine/support_matrix.html) and
 # [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html).
 #
-# Blackwell RTX supports these formats too, but some kernels are missing: torch's MXFP8 matmul takes only
-# [one layout of the operands](https://github.com/pytorch/pytorch/issues/198126), and Transformer Engine's
-# NVFP4 [lacks two features](https://github.com/NVIDIA/TransformerEngine/issues/2255).
+# On Blackwell RTX, some kernels are missing: torch's MXFP8 matmul takes only [one layout of the
+# operands](https://github.com/pytorch/pytorch/issues/198126), and Transformer Engine's NVFP4 [lacks two
+# features](https://github.com/NVIDIA/TransformerEngine/issues/2255).
 #
 # In the *fnuz* variants of E4M3 and E5M2 that MI300 uses, the same bits mean half as much. A checkpoint
 # saved in E4M3 has wrong values if it is read as *fnuz*, and the reverse:
@@ -412,8 +414,8 @@ assert (usual, fnuz, torch.finfo(torch.float8_e4m3fnuz).max) == (1.0, 0.5, 240)
 #
 # `rehearse` tests these formats on your model. It runs one step in fp32, and repeats the matmuls of linear
 # layers and convolutions in each format. Their errors show which layers are better left in 16 bits. Then it
-# runs the whole model with all remaining layers rounded. In our GPT, we first make one of the 256 features
-# inside the second block about a million times as large: <!-- tests/formats/test_rehearsal.py -->
+# runs the whole model with all other layers rounded. First we make one of the 256 features in the
+# MLP of our GPT's second block about a million times as large: <!-- tests/formats/test_rehearsal.py -->
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -463,8 +465,7 @@ assert report.formats[1].gradients_off < 2**-4  # the largest rounding error of 
 #   ordinary values. The scales decide which values an outlier damages.
 # - One scale for the tensor is enough for FP8 with usual outliers. In four bits an outlier wipes out most
 #   of its block, so smaller blocks help.
-# - Most of torchao's recipes round the operands of all three matmuls of a linear layer. We add the
-#   products in fp32, but [a Hopper GPU](#Sums-in-14-bits) in about 14 bits.
+# - Our simulation adds products in fp32. [A Hopper GPU](#Sums-in-14-bits) adds them in about 14 bits.
 # - A format that fails in a rehearsal is not worth a large run. A format that passes the check can still
 #   fail in a long run.
 #

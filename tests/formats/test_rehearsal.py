@@ -284,7 +284,7 @@ def test_what_was_looked_at_without_steps_is_printed():
     text = str(rehearse(chain(64, 64), torch.randn(64, 64), loss_fn=mean_square, formats=("fp8",)))
     assert "fp8: holds in one step." in text
     assert re.search(r"gradients .* 50% .*loss .* 10% of fp32.* 1\.5 times", text)
-    assert "Learning was not tried" in text
+    assert "Learning was not tested" in text
 
 
 def test_the_model_is_untouched_and_two_rehearsals_are_the_same():

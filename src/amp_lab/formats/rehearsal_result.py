@@ -173,7 +173,7 @@ class Rehearsal(Printed):
         numbers, checks = self._facts()
         verdicts = [f"{report.name}: {report.verdict}." for report in self.formats[1:]]  # not bf16
         return Table(
-            ["layer", "inner x outer", *names],
+            ["layer", "size (in x out)", *names],
             rows,
             caption=self.title,
             facts=[numbers, *verdicts, *checks],
@@ -253,8 +253,8 @@ class TrainingRehearsal(Rehearsal):
         if self.steps:
             return numbers, []
         limits = f"gradients within {_GRADIENTS_OFF:.0%} and loss within {_LOSS_OFF:.0%} of fp32's"
-        checks = f"Looked at in one step: {limits}, or {_TIMES_BF16} times as far off as bf16."
-        return numbers, [checks, "Learning was not tried: that takes steps."]
+        checks = f"Checked in one step: {limits}, or at most {_TIMES_BF16} times bf16's error."
+        return numbers, [checks, "Learning was not tested: that takes more steps."]
 
 
 @dataclass(frozen=True, repr=False)

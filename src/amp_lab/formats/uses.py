@@ -154,7 +154,7 @@ class Training(Use):
 
     step = "an fp32 step"
     reference_matmul = GRAD_INPUT
-    limits = "Neither its speed nor the convergence of a long training can be known from this."
+    limits = "This report cannot tell its speed, or whether a long training converges."
     torchao = torchao_code
 
     def __init__(self, call: ModelCall, steps: int, seeds: int):
