@@ -79,6 +79,7 @@ def bytes_held(dtype, optimizer):
     """The bytes of a parameter, for its weight, gradient and optimizer state."""
     model = nn.Sequential(nn.Linear(1024, 4096), nn.Linear(4096, 1024)).to(dtype)
     x = torch.empty(8, 1024, dtype=dtype)
+    # precision="fp32": no autocast, so the model runs in its own dtype.
     found = forecast_memory(model, x, precision="fp32", optimizer=optimizer)
     parameters = sum(p.numel() for p in model.parameters())
     parts = {"weight": found.weights, "gradient": found.gradients, "state": found.optimizer}
@@ -102,7 +103,7 @@ assert held["fp32, Adafactor"]["state"] < 0.01
 # [Adafactor](https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html) stores one value
 # for each row and column of a matrix, and
 # [Muon](https://docs.pytorch.org/docs/stable/generated/torch.optim.Muon.html) stores one moment instead
-# of two. Each needs its own learning rate. Activations come on top of these bytes.
+# of two. Each needs another learning rate than AdamW. Activations come on top of these bytes.
 #
 # What do the smaller setups cost in accuracy? We test the weights first, then the state.
 #
@@ -144,8 +145,8 @@ class Adam:
 #
 # - [**Stochastic rounding**](https://arxiv.org/abs/2010.06192) rounds up or down at random. A sum that lies
 #   three tenths of the way to the next number is rounded up in three cases out of ten. On average, the
-#   result is exact. A bf16 number is the upper half of an fp32 number. The code adds 16 random bits to the
-#   lower half of the number, which may carry into the upper half. Then it sets the lower half to zero.
+#   result is exact. A bf16 number is the upper half of an fp32 number's bits. The code adds 16 random bits
+#   to the lower half. A carry rounds the upper half up. Then the code sets the lower half to zero.
 # - **Kahan summation** keeps a second bf16 number for each weight. This number stores the rounding error,
 #   which is added to the next update.
 # - **fp32 masters** are a copy of the weights in fp32. The optimizer updates this copy, then casts it to
@@ -281,7 +282,7 @@ for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
 # | | fp32 masters, matmuls in bf16 | everything in bf16 | dtype of the sum of gradients over ranks |
 # |---|---|---|---|
 # | PyTorch | `torch.autocast` | `model.bfloat16()` | the gradients' dtype ([DDP](11_scale_out.ipynb)) |
-# | FSDP2 | `MixedPrecisionPolicy(param_dtype=bf16)` | a model in bf16 | [`reduce_dtype`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) (before torch 2.15 its default was `param_dtype`) |
+# | FSDP2 | `MixedPrecisionPolicy(param_dtype=bf16)` | a model in bf16 | [`reduce_dtype`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) (default: the parameters' dtype; before torch 2.15 `param_dtype`) |
 # | DeepSpeed | `"bf16": {"enabled": true}` | the same, plus `"bf16_master_weights_and_grads": true` and `"bf16_optimizer_states": true` ([settings](https://www.deepspeed.ai/docs/config-json/)) | `communication_data_type` |
 # | torchtitan ([settings](https://github.com/pytorch/torchtitan/tree/main/torchtitan/config)) | `training.mixed_precision_param` | `training.dtype` | `training.mixed_precision_reduce` |
 #
@@ -319,20 +320,19 @@ for count in (1, 8, 64, 224):
 assert off[1] < 2**-8 < off[64] < off[224]
 
 # %% [markdown]
-# The larger the sum, the more of each new gradient is lost. If you accumulate over many micro-batches,
-# sum in fp32:
+# The larger the sum, the more of each new gradient is lost. For many micro-batches, sum in fp32:
 #
 # - DeepSpeed: [`"data_types": {"grad_accum_dtype": "fp32"}`](https://www.deepspeed.ai/docs/config-json/)
 # - FSDP2:
 #   [`reduce_dtype=torch.float32`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html),
-#   for sums between ranks, and for micro-batches that are not synchronised.
+#   for sums over ranks, and over micro-batches whose gradients are not synchronised.
 #
 # ## State in fewer bits
 #
-# Adam's state has two moments: moving averages of the gradients and of their squares. Adam divides the
-# first by the root of the second. In bf16 the second moment has the same problem as the weights. Without
-# a gradient, it should shrink by a factor of 0.999 in each step. This change is less than half of bf16's
-# relative spacing:
+# Adam's state has two moments: moving averages of the gradients (the *mean*) and of their squares. Adam
+# divides the first by the root of the second. In bf16 the second moment has the same problem as the
+# weights. Without a gradient, it should shrink by a factor of 0.999 in each step. This change is less than
+# half of bf16's relative spacing:
 
 # %%
 square = torch.tensor(1.0, dtype=torch.bfloat16)
@@ -342,9 +342,10 @@ print(f"after a thousand steps without a gradient: {square.item()}; in fp32 {0.9
 assert square == 1
 
 # %% [markdown]
-# The second moment does not shrink, so the steps after a large gradient stay too small. With a scale for
-# each block of values, even eight bits can be enough. We use blocks of 256 values (128 in four bits), as
-# [torchao does](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py), and compare:
+# The second moment does not shrink, so the steps after a large gradient stay too small. With an fp32 scale
+# for each block of values, even eight bits can be enough: the scale shrinks, and the block with it. We use
+# blocks of 256 values (128 in four bits), as [torchao
+# does](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py), and compare:
 #
 # - *INT8*: evenly spaced numbers from -127 to 127;
 # - *E4M3*: numbers that lie closer together near zero;
@@ -409,7 +410,7 @@ for name in ("INT8, no zero", "4 bits, no zero"):
 
 # %% [markdown]
 # INT8 diverges. The others end near fp32, even with four bits: compare the differences with the range
-# over seeds. To see why INT8 diverges, we count the squares that it stores as zero:
+# over seeds. Why does INT8 diverge? We count the squares that it stores as zero:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -427,8 +428,8 @@ assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
 # INT8 stores a large share of the squares as 0. For such a square, the next step computes 0.999 * 0 + 0.001
 # * g², and divides by the root of this small number. If the next gradient g is also 0, the step divides the
 # remaining mean by epsilon alone, and the update can become huge. E4M3 covers over five orders of
-# magnitude, so it loses far fewer squares. Without a zero, a small square is stored as the smallest number,
-# which only makes the update too small.
+# magnitude, so it loses far fewer squares. The format without a zero stores a small square as its smallest
+# number, which only makes the update too small.
 #
 # torchao's [4-bit optimizer](https://github.com/pytorch/ao/blob/main/torchao/optim/subclass_4bit.py) has
 # no zero for its squares. Its 8-bit optimizer has a zero, but [its other numbers come close to
