@@ -57,7 +57,7 @@ assert right > 0.9
 
 # %% [markdown]
 # Now the five lines. We cast a copy of the model and its input to bf16, which has two to three
-# decimal digits. Before you run this: how many of the decisions will change?
+# decimal digits. Before you run this: how many of the decisions (the predicted classes) will change?
 
 # %% tags=["nbval-ignore-output"]
 served = copy.deepcopy(model).bfloat16()
@@ -131,16 +131,16 @@ for batch in (1, 256):
     assert not times.ratio("fp32 compiled", "bf16 compiled").is_above(32)
 
 # %% [markdown]
-# The ratios are speed-ups over fp32. On our two CPU cores bf16 took longer than fp32 for a single image, even
-# with weights cast once. With 256 images bf16 was faster, most of all when compiled. To see what bf16 alone
+# The ratios are speed-ups over fp32, with their intervals. On our two CPU cores bf16 took longer than fp32
+# for a single image, even with weights cast once. With 256 images bf16 was faster, most of all when compiled. To see what bf16 alone
 # gains, compare the compiled bf16 with the *compiled* fp32. On [a T4, V100 or RTX
 # 20](../docs/hardware.md#t4-v100-and-rtx-20), expect bf16 to be slow, and use fp16. `amp-lab advise` tries such ways on
 # [your model](../docs/your_model.md).
 #
 # ## Which decisions change?
 #
-# A decision can change if bf16 moves the gap between the two best classes by more than the gap itself. We
-# compare the two for each image:
+# The *gap* is the difference between the logits of the two best classes. A decision can change if bf16 moves
+# the gap by at least its own size. For each image we compare the gap with how far it moved:
 
 # %% tags=["nbval-ignore-output"]
 best = in_fp32.topk(2, dim=1)
@@ -160,17 +160,15 @@ for name in ("bf16 autocast", "bf16 cast once"):
     assert (moved(name)[flipped & to_second] >= gap[flipped & to_second] * 0.99).all()
 
 # %% [markdown]
-# Each point is a test image, run in one of two ways. The x-axis shows fp32's gap between its two best
-# classes. The y-axis shows how far bf16 moved that gap. Only images on or above the dashed line can change
-# their decision (unless a third class overtakes both). Most of these images are uncertain in fp32 too. Draw
+# Each point is a test image, run in one of two ways. The x-axis shows fp32's gap. The y-axis shows how far
+# bf16 moved that gap. On the dashed line both are equal. Only images on or above it can change their
+# decision (unless a third class overtakes both). Most of these images are uncertain in fp32 too. Draw
 # this figure for your own model and a few hundred real inputs. If all points stay well below the line, the
 # precision is accurate enough for these decisions.
 #
 # ## Cast inputs, outputs and weights
 #
-# If you cast a model, take care of its inputs, outputs and weights.
-#
-# **Inputs**: cast them too, or a convolution raises an error:
+# **Inputs**: cast them like the model, or a convolution raises an error:
 
 # %% tags=["nbval-ignore-output"]
 refused = ""
@@ -249,13 +247,14 @@ assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 
 # %% [markdown]
 # The second batch size causes one more compilation, for any size from 2 on. A batch of 1, autocast and
-# gradients each cause another one. A service that mixes them pays for each of them once. So choose one, and
-# run it before the first user comes. `torch._dynamo.mark_dynamic` marks a size as changing.
-# `torch.compiler.set_stance("fail_on_recompile")` turns another compilation into an error.
+# gradients each cause another one. A service that mixes them pays for each of them once. So use one of them
+# only, and run it before the first user comes. `torch._dynamo.mark_dynamic` marks a size as changing, which
+# saves the second compilation. `torch.compiler.set_stance("fail_on_recompile")` turns another compilation
+# into an error.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
-# Compiled code does not use autocast's cache of casts: a compiled layer that is called 16 times in a block
-# casts its weight 16 times. Compile the loop around it, or cast the weights once.
+# Compiled code does not use autocast's cache of casts: a compiled layer that is called 16 times in an
+# autocast block casts its weight 16 times. Compile the loop around it, or cast the weights once.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # **The results can differ a little** from eager mode's. Eager bf16 rounds after every op. A compiled kernel
@@ -299,17 +298,17 @@ assert program.module()(x).dtype is torch.float32
 # %% [markdown]
 # It does not: you expect a bf16 program, but it computes in fp32. Two other cases:
 #
-# - Autocast inside `forward` is kept, as a region for one type of device. The file still holds fp32 weights.
-# - `torch.onnx.export` of a module inside the block keeps the casts. But ONNX Runtime's CPU backend refuses
-#   the file, because it lacks operators in bf16.
+# - The graph keeps autocast inside `forward`, for one type of device. The file still holds fp32 weights.
+# - `torch.onnx.export` inside an autocast block keeps the casts. But ONNX Runtime's CPU backend refuses the
+#   file, because it lacks operators in bf16.
 #
 # So **cast first**: the graph then has bf16 weights and ops. We save the program and load it again. (The
-# example has two images, because export specialises a batch of 1.)
+# example has two images, because export would fix a batch of 1.)
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 
 # %% tags=["nbval-ignore-output"]
 ANY_BATCH = ({0: torch.export.Dim.AUTO},)
-on_cpu = copy.deepcopy(served).cpu()  # in evaluation mode already: call eval() first
+on_cpu = copy.deepcopy(served).cpu()  # call eval() on yours; this one is in evaluation mode
 example = torch.zeros(2, 1, 8, 8, dtype=torch.bfloat16)
 file = io.BytesIO()
 torch.export.save(torch.export.export(on_cpu, (example,), dynamic_shapes=ANY_BATCH), file)
@@ -372,8 +371,8 @@ assert far["fp8-rowwise"] < far["nvfp4"]
 
 # %% [markdown]
 # INT8 with a scale for each row is about as accurate as bf16 here. FP8 has only three bits of mantissa and is
-# less accurate. NVFP4 has four bits and is the least accurate. In this easy task even NVFP4 changes few
-# decisions.
+# less accurate. NVFP4 has four bits in all and is the least accurate. In this easy task even NVFP4 changes
+# few decisions.
 #
 # [torchao](https://github.com/pytorch/ao/tree/main/torchao/quantization) really stores the weights of a
 # model's linear layers in fewer bits: <!-- tests/notebooks/test_18_inference_and_export.py -->
