@@ -157,7 +157,7 @@ loss_of = torch.compile(lambda h: h.sum(), backend="aot_eager", fullgraph=True)
 assert scaler.scale(loss_of(x)) == 3 * scaler.get_scale()
 
 # %% [markdown]
-# **Notice it earlier.** Compile with `fullgraph=True` once, in a test, and read what it says.
+# **Notice it earlier.** Compile with `fullgraph=True` once, in a test, and read its error message.
 
 # %% [markdown]
 # ## An LSTM fails under autocast on the CPU
@@ -180,8 +180,8 @@ assert scaler.scale(loss_of(x)) == 3 * scaler.get_scale()
 # -->
 #
 # **What you see.** `nn.LSTM` with an fp32 input under `torch.autocast("cpu")` raises
-# `could not create a primitive descriptor for the LSTM forward propagation primitive`
-# The same program may run on another machine. `nn.GRU` and `nn.RNN` run. <!-- tests/core/test_cpu.py -->
+# `could not create a primitive descriptor for the LSTM forward propagation primitive`.
+# The same program may run on another machine. `nn.GRU` and `nn.RNN` do not fail. <!-- tests/core/test_cpu.py -->
 #
 # **The smallest program that does it.** We run an LSTM in both 16-bit formats. Whether it fails depends
 # on your CPU. <!-- tests/core/test_cpu.py -->
@@ -306,10 +306,11 @@ for mode, new_name, is_tf32 in (("high", "tf32", True), ("highest", "ieee", Fals
 # -->
 #
 # **What you see.** A `FutureWarning` says that `` `torch.cuda.amp.autocast(args...)` is deprecated. ``
-# The same happens with `GradScaler`, `custom_fwd` and `custom_bwd`. If only a part of a line is changed,
-# an error follows, such as `missing 1 required positional argument: 'device_type'`.
+# The same happens with `GradScaler`, `custom_fwd` and `custom_bwd`. If you change the name or the arguments
+# alone, you get an error such as `missing 1 required positional argument: 'device_type'`.
 #
-# **The smallest program that does it.** We use the old names, and then change only a part.
+# **The smallest program that does it.** We use the old names. Then we change only the name, or only the
+# arguments.
 
 # %%
 old, cpu = torch.cuda.amp, torch.cpu.amp
@@ -331,7 +332,8 @@ print(message_of(lambda: torch.amp.custom_fwd(make)))
 # names still work in torch 2.15, and the results do not change.
 # <!-- tests/notebooks/test_13_from_apex.py -->
 #
-# The first argument of the *old* `GradScaler` is the scale, so a device there fails later in `full()`.
+# The first argument of the *old* `GradScaler` is the scale. If you pass a device instead, `full()` fails
+# later.
 # <!-- tests/notebooks/test_08h_compile_and_processes.py -->
 #
 # **The fix.** Write `torch.autocast("cuda", dtype=torch.float16)`, `torch.amp.GradScaler("cuda")` and
@@ -371,7 +373,7 @@ assert warnings_of(lambda: torch.amp.custom_fwd(make, device_type="cuda")) == ""
 #
 # **What you see.** The second step of a DDP model raises
 # `Expected to have finished reduction in the prior iteration before starting a new one.`
-# With `static_graph=True` it may be `Your training graph has changed in this iteration`.
+# With `static_graph=True` the message may be `Your training graph has changed in this iteration`.
 #
 # **The smallest program that does it.** The model has a layer that not every step uses.
 
@@ -396,6 +398,7 @@ class Branch(nn.Sequential):
 
 # %%
 def train(*steps, **options):
+    """One step for each of `steps`, which say whether the step uses both layers."""
     model = DistributedDataParallel(Branch(nn.Linear(2, 2), nn.Linear(2, 2)), **options)
     for both in steps:
         model(x, both).sum().backward()
@@ -410,7 +413,7 @@ assert "Expected to have finished reduction in the prior iteration" in unused
 # %% [markdown]
 # **Why.** DDP averages a group of gradients [when all of them are
 # ready](https://docs.pytorch.org/docs/stable/notes/ddp.html). A parameter that gets no gradient leaves
-# its group waiting, and the next step finds it unfinished.
+# its group waiting, and the next step finds the group unfinished.
 #
 # **The fix.** Remove the layers that the loss does not use, or freeze them with
 # `requires_grad_(False)` before you create the DDP model. If the use changes from step to step, pass
@@ -449,7 +452,7 @@ with group_of_one():
 # FSDP `Must flatten tensors with uniform dtype but got`. Often the model has a base in bf16 and
 # [adapters in fp32](https://github.com/huggingface/peft/issues/484).
 #
-# **The smallest program that does it.** A model with trained weights in two dtypes:
+# **The smallest program that does it.** We wrap a model that has trained weights in two dtypes.
 
 
 # %%
@@ -523,7 +526,8 @@ assert one + 2**-9 == one
 # **What you see.** There is no message. The ranks have different weights or gradient norms, or their
 # scalers skip different steps.
 #
-# **The smallest program that does it.** Two ranks have different loss scales. Each has a gradient of 1:
+# **The smallest program that does it.** We compute by hand what two ranks with different loss scales get.
+# The gradient of each rank is 1.
 
 # %%
 scales = torch.tensor([1024.0, 2048.0])  # of two ranks
