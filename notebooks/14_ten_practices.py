@@ -70,7 +70,7 @@ for dtype in (fp16, bf16):
 #
 # ## The ten practices
 #
-# The number in brackets is a notebook about the practice.
+# The number in brackets links to a notebook about the practice.
 #
 # | practice | verdict | why |
 # |---|---|---|
@@ -121,9 +121,9 @@ class OpLog(TorchDispatchMode):
 
 
 # %% [markdown]
-# The second layer is an *fp32 island*: it runs in an `autocast(enabled=False)` region, because it needs
-# the precision. If autocast is on during the backward pass, do you expect the island's ops to stay in
-# fp32?
+# Our model has two linear layers. The second is an *fp32 island*: it runs in an `autocast(enabled=False)`
+# region, because it needs the precision. If autocast is on during the backward pass, do you expect the
+# island's ops to stay in fp32?
 
 
 # %%
@@ -155,10 +155,10 @@ assert 2**-12 < error < 2**-7  # roundings of bf16
 assert exact.dtype is blurred.dtype is fp32
 
 # %% [markdown]
-# After the block, the island's two matmuls run in fp32, as they should. The third matmul belongs to the
-# other layer and always runs in bf16. Inside the block, autocast casts the island's matmuls to bf16 as
-# well. The island's gradient is off by 2e-03, and there are 9 casts instead of 3. Nothing warns you,
-# because the gradients are fp32 tensors in both cases.
+# If `backward` runs after the block, the island's two matmuls run in fp32, as they should. The third matmul
+# belongs to the other layer and always runs in bf16. Inside the block, autocast casts the island's matmuls
+# to bf16 as well. Then the island's gradient is off by 2e-03, and there are 9 casts instead of 3. Nothing
+# warns you, because the gradients are fp32 tensors in both cases.
 #
 # **Verdict: right.** An autocast block around the whole loop is worse, because the next forward
 # pass uses old weights from autocast's cache ([notebook 08](08_when_amp_breaks.ipynb)).
@@ -250,7 +250,7 @@ for precision, (found, events) in profiles.items():
     assert (casts == 0) == (precision == "fp32")
 
 # %% [markdown]
-# Each profile lists the four ops with the most time in the op itself. The backward pass of the
+# Each list has the four ops with the most time in the op itself. The backward pass of the
 # convolutions comes first in both profiles, and takes less time in bf16. A profiler slows the step down,
 # so use `amp_lab.compare` to measure the speed-up.
 #
