@@ -263,7 +263,8 @@ def train_fsdp(config, data, dtype, device, sums_in=torch.float32):
 #
 # Each set-up names the engine, the dtype of the computation (of autocast, or `param_dtype`), and the
 # dtype in which gradients are summed. `count_communication` records the *collectives* of a process, which
-# are calls such as `all_reduce`. It adds up the bytes that a rank sends in a ring algorithm. <!-- tests/parallel/test_collectives.py -->
+# are calls such as `all_reduce`. It adds up the bytes that a rank sends if each rank sends only to the next
+# one, in a ring. <!-- tests/parallel/test_collectives.py -->
 
 
 # %%
@@ -296,7 +297,7 @@ def try_all(config, setups, device_type):
 # %% [markdown]
 # Before you run this: will the losses on four processes be nearer to those of one process in fp32 or in
 # bf16? In fp32 we allow a difference of 2^-14, because another summation order changes the result a
-# little over twelve steps. In bf16 we allow 2^-6, which is four roundings.
+# little over twelve steps. In bf16 we allow 2^-6, four times its rounding error.
 
 # %% tags=["nbval-ignore-output"]
 TOLERANCES = {"fp32": 2.0**-14, "bf16": 2.0**-6}
@@ -314,8 +315,8 @@ for n in counts[1:]:
 
 # %% [markdown]
 # All set-ups have nearly the same losses as one process. In fp32 they are far closer than in bf16. **Keep
-# the global batch, and you can keep the learning rate.** If you keep the batch of each process instead, the
-# global batch grows n times and may need a different learning rate.
+# the global batch (of all ranks), and you can keep the learning rate.** If you keep the batch of each rank
+# instead, the global batch grows n times and may need a different learning rate.
 #
 # ## What does each rank send and hold?
 #
@@ -343,8 +344,8 @@ _ = figures.sent_bytes(bars, most)
 #   model.
 # - With **`reduce_dtype=bf16`**, the bytes of the gradients halve as well.
 #
-# You saw [at the beginning](#The-idea-in-five-lines) that a sum in bf16 loses more with more ranks. bf16
-# weights that are sent in bf16, with sums in fp32, are a safe choice. The stored weights stay in fp32.
+# You saw [at the beginning](#The-idea-in-five-lines) that a sum in bf16 loses more with more ranks. A safe
+# choice is to send weights in bf16 and sum gradients in fp32. The stored weights stay in fp32.
 #
 # The next cell checks these ratios.
 
@@ -418,7 +419,7 @@ assert decided[0]["DDP", "gradient"][1] == []
 #
 # You can load a sharded checkpoint in a different number of processes.
 # [`torch.distributed.checkpoint`](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html)
-# writes a folder with a file from each rank. To load, each rank asks for the parts that it needs *now*:
+# writes a folder with a file from each rank. At loading, each rank asks only for the parts of its new shards:
 # `get_state_dict` returns the tensors of this rank, and `dcp.load` fills them in place. <!-- tests/notebooks/test_11_scale_out.py -->
 
 
