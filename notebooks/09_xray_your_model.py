@@ -158,8 +158,8 @@ assert fake_rows[-1] == ("native_layer_norm", ("fp32",) * 3, ("fp32",))
 # Each row is one op. The convolution needs three casts, for its input, weight and bias. The linear layer
 # (`addmm`) needs only two, because its input is already fp16. The norm needs one cast up to fp32.
 #
-# Does a real run show the same rows? On the CPU we can check this: the rows of a real run and of a fake
-# run are equal. To check CUDA's rows, you need a CUDA GPU [*(not yet seen on a
+# Does a real run show the same rows? We can check this on the CPU: there, the rows of a real run and of a
+# fake run are equal. To check CUDA's rows, you need a CUDA GPU [*(not yet seen on a
 # GPU)*](../data/results/README.md "real-rows").
 
 # %%
@@ -327,7 +327,7 @@ for backend in BACKENDS:
 # How much does the rounding matter? The loss of an untrained language model is about the logarithm of its
 # vocabulary size, here about 11. Near 11, fp16 numbers are 2^-7 apart, and bf16 numbers 2^-4. Rounding
 # changes the loss of each token by up to half of this distance. In the mean over many tokens, these errors
-# mostly cancel. We measure both errors in bf16:
+# mostly cancel. We measure the error of a token and that of the mean in bf16:
 
 # %%
 target = torch.randint(50304, (64,))
@@ -405,8 +405,8 @@ big_memory
 # %% [markdown]
 # The peak stays the same. Each parameter takes 4 bytes for the weight, 4 for the gradient and 8 for
 # AdamW's state. On a GPU, the optimizer's step works on [all parameters at
-# once](https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html) and needs another 4 bytes
-# for a moment. This step is the peak, and it runs in fp32 in both columns.
+# once](https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html) and temporarily needs another
+# 4 bytes. This step is the peak, and it runs in fp32 in both columns.
 #
 # So here you use AMP for speed. To save memory, use an optimizer that stores fewer bytes for each
 # parameter, or spread the parameters over several GPUs ([notebook 11](11_scale_out.ipynb)).
@@ -444,8 +444,8 @@ assert amp_lab_command(command.split()) == 0
 # %% [markdown]
 # ## Where do two runs diverge? (optional)
 #
-# Two runs of one model give different numbers. Is this rounding, or a mistake? The outputs alone do not
-# show this, because each op passes on the errors of its inputs and may add a new error.
+# Two runs of one model give different numbers. Is this rounding, or a mistake? The outputs alone cannot
+# tell, because each op passes on the errors of its inputs and may add a new error.
 #
 # `first_difference` repeats each op in fp64, once on exact inputs and once on the inputs of the run. This
 # separates the error that an op adds from the error that it inherits. Then it compares the added error
