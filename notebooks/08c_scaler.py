@@ -334,8 +334,8 @@ assert len(set(messages.values())) == 7
 # %% [markdown]
 # **Why.** The scaler records which optimizers have unscaled gradients and which have stepped, until
 # `update` clears the record. It refuses to divide or apply gradients twice, and to be pickled between a
-# `step` and its `update`. It also refuses every call before it has scaled a loss, and `update` before it
-# has checked any gradients.
+# `step` and its `update`. It also refuses `unscale_`, `step` and `update` before it has scaled a loss, and
+# `update` before it has checked any gradients.
 #
 # **The fix.** In [every iteration](https://docs.pytorch.org/docs/stable/notes/amp_examples.html) call
 # `scaler.scale(loss).backward()`, then `scaler.unscale_(optimizer)` if you clip, then

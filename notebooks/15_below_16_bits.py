@@ -366,7 +366,7 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
         assert share < 0.01 or (fast and kind_of_values == "one sign")
 
 # %% [markdown]
-# The GPU adds 32 products at a time, so each sum takes 128 additions. With one sign, the sum keeps growing,
+# An H100 adds 32 products at a time, so each sum takes 128 additions. With one sign, the sum keeps growing,
 # and each addition cuts off what no longer fits into 14 bits. The inputs of a layer after ReLU have one
 # sign. If its weights have one sign too, `rehearse` (below) tells you to turn `use_fast_accum` off.
 # <!-- tests/remedies/test_advise_remedies.py -->

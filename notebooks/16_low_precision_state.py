@@ -146,7 +146,7 @@ class Adam:
 # - [**Stochastic rounding**](https://arxiv.org/abs/2010.06192) rounds up or down at random. A sum that lies
 #   three tenths of the way to the next number is rounded up in three cases out of ten. On average, the
 #   result is exact. A bf16 number is the upper half of an fp32 number's bits. The code adds 16 random bits
-#   to the lower half. A carry rounds the upper half up. Then the code sets the lower half to zero.
+#   to the lower half. A carry moves the upper half to the next number. Then the lower half is set to zero.
 # - **Kahan summation** keeps a second bf16 number for each weight. This number stores the rounding error,
 #   which is added to the next update.
 # - **fp32 masters** are a copy of the weights in fp32. The optimizer updates this copy, then casts it to
