@@ -132,10 +132,10 @@ for batch in (1, 256):
 
 # %% [markdown]
 # The ratios are speed-ups over fp32, with their intervals. On our two CPU cores bf16 took longer than fp32
-# for a single image, even with weights cast once. With 256 images bf16 was faster, most of all when compiled. To see what bf16 alone
-# gains, compare the compiled bf16 with the *compiled* fp32. On [a T4, V100 or RTX
-# 20](../docs/hardware.md#t4-v100-and-rtx-20), expect bf16 to be slow, and use fp16. `amp-lab advise` tries such ways on
-# [your model](../docs/your_model.md).
+# for a single image, even with weights cast once. With 256 images bf16 was faster, most of all when
+# compiled. To see what bf16 alone gains, compare the compiled bf16 with the *compiled* fp32. On [a T4, V100
+# or RTX 20](../docs/hardware.md#t4-v100-and-rtx-20), expect bf16 to be slow, and use fp16. `amp-lab advise`
+# tries such ways on [your model](../docs/your_model.md).
 #
 # ## Which decisions change?
 #
@@ -247,11 +247,10 @@ assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 
 # %% [markdown]
 # The second batch size causes one more compilation, for any size from 2 on. A batch of 1, autocast and
-# gradients each cause another one. A service that mixes them pays for each of them once. So use one of them
-# only, and run it before the first user comes. `torch._dynamo.mark_dynamic` marks a size as changing, which
-# saves the second compilation. `torch.compiler.set_stance("fail_on_recompile")` turns another compilation
-# into an error.
-# <!-- tests/notebooks/test_18_inference_and_export.py -->
+# gradients each cause another one. A service that mixes these cases pays for each of them once. So use only
+# one case, and run it before the first user comes. `torch._dynamo.mark_dynamic` marks a size as changing,
+# which saves the second compilation. `torch.compiler.set_stance("fail_on_recompile")` turns another
+# compilation into an error. <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # Compiled code does not use autocast's cache of casts: a compiled layer that is called 16 times in an
 # autocast block casts its weight 16 times. Compile the loop around it, or cast the weights once.
