@@ -1,7 +1,7 @@
 """How long a notebook takes to read: `python tools/reading_time.py [NAME …]`.
 
 The notebooks 08a, 08b and so on are a reference, which nobody reads from beginning to end, so the
-sum leaves them out.
+sum leaves them out. The rows of the index in notebook 08 are searched, so they do not count.
 
 220 words a minute, and 4 s for a line of code, without exercises. Sections that say "(optional)" in
 their heading are counted apart. Lines are those of the whole source. `--write` puts the minutes
@@ -20,6 +20,7 @@ WORDS_A_MINUTE, SECONDS_A_CODE_LINE = 220, 4
 WORD = re.compile(r"\w[\w'’.-]*")
 LINK = re.compile(r"\]\([^)]*\)")
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)  # which nobody sees
+INDEX_ROW = re.compile(r"^\|.*`AMP\d{4}`.*$", re.MULTILINE)
 README = build_pairs.FOLDER.parent / "README.md"
 # A row of its table: | [title](notebooks/NAME.ipynb) | … | minutes to read | time to run |
 ROW = re.compile(
@@ -70,7 +71,7 @@ def _code_minutes(code: str) -> float:
 
 
 def _words(text: str) -> int:
-    return len(WORD.findall(LINK.sub("]", COMMENT.sub("", text))))
+    return len(WORD.findall(LINK.sub("]", INDEX_ROW.sub("", COMMENT.sub("", text)))))
 
 
 def with_minutes(readme: str) -> str:
