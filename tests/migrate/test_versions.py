@@ -47,6 +47,7 @@ def said_for_older_torch(tmp_path, capsys, code: str) -> list[str]:
         (AUTOCAST, ["migrate.for_older_autocast"]),
         (OLD + AUTOCAST, ["migrate.for_both.scaler"]),
         ("import torch\nscaler = torch.cpu.amp.GradScaler()\n", []),  # older ones had none
+        ("import torch\nscaler = torch.cpu.amp.GradScaler()\n" + AUTOCAST, []),  # needs torch 2.3
         ("import torch\nscaler = torch.amp.GradScaler('cuda')\n", []),
         ("try:\n    from torch.amp import GradScaler\nexcept ImportError:\n"
          "    from torch.cuda.amp import GradScaler\nscaler = GradScaler()\n", []),

@@ -12,8 +12,8 @@ _FOR_OLDER_AUTOCAST = remedy(
     "only autocast is rewritten, and the code must also support torch 1.10 or 1.11",
     "to support torch 1.10 and 1.11 too, write torch.autocast for torch.amp.autocast",
 )
-_FOR_BOTH = {  # by a pattern of the names that each is about
-    "GradScaler": remedy(
+_FOR_BOTH = {  # by the names that each is about
+    ("GradScaler",): remedy(
         "migrate.for_both.scaler",
         "GradScaler is rewritten, and the code must also support an older torch",
         """\
@@ -25,7 +25,7 @@ to support older versions too, keep GradScaler() without a device, and import it
         from torch.cuda.amp import GradScaler
 """,
     ),
-    "custom_(?:fwd|bwd)": remedy(
+    ("custom_fwd", "custom_bwd"): remedy(
         "migrate.for_both.custom",
         "custom_fwd or custom_bwd is rewritten, and the code must also support an older torch",
         """\
@@ -43,6 +43,8 @@ to support older versions too, keep the old @custom_fwd and @custom_bwd, and imp
 """,
     ),
 }
+# A message such as: torch.cuda.amp.autocast is torch.amp.autocast for 'cuda'
+_REWRITTEN_NAME = re.compile(r"torch\.(cuda|cpu)\.amp\.(\w+) is torch\.amp\.")
 
 
 def notes_on_versions(findings: Iterable[Finding]) -> list[str]:
@@ -51,15 +53,18 @@ def notes_on_versions(findings: Iterable[Finding]) -> list[str]:
     Empty if nothing was rewritten to ``torch.amp``.
     """
     messages = [finding.message for finding in findings if finding.kind == "rewritten"]
-    text = "\n".join(messages)  # lines such as: torch.cuda.amp.autocast is torch.amp.autocast for …
-    needed = [version for name, version in FIRST_TORCH.items() if f"is torch.amp.{name} " in text]
-    if not needed:
+    uses = _REWRITTEN_NAME.findall("\n".join(messages))  # pairs such as ("cuda", "autocast")
+    rewritten = {name for _, name in uses}
+    if not rewritten:
         return []
-    major, minor = max(needed)
+    major, minor = max(FIRST_TORCH[name] for name in rewritten)
     notes = [f"what is rewritten needs torch {major}.{minor} or later"]
+    # Older versions have the scaler and the decorators only in torch.cuda.amp. torch.cpu.amp got
+    # its GradScaler in torch 2.3, together with torch.amp, and never had the decorators.
+    from_cuda = {name for device, name in uses if device == "cuda"}
     for names, for_both in _FOR_BOTH.items():
-        if re.search(rf"torch\.cuda\.amp\.{names} is", text):
+        if from_cuda.intersection(names):
             notes.append(for_both.text)
-    if len(notes) == 1 and "is torch.amp.autocast " in text:
+    if rewritten == {"autocast"}:
         notes.append(_FOR_OLDER_AUTOCAST.text)
     return notes
