@@ -94,16 +94,16 @@ def operands(
     """The operands ``(left, right)`` of one of `MATMULS`, which is ``left @ right.T``.
 
     The linear layer is ``values @ weight.T``, of shapes ``(…, in)`` and ``(out, in)``. The two
-    matmuls of the backward pass need `grad`, the gradient ``(…, out)`` of the output; without
-    `grad`, `which` has to be `FORWARD`.
+    matmuls of the backward pass need `grad`, the gradient ``(…, out)`` of the output.
     """
     rows = values.reshape(-1, values.shape[-1])
-    if grad is None:
+    if which == FORWARD:
         return rows, weight
+    assert grad is not None
     grad = grad.reshape(-1, len(weight))
-    if which == GRAD_INPUT:
+    if which == GRAD_INPUT:  # grad @ weight
         return grad, weight.T
-    return grad.T, rows.T
+    return grad.T, rows.T  # GRAD_WEIGHT: grad.T @ rows
 
 
 def recipe(form: str | Format) -> MatmulFormats:
