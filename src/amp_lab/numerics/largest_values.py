@@ -15,18 +15,19 @@ from amp_lab.numerics.watched_ops import outputs
 
 
 def largest_values(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str, float]:
-    """The largest magnitude that each module computes, by its name, in the order of the calls.
+    """The largest magnitude that each module computes, by the module's name.
+
+    Compare it with the largest number of the format: 65504 in fp16, 3.4e38 in bf16 and fp32.
 
     The model runs once on `inputs`, without gradients and in its own dtypes. If the mode matters,
     call `eval()` first. Leave autocast off. The value of a module is the largest magnitude in its
-    output and in the results of the ops in its own code, over all its calls; inf and NaN count as
-    `inf`. The name of the model itself is "". The largest number of fp16 is 65504, and of bf16 and
-    fp32 3.4e38.
+    output and in the results of the ops in its own code, over all its calls. The modules are in the
+    order in which their first calls end. The name of the model itself is "".
 
-    Integers are not counted, and neither are values below -1e30, which are masks (-inf,
-    `finfo.min`). In a model with 16-bit weights, ops in fp32, as in many norms, are not counted
-    either, because they stay in fp32. Values inside a kernel, such as fused attention, are not
-    visible.
+    NaN and +inf count as `inf`; values below -1e30, -inf among them, do not count, because they are
+    masks. Integers do not count either. In a model with 16-bit weights, neither do ops in fp32, as
+    in many norms, because they stay in fp32. Values inside a kernel, such as fused attention, are
+    not visible.
     """
     maxima = _Maxima(model)
     mha = torch.backends.mha
@@ -88,9 +89,9 @@ class _Maxima(TorchDispatchMode):
 
 
 def _largest(tensor: Tensor) -> float:
-    """The largest magnitude: inf if a value is inf or NaN, 0 for integers and without values.
+    """The largest magnitude: inf if a value is +inf or NaN, 0 for integers and without values.
 
-    Values below -1e30 are masks, which do not count.
+    Values below -1e30, -inf among them, are masks, which do not count.
     """
     if not tensor.is_floating_point() or not tensor.numel():
         return 0.0
