@@ -169,8 +169,12 @@ def _activation(below, rows, p, c, pixels, C: tl.constexpr, FIRST: tl.constexpr)
 def _gradient(above, z, rows, p, c, C: tl.constexpr, FIRST: tl.constexpr):
     """dz (p, c), the gradient of a layer's output z, computed from `above`.
 
-    If FIRST, `above` is g, and goes back through the layer's normalisation. Else it is dy, and goes
-    back through the last layer and the ReLU below that layer first.
+    dz = g * g_factor + z * z_factor + constant, with one g_factor, z_factor and constant for each
+    channel. It is the gradient through the layer's normalisation.
+
+    If FIRST, `above` is g, and `rows` are g_factor, z_factor and constant. Else `above` is dy, and
+    `rows` are scale, shift, dy_factor, z_factor and constant. Then g * g_factor is dy * dy_factor
+    where the ReLU is open (scale * z + shift > 0), and 0 elsewhere.
     """
     z = _values(z, p, c, C)
     if FIRST:
@@ -183,11 +187,10 @@ def _gradient(above, z, rows, p, c, C: tl.constexpr, FIRST: tl.constexpr):
     shift = _row(rows, 1, c, C)
     is_open = z * scale + shift > 0
     dy_factor = _row(rows, 2, c, C)
-    g = _column(above, p) * dy_factor
-    g = tl.where(is_open, g, 0.0)
+    scaled_g = tl.where(is_open, _column(above, p) * dy_factor, 0.0)  # g * g_factor
     z_factor = _row(rows, 3, c, C)
     constant = _row(rows, 4, c, C)
-    return g + z * z_factor + constant
+    return scaled_g + z * z_factor + constant
 
 
 # --- The kernels.
