@@ -58,17 +58,22 @@ _NO_PAYLOAD = {"barrier", "monitored_barrier"}
 
 
 def _sent_share(kind: str, ranks: int) -> float:
-    """The bytes that a rank has to send, relative to those of the whole tensor.
+    """The bytes that a rank has to send, relative to `Collective.payload_bytes`.
 
-    `kind` is one of those in `_C10D`. These are the bus bandwidth factors of NCCL's tests.
+    `kind` is one of those in `_C10D`. Each share is the bus bandwidth factor of NCCL's tests
+    (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md), which is relative to the
+    whole tensor, with two exceptions. The payload of ``gather`` is only the rank's own part, all of
+    which is sent. A ``recv`` sends nothing.
     """
     if kind == "all_reduce":  # a reduce_scatter, then an all_gather
         return 2 * (ranks - 1) / ranks
     # All but the rank's own part of the tensor.
     if kind in ("all_gather", "reduce_scatter", "all_to_all", "scatter"):
         return (ranks - 1) / ranks
-    if kind in ("broadcast", "reduce", "gather"):
+    if kind in ("broadcast", "reduce"):
         return min(1, ranks - 1)  # 0 for a rank alone
+    if kind == "gather":  # the payload is only the rank's own part
+        return min(1, ranks - 1)
     return {"send": 1, "recv": 0}[kind]
 
 
@@ -78,12 +83,14 @@ class Collective:
 
     kind: str  # all_reduce, all_gather, reduce_scatter, broadcast, …
     dtype: torch.dtype
-    elements: int  # of the whole tensor: the result of all_gather, the argument of reduce_scatter
+    # Of the whole tensor: the result of all_gather, the argument of reduce_scatter. In a gather, of
+    # the rank's own part.
+    elements: int
     ranks: int  # in the process group
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the whole tensor; in a gather, of the rank's own part."""
         return self.elements * self.dtype.itemsize
 
     @property
