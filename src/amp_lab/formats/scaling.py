@@ -155,7 +155,7 @@ class Counts:
 
 
 def _count_nonzero(values: Tensor) -> int:
-    """How many values are not 0, or True."""
+    """How many numbers are not 0, or how many booleans are True."""
     return int(torch.count_nonzero(values))
 
 
