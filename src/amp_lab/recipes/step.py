@@ -13,7 +13,7 @@ from amp_lab.recipes.recipe import INFERENCE, TRAINING, Recipe
 DEFAULT_SCALE = 2.0**16  # of `GradScaler`
 _NOISE = 2.0**-9  # relative, as large as bf16's rounding error
 _CHANNELS_LAST = "memory_format=torch.channels_last"
-_MOVE_FUNCTION = """
+_MOVED_BEGIN = """
 
 def moved(x):  # for your own batches too
     if isinstance(x, dict):
@@ -22,9 +22,8 @@ def moved(x):  # for your own batches too
         return type(x)(map(moved, x))
     if not torch.is_tensor(x):
         return x"""
-_MOVE_CALL = """\
-    return x.to(device)
-
+_MOVED_END = "    return x.to(device)"
+_MOVE_ARGUMENTS = """
 
 args, kwargs = moved(args), moved(kwargs)"""
 _FP16_BACKWARD = """\
@@ -65,7 +64,10 @@ def step_code(
 
 
 def _moving_lines(recipe: Recipe, device: torch.device, dtype: torch.dtype | None) -> list[str]:
-    """Lines that move model, ``args`` and ``kwargs`` to the device and, if given, the dtype."""
+    """Lines that move model, ``args`` and ``kwargs`` to the device and, if given, the dtype.
+
+    They also define ``moved``, the function that moves a batch.
+    """
     arguments = "device"
     if dtype is not None:
         arguments += f", dtype={dtype}"
@@ -74,13 +76,13 @@ def _moving_lines(recipe: Recipe, device: torch.device, dtype: torch.dtype | Non
     model_line = f"model = model.to({arguments})"
     if recipe.use == INFERENCE:
         model_line += ".eval()"
-    code = [f'device = torch.device("{device}")', model_line, _MOVE_FUNCTION]
-    # Lines inside the function `moved`, which `_MOVE_CALL` ends.
+    code = [f'device = torch.device("{device}")', model_line, _MOVED_BEGIN]
     if dtype is not None:
         code.append(f"    x = x.to({dtype}) if x.is_floating_point() else x")
     if recipe.channels_last:
         code.append(f"    x = x.contiguous({_CHANNELS_LAST}) if x.dim() == 4 else x")
-    return [*code, _MOVE_CALL]
+    code += [_MOVED_END, _MOVE_ARGUMENTS]
+    return code
 
 
 def _optimizer_lines(recipe: Recipe, scale: float, lr: float, optimizer: str) -> list[str]:
