@@ -95,7 +95,7 @@ def test_sizes_that_do_not_fit_are_refused():
     for hidden, size in ((32, 9), (48, 8)):
         with pytest.raises(OptionError, match="needs multiples of 32"):
             TiledStep(ConvModel(hidden))(*quantized_sine(size))
-    with pytest.raises(OptionError, match=r"bf16, not in torch\.float32"):
+    with pytest.raises(OptionError, match=r"bfloat16, not in torch\.float32"):
         TiledStep(ConvModel(32), torch.float32)
 
 

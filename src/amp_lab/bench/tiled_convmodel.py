@@ -20,7 +20,9 @@ from amp_lab.core.errors import OptionError
 
 
 class TiledStep(FusedStep):
-    """A `FusedStep` in bf16, for sizes that are multiples of its kernels' tiles.
+    """A `FusedStep` in a dtype of its kernels, for sizes that are multiples of their tiles.
+
+    On a CPU the dtype has to be bf16.
 
     On a CPU, channels and pixels have to be multiples of 32. On a GPU, pixels have to be a multiple
     of 64, and channels a power of two from 32.
@@ -38,8 +40,9 @@ class TiledStep(FusedStep):
             tiles = _tiles_of(weight.device)
         self.tiles_type = tiles
         if dtype not in self.tiles_type.dtypes:
-            raise OptionError(f"the step in tiles computes in bf16, not in {dtype}")
-        super().__init__(model, dtype, compiled=False)
+            allowed = " or ".join(map(str, self.tiles_type.dtypes))
+            raise OptionError(f"the step in tiles computes in {allowed}, not in {dtype}")
+        super().__init__(model, dtype, compiled=False)  # its kernels replace the compiled chains
 
     def _start(self, inputs: Tensor, target: Tensor) -> None:
         """Prepare as `FusedStep` does, and make the kernels for these sizes in `self.tiles`."""

@@ -51,7 +51,11 @@ def tell(line: str, at_once: bool = False) -> None:
 
 
 def say_aside(line: str) -> None:
-    """Print a line to stderr; if that fails, the exit code still shows the error."""
+    """Print a line to stderr: an error, a warning or progress.
+
+    A stderr that cannot be written is ignored: it must not change how the command ends. After an
+    error, the exit code still tells of it.
+    """
     with contextlib.suppress(OSError):  # such as a full disk
         print(line, file=sys.stderr, flush=True)
 

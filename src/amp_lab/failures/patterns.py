@@ -44,7 +44,8 @@ class Pattern(NamedTuple):
     literal: int
     """How many characters have to be as they are written. More of them make a better match."""
     fragment: str
-    """The longest run of those characters, in lower case: a text without it cannot match."""
+    """The longest run of those characters and of blanks, in lower case: a text without it cannot
+    match."""
     exact: str
     """The message in lower case if it has no placeholder, else empty."""
     general: bool
@@ -55,29 +56,38 @@ def pattern(code: str, message: str, *, general: bool = False) -> Pattern:
     """The pattern of a message of the failure `code`; see `Pattern` for `general`."""
     regex = ""
     literal = 0
-    runs = [""]  # of characters that have to be as they are written
+    runs = [""]  # in lower case; a part that may differ ends a run
     for part in _PARTS.finditer(message):
         kind, text = str(part.lastgroup), part.group()
-        if kind in ("blank", "other"):
-            runs[-1] += " " if kind == "blank" else text.lower()
-        else:
-            runs.append("")
-        if kind == "placeholder":
-            regex += _PLACEHOLDERS[text]
-        elif kind == "dtype":
-            regex += _dtype(text)
-        elif kind == "number":
-            regex += NUMBER
-        elif kind == "quote":
-            regex += "['\"`‘’“”]*"
-        elif kind == "blank":
-            regex += " "
-        else:
-            regex += re.sub(r"[.*+?^${}()|\[\]\\/]", r"\\\g<0>", text)
+        if kind == "other":
+            regex += _escaped(text)
+            runs[-1] += text.lower()
             literal += 1
+        elif kind == "blank":  # in the run, but not counted
+            regex += " "
+            runs[-1] += " "
+        else:
+            regex += _regex_of_variable(kind, text)
+            runs.append("")
     has_placeholder = any(placeholder in message for placeholder in _PLACEHOLDERS)
     exact = "" if has_placeholder else flat(message).lower()
     return Pattern(code, regex, literal, max(runs, key=len), exact, general)
+
+
+def _escaped(text: str) -> str:
+    """As `re.escape`, but only with escapes that JavaScript has as well."""
+    return re.sub(r"[.*+?^${}()|\[\]\\/]", r"\\\g<0>", text)
+
+
+def _regex_of_variable(kind: str, text: str) -> str:
+    """What may stand in place of a placeholder, a dtype, a number or a quote."""
+    if kind == "placeholder":
+        return _PLACEHOLDERS[text]
+    if kind == "dtype":
+        return _dtype(text)
+    if kind == "number":
+        return NUMBER
+    return "['\"`‘’“”]*"
 
 
 def _dtype(text: str) -> str:

@@ -87,16 +87,18 @@ def _blank(magic: str, is_assigned: bool = False) -> str:
 
 
 def _blank_first_line(line: str, is_assigned: bool) -> str:
-    """Replace the first line of a magic by blanks, except for its indent and the old names in it.
+    """Replace the first line of a magic by blanks, and by code where Python needs some.
 
-    Where Python needs some code, in an indented block or as an assigned value, a line without old
-    names becomes a 0.
+    An assigned value becomes a 0, without its old names: as a value, a name would count as a use
+    of it. Any other line keeps its indent and its old names. If it is indented and has no old name,
+    it becomes a 0, so that its block is not empty.
     """
     indent = _indent(line)
-    code = "" if is_assigned else _old_names(line)
-    needs_code = bool(indent) or is_assigned
-    if not code and needs_code and line.strip():
-        code = "0"
+    code = ""
+    if line.strip():
+        code = "0" if is_assigned else _old_names(line)
+        if indent and not code:
+            code = "0"
     return f"{indent}{code}".ljust(len(line))
 
 
