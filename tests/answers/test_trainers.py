@@ -4,6 +4,7 @@ import re
 import textwrap
 import warnings
 from pathlib import Path
+from typing import ClassVar
 from unittest import mock
 
 import pytest
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -388,6 +390,52 @@ def test_all_ranks_skip_the_same_batches(parallel):
     assert values_of(steps_taken, 2, code_of("bad batch"), parallel) == [[0, 3], [0, 3]]
 
 
+class AutocastInBackward(torch.autograd.Function):
+    """The identity, which notes whether its backward pass runs under autocast."""
+
+    notes: ClassVar[list[bool]] = []
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        AutocastInBackward.notes.append(torch.is_autocast_enabled("cpu"))
+        return grad
+
+
+def dtypes_in_a_pipeline(program: str) -> tuple[set, set, set]:
+    """Of a rank: dtypes of its stage's inputs and gradients; is its backward under autocast?"""
+    dist.init_process_group("gloo")
+    rank, device = dist.get_rank(), torch.device("cpu")
+    part = (nn.Sequential(nn.Linear(8, 16), nn.ReLU()), nn.Linear(16, 4))[rank]
+    inputs = set()
+    part.register_forward_pre_hook(lambda module, args: inputs.add(args[0].dtype))
+    stage = PipelineStage(part, rank, 2, device)
+    targets, losses = torch.randint(0, 4, (8,)), []
+
+    def loss_fn(logits, target):
+        return nn.functional.cross_entropy(AutocastInBackward.apply(logits.float()), target)
+
+    schedule = Schedule1F1B(stage, 4, loss_fn=loss_fn)
+    batch = () if rank else (torch.randn(8, 8),)
+    last_rank = {"target": targets, "losses": losses} if rank else {}
+    names = {"torch": torch, "stage": stage, "schedule": schedule, "inputs": batch}
+    exec(program, names | {"last_rank": last_rank})
+    assert len(losses) == 4 * rank
+    gradients = {weight.grad.dtype for weight in part.parameters()}
+    dist.destroy_process_group()
+    return inputs, gradients, set(AutocastInBackward.notes)
+
+
+@pytest.mark.slow
+def test_a_pipeline_sends_the_dtypes_of_autocast():
+    first, last = values_of(dtypes_in_a_pipeline, 2, code_of("pipeline"))
+    assert first == ({FP32}, {FP32}, set())
+    assert last == ({BF16}, {FP32}, {True})
+
+
 def test_an_output_layer_in_fp32_helps_if_both_sides_have_it():
     hidden, weight = torch.randn(1024, 256).to(BF16), (torch.randn(1024, 256) * 0.2).to(BF16)
     other = (hidden.float() * (1 + 2**-9 * torch.randn(1024, 256))).to(BF16)  # another kernel
@@ -407,6 +455,14 @@ def test_an_output_layer_in_fp32_helps_if_both_sides_have_it():
 
 def test_every_program_is_run():
     with_code = [heading for heading, text in SECTIONS.items() if FENCE.search(text)]
-    tried = ("master", "transformers 5", "explicit", "checkpoint in", "unscale", "bad batch")
+    tried = (
+        "master",
+        "transformers 5",
+        "explicit",
+        "checkpoint in",
+        "unscale",
+        "bad batch",
+        "pipeline",
+    )
     assert len(with_code) == len(tried)
     assert all(any(words in heading for heading in with_code) for words in tried)
