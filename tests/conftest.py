@@ -137,3 +137,14 @@ def one_thread_and_seed() -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     plt.close("all")
+
+
+@pytest.fixture
+def each_warning():
+    """Let torch repeat the warnings that it gives once in a process."""
+    import torch
+
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(before)

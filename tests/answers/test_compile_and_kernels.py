@@ -326,6 +326,7 @@ def test_the_rule_for_rms_norm_and_a_norm_that_is_exempt():
     assert norm.weight.grad.dtype is torch.float32
 
 
+@pytest.mark.usefixtures("each_warning")
 def test_a_weight_in_fp32_leaves_the_fused_norm():
     x = torch.randn(4, 64).to(BF16)
     with pytest.warns(UserWarning, match="Mismatch dtype between input and weight"):

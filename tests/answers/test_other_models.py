@@ -175,15 +175,6 @@ def test_cross_entropy_runs_in_fp32():
     assert loss.dtype is torch.float32
 
 
-@pytest.fixture
-def each_warning():
-    """Let torch repeat the warnings that it gives once in a process."""
-    before = torch.is_warn_always_enabled()
-    torch.set_warn_always(True)
-    yield
-    torch.set_warn_always(before)
-
-
 @pytest.mark.usefixtures("each_warning")
 def test_complex_numbers_under_autocast():
     layer = nn.Linear(2, 2, dtype=torch.complex64)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_kernels import needs_int8_matmul
 from torch import nn
 from torch.nn import functional as F
 
@@ -340,6 +341,7 @@ def test_float8_all_gather_takes_only_one_scale_per_tensor():
 
 
 def test_an_outlier_costs_more_if_activations_are_rounded_too():
+    needs_int8_matmul()
     quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     model = nn.Sequential(nn.Linear(64, 64))
     x = torch.randn(16, 64)
@@ -370,6 +372,7 @@ def test_half_does_not_change_quantized_weights():
 
 
 def test_torchao_takes_the_place_of_quantize_dynamic():
+    needs_int8_matmul()
     pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     from torch.ao.quantization import prepare
 
