@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -237,6 +238,7 @@ def test_a_missing_torch_is_one_line(run):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("git") is None, reason="git")
 def test_without_a_network_nothing_is_left(run):
     assert_one_line(run(cell(NOWHERE), no_proxy="*"), NOWHERE, "check the network")
 

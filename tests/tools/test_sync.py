@@ -27,6 +27,7 @@ def pdm(monkeypatch, tmp_path):
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(sync.shutil, "which", lambda name: f"/somewhere/{name}")
     monkeypatch.setattr(sync, "STAMP", tmp_path / "stamp")
+    monkeypatch.setattr(sync.os, "access", lambda path, mode: True)  # an image cannot be written
     pdm.installed = {}
     monkeypatch.setattr(sync, "version_of", pdm.installed.get)
     return pdm
