@@ -1,6 +1,6 @@
 """The pages of the site that are about one failure each, and the data of its box.
 
-They are made of `src/amp_lab/failures/reference.json` and of the notebooks 08a, 08b and so on, with
+They are made of `src/amp_lab/failures/data/` and of the notebooks 08a, 08b and so on, with
 their committed outputs. The title of a page is the message that people paste into a search.
 """
 
@@ -20,8 +20,9 @@ _LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
 
 def read_reference(root: Path) -> dict[str, Any]:
     """The data of the reference in the repository at `root`."""
-    file = root / "src" / "amp_lab" / "failures" / "reference.json"
-    data = json.loads(file.read_text(encoding="utf-8"))
+    from amp_lab.failures.reference import read_data
+
+    data = read_data(root / "src" / "amp_lab" / "failures" / "data")
     data["failures"] = [_LEFT_OUT | failure for failure in data["failures"]]
     return data
 

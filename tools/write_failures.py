@@ -28,7 +28,8 @@ Failures that no cell can show, or that another page explains, are rows of a fil
 the notebook in `notebooks/course/other_failures/`. They have the same keys and `title`, `cause`,
 `cure`, `unsafe`, `sources` and `page`, where more is written.
 
-Generated are `src/amp_lab/failures/reference.json`, and the index in notebook 08.
+Generated are the files in `src/amp_lab/failures/data/`, one for each notebook and one for the words
+of the search, and the index in notebook 08.
 """
 
 import argparse
@@ -42,7 +43,8 @@ from typing import Any, NamedTuple
 import build_pairs
 
 ROOT = Path(__file__).resolve().parent.parent
-REFERENCE = ROOT / "src" / "amp_lab" / "failures" / "reference.json"
+DATA = ROOT / "src" / "amp_lab" / "failures" / "data"
+SEARCH = DATA / "search.json"
 OTHERS = ROOT / "notebooks" / "course" / "other_failures"
 VOCABULARY = ROOT / "notebooks" / "course" / "search_words.toml"
 INDEX = ROOT / "notebooks" / "08_when_amp_breaks.py"
@@ -68,6 +70,7 @@ class Entry(NamedTuple):
     code: str
     title: str
     page: str  # in the repository, with an anchor
+    notebook: str  # the name of its file, without suffix
     area: str  # the title of its notebook
     data: dict[str, Any]
     cause: str
@@ -114,6 +117,7 @@ def in_notebook(source: Path) -> list[Entry]:
                 code=code,
                 title=heading,
                 page=page,
+                notebook=source.stem,
                 area=area,
                 data=data,
                 cause=parts["Why"],
@@ -140,6 +144,7 @@ def others(source: Path) -> list[Entry]:
                 code=row["code"],
                 title=row["title"],
                 page=row["page"],
+                notebook=source.stem,
                 area=area,
                 data=data,
                 cause=row["cause"],
@@ -203,7 +208,12 @@ def _page(page: str, text: str) -> dict[str, str]:
 
 
 def reference() -> dict[str, Any]:
-    """The data of `reference.json`."""
+    """The reference as `amp_lab.failures.reference.read_data` returns it."""
+    return {"failures": [_row(entry) for entry in entries()], **search_data()}
+
+
+def search_data() -> dict[str, Any]:
+    """The data of `search.json`: pages, and the words of the search."""
     vocabulary = tomllib.loads(VOCABULARY.read_text(encoding="utf-8"))
     questions = vocabulary["questions"]
     synonyms = {}
@@ -215,7 +225,6 @@ def reference() -> dict[str, Any]:
         words = " ".join([page["headings"], *asked])
         all_pages.append({"page": page["page"], "title": page["title"], "words": words})
     return {
-        "failures": [_row(entry) for entry in entries()],
         "pages": all_pages,
         "subject_words": vocabulary["subject_words"],
         "symptom_words": vocabulary["symptom_words"],
@@ -283,22 +292,24 @@ def generated() -> dict[Path, str]:
     after = rest.partition(_END)[2]
     if not after:
         raise FailureError(f"{INDEX.name}: no place for the index between {_BEGIN} and {_END}")
-    return {
-        REFERENCE: _one_row_a_line(reference()),
-        INDEX: f"{before}{_BEGIN}{index_of_failures(entries())}{_END}{after}",
-    }
-
-
-def _one_row_a_line(data: dict[str, Any]) -> str:
-    """JSON with a line for each failure and page, so that a change of one is a line in a diff."""
+    found = entries()
+    files = {INDEX: f"{before}{_BEGIN}{index_of_failures(found)}{_END}{after}"}
+    for source in series():
+        rows = [_row(entry) for entry in found if entry.notebook == source.stem]
+        files[DATA / f"{source.stem}.json"] = _one_row_a_line(rows) + "\n"
     parts = []
-    for name, value in data.items():
+    for name, value in search_data().items():
         text = json.dumps(value, ensure_ascii=False)
-        if isinstance(value, list) and isinstance(value[0], dict):
-            rows = [json.dumps(row, ensure_ascii=False) for row in value]
-            text = "[\n" + ",\n".join(rows) + "\n]"
+        if name == "pages":
+            text = _one_row_a_line(value)
         parts.append(f"{json.dumps(name)}: {text}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+    files[SEARCH] = "{\n" + ",\n".join(parts) + "\n}\n"
+    return files
+
+
+def _one_row_a_line(rows: list[dict[str, Any]]) -> str:
+    """JSON with a line for each failure or page, so that a change of one is a line in a diff."""
+    return "[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -316,10 +327,13 @@ def main(arguments: list[str] | None = None) -> int:
         for path, text in files.items()
         if not path.exists() or path.read_text(encoding="utf-8") != text
     ]
+    left = [path for path in DATA.glob("*.json") if path not in files]  # of a renamed notebook
     if options.check:
-        for path in stale:
+        for path in [*stale, *left]:
             print(f"{path.relative_to(ROOT)} is out of date: python tools/write_failures.py")
-        return 1 if stale else 0
+        return 1 if stale or left else 0
+    for path in left:
+        path.unlink()
     for path in stale:
         path.write_text(files[path], encoding="utf-8")
         print(f"wrote {path.relative_to(ROOT)}")

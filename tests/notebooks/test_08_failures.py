@@ -127,3 +127,14 @@ def test_a_stale_file_is_named(monkeypatch, capsys, tmp_path):
     assert write_failures.main(["--check"]) == 1
     assert "stale.json is out of date" in capsys.readouterr().out
     assert not stale.exists()
+
+
+def test_the_file_of_a_notebook_that_is_gone_is_removed(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(write_failures, "ROOT", tmp_path)
+    monkeypatch.setattr(write_failures, "DATA", tmp_path)
+    monkeypatch.setattr(write_failures, "generated", dict)
+    (tmp_path / "gone.json").write_text("[]")
+    assert write_failures.main(["--check"]) == 1
+    assert "gone.json is out of date" in capsys.readouterr().out
+    assert write_failures.main([]) == 0
+    assert not (tmp_path / "gone.json").exists()

@@ -382,11 +382,12 @@ def small_root(folder: Path, readme: str) -> Path:
     (folder / "src" / "amp_lab").mkdir(parents=True)
     (folder / "README.md").write_text(readme)
     (folder / "src" / "amp_lab" / "__init__.py").write_text('"""Doc."""\n_EXPORTS = {}\n')
-    (folder / "src" / "amp_lab" / "failures").mkdir()
-    reference = {"failures": [], "subject_words": [], "symptom_words": []}
+    data = folder / "src" / "amp_lab" / "failures" / "data"
+    data.mkdir(parents=True)
+    reference = {"subject_words": [], "symptom_words": []}
     reference |= {"synonyms": {}, "questions": {}}
     reference["pages"] = [{"page": "README.md", "title": "Title", "words": ""}]
-    (folder / "src" / "amp_lab" / "failures" / "reference.json").write_text(json.dumps(reference))
+    (data / "search.json").write_text(json.dumps(reference))
     toml = '[[section]]\ncaption = "A"\npages = ["api/index.md"]\n[playgrounds]\n'
     (folder / "site" / "contents.toml").write_text(toml)
     return folder

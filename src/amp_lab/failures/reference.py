@@ -1,17 +1,22 @@
 """The reference: every failure that has a code, with its messages, its cause and its cure.
 
 The failures are written in notebooks 08a to 08h and in `notebooks/course/other_failures/`.
-`tools/write_failures.py` gathers them into `reference.json`, which this module and the site read.
+`tools/write_failures.py` gathers them into the folder `data`, which this module and the site read:
+a file for each of the notebooks, and `search.json` for pages and words.
 """
 
 import functools
 import json
 from dataclasses import dataclass
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Any
 
 from amp_lab.failures.patterns import Pattern, pattern
 from amp_lab.failures.words import build_index
+
+SEARCH = "search.json"
+"""The file of pages and words; each other file has the failures of a notebook."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +85,21 @@ class Reference:
 @functools.cache
 def load_reference() -> Reference:
     """Read the reference that comes with the package."""
-    file = resources.files("amp_lab.failures").joinpath("reference.json")
-    return reference_from(json.loads(file.read_text(encoding="utf-8")))
+    return reference_from(read_data(resources.files("amp_lab.failures").joinpath("data")))
+
+
+def read_data(folder: Traversable) -> dict[str, Any]:
+    """Read the files of the reference: the content of `search.json`, with all ``failures``."""
+    files = {file.name: file for file in folder.iterdir() if file.name.endswith(".json")}
+    data = json.loads(files.pop(SEARCH).read_text(encoding="utf-8"))
+    data["failures"] = []
+    for name in sorted(files):  # in the order of the notebooks
+        data["failures"] += json.loads(files[name].read_text(encoding="utf-8"))
+    return data
 
 
 def reference_from(data: dict[str, Any]) -> Reference:
-    """Make the reference from the data of `reference.json`."""
+    """Make the reference from what `read_data` returns."""
     failures = {}
     patterns = []
     for row in data["failures"]:
