@@ -25,7 +25,7 @@ from amp_lab.core.device_facts import backend_name, device_name
 from amp_lab.core.errors import AmpLabError, OptionError
 from amp_lab.core.files import read_json, save, try_to_write
 from device_run import Part, Settings, missing_packages, run_parts
-from result_checks import check_result, gpu_of_result
+from result_checks import check_result, gpu_of_result, read_content
 
 SCHEMA = "amp-lab recording 1"
 
@@ -174,13 +174,8 @@ def add_recording(path: Path) -> list[Path]:
     Raises:
         OptionError: If a result is refused, with its file, field and reason. Then none is written.
     """
-    try:
-        content = read_json(path)
-    except OSError as error:
-        raise OptionError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise OptionError(f"{path}: damaged, it is no JSON ({error})") from error
-    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+    content = read_content(path)
+    if content.get("schema") != SCHEMA:
         raise OptionError(f"{path}: schema: is not {SCHEMA!r}, which `pdm run record` writes")
     results = content.get("results")
     if not isinstance(results, dict) or not results:

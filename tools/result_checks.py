@@ -39,7 +39,7 @@ def check_result(path: Path) -> None:
         results = load_results(path)  # its fields, and that all figures are finite and positive
         refusals = _of_bench(results)
     else:
-        content = _content(path)
+        content = read_content(path)
         refusals = _of_measurement(content)
         if path.name.startswith("latency"):
             refusals = _in_turn(refusals, _of_latency(content))
@@ -60,7 +60,7 @@ def gpu_of_result(device: str, backend: str) -> Gpu | None:
 _Refusals = Iterator[tuple[str, str]]  # the field, and why it is refused
 
 
-def _content(path: Path) -> dict:
+def read_content(path: Path) -> dict:
     """The content of a file of ``tools/measure/``: numbers are finite, or it cannot be read."""
     try:
         content = read_json(path)

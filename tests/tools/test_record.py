@@ -257,7 +257,7 @@ def test_a_result_that_cannot_be_right_is_refused_in_one_line(
     [
         (None, "cannot be read (No such file or directory)"),
         ("{", "damaged, it is no JSON"),
-        ("[]", "schema: is not 'amp-lab recording 1'"),
+        ("[]", "damaged, it is no result"),
         ('{"schema": "amp-lab recording 1"}', "results: there are none"),
         (
             '{"schema": "amp-lab recording 1", "results": {"../../setup.json": {}}}',

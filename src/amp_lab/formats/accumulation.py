@@ -18,6 +18,7 @@ from amp_lab.core.errors import NumericsError
 from amp_lab.formats.noise import squares
 
 _PRODUCTS = 32  # added at once
+_PROMOTED = 128  # products after which a sum moves to fp32, without `use_fast_accum`
 _PLACES = 13  # binary places that are left after the shift
 _LEAST_EXPONENT = -132.0  # of the shift
 _NO_EXPONENT = -1000.0  # of a product that is zero
@@ -46,11 +47,9 @@ def hopper_matmul(left: Tensor, right: Tensor, *, fast_accum: bool = True) -> Te
     """
     for name, operand in (("left", left), ("right", right)):
         if operand.dtype not in _DTYPES or operand.dim() != 2:
-            shape = tuple(operand.shape)
-            raise NumericsError(
-                f"hopper_matmul: {name} is {operand.dtype} of shape {shape}: give "
-                "a matrix in torch.float8_e4m3fn or torch.float8_e5m2"
-            )
+            problem = f"{name} is {operand.dtype} of shape {tuple(operand.shape)}"
+            cure = "give a matrix in torch.float8_e4m3fn or torch.float8_e5m2"
+            raise NumericsError(f"hopper_matmul: {problem}: {cure}")
     if left.shape[1] != right.shape[1]:
         raise NumericsError(f"hopper_matmul: rows of {left.shape[1]} and {right.shape[1]} values")
     rows = max(1, _PIECE // (len(right) * _PRODUCTS))
@@ -88,17 +87,19 @@ def _sample_in_e4m3(operand: Tensor) -> Tensor:
 
 def _matmul(left: Tensor, right: Tensor, fast_accum: bool) -> Tensor:
     """`hopper_matmul` of a piece."""
-    values = [_in_groups(operand.double()) for operand in (left, right)]
-    exponents = [_in_groups(_exponents(operand)) for operand in (left, right)]
-    total = values[0].new_zeros(len(left), len(right), dtype=torch.float32)
+    left_values = _in_groups(left.double())[:, None]  # (rows, 1, groups, 32)
+    right_values = _in_groups(right.double())[None]  # (1, columns, groups, 32)
+    left_exponents = _in_groups(_exponents(left))[:, None]
+    right_exponents = _in_groups(_exponents(right))[None]
+    total = torch.zeros(len(left), len(right), device=left.device)
     partial = total.double()
-    for group in range(values[0].shape[1]):
-        products = values[0][:, None, group] * values[1][None, :, group]
-        exponent = exponents[0][:, None, group] + exponents[1][None, :, group]
-        exponent = exponent.where(products != 0, _NO_EXPONENT)
-        partial = _add_shifted(products, exponent.amax(-1), partial)
-        is_promoted = (group + 1) * _PRODUCTS % 128 == 0
-        if is_promoted and not fast_accum:
+    for group in range(left_values.shape[2]):
+        products = left_values[:, :, group] * right_values[:, :, group]
+        exponents = left_exponents[:, :, group] + right_exponents[:, :, group]
+        exponents = exponents.where(products != 0, _NO_EXPONENT)
+        partial = _add_shifted(products, exponents.amax(-1), partial)
+        summed = (group + 1) * _PRODUCTS
+        if not fast_accum and summed % _PROMOTED == 0:
             total += partial.float()
             partial = torch.zeros_like(partial)
     return total + partial.float()
@@ -107,14 +108,20 @@ def _matmul(left: Tensor, right: Tensor, fast_accum: bool) -> Tensor:
 def _in_groups(rows: Tensor) -> Tensor:
     """Split each row into groups of `_PRODUCTS`, the last one filled with zeros."""
     missing = -rows.shape[1] % _PRODUCTS
-    return F.pad(rows, (0, missing)).unflatten(1, (-1, _PRODUCTS))
+    padded = F.pad(rows, (0, missing))
+    return padded.unflatten(1, (-1, _PRODUCTS))
 
 
 def _exponents(operand: Tensor) -> Tensor:
     """The exponents of FP8 values as hardware has them: subnormals have that of normal ones."""
     smallest = torch.finfo(operand.dtype).smallest_normal
-    values = operand.double().abs().clamp(min=smallest)
-    return (torch.frexp(values).exponent - 1).double()
+    magnitudes = operand.double().abs()
+    return _exponent(magnitudes.clamp(min=smallest))
+
+
+def _exponent(values: Tensor) -> Tensor:
+    """The exponent of the largest power of two that is not above the magnitude of a value."""
+    return torch.frexp(values).exponent - 1.0  # `frexp` has mantissas from 0.5 to 1
 
 
 def _add_shifted(products: Tensor, exponent: Tensor, partial: Tensor) -> Tensor:
@@ -122,12 +129,16 @@ def _add_shifted(products: Tensor, exponent: Tensor, partial: Tensor) -> Tensor:
 
     `exponent` (…) is the largest of the products.
     """
-    own = torch.frexp(partial).exponent - 1.0
-    own = own.where(partial != 0, _NO_EXPONENT)
-    largest = torch.maximum(exponent, own).clamp(min=_LEAST_EXPONENT)
+    partial_exponent = _exponent(partial).where(partial != 0, _NO_EXPONENT)
+    largest = torch.maximum(exponent, partial_exponent)
+    largest = largest.clamp(min=_LEAST_EXPONENT)
     unit = torch.exp2(largest - _PLACES)
-    units = (products / unit[..., None]).trunc().sum(-1) + (partial / unit).trunc()
-    added = units * unit
+    cut_products = _cut(products, unit[..., None])
+    added = cut_products.sum(-1) + _cut(partial, unit)
     # The result keeps as many places below its own exponent.
-    unit = torch.exp2(torch.frexp(added).exponent - 1.0 - _PLACES)
-    return (added / unit).trunc() * unit
+    return _cut(added, torch.exp2(_exponent(added) - _PLACES))
+
+
+def _cut(values: Tensor, unit: Tensor) -> Tensor:
+    """The values without what is smaller than the unit, a power of two."""
+    return (values / unit).trunc() * unit

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from amp_lab.formats.accumulation import noise_of_hopper_sums
 from amp_lab.formats.interception import Layer
-from amp_lab.formats.matmul import FORWARD, GRAD_INPUT, GRAD_WEIGHT, MatmulFormats, operands
+from amp_lab.formats.matmul import (
+    FORWARD,
+    GRAD_INPUT,
+    GRAD_WEIGHT,
+    MatmulFormats,
+    needed_backward_matmuls,
+)
 from amp_lab.formats.noise import peak_of, squares, to_decibels, usual_noise
 from amp_lab.formats.rehearsal_result import LayerReport
 from amp_lab.formats.scaling import Counts, Format
@@ -146,13 +152,10 @@ class MeasuredMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of `values` and `weight`, from the gradient (rows, out)."""
-        saved = ctx.saved_tensors  # values and weight, whose gradients are computed in this order
         gradients: list[Tensor | None] = [None, None]
-        for i, which in enumerate((GRAD_INPUT, GRAD_WEIGHT)):
-            if ctx.needs_input_grad[i]:
-                left, right = operands(which, *saved, *grads)
-                exact = left @ right.T
-                ctx.errors.add_matmul(which, left, right, exact)
-                gradients[i] = exact
-        ctx.errors.add_loss_change(*saved, *grads)
+        for index, which, left, right in needed_backward_matmuls(ctx, *grads):
+            exact = left @ right.T
+            ctx.errors.add_matmul(which, left, right, exact)
+            gradients[index] = exact
+        ctx.errors.add_loss_change(*ctx.saved_tensors, *grads)
         return *gradients, None

@@ -1,7 +1,7 @@
 """A linear layer's matmuls with operands rounded to a format, forward and backward."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,6 +106,18 @@ def operands(
     return grad.T, rows.T  # GRAD_WEIGHT: grad.T @ rows
 
 
+def needed_backward_matmuls(ctx: Any, grad: Tensor) -> Iterator[tuple[int, str, Tensor, Tensor]]:
+    """The matmuls of the backward pass of an `autograd.Function` that saved values and weight.
+
+    Yields the index of the input that gets the gradient, the name in `MATMULS`, and both operands.
+    """
+    values, weight = ctx.saved_tensors  # whose gradients are computed in this order
+    for index, which in enumerate((GRAD_INPUT, GRAD_WEIGHT)):
+        if ctx.needs_input_grad[index]:
+            left, right = operands(which, values, weight, grad)
+            yield index, which, left, right
+
+
 def recipe(form: str | Format) -> MatmulFormats:
     """The formats of all operands when torchao trains in a format; gradients may differ."""
     form = format_of(form)
@@ -176,11 +188,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # values and weight, whose gradients are computed in this order
         gradients: list[Tensor | None] = [None, None]
-        for i, which in enumerate((GRAD_INPUT, GRAD_WEIGHT)):
-            if ctx.needs_input_grad[i]:
-                left, right = operands(which, *saved, *grads)
-                grad = ctx.formats.matmul(which, left, right)
-                gradients[i] = grad.view_as(saved[i]).to(saved[i].dtype)
+        for index, which, left, right in needed_backward_matmuls(ctx, *grads):
+            saved = ctx.saved_tensors[index]
+            grad = ctx.formats.matmul(which, left, right)
+            gradients[index] = grad.view_as(saved).to(saved.dtype)
         return *gradients, None

@@ -25,6 +25,7 @@ from amp_lab.core.tensors import LOWER_DTYPES
 from amp_lab.core.torch_versions import fused_gru_on_fakes
 from amp_lab.model_call import ModelCall
 from amp_lab.tracing.attention import attention_of
+from amp_lab.tracing.attributes import attribute_set
 from amp_lab.tracing.decisions import Decisions, Replay
 from amp_lab.tracing.device_guard import idle_guard
 from amp_lab.tracing.dtype_checks import StrictFakeMode
@@ -200,17 +201,6 @@ def _pretend_h100() -> Iterator[None]:
         attribute_set(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
     ):
         yield
-
-
-@contextmanager
-def attribute_set(owner: Any, name: str, value: object) -> Iterator[None]:
-    """The block in which an attribute of an object has another value."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def errors_not_logged() -> AbstractContextManager:

@@ -16,6 +16,7 @@ from torch.nn.attention import flex_attention as flex_module
 from torch.overrides import handle_torch_function, has_torch_function
 
 from amp_lab.tracing.attention import running_flex_attention
+from amp_lab.tracing.attributes import attribute_set
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # output, log-sum-exp, largest scores
 
@@ -30,23 +31,16 @@ def flex_attention_traced(*, any_device: bool = False) -> Iterator[None]:
         any_device: Whether a device on which torch refuses its backward pass, such as a CPU, runs
             one in plain ops. It is for runs that take the place of another device's.
     """
+    values: dict[str, object] = {
+        "flex_attention_hop": flex_attention,
+        "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
+    }
+    if any_device:
+        values["_validate_device"] = lambda query, key, value: None
     with ExitStack() as stack:
-        stack.enter_context(_replaced("flex_attention_hop", flex_attention))
-        stack.enter_context(_replaced("_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True))
-        if any_device:
-            stack.enter_context(_replaced("_validate_device", lambda query, key, value: None))
+        for name, value in values.items():
+            stack.enter_context(attribute_set(flex_module, name, value))
         yield
-
-
-@contextmanager
-def _replaced(name: str, value: object) -> Iterator[None]:
-    """The block in which an attribute of torch's module for flex_attention has another value."""
-    before = getattr(flex_module, name)
-    setattr(flex_module, name, value)
-    try:
-        yield
-    finally:
-        setattr(flex_module, name, before)
 
 
 def flex_attention(

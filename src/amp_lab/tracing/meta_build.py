@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from amp_lab.core.tensors import storage_key, tensors_in
-from amp_lab.tracing.fake_device import attribute_set
+from amp_lab.tracing.attributes import attribute_set
 
 # Tensors from these functions are made on the CPU: they may be inputs such as ids of tokens, whose
 # values are checked later.

@@ -21,6 +21,7 @@ from amp_lab.core.errors import TraceError, first_line
 from amp_lab.core.report import listed
 from amp_lab.core.tensors import named_tensors, tensor_key, tensors_in
 from amp_lab.tracing.attention import ATTENTION, FLEX_ATTENTION, Attention
+from amp_lab.tracing.attributes import attribute_set
 from amp_lab.tracing.backward import (
     functions_of_the_model,
     lacks_formula,
@@ -34,7 +35,6 @@ from amp_lab.tracing.fake_device import (
     NEEDS_VALUES,
     ModelRun,
     PlainOpsMode,
-    attribute_set,
     autocast_on,
     needs_memory,
     remedy_for,

@@ -8,8 +8,8 @@ import torch
 
 from amp_lab.core.tensors import storage_key
 from amp_lab.model_call import ModelCall
+from amp_lab.tracing.attributes import attribute_set
 from amp_lab.tracing.decisions import Decisions
-from amp_lab.tracing.fake_device import attribute_set
 
 
 @contextmanager
