@@ -135,8 +135,8 @@ for dtype in HALF:
 
 # %% [markdown]
 # **Why.** A tensor that was computed in half precision in an autocast block keeps this dtype after the block.
-# Outside the block, autocast does not cast inputs, so the next op gets a half-precision input and fp32
-# weights. If you do not use autocast, you probably converted the input to half precision but not the model.
+# After the block, autocast no longer casts inputs. The next op therefore gets a half-precision input but
+# fp32 weights. If you do not use autocast, you probably converted the input to half precision but not the model.
 #
 # In these cases, the cause is different:
 # - The message says `Float and Half`: [the model is in half precision but its input is

@@ -247,8 +247,8 @@ assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 
 # %% [markdown]
 # The second batch size causes one more compilation, for any size from 2 on. A batch of 1, autocast and
-# gradients each cause another one. A service that mixes these cases pays for each of them once. So use only
-# one case, and run it before the first user comes. `torch._dynamo.mark_dynamic` marks a size as changing,
+# gradients each cause another one. A service that receives all these cases compiles once for each. To
+# avoid this, use only one case, and run it before the first user comes. `torch._dynamo.mark_dynamic` marks a size as changing,
 # which saves the second compilation. `torch.compiler.set_stance("fail_on_recompile")` turns another
 # compilation into an error. <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
