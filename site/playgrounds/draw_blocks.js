@@ -36,16 +36,16 @@ AmpPlayground.register("block_scaling", (box) => {
   });
   const typed = el("textarea", { spellcheck: "false", oninput: () => read() });
   typed.value = "0.5, -1.2, 3, 0.01, 100, -0.2, 0.7, 0.003";
-  const own = AmpPlayground.labelled("Your values", typed, "Up to 256 numbers, with commas or blanks between.");
+  const own = AmpPlayground.labelled("Your values", typed, "Up to 256 numbers, separated by commas or spaces.");
   own.hidden = true;
   const problem = el("p", { class: "pg-problem", role: "status", "aria-live": "polite" });
   const results = el("div");
   const status = AmpPlayground.status();
-  const sized = AmpPlayground.labelled("How much larger, or how far it shrinks", size.input);
+  const sized = AmpPlayground.labelled("Factor", size.input);
   sized.append(size.said);
   box.append(
     el("div", { class: "pg-row" }, AmpPlayground.labelled("Values", chooser), sized), own, problem, results,
-    el("p", { class: "pg-legend" }, "Outline: the value, on a scale of powers of two. Filled: what is kept of it. Red: it became zero. Signal to noise is that of all values but the outlier."),
+    el("p", { class: "pg-legend" }, "The outline is the original value (logarithmic). The filled part is the quantised value. Red values became zero. The signal-to-noise ratio leaves out the outlier."),
     status,
   );
 
@@ -97,7 +97,7 @@ AmpPlayground.register("block_scaling", (box) => {
     const lines = compared.map(({ scheme, bits, sqnr, zeros }) => ({
       cells: [scheme.name, text(bits, 3), decibels(sqnr), percent(zeros)],
     }));
-    const heads = ["one scale", "bits a value", "signal to noise", "became zero"];
+    const heads = ["one scale", "bits per value", "signal to noise", "became zero"];
     const strips = compared.map(({ scheme, zeros, after }) => {
       const said = `${scheme.name}: ${percent(zeros)} became zero`;
       return AmpPlayground.figure(said, strip(before, after, `The row. ${said}`));

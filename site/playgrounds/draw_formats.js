@@ -26,7 +26,7 @@ AmpPlayground.register("number_formats", (box) => {
   const again = AmpPlayground.button("Draw again", () => show());
   roundings.append(again);
 
-  const hint = "A number, inf, nan, 2^-10, or the bits of the chosen format, 0x2e or 0b101110.";
+  const hint = "A number, inf, nan, 2^-10, or bits of the chosen format: 0x2e or 0b101110.";
   box.append(
     AmpPlayground.labelled("Your number", input, hint), problem, roundings, overview, status, detail,
   );
@@ -86,7 +86,7 @@ AmpPlayground.register("number_formats", (box) => {
         ],
       };
     });
-    const caption = `${text(state.value)} in eight formats; choose one to see more of it`;
+    const caption = `${text(state.value)} in eight formats; choose a format for details`;
     const heads = ["format", "it becomes", "error", "remark", "bits"];
     overview.replaceChildren(AmpPlayground.table(caption, heads, rows));
     if (focused) overview.querySelector("input:checked").focus();
@@ -106,7 +106,7 @@ AmpPlayground.register("number_formats", (box) => {
 
   function details(result) {
     const { format, value } = state;
-    if (result.pattern === null) return [el("p", {}, `${format.name} has no bits for this.`)];
+    if (result.pattern === null) return [el("p", {}, `${format.name} has no bit pattern for this value.`)];
     return [
       el("p", { class: "pg-title" }, `The bits of ${format.name}`),
       bitButtons(result.pattern), el("p", { class: "pg-formula" }, formula(result)),
@@ -162,8 +162,8 @@ AmpPlayground.register("number_formats", (box) => {
   function formula({ pattern, value }) {
     const { format } = state;
     const { sign, exponent, mantissa } = F.fields(format, pattern);
-    if (Number.isNaN(value)) return "This pattern is set aside for NaN.";
-    if (!Number.isFinite(value)) return "The exponent is all ones and the mantissa zero: infinity.";
+    if (Number.isNaN(value)) return "This bit pattern is NaN.";
+    if (!Number.isFinite(value)) return "All bits of the exponent are 1 and the mantissa is 0: infinity.";
     if (format.special === "scale") return `2^(${exponent} − ${format.bias}) = ${text(value)}`;
     const minus = sign ? "−1 × " : "";
     const fraction = mantissa / 2 ** format.mantissa;
@@ -233,7 +233,7 @@ AmpPlayground.register("number_formats", (box) => {
     let sum = 0;
     for (let i = 0; i < draws; i += 1) sum += F.roundStochastic(format, value, state.draw()).value;
     const mean = Number.isFinite(sum) ? ` The mean of ${draws.toLocaleString("en")} draws is ${text(sum / draws, 5)}.` : "";
-    return el("p", {}, `It goes away from zero with a chance of ${percent(chance)}, else towards it.${mean}`);
+    return el("p", {}, `It is rounded away from zero with a probability of ${percent(chance)}, otherwise towards zero.${mean}`);
   }
 
   show();

@@ -37,12 +37,12 @@ AmpPlayground.register("memory", (box) => {
       number("Parameters", "parameters", "7B", "As 7B, 125M or 1.3e9.", { least: 1 }),
       choice("Optimizer", "optimizer", M.OPTIMIZERS)),
     el("div", { class: "pg-row" },
-      choice("Sharded over the processes", "sharding", M.SHARDINGS),
+      choice("Sharding", "sharding", M.SHARDINGS),
       number("Processes", "processes", "8", "One for each GPU.", { least: 1, whole: true })),
     el("div", { class: "pg-row" },
       number("Batch of each process", "batch", "1", "", { least: 1, whole: true }),
       number("Activations of one sample, in MiB", "activations", "0",
-        "No formula has them: the command amp-lab memory forecasts them for your model.", { factor: 2 ** 20 })),
+        "The command amp-lab memory forecasts them for your model.", { factor: 2 ** 20 })),
     problem, results, status,
   );
 
@@ -72,13 +72,13 @@ AmpPlayground.register("memory", (box) => {
     const most = Math.max(...found.map(({ bytes }) => bytes.total));
     const rows = PARTS.map((part, i) => ({ cells: [named(i), ...found.map(({ bytes }) => gib(bytes[part]))] }));
     rows.push({ chosen: true, cells: ["together", ...found.map(({ bytes }) => gib(bytes.total))] });
-    const heads = ["each process keeps", ...found.map(({ name }) => name)];
+    const heads = ["memory of each process", ...found.map(({ name }) => name)];
     const bars = found.map(({ bytes, name }) => AmpPlayground.figure(`${name}: ${gib(bytes.total)}`, bar(bytes, most, name)));
     results.replaceChildren(AmpPlayground.table("Memory by precision", heads, rows), ...bars);
     status.textContent = found.map(({ name, bytes }) => {
       // A GPU has about as many GiB as it is sold with GB.
       const fitting = AmpGpus.find(({ gb }) => gb * 2 ** 30 * (1 - FREE) >= bytes.total);
-      if (!fitting) return `${name}: ${gib(bytes.total)}, more than one GPU holds`;
+      if (!fitting) return `${name}: ${gib(bytes.total)}, more than any single GPU has`;
       return `${name}: ${gib(bytes.total)}, which fits into ${fitting.gb} GB (${fitting.names.join(", ")})`;
     }).join("; ") + ".";
   }

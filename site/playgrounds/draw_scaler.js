@@ -86,8 +86,8 @@ AmpPlayground.register("loss_scale", (box) => {
     const verdict = counts.overflow
       ? "Gradients overflow, so the step would be skipped: lower the scale."
       : counts.zero > COUNT / 100
-        ? "Many vanish: raise the scale."
-        : "This scale does.";
+        ? "Many become zero: raise the scale."
+        : "This scale works.";
     return `At a scale of ${(2 ** state.exponent).toLocaleString("en")}, ${share("zero")} of the gradients are zero in ${state.format.name}, ${share("subnormal")} subnormal, ${share("overflow")} infinite. ${verdict}`;
   }
 
@@ -100,7 +100,7 @@ AmpPlayground.register("loss_scale", (box) => {
   interval.addEventListener("input", () => {
     const value = Number(interval.value);
     const fine = interval.value !== "" && Number.isInteger(value) && value >= 1 && value <= 2000;
-    problem.textContent = fine ? "" : "The interval is a whole number from 1 to 2000.";
+    problem.textContent = fine ? "" : "The interval must be a whole number from 1 to 2000.";
     if (!fine) return interval.setAttribute("aria-invalid", "true");
     interval.removeAttribute("aria-invalid");
     state.interval = value;
@@ -109,7 +109,7 @@ AmpPlayground.register("loss_scale", (box) => {
   const steps = (count) => AmpPlayground.button(count === 1 ? "One step" : `${count} steps`, () => advance(count));
   box.append(
     el("p", { class: "pg-title" }, "The dynamic scaler"),
-    AmpPlayground.labelled("Good steps before the scale doubles", interval, "GradScaler's default is 2000; 10 shows more."),
+    AmpPlayground.labelled("Good steps before the scale doubles", interval, "GradScaler's default is 2000. With 10 you see more changes."),
     problem, steps(1), steps(10), steps(100), AmpPlayground.button("Start over", () => reset()), history, said,
   );
 
@@ -154,8 +154,8 @@ AmpPlayground.register("loss_scale", (box) => {
     const what = !last
       ? `The scale begins at ${now}. Take a step.`
       : last.skipped
-        ? `Step ${run.steps.length}: a gradient overflows, the step is skipped, and the scale falls to ${now}.`
-        : `Step ${run.steps.length}: the scale is ${now} now, ${run.scaler.good} good steps in a row; ${skips} skipped in all.`;
+        ? `Step ${run.steps.length}: a gradient overflowed, so the step was skipped and the scale halved to ${now}.`
+        : `Step ${run.steps.length}: the scale is ${now}, with ${run.scaler.good} good steps in a row. ${skips} steps were skipped in total.`;
     const label = `The scale over steps ${from + 1} to ${run.steps.length}, ${skips} of them skipped (crosses)`;
     const line = svg("polyline", { points, class: "pg-stroke" });
     const drawing = svg("svg", { viewBox: "0 0 320 130", role: "img", "aria-label": label }, labels, line, marks);

@@ -258,13 +258,13 @@ def test_stochastic_rounding_is_right_in_the_mean(visit):
 def test_the_scaler_finds_its_place(visit):
     page = visit(f"{PLAY}/loss_scale.html")
     status, said = page.locator(".pg-status").all()
-    assert "Many vanish: raise the scale." in status.inner_text()
+    assert "Many become zero: raise the scale." in status.inner_text()
     slider = page.get_by_role("slider", name="Loss scale")
     slider.focus()
     for _ in range(16):
         page.keyboard.press("ArrowRight")
     assert slider.get_attribute("aria-valuetext") == "2¹⁶ = 65,536"
-    assert "This scale does." in status.inner_text()
+    assert "This scale works." in status.inner_text()
     page.get_by_role("button", name="100 steps").click()
     assert re.search(r"Step 100: .* [1-9]\d* skipped|step is skipped", said.inner_text())
     page.get_by_label("Good steps before").fill("0")
@@ -282,7 +282,7 @@ def test_blocks_and_memory_answer_what_is_typed(visit):
     page = visit(f"{PLAY}/memory.html")
     page.get_by_label("Parameters").fill("1B")
     assert "fp32 or tf32: 14.9 GiB" in page.locator(".pg-status").inner_text()
-    page.get_by_label("Sharded over the processes").select_option("fsdp")
+    page.get_by_label("Sharding").select_option("fsdp")
     assert "fp32 or tf32: 1.86 GiB" in page.locator(".pg-status").inner_text()
     page.get_by_label("Parameters").fill("many")
     assert "“many” is no number" in page.locator(".pg-problem").inner_text()

@@ -47,4 +47,4 @@ def run_build(*arguments: str | Path, **settings: str) -> subprocess.CompletedPr
     """`pdm run site` with these arguments, and these settings in its environment."""
     command = [sys.executable, ROOT / "tools" / "build_site.py", *arguments]
     environment = os.environ | settings
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
