@@ -91,7 +91,7 @@ assert failure.code == "AMP0018"
 # | [A norm written by hand overflows above 256](08a_values.ipynb#A-norm-written-by-hand-overflows-above-256) `AMP0006` | eval_loss is nan with fp16_full_eval and label smoothing over a large vocabulary |
 # | [Training is fine but evaluation is NaN](08a_values.ipynb#Training-is-fine-but-evaluation-is-NaN) `AMP0007` | every output is a normal number in train(), but NaN after model.eval() |
 # | [Anomaly detection stops at a harmless overflow](08a_values.ipynb#Anomaly-detection-stops-at-a-harmless-overflow) `AMP0008` | `` Function '…' returned nan values in its …th output. `` |
-# | [The input holds NaN or numbers above 65504](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0112` | `` overflow encountered in cast `` |
+# | [The input contains NaN or numbers above 65504](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0112` | `` overflow encountered in cast `` |
 # | [The image is black because the VAE gives NaN in fp16](08a_values.ipynb#The-loss-is-NaN-because-an-activation-exceeds-65504) `AMP0064` | `` invalid value encountered in cast `` |
 # | [Stable Diffusion's Unet gives NaN in fp16](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0117` | `` A tensor with all NaNs was produced in Unet. `` |
 # | [An attention kernel gives NaN](17_language_model.ipynb#One-dtype-for-q,-k-and-v) `AMP0113` | `` Function 'ScaledDotProductCudnnAttentionBackward0' returned nan values in its 0th output. `` |
@@ -125,11 +125,11 @@ assert failure.code == "AMP0018"
 # | [Weights were cast to FP8 without a scale](08b_learning.ipynb#Weights-were-cast-to-FP8-without-a-scale) `AMP0120` | `` mat1 and mat2 must have the same dtype, but got Float and Float8_e4m3fn `` |
 # | [DeepSpeed or fairseq stops because the loss scale is at its minimum](08b_learning.ipynb#The-loss-scale-falls-towards-0) `AMP0070` | `` Current loss scale already at minimum - cannot decrease scale anymore. `` |
 # | [Apex or DeepSpeed logs an overflow and skips steps](08b_learning.ipynb#The-loss-scale-falls-towards-0) `AMP0071` | `` overflow detected, setting loss scale to: `` |
-# | [One loss of a GAN pulls down the loss scale of the other](07_training_recipes.ipynb#Use-several-losses-and-optimizers) `AMP0129` | GAN training in fp16: the scale falls because of the discriminator, and the generator learns nothing |
-# | [An average of weights (EMA) stands still in bf16](08b_learning.ipynb#Half-precision-weights-stop-moving) `AMP0122` | the EMA model stays at its initial weights in half precision |
+# | [One loss of a GAN lowers the loss scale of the other](07_training_recipes.ipynb#Use-several-losses-and-optimizers) `AMP0129` | GAN training in fp16: the scale falls because of the discriminator, and the generator learns nothing |
+# | [An exponential moving average (EMA) of weights does not change in bf16](08b_learning.ipynb#Half-precision-weights-stop-moving) `AMP0122` | the EMA model stays at its initial weights in half precision |
 # | [8-bit Adam gives NaN or trains worse](16_low_precision_state.ipynb#State-in-fewer-bits) `AMP0128` | 8-bit Adam gives NaN after a few steps, 32-bit Adam does not |
 # | [A diffusion model gets rounded timesteps or a rounded noise schedule](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256) `AMP0124` | timestep 999 becomes 1000 in half precision |
-# | [NMS keeps boxes twice, or a mask has a row too many, in half precision](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256) `AMP0125` | the same box is detected twice: NMS leaves duplicates in fp16 |
+# | [NMS keeps duplicate boxes, or a mask has a row too many, in half precision](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256) `AMP0125` | the same box is detected twice: NMS leaves duplicates in fp16 |
 # | [A router (MoE) chooses other experts in bf16](18_inference_and_export.ipynb#Which-decisions-change?) `AMP0126` | MoE tokens go to other experts in bf16 than in fp32 |
 # | [Log-probabilities of the trainer and of vLLM differ](17_language_model.ipynb#The-same-prompt,-another-text) `AMP0127` | vLLM logprobs and the trainer's logprobs do not match in bf16 |
 # | [A KL divergence or a ratio of probabilities is noisy in bf16](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) `AMP0090` | the KL term is not 0 for two equal models in bf16 |
@@ -141,8 +141,8 @@ assert failure.code == "AMP0018"
 # | [Static FP8 scales come from too little calibration data](15_below_16_bits.ipynb) `AMP0203` | a statically quantized FP8 model is much less accurate than with dynamic scales |
 # | [The scale falls because gradients are not cleared after a skipped step](08b_learning.ipynb#The-loss-scale-falls-towards-0) `AMP0211` | scale halves in each step after one bad batch until it is 0, the next batches are fine |
 # | [The loss of a bf16 model comes in coarse steps](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) `AMP0213` | cross entropy of bf16 logits is 4.75, 5.0 or 5.0625, never between |
-# | [Fine-tuning is worse since transformers 5, which loads bf16](../docs/trainers.md#why-is-fine-tuning-worse-since-transformers-5) `AMP0262` | the same fine-tuning script has a higher loss after an update to transformers 5 |
-# | [A trainer has no fp32 master weights beside a bf16 model](../docs/trainers.md#which-trainer-keeps-fp32-master-weights) `AMP0269` | where are the fp32 master weights in the Trainer, TRL, torchtune, Lightning or FSDP2 |
+# | [Fine-tuning is worse since transformers 5, which loads models in bf16](../docs/trainers.md#why-is-fine-tuning-worse-since-transformers-5) `AMP0262` | the same fine-tuning script has a higher loss after an update to transformers 5 |
+# | [A trainer keeps no fp32 master weights for a bf16 model](../docs/trainers.md#which-trainer-keeps-fp32-master-weights) `AMP0269` | where are the fp32 master weights in the Trainer, TRL, torchtune, Lightning or FSDP2 |
 # | [FP8 matmuls lose accuracy with use_fast_accum](15_below_16_bits.ipynb#Sums-in-14-bits) `AMP0280` | the error of an fp8 matmul grows with K |
 # | [An FP8 checkpoint was cast to bf16 without its scales](../docs/quantized.md#how-do-i-convert-an-fp8-checkpoint-to-bf16) `AMP0282` | an fp8 checkpoint converted to bf16 with .to(torch.bfloat16) prints garbage |
 # | [A recurrent or state-space state in 16 bits forgets nothing, or stops](../docs/other_models.md#can-the-state-of-mamba-an-ssm-or-an-rnn-be-in-bf16) `AMP0273` | Mamba or another state-space model is worse or unstable in bf16 |
@@ -167,8 +167,8 @@ assert failure.code == "AMP0018"
 # | [The scaler refuses a setting](03_grad_scaler_step_by_step.ipynb) `AMP0136` | `` The growth factor must be > 1.0. `` |
 # | [Lightning clips scaled gradients in manual optimization](08d_loop_and_resume.ipynb#Gradients-are-clipped-while-they-are-still-scaled) `AMP0137` | self.clip_gradients in manual optimization with precision 16-mixed hardly trains |
 # | [Lightning refuses to clip with a fused optimizer](07_training_recipes.ipynb#Clip-gradients) `AMP0074` | `` The current optimizer, …, does not allow for gradient clipping because it performs unscaling of gradients internally. `` |
-# | [The ranks of FSDP need one decision about the loss scale](11_scale_out.ipynb#One-decision-about-the-loss-scale) `AMP0138` | FSDP in fp16 hangs or the ranks diverge after an overflow |
-# | [The optimizer's step was replaced after the scheduler was made](13_from_apex.ipynb) `AMP0139` | `` Seems like `optimizer.step()` has been overridden after learning rate scheduler initialization. `` |
+# | [The ranks of FSDP need a common loss scale and a common decision to skip](11_scale_out.ipynb#One-decision-about-the-loss-scale) `AMP0138` | FSDP in fp16 hangs or the ranks diverge after an overflow |
+# | [A library replaced `optimizer.step` after you created the scheduler](13_from_apex.ipynb) `AMP0139` | `` Seems like `optimizer.step()` has been overridden after learning rate scheduler initialization. `` |
 #
 # ### Repair clipping, the loop and a resumed run
 #
@@ -186,7 +186,7 @@ assert failure.code == "AMP0018"
 # | [Accumulated gradients differ from those of one large batch](07_training_recipes.ipynb#Accumulate-gradients) `AMP0143` | gradient accumulation gives another loss, or worse results, than one large batch |
 # | [The gradient norm is inf in a few steps, and training goes on](03_grad_scaler_step_by_step.ipynb#The-scale-over-a-whole-training-run) `AMP0144` | grad_norm is inf in the first steps of training, and nothing else is wrong |
 # | [Names in a checkpoint begin with _orig_mod](08d_loop_and_resume.ipynb) `AMP0145` | `` Unexpected key(s) in state_dict: …_orig_mod. `` |
-# | [A checkpoint is fp32, and so twice as large as expected](18_inference_and_export.ipynb#Ways-to-run-it) `AMP0146` | the checkpoint of a mixed precision run is twice as large as expected |
+# | [A checkpoint is in fp32 and twice as large as expected](18_inference_and_export.ipynb#Ways-to-run-it) `AMP0146` | the checkpoint of a mixed precision run is twice as large as expected |
 # | [Evaluation gives other metrics than during training](18_inference_and_export.ipynb#Ways-to-run-it) `AMP0147` | evaluation without autocast gives another accuracy than with autocast |
 # | [Weights become infinite because the model was cast to fp16 for evaluation or saving](08d_loop_and_resume.ipynb) `AMP0148` | `` Skipping checkpoint save at epoch …: EMA contains NaN/Inf `` |
 # | [The scaler's growth tracker is set before its scale](08d_loop_and_resume.ipynb) `AMP0149` | `` _growth_tracker initialized before _scale `` |
@@ -217,7 +217,7 @@ assert failure.code == "AMP0018"
 # | [A quantized layer computes in another dtype than the model](../docs/quantized.md#which-bnb_4bit_compute_dtype-should-i-set) `AMP0156` | `` Expected Tensor argument scales to have dtype torch.bfloat16, but got torch.float32 instead `` |
 # | [Quantization-aware training fails under autocast](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) `AMP0157` | `` fused_moving_avg_obs_fake_quant…expected scalar type Float but found Half `` |
 # | [A gradient of another dtype is assigned to a weight](08e_dtypes.ipynb#Writing-into-a-buffer-fails) `AMP0159` | `` attempting to assign a gradient with dtype '…' to a tensor with grad_dtype '…' `` |
-# | [PEFT trains modules_to_save in fp16, beside adapters in fp32](../docs/trainers.md#peft-attempting-to-unscale-fp16-gradients) `AMP0267` | which dtype do LoRA adapters have in PEFT |
+# | [PEFT trains modules_to_save in fp16, but adapters in fp32](../docs/trainers.md#peft-attempting-to-unscale-fp16-gradients) `AMP0267` | which dtype do LoRA adapters have in PEFT |
 # | [Quantized or integer weights cannot be trained](../docs/quantized.md#can-i-fine-tune-a-4-bit-8-bit-or-fp8-checkpoint-directly) `AMP0283` | `` You cannot perform fine-tuning on purely quantized models. `` |
 # | [A GPTQ or AWQ model takes only fp16 activations](../docs/quantized.md#why-do-gptq-and-awq-models-ask-for-float16) `AMP0285` | `` torch.bfloat16 is not supported for quantization method `` |
 # | [A cast to 16 bits drops the imaginary part](../docs/other_models.md#does-autocast-work-with-complex-numbers-and-ffts) `AMP0279` | `` Casting complex values to real discards the imaginary part `` |
@@ -239,7 +239,7 @@ assert failure.code == "AMP0018"
 # | [vLLM refuses bf16 on a GPU before Ampere](08f_ops_and_devices.ipynb#The-GPU-has-no-bf16) `AMP0068` | `` Bfloat16 is only supported on GPUs with compute capability of at least 8.0. `` |
 # | [vLLM refuses fp16 for a model that was trained in bf16](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) `AMP0168` | `` The model type '…' does not support float16. Reason: `` |
 # | [MPS has no bf16 on this macOS, and no FP8](19_choose_your_precision.ipynb#Known-problems-of-each-device) `AMP0069` | `` BFloat16 is not supported on MPS `` |
-# | [MPS aborts because two dtypes meet in one op](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) `AMP0167` | `` error: input types 'tensor<…f16>' and 'tensor<…f32>' are not broadcast compatible `` |
+# | [MPS aborts because one op gets two dtypes](08e_dtypes.ipynb#A-half-precision-output-leaves-the-block) `AMP0167` | `` error: input types 'tensor<…f16>' and 'tensor<…f32>' are not broadcast compatible `` |
 # | [xFormers has no attention kernel for these inputs](08f_ops_and_devices.ipynb#Attention-finds-no-kernel) `AMP0072` | `` No operator found for `memory_efficient_attention_forward` `` |
 # | [transformers casts hidden states back for flash attention](08f_ops_and_devices.ipynb#Flash-attention-refuses-fp32) `AMP0073` | `` The input hidden states seems to be silently casted in float32 `` |
 # | [transformers warns of the dtype when it loads a model with flash attention](08f_ops_and_devices.ipynb#Flash-attention-refuses-fp32) `AMP0169` | `` You are attempting to use Flash Attention … without specifying a `` |
@@ -251,7 +251,7 @@ assert failure.code == "AMP0018"
 # | [A model in fp16 runs on a CPU with an older torch](08f_ops_and_devices.ipynb) `AMP0066` | `` "LayerNormKernelImpl" not implemented for 'half' `` |
 # | [This torch is too old for float8](15_below_16_bits.ipynb#Formats-of-a-single-value) `AMP0198` | `` has no attribute 'float8_…' `` |
 # | [PEFT refuses the installed torchao](../docs/trainers.md#peft-found-an-incompatible-version-of-torchao) `AMP0261` | `` Found an incompatible version of torchao. Found version …, but only versions above … are supported `` |
-# | [An FP8 checkpoint is read as fnuz, or mixed with it](../docs/quantized.md#does-an-fp8-checkpoint-work-on-an-mi300-fnuz) `AMP0286` | an FP8 model gives garbage on an MI300, on an H100 it is right |
+# | [An FP8 checkpoint is read in the fnuz format, or mixed with it](../docs/quantized.md#does-an-fp8-checkpoint-work-on-an-mi300-fnuz) `AMP0286` | an FP8 model gives garbage on an MI300, on an H100 it is right |
 # | [torchvision's nms refuses half precision](../docs/other_models.md#nms_kernel-not-implemented-for-bfloat16) `AMP0275` | `` "nms_kernel" not implemented for 'BFloat16' `` |
 # | [The CTC loss refuses half precision](../docs/other_models.md#ctc_loss_cpu-not-implemented-for-half-or-bfloat16) `AMP0276` | `` "ctc_loss_cpu" not implemented for 'Half' `` |
 #
@@ -279,12 +279,12 @@ assert failure.code == "AMP0018"
 # | [The logits of a language model are out of memory](17_language_model.ipynb#The-loss-over-a-large-vocabulary) `AMP0179` | `` logits = logits.float()…CUDA out of memory `` |
 # | [A model in 8 or 4 bits is slower than in 16](18_inference_and_export.ipynb) `AMP0204` | load_in_8bit or 4-bit inference is slower than fp16 |
 # | [FP8 training is slower than bf16, or takes more memory](15_below_16_bits.ipynb#Which-GPU-supports-which-format) `AMP0230` | FP8 training is slower than bf16 or fp16 on an H100 |
-# | [A longer batch than all before is out of memory](08g_speed_and_memory.ipynb#CUDA-is-out-of-memory) `AMP0232` | GPU memory rises in jumps during the fine-tuning of a language model, out of memory after hours |
+# | [The longest batch so far is out of memory](08g_speed_and_memory.ipynb#CUDA-is-out-of-memory) `AMP0232` | GPU memory rises in jumps during the fine-tuning of a language model, out of memory after hours |
 # | [Lightning or accelerate refuses the name of a precision](../docs/trainers.md#lightning-precision-is-invalid-or-received-both) `AMP0263` | `` Precision '…' is invalid. Allowed precision values: `` |
 # | [accelerate already has another precision in this process](../docs/trainers.md#acceleratorstate-has-already-been-initialized) `AMP0264` | `` AcceleratorState has already been initialized and cannot be changed, restart your runtime completely and pass `mixed_precision= `` |
-# | [The setting of PyTorch's allocator is deprecated or has no effect](../docs/memory_in_practice.md#pytorch_cuda_alloc_conf-or-pytorch_alloc_conf) `AMP0270` | `` PYTORCH_CUDA_ALLOC_CONF is deprecated, use PYTORCH_ALLOC_CONF instead `` |
-# | [The retry after an OutOfMemoryError is out of memory too](../docs/memory_in_practice.md#i-catch-the-outofmemoryerror-but-the-retry-fails-too) `AMP0271` | I catch the out of memory error, but a smaller batch fails too |
-# | [Checkpointing or accumulation does not lower the peak](../docs/memory_in_practice.md#checkpointing-is-on-but-the-peak-is-the-same-why) `AMP0272` | gradient checkpointing does not reduce memory |
+# | [The PyTorch allocator's setting is deprecated or has no effect](../docs/memory_in_practice.md#pytorch_cuda_alloc_conf-or-pytorch_alloc_conf) `AMP0270` | `` PYTORCH_CUDA_ALLOC_CONF is deprecated, use PYTORCH_ALLOC_CONF instead `` |
+# | [The retry after an OutOfMemoryError also runs out of memory](../docs/memory_in_practice.md#i-catch-the-outofmemoryerror-but-the-retry-fails-too) `AMP0271` | I catch the out of memory error, but a smaller batch fails too |
+# | [Checkpointing or gradient accumulation does not lower the peak](../docs/memory_in_practice.md#checkpointing-is-on-but-the-peak-is-the-same-why) `AMP0272` | gradient checkpointing does not reduce memory |
 #
 # ### Repair compiled and distributed training
 #
@@ -301,18 +301,18 @@ assert failure.code == "AMP0018"
 # | [Compiled and eager results differ](18_inference_and_export.ipynb#What-torch.compile-changes) `AMP0095` | log-probs differ between eager and torch.compile in bfloat16, allclose fails |
 # | [NaN appears only with torch.compile](08h_compile_and_processes.ipynb#A-compiled-model-has-different-gradients) `AMP0183` | torch.compile with reduce-overhead or max-autotune goes to NaN, plain compile is fine |
 # | [A wrapper of autocast breaks the compiled graph](08h_compile_and_processes.ipynb#The-scaler-is-inside-a-compiled-function) `AMP0180` | `` setattr() is not supported on type autocast `` |
-# | [Autocast makes torch.compile compile again](18_inference_and_export.ipynb#What-torch.compile-changes) `AMP0184` | `` GLOBAL_STATE changed: autocast `` |
+# | [Autocast makes torch.compile recompile](18_inference_and_export.ipynb#What-torch.compile-changes) `AMP0184` | `` GLOBAL_STATE changed: autocast `` |
 # | [A compiled model is no faster](10_speed_ladder.ipynb#Climb) `AMP0096` | a compiled model is no faster |
 # | [A CUDA graph refuses the cache of autocast](08h_compile_and_processes.ipynb#A-compiled-model-has-different-gradients) `AMP0079` | `` make_graphed_callables does not support the autocast caching. `` |
 # | [Checkpointing recomputes a tensor in another dtype](07_training_recipes.ipynb#Checkpoint-activations) `AMP0080` | `` Recomputed values for the following tensors have different metadata than during the forward pass. `` |
 # | [fp32 results differ between two GPUs](19_choose_your_precision.ipynb#What-fp32-means) `AMP0186` | logits on two GPUs differ although everything is float32 |
-# | [A hint to use TF32](19_choose_your_precision.ipynb#What-fp32-means) `AMP0187` | `` TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. `` |
+# | [A warning suggests TF32](19_choose_your_precision.ipynb#What-fp32-means) `AMP0187` | `` TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. `` |
 # | [Apex is missing or has no amp](13_from_apex.ipynb) `AMP0188` | `` cannot import name 'amp' from 'apex' `` |
 # | [One rank waits for another that skipped a step](../docs/trainers.md#how-do-i-skip-a-bad-batch-without-a-hang) `AMP0189` | `` Watchdog caught collective operation timeout `` |
 # | [The ranks send tensors of different dtypes](11_scale_out.ipynb#What-does-each-rank-send-and-hold?) `AMP0190` | `` Received data size doesn't match expected size. Is there a distributed collective mismatch in your code? `` |
-# | [Gradients are infinite with several ranks only](11_scale_out.ipynb#One-decision-about-the-loss-scale) `AMP0091` | gradients are infinite with several ranks only |
+# | [Gradients are infinite only with several ranks](11_scale_out.ipynb#One-decision-about-the-loss-scale) `AMP0091` | gradients are infinite with several ranks only |
 # | [SyncBatchNorm refuses the device or the dtype](08h_compile_and_processes.ipynb#DDP-waits-for-a-parameter-without-a-gradient) `AMP0191` | `` SyncBatchNorm layers only work with GPU modules `` |
-# | [FSDP2 has gradients of two dtypes when it accumulates](../docs/several_machines.md#questions-about-fsdp2) `AMP0192` | `` FSDP reduce-scatter expects uniform gradient dtype but got `` |
+# | [FSDP2 has gradients of two dtypes in gradient accumulation](../docs/several_machines.md#questions-about-fsdp2) `AMP0192` | `` FSDP reduce-scatter expects uniform gradient dtype but got `` |
 # | [FSDP2 leaves an input or a buffer in fp32](../docs/several_machines.md#show-the-dtype-of-each-parameter) `AMP0193` | with FSDP2 and param_dtype bf16 a layer gets a Float input and BFloat16 weights |
 # | [FSDP2 trains bf16 weights without fp32 master weights](../docs/several_machines.md#show-the-dtype-of-each-parameter) `AMP0194` | FSDP with a model loaded in bfloat16 has a higher loss than with fp32 parameters and mixed precision |
 # | [ONNX Runtime finds two dtypes at one operator](18_inference_and_export.ipynb#Export) `AMP0062` | `` Type parameter (T) of Optype (…) bound to different types (tensor(…) and tensor(…) `` |
@@ -331,12 +331,12 @@ assert failure.code == "AMP0018"
 # | [An fp16 ONNX model is slower than the fp32 model on a CPU](18_inference_and_export.ipynb#Export) `AMP0231` | the fp16 ONNX model takes two to four times as long as the fp32 model on a CPU |
 # | [CUDA graphs overwrite an output that you keep](../docs/compile_and_kernels.md#accessing-tensor-output-of-cudagraphs-that-has-been-overwritten) `AMP0250` | `` accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run `` |
 # | [RMSNorm returns fp32 and is slower since torch 2.12](../docs/compile_and_kernels.md#why-is-rmsnorm-in-fp32-and-slower-since-torch-212) `AMP0251` | `` Mismatch dtype between input and weight: input dtype = …, weight dtype = …, Cannot dispatch to fused implementation. `` |
-# | [The GradScaler or another read of a value stops the capture of a CUDA graph](../docs/compile_and_kernels.md#what-belongs-inside-a-cuda-graph-with-autocast-and-gradscaler) `AMP0252` | `` CUDA error: operation not permitted when stream is capturing `` |
+# | [The GradScaler or a read of a value stops the capture of a CUDA graph](../docs/compile_and_kernels.md#what-belongs-inside-a-cuda-graph-with-autocast-and-gradscaler) `AMP0252` | `` CUDA error: operation not permitted when stream is capturing `` |
 # | [A layer under vmap and autocast returns fp32](../docs/compile_and_kernels.md#why-is-the-output-fp32-under-vmap-and-autocast) `AMP0253` | nn.Linear under vmap and autocast returns float32 |
-# | [torch.compile compiles again in every process](../docs/compile_and_kernels.md#torchcompile-compiles-again-in-every-process-why) `AMP0254` | torch.compile compiles again at each start of the program |
+# | [torch.compile recompiles in every process](../docs/compile_and_kernels.md#torchcompile-compiles-again-in-every-process-why) `AMP0254` | torch.compile compiles again at each start of the program |
 # | [sdpa and eager attention differ in bf16](../docs/compile_and_kernels.md#should-sdpa-and-eager-attention-give-the-same-result) `AMP0255` | sdpa and eager attention give different logits in bf16 |
 # | [DeepSpeed refuses or ignores an autocast block](../docs/trainers.md#torchautocast-is-enabled-outside-deepspeed) `AMP0260` | `` torch.autocast is enabled outside DeepSpeed, but not in the DeepSpeed config `` |
-# | [FSDP2 computes a softmax or a norm in bf16, where autocast uses fp32](../docs/trainers.md#do-i-need-autocast-with-fsdp2) `AMP0266` | does FSDP2 need torch.autocast |
+# | [FSDP2 computes a softmax or a norm in bf16, but autocast in fp32](../docs/trainers.md#do-i-need-autocast-with-fsdp2) `AMP0266` | does FSDP2 need torch.autocast |
 # | [torch.ao.quantization warns that it is deprecated](../docs/quantized.md#torchaoquantization-is-deprecated-what-do-i-use) `AMP0284` | `` torch.ao.quantization is deprecated and will be removed in 2.10. `` |
 # | [ONNX ops on the block list still overflow in fp16](../docs/quantized.md#how-do-i-keep-some-onnx-ops-in-fp32-op_block_list) `AMP0287` | op_block_list or node_block_list is set, and the fp16 ONNX model still gives nan or zeros |
 # <!-- end of the index -->
