@@ -7,13 +7,15 @@ import pytest
 import torch
 from torch import nn
 
+from amp_lab.core.environment import environment_of
 from amp_lab.core.timing import Comparison
 from measure import numerics, recording, scale, training, xray
 
 
 @pytest.fixture
 def out(tmp_path, monkeypatch):
-    monkeypatch.setattr(recording, "describe_device", lambda device: SimpleNamespace(name="a CPU"))
+    report = SimpleNamespace(name="a CPU", backend="CPU, AVX2, 1 threads")
+    monkeypatch.setattr(recording, "describe_device", lambda device: report)
     return tmp_path / "result.json"
 
 
@@ -27,8 +29,8 @@ def test_parts_are_printed_and_written_with_where_and_when(out, capsys):
     measures = {"one": lambda: {"ms": torch.rand(1).item()}, "two": lambda: iter([{"a": 1}, 2])}
     recording.record(measures, options(out), torch.device("cpu"), clock="a clock")
     result = json.loads(out.read_text())
-    where = ["device", "torch", "python", "threads", "memory kept", "date"]
-    assert list(result) == [*where, "clock", "one", "two"]
+    where = list(environment_of(recording.describe_device(torch.device("cpu"))))
+    assert list(result) == [*where, "memory kept", "clock", "one", "two"]
     assert (result["device"], result["torch"]) == ("a CPU", torch.__version__)
     assert result["two"] == [{"a": 1}, 2]
     assert str(result["one"]["ms"]) in capsys.readouterr().out

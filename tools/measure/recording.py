@@ -1,9 +1,7 @@
 """What the measuring tools share: their options, and where and when a run took place, as JSON."""
 
 import argparse
-import datetime
 import json
-import platform
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import torch
 
 from amp_lab.core.allocator import keep_memory
 from amp_lab.core.device import describe_device
+from amp_lab.core.environment import environment_of
 from amp_lab.core.files import atomic_write
 from amp_lab.core.timing import Comparison, Estimate
 
@@ -47,14 +46,9 @@ def record(
     with each part. Memory is kept, so that what the system does counts for none.
     """
     kept = keep_memory()
-    result: dict[str, Any] = {
-        "device": describe_device(device).name,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "threads": torch.get_num_threads(),
-        "memory kept": kept,
-        "date": datetime.date.today().isoformat(),
-    } | circumstances
+    result: dict[str, Any] = dict(environment_of(describe_device(device)))
+    result["memory kept"] = kept
+    result |= circumstances
     for part in options.part or measures:
         torch.manual_seed(0)
         figures = measures[part]()

@@ -1,10 +1,8 @@
 """Runs the benchmark: tries and checks every rung of a workload, then times them all in turns."""
 
 import contextlib
-import datetime
 import gc
 import math
-import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from amp_lab.bench.workloads import WORKLOADS, workloads
 from amp_lab.core.allocator import keep_memory
 from amp_lab.core.backends import backend
 from amp_lab.core.device import DeviceReport, describe_device
+from amp_lab.core.environment import environment_of
 from amp_lab.core.errors import OptionError, first_line
 from amp_lab.core.precision import Precision
 from amp_lab.core.timing import Rounds, allocated_bytes, is_out_of_memory, measure
@@ -224,23 +223,13 @@ def _choose_rungs(ladder: Ladder, names: Sequence[str], *, quick: bool) -> list[
 
 def _new_results(report: DeviceReport, ceilings: Ceilings, *, quick: bool, rounds: int) -> Results:
     """Results without rows: the limits of the device, and the environment of the run."""
-    environment: dict[str, str | int | bool] = {
-        "device": report.name,
-        "backend": report.backend,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "threads": torch.get_num_threads(),
-        "date": datetime.date.today().isoformat(),
-        "quick": quick,
-        "rounds": rounds,
-    }
+    of_this_run: dict[str, str | int | bool] = {"quick": quick, "rounds": rounds}
     trusted = ceilings.trusted and report.trusted
     return Results(
         ceilings.flops_per_s,
         ceilings.stream_bytes_per_s,
         trusted,
-        environment,
+        environment=environment_of(report) | of_this_run,
         rows=[],
         complete=False,
     )
