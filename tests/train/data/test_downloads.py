@@ -18,6 +18,7 @@ from torchvision.datasets import CIFAR10
 from amp_lab import load_dataset
 from amp_lab.train.data import caltech256
 from amp_lab.train.data.downloads import download
+from amp_lab.train.registry import DATASETS, downloaded_text
 
 pytest_plugins = ("data_sets",)
 
@@ -202,3 +203,44 @@ def test_data_that_cannot_be_fetched_names_the_address_and_the_stand_in(
     assert str(tmp_path) in said
     assert "404" in said
     assert "make_stand_in('cifar10'" in said
+
+
+@pytest.fixture
+def poem(server, monkeypatch):
+    """The name of a text that the server has, and that one row describes."""
+    server.content = b"a poem of many words\n" * 1000
+    row = downloaded_text(server.url, md5=md5(server.content))
+    monkeypatch.setitem(DATASETS, "poem", row)
+    return "poem"
+
+
+def test_a_text_of_one_file_needs_a_row_alone(poem, server, tmp_path):
+    server.cut = 10_000
+    data = load_dataset(poem, tmp_path / "new", limit=4)
+    assert (data.name, data.is_text, len(data.train)) == ("poem", True, 4)
+    assert (tmp_path / "new" / "poem.txt").read_bytes() == server.content
+    asked = len(server.requests)
+    load_dataset(poem, tmp_path / "new", download=False)
+    assert len(server.requests) == asked
+
+
+@pytest.mark.parametrize("download", [True, False])
+def test_a_text_that_cannot_be_fetched_names_the_address_and_its_place(
+    download, poem, server, tmp_path
+):
+    server.status = 404
+    said = refusal(load_dataset, poem, tmp_path, download=download)
+    place = tmp_path / "poem.txt"
+    assert said.startswith("no poem: ")
+    assert said.endswith(f"To do it by hand, save {server.url} as {place}")
+    assert ("switched off" in said) != download
+    place.write_bytes(server.content)  # by hand
+    assert load_dataset(poem, tmp_path).name == "poem"
+
+
+def test_a_text_that_was_altered_is_refused(poem, server, tmp_path):
+    (tmp_path / "poem.txt").write_bytes(server.content + b"more")
+    said = refusal(load_dataset, poem, tmp_path)
+    assert "poem.txt is damaged or altered; delete it" in said
+    (tmp_path / "poem.txt").unlink()
+    assert load_dataset(poem, tmp_path).name == "poem"

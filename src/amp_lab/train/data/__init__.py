@@ -10,6 +10,7 @@ from amp_lab.train.registry import DATASETS
 with needed_for("loading data"):
     from amp_lab.train.data.batches import batches
     from amp_lab.train.data.samples import DataSplits, LoadOptions, SampleSet
+    from amp_lab.train.data.text_download import load_downloaded_text
 
     # All are imported at once, and torchvision with them: its libraries cannot be loaded after
     # TensorFlow's, which notebook 12 needs.
@@ -95,7 +96,10 @@ def load(name: str, options: LoadOptions) -> DataSplits:
     limit = options.limit
     if limit is not None and limit < 1:
         raise DataError(f"limit={limit} must be at least 1, or None for all samples")
+    row = DATASETS[name]
     try:
+        if row.url:
+            return load_downloaded_text(name, row.url, row.md5, options)
         return _MODULES[name].load(options)
     except OSError as error:  # a folder that may not be read, a disk that fails
         raise DataError(f"{name} cannot be read: {first_line(error)}") from error

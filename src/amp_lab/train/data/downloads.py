@@ -1,4 +1,4 @@
-"""Download archives, resuming after an interruption, and unpack them."""
+"""Download files and archives, resuming after an interruption, and unpack the archives."""
 
 import hashlib
 import http.client
@@ -8,6 +8,7 @@ import tempfile
 import urllib.error
 import urllib.request
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock
@@ -26,24 +27,51 @@ def fetch(name: str, url: str, md5: str, folder: Path, *, may_download: bool) ->
     is not allowed; the message says how to download the archive by hand.
     """
     parent = folder.parent
+
+    def download_and_unpack() -> None:
+        file_name = url.rpartition("/")[2]
+        archive = parent / file_name
+        if not archive.exists():
+            download(url, archive, md5=md5)
+        unpack(archive, folder)
+
+    by_hand = (
+        f"unpack {url} in {parent}; to try without, make pictures: "
+        f"make_stand_in({name!r}, {str(parent)!r})"
+    )
+    _fetch(name, folder, download_and_unpack, by_hand, may_download=may_download)
+
+
+def fetch_file(name: str, url: str, md5: str, path: Path, *, may_download: bool) -> None:
+    """Download the data set `name`, which is the one file at `url` with this `md5`, to `path`.
+
+    Several processes may call this function at once: one process downloads, and the others wait.
+    Raises `DataError` if the download fails or is not allowed; the message says how to download the
+    file by hand.
+    """
+    by_hand = f"save {url} as {path}"
+    _fetch(name, path, lambda: download(url, path, md5=md5), by_hand, may_download=may_download)
+
+
+def _fetch(
+    name: str, path: Path, get: Callable[[], None], by_hand: str, *, may_download: bool
+) -> None:
+    """Call `get` in one process, which makes `path`, the file or the folder of a data set.
+
+    Raises `DataError` if that fails or is not allowed; the message ends with `by_hand`.
+    """
+    parent = path.parent
     if parent.exists() and not parent.is_dir():
         raise DataError(f"{str(parent)!r} is a file; give the folder that contains {name}")
     try:
         if not may_download:
-            raise DataError(f"{folder} does not exist, and downloading is switched off")
+            raise DataError(f"{path} does not exist, and downloading is switched off")
         parent.mkdir(parents=True, exist_ok=True)
         with FileLock(parent / f".{name}.lock"):
-            if not folder.exists():  # another process may have unpacked it while this one waited
-                file_name = url.rpartition("/")[2]
-                archive = parent / file_name
-                if not archive.exists():
-                    download(url, archive, md5=md5)
-                unpack(archive, folder)
+            if not path.exists():  # another process may have made it while this one waited
+                get()
     except (OSError, DataError) as error:
-        raise DataError(
-            f"no {name}: {first_line(error)}. To do it by hand, unpack {url} in {parent}; to try "
-            f"without, make pictures: make_stand_in({name!r}, {str(parent)!r})"
-        ) from error
+        raise DataError(f"no {name}: {first_line(error)}. To do it by hand, {by_hand}") from error
 
 
 def download(url: str, path: Path, *, md5: str) -> None:

@@ -13,10 +13,10 @@ _MAX_TEXT_BYTES = 2**30
 
 def load(options: LoadOptions) -> DataSplits:
     """Load the text of a file, or of all files in a folder. See `load_text`."""
-    return load_text("text", _read_files(options.folder), options)
+    return load_text("text", read_texts(options.folder), options)
 
 
-def _read_files(path: Path) -> Iterator[str]:
+def read_texts(path: Path) -> Iterator[str]:
     """The text of a file, or of each .txt and .md file in a folder.
 
     Raises `DataError` for a text that is missing, not UTF-8, larger than 1 GiB, or has bytes of

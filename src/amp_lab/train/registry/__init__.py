@@ -1,7 +1,8 @@
 """The registry of data sets, which loads neither torch nor data: the command's help reads it.
 
-To add a data set, write a file in `train/data/` with a function `load`, which takes `LoadOptions`
-and returns `DataSplits`, and add a row to `DATASETS`.
+A text that is one file to download needs only a row in `DATASETS`, with `downloaded_text`. For any
+other data set, also write a file in `train/data/` with a function `load`, which takes `LoadOptions`
+and returns `DataSplits`.
 """
 
 from dataclasses import dataclass
@@ -29,6 +30,15 @@ class DatasetRow:
     image_size: int = 32  # of images, in pixels, by default
     has_image_files: bool = False  # one for each image, which may be damaged
     notice: str = ""  # a line that every run reports, such as a licence
+    url: str = ""  # of a text that is one file to download
+    md5: str = ""  # of this file
+
+
+def downloaded_text(url: str, *, md5: str, notice: str = "") -> DatasetRow:
+    """The row of a text that is one file: UTF-8, at `url`, with this MD5."""
+    return DatasetRow(
+        "text_download", Source.DOWNLOAD, is_text=True, notice=notice, url=url, md5=md5
+    )
 
 
 DATASETS = {
