@@ -1,4 +1,4 @@
-"""The tables in data/results/README.md: the gallery of devices, and what our own code costs."""
+"""The tables in data/results/README.md: the gallery of devices, and the cost of our own code."""
 
 import json
 import re
@@ -16,21 +16,21 @@ READ = "loading/as generated/times as fast as torchvision/{}"
 SMALL = "resnet18 64x32x32"
 LARGE = "resnet18 8x224x224"
 TEXT = "transformer 4x256, 8x256 tokens"
-COSTS = {  # what our own code costs or gains: the files, and where in them (in a list: which row)
-    "a step by `fit`, times a bare loop's, in bf16": {
+COSTS = {  # for each row of the table: the file, and the place in it (in a list: which entry)
+    "time of a bf16 step with `fit`, relative to a plain loop": {
         "ResNet-18, 64x32": "peers/peers/peer=amp_lab;precision=bf16",
         "gpt-nano, 8x256": "peers/text/peer=amp_lab;precision=bf16",
     },
-    "what `fit` adds to that step, counted by itself": {
+    "time that `fit` adds to this step, measured separately": {
         "ResNet-18, 64x32": "training/added/resnet18 bf16/share of a step",
         "MobileNetV2, 64x32": "training/added/mobilenet_v2 bf16/share of a step",
         "gpt-nano, 8x256": "training/added/gpt-nano bf16/share of a step",
     },
-    "JPEG files read, times as fast as by torchvision's loop": {
+    "speed of reading JPEG files, relative to torchvision's loop": {
         "`amp-lab train`": READ.format("amp_lab"),
-        "timm's way": READ.format("timm"),
+        "the method of timm": READ.format("timm"),
     },
-    "a step as `advise` recommends, times Fabric's in bf16": {
+    "time of a step with the recipe of `advise`, relative to bf16 in Lightning Fabric": {
         name: f"peers/recommended/peer=recommended;workload={workload}"
         for name, workload in (
             ("ResNet-50, 8x224", "resnet50 8x3x224x224"),
@@ -38,19 +38,19 @@ COSTS = {  # what our own code costs or gains: the files, and where in them (in 
             ("gpt-nano, 8x256", "gpt-nano 8x256"),
         )
     },
-    "a step with `gradient_underflow`, times one without": {
+    "time of a step with `gradient_underflow`, relative to one without": {
         "ResNet-18, 8x224": COUNTED.format(LARGE),
         "ResNet-18, 64x32": COUNTED.format(SMALL),
         "transformer, 8x256": COUNTED.format(TEXT),
     },
-    "a step in `find_nonfinite`, times one outside": {
+    "time of a step in `find_nonfinite`, relative to one without": {
         "ResNet-18, 8x224": NONFINITE.format(LARGE, "find_nonfinite"),
         "ResNet-18, 64x32": NONFINITE.format(SMALL, "find_nonfinite"),
-        "ResNet-18, 64x32, in an empty dispatch mode": NONFINITE.format(SMALL, "empty mode"),
-        "ResNet-18, 64x32, what its looks alone add": NONFINITE.format(SMALL, "looks alone"),
+        "ResNet-18, 64x32: an empty dispatch mode instead": NONFINITE.format(SMALL, "empty mode"),
+        "ResNet-18, 64x32: added by reading the values alone": NONFINITE.format(SMALL, "looks alone"),
         "transformer, 8x256": NONFINITE.format(TEXT, "find_nonfinite"),
-        "transformer, in an empty dispatch mode": NONFINITE.format(TEXT, "empty mode"),
-        "transformer, what its looks alone add": NONFINITE.format(TEXT, "looks alone"),
+        "transformer, 8x256: an empty dispatch mode instead": NONFINITE.format(TEXT, "empty mode"),
+        "transformer, 8x256: added by reading the values alone": NONFINITE.format(TEXT, "looks alone"),
     },
 }
 
@@ -180,7 +180,7 @@ def _inside(entry: dict | list[dict], key: str) -> Any:
 
 
 def costs() -> str:
-    """The table of what our own code costs, in Markdown: a column for each device."""
+    """The table of the cost of our own code, in Markdown: a column for each device."""
     devices = [path.stem.partition("-")[2] for path in sorted(RESULTS.glob("numerics-*.json"))]
     rows = [["what", "", *devices]]
     for what, places in COSTS.items():
