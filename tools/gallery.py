@@ -47,10 +47,10 @@ COSTS = {  # for each row of the table: the file, and the place in it (in a list
         "ResNet-18, 8x224": NONFINITE.format(LARGE, "find_nonfinite"),
         "ResNet-18, 64x32": NONFINITE.format(SMALL, "find_nonfinite"),
         "ResNet-18, 64x32: an empty dispatch mode instead": NONFINITE.format(SMALL, "empty mode"),
-        "ResNet-18, 64x32: added by reading the values alone": NONFINITE.format(SMALL, "looks alone"),
+        "ResNet-18, 64x32: added by reading values only": NONFINITE.format(SMALL, "looks alone"),
         "transformer, 8x256": NONFINITE.format(TEXT, "find_nonfinite"),
         "transformer, 8x256: an empty dispatch mode instead": NONFINITE.format(TEXT, "empty mode"),
-        "transformer, 8x256: added by reading the values alone": NONFINITE.format(TEXT, "looks alone"),
+        "transformer, 8x256: added by reading values only": NONFINITE.format(TEXT, "looks alone"),
     },
 }
 
