@@ -15,7 +15,7 @@
 # **What you'll learn.**
 # - how to let `amp-lab explain` read a message or a log for you;
 # - five questions that find most failures;
-# - where each failure is explained: most of them with a small program that fails, and its repair.
+# - where each failure is explained, in most cases with a small program that fails and a fix.
 #
 # **What you need.** You need no GPU and no other notebook.
 
@@ -30,8 +30,8 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # %% [markdown]
 # ## Paste your message
 #
-# `explain` finds the failure that a message is about. Other dtypes, numbers, names or line breaks do
-# not matter.
+# `explain` finds the failure that a message is about. Dtypes, numbers, names and line breaks in your message may
+# differ.
 
 # %%
 message = """
@@ -58,9 +58,10 @@ assert failure.code == "AMP0018"
 # %% [markdown]
 # ## Five questions
 #
-# These find most failures:
+# These questions find most failures:
 #
-# 1. **Are the parameters fp32?** If those that you train are not, [repair that first](08c_scaler.ipynb#The-parameters-are-fp16).
+# 1. **Are the parameters fp32?** If a parameter that you train is not, [convert it
+#    first](08c_scaler.ipynb#The-parameters-are-fp16).
 # 2. **Does each forward pass have its own autocast block, and does the block end with `.float()`?** If
 #    not, look at [dtypes](08e_dtypes.ipynb).
 # 3. **Is the order `scale`, `backward`, `unscale_`, clip, `step`, `update`, once per step?** If not, look
@@ -72,8 +73,8 @@ assert failure.code == "AMP0018"
 #
 # ## All failures
 #
-# Search this page with Ctrl+F. Your message may have other dtypes than those shown here. Dots stand for
-# what differs from program to program.
+# Search this page with Ctrl+F. The dtypes in your message may differ from those shown here. Dots stand for text
+# that depends on the program.
 
 # %% [markdown]
 # <!-- index of failures -->
@@ -366,9 +367,9 @@ exercises = checks_of("08_when_amp_breaks")
 # %% [markdown]
 # ### 1. Where does a sum of squares end?
 #
-# A sum of squares in fp16 [overflows early](08a_values.ipynb#A-norm-written-by-hand-overflows-above-256).
-# Two numbers are equal and whole. What is the largest such number whose two squares still add up to a
-# finite number in fp16?
+# A sum of squares in fp16 [overflows early](08a_values.ipynb#A-norm-written-by-hand-overflows-above-256). You
+# square a whole number in fp16 and add the square to itself. What is the largest whole number for which this sum
+# is finite?
 
 # %%
 largest_value = ...
@@ -406,7 +407,7 @@ exercises.check_diagnosis(codes)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Look for each symptom in the tables of this page, and read "What you see" in the sections that come into question.
+# Look for each symptom in the tables of this page, and read "What you see" in the sections that could fit.
 #
 # </details>
 #
@@ -416,8 +417,9 @@ exercises.check_diagnosis(codes)
 # codes = ("AMP0026", "AMP0015", "AMP0007")
 # ```
 #
-# The casts of the weights come from the cache of an outer block; clipping meets gradients that are still scaled;
-# and one bad batch has ruined the buffers of batch normalisation.
+# In the first run, the cast weights come from the cache of an outer autocast block. In the second run, clipping
+# gets gradients that are still scaled. In the third run, one bad batch has made the buffers of batch
+# normalisation NaN.
 #
 # </details>
 #
@@ -437,8 +439,8 @@ exercises.check_masked(mask_scores)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# [A mask value does not fit into fp16](08a_values.ipynb#A-mask-value-does-not-fit-into-fp16) has ways that fail and
-# ways that do not. Which number do you fill in, and where do you get it?
+# [A mask value does not fit into fp16](08a_values.ipynb#A-mask-value-does-not-fit-into-fp16) shows which ways
+# fail and which work. Which number do you fill in, and where do you get this number?
 #
 # </details>
 #
@@ -470,7 +472,8 @@ exercises.check_advance(advance)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `update` changes the scale in one direction after a skipped step. What does it do after most good ones?
+# `update` changes the scale in one direction after a skipped step. What does it do after most steps that were not
+# skipped?
 #
 # </details>
 #
@@ -494,13 +497,12 @@ exercises.check_advance(advance)
 # - [Automatic mixed precision
 #   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): the right order of calls
 #   for clipping, accumulation, several losses, models and optimizers.
-# - [`torch.amp`](https://docs.pytorch.org/docs/stable/amp.html): what each backend casts, and the
-#   ban on `binary_cross_entropy`.
-# - [Numerical accuracy](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html): limits
-#   of what any precision promises.
-# - Threads where people met these: [NaN under mixed
-#   precision](https://github.com/pytorch/pytorch/issues/40497), [statistics of batch normalisation
-#   ruined by one batch](https://github.com/pytorch/pytorch/issues/88474), [gradients lost after
-#   `no_grad`](https://github.com/pytorch/pytorch/issues/112583), [compiled gradients that
+# - [`torch.amp`](https://docs.pytorch.org/docs/stable/amp.html): what autocast casts on each device, and why it
+#   refuses `binary_cross_entropy`.
+# - [Numerical accuracy](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html): how accurate results
+#   in each precision can be.
+# - Threads about these failures: [NaN under mixed precision](https://github.com/pytorch/pytorch/issues/40497),
+#   [statistics of batch normalisation ruined by one batch](https://github.com/pytorch/pytorch/issues/88474),
+#   [gradients lost after `no_grad`](https://github.com/pytorch/pytorch/issues/112583), [compiled gradients that
 #   overflow](https://github.com/pytorch/pytorch/issues/153044), [rotary embeddings in
 #   bf16](https://github.com/huggingface/transformers/pull/29285).

@@ -65,10 +65,10 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 # words = "t5 mt5 gemma overflow activation diverges explosion fine-tuning fp16 hidden states tensorboard conformer mamba barlow performer collapse query key bmm conv"
 # -->
 #
-# **What you see.** The loss is `nan` in fp16. In fp32 all is well.
+# **What you see.** The loss is `nan` in fp16. In fp32 the loss is fine.
 #
-# **The smallest program that does it.** A layer has large weights, and a normalisation follows. The same
-# function computes the loss in fp32, fp16 and bf16.
+# **The smallest program that does it.** We pass the output of a layer with large weights to a normalisation. The
+# same function computes the loss in fp32, fp16 and bf16.
 
 
 # %%
@@ -86,8 +86,8 @@ for dtype in (torch.float32, torch.float16):
 assert loss_in(torch.float16, model).isnan()
 
 # %% [markdown]
-# **Why.** A number above 65504 is infinite in fp16. A layer's output got that large, and a later op, such
-# as a normalisation, subtracted infinity from infinity, which is NaN.
+# **Why.** A number above 65504 is infinite in fp16. Here, the output of a layer exceeds 65504. A later op, such
+# as a normalisation, then subtracts infinity from infinity, which is NaN.
 #
 # Above, the first layer returns 150,000. Activations of large trained transformers can reach such values,
 # for example [those of T5](https://github.com/huggingface/transformers/issues/5651).
@@ -95,8 +95,8 @@ assert loss_in(torch.float16, model).isnan()
 # **The fix.** Use bf16, which has nearly the range of fp32. If the GPU has no bf16, run the layers that
 # overflow in fp32: switch autocast off around them, and cast their inputs with `.float()`.
 #
-# You need both. Weights in fp32 are not enough, because autocast casts them too. The next matmul under
-# autocast casts its input back to fp16, so the fp32 region has to reach to the op that makes the values
+# You need both steps. Weights in fp32 are not enough, because autocast casts them too. The next matmul under
+# autocast casts its input back to fp16. Therefore end the fp32 region only after the op that makes the values
 # small again, here the normalisation. <!-- tests/notebooks/test_08a_values.py -->
 
 
@@ -130,9 +130,9 @@ clamped.sum().backward()
 assert (clamped.item(), h.grad.item()) == (65504, 0)
 
 # %% [markdown]
-# **Notice it earlier.** `find_nonfinite` names the op and the module. Without it, run one step without
-# autocast. If the loss is NaN too, look for NaN in the data. Otherwise try bf16: if that helps, the range
-# of fp16 was probably the cause.
+# **Notice it earlier.** `find_nonfinite` names the op and the module. You can also run one step without autocast.
+# If the loss is still NaN, look for NaN in the data. If it is not, try bf16: if the loss is finite in bf16, the
+# range of fp16 was probably the cause.
 
 # %%
 with find_nonfinite(model) as finder:
@@ -160,7 +160,7 @@ assert finder.report.module == "0"
 # -->
 #
 # **What you see.** `masked_fill`, `full`, `clamp` or `pad` raises `value cannot be converted to type c10::Half
-# without overflow` (older versions say `at::Half`). Or there is no message, and attention is NaN.
+# without overflow` (older versions say `at::Half`). In other cases there is no message, but attention is NaN.
 #
 # **The smallest program that does it.** We mask attention scores with -1e9, once by filling and once by
 # adding. Even `torch.finfo(torch.float32).min` is outside the range of bf16.
@@ -192,8 +192,8 @@ assert F.scaled_dot_product_attention(query, query, query, attn_mask=~mask).isfi
 assert torch.where(mask, -1e9, scores).isinf().any()
 
 # %% [markdown]
-# **Not this.** Do not *add* the lowest number to the scores: in fp16 the sum is -inf again if the score is
-# -16 or less, or if two masks are added. A row of such sums is NaN.
+# **Not this.** Do not *add* the lowest number to the scores: in fp16 the sum is -inf again if the score is -16 or
+# less, or if you add two masks. The softmax of a row of -inf is NaN.
 
 # %%
 added = (-20 * scores + mask.half() * lowest).softmax(-1)
@@ -201,8 +201,9 @@ assert added[0].isnan().all()
 assert (torch.tensor([-16.0, -15.0]).half() + lowest).isinf().tolist() == [True, False]
 
 # %% [markdown]
-# **Notice it earlier.** `amp-lab xray --dtype fp16` finds a fill that raises, without a GPU.
-# `find_nonfinite` names the line where the added mask becomes infinite. <!-- tests/tracing/test_advice.py, tests/remedies/test_nonfinite_remedies.py -->
+# **Notice it earlier.** `amp-lab xray --dtype fp16` needs no GPU and finds a fill that would raise this error.
+# `find_nonfinite` names the line where the added mask becomes
+# infinite. <!-- tests/tracing/test_advice.py, tests/remedies/test_nonfinite_remedies.py -->
 
 # %% [markdown]
 # ## Attention is NaN for a row that is masked everywhere
@@ -239,8 +240,8 @@ print(attend(v, hidden))
 assert attend(v, hidden)[0].isnan().all()
 
 # %% [markdown]
-# **Why.** All scores of the row are -inf, and their softmax is 0/0, which is NaN. This happens with an
-# empty sequence, or where padding on the left meets a causal mask.
+# **Why.** All scores of the row are -inf, so their softmax is 0/0, which is NaN. Such a row comes from an empty
+# sequence, or from padding on the left together with a causal mask.
 #
 # In fp16 the scores may also have [become -inf by addition](#A-mask-value-does-not-fit-into-fp16).
 #
@@ -254,7 +255,7 @@ nowhere = hidden.all(-1, keepdim=True)
 assert attend(v, hidden & ~nowhere).tolist() == [[1, 1], [1, 1]]
 
 # %% [markdown]
-# The change is in [pull request 133882](https://github.com/pytorch/pytorch/pull/133882). Two modules still
+# PyTorch changed this in [pull request 133882](https://github.com/pytorch/pytorch/pull/133882). Two modules still
 # return NaN: <!-- tests/notebooks/test_08a_values.py -->
 #
 # - `nn.MultiheadAttention`, unless you pass `need_weights=False`;
@@ -292,9 +293,8 @@ assert v.grad.isnan().all()
 # words = "torch.multinomial generate do_sample temperature categorical llm llama qwen gemma inference garbage output device-side assert unk awq gptq bloom"
 # -->
 #
-# **What you see.** `generate` or `torch.multinomial` raises
-# ``probability tensor contains either `inf`, `nan` or element < 0``. Without sampling, the text is one
-# token over and over, such as `!!!!`.
+# **What you see.** `generate` or `torch.multinomial` raises ``probability tensor contains either `inf`, `nan` or
+# element < 0``. Without sampling, the text repeats one token, such as `!!!!`.
 #
 # **The smallest program that does it.** We sample from logits that overflow in fp16.
 
@@ -331,8 +331,8 @@ assert torch.multinomial(probabilities_in(torch.bfloat16), 1).item() in (0, 1)
 # [Notebook 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) shows how to find these
 # layers.
 #
-# **Not this.** Do not turn sampling off, and do not set `remove_invalid_values=True`: the error disappears,
-# but the text is made from NaN.
+# **Not this.** Do not turn sampling off, and do not set `remove_invalid_values=True`: the error disappears, but
+# the text still comes from NaN.
 
 # %% [markdown]
 # ## NaN because an epsilon of 1e-8 is zero in fp16
@@ -349,7 +349,7 @@ assert torch.multinomial(probabilities_in(torch.bfloat16), 1).item() in (0, 1)
 # words = "eps epsilon 1e-8 1e-12 underflow normalize cosine similarity adam division by zero glide simclr"
 # -->
 #
-# **What you see.** Some values are NaN, such as those of a row of zeros.
+# **What you see.** Some values are NaN, for example in a row of zeros.
 #
 # **The smallest program that does it.** We divide each row by its largest value. One row is all zeros.
 
@@ -369,15 +369,15 @@ assert torch.tensor(1e-8).half() == 0
 # **Why.** 1e-8 rounds to zero in fp16, whose smallest number is 6e-8. So the epsilon no longer prevents a
 # division by zero.
 #
-# `F.normalize`, with its epsilon of 1e-12, fails in the same way on the CPU. On CUDA autocast runs its norm
-# in fp32. Adam's epsilon of 1e-8 is zero if [the parameters are
-# fp16](08c_scaler.ipynb#The-parameters-are-fp16), unless Adam is fused. <!-- tests/notebooks/test_08a_values.py -->
+# `F.normalize`, with its epsilon of 1e-12, fails in the same way on the CPU. On CUDA, autocast runs this norm in
+# fp32. Adam's epsilon of 1e-8 is zero if [the parameters are fp16](08c_scaler.ipynb#The-parameters-are-fp16),
+# unless Adam is fused. <!-- tests/notebooks/test_08a_values.py -->
 #
 # **The fix.** Compute the division in fp32, on `h.float()`, with an epsilon of 1e-3 or more if you train.
 #
-# An epsilon that fp16 can hold, at least `torch.finfo(dtype).tiny`, keeps a row of zeros finite. It is too
-# small for training: at a loss scale of 65536 the gradients often overflow. In a model that is in fp16
-# itself, cast the result back with `.to(h.dtype)`. <!-- tests/remedies/test_nonfinite_remedies.py -->
+# An epsilon of at least `torch.finfo(dtype).tiny` keeps a row of zeros finite in fp16. This epsilon is too small
+# for training: at a loss scale of 65536 the gradients often overflow. If the model itself is in fp16, cast the
+# result back with `.to(h.dtype)`. <!-- tests/remedies/test_nonfinite_remedies.py -->
 
 # %%
 assert F.normalize(h.half())[1].isnan().all()
@@ -425,8 +425,8 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 # **Why.** Just below 1, fp16 numbers are 2^-11 apart and bf16 numbers 2^-8. So `1 - 1e-6` rounds to 1 and
 # the clamp does nothing. `log(1 - 1)` is -inf, and 0 times -inf is NaN.
 #
-# Autocast for CUDA runs the logarithm in fp32, but the probability has been rounded
-# before. <!-- tests/notebooks/test_08a_values.py -->
+# On CUDA, autocast runs the logarithm in fp32, but the probability is already
+# rounded. <!-- tests/notebooks/test_08a_values.py -->
 #
 # **The fix.** Compute the loss from logits: `F.binary_cross_entropy_with_logits`, `F.cross_entropy` or
 # `F.logsigmoid`. If the formula needs probabilities, compute them in fp32: `logits.float().sigmoid()`.
@@ -438,7 +438,7 @@ for dtype in (torch.float16, torch.bfloat16):
     assert cross_entropy(half.float().sigmoid(), target).isfinite()
 
 # %% [markdown]
-# **Not this.** Do not only raise eps: in bf16 even `1 - 1e-3` is 1, and with a larger eps confident wrong
+# **Not this.** Do not only raise eps: in bf16 even `1 - 1e-3` is 1. With a larger eps, confident wrong
 # predictions get no gradient.
 
 # %%
@@ -466,8 +466,8 @@ assert wrong.grad == 0
 # words = "rmsnorm layernorm variance square distance sum dice iou soft_dice_score segmentation overflow zeros"
 # -->
 #
-# **What you see.** The output of a layer is exactly zero, and no layer before it learns. Or a Dice loss is
-# NaN. There is no message.
+# **What you see.** The output of a layer is exactly zero, and the layers before it do not learn. Or a Dice loss
+# is NaN. There is no message.
 #
 # **The smallest program that does it.** We write root-mean-square normalisation by hand.
 
@@ -490,9 +490,9 @@ assert weight.grad.count_nonzero() == 0
 # Autocast leaves a multiplication in fp16, so squares, variances and distances overflow long before their
 # inputs do.
 #
-# A sum over an image overflows too, as in a Dice or IoU loss: 512 x 512 ones are 262,144. Autocast for CUDA
-# runs `pow` and `sum` in fp32, but a model that is cast to fp16 does
-# not. <!-- tests/notebooks/test_08a_values.py -->
+# The sum over an image in a Dice or IoU loss overflows too: the sum of 512 x 512 ones is 262,144. On CUDA,
+# autocast runs `pow` and `sum` in fp32, but a model that is cast to fp16 runs them in
+# fp16. <!-- tests/notebooks/test_08a_values.py -->
 #
 # **The fix.** Use the library's function, such as `F.rms_norm`, which does not overflow. Or call `.float()`
 # on the input of the formula, such as the logits of a loss.
@@ -506,9 +506,8 @@ pixels = torch.ones(512, 512).half().sum()
 assert (2 * pixels / (pixels + pixels)).isnan()  # a Dice score
 
 # %% [markdown]
-# **Notice it earlier.** Look at the gradients of one step. If those of a whole layer are zero, wrap the
-# step in `find_nonfinite`: it also reports a division by infinity.
-# <!-- tests/numerics/test_nonfinite.py -->
+# **Notice it earlier.** Look at the gradients of one step. If all gradients of a layer are zero, wrap the step in
+# `find_nonfinite`, which also reports a division by infinity. <!-- tests/numerics/test_nonfinite.py -->
 
 # %% [markdown]
 # ## Training is fine but evaluation is NaN
@@ -530,8 +529,8 @@ assert (2 * pixels / (pixels + pixels)).isnan()  # a Dice score
 # **What you see.** The scaler skipped one step after a bad batch, and training went on as if nothing had
 # happened. Later the model returns NaN in evaluation.
 #
-# **The smallest program that does it.** A model has batch normalisation, and the second of four batches
-# overflows.
+# **The smallest program that does it.** We train a model with batch normalisation on four batches. The second
+# batch overflows.
 
 # %%
 model, optimizer = make(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
@@ -587,8 +586,8 @@ assert model.eval()(x).isfinite()
 # **What you see.** With anomaly detection, `backward` raises
 # `Function 'MulBackward0' returned nan values in its 0th output.` Without it, the run trains well.
 #
-# **The smallest program that does it.** A gradient overflows at the present loss scale, and a mask
-# multiplies it by 0.
+# **The smallest program that does it.** A gradient overflows at the current loss scale, and a mask multiplies the
+# gradient by 0.
 
 
 # %%
@@ -619,7 +618,8 @@ assert masked_step(torch.amp.GradScaler("cpu", init_scale=1.0)).tolist() == [0.0
 # **Not this.** Do not leave the scaler out of a run in fp16 because of this message: small gradients then
 # become zero ([notebook 03](03_grad_scaler_step_by_step.ipynb)). Switch anomaly detection off instead.
 #
-# **Notice it earlier.** If the NaN ends once `ScaleLog` shows a halved scale, it was probably harmless.
+# **Notice it earlier.** If the NaN disappears when `ScaleLog` shows a halved scale, the NaN was probably
+# harmless.
 
 # %% [markdown]
 # ## Further reading

@@ -57,7 +57,8 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of several programs below
 # **What you see.** Every step is skipped, and the scale halves each time, from 65536 down to 0. The
 # loss itself may look perfectly good.
 #
-# **The smallest program that does it.** A weight starts at zero, and the loss takes a square root.
+# **The smallest program that does it.** The loss is the square root of a squared weight, and the weight starts at
+# zero.
 
 
 # %%
@@ -85,14 +86,14 @@ assert weights.tolist() == [0.0, 2.0]  # nothing was learned
 assert scales[165:] == [0.0] * 5  # from where no doubling leads back
 
 # %% [markdown]
-# **Why.** A gradient is infinite or NaN in every step and at any scale, so the scaler tries smaller
-# scales in vain. Typical sources are a square root at 0, `log(0)`, 0/0, a NaN in the data, or an
-# activation that overflows in fp16. <!-- tests/notebooks/test_08b_learning.py -->
+# **Why.** A gradient is infinite or NaN in every step and at any scale, so a smaller scale does not help. Typical
+# sources are a square root at 0, `log(0)`, 0/0, a NaN in the data, or an activation that overflows in
+# fp16. <!-- tests/notebooks/test_08b_learning.py -->
 #
 # The slope of the square root at 0 is infinite. The slope of the square is 0, and infinity times 0 is NaN.
 #
-# **The fix.** Find the operation that makes the NaN and repair it; leave the scaler alone. For a square
-# root, add a small number under the root. `amp_lab.numerics.find_nonfinite` names the operation.
+# **The fix.** Find the operation that gives NaN with `amp_lab.numerics.find_nonfinite`, and change this
+# operation. Do not change the scaler. For a square root, add a small number under the root.
 
 
 # %%
@@ -106,11 +107,11 @@ _ = figures.loss_scales({"NaN in every gradient": scales[:60], "healthy": health
 assert (healthy[0], healthy[-1]) == (2.0**16, 2.0**19)
 
 # %% [markdown]
-# In the figure, the healthy scale climbs in stairs. The other one falls below 1, the dotted line, after
-# 17 steps.
+# In the figure, the scale of the healthy run rises in steps. The scale of the failing run falls below 1 (dotted
+# line) after 17 steps.
 #
-# **Not this.** Do not switch the scaler off, and do not replace NaN by 0 in the gradients. Without the
-# scaler the NaN reaches the weights; with zeros, the weight behind the NaN never learns.
+# **Not this.** Do not switch the scaler off, and do not replace NaN by 0 in the gradients. Without the scaler,
+# the weights become NaN. With zeros, the weight whose gradient was NaN never learns.
 
 # %%
 unscaled, _ = train(sick_loss, torch.amp.GradScaler("cpu", enabled=False), steps=1)
@@ -155,8 +156,8 @@ print("largest gradient:", lost.max().item())
 assert lost.count_nonzero() == 0
 
 # %% [markdown]
-# **Why.** fp16 has no number between 0 and 6e-8. A gradient smaller than half of that becomes zero when
-# it is cast to fp16 on its way back.
+# **Why.** fp16 has no number between 0 and 6e-8. The backward pass casts gradients to fp16, so a gradient smaller
+# than 3e-8 becomes zero.
 #
 # Each of the 16,384 outputs has the gradient 1e-4 / 16384 = 6e-9.
 #
@@ -172,11 +173,11 @@ torch.testing.assert_close(kept, exact, rtol=2e-3, atol=0)  # 11 bits
 assert torch.tensor(1e-4 / 16384).bfloat16() > 0
 
 # %% [markdown]
-# **Not this.** Do not raise the learning rate instead: a gradient that became zero stays zero, and the
-# layers whose gradients survived take steps that are too long.
+# **Not this.** Do not raise the learning rate instead: a zero gradient stays zero, and the updates of the other
+# layers become too large.
 #
-# **Notice it earlier.** `gradient_underflow` counts what fp16 would lose, here every gradient of the
-# outputs:
+# **Notice it earlier.** `gradient_underflow` counts the gradients that fp16 would round to zero, here all
+# gradients of the outputs:
 
 # %%
 model, _ = make(nn.Linear(4, 64))
@@ -218,11 +219,11 @@ trained.sum().backward()
 assert torch.equal(model[0].weight.grad, x.expand(2, 2))  # right, in this version
 
 # %% [markdown]
-# **Why.** A pass under `torch.no_grad()` leaves cast copies of the weights in autocast's cache. In older
-# versions of PyTorch these copies had no history, and a later pass in the same block used them again, so
-# no gradient reached the weights.
+# **Why.** A pass under `torch.no_grad()` leaves cast copies of the weights in autocast's cache. In older versions
+# of PyTorch these copies had no autograd history. A later pass in the same block used the copies again, so the
+# weights got no gradient.
 #
-# torch 2.11 [has the repair](https://github.com/pytorch/pytorch/pull/165068).
+# torch 2.11 [has the fix](https://github.com/pytorch/pytorch/pull/165068).
 #
 # **The fix.** Close the autocast block after the evaluation and open another one for training, or update
 # PyTorch. If both have to be in one block, call `torch.clear_autocast_cache()` between them.
@@ -261,8 +262,8 @@ assert model[0].weight.grad is None
 #
 # **What you see.** The loss scale grows and grows, or a run that was meant to be bf16 overflows.
 #
-# **The smallest program that does it.** We use a scaler with bf16. It grows after every step instead of
-# every 2000, so that 150 steps are enough.
+# **The smallest program that does it.** We use a scaler with bf16. To need only 150 steps, we let the scale grow
+# after every step instead of every 2000.
 
 
 # %%
@@ -289,14 +290,14 @@ assert max(pointless) > 2.0**120
 assert pointless[-1] < max(pointless)  # it skips steps, too
 
 # %% [markdown]
-# In fp16 the scale stays near the limit of fp16. In bf16 it climbs to the end of fp32 and then skips
-# steps too.
+# In fp16 the scale stays near the limit of fp16. In bf16 the scale grows to the limit of fp32, and then the
+# scaler skips steps too.
 #
-# **Why.** A `GradScaler` is enabled unless you say otherwise. bf16 has the range of fp32, so nothing stops
-# the scale from growing. If a bf16 run overflows, check its dtype: autocast without `dtype=` is fp16 on a
-# GPU and bf16 on a CPU.
+# **Why.** A `GradScaler` is enabled by default. bf16 has the range of fp32, so gradients do not overflow and the
+# scale keeps growing. If a bf16 run overflows, check its dtype: autocast without `dtype=` is fp16 on a GPU and
+# bf16 on a CPU.
 #
-# **The fix.** Name the dtype in one place, pass it to autocast, and enable the scaler for fp16 only:
+# **The fix.** Define the dtype in one place, pass it to autocast, and enable the scaler only for fp16:
 # `GradScaler(enabled=(dtype is torch.float16))`.
 
 # %%
@@ -305,7 +306,7 @@ assert torch.get_autocast_dtype("cpu") is torch.bfloat16
 assert set(scales_in(torch.bfloat16, enabled=False)) == {1.0}
 
 # %% [markdown]
-# **Not this.** Do not leave the scaler on in bf16 to be safe: once its scale is huge, it skips steps.
+# **Not this.** Do not keep the scaler enabled in bf16 to be safe: when its scale is huge, it skips steps.
 
 # %% [markdown]
 # ## Half precision weights stop moving
@@ -330,8 +331,8 @@ assert set(scales_in(torch.bfloat16, enabled=False)) == {1.0}
 # words = "Kahan summation stochastic rounding master weights pure full bf16 AdamW RMSNorm LayerNorm LoRA peft update lost rounded stuck assign load_state_dict param_dtype fp32 main parameters optimizer_dtype FusedAdam convergence torchtune"
 # -->
 #
-# **What you see.** The loss stops falling, although it goes on falling with fp32 weights. Or some weights,
-# often those of norms, never change.
+# **What you see.** The loss stops falling, but with fp32 weights it keeps falling. Or some weights, often the
+# weights of norms, never change.
 #
 # **The smallest program that does it.** We load weights from a bf16 checkpoint with `assign=True`,
 # and make a hundred small updates.
@@ -356,17 +357,17 @@ print(f"weights in {model[0].weight.dtype}: 1 -> {after_updates(model):.2f}")
 assert after_updates(model) == 1.0
 
 # %% [markdown]
-# **Why.** Just below 1, bf16 numbers are 2^-8 apart. An update smaller than half of that is rounded away,
-# so the weight never changes. The weights are in bf16 because the whole model was cast, or because a
+# **Why.** Just below 1, bf16 numbers are 2^-8 apart. An update smaller than half of this distance is rounded
+# away, so the weight never changes. The weights are in bf16 because the whole model was cast, or because a
 # checkpoint was loaded with `assign=True`.
 #
-# Small weights still move, so the loss may fall while the weights of norms stay at 1. A weight decay of
-# `lr * weight_decay` = 1e-4 is lost for weights of every size. Some code also casts a weight for good, with
-# `self.W.data = self.W.to(x.dtype)` in a forward pass. <!-- tests/notebooks/test_08b_learning.py -->
+# Small weights still change, so the loss may fall while the weights of norms stay at 1. A weight decay of `lr *
+# weight_decay` = 1e-4 is rounded away for weights of every size. Some code also casts a weight permanently, with
+# `self.W.data = self.W.to(x.dtype)` in the forward pass. <!-- tests/notebooks/test_08b_learning.py -->
 #
-# **The fix.** Keep the weights that you train in fp32 and let autocast use bf16. Call `model.float()`
-# before you make the optimizer, and load checkpoints without `assign=True`. If fp32 weights do not fit
-# into memory, use an optimizer with stochastic rounding or Kahan summation.
+# **The fix.** Keep the weights that you train in fp32 and let autocast use bf16. Call `model.float()` before you
+# create the optimizer, and load checkpoints without `assign=True`. If fp32 weights do not fit into memory, use an
+# optimizer with stochastic rounding or Kahan summation.
 #
 # [Notebook 16](16_low_precision_state.ipynb#Weights-in-bf16) compares optimizers for bf16 weights. For
 # LoRA, keep the adapters in fp32; the frozen weights may be in bf16.
@@ -381,8 +382,8 @@ assert small * (1 - 1e-4) == small  # lr 1e-3, weight decay 0.1
 assert small - 1e-4 < small  # an update moves a small weight
 
 # %% [markdown]
-# **Not this.** Do not raise the learning rate until the weights move. The step that moves a weight of 1
-# is many times too long for a weight of 0.001.
+# **Not this.** Do not raise the learning rate until the weights change. An update that changes a weight of 1 is
+# far too large for a weight of 0.001.
 
 # %% [markdown]
 # ## Adam makes fp16 weights NaN
@@ -421,16 +422,16 @@ assert str(broken) == "[nan, -inf]"
 # **Why.** Adam keeps its moments in the dtype of the weights. In fp16 the square of a small gradient and
 # the epsilon of 1e-8 are both 0, so Adam divides by zero. A gradient of 0 then gives NaN.
 #
-# **The fix.** Keep the weights in fp32 and let autocast cast them: `model.float()` instead of
-# `model.half()`, before the optimizer is made.
+# **The fix.** Call `model.float()` instead of `model.half()` before you create the optimizer, and let autocast
+# cast the fp32 weights.
 
 # %%
 still, moved = first_step(torch.ones(2), [0.0, 1e-4])
 assert 0.998 < moved < still == 1
 
 # %% [markdown]
-# **Not this.** Do not set `eps=1e-4`. The NaN goes away, but weights with small gradients hardly move,
-# and fp16 rounds their updates away. `fused=True` avoids the division by zero too, but not the rounding.
+# **Not this.** Do not set `eps=1e-4`. The NaN goes away, but weights with small gradients hardly change, and fp16
+# rounds their updates away. `fused=True` also avoids the division by zero, but not the rounding.
 
 # %%
 assert first_step(torch.ones(1).half(), [1e-6], eps=1e-4) == [1.0]  # nothing is learned
@@ -479,13 +480,13 @@ assert torch.tensor([998, 999]).to(torch.bfloat16).tolist() == [1000, 1000]
 # **Why.** bf16 counts in steps of 1 up to 256, of 2 up to 512, and of 4 up to 1024. fp16 counts in steps
 # of 1 up to 2048. Larger whole numbers are rounded, so neighbouring positions become the same.
 #
-# The cast comes from autocast, from the code itself (`dtype=x.dtype`), or from `model.bfloat16()`, which
-# casts a buffer of frequencies (`inv_freq`) too. It happened [in well-known
-# models](https://github.com/huggingface/transformers/pull/29285).
+# The cast comes from autocast, from the code itself (`dtype=x.dtype`), or from `model.bfloat16()`, which also
+# casts a buffer of frequencies (`inv_freq`). [Well-known
+# models](https://github.com/huggingface/transformers/pull/29285) had this failure.
 #
 # **The fix.** Compute positions, indices, counters and the angles of RoPE in fp32: inside
-# `torch.autocast(device_type, enabled=False)`, with `.float()` on what goes in. Cast the sines and
-# cosines afterwards, not the positions.
+# `torch.autocast(device_type, enabled=False)`, with `.float()` on the inputs. Cast the sines and cosines
+# afterwards, not the positions.
 
 # %%
 with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False):
@@ -502,8 +503,8 @@ rates.register_buffer("inv_freq", torch.tensor([1 / 3]))
 assert rates.bfloat16().float().inv_freq != torch.tensor([1 / 3])
 
 # %% [markdown]
-# **Notice it earlier.** Compare the outputs in bf16 and in fp32 on the longest input you allow. `amp-lab
-# xray` says where autocast casts whole numbers. <!-- tests/remedies/test_xray_remedies.py -->
+# **Notice it earlier.** Compare the outputs in bf16 and in fp32 on the longest input you allow. `amp-lab xray`
+# shows where autocast casts whole numbers. <!-- tests/remedies/test_xray_remedies.py -->
 
 # %% [markdown]
 # ## A loss summed up in bf16 is too small
@@ -535,8 +536,8 @@ print("sum in bf16:", total_of(torch.tensor(0.0, dtype=torch.bfloat16)))
 assert total_of(torch.tensor(0.0, dtype=torch.bfloat16)) == 1024
 
 # %% [markdown]
-# **Why.** bf16 numbers beyond 1024 are 8 apart, so adding a loss of 2.5 to a sum of 1024 changes nothing.
-# A log of how much the sum grew shows 0. The training itself is not affected.
+# **Why.** bf16 numbers beyond 1024 are 8 apart, so adding a loss of 2.5 to a sum of 1024 changes nothing. If you
+# log the increase of the sum, the log shows 0. The training itself is not affected.
 #
 # **The fix.** Add up losses and metrics in fp32: start with `torch.zeros((), dtype=torch.float32)`, or add
 # `loss.item()` to a Python number.
@@ -572,7 +573,7 @@ assert total_of(torch.zeros((), dtype=torch.float32)) == 2500
 # **What you see.** PyTorch refuses most operations on the weights. Or the model runs, but its results are
 # bad.
 #
-# **The smallest program that does it.** We cast small weights to FP8 as they are, and compute with them.
+# **The smallest program that does it.** We cast small weights to FP8 without a scale, and compute with them.
 
 # %%
 torch.manual_seed(0)
@@ -586,16 +587,16 @@ print(f"zeros: {(stored.float() == 0).float().mean():.0%}")
 assert 0.1 < (stored.float() == 0).float().mean() < 0.2
 
 # %% [markdown]
-# **Why.** FP8 is a format for storage and for special matmuls. PyTorch has few other operations for it and
-# does not combine it with other dtypes. The positive numbers of its format E4M3 go from 0.002 to 448, so
-# without a scale small weights become zero.
+# **Why.** FP8 is a format for storage and for special matmuls. PyTorch has few other operations for it and does
+# not combine it with other dtypes. The positive numbers of its E4M3 format range from 0.002 to 448, so without a
+# scale small weights become zero.
 #
 # On a CPU, larger values become NaN in torch 2.11 and [448 in
 # 2.15](https://github.com/pytorch/pytorch/pull/178817).
 #
-# **The fix.** Use a library that stores a scale with each FP8 weight, such as torchao. By hand, divide
-# by `weight.abs().max() / 448` before the cast, and cast back to the dtype of the input before you
-# compute.
+# **The fix.** Use a library that stores a scale with each FP8 weight, such as torchao. To scale by hand, divide
+# by `weight.abs().max() / 448` before the cast. Before you compute, cast back to the dtype of the input and
+# multiply by this scale.
 
 
 # %%

@@ -90,9 +90,9 @@ assert "Attempting to unscale FP16 gradients." in message
 # - Diffusers scripts [resumed adapters in
 #   fp16](https://github.com/huggingface/diffusers/issues/6552).
 #
-# Two cases raise nothing, but [the weights may soon stop
-# moving](08b_learning.ipynb#Half-precision-weights-stop-moving): a fused optimizer, which divides the
-# gradients by itself, and bf16 parameters on the CPU. On CUDA, bf16 parameters raise [another
+# Two cases raise no error, but [the weights may soon stop
+# moving](08b_learning.ipynb#Half-precision-weights-stop-moving): a fused optimizer, which unscales the
+# gradients itself, and bf16 parameters on the CPU. On CUDA, bf16 parameters raise [another
 # error](https://github.com/pytorch/pytorch/issues/127176).
 
 # %%
@@ -218,8 +218,8 @@ torch.testing.assert_close(accumulate(clip_each=False), model[0].weight.detach()
 # **What you see.** `scaler.step` raises
 # `No inf checks were recorded for this optimizer.`
 #
-# **The smallest program that does it.** A model has two parts with an optimizer each. The body is
-# frozen, so only the head gets a gradient.
+# **The smallest program that does it.** A model has two parts, and each part has an optimizer. The body
+# is frozen, so only the head gets a gradient.
 
 
 # %%
@@ -243,18 +243,17 @@ assert "No inf checks were recorded for this optimizer." in message
 
 # %% [markdown]
 # **Why.** `scaler.step` looks for infinities in the gradients of this optimizer, but every `.grad` is
-# `None`. Either its parameters are frozen or belong to another copy of the model, or the loss does not
-# depend on them. `.item()`, `.detach()`, `torch.tensor(...)` and ops without a derivative such as
-# `argmax` cut a loss off from the parameters. <!-- tests/notebooks/test_08c_scaler.py -->
+# `None`. Either the parameters are frozen or belong to another copy of the model, or the loss does not
+# depend on them. `.item()`, `.detach()`, `torch.tensor(...)` and ops without a derivative, such as
+# `argmax`, disconnect the loss from the parameters. <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# A fused optimizer raises only at `update`: `No inf checks were recorded prior to
+# With a fused optimizer, only `update` raises an error: `No inf checks were recorded prior to
 # update.` <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** Call `scaler.step` only for optimizers whose parameters have gradients, and leave out
 # `scaler.update()` too if no optimizer steps. If the parameters without gradients should be trained,
-# build the optimizer from the parameters of the model that computes the loss. Keep the
-# loss a tensor: combine losses with `+` or `torch.stack`, and use a differentiable loss instead of
-# `argmax`.
+# build the optimizer from the parameters of the model that computes the loss. Do not convert the loss to
+# a number: combine losses with `+` or `torch.stack`. Use a differentiable loss instead of `argmax`.
 
 # %%
 assert two_parts(step_both=False) == [False, True]
@@ -333,18 +332,18 @@ assert len(set(messages.values())) == 7
 
 # %% [markdown]
 # **Why.** The scaler records which optimizers have unscaled gradients and which have stepped, until
-# `update` clears the record. It refuses to divide or apply gradients twice, and to be pickled between a
-# `step` and its `update`. It also refuses `unscale_`, `step` and `update` before it has scaled a loss, and
-# `update` before it has checked any gradients.
+# `update` clears the record. The scaler refuses to unscale or apply gradients twice, and you cannot
+# pickle it between `step` and `update`. It also refuses `unscale_`, `step` and `update` before it has
+# scaled a loss, and `update` before it has checked any gradients.
 #
 # **The fix.** In [every iteration](https://docs.pytorch.org/docs/stable/notes/amp_examples.html) call
 # `scaler.scale(loss).backward()`, then `scaler.unscale_(optimizer)` if you clip, then
-# `scaler.step(optimizer)` for each optimizer, then `scaler.update()` once. With a library, leave the
-# scaler alone and replace `loss.backward()` by `accelerator.backward(loss)`, `fabric.backward(loss)`,
+# `scaler.step(optimizer)` for each optimizer, then `scaler.update()` once. With a library, do not call
+# the scaler yourself. Replace `loss.backward()` by `accelerator.backward(loss)`, `fabric.backward(loss)`,
 # or in Lightning `self.manual_backward(loss)`. <!-- tests/notebooks/test_08c_scaler.py -->
 #
-# Log the loss before it is scaled. After `update`, `get_scale()` returns the scale of the next step. If
-# you divide a scaled loss by it, the result is off by a factor of 2 when the scale has
+# Log the loss before you scale it. After `update`, `get_scale()` returns the scale of the next step. If
+# you divide a scaled loss by this new scale, the result is wrong by a factor of 2 when the scale has
 # changed. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %%
@@ -352,9 +351,9 @@ call("unscale_", "step", "update")
 _ = pickle.dumps(call("step", "update"))
 
 # %% [markdown]
-# **Notice it earlier.** Check that every iteration calls `scale`. The scaler raises nothing if only a
-# later iteration leaves it out, but divides the gradients of that iteration all the same, so they are
-# much too small. <!-- tests/notebooks/test_08c_scaler.py -->
+# **Notice it earlier.** Check that every iteration calls `scale`. If only a later iteration leaves out
+# `scale`, the scaler raises no error. It still divides the gradients of that iteration, so they are much
+# too small. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %% [markdown]
 # ## The optimizer steps without the scaler
@@ -371,8 +370,8 @@ _ = pickle.dumps(call("step", "update"))
 # words = "bypass twice 65536 explodes optimizer.step after scaler.update if else duplicate"
 # -->
 #
-# **What you see.** With SGD the loss is huge or NaN after one step. With Adam the run looks normal, until
-# it is NaN for good.
+# **What you see.** With SGD the loss is huge or NaN after one step. With Adam the run looks normal until
+# the weights become NaN.
 #
 # **The smallest program that does it.** The loss is scaled, but the loop still calls
 # `optimizer.step()`.
@@ -396,21 +395,21 @@ assert weight_after_step(torch.optim.SGD, by_scaler=False) < -6000
 assert math.isnan(weight_after_step(torch.optim.Adam, by_scaler=False, gradient=math.inf))
 
 # %% [markdown]
-# **Why.** After `scaler.scale(loss).backward()` the gradients are too large by the scale, 65536 at
-# first. `scaler.step(optimizer)` divides them and skips the step if one is infinite. Adam hides
-# the factor, because it divides a gradient by its own size, but an infinite gradient makes its weights
-# NaN.
+# **Why.** After `scaler.scale(loss).backward()` the gradients are too large by the scale, which starts
+# at 65536. `scaler.step(optimizer)` divides the gradients by the scale and skips the step if one is
+# infinite. Adam hides the factor, because it divides each gradient by its usual size, but an infinite
+# gradient makes the weights NaN.
 #
 # **The fix.** Replace every `optimizer.step()` by `scaler.step(optimizer)`, and call `scaler.update()`
-# after it. Do not [call both](https://github.com/IAHispano/Applio/pull/860): the weights would be
-# updated twice, and the plain step would use scaled gradients if it came first.
+# after it. Do not [call both](https://github.com/IAHispano/Applio/pull/860): the weights would be updated
+# twice, and a plain step before `scaler.step` would use scaled gradients.
 
 # %%
 assert math.isclose(weight_after_step(torch.optim.SGD, by_scaler=True), 0.9, rel_tol=1e-4)
 assert weight_after_step(torch.optim.Adam, by_scaler=True, gradient=math.inf) == 1  # skipped
 
 # %% [markdown]
-# **Not this.** Do not lower the learning rate, or clip, to make up for the scale. The scale changes
+# **Not this.** Do not lower the learning rate or clip to compensate for the scale. The scale changes
 # during training, and infinite gradients are still applied.
 
 # %% [markdown]
@@ -437,8 +436,7 @@ assert weight_after_step(torch.optim.Adam, by_scaler=True, gradient=math.inf) ==
 # `AMP and the LBFGS optimizer are not compatible.` <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The smallest program that does it.** L-BFGS [needs a
-# closure](https://docs.pytorch.org/docs/stable/optim.html), with which it
-# evaluates the loss several times in a step.
+# closure](https://docs.pytorch.org/docs/stable/optim.html) to evaluate the loss several times in a step.
 
 
 # %%
@@ -468,10 +466,9 @@ assert "Closure use is not currently supported if GradScaler is enabled." in mes
 # **Why.** The closure runs `backward` inside the optimizer's step, where the scaler cannot unscale the
 # gradients or check them for infinities.
 #
-# SAM (*sharpness-aware minimization*) has [the same
-# problem](https://github.com/davda54/sam/issues/97), because it steps twice in an iteration. If you call
-# its first step yourself, the scaler cannot skip it, and one overflow makes the weights NaN for
-# good. <!-- tests/notebooks/test_08c_scaler.py -->
+# SAM (*sharpness-aware minimization*) has [the same problem](https://github.com/davda54/sam/issues/97),
+# because it steps twice in an iteration. If you call its first step yourself, the scaler cannot skip this
+# step, and one overflow makes the weights NaN permanently. <!-- tests/notebooks/test_08c_scaler.py -->
 #
 # **The fix.** Use bf16 or fp32 with `GradScaler(enabled=False)`, which passes the closure on to the
 # optimizer.
@@ -483,8 +480,8 @@ assert after < 0.01 * before
 
 # %% [markdown]
 # **Not this.** Do not write `scaler.step(optimizer, closure)`. The scaler does not notice a closure that
-# is passed by position, so the optimizer steps with scaled gradients that nobody
-# checks. <!-- tests/notebooks/test_08c_scaler.py -->
+# is passed by position, so the optimizer steps with scaled gradients and without a check for
+# infinities. <!-- tests/notebooks/test_08c_scaler.py -->
 
 # %% [markdown]
 # ## The scheduler warns that it came before the optimizer
@@ -538,8 +535,8 @@ assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`." in me
 
 # %% [markdown]
 # **Why.** The scaler [skipped](https://github.com/pytorch/pytorch/issues/44511) `optimizer.step()`
-# because of an overflow, which is normal in the first iterations. The scheduler advanced all the same,
-# so the schedule is one step ahead of the training.
+# because of an overflow, which is normal in the first iterations. The scheduler advanced anyway, so the
+# schedule is one step ahead of the training.
 #
 # **The fix.** Compare `scaler.get_scale()` before and after `scaler.update()`, and advance the schedule
 # only if the scale did not fall. With one optimizer, `update` lowers the scale exactly when the step
@@ -556,7 +553,7 @@ assert schedule(only_if_stepped=True) == [1.0, 0.5, 0.25]
 
 # %% [markdown]
 # **Not this.** Do not filter the warning, or call `optimizer.step()` once before the loop to avoid it.
-# Each skipped step still puts the schedule one more step ahead.
+# Each skipped step would still move the schedule one more step ahead.
 
 # %%
 with warnings.catch_warnings(action="ignore"):

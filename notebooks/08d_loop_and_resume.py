@@ -56,8 +56,8 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 # words = "clipping clip_grad_norm_ clip_grad_value_ max_grad_norm wandb hook halts"
 # -->
 #
-# **What you see.** There is no message. The model learns without clipping, but hardly with it. The
-# logged gradient norm is huge, and jumps by a factor of 2 from time to time.
+# **What you see.** There is no message. The model learns without clipping, but hardly learns with clipping.
+# The logged gradient norm is huge, and sometimes jumps by a factor of 2.
 #
 # **The smallest program that does it.** We clip to a norm of 1 right after `backward`.
 
@@ -84,7 +84,7 @@ assert moved < 2e-5
 
 # %% [markdown]
 # **Why.** The gradients were clipped while they were still multiplied by the loss scale, such as
-# 65536. `scaler.step` divides them by the scale afterwards, so almost nothing is left of them.
+# 65536. `scaler.step` divides them by the scale afterwards, so they become almost zero.
 #
 # `clip_grad_value_` has the same effect. Adam hides most of it, because it rescales its gradients
 # ([notebook 05](05_cifar10_mobilenet.ipynb)). <!-- tests/notebooks/test_08d_loop_and_resume.py -->
@@ -101,11 +101,12 @@ assert abs(moved - 1) < 1e-3  # the full length that clipping allows
 # **Not this.** Do not raise `max_norm` to the size of the scaled gradients. The scale changes during
 # training, so the limit would change with it. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
-# Code that reads gradients during `backward()` sees scaled ones too: a hook (`register_hook`) or
-# `wandb.watch` ([a report](https://github.com/wandb/wandb/issues/4369)). <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# Code that reads gradients during `backward()` also gets scaled gradients, for example a hook
+# (`register_hook`) or `wandb.watch` ([a
+# report](https://github.com/wandb/wandb/issues/4369)). <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
-# **Notice it earlier.** Log the norm that `clip_grad_norm_` returns: here it is 2.9e5 if it is still
-# scaled, and 4.5 if it is not.
+# **Notice it earlier.** Log the norm that `clip_grad_norm_` returns: here the norm is 2.9e5 with scaled
+# gradients and 4.5 with unscaled gradients.
 
 # %% [markdown]
 # ## Clipping refuses a norm that is not finite
@@ -127,7 +128,7 @@ assert abs(moved - 1) < 1e-3  # the full length that clipping allows
 # ``The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be clipped.``
 #
 # **The smallest program that does it.** We clip with `error_if_nonfinite=True` in a step that overflows.
-# Lightning Fabric's `clip_gradients` [sets it by
+# Lightning Fabric's `clip_gradients` [sets this option by
 # default](https://github.com/lightly-ai/lightly-train/issues/255).
 
 
@@ -152,9 +153,9 @@ print(message)
 assert "of order 2.0 for gradients from `parameters` is non-finite" in message
 
 # %% [markdown]
-# **Why.** A gradient is infinite or NaN, and clipping was told to raise in that case
-# (`error_if_nonfinite=True`). With a `GradScaler` an overflow now and then is normal, because
-# `scaler.step` skips that step and `scaler.update` lowers the scale.
+# **Why.** A gradient is infinite or NaN, and with `error_if_nonfinite=True` clipping raises an error in
+# that case. With a `GradScaler` an overflow now and then is normal, because `scaler.step` skips that step
+# and `scaler.update` lowers the scale.
 #
 # **The fix.** In fp16, keep the default `error_if_nonfinite=False` and let the scaler skip the step.
 # Without a scaler, as in bf16, nothing skips the step: keep the error, and find the cause of the infinity.
@@ -216,8 +217,8 @@ assert stuck[0] == stuck[1] == stuck[2]
 # **Why.** Autocast keeps the 16-bit copies of trained weights until the outermost block ends. Inside one
 # block around the loop, the optimizer changes the weights, but the forward pass uses the old copies.
 #
-# An outer block with `enabled=False` has the same effect. The copies also get stale if you load other
-# values into the weights between two forward passes, such as averaged ones (EMA).
+# An outer block with `enabled=False` has the same effect. The copies also become outdated if you load other
+# values, such as averaged weights (EMA), between two forward passes.
 #
 # **The fix.** Open one autocast block for each forward pass, and none around the loop. End the block
 # before you step, evaluate, or load other weights.
@@ -259,11 +260,11 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 # words = "spike bump restart continue restore scaler.pt rng_state grad_norm reload jump curve"
 # -->
 #
-# **What you see.** A run was fine when its checkpoint was saved. After loading it, the loss is higher or
-# NaN, the first steps are skipped, or the run deviates from one without a break.
+# **What you see.** A run was fine when you saved its checkpoint. After you load the checkpoint, the loss is
+# higher or NaN, the first steps are skipped, or the run deviates from an uninterrupted run.
 #
 # **The smallest program that does it.** A weight is near its optimum, so the signs of its gradients
-# alternate. We go on with the saved Adam, and with a new one.
+# alternate. We resume once with the saved Adam state and once with a new Adam.
 
 
 # %%
@@ -286,15 +287,15 @@ print(f"first step: {with_saved:.0e} with the saved Adam, {with_new:.0e} with a 
 assert with_new > 10 * with_saved
 
 # %% [markdown]
-# **Why.** The checkpoint lacks a part of the run's state, usually that of the optimizer or the scaler,
-# or a part was saved in 16 bits. A new Adam moves each weight by the full learning rate in its first
-# step. A new `GradScaler` starts at 65536, so the first steps may overflow and are skipped.
+# **Why.** A part of the run's state is missing from the checkpoint, usually the state of the optimizer or
+# the scaler. Or a part was saved in 16 bits. A new Adam moves each weight by the full learning rate in its
+# first step. A new `GradScaler` starts at 65536, so the first steps may overflow and are skipped.
 #
 # Other causes: <!-- tests/notebooks/test_08d_loop_and_resume.py -->
-# - The weights were saved with `.half()`. They lost digits, and a running variance above 65504 became
-#   infinite.
-# - The *optimizer's* state was saved in 16 bits. Adam's `step` is a tensor too: in bf16, 301 becomes 300,
-#   and so does 300 + 1. Set `step` to the true number, in fp32, before you load such a file.
+# - The weights were saved with `.half()`. The weights lost digits, and a running variance above 65504
+#   became infinite.
+# - The *optimizer's* state was saved in 16 bits. Adam's `step` is a tensor too: in bf16, 301 is rounded to
+#   300, so the count stops at 300. Before you load such a file, set `step` to the true number in fp32.
 # - `dcp.load` filled the `state_dict()` of a new optimizer, which is empty. Use `get_state_dict`
 #   ([notebook 11](11_scale_out.ipynb#Save-on-four,-resume-on-two-(optional))).
 # - The NaN was in the checkpoint already, often in [buffers of batch
@@ -313,8 +314,8 @@ step = torch.tensor(301.0).bfloat16()
 assert step == step + 1 == 300
 
 # %% [markdown]
-# **Not this.** Do not leave out the optimizer's state because the loss is NaN after loading it: the
-# first steps are then too large. Repair the state, or its dtype.
+# **Not this.** If loading the optimizer's state makes the loss NaN, do not leave the state out: the first
+# steps are then too large. Repair the state or its dtype.
 #
 # **Notice it earlier.** Before you save, check that all parameters and buffers are finite. `amp-lab
 # migrate` finds a checkpoint without the state of the scaler. <!-- tests/migrate/test_mistakes.py -->
@@ -341,13 +342,13 @@ assert step == step + 1 == 300
 # -->
 #
 # **What you see.** `optimizer.step()`, or the update of a moving average of the weights (EMA), raises one
-# of these, with other dtypes too:
+# of these messages, possibly with other dtypes:
 # - ``expected dtype float for `end` but got dtype c10::BFloat16``
 # - ``expected dtype torch.float32 for `end`, but got dtype torch.bfloat16`` (compiled)
 # - `params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout` ([fused, on a
 #   GPU](https://github.com/pytorch/pytorch/issues/110758))
 #
-# Or nothing is raised, and the weights are NaN soon after the optimizer's state was loaded.
+# Or there is no error, but the weights become NaN soon after you load the optimizer's state.
 #
 # **The smallest program that does it.** We cast the model between two steps.
 
@@ -362,13 +363,13 @@ print(message)
 assert "expected dtype float for `end` but got dtype c10::BFloat16" in message
 
 # %% [markdown]
-# **Why.** The moments of the optimizer, or the averaged weights, have another dtype than the weights,
-# because the model was cast after they were made. Adam and most averages use `lerp`, which refuses two
-# dtypes.
+# **Why.** The model was cast after the optimizer or the average was created. The moments of the optimizer,
+# or the averaged weights, therefore have another dtype than the weights. Adam and most averages use `lerp`,
+# which refuses two dtypes.
 #
-# **The fix.** Cast the model first, then make the optimizer and the average, and load their states last.
-# With autocast do not cast the model at all. For an fp32 average of bf16 weights, cast in the update:
-# `average.lerp_(weight.float(), 0.1)`. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# **The fix.** Cast the model first, then create the optimizer and the average, and load their states last.
+# If you use autocast, do not cast the model at all. For an fp32 average of bf16 weights, cast in the
+# update: `average.lerp_(weight.float(), 0.1)`. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 
 # %%
 adam = torch.optim.Adam(model.parameters())
@@ -379,7 +380,7 @@ assert adam.state[model.weight]["exp_avg"].dtype is torch.bfloat16
 # **Not this.** Do not load fp32 state into the optimizer of an fp16 model. `load_state_dict` casts the
 # state to the dtype of the weights: small second moments become 0, and Adam divides by 0.
 #
-# We load the second moment of a gradient of 1e-5, which is 1e-13:
+# For a gradient of 1e-5, the second moment is 1e-13. We load it into the optimizer of an fp16 model:
 
 # %%
 weight = nn.Parameter(torch.ones(1))
@@ -433,7 +434,8 @@ assert "The source state dict is empty, possibly because it was saved from a dis
 # **Why.** The checkpoint was saved by a run whose scaler was disabled, such as one in bf16, in fp32, or
 # on a machine without a GPU. A disabled `GradScaler` has no state and saves an empty dict.
 #
-# In the other direction nothing is raised: a disabled scaler ignores what it loads. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# In the other direction there is no error: a disabled scaler ignores the state that you
+# load. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 #
 # **The fix.** Load the scaler's state only if the saved dict is not empty. A new scaler finds its scale
 # by itself.
@@ -499,16 +501,17 @@ print(message[message.index(refused) :].partition(" Please")[0])
 # `torch.load` reads only tensors, numbers, strings and containers by default, because loading other
 # objects can run code.
 #
-# **The fix.** Save `scaler.state_dict()`, and load it with `scaler.load_state_dict`. Load an old file of
-# your own once with `weights_only=False`, and save it again with the state.
+# **The fix.** Save `scaler.state_dict()`, and load it with `scaler.load_state_dict`. Load your old file
+# once with `weights_only=False`, and save it again with `scaler.state_dict()`.
 
 # %%
 state = saved_and_loaded({"scaler": scaler.state_dict(), "dtype": torch.float16})
 assert state["scaler"]["scale"] == 65536
 
 # %% [markdown]
-# **Not this.** Do not pass `weights_only=False` for a file of somebody else: it can run any code on your
-# machine. Allowing the class with `safe_globals` is not enough: then the next class is refused. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
+# **Not this.** Do not pass `weights_only=False` for a file from somebody else: the file can run any code on
+# your machine. Allowing the class with `safe_globals` is not enough: `torch.load` then refuses the next
+# class. <!-- tests/notebooks/test_08d_loop_and_resume.py -->
 
 # %% [markdown]
 # ## Further reading

@@ -77,8 +77,8 @@ if torch.cuda.is_available():  # the real thing
         assert message in message_of(lambda: nn.BCELoss()(p, p))
 
 # %% [markdown]
-# **Why.** The gradient of this loss for a probability p is 1/p. For a small p, it is larger than the largest
-# number of fp16, so autocast refuses the loss on a GPU, even if its inputs are fp32.
+# **Why.** The gradient of this loss for a probability p is 1/p. For a small p, this gradient exceeds 65504.
+# Autocast therefore refuses the loss on a GPU, even if the inputs of the loss are fp32.
 #
 # A cast to fp32 inside the loss would not help: if p is fp16, its gradient has to be fp16 too. This is the
 # reason that [PyTorch's documents](https://docs.pytorch.org/docs/stable/amp.html) give.
@@ -87,8 +87,8 @@ if torch.cuda.is_available():  # the real thing
 # fp32. If you only have probabilities, compute the loss on `p.float()` inside
 # `with torch.autocast("cuda", enabled=False):`. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
-# **Not this.** Do not pass probabilities to the loss with logits: it applies a second sigmoid. The message is
-# gone, but even a perfect prediction has a loss of 0.31.
+# **Not this.** Do not pass probabilities to `nn.BCEWithLogitsLoss`, which applies a second sigmoid. The
+# message disappears, but even a perfect prediction has a loss of 0.31.
 
 # %%
 with cuda_rules():
@@ -135,7 +135,7 @@ assert F.binary_cross_entropy_with_logits(perfect, target) > 0.31  # the second 
 # kernel rotary rope polar missing unsupported op initialization"""
 # -->
 #
-# **What you see.** An op raises one of these, with other names and dtypes:
+# **What you see.** An op raises one of these messages, possibly with other names and dtypes:
 # - `"lu_cpu" not implemented for 'Half'`
 # - `linalg.inv: Low precision dtypes not supported. Got Half`
 # - `quantile() input tensor must be either float or double dtype`
@@ -157,24 +157,24 @@ with cuda_rules():
     print(message_of(lambda: torch.rand(2, device="cuda").half().quantile(0.5)))
 
 # %% [markdown]
-# **Why.** The op has no kernel for this dtype, in PyTorch or in a package with its own kernels. Its input is
-# 16-bit because of the layer before it, and autocast casts only the ops on its list.
+# **Why.** The op has no kernel for this dtype, in PyTorch or in another package. The layer before the op
+# returns 16 bits, and autocast casts inputs only for the ops on its list.
 #
-# The list differs from device to device: on a CPU it has the quantile and the inverse, but not the
-# determinant, and on CUDA it has none of the three. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
-# Later versions of torch add kernels, such as [bf16 interpolation on
+# The list depends on the device. On a CPU it contains the quantile and the inverse, but not the determinant.
+# On CUDA it contains none of the three. <!-- tests/notebooks/test_08f_ops_and_devices.py --> Later versions
+# of torch add kernels, such as [bf16 interpolation on
 # CUDA](https://github.com/pytorch/pytorch/issues/88536).
 #
 # **The fix.** Call `.float()` on the input of that one op, and cast the result back if the next layer needs
 # it. If the message stays, autocast casts the input again inside the op. Then also run the op inside
 # `with torch.autocast(device_type, enabled=False):`.
 #
-# The second case happens if the op is itself on the list, as `torch.sparse.mm` is, or contains a matrix
-# multiplication, as [`torch.pca_lowrank`](https://github.com/pytorch/pytorch/issues/99710) does.
+# Autocast casts again if the op is on the 16-bit list, such as `torch.sparse.mm`, or if the op contains a
+# matrix multiplication, such as [`torch.pca_lowrank`](https://github.com/pytorch/pytorch/issues/99710).
 #
-# **Not this.** Do not cast only the last step, if a 16-bit matmul made the matrix that you decompose. The
-# rounding has already changed it: a Gram or covariance matrix may no longer be positive definite. Start the
-# fp32 part before that matmul.
+# **Not this.** If a 16-bit matmul computes the matrix that you decompose, do not cast only this matrix.
+# Rounding has already changed its values, so a Gram or covariance matrix may no longer be positive definite.
+# Start the fp32 region before the matmul.
 
 # %%
 for op in (torch.linalg.det, torch.linalg.inv):
@@ -192,9 +192,9 @@ assert "not positive-definite" in message_of(lambda: torch.linalg.cholesky(round
 assert torch.linalg.cholesky(data.T @ data).isfinite().all()
 
 # %% [markdown]
-# **Notice it earlier.** Run `amp-lab xray` on the model ([notebook 09](09_xray_your_model.ipynb)). It stops
-# at an op that refuses the dtype, as the quantile and the inverse do. A missing kernel, such as that of the
-# determinant, shows only in a real run: `--real`. <!-- tests/remedies/test_dtype_remedies.py -->
+# **Notice it earlier.** Run `amp-lab xray` on the model ([notebook 09](09_xray_your_model.ipynb)). X-ray
+# stops at an op that refuses the dtype, such as the quantile or the inverse. To find a missing kernel, such
+# as the kernel of the determinant, pass `--real`. <!-- tests/remedies/test_dtype_remedies.py -->
 
 # %% [markdown]
 # ## NumPy does not know bf16
@@ -216,7 +216,7 @@ assert torch.linalg.cholesky(data.T @ data).isfinite().all()
 #
 # **What you see.** `.numpy()`, or a function that calls it, raises `Got unsupported ScalarType BFloat16`
 #
-# **The smallest program that does it.** We turn a prediction into an array, for a plot or a metric.
+# **The smallest program that does it.** We convert a prediction to an array for a plot or a metric.
 
 # %%
 with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
@@ -225,17 +225,17 @@ print(message_of(prediction.numpy))
 print(message_of(lambda: np.from_dlpack(prediction)))
 
 # %% [markdown]
-# **Why.** NumPy has no bf16 and no FP8. It does have fp16, so an fp16 prediction becomes a float16 array
-# without a message.
+# **Why.** NumPy supports neither bf16 nor FP8. It supports fp16, so an fp16 prediction becomes a float16
+# array without a message.
 #
 # **The fix.** Convert to fp32 first: `prediction.detach().float().cpu().numpy()`. `tolist()` needs no
 # conversion.
 #
-# To keep the bits, go through 16-bit integers in both directions. This also converts an array of
-# `ml_dtypes.bfloat16`, as JAX makes them, with `array.view(np.int16)`.
+# To keep the bits, convert through 16-bit integers in both directions. An array of `ml_dtypes.bfloat16`, for
+# example from JAX, needs `array.view(np.int16)`.
 #
-# **Not this.** Do not convert with `.half().numpy()`: numbers over 65504 become infinite, and what NumPy
-# computes from the array stays in fp16.
+# **Not this.** Do not convert with `.half().numpy()`: numbers over 65504 become infinite, and NumPy
+# continues to compute in fp16.
 
 # %%
 assert prediction.float().numpy().dtype == "float32"
@@ -278,9 +278,9 @@ assert (prediction.half().numpy() + 1).dtype == "float16"
 # words = "mps xpu npu hip rocm meta hpu privateuseone device_type maybe_autocast rotary nnsight"
 # -->
 #
-# **What you see.** The line that opens the block raises one of the first two, or gives the third as a
-# warning:
-# - `User specified an unsupported autocast device_type 'meta'`, or another type in its place
+# **What you see.** The line that opens the block raises one of the first two messages, or prints the third
+# message as a warning:
+# - `User specified an unsupported autocast device_type 'meta'`, or another device type
 # - `unsupported scalarType`
 # - `In MPS autocast, but the target dtype is not supported. Disabling autocast.`, or another device
 #
@@ -295,18 +295,18 @@ print(message_of(lambda: torch.autocast(torch.device("cpu"))))
 print(warnings_of(lambda: torch.autocast("mps", dtype=torch.float32)))
 
 # %% [markdown]
-# **Why.** `torch.autocast` takes the type of a device, such as `"cuda"`, `"cpu"`, `"mps"` or `"xpu"`, that
-# has autocast in this version of torch. The dtype has to be fp16 or bf16. With another dtype, autocast warns
-# and switches itself off, except on CUDA, which also takes fp32.
-# <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# **Why.** `torch.autocast` takes the type of a device, such as `"cuda"`, `"cpu"`, `"mps"` or `"xpu"`. Your
+# version of torch must support autocast on this device. The dtype has to be fp16 or bf16. With another
+# dtype, autocast warns and switches itself off. Only CUDA also accepts
+# fp32. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # On AMD's GPUs the type is [`"cuda"`](https://docs.pytorch.org/docs/stable/notes/hip.html), not `"hip"`. MPS
 # has autocast for fp16 from torch 2.5 on, and for bf16 from 2.6 on
 # ([Accelerate](https://github.com/huggingface/accelerate/blob/main/src/accelerate/accelerator.py)).
 #
 # **The fix.** Pass `tensor.device.type`, not `str(tensor.device)`, and name the dtype. To run a block in
-# fp32, write `enabled=False`, not `dtype=torch.float32`. If the device may have no autocast, ask
-# `torch.amp.is_autocast_available(device_type)` first, and skip the block.
+# fp32, write `enabled=False`, not `dtype=torch.float32`. If the device may not support autocast, check
+# `torch.amp.is_autocast_available(device_type)` first, and skip the block if it is False.
 
 
 # %%
@@ -356,10 +356,10 @@ assert warnings_of(lambda: torch.autocast("mps", enabled=False)) == ""
 # ptxas bf16 support GPU Kaggle Colab RDNA Radeon LLVM fdot2"""
 # -->
 #
-# **What you see.** On a GPU before Ampere, one of these is raised, or bf16 is as slow as fp32 or slower:
+# **What you see.** On a GPU before Ampere, you get one of these errors, or bf16 is no faster than fp32:
 # - `Current CUDA Device does not support bfloat16. Please switch dtype to float16.`
-# - `CUBLAS_STATUS_NOT_SUPPORTED when calling`, and then a function with `CUDA_R_16BF` among its arguments
-# - `Feature '.bf16' requires .target sm_80 or higher`, from Triton and so from `torch.compile`
+# - `CUBLAS_STATUS_NOT_SUPPORTED when calling`, followed by a function with `CUDA_R_16BF` among its arguments
+# - `Feature '.bf16' requires .target sm_80 or higher`, from Triton, which `torch.compile` uses
 #
 # **The smallest program that does it.** We replace two functions of PyTorch, to imitate a GPU without bf16.
 
@@ -371,12 +371,12 @@ with without_bf16:
     print(message_of(lambda: torch.autocast("cuda", dtype=torch.bfloat16)))
 
 # %% [markdown]
-# **Why.** NVIDIA's GPUs compute in bf16 from compute capability 8.0 on, which is Ampere. On an older GPU,
-# such as a T4, V100 or P100, PyTorch emulates bf16, which is slow, and other libraries refuse it.
+# **Why.** NVIDIA's GPUs support bf16 since compute capability 8.0 (Ampere). On an older GPU, such as a T4,
+# V100 or P100, PyTorch emulates bf16 slowly, and other libraries refuse bf16.
 #
-# Reports name [an M40](https://github.com/opendatalab/MinerU/issues/1508) and [a
-# P100](https://github.com/pytorch/pytorch/issues/57773) for cuBLAS, and [a
-# T4](https://github.com/unslothai/unsloth/issues/501) for Triton.
+# Users report the cuBLAS error on [an M40](https://github.com/opendatalab/MinerU/issues/1508) and [a
+# P100](https://github.com/pytorch/pytorch/issues/57773), and the Triton error on [a
+# T4](https://github.com/unslothai/unsloth/issues/501).
 #
 # **The fix.** Use fp16 on such a GPU, and train with a `GradScaler`. If the model was trained in bf16 and
 # gives NaN in fp16, use fp32 ([why](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it)).
@@ -386,12 +386,12 @@ with without_bf16:
     assert torch.autocast("cuda", dtype=torch.float16).fast_dtype is torch.float16  # no error
 
 # %% [markdown]
-# **Not this.** Do not choose bf16 because `torch.cuda.is_bf16_supported()` returns True: it does so on a GPU
-# that only emulates bf16. Pass `including_emulation=False`.
-# <!-- tests/notebooks/test_19_choose_your_precision.py -->
+# **Not this.** Do not choose bf16 because `torch.cuda.is_bf16_supported()` returns True: it also returns
+# True on a GPU that only emulates bf16. Pass
+# `including_emulation=False`. <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
-# **Notice it earlier.** Run `amp-lab doctor`, or `recommend_precision(device)`, which measures what a device
-# is fast in. <!-- tests/core/test_device.py -->
+# **Notice it earlier.** Run `amp-lab doctor` or `recommend_precision(device)`. Both measure which dtypes are
+# fast on a device. <!-- tests/core/test_device.py -->
 
 # %% [markdown]
 # ## An FFT is refused in half precision
@@ -418,7 +418,7 @@ with without_bf16:
 # torchaudio spectrogram mel loss time series image size"""
 # -->
 #
-# **What you see.** The transform raises one of these:
+# **What you see.** The FFT raises one of these messages:
 # - `cuFFT only supports dimensions whose sizes are powers of two when computing in half precision`, on CUDA
 #   ([its source](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/CuFFTPlanCache.h))
 # - `Unsupported dtype Half`, on the CPU
@@ -435,9 +435,9 @@ if torch.cuda.is_available():
     assert "cuFFT only supports dimensions whose sizes are powers of two" in on_cuda
 
 # %% [markdown]
-# **Why.** On CUDA, autocast casts no transform, so it gets the 16-bit output of the layer before it. cuFFT
-# has 16-bit kernels only for sizes that are powers of two. A CPU has
-# none. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# **Why.** On CUDA, autocast does not cast the input of an FFT, so the FFT gets the 16-bit output of the
+# layer before. cuFFT has 16-bit kernels only for sizes that are powers of two. A CPU has no 16-bit FFT
+# kernels. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # `torch.stft` calls the same kernels. On a CPU it says `MKL FFT doesn't support tensors of type: Half`, or
 # without MKL `expected scalar type Double but found Half`. On CUDA its results are complex numbers in 16 bits
@@ -446,9 +446,9 @@ if torch.cuda.is_available():
 # **The fix.** Call `.float()` on the input of the transform. Cast its real result, such as the power of the
 # spectrum, back to the dtype of the next layer.
 #
-# If the model was cast by `.half()`, its window and filters are buffers and were cast too. Then call
-# `.float()` on the module that makes the features, *after* `model.half()`.
-# <!-- tests/notebooks/test_08f_ops_and_devices.py -->
+# `model.half()` also casts buffers, such as the window and the filters of the transform. *After*
+# `model.half()`, call `.float()` on the module that computes the
+# features. <!-- tests/notebooks/test_08f_ops_and_devices.py -->
 #
 # **Not this.** Do not pad the signal to a power of two only to stay in fp16: a power spectrum easily exceeds
 # 65504, even for 512 ones.
@@ -488,8 +488,8 @@ assert torch.fft.rfft(torch.ones(512)).abs().square().max() > 65504
 # Intel Arc A says `Required aspect fp64 is not supported on the device` ([a
 # report](https://github.com/intel/torch-xpu-ops/issues/1742)).
 #
-# **The smallest program that does it.** We send a NumPy array to the device. Nobody asked for float64, but it
-# is NumPy's default.
+# **The smallest program that does it.** We send a NumPy array to the device. The array is float64, because
+# this is NumPy's default.
 
 # %%
 weights = torch.from_numpy(np.ones(3))
@@ -498,11 +498,11 @@ if torch.backends.mps.is_available():
     assert "the MPS framework doesn't support float64" in message_of(lambda: weights.to("mps"))
 
 # %% [markdown]
-# **Why.** Apple's GPUs, and Intel's Arc A, have no float64. Everything that NumPy computes is float64 by
-# default, such as class weights or targets.
+# **Why.** Apple's GPUs and Intel's Arc A do not support float64. NumPy computes in float64 by default, for
+# example class weights or targets.
 #
-# A `.double()` in the model has the same effect. The tensor need not be yours: in older versions,
-# `GradScaler.unscale_` made one ([issue 142397](https://github.com/pytorch/pytorch/issues/142397)).
+# A `.double()` in the model has the same effect. PyTorch can also create the float64 tensor: in older
+# versions, `GradScaler.unscale_` did so ([issue 142397](https://github.com/pytorch/pytorch/issues/142397)).
 #
 # **The fix.** Convert the tensor to fp32 before you move it: `torch.from_numpy(array).float().to("mps")`. In
 # the model, replace `.double()` and `dtype=torch.float64` by their fp32 forms.
@@ -536,8 +536,8 @@ assert weights.float().to(device).dtype is torch.float32
 # `FlashAttention only support fp16 and bf16 data type`. We quote it from its
 # [source](https://github.com/Dao-AILab/flash-attention/blob/main/csrc/flash_attn/flash_api.cpp).
 #
-# **The smallest program that does it.** The kernel needs a GPU, but how q becomes fp32 can be seen anywhere.
-# Inside an autocast block, we multiply q by cosines in fp32, as a rotary embedding does.
+# **The smallest program that does it.** The kernel needs a GPU, but we can show without a GPU how q becomes
+# fp32. Inside an autocast block, we multiply q by cosines in fp32, as in a rotary embedding.
 
 # %%
 cosines = torch.ones(2)  # fp32, as rotary embeddings often keep them
@@ -548,9 +548,9 @@ print(f"v is {v.dtype}, q is {q.dtype}")
 assert q.dtype is torch.float32
 
 # %% [markdown]
-# **Why.** The kernel takes only fp16 and bf16, and autocast casts for PyTorch's ops, not for a function of
-# another package. The inputs are fp32 if the model was loaded in fp32 and runs without autocast, or if a norm
-# or a rotary embedding before the kernel returns fp32.
+# **Why.** The kernel takes only fp16 and bf16. Autocast casts the inputs of PyTorch's ops, but not of a
+# function in another package. The inputs are fp32 in two cases: an fp32 model runs without autocast, or a
+# norm or a rotary embedding before the kernel returns fp32.
 #
 # **The fix.** Cast q, k and v to one 16-bit dtype right before the call, or call
 # `F.scaled_dot_product_attention`, for which autocast casts. For inference with transformers, load the model
@@ -595,8 +595,8 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 # Warnings before it give a reason for each kernel, such as
 # `Expected query, key and value to all be of dtype: {Half, BFloat16}`.
 #
-# **The smallest program that does it.** A model allows only flash attention, and gets fp32. X-ray follows the
-# rules of CUDA, and needs no GPU.
+# **The smallest program that does it.** A model allows only flash attention but gets fp32 inputs. X-ray
+# applies the rules of CUDA and needs no GPU.
 
 
 # %%
@@ -612,19 +612,20 @@ tokens = torch.rand(1, 2, 16, 64)  # batch, heads, tokens, features
 print(message_of(lambda: xray(FlashOnly(), tokens, dtype=torch.float32)).split(";")[0])
 
 # %% [markdown]
-# **Why.** `sdpa_kernel` allows no kernel that takes this call. Flash attention and cuDNN's take only fp16 and
-# bf16, on Ampere or newer, and only some masks and head sizes. The block often runs outside autocast in one
-# place, such as evaluation.
+# **Why.** `sdpa_kernel` allows no kernel that supports this call. The flash attention and cuDNN kernels
+# support only fp16 and bf16 on Ampere or newer, and only some masks and head sizes. Often one call of the
+# model, for example in evaluation, runs outside autocast.
 #
-# **The fix.** Run the call under autocast, or cast q, k and v to fp16 or bf16. If fp32 is wanted, or the GPU
-# is older, also allow `SDPBackend.MATH`, which takes everything. <!-- tests/tracing/test_kernel_limits.py -->
+# **The fix.** Run the call under autocast, or cast q, k and v to fp16 or bf16. If you need fp32, or the GPU
+# is older than Ampere, also allow `SDPBackend.MATH`, which supports every
+# call. <!-- tests/tracing/test_kernel_limits.py -->
 
 # %%
 assert not xray(FlashOnly(), tokens, dtype=torch.bfloat16).raised
 
 # %% [markdown]
-# **Notice it earlier.** Run X-ray with the dtype of evaluation, too. It knows the kernels' limits on dtypes,
-# masks and head sizes. <!-- tests/tracing/test_kernel_limits.py -->
+# **Notice it earlier.** Run X-ray with the dtype of evaluation, too. X-ray checks the kernels' limits on
+# dtypes, masks and head sizes. <!-- tests/tracing/test_kernel_limits.py -->
 
 # %% [markdown]
 # ## Further reading

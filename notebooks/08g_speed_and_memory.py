@@ -69,11 +69,11 @@ wide, _ = make(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
 # no-op full precision"""
 # -->
 #
-# **What you see.** One of the warnings below, which are easily missed in a log. Training is as slow as
-# in fp32 and needs as much memory.
+# **What you see.** The log contains one of the warnings below, which are easy to miss. Training is as
+# slow as in fp32 and needs as much memory.
 #
 # **The smallest program that does it.** A script for CUDA runs on a machine without a GPU, or asks
-# autocast for fp32. (On a machine with a GPU, only the dtype warns.)
+# autocast for fp32. (On a machine with a GPU, only the dtype causes a warning.)
 
 # %%
 warned = warnings_of(lambda: (torch.autocast("cuda"), torch.amp.GradScaler("cuda")))
@@ -87,8 +87,8 @@ assert "In CPU autocast, but the target dtype is not supported." in wrong_dtype
 # **Why.** PyTorch sees no GPU, or the dtype of autocast is neither fp16 nor bf16. Autocast and the
 # scaler then switch themselves off with a warning, and training goes on in fp32.
 #
-# For `"xpu"` and `"mps"` there is no warning if the device is missing. Both stay on, but autocast
-# leaves tensors on the CPU in fp32.
+# For `"xpu"` and `"mps"` there is no warning if the device is missing. Autocast and the scaler stay
+# enabled, but autocast leaves tensors on the CPU in fp32.
 #
 # **The fix.** If `torch.cuda.is_available()` is False on a machine with a GPU, install a build of
 # PyTorch that fits the GPU and its driver. Pass the device of the tensors,
@@ -236,9 +236,10 @@ assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 # there, make the data loader faster. If not, use larger batches and a dtype that `amp-lab doctor`
 # reports as fast. For inference, cast the weights once.
 #
-# [Notebook 10](10_speed_ladder.ipynb#Where-AMP-loses) shows from which size on AMP pays. For
-# convolutions, also [let cuDNN search](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html)
-# for the fastest kernel: `torch.backends.cudnn.benchmark = True`.
+# [Notebook 10](10_speed_ladder.ipynb#Where-AMP-loses) shows at which sizes AMP is faster. For
+# convolutions, also [let cuDNN
+# search](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html) for the fastest kernel:
+# `torch.backends.cudnn.benchmark = True`.
 #
 # **Not this.** Do not call `model.half()` before training to avoid the casts. fp16 weights lose small
 # updates.
@@ -308,8 +309,8 @@ assert amp > 50 * fp32
 # activation times this gate is fp32. Cast the gate: `h * gate.to(h.dtype)`.
 #
 # **The fix.** Make the batch larger, because AMP saves memory on activations. If activations fill the
-# memory, use gradient checkpointing. If weights and Adam's state do, use an optimizer with less state,
-# LoRA or sharding (FSDP). <!-- tests/remedies/test_memory_remedies.py -->
+# memory, use gradient checkpointing. If weights and Adam's state fill the memory, use an optimizer with
+# less state, LoRA or sharding (FSDP). <!-- tests/remedies/test_memory_remedies.py -->
 #
 # **Not this.** Do not train with `model.bfloat16()` to save memory. Without fp32 weights, small updates
 # are rounded away ([notebook 16](16_low_precision_state.ipynb#Weights-in-bf16)).
@@ -325,8 +326,8 @@ assert (h * gate.to(h.dtype)).dtype is torch.bfloat16
 assert torch.tensor(1.0).bfloat16() + 1e-3 == 1  # an update of a bf16 weight
 
 # %% [markdown]
-# **Notice it earlier.** `amp-lab memory` forecasts the memory of your model in each precision, and says
-# what saves how much. <!-- tests/tracing/test_memory.py -->
+# **Notice it earlier.** `amp-lab memory` forecasts the memory of your model in each precision, and how
+# much each setting saves. <!-- tests/tracing/test_memory.py -->
 
 # %% [markdown]
 # ## Inference under autocast takes more memory
@@ -420,11 +421,11 @@ assert all(p.nbytes == 2 * p.numel() for p in nn.Linear(2, 2).bfloat16().paramet
 # **What you see.** A matmul in FP8 raises one of the messages below. In fp16 and bf16 there is no
 # message, but the matmul may be slower than it could be.
 #
-# **The smallest program that does it.** Tensors on the `meta` device have no data, but PyTorch checks their
-# sizes with the rules of CUDA. We multiply in FP8 with an inner size of 100, then with the 50257 columns of
-# GPT-2's vocabulary, and last in a grouped matmul, as in a mixture of experts. (CUDA's kernels,
-# [torchao](https://github.com/pytorch/ao/issues/571), [Transformer
-# Engine](https://github.com/NVIDIA/TransformerEngine/issues/1422) and vLLM use other words.)
+# **The smallest program that does it.** Tensors on the `meta` device have no data, but PyTorch checks
+# their sizes with the rules of CUDA. We multiply in FP8 with an inner size of 100, then with the 50257
+# columns of GPT-2's vocabulary, and last in a grouped matmul, as in a mixture of experts. (CUDA's
+# kernels, [torchao](https://github.com/pytorch/ao/issues/571), [Transformer
+# Engine](https://github.com/NVIDIA/TransformerEngine/issues/1422) and vLLM print other messages.)
 
 
 # %%
@@ -452,9 +453,9 @@ print(message_of(lambda: torch._scaled_grouped_mm(fp8(32, 100), fp8(64, 100).T, 
 # multiples of 16 bytes, and of 128 bytes on an A100, for inputs, outputs and rows of a linear layer.
 # The rows are batch size times tokens.
 #
-# **The fix.** Pad the vocabulary to a multiple of 64 and the tokens in the collate function, and use
-# `drop_last=True` for the last batch. Or leave the layer in bf16. If an FP8 checkpoint fails in vLLM or
-# SGLang, use a smaller tensor-parallel size.
+# **The fix.** Pad the vocabulary to a multiple of 64, pad the tokens in the collate function, and drop
+# an incomplete last batch with `drop_last=True`. Or keep the layer in bf16. If an FP8 checkpoint fails
+# in vLLM or SGLang, use a smaller tensor-parallel size.
 #
 # nanoGPT pads [50257 to 50304](https://github.com/karpathy/nanoGPT/blob/master/model.py). The logits of
 # real tokens stay the same. Ignore the logits of the padding tokens before you choose a token.
@@ -518,9 +519,9 @@ assert peak_of(4096) > memory
 assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 
 # %% [markdown]
-# **Why.** Weights, gradients, optimizer state and activations have to fit into the GPU at the same
-# time, beside the memory of other processes (`nvidia-smi`). A resumed run fails if `torch.load` puts
-# the checkpoint onto the GPU too. Evaluation fails if it builds a graph or collects outputs.
+# **Why.** Weights, gradients, optimizer state and activations have to fit into GPU memory at the same
+# time, together with other processes (see `nvidia-smi`). A resumed run fails if `torch.load` puts the
+# checkpoint onto the GPU too. Evaluation fails if your code builds a graph or collects outputs.
 #
 # Where the error appears shows what is too large:
 # - **In the forward or backward pass**: the activations, so the batch, image or sequence is too large.
@@ -532,10 +533,10 @@ assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 #   `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` ([other
 #   names](../docs/memory_in_practice.md#pytorch_cuda_alloc_conf-or-pytorch_alloc_conf)).
 #
-# **The fix.** Use a smaller batch and accumulate gradients: divide each loss by the number of batches. You
-# can also use gradient checkpointing. Load checkpoints with `map_location="cpu"`. `amp-lab memory
-# my_model.py:MODEL --input 8,3,224,224 --memory 24GiB` forecasts the largest batch, and what else saves how
-# much.
+# **The fix.** Use a smaller batch and accumulate gradients: divide each loss by the number of batches.
+# You can also use gradient checkpointing. Load checkpoints with `map_location="cpu"`. `amp-lab memory
+# my_model.py:MODEL --input 8,3,224,224 --memory 24GiB` forecasts the largest batch and how much other
+# settings save.
 #
 # The accumulated gradients equal those of the large batch up to rounding, if the model has no batch
 # normalisation. ([More on the forecast](../docs/your_model.md#does-training-fit-into-memory).)
@@ -586,8 +587,8 @@ torch.testing.assert_close(gradient_of(large.split(4)), gradient_of([large]))
 #
 # **What you see.** Each step, or each batch of an evaluation, needs more memory than the one before.
 #
-# **The smallest program that does it.** We evaluate three batches and keep something of each.
-# `held_by` counts the tensors that graphs still hold at the end.
+# **The smallest program that does it.** We evaluate three batches, and keep the loss of each as a
+# tensor or as a number. `held_by` counts the tensors that graphs still hold at the end.
 
 
 # %%
@@ -637,7 +638,8 @@ with torch.inference_mode():
 assert wide.eval()(torch.ones(1, 512)).requires_grad
 
 # %% [markdown]
-# **Notice it earlier.** Print `torch.cuda.memory_allocated()` after each step. It has to stay the same.
+# **Notice it earlier.** Print `torch.cuda.memory_allocated()` after each step. The number has to stay
+# the same.
 
 # %% [markdown]
 # ## Further reading

@@ -60,8 +60,8 @@ x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 # outputs are the same. A gradient may be [infinite only in the compiled
 # model](https://github.com/pytorch/pytorch/issues/153044).
 #
-# **The smallest program that does it.** A function switches autocast off to compute in fp32. We
-# compile it, and call it inside an autocast block.
+# **The smallest program that does it.** A function switches autocast off to compute in fp32. We compile
+# this function, and call it inside an autocast block.
 
 
 # %%
@@ -146,11 +146,11 @@ broken = torch._dynamo.explain(lambda h: scaler.scale(h.sum()))(x)
 assert len(broken.break_reasons) == 1
 
 # %% [markdown]
-# **Why.** `torch.compile` does not trace the function that the message names. PyTorch marks the whole
-# file of `GradScaler` as one that it does not trace.
+# **Why.** `torch.compile` does not trace the function that the message names. PyTorch excludes the whole
+# file of `GradScaler` from tracing.
 #
 # **The fix.** Compile the model, or the function that computes the loss, including autocast. Call
-# `scale`, `unscale_`, `step` and `update` outside of it.
+# `scale`, `unscale_`, `step` and `update` outside the compiled function.
 
 # %%
 loss_of = torch.compile(lambda h: h.sum(), backend="aot_eager", fullgraph=True)
@@ -201,10 +201,10 @@ for dtype in (torch.bfloat16, torch.float16):
 
 # %% [markdown]
 # **Why.** For an LSTM with an fp32 input, torch chooses the kernel of oneDNN, its library for CPUs. Then
-# autocast casts the tensors to 16 bits, for which oneDNN may have no LSTM on your CPU.
+# autocast casts the tensors to 16 bits, but oneDNN may have no 16-bit LSTM for your CPU.
 #
-# On x86, oneDNN has an LSTM in bf16 from AVX-512 on, and none that trains in fp16 ([measured on one
-# CPU](../data/results/cpu-ops-xeon-2-cores.json)). <!-- tests/core/test_cpu.py -->
+# On x86, oneDNN has a bf16 LSTM only for CPUs with AVX-512, and no LSTM that trains in fp16 ([measured
+# on one CPU](../data/results/cpu-ops-xeon-2-cores.json)). <!-- tests/core/test_cpu.py -->
 #
 # **The fix.** Run the layer in fp32: open `torch.autocast("cpu", enabled=False)` around it, and cast its
 # input with `.float()`.
@@ -267,8 +267,8 @@ assert all("mix of the legacy and new APIs" in message for message in messages)
 # one, so reading the old name raises an error when the two contradict each other.
 #
 # **The fix.** Set TF32 for matmuls with `torch.set_float32_matmul_precision`, and for convolutions with
-# `torch.backends.cudnn.allow_tf32`: these two set both names. Leave `fp32_precision` alone as long as
-# any library reads the old names.
+# `torch.backends.cudnn.allow_tf32`: both settings change the old and the new name. Do not set
+# `fp32_precision` while any library reads the old names.
 
 # %%
 for mode, new_name, is_tf32 in (("high", "tf32", True), ("highest", "ieee", False)):
@@ -306,8 +306,8 @@ for mode, new_name, is_tf32 in (("high", "tf32", True), ("highest", "ieee", Fals
 # -->
 #
 # **What you see.** A `FutureWarning` says that `` `torch.cuda.amp.autocast(args...)` is deprecated. ``
-# The same happens with `GradScaler`, `custom_fwd` and `custom_bwd`. If you change the name or the arguments
-# alone, you get an error such as `missing 1 required positional argument: 'device_type'`.
+# The same happens with `GradScaler`, `custom_fwd` and `custom_bwd`. If you change only the name or only
+# the arguments, you get an error such as `missing 1 required positional argument: 'device_type'`.
 #
 # **The smallest program that does it.** We use the old names. Then we change only the name, or only the
 # arguments.
@@ -412,11 +412,11 @@ assert "Expected to have finished reduction in the prior iteration" in unused
 
 # %% [markdown]
 # **Why.** DDP averages a group of gradients [when all of them are
-# ready](https://docs.pytorch.org/docs/stable/notes/ddp.html). A parameter that gets no gradient leaves
-# its group waiting, and the next step finds the group unfinished.
+# ready](https://docs.pytorch.org/docs/stable/notes/ddp.html). If a parameter gets no gradient, its group
+# is never ready, so the next step raises this error.
 #
-# **The fix.** Remove the layers that the loss does not use, or freeze them with
-# `requires_grad_(False)` before you create the DDP model. If the use changes from step to step, pass
+# **The fix.** Remove the layers that the loss does not use, or freeze them with `requires_grad_(False)`
+# before you create the DDP model. If the unused layers change from step to step, pass
 # `find_unused_parameters=True`, which searches the graph in each step.
 
 # %%
@@ -424,7 +424,7 @@ with group_of_one():
     train(False, False, find_unused_parameters=True)
 
 # %% [markdown]
-# **Notice it earlier.** In a unit test, run two steps in a process group of one.
+# **Notice it earlier.** In a unit test, run two steps in a process group with one process.
 
 # %% [markdown]
 # ## FSDP refuses parameters of two dtypes
@@ -482,8 +482,8 @@ assert old.startswith("Must flatten tensors with uniform dtype but got")
 # has one dtype. FSDP2 checks only the parameters that are trained.
 #
 # **The fix.** Cast all trained weights to fp32 before you wrap the model, and let
-# `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` cast them for the computation. Or wrap each module
-# that has another dtype first, as a unit of its own.
+# `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` cast them for the computation. Or first wrap each
+# module that has another dtype as a separate unit.
 
 # %%
 with group_of_one():
@@ -526,8 +526,8 @@ assert one + 2**-9 == one
 # **What you see.** There is no message. The ranks have different weights or gradient norms, or their
 # scalers skip different steps.
 #
-# **The smallest program that does it.** We compute by hand what two ranks with different loss scales get.
-# The gradient of each rank is 1.
+# **The smallest program that does it.** We compute by hand the gradients of two ranks with different
+# loss scales. The true gradient of each rank is 1.
 
 # %%
 scales = torch.tensor([1024.0, 2048.0])  # of two ranks
@@ -555,7 +555,7 @@ with group_of_one():
     assert scaler.get_scale() == 1024
 
 # %% [markdown]
-# With gradient accumulation, put forward *and* backward of all batches but the last one into
+# With gradient accumulation, run forward *and* backward of all batches except the last inside
 # [`model.no_sync()`](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
 #
 # **Notice it earlier.** Every 1000 steps, gather the scale and the sum of the weights of all ranks, and
