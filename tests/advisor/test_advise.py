@@ -21,7 +21,7 @@ from amp_lab.advisor.outlook import Outlook, forecast, trace_and_forecast
 from amp_lab.core.device import DeviceReport
 from amp_lab.core.errors import DeviceError, OptionError, TraceError
 from amp_lab.core.gpus import GPUS, unknown_gpu
-from amp_lab.core.timing import Comparison
+from amp_lab.core.timing_result import Comparison
 from amp_lab.model_call import ModelCall
 from amp_lab.recipes import INFERENCE, TRAINING, Recipe
 

@@ -13,7 +13,7 @@ from amp_lab.bench.result_row import Row
 from amp_lab.bench.results import Results
 from amp_lab.bench.results_file import load_results
 from amp_lab.core.errors import OptionError
-from amp_lab.core.timing import Ratio
+from amp_lab.core.estimates import Ratio
 
 
 def results_of(*rows, **environment):

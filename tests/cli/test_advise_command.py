@@ -7,7 +7,7 @@ from cases import some_of
 
 from amp_lab.advisor import session
 from amp_lab.cli import main
-from amp_lab.core.timing import Comparison
+from amp_lab.core.timing_result import Comparison
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from amp_lab.core import device_matmuls
 from amp_lab.core.device import _recommend
 from amp_lab.core.device_facts import memory_bytes
 from amp_lab.core.errors import AmpLabError, OptionError
-from amp_lab.core.timing import Comparison, Measurement
+from amp_lab.core.timing_result import Comparison, Measurement
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

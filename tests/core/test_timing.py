@@ -8,7 +8,9 @@ import torch
 
 from amp_lab import compare, measure
 from amp_lab.core import timing
-from amp_lab.core.timing import Estimate, Measurement, Ratio, Rounds
+from amp_lab.core.estimates import Estimate, Ratio
+from amp_lab.core.timing import Rounds
+from amp_lab.core.timing_result import Measurement
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,8 @@ from course import figures
 
 from amp_lab import plots
 from amp_lab.core.errors import OptionError
-from amp_lab.core.timing import Comparison, Estimate, Ratio
+from amp_lab.core.estimates import Estimate, Ratio
+from amp_lab.core.timing_result import Comparison
 from amp_lab.plots import style
 
 mpl.use("agg")

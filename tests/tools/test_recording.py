@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from amp_lab.core.environment import environment_of
-from amp_lab.core.timing import Comparison
+from amp_lab.core.timing_result import Comparison
 from measure import numerics, recording, scale, training, xray
 
 

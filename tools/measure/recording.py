@@ -11,8 +11,9 @@ import torch
 from amp_lab.core.allocator import keep_memory
 from amp_lab.core.device import describe_device
 from amp_lab.core.environment import environment_of
+from amp_lab.core.estimates import Estimate
 from amp_lab.core.files import atomic_write
-from amp_lab.core.timing import Comparison, Estimate
+from amp_lab.core.timing_result import Comparison
 
 
 def parser(

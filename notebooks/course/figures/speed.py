@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from amp_lab.core.timing import Comparison, Ratio
+from amp_lab.core.estimates import Ratio
+from amp_lab.core.timing_result import Comparison
 from amp_lab.plots import style
 from amp_lab.plots.style import COLOURS, Options, Values
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from amp_lab.core.estimates import Estimate, Ratio
 from amp_lab.core.precision import Precision
-from amp_lab.core.timing import Estimate, Ratio
 from amp_lab.recipes import INFERENCE, Recipe
 
 

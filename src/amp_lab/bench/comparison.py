@@ -7,8 +7,8 @@ from amp_lab.bench.result_row import Row
 from amp_lab.bench.results import Results
 from amp_lab.bench.results_table import TitledCells, speedup_cell, time_cell, with_titles
 from amp_lab.core.errors import OptionError
+from amp_lab.core.estimates import Ratio
 from amp_lab.core.report import Printed, Table
-from amp_lab.core.timing import Ratio
 
 
 @dataclass(repr=False)

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from amp_lab.core.timing import Comparison, Estimate, Measurement, Ratio, Rounds
+from amp_lab.core.estimates import Estimate, Ratio
+from amp_lab.core.timing import Rounds
+from amp_lab.core.timing_result import Comparison, Measurement
 
 STATES = ("ok", "failed", "out of memory", "not run")
 BASELINE = ("fp32", "eager")  # precision and rung that every row of a workload is compared with

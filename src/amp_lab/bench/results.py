@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from amp_lab.bench.limits import Ceilings
 from amp_lab.bench.result_row import BASELINE, Row, quotient
 from amp_lab.bench.results_table import LEGEND, head_and_lines
+from amp_lab.core.estimates import Estimate
 from amp_lab.core.files import save
 from amp_lab.core.report import Printed, Table, listed, plural, rate_text
-from amp_lab.core.timing import Estimate
 
 SCHEMA = "amp-lab bench 2"  # written into each file; another number means other fields
 # A rate above 1.1 times the measured limit is impossible, so its time or its count is wrong. Up to

@@ -5,8 +5,9 @@ import math
 from collections.abc import Callable
 
 from amp_lab.bench.result_row import Row, quotient
+from amp_lab.core.estimates import Ratio
 from amp_lab.core.report import rate_text
-from amp_lab.core.timing import Ratio, time_text
+from amp_lab.core.timing_result import time_text
 
 TitledCells = tuple[str, list[str]]
 """A title such as ``gpt 4x128``, and the cells of one row of the table below it."""

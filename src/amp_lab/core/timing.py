@@ -8,7 +8,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,7 +15,8 @@ import numpy as np
 import torch
 
 from amp_lab.core.backends import backend
-from amp_lab.core.estimates import Estimate, Ratio, bootstrap, estimate_median
+from amp_lab.core.estimates import bootstrap
+from amp_lab.core.timing_result import Comparison, Measurement
 
 _FEWEST_ROUNDS = 12
 _LEAST_TOTAL_S = 0.7  # of measuring: a neighbour on the host comes and goes in tenths of a second
@@ -27,40 +27,6 @@ _PAUSE_S = 3e-3  # before a turn: threads of a library that wait by spinning go 
 _SLOW_MATMUL = 1.5  # time of the calibration matmul, as a multiple of its median
 _FAR_APART = 3.0  # time of an exchange between threads, as a multiple of the fastest or the median
 _LONG_WAIT = 0.03  # share of a round in which a thread was ready to run and had no core
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """The result of `measure`: the time and the peak memory of one call of the function."""
-
-    samples_s: tuple[float, ...]
-    """Seconds of each repeat, in the order in which the repeats ran."""
-    peak_bytes: int | None
-    """Largest number of bytes in tensors at any moment, including tensors from before the call.
-    None if the backend keeps no count, as on a CPU."""
-    reserved_bytes: int | None
-    """Largest number of bytes that the caching allocator reserved; at least `peak_bytes`."""
-
-    @property
-    def median_s(self) -> float:
-        """Median of the samples, in seconds."""
-        return statistics.median(self.samples_s)
-
-    @property
-    def iqr_s(self) -> float:
-        """Interquartile range of the samples, in seconds: the spread of the middle half."""
-        if len(self.samples_s) == 1:
-            return 0.0
-        first, _, third = statistics.quantiles(self.samples_s, n=4, method="inclusive")
-        return third - first
-
-    def __str__(self) -> str:
-        median = time_text(self.median_s)
-        spread = time_text(self.iqr_s)
-        text = f"{median} (IQR {spread}, {len(self.samples_s)} repeats)"
-        if self.peak_bytes is None:
-            return text
-        return f"{text}, peak {self.peak_bytes / 2**20:.0f} MiB"
 
 
 def measure(
@@ -140,84 +106,6 @@ def _reset_peak(device: torch.device) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The result of `compare`: the time of one call of each function, in each round."""
-
-    samples_s: dict[str, tuple[float, ...]]
-    """By name, one value for each round. A trusted result leaves out the disturbed rounds."""
-    disturbed: int
-    """Number of rounds in which another program used the machine."""
-    reason: str
-    """Why you should not trust the result; empty if you can."""
-    apart: bool = False
-    """Whether cores were moved or lay far apart, as on a VM. Some ratios depend on their place."""
-
-    @property
-    def trusted(self) -> bool:
-        """Whether enough rounds were undisturbed."""
-        return not self.reason
-
-    @property
-    def rounds(self) -> int:
-        """Number of rounds in the samples."""
-        return len(next(iter(self.samples_s.values())))  # all functions have as many samples
-
-    def median_s(self, name: str) -> float:
-        """Median of one function's samples, in seconds."""
-        return statistics.median(self.samples_s[name])
-
-    def time_s(self, name: str) -> Estimate:
-        """Return `median_s` with a bootstrap interval, as `ratio` has."""
-        median, interval = estimate_median(np.array(self.samples_s[name]))
-        return Estimate(median, interval, self.trusted)
-
-    def ratio(self, name: str, to: str) -> Ratio:
-        """Return the time of `name` divided by the time of `to`: 2 means `to` is twice as fast.
-
-        This is the median of the ratios within each round, with a bootstrap interval (Efron and
-        Tibshirani 1993, percentile method, seeded). Raises `KeyError` for an unknown name.
-        """
-        ratios = np.array(self.samples_s[name]) / np.array(self.samples_s[to])
-        median, interval = estimate_median(ratios)
-        return Ratio(median, interval, self.trusted)
-
-    def to_json(self) -> dict:
-        """Return the samples in seconds, and whether you can trust them, for a JSON file."""
-        return {
-            "samples_s": {str(name): list(samples) for name, samples in self.samples_s.items()},
-            "median_s": {str(name): self.median_s(name) for name in self.samples_s},
-            "disturbed": self.disturbed,
-            "trusted": self.trusted,
-            "reason": self.reason,
-            "apart": self.apart,
-        }
-
-    def __str__(self) -> str:
-        """A line for each function, with the first one's time over its own: its speed-up."""
-        names = list(self.samples_s)
-        first = names[0]
-        width = max(map(len, names))
-        lines = []
-        for name in names:
-            line = f"{name:<{width}}  {time_text(self.median_s(name)):>8}"
-            if name != first:
-                line += f"  {self.ratio(first, name)}"
-            lines.append(line)
-        return "\n".join([*lines, *self.remarks()])
-
-    def remarks(self) -> list[str]:
-        """Return sentences on what makes the times uncertain; an empty list if nothing does."""
-        remarks = []
-        if self.reason:
-            remarks.append(f"not trusted: {self.reason}")
-        if self.apart:
-            remarks.append(
-                "cores apart: the host of this machine moves them, and some ratios depend on it"
-            )
-        return remarks
-
-
 def compare(
     functions: Mapping[str, Callable[[], object]],
     *,
@@ -261,26 +149,15 @@ def compare(
             fn()
     calls = {name: _count_calls_for_turn(fn, device) for name, fn in functions.items()}
     rounds = Rounds(device)
+    stop_rule = _StopRule(precision, budget_s)
     order = list(functions)
-    next_check = _FEWEST_ROUNDS  # number of still rounds at which the intervals are computed next
-    least_s = min(_LEAST_TOTAL_S, budget_s / 4)
-    start = time.perf_counter()
-    spent_s = 0.0
-    while spent_s < budget_s or not rounds.all:  # one round even if nothing was budgeted
-        # By half time, fewer than a quarter of the rounds were quiet; to be trusted, half must be.
-        if spent_s > budget_s / 2 and 4 * len(rounds.quiet) < len(rounds.all):
-            break
-        with rounds.next() as seconds:
+    while not stop_rule.is_met(rounds):
+        with rounds.next() as seconds:  # a dict to fill: the seconds of one call by name
             for name in order:
                 time.sleep(_PAUSE_S)
-                seconds[name] = _time_calls(functions[name], calls[name], device) / calls[name]
+                turn_s = _time_calls(functions[name], calls[name], device)
+                seconds[name] = turn_s / calls[name]
         order.reverse()  # so that no function is always first
-        if len(rounds.still) >= next_check and spent_s > least_s:
-            # An interval takes a thousand draws, so it is not computed after every round.
-            next_check += max(1, len(rounds.still) // 4)
-            if _is_narrow_enough(rounds.still, precision):
-                break
-        spent_s = time.perf_counter() - start
     return rounds.comparison(list(functions))
 
 
@@ -332,6 +209,34 @@ class Rounds:
             reason=reason,
             apart=self.watch.cores_were_apart() or not has_enough_still,
         )
+
+
+class _StopRule:
+    """Decides when a comparison has enough rounds."""
+
+    def __init__(self, precision: float, budget_s: float):
+        self.precision = precision
+        self.budget_s = budget_s
+        self.least_s = min(_LEAST_TOTAL_S, budget_s / 4)
+        self.next_check = _FEWEST_ROUNDS  # how many still rounds the next check needs
+        self.start = time.perf_counter()
+
+    def is_met(self, rounds: Rounds) -> bool:
+        """Whether to stop: the time is over, the machine too busy, or the ratios precise enough."""
+        if not rounds.all:  # one round even if nothing was budgeted
+            return False
+        spent_s = time.perf_counter() - self.start
+        if spent_s >= self.budget_s:
+            return True
+        # By half time, fewer than a quarter of the rounds were quiet; to be trusted, half must be.
+        if spent_s > self.budget_s / 2 and 4 * len(rounds.quiet) < len(rounds.all):
+            return True
+        still_count = len(rounds.still)
+        if spent_s <= self.least_s or still_count < self.next_check:
+            return False
+        # An interval takes a thousand draws, so it is not computed after every round.
+        self.next_check += max(1, still_count // 4)
+        return _is_narrow_enough(rounds.still, self.precision)
 
 
 def _time_calls(fn: Callable[[], object], calls: int, device: torch.device) -> float:
@@ -491,10 +396,3 @@ def _stolen_s() -> float:
         return 0.0
     stolen_ticks = int(fields[8])  # after cpu, user, nice, system, idle, iowait, irq and softirq
     return stolen_ticks / os.sysconf("SC_CLK_TCK")
-
-
-def time_text(seconds: float) -> str:
-    """Seconds with three digits, in s from 1 s on, else in ms: ``1.5 s``, ``0.25 ms``."""
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms"

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from amp_lab.core.timing import Estimate, Ratio
+from amp_lab.core.estimates import Estimate, Ratio
 from amp_lab.plots import style
 from amp_lab.plots.style import COLOURS, Options
 

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from amp_lab.core import files
-from amp_lab.core.timing import Estimate
+from amp_lab.core.estimates import Estimate
 
 # One style per precision in every figure. The colours differ in lightness too, and bars are
 # hatched, so that figures can be read in greyscale.
