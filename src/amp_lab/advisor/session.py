@@ -19,11 +19,13 @@ from amp_lab.core.allocator import ENVIRONMENT, memory_taken
 from amp_lab.core.backends import BACKENDS, backend
 from amp_lab.core.device import describe_device, pick_device, preserve_random_state
 from amp_lab.core.errors import OptionError, TraceError, with_type
+from amp_lab.core.estimates import Estimate
 from amp_lab.core.gpus import Gpu, gpu_of, unknown_gpu
 from amp_lab.core.precision import Precision
 from amp_lab.core.remedies import remedy
 from amp_lab.core.report import bytes_text, dtype_name
-from amp_lab.core.timing import Comparison, Estimate, compare, turn_s
+from amp_lab.core.timing import compare, turn_s
+from amp_lab.core.timing_result import Comparison
 from amp_lab.model_call import ModelCall
 from amp_lab.recipes import INFERENCE, TRAINING, Recipe, Step, error_of, program
 from amp_lab.tracing.fake_device import tip_for
@@ -370,34 +372,30 @@ class _Ranking:
         return candidate
 
     def _time_candidates(self, new: list[Candidate]) -> None:
-        """Time new candidates, the simplest first, in turns with the baseline and the best so far.
+        """Time new candidates in turns with the baseline and the best so far, and set `best`.
 
-        A candidate becomes the best if it is faster than the best beyond the uncertainty of both
-        times, and by so much that its changes are worth it.
+        `new` has the simplest candidate first. All steps in `_steps` are timed.
         """
         if not new:
             return
-        if self._baseline is None:  # the first comparison
+        if self._baseline is None or self.best is None:  # the first comparison
             self._baseline = new[0]
-        previous_best = self.best or new[0]
-        previous_speedup = previous_best.speedup  # None in the first comparison
+            self.best = new[0]
+        baseline = self._baseline
+        previous_best = self.best
+        earlier_speedup = previous_best.speedup  # None in the first comparison
         new = self._drop_slow(new)
         timed = self._compare_times()
-        best = previous_best
-        for candidate in new:
-            ratio = timed.ratio(candidate.name, best.name)  # of times: below 1 is faster
-            if ratio.is_below(1.0) and ratio.median <= _WORTHWHILE:
-                best = candidate
-        self._record_times(timed, self._baseline, best)
-        # The previous best was timed again, so `_record_times` has given it a new speed-up.
-        new_speedup = previous_best.speedup
-        if timed.trusted and previous_speedup and new_speedup:
-            change = new_speedup.median / previous_speedup.median
-            baseline_time = timed.time_s(self._baseline.name)
-            self._rescale_earlier(change, baseline_time, timed)
+        best = _choose_best(timed, previous_best, new)
+        # This gives the previous best, which was timed again, a new speed-up.
+        self._record_times(timed, baseline, best)
+        if timed.trusted and earlier_speedup is not None:
+            new_speedup = timed.ratio(baseline.name, previous_best.name)
+            change = new_speedup.median / earlier_speedup.median
+            self._rescale_earlier(change, timed.time_s(baseline.name), timed)
         self.best = best
         best.verdict = "recommended"
-        if not timed.trusted and best is self._baseline:
+        if not timed.trusted and best is baseline:
             best.reason = f"the simplest; {_busy_reason(timed)}"
 
     def _drop_slow(self, new: list[Candidate]) -> list[Candidate]:
@@ -476,6 +474,19 @@ class _Ranking:
             if c.speedup and c.name not in timed.samples_s:
                 c.speedup = c.speedup.times(change)
                 c.time_s = baseline_time.times(1 / c.speedup.median)
+
+
+def _choose_best(timed: Comparison, best: Candidate, new: list[Candidate]) -> Candidate:
+    """The best candidate after `best` has been compared with each new one, in order.
+
+    A new candidate replaces the best before it if it is faster beyond the uncertainty of both
+    times, and by so much that its changes are worth it.
+    """
+    for candidate in new:
+        ratio = timed.ratio(candidate.name, best.name)  # of times: below 1 is faster
+        if ratio.is_below(1.0) and ratio.median <= _WORTHWHILE:
+            best = candidate
+    return best
 
 
 def _busy_reason(timed: Comparison) -> str:
