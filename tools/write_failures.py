@@ -50,12 +50,13 @@ VOCABULARY = ROOT / "notebooks" / "course" / "search_words.toml"
 INDEX = ROOT / "notebooks" / "08_when_amp_breaks.py"
 PAGES = ("docs/*.md", "README.md", "CHEATSHEET.md", "data/README.md")
 
-_MESSAGES = 1  # of a failure that the index shows; its page has all
-_HEADING = re.compile(r"^##+ (.+?)$", re.MULTILINE)
+# What Markdown has in a notebook or a page, each with its groups.
+_HEADING = re.compile(r"^##+ (.+?)$", re.MULTILINE)  # the text of "## Text" or "### Text"
+# The code and the TOML of "`AMP0004` <!-- failure", some lines of TOML, "-->".
 _ENTRY = re.compile(r"^`(AMP\d{4})` <!-- failure\n(.*?)^-->", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
-_LINK = re.compile(r"\[([^]]+)\]\([^)]*\)")
-_ADDRESS = re.compile(r"\]\((https?://[^)\s]+)\)")
+_LINK = re.compile(r"\[([^]]+)\]\([^)]*\)")  # the text of "[text](address)"
+_ADDRESS = re.compile(r"\]\((https?://[^)\s]+)\)")  # the address of such a link, if on the web
 _BEGIN, _END = "# <!-- index of failures -->\n", "# <!-- end of the index -->\n"
 _KEYS = {"messages", "quoted", "symptoms", "words", "torch", "general"}
 
@@ -65,14 +66,14 @@ class FailureError(Exception):
 
 
 class Entry(NamedTuple):
-    """A failure as it is written: a section of a notebook, or a row of the table of others."""
+    """A failure as it is written: a section of a notebook, or a row in `other_failures/`."""
 
-    code: str
+    code: str  # such as ``AMP0004``
     title: str
     page: str  # in the repository, with an anchor
     notebook: str  # the name of its file, without suffix
     area: str  # the title of its notebook
-    data: dict[str, Any]
+    data: dict[str, Any]  # its TOML: the keys in `_KEYS`
     cause: str
     cure: str
     unsafe: str
@@ -81,14 +82,15 @@ class Entry(NamedTuple):
 
 def entries() -> list[Entry]:
     """Every failure, in the order of the notebooks; raises `FailureError`."""
-    found = []
+    failures = []
     for source in series():
-        found += [*in_notebook(source), *others(source)]
-    codes = [entry.code for entry in found]
+        failures += in_notebook(source)
+        failures += others(source)
+    codes = [entry.code for entry in failures]
     for code in codes:
         if codes.count(code) > 1:
             raise FailureError(f"{code} stands twice")
-    return found
+    return failures
 
 
 def series() -> list[Path]:
@@ -97,36 +99,38 @@ def series() -> list[Path]:
 
 
 def in_notebook(source: Path) -> list[Entry]:
-    """The failures of a notebook."""
+    """The failures that are sections of a notebook."""
     text = _markdown(source)
     area = _title(text)
-    found = []
-    for section in re.split(r"^(?=## )", text, flags=re.MULTILINE)[1:]:
+    failures = []
+    _, *sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)  # without the introduction
+    for section in sections:
         heading = section.partition("\n")[0].removeprefix("## ")
-        entry = _ENTRY.search(section)
-        if entry is None:
+        comment = _ENTRY.search(section)
+        if comment is None:  # the section is not about a failure
             continue
-        code, data = entry[1], tomllib.loads(entry[2])
-        parts = {name: _part(section, name) for name in ("Why", "The fix", "Not this")}
-        if not parts["Why"] or not parts["The fix"]:
+        code, toml = comment.groups()
+        data = tomllib.loads(toml)
+        cause = _part(section, "Why")
+        cure = _part(section, "The fix")
+        if not cause or not cure:
             raise FailureError(f"{source.name}, {heading}: needs **Why.** and **The fix.**")
         _check(code, data)
-        page = f"notebooks/{source.stem}.ipynb#{heading.replace(' ', '-')}"
-        found.append(
+        failures.append(
             Entry(
                 code=code,
                 title=heading,
-                page=page,
+                page=f"notebooks/{source.stem}.ipynb#{heading.replace(' ', '-')}",
                 notebook=source.stem,
                 area=area,
                 data=data,
-                cause=parts["Why"],
-                cure=parts["The fix"],
-                unsafe=parts["Not this"],
+                cause=cause,
+                cure=cure,
+                unsafe=_part(section, "Not this"),
                 sources=_ADDRESS.findall(section),
             )
         )
-    return found
+    return failures
 
 
 def others(source: Path) -> list[Entry]:
@@ -135,11 +139,11 @@ def others(source: Path) -> list[Entry]:
     if not path.exists():
         return []
     area = _title(_markdown(source))
-    found = []
+    failures = []
     for row in tomllib.loads(path.read_text(encoding="utf-8"))["failure"]:
         data = {key: row[key] for key in _KEYS & set(row)}
         _check(row["code"], data)
-        found.append(
+        failures.append(
             Entry(
                 code=row["code"],
                 title=row["title"],
@@ -153,7 +157,7 @@ def others(source: Path) -> list[Entry]:
                 sources=row.get("sources", []),
             )
         )
-    return found
+    return failures
 
 
 def _markdown(source: Path) -> str:
@@ -163,6 +167,7 @@ def _markdown(source: Path) -> str:
 
 
 def _title(markdown: str) -> str:
+    """The heading in the first line: ``Title`` of ``# Title``."""
     return markdown.partition("\n")[0].removeprefix("# ")
 
 
@@ -175,36 +180,43 @@ def _check(code: str, data: dict[str, Any]) -> None:
 
 
 def _part(section: str, name: str) -> str:
-    """The first paragraph of a part of a section, such as **Why.**, as plain text."""
-    found = re.search(rf"^\*\*{name}\.\*\* (.+?)(?:\n\s*\n|\Z)", section, re.MULTILINE | re.DOTALL)
-    return _plain(found[1]) if found else ""
+    """The paragraph that begins with a name such as **Why.**, as plain text; "" without one."""
+    begin = rf"^\*\*{name}\.\*\* "
+    end = r"(?:\n\s*\n|\Z)"  # an empty line, or the end of the section
+    match = re.search(f"{begin}(.+?){end}", section, re.MULTILINE | re.DOTALL)
+    return _plain(match[1]) if match else ""
 
 
 def _plain(markdown: str) -> str:
     """Markdown without comments, links and emphasis, on one line."""
-    text = _LINK.sub(r"\1", _COMMENT.sub("", markdown))
-    text = re.sub(r"\*+([^*]+)\*+", r"\1", text).replace("&nbsp;", " ")
+    text = _COMMENT.sub("", markdown)
+    text = _LINK.sub(r"\1", text)
+    text = re.sub(r"\*+([^*]+)\*+", r"\1", text)  # the text of *text* and **text**
+    text = text.replace("&nbsp;", " ")
     return " ".join(text.split())
 
 
 def pages() -> list[dict[str, str]]:
     """The pages that are not about one failure: path, title and headings."""
-    found = []
+    result = []
     for source in build_pairs.find():
         if source not in series():
-            found.append(_page(f"notebooks/{source.stem}.ipynb", _markdown(source)))
-    for pattern_ in PAGES:
-        for path in sorted(ROOT.glob(pattern_)):
-            page = path.relative_to(ROOT).as_posix()
-            found.append(_page(page, path.read_text(encoding="utf-8")))
-    return found
+            result.append(_page(f"notebooks/{source.stem}.ipynb", _markdown(source)))
+    for pattern in PAGES:
+        for path in sorted(ROOT.glob(pattern)):
+            address = path.relative_to(ROOT).as_posix()
+            result.append(_page(address, path.read_text(encoding="utf-8")))
+    return result
 
 
-def _page(page: str, text: str) -> dict[str, str]:
-    """A page by its Markdown."""
-    title = re.search(r"^# (.+)$", text, re.MULTILINE)
-    headings = " ".join(_HEADING.findall(text))
-    return {"page": page, "title": title[1] if title else page, "headings": _plain(headings)}
+def _page(path: str, markdown: str) -> dict[str, str]:
+    """Path, title and headings of a page with this text."""
+    title = path
+    match = re.search(r"^# (.+)$", markdown, re.MULTILINE)
+    if match:
+        title = match[1]
+    headings = " ".join(_HEADING.findall(markdown))
+    return {"page": path, "title": title, "headings": _plain(headings)}
 
 
 def reference() -> dict[str, Any]:
@@ -216,14 +228,16 @@ def search_data() -> dict[str, Any]:
     """The data of `search.json`: pages, and the words of the search."""
     vocabulary = tomllib.loads(VOCABULARY.read_text(encoding="utf-8"))
     questions = vocabulary["questions"]
-    synonyms = {}
-    for to, words in vocabulary["synonyms"].items():
-        synonyms |= dict.fromkeys(words, to)
+    synonyms = {}  # for each word, the word that is searched for instead
+    for word, others_of_word in vocabulary["synonyms"].items():
+        synonyms |= dict.fromkeys(others_of_word, word)
     all_pages = []
     for page in pages():
-        asked = questions.get(page["page"].rpartition(".")[0], [])
-        words = " ".join([page["headings"], *asked])
-        all_pages.append({"page": page["page"], "title": page["title"], "words": words})
+        path = page["page"]
+        without_suffix = path.rpartition(".")[0]
+        questions_of_page = questions.get(without_suffix, [])
+        words = " ".join([page["headings"], *questions_of_page])
+        all_pages.append({"page": path, "title": page["title"], "words": words})
     return {
         "pages": all_pages,
         "subject_words": vocabulary["subject_words"],
@@ -234,8 +248,7 @@ def search_data() -> dict[str, Any]:
 
 
 def _row(entry: Entry) -> dict[str, Any]:
-    """The failure as `amp_lab.failures.Failure` reads it."""
-    messages = [*entry.data.get("messages", []), *entry.data.get("quoted", [])]
+    """The failure as `amp_lab.failures.Failure` reads it, without empty values."""
     row = {
         "code": entry.code,
         "title": entry.title,
@@ -243,59 +256,59 @@ def _row(entry: Entry) -> dict[str, Any]:
         "cure": entry.cure,
         "unsafe": entry.unsafe,
         "page": entry.page,
-        "messages": messages,
+        "messages": _messages(entry),
         "symptoms": entry.data.get("symptoms", []),
         "words": entry.data.get("words", ""),
         "general": entry.data.get("general", False),
         "torch": entry.data.get("torch", ""),
-        "sources": list(dict.fromkeys(entry.sources)),
+        "sources": list(dict.fromkeys(entry.sources)),  # each once
     }
     return {name: value for name, value in row.items() if value}
 
 
-def index_of_failures(found: list[Entry]) -> str:
+def _messages(entry: Entry) -> list[str]:
+    """All messages of a failure."""
+    return [*entry.data.get("messages", []), *entry.data.get("quoted", [])]
+
+
+def index_of_failures(failures: list[Entry]) -> str:
     """The tables of notebook 08, as lines of its `.py`: a table for each area."""
     lines = []
-    for area in dict.fromkeys(entry.area for entry in found):
+    for area in dict.fromkeys(entry.area for entry in failures):  # each once
         lines += ["", f"### {area}", "", "| what goes wrong | what you see |", "|---|---|"]
-        for entry in found:
+        for entry in failures:
             if entry.area == area:
-                lines.append(f"| {_name(entry)} | {_what_you_see(entry)} |")
-    return "".join(f"# {line}\n" if line else "#\n" for line in lines)
+                lines.append(f"| {_link(entry)} | {_what_you_see(entry)} |")
+    comments = [f"# {line}".rstrip() + "\n" for line in lines]
+    return "".join(comments)
 
 
-def _name(entry: Entry) -> str:
-    to = entry.page.removeprefix("notebooks/")
-    if not entry.page.startswith("notebooks/"):
-        to = f"../{entry.page}"
-    return f"[{entry.title}]({to}) `{entry.code}`"
+def _link(entry: Entry) -> str:
+    """A Markdown link to a failure, from notebook 08, and the code of the failure."""
+    if entry.page.startswith("notebooks/"):
+        address = entry.page.removeprefix("notebooks/")
+    else:
+        address = f"../{entry.page}"
+    return f"[{entry.title}]({address}) `{entry.code}`"
 
 
 def _what_you_see(entry: Entry) -> str:
     """The first message of a failure, or its first symptom, for a cell of a table."""
-    messages = [*entry.data.get("messages", []), *entry.data.get("quoted", [])]
-    shown = [f"`` {_readable(message)} ``" for message in messages[:_MESSAGES]]
-    if not shown:
-        shown = entry.data["symptoms"][:1]
-    return "<br>".join(text.replace("|", "\\|") for text in shown)
-
-
-def _readable(message: str) -> str:
-    """A message with dots where it has a placeholder."""
-    return re.sub(r"\{\w+\}", "…", message)
+    messages = _messages(entry)
+    if messages:
+        readable = re.sub(r"\{\w+\}", "…", messages[0])  # a placeholder, such as {dtype}
+        text = f"`` {readable} ``"
+    else:
+        text = entry.data["symptoms"][0]
+    return text.replace("|", "\\|")
 
 
 def generated() -> dict[Path, str]:
     """The text of each file that is generated."""
-    text = INDEX.read_text(encoding="utf-8")
-    before, _, rest = text.partition(_BEGIN)
-    after = rest.partition(_END)[2]
-    if not after:
-        raise FailureError(f"{INDEX.name}: no place for the index between {_BEGIN} and {_END}")
-    found = entries()
-    files = {INDEX: f"{before}{_BEGIN}{index_of_failures(found)}{_END}{after}"}
+    failures = entries()
+    files = {INDEX: _notebook_with_index(failures)}
     for source in series():
-        rows = [_row(entry) for entry in found if entry.notebook == source.stem]
+        rows = [_row(entry) for entry in failures if entry.notebook == source.stem]
         files[DATA / f"{source.stem}.json"] = _one_row_a_line(rows) + "\n"
     parts = []
     for name, value in search_data().items():
@@ -305,6 +318,16 @@ def generated() -> dict[Path, str]:
         parts.append(f"{json.dumps(name)}: {text}")
     files[SEARCH] = "{\n" + ",\n".join(parts) + "\n}\n"
     return files
+
+
+def _notebook_with_index(failures: list[Entry]) -> str:
+    """The text of notebook 08, with a new index between its two marks."""
+    text = INDEX.read_text(encoding="utf-8")
+    before, _, rest = text.partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    if not after:
+        raise FailureError(f"{INDEX.name}: no place for the index between {_BEGIN} and {_END}")
+    return f"{before}{_BEGIN}{index_of_failures(failures)}{_END}{after}"
 
 
 def _one_row_a_line(rows: list[dict[str, Any]]) -> str:
@@ -322,17 +345,16 @@ def main(arguments: list[str] | None = None) -> int:
     except FailureError as error:
         print(f"write_failures: {error}", file=sys.stderr)
         return 2
-    stale = [
-        path
-        for path, text in files.items()
-        if not path.exists() or path.read_text(encoding="utf-8") != text
-    ]
-    left = [path for path in DATA.glob("*.json") if path not in files]  # of a renamed notebook
+    stale = []
+    for path, text in files.items():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(path)
+    unused = [path for path in DATA.glob("*.json") if path not in files]  # of a renamed notebook
     if options.check:
-        for path in [*stale, *left]:
+        for path in [*stale, *unused]:
             print(f"{path.relative_to(ROOT)} is out of date: python tools/write_failures.py")
-        return 1 if stale or left else 0
-    for path in left:
+        return 1 if stale or unused else 0
+    for path in unused:
         path.unlink()
     for path in stale:
         path.write_text(files[path], encoding="utf-8")

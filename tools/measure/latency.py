@@ -3,9 +3,9 @@
     python tools/measure/latency.py --out data/results/latency-DEVICE.json
 
 The ways are those of notebook 18: fp32, autocast, and weights cast once, eager and compiled, and
-ONNX Runtime in fp32 where it is installed, all in turns in one run. "recommended" is what
-`amp_lab.advise` recommends for inference with the same input, timed anew beside the others, and
-how many times as long it takes as the fastest way of torch.
+ONNX Runtime in fp32 where it is installed. All take turns in one run. So does "recommended", which
+is what `amp_lab.advise` recommends for inference with the same input. Its time is also compared
+with that of the fastest way of torch.
 """
 
 import copy
@@ -31,9 +31,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def tiny_models() -> dict[str, Callable[[], nn.Module]]:
-    """A small network for images of 8 by 8 pixels: a rehearsal."""
-    parts = (nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten())
-    return {"small": lambda: nn.Sequential(*parts, nn.Linear(8 * 36, 4))}
+    """A small network for images of 8 by 8 pixels, in place of `MODELS` in a rehearsal."""
+
+    def small() -> nn.Module:
+        # The convolution has 8 channels of 6 x 6 pixels.
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 6 * 6, 4))
+
+    return {"small": small}
 
 
 def ways(model: nn.Module, image: Tensor, low: Precision) -> dict[str, Callable[[], Any]]:
@@ -43,38 +47,40 @@ def ways(model: nn.Module, image: Tensor, low: Precision) -> dict[str, Callable[
     """
     device = image.device.type
     dtype = low.dtype
-    half = copy.deepcopy(model).to(dtype)
-    compiled, compiled_half = torch.compile(copy.deepcopy(model)), torch.compile(half)
+    cast_model = copy.deepcopy(model).to(dtype)
+    compiled = torch.compile(copy.deepcopy(model))
+    compiled_cast_model = torch.compile(cast_model)
 
     def autocast() -> Tensor:
         with torch.autocast(device, dtype=dtype):
             return model(image)
 
-    found: dict[str, Callable[[], Any]] = {
+    functions: dict[str, Callable[[], Any]] = {
         "fp32": lambda: model(image),
         "fp32 compiled": lambda: compiled(image),
         f"{low} autocast": autocast,
-        f"{low} cast once": lambda: half(image.to(dtype)),
-        f"{low} cast once, compiled": lambda: compiled_half(image.to(dtype)),
+        f"{low} cast once": lambda: cast_model(image.to(dtype)),
+        f"{low} cast once, compiled": lambda: compiled_cast_model(image.to(dtype)),
     }
     if device == "cpu" and importlib.util.find_spec("onnxruntime"):
-        found["ONNX Runtime, fp32"] = onnx(model, image)
-    return found
+        functions["ONNX Runtime, fp32"] = onnx(model, image)
+    return functions
 
 
 def onnx(model: nn.Module, image: Tensor) -> Callable[[], Any]:
-    """The model in ONNX Runtime, with as many threads as torch has."""
+    """A function that runs the model in ONNX Runtime, with as many threads as torch has."""
     import onnxruntime
 
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = torch.get_num_threads()
-    settings.add_session_config_entry("session.intra_op.allow_spinning", "0")  # beside torch's own
+    # Threads that spin while they wait would slow down torch's threads.
+    settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
     program = torch.onnx.export(model, (image,), input_names=["image"], verbose=False)
     assert program is not None
     content = program.model_proto.SerializeToString()
     session = onnxruntime.InferenceSession(content, settings, providers=["CPUExecutionProvider"])
-    given = {"image": image.numpy()}
-    return lambda: session.run(None, given)
+    inputs = {"image": image.numpy()}
+    return lambda: session.run(None, inputs)
 
 
 def latency(
@@ -85,30 +91,36 @@ def latency(
     minutes: float,
     budget_s: float,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each model: times, and what is recommended against the fastest."""
-    recommended = recommend_precision(device)
-    low = Precision.FP16 if recommended is Precision.FP16 else Precision.BF16
+    """Yield a row for each model: the time of each way, and that of what `advise` recommends.
+
+    `models` has functions that build a model, by name. Images have `size` x `size` pixels. For each
+    model, `advise` gets `minutes`, and the comparison `budget_s` seconds.
+    """
+    low = Precision.BF16
+    if recommend_precision(device) is Precision.FP16:
+        low = Precision.FP16
     for name, build in models.items():
         torch.manual_seed(0)
         model = build().to(device).eval().requires_grad_(False)
         image = torch.rand(1, 3, size, size, device=device)
-        chosen = advise(model, image, device=device, minutes=minutes).chosen[INFERENCE]
+        best = advise(model, image, device=device, minutes=minutes).chosen[INFERENCE]
         torch.compiler.reset()
-        found = ways(model, image, low)
-        found["recommended"] = Step(ModelCall(model, (image,)), chosen.recipe)
+        functions = ways(model, image, low)
+        torch_ways = [way for way in functions if "ONNX" not in way]
+        functions["recommended"] = Step(ModelCall(model, (image,)), best.recipe)
         with torch.inference_mode():
-            for way in found.values():
-                way()  # compiles
-            compared = compare(found, device=device, budget_s=budget_s)
-        others = [way for way in found if "ONNX" not in way and way != "recommended"]
-        fastest = min(others, key=compared.median_s)
-        yield {
+            for function in functions.values():
+                function()  # compiles
+            compared = compare(functions, device=device, budget_s=budget_s)
+        fastest = min(torch_ways, key=compared.median_s)
+        row = {
             "model": name,
             "image": list(image.shape),
-            "recommended": chosen.name,
+            "recommended": best.name,
             "fastest of the others of torch": fastest,
             "recommended takes times as long": plain(compared.ratio("recommended", fastest)),
-        } | times_as_fast(compared)
+        }
+        yield row | times_as_fast(compared)
 
 
 def main() -> None:
@@ -119,11 +131,14 @@ def main() -> None:
     options_of.add_argument("--tiny", action="store_true", help="a small network: a rehearsal")
     options = options_of.parse_args()
     device = pick_device()
-    models = {name: MODELS[name] for name in options.model or MODELS}
-    size, how = 224, {"minutes": options.minutes, "budget_s": options.budget}
-    if options.tiny:
-        models, size, how = tiny_models(), 8, {"minutes": 0.05, "budget_s": 1.0}
-    record({"latency": lambda: latency(models, device, size, **how)}, options, device)
+
+    def measure_latency() -> Iterator[dict[str, Any]]:
+        if options.tiny:
+            return latency(tiny_models(), device, size=8, minutes=0.05, budget_s=1.0)
+        models = {name: MODELS[name] for name in options.model or MODELS}
+        return latency(models, device, size=224, minutes=options.minutes, budget_s=options.budget)
+
+    record({"latency": measure_latency}, options, device)
 
 
 if __name__ == "__main__":

@@ -38,15 +38,39 @@ class FusedStep:
     kernel of each chain of elementwise ops.
     """
 
+    # Set by `_start`, for one call. Shapes are with P pixels and C channels.
+    x: Tensor  # (2, P), the inputs in float32
+    columns: Tensor  # (2, P, 1), the same
+    target: Tensor  # (P,)
+    pixels: int  # P
+    blocks: list[slice]  # the pixels of each block
+    w1: Tensor  # (C, 2), the weights of the four convolutions
+    w2: Tensor  # (C, C) in `dtype`
+    w3: Tensor  # (C, C) in `dtype`
+    w4: Tensor  # (C,)
+    # Set by `_forward`.
+    n1: "_Normalised"  # the batch normalisations, as scale and shift
+    n2: "_Normalised"
+    n3: "_Normalised"
+    weight1: Tensor  # (2, C), w1 multiplied by the scale of n1
+    z2: Tensor  # (P, C) in `dtype`
+    z3: Tensor  # (P, C) in `dtype`
+    # Set by `_last_layer`.
+    dy: Tensor  # (P,)
+    dy_sum: Tensor  # (C,), the sums of dy and of dy * z3 where the channel's ReLU is open
+    dy_z3_sum: Tensor
+    # Set by `_backward`.
+    g2: Tensor  # (P, C) in `dtype`
+
     def __init__(self, model: ConvModel, dtype: torch.dtype, *, compiled: bool = True):
         self.dtype = dtype
         # The functions in `_CHAINS`, compiled or not: `self.chains.head` is `_head`.
         self.chains = _chains(compiled)
         # Any: for the type checker, a layer of an `nn.Sequential` is only an `nn.Module`.
-        layers: list[Any] = list(model)
-        self.convs = layers[::3]  # each but the last is followed by a norm and a ReLU
-        self.norms = layers[1::3]
-        self.saved = torch.empty(0, 0, 0)  # z2, z3 and g2, see `_start`
+        layers: list[Any] = list(model)  # conv, norm, ReLU, conv, norm, ReLU, …, conv
+        self.convs = layers[0::3]  # 4
+        self.norms = layers[1::3]  # 3
+        self.saved = torch.empty(0, 0, 0)  # the memory of z2, z3 and g2, see `_start`
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor, target: Tensor) -> Tensor:
@@ -58,34 +82,25 @@ class FusedStep:
         return loss
 
     def _start(self, inputs: Tensor, target: Tensor) -> None:
-        """Prepare the attributes that the passes read: pixels, blocks, cast weights, and memory.
-
-        The memory is for the tensors that the forward pass saves for the backward pass.
-        """
-        coordinates = inputs[0].flatten(1)  # (2, P)
-        self.x = coordinates.float().contiguous()
-        self.columns = self.x[:, :, None]  # (2, P, 1)
-        self.target = target.flatten().float()  # (P,)
-        device = self.x.device
+        """Prepare the pixels, the blocks, the cast weights, and the memory of z2, z3 and g2."""
+        self.x = inputs[0].flatten(1).float().contiguous()
+        self.columns = self.x[:, :, None]
+        self.target = target.flatten().float()
         self.pixels = self.target.numel()
+        device = self.x.device
         # On a GPU one block has all pixels, to keep thousands of threads busy.
-        block = self.pixels
-        if backend(device).is_host:
-            block = BLOCK
-        self.blocks: list[slice] = []
-        for start in range(0, self.pixels, block):
-            end = min(start + block, self.pixels)
-            self.blocks.append(slice(start, end))
+        block_size = BLOCK if backend(device).is_host else self.pixels
+        starts = range(0, self.pixels, block_size)
+        self.blocks = [slice(start, start + block_size) for start in starts]
         channels = self.convs[1].in_channels
         shape = (3, self.pixels, channels)  # z2, z3 and g2
         if self.saved.shape != shape:  # later steps reuse it: the system maps new memory slowly
             self.saved = torch.empty(shape, dtype=self.dtype, device=device)
         self.z2, self.z3, self.g2 = self.saved  # (P, C) each
-        weights = [conv.weight.flatten(1) for conv in self.convs]
-        self.w1, w2, w3, w4 = weights  # (C, 2), (C, C), (C, C) and (1, C)
+        self.w1, w2, w3, w4 = (conv.weight.flatten(1) for conv in self.convs)
         self.w2 = w2.to(self.dtype)
         self.w3 = w3.to(self.dtype)
-        self.w4 = w4.flatten()  # (C,)
+        self.w4 = w4.flatten()
 
     def _first_activation(self, b: slice) -> Tensor:
         """The first activation (B, C) of the block `b` of pixels.
@@ -107,7 +122,7 @@ class FusedStep:
         pixels = self.pixels
         mean, variance = self._first_moments()
         self.n1 = _Normalised(norm1, mean, variance, conv1.bias, pixels)
-        scaled = self.w1 * self.n1.scale[:, None]  # (C, 2), with the scale of n1 in the weight
+        scaled = self.w1 * self.n1.scale[:, None]  # (C, 2)
         self.weight1 = scaled.T.contiguous()
         sums = self._second_layer()  # writes z2
         self.n2 = _Normalised.from_sums(norm2, sums, conv2.bias, pixels)
@@ -128,8 +143,9 @@ class FusedStep:
         weight = self.w2.T
         sums = []
         for b in self.blocks:
-            z2 = self.z2[b]
-            torch.mm(self._first_activation(b), weight, out=z2)
+            z2 = self.z2[b]  # a view, which `torch.mm` fills
+            a1 = self._first_activation(b)
+            torch.mm(a1, weight, out=z2)
             sums.append(self.chains.sums(z2))
         return _totals(sums)
 
@@ -140,7 +156,7 @@ class FusedStep:
         sums = []
         for b in self.blocks:
             z2 = self.z2[b]
-            z3 = self.z3[b]
+            z3 = self.z3[b]  # a view, which `torch.mm` fills
             a2 = self.chains.activation(z2, n2.scale, n2.shift)
             torch.mm(a2, weight, out=z3)
             sums.append(self.chains.sums(z3))
@@ -152,7 +168,8 @@ class FusedStep:
         n3 = self.n3
         self.dy = torch.empty(self.pixels, device=self.x.device)
         squared_error, self.dy_sum, self.dy_z3_sum = self._head()  # writes dy
-        # The last layer reads a3 = z3 * scale + shift where the ReLU is open, and 0 elsewhere.
+        # dw4 is the sum of dy * a3 over the pixels, where a3 = z3 * scale + shift if the ReLU is
+        # open, and else 0.
         dw4 = n3.scale * self.dy_z3_sum + n3.shift * self.dy_sum
         _set_grad(conv.weight, dw4)
         _set_grad(conv.bias, self.dy.sum())
@@ -171,8 +188,11 @@ class FusedStep:
         for b in self.blocks:
             z3 = self.z3[b]
             target = self.target[b]
-            dy = self.dy[b]  # a view, which the next line fills
-            squared_error, dy[:] = self.chains.head(z3, scale, shift, self.w4, bias, target, factor)
+            dy = self.dy[b]  # a view, which `copy_` fills
+            squared_error, block_dy = self.chains.head(
+                z3, scale, shift, self.w4, bias, target, factor
+            )
+            dy.copy_(block_dy)
             dy_sum, dy_z3_sum = self.chains.head_sums(z3, dy, scale, shift)
             sums.append((squared_error, dy_sum, dy_z3_sum))
         return _totals(sums)

@@ -366,46 +366,50 @@ def _run_first_steps(
 ) -> _Configuration:
     """Make a rung's step, call it `CHECKED_STEPS` times, and write its peak memory into the row.
 
-    Raises `OptionError` for a precision whose eager step takes `_HOPELESS` times as long as in
-    fp32, and `RuntimeError` where a rung needs a CUDA graph and torch recorded none.
+    `baseline` is fp32 eager; it is None for fp32 eager itself. Raises `OptionError` for a precision
+    whose eager step takes `_HOPELESS` times as long as in fp32, and `RuntimeError` where a rung
+    needs a CUDA graph and torch recorded none.
     """
-    bytes_before = allocated_bytes(ladder.device)
+    device = ladder.device
+    trains = ladder.workload.trains
+    baseline_s = None
+    if rung is EAGER and baseline is not None:
+        baseline_s = baseline.seconds
+    bytes_before = allocated_bytes(device)  # in what earlier rungs hold
     counters = torch._dynamo.utils.counters["inductor"]
     skips_before = counters["cudagraph_skips"]
     step = make_step(ladder, rung)
-    seconds = 0.0
-    outputs: list[Tensor] = []
-    peaks: list[int | None] = []
+    outputs: list[Tensor] = []  # the loss of each step, or only the last output of inference
 
     def call() -> None:
-        if not ladder.workload.trains:
+        if not trains:
             outputs.clear()  # so that the peak memory of a call has only one output in it
         outputs.append(step.call())
 
-    with ladder.precision.float32_mode(ladder.device.type):
-        # One call, then the others: a CPU whose first call is hopelessly slow skips the others.
-        for calls in (1, CHECKED_STEPS - 1):
-            measured = measure(call, device=ladder.device, warmup=0, repeats=calls)
-            seconds = measured.samples_s[-1]
-            peaks.append(measured.peak_bytes)
-            # An accelerator's first call loads kernels, so its time is not that of a step.
-            is_step_time = calls > 1 or backend(ladder.device).is_host
-            if rung is EAGER and baseline and is_step_time:
-                _refuse_hopeless(seconds, baseline.seconds)
+    with ladder.precision.float32_mode(device.type):
+        first = measure(call, device=device, warmup=0, repeats=1)
+        if backend(device).is_host:  # on an accelerator, the first call also loads kernels
+            _refuse_hopeless(first.samples_s[0], baseline_s)
+        others = measure(call, device=device, warmup=0, repeats=CHECKED_STEPS - 1)
+        _refuse_hopeless(others.samples_s[-1], baseline_s)
     if rung.needs_graph and counters["cudagraph_skips"] > skips_before:
         raise RuntimeError("torch recorded no graph of it")
-    known_peaks = [peak for peak in peaks if peak is not None]
-    if known_peaks:
+    peaks = [measured.peak_bytes for measured in (first, others) if measured.peak_bytes is not None]
+    if peaks:
         # A CUDA graph allocates its memory when it is recorded, and none when it is replayed.
-        peak = max(known_peaks) if step.records_graph else known_peaks[-1]
-        row.peak_bytes = peak - bytes_before  # without what earlier rungs hold
-    # All losses of a workload that trains, else one output: `_judge` compares it with fp32's.
-    check = torch.stack(outputs) if ladder.workload.trains else outputs[-1]
-    return _Configuration(row, ladder, step, check.cpu().double(), seconds)
+        peak = max(peaks) if step.records_graph else peaks[-1]
+        row.peak_bytes = peak - bytes_before
+    check = torch.stack(outputs) if trains else outputs[-1]
+    return _Configuration(row, ladder, step, check.cpu().double(), others.samples_s[-1])
 
 
-def _refuse_hopeless(seconds: float, baseline_s: float) -> None:
-    """Raise `OptionError` if a step takes over a second and over `_HOPELESS` times `baseline_s`."""
+def _refuse_hopeless(seconds: float, baseline_s: float | None) -> None:
+    """Raise `OptionError` if a step takes over a second and over `_HOPELESS` times `baseline_s`.
+
+    With None there is no baseline, and any time is accepted.
+    """
+    if baseline_s is None:
+        return
     if seconds > max(1.0, _HOPELESS * baseline_s):
         times = f"{seconds / baseline_s:.0f} times as long as in fp32"
         raise OptionError(f"a step takes {seconds:.3g} s, {times}")

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Set
 from typing import NamedTuple
 
 from amp_lab.core.remedies import remedy
-from amp_lab.difference.alignment import Alignment
+from amp_lab.difference.alignment import Alignment, Pair
 from amp_lab.difference.records import CheckedOp, RunLog
 from amp_lab.difference.result import Difference, Jump
 from amp_lab.difference.rounding import unit_roundoff
@@ -75,7 +75,7 @@ def first_finding(alignment: Alignment) -> Difference | None:
         first_of_kind = next(search(alignment), None)
         if first_of_kind is not None:
             findings.append(first_of_kind)
-    positions: dict[CheckedOp, int] = {}  # of each op, the index of its pair
+    positions: dict[CheckedOp, int] = {}  # for each op, the index of its pair
     for position, pair in enumerate(alignment.pairs):
         for record in pair.records:
             positions[record] = position
@@ -123,22 +123,26 @@ def _find_precision(alignment: Alignment) -> Iterator[_Finding]:
     # An inaccurate op whose result is not used does no harm.
     relevant = _used_by_results(alignment)
     for pair in alignment.pairs:
-        smaller_roundoff = 0.0  # of the op that rounds less, if both runs have it
-        if pair.is_matched:
-            smaller_roundoff = min(record.roundoff for record in pair.records)
         for record in pair.records:
             if record not in relevant:
                 continue
-            expected = unit_roundoff(record.log.format)
-            if pair.is_matched and alignment.same_precision:
-                # If one run computes this op in fp32, the other is expected to do so, too.
-                expected = min(unit_roundoff(paired.dtype) for paired in pair.records)
-            predicted = expected + record.allowed
-            limit = max(predicted, _TIMES_THE_SMALLER_ROUNDOFF * smaller_roundoff)
+            predicted = _expected_roundoff(alignment, pair, record) + record.allowed
+            limit = predicted
+            if pair.is_matched:
+                smaller_roundoff = min(paired.roundoff for paired in pair.records)
+                limit = max(predicted, _TIMES_THE_SMALLER_ROUNDOFF * smaller_roundoff)
             if record.roundoff > limit:
                 op = _op_to_blame(record)
                 kind = "nonfinite" if op.nonfinite else "precision"
                 yield _Finding(op, kind, max(record.roundoff, op.roundoff), predicted)
+
+
+def _expected_roundoff(alignment: Alignment, pair: Pair, record: CheckedOp) -> float:
+    """The unit roundoff of the format in which `record`, an op of the pair, should compute."""
+    if pair.is_matched and alignment.same_precision:
+        # If one run computes this op in fp32, the other is expected to do so, too.
+        return min(unit_roundoff(paired.dtype) for paired in pair.records)
+    return unit_roundoff(record.log.format)
 
 
 def _op_to_blame(record: CheckedOp) -> CheckedOp:
@@ -162,7 +166,8 @@ def _find_order(alignment: Alignment) -> Iterator[_Finding]:
 
     The signs of this, in one call of a module: all ops that differ between the runs are sums or
     reorder terms. At the next op that both runs have, the exact results agree, and the rounding
-    errors do not.
+    errors do not. For example, A computes (x + y) + z and B computes x + (y + z): the inner sums
+    differ, and the outer ones agree in exact arithmetic.
     """
     # With another batch size or precision, rounding errors differ anyway.
     if not alignment.same_batch or not alignment.same_precision:
@@ -175,16 +180,17 @@ def _find_order(alignment: Alignment) -> Iterator[_Finding]:
         differing_ops = [alignment.pairs[position].b_or_a for position in positions]
         if any(record.op not in _SUMS_AND_ORDERS for record in differing_ops):
             continue
-        later_pairs = alignment.pairs[positions[-1] :]
-        next_agreeing = next((pair for pair in later_pairs if pair.agrees), None)
-        if next_agreeing is None:
+        later_pairs = alignment.pairs[positions[-1] + 1 :]
+        agreeing = [pair for pair in later_pairs if pair.agrees]
+        if not agreeing:
             continue
-        record_a, record_b = next_agreeing.records
-        if record_a.error != record_b.error:  # the order changed the rounding
-            sums = [record for record in differing_ops if record.op in _SUMS]
-            op = sums[0] if sums else record_b
-            size = max(record_a.error, record_b.error)
-            yield _Finding(op, "order", size, predicted=record_a.allowed)
+        record_a, record_b = agreeing[0].records
+        if record_a.error == record_b.error:  # the order has not changed the rounding
+            continue
+        sums = [record for record in differing_ops if record.op in _SUMS]
+        op = sums[0] if sums else record_b
+        size = max(record_a.error, record_b.error)
+        yield _Finding(op, "order", size, predicted=record_a.allowed)
 
 
 def _find_stability(alignment: Alignment) -> Iterator[_Finding]:
@@ -244,16 +250,11 @@ def largest_jump(log: RunLog) -> Jump | None:
     """
     # Inputs may be exact. To divide by their error, it counts as one rounding at least.
     one_rounding = unit_roundoff(log.format)
-    error_at_end = dict.fromkeys(log.records, 0.0)  # of each op, the part that reaches the end
+    errors_at_end = _errors_at_end(log)
     jump_op = None
     largest_factor = 1.0
-    for record in reversed(log.records):  # so that an op comes after all ops that use its result
-        if record in log.result_ops:
-            error_at_end[record] = record.error
-        for producer in record.producers:
-            passed_on = min(error_at_end[record], producer.error)
-            error_at_end[producer] = max(error_at_end[producer], passed_on)
-        factor = error_at_end[record] / max(_input_error(record), one_rounding)
+    for record in reversed(log.records):  # of ops with the same factor, the last one counts
+        factor = errors_at_end[record] / max(_input_error(record), one_rounding)
         if factor > largest_factor:
             largest_factor = factor
             jump_op = record
@@ -267,6 +268,18 @@ def largest_jump(log: RunLog) -> Jump | None:
         before=_input_error(jump_op),
         after=jump_op.error,
     )
+
+
+def _errors_at_end(log: RunLog) -> dict[CheckedOp, float]:
+    """For each op of a run, the part of its error that reaches the results of the run."""
+    errors_at_end = dict.fromkeys(log.records, 0.0)
+    for record in reversed(log.records):  # so that an op comes after all ops that use its result
+        if record in log.result_ops:
+            errors_at_end[record] = record.error
+        for producer in record.producers:
+            passed_on = min(errors_at_end[record], producer.error)
+            errors_at_end[producer] = max(errors_at_end[producer], passed_on)
+    return errors_at_end
 
 
 def _input_error(record: CheckedOp) -> float:

@@ -1,7 +1,6 @@
 """Record a run op by op: in which module, its result in fp64, and its rounding error."""
 
 import contextlib
-import itertools
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -243,33 +242,40 @@ class _Recorder(TorchDispatchMode):
     def _set_shadows(self, func: Any, outs: list[Tensor], exact: list[Tensor]) -> None:
         """Make `exact`, the results of an op in fp64, the shadows of its real results `outs`.
 
-        A result without a match in `exact` starts anew: its shadow is a copy of itself in fp64.
-        Results that are integers or bools, such as an argmax, are set to those of fp64. Otherwise
-        rounding could break a tie in another way in each run, and the runs would then take
-        different branches.
+        A result without a match in `exact` gets a copy of itself in fp64 as its shadow.
         """
-        is_view_or_empty = computes_nothing(func)
         if len(exact) not in (1, len(outs)):  # unclear which result belongs to which
             exact = []
-        # One exact result, as of attention, is that of the first output.
-        for tensor, shadow in itertools.zip_longest(outs, exact[: len(outs)]):
+        for i, tensor in enumerate(outs):
             roundoff = rounding.unit_roundoff(tensor.dtype)
             self._largest_roundoff = max(self._largest_roundoff, roundoff)
-            if shadow is None or shadow.shape != tensor.shape:
+            # One exact result, as of attention, is that of the first output.
+            if i < len(exact) and exact[i].shape == tensor.shape:
+                shadow = exact[i]
+            else:
                 shadow = rounding.widen(tensor)
                 # The copy keeps all rounding so far, estimated as 64 roundings in the coarsest
                 # format. Results after the first, such as the logsumexp of attention, do not
                 # matter, since no other op uses them.
-                if tensor is outs[0]:
+                if i == 0:
                     self._noise = max(self._noise, 64 * self._largest_roundoff)
-            if tensor in self._shadows:
-                # An in-place op. Its shadow is written in place too, for the views of it.
-                shadow = self._shadows[tensor].copy_(shadow)
-            elif _is_inexact(tensor) and not is_view_or_empty:
-                shadow = rounding.with_strides_of(tensor, shadow)
-            if not _is_inexact(tensor) and not is_view_or_empty:
-                tensor.copy_(shadow)
-            self._shadows[tensor] = shadow
+            self._set_shadow(tensor, shadow, is_computed=not computes_nothing(func))
+
+    def _set_shadow(self, tensor: Tensor, shadow: Tensor, is_computed: bool) -> None:
+        """Make `shadow` the shadow of `tensor`, a result of an op.
+
+        `is_computed` is False for a view and for empty memory, whose values no op has computed.
+        """
+        if tensor in self._shadows:
+            # An in-place op. Its shadow is written in place too, for the views of it.
+            shadow = self._shadows[tensor].copy_(shadow)
+        elif is_computed and _is_inexact(tensor):
+            shadow = rounding.with_strides_of(tensor, shadow)
+        if is_computed and not _is_inexact(tensor):
+            # Integers and bools, such as an argmax, are set to those of fp64. Otherwise rounding
+            # could break a tie in another way in each run, and they would take different branches.
+            tensor.copy_(shadow)
+        self._shadows[tensor] = shadow
 
     def _run_with_shadows(
         self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]

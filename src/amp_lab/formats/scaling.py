@@ -135,19 +135,18 @@ class Counts:
         before = scaled.abs()
         after = rounded.abs()
         nonzero = _count_nonzero(after)  # NaN counts as nonzero
+        normal = _count_nonzero(after >= element.smallest_normal)
         self.values += before.numel()
         self.flushed += _count_nonzero(before) - nonzero
-        self.subnormal += nonzero - _count_nonzero(after >= element.smallest_normal)
+        self.subnormal += nonzero - normal
         # The usual case needs no further pass over the values: all are finite, and none clipped.
-        largest = float(before.max())  # NaN if any value is
-        is_finite = math.isfinite(largest)
-        if not is_finite:
-            self.nonfinite += before.numel() - _count_nonzero(values.isfinite())
-            # NaN is not >= anything, so it was counted as subnormal above.
-            self.subnormal -= _count_nonzero(after.isnan())
-        if largest >= element.overflow or not is_finite:
-            clipped = before >= element.overflow
-            self.clipped += _count_nonzero(clipped & before.isfinite())
+        if float(before.max()) < element.overflow:  # False if any value is NaN
+            return
+        is_clipped = (before >= element.overflow) & before.isfinite()
+        self.clipped += _count_nonzero(is_clipped)
+        self.nonfinite += values.numel() - _count_nonzero(values.isfinite())
+        # NaN is not >= anything, so it was counted as subnormal above.
+        self.subnormal -= _count_nonzero(after.isnan())
 
     def shares(self) -> dict[str, float]:
         """Each count as a share of all values."""
@@ -208,8 +207,8 @@ def _quantize_scaled(
 ) -> Tensor:
     """What `quantize` returns for a format with scales, from fp32 `values`."""
     blocks = _blocks(values, form)  # a view of four dimensions
-    count = values.numel()
-    block_amax = _block_amax(_pieces(blocks, count), form)
+    piece_rows = _rows_in_piece(blocks)
+    block_amax = _block_amax(blocks.split(piece_rows), form)
     if amax is not None:
         block_amax = torch.full_like(block_amax, amax)
     factors, scales = _SCALES[form.scale](block_amax, form)
@@ -217,10 +216,10 @@ def _quantize_scaled(
     factors = factors.expand(len(blocks), -1, -1, -1)
     scales = scales.expand(len(blocks), -1, -1, -1)
     rounded = torch.empty_like(blocks)
-    pieces = [_pieces(tensor, count) for tensor in (blocks, rounded, factors, scales)]
-    for exact, out, factor, scale in zip(*pieces, strict=True):
+    pieces = [tensor.split(piece_rows) for tensor in (blocks, rounded, factors, scales)]
+    for exact, out, factor, scale in zip(*pieces, strict=True):  # `out` is a view of `rounded`
         torch.mul(exact, factor, out=out)
-        scaled = out.clone() if counts else out  # `out` is rounded in place
+        scaled = out.clone() if counts else out  # a copy, since `out` is rounded in place
         form.element.round_(out, generator)
         if counts:
             counts.add(exact, scaled, out, form.element)
@@ -258,8 +257,8 @@ def format_of(form: str | Format) -> Format:
 def _blocks(values: Tensor, form: Format) -> Tensor:
     """View values as (rows of blocks, rows in a block, columns of blocks, columns in a block).
 
-    Where the whole tensor has one scale, each of its rows becomes a block, so that `_pieces` can
-    cut it. Raises `NumericsError` if blocks do not divide the shape evenly.
+    Where the whole tensor has one scale, each of its rows becomes a block, so that it can be cut
+    into pieces. Raises `NumericsError` if blocks do not divide the shape evenly.
     """
     columns = values.shape[-1]
     rows = values.numel() // columns
@@ -273,16 +272,15 @@ def _blocks(values: Tensor, form: Format) -> Tensor:
     return values.reshape(rows // block_rows, block_rows, columns // block_columns, block_columns)
 
 
-def _pieces(blocks: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Cut a tensor into groups of rows of blocks, about `_PIECE` values each.
+def _rows_in_piece(blocks: Tensor) -> int:
+    """How many rows of blocks are quantised at a time: about `_PIECE` values, or all if compiled.
 
-    `count` is the number of values of the whole tensor of `_blocks`. The intermediate results of a
-    piece stay in the cache. torch.compile fuses the ops instead, so it gets the tensor whole.
+    The intermediate results of a piece stay in the cache. torch.compile fuses the ops instead.
     """
     if torch.compiler.is_compiling():
-        return (blocks,)
-    rows = _PIECE * len(blocks) // count  # rows of blocks in a piece
-    return blocks.split(max(1, rows))
+        return len(blocks)
+    row_values = blocks[0].numel()
+    return max(1, _PIECE // row_values)
 
 
 # --- Each of these functions returns ``(factors, scales)`` from the largest magnitudes of blocks.
@@ -305,42 +303,47 @@ def _fp32_scales(amax: Tensor, form: Format) -> tuple[Tensor, Tensor]:
 def _e4m3_scales(amax: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     """Scales of NVFP4 on two levels: in E4M3 for each block, and in fp32 for the tensor.
 
-    The tensor's scale is chosen so that the largest block's scale is E4M3's largest number.
+    A value is element * block scale * tensor scale. The tensor's scale is chosen so that the
+    largest block's scale is E4M3's largest number.
     """
     tensor_scale = amax.amax() / (_E4M3.largest * form.element.largest)
     tensor_scale = torch.where(tensor_scale == 0, 1.0, tensor_scale)  # for a tensor of zeros
     block_scale = amax / form.element.largest / tensor_scale
     block_scale = _E4M3.round(block_scale.clamp(_E4M3.smallest_normal, _E4M3.largest))
     # torchao divides in this order, too: another one would round to other bits.
-    return (1.0 / tensor_scale) / block_scale, block_scale * tensor_scale
+    factor = (1.0 / tensor_scale) / block_scale
+    return factor, block_scale * tensor_scale
 
 
 def _e8m0_scales(amax: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    """Scales that are powers of two.
+    """Scales that are powers of two, from 2^-127 to 2^127.
 
     As in torchao, factor and scale are each other's inverse except for the smallest scale, 2^-127:
     its factor is 2^126, or 1 with ``rceil``.
     """
+    exponent = _e8m0_exponent(amax, form).clamp(-127, 127)  # NaN stays
+    factor_of_smallest = 1.0 if form.power == "rceil" else 2.0**126
+    factor = torch.where(exponent == -127, factor_of_smallest, torch.exp2(-exponent))
+    return factor, torch.exp2(exponent)
+
+
+def _e8m0_exponent(amax: Tensor, form: Format) -> Tensor:
+    """The exponent of each scale, in fp32, before it is limited to E8M0's range; NaN for NaN."""
     if form.power == "rceil":
         ratio = amax / form.element.largest
-        exponent = ratio.log2().ceil().clamp(-127, 127)  # the range of E8M0
-        factor = torch.where(exponent == -127, 1.0, torch.exp2(-exponent))
-        return factor, torch.exp2(exponent)
-    bits = amax.view(torch.int32)
+        return ratio.log2().ceil()
+    bits = amax.view(torch.int32)  # of fp32: the exponent, with a bias of 127, and 23 mantissa bits
     if form.power == "even":
-        # Adds half a unit of the element's last mantissa bit: the magnitude is rounded to the
-        # element's mantissa first, which may carry into the exponent.
-        # A whole unit is bit 23 - mantissa_bits, since fp32 has 23 mantissa bits.
-        bits = bits + (1 << (22 - form.element.mantissa_bits))
-    # The exponent of fp32 has 23 mantissa bits below it, and a bias of 127.
-    exponent = (bits >> 23) - 127 - form.element.largest_exponent
+        # Half a unit of the element's last mantissa bit is added, so that the shift below rounds
+        # to the element's mantissa. This may carry into the exponent.
+        last_bit = 23 - form.element.mantissa_bits
+        bits = bits + (1 << (last_bit - 1))
+    exponent = (bits >> 23) - 127
     if form.power == "ceil":
         is_above_power = (bits & _FP32_MANTISSA) > 0
         exponent = exponent + is_above_power
-    exponent = exponent.clamp(-127, 127).float()
-    exponent = torch.where(amax.isnan(), torch.nan, exponent)
-    factor = torch.exp2(-exponent.clamp(min=-126))
-    return factor, torch.exp2(exponent)
+    exponent = (exponent - form.element.largest_exponent).float()
+    return torch.where(amax.isnan(), torch.nan, exponent)
 
 
 _SCALES = {

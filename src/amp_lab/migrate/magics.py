@@ -7,21 +7,34 @@ import re
 
 from amp_lab.migrate.tree.amp_names import SUBMODULES
 
-# What may look like a magic, and what may contain something that only looks like one. In turn:
-# - line: %time f(), !ls, ?f, "cd folder" without a sign, or f?, at the start of a line
-# - assigned: files = !ls
-# - quotes: a triple-quoted string; then other strings, a comment, a continued line
-# - bracket: inside brackets a line may begin with the operator %
+# Regular expressions in verbose layout: blanks do not count, and # begins a comment.
+_TO_LINE_END = r"(?:\\\r?\n|[^\n])*"  # a backslash at its end continues a line
+_LINE = rf"""
+    ^[ \t]*(?:
+        [%!?] {_TO_LINE_END}                           # %time f(), !ls or ?f
+      | (?:cd|ls|pip|conda|mkdir|rm|cp|mv|cat)[ \t]+   # cd folder: a command without a sign,
+        (?!(?:and|else|for|if|in|is|not|or)\b)         # but not a variable: ls if x else y
+        -*[\w.~/] {_TO_LINE_END}
+      | [\w.]+\?\??[ \t]*$                             # f? or f??
+    )
+"""
+_ASSIGNED = rf"""
+    (?<=[^=!<>]=)[ \t]*                                # after =, but not after == or <=
+    (?: ! | %(?=[a-z]) ) {_TO_LINE_END}                # files = !ls or out = %sql select 1
+"""
+# A string may have lines that look like magics. An open string ends with its line or the cell.
+_STRING = r"""
+    (?P<quotes>\"{3}|'{3}) (?: \\[\s\S] | (?!(?P=quotes))[\s\S] )* (?:(?P=quotes))?
+  | " (?: \\[\s\S] | [^"\\\n] )* "?
+  | ' (?: \\[\s\S] | [^'\\\n] )* '?
+"""
+_COMMENT = r"\#[^\n]*"
+_CONTINUATION = r"\\\r?\n[ \t]*[%!?]?"  # after it, % is the operator
+_BRACKET = r"[(\[{)\]}]"  # inside brackets, a line may begin with the operator %
+# The alternatives are tried in this order. A character that matches none of them is passed over.
 _MAGIC_OR_CONTEXT = re.compile(
-    r"""(?P<line>^[ \t]*(?:(?:[%!?]|(?:cd|ls|pip|conda|mkdir|rm|cp|mv|cat)[ \t]+
-          (?!(?:and|else|for|if|in|is|not|or)\b)-*[\w.~/])(?:\\\r?\n|[^\n])*|[\w.]+\?\??[ \t]*$))
-      | (?P<assigned>(?<=[^=!<>]=)[ \t]*(?:!|%(?=[a-z]))(?:\\\r?\n|[^\n])*)
-      | (?P<quotes>\"{3}|'{3})(?:\\[\s\S]|(?!(?P=quotes))[\s\S])*(?:(?P=quotes))?
-      | "(?:\\[\s\S]|[^"\\\n])*"?
-      | '(?:\\[\s\S]|[^'\\\n])*'?
-      | \#[^\n]*
-      | \\\r?\n[ \t]*[%!?]?
-      | (?P<bracket>[(\[{)\]}])""",
+    rf"(?P<line>{_LINE}) | (?P<assigned>{_ASSIGNED}) | {_STRING} | {_COMMENT} | {_CONTINUATION}"
+    rf"| (?P<bracket>{_BRACKET})",
     re.VERBOSE | re.MULTILINE,
 )
 # Names whose import has to stay while a magic uses them: autocast, torch.cuda.amp, amp.initialize(

@@ -32,11 +32,12 @@ def log2_of(scale: float) -> int:
 #   normal?    2^13  2^-14 - 2^-25 already rounds to the smallest normal number
 #   infinite?  2^12  65520 = 2^16 - 2^4 already rounds to infinity
 # So a value has three exponents. They are equal, or the second is 1 more than the first, or the
-# second and the third are. The sum of the three shows which: its quotient by 3 is the first, and
-# its remainder says how many are 1 more. Values are counted by this sum. It is -1 for zero, so the
-# key of a value is the sum plus 1.
+# second and the third are. One number holds all three, so that a value is counted once: their sum.
+# Its quotient by 3 is the first exponent, and its remainder says how many are 1 more. For example,
+# 2^-25 has the exponents 101 (it rounds to zero), 102 and 102, and the sum 305 = 3 * 101 + 2.
+# The sum is -1 for the value zero, so the key of a value, an index of bins, is the sum plus 1.
 _KEYS = 3 * 255 + 2
-_SUMS = torch.arange(-1, _KEYS - 1)
+_SUMS = torch.arange(-1, _KEYS - 1)  # the sum of each key
 # The three exponents of each key: for rounding to zero, to normal numbers and to infinity.
 _TO_ZERO = _SUMS.div(3, rounding_mode="floor") - 127
 _TO_NORMAL = _TO_ZERO + (_SUMS % 3 > 0)
@@ -44,16 +45,19 @@ _TO_INFINITY = _TO_ZERO + (_SUMS % 3 > 1)
 
 
 def _count_by_key(values: Tensor) -> Tensor:
-    """Number of values by key, (_KEYS,) in int64 on the CPU.
+    """Count values by their key, which is described above: (_KEYS,) in int64 on the CPU.
 
     A float64 beyond fp32 becomes inf in it, and counts as a value that overflows at every scale.
     """
     bits = values.to(torch.float32).abs().view(torch.int32)
-    # ((bits - 1) >> 23) + 1, in place as all that follows, for fewer passes over the memory.
-    key = (bits + (2**23 - 1)).bitwise_right_shift_(23)
+    # The key is 1 + ((bits - 1) >> 23) + ((bits + 2**12) >> 23) + ((bits + 2**13) >> 23). It is
+    # computed in place, which takes half the time.
+    key = bits - 1
+    key >>= 23
+    key += 1
     bits += 2**12
     key += bits >> 23
-    bits += 2**12  # together 2^13
+    bits += 2**12  # together 2**13
     key += bits >> 23
     bins = torch.bincount(key, minlength=_KEYS).cpu()
     if values.dtype is torch.float64:

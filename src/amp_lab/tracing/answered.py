@@ -85,21 +85,21 @@ def _with_decisions(
     try:
         return trace(call, None)
     except ValuesNeeded as error:
-        values_needed = error
-    unmarked: frozenset[OpOverload] = frozenset()
+        values_needed = error  # its `op` is the one that stopped the trace
     # The run on the CPU records the ops that torch marks as depending on values, and those that
-    # stopped a trace. If another op stops the next trace, run again. If the same op stops it
-    # again, values of a run do not help.
+    # stopped a trace although torch does not mark them.
+    unmarked: frozenset[OpOverload] = frozenset()
+    # If an op stops a trace although it was recorded, the values of a run do not help.
     while values_needed.op not in unmarked:
         unmarked |= {values_needed.op}
         try:
             decisions = decisions_of(call, passes, unmarked)
             return trace(call, decisions)
         except ValuesNeeded as error:
-            values_needed = error
+            values_needed = error  # run again if it is another op
         except NotAnswered as error:
-            if not isinstance(error, OtherCourse):  # the run on the CPU failed, so would another
-                for_real = None
+            if not isinstance(error, OtherCourse):
+                for_real = None  # the run on the CPU failed, so another one would fail too
             advice = _working_remedy(trace, call, verb, for_real, values_needed)
             if isinstance(error, NoValues):
                 advice = f"{_BUILD_ON_CPU.text}; or {advice}"

@@ -126,24 +126,20 @@ class _BackwardPass:
         """
         _, _, node = heapq.heappop(self.ready)
         self._missing_counts.pop(node, None)
-        gradients = self._waiting.pop(node, {})
+        arrived = self._waiting.pop(node, {})
         owner = self._owners.pop(node, None)  # keeps the node alive until this method returns
         if hasattr(node, "variable"):  # AccumulateGrad, the node of a leaf
-            self._store_gradient(node.variable, gradients.get(0))
+            self._store_gradient(node.variable, arrived.get(0))
             return (), []
         children = node.next_functions
-        results = _call(node, gradients)
-        # The engine, too, converts gradients here and not where they arrive: before it frees the
-        # node's own gradients.
-        for i, (child, index) in enumerate(children):
-            gradient = results[i]
-            if child is not None and gradient is not None:
-                results[i] = _as_expected(gradient, child._input_metadata[index])
+        gradients = _call(node, arrived)
+        # As in the engine, the gradients are converted before the node's own gradients are freed.
+        _convert_for_children(gradients, children)
         if _NEED_THEIR_PARENTS:  # else the node of an `autograd.Function` would be freed too early
             for child, _ in children:
                 if isinstance(child, torch._C._FunctionBase):
-                    self._owners[child] = node, owner
-        return children, results
+                    self._owners[child] = (node, owner)
+        return children, gradients
 
     def send_to_children(self, children: Children, gradients: Gradients) -> None:
         """Give each child its gradient; a child that misses no other gradient becomes ready.
@@ -178,6 +174,14 @@ class _BackwardPass:
         if not owns_storage:
             gradient = gradient.clone()
         self.leaf_gradients[id(leaf)] = gradient
+
+
+def _convert_for_children(gradients: Gradients, children: Children) -> None:
+    """Convert each gradient in the list to the shape and dtype that its child expects."""
+    for i, (child, input_index) in enumerate(children):
+        gradient = gradients[i]
+        if child is not None and gradient is not None:
+            gradients[i] = _as_expected(gradient, child._input_metadata[input_index])
 
 
 def _as_expected(gradient: torch.Tensor, expected: Any) -> torch.Tensor:

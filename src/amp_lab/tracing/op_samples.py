@@ -189,27 +189,35 @@ class Sample:
     def _from_table(self, value: Any, argument: torch.Argument) -> Any:
         """Convert a value of a table to the type that the argument takes; a shape to a tensor.
 
-        The tables have one value for a name, but overloads take it in different types. ``dim``,
-        which is ``[0]`` there, may be a list of numbers, one number, or the name of a dimension.
+        The tables have one value for a name, but overloads of an op take it in different types. So
+        ``dim``, which is ``[0]`` in `_BY_NAME`, becomes
+
+        - ``[0]`` for an argument of the type ``List[int]``,
+        - ``0`` for ``int``,
+        - the name of a dimension for ``str``.
         """
         type_name = str(argument.type)
         if isinstance(value, tuple):  # a shape
             return self._tensor(value)
-        takes_name = type_name in ("str", "List[str]")
-        if takes_name and not isinstance(value, str):  # a dimension, here by its name
+        if type_name in ("str", "List[str]") and not isinstance(value, str):
             return dimension_by_name(type_name)
-        if not isinstance(value, list) or not value:
-            return value
-        if type_name == "Tensor":  # other overloads take a list: here as many indices, in a tensor
-            shape = _Index((len(value),))
+        if isinstance(value, list) and value:
+            return self._from_list(value, argument)
+        return value
+
+    def _from_list(self, values: list[Any], argument: torch.Argument) -> Any:
+        """Convert a list of a table, with at least one value, to the type of the argument."""
+        type_name = str(argument.type)
+        if type_name == "Tensor":  # a tensor of as many indices
+            shape = _Index((len(values),))
             return self._tensor(shape)
-        if "List" not in type_name:  # other overloads take a list: here its first value
-            return value[0]
-        if isinstance(value[0], tuple):
-            return [self._tensor(shape) for shape in value]
-        # The schema may ask for N values. A padding for images has more than one for sequences.
-        length = argument.N or len(value)  # pyrefly: ignore[missing-attribute]: not in the stub
-        return value[:length]
+        if "List" not in type_name:  # one value
+            return values[0]
+        if isinstance(values[0], tuple):  # shapes
+            return [self._tensor(shape) for shape in values]
+        # The schema may ask for N values: a padding has two for images, and one for sequences.
+        length = argument.N or len(values)  # pyrefly: ignore[missing-attribute]: not in the stub
+        return values[:length]
 
     def _tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor of a shape, in the next dtype; of an `_Index` or `_Pivots` in integers."""

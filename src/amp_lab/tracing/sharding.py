@@ -148,7 +148,7 @@ def _read_fsdp(call: ModelCall) -> ShardingXray:
     units: list[Unit] = []
     unit_of: dict[str, str] = {}  # name of a module: name of its unit
     parameters: list[ShardedParameter] = []
-    managed_ids: set[int] = set()  # ids of the parameters that are in a unit
+    all_groups: list[Any] = []  # FSDP2's groups of parameters, of all units
     for state, modules in _states(model).items():
         module_names = [names[module] for module in modules]
         groups = fsdp_groups(state)
@@ -157,21 +157,28 @@ def _read_fsdp(call: ModelCall) -> ShardingXray:
         unit_of |= dict.fromkeys(module_names, unit.name)
         for group in groups:
             parameters += _parameters_of_group(model, group, unit.name, names)
-            for fsdp_param in group.fsdp_params:
-                # The model's parameter is one of these two: the second while it is gathered.
-                managed_ids.add(id(fsdp_param.sharded_param))
-                managed_ids.add(id(getattr(fsdp_param, "_unsharded_param", None)))
-    # Parameters that are in no unit, so that each rank has all of them.
+        all_groups += groups
+    # A parameter in no group is not sharded: each rank has all of it.
+    sharded_ids = _ids_of_parameters(all_groups)
     for name, parameter in model.named_parameters():
-        if id(parameter) not in managed_ids:
+        if id(parameter) not in sharded_ids:
             row = _row(model, name, parameter, unit=None, computed=parameter.dtype)
             parameters.append(row)
     # The unit of the model itself, whose name is "", casts the inputs.
-    input_dtype = None
-    for unit in units:
-        if unit.name == "":
-            input_dtype = unit.inputs
+    input_dtypes = [unit.inputs for unit in units if unit.name == ""]
+    input_dtype = input_dtypes[0] if input_dtypes else None
     return _make_xray(call, "FSDP2", units, parameters, unit_of, input_dtype)
+
+
+def _ids_of_parameters(groups: list[Any]) -> set[int]:
+    """The `id` of each parameter of the model that is in one of FSDP2's groups."""
+    ids = set()
+    for group in groups:
+        for fsdp_param in group.fsdp_params:
+            # The model's parameter is one of these two: the second while it is gathered.
+            ids.add(id(fsdp_param.sharded_param))
+            ids.add(id(getattr(fsdp_param, "_unsharded_param", None)))
+    return ids
 
 
 def _states(model: nn.Module) -> dict[Any, list[nn.Module]]:

@@ -109,6 +109,13 @@ class Maker(NamedTuple):
     values: str  # ``fp32 values``; for both fp16 and bf16 ``16-bit values``
 
 
+class Event(NamedTuple):
+    """A moment at which a storage was allocated or freed."""
+
+    storage: int  # its number; storages are numbered in the order of their allocation
+    change: int  # 1: it was allocated, -1: it was freed
+
+
 class StorageLedger(TorchDispatchMode):
     """A mode that records when each storage on a device is allocated and freed.
 
@@ -120,10 +127,7 @@ class StorageLedger(TorchDispatchMode):
         self._device_type = device_type
         self._sizes: list[int] = []  # of each storage, in bytes
         self._makers: list[Maker] = []  # of each storage
-        # Storages are numbered in the order in which they are made. The log has an event for each
-        # allocation and each free: i if storage i was made, and ~i, which is below 0, if storage i
-        # was freed.
-        self._log: list[int] = []
+        self._log: list[Event] = []  # all allocations and frees, in order
         self._marks: dict[str, int] = {}  # name of a moment: length of the log at that moment
         self._kinds: dict[int, str] = {}  # by number; a storage without a kind is a temporary
         self._saved: set[int] = set()  # numbers of storages that autograd saves
@@ -223,7 +227,7 @@ class StorageLedger(TorchDispatchMode):
         return self._note_storage(key, storage, self._maker(op, tensor))
 
     def _note_storage(self, key: int, storage: torch.UntypedStorage, maker: Maker) -> int:
-        """Log that a storage was made, and log its end when it is freed; return its number.
+        """Log that a storage was allocated, and later that it is freed; return its number.
 
         `key` is the `storage_key` of its tensor.
         """
@@ -231,10 +235,10 @@ class StorageLedger(TorchDispatchMode):
         self._numbers[key] = number
         self._sizes.append(storage.nbytes())
         self._makers.append(maker)
-        self._log.append(number)
+        self._log.append(Event(number, 1))
 
         def note_end(_: weakref.ref) -> None:
-            self._log.append(~number)
+            self._log.append(Event(number, -1))
             del self._numbers[key]  # another storage may get the same key
             del self._watches[number]
 
@@ -255,7 +259,7 @@ class StorageLedger(TorchDispatchMode):
             key = storage._cdata
             number = self._numbers.get(key)
             if number is not None:
-                self._log.append(~number)
+                self._log.append(Event(number, -1))
                 # Without the weak reference, the end of this storage is not logged once more.
                 del self._watches[number]
             new_number = self._note_storage(key, storage, Maker(op="", place="", values=""))
@@ -312,7 +316,7 @@ class StorageLedger(TorchDispatchMode):
         and it exists at that moment. With None there are no activations.
         """
         self._watches.clear()  # storages that are freed from here on are no longer noted
-        log = np.array(self._ordered_events(), np.int64)
+        log = np.array(self._ordered_events(), np.int64).reshape(-1, 2)  # (0, 2) without events
         kinds = [self._kinds.get(number, "temporaries") for number in range(len(self._sizes))]
         if activations_at is not None:
             is_alive = _alive(log[: self._marks[activations_at]], len(kinds))
@@ -330,18 +334,18 @@ class StorageLedger(TorchDispatchMode):
             custom_ops=tuple(self._custom_ops),
         )
 
-    def _ordered_events(self) -> list[int]:
+    def _ordered_events(self) -> list[Event]:
         """The log up to the last mark, with frees that follow each other sorted.
 
         Autocast's cache is a hash table, whose tensors are freed in any order. The traces of two
         batches are compared event by event, and need the same order.
         """
-        events: list[int] = []
+        events: list[Event] = []
         # From mark to mark, so that no event moves across one.
         for start, stop in itertools.pairwise([0, *self._marks.values()]):
-            frees: list[int] = []  # those since the last allocation
+            frees: list[Event] = []  # those since the last allocation
             for event in self._log[start:stop]:
-                if event < 0:
+                if event.change == -1:
                     frees.append(event)
                     continue
                 events += sorted(frees)
@@ -351,24 +355,13 @@ class StorageLedger(TorchDispatchMode):
         return events
 
 
-def _decode_events(log: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each event the number of the storage, and 1 if it was made or -1 if it was freed.
-
-    `log` has the events, as in `StorageTrace`. Both arrays are (events,) int64.
-    """
-    is_made = log >= 0
-    numbers = np.where(is_made, log, ~log)
-    changes = np.where(is_made, 1, -1)
-    return numbers, changes
-
-
 def _alive(log: np.ndarray, storages: int) -> np.ndarray:
     """Whether each storage is alive after these events: (storages,) bool.
 
     `log` has the events, as in `StorageTrace`, and `storages` is how many storages there are.
     """
-    numbers, changes = _decode_events(log)
-    # The changes of each storage add up to 1 if it was made, and to 0 if it was freed too.
+    numbers, changes = log.T
+    # The changes of a storage add up to 1 if it was allocated, and to 0 if it was freed too.
     return np.bincount(numbers, weights=changes, minlength=storages) > 0
 
 
@@ -378,7 +371,7 @@ class StorageTrace:
 
     sizes: np.ndarray  # (storages,) bytes
     kinds: np.ndarray  # (storages,) index into KINDS
-    log: np.ndarray  # (events,) i: storage i was made; ~i, which is below 0: it was freed
+    log: np.ndarray  # (events, 2), the fields of an `Event`: number of a storage, 1 or -1
     marks: dict[str, int]  # name of a moment: how many events came before it
     makers: tuple[Maker, ...] = ()  # of each storage
     custom_ops: tuple[str, ...] = ()  # ops that are not torch's, such as ``mine::op``
@@ -401,7 +394,7 @@ class StorageTrace:
 
     def in_use(self) -> np.ndarray:
         """Bytes in use after each event: (events,) int64."""
-        numbers, changes = _decode_events(self.log)
+        numbers, changes = self.log.T
         return np.cumsum(changes * self.sizes[numbers])
 
     def by_kind(self, events: int) -> dict[str, int]:

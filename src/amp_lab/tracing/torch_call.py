@@ -44,28 +44,37 @@ class TorchCall:
         self.shapes = {self.key(tensor): tuple(tensor.shape) for tensor in tensors}
 
     def note_cast(self, source: torch.Tensor, result: torch.Tensor) -> bool:
-        """Note a cast that ran during this call; return whether autocast inserted it.
-
-        If the source is an argument of a call that is one row, `dtypes` gets its new dtype.
-        """
+        """Note a cast that ran during this call; return whether autocast inserted it."""
         if self.autocast_dtype is None or self.casts_itself:
             return False
         if not source.is_floating_point():
             return False
-        if not self.is_one_row:
-            return result.dtype in (self.autocast_dtype, torch.float32)
-        # Of the casts inside, only those of arguments are autocast's: to low precision in recurrent
-        # layers and attention, to fp32 in norms.
-        is_lowered = self.is_rnn or self.name in _ATTENTIONS
-        target_dtype = self.autocast_dtype if is_lowered else torch.float32
+        if self.is_one_row:
+            return self._note_argument_cast(source, result, self.autocast_dtype)
+        return result.dtype in (self.autocast_dtype, torch.float32)
+
+    def _note_argument_cast(
+        self, source: torch.Tensor, result: torch.Tensor, autocast_dtype: torch.dtype
+    ) -> bool:
+        """Note the new dtype of an argument in `dtypes`; return whether autocast cast it.
+
+        For a call that is one row: of the casts inside, only those of its arguments are autocast's.
+        """
+        # Autocast runs recurrent layers and attention in low precision, and norms in fp32.
+        target_dtype = torch.float32
+        if self.is_rnn or self.name in _ATTENTIONS:
+            target_dtype = autocast_dtype
         key = self.key(source)
-        if key not in self.dtypes or result.dtype != target_dtype:
+        is_argument = key in self.dtypes
+        if not is_argument or result.dtype != target_dtype:
             return False
-        # Only the first cast of a recurrent layer's argument counts: torch's own kernels, which run
-        # here, cast the weights again in each step, and kernels of devices do not.
-        is_first = self.dtypes[key] == source.dtype
+        is_first_cast = self.dtypes[key] == source.dtype
         self.dtypes[key] = result.dtype
-        return is_first or not self.is_rnn
+        if self.is_rnn:
+            # Here torch's own kernels run, which cast the weights again in each time step. The
+            # kernels of a device cast them once, so only the first cast counts.
+            return is_first_cast
+        return True
 
     def note_rnn_op(self, name: str, args: tuple, out: torch.Tensor, is_matmul: bool) -> None:
         """Note an op that ran inside a recurrent layer, if it is a matmul or copies an argument.

@@ -189,25 +189,32 @@ class _Outline:
 
     A line stands for a module with all of its submodules. One level deeper, it is replaced by the
     lines of the submodules, and by one for the ops of the module's own code, if there are any.
+    Numbered modules that did the same share their lines. For a transformer of 12 blocks:
+
+    - depth 0: the model
+    - depth 1: the model itself, stem, blocks
+    - depth 2: the model itself, stem, blocks.0 … 11
+    - depth 3: the model itself, stem, blocks.0 … 11 itself, blocks.0 … 11.attn, blocks.0 … 11.mlp
     """
 
     def __init__(self, result: Xray):
-        # By the name of a module: a line with its ops and casts and those of all its submodules.
+        # For each module by name: a line with its ops and casts and those of all its submodules.
         self._totals = {module.name: _Line("", module.kind, [], []) for module in result.modules}
         self._totals[LOSS] = _Line(LOSS, "loss_fn", [], [])
         for row in result.rows:
-            for module in _with_parents(row.module):
-                self._totals[module].rows.append(row)
+            for name in _with_parents(row.module):
+                self._totals[name].rows.append(row)
         for cast in result.casts:
-            for module in _with_parents(cast.module):
-                self._totals[module].casts.append(cast)
-        # By the name of a module: its direct submodules that ran, in the model's order.
+            for name in _with_parents(cast.module):
+                self._totals[name].casts.append(cast)
+        # For each module by name: the names of its direct submodules that ran, in order.
         self._submodules: dict[str, list[str]] = defaultdict(list)
         for module in result.modules:
-            if module.name and self._totals[module.name].has_records:
+            is_model = module.name == ""
+            if not is_model and self._totals[module.name].has_records:
                 parent = module.name.rpartition(".")[0]
                 self._submodules[parent].append(module.name)
-        # Cached, since `_pattern` asks for the lines of the same modules again and again.
+        # Cached, since `_key_of_alike` asks for the lines of the same modules again and again.
         self._cached_lines = functools.cache(self._lines_of_module)
 
     def fitting_lines(self) -> list[_Line]:
@@ -248,20 +255,22 @@ class _Outline:
         own_casts = [cast for cast in total.casts if cast.module == module]
         itself = _Line(" itself", total.class_name, own_rows, own_casts)
         lines = [itself] if itself.has_records else []
-        # Numbered neighbours that did the same, such as the blocks of a transformer, are one line.
-        for _, group in itertools.groupby(submodules, self._pattern):
+        # Numbered neighbours that did the same, such as the blocks of a transformer, share lines.
+        for _, group in itertools.groupby(submodules, self._key_of_alike):
             alike = list(group)
-            name = alike[0].removeprefix(module)
-            if len(alike) > 1:  # ``.blocks.0 … 11``
-                last_number = alike[-1].removeprefix(_without_number(alike[0]))
-                name += f" … {last_number}"
-            # The lines of the first one stand for all.
-            for line in self._cached_lines(alike[0], depth - 1):
-                times = line.times * len(alike)
-                lines.append(dataclasses.replace(line, label=name + line.label, times=times))
+            first = alike[0]
+            label = first.removeprefix(module)
+            if len(alike) > 1:  # such as ``.0 … 11``
+                last_number = alike[-1].removeprefix(_without_number(first))
+                label += f" … {last_number}"
+            for line in self._cached_lines(first, depth - 1):
+                shared = dataclasses.replace(
+                    line, label=label + line.label, times=line.times * len(alike)
+                )
+                lines.append(shared)
         return tuple(lines)
 
-    def _pattern(self, module: str) -> tuple[str, list[list[str]]]:
+    def _key_of_alike(self, module: str) -> tuple[str, list[list[str]]]:
         """A key that is equal for numbered modules that did the same.
 
         It has the module's name without its number, and the cells of all lines below it.

@@ -77,8 +77,8 @@ class Run:
 
     `ranks.first` runs a function on rank 0 and returns its value on all ranks. `ranks.each` runs it
     on every rank. If one rank fails, both raise on all ranks, so that no rank waits for another.
-    `given` has the names of the settings that the user gave. Rank 0 locks the folder, and releases
-    the lock when `until_end` is closed.
+    `ranks.gather` returns the values of all ranks. `given` has the names of the settings that the
+    user gave. Rank 0 locks the folder, and releases the lock when `until_end` is closed.
     """
 
     def __init__(
@@ -97,13 +97,14 @@ class Run:
         self._print = say
         self._steps = 0  # of the optimizer, in this process
         self._stopped_by = 0  # number of the signal that any rank got
+        # 1. Rank 0 compares the commands of the ranks, and locks the folder.
         commands = ranks.gather(self._command(config, given))
-        # `_saved` is the run in the folder, which is resumed; None for a new run.
-        self.config, self._saved = ranks.first(
-            lambda: self._plan(config, given, commands, until_end)
-        )
+        plan = ranks.first(lambda: self._plan(config, given, commands, until_end))
+        self.config, self._saved = plan  # `_saved`: the run to resume; None for a new run
+        # 2. Each rank loads the data and builds the model; then all join their models.
         ranks.each(self._build)  # sets `data` and `model`
         self._wrap()  # sets `wrapped_model` and `parts`
+        # 3. Rank 0 checks that all have the same data, and loads the checkpoint if there is one.
         fingerprints = ranks.gather({"data": self.data.fingerprint})
         state = ranks.first(lambda: self._start(fingerprints))
         if state is not None:
