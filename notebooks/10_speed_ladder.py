@@ -17,7 +17,7 @@
 # - how to compute the least time of a step from its FLOPs and bytes;
 # - what each rung changes: precision, memory format, optimizer or compiler;
 # - how close the step comes to the roofline of your device;
-# - when AMP makes a step slower, and how large a step must be for AMP to pay.
+# - when AMP makes a step slower, and from which size on it makes a step faster.
 #
 # **What you need.** [Notebook 04](04_fp32_vs_amp.ipynb) for the training step and for how to measure. On
 # a CPU, `torch.compile` needs a C++ compiler.
@@ -56,9 +56,9 @@ for name, operations, numbers in (
     assert (compute_ms > move_ms) == (name == "matmul")
 
 # %% [markdown]
-# The matmul becomes faster, because it computes for most of its time. The ReLU hardly does, because it
-# waits for its data. A 16-bit precision helps both: it makes the matmul faster on hardware that supports
-# it, and halves the bytes.
+# The matmul becomes faster, because it computes for most of its time. The ReLU hardly becomes faster,
+# because it waits for its data. A 16-bit precision helps both ops: the matmul becomes faster on hardware
+# that supports this precision, and the bytes are halved.
 #
 # ## The settings
 #
@@ -87,9 +87,10 @@ assert low.dtype.itemsize == 2
 # %% [markdown]
 # ## The limit: what can this device do?
 #
-# A device has a peak rate for computing and one for moving data. We measure the first with a large matmul
-# in each precision, and the second with copies and sums of large tensors. If another program uses the
-# machine meanwhile, `limits.trusted` is false, and the cells below skip the checks that need these rates.
+# A device has a peak rate for computing and a peak rate for moving data. We measure the computing rate
+# with a large matmul in each precision, and the data rate with copies and sums of large tensors. If
+# another program uses the machine meanwhile, `limits.trusted` is false, and the cells below skip the
+# checks that need these rates.
 
 # %% tags=["nbval-ignore-output"]
 limits = measure_ceilings(device)
@@ -336,10 +337,10 @@ assert points[0][2] < points[1][2]  # AMP computes more for each byte
 _ = figures.roofline(roofs, limits.memory_bytes_per_s, points)
 
 # %% [markdown]
-# AMP's point lies to the right of the plain one, because AMP moves fewer bytes. A faster precision raises
-# the flat part but not the slope, so a step under the slope becomes faster only if it moves fewer bytes.
-# A point lies below its roof because a step also copies data inside ops, waits, and does arithmetic other
-# than matmuls.
+# AMP's point lies to the right of the FP32 point, because AMP moves fewer bytes. A faster precision
+# raises the flat part but not the slope, so a step under the slope becomes faster only if it moves fewer
+# bytes. A point lies below its roof because a step also copies data inside ops, waits, and does
+# arithmetic other than matmuls.
 #
 # `amp-lab bench` has two more rungs, `by-hand` and `tiles`. They are written for this one network and
 # keep most data in the cache. [The gallery](../data/results/README.md#the-gallery) shows how close they
@@ -378,7 +379,7 @@ print(f"speed-up by AMP for fifty thin layers: {speedup}; {casts} casts for 50 m
 assert casts >= 2 * 50  # weights and biases; the activations between layers stay low
 
 # %% [markdown]
-# Below 1x, AMP is slower. The casts of weight and bias cost more than AMP can save in a matmul of this
+# Below 1x, AMP is slower. Casting the weight and the bias takes longer than AMP saves in a matmul of this
 # size.
 #
 # ## From which size on does AMP pay?
@@ -429,7 +430,7 @@ _ = figures.speedup_over_size(config["sizes"], {str(low): by_size})
 # compares losses and gradients with those of FP32, measures the time of each recipe that passes, and
 # prints the lines of code to write. <!-- tests/advisor/test_advise.py -->
 #
-# Here it gets a small ConvModel and little time.
+# Here we pass a small ConvModel and set a short time limit.
 
 # %% tags=["nbval-ignore-output"]
 small, wanted = quantized_sine(64, device)
@@ -447,10 +448,11 @@ assert all(candidate.verdict for candidate in advice.candidates)
 advice
 
 # %% [markdown]
-# Read the last column first: one recipe for training and one for inference are *recommended*. For the
-# others, this column gives the reason against them. A recipe replaces a simpler one only if it takes [at
-# least 3 % less](../src/amp_lab/advisor/session.py) time. For training, `advise` recommends only a recipe
-# whose loss fell about as far as that of FP32 (`learns 100%`). <!-- tests/advisor/test_advise.py -->
+# Read the last column first: one recipe for training and one for inference are *recommended*. For other
+# recipes, this column says why they are not recommended. A recipe replaces a simpler one only if it takes
+# [at least 3 % less](../src/amp_lab/advisor/session.py) time. For training, `advise` recommends only a
+# recipe whose loss fell about as far as that of FP32 (`learns
+# 100%`). <!-- tests/advisor/test_advise.py -->
 
 # %% [markdown]
 # ## Summary
@@ -464,7 +466,7 @@ advice
 # - AMP gains nothing without matmuls. It makes a step slower if its ops are small and many, or if the
 #   hardware emulates the precision.
 # - On a Linux CPU, call `keep_memory` before you compare precisions.
-# - `advise` does this for your own model.
+# - `advise` tries these changes on your own model.
 #
 # Next, [notebook 11](11_scale_out.ipynb) takes training to several devices.
 #

@@ -120,8 +120,8 @@ assert layers.Dense(3).compute_dtype == "float16"
 # in its `call`.
 #
 # Some of Keras's own layers use float32 where float16 would overflow. For example, batch normalization
-# computes its squares in float32. A custom layer does not. The next layer overflows unless you set its
-# dtype to float32:
+# computes its squares in float32. A custom layer stays in float16. The layer below overflows unless you
+# set its dtype to float32:
 
 
 # %%

@@ -225,7 +225,7 @@ assert losses[1] != losses[1]  # NaN
 # | O2 | 2 | 2 | 4 | 4 | 8 | 20 |
 # | O3 | 2 | 2 | | | 4 | 8 |
 #
-# O2 held the most. The master weights and their gradients cost more than fp16 saves on weights and
+# O2 held the most memory. The master weights and their gradients cost more than fp16 saves on weights and
 # gradients. The table does not count the fp16 copies that autocast makes.
 #
 # ## The loop, line by line
@@ -269,8 +269,8 @@ ours, theirs = (parameters_to_vector(m.parameters()) for m in (model, old_model)
 torch.testing.assert_close(ours, theirs, rtol=SAME, atol=SAME)
 
 # %% [markdown]
-# It is easy to forget `unscale_`. Without `unscale_`, you clip gradients that are still scaled, and
-# almost nothing is left of them ([notebook 07](07_training_recipes.ipynb)).
+# It is easy to forget `unscale_`. Without `unscale_`, you clip gradients that are still scaled, and they
+# become almost zero ([notebook 07](07_training_recipes.ipynb)).
 #
 # Apex's options have replacements too:
 #
@@ -336,7 +336,7 @@ print(f"GradScaler(1024.0) has the scale {got.get_scale():.0f}")
 assert (asked.get_scale(), got.get_scale()) == (1024, 65536)
 
 # %% [markdown]
-# The scaler took 1024.0 for the device and starts at the default scale of 65536. Pass these arguments by
+# The scaler used 1024.0 as the device, and starts at the default scale of 65536. Pass these arguments by
 # keyword to avoid this mistake.
 #
 # Custom autograd functions change too: `torch.amp.custom_fwd` and `custom_bwd` need a `device_type`
@@ -364,8 +364,8 @@ for x, y in batches:
 """
 
 # %% [markdown]
-# The tool needs `libcst`, which comes with this project's environment. A minus marks the old lines, a
-# plus the new lines:
+# The tool needs `libcst`, which comes with this project's environment. In its output, a minus marks the
+# old lines and a plus marks the new lines:
 
 # %%
 if find_spec("libcst") is None:

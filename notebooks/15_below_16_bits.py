@@ -84,9 +84,9 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 # To round a value by hand:
 #
 # 1. Clip it to the largest number of the format, as torchao does. <!-- tests/formats/test_scaling.py -->
-# 2. Find the largest power of two that is not above the value's magnitude. If it is below the format's
-#    smallest normal number, take that number instead. Divide it by 2^(mantissa bits) to get the spacing
-#    of the numbers there.
+# 2. Find the largest power of two that is not above the value's magnitude. If this power is below the
+#    format's smallest normal number, use the smallest normal number instead. Divide by 2^(mantissa bits)
+#    to get the spacing of the numbers there.
 # 3. Round the value to a multiple of that spacing.
 
 
@@ -114,10 +114,10 @@ assert torch.equal(e2m1, ELEMENTS["e2m1"].round(some))
 #
 # ## The values that share a scale
 #
-# A scale is chosen for the largest value. If that is an outlier, smaller values with the same scale may
-# become zero. In the formats of `FORMATS`, a tensor, a row or a *block* (neighbouring values of a row)
-# shares a scale. `quantize` rounds a tensor to such a format, undoes the scaling, and returns the result
-# in fp32. <!-- tests/formats/test_scaling.py -->
+# The largest value determines the scale. If the largest value is an outlier, smaller values with the same
+# scale may become zero. In the formats of `FORMATS`, a tensor, a row or a *block* (neighbouring values of
+# a row) shares a scale. `quantize` rounds a tensor to such a format, undoes the scaling, and returns the
+# result in fp32. <!-- tests/formats/test_scaling.py -->
 #
 # | format | element | values that share a scale | number format of the scale |
 # |---|---|---|---|
@@ -304,8 +304,8 @@ for name in ("mxfp4", "nvfp4"):
     assert mean["fp32"] - max(between_seeds, 0.05) < mean[name] < mean["fp8, no scale"] - 0.1
 
 # %% [markdown]
-# This does not show that four bits are enough for your model. A format that survives a hundred steps of a
-# tiny GPT can fail in a long training of a large one. But **a format that fails here is not worth a
+# This does not show that four bits are enough for your model. A format that works for a hundred steps of a
+# tiny GPT can fail in a long training of a large model. But **a format that fails here is not worth a
 # large run**.
 #
 # NVIDIA's [recipe for NVFP4](https://arxiv.org/abs/2509.25149) adds three remedies, among others:
@@ -348,8 +348,8 @@ assert off < 2**-8  # the rounding of the result to bf16
 #
 # Our simulation adds the products in fp32. A Hopper or Ada GPU adds FP8 products in [about 14
 # bits](https://arxiv.org/abs/2412.19437), unless the kernel moves partial sums to fp32. With its argument
-# `use_fast_accum=True`, PyTorch's FP8 matmul skips these moves. torchao sets it for the output of a layer.
-# `hopper_matmul` adds as an H100 does, bit for bit. <!-- tests/formats/test_hopper_sums.py -->
+# `use_fast_accum=True`, PyTorch's FP8 matmul skips these moves. torchao sets this argument for the output
+# of a layer. `hopper_matmul` adds as an H100 does, bit for bit. <!-- tests/formats/test_hopper_sums.py -->
 #
 # We sum 4096 products, first of values with both signs, then of their magnitudes. Before you run this: in
 # which case do 14 bits cost more?
@@ -366,10 +366,10 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
         assert share < 0.01 or (fast and kind_of_values == "one sign")
 
 # %% [markdown]
-# An H100 adds 32 products at a time, so each sum takes 128 additions. With one sign, the sum keeps growing,
-# and each addition cuts off what no longer fits into 14 bits. The inputs of a layer after ReLU have one
-# sign. If its weights have one sign too, `rehearse` (below) tells you to turn `use_fast_accum` off.
-# <!-- tests/remedies/test_advise_remedies.py -->
+# An H100 adds 32 products at a time, so each sum takes 128 additions. With one sign, the sum keeps
+# growing, and each addition cuts off the bits that do not fit into 14 bits. The inputs of a layer after
+# ReLU have one sign. If its weights have one sign too, `rehearse` (below) tells you to turn
+# `use_fast_accum` off. <!-- tests/remedies/test_advise_remedies.py -->
 #
 # ## Train in FP8 on a GPU
 #
@@ -400,8 +400,8 @@ for kind_of_values, (left, right) in (("both signs", rows), ("one sign", rows.ab
 # operands](https://github.com/pytorch/pytorch/issues/198126), and Transformer Engine's NVFP4 [lacks two
 # features](https://github.com/NVIDIA/TransformerEngine/issues/2255).
 #
-# In the *fnuz* variants of E4M3 and E5M2 that MI300 uses, the same bits mean half as much. A checkpoint
-# saved in E4M3 has wrong values if it is read as *fnuz*, and the reverse:
+# MI300 uses the *fnuz* variants of E4M3 and E5M2, in which the same bits mean half the value. A checkpoint
+# in E4M3 that is read as *fnuz*, or the reverse, has wrong values:
 
 # %%
 bits = torch.tensor([0x38], dtype=torch.uint8)
@@ -439,8 +439,8 @@ report
 #
 # - Each row is a layer, with its SQNR in bf16 and in each format. A star marks a layer that is better
 #   left in 16 bits. *Look at* gives the reasons.
-# - The large feature ruins the two layers around it in every format, and most where the whole tensor
-#   shares a scale.
+# - The large feature ruins the two layers around it in every format. The error is largest if the whole
+#   tensor shares a scale.
 # - With the starred layers in 16 bits, the whole model *holds in one step*: its loss and gradients are
 #   close to those of fp32. `rehearse` did not test whether the model learns.
 # - The code at the end converts the model with torchao. `rehearse` ran it on a copy first.
@@ -461,8 +461,8 @@ assert report.formats[1].gradients_off < 2**-4  # the largest rounding error of 
 # %% [markdown]
 # ## Summary
 #
-# - Below 16 bits a tensor has low-precision elements *and* scales. The element decides the error of
-#   ordinary values. The scales decide which values an outlier damages.
+# - Below 16 bits a tensor has low-precision elements *and* scales. The element determines the error of
+#   ordinary values. The scales determine which values an outlier damages.
 # - One scale for the tensor is enough for FP8 with usual outliers. In four bits an outlier wipes out most
 #   of its block, so smaller blocks help.
 # - Our simulation adds products in fp32. [A Hopper GPU](#Sums-in-14-bits) adds them in about 14 bits.
@@ -504,7 +504,7 @@ exercises.check_bits(mebibytes)
 # mebibytes = 4096 * 4096 * (4 + 8 / 16) / 8 / 2**20
 # ```
 #
-# NVFP4 takes 9 MiB, and bf16 takes 32.
+# NVFP4 takes 9 MiB, and bf16 takes 32 MiB.
 #
 # </details>
 #

@@ -98,12 +98,12 @@ assert 6 < sum(held["bf16, 8-bit AdamW"].values()) < 6.1
 assert held["fp32, Adafactor"]["state"] < 0.01
 
 # %% [markdown]
-# The figure splits these bytes into weight, gradient and optimizer state. Two of PyTorch's optimizers
-# keep less state than AdamW:
+# The figure splits these bytes into weight, gradient and optimizer state. Two of PyTorch's optimizers keep
+# less state than AdamW:
 # [Adafactor](https://docs.pytorch.org/docs/stable/generated/torch.optim.Adafactor.html) stores one value
 # for each row and column of a matrix, and
-# [Muon](https://docs.pytorch.org/docs/stable/generated/torch.optim.Muon.html) stores one moment instead
-# of two. Each needs another learning rate than AdamW. Activations come on top of these bytes.
+# [Muon](https://docs.pytorch.org/docs/stable/generated/torch.optim.Muon.html) stores one moment instead of
+# two. Each needs a different learning rate than AdamW. Activations take additional memory.
 #
 # What do the smaller setups cost in accuracy? We test the weights first, then the state.
 #
@@ -300,9 +300,9 @@ assert (weight == 1).all()  # 0.001 is less than half the spacing of bf16 below 
 # %% [markdown]
 # ## Accumulate gradients in fp32
 #
-# A sum of gradients loses small values in the same way. The gradients of bf16 weights are in bf16, and so
-# is their sum over micro-batches. We sum the gradients of micro-batches of eight images, in fp32 and in
-# bf16:
+# A sum of gradients loses small values in the same way. The gradients of bf16 weights are in bf16, and
+# their sum over micro-batches is in bf16 too. We sum the gradients of micro-batches of eight images, in
+# fp32 and in bf16:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -343,8 +343,8 @@ assert square == 1
 
 # %% [markdown]
 # The second moment does not shrink, so the steps after a large gradient stay too small. With an fp32 scale
-# for each block of values, even eight bits can be enough: the scale shrinks, and the block with it. We use
-# blocks of 256 values (128 in four bits), as [torchao
+# for each block of values, even eight bits can be enough: the scale shrinks, so all values of the block
+# shrink too. We use blocks of 256 values (128 in four bits), as [torchao
 # does](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py), and compare:
 #
 # - *INT8*: evenly spaced numbers from -127 to 127;
@@ -433,7 +433,7 @@ assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
 #
 # torchao's [4-bit optimizer](https://github.com/pytorch/ao/blob/main/torchao/optim/subclass_4bit.py) has
 # no zero for its squares. Its 8-bit optimizer has a zero, but [its other numbers come close to
-# it](https://github.com/pytorch/ao/blob/main/torchao/optim/quant_utils.py).
+# zero](https://github.com/pytorch/ao/blob/main/torchao/optim/quant_utils.py).
 #
 # In your own code, replace the optimizer. `bf16_stochastic_round` is for weights in bf16:
 #
@@ -448,7 +448,7 @@ assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
 # - With rounding to nearest, a bf16 weight does not change if the update is less than half of the
 #   distance to the next number. At a small learning rate many weights never change.
 # - Stochastic rounding, Kahan summation (2 more bytes) and fp32 masters (4 more bytes) each fixed this
-#   here.
+#   problem here.
 # - Eight bits, or even four, were enough for Adam's state here, as long as few squares became zero.
 # - With AdamW a parameter takes 16 bytes in fp32, 8 in bf16, and about 6 in bf16 with 8-bit state. For
 #   your model, call `forecast_memory(…, optimizer="adamw-8bit")`, or run

@@ -116,16 +116,16 @@ result
 # [transformers](https://github.com/huggingface/transformers/blob/main/src/transformers/loss/loss_utils.py)
 # and `lm.loss_of` do.
 #
-# **If you cast the whole model**, its stream is bf16, and the rotations break. `model.to(torch.bfloat16)`
-# casts buffers too, and a Llama of transformers keeps the rates of its angles in a buffer. Cosines may be
-# bf16, but rates or positions in bf16 make the angles wrong far along a text ([notebook
-# 08](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256)).
+# **If you cast the whole model**, the residual stream is bf16, and the rotations become wrong.
+# `model.to(torch.bfloat16)` also casts buffers, and a Llama model of transformers stores the rates of its
+# angles in a buffer. Cosines may be bf16, but rates or positions in bf16 make the angles wrong in long
+# texts ([notebook 08](08b_learning.ipynb#Positions-or-counts-are-wrong-beyond-256)).
 #
-# So **load** a model in the dtype that you want, and do not cast it afterwards:
-# `from_pretrained(…, dtype=…)` leaves the rates in fp32. For full fine-tuning load it in fp32 and use
-# autocast, because bf16 weights can lose small updates ([notebook
-# 19](19_choose_your_precision.ipynb#What-other-frameworks-call-it)). For LoRA, below, bf16 is right.
-# <!-- tests/notebooks/test_17_language_model.py -->
+# So **load** a model in the dtype that you want, and do not cast it afterwards: `from_pretrained(…,
+# dtype=…)` leaves the rates in fp32. For full fine-tuning load it in fp32 and use autocast, because bf16
+# weights can lose small updates ([notebook
+# 19](19_choose_your_precision.ipynb#What-other-frameworks-call-it)). For LoRA (below), load the base in
+# bf16. <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ### One dtype for q, k and v
 #
@@ -148,14 +148,14 @@ assert message.startswith("Expected query, key, and value to have the same dtype
 # rules](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)
 # are:
 #
-# - **Flash attention** takes fp16 and bf16 on Ampere and later, without a mask of your own.
+# - **Flash attention** takes fp16 and bf16 on Ampere and later, but no mask that you pass.
 # - **cuDNN's kernel** takes a mask too, but then its gradients can be NaN [in torch 2.11 and some
 #   later](https://github.com/pytorch/pytorch/issues/196678).
 # - **Otherwise** PyTorch silently uses another kernel, usually a slower one, for example for a model in
 #   fp32 or on a T4.
 #
-# To be sure of a kernel, select it: `with sdpa_kernel(SDPBackend.FLASH_ATTENTION):` raises an error if it
-# cannot run, and warnings say why. <!-- tests/notebooks/test_17_language_model.py -->
+# To be sure of a kernel, select it: `with sdpa_kernel(SDPBackend.FLASH_ATTENTION):` raises an error if this
+# kernel cannot run, and warnings say why. <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## Train it in each precision
 #
@@ -184,17 +184,18 @@ for name, precision in PRECISIONS.items():
 print(f"two seeds in fp32 differ by up to {between_seeds:.2g}")
 
 # %% [markdown]
-# The precision changes the loss far less than the seed does. Expect the same of your own model. Otherwise
-# look for the cause in [notebook 08](08_when_amp_breaks.ipynb).
+# The precision changes the loss far less than the seed does. Expect the same for your own model. If the
+# precision changes its loss more than the seed does, look for the cause in [notebook
+# 08](08_when_amp_breaks.ipynb).
 #
 # ## The loss over a large vocabulary
 #
 # Our vocabulary has one entry for each character that occurs. Llama 3 has [128,256
 # tokens](https://github.com/pytorch/torchtune/blob/main/torchtune/models/llama3/_model_builders.py). With
 # many tokens in a batch, the logits can be the largest tensor of the step. At the peak of the backward
-# pass, four tensors of their size are in memory: the logits in bf16 (the model's output), and three in
-# fp32: the log-softmax, its gradient, and the gradient of its input. For a batch of 8 x 2048 tokens:
-# <!-- tests/notebooks/test_17_language_model.py -->
+# pass, four tensors of this size are in memory: the logits in bf16 (the model's output), and three in fp32:
+# the log-softmax, its gradient, and the gradient of its input. For a batch of 8 x 2048
+# tokens: <!-- tests/notebooks/test_17_language_model.py -->
 
 # %%
 values = 8 * 2048 * 128_256
@@ -247,7 +248,7 @@ print(f"fp32 logits: {1024 * 8000 * 4 / 2**20:.1f} MiB, one chunk: {64 * 8000 * 
 #
 # peft does the same, unless you pass `autocast_adapter_dtype=False`. Under bf16 autocast the adapters'
 # matmuls run in bf16 like all others. We cast the adapter's output to the dtype of the base's output, so
-# that fp32 does not spread from here: <!-- tests/notebooks/test_17_language_model.py -->
+# that the sum is not fp32: <!-- tests/notebooks/test_17_language_model.py -->
 
 
 # %%
@@ -328,15 +329,15 @@ assert arrived[1e-4] < 0.2 < arrived[1e-3] < 0.8
 assert stayed[1e-3] > 0.5
 
 # %% [markdown]
-# bf16 numbers are 0.4 to 0.8 % apart. If the update is larger than that, its rounding errors mostly cancel
-# out. At a thousandth of the weight, most values do not change, and a large part of the update is lost. So
-# choose one of these:
+# bf16 numbers are 0.4 to 0.8 % apart. If the update is larger than this distance, its rounding errors
+# mostly cancel out. At a thousandth of the weight, most values do not change, and a large part of the
+# update is lost. So choose one of these:
 #
 # - Keep the adapter separate.
 # - Merge into a copy in **fp32**.
-# - If the result has to be bf16, merge in fp32 and round **once**. In
-#   [peft](https://huggingface.co/docs/peft) `merge_and_unload` does that; with `safe_merge=True` it
-#   rounds twice. <!-- tests/notebooks/test_17_language_model.py -->
+# - If the result has to be bf16, merge in fp32 and round **once**. `merge_and_unload` of
+#   [peft](https://huggingface.co/docs/peft) rounds once; with `safe_merge=True` it rounds
+#   twice. <!-- tests/notebooks/test_17_language_model.py -->
 # - If the base was quantised for training ([QLoRA](https://arxiv.org/abs/2305.14314)), dequantise the base
 #   and merge into the result, because the adapter was trained on these values.
 #
@@ -367,13 +368,13 @@ print(f"test loss: {in_fp32:.3f} in fp32, {in_bf16:.3f} in bf16")
 assert abs(in_bf16 - in_fp32) < 0.01
 
 # %% [markdown]
-# A text diverges where bf16 moves the logits by more than the gap between the two best (a *near tie*). From
-# there on the text differs, because each character depends on those before it. But bf16 does not write
-# worse: the test loss is nearly the same. So compare models by their loss, or by how often they choose the
-# same next token. Do not compare whole texts.
+# A text diverges where bf16 moves the logits by more than the gap between the two best (a *near tie*). The
+# rest of the text then differs, because each character depends on those before it. But the text in bf16 is
+# not worse: the test loss is nearly the same. So compare models by their loss, or by how often they choose
+# the same next token. Do not compare whole texts.
 #
-# The same can happen within one precision. A matmul of another shape may add in another order, so the
-# logits change slightly in another batch, with another length or with a cache. We compare the logits of ten
+# The same can happen within one precision. A matmul of a different shape may add in a different order. The
+# logits therefore change slightly with the batch, the length and the cache. We compare the logits of ten
 # characters, alone and in a longer text:
 
 # %% tags=["nbval-ignore-output"]
@@ -392,12 +393,12 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 #
 # On another device or with other libraries, the same bits are [not
 # guaranteed](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html). `amp-lab diff
-# --batch-sizes` says whether two batch sizes differ by more than rounding, and from which op on.
-# <!-- tests/difference/test_first_difference.py -->
+# --batch-sizes` shows whether two batch sizes differ by more than rounding, and which op differs
+# first. <!-- tests/difference/test_first_difference.py -->
 #
-# **The cache** of keys and values has a dtype too. Under autocast over fp32 weights, a Llama of transformers
-# rotates with fp32 cosines, so its cache is fp32, at twice the size. For generation use a model in bf16
-# without autocast. <!-- tests/notebooks/test_17_language_model.py -->
+# **The cache** of keys and values has a dtype too. Under autocast over fp32 weights, a Llama model of
+# transformers rotates with fp32 cosines, so its cache is fp32 and twice as large. For generation use a
+# model in bf16 without autocast. <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## Summary
 #
@@ -407,12 +408,12 @@ for name, limit in (("fp32", 1e-3), ("bf16", 0.5)):
 # - Load a model in the dtype that you want, and do not cast it afterwards: its rotation rates must be fp32.
 # - Outside autocast, q, k and v need one dtype. On CUDA flash attention needs 16 bits.
 # - LoRA: keep the frozen base in bf16 and the adapters in fp32. If you merge, merge in fp32.
-# - Texts can diverge at near ties, by precision, batch or cache. Compare losses and the choice of each next
-#   token.
+# - At near ties, texts can diverge if the precision, the batch or the cache differs. Compare losses and the
+#   choice of each next token.
 #
-# A model that was trained in bf16 may overflow in fp16, and [notebook
-# 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) shows how to find out.
-# `amp-lab train --dataset stdlib --model gpt-nano` trains a larger GPT from the command line
+# A model that was trained in bf16 may overflow in fp16. [Notebook
+# 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it) shows how to check this. `amp-lab
+# train --dataset stdlib --model gpt-nano` trains a larger GPT from the command line
 # ([train](../docs/train.md)).
 #
 # ## Exercises
@@ -438,7 +439,8 @@ exercises.check_logits(gibibytes)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Two bytes and four bytes for each token and each word.
+# The logits have one number for each token and each entry of the vocabulary. How many bytes do bf16 and
+# fp32 take for each number?
 #
 # </details>
 #

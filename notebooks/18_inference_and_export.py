@@ -116,7 +116,7 @@ assert quality(outputs["fp16 cast once"])[0] < quality(outputs["bf16 cast once"]
 # %% [markdown]
 # All outputs are off by less than two percent. fp16 is off by much less, because it has three more bits of
 # mantissa than bf16. In inference no gradients can underflow, so fp16 is more accurate wherever weights and
-# activations fit its range. Those of a model that was trained in bf16 may not fit ([notebook
+# activations fit its range. The values of a model that was trained in bf16 may not fit ([notebook
 # 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-GPU-without-it)).
 #
 # How long does each way take, for one image and for many?
@@ -139,8 +139,8 @@ for batch in (1, 256):
 #
 # ## Which decisions change?
 #
-# The *gap* is the difference between the logits of the two best classes. A decision can change if bf16 moves
-# the gap by at least its own size. For each image we compare the gap with how far it moved:
+# The *gap* is the difference between the logits of the two best classes. A decision can change only if bf16
+# changes the gap by at least the size of the gap. For each image we compare the gap with this change:
 
 # %% tags=["nbval-ignore-output"]
 best = in_fp32.topk(2, dim=1)
@@ -160,10 +160,10 @@ for name in ("bf16 autocast", "bf16 cast once"):
     assert (moved(name)[flipped & to_second] >= gap[flipped & to_second] * 0.99).all()
 
 # %% [markdown]
-# Each point is a test image, run in one of two ways. The x-axis shows fp32's gap. The y-axis shows how far
-# bf16 moved that gap. On the dashed line both are equal. Only images on or above it can change their
-# decision (unless a third class overtakes both). Most of these images are uncertain in fp32 too. Draw
-# this figure for your own model and a few hundred real inputs. If all points stay well below the line, the
+# Each point is a test image, run in one of two ways. The x-axis shows fp32's gap. The y-axis shows how much
+# bf16 changed the gap. On the dashed line both are equal. Only images on or above it can change their
+# decision (unless a third class overtakes both). Most of these images are uncertain in fp32 too. Draw this
+# figure for your own model and a few hundred real inputs. If all points stay well below the line, the
 # precision is accurate enough for these decisions.
 #
 # ## Cast inputs, outputs and weights
@@ -206,9 +206,9 @@ with torch.inference_mode():
 assert other["in bf16"] > 2 * other["bf16 features, in fp32"] > 0
 
 # %% [markdown]
-# Just below 1, bf16 numbers are 1/256 apart, so many searches end in a tie. Comparing in fp32 ends the ties.
-# Some searches still find another image, because the features themselves were rounded. If that matters to
-# you, keep the features in fp32.
+# Just below 1, bf16 numbers are 1/256 apart, so many searches end in a tie. Comparing in fp32 removes the
+# ties. Some searches still find another image, because the features themselves were rounded. If that matters
+# to you, keep the features in fp32.
 #
 # **Weights**: if you change them for inference, change them in fp32 and cast afterwards. An example is
 # folding a batch norm into the convolution before it (exercise 4). If you cast first, the result is
@@ -247,10 +247,11 @@ assert list(compilations.values()) == [1, 2, 2, 3, 4, 5]
 
 # %% [markdown]
 # The second batch size causes one more compilation, for any size from 2 on. A batch of 1, autocast and
-# gradients each cause another one. A service that receives all these cases compiles once for each. To
-# avoid this, use only one case, and run it before the first user comes. `torch._dynamo.mark_dynamic` marks a size as changing,
-# which saves the second compilation. `torch.compiler.set_stance("fail_on_recompile")` turns another
-# compilation into an error. <!-- tests/notebooks/test_18_inference_and_export.py -->
+# gradients each cause another compilation. A service that receives all these cases compiles once for each
+# case. To avoid this, use only one case, and run it before the first request. `torch._dynamo.mark_dynamic`
+# marks a size as changing, which saves the second compilation.
+# `torch.compiler.set_stance("fail_on_recompile")` turns another compilation into an
+# error. <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # Compiled code does not use autocast's cache of casts: a compiled layer that is called 16 times in an
 # autocast block casts its weight 16 times. Compile the loop around it, or cast the weights once.
@@ -295,7 +296,7 @@ print("exported inside autocast, it returns", program.module()(x).dtype)
 assert program.module()(x).dtype is torch.float32
 
 # %% [markdown]
-# It does not: you expect a bf16 program, but it computes in fp32. Two other cases:
+# The graph does not keep autocast: you expect a bf16 program, but it computes in fp32. Two other cases:
 #
 # - The graph keeps autocast inside `forward`, for one type of device. The file still holds fp32 weights.
 # - `torch.onnx.export` inside an autocast block keeps the casts. But ONNX Runtime's CPU backend refuses the
@@ -319,8 +320,8 @@ with torch.inference_mode():
 print(f"{len(file.getvalue()) / 1024:.0f} KiB, and the same outputs for {len(from_file)} images")
 
 # %% [markdown]
-# The outputs are the same to the bit. For other engines export **ONNX**, in fp16 if ONNX Runtime is to run it
-# on a CPU. We compare its decisions with fp32's:
+# The outputs are the same, bit for bit. For other engines export **ONNX**. Use fp16 if you run the file with
+# ONNX Runtime on a CPU. We compare its decisions with fp32's:
 
 # %% tags=["nbval-ignore-output"]
 try:
@@ -347,10 +348,10 @@ else:
 #
 # ## Eight bits and fewer
 #
-# Weights can be stored in fewer bits than they are multiplied in: a kernel reads eight bits and
-# multiplies in bf16. This speeds up a language model that writes one token at a time, because it [spends
-# most of its time](https://pytorch.org/blog/accelerating-generative-ai-2/) on reading weights. Here
-# `quantize` rounds the weights. The matmuls stay in fp32, so that we judge the storage alone:
+# A kernel can read weights in eight bits and multiply them in bf16. This speeds up a language model that
+# writes one token at a time, because it [spends most of its
+# time](https://pytorch.org/blog/accelerating-generative-ai-2/) on reading weights. Here `quantize` rounds
+# the weights. The matmuls stay in fp32, so that we judge the storage alone:
 
 # %% tags=["nbval-ignore-output"]
 far = {}
@@ -380,10 +381,10 @@ assert far["fp8-rowwise"] < far["nvfp4"]
 # - `Float8DynamicActivationFloat8WeightConfig()` also casts the activations, for a matmul in FP8. It
 #   needs a GPU with FP8, and skips layers whose sizes are not multiples of 16.
 # - Four bits need more care: [GPTQ](https://arxiv.org/abs/2210.17323) and
-#   [AWQ](https://arxiv.org/abs/2306.00978) choose how to round by the effect on real inputs. For
-#   bitsandbytes set
+#   [AWQ](https://arxiv.org/abs/2306.00978) round each weight by its effect on real inputs. For bitsandbytes
+#   set
 #   [`bnb_4bit_compute_dtype=torch.bfloat16`](https://huggingface.co/docs/transformers/quantization/bitsandbytes),
-#   or it multiplies in fp32.
+#   because its default is fp32.
 #
 # [Notebook 15](15_below_16_bits.ipynb) has the formats.
 #
@@ -423,7 +424,7 @@ exercises.check_gibibytes(gibibytes)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# One byte for each weight, and four more for every 4,096 of them.
+# Each weight takes one byte, and every 4,096 weights share a scale of four bytes.
 #
 # </details>
 #
@@ -433,7 +434,7 @@ exercises.check_gibibytes(gibibytes)
 # gibibytes = 8e9 * (1 + 4 / 4096) / 2**30
 # ```
 #
-# About 7.5 GiB, where bf16 takes 14.9.
+# INT8 takes about 7.5 GiB, and bf16 takes 14.9 GiB.
 #
 # </details>
 #
