@@ -229,6 +229,7 @@ assert failure.code == "AMP0018"
 # |---|---|
 # | [BCELoss is refused on a GPU](08f_ops_and_devices.ipynb#BCELoss-is-refused-on-a-GPU) `AMP0022` | `` torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast. `` |
 # | [An op does not exist in half precision](08f_ops_and_devices.ipynb#An-op-does-not-exist-in-half-precision) `AMP0023` | `` "…" not implemented for 'half' `` |
+# | [An LSTM fails under autocast on the CPU](08f_ops_and_devices.ipynb#An-LSTM-fails-under-autocast-on-the-CPU) `AMP0042` | `` could not create a primitive descriptor for the LSTM forward propagation primitive `` |
 # | [NumPy does not know bf16](08f_ops_and_devices.ipynb#NumPy-does-not-know-bf16) `AMP0024` | `` Got unsupported ScalarType BFloat16 `` |
 # | [Autocast refuses the device or its dtype](08f_ops_and_devices.ipynb#Autocast-refuses-the-device-or-its-dtype) `AMP0036` | `` User specified an unsupported autocast device_type `` |
 # | [The GPU has no bf16](08f_ops_and_devices.ipynb#The-GPU-has-no-bf16) `AMP0160` | `` Current CUDA Device does not support bfloat16. Please switch dtype to float16. `` |
@@ -255,6 +256,8 @@ assert failure.code == "AMP0018"
 # | [An FP8 checkpoint is read in the fnuz format, or mixed with it](../docs/quantized.md#does-an-fp8-checkpoint-work-on-an-mi300-fnuz) `AMP0286` | an FP8 model gives garbage on an MI300, on an H100 it is right |
 # | [torchvision's nms refuses half precision](../docs/other_models.md#nms_kernel-not-implemented-for-bfloat16) `AMP0275` | `` "nms_kernel" not implemented for 'BFloat16' `` |
 # | [The CTC loss refuses half precision](../docs/other_models.md#ctc_loss_cpu-not-implemented-for-half-or-bfloat16) `AMP0276` | `` "ctc_loss_cpu" not implemented for 'Half' `` |
+# | [fp32 results differ between two GPUs](19_choose_your_precision.ipynb#What-fp32-means) `AMP0186` | logits on two GPUs differ although everything is float32 |
+# | [A warning suggests TF32](19_choose_your_precision.ipynb#What-fp32-means) `AMP0187` | `` TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. `` |
 #
 # ### Find the speed and the memory that AMP should save
 #
@@ -293,7 +296,6 @@ assert failure.code == "AMP0018"
 # |---|---|
 # | [A compiled model has different gradients](08h_compile_and_processes.ipynb#A-compiled-model-has-different-gradients) `AMP0027` | `torch.compile` changes the gradients |
 # | [The scaler is inside a compiled function](08h_compile_and_processes.ipynb#The-scaler-is-inside-a-compiled-function) `AMP0041` | `` Attempted to inline function marked as skipped `` |
-# | [An LSTM fails under autocast on the CPU](08h_compile_and_processes.ipynb#An-LSTM-fails-under-autocast-on-the-CPU) `AMP0042` | `` could not create a primitive descriptor for the LSTM forward propagation primitive `` |
 # | [TF32 is set in the old and in the new way](08h_compile_and_processes.ipynb#TF32-is-set-in-the-old-and-in-the-new-way) `AMP0037` | `` you have used mix of the legacy and new APIs to set the TF32 status for cublas matmul. `` |
 # | [torch.cuda.amp warns that it is deprecated](08h_compile_and_processes.ipynb#torch.cuda.amp-warns-that-it-is-deprecated) `AMP0035` | `` `torch.cuda.amp.autocast(args...)` is deprecated. `` |
 # | [DDP waits for a parameter without a gradient](08h_compile_and_processes.ipynb#DDP-waits-for-a-parameter-without-a-gradient) `AMP0040` | `` Expected to have finished reduction in the prior iteration before starting a new one. `` |
@@ -306,8 +308,6 @@ assert failure.code == "AMP0018"
 # | [A compiled model is no faster](10_speed_ladder.ipynb#Climb) `AMP0096` | a compiled model is no faster |
 # | [A CUDA graph refuses the cache of autocast](08h_compile_and_processes.ipynb#A-compiled-model-has-different-gradients) `AMP0079` | `` make_graphed_callables does not support the autocast caching. `` |
 # | [Checkpointing recomputes a tensor in another dtype](07_training_recipes.ipynb#Checkpoint-activations) `AMP0080` | `` Recomputed values for the following tensors have different metadata than during the forward pass. `` |
-# | [fp32 results differ between two GPUs](19_choose_your_precision.ipynb#What-fp32-means) `AMP0186` | logits on two GPUs differ although everything is float32 |
-# | [A warning suggests TF32](19_choose_your_precision.ipynb#What-fp32-means) `AMP0187` | `` TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. `` |
 # | [Apex is missing or has no amp](13_from_apex.ipynb) `AMP0188` | `` cannot import name 'amp' from 'apex' `` |
 # | [One rank waits for another that skipped a step](../docs/trainers.md#how-do-i-skip-a-bad-batch-without-a-hang) `AMP0189` | `` Watchdog caught collective operation timeout `` |
 # | [The ranks send tensors of different dtypes](11_scale_out.ipynb#What-does-each-rank-send-and-hold?) `AMP0190` | `` Received data size doesn't match expected size. Is there a distributed collective mismatch in your code? `` |

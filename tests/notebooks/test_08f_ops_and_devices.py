@@ -12,9 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from course.failures import warnings_of
+
 import build_pairs
 import write_failures
+from amp_lab.failures import read_explanation
 from amp_lab.failures.patterns import flat, pattern
+from amp_lab.failures.reference import reference_from
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -163,3 +167,12 @@ def test_an_array_of_ml_dtypes_goes_through_integers():
         torch.from_numpy(array)
     tensor = torch.from_numpy(array.view(numpy.int16)).view(BF16)
     assert tensor.tolist() == [1.5, -2.0]
+
+
+def test_an_unknown_mode_of_fp32_matmuls_has_no_effect():
+    before = torch.get_float32_matmul_precision()
+    message = warnings_of(lambda: torch.set_float32_matmul_precision("tf32"))
+    assert torch.get_float32_matmul_precision() == before
+    if message:  # torch warns once in a process
+        found = read_explanation(message, reference_from(write_failures.reference()))
+        assert found.failures[0].code == "AMP0187"

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from course.failures import message_of, warnings_of
+from course.failures import message_of
 
 import write_failures
 from amp_lab.failures import read_explanation
@@ -191,7 +191,7 @@ def test_without_its_check_a_checkpoint_gives_a_wrong_gradient(options):
     assert not torch.equal(gradient_of(lambda x: checkpoint(Rotary(), x, **options)), right)
 
 
-# --- names and modes ---
+# --- old names ---
 
 
 def test_the_old_scaler_takes_a_device_for_its_scale():
@@ -199,14 +199,6 @@ def test_the_old_scaler_takes_a_device_for_its_scale():
         scaler = torch.cpu.amp.GradScaler("cpu")
     message = message_of(lambda: scaler.scale(torch.ones(1)))
     assert code_of(f"TypeError: {message}") == "AMP0035"
-
-
-def test_an_unknown_mode_of_fp32_matmuls_has_no_effect():
-    before = torch.get_float32_matmul_precision()
-    message = warnings_of(lambda: torch.set_float32_matmul_precision("tf32"))
-    assert torch.get_float32_matmul_precision() == before
-    if message:  # torch warns once in a process
-        assert code_of(message) == "AMP0187"
 
 
 # --- several processes ---
