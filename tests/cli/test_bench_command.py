@@ -106,7 +106,7 @@ def test_a_picture_of_something_else_is_not_overwritten(capsys, tmp_path, name):
     capsys.readouterr()
     (tmp_path / name).write_bytes(b"a photograph of amp-lab")
     said = refused(capsys, "--out", "mine.json", "--compare", "old.json")
-    assert re.search(f"{name}: .*not made by", said)
+    assert re.search(f"{name}: .*did not write", said)
     assert (tmp_path / name).read_bytes() == b"a photograph of amp-lab"
 
 

@@ -80,9 +80,9 @@ def test_a_mistyped_command_is_one_line_on_stderr_and_exit_2(capsys, arguments, 
     ("arguments", "device", "said"),
     [
         (["doctor", "--device", "nope"], "cpu", "'nope' is not a device"),
-        (["doctor", "--device", "xpu"], "cpu", "'xpu' is not there"),
+        (["doctor", "--device", "xpu"], "cpu", "'xpu' is not available"),
         (["doctor"], "banana", "AMP_LAB_DEVICE='banana' .*a device"),
-        (["doctor"], "xpu", "AMP_LAB_DEVICE='xpu' .*not there"),
+        (["doctor"], "xpu", "AMP_LAB_DEVICE='xpu' .*not available"),
     ],
 )
 def test_a_wrong_device_is_one_line_on_stderr_and_exit_2(
@@ -203,6 +203,6 @@ def test_an_empty_text_is_a_mistake(line, tmp_path, monkeypatch, capsys):
     assert main(line) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith(f"amp-lab {line[0]}: an empty text")
+    assert said.err.startswith(f"amp-lab {line[0]}: the value of")
     assert (tmp_path / "old.py").read_text() == before
     assert [path.name for path in tmp_path.iterdir()] == ["old.py"]

@@ -68,12 +68,12 @@ def advise_options(command: list[str]):
 @pytest.mark.parametrize(
     ("target", "changes", "said"),
     [
-        ("no.json", {}, "there is no such file"),
+        ("no.json", {}, "this file does not exist"),
         ("some/name", {}, "is not on this disk"),
         ("bad.json", {"architectures": None}, "names no architecture"),
-        ("bad.json", {"architectures": ["LlamaForDogs"]}, "has no LlamaForDogs"),
-        ("bad.json", {"model_type": "unheard_of"}, "transformers cannot read it"),
-        ("bad.json", {"model_type": None}, "transformers cannot read it"),
+        ("bad.json", {"architectures": ["LlamaForDogs"]}, "has no class LlamaForDogs"),
+        ("bad.json", {"model_type": "unheard_of"}, "transformers cannot read the config"),
+        ("bad.json", {"model_type": None}, "transformers cannot read the config"),
         ("bad.json", {"hidden_size": "wide"}, "bad.json"),
     ],
 )

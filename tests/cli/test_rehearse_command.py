@@ -65,9 +65,9 @@ def test_a_layer_of_no_multiple_stays_in_16_bits(capsys):
         (("--for", "cuda"), "'cuda' is not in the table of GPUs"),
         (("--steps", "-1"), "--steps -1: give a number from 0"),
         (("--seeds", "0"), "--seeds 0: give a number from 1"),
-        (("--eval", "--steps", "5"), "--steps .*training: .*--eval"),
+        (("--eval", "--steps", "5"), "--steps .*training, .*--eval"),
         (("--figure", "a.txt"), r"--figure 'a.txt': .*\.png .*\.svg"),
-        (("--figure", "photo.png"), "photo.png: .*not made by"),
+        (("--figure", "photo.png"), "photo.png: .*did not write"),
     ],
 )
 def test_what_is_wrong_is_one_line(arguments, said, capsys):

@@ -173,14 +173,14 @@ def _refuse_empty(options: argparse.Namespace) -> None:
     for name, value in vars(options).items():
         values = value if isinstance(value, list) else [value]
         if "" in values:
-            raise OptionError(f"an empty text was given for {name.replace('_', ' ')}")
+            raise OptionError(f"the value of {name.replace('_', ' ')} is empty: give a value")
 
 
 def _parser() -> _MainParser:
     """The parser of `amp-lab`, with a subparser for each command."""
     parser = _MainParser(
         prog="amp-lab",
-        description="Automatic mixed precision, on your own hardware and model.",
+        description="Tools for mixed precision in PyTorch, for your model and your hardware.",
         epilog="Add --help to a command to see its options.",
     )
     parser.add_argument("--version", action="version", version=f"amp-lab {__version__}")

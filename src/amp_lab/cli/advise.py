@@ -22,21 +22,25 @@ def add(commands) -> None:
     advise = commands.add_parser(
         "advise",
         help="recommend a precision for your model on this machine, with the code for it",
-        description="Find the precision to use for a model on this machine: compare a few training "
-        "steps in each precision with fp32, time training and inference, forecast the memory, and "
-        "print a ranking with the code to write.",
+        description="Recommend a precision for a model on this machine. The command compares a few "
+        "training steps in each precision with fp32, times training and inference, and forecasts "
+        "the memory. It prints a ranking and the code to write.",
     )
     add_model(advise)
     option = advise.add_argument
-    option("--device", metavar="NAME", help="default: AMP_LAB_DEVICE, else accelerator, else cpu")
-    absent = "forecast for a GPU not in this machine: h100, rtx-4090, t4, …; or cuda, xpu, mps"
+    device = "device to measure (default: AMP_LAB_DEVICE, else the accelerator, else cpu)"
+    option("--device", metavar="NAME", help=device)
+    absent = (
+        "forecast for a GPU that is not in this machine (h100, rtx-4090, t4, …), or for a device "
+        "type (cuda, xpu, mps)"
+    )
     option("--for", dest="gpu", metavar="GPU", help=absent)
     option(
         "--minutes",
         type=float,
         default=2.0,
         metavar="N",
-        help="minutes that the measurement may take (default: 2)",
+        help="time limit for the measurement, in minutes (default: 2)",
     )
     option("--memory", metavar="SIZE", help="memory budget, such as 24GiB")
     option("--html", metavar="FILE", help="also write the advice to a web page")
@@ -98,12 +102,12 @@ def _measured_advice(options: argparse.Namespace) -> "Advice":
 def _check_options(options: argparse.Namespace) -> None:
     """Raise `OptionError` for impossible options, and `RequirementError` without matplotlib."""
     if not 0 < options.minutes <= 1440:
-        raise OptionError(f"--minutes {options.minutes:g}: give minutes, above 0 and up to 1440")
+        raise OptionError(f"--minutes {options.minutes:g}: give a number above 0 and up to 1440")
     if options.html:  # fail now, and not after minutes
         require_matplotlib("advise --html")
         require_output(options.html)
     if options.gpu and options.device:
-        raise OptionError("--device is measured and --for is forecast: give one of them")
+        raise OptionError("--device measures and --for forecasts: give only one of the two")
 
 
 def _setup_lines(options: argparse.Namespace, loaded: LoadedModel) -> str:

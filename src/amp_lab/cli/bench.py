@@ -16,24 +16,34 @@ def add(commands) -> None:
     """Add the command to the parser's `commands`."""
     bench = commands.add_parser(
         "bench",
-        help="time training and inference in each precision, next to the peak of this device",
-        description="Time workloads in each precision, first as usual, then with one optimization "
-        "after the other. Print a table, and write it as JSON with pictures next to it.",
+        help="time training and inference in each precision, next to the device's peak rate",
+        description="Time workloads in each precision: first in eager mode, then with one "
+        "optimization after the other. The command prints a table, writes the results to a JSON "
+        "file, and draws pictures next to that file.",
     )
     option = bench.add_argument
-    option("--workload", action="append", metavar="NAME", help="may be repeated (default: all)")
-    low = "fp32, tf32, fp16, bf16; may be repeated (default: all that the device accelerates)"
+    workload = "workload to time; repeat the option for several (default: all)"
+    option("--workload", action="append", metavar="NAME", help=workload)
+    low = (
+        "precision to time: fp32, tf32, fp16 or bf16; repeat the option for several (default: all "
+        "that the device accelerates)"
+    )
     option("--precision", action="append", metavar="NAME", help=low)
-    option("--rung", action="append", metavar="NAME", help="may be repeated")
+    rung = "optimization to time, as --list names it; repeat the option for several (default: all)"
+    option("--rung", action="append", metavar="NAME", help=rung)
     option("--list", action="store_true", help="print the names of workloads and rungs, and stop")
     option("--quick", action="store_true", help="measure small sizes, in less than 3 minutes")
-    rounds = "rounds to time (default: until enough are undisturbed, at most 24; 18 with --quick)"
+    rounds = (
+        "number of rounds to time (default: as many as a trusted result needs, at most 24; at most "
+        "18 with --quick)"
+    )
     option("--rounds", type=int, metavar="N", help=rounds)
-    option("--device", metavar="NAME", help="default: AMP_LAB_DEVICE, else accelerator, else cpu")
-    written = "JSON file to write, with pictures next to it (default: bench.json)"
+    device = "device to measure (default: AMP_LAB_DEVICE, else the accelerator, else cpu)"
+    option("--device", metavar="NAME", help=device)
+    written = "JSON file to write; the pictures go to the same folder (default: bench.json)"
     option("--out", default="bench.json", metavar="FILE", help=written)
-    option("--compare", nargs="+", metavar="FILE", help="compare with recorded results")
-    option("--results", metavar="FILE", help="show this recorded result instead of measuring")
+    option("--compare", nargs="+", metavar="FILE", help="compare with the results in these files")
+    option("--results", metavar="FILE", help="show the results in this file instead of measuring")
     add_format(bench)
     bench.set_defaults(run=run)
 
@@ -79,7 +89,9 @@ def _read_results(options: argparse.Namespace) -> "Results":
 
     for name in ("workload", "precision", "rung", "rounds", "quick"):
         if getattr(options, name):
-            raise OptionError(f"--{name} measures, and --results does not: leave one out")
+            raise OptionError(
+                f"--{name} is for measuring, and --results reads a file: leave one out"
+            )
     return load_results(options.results)
 
 
@@ -131,7 +143,9 @@ def _require_outputs(out: Path) -> None:
     try:
         load_results(out)
     except OptionError as error:
-        raise OptionError(f"{error}; it is not overwritten: give another --out") from error
+        raise OptionError(
+            f"{error}; bench does not overwrite this file: give another --out"
+        ) from error
 
 
 class _Pictures(NamedTuple):

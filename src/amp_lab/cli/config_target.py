@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+_NO_ARCHITECTURE = "the config names no architecture: write a function that returns the model"
+
+
 def is_config(target: str) -> bool:
     """Whether a target names a config, and not ``PACKAGE.MODULE:CALLABLE``."""
     if ":" in target or target.endswith(".py"):
@@ -55,19 +58,21 @@ def _read(target: str, changes: dict[str, Any]) -> tuple[Any, Any]:
     Raises `OptionError` if there is no such file, change or class.
     """
     if target.endswith(".json") and not Path(target).is_file():
-        raise OptionError(f"{target!r}: there is no such file")
+        raise OptionError(f"{target!r}: this file does not exist")
     config, unknown = _load_config(target, changes)
     if unknown:
         names = ", ".join(unknown)
-        raise OptionError(f"{target!r}: a {type(config).__name__} has no {names}: see --with")
+        config_type = type(config).__name__
+        raise OptionError(f"{target!r}: --with sets {names}, but a {config_type} has no such value")
     if not config.architectures:
-        raise OptionError(f"{target!r}: it names no architecture; write a function instead")
+        raise OptionError(f"{target!r}: {_NO_ARCHITECTURE}")
     class_name = config.architectures[0]
     transformers = importlib.import_module("transformers")
     architecture = getattr(transformers, class_name, None)
     if architecture is None:
         raise OptionError(
-            f"{target!r}: transformers {transformers.__version__} has no {class_name}"
+            f"{target!r}: transformers {transformers.__version__} has no class {class_name}; "
+            "install a version that has it"
         )
     return config, architecture
 
@@ -93,8 +98,8 @@ def _load_config(target: str, changes: dict[str, Any]) -> tuple[Any, list[str]]:
         message = f"{target!r} needs transformers: pip install transformers"
         raise RequirementError(message) from None
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        problem = f"transformers cannot read it ({first_line(error)})"
+        problem = f"transformers cannot read the config ({first_line(error)})"
         if not Path(target).exists():
-            problem = "it is not on this disk; give the path of its config.json"
+            problem = "the config is not on this disk; give the path of a config.json"
         raise OptionError(f"{target!r}: {problem}") from error
     return config, [name for name in changes if name in unused]

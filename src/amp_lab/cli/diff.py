@@ -41,14 +41,19 @@ def add(commands) -> None:
     )
     add_model(diff)
     option = diff.add_argument
-    option("other", nargs="?", metavar="B", help=f"a second model, as {FORM}; or give {_VARIANTS}")
-    which = "of the second run; of both runs if you give B or --compile"
+    option(
+        "other",
+        nargs="?",
+        metavar="B",
+        help=f"a second model, as {FORM}; without B, give {_VARIANTS}",
+    )
+    which = "of the second run, or of both runs with B or --compile"
     option("--precision", choices=("fp32", "tf32", "fp16", "bf16"), help=f"precision {which}")
     option("--device", metavar="NAME", help=f"device {which}: cpu, cuda, xpu or mps")
     option("--compile", action="store_true", help="compile the second run, and compare by module")
     option("--batch-sizes", metavar="N,M", help="compare two batch sizes, in evaluation mode")
     option("--same-weights", action="store_true", help="give B the weights of A")
-    option("--figure", metavar="FILE", help="draw how the errors grow, as PNG or SVG")
+    option("--figure", metavar="FILE", help="draw a figure of how the errors grow, as PNG or SVG")
     diff.set_defaults(run=run)
 
 
@@ -78,15 +83,15 @@ def _check_options(options: argparse.Namespace) -> tuple[int, ...] | None:
     """
     variants = (options.compile, options.batch_sizes, options.precision, options.device)
     if not options.other and not any(variants):
-        raise OptionError(f"there is one run alone: give a second model B, or {_VARIANTS}")
+        raise OptionError(f"there is no second run: give a second model B, or {_VARIANTS}")
     if options.other and (options.compile or options.batch_sizes):
-        raise OptionError("--compile and --batch-sizes make the second run: give them without B")
+        raise OptionError("--compile and --batch-sizes define the second run: leave out B")
     if options.compile and options.batch_sizes:
         raise OptionError("give --compile or --batch-sizes, not both")
     if options.figure:  # fail now, and not after both runs
         require_figure(options.figure, "diff --figure")
     if options.same_weights and not options.other:
-        raise OptionError("--same-weights is for a second model B")
+        raise OptionError("--same-weights copies weights to a second model: give B too")
     if not options.batch_sizes:
         return None
     sizes = parse_shape(options.batch_sizes)
@@ -278,4 +283,4 @@ def _share_weights(model: Any, other: Any) -> None:
         other.load_state_dict(model.state_dict())
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:160]  # one line, of a message that may have hundreds
-        raise OptionError(f"--same-weights: B does not take the weights of A: {reason}") from error
+        raise OptionError(f"--same-weights: the weights of A do not fit B: {reason}") from error

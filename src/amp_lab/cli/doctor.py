@@ -17,7 +17,10 @@ def add(commands) -> None:
         description="Describe a device, measure which precisions it accelerates, and recommend "
         "one.",
     )
-    names = "cpu, cuda, cuda:1, xpu, mps (default: AMP_LAB_DEVICE, else accelerator)"
+    names = (
+        "device to describe: cpu, cuda, cuda:1, xpu or mps (default: AMP_LAB_DEVICE, else the "
+        "accelerator, else cpu)"
+    )
     doctor.add_argument("--device", metavar="NAME", help=names)
     doctor.set_defaults(run=run)
 
@@ -79,14 +82,15 @@ def _print_values(report: "DeviceReport") -> None:
         error = f"{values.error:.1f} ulp"
         print(f"{precision:<11}{values.input_bits:>16}{error:>18}{subnormals:>12}")
     matmul, convolution = report.fp32_bits_as_set
-    print(f"As torch is set, fp32 keeps {matmul} bits in matmuls, {convolution} in convolutions.")
+    kept = f"{matmul} bits of inputs in matmuls and {convolution} in convolutions"
+    print(f"With torch's current settings, fp32 keeps {kept}.")
 
 
 def _recipe(precision: str, device_type: str) -> list[str]:
     """The lines of torch that turn this precision on."""
     loss = "    loss = criterion(model(inputs), targets)"
     return {
-        "fp32": ["# nothing to do: fp32 is what tensors are made in"],
+        "fp32": ["# nothing to do: new tensors are fp32 by default"],
         # Convolutions use TF32 by default. Not `torch.backends.fp32_precision`, after which other
         # libraries, which read the older names, are refused an answer (pytorch #194680).
         "tf32": ['torch.set_float32_matmul_precision("high")'],

@@ -24,8 +24,8 @@ def add(commands) -> None:
     explain = commands.add_parser(
         "explain",
         help="explain an error message or a symptom, and how to fix it",
-        description="Explain an error message, a warning, a log or a symptom of mixed precision, "
-        "or the code of a failure that a tool names.",
+        description="Explain an error message, a warning, a log or a symptom of mixed precision. "
+        "The command also explains a code such as AMP0004, which the tools print.",
         epilog="Exit code: 0 if the text is known, 1 if it is unknown.",
     )
     explain.add_argument(
@@ -68,7 +68,7 @@ def _read_text(words: list[str]) -> str:
     if words and text != "-":
         return text
     if sys.stdin.isatty() and not words:
-        raise OptionError("give a message, the path of a log, or a log on stdin")
+        raise OptionError("there is no text: give a message, the path of a log, or a log on stdin")
     return _decode(_read_end(sys.stdin.buffer), "stdin")
 
 
@@ -87,7 +87,7 @@ def _read_end(stream: BinaryIO) -> bytes:
 def _decode(data: bytes, name: str) -> str:
     """The data as text; raises `OptionError` if they are binary. `name` is their file or stream."""
     if b"\0" in data:
-        raise OptionError(f"{name} is binary, not a log")
+        raise OptionError(f"{name} is binary, not a log: give a text file")
     return data.decode("utf-8", errors="replace")
 
 
@@ -143,7 +143,7 @@ def _unknown(explanation: "Explanation") -> str:
     if not explanation.nearest:
         return "Unknown: this reference is about mixed precision in PyTorch, and no entry fits."
     titles = "; ".join(_title_and_address(page) for page in explanation.nearest)
-    return f"Unknown: no entry of the reference fits. Nearest by words: {titles}"
+    return f"Unknown: no entry of the reference fits. Closest pages by words: {titles}"
 
 
 def _title_and_address(page: "Failure | Page") -> str:

@@ -12,19 +12,23 @@ def add(commands) -> None:
     export = commands.add_parser(
         "export",
         help="write a trained model as one checkpoint, safetensors, ONNX or pt2",
-        description="Write the checkpoint of a run as one file that plain torch.load reads; the "
-        "shards of FSDP are joined. Or write the model for use elsewhere: its weights "
-        "(.safetensors), for ONNX Runtime (.onnx), or as a torch.export program (.pt2). Before the "
-        "command writes a model, it reads the content back, runs it, and compares the outputs.",
+        description="Write the checkpoint of a run as one file that torch.load reads. Shards of "
+        "FSDP are joined. Other formats contain only the model: its weights (.safetensors), a "
+        "model for ONNX Runtime (.onnx), or a torch.export program (.pt2). Before the command "
+        "writes such a file, it runs the exported model and compares the outputs.",
     )
     option = export.add_argument
     forms = ["checkpoint", *_FORMATS.values()]
     option("run_folder", metavar="DIR", help="the folder of the run")
     option("file", metavar="FILE", help="the file to write")
-    option("--format", choices=forms, help="default: from the ending of FILE, else checkpoint")
+    option(
+        "--format", choices=forms, help="format of FILE (default: by its ending, else checkpoint)"
+    )
     dtypes = ("fp32", "fp16", "bf16")
     option("--dtype", choices=dtypes, help="cast the model to this dtype (default: fp32)")
-    option("--data", metavar="DIR", help="data of the run (default: the path that the run used)")
+    option(
+        "--data", metavar="DIR", help="path of the run's data (default: the path that the run used)"
+    )
     option("--force", action="store_true", help="replace FILE if it exists")
     export.set_defaults(run=run)
 
@@ -47,6 +51,6 @@ def run(options: argparse.Namespace) -> None:
         return
     if options.dtype or options.data:
         option = "--dtype" if options.dtype else "--data"
-        raise OptionError(f"{option}: a checkpoint is never cast or checked; give --format too")
+        raise OptionError(f"{option} does not apply to a checkpoint: give --format for a model")
     export.export_checkpoint(options.run_folder, options.file, force=options.force)
     print(f"Written: {options.file}")

@@ -47,7 +47,9 @@ class InputSpec:
         # Checked first: Linux would grant too much memory, and kill the process when it is used.
         memory = memory_bytes(torch.device("cpu"))
         if memory is not None and math.prod(self.shape) * dtype.itemsize > memory:
-            raise OptionError(f"an input of {self.shape} does not fit into memory here")
+            raise OptionError(
+                f"an input of shape {self.shape} does not fit into the memory of this machine"
+            )
         if dtype.is_floating_point or dtype.is_complex:
             return torch.randn(self.shape, dtype=dtype, generator=generator)
         high = self.below or 1
@@ -65,12 +67,12 @@ def parse_input(text: str) -> InputSpec:
     dtype_text, _, rest = rest.rpartition(":")
     dtype = dtype_text.strip() or "float32"
     if dtype not in _DTYPES:
-        problem = f"{_quote(dtype)} is no dtype here: {_dtype_hint(dtype)}"
+        problem = f"unknown dtype {_quote(dtype)}: {_dtype_hint(dtype)}"
         raise OptionError(f"--input {_quote(text)}: {problem}")
     sizes, less_than, limit = rest.partition("<")
     shape = parse_shape(sizes)
     if math.prod(shape) >= 2**57:  # torch counts bytes in 63 bits, with up to 8 for each value
-        raise OptionError(f"--input {_quote(text)}: no memory holds a tensor of that shape")
+        raise OptionError(f"--input {_quote(text)}: a tensor of this shape fits into no memory")
     below = None
     if less_than:
         below = _parse_bound(text, limit, dtype)
@@ -87,7 +89,7 @@ def _split_name(text: str) -> tuple[str | None, str]:
         return None, stripped
     name, _, rest = stripped.partition("=")
     if not name.isidentifier():
-        raise OptionError(f"--input {_quote(text)}: {_quote(name)} is no name of an argument")
+        raise OptionError(f"--input {_quote(text)}: {_quote(name)} is not a valid name")
     return name, rest
 
 
@@ -104,7 +106,9 @@ def parse_shape(text: str) -> tuple[int, ...]:
     try:
         shape = tuple(int(size) for size in text.split(","))
     except ValueError:
-        raise OptionError(f"{_quote(text)} is no shape: give sizes such as 8,3,224,224") from None
+        raise OptionError(
+            f"{_quote(text)} is not a shape: give sizes such as 8,3,224,224"
+        ) from None
     if min(shape) < 1:  # there is nothing to trace in 0 rows, and -1 is no wildcard here
         raise OptionError(f"shape {_quote(text)}: every size must be 1 or more")
     if len(shape) > _MOST_SIZES:
@@ -142,7 +146,7 @@ def load_batch(target: str) -> tuple[tuple, dict[str, Any], str]:
         batch = call_user_function(what, batch, {})
     args, kwargs = split_arguments(batch, what)
     if not args and not kwargs:
-        raise OptionError(f"{what} returns no arguments")
+        raise OptionError(f"{what} gives no inputs: give at least one tensor")
     return args, kwargs, python_form(batch)
 
 
@@ -162,13 +166,14 @@ def split_arguments(inputs: Any, what: str) -> tuple[tuple, dict[str, Any]]:
         kwargs = inputs
     elif not isinstance(inputs, (tuple, list)):
         kinds = "a tensor, a tuple, a dict or (args, kwargs)"
-        raise OptionError(f"{what} returns a {type(inputs).__name__} as the inputs: give {kinds}")
+        kind = type(inputs).__name__
+        raise OptionError(f"{what} returns a {kind} as the inputs: return {kinds}")
     elif _is_args_and_kwargs(inputs):
         args, kwargs = inputs
     else:
         args = inputs
     if not all(isinstance(name, str) for name in kwargs):
-        raise OptionError(f"{what}: the names of arguments are strings: {list(kwargs)[:3]}")
+        raise OptionError(f"{what}: the keys of the inputs are not strings: {list(kwargs)[:3]}")
     return tuple(args), dict(kwargs)
 
 
@@ -201,13 +206,15 @@ def _parse_bound(text: str, limit: str, dtype: str) -> int:
     limit is not a number from 1 on that the dtype holds, or if the dtype is not one of integers.
     """
     if dtype not in _INTEGERS:
-        raise OptionError(f"--input {_quote(text)}: <{limit} is for integers: give int64:{text}")
+        raise OptionError(
+            f"--input {_quote(text)}: <{limit} needs a dtype of integers: give int64:{text}"
+        )
     digits = limit.strip()
     bound = 0
     if digits.isdecimal() and len(digits) < 20:  # 2^63 has 19; Python refuses thousands
         bound = int(digits)
     if not 1 <= bound <= 2 ** _INTEGERS[dtype]:
-        what = f"a whole number from 1 on that {dtype} holds"
+        what = f"a whole number from 1 to 2^{_INTEGERS[dtype]}"
         raise OptionError(f"--input {_quote(text)}: <{_quote(limit)}: give {what}")
     return bound
 

@@ -22,25 +22,26 @@ def add(commands) -> None:
     memory = commands.add_parser(
         "memory",
         help="forecast the memory that training or inference needs, on any device",
-        description="Print the memory that a training step needs in each precision, whether it "
-        "fits into a GPU's memory, and the largest batch that fits. With --eval, forecast a "
-        "forward pass under inference_mode: with autocast, with weights cast once, and with "
-        "weights in int8 and int4. If the model returns a KV cache, the table includes it.",
+        description="Forecast the memory of a training step in each precision. The table shows "
+        "whether the step fits into a GPU's memory, and the largest batch that fits. With --eval, "
+        "forecast a forward pass under inference_mode: with autocast, with weights cast once, and "
+        "with weights in int8 and int4. If the model returns a KV cache, the table includes it.",
     )
     add_model(memory)
     option = memory.add_argument
     precisions = (
-        "fp32, tf32, fp16, bf16; may be repeated (default: fp32, bf16, and fp16 without --eval)"
+        "precision to forecast: fp32, tf32, fp16 or bf16; repeat the option for several (default: "
+        "fp32 and bf16; without --eval, fp16 too)"
     )
-    reserve = "percent of the memory to leave free, for driver and fragmentation (default: 10)"
+    reserve = "percent of the memory to leave free for the driver and fragmentation (default: 10)"
     add_absent_device(memory)
     budget = "memory budget, such as 24GiB (default: the memory of the GPU given by --for)"
     option("--memory", metavar="SIZE", help=budget)
     option("--reserve", type=_share, default=0.1, metavar="PERCENT", help=reserve)
     option("--precision", action="append", metavar="NAME", help=precisions)
-    optimizers = f"one of {', '.join(OPTIMIZERS)} (default: adam)"
+    optimizers = f"optimizer of the step: one of {', '.join(OPTIMIZERS)} (default: adam)"
     option("--optimizer", metavar="NAME", help=optimizers)
-    ranks = "FSDP2 ranks that share weights, gradients and optimizer state (default: 1)"
+    ranks = "number of FSDP2 ranks that share weights, gradients and optimizer state (default: 1)"
     option("--fsdp-ranks", type=int, metavar="N", help=ranks)
     tokens = "with --eval: forecast the KV cache for sequences of N tokens"
     option("--tokens", type=_tokens, metavar="N", help=tokens)
@@ -63,7 +64,7 @@ def _run_inference(options: argparse.Namespace) -> None:
     for name in ("optimizer", "fsdp_ranks"):
         if getattr(options, name) is not None:
             option = f"--{name.replace('_', '-')}"
-            raise OptionError(f"{option} is for a training step: leave it out, or leave out --eval")
+            raise OptionError(f"{option} is for training, and --eval for inference: leave one out")
 
     def trace(loaded: LoadedModel) -> InferenceTable:
         return inference_table(
@@ -84,7 +85,9 @@ def _run_training(options: argparse.Namespace) -> None:
     from amp_lab.tracing.memory_result import MemoryTable
 
     if options.tokens is not None:
-        raise OptionError("--tokens is for the KV cache of inference: add --eval, or leave it out")
+        raise OptionError(
+            "--tokens is for the KV cache of inference: add --eval, or leave out --tokens"
+        )
 
     def trace(loaded: LoadedModel) -> MemoryTable:
         table = memory_table(

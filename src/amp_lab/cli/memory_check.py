@@ -46,9 +46,9 @@ def require_memory(
             needed = needed * size // loaded.call.batch
     if available is None or needed <= available:
         return
-    sizes = f"{bytes_text(needed)}, and {device} has {bytes_text(available)}"
+    sizes = f"{bytes_text(needed)}, but {device} has {bytes_text(available)}"
     run = "forward pass" if inference else "step"
-    raise OptionError(f"{what}: a {run} needs about {sizes}")
+    raise OptionError(f"{what}: a {run} needs about {sizes}; try a smaller batch")
 
 
 def _peak_bytes(call: "ModelCall", device_type: str, inference: bool) -> int:

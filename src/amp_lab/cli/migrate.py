@@ -19,15 +19,16 @@ def add(commands) -> None:
         "migrate",
         help="update old AMP and Apex code to today's names, and find mistakes",
         description="Print a diff from torch.cuda.amp, torch.cpu.amp and NVIDIA Apex to torch.amp. "
-        "Below the diff, list the lines that you have to change by hand, and mistakes. Only "
-        "--write changes files and notebooks.",
+        "Below the diff, list mistakes and the lines that you have to change by hand. The command "
+        "changes files and notebooks only with --write.",
     )
     option = migrate.add_argument
     option("paths", nargs="+", metavar="PATH", help="a file, notebook or folder")
     parts = ["torch", "apex", "mistakes"]
-    help_text = "use only these rules, instead of all three; may be repeated"
+    help_text = "use only these rules; repeat the option for several (default: all three)"
     option("--select", action="append", choices=parts, help=help_text)
-    option("--mark", action="store_true", help="write comments above Apex code to change by hand")
+    mark = "put a comment above each line of Apex code that you have to change by hand"
+    option("--mark", action="store_true", help=mark)
     say = "print text with a diff (default), or annotations for GitHub"
     option("--format", choices=["text", "github"], default="text", help=say)
     one_of = migrate.add_mutually_exclusive_group().add_argument
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     from amp_lab.migrate import SELECTIONS, Wanted, migrate_paths
 
     if options.diff and options.format != "text":
-        raise OptionError(f"--diff prints no --format {options.format}: leave one of them out")
+        raise OptionError(f"--diff prints a patch: leave out --format {options.format}")
     select = tuple(options.select or SELECTIONS)
     wanted = Wanted(select, mark=options.mark, patch=options.diff)
     # One result after the other, as the files are read, so that the first diff is printed at once.

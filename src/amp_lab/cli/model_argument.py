@@ -53,16 +53,17 @@ def add_model(command: argparse.ArgumentParser) -> None:
     target = (
         "a callable that returns the model; or FILE.py:CALLABLE; or a config.json of transformers"
     )
-    argument = "an argument of the callable, such as n_layers=2; may be repeated"
+    argument = "an argument of the callable, such as n_layers=2; repeat the option for several"
     shapes = (
-        "such as 8,3,224,224 (float32), 'int64:2,128<32000' (ids below 32000) or labels=int64:8 "
-        "(a keyword argument); may be repeated"
+        "shape of an input, such as 8,3,224,224 (float32), 'int64:2,128<32000' (ids below 32000) "
+        "or labels=int64:8 (a keyword argument); repeat the option for several inputs"
     )
     batch = (
-        "in place of --input, a callable that returns a tensor, a tuple, a dict, or (args, kwargs)"
+        "instead of --input: a callable that returns the inputs as a tensor, a tuple, a dict, or "
+        "(args, kwargs)"
     )
     loss = "a callable that computes the loss from the output; or .NAME, an attribute of the output"
-    limit = f"stop after this time, for example if the model hangs (default: {_TIMEOUT_S})"
+    limit = f"time limit, for example for a model that hangs (default: {_TIMEOUT_S})"
     option("target", metavar=FORM, help=target)
     option("--with", action="append", dest="arguments", metavar="NAME=VALUE", help=argument)
     option("--input", action="append", metavar="[NAME=][DTYPE:]SIZES", help=shapes)
@@ -75,7 +76,7 @@ def add_model(command: argparse.ArgumentParser) -> None:
 
 def add_absent_device(command: argparse.ArgumentParser) -> None:
     """Add ``--device`` and ``--for``, which may name a device that is not in this machine."""
-    names = "cuda (also for ROCm; the default), xpu, mps, cpu"
+    names = "device type: cuda (default; also for ROCm), xpu, mps or cpu"
     command.add_argument("--device", metavar="NAME", help=names)
     gpus = "a GPU, even one that is not in this machine: h100, rtx-4090, t4, …"
     command.add_argument("--for", dest="gpu", metavar="GPU", help=gpus)
@@ -92,7 +93,7 @@ def use_absent_device(options: argparse.Namespace) -> None:
         options.device = options.device or "cuda"
         return
     if options.device:
-        raise OptionError("--for names the device too: leave out --device")
+        raise OptionError("--for sets the device already: leave out --device")
     gpu = absent_gpu(options.gpu)
     options.device = gpu.architecture.device_type
     if "memory" in options and options.memory is None:
@@ -172,7 +173,7 @@ def _load(options: argparse.Namespace, target: str, with_values: bool) -> Loaded
     from amp_lab.cli.model_checks import Observer
 
     if options.input and options.batch:
-        raise OptionError("--input and --batch both give the inputs: give one of them")
+        raise OptionError("--input and --batch both give the inputs: use only one of them")
     # Read first, so that a mistake is reported before the model is built.
     specs = [parse_input(text) for text in options.input or ()]
     loaded = _build(target, parse_arguments(options.arguments or ()), with_values)
@@ -227,13 +228,13 @@ def _parse_value(text: str, value: str) -> Any:
         pass
     capitalized = value.capitalize()  # true, false and none, as other languages write them
     if capitalized in ("True", "False", "None"):
-        raise OptionError(f"--with {text!r}: write {capitalized}")
+        raise OptionError(f"--with {text!r}: write the value as {capitalized}")
     if re.fullmatch(r"[A-Za-z_][\w./-]*", value):  # a word such as relu, or org/model-1.5
         return value
     name = text.partition("=")[0]
     quoted = f'''--with "{name}='{value}'"'''
-    problem = "the value is no number, True, None, list, word or string of Python"
-    raise OptionError(f"--with {text!r}: {problem}; a string has quotes, as {quoted}")
+    problem = "the value is neither a Python literal nor a word"
+    raise OptionError(f"--with {text!r}: {problem}; put a string in quotes: {quoted}")
 
 
 def _build(target: str, arguments: dict[str, Any], with_values: bool) -> LoadedModel:
@@ -251,7 +252,7 @@ def _build(target: str, arguments: dict[str, Any], with_values: bool) -> LoadedM
     model_or_builder = find_target(target)
     if isinstance(model_or_builder, nn.Module):  # it is callable too, but must not be called
         if arguments:
-            raise OptionError(f"{target!r} is a finished model: --with is for what builds one")
+            raise OptionError(f"{target!r} is a model, so it takes no arguments: leave out --with")
         return LoadedModel(ModelCall(model_or_builder))
     if not callable(model_or_builder):
         kind = f"{target!r} is of type {type(model_or_builder).__name__}"
@@ -287,10 +288,10 @@ def _unpack(target: str, built: Any) -> LoadedModel:
     model, inputs, loss_fn = _split_tuple(built)
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
-        raise OptionError(f"{target!r} returns a {kind}, not an nn.Module, or a tuple of one")
+        raise OptionError(f"{target!r} returns a {kind}: return an nn.Module, or a tuple with one")
     if loss_fn is not None and not callable(loss_fn):
         kind = type(loss_fn).__name__
-        raise OptionError(f"{target!r} returns a {kind} as the loss: give a callable")
+        raise OptionError(f"{target!r} returns a {kind} as the loss: return a callable")
     args, kwargs = split_arguments(inputs, repr(target))
     returned = len(built) if isinstance(built, tuple) else 0
     return LoadedModel(ModelCall(model, args, kwargs, loss_fn), returned)
@@ -354,7 +355,7 @@ def _loss_of_output(output: Any, text: str) -> Any:
     if hasattr(output, "is_meta"):  # the type may be one that stands for a tensor in a trace
         kind = "Tensor"
     has = f"the model returns a {kind}, which has no {name!r}"
-    raise OptionError(f"--loss {text}: {has}; some have it only if labels are given")
+    raise OptionError(f"--loss {text}: {has}; many models return a loss only if you give labels")
 
 
 def _require_inputs(call: "ModelCall") -> None:
@@ -367,8 +368,8 @@ def _require_inputs(call: "ModelCall") -> None:
     if not needed:
         return
     raise OptionError(
-        f"{type(call.model).__name__} takes {', '.join(needed)}: add --input for each, such as "
-        f"--input 8,3,224,224, or --input {_ids_option(call.model)} for token ids, or --batch"
+        f"{type(call.model).__name__} needs {', '.join(needed)}: add an --input for each, such as "
+        f"--input 8,3,224,224 (for token ids --input {_ids_option(call.model)}), or give --batch"
     )
 
 
@@ -397,9 +398,9 @@ def _inputs_hint(call: "ModelCall", error: str) -> str:
     if missing:
         names = re.findall(r"'(\w+)'", missing[1])
         wanted = " ".join(f"--input {name}=SIZES" for name in names)
-        return f"; it takes {takes}: add {wanted} ({_ids_option(call.model)} for token ids)"
+        return f"; the model takes {takes}: add {wanted} ({_ids_option(call.model)} for token ids)"
     if "unexpected keyword argument" in error or "positional argument" in error:
-        return f"; it takes {takes}"
+        return f"; the model takes {takes}"
     inputs = call.named_inputs()
     if len(inputs) < 2:
         return ""

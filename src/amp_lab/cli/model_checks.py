@@ -71,7 +71,7 @@ class Observer:
                 self.problem = str(error)
                 raise
             except (TypeError, AttributeError, LookupError, ValueError) as error:
-                self.problem = f"{text}, which gets the model's output: {with_type(error)}"
+                self.problem = f"{text} fails on the model's output: {with_type(error)}"
                 raise
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 return value
@@ -90,15 +90,15 @@ class Observer:
         for name, shape in self._outputs:
             if name and len(shape) == 0:  # a single number with a name, which may be the loss
                 has = f"the output has {name!r}"
-                return f"{has}: add --loss .{name}, or all of it is differentiated"
+                return f"{has}: add --loss .{name}, or the whole output is differentiated"
         embeddings = [m for m in self._model.modules() if isinstance(m, nn.Embedding)]
         vocabulary_sizes = {embedding.num_embeddings for embedding in embeddings}
         for _, shape in self._outputs:
             if len(shape) > 2 and shape[-1] in vocabulary_sizes:  # (B, T, vocabulary)
                 return (
-                    f"the output has logits of {shape[-1]:,} tokens and no loss is given, which "
-                    "takes as much again or more, so that fewer items fit than it says here; add "
-                    "--loss PACKAGE.MODULE:CALLABLE or --loss .loss"
+                    f"the output has logits of {shape[-1]:,} tokens, but no loss is given. A loss "
+                    "needs at least as much memory as the logits, so fewer items fit than the "
+                    "table shows; add --loss PACKAGE.MODULE:CALLABLE or --loss .loss"
                 )
         return None
 
@@ -136,8 +136,8 @@ class Observer:
         if ids.is_floating_point() or ids.dtype is torch.bool:
             sizes = ",".join(map(str, ids.shape))
             self.problem = (
-                f"{name!r} is {dtype_name(ids.dtype)}, but the {place} looks ids up: add "
-                f"--input int64:{sizes} ('int64:{sizes}<{rows}' draws them)"
+                f"{name!r} is {dtype_name(ids.dtype)}, but the {place} needs integers: add "
+                f"--input int64:{sizes} ('int64:{sizes}<{rows}' for random ids)"
             )
         elif below is not None and below > rows:
             most = f"{name!r} has ids up to {below - 1:,}"

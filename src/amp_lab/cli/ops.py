@@ -10,9 +10,9 @@ def add(commands) -> None:
     """Add the command to the parser's `commands`."""
     ops = commands.add_parser(
         "ops",
-        help="autocast's rule for each op, on any device",
-        description="Print the autocast rule of every op on a backend. A call of the op checks "
-        "each rule.",
+        help="print autocast's rule for each op, on any device",
+        description="Print the rule that autocast has for each op on a backend. Each rule is "
+        "checked by calling the op.",
     )
     add_absent_device(ops)
     ops.add_argument(
@@ -20,7 +20,8 @@ def add(commands) -> None:
         choices=("fp16", "bf16"),
         help="autocast's dtype (default: the backend's default)",
     )
-    ops.add_argument("--against", metavar="NAME", help="print ops that differ on another backend")
+    other = "print only the ops whose rule differs on this other backend"
+    ops.add_argument("--against", metavar="NAME", help=other)
     add_format(ops)
     ops.set_defaults(run=run)
 

@@ -17,7 +17,9 @@ from amp_lab.core.requirements import require_matplotlib
 def add_format(command: argparse.ArgumentParser) -> None:
     """Add the option ``--format``."""
     forms = ("table", "markdown", "json")
-    command.add_argument("--format", choices=forms, default="table", help="default: table")
+    command.add_argument(
+        "--format", choices=forms, default="table", help="format of the output (default: table)"
+    )
 
 
 def show(result, form: str) -> None:
@@ -141,4 +143,6 @@ def require_output(path: str | os.PathLike, ours: bool = False) -> None:
     except OSError as error:
         raise OptionError(f"{path}: cannot be written ({error.strerror})") from error
     if beginning and GENERATOR.encode() not in beginning:
-        raise OptionError(f"{path}: is there, and not made by amp-lab: give another name")
+        raise OptionError(
+            f"{path}: already exists, and amp-lab did not write it: give another name"
+        )

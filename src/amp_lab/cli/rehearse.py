@@ -19,7 +19,7 @@ def add(commands) -> None:
     )
     add_model(rehearse)
     option = rehearse.add_argument
-    several = "names separated by commas, such as fp8-rowwise,mxfp8,nvfp4"
+    several = "formats to try, separated by commas, such as fp8-rowwise,mxfp8,nvfp4"
     option("--formats", metavar="NAMES", help=several)
     option(
         "--steps",
@@ -36,7 +36,9 @@ def add(commands) -> None:
         help="with --steps: number of seeds (default: 3)",
     )
     option("--for", dest="gpu", metavar="GPU", help="forecast the speed-up on a GPU, such as h100")
-    option("--figure", metavar="FILE", help="draw the error of each layer, as PNG or SVG")
+    option(
+        "--figure", metavar="FILE", help="draw a figure of the error of each layer, as PNG or SVG"
+    )
     rehearse.set_defaults(run=run)
 
 
@@ -55,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
     _require_count("--steps", options.steps, least=0)
     _require_count("--seeds", options.seeds, least=1)
     if options.eval and options.steps:
-        raise OptionError("--steps is for training: leave it out, or leave out --eval")
+        raise OptionError("--steps is for training, and --eval for inference: leave one out")
     if options.figure:
         require_figure(options.figure, "rehearse --figure")
     require_memory(options, "cpu", "rehearse", inference=options.eval)

@@ -16,8 +16,8 @@ def add(commands) -> None:
     """Add the command to the parser's `commands`."""
     sample = commands.add_parser(
         "sample",
-        help="generate text with a language model that `train` trained",
-        description="Generate text with the model of a run that `amp-lab train` trained on text.",
+        help="generate text with a language model that you trained with amp-lab train",
+        description="Generate text with a language model that you trained with amp-lab train.",
     )
     option = sample.add_argument
     option("run_folder", metavar="DIR", help="the folder of the run")
@@ -25,9 +25,10 @@ def add(commands) -> None:
     option("--tokens", metavar="N", type=int, default=300, help="tokens to generate (default: 300)")
     temperature = "sampling temperature; 0 takes the most probable token (default: 0.8)"
     option("--temperature", metavar="X", type=float, default=0.8, help=temperature)
-    option("--seed", metavar="N", type=int, default=0, help="default: 0")
+    option("--seed", metavar="N", type=int, default=0, help="random seed (default: 0)")
     option("--precision", metavar="NAME", default="fp32", help="fp32 (default), tf32, fp16, bf16")
-    option("--device", metavar="NAME", help="default: AMP_LAB_DEVICE, else accelerator")
+    device = "device to use (default: AMP_LAB_DEVICE, else the accelerator, else cpu)"
+    option("--device", metavar="NAME", help=device)
     sample.set_defaults(run=run)
 
 
@@ -101,5 +102,5 @@ def _encode(prompt: str | None, tokens: "Tokens") -> "np.ndarray":
     text = "\n" if prompt is None else prompt
     token_ids = tokens.encode([text])[0]
     if len(token_ids) == 0:
-        raise OptionError(f"--prompt {prompt!r} contains no token of this run: give another")
+        raise OptionError(f"--prompt {prompt!r} contains no token of this run: give another prompt")
     return token_ids

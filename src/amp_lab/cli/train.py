@@ -16,11 +16,11 @@ def add(commands) -> None:
     """Add the command to the parser's `commands`."""
     parser = commands.add_parser(
         "train",
-        help="train an image classifier or a language model; an interrupted run resumes",
+        help="train an image classifier or a language model, and resume interrupted runs",
         description="Train a classifier of torchvision, or a GPT on text, in any precision. The "
         "command writes config.json, metrics.csv, loss.png, accuracy.png and checkpoint.pt to the "
-        "folder --out. To continue a run that was stopped or killed, use --resume: it ends with "
-        "the same result as a run without interruption.",
+        "folder --out. To continue a run that was stopped or killed, use --resume: the result is "
+        "the same as without the interruption.",
     )
     heading = "settings of the run; with --resume, you can only increase --epochs"
     settings = parser.add_argument_group(heading)

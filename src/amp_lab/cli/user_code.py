@@ -138,7 +138,7 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 def _format_error(error: BaseException) -> str:
     """The error in a line, as the end of a sentence."""
     if isinstance(error, SystemExit):
-        return f"exits by itself ({with_type(error)}): give code that returns"
+        return f"the code exits ({with_type(error)}): give code that returns"
     return with_type(error)
 
 
@@ -147,7 +147,7 @@ def _time_limit(what: str, timeout: float) -> Iterator[None]:
     """End the process, with a message about `what`, if the block takes over `timeout` seconds."""
 
     def end() -> None:
-        tell(f"amp-lab: {what}: not done after {timeout:g} s; give --timeout SECONDS for longer")
+        tell(f"amp-lab: {what}: not finished after {timeout:g} s; use --timeout to allow more")
         _END_AT_ONCE(2)  # code in C, or code that catches everything, cannot be stopped otherwise
 
     timer = threading.Timer(timeout, end)
@@ -209,7 +209,7 @@ def _import_module(target: str, module_name: str) -> ModuleType:
         # Whether the module itself or a package around it is missing, not one that it imports.
         is_target_missing = f"{module_name}.".startswith(f"{missing}.")
         if missing and is_target_missing:
-            problem = f"no module {missing!r} is installed, or in this folder"
+            problem = f"there is no module {missing!r}, neither installed nor in this folder"
             hint = _near_file_hint(target, module_name)
             raise OptionError(f"{target!r}: {problem}{hint}") from None
         raise _import_error(target, error) from error
@@ -262,7 +262,7 @@ def _import_error(target: str, error: BaseException) -> BaseException:
     if isinstance(error, KeyboardInterrupt):
         return error
     if "relative import" in str(error):
-        hint = "; give it as a module of its package, as PACKAGE.MODULE:CALLABLE"
+        hint = "; the file belongs to a package: write PACKAGE.MODULE:CALLABLE"
     else:
         name = target.rpartition(":")[2]
         hint = _main_guard_hint(name, error)

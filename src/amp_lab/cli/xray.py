@@ -36,22 +36,25 @@ def add(commands) -> None:
     option(
         "--dtype",
         choices=_DTYPES,
-        help="autocast's dtype; fp32: autocast off (default: the backend's default)",
+        help="dtype of autocast; fp32 turns autocast off (default: the backend's default)",
     )
-    other = "print ops that differ on another device (mps), in another dtype (bf16), or in both"
-    option("--against", metavar="OTHER", help=f"{other} (cpu:bf16)")
+    other = (
+        "print only the ops that differ on another device (mps), in another dtype (bf16), or in "
+        "both (cpu:bf16)"
+    )
+    option("--against", metavar="OTHER", help=other)
     option(
         "--real",
         action="store_true",
         help="run the model on the device, which must be in this machine",
     )
-    depth = "print a row for each module, N levels deep, with its output and its parameters"
+    depth = "print the output and the parameters of each module, N levels deep"
     option("--depth", type=_depth, metavar="N", help=depth)
-    sharded = "print the dtypes of each parameter under DDP or FSDP2, as in `train` or in TARGET"
+    sharded = "print the dtypes of each parameter under DDP or FSDP2"
     option("--parallel", choices=("ddp", "fsdp"), help=sharded)
     low = (
-        "precision with --parallel (default: bf16, or the policy of a TARGET that calls "
-        "fully_shard)"
+        "with --parallel: precision (default: bf16; if the code of the model calls fully_shard, "
+        "its policy)"
     )
     option("--precision", choices=_DTYPES, help=low)
     reduce = "with --parallel: dtype in which gradients are summed (default: fp32)"
@@ -88,8 +91,8 @@ def run(options: argparse.Namespace) -> None:
     if others:
         (other,) = others  # at most one, that of --against
         if result.title == other.title:
-            same = f"--against {options.against!r} is the same again"
-            raise OptionError(f"{same}: give another device or dtype")
+            same = f"--against {options.against!r} has the same device and dtype"
+            raise OptionError(f"{same}: give another one")
         show(compare_xrays(result, other), options.format)
     elif options.depth is not None:
         show(result.by_module(options.depth), options.format)
@@ -105,13 +108,13 @@ def _sides(options: argparse.Namespace) -> list[tuple[str, str | None]]:
     """
     if options.precision or options.reduce_dtype:
         raise OptionError(
-            "--precision and --reduce-dtype are for --parallel: --dtype is autocast's"
+            "--precision and --reduce-dtype need --parallel; for autocast give --dtype"
         )
     side = (options.device, options.dtype)
     if options.against is None:
         return [side]
     if options.depth is not None:
-        raise OptionError("--depth shows one X-ray: leave out --against")
+        raise OptionError("--depth and --against do not go together: leave one out")
     return [side, _other_side(options.against, *side)]
 
 
@@ -122,7 +125,7 @@ def _run_sharded(options: argparse.Namespace) -> None:
     """
     if options.dtype or options.against or options.real or options.depth:
         others = "--dtype, --against, --real or --depth"
-        raise OptionError(f"--parallel goes with --precision, not with {others}")
+        raise OptionError(f"--parallel does not go with {others}; give the dtype with --precision")
     from amp_lab.tracing.sharded_step import group_of
     from amp_lab.tracing.sharding import parallel_of, xray_sharding
 
