@@ -7,8 +7,10 @@ from amp_lab.migrate import migrate_source
 HEAD = 'import torch\nscaler = torch.amp.GradScaler("cuda")\nfor i, x in enumerate(loader):\n'
 SCALED = "scaler.scale(model(x)).backward()"
 WHOLE = f"{SCALED}\n    scaler.step(opt)\n    scaler.update()"
-MOVE = "but only in its own branch: move opt.step() into the branch without the scaler"
-DELETE = "scaler.step(opt) includes it: delete opt.step()"
+MOVE = (
+    "already steps the optimizer in its branch: move opt.step() into the branch without the scaler"
+)
+DELETE = "scaler.step(opt) already steps the optimizer: delete opt.step()"
 PAST_BOTH = (
     "write scaler.step(opt) in the branch that scales the loss, and move opt.step() into the other"
 )

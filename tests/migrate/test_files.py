@@ -123,7 +123,7 @@ BAD = {  # what is wrong: how the file is made, what is said of it
     "an unknown encoding": (lambda p: p.write_text("# coding: nope\n" + OLD), "unknown encoding"),
     "a hard link": (_hard_link, "hard links"),
     "read-only": (_read_only, "is read-only"),
-    "10 MB": (lambda p: p.write_text(OLD + "x = 1\n" * 1_750_000), "has 10.0 MiB"),
+    "10 MB": (lambda p: p.write_text(OLD + "x = 1\n" * 1_750_000), "10.0 MiB of Python exceed"),
     "nested too deeply": (
         lambda p: p.write_text(OLD + "x = " + "-" * 2_000 + "1\n"),
         "line 3 is nested too deeply",
@@ -162,7 +162,7 @@ def test_a_link_in_a_folder_is_passed_over_with_a_line(tmp_path, capsys):
     assert migrate("--write", project) == 0
     said = capsys.readouterr().err.splitlines()
     assert [line.partition(": ")[2] for line in said] == [
-        f"{project / name}: skipped, because it is a link" for name in ("b.py", "c.py", "folder")
+        f"{project / name} was skipped, because it is a link" for name in ("b.py", "c.py", "folder")
     ]
     assert (project / "a.py").read_text() == NEW
     assert (other / "a.py").read_text() == OLD
@@ -172,7 +172,7 @@ def test_a_link_that_is_given_by_name_is_an_error(tmp_path, capsys):
     (tmp_path / "a.py").write_text(OLD)
     (tmp_path / "b.py").symlink_to(tmp_path / "a.py")
     assert migrate("--write", tmp_path / "b.py") == 2
-    assert "b.py: is a link: give" in capsys.readouterr().err
+    assert "b.py: the path is a link: give" in capsys.readouterr().err
     assert (tmp_path / "a.py").read_text() == OLD
 
 
@@ -188,7 +188,7 @@ def test_a_folder_without_python_is_named(tmp_path, capsys):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "a.py").write_text(OLD)
     assert migrate("--write", tmp_path / "empty", tmp_path / "mine") == 2
-    assert "empty: contains no Python file" in capsys.readouterr().err
+    assert "empty contains no Python file" in capsys.readouterr().err
     assert (tmp_path / "mine" / "a.py").read_text() == NEW
 
 
@@ -230,7 +230,7 @@ def test_what_is_named_like_a_file_but_is_none(tmp_path, capsys):
     (tmp_path / "empty.py").touch()
     assert migrate("--write", tmp_path) == 0
     (line,) = capsys.readouterr().err.splitlines()
-    assert "dangling.py: skipped, because it is a link" in line
+    assert "dangling.py was skipped, because it is a link" in line
     assert (tmp_path / "folder.py" / "a.py").read_text() == NEW
 
 
@@ -352,8 +352,8 @@ def test_the_text_of_a_notebook_and_its_outputs_stay(tmp_path):
 
 BAD_NOTEBOOKS = {
     "not Python": (json.dumps(notebook(OLD, "x = (")), "cell 2:1 does not parse"),
-    "cut off": (json.dumps(notebook(OLD))[:-20], "is not a complete notebook"),
-    "empty": ("torch.autocast", "is not a complete notebook"),
+    "cut off": (json.dumps(notebook(OLD))[:-20], "the notebook is incomplete"),
+    "empty": ("torch.autocast", "the notebook is incomplete"),
     "no notebook": ('["torch.autocast"]', "not a notebook"),
     "no cells": ('{"metadata": {}, "torch.autocast": 1}', "not a notebook"),
     "a source that is no text": (json.dumps(notebook([OLD, 3])), "not a notebook"),
@@ -485,7 +485,7 @@ def test_what_never_ends_is_not_read(tmp_path):
         files.migrate_paths([tmp_path / "huge.py", zero_path]), key=lambda result: result.path
     )
     assert "has more than 67108864 bytes" in huge.error
-    assert "no regular file" in zero.error
+    assert "not a regular file" in zero.error
 
 
 @pytest.mark.parametrize(

@@ -126,8 +126,12 @@ def test_a_name_that_a_magic_uses_keeps_its_import(tmp_path, capsys, kept):
 @pytest.mark.parametrize(
     ("first", "kept", "advice"),
     [
-        ("from apex import amp\n", "%%time\nx = amp.initialize(m, o)\n", "2:2: by hand: delete it"),
-        ("import apex\n", "%time apex.amp.initialize(m, o)\n", "2:1: by hand: delete it"),
+        (
+            "from apex import amp\n",
+            "%%time\nx = amp.initialize(m, o)\n",
+            "2:2: by hand: delete this call",
+        ),
+        ("import apex\n", "%time apex.amp.initialize(m, o)\n", "2:1: by hand: delete this call"),
         ("from apex.optimizers import FusedAdam\n", "%time FusedAdam(p)\n", "2:1: by hand: write"),
         (
             "from apex.fp16_utils import FP16_Optimizer\n",

@@ -75,7 +75,7 @@ def test_what_lies_elsewhere_cannot_be_named_in_a_patch(project, capfd, monkeypa
 
 def test_a_patch_is_no_report(capfd):
     assert main(["migrate", "--diff", "--format", "github", "."]) == 2
-    assert "--diff prints no --format github" in capfd.readouterr().err
+    assert "--diff prints a patch: leave out --format github" in capfd.readouterr().err
 
 
 CODE = OLD + "for x in y:\n    scaler.scale(f(x)).backward()\n    scaler.step(opt)\n"

@@ -16,7 +16,7 @@ CUSTOM = "from torch.cuda.amp import custom_fwd\n@custom_fwd\ndef f(x): pass\n"
 def test_the_summary_says_which_torch_the_result_needs(tmp_path, capsys, code, version):
     (tmp_path / "a.py").write_text(code)
     assert main(["migrate", "--write", str(tmp_path)]) == 0
-    assert f"what is rewritten needs torch {version} or later\n" in capsys.readouterr().out
+    assert f"the rewritten code needs torch {version} or later\n" in capsys.readouterr().out
     assert main(["migrate", str(tmp_path)]) == 0
     assert "needs torch" not in capsys.readouterr().out
 

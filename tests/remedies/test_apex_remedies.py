@@ -94,7 +94,7 @@ CASES = {
         LOOP,
     ),
     "apex.amp.init": Case(('torch.autocast("cuda", dtype=torch.float16)',), LOOP),
-    "apex.amp": Case(("the scaler",), f"{LOOP}\nassert scaler.state_dict()  # the scaler\n"),
+    "apex.amp": Case(("GradScaler",), f"{LOOP}\nassert scaler.state_dict()  # the scaler\n"),
     "apex.amp.master_params": Case(
         ('(p for group in optimizer.param_groups for p in group["params"])',),
         'found = [*(p for group in optimizer.param_groups for p in group["params"])]\n'

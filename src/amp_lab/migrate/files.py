@@ -50,13 +50,13 @@ class _Migration(NamedTuple):
 
 @dataclasses.dataclass
 class Result:
-    """The outcome for one file: its findings, or an error; false if there is nothing to report."""
+    """The findings or the error of one file. The result is false if there is nothing to report."""
 
     path: Path
     lines: list[Finding] = dataclasses.field(default_factory=list)
-    """The findings, each of which is a line of the report."""
+    """The findings. Each finding is a line of the report."""
     diff: str = ""
-    """The diff to the migrated text; empty if that is the same."""
+    """The diff to the migrated text; empty if nothing changes."""
     patch: bytes = b""
     """A patch for `git apply`, if `Wanted.patch` asks for it."""
     written: bool = False
@@ -92,12 +92,12 @@ def migrate_paths(
         source_files = find_source_files(path)
         files_to_check += source_files
         if not source_files:
-            yield Result(path, error=f"{path}: contains no Python file and no notebook")
+            yield Result(path, error=f"{path} contains no Python file and no notebook")
     for path in dict.fromkeys(files_to_check):  # a file and its folder may both be named
         # A link inside a folder is skipped. For a link that the caller names, `migrate_file`
         # returns an error.
         if path not in named_paths and path.is_symlink():
-            yield Result(path, skipped=f"{path}: skipped, because it is a link")
+            yield Result(path, skipped=f"{path} was skipped, because it is a link")
             continue
         try:
             if not has_trigger(path):
@@ -169,7 +169,7 @@ def migrate_file(path: Path, write: bool = False, wanted: Wanted = EVERYTHING) -
 def _migrate(path: Path, write: bool, wanted: Wanted) -> Result:
     """Migrate one file. Raises the errors that `migrate_file` puts into its result."""
     if path.is_symlink():
-        raise OptionError("is a link: give the file itself")
+        raise OptionError("the path is a link: give the file that it points to")
     status = path.stat()
     data = files.read_regular(path, _MAX_FILE_BYTES)
     if path.suffix == ".ipynb":
@@ -195,11 +195,11 @@ def _write(path: Path, old: bytes, new: bytes, status: os.stat_result) -> None:
     """
     is_writable = status.st_mode & stat.S_IWUSR and os.access(path, os.W_OK)
     if not is_writable:
-        raise OptionError("is read-only")
+        raise OptionError("the file is read-only")
     if status.st_nlink > 1:  # the new file would have only one of the names
-        raise OptionError(f"has {status.st_nlink} names (hard links): copy it first")
+        raise OptionError(f"the file has {status.st_nlink} hard links: migrate a copy")
     if path.read_bytes() != old:  # an editor may have saved it since
-        raise OptionError("was changed in the meantime")
+        raise OptionError("another program changed the file: try again")
     files.atomic_write(path, [new], like=status)
 
 
@@ -221,7 +221,9 @@ def _lines_of(text: str) -> list[str]:
 def _check_size(size: int) -> None:
     """Raise `OptionError` for too much Python, in bytes or characters."""
     if size > MAX_BYTES:
-        raise OptionError(f"has {size / 2**20:.1f} MiB of Python; the limit is 0.5 MiB: split it")
+        raise OptionError(
+            f"{size / 2**20:.1f} MiB of Python exceed the limit of 0.5 MiB: split the file"
+        )
 
 
 # Python.
@@ -231,7 +233,7 @@ def _migrate_python(data: bytes, wanted: Wanted) -> _Migration:
     """Migrate the bytes of a Python file. Raises `OptionError` if they are no Python."""
     _check_size(len(data))
     if b"\0" in data:
-        raise OptionError("contains a null byte, so it is not Python")
+        raise OptionError("the file contains a null byte, so it is not Python")
     text, encoding = _decode(data)
     edits, findings = edits_and_findings(text, wanted)
     new = apply(text, edits)
@@ -247,14 +249,14 @@ def _decode(data: bytes) -> tuple[str, str]:
         encoding, _ = tokenize.detect_encoding(lines.readline)
         text = data.decode(encoding)
     except LookupError as error:  # rot13 and hex are codecs of Python, but no encodings of text
-        raise OptionError(f"its encoding is wrong: {first_line(error)}") from error
+        raise OptionError(f"wrong encoding: {first_line(error)}") from error
     except SyntaxError as error:  # an unknown encoding, or a first line that is not in it
-        raise OptionError(f"its encoding is wrong: {error.msg}") from error
+        raise OptionError(f"wrong encoding: {error.msg}") from error
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise OptionError(f"line {line} is not {error.encoding}") from error
     if text.encode(encoding) != data:  # some encodings can write one character in two ways
-        raise OptionError(f"its {encoding} text cannot be written back unchanged")
+        raise OptionError(f"the {encoding} text cannot be written back unchanged")
     return text, encoding
 
 
@@ -356,9 +358,9 @@ def _read_notebook(data: bytes) -> tuple[str, list[_Cell]]:
         raise OptionError(f"byte {error.start} is not UTF-8") from error
     except json.JSONDecodeError as error:
         reason = error.msg.lower().removesuffix(" at").removesuffix(" starting")
-        raise OptionError(f"is not a complete notebook: line {error.lineno}, {reason}") from error
+        raise OptionError(f"the notebook is incomplete: line {error.lineno}, {reason}") from error
     except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
-        raise OptionError("is JSON, but not a notebook") from error
+        raise OptionError("the file is JSON, but not a notebook") from error
 
 
 def _span_of_string(string: re.Match) -> str:
@@ -416,7 +418,7 @@ def _syntax_error_in(cells: list[_Cell]) -> str:
             with_room_to_recurse(cst.parse_module, without_magics(cell.text))
         except cst.ParserSyntaxError as error:
             return f"cell {cell.number}:{error.raw_line} does not parse as Python"
-    return "its cells do not parse together as Python"
+    return "the cells together do not parse as Python"
 
 
 def _json_edit(text: str, cell: _Cell, new: str) -> Edit:

@@ -24,7 +24,7 @@ _LEVELS = {
 
 
 def format_github(results: Iterable["Result"]) -> str:
-    """GitHub workflow commands, one on each line, for each finding and each error of a file.
+    """Return a GitHub workflow command, on a line, for each finding and each error.
 
     GitHub shows each command as an annotation of the file.
     """

@@ -22,7 +22,7 @@ SELECTIONS = ("torch", "apex", "mistakes")
 
 
 class Wanted(NamedTuple):
-    """Options of a migration."""
+    """The options of a migration."""
 
     select: tuple[str, ...] = SELECTIONS
     """The parts to run, by the `PART` of a rule: ``torch``, ``apex`` and ``mistakes``."""
@@ -84,4 +84,4 @@ def _check_python(text: str) -> None:
     try:
         cst.parse_module(text)
     except cst.ParserSyntaxError as error:
-        raise ValueError("what would be written is no Python") from error
+        raise ValueError("the migrated code is not valid Python") from error

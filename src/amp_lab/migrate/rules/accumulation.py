@@ -20,15 +20,15 @@ TRIGGERS = MISTAKE_TRIGGERS
 _UNSCALED_EACH_BATCH = remedy(
     "migrate.unscaled_each_batch",
     "unscale_ runs for each of several batches that one step sums",
-    "{scaler}.unscale_ runs for each batch, but must run once per step: call it before clipping "
-    "and {scaler}.step({optimizer})",
+    "{scaler}.unscale_ runs for each batch, but must run once per step: call it once, before "
+    "clipping and {scaler}.step({optimizer})",
     failure="AMP0010",
 )
 _UNSCALED_BY_ANOTHER = remedy(
     "migrate.unscaled_by_another",
-    "one scaler unscales, and another one steps",
+    "one scaler unscales the gradients, and another scaler steps",
     "{scaler} unscales, and {other}.step({optimizer}) unscales again: use only {other}, and scale "
-    "the loss with it too",
+    "the loss with {other} too",
     failure="AMP0010",
 )
 

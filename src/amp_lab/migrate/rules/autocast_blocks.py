@@ -16,8 +16,8 @@ _BACKWARD_INSIDE = remedy(
 )
 _LOOP_IN_ONE_BLOCK = remedy(
     "migrate.loop_in_one_block",
-    "one autocast block is around a loop of training steps",
-    "all steps run in this autocast block, which keeps the casts of the weights from the first: "
+    "one autocast block contains a loop of training steps",
+    "all steps run in this autocast block, so autocast keeps using the casts of the first weights: "
     "open a block for each forward pass, inside the loop",
     failure="AMP0026",
 )

@@ -16,15 +16,15 @@ TRIGGERS = MISTAKE_TRIGGERS
 _NOT_SAVED = remedy(
     "migrate.not_saved",
     "training resumes from a checkpoint that was saved without the scaler",
-    "the checkpoint holds the optimizer, but not {scaler}: save {scaler}.state_dict() too, or the "
-    "scale restarts",
+    "the checkpoint contains the optimizer, but not {scaler}: save {scaler}.state_dict() too, or "
+    "the scale restarts",
     failure="AMP0046",
 )
 _NOT_LOADED = remedy(
     "migrate.not_loaded",
     "training resumes from a checkpoint, but does not load the scaler's state",
-    "training resumes without the state of {scaler}: load it, and save {scaler}.state_dict() too, "
-    "or the scale restarts",
+    "training resumes without the state of {scaler}: load this state, and save "
+    "{scaler}.state_dict() too, or the scale restarts",
     failure="AMP0046",
 )
 _NEVER_LOADED = remedy(

@@ -13,7 +13,7 @@ TRIGGERS = MISTAKE_TRIGGERS
 _RESTORED_WITHOUT_DTYPE = remedy(
     "migrate.restored_without_dtype",
     "the backward of an autograd.Function restores autocast without the dtype of forward",
-    "this restores whether autocast was on, but not its dtype, so the block runs in the default "
+    "this restores whether autocast was on, but not the dtype, so the block runs in the default "
     "dtype: in forward also save torch.get_autocast_dtype(device_type), and pass it as dtype=",
     failure="AMP0020",
 )

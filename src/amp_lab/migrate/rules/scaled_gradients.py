@@ -31,7 +31,7 @@ _MAY_UNSCALE = re.compile(r"unscale|get_scale|_scale\b|\.grad\b(?!\s+is\b)|\binf
 _CLIPPED_SCALED = remedy(
     "migrate.clipped_scaled",
     "gradients are clipped while they are scaled",
-    "scaled gradients are clipped: call {scaler}.unscale_({optimizer}) before",
+    "scaled gradients are clipped: call {scaler}.unscale_({optimizer}) before clipping",
     failure="AMP0015",
 )
 _CLIPPED_IN_BOTH = remedy(
@@ -44,14 +44,14 @@ _CLIPPED_IN_BOTH = remedy(
 _STEPPED_TWICE = remedy(
     "migrate.stepped_twice",
     "an optimizer steps after its scaler has stepped it",
-    "{scaler}.step({optimizer}) includes it: delete {optimizer}.step()",
+    "{scaler}.step({optimizer}) already steps the optimizer: delete {optimizer}.step()",
     failure="AMP0131",
 )
 _STEPPED_IN_BOTH = remedy(
     "migrate.stepped_in_both",
     "an optimizer steps after two branches, in one of which its scaler has stepped it",
-    "{scaler}.step({optimizer}) includes it, but only in its own branch: move {optimizer}.step() "
-    "into the branch without the scaler",
+    "{scaler}.step({optimizer}) already steps the optimizer in its branch: move "
+    "{optimizer}.step() into the branch without the scaler",
     failure="AMP0131",
 )
 _STEPPED_PAST = remedy(

@@ -22,7 +22,8 @@ TRIGGERS = MISTAKE_TRIGGERS
 _NEVER_UPDATED = remedy(
     "migrate.never_updated",
     "a scaler steps, and its scale is never updated",
-    "{scaler} is never updated, so its next step raises: call {scaler}.update() after the step",
+    "{scaler} is never updated, so the next step raises an error: call {scaler}.update() after "
+    "the step",
     failure="AMP0012",
 )
 _PATH_WITHOUT_UPDATE = remedy(

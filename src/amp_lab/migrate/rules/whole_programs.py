@@ -35,13 +35,13 @@ _MAY_SCALE = re.compile(
 _WITHOUT_AUTOCAST = remedy(
     "migrate.without_autocast",
     "a whole program scales its loss and has no autocast",
-    "{scaler} scales, but nothing runs in autocast: put the forward pass and the loss in "
+    "{scaler} scales the loss, but nothing runs in autocast: put the forward pass and the loss in "
     "torch.autocast, or drop the scaler",
 )
 _WITHOUT_SCALER = remedy(
     "migrate.without_scaler",
     "a whole program trains in float16 autocast and has no scaler",
-    "the forward pass runs in float16, where small gradients become 0 without a scaler: make "
+    "the forward pass runs in float16, where small gradients become 0 without a scaler: create "
     "scaler = torch.amp.GradScaler({device}) once, and write scaler.scale(loss).backward(), "
     "scaler.step({optimizer}) and scaler.update(); or give autocast dtype=torch.bfloat16",
     failure="AMP0003",

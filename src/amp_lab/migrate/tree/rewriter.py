@@ -19,7 +19,7 @@ class Finding(NamedTuple):
     """``rewritten``, ``by hand``, ``mistake``; ``left`` and ``note`` need no action."""
     message: str
     cell: int | None = None
-    """In a notebook: the number of the cell, from 1, in which `line` is counted."""
+    """In a notebook, the number of the cell, from 1. `line` is counted within this cell."""
 
     def __str__(self) -> str:
         text = f"{self.line}: {self.kind}: {self.message}"

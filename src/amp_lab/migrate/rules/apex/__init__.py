@@ -73,9 +73,11 @@ class _ApexNames:
         name = public_name(old)
         deciding_node = self._deciding_node(use)
         if deciding_node is not None:
-            self.file.say(deciding_node, "left", "a choice for where Apex is installed: left alone")
+            self.file.say(
+                deciding_node, "left", "this code runs only where Apex is installed: not changed"
+            )
         elif self._is_torch_in_other_arm(use, EQUALS.get(name)):
-            self.file.say(use.node, "left", "the other arm is torch's own already: left alone")
+            self.file.say(use.node, "left", "the other branch already uses torch: not changed")
         elif not self._rewrite(use, name):
             self._advise(use.node, old)
 

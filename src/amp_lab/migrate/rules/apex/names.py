@@ -66,14 +66,15 @@ EQUALS = {
 }
 _AUTOCAST = 'the forward pass and the loss in torch.autocast("cuda", dtype=torch.float16)'
 _SCALER = 'scaler = torch.amp.GradScaler("cuda") once'
-_MASTERS = f"keep the model in float32; put {_AUTOCAST}, and make {_SCALER}, to train"
-_FLOAT = 'compute in torch.autocast("cuda", enabled=False), on x.float() for each input'
-_PROMOTES = "drop it: ops of two dtypes promote by themselves in autocast"
+_MASTERS = f"keep the model in float32; to train, put {_AUTOCAST}, and create {_SCALER}"
+_FLOAT = 'compute on x.float() for each input, in torch.autocast("cuda", enabled=False)'
+_HALF = "remove this use: autocast casts the inputs of matmuls to float16"
+_PROMOTES = "remove this use: autocast promotes the inputs of ops with two dtypes"
 _ADVICE = {name: f"write {equal.dotted_name}" for name, equal in EQUALS.items()}
 _ADVICE |= {  # a module's advice is for all its names without an entry of their own
     "apex.amp.initialize": (
-        f"delete it; at O1 and O2 put {_AUTOCAST}, and make {_SCALER}; O0 is plain float32, and O3 "
-        "is model.half(), both without a scaler"
+        f"delete this call; at O1 and O2 put {_AUTOCAST}, and create {_SCALER}; O0 is plain "
+        "float32, and O3 is model.half(), both without a scaler"
     ),
     "apex.amp.scale_loss": (
         "write scaler.scale(loss).backward(); for optimizer.step() write scaler.step(optimizer), "
@@ -84,52 +85,54 @@ _ADVICE |= {  # a module's advice is for all its names without an entry of their
         'write (p for group in optimizer.param_groups for p in group["params"]), after '
         "scaler.unscale_(optimizer) where there is a scaler"
     ),
-    "apex.amp.state_dict": "save scaler.state_dict() in its place",
+    "apex.amp.state_dict": "save scaler.state_dict() instead",
     "apex.amp.load_state_dict": (
-        'write scaler.load_state_dict(...); in a checkpoint of Apex, "scale" is "loss_scale" of '
-        '"loss_scaler0", and "_growth_tracker" is its "unskipped"'
+        'write scaler.load_state_dict(...); from "loss_scaler0" in a checkpoint of Apex, take '
+        '"loss_scale" as "scale" and "unskipped" as "_growth_tracker"'
     ),
     "apex.amp.disable_casts": 'write torch.autocast("cuda", enabled=False)',
-    "apex.amp.half_function": "drop it: autocast casts matmuls to float16 itself",
+    "apex.amp.half_function": _HALF,
     "apex.amp.float_function": _FLOAT,
     "apex.amp.promote_function": _PROMOTES,
-    "apex.amp.register_half_function": "drop it: autocast casts matmuls to float16 itself",
+    "apex.amp.register_half_function": _HALF,
     "apex.amp.register_float_function": _FLOAT,
     "apex.amp.register_promote_function": _PROMOTES,
-    "apex.amp.init": f"drop it: put {_AUTOCAST}, and make {_SCALER}",
-    "apex.amp": "torch.amp is always there; the scaler has the state that this module had",
+    "apex.amp.init": f"delete this call: put {_AUTOCAST}, and create {_SCALER}",
+    "apex.amp": "use torch.amp, which every torch has; its GradScaler has the state of this module",
     "apex.optimizers.FusedAdam": (
-        "write torch.optim.AdamW(..., weight_decay=0.0, fused=True), or torch.optim.Adam if it has "
-        "adam_w_mode=False; bias_correction=False has no equal"
+        "write torch.optim.AdamW(..., weight_decay=0.0, fused=True), or torch.optim.Adam for "
+        "adam_w_mode=False; torch has no equivalent of bias_correction=False"
     ),
     "apex.optimizers.FusedSGD": "write torch.optim.SGD(..., fused=True)",
     "apex.optimizers.FP16_Optimizer": _MASTERS,
     "apex.optimizers": "torch.optim has no such optimizer: use torch.optim.AdamW, and tune it",
     "apex.parallel.DistributedDataParallel": (
-        "write torch.nn.parallel.DistributedDataParallel(model, device_ids=[local_rank]), for "
-        "delay_allreduce=True with find_unused_parameters=True"
+        "write torch.nn.parallel.DistributedDataParallel(model, device_ids=[local_rank]); "
+        "instead of delay_allreduce=True, pass find_unused_parameters=True"
     ),
     "apex.parallel": "torch has no equivalent: check whether you still need it",
     "apex.normalization.FusedRMSNorm": "write torch.nn.RMSNorm(..., eps=1e-5)",
     "apex.normalization.MixedFusedRMSNorm": "write torch.nn.RMSNorm(..., eps=1e-5)",
     "apex.normalization": "write torch.nn.LayerNorm",
     "apex.fp16_utils": _MASTERS,
-    "apex.contrib.group_norm": "write torch.nn.GroupNorm, and its activation after it",
+    "apex.contrib.group_norm": "write torch.nn.GroupNorm, followed by the activation",
     "apex.contrib.layer_norm": "write torch.nn.LayerNorm",
     "apex.contrib.optimizers.FP16_Optimizer": _MASTERS,
     "apex.contrib.optimizers.DistributedFusedAdam": (
         "shard with torch.distributed.fsdp.fully_shard, or torch's ZeroRedundancyOptimizer"
     ),
     "apex.contrib.xentropy": (
-        'write torch.nn.functional.cross_entropy(..., ignore_index=0, reduction="none"), and '
-        "label_smoothing= for its smoothing"
+        'write torch.nn.functional.cross_entropy(..., ignore_index=0, reduction="none"); '
+        "instead of smoothing, pass label_smoothing="
     ),
     "apex.contrib": "torch has no equivalent: keep Apex for this, or look in torch.nn",
-    "apex.transformer": "torch has no equivalent: Megatron-LM now has its own version",
+    "apex.transformer": "torch has no equivalent: use the version in Megatron-LM",
     "apex.mlp": "write torch.nn.Sequential of Linear and ReLU; torch.compile fuses them",
-    "apex.multi_tensor_apply": "torch's optimizers and clip_grad_norm_ take many tensors at once",
+    "apex.multi_tensor_apply": (
+        "remove this use: torch's optimizers and clip_grad_norm_ process many tensors at once"
+    ),
     "apex.pyprof": "use torch.profiler, or torch.autograd.profiler.emit_nvtx",
-    "apex": "torch has no equivalent of this name: see what it does, and whether you still need it",
+    "apex": "torch has no equivalent: check what the code does and whether you still need it",
 }
 ADVICE = {
     name: remedy(f"migrate.{name}", f"{name} is used and not rewritten", text)
@@ -138,7 +141,7 @@ ADVICE = {
 UNUSED = remedy(
     "migrate.apex_unused",
     "an import of Apex is left over",
-    "nothing in this file uses {name}, and without Apex its import fails: delete the import, "
+    "nothing in this file uses {name}, and its import fails without Apex: delete the import, "
     "unless another file imports {name} from here",
     failure="AMP0188",
 )

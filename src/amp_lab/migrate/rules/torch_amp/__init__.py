@@ -160,7 +160,7 @@ class _OldNames:
         """Report, at the first binding to an old name, that a name depends on the version."""
         old_bindings = [binding for binding in bindings if _is_old(binding.origin)]
         first = (old_bindings or bindings)[0]
-        self.file.say(first.node, "left", f"{name} depends on the version of torch: left alone")
+        self.file.say(first.node, "left", f"{name} depends on the version of torch: not changed")
 
     # Uses such as torch.cuda.amp.autocast, each by itself.
 
@@ -196,7 +196,7 @@ class _OldNames:
         for old in uses:
             if is_guarded(self.tree, old.use.node):
                 written = ".".join(old.use.parts)
-                self.file.say(old.use.node, "left", f"{written} depends on a version: left alone")
+                self.file.say(old.use.node, "left", f"{written} depends on a version: not changed")
                 continue
             try:
                 planned.append((old, self.use_edits.plan(old)))

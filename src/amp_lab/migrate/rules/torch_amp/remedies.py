@@ -5,7 +5,7 @@ from amp_lab.core.remedies import remedy
 REPLACED = remedy(
     "migrate.replaced",
     "a test or other code replaces an old name, as mock.patch does",
-    "{old} is replaced here: where the code uses torch.amp.{name}, replace that name",
+    "{old} is replaced here: replace torch.amp.{name} instead, in the module that uses the name",
 )
 REPLACED_ELSEWHERE = remedy(
     "migrate.replaced_elsewhere",
@@ -15,19 +15,19 @@ REPLACED_ELSEWHERE = remedy(
 AMBIGUOUS = remedy(
     "migrate.ambiguous",
     "depending on the branch taken, a name is an old name of torch or something else",
-    "{name} is bound to different things (lines {lines}): give them different names, then use "
-    "torch.amp with its device",
+    "lines {lines} bind {name} to different things: give them different names, then use "
+    "torch.amp with the device",
 )
 TWO_THINGS = remedy(
     "migrate.two_things",
     "a scope binds a name to an old name of torch and to something else",
-    "{name} is bound to different things in one scope: give them different names, then use "
-    "torch.amp with its device",
+    "one scope binds {name} to different things: give them different names, then use "
+    "torch.amp with the device",
 )
 NO_TORCH = remedy(
     "migrate.no_torch",
     "a file uses an old name where the name torch is not available",
-    "write torch.amp.{name} for {written}, and import torch",
+    "write torch.amp.{name} instead of {written}, and import torch",
 )
 GIVE_DTYPE = remedy(
     "migrate.give_dtype",
@@ -47,7 +47,7 @@ IN_MAGIC = remedy(
 IN_F_STRING = remedy(
     "migrate.in_f_string",
     "an old name stands inside an f-string",
-    'inside an f-string: write torch.amp.{name}, with "{device}"',
+    'the old name is inside an f-string: write torch.amp.{name} with "{device}"',
 )
 MODULE_AS_VALUE = remedy(
     "migrate.module_as_value",
@@ -72,18 +72,19 @@ DELETED = remedy(
 COMPARED = remedy(
     "migrate.compared",
     "a class is compared with an old one",
-    "{name} is compared with: write torch.amp.{name} in all places",
+    "a class is compared with {name}: write torch.amp.{name} in all places",
 )
 SCALER_COMPARED = remedy(
     "migrate.scaler_compared",
     "a scaler is created in a file that checks for its class",
-    "{name} is compared with (line {line}): write torch.amp.{name} in all places, here and in "
+    "line {line} compares a class with {name}: write torch.amp.{name} in all places, also in "
     "other files",
 )
 ONE_CLASS = remedy(
     "migrate.one_class",
     "the code reads the device of an object from its class",
-    'torch.amp.{name} is one class for all devices: ask for its device, here "{device}"',
+    "torch.amp.{name} is one class for all devices: check the device of the object, "
+    'here "{device}"',
 )
 SUBCLASS = remedy(
     "migrate.subclass",
@@ -94,12 +95,12 @@ SUBCLASS = remedy(
 BARE_DECORATOR = remedy(
     "migrate.bare_decorator",
     "an old class decorates a function without being called",
-    'without brackets it decorates nothing: write torch.amp.{name}("cuda")',
+    'a decorator without brackets has no effect here: write torch.amp.{name}("cuda")',
 )
 CALLED_BY_POSITION = remedy(
     "migrate.called_by_position",
     "a partial of autocast may be called with positional arguments",
-    "the caller may pass arguments by position, and their order has changed: write "
+    "the caller may pass arguments by position, but the order has changed: write "
     'functools.partial(torch.amp.autocast, "{device}", dtype=torch.{dtype}, …), '
     "and enabled=… where it is called",
 )
@@ -112,8 +113,8 @@ POSITIONAL = remedy(
 DOUBLE_STAR = remedy(
     "migrate.double_star",
     "autocast gets ** arguments, in a file that may change the current autocast dtype",
-    'the ** arguments may lack a dtype: write torch.amp.autocast("{device}", …), and if they do, '
-    "add dtype=torch.{dtype}",
+    'the ** arguments may lack a dtype: write torch.amp.autocast("{device}", …), and add '
+    "dtype=torch.{dtype} if it is missing",
 )
 CLASS_IMPORTED = remedy(
     "migrate.class_imported",
@@ -130,13 +131,13 @@ MODULE_IMPORTED = remedy(
 STAR = remedy(
     "migrate.star",
     "a file imports everything from a module of old names",
-    "from {module} import *: import the names that you use from torch.amp, and pass the device in "
-    "each call",
+    "this line imports everything from {module}: import only the names that you use, from "
+    "torch.amp, and pass the device in each call",
 )
 DEVICE_AS_SCALE = remedy(
     "migrate.device_as_scale",
     "an old GradScaler gets a device as its first argument, which is the scale",
-    "the old GradScaler takes {written} for the scale and fails: write torch.amp.GradScaler"
+    "the old GradScaler uses {written} as the scale and fails: write torch.amp.GradScaler"
     "({written})",
     failure="AMP0035",
 )

@@ -10,7 +10,7 @@ from amp_lab.migrate.tree.rewriter import Finding
 _FOR_OLDER_AUTOCAST = remedy(
     "migrate.for_older_autocast",
     "only autocast is rewritten, and the code must also support torch 1.10 or 1.11",
-    "to support torch 1.10 and 1.11 too, write torch.autocast for torch.amp.autocast",
+    "to support torch 1.10 and 1.11 too, write torch.autocast instead of torch.amp.autocast",
 )
 _FOR_BOTH = {  # by the names that each is about
     ("GradScaler",): remedy(
@@ -58,7 +58,7 @@ def notes_on_versions(findings: Iterable[Finding]) -> list[str]:
     if not rewritten:
         return []
     major, minor = max(FIRST_TORCH[name] for name in rewritten)
-    notes = [f"what is rewritten needs torch {major}.{minor} or later"]
+    notes = [f"the rewritten code needs torch {major}.{minor} or later"]
     # Older versions have the scaler and the decorators only in torch.cuda.amp. torch.cpu.amp got
     # its GradScaler in torch 2.3, together with torch.amp, and never had the decorators.
     from_cuda = {name for device, name in uses if device == "cuda"}
